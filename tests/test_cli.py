@@ -579,7 +579,7 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
         ("show far.csv", "rank 0 runs 0F99999999, but 1 op(s) are far too few for 100000000 microbatches"),
         ("show /dev/zero.csv", "cannot be read"),
         ("show ZBV -p 2 -m 2 --costs 1e200,1,1", "'1e200,1,1' must be three times between 0 and 1e+100"),
-        ("show ZBV -p 2 -m 2 --costs 1e-320,0,0", "'1e-320,0,0' is not three times"),
+        ("show ZBV -p 2 -m 2 --costs 1e-320,0,0", "'1e-320,0,0' must be three times"),
         ("validate mine.csv --memory-limit -1", "'-1' is no amount"),
         ("export ZBV -p 2 -m 2", "'-o'"),
         ("compare -m 2", "'-p'"),

@@ -26,7 +26,7 @@ class _UserError(click.ClickException):
 
 @contextmanager
 def in_one_line(*kinds: type[Exception]) -> Iterator[None]:
-    """Turn errors of these kinds into one-line messages; a broken pipe is left to click, which exits quietly."""
+    """Turn errors of these kinds into one-line messages. A broken pipe is left to click, which exits quietly."""
     try:
         yield
     except BrokenPipeError:
@@ -72,7 +72,7 @@ class Command(click.Command):
 
 
 def parse_with(parse: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """The callback of an option whose value `parse` takes; it raises ValueError."""
+    """The callback of an option whose value `parse` converts. `parse` raises ValueError."""
 
     def parse_value(context: click.Context, option: click.Parameter, value: Any) -> Any:
         try:
@@ -95,7 +95,7 @@ def options(*options: Callable[[_Function], _Function]) -> Callable[[_Function],
 
 
 class OutputFile(click.Path):
-    """A file to write at the end; a path that cannot be written is refused at the start."""
+    """A file to write at the end. A path that cannot be written is refused at the start."""
 
     def __init__(self, allow_dash: bool = False, ending: str = "") -> None:
         super().__init__(dir_okay=False, writable=True, allow_dash=allow_dash, path_type=Path)
@@ -168,7 +168,8 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 @contextmanager
 def progress_line() -> Iterator[Callable[[str], None]]:
-    """A function that replaces the previous line of progress. Only on a terminal; the line is removed at the end."""
+    """A function that replaces the previous line of progress. It works only on a terminal, and removes the line at the
+    end."""
     if not sys.stderr.isatty():
         yield lambda line: None
         return

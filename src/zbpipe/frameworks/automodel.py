@@ -1,7 +1,7 @@
 """Adapts NeMo AutoModel, which places stages with its own functions, and reads the loss from one rank.
 
 All private names of AutoModel are in this file, which was written for 0.7.0. Nothing here imports AutoModel. When
-AutoModel asks for one of zbpipe's schedules, functions in its modules are replaced; torch's schedules get the originals
+AutoModel asks for one of zbpipe's schedules, functions in its modules are replaced. torch's schedules get the originals
 back.
 """
 
@@ -31,7 +31,7 @@ _TAKES = {
     "calculate_virtual_stages": ("num_layers", "layers_per_stage", "pp_size"),
     "stage_ids_this_rank": ("pp_rank", "pp_size", "num_stages"),
 }
-"""The functions of AutoModel that are replaced, and the arguments that it gives them, in order."""
+"""Replaced functions of AutoModel, with their arguments in order."""
 
 _originals: list[tuple[Any, str, Any]] = []
 """Owner, name and value of each replaced function."""

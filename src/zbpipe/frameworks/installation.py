@@ -41,7 +41,7 @@ class _Installation:
         """Content of each file, by path, when the job first asked for it."""
 
     def get_schedule_class(self, schedule_name: str) -> Any:
-        """The class for a schedule of torch's or zbpipe's, in any case, or for the path of a CSV file."""
+        """The class for a schedule of torch or zbpipe, in any case, or for the path of a CSV file."""
         name = self._schedule if self._everywhere and self._schedule is not None else schedule_name
         algorithm = self.find_algorithm(name)
         self._log(schedule_name, name, algorithm)
@@ -94,14 +94,13 @@ def install(schedule: str | None = None, *, everywhere: bool = False, **options:
 
     Then `torch.distributed.pipelining.schedules.get_schedule_class` also knows zbpipe's names, `Auto`, names that other
     packages have registered, all in any case, and paths of CSV files. Modules that had imported the function get the
-    new one; the log names them. Frameworks place the stages right, because they get classes that look like those of
-    torch that they know (see `zbpipe.frameworks.proxies`). torch's names still give torch's own classes.
+    new one. The log names them. Frameworks place the stages correctly, because they get classes that look like known
+    classes of torch (see `zbpipe.frameworks.proxies`). torch's names still give torch's own classes.
 
     Args:
         schedule: the one that the job will ask for, so that it and the options are checked now.
         everywhere: whether the job gets `schedule` whatever it asks for, because its own config cannot name it.
-        options: those of "Options of a job", docs/options.md, which the framework does not pass on. What it gives wins
-            over them.
+        options: "Options of a job" in docs/options.md. The framework's own arguments take precedence.
 
     Raises:
         ValueError: an unknown schedule or option, or options that do not fit the schedule.
@@ -116,7 +115,7 @@ def install(schedule: str | None = None, *, everywhere: bool = False, **options:
 def install_with(
     options: Options, schedule: str | None = None, *, everywhere: bool = False, torchs_too: bool = False
 ) -> None:
-    """`install` with an `Options`, which also hold for torch's own schedules if `torchs_too`."""
+    """`install` with an `Options`. With `torchs_too` they also apply to torch's own schedules."""
     global _installed  # noqa: PLW0603 -- torch's function is one for the whole process
     arguments.require_yes_or_no("everywhere", everywhere)
     if everywhere and schedule is None:
@@ -149,7 +148,7 @@ def uninstall() -> None:
 
 
 def find_algorithm(name: str) -> Algorithm | None:
-    """The schedule of that name; None for the abstract classes of torch's that frameworks use with a CSV file.
+    """The schedule of that name; None for torch's abstract classes, which frameworks use with a CSV file.
 
     While zbpipe is installed, a file is read once: it may be changed or gone while the job runs.
     """
@@ -162,7 +161,7 @@ def list_asked() -> tuple[str, ...]:
 
 
 def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> list[str]:
-    """Replace `old` by `new` in every module that has it; returns the names of these modules."""
+    """Replace `old` by `new` in every module with a reference to it; returns the modules' names."""
     places = list(_places(old))
     for module, name in places:
         setattr(module, name, new)
@@ -170,7 +169,7 @@ def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> list[str]:
 
 
 def _places(function: Callable[..., Any]) -> Iterator[tuple[ModuleType, str]]:
-    """The modules that have `function`, except zbpipe's own, and the names under which they have it."""
+    """Each module outside zbpipe with a reference to `function`, and the reference's name."""
     for module_name, module in list(sys.modules.items()):
         if module is None or module_name.partition(".")[0] == "zbpipe":
             continue

@@ -1,8 +1,8 @@
 """The proxy classes that frameworks get for the names of schedules.
 
-Frameworks on torch's schedules all do the same. They give a rank one stage if the class is a `PipelineScheduleSingle`
-and two or more otherwise, place the stages in a V if it is `ScheduleZBVZeroBubble`, and then call it. A proxy class
-looks like one of torch's; calling it builds the schedule with zbpipe's options.
+All frameworks on torch's schedules treat a class alike. They give a rank one stage if it is a `PipelineScheduleSingle`,
+and two or more otherwise. They place the stages in a V if it is `ScheduleZBVZeroBubble`. Then they call it. A proxy
+class looks like a class of torch. Calling it builds the schedule with zbpipe's options.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Proxy(ABCMeta):
     options: Options
 
     def __call__(cls, *args: Any, **kwargs: Any) -> pipelining.PipelineSchedule:
-        """The schedule instead of an object of this class. The arguments are those of torch's class."""
+        """Build the schedule instead of an object of this class. The arguments are those of torch's class."""
         torchs = cls.__bases__[0]
         names = list(inspect.signature(torchs).parameters)
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -54,7 +54,7 @@ class Proxy(ABCMeta):
 
 
 def proxy_of(algorithm: Algorithm, options: Options) -> type[pipelining.PipelineSchedule]:
-    """The class that frameworks get for a schedule, with `options` besides what the framework gives."""
+    """The class that frameworks get for a schedule, with `options` in addition to the framework's arguments."""
     base = pipelining.torch_class(algorithm.name) if algorithm.source == "torch" else _nearest(algorithm)
     content = {"algorithm": algorithm, "options": options, "__module__": __name__}
     proxy = Proxy(algorithm.class_name, (base,), content)
@@ -70,7 +70,7 @@ def is_placed_by_frameworks(algorithm: Algorithm, placement: Placement) -> bool:
 
 
 def _nearest(algorithm: Algorithm) -> type[pipelining.PipelineSchedule]:
-    """The class of torch's for which frameworks place the stages as the schedule does, if there is one."""
+    """The torch class for which frameworks place the stages as the schedule does, if there is one."""
     if algorithm.stages_per_rank == 1:
         return PipelineScheduleSingle
     table = algorithm.table

@@ -55,7 +55,7 @@ def build_pipeline_schedule(
         schedule: zbpipe's name or torch's, in any case. torch's names give torch's own classes. Or a `Schedule` or
             `Plan`, the same on all ranks (`zbpipe.from_first_rank`), for zbpipe's own class. The costs of a plan place
             its receives.
-        stages: this rank's stages, which `zbpipe.stage_indices` names; a single stage needs no list.
+        stages: this rank's stages, which `zbpipe.stage_indices` names. A single stage needs no list.
         n_microbatches: the number of microbatches into which a batch is split.
         loss_fn: `(output, target) -> loss`.
         options: further arguments of the class, such as `scale_grads`, or `split_backward` for zbpipe's schedules; see
@@ -120,8 +120,8 @@ def from_first_rank(
 
     Args:
         make: called on the first rank of the group alone.
-        group: default: all ranks of the job.
-        device: through which the backend sends; default: the CPU, or with NCCL the current GPU.
+        group: ranks that get the result. Default: all ranks of the job.
+        device: device through which the backend sends. Default: the CPU, or with NCCL the current GPU.
 
     Raises:
         ValueError: on all ranks, if `make` fails or returns anything but a Schedule or a Plan.

@@ -211,7 +211,7 @@ IMPORT_HELP = "Import this module first, which registers schedules; it may be in
 
 
 def add_arguments(parser: argparse.ArgumentParser, prefix: str = "--", *, steps_optimizer: bool = False) -> None:
-    """Make `parser` take an argument for each option, in a group of its own."""
+    """Make `parser` take an argument for each option, in a separate group."""
     group = parser.add_argument_group("zbpipe's options")
     for each in list_options(steps_optimizer=steps_optimizer):
         group.add_argument(

@@ -57,7 +57,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     Args:
         stages: all stages of this rank, which `zbpipe.stage_indices` names.
         n_microbatches: the number of microbatches, at least 1.
-        loss_fn: `(output, target) -> loss`; without it there is only `eval`.
+        loss_fn: `(output, target) -> loss`. Without it there is only `eval`.
         split_backward: with "deferred", I is one ordinary backward and W computes the weight gradients (see
             `zbpipe.runtime.split.layers`). A stage without a layer that can defer logs a warning. With "strict" it is
             an error. "autograd" is torch's own split, for comparison.
@@ -276,7 +276,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             forget_eager_calls(stage.submod)
 
     def step(self, *args: Any, target: Any = None, microbatches: int | None = None, **kwargs: Any) -> Any:
-        """One training step, with torch's arguments; the batch is split into equal microbatches.
+        """One training step, with torch's arguments. The batch is split into equal microbatches.
 
         Args:
             args: torch's arguments, like `kwargs`.

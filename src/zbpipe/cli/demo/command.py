@@ -24,7 +24,7 @@ from zbpipe.cli.base import OutputFile, in_one_line
     help="Keep checkpoints and the ranks' output in this folder.",
 )
 def demo(steps: int, html_file: Path | None, json_file: Path | None, keep: Path | None) -> None:
-    """Train TorchTitan's Llama on this machine's CPU, with torch's schedules and with zbpipe's.
+    """Train TorchTitan's Llama on this machine's CPU, with schedules of torch and of zbpipe.
 
     First, TorchTitan's Llama 3 debug model learns the source text of Python's standard library on 2 pipeline ranks. It
     uses TorchTitan's default selective activation checkpointing. 1F1B and ZBVZeroBubble (torch) and ZBV (zbpipe) train

@@ -1,4 +1,4 @@
-"""`zbpipe demo`: TorchTitan's Llama 3 debug model under torch's schedules and zbpipe's, all from the same weights."""
+"""`zbpipe demo`: TorchTitan's Llama 3 debug model under schedules of torch and zbpipe, all from the same weights."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class ConsoleProgress:
 
 
 def print_table(runs: list[Run]) -> None:
-    """Schedule, losses, speed, bubble and outcome of each run; an error stays on one line, however long."""
+    """Print schedule, losses, speed, bubble and outcome of each run. An error stays on one line, however long."""
     console = Console(highlight=False)
     table = Table("schedule", "from", box=None, padding=(0, 2, 0, 0))
     for name in ("first loss", "last loss", "tokens/s", "bubble"):

@@ -15,7 +15,7 @@ from zbpipe.cli.demo.python_text import FOLDER, NAME, list_files, read
 
 
 def register() -> None:
-    """Add the data set "python_stdlib" to TorchTitan's."""
+    """Add the data set "python_stdlib" to TorchTitan's data sets."""
     DATASETS[NAME] = DatasetConfig(path=FOLDER, loader=_load, sample_processor=lambda sample: str(sample["text"]))
 
 

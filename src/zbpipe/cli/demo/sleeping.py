@@ -42,8 +42,8 @@ def sleep_until(end: float) -> None:
 class SleepingLayer(nn.Linear):
     """One number times a weight. F sleeps in the forward, I and W where autograd computes dX and dW.
 
-    So each sleeps in the action that computes its gradient, with any split. In torch's B both sleep. In torch's split
-    and in zbpipe's, I and W sleep one after the other; zbpipe's runs the linear layer's deferral.
+    So each sleeps in the action that computes its gradient, with any split. In torch's B both sleep. With the splits of
+    torch and zbpipe, I and W sleep one after the other. zbpipe's split runs the linear layer's deferral.
     """
 
     def __init__(self) -> None:
@@ -126,9 +126,9 @@ class Runner:
         self.costs = costs
         self.ops = algorithm.make(ranks, microbatches, costs=costs).ops[rank]
         self.ran: list[Ran] = []
-        """Of the last step."""
+        """Ops of the last step."""
         self.start = 0.0
-        """Of the last step, in seconds of `time.monotonic`."""
+        """Start of the last step, in seconds of `time.monotonic`."""
         for stage in stages:
             follow(stage, self.ran)
         batch = torch.ones(microbatches, 1)

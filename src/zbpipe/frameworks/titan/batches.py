@@ -1,6 +1,6 @@
 """The sizes of a step in TorchTitan's config, which counts sequences, or tokens since it folded the batch.
 
-Where it counts tokens, a microbatch is one row of them, with as many sequences as fit. Imports no torchtitan.
+If it counts tokens, a microbatch is one row of tokens, with as many sequences as fit. Imports no torchtitan.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""zbpipe's command line arguments, in addition to TorchTitan's. All begin with `--zbpipe.`."""
+"""zbpipe's command line arguments, in addition to those of TorchTitan. All begin with `--zbpipe.`."""
 
 from __future__ import annotations
 

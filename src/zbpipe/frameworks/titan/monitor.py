@@ -1,4 +1,4 @@
-"""The pipeline's metrics (step time, bubble, peak activations) among TorchTitan's."""
+"""The pipeline's metrics (step time, bubble, peak activations) among TorchTitan's metrics."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ from zbpipe.schedule.ir import Placement
 from zbpipe.schedule.registry import Algorithm
 
 HAS_JOB_CONFIG = hasattr(torchtitan.config, "JobConfig")
-"""Whether all settings are in one `JobConfig`, as in 0.2; 0.3 has a `Trainer.Config` with a `ModelSpec`."""
+"""Whether all settings are in one `JobConfig`, as in 0.2. 0.3 has a `Trainer.Config` with a `ModelSpec`."""
 
 PipeliningFunction = Callable[..., tuple[Any, list[Any], bool, bool]]
 """Cuts a model. Returns the schedule or its runner, the model parts, and whether this rank has the first and the last
@@ -173,7 +173,7 @@ def checkpointing_of(config: Any) -> Checkpointing:
 
 
 def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> PipeliningFunction:
-    """A model's `pipelining_fn` that also takes zbpipe's schedules; with torch's names it is the model's own.
+    """A model's `pipelining_fn` that also takes zbpipe's schedules. With torch's names it is the model's own.
 
     It raises `ValueError` for settings that cannot run, and `PipelineError` on all ranks if their schedules differ.
     """

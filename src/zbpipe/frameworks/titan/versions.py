@@ -30,7 +30,8 @@ class Version:
     checkpointing: tuple[str, ...]
     """Its arguments for activation checkpointing, with {} for the kind."""
     batch: tuple[str, ...]
-    """Its arguments for the size of a pipeline's step, with {m} for the microbatches of one sequence, and {length}."""
+    """Its arguments for the size of a pipeline's step, with {m} for the number of one-sequence microbatches, and
+    {length}."""
     accumulated: tuple[str, ...] = ()
     """Further arguments for a job without a pipeline, with {tokens} for the tokens per step."""
 

@@ -16,7 +16,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from torch.distributed.tensor import DTensor
 
 _BYTE = 0xFF
-"""Each byte of a mark: NaN in every floating dtype, but none that arithmetic gives."""
+"""Each byte of a mark: NaN in every floating dtype, but a NaN that arithmetic never produces."""
 
 
 def can_send_marks(stage: _PipelineStageBase) -> bool:

@@ -44,7 +44,7 @@ class GraphProduct(NamedTuple):
     kind: str
     """Name of the node, without `Backward`."""
     deferral: object
-    """Deferral of the layer, if the node is zbpipe's."""
+    """Deferral of the layer, if the node belongs to zbpipe."""
     leaves: tuple[Tensor, ...]
     """The parameters behind the weight."""
     made_by: tuple[str, ...]

@@ -16,7 +16,7 @@ from zbpipe.runtime.attributes import replaced
 Call = Callable[..., Any]
 
 Around = Callable[[str, int, int, Callable[[], Any]], Any]
-"""Takes kind, stage and microbatch of a computation, and the computation; runs it and returns its result."""
+"""Takes kind, stage and microbatch of a computation, and the computation. Runs it and returns its result."""
 
 
 class HookOrder(IntEnum):
@@ -107,11 +107,13 @@ def route_calls(schedule: _PipelineSchedule, forward: Call, loss: Call, backward
     arguments.
 
     Args:
-        schedule: any of torch's.
-        forward: forward of a stage's module: `(call, *args, **kwargs)`, with the inputs as the module sees them.
-        loss: `(call, output, target, **kwargs)`.
-        backward: `(call, kind, tensors, last_backward=...)`, where `tensors` has the "output_grads" (None on the
-            last stage) and its "input_values"; their gradients are the first part of what it returns.
+        schedule: a schedule of torch or zbpipe.
+        forward: wraps the forward of a stage's module: `(call, *args, **kwargs)`, with the inputs as the module sees
+            them.
+        loss: wraps the loss: `(call, output, target, **kwargs)`.
+        backward: wraps a backward: `(call, kind, tensors, last_backward=...)`, where `tensors` has the
+            "output_grads" (None on the last stage) and its "input_values". The first part of its result is the
+            gradients of these.
     """
     with ExitStack() as patches:
         for stage in stages_of(schedule):

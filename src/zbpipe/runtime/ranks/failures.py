@@ -28,8 +28,7 @@ from zbpipe.runtime._torch import pipelining
 
 _FIRST = "zbpipe/first_failure"
 _LINGER = 15.0
-"""Longest wait, in seconds, of the rank with the store until the others have read. A stuck rank looks every 2
-seconds."""
+"""Longest wait in seconds of the rank with the store for its readers. A stuck rank reads every 2 seconds."""
 _PATIENCE = 5.0
 """Seconds to wait for the store: its host may be the rank that died."""
 _LONGEST = 2000

@@ -81,7 +81,7 @@ class StepSizes:
             pipelining.use_shapes(runtime, self._set_up[number])
             return False
         checks.require_inferred_shapes(runtime)
-        # The stages run once to infer shapes, with final weights.
+        # The stages run once to infer shapes, which needs validated weights.
         runtime.finish_optimizer_step()
         pipelining.forget_shapes(runtime)
         self._set_up.append(pipelining.shapes_of(runtime))

@@ -1,4 +1,4 @@
-"""Backward in two: I computes the gradient of a stage's input, W later those of its weights."""
+"""The backward split: I computes the gradient of a stage's input, W later those of its weights."""
 
 from zbpipe.runtime.split.products import GROUPED_MM, LINEAR, WeightProduct
 

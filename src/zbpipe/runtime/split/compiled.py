@@ -1,9 +1,9 @@
-"""The backward split inside of compiled regions: slots carry x and dY of every product out of the graph.
+"""The backward split in compiled regions: slots carry x and dY of every product out of the graph.
 
 A compiled backward is a pure function, so a layer in it cannot store (x, dY). But the function may return them. Each
-product takes two more inputs, the slots: tensors without memory in the shapes of x and of y. Its backward returns x and
-dY as their "gradients" (`zbpipe.runtime.split.slots`). One autograd node before the region makes all slots, so x and dY
-arrive in that node's backward.
+product takes two more inputs, the slots: tensors without memory in the shapes of x and of y. The product's backward
+returns x and dY as the slots' "gradients" (`zbpipe.runtime.split.slots`). One autograd node before the region makes all
+slots, so x and dY arrive in that node's backward.
 
 The shapes of the slots have to be known before the region runs. So the first call with inputs of new shapes runs
 without the compiler: in torch's metadata inference before the first step, or in `zbpipe.runtime.warm_up`.
@@ -27,30 +27,30 @@ from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.slots import SlotHandle, Slots, Spec, Use, WeightWithSlots, dtype_in_slot, spec
 
 _MOST_SHAPES = 16
-"""With inputs of still more shapes, a region is compiled without slots, and its weight gradients stay in I."""
+"""Limit of input shapes per region. For more, the region has no slots, and its weight gradients stay in I."""
 
 
 def defer_in_compiled_regions(module: nn.Module) -> None:
-    """Give slots to the prepared layers of `module` that run inside of `torch.compile(m)` or after `m.compile()`."""
+    """Give slots to the prepared layers of `module` that run in `torch.compile(m)` or after `m.compile()`."""
     for each in module.modules():
         if compiler.is_compiled(each) and not isinstance(compiler.find_compiled_call(each), _Region):
             compiler.divert_compiled_call(each, _Region(each))
 
 
 def are_compiled(module: nn.Module) -> bool:
-    """Whether every region of `module` that was called has run with the compiler, by itself or as a part of another."""
+    """Whether every called region of `module` has run with the compiler, by itself or as a part of another."""
     compiled = [each for each in module.modules() if compiler.is_compiled(each)]
     inner = {id(child) for each in compiled for child in each.modules() if child is not each}
     regions = [(compiler.find_compiled_call(each), id(each) in inner) for each in compiled]
     return all(
-        region.has_run_compiled or (is_inner and not region.sites)  # it has some if it was called as no part of another
+        region.has_run_compiled or (is_inner and not region.sites)  # it has sites if it was called by itself
         for region, is_inner in regions
         if isinstance(region, _Region)
     )
 
 
 def forget_eager_calls(module: nn.Module) -> None:
-    """Before a step: what ran without the compiler has had its backward, or gets none, as in an evaluation."""
+    """Forget calls without the compiler before a step: their backward is over, or never comes, as in an evaluation."""
     for region in _list_regions(module):
         region.ran_eagerly.clear()
 
@@ -61,7 +61,7 @@ def _list_regions(module: nn.Module) -> list[_Region]:
 
 
 def list_products_in_regions(module: nn.Module) -> list[graph_products.GraphProduct]:
-    """Of all regions of `module`, as far as they have run without the compiler."""
+    """Products of all regions of `module` that have run without the compiler."""
     return [product for region in _list_regions(module) for product in region.products]
 
 
@@ -71,11 +71,11 @@ class _Site(NamedTuple):
     deferral: Deferral
     use: Use
     slots: tuple[Tensor, ...]
-    """The tensors of `Slots`, flat: templates without memory, of which only shape, dtype and device count."""
+    """The tensors of `Slots`, flat: templates without memory. Only shape, dtype and device matter."""
 
     @property
     def weight(self) -> Tensor:
-        """The parameter as it is now: FSDP replaces it."""
+        """The present parameter: FSDP replaces it."""
         return cast(Tensor, autograd.own_parameters(self.deferral.layer)[self.use.weight_name])
 
     def open(self, weight: Tensor, slots: Sequence[Tensor]) -> None:
@@ -100,17 +100,17 @@ class _Region:
     def __init__(self, module: nn.Module) -> None:
         self._deferrals = tuple(deferrals(module).values())
         self.sites: dict[tuple[Any, ...], tuple[_Site, ...]] = {}
-        """By shape, dtype and device of the tensors among the inputs."""
+        """Sites by shape, dtype and device of the tensors among the inputs."""
         self._next: tuple[_Site, ...] = ()
         self.ran_eagerly: list[autograd.Memory] = []
-        """The memory of the inputs of calls that activation checkpointing will repeat in the backward."""
+        """Input memory of calls that activation checkpointing will repeat in the backward."""
         self.has_run_compiled = False
         self.products: list[graph_products.GraphProduct] = []
-        """With weights, of the last call without the compiler: the graph of a compiled one does not show them."""
+        """Products with weights in the last call without the compiler. A compiled call's graph hides them."""
         self._unshards = fsdp.is_fsdp(module) and not compiler.is_optimized(module)
-        """Whether FSDP gathers the weights inside of this call. With `torch.compile(module)` it does so before."""
+        """Whether FSDP gathers the weights within this call. With `torch.compile(module)` it does so before."""
         if self._unshards:
-            # After FSDP's own hook, so that the weights are those that the region uses; and outside of its graph.
+            # After FSDP's own hook, so that the region uses the same weights; and outside the region's graph.
             module.register_forward_pre_hook(compiler.exclude_from_graphs(lambda module, args: self._provide_slots()))
 
     def __call__(self, compiled: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -148,8 +148,8 @@ class _Region:
             return True
         if self.has_run_compiled or not self.ran_eagerly:
             return False
-        # A checkpoint that begins before the region computes its inputs again, in other memory. While torch infers
-        # shapes, before the first step, a call in a backward can be nothing else.
+        # A checkpoint that begins before the region recomputes the inputs in other memory. While torch infers shapes,
+        # before the first step, any call in a backward is such a repetition.
         self.ran_eagerly.pop()
         return True
 
@@ -175,7 +175,7 @@ class _Region:
 
 
 _eager: ContextVar[bool] = ContextVar("_eager", default=False)
-"""Whether a region runs without the compiler, and with it all within: only then does it see the products of those."""
+"""Whether an outer region runs without the compiler. Inner regions then also do, so that it sees their products."""
 
 
 @contextmanager
@@ -188,10 +188,10 @@ def _with_inner_regions_eager() -> Iterator[None]:
 
 
 def _find_sites(deferral: Deferral) -> Iterator[_Site]:
-    """Those products of a layer that can leave the region."""
-    # A weight that is multiplied twice would need two pairs of slots, and nothing distinguishes the calls. A layer with
-    # a forward of its own may do anything with its weight, unless it declares by `weight_products` what it multiplies:
-    # only then another object may stand in for the weight.
+    """Products of a layer that can leave the region."""
+    # A weight that is multiplied twice would need two pairs of slots, and the calls cannot be distinguished. A layer
+    # with its own forward may do anything with its weight, unless it declares its products by `weight_products`: only
+    # then another object may stand in for the weight.
     uses = deferral.seen or ()
     if deferral.is_caught and not deferral.is_declared:
         return
@@ -204,9 +204,9 @@ def _find_sites(deferral: Deferral) -> Iterator[_Site]:
 
 
 class _Slots(torch.autograd.Function):
-    """Makes the slots of a region; its backward receives every x and dY, and defers the weight gradients.
+    """Makes the slots of a region. Its backward receives every x and dY, and defers the weight gradients.
 
-    If nothing records, it returns the weight gradients to autograd, as the region itself would have done.
+    If nothing records, it returns the weight gradients to autograd, as the region itself would.
     """
 
     @staticmethod
@@ -222,7 +222,7 @@ class _Slots(torch.autograd.Function):
         gradients: list[Tensor | None] = [None] * len(ctx.sites)
         end = len(carried)
         casts: dict[tuple[object, ...], Tensor] = {}
-        # From the last to the first, in autograd's order; W takes them from the end of the list.
+        # From the last to the first, in autograd's order. W takes them from the end of the list.
         for n in reversed(range(len(ctx.sites))):
             (deferral, use, slots), weight = ctx.sites[n], ctx.weights[n]
             x, dy, *more = carried[end - len(slots) : end]
@@ -242,7 +242,7 @@ autograd.copy_type(_Slots, lambda sites, *_: tuple([each.detach() for site in si
 
 
 def _cast(x: Tensor, dtype: torch.dtype, casts: dict[tuple[object, ...], Tensor]) -> Tensor:
-    """Under autocast layers with the same x return that. If each cast it within the region, each had its own result."""
+    """Cast x outside the region, so that under autocast layers with the same x share the result."""
     place = x.data_ptr(), x.shape, x.stride(), dtype
     if place not in casts:
         casts[place] = x.to(dtype)

@@ -1,4 +1,4 @@
-"""The arguments of a product after x and the weight, of which autograd saves the tensors, as it saves x."""
+"""The arguments of a product after x and the weight. autograd saves the tensors among them, as it saves x."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 
 
 class Taken(NamedTuple):
-    """Which further arguments a function takes."""
+    """Further arguments that a function takes."""
 
     number: float
-    """By position."""
+    """Number of positional arguments."""
     names: frozenset[str] | None
-    """By keyword; None for any."""
+    """Names of keyword arguments; None for any."""
 
 
 def find_taken(function: Callable[..., Any]) -> Taken:
-    """Which arguments after the first two `function` takes."""
+    """The arguments that `function` takes after the first two."""
     try:
         parameters = signature(function).parameters.values()
-    except (TypeError, ValueError):  # a function of torch's own, which shows none
+    except (TypeError, ValueError):  # a built-in function of torch has no signature
         return Taken(float("inf"), None)
     kinds = [each.kind for each in parameters]
     by_position = kinds.count(Parameter.POSITIONAL_ONLY) + kinds.count(Parameter.POSITIONAL_OR_KEYWORD)
@@ -39,10 +39,10 @@ class Further(NamedTuple):
     values: tuple[Any, ...] = ()
     """`TENSOR` in the places of tensors, also within lists, tuples and dictionaries."""
     names: tuple[str, ...] = ()
-    """Of the last of them, which are given by keyword."""
+    """Names of the last values, which are keyword arguments."""
 
     def fill_in(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """By position and by keyword, with `tensors` in their places."""
+        """Positional and keyword arguments, with `tensors` in their places."""
         values = _fill_in(self.values, iter(tensors))
         by_position = len(values) - len(self.names)
         return values[:by_position], dict(zip(self.names, values[by_position:], strict=True))
@@ -53,7 +53,7 @@ class Further(NamedTuple):
         return function(x, weight, *args, **options)
 
     def taken(self, by: Taken, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same without those that are None and that the function does not take, such as the bias where none is."""
+        """Like `fill_in`, without None values that the function does not take, such as a missing bias."""
         args, options = self.fill_in(tensors)
         while args and args[-1] is None and len(args) > by.number:
             args = args[:-1]
@@ -67,7 +67,7 @@ TENSOR = "tensor"
 
 
 def separate_tensors(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Further, list[Tensor]]:
-    """Further arguments of a product: what stays as it is, and the tensors among them, in order."""
+    """Further arguments of a product without tensors, and the tensors in order."""
     tensors: list[Tensor] = []
     values = _without_tensors((*args, *options.values()), tensors)
     return Further(values, tuple(options)), tensors
@@ -95,7 +95,7 @@ def _fill_in(value: Any, tensors: Iterator[Tensor]) -> Any:
 
 
 def with_factors_first(args: Sequence[Any], options: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments of a product with x and the weight by position, also where they were given by keyword."""
+    """The arguments of a product with x and the weight by position, even if they were keyword arguments."""
     for place, names in enumerate(_FACTORS):
         given = [name for name in names if name in options]
         if len(args) == place and len(given) == 1:
@@ -105,4 +105,4 @@ def with_factors_first(args: Sequence[Any], options: dict[str, Any]) -> tuple[Se
 
 
 _FACTORS = (("input", "self", "mat_a"), ("weight", "mat2", "other", "mat_b"))
-"""What torch calls x and the weight in its products."""
+"""torch's names of x and the weight in its products."""

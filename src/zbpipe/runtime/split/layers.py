@@ -1,12 +1,12 @@
 """Layers that defer their weight gradient: I keeps x and dY, W multiplies them.
 
-I runs one ordinary backward. Where autograd would compute dW = dY^T x of a linear layer, the layer puts the pair
-(x, dY) into the `WeightGradients` that records, and W multiplies and accumulates all pairs later. I walks the autograd
-graph once and frees it, so checkpointed blocks are recomputed once.
+I runs one ordinary backward. Instead of dW = dY^T x, a linear layer puts the pair (x, dY) into the recording
+`WeightGradients`. W multiplies and accumulates all pairs later. I walks the autograd graph once and frees it, so
+checkpointed blocks are recomputed once.
 
-While nothing records, the same layers compute dW at once, as any layer does. So a full backward, torch's metadata
-inference before the first step, a loss that runs its own backward during F, and a module used without a pipeline all
-give complete gradients.
+While nothing records, the same layers compute dW at once, as any layer does. So gradients are complete in a full
+backward, in torch's metadata inference before the first step, in a loss that runs its own backward during F, and in a
+module without a pipeline.
 
 A compiled region allows no side effects. There x and dY leave as the gradients of two inputs, the slots, which
 `zbpipe.runtime.split.compiled` provides.
@@ -48,10 +48,10 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
     """Make the layers in `module` defer their weight gradients while `gradients` records.
 
     These are all `nn.Linear` and every module with an attribute `weight_products` (see
-    `zbpipe.runtime.split.products.WeightProduct`); with an empty one a layer defers nothing. Parameters, buffers and
-    their names stay as they are. Autograd computes in I what cannot be deferred: gradients of weights with hooks, of
-    weights that are more than a cast or a transpose of a parameter, of tensor subclasses other than DTensor, and of
-    the parameters of all other layers. A layer that was prepared before defers to the new `gradients` from now on.
+    `zbpipe.runtime.split.products.WeightProduct`). With an empty one a layer defers nothing. Parameters, buffers and
+    their names do not change. In I autograd computes all gradients that cannot be deferred: of weights with hooks, of
+    weights that are more than a cast or a transpose of a parameter, of tensor subclasses other than DTensor, and of the
+    parameters of all other layers. An already prepared layer defers to the new `gradients` from now on.
     """
     autograd.register_types()
     for layer in module.modules():
@@ -67,7 +67,7 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
 
 
 def _find_products(layer: nn.Module) -> WeightProducts:
-    """Its `weight_products`. For a layer without, a `__getattr__` of its own is not asked."""
+    """A layer's `weight_products`, without a call of the layer's `__getattr__`."""
     if not declares(layer, "weight_products"):
         return {F.linear: LINEAR} if isinstance(layer, nn.Linear) else {}
     products: Any = layer.weight_products
@@ -82,13 +82,13 @@ def _find_products(layer: nn.Module) -> WeightProducts:
 
 
 def deferral_of(layer: nn.Module) -> Deferral:
-    """What `defer_weights` has put on `layer`."""
+    """The deferral that `defer_weights` has attached to `layer`."""
     return cast(Deferral, layer.__dict__[_ATTRIBUTE])
 
 
 def deferrals(module: nn.Module) -> dict[str, Deferral]:
-    """Of all layers that were prepared, by the names of the layers."""
-    # None: the layer comes out of a pickle.
+    """Deferrals of all prepared layers, by layer name."""
+    # None: the layer was unpickled.
     layers = [(name, layer) for name, layer in module.named_modules() if layer.__dict__.get(_ATTRIBUTE) is not None]
     return {name: deferral_of(layer) for name, layer in layers}
 
@@ -97,7 +97,7 @@ _ATTRIBUTE = "_weight_deferral"
 
 
 class Deferral:
-    """How one layer defers its weight gradients."""
+    """Deferral of one layer's weight gradients."""
 
     def __init__(self, layer: nn.Module, products: WeightProducts, gradients: WeightGradients) -> None:
         self.layer = layer
@@ -105,25 +105,25 @@ class Deferral:
         self.gradients = gradients
         self.original = layer.forward
         self.deferrable: set[Callable[..., Any]] = set()
-        """The functions of `products` that were called in a way that can be deferred."""
+        """Functions of `products` with deferrable calls so far."""
         self.is_caught = False
-        """Whether it has a forward of its own, in which a torch function mode catches the products."""
+        """Whether a torch function mode catches the products in the layer's own forward."""
         self.is_declared = declares(layer, "weight_products")
-        """Whether the layer itself declares what it multiplies."""
+        """Whether the layer itself declares its products."""
         self.stays_in_i = False
         """Whether the first I saw x or dY change, so that W could not use them."""
         self.checks, self.sharing = Checks(), Sharing()
         self.has_node_hooks = False
         """Whether hooks on autograd's own node of a weight wait for its gradient."""
         self.handle: SlotHandle | None = None
-        """For the next call inside of a compiled region, for a layer without a forward of its own."""
+        """Slots for the next call in a compiled region, for a layer without its own forward."""
         self.permits: defaultdict[str, Callable[[], str]] = defaultdict(compiler.make_slot_permit)
-        """By the weight's name: whether a product may leave its region, asked while that is compiled."""
+        """Permits for a product to leave its region, by weight name, asked during the region's compilation."""
         self.seen: list[Use] | None = None
-        """A list to which each product with a plain parameter is added, if somebody wants to know."""
+        """List that collects each product with a plain parameter; None if not requested."""
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`F.linear` with a weight of the layer's own."""
+        """`F.linear` with one of the layer's weights."""
         if torch.compiler.is_compiling():
             return linear_in_slots(input, weight, bias, self.handle)
         target = self._find_target(input, weight)
@@ -154,17 +154,17 @@ class Deferral:
         return y
 
     def owns(self, weight: object) -> bool:
-        """Whether `weight` is one of the layer's parameters, or made from one by a cast, a transpose and the like."""
+        """Whether `weight` is one of the layer's parameters, or a cast, a transpose or a similar derivative of one."""
         leaf = autograd.find_leaf(weight) if isinstance(weight, Tensor) else None
         return any(leaf is parameter for parameter in self.layer.parameters(recurse=False))
 
     def look_for_hooks(self) -> None:
-        """Look for hooks on nodes, once a step; hooks on the weight itself are seen whenever they matter."""
+        """Look for hooks on nodes, once per step. Hooks on the weight itself are checked at each use."""
         parameters = self.layer.parameters(recurse=False)
         self.has_node_hooks = any(p.requires_grad and autograd.has_hooks_on_node(p) for p in parameters)
 
     def _find_target(self, x: Tensor, weight: Tensor) -> Tensor | GradientEdge | None:
-        """Where W adds the gradient of `weight`; None if it cannot be deferred."""
+        """Target for the gradient of `weight` in W; None if it cannot be deferred."""
         if not (self.products and weight.requires_grad and torch.is_grad_enabled()):
             return None
         if type(x) in PLAIN and type(weight) in PLAIN:
@@ -175,7 +175,7 @@ class Deferral:
         return autograd.find_edge(weight) if are_sharded else None
 
     def _find_name(self, weight: Tensor) -> tuple[str, tuple[int, ...]] | None:
-        """Name of the plain parameter behind `weight`, a cast or a transpose of it, and the order of its dimensions."""
+        """Name of the plain parameter of which `weight` is a cast or a transpose, and the order of its dimensions."""
         leaf, permutation = autograd.find_leaf(weight), autograd.find_permutation(weight)
         names = [name for name, own in self.layer.named_parameters(recurse=False) if own is leaf]
         return (names[0], permutation) if names and permutation is not None and type(leaf) in PLAIN else None
@@ -187,18 +187,18 @@ class Deferral:
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A pickle has None in this place, so that the layer can be loaded without zbpipe."""
+        """Pickles as None, so that the layer can be loaded without zbpipe."""
         return type(None), ()
 
 
-# Methods of the layer, not of its Deferral: only then does the compiler see the same code in two layers, and reuse the
-# graph of one block for the next.
+# Methods of the layer, not of its Deferral: only then does the compiler see the same code in two layers, and reuse one
+# block's graph for the next.
 
 
 def _replace_forward(layer: nn.Module) -> None:
     plain = MethodType(_linear_forward, layer)
     if _is_linears_own(layer.forward, layer):
-        vars(layer)["forward"] = plain  # past a `__setattr__` of the user's
+        vars(layer)["forward"] = plain  # bypasses a user's `__setattr__`
     elif not _rebind(layer.forward, layer, plain):
         deferral_of(layer).is_caught = True
         vars(layer)["forward"] = MethodType(_catching_forward, layer)
@@ -208,7 +208,7 @@ def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:
     return deferral_of(layer).linear(input, layer.weight, layer.bias)
 
 
-# A pickled method is found again by its name: as the forward of the layer's class.
+# A pickled method is restored by its name: as the forward of the layer's class.
 _linear_forward.__name__ = "forward"
 
 
@@ -224,7 +224,7 @@ def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 _catching_forward.__name__ = "forward"
 
 
-# Where the compiler gives up a region and runs it as it is, it would go on to compile each call of the mode.
+# If the compiler gives up a region and runs it eagerly, it would still compile each call of the mode.
 @compiler.exclude_from_graphs
 def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     for name in deferral.permits:  # the stand-ins of a region that was given up
@@ -238,7 +238,8 @@ def _is_linears_own(function: object, layer: nn.Module) -> bool:
 
 
 def _rebind(function: object, layer: nn.Module, forward: MethodType) -> bool:
-    """Where `function` is a closure around `nn.Linear.forward`, as in TorchTitan's tensor parallelism, replace that."""
+    """Replace `nn.Linear.forward` in a closure `function`, as in TorchTitan's tensor parallelism; returns whether it
+    did."""
     for cell in getattr(function, "__closure__", None) or ():
         if _is_linears_own(cell.cell_contents, layer):
             cell.cell_contents = forward
@@ -269,13 +270,13 @@ class _CatchProducts(TorchFunctionMode):
 
 _Call = tuple[Callable[..., Tensor], WeightProduct, Further]
 Target = Tensor | GradientEdge
-"""Where a weight gradient goes."""
+"""Target of a weight gradient."""
 PLAIN = (Tensor, nn.Parameter)
-"""The types of weights whose gradient is just a product of x and dY."""
+"""Types of weights whose gradient is only a product of x and dY."""
 
 
 def _choose_dtype(x: Tensor) -> torch.dtype:
-    """Of an x that autocast casts: the result's, if it is smaller. Otherwise W casts it again."""
+    """Dtype in which to keep an x that autocast casts: the result's if it is smaller. Otherwise W casts x again."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64:
         return min(x.dtype, torch.get_autocast_dtype(device), key=lambda dtype: dtype.itemsize)
@@ -283,7 +284,7 @@ def _choose_dtype(x: Tensor) -> torch.dtype:
 
 
 class _SharedCast(torch.autograd.Function):
-    """x in autocast's dtype; layers with the same x get the same memory, and each gives its own dX."""
+    """x in autocast's dtype. Layers with the same x share the memory, and each gives its own dX."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dtype: torch.dtype, deferral: Deferral) -> Tensor:
@@ -304,7 +305,7 @@ class _DeferredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral, target: Target) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        # Checkpointing may give back a copy of a saved tensor; only the target says where the gradient belongs.
+        # Checkpointing may return a copy of a saved tensor. Only the target identifies the gradient's place.
         ctx.deferral, ctx.target = deferral, target
         if bias is not None:
             ctx.bias_dtype = bias.dtype
@@ -360,20 +361,20 @@ autograd.copy_type(_DeferredLinear, lambda x, weight, bias, *_: F.linear(x, weig
 
 
 def _lay_out_like(x: Tensor, dx: Tensor) -> Tensor:
-    """dX of a transposed x, transposed as autograd does it: torch wants contiguous gradients between stages."""
+    """dX of a transposed x, transposed as autograd does: torch requires contiguous gradients between stages."""
     is_transposed = x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
     return dx.mT.contiguous().mT if is_transposed else dx
 
 
 def _detach(*tensors: Tensor) -> list[Tensor]:
-    """All detached: x would keep the graph that made it alive until W, and dY may be a tensor that others hold."""
+    """The tensors, detached: x would keep its graph alive until W, and others may hold dY."""
     return [each if torch.is_grad_enabled() else each.detach() for each in tensors]
 
 
 def is_due_now(deferral: Deferral, pending: PendingGradient, node: Node) -> bool:
-    """Whether the weight gradient has to be computed now; else this defers it, if this backward computes it at all."""
-    # It is due now if nothing records, the backward itself will be differentiated, hooks on the weight wait for its
-    # gradient, or x or dY would change before W. It goes to `node`, the next in autograd's graph.
+    """Whether the weight gradient has to be computed now. Otherwise defer it, if this backward computes it at all."""
+    # It is due now if nothing records, the backward itself will be differentiated, hooks on the weight need the
+    # gradient, or x or dY would change before W. The gradient goes to `node`, the next in autograd's graph.
     wanted = autograd.will_run(node)
     if wanted is False:
         return False

@@ -1,4 +1,4 @@
-"""Losses that run backwards of their own during F, such as TorchTitan's chunked loss with the LM head in it."""
+"""Losses that run their own backwards during F, such as TorchTitan's chunked loss, which includes the LM head."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from zbpipe.runtime.split.products import (
 
 
 def defer_in_loss(loss_fn: Callable[..., Tensor], gradients: WeightGradients) -> Callable[..., Tensor]:
-    """`loss_fn`, which defers the weight gradients of its own backwards to the W of the last stage."""
-    # What it defers in F, the backward of the loss, in I, hands on to W. Until then the gradients of all logits stay in
-    # memory; a chunked loss otherwise never holds them all at once.
+    """`loss_fn` with the weight gradients of its own backwards deferred to the last stage's W."""
+    # The loss's backward in I passes the gradients deferred in F on to W. Until then the gradients of all logits stay
+    # in memory. A chunked loss otherwise never holds them all at once.
 
     @wraps(loss_fn)
     def compute(*args: Any, **kwargs: Any) -> Tensor:
@@ -43,7 +43,7 @@ def _defer_or_add(pending: list[PendingGradient], gradients: WeightGradients) ->
 
 
 class _HandOn(torch.autograd.Function):
-    """The identity, whose backward hands on what the computation of the loss has deferred."""
+    """The identity, whose backward passes on the deferred gradients of the loss computation."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, pending: list[PendingGradient], gradients: WeightGradients) -> Tensor:

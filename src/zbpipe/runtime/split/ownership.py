@@ -1,12 +1,12 @@
-"""What waits between I and W lies in memory of its own, and keeps no more of it than it needs.
+"""Ownership of memory between I and W: deferred tensors share none with others, and waste none.
 
-Nobody else may change what W reads in place between I and W: x, dY, and further tensors of a product. Autograd passes
-gradients on without copies, so dY may share its memory with a `.grad`: a parameter that is added through a view gets a
-view of dY as its gradient, and later microbatches add to it in place. x may be a buffer that a module uses again, or a
-backward may keep the gradient that it got. So I ends by copying all memory that somebody else holds, too: other
-tensors, NumPy, or whoever has lent it to torch.
+Between I and W, nothing else may change the tensors that W reads: x, dY, and further tensors of a product. Autograd
+passes gradients on without copies, so dY may share its memory with a `.grad`. For example, a parameter that is added
+through a view gets a view of dY as its gradient, and later microbatches add to it in place. x may be a buffer that a
+module reuses, or a backward may keep its incoming gradient. So I ends by copying all memory with another holder: other
+tensors, NumPy, or a lender of memory to torch.
 
-It also copies small parts of large tensors, such as the last token's hidden states, so that the rest becomes free.
+It also copies small parts of large tensors, such as the last token's hidden states, to free the rest.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from zbpipe.runtime._torch import autograd
 from zbpipe.runtime.split.products import PendingGradient
 
 _WASTE = 2
-"""Where memory is this many times what waits in it, what waits is copied: the copy takes at most what it frees."""
+"""Ratio of a storage to its deferred bytes from which these are copied. The copy then takes at most what it frees."""
 
 
 def copy_if_shared(pending: Sequence[PendingGradient]) -> None:
-    """Copy what W reads where others hold its memory, too, or where most of that memory is of no more use."""
+    """Copy tensors for W whose memory has other holders, or is mostly unused."""
     memory: dict[int | None, _Memory] = {}
     storages = [[_count(each, memory) for each in gradient.tensors] for gradient in pending]
     to_copy = {
@@ -38,23 +38,23 @@ def copy_if_shared(pending: Sequence[PendingGradient]) -> None:
 
 @dataclass(slots=True)
 class _Memory:
-    """Of some tensors that wait."""
+    """Memory of deferred tensors."""
 
     size: int
-    """Bytes, or 0 if one of the tensors needs them all."""
+    """Bytes, or 0 if one of the tensors needs all of them."""
     is_foreign: bool
-    """Whether somebody outside of torch has it, whom the number of holders does not show."""
+    """Whether it has a holder outside torch, which the number of holders does not include."""
     accounted: int = 0
-    """How many of the tensors that hold it are known."""
+    """Number of known tensors that hold it."""
     parts: dict[tuple[object, ...], int] = field(default_factory=dict)
-    """Bytes of each tensor that is a part of it."""
+    """Bytes of each tensor that is only a part of it."""
 
     def is_wasted(self) -> bool:
         return 0 < _WASTE * sum(self.parts.values()) <= self.size
 
 
 def _count(tensor: Tensor, memory: dict[int | None, _Memory]) -> int | None:
-    """Count `tensor` (and what it is a view of) for its memory; returns which memory that is."""
+    """Count `tensor` and its base as holders of its memory; returns the storage."""
     storage, number, size = autograd.find_memory(tensor)
     found = memory.get(storage)
     if found is None:
@@ -68,7 +68,7 @@ def _count(tensor: Tensor, memory: dict[int | None, _Memory]) -> int | None:
 
 
 def _identify_part(tensor: Tensor) -> tuple[object, ...]:
-    """Of its memory."""
+    """A key for the tensor's part of its memory."""
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
@@ -80,7 +80,7 @@ def _copy(
     def own(tensor: Tensor, storage: int | None) -> Tensor:
         if storage not in to_copy:
             return tensor
-        # Several layers may have the same x, which stays one.
+        # Several layers may share one x, which stays shared.
         place = storage or id(tensor), *_identify_part(tensor)
         if place not in copies:
             copies[place] = tensor.clone()

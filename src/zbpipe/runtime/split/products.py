@@ -1,4 +1,4 @@
-"""Weight gradients that are deferred to W: how a product is split, what I keeps of it, and the store that holds it."""
+"""Weight gradients deferred to W: the split of a product, the tensors that I keeps, and the store for them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from zbpipe.runtime.split.further import NONE, Further, Taken, find_taken
 
 @dataclass(frozen=True)
 class WeightProduct:
-    """How the backward of y = f(x, weight, ...) is split, for an f that is linear in x and in the weight.
+    """The backward split of y = f(x, weight, ...), for an f that is linear in x and in the weight.
 
-    A module that multiplies with weights of its own declares it by an attribute, on its class or on itself:
+    A module that multiplies with its own weights declares it by an attribute, on its class or on itself:
 
     >>> import zbpipe
     >>> class Experts(torch.nn.Module):
@@ -42,23 +42,23 @@ class WeightProduct:
     Then every call of `torch.bmm(x, weight)` in its forward, with one of its own parameters (or a cast, a transpose or
     a local part of one) as the second argument, leaves x and dY for W. See docs/the-split.md.
 
-    Both functions also get the further arguments of f, except those that are None and that they do not take. If one of
-    those needs a gradient itself, the call is an ordinary one, and defers nothing.
+    Both functions also get the further arguments of f, except None values that they do not take. If a further argument
+    needs a gradient itself, the call defers nothing.
 
     Raises:
-        ValueError: one of the two cannot be called.
+        ValueError: one of the two is not callable.
     """
 
     input_gradient: Callable[..., Tensor]
-    """(dy, weight, ...) to dx."""
+    """Maps (dy, weight, ...) to dx."""
     weight_gradient: Callable[..., Tensor]
-    """(dy, x, ...) to the gradient of the weight, in the weight's shape."""
+    """Maps (dy, x, ...) to the gradient of the weight, in the weight's shape."""
     _taken_by_input: Taken = field(init=False, repr=False, compare=False)
     _taken_by_weight: Taken = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require_callable(input_gradient=self.input_gradient, weight_gradient=self.weight_gradient)
-        # At once, because the compiler traces the rest.
+        # Checked here, because the compiler traces the rest.
         object.__setattr__(self, "_taken_by_input", find_taken(self.input_gradient))
         object.__setattr__(self, "_taken_by_weight", find_taken(self.weight_gradient))
 
@@ -74,11 +74,11 @@ class WeightProduct:
 
 
 WeightProducts = Mapping[Callable[..., Any], WeightProduct]
-"""By the function that a module calls."""
+"""Split products, by the function that a module calls."""
 
 
 def rows(tensor: Tensor) -> Tensor:
-    """All leading dimensions in one: (..., n) to (rows, n)."""
+    """The tensor with its leading dimensions flattened: (..., n) to (rows, n)."""
     if tensor.dim() == 2:
         return tensor
     return tensor.flatten(0, -2) if tensor.dim() > 2 else tensor.unsqueeze(0)
@@ -95,8 +95,7 @@ def _linear_weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
 LINEAR = WeightProduct(_linear_input_gradient, _linear_weight_gradient)
 """`torch.nn.functional.linear` of x: (..., in). A bias gets its gradient in I.
 
-For a layer that calls it with a weight of its own: `weight_products = {F.linear: LINEAR}`. `nn.Linear` needs no
-declaration.
+For a layer that calls it with its own weight: `weight_products = {F.linear: LINEAR}`. `nn.Linear` needs no declaration.
 
 >>> dy, x = torch.ones(5, 4), torch.ones(5, 3)
 >>> LINEAR.weight_gradient(dy, x).shape
@@ -104,7 +103,7 @@ torch.Size([4, 3])
 """
 
 
-# A bias that needs no gradient and the dtype of the result change neither gradient.
+# Neither a bias without a gradient nor the result's dtype changes the two gradients.
 
 
 def _grouped_mm_weight_gradient(
@@ -123,7 +122,7 @@ def _grouped_mm_input_gradient(
 GROUPED_MM = WeightProduct(_grouped_mm_input_gradient, _grouped_mm_weight_gradient)
 """`torch.nn.functional.grouped_mm`, which is also called `torch._grouped_mm`, of rows in groups.
 
-x: (rows, in), with a weight for each group: (groups, in, out). For experts that call it under either name:
+x: (rows, in), with one weight per group: (groups, in, out). For experts that call it under either name:
 `weight_products = {torch.nn.functional.grouped_mm: zbpipe.runtime.split.GROUPED_MM}`.
 
 >>> x, dy = (torch.ones(16, 16, dtype=torch.bfloat16) for _ in range(2))
@@ -134,12 +133,12 @@ torch.Size([2, 16, 16])
 
 @dataclass(slots=True)
 class PendingGradient:
-    """What W needs for one use of one weight. Autograd waits while it is made, so this has to take next to no time."""
+    """Inputs of W for one use of one weight. Autograd waits while it is made, so this has to be cheap."""
 
     layer: nn.Module
     product: WeightProduct
     weight: Tensor | GradientEdge
-    """The leaf itself, or where autograd takes the gradient of a tensor made from it."""
+    """The leaf itself, or the edge at which autograd takes the gradient of a tensor made from it."""
     x: Tensor
     dy: Tensor
     """The gradient of the product's result. All tensors are detached."""
@@ -147,15 +146,15 @@ class PendingGradient:
     more: tuple[Tensor, ...] = ()
     """The tensors among the further arguments."""
     versions: tuple[int, ...] = ()
-    """How often each of `tensors` had been changed in place when the layer deferred the gradient."""
+    """Number of in-place changes of each of `tensors` when the layer deferred the gradient."""
     contents: Tensor | list[int] | None = None
     """Fingerprints of `tensors`, for the first microbatches."""
     beside: Tensor | None = None
-    """The sum that FSDP keeps instead of `.grad`, if the weight has no `.grad`."""
+    """FSDP's sum instead of `.grad`, if the weight has no `.grad`."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that W reads."""
+        """All tensors that W reads."""
         return (self.x, self.dy, *self.more)
 
     @tensors.setter
@@ -164,7 +163,7 @@ class PendingGradient:
         self.more = tuple(more)
 
     def name_where(self, marks: Iterable[bool]) -> str:
-        """The marked `tensors` in words, each once; empty for none."""
+        """Names of the marked `tensors`, each once; empty for none."""
         names = ("the input (x)", "the gradient of the output (dY)", *("a tensor argument" for _ in self.more))
         return " and ".join(dict.fromkeys(name for name, mark in zip(names, marks, strict=True) if mark))
 
@@ -195,11 +194,11 @@ class PendingGradient:
 
 
 Changes = list[tuple[PendingGradient, str]]
-"""What W can no longer use: the words name the tensors that have changed."""
+"""Deferred gradients with changed tensors, and the names of these."""
 
 
 def find_changed_versions(pending: Iterable[PendingGradient]) -> Changes:
-    """What was changed in place since the layers deferred their gradients, as far as autograd counts it."""
+    """In-place changes since the layers deferred their gradients, as counted by autograd."""
     changes = []
     for gradient in pending:
         now = tuple([autograd.version_of(each) for each in gradient.tensors])
@@ -209,7 +208,7 @@ def find_changed_versions(pending: Iterable[PendingGradient]) -> Changes:
 
 
 def find_changed_contents(pending: Iterable[PendingGradient]) -> Changes:
-    """All that has changed since its content was noted, or since the last call."""
+    """Content changes since the fingerprints were taken, or since the last call."""
     checked = [each for each in pending if each.contents is not None]
     if not checked:
         return []
@@ -228,8 +227,8 @@ def find_changed_contents(pending: Iterable[PendingGradient]) -> Changes:
 
 
 def require_shape(gradient: object, shape: torch.Size, of: str, pending: PendingGradient) -> None:
-    """Refuse what the function `of` of a product gave, unless it is a tensor in this shape."""
-    # Autograd would add up a gradient that is too large, and `.grad` would broadcast one that is too small.
+    """Refuse a result of a product's function `of`, unless it is a tensor in this shape."""
+    # Autograd would sum a gradient that is too large, and `.grad` would broadcast one that is too small.
     if isinstance(gradient, Tensor) and gradient.shape == shape:
         return
     declared = getattr(pending.layer, "weight_products", {}).items()
@@ -246,8 +245,8 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def _add_in_one(weight: Tensor, grad: Tensor | None, x: Tensor, dy: Tensor) -> bool:
-    """Add dY^T x to `grad`, the `.grad` of `weight`, by one product that reads and writes it; False if none does."""
-    # A product in half precision goes into a float32 gradient without rounding on the way.
+    """Add dY^T x to `grad`, the `.grad` of `weight`, with one fused product; False if there is none."""
+    # A product in half precision is added to a float32 gradient without intermediate rounding.
     dtype = dy.dtype
     if grad is not None and grad.dtype == dtype:
         grad.addmm_(dy.t(), x.conj())
@@ -258,9 +257,9 @@ def _add_in_one(weight: Tensor, grad: Tensor | None, x: Tensor, dy: Tensor) -> b
     if grad is None:
         weight.grad = torch.mm(dy.t(), x, out_dtype=torch.float32)
         return True
-    if grad.requires_grad:  # autograd does not record what is written into `out`
+    if grad.requires_grad:  # autograd does not record writes into `out`
         return False
-    # As addmm_ does it, `out` is the very tensor that is added to. There is no addmm_ with a dtype of its own.
+    # As in addmm_, `out` is also the tensor added to. There is no addmm_ with a dtype argument.
     torch.addmm(grad, dy.t(), x, out_dtype=torch.float32, out=grad)
     return True
 
@@ -271,9 +270,9 @@ _sums_in_float32: dict[tuple[str, torch.dtype], bool] = {}
 
 def sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether one kernel can multiply `dtype` tensors and add the product to a float32 tensor, on this device type."""
-    # The CPU has no such kernel, and older CUDA kernels want all three tensors in the same dtype. So this tries it on
-    # small tensors, once for each kind of device and dtype. During the capture of a CUDA graph it cannot read the
-    # result, so the answer is no; the first I, which comes before, has asked already.
+    # The CPU has no such kernel, and older CUDA kernels require the same dtype for all three tensors. So this tries it
+    # on small tensors, once per device type and dtype. During the capture of a CUDA graph it cannot read the result, so
+    # the answer is no. The first I, which comes before, has already asked.
     key = device.type, dtype
     if key not in _sums_in_float32:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -296,20 +295,20 @@ def _try_to_sum(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 class WeightGradients:
-    """Collects the weight gradients that backwards defer. One for each schedule and rank."""
+    """Collects the weight gradients that backwards defer. One per schedule and rank."""
 
     def __init__(self) -> None:
-        # Plain attributes: autograd runs the backward of CUDA ops in threads of its own.
+        # Plain attributes: autograd runs the backward of CUDA ops in its own threads.
         self._recording: list[PendingGradient] | None = None
         self.on_trial = False
         self.step = self._run = 0
-        """Counted: the steps, and in them every F and every I."""
+        """Counters of steps, and of every F and I within a step."""
         self._last_cast: _Cast | None = None
 
     @contextmanager
     def record(self, on_trial: bool = False) -> Iterator[list[PendingGradient]]:
-        """Within, layers defer their weight gradients into the list that this gives."""
-        # On trial the gradients are added at once, as W would do it, and the list only shows what would wait.
+        """Context in which layers defer their weight gradients into the yielded list."""
+        # On trial the gradients are added at once, as by W. The list only shows which ones would be deferred.
         pending: list[PendingGradient] = []
         self._recording, self.on_trial = pending, on_trial
         try:
@@ -319,7 +318,7 @@ class WeightGradients:
             self.forget_cast()
 
     def defer(self, gradient: PendingGradient, checks: Checks | None = None) -> bool:
-        """Take over `gradient`; False if nothing records, so that it has to be computed now."""
+        """Defer `gradient`; False if nothing records, so that it has to be computed now."""
         if self._recording is None:
             return False
         gradient.versions = tuple([autograd.version_of(each) for each in gradient.tensors])
@@ -331,10 +330,10 @@ class WeightGradients:
         return True
 
     def cast(self, x: Tensor, dtype: torch.dtype, sharing: Sharing) -> Tensor:
-        """`x` in `dtype`, without a graph; in the same memory for calls that follow each other with the same `x`."""
-        # Each of several layers with one x would cast it under autocast, and keep its own result. A layer shares no
-        # more once the content of x has been seen to change before it, which versions do not show. Nor does one whose x
-        # somebody outside of torch may change.
+        """`x` in `dtype`, without a graph. Consecutive calls with the same `x` share the memory."""
+        # Without sharing, each of several layers with one x would cast it under autocast, and keep its own result. A
+        # layer stops sharing after a change of x's content that versions miss. It also does not share an x with a
+        # holder outside torch.
         last = self._last_cast
         may_share = last is not None and last.is_of(x, dtype) and not sharing.is_off and autograd.is_torchs_own(x)
         if last is not None and may_share and not sharing.checks.is_due(self.step, self._run):
@@ -348,14 +347,14 @@ class WeightGradients:
         return result.detach()
 
     def forget_cast(self) -> None:
-        """Release the last result of `cast`: an F or an I is over."""
+        """Release the last result of `cast`, at the end of an F or an I."""
         self._last_cast = None
         self._run += 1
 
 
 @dataclass(slots=True)
 class Sharing:
-    """Whether a layer may take the cast of x that another layer has made."""
+    """Whether a layer may reuse another layer's cast of x."""
 
     checks: Checks = field(default_factory=lambda: Checks(2 * RUNS))  # checkpoints repeat F in I
     is_off: bool = False
@@ -365,7 +364,7 @@ class _Cast(NamedTuple):
     source: ReferenceType[Tensor]
     version: int
     hooks: object
-    """A checkpoint repeats what runs within, so nothing within may depend on what ran before."""
+    """Saving hooks at the cast. A checkpoint repeats only its own code, so this must not depend on earlier casts."""
     result: Tensor
 
     def is_of(self, x: Tensor, dtype: torch.dtype) -> bool:

@@ -1,6 +1,6 @@
-"""How x and dY leave a compiled region: as the "gradients" of inputs that take no memory.
+"""Slots: inputs without memory through whose "gradients" x and dY leave a compiled region.
 
-The compiler traces what runs here; see `zbpipe.runtime.split.compiled`.
+The compiler traces this code; see `zbpipe.runtime.split.compiled`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zbpipe.runtime.split.products import LINEAR, WeightProduct, rows
 
 
 class Spec(NamedTuple):
-    """What a tensor looks like."""
+    """Shape, dtype and device of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -28,7 +28,6 @@ class Spec(NamedTuple):
 
 
 def spec(tensor: Tensor) -> Spec:
-    """What `tensor` looks like."""
     return Spec(tensor.shape, tensor.dtype, tensor.device)
 
 
@@ -41,15 +40,15 @@ class Use:
     product: WeightProduct
     """Its weight gradient has the shape of the parameter."""
     permutation: tuple[int, ...]
-    """The order of the parameter's dimensions in the weight that is multiplied."""
+    """Order of the parameter's dimensions in the multiplied weight."""
     x: Spec
     y: Spec
     further: Further = NONE
     more: tuple[Spec, ...] = ()
-    """What the tensors among them look like."""
+    """Specs of the tensors among the further arguments."""
 
     def tensors(self, carried: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The tensors among the further arguments, as they have left the region."""
+        """The tensors among the further arguments, after they have left the region."""
         return tuple([each.to(like.dtype) for each, like in zip(carried, self.more, strict=True)])
 
 
@@ -61,7 +60,7 @@ def make_use(
     further: Further = NONE,
     more: Sequence[Tensor] = (),
 ) -> Use:
-    """`function(x, weight, ...)`, where `factors` are x and the result, and `more` the tensors among the rest."""
+    """The use in `function(x, weight, ...)`. `factors` are x and the result, `more` the tensors among the rest."""
     name, permutation = weight
     x, y = map(spec, factors)
     return Use(name, function, _permute(product, permutation), permutation, x, y, further, tuple(map(spec, more)))
@@ -80,7 +79,7 @@ def _permute(product: WeightProduct, permutation: tuple[int, ...]) -> WeightProd
 
 
 class Slots(NamedTuple):
-    """Inputs of a compiled region that take no memory, and whose gradients carry out what W needs of one product."""
+    """Inputs of a compiled region without memory, whose gradients carry one product's tensors for W out."""
 
     x: Tensor
     y: Tensor
@@ -88,15 +87,15 @@ class Slots(NamedTuple):
 
 
 def dtype_in_slot(dtype: torch.dtype) -> torch.dtype:
-    """Integers have no gradients; float64 holds every index and count exactly."""
+    """Dtype of a tensor's slot. Integers have no gradients, but float64 holds every index and count exactly."""
     return dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
 
 
 class SlotHandle:
-    """Where one product leaves its region, in one call."""
+    """Exit of one product from its region, in one call."""
 
     def __init__(self, use: Use, slots: Slots, may_use: Callable[[], str]) -> None:
-        # Only what is compared while the region is compiled: the compiler guards on all that it sees.
+        # Only values compared during the compilation of the region: the compiler guards on everything that it sees.
         self.function = use.function
         self.product = use.product
         self.permutation = use.permutation
@@ -116,7 +115,7 @@ class SlotHandle:
         )
 
     def take(self) -> Slots | None:
-        """The slots, if this use may have them; they carry one product."""
+        """The slots, if this use may have them. They carry one product."""
         permit = self.may_use()
         if permit == "no":
             return None
@@ -127,7 +126,7 @@ class SlotHandle:
 
 
 def linear_in_slots(input: Tensor, weight: Tensor, bias: Tensor | None, handle: SlotHandle | None) -> Tensor:
-    """`F.linear` while it is being compiled."""
+    """`F.linear` during compilation."""
     slots = handle.take() if handle is not None and handle.takes(rows(input)) else None
     if slots is None:
         return F.linear(input, weight, bias)
@@ -135,7 +134,7 @@ def linear_in_slots(input: Tensor, weight: Tensor, bias: Tensor | None, handle: 
 
 
 class _LinearInSlots(torch.autograd.Function):
-    """y = x W^T + b. The "gradients" of the slots, (rows, in) and (rows, out), are x and dY: no side effect."""
+    """y = x W^T + b. The "gradients" of the slots, (rows, in) and (rows, out), are x and dY, without a side effect."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, x_slot: Tensor, y_slot: Tensor) -> Tensor:
@@ -153,7 +152,7 @@ class _LinearInSlots(torch.autograd.Function):
 
 
 class _ProductInSlots(torch.autograd.Function):
-    """y = f(x, W, ...). Further arguments that are tensors leave the region, too."""
+    """y = f(x, W, ...). Further tensor arguments also leave the region."""
 
     @staticmethod
     def forward(
@@ -184,11 +183,11 @@ autograd.copy_type(
 
 
 class WeightWithSlots:
-    """Stands in for a layer's weight while its region runs, so that x and dY of the product leave by the slots.
+    """Stands in for a layer's weight while its region runs, so that x and dY of the product leave through the slots.
 
-    A layer with a forward of its own multiplies wherever it likes. The compiler allows no torch function mode there,
-    but asks every argument of torch's functions for `__torch_function__`. A cast or a transpose of this object is
-    another such object; for everything else it is the plain weight.
+    A layer with its own forward may multiply anywhere. The compiler allows no torch function mode there, but checks
+    every argument of torch's functions for `__torch_function__`. A cast or a transpose of this object is another such
+    object. For everything else it is the plain weight.
     """
 
     def __init__(self, plain: Tensor, permutation: tuple[int, ...], handle: SlotHandle) -> None:

@@ -1,4 +1,4 @@
-"""The backward split on a pipeline stage: I is one ordinary backward, W computes what it deferred."""
+"""The backward split on a pipeline stage: I is one ordinary backward, W computes the deferred gradients."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from zbpipe.runtime.split.products import (
 from zbpipe.runtime.split.work import StaysInI, WeightWork, describe, look_at_graphs, percent
 
 SplitBackward = Literal["deferred", "strict", "autograd"]
-"""How I and W share the backward: "deferred" is zbpipe's split, "strict" the same but an error for a stage that has
-nothing to defer, and "autograd" torch's own split, which walks the autograd graph twice."""
+"""Kinds of backward split. "deferred" is zbpipe's split. "strict" is the same, but an error for a stage with nothing to
+defer. "autograd" is torch's own split, which walks the autograd graph twice."""
 
 _REPORT_AFTER = 2
-"""The number of I after which the log reports the weight gradients in I; the first I leaves nothing to W."""
+"""Number of I after which the log reports the weight gradients in I. The first I leaves nothing to W."""
 
 _ENOUGH = 0.8
-"""With a smaller share of the weight gradients' work in W the log warns."""
+"""Share of the weight gradients' work in W below which the log warns."""
 
 logger = logging.getLogger(__name__)
 
@@ -60,27 +60,27 @@ def split_backward(
 
 
 def is_split(stage: pipelining.Stage) -> bool:
-    """Whether its I and W run zbpipe's split."""
+    """Whether the stage's I and W run zbpipe's split."""
     return isinstance(stage, _SplitBackward)
 
 
 def find_product_dtypes(stage: pipelining.Stage) -> frozenset[torch.dtype]:
-    """Of the products whose weight gradients are deferred, known once an I ran."""
+    """Dtypes of the products with deferred weight gradients, known after the first I."""
     return stage._dtypes if isinstance(stage, _SplitBackward) else frozenset()
 
 
 def tries_out(stage: pipelining.Stage) -> bool:
-    """Whether the next I is its first, which leaves nothing to W."""
+    """Whether the next I is the stage's first, which leaves nothing to W."""
     return isinstance(stage, _SplitBackward) and stage._num_split == 0
 
 
 def find_pending(stage: pipelining.Stage, microbatch: int) -> Sequence[PendingGradient]:
-    """What the I of this microbatch has deferred; nothing where that is over, or the split is torch's own."""
+    """Gradients deferred by this microbatch's I; empty after W, or for torch's own split."""
     return stage._deferred.get(microbatch, ()) if isinstance(stage, _SplitBackward) else ()
 
 
 def find_weight_work(stage: pipelining.Stage) -> WeightWork | None:
-    """The work of the stage's weight gradients, and what of it is deferred to W; known once an I ran."""
+    """Work of the stage's weight gradients and its deferred part, known after the first I."""
     return stage._work if isinstance(stage, _SplitBackward) else None
 
 
@@ -94,10 +94,10 @@ def _refuse_hooks_that_reduce(stage: pipelining.Stage) -> None:
 
 
 def require_no_early_reduction(stages: Sequence[pipelining.Stage]) -> None:
-    """Refuse stages of which FSDP would reduce gradients in I, before W adds to them."""
-    # torch's stages defer the reduction only if the stage as a whole is an FSDP module. A framework may handle the
-    # parts in a backward of its own, which it gives the stages after the schedule was built. So call this when the
-    # first step begins; what such a backward leaves unreduced is checked after the last W.
+    """Refuse stages whose gradients FSDP would reduce in I, before W adds to them."""
+    # torch's stages defer the reduction only if the whole stage is an FSDP module. A framework may handle the parts in
+    # its own backward, which it sets on the stages after the schedule was built. So call this when the first step
+    # begins. Gradients that such a backward leaves unreduced are checked after the last W.
     for stage in stages:
         if pipelining.has_own_backward(stage) or fsdp.is_fsdp(stage.submod):
             continue
@@ -110,8 +110,8 @@ def require_no_early_reduction(stages: Sequence[pipelining.Stage]) -> None:
 
 
 def _require_reduced(stage: pipelining.Stage, backward: str) -> None:
-    """FSDP adds up what it reduces, so a reduction in I is right if another one follows the last W."""
-    # torch does that for a stage that is an FSDP module as a whole.
+    """Refuse unreduced gradients after the last W. An earlier reduction in I is fine: FSDP accumulates."""
+    # torch reduces after the last W if the whole stage is an FSDP module.
     if not fsdp.is_fsdp(stage.submod) and fsdp.owes_reduction(stage.submod):
         raise RuntimeError(
             f"stage {stage.stage_index}: {backward}, which replaces torch's backward, does not reduce the gradients"
@@ -133,7 +133,7 @@ def require_not_compiled(stages: Sequence[pipelining.Stage], what: str) -> None:
 
 
 def require_memory_that_lasts(stages: Sequence[pipelining.Stage]) -> None:
-    """Refuse compiled modules that run in CUDA graphs: each microbatch would overwrite x and dY of the one before."""
+    """Refuse compiled modules in CUDA graphs: each microbatch would overwrite x and dY of the previous one."""
     # Inductor reads its configuration when a module is called for the first time, so call this again when the first
     # step begins.
     for stage in stages:
@@ -159,7 +159,7 @@ def _complain_of_nothing_to_defer(stage: pipelining.Stage, how: SplitBackward) -
 
 
 def _report_what_stays_in_i(stage: _SplitBackward) -> None:
-    """Log, once, which share of the weight gradients is deferred to W, and the largest exceptions, with the reasons."""
+    """Log once the deferred share of the weight gradients, and the largest exceptions with their reasons."""
     work = stage._work
     if work is None or not work.in_i:
         return
@@ -178,14 +178,14 @@ def _report_what_stays_in_i(stage: _SplitBackward) -> None:
 
 
 def _name(product: StaysInI) -> str:
-    """By its layer, with the parameter if it is not the weight."""
+    """Name of the product's layer, with the parameter if it is not the weight."""
     layer, _, parameter = product.parameter.rpartition(".")
     name = layer or "the stage itself"
     return f"{name} ({product.layer}){'' if parameter == 'weight' else f' {parameter}'}"
 
 
 def _explain_what_stays_in_i(stage: _SplitBackward, deferral: Deferral) -> None:
-    """Log which functions a layer declares in vain."""
+    """Log functions that a layer declares without effect."""
     never = [name_of(function) for function in deferral.products if function not in deferral.deferrable]
     if never:
         logger.warning(
@@ -217,7 +217,7 @@ def _require_unchanged(stage: pipelining.Stage, microbatch: int, changes: Change
 
 
 def _name_of(stage: pipelining.Stage, layer: nn.Module) -> str:
-    """With its class; the stage itself has no name."""
+    """Name of a layer, with its class. The stage itself has no name."""
     name = next((name for name, each in stage.submod.named_modules() if each is layer), "")
     return f"{name or 'the stage itself'} ({type(layer).__name__})"
 
@@ -238,23 +238,23 @@ def split_class(stage_class: type[pipelining.Stage]) -> type[pipelining.Stage]:
 
 
 class _SplitBackward(pipelining.OwnStage):
-    """Goes before the stage's own class and runs I and W; the rest is torch's.
+    """Mixed in before the stage's own class. Runs I and W. torch's stage does everything else.
 
     torch has the hook `dw_builder` for this, but a stage with that hook keeps its outputs alive until backward.
     """
 
     _gradients: WeightGradients
     _deferred: dict[int, list[PendingGradient]]
-    """By microbatch, from its I to its W."""
+    """Deferred gradients by microbatch, from I to W."""
     _num_split: int
     _work: WeightWork | None
-    """Of a microbatch, as the first I found it."""
+    """Weight work per microbatch, determined in the first I."""
     _dtypes: frozenset[torch.dtype]
-    """Of the deferred products, as the first I found them."""
+    """Dtypes of the deferred products, determined in the first I."""
     _on_rank: tuple[pipelining.Stage, ...]
     """All stages of this rank."""
     _is_scaled: bool
-    """Whether its gradients of this step were divided by the number of microbatches."""
+    """Whether this step's gradients were divided by the number of microbatches."""
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(*args, **kwargs)
@@ -295,7 +295,7 @@ class _SplitBackward(pipelining.OwnStage):
         if sums := fsdp.sums_beside_grad(self.submod):
             for gradient in pending:
                 gradient.beside = sums.get(id(gradient.weight))
-        # From the last pair to the first, freeing each: what I made last is still in the cache.
+        # From the last pair to the first, freeing each: the latest pairs of I are still in the cache.
         while pending:
             pending.pop().accumulate()
         fsdp.settle_gradients(self.submod)
@@ -305,7 +305,7 @@ class _SplitBackward(pipelining.OwnStage):
                 _require_reduced(self, own)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Divide each gradient once; the last stage divides that of a parameter which stages of this rank share."""
+        """Divide each gradient once. The last stage divides gradients of parameters shared by this rank's stages."""
         if not self.has_backward:
             return
         self._is_scaled = True
@@ -315,7 +315,7 @@ class _SplitBackward(pipelining.OwnStage):
             if parameter.grad is not None and id(parameter) not in later:
                 parameter.grad.div_(grad_scale_factor)
 
-    # In eval, too, torch's executor passes gradients between stages of one rank; there are none.
+    # torch's executor passes gradients between stages of one rank also in eval, where there are none.
 
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
         if not self.has_backward:

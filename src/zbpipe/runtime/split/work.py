@@ -1,4 +1,4 @@
-"""How much of the work of a stage's weight gradients is deferred to W, what is not, and why."""
+"""Work of a stage's weight gradients: the share deferred to W, the rest, and the reasons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from zbpipe.runtime.split.layers import Deferral, deferral_of
 from zbpipe.runtime.split.products import PendingGradient, name_of
 
 _MOST_NAMES = 8
-"""In a message."""
+"""Limit of names in a message."""
 _LEAST = 0.0005
 _IN_A_REGION = (
     "in a compiled region, where the weight is multiplied more than once, or by a forward of the layer's own without"
@@ -26,7 +26,7 @@ _IN_A_REGION = (
 )
 _CHANGED = "something changes x or dY in place during I"
 _PARTS = frozenset(("Index", "IndexSelect", "Gather", "Narrow", "Select", "Slice", "Split", "Unbind"))
-"""Nodes of weights that are taken out of a larger parameter."""
+"""Nodes that select a weight from a larger parameter."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class StaysInI:
     """The weight gradients of one parameter that I computes, for one reason."""
 
     parameter: str
-    """Its name in the stage, or the first of several from which the weight is made."""
+    """Name of the parameter in the stage. For a weight made from several, the first."""
     layer: str
-    """The class of its module."""
+    """Class of its module."""
     share: float
-    """Of the work of all weight gradients of the stage."""
+    """Share of the work of all the stage's weight gradients."""
     reason: str
 
 
 def percent(share: float) -> str:
-    """In words.
+    """A share in words.
 
     >>> percent(0.9871), percent(0.0004), percent(1.0)
     ('98.7 %', '<0.1 %', '100 %')
@@ -52,7 +52,7 @@ def percent(share: float) -> str:
 
 
 def describe(products: Iterable[tuple[str, float, str]]) -> str:
-    """The largest of some products: names and shares by reason.
+    """The largest products, with names and shares by reason.
 
     >>> describe([("a", 0.5, "hooks"), ("b", 0.25, "a convolution"), ("c", 0.125, "hooks")])
     'a 50 %, c 12.5 % (hooks); b 25 % (a convolution)'
@@ -68,8 +68,8 @@ def describe(products: Iterable[tuple[str, float, str]]) -> str:
 
 @contextmanager
 def look_at_graphs(on_trial: bool) -> Iterator[list[graph_products.GraphProduct]]:
-    """Within the first I, the products with weights in the graphs of all backwards go into the list that this gives."""
-    # A checkpoint with `use_reentrant=True` makes its graph, and runs a backward of its own, within a backward.
+    """Context of the first I that lists the products with weights in the graphs of all backwards."""
+    # A checkpoint with `use_reentrant=True` makes its graph, and runs its own backward, within a backward.
     found: list[graph_products.GraphProduct] = []
     if not on_trial:
         yield found
@@ -85,21 +85,21 @@ def look_at_graphs(on_trial: bool) -> Iterator[list[graph_products.GraphProduct]
 
 
 class WeightWork:
-    """The FLOPs of a stage's weight gradients, of one microbatch: those deferred to W, and the others."""
+    """FLOPs of a stage's weight gradients per microbatch, deferred to W or not."""
 
     def __init__(
         self, module: nn.Module, products: Sequence[graph_products.GraphProduct], pending: Sequence[PendingGradient]
     ) -> None:
-        """From the graph of a microbatch, and what its I has deferred."""
+        """Count from the graph of a microbatch, and the gradients that its I deferred."""
         self._module = module
         self._names = fsdp.find_parameter_names(module)
         self._compiled = {
             id(part) for each in module.modules() if compiler.is_compiled(each) for part in each.modules()
         }
         self._waiting: defaultdict[str, float] = defaultdict(float)
-        """By parameter."""
+        """Deferred FLOPs by parameter."""
         self._in_i: defaultdict[tuple[str, str], float] = defaultdict(float)
-        """By parameter and reason."""
+        """FLOPs in I by parameter and reason."""
         self._calls = _count_calls(pending)
         for gradient in pending:
             stays = deferral_of(gradient.layer).stays_in_i
@@ -124,7 +124,7 @@ class WeightWork:
             self._waiting[name] += flops
 
     def recount(self, pending: Sequence[PendingGradient]) -> None:
-        """After the second I, which runs compiled regions as all later ones do."""
+        """Correct the counts after the second I, which runs compiled regions like all later ones."""
         now = _count_calls(pending)
         for leaf, calls in self._calls.items():
             name = self._names.get(leaf, "")
@@ -135,17 +135,17 @@ class WeightWork:
 
     @property
     def flops(self) -> float:
-        """Of all weight gradients of a microbatch."""
+        """FLOPs of all weight gradients of a microbatch."""
         return float(sum(self._waiting.values()) + sum(self._in_i.values()))
 
     @property
     def share(self) -> float:
-        """The share of them that is deferred to W; 1 where there are none."""
+        """Share of the FLOPs that is deferred to W; 1 without any FLOPs."""
         return 1 - sum(self._in_i.values()) / self.flops if self._in_i else 1.0
 
     @property
     def in_i(self) -> Sequence[StaysInI]:
-        """What does not wait, the largest first."""
+        """Weight gradients computed in I, the largest first."""
         products = [
             StaysInI(name, type(self._find_owner(name)).__name__, flops / (self.flops or 1), reason)
             for (name, reason), flops in self._in_i.items()
@@ -153,19 +153,19 @@ class WeightWork:
         return sorted(products, key=lambda product: -product.share)
 
     def mostly_in_i(self) -> frozenset[str]:
-        """The parameters of which more is computed in I than in W."""
+        """Parameters with more work in I than in W."""
         total: defaultdict[str, float] = defaultdict(float)
         for (name, _), flops in self._in_i.items():
             total[name] += flops
         return frozenset(name for name, flops in total.items() if flops > self._waiting.get(name, 0.0))
 
     def _find_owner(self, name: str) -> nn.Module:
-        """The module of the parameter of that name."""
+        """The module of the named parameter."""
         known: dict[str, nn.Module] = dict(self._module.named_modules())
         return known.get(name.rpartition(".")[0], self._module)
 
     def _explain_own(self, deferral: Deferral, leaf: Tensor) -> str:
-        """Why a layer that can defer its weight gradient does not."""
+        """Reason why a layer that can defer its weight gradient does not."""
         if deferral.stays_in_i:
             return _CHANGED
         if deferral.has_node_hooks or autograd.has_hooks(leaf):
@@ -197,18 +197,18 @@ _KINDS = {
     "Gru": "a recurrent layer",
     "Trilinear": "a bilinear layer",
 }
-"""By a word in the name of autograd's node."""
+"""Reasons by a word in the name of autograd's node."""
 
 
 def _count_calls(pending: Iterable[PendingGradient]) -> Counter[int]:
-    """By the id of the parameter, the number of its gradients that wait."""
+    """Number of deferred gradients by the parameter's id."""
     return Counter(id(autograd.find_leaf(gradient.weight)) for gradient in pending)
 
 
 def _replace_regions(
     module: nn.Module, products: Sequence[graph_products.GraphProduct]
 ) -> Iterator[graph_products.GraphProduct]:
-    """`products`, with what regions have shown without the compiler in the place of their nodes."""
+    """`products` with each region's node replaced by the products seen without the compiler."""
     hidden = {id(leaf) for product in products if product.is_region for leaf in product.leaves}
     learned = [each for each in list_products_in_regions(module) if hidden & {id(leaf) for leaf in each.leaves}]
     shown = {id(leaf) for product in learned for leaf in product.leaves}
@@ -217,7 +217,7 @@ def _replace_regions(
 
 
 def _count_flops(gradient: PendingGradient) -> float:
-    """Of a deferred product: each element of dY meets a row of x; in a convolution all that a kernel covers."""
+    """FLOPs of a deferred product: each element of dY is multiplied by a row of x, or by a convolution's window."""
     inner = gradient.x.shape[-1] if gradient.x.dim() else 1
     products = deferral_of(gradient.layer).products.items()
     if any("conv" in name_of(function) for function, product in products if product is gradient.product):

@@ -1,4 +1,4 @@
-"""Checks that the split backward gives the gradients of an ordinary one."""
+"""Checks that the split backward gives the same gradients as an ordinary one."""
 
 from zbpipe.runtime.verify.gradient_check import GradientCheck
 from zbpipe.runtime.verify.gradient_report import GradientReport

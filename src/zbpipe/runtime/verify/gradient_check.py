@@ -1,8 +1,8 @@
-"""Is the split right for this model? The gradients of I and W against an ordinary backward, microbatch by microbatch.
+"""Check of the split for a job's model: gradients of I and W against an ordinary backward, per microbatch.
 
-What I and W of a microbatch add is the difference of `.grad` before and after them, in the real step. So this tests the
-real accumulation, with all memory that tensors share there. After I the same microbatch runs once more, by
-`zbpipe.runtime.reference`; W has to add what is then missing.
+The contribution of a microbatch's I and W is the difference of `.grad` before and after them, in the real step. So this
+tests the real accumulation, including shared memory. After I the same microbatch runs once more, by
+`zbpipe.runtime.reference`. W has to add the missing part.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ TOLERANCES = MappingProxyType(
         torch.bfloat16: 3e-2,
     }
 )
-"""By dtype, the largest error of a gradient that passes, relative to the gradient's norm.
+"""Largest passing error of a gradient by dtype, relative to the gradient's norm.
 
 A product that sums in another order is off by a few roundings (2e-16, 1e-7, 1e-3, 8e-3), and by more if a sum nearly
-cancels. A gradient that is lost, doubled or of the wrong microbatch is off by 0.1 or more. In every dtype there is room
-between the two; these limits leave most of it to the kernels.
+cancels. A gradient that is lost, doubled or of the wrong microbatch is off by 0.1 or more. In every dtype the two are
+far apart. These limits leave most of the gap to the kernels.
 """
 _SMALL = 0.01
-"""The error of a small gradient is relative to this share of the norm of all of the stage's gradients: some gradients,
+"""Share of the norm of all the stage's gradients to which errors of smaller gradients are relative. Some gradients,
 such as that of a bias before a normalisation, are zero except for rounding."""
 
 _DOES_NOT_REPEAT = (
@@ -67,25 +67,26 @@ class GradientCheck(Watcher):
         check.report    # after two steps, the same on all ranks of the pipeline; None before
 
     In these steps every microbatch runs twice on every stage: by the schedule, and after its I once more, by an
-    ordinary forward and full backward on the same rank, from the same weights, buffers and random numbers. What I and W
-    add to `.grad` has to be the same, and so has the gradient that the stage before gets. Losses and gradients of the
-    steps do not change. The check costs one more forward and backward of every microbatch, and memory: a copy of the
-    stage's gradients for each microbatch that waits for W, three more copies for a moment, and one copy of the weights
-    and buffers. Later steps run as if there were no check.
+    ordinary forward and full backward. The second run is on the same rank, from the same weights, buffers and random
+    numbers. The contributions of I and W to `.grad` have to be the same, and also the gradient for the previous stage.
+    Losses and gradients of the steps do not change. The check costs one more forward and backward of every microbatch,
+    and memory: a copy of the stage's gradients per microbatch that waits for W, three more temporary copies, and one
+    copy of the weights and buffers. Later steps run as if there were no check.
 
     `check_gradients` checks a model without a job.
 
     Args:
-        schedule: any of zbpipe's. Every rank of the pipeline needs a check.
+        schedule: a zbpipe schedule. Every rank of the pipeline needs a check.
         steps: the number of steps to check, from 1 on.
-        tolerance: of relative errors; by default that of the coarsest dtype in a stage's products, see `TOLERANCES`.
+        tolerance: largest relative error. By default that of the coarsest dtype in a stage's products, see
+            `TOLERANCES`.
         done: called with the report, between two steps.
 
     Raises:
-        ValueError: one of torch's schedules, which do not have zbpipe's split, or an argument that makes no sense.
+        ValueError: a torch schedule, which lacks zbpipe's split, or an invalid argument.
 
-    If a gradient is off by more, the step raises `PipelineError` from a `GradientMismatchError` on this rank, and the
-    other ranks learn of it. If all are right, the pipeline's first rank logs the report.
+    If an error is larger, the step raises `PipelineError` from a `GradientMismatchError` on this rank, and the other
+    ranks learn of it. If all gradients pass, the pipeline's first rank logs the report.
     """
 
     def __init__(
@@ -150,9 +151,9 @@ class _Checked:
         self._found = found
         self._stages = {stage.stage_index: stage for stage in hooks.stages_of(schedule)}
         self._states: dict[int, State] = {}
-        """By stage, of its last microbatch: the next one shares all values that are equal."""
+        """State of each stage's last microbatch. The next one shares all equal values."""
         self._open: dict[tuple[int, int], _Comparison] = {}
-        """By stage and microbatch, from F to W."""
+        """Running comparisons by stage and microbatch, from F to W."""
         self._current: _Comparison | None = None
 
     @contextmanager
@@ -190,7 +191,7 @@ class _Checked:
         finally:
             self._current = None
 
-    # The first step also calls these before any op, when torch infers shapes.
+    # The first step also calls these before any op, while torch infers shapes.
 
     def _forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         again = self._current and self._current.again
@@ -231,42 +232,42 @@ class _Checked:
 
 
 class _Comparison:
-    """One microbatch on one stage: what the split adds minus what an ordinary backward gives."""
+    """Comparison for one microbatch on one stage: the split's gradients minus those of an ordinary backward."""
 
     def __init__(self, again: Microbatch) -> None:
         self.again: Microbatch | None = again
-        """None once it has run."""
+        """The rerun of the microbatch; None afterwards."""
         self.knows_backward = False
         self.repeats = True
-        """Whether the forward does the same once more; otherwise there is nothing to compare with."""
+        """Whether the forward is repeatable. Otherwise there is nothing to compare with."""
         self.is_trial = False
         """Whether this I leaves nothing to W."""
         self.tolerance = 0.0
         self._stage = again.stage
         self._rest: dict[str, Any] = {}
-        """By parameter, what the split has added minus what it has to add."""
+        """Remaining difference by parameter: the split's contribution minus the reference's."""
         self._norms: dict[str, float] = {}
-        """Of the ordinary backward's gradients."""
+        """Norms of the ordinary backward's gradients."""
         self._roundings: dict[str, float] = defaultdict(float)
-        """By parameter, what rounding in the accumulation into `.grad` may add to the difference."""
+        """Largest rounding error by parameter of the accumulation into `.grad`."""
         self._grew: dict[str, set[str]] = defaultdict(set)
-        """By kind of op, the gradients that it added to."""
+        """Gradients that each kind of op added to."""
         self._was_not_finite: set[str] = set()
         self._moved: set[str] = set()
-        """Gradients that this microbatch did not change alone."""
+        """Gradients that were also changed by other microbatches."""
         self._input_grads: list[Tensor | None] = []
         self._input_errors: dict[str, float] = {}
 
     @contextmanager
     def measure(self, kind: str) -> Iterator[None]:
-        """Around computations that add to `.grad`."""
+        """Context of computations that add to `.grad`."""
         module = self._stage.submod
         before = copy_gradients(module)
         yield
         self.tolerance = max(self.tolerance, _find_tolerance(self._stage))
         eps = {each.name: torch.finfo(each.gradient.dtype).eps for each in fsdp.iterate_accumulated(module)}
         after = copy_gradients(module)
-        # A backward inside of the loss may make FSDP2 reduce all gradients of a group, of other microbatches, too.
+        # A backward in the loss may make FSDP2 reduce all gradients of a group, also of other microbatches.
         self._moved |= {name + fsdp.REDUCED for name in before.keys() - after.keys()}
         for name, gradient in after.items():
             added = gradient - before[name] if name in before else gradient
@@ -278,7 +279,7 @@ class _Comparison:
                 self._roundings[name] += eps[name] * _norm(gradient)
 
     def backward(self, call: hooks.Call, kind: str, tensors: dict[str, Any], **kwargs: Any) -> Any:
-        """Run the stage's backward, `call`, and remember what it starts from and what it gives."""
+        """Run the stage's backward, `call`, and record its inputs and results."""
         assert self.again is not None, "a microbatch has one backward"
         self.knows_backward = True
         self.again.remember_backward(tensors)
@@ -287,7 +288,7 @@ class _Comparison:
         return result
 
     def subtract_reference(self) -> None:
-        """Run the microbatch once more, and subtract its gradients: the split has to add them."""
+        """Rerun the microbatch, and subtract its gradients, which the split has to add."""
         assert self.again is not None
         reference = self.again.compute_gradients()
         self.repeats = self.again.repeats
@@ -301,7 +302,7 @@ class _Comparison:
 
     def errors(self, tolerance: float) -> tuple[dict[str, float], set[str]]:
         """Relative errors by parameter and input, and the names of the parameters that cannot be compared."""
-        # From an error above `tolerance` this subtracts what rounding in the accumulation may explain.
+        # Errors above `tolerance` are reduced by the possible rounding of the accumulation.
         if not self.repeats:
             return {}, {_readable(name) for name, _ in self._stage.submod.named_parameters()}
         norm = math.hypot(*filter(math.isfinite, self._norms.values()))
@@ -320,7 +321,7 @@ class _Comparison:
         return errors, set(map(_readable, left))
 
     def when(self) -> tuple[set[str], set[str]]:
-        """The parameters whose gradient waited for W, and those in products of which I computed more."""
+        """Parameters whose gradient was deferred to W, and parameters whose products ran mostly in I."""
         work = find_weight_work(self._stage)
         if self.is_trial or work is None:
             return set(), set()
@@ -339,11 +340,11 @@ def _relative(error: float, norm: float) -> float:
 
 
 def _find_tolerance(stage: pipelining.Stage) -> float:
-    """That of the coarsest dtype of the stage's weights and products; the products show autocast."""
+    """Tolerance of the coarsest dtype of the stage's weights and products. Only the products show autocast."""
     dtypes = {parameter.dtype for parameter in stage.submod.parameters()} | find_product_dtypes(stage)
     return max((TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0) or TOLERANCES[torch.float32]
 
 
 def _readable(name: str) -> str:
-    """Without what checkpointing and the compiler insert into the names of parameters."""
+    """A parameter name without the insertions of checkpointing and the compiler."""
     return name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")

@@ -1,4 +1,4 @@
-"""What a check of gradients found, and the error that it raises."""
+"""The report of a gradient check, and the error that the check raises."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from zbpipe.runtime.split.work import StaysInI, describe, percent
 
 _MOST_NAMES = 10
-"""In a message."""
+"""Limit of names in a message."""
 
 
 @dataclass(frozen=True)
 class GradientReport:
-    """What a check of gradients found, the same on all ranks of the pipeline.
+    """Results of a gradient check, the same on all ranks of the pipeline.
 
     >>> import torch, zbpipe
     >>> report = zbpipe.check_gradients(torch.nn.Linear(4, 4), torch.ones(2, 4))
@@ -26,24 +26,24 @@ class GradientReport:
     schedule: str
     steps: int
     microbatches: int
-    """The number of microbatches that were compared, on each stage."""
+    """Number of compared microbatches per stage."""
     errors: Mapping[tuple[int, str], float]
-    """By stage and parameter, the largest relative error of any microbatch. "input n" is a gradient that goes to the
-    stage before."""
+    """Largest relative error of any microbatch, by stage and parameter. "input n" is a gradient for the previous
+    stage."""
     tolerances: Mapping[int, float]
-    """By stage, the largest error that passes."""
+    """Largest passing error by stage."""
     not_compared: frozenset[tuple[int, str]] = frozenset()
-    """By stage, the parameters whose `.grad` is changed by hooks after the accumulation, or was not finite."""
+    """Stage and parameter where hooks change `.grad` after the accumulation, or `.grad` was not finite."""
     deferred: frozenset[tuple[int, str]] = frozenset()
-    """By stage, the parameters whose gradient waited for W in some microbatch, or most of it did."""
+    """Stage and parameter where most or all of the gradient was deferred to W in some microbatch."""
     not_deferred: frozenset[tuple[int, str]] = frozenset()
-    """By stage, the parameters whose gradient is a product, too, but most of it is computed in I."""
+    """Stage and parameter where the gradient is also a product, but is mostly computed in I."""
     flops: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
-    """By stage, what the weight gradients of a microbatch cost: those of products, not of lookups and norms."""
+    """FLOPs of a microbatch's weight gradients by stage: of products, without lookups and norms."""
     shares: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
-    """By stage, the share of these FLOPs that is deferred to W."""
+    """Share of these FLOPs that is deferred to W, by stage."""
     in_i: tuple[tuple[int, StaysInI], ...] = ()
-    """With their stages, the products of which I computes the weight gradient, the largest of each stage first."""
+    """Products whose weight gradient I computes, with their stages, the largest of each stage first."""
 
     @property
     def passed(self) -> bool:
@@ -51,7 +51,7 @@ class GradientReport:
         return not self.off()
 
     def with_(self, other: GradientReport) -> GradientReport:
-        """Both reports in one, with the larger error of each gradient."""
+        """Both reports combined, with the larger error of each gradient."""
         deferred = self.deferred | other.deferred
         return replace(
             self,
@@ -67,7 +67,7 @@ class GradientReport:
 
     @property
     def share(self) -> float:
-        """The share of the weight gradients' FLOPs, on all stages, that is deferred to W; 1 where there are none."""
+        """Share of all stages' weight gradient FLOPs that is deferred to W; 1 without any FLOPs."""
         waiting = sum(self.shares[stage] * flops for stage, flops in self.flops.items())
         return waiting / total if (total := sum(self.flops.values())) else 1.0
 
@@ -80,7 +80,7 @@ class GradientReport:
         return f"; in I: {describe(found)}" if found else ""
 
     def off(self) -> list[tuple[int, str]]:
-        """Stage and parameter of the errors that are too large, the largest first."""
+        """Stage and parameter of errors above the tolerance, the largest first."""
         found = [key for key, error in self.errors.items() if not error <= self.tolerances[key[0]]]
         return sorted(found, key=lambda key: -self.errors[key])
 
@@ -106,11 +106,11 @@ class GradientReport:
 
 
 class GradientMismatchError(RuntimeError):
-    """The split gave other gradients than an ordinary backward. The step raises a `PipelineError` with this cause."""
+    """The split's gradients differ from an ordinary backward's. The step raises a `PipelineError` with this cause."""
 
     def __init__(self, report: GradientReport, stage: int, microbatch: int) -> None:
         self.report = report
-        """For this stage and this microbatch."""
+        """The report for this stage and this microbatch."""
         off = report.off()
         named = ", ".join(f"{name} {report.errors[stage, name]:.2g}" for _, name in off[:_MOST_NAMES])
         more = f" and {len(off) - _MOST_NAMES} more" if len(off) > _MOST_NAMES else ""

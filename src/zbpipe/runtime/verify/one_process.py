@@ -1,4 +1,4 @@
-"""Is the split right for this model? `check_gradients`: a gradient check without a job, in this process alone."""
+"""`check_gradients`: check of the split for a model without a job, in this process alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zbpipe.runtime.verify.gradient_report import GradientReport
 from zbpipe.schedule.ir import Op, OpKind, Schedule, require_whole
 
 _STEPS = 2
-"""In the first step the first microbatch leaves nothing to W."""
+"""Number of steps: in the first one, the first microbatch leaves nothing to W."""
 _NO_GRADIENT = (
     "no parameter gets a gradient, so there is nothing to check: all are frozen, or behind a reentrant checkpoint whose"
     " inputs need no gradient. For such a checkpoint call batch.requires_grad_(), or set use_reentrant to False"
@@ -45,24 +45,24 @@ def check_gradients(
     >>> zbpipe.check_gradients(parts, torch.ones(6, 4), torch.zeros(6, 2), torch.nn.functional.mse_loss).passed
     True
 
-    All W run at the end of a step. So every x and dY waits as long as possible, and meets everything that could change
+    All W run at the end of a step. So every x and dY stays as long as possible, exposed to everything that could change
     it. There are two steps because the very first I leaves nothing to W. `GradientCheck` checks a running job, with the
     job's own schedule.
 
     Args:
-        parts: the model, or its parts in order, as modules or as stages, on one device. Afterwards weights, gradients,
-            buffers and random numbers are as they were before.
-        batch: the argument of the first part, or a tuple of its arguments. The first dimension is that of the samples.
-        target: for `loss_fn`.
-        loss_fn: `(output, target) -> loss`; by default the mean of the squares of all outputs.
-        microbatches: the number of equal parts into which the batch is cut; from 2 on, one waits while another runs.
+        parts: the model, or its parts in order, as modules or as stages, on one device. Weights, gradients, buffers and
+            random numbers are restored.
+        batch: the argument of the first part, or a tuple of its arguments. The first dimension is the samples'.
+        target: target for `loss_fn`.
+        loss_fn: `(output, target) -> loss`. Default: the mean of the squares of all outputs.
+        microbatches: the number of equal parts of the batch. From 2 on, one waits while another runs.
         tolerance: as in `GradientCheck`.
 
     Returns:
-        The report, if all gradients are right.
+        The report, if all gradients pass.
 
     Raises:
-        PipelineError: the gradients differ; the cause, a `GradientMismatchError`, has the report.
+        PipelineError: the gradients differ. The cause, a `GradientMismatchError`, has the report.
         ValueError: the batch cannot be cut into equal parts, there is a target without a loss function or the reverse,
             no parameter gets a gradient, or this process belongs to a job of several ranks.
     """
@@ -111,7 +111,7 @@ def _list_modules(parts: nn.Module | PipelineStage | Sequence[nn.Module | Pipeli
 
 
 def schedule_w_last(num_stages: int, microbatches: int) -> Schedule:
-    """All F, then all I, then all W, on a single rank."""
+    """A schedule on a single rank: all F, then all I, then all W."""
     upwards = range(num_stages)
     order = ((OpKind.F, upwards), (OpKind.I, upwards[::-1]), (OpKind.W, upwards))
     ops = [Op(stage, kind, n) for kind, row in order for n in range(microbatches) for stage in row]
@@ -127,7 +127,7 @@ def _mean_of_squares(output: Any, target: Tensor) -> Tensor:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Within, there is a process group of one rank, which torch's stages need."""
+    """Context with a process group of one rank, which torch's stages need."""
     if dist.is_initialized():
         if dist.get_world_size() > 1:
             raise ValueError(
@@ -145,7 +145,7 @@ def _alone() -> Iterator[None]:
 
 @contextmanager
 def _followed_as_before(modules: list[nn.Module]) -> Iterator[None]:
-    """Afterwards modules that belong to another schedule defer their gradients for that one again."""
+    """Context after which modules of another schedule defer their gradients for that schedule again."""
     followed = {each: each.gradients for module in modules for each in deferrals(module).values()}
     try:
         yield
