@@ -26,7 +26,7 @@ LINE = (
 )
 
 STUB = """#!/bin/sh
-# Stands for run_train.sh: two ranks, of which the second has the loss.
+# Stands for run_train.sh: two ranks, of which the second has the loss. Nobody interrupts a job as it is started.
 if [ "$DRY_RUN" = 1 ]; then
     echo PLATFORM=${PLATFORM:-cpu}
     echo "python -m torch.distributed.run --nproc-per-node 2 -m zbpipe.titan.train --config x"
@@ -39,7 +39,7 @@ case "$*" in
 *ZBV*late*) loss=7.5 ;;
 *ZBV*timed*) sleep $NAP ;;
 *VHalf*early*) echo "ValueError: too many" && exit 3 ;;
-*VHalf*timed*) kill -INT $PPID && sleep $NAP ;;
+*VHalf*timed*) sleep 0.5 && kill -INT $PPID && sleep $NAP ;;
 esac
 for step in 1 2 3; do
     begin="root - INFO - step:  $step" end="grad_norm:  2.0  memory:"

@@ -109,8 +109,8 @@ def test_what_is_refused_before_the_ranks_meet() -> None:
     (refused, trained, unfit), *_ = run_ranks(RANKS, refuse, jobs)
     assert "pipeline_parallel_degree=3 needs a multiple of 3 processes, and this job has 2: start" in str(unfit)
     assert refused == (
-        "--zbpipe.optimizer-step validated has no effect in torchtitan.experiments.toys.OwnTrainer, which has a"
-        " train_step of its own: leave it out"
+        "--zbpipe.optimizer-step validated has no effect in torchtitan.experiments.toys.OwnTrainer, which overrides"
+        " train_step: omit the option"
     )
     assert trained is None
 
