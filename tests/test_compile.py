@@ -400,11 +400,12 @@ def test_autocast() -> None:
     assert {each.grad.dtype for each in block.parameters()} == {torch.float32}  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
 @pytest.mark.parametrize("checkpointing", IN_TURN)
-def test_a_pipeline_of_compiled_blocks(one_rank: None, checkpointing: Checkpointing) -> None:
+def test_a_pipeline_of_compiled_blocks(one_rank: None, checkpointing: Checkpointing, backend: str) -> None:
     modules = [build_stage(0, 2, checkpointing), build_stage(1, 2, checkpointing)]
     for module in modules:
-        compile_blocks(module, "inductor")
+        compile_blocks(module, backend)
     schedule = on_one_rank(modules, 4)
     tokens, targets = batch(4)
     expected_losses, expected = reference(2, 4)

@@ -195,6 +195,7 @@ def cases_to_run() -> list[tuple[Rows, str]]:
     return [*((rows, ONE_QUEUE) for rows in chosen), (TURNS, PER_PEER), (TURNS, PER_EDGE), (blocked[0], PER_EDGE)]
 
 
+@pytest.mark.long
 def test_the_same_tables_hang_between_real_processes() -> None:
     cases = cases_to_run()
     for (rows, backend), *errors in zip(cases, *(errors for _, errors in on_two_ranks()), strict=True):
