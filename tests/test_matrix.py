@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cells
 import compatibility
 import pytest
 import torch
 import torch.distributed as dist
-from cells import COMPILING, SCHEDULES, Cell, matrix, row, train_as_without_a_pipeline
+from cells import COMPILING, Cell, matrix, row, train_as_without_a_pipeline
 from compatibility import Row, Section
 from models import build_stage, loss_fn
 from rows import ABOUT, ROWS
@@ -28,7 +29,8 @@ import zbpipe
 require_titan("0.3.0")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-MATRIX = matrix()
+SCHEDULES = ("ZBVLean", *cells.SCHEDULES)
+MATRIX = matrix(SCHEDULES)
 _SHARDED = ("--parallelism.data_parallel_shard_degree", "2")
 _REPLICATED = (
     *("--parallelism.data_parallel_replicate_degree", "2"),
@@ -39,7 +41,9 @@ _TENSOR_PARALLEL = ("--parallelism.tensor_parallel_degree", "2")
 _BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
 COMBINATIONS = {
     **{name: Cell(name, name) for name in ("ZBH2", "ZB1P", "ZB2P", "VMin")},
-    **{f"{name} p=4": Cell(name, name, pipeline_ranks=4) for name in ("ZBV", "ZBH1", "VHalf")},
+    **{f"{name} p=4": Cell(name, name, pipeline_ranks=4) for name in ("ZBVLean", "ZBV", "ZBH1", "VHalf")},
+    "lean dp_shard": Cell("ZBVLean, FSDP2", "ZBVLean", settings=_SHARDED, ranks_per_stage=2),
+    "lean tp": Cell("ZBVLean, tensor parallelism", "ZBVLean", settings=_TENSOR_PARALLEL, ranks_per_stage=2),
     "dp_shard": Cell("ZBV, FSDP2 (`fully_shard`)", settings=_SHARDED, ranks_per_stage=2),
     "dp_shard compiled": Cell("ZBV, FSDP2, torch.compile", settings=_SHARDED, ranks_per_stage=2, compiled=True),
     # Products round to 8 bits, and without a pipeline they go over the whole batch at once.
