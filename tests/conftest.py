@@ -18,8 +18,8 @@ from determinism import short_search  # noqa: E402, F401
 from reaper import watch_session  # noqa: E402
 from titan_jobs import Titan  # noqa: E402
 
-SLOWEST = {"matrix", "zoo", "titan", "gradient_check", "docs", "schedules", "gradients"}
-"""Files of tests."""
+SLOWEST = ("matrix", "zoo", "titan", "gradient_check", "titan_integration", "gradients", "compile", "docs", "schedules")
+"""Files of tests, the longest first."""
 _deselected = {"deselected": 0}
 """The number of tests that options deselected; each process of pytest-xdist counts all of them."""
 
@@ -37,7 +37,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest come first, so that the processes of pytest-xdist end at the same time."""
-    items.sort(key=lambda item: item.path.stem.removeprefix("test_") not in SLOWEST)
+    places = {f"test_{name}": place for place, name in enumerate(SLOWEST)}
+    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:
