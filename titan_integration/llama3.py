@@ -99,7 +99,7 @@ def llama3_70b() -> Trainer.Config:
 
 
 def llama3_70b_80gb() -> Trainer.Config:
-    """8 nodes, PP 8 x TP 8, for GPUs of 80 GB: 44 GiB.
+    """8 nodes, PP 8 x TP 8, for GPUs of 80 GB: 42 GiB.
 
     Twice the ranks of `llama3_70b` halve the weights (21 GiB). ZBVLean keeps to about 1F1B's memory, where ZBV would
     take 71 GiB. By the estimate its step is 6 % shorter than V-Half's, which takes 38 GiB.
