@@ -114,9 +114,8 @@ def compare(section: Section, write: bool) -> None:
     """Hold the page against `section`, or write that part of it."""
     page = PAGE.read_text()
     recorded = read(page)
-    text = render(recorded | {section.title: section}, by_hand(page))
     if write:
-        PAGE.write_text(text)
+        PAGE.write_text(render(recorded | {section.title: section}, by_hand(page)))
         return
     assert section.title in recorded, f"the page has no section {section.title!r}: {_WAY_OUT}"
     text = render(recorded | {section.title: _without_new(section, recorded[section.title])}, by_hand(page))

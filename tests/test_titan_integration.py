@@ -33,7 +33,6 @@ from zbpipe.estimation.ranks import JobMemory, memory_by_rank
 from zbpipe.estimation.result import Step
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.options import Options
-from zbpipe.schedule.ir import OpKind
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.actions import parse, validate_lowered
 from zbpipe.simulator.validation import validate
@@ -250,8 +249,7 @@ def estimate_steps(name: str) -> tuple[str, dict[str, float]]:
         """With the stages that a config gets by default; torch's own split does not work under checkpointing."""
         if step.timeline is None or step.stages_per_rank != resolve(step.schedule).stages_per_rank:
             return False
-        splits = any(op.kind is OpKind.I for ops in step.timeline.schedule for op in ops)
-        return not (splits and step.source == "torch")
+        return not step.has_torchs_split
 
     return work.schedule, {step.schedule: step.tokens_per_second for step in steps if step.fits and runs(step)}
 

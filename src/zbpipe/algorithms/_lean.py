@@ -53,10 +53,14 @@ def find_best(
     placement, microbatches = seeds[0].placement, seeds[0].num_microbatches
     problem = Problem("", placement, costs, microbatches, tuple(map(max, limits, least_room(placement, costs))))
     search = Search([problem], BUDGET, at_hand(), effort=Effort.quick(BUDGET, problem.num_ops))
-    forms = (form for seed in seeds for form in (fit_within(seed, costs, problem.limits), make_leanest(seed, costs)))
+    leanest = [make_leanest(seed, costs) for seed in seeds]
+    forms = (
+        form
+        for seed, least in zip(seeds, leanest, strict=True)
+        for form in (fit_within(seed, costs, problem.limits), least)
+    )
     search.run((problem, problem.order(form), form.name) for form in dict.fromkeys(forms) if problem.fits(form))
     if transport is Transport.SHARED:
-        leanest = [make_leanest(seed, costs) for seed in seeds]
         best = [problem.schedule(name, each.order) for each in search.race_by_rendezvous(0)[:_MOST_BY_RENDEZVOUS]]
         fitting = (*best, *(replace(each, name=name) for each in leanest if problem.fits(each)))
         return min(fitting, key=lambda each: simulate(each, costs, transport=transport).makespan)

@@ -192,7 +192,7 @@ def _row(cells: Sequence[str], is_best: bool) -> str:
 def _drawn(found: Estimate) -> dict[str, Timeline]:
     """The best schedules, the job's own, and 1F1B, by name."""
     own = [step for step in found.steps if step.schedule in (found.workload.schedule, "1F1B")]
-    best = [step for step in found.steps if step.timeline is not None and step.fits and step.runs and step not in own]
+    best = [step for step in found.steps if step.timeline is not None and step.is_usable and step not in own]
     return {
         f"{step.schedule}, {step.placement}, {count_noun(step.stages_per_rank, 'stage')} a rank": step.timeline
         for step in (*best[: _DRAWN - len(own)], *own)
@@ -207,7 +207,7 @@ def _plot(found: Estimate) -> str:
             step.schedule,
             step.seconds,
             step.memory.total / GIB,
-            fits=step.fits and step.runs,
+            fits=step.is_usable,
             best=step is found.best,
             tip=f"{step.schedule} {step.placement}: {step.seconds:.4g} s, {_gib(step.memory.total)} GiB",
         )

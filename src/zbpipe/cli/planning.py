@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -224,17 +225,19 @@ class _Neighbours:
         for timeline in simulate_all(ranks, microbatches, self.costs, limit, transport=transport, **which):
             yield self.row(timeline)
 
-    def row(self, timeline: Timeline) -> ComparedSchedule:
+    @cached_property
+    def row(self) -> Callable[[Timeline], ComparedSchedule]:
+        """Function that makes the row of a timeline. Limits and the memory of 1F1B are calculated once."""
         from zbpipe.views.report import ComparedSchedule
 
         ranks, microbatches, job = self.asked["ranks"], self.asked["microbatches"], self.costs.job
         limit = self.asked["memory_limit"] or (MemoryLimit.parse(job.memory_limit) if job else None)
-        return ComparedSchedule.of(
-            timeline,
-            limit.resolve(self.costs.for_limits, ranks, microbatches) if limit else None,
-            self.costs.baseline(ranks, microbatches),
-            vary(self.jitter, _SAMPLES) if self.jitter else None,
-            self.costs.checkpointing,
+        return partial(
+            ComparedSchedule.of,
+            limits=limit.resolve(self.costs.for_limits, ranks, microbatches) if limit else None,
+            baseline=self.costs.baseline(ranks, microbatches),
+            vary=vary(self.jitter, _SAMPLES) if self.jitter else None,
+            checkpointing=self.costs.checkpointing,
         )
 
     def around(self, found: Plan, others: Sequence[ComparedSchedule]) -> _Named:

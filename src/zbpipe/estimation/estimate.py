@@ -10,7 +10,6 @@ from zbpipe.costs.job import JobCosts
 from zbpipe.costs.layers import Split, merge_stages
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.torchs_split import has_torchs_split, runs_torchs_split
-from zbpipe.costs.transformer import usual_costs
 from zbpipe.estimation.devices import Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.result import NO_PIPELINE, PLAN, Estimate, Memory, Step
@@ -129,10 +128,9 @@ class _Job:
 
     def _usual_costs(self, algorithm: Algorithm, placement: Placement, costs: CostModel) -> CostModel | None:
         """Default costs of a schedule in a job without measurements, or `costs` if its checkpointing is unknown."""
-        if not algorithm.by_checkpointing:
-            return None
-        known = self.workload.checkpointing
-        return costs if known is None else usual_costs(placement, known, self.workload.degrees.tensor)
+        if algorithm.by_checkpointing and self.workload.checkpointing is None:
+            return costs
+        return self.workload.usual_costs(algorithm, placement)
 
     def planned(self, name: str, place: Callable[[int], Placement], budget: float) -> Step:
         """The best plan found that leaves room for the weights."""

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from zbpipe.costs.layers import join_stages
 from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit
 from zbpipe.costs.model import CostModel, least_room
-from zbpipe.costs.transformer import usual_costs
 from zbpipe.estimation.devices import DEVICES
 from zbpipe.estimation.estimate import memories_by_rank
 from zbpipe.estimation.result import Memory
@@ -60,13 +59,8 @@ def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobM
 
 def _schedule(algorithm: Algorithm, placement: Placement, workload: Workload, limit: MemoryLimit | None) -> Schedule:
     """The job's schedule before any measurement."""
-    ranks, microbatches, known = workload.degrees.pipeline, workload.microbatches, workload.checkpointing
-    made_for = (
-        usual_costs(placement, known, workload.degrees.tensor)
-        if algorithm.by_checkpointing and known is not None
-        else None
-    )
-    return algorithm.make(ranks, microbatches, costs=made_for, memory_limit=limit)
+    made_for = workload.usual_costs(algorithm, placement)
+    return algorithm.make(workload.degrees.pipeline, workload.microbatches, costs=made_for, memory_limit=limit)
 
 
 def _add_plan(

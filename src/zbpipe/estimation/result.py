@@ -61,6 +61,11 @@ class Step:
     runs: bool = True
     """Whether it can run with the job's checkpointing and torch.compile, as fast as simulated."""
 
+    @property
+    def is_usable(self) -> bool:
+        """Whether it fits and can run."""
+        return self.fits and self.runs
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -87,14 +92,14 @@ class Estimate:
     @property
     def best(self) -> Step | None:
         """The fastest schedule that fits and can run."""
-        return next((step for step in self.steps if step.fits and step.runs), None)
+        return next((step for step in self.steps if step.is_usable), None)
 
     @property
     def on_these_degrees(self) -> Step | None:
         """The fastest schedule that fits and uses the pipeline ranks, if there are several. None if nothing does."""
         alone = self.workload.degrees.pipeline == 1
         wanted = (step for step in self.steps if alone == (step.timeline is None))
-        return next((step for step in wanted if step.fits and step.runs), None)
+        return next((step for step in wanted if step.is_usable), None)
 
     def _named(self, name: str) -> Step | None:
         return next((step for step in self.steps if step.schedule == name), None)

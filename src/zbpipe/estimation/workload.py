@@ -9,7 +9,7 @@ from typing import Any
 from zbpipe.costs.balance import balance
 from zbpipe.costs.layers import Layer, LayerCosts, Split, even_sizes, join_stages, split_of
 from zbpipe.costs.model import CostModel, Link
-from zbpipe.costs.transformer import Checkpointing
+from zbpipe.costs.transformer import Checkpointing, usual_costs
 from zbpipe.estimation.devices import Device
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 from zbpipe.schedule.registry import Algorithm
@@ -195,6 +195,12 @@ class Workload:
             message_bytes=self.message_bytes,
             working={kind: tuple(each.get(kind, 0.0) for each in working) for kind in COMPUTATIONS},
         )
+
+    def usual_costs(self, algorithm: Algorithm, placement: Placement) -> CostModel | None:
+        """Default costs of a schedule that adapts to the checkpointing. None for others, or if that is unknown."""
+        if self.checkpointing is None or not algorithm.by_checkpointing:
+            return None
+        return usual_costs(placement, self.checkpointing, self.degrees.tensor)
 
     def parameters_by_rank(self, placement: Placement, split: Split) -> tuple[float, ...]:
         """Number of parameters in each rank's stages, over all GPUs that share them."""

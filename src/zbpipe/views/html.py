@@ -55,7 +55,12 @@ def pictures(timelines: Mapping[str, Timeline]) -> str:
 
 def fill(name: str, **parts: str) -> str:
     """A page of this folder, with these parts and the shared ones in its placeholders."""
-    shared = {"style": f"{_variables()}\n{_read('page.css')}", "script": _read("timeline.js")}
+    data = f'<script id="data" type="text/plain">{parts.get("data", "")}</script>'
+    shared = {
+        "head": _read("head.html"),
+        "style": f"{_variables()}\n{_read('page.css')}",
+        "script": f"{data}\n<script>\n{_read('timeline.js')}\n</script>",
+    }
     everything = shared | parts
     # In one pass, so that no user text is taken for a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: everything[place[1]], _read(name))

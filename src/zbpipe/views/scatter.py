@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from html import escape
 
 from zbpipe.views import style
+from zbpipe.views.svg import LETTER, opening
 
 # All lengths are pixels.
 _WIDTH, _HEIGHT = 1100, 460
 _LEFT, _RIGHT, _TOP, _BOTTOM = 72, 130, 16, 48
-_RADIUS, _FONT, _LETTER, _LINE = 5, 12, 6.9, 13
-"""Radius of a point, font size, and letter width and line height for any font, or slightly more."""
-_FAMILY = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
+_RADIUS, _LINE = 5, 13
+"""Radius of a point, and line height for any font, or slightly more."""
 _TICKS = 5
 
 
@@ -86,8 +86,7 @@ def scatter(points: Sequence[Point], horizontal: Axis, vertical: Axis) -> str:
 
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="zbp scatter" width="{_WIDTH}" height="{_HEIGHT}"'
-            f' viewBox="0 0 {_WIDTH} {_HEIGHT}" font-family="{_FAMILY}" font-size="{_FONT}" role="img"'
+            f'{opening(_WIDTH, _HEIGHT, "zbp scatter")} role="img"'
             f' aria-label="{escape(vertical.title)} against {escape(horizontal.title)}">',
             *_styles(),
             f'<rect class="paper" width="{_WIDTH}" height="{_HEIGHT}"/>',
@@ -104,7 +103,7 @@ _Box = tuple[float, float, float, float]
 
 def _places_of_name(name: str, x: float, y: float) -> Iterator[_Box]:
     """Candidate positions of a name: next to its point, above it and below it."""
-    wide = _LETTER * len(name)
+    wide = LETTER * len(name)
     beside = [(x + 9, y), (x - 9 - wide, y)]
     for left, middle in beside + [(start, y + up) for start in (x - wide / 2, x - 5, x + 5 - wide) for up in (-14, 14)]:
         yield left, middle - _LINE / 2, left + wide, middle + _LINE / 2

@@ -15,7 +15,7 @@ from zbpipe.views import style
 # All lengths are pixels.
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 84, 88, 74
 _ROW, _BOX, _STRIP = 32, 26, 3
-_FONT, _LETTER = 12, 6.9
+_FONT, LETTER = 12, 6.9
 _PLOT_MAX = 6_000
 _PLOT_MIN = 560
 _BETWEEN_TICKS = 70
@@ -60,7 +60,7 @@ def svg(timeline: Timeline, *below: Timeline, drawn_with: str = "") -> str:
     tops = accumulate((picture.height for picture in pictures), initial=0.0)
     lines = [line for picture, y in zip(pictures, tops, strict=False) for line in picture.lines(y)]
     paper = f'<rect class="paper" width="{_px(width)}" height="{_px(height)}"/>'
-    return "\n".join([f"{_opening(width, height)}>", paper, *lines, "</svg>\n"])
+    return "\n".join([f"{opening(width, height)}>", paper, *lines, "</svg>\n"])
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,13 @@ class _Picture:
     def lines(self, y: float = 0.0) -> list[str]:
         """The lines of the picture as a separate element, `y` below the top of its parent."""
         shifted = f' y="{_px(y)}"' if y else ""
-        return [f"{_opening(self.width, self.height)}{shifted}>", *self.content, "</svg>"]
+        return [f"{opening(self.width, self.height)}{shifted}>", *self.content, "</svg>"]
 
 
-def _opening(width: float, height: float) -> str:
+def opening(width: float, height: float, kind: str = "zbp") -> str:
+    """The element's tag, without its end, so that attributes can follow. `kind` is its class."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="zbp" width="{_px(width)}" height="{_px(height)}"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="{kind}" width="{_px(width)}" height="{_px(height)}"'
         f' viewBox="0 0 {_px(width)} {_px(height)}" font-family="{_FAMILY}" font-size="{_FONT}"'
     )
 
@@ -89,7 +90,7 @@ def _picture(timeline: Timeline, per_second: float, drawn_with: str) -> _Picture
     costs = drawn_with or _times(timeline.costs, timeline.schedule.placement)
     headings = style.outcome(timeline), style.size(timeline) + (f"; {costs}" if costs else "")
     legend, legend_width = _legend(timeline, y=_TOP + _ROW * len(timeline.spans) + _BOTTOM - 26)
-    width = max(_LEFT + scale.plot + _RIGHT, *(24 + len(text) * _LETTER + 24 for text in headings))
+    width = max(_LEFT + scale.plot + _RIGHT, *(24 + len(text) * LETTER + 24 for text in headings))
     width = max(width, legend_width)
     height = _TOP + _ROW * len(timeline.spans) + _BOTTOM
     content = [
@@ -106,7 +107,7 @@ def _picture(timeline: Timeline, per_second: float, drawn_with: str) -> _Picture
 
 def _per_second(timeline: Timeline) -> float:
     """Pixels per second, such that the shortest op shows its microbatch, within limits."""
-    box = max(18.0, len(str(timeline.schedule.num_microbatches - 1)) * _LETTER + 5)
+    box = max(18.0, len(str(timeline.schedule.num_microbatches - 1)) * LETTER + 5)
     makespan = timeline.makespan or 1.0
     return min(max(makespan * box / style.shortest_to_show(timeline), _PLOT_MIN), _PLOT_MAX) / makespan
 
@@ -226,7 +227,7 @@ def _microbatch(span: Span, nth: int, scale: _Scale, y: float) -> Iterator[str]:
     """The microbatch's number on its box, if that is wide enough."""
     begin, width = scale.x(span.start), (span.end - span.start) * scale.per_second
     microbatch = str(span.op.microbatch)
-    if width >= len(microbatch) * _LETTER + 2:
+    if width >= len(microbatch) * LETTER + 2:
         middle = f'x="{_px(begin + width / 2)}" y="{_px(y + _BOX / 2 + 4)}"'
         yield f'<text class="{span.op.kind}{nth}" {middle}>{microbatch}</text>'
 
@@ -242,7 +243,7 @@ def _legend(timeline: Timeline, y: float) -> tuple[list[str], float]:
             lines.append(f'<rect class="{swatch}" x="{_px(x)}" y="{_px(y - 11)}" width="16" height="14"/>')
             x += 16
         lines.append(f'<text x="{_px(x + 6)}" y="{_px(y)}">{words}</text>')
-        x += 6 + len(words) * _LETTER + 14
+        x += 6 + len(words) * LETTER + 14
 
     for kind in style.kinds(timeline):
         entry([f"key {kind}{nth}" for nth in range(stages)], f"{kind} {style.KIND_WORDS[kind]}")

@@ -6,6 +6,7 @@
 const AXIS = 26, HEADING = 34, STRIP = 3, NARROW = 560, LEAST_BOX = 2, SEAM = 1, HATCH = 6, STRIPE = 2;
 const FONT = 'Helvetica, Arial, "DejaVu Sans", sans-serif';
 
+const part = (id) => document.getElementById(id);
 const show = (value) => String(+value.toPrecision(6));
 const inRange = (value, low, high) => Math.max(Math.min(value, high), low);
 
