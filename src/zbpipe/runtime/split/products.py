@@ -76,7 +76,12 @@ def linear_input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
 
 
 LINEAR = WeightProduct(as_matrices=_linear_as_matrices)
-"""`torch.nn.functional.linear` of x: (..., in). A bias gets its gradient in I."""
+"""`torch.nn.functional.linear` of x: (..., in). A bias gets its gradient in I.
+
+>>> dy, x = torch.ones(5, 4), torch.ones(5, 3)
+>>> LINEAR.of_weight(dy, x).shape
+torch.Size([4, 3])
+"""
 
 
 def _grouped_mm_weight_gradient(
@@ -91,6 +96,10 @@ GROUPED_MM = WeightProduct(_grouped_mm_weight_gradient)
 """`torch.nn.functional.grouped_mm`, which is also called `torch._grouped_mm`, of rows in groups.
 
 x: (rows, in), with one weight per group: (groups, in, out).
+
+>>> x, dy = (torch.ones(16, 16, dtype=torch.bfloat16) for _ in range(2))
+>>> GROUPED_MM.weight_gradient(dy, x, offs=torch.tensor([8, 16], dtype=torch.int32)).shape
+torch.Size([2, 16, 16])
 """
 
 
