@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-# PyPI's torchvision is built for CUDA. Its own operators do not load beside the CPU's build of torch, but its import
-# registers kernels for two of them.
+# PyPI's torchvision is built for CUDA. Its operators do not load with a CPU build of torch, but its import registers
+# kernels for two of them.
 _OPERATORS = torch.library.Library("torchvision", "FRAGMENT")
 if "+cpu" in torch.__version__:
     for _name in ("nms", "qnms"):
@@ -31,9 +31,7 @@ class Case(NamedTuple):
     batch: Callable[[], Tensor | tuple[Tensor, ...]]
     """Makes the arguments of the model."""
     share: float = 0.95
-    """Least share of the weight gradients' FLOPs that is deferred to W."""
-    prepare: Callable[[nn.Module], object] = lambda model: None
-    """Turns on checkpointing or the compiler, after the plain model was copied."""
+    """Least share of the weight gradients that is deferred to W, by FLOPs and by elements."""
 
 
 class Takes(nn.Module):
@@ -46,21 +44,21 @@ class Takes(nn.Module):
 
     def forward(self, *args: Tensor) -> Tensor:
         output: Any = self.model(**dict(zip(self.names, args, strict=True)), **self.constant)
-        return output[self.output]
+        result: Tensor = output[self.output]
+        return result
 
 
 def tokens() -> Tensor:
     return torch.randint(1, VOCABULARY, (SAMPLES, LENGTH))
 
 
-def image(size: int = 32) -> Tensor:
-    return torch.randn(SAMPLES, 3, size, size)
+def image() -> Tensor:
+    return torch.randn(SAMPLES, 3, 32, 32)
 
 
 def transformer(config: str, auto: str, options: Mapping[str, Any], **more: Any) -> nn.Module:
-    """A model of transformers, as its class for the task makes it."""
+    """A model of transformers: `auto` is the class for its task."""
     import transformers
 
-    made = getattr(transformers, config)(**options)
-    model: nn.Module = getattr(transformers, auto).from_config(made, **more)
+    model: nn.Module = getattr(transformers, auto).from_config(getattr(transformers, config)(**options), **more)
     return model.train()

@@ -1,7 +1,9 @@
-"""Diffusion models, speech, adapters, quantised training and traced stages."""
+"""Diffusion models, speech, adapters and quantised training."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -116,85 +118,33 @@ def with_lora(**options: Any) -> nn.Module:
 def float8(recipe: str = "tensorwise") -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    model = llama()
-    from dataclasses import replace
-
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)
-    return logits(convert_to_float8_training(model, config=config))
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)  # no CPU multiplies float8
+    return logits(convert_to_float8_training(llama(), config=config))
 
 
-def int8() -> nn.Module:
-    from torchao.prototype.quantized_training import int8_mixed_precision_training
+def quantised(config: Callable[[], Any]) -> nn.Module:
     from torchao.quantization import quantize_
 
     model = llama()
-    quantize_(model, int8_mixed_precision_training())
+    quantize_(model, config())
     return logits(model)
 
 
-def bitnet() -> nn.Module:
-    from torchao.prototype.quantized_training import bitnet_training
-    from torchao.quantization import quantize_
+def quantised_training(name: str) -> nn.Module:
+    def config() -> Any:
+        from torchao.prototype import quantized_training
 
-    model = llama()
-    quantize_(model, bitnet_training())
-    return logits(model)
+        return getattr(quantized_training, name)()
 
-
-def int8_weights() -> nn.Module:
-    from torchao.prototype.quantized_training import int8_weight_only_quantized_training
-    from torchao.quantization import quantize_
-
-    model = llama()
-    quantize_(model, int8_weight_only_quantized_training())
-    return logits(model)
+    return quantised(config)
 
 
-def aware_of_quantisation() -> nn.Module:
-    from torchao.quantization import quantize_
+def aware_of_quantisation() -> Any:
     from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
-    model = llama()
     activations = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
     weights = IntxFakeQuantizeConfig(torch.int4, group_size=16)
-    quantize_(model, QATConfig(activation_config=activations, weight_config=weights, step="prepare"))
-    return logits(model)
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(32)
-        self.attention = nn.Linear(32, 96)
-        self.out = nn.Linear(32, 32)
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.attention(self.norm(x)).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).flatten(2))
-        return x + self.down(nn.functional.gelu(self.up(x)))
-
-
-class GPT(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 32)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(32, VOCABULARY)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.embedding(x)
-        for block in self.blocks:
-            y = block(y)
-        return self.head(y)
-
-
-def traced() -> nn.Module:
-    """The module of the one stage that torch traces."""
-    from torch.distributed.pipelining import pipeline
-
-    return pipeline(GPT(), (tokens()[: SAMPLES // 2],)).get_stage_module(0)
+    return QATConfig(activation_config=activations, weight_config=weights, step="prepare")
 
 
 CASES = (
@@ -207,9 +157,8 @@ CASES = (
     Case("float8, tensorwise", float8, tokens),
     Case("float8, rowwise", partial(float8, "rowwise"), tokens),
     Case("float8, rowwise_with_gw_hp", partial(float8, "rowwise_with_gw_hp"), tokens),
-    Case("int8 mixed precision", int8, tokens),
-    Case("int8 weights", int8_weights, tokens),
-    Case("BitNet", bitnet, tokens),
-    Case("QAT", aware_of_quantisation, tokens),
-    Case("a traced GPT", traced, tokens),
+    Case("int8 mixed precision", partial(quantised_training, "int8_mixed_precision_training"), tokens),
+    Case("int8 weights", partial(quantised_training, "int8_weight_only_quantized_training"), tokens),
+    Case("BitNet", partial(quantised_training, "bitnet_training"), tokens),
+    Case("QAT", partial(quantised, aware_of_quantisation), tokens),
 )
