@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from architectures.case import VOCABULARY, Case, Takes, tokens, transformer
@@ -47,9 +48,11 @@ GPT: dict[str, Any] = {
 }
 
 
-def text(config: str, *, experts: str | None = None, **options: Any) -> Callable[[], nn.Module]:
+def text(
+    config: str, *, experts: str | None = None, dtype: torch.dtype = torch.float32, **options: Any
+) -> Callable[[], nn.Module]:
     """Builds a model that predicts tokens; `experts` is how the library multiplies them."""
-    more = {"experts_implementation": experts} if experts else {}
+    more: dict[str, Any] = {"dtype": dtype} | ({"experts_implementation": experts} if experts else {})
     build = partial(transformer, config, "AutoModelForCausalLM", options, **more)
     return lambda: Takes(build(), ("input_ids",), "logits", use_cache=False)
 
@@ -67,6 +70,11 @@ CASES = (
     of_mixture("Mixtral, a loop of experts", "MixtralConfig", num_local_experts=4, experts="eager"),
     of_mixture("Mixtral, experts in batches", "MixtralConfig", num_local_experts=4, experts="batched_mm"),
     of_mixture("GPT-OSS, a loop of experts", "GptOssConfig", num_local_experts=4, head_dim=8, experts="eager"),
+    Case(
+        "Mixtral in bfloat16",
+        text("MixtralConfig", dtype=torch.bfloat16, **EXPERTS | {"num_local_experts": 4}),
+        tokens,
+    ),
     of_mixture("OLMoE", "OlmoeConfig"),
     of_mixture("GPT-OSS", "GptOssConfig", num_local_experts=4, head_dim=8),
     of_mixture("Qwen3-MoE", "Qwen3MoeConfig", head_dim=8),
