@@ -143,7 +143,7 @@ def aware_of_quantisation() -> Any:
     from torchao.quantization.qat import IntxFakeQuantizeConfig, QATConfig
 
     activations = IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
-    weights = IntxFakeQuantizeConfig(torch.int4, group_size=16)
+    weights = IntxFakeQuantizeConfig(torch.int8, group_size=16)
     return QATConfig(activation_config=activations, weight_config=weights, step="prepare")
 
 
