@@ -326,6 +326,13 @@ def test_compare_recommends_the_shortest_step_within_the_memory(limit: str) -> N
     assert f"within {'the memory limit' if limit else '1.02x of 1F1B'}" in text
 
 
+def test_compare_with_more_stages_per_rank() -> None:
+    """Those that take any number have it; the others keep their own."""
+    stages = {entry["schedule"]: entry["stages_per_rank"] for entry in json_of("compare -p 4 -m 8 --stages-per-rank 3")}
+    assert stages["Interleaved1F1B"] == stages["LoopedBFS"] == 3
+    assert (stages["1F1B"], stages["ZBVLean"]) == (1, 2)
+
+
 def test_ties_go_to_less_memory_and_then_to_zbpipes_split() -> None:
     compared = json_of("compare -p 4 -m 16 --checkpointing none")
     names = [entry["schedule"] for entry in compared]

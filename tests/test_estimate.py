@@ -61,7 +61,7 @@ def test_a_step_by_hand() -> None:
     assert usual.memory.activations == 4 * GIB
     assert usual.memory.weights + usual.memory.optimizer == ParameterBytes().total(1) * 2000
     assert usual.fits
-    assert found.gain(row(found, "ZBH1"), usual) == pytest.approx(usual.seconds / row(found, "ZBH1").seconds - 1)
+    assert found.relative(row(found, "ZBH1"), usual) == pytest.approx(row(found, "ZBH1").seconds / usual.seconds)
 
 
 @pytest.mark.parametrize(("microbatches", "is_told"), [(3, True), (4, False)])

@@ -99,7 +99,16 @@ def test_on_gpus_every_way_is_tried(tmp_path: Path, stub: Path, monkeypatch: pyt
         for edges in (", one queue", ", a queue per edge") if has_edges else ("",):
             assert f"| {job}{edges} |" in text
     assert "| **FAIL** | GPUs | " in text
-    assert "| **FAIL** | VMin at its best | +0.0% of 1F1B's tokens/s |" in text
+    assert "| **FAIL** | VMin at its best | 0.0% shorter step than 1F1B |" in text
+
+
+def test_torchs_classes_post_their_own_receives(tmp_path: Path, stub: Path) -> None:
+    """So a job of theirs runs once, and one of zbpipe's first in all ways, with the trace."""
+    run = FirstRun(first_run.parse(["--out", str(tmp_path)]), stub)
+    run._platform = "cpu"
+    jobs = [(job.schedule, job.receives, job.trace is not None) for job in run._jobs()]
+    lean = [("ZBH1Lean", when, when == "early") for when in WAYS]
+    assert jobs == [("1F1B", None, False), ("Interleaved1F1B", None, False), *lean, ("ZBVLean", "timed", False)]
 
 
 def test_it_goes_on_after_what_fails(tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,17 +13,17 @@ from zbpipe.estimation.ranks import JobMemory
 from zbpipe.estimation.result import Estimate, Memory, Step
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.views.html import fill, pictures
-from zbpipe.views.report import table
+from zbpipe.views.report import longer, table
 from zbpipe.views.scatter import Axis, Point, scatter
 from zbpipe.views.style import count_noun, percent
 
-_HEADS = ("schedule", "placement", "stages", "step s", "bubble", "tokens/s a GPU", "MFU", "to 1F1B", "to FSDP", "GiB")
+_HEADS = ("schedule", "placement", "stages", "step s", "bubble", "tokens/s per GPU", "MFU", "vs 1F1B", "vs FSDP", "GiB")
 _PARTS = {part.name: part.name for part in fields(Memory)} | {"waiting": "deferred"}
 """Parts of a rank's memory, with their column names."""
 LEGEND = (
     "GiB: of the worst rank at its worst moment, then its parts: weights, with the copies that products use; gradients"
     " and optimizer; activations; deferred gradients; messages; the working memory of the op that runs then, or"
-    " the logits. To 1F1B, to FSDP: tokens per second more or less"
+    " the logits. vs: the step relative to that of 1F1B, or of FSDP without a pipeline; -5.0% is a 5 % shorter step"
 )
 _DRAWN = 5
 """Number of schedules in the page's picture."""
@@ -92,16 +92,16 @@ def _cells(found: Estimate, step: Step) -> tuple[str, ...]:
         percent(step.bubble),
         f"{step.tokens_per_second:,.0f}",
         "" if step.mfu is None else percent(step.mfu),
-        _gain(found.gain(step, found.usual)),
-        _gain(found.gain(step, found.without_pipeline)),
+        _longer(found.relative(step, found.usual)),
+        _longer(found.relative(step, found.without_pipeline)),
         _gib(memory.total),
         *(_gib(getattr(memory, part)) for part in _PARTS),
         *([] if step.fits else ["  does not fit"]),
     )
 
 
-def _gain(gain: float | None) -> str:
-    return "" if gain is None else f"{gain:+.1%}"
+def _longer(relative: float | None) -> str:
+    return "" if relative is None else longer(relative, than=1)
 
 
 def _gib(size: float) -> str:
@@ -143,8 +143,8 @@ def _step(found: Estimate, step: Step) -> dict[str, Any]:
     return {
         **plain,
         "memory": {**vars(step.memory), "total": step.memory.total},
-        "gain_over_1f1b": found.gain(step, found.usual),
-        "gain_over_fsdp": found.gain(step, found.without_pipeline),
+        "step_to_1f1b": found.relative(step, found.usual),
+        "step_to_fsdp": found.relative(step, found.without_pipeline),
     }
 
 

@@ -14,6 +14,7 @@ from zbpipe.cli.base import (
     compared_size,
     json_option,
     print_json,
+    stages_option,
     transport_option,
 )
 from zbpipe.cli.costs import Costs, cost_options, memory_limit_option
@@ -175,6 +176,7 @@ def simulate(
 
 @click.command(cls=Command)
 @compared_size
+@stages_option
 @cost_options()
 @transport_option
 @memory_limit_option
@@ -183,6 +185,7 @@ def simulate(
 def compare(
     ranks: int | None,
     microbatches: int,
+    stages_per_rank: int | None,
     costs: Costs,
     transport: Transport,
     memory_limit: MemoryLimit | None,
@@ -200,6 +203,7 @@ def compare(
     \b
     Examples:
       zbpipe compare -p 8 -m 32
+      zbpipe compare -p 8 -m 32 --stages-per-rank 4
       zbpipe compare -p 8 -m 32 --jitter ops=0.1,delay=0.5
       zbpipe compare -p 8 -m 32 --checkpointing full --memory-limit 1.2x
       zbpipe compare -p 8 -m 32 --costs 1,1.2,0.8 --memory-limit 6
@@ -218,7 +222,9 @@ def compare(
         raise click.UsageError("--jitter is for the ideal transport: leave --transport out")
     if not as_json:
         click.echo(f"{ranks} ranks, {microbatches} microbatches; {costs.words}\n")
-    timelines = simulate_all(ranks, microbatches, costs, memory_limit, transport=transport)
+    timelines = simulate_all(
+        ranks, microbatches, costs, memory_limit, stages_per_rank=stages_per_rank, transport=transport
+    )
     varied = vary(jitter, samples) if jitter else None
     standings = report.compare(timelines, limits, baseline, varied, costs.checkpointing, with_period=as_json)
     if as_json:
