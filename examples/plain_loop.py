@@ -1,4 +1,4 @@
-"""A plain training loop with ZBVLean: two stages a rank, on a V.
+"""A plain training loop with ZBVLean: two stages per rank, on a V.
 
     torchrun --nproc-per-node 2 examples/plain_loop.py
 

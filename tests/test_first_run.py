@@ -131,7 +131,7 @@ def test_it_goes_on_after_what_fails(tmp_path: Path, stub: Path, monkeypatch: py
     text = (tmp_path / "out" / "report.md").read_text()
     print(text)
     for line in (
-        "| pass | 1F1B | 3 steps, 1,250 tokens/s and GPU |",
+        "| pass | 1F1B | 3 steps, 1,250 tokens/s per GPU |",
         "| pass | 1F1B: memory | rank 1 reserves 30.0 GiB, calculated 28.0 |",
         "| pass | ZBV, early receives against 1F1B | off by at most 0.0e+00 (loss) and 0.0e+00 (grad_norm), 3 steps |",
         "| **FAIL** | ZBV, early receives: memory | rank 1 reserves 30.0 GiB, calculated 20.0 |",

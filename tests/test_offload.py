@@ -258,7 +258,7 @@ def test_an_offload_that_cannot_be_is_refused() -> None:
     assert offload(schedule, costs, memory_limit=2).has_copies
     with pytest.raises(ValueError, match="offload='weights' is unknown: use one of 'pairs', 'activations', 'all'"):
         offload(schedule, costs, what="weights")
-    with pytest.raises(TypeError, match="offload=3 is no text"):
+    with pytest.raises(TypeError, match="offload=3 is not a string"):
         offload(schedule, costs, what=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot have margin = -1"):
         offload(schedule, costs, margin=-1)
@@ -329,7 +329,7 @@ def test_a_plan_can_be_a_named_schedule_with_copies() -> None:
     assert found.schedule.has_copies
     assert max(found.timeline.peak_memory) <= 6
     assert found.lower_bound <= found.makespan <= plain.makespan
-    with pytest.raises(ValueError, match=r"may hold 0\.5, but with copies that hold nothing up it holds"):
+    with pytest.raises(ValueError, match=r"may hold 0\.5, but needs .* even with all copies that delay nothing"):
         plan(4, 8, costs, 0.5, budget=1e4, offload="activations")
 
 

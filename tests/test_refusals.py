@@ -144,7 +144,7 @@ def test_unknown_names_and_options(one_rank: None) -> None:
         ValueError, match=r"no option 'split_backwards'; did you mean 'split_backward'\? It takes: .*sc"
     ):
         build(split_backwards="deferred")
-    with pytest.raises(ValueError, match=r"^memory_limit is for .* Auto, ZBH1Lean, ZBVLean, not for ZBV: leave it out"):
+    with pytest.raises(ValueError, match=r"^memory_limit is for .* Auto, ZBH1Lean, ZBVLean, not for ZBV: omit it"):
         build(memory_limit="3x")
     with pytest.raises(ValueError, match="ZBVZeroBubble on this torch has no option 'split_backward'"):
         build("ZBVZeroBubble", split_backward="deferred")
@@ -274,7 +274,7 @@ def test_torchs_late_receives_that_would_mix_up_messages_or_block(one_rank: None
         for name, refusal in zip(("Interleaved1F1B", "LoopedBFS"), blocked, strict=True):
             assert f"makes torch receive the messages of {name} so late that ranks would wait for each other" in refusal
             assert "deadlock: rank 0, position " in refusal
-            assert "leave the option out, or use one of zbpipe's schedules" in refusal
+            assert "omit the option, or use one of zbpipe's schedules" in refusal
 
 
 def test_a_table_for_another_job(one_rank: None, tmp_path: Path) -> None:

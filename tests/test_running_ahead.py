@@ -167,5 +167,5 @@ def test_ahead_needs_a_number_for_each_rank() -> None:
     schedule = zbpipe.generate("ZBV", 2, 4)
     with pytest.raises(ValueError, match=r"ahead = \(1,\) has to be one number for each of 2 ranks"):
         simulate(schedule, (1, 1, 1), num_steps=2, ahead=(1,))
-    with pytest.raises(ValueError, match="ideal transport alone, got 'one queue'"):
+    with pytest.raises(ValueError, match="ideal transport, got 'one queue'"):
         simulate(schedule, (1, 1, 1), num_steps=2, ahead=(1, 0), transport="one queue")

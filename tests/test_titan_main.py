@@ -248,9 +248,7 @@ def test_degrees_that_do_not_fit_the_processes(number: int, degrees: dict[str, i
 
 def test_options_without_a_pipeline_name_no_schedule() -> None:
     job = config(pipeline_parallel_degree=1, pipeline_parallel_schedule="Interleaved1F1B")
-    with pytest.raises(
-        ValueError, match=r"^zbpipe's options have no effect without a pipeline: leave them out, or set"
-    ):
+    with pytest.raises(ValueError, match=r"^zbpipe's options have no effect without a pipeline: omit them, or set"):
         check(job, Options(check_gradients=1))
     check(job, Options())
 

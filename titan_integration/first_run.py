@@ -282,7 +282,7 @@ class FirstRun:
         if not outcome.complaint and len(outcome.steps) < steps:
             outcome = replace(outcome, complaint=f"logged {len(outcome.steps)} of {steps} steps")
         receives = outcome.said(r"Messages: (\S+) receives, for")
-        self._add_job(str(job), outcome.complaint, f"{steps} steps, {outcome.tps:,.0f} tokens/s and GPU")
+        self._add_job(str(job), outcome.complaint, f"{steps} steps, {outcome.tps:,.0f} tokens/s per GPU")
         if not outcome.complaint:
             self._best[job.schedule] = max(self._best.get(job.schedule, 0.0), outcome.tps)
             self._agrees(job, outcome)
@@ -347,7 +347,7 @@ class FirstRun:
         self.report.add(agrees, f"{job} against {other}", f"off by at most {words}, {compared} steps")
 
     def _speed(self, job: Job, outcome: Outcome, receives: str) -> None:
-        head = ("schedule", "tokens/s and GPU", "s a step (simulated)", "bubble", "receives", "transport")
+        head = ("schedule", "tokens/s per GPU", "s per step (simulated)", "bubble", "receives", "transport")
         rows = self.report.tables.setdefault("Speed", [head])
         transport = outcome.said(r"for the transport '([^']*)'")
         step = outcome.said(r"pipeline: .*? step: (\S+ \(simulated \S+\))").replace("s", "", 1)
@@ -447,7 +447,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("first_run"), help="folder for report, logs, seed and trace")
     parser.add_argument("--steps", type=int, default=20 if on_gpus else 3, help="of each job; Auto takes twice as many")
     parser.add_argument("--timeout", type=float, default=1800.0 if on_gpus else 300.0, help="seconds for each job")
-    parser.add_argument("--schedules", type=_words, default=_words("Interleaved1F1B,ZBH1Lean,ZBVLean"), help="besides 1F1B")
+    parser.add_argument(
+        "--schedules", type=_words, default=_words("Interleaved1F1B,ZBH1Lean,ZBVLean"), help="besides 1F1B"
+    )
     # zbpipe chooses "nearest" or "rendezvous" for most schedules on AMD's GPUs; the latter nowhere else.
     ways = "early,late,timed,nearest,rendezvous" if torch.version.hip else "early,late,timed"
     parser.add_argument("--receives", type=_words, default=_words(ways), help="ways to try with each")

@@ -18,7 +18,7 @@ from zbpipe.schedule.registry import register
 
 @register(
     "ZBH1Lean",
-    summary="for AMD's GPUs, and one stage a rank: the shortest step found in 1F1B's memory",
+    summary="for AMD's GPUs, and one stage per rank: the shortest step found in 1F1B's memory",
     by_checkpointing=True,
 )
 def zbh1_lean(

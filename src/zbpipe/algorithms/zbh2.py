@@ -11,7 +11,7 @@ from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
 
 
-@register("ZBH2", summary="no bubble if F, I and W take equal time; 2p - 1 activations or as many W, one stage a rank")
+@register("ZBH2", summary="no bubble if F, I and W take equal time; 2p - 1 activations or W, one stage per rank")
 def zbh2(ranks: int, microbatches: int) -> Schedule:
     """Rank r runs 2 (p - r) - 1 forwards before its first I, so no rank waits for that I, and starts its W 2r late.
 

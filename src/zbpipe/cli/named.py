@@ -124,7 +124,7 @@ def simulate_all(
     `searched` restricts them to the schedules that need a search, which takes a while, or to all others.
 
     Schedules that adapt to a memory limit use the given one. Schedules that take any number of stages use the given
-    one. A schedule that cannot have these sizes, or fails in any other way, is left out with a line on stderr.
+    one. A schedule that cannot have these sizes, or fails in any other way, is omitted with a line on stderr.
     """
     from zbpipe.schedule.registry import schedules
 
@@ -146,13 +146,13 @@ def simulate_one(
     stages_per_rank: int | None = None,
     **how: Any,
 ) -> Timeline | None:
-    """Timeline of one named schedule; None if it is left out."""
+    """Timeline of one named schedule; None if it is omitted."""
     try:
         if costs.job is None or costs.has(algorithm.place(ranks, stages_per_rank)):
             limit = memory_limit if "memory_limit" in algorithm.keywords else None
             return Request(algorithm.name, ranks, microbatches, costs, stages_per_rank, limit).simulate(**how)
     except ValueError as error:
-        click.echo(f"left out {algorithm.name}: {one_line(str(error))}", err=True)
+        click.echo(f"skipped {algorithm.name}: {one_line(str(error))}", err=True)
     except Exception as error:  # a broken function of one installed package must not hide the others
-        click.echo(f"left out {algorithm.name}: {type(error).__name__}: {one_line(str(error))}", err=True)
+        click.echo(f"skipped {algorithm.name}: {type(error).__name__}: {one_line(str(error))}", err=True)
     return None

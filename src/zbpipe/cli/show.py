@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 
 @click.command("list", cls=Command)
 @click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks; default: 4, or those of a cost file.")
-@click.option("-m", "--microbatches", type=COUNT, metavar="M", default=16, show_default=True, help="Of a step.")
+@click.option(
+    "-m", "--microbatches", type=COUNT, metavar="M", default=16, show_default=True, help="Microbatches per step."
+)
 @cost_options()
 @json_option
 def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> None:
@@ -55,7 +57,7 @@ def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> 
     if as_json:
         print_json(list(listed))
         return
-    click.echo(f"step and memory: to 1F1B's, with {ranks} ranks and {microbatches} microbatches; {costs.words}\n")
+    click.echo(f"step and memory relative to 1F1B, with {ranks} ranks and {microbatches} microbatches; {costs.words}\n")
     for line in report.listing(known, listed):
         click.echo(line)
 
@@ -154,7 +156,7 @@ def simulate(
     from zbpipe.views.style import number
 
     if jitter and (no_sync or steps > 1 or transport is not transport.IDEAL):
-        raise click.UsageError("--jitter is for one synchronous step with the ideal transport: leave the others out")
+        raise click.UsageError("--jitter is for one synchronous step with the ideal transport: omit the others")
     costs = request.costs
     timeline = request.simulate(
         num_steps=steps,
@@ -219,7 +221,7 @@ def compare(
     limits = limit.resolve(costs.for_limits, ranks, microbatches) if limit else None
     baseline = costs.baseline(ranks, microbatches)
     if jitter and transport is not transport.IDEAL:
-        raise click.UsageError("--jitter is for the ideal transport: leave --transport out")
+        raise click.UsageError("--jitter is for the ideal transport: omit --transport")
     if not as_json:
         click.echo(f"{ranks} ranks, {microbatches} microbatches; {costs.words}\n")
     timelines = simulate_all(

@@ -54,7 +54,7 @@ def _name_or_file(context: click.Context, argument: click.Parameter, text: str) 
 @click.argument("name", callback=_name_or_file)
 @size_options
 @stages_option
-@limit_option("What a rank can hold of activations", _IN_SHARES)
+@limit_option("Memory limit of a rank", _IN_SHARES)
 def validate(
     name: str | Path,
     ranks: int | None,
@@ -82,7 +82,7 @@ def validate(
 
     if memory_limit is not None and memory_limit.unit == "bytes":
         raise ValueError(
-            f"memory_limit = {memory_limit.written!r} is in bytes, which nothing here is: write {_IN_SHARES}"
+            f"memory_limit = {memory_limit.written!r} is in bytes, but these costs are not: write {_IN_SHARES}"
         )
     if isinstance(name, str):
         schedule, _ = Request(name, ranks, microbatches, equal(), stages_per_rank).make()
@@ -115,4 +115,4 @@ def _require_size(table: Schedule, ranks: int | None, microbatches: int | None, 
         (stages_per_rank, len(table.placement.stages_on(0)), "stages per rank"),
     ):
         if given not in (None, own):
-            raise ValueError(f"{table.name} is a table for {own} {what}, not {given}: leave that option out")
+            raise ValueError(f"{table.name} is a table for {own} {what}, not {given}: omit that option")

@@ -46,7 +46,7 @@ class Checkpointing(StrEnum):
         try:
             return cls(text)
         except ValueError:
-            raise ValueError(f"checkpointing = {text!r} is none of {', '.join(cls)}") from None
+            raise ValueError(f"checkpointing = {text!r} is not one of {', '.join(cls)}") from None
 
 
 @dataclass(frozen=True)

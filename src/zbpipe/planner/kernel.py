@@ -683,7 +683,7 @@ def justify(job: Job, mirrored: Job, order: Ints) -> tuple[float, list[int]]:
     gaps at the start that others can fill, and the other way round. `mirrored` is the job in reversed time.
 
     Returns:
-        A length that is no greater, and the ops in the order of their starts.
+        A length that is not greater, and the ops in the order of their starts.
     """
     _, late = squeeze(mirrored, mirror(order, job.microbatches))
     return squeeze(job, mirror(late, job.microbatches))

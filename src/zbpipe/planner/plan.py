@@ -115,7 +115,7 @@ def plan(
         transport = costs.transport if transport is None else transport
         costs = costs.costs
     if progress is not None and not callable(progress):
-        raise TypeError(f"progress = {progress!r} is no function (share, best)")
+        raise TypeError(f"progress = {progress!r} is not a function (share, best)")
     limit = MemoryLimit.parse(memory_limit)
     known = costs if isinstance(costs, (CostModel, LayerCosts)) else _costs_of(costs)
     request = Request(
@@ -134,7 +134,7 @@ def plan(
     if wanted is not None and objective == "period":
         raise ValueError(
             f"offload = {offload!r} and objective = 'period' exclude each other: what copies to the host cannot run"
-            " ahead of an optimizer step; leave one of them out"
+            " ahead of an optimizer step; omit one of them"
         )
     if isinstance(costs, CostModel):
         request = _keep_stages(request, costs.num_stages)
@@ -151,7 +151,7 @@ def plan(
     if robust is not None:
         return _robust(request, costs, robust, quantile, most_loss, wanted, report)
     if most_loss is not None:
-        raise ValueError(f"most_loss = {most_loss!r} is for plans that tolerate jitter: give robust=Jitter(...), too")
+        raise ValueError(f"most_loss = {most_loss!r} is for plans that tolerate jitter: also give robust=Jitter(...)")
     if wanted is None:
         return search(request)
     return plan_offloaded(request, wanted, search, None if isinstance(costs, LayerCosts) else _costs_of(costs))
@@ -171,9 +171,9 @@ def _robust(
     from zbpipe.simulator.jitter import Jitter
 
     if not isinstance(jitter, Jitter):
-        raise TypeError(f"robust = {jitter!r} is no zbpipe.simulator.jitter.Jitter, for example Jitter(ops=0.1)")
+        raise TypeError(f"robust = {jitter!r} is not a zbpipe.simulator.jitter.Jitter, for example Jitter(ops=0.1)")
     if isinstance(costs, LayerCosts) or offload is not None:
-        raise ValueError("a robust plan is for stages that stay on the device: leave out offload, and cut layers first")
+        raise ValueError("a robust plan is for stages that stay on the device: omit offload, and cut layers first")
     return plan_robust(request, jitter, quantile, inf if most_loss is None else most_loss, _costs_of(costs), report)
 
 

@@ -141,7 +141,7 @@ class Problem:
         loop = EventLoop(rows, lambda op: inputs(op, num_stages))
         order = [number for _, op, _ in loop for number in self._numbers(op)]
         if loop.waiting or not len(order) == len(set(order)) == self.num_ops:
-            raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate says why")
+            raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate lists the findings")
         return self.sort_by_start(order)
 
     def list_one_by_one(self) -> list[int]:

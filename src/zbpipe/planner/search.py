@@ -266,8 +266,8 @@ def find_best_within(
         limit: number of microbatches that a rank may hold, in units of its own share of one, as in the definitions of
             the named schedules; at least 1. If one microbatch alone needs more, its need is the limit.
         costs: costs of the placement's stages. Default: F, I and W take equal time and communication none.
-        seeds: schedules with this placement to try as well. Those that break the limit are left out.
-        by_period: whether the period decides, and the synchronous step among equals.
+        seeds: schedules with this placement to try as well. Those that break the limit are omitted.
+        by_period: whether the period decides. The synchronous step then breaks ties.
     """
     costs = costs or CostModel.uniform(placement)
     weights = (limit * share for share in rank_shares(placement, costs))

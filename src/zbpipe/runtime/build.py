@@ -91,7 +91,7 @@ def _plan_again(plan: Plan, ranks: int, microbatches: int) -> Schedule:
     if planned.has_copies:
         raise ValueError(
             f"{planned.name} is for {planned.num_microbatches} microbatches and copies to the host, and a step has"
-            f" {microbatches}: let the schedule adopt a plan for this number before"
+            f" {microbatches}: first let the schedule adopt a plan for this number"
         )
     size = ranks, microbatches, plan.timeline.costs
     wanted: dict[str, Any] = {

@@ -122,7 +122,7 @@ class Options:
         **_STEPS,
     )
     costs_out: str | None = _jobs(
-        "Write the measured costs, with the links and the way to the host, to this .json or .toml file, for `zbpipe"
+        "Write the measured costs, with links and the bandwidth to the host, to this .json or .toml file, for `zbpipe"
         " plan` (docs/costs-file.md).",
         **_FILE,
     )
@@ -136,7 +136,7 @@ class Options:
         f" and it has to be one of the first two. Default: {AS_1F1B.written}.",
         metavar="X",
     )
-    trace: str | None = _jobs("Write what every rank did in one step to this file, for ui.perfetto.dev.", **_FILE)
+    trace: str | None = _jobs("Write a trace of one step, with all ranks, to this file for ui.perfetto.dev.", **_FILE)
     trace_step: int = _jobs("The step that {prefix}trace records, counted from 1.", default=3, **_STEPS)
     costs_file: str | None = _option(
         "job of zbpipe",
@@ -155,7 +155,7 @@ class Options:
         choices=_list_words(Receives),
     )
     transport: str | None = _zbpipes(
-        "What messages wait for. Default: what is usual on the device (docs/messages.md).",
+        "Which messages wait for each other. Default: as usual on the device (docs/messages.md).",
         choices=_list_words(Transport),
     )
     max_outstanding_sends: int | None = _torchs(

@@ -79,7 +79,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         options: further arguments of torch's multi-stage schedules, as far as the installed torch has them:
             `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `max_active_stages`,
             `unshard_lookahead`, `defer_reduce_grad_wait`, `max_outstanding_sends` and others. Without the last one,
-            zbpipe frees sent tensors as soon as they have surely been received.
+            zbpipe frees a sent tensor as soon as its receipt is certain.
 
     Raises:
         ValueError: the stages do not fit the schedule, the installed torch lacks an option, or a stage's backward

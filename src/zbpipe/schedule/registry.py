@@ -92,8 +92,8 @@ class Algorithm:
         if "memory_limit" not in self.keywords:
             names = [each.name for each in _registered.values() if "memory_limit" in each.keywords]
             raise ValueError(
-                f"{option} is for the schedules that fit themselves to one, {', '.join(sorted(names))}, not for"
-                f" {self.name}: leave it out"
+                f"{option} is for the schedules that adapt to one, {', '.join(sorted(names))}, not for"
+                f" {self.name}: omit it"
             )
 
     def place(self, num_ranks: int, stages_per_rank: int | None = None) -> Placement:
@@ -193,7 +193,7 @@ def register(
     Raises:
         ValueError: another function has the name, it is that of a file, or it cannot be written on a command line; or
             the placement is impossible.
-        TypeError: the decorated object is no function (ranks, microbatches).
+        TypeError: the decorated object is not a function (ranks, microbatches).
     """
     _require_name(name)
     require_whole(1, stages_per_rank=stages_per_rank)
@@ -293,7 +293,7 @@ def _find_name(name: str) -> Algorithm:
     names = ", ".join(sorted((each.name for each in _registered.values()), key=str.lower))
     raise ValueError(
         f"unknown schedule {name!r}; did you mean {_registered[near[0]].name!r}? The schedules are: {names}."
-        " The path of a .csv file works, too, and file.py:function. Other schedules of your own are known once their"
+        " The path of a .csv file also works, and file.py:function. Your own schedules are known once their"
         " module is imported"
     )
 
@@ -307,7 +307,7 @@ def _find_function(source: str) -> Algorithm:
     name = source.rpartition(":")[2]
     raise ValueError(
         f"{source} is not registered: write @zbpipe.register({name!r}, placement=..., stages_per_rank=...) above it,"
-        " which says how its stages lie on the ranks"
+        " with the placement of its stages"
     )
 
 

@@ -96,7 +96,7 @@ def costs(job: JobCosts) -> str:
     ]
     links = [f"{way}: {1e6 * link.latency:.0f} us + {link.bandwidth / 1e9:.2f} GB/s" for way, link in ways]
     head = ("stage", "rank", "F ms", "I ms", "W ms", "MiB after F", "after I")
-    return "\n".join([*table(head, rows), "; ".join([f"{model.message_bytes / mebibyte:.2f} MiB a message", *links])])
+    return "\n".join([*table(head, rows), "; ".join([f"{model.message_bytes / mebibyte:.2f} MiB per message", *links])])
 
 
 @dataclass(frozen=True)
@@ -308,8 +308,8 @@ def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | No
 _QUANTILES = ("p50", "p95")
 _OF_QUANTILES = "; p50 and p95: median and 95th percentile of the step in seconds, where times vary"
 _LEGEND = (
-    "from: whose class runs it; stages: per rank; memory: of the worst rank, to 1F1B's; peak: the same in the unit of"
-    " --memory-limit"
+    "from: whose class runs it; stages: per rank; memory: of the worst rank, relative to 1F1B; peak: the same in the"
+    " unit of --memory-limit"
 )
 
 

@@ -110,6 +110,5 @@ def require_names() -> None:
     if missing:
         known = ", ".join(each.name for each in KNOWN)
         raise ImportError(
-            f"{describe_installed()} lacks {', '.join(missing)}, which TorchTitan has as zbpipe knows it ({known}):"
-            f" {WAY_WITHOUT_NAMES}"
+            f"{describe_installed()} lacks {', '.join(missing)}, which zbpipe needs ({known}): {WAY_WITHOUT_NAMES}"
         )

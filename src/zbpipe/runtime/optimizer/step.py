@@ -111,7 +111,7 @@ class OptimizerStep:
         self._optimizers = _as_tuple("optimizers", optimizers, Optimizer)
         _refuse_what_cannot_step_again(self._optimizers)
         if max_norm is None:
-            raise ValueError("max_norm=None is no limit: give a number above 0, or math.inf for no clipping")
+            raise ValueError("max_norm=None is not a limit: give a number above 0, or math.inf for no clipping")
         arguments.require_above_0("max_norm", max_norm)
         arguments.require_yes_or_no("predict", predict)
         arguments.require_group(group)

@@ -160,8 +160,8 @@ class StepBoard:
             if time.monotonic() > deadline:
                 missing = [rank for rank in self._ranks if not store.check([self._key(rank)])]
                 raise PipelineError(
-                    f"{name_ranks(missing)} did not come to this step, whose microbatches= all ranks have to give, in"
-                    f" {timeout:.0f} seconds"
+                    f"{name_ranks(missing)} did not reach this step in {timeout:.0f} seconds, but all ranks have to"
+                    " give its microbatches="
                 )
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
         return {rank: _Answer(**json.loads(each)) for rank, each in zip(self._ranks, found, strict=True)}

@@ -51,7 +51,7 @@ such as that of a bias before a normalisation, are zero except for rounding."""
 
 _DOES_NOT_REPEAT = (
     "stage %d, microbatch %d: its gradients cannot be compared, because a second run of its forward gives another"
-    " output, though weights, buffers, attributes with what they hold, and random numbers are the same. The forward"
+    " output, though weights, buffers, attributes with their contents, and random numbers are the same. The forward"
     " depends on something else that it changes, such as a counter in a closure, a global or an iterator, and the"
     " second run has advanced that. Keep it in a buffer or in an attribute of the module"
 )
