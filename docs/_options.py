@@ -27,7 +27,7 @@ Each option has one name and three ways to give it: `--zbpipe.NAME` for `zbpipe.
 that concern the schedule itself."""
 _AFTER = """
 Options marked "torch's" need a torch that has them; otherwise zbpipe refuses them. An option that the schedule of the
-job cannot use is refused, too, before anything starts."""
+job cannot use is also refused, before anything starts."""
 
 
 def _lines() -> Iterator[str]:

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/own_layer.py
 
-All `nn.Linear` do so already. Any other layer says by `weight_products` how the backward of its product splits;
+All `nn.Linear` already do so. Any other layer declares in `weight_products` how the backward of its product splits;
 without it the layer computes its weight gradient in I: correct, but W has nothing to fill bubbles with.
 docs/the-split.md has the rules.
 """

@@ -547,7 +547,7 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
         ("compare -p 2 -m 2 --checkpointing op", "'op' is not one of 'none', 'selective', 'full'"),
         (
             "compare -m 2 --checkpointing full --costs-file mine.toml",
-            "exclude each other: the file has the memory of its checkpointing already; omit one",
+            "exclude each other: the file already has the memory of its checkpointing; omit one",
         ),
         ("show ZBV -m 2 --costs 1,1,1 --costs-file mine.toml", "exclude each other: the file has times already"),
         ("simulate ZBV -m 2 --comm 1 --costs-file mine.toml", "exclude each other: the file has the times of messages"),

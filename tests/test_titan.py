@@ -156,7 +156,7 @@ def test_a_program_that_starts_the_trainer_itself(titan: Titan, tmp_path: Path) 
         [*command, str(program), *arguments], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "zbpipe is plugged into TorchTitan already" in done.stdout
+    assert "zbpipe is already plugged into TorchTitan" in done.stdout
     assert (tmp_path / "trace.json").exists()
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [step["zbpipe/schedule/ZBV"] for step in steps] == [1, 1, 1]

@@ -1,7 +1,7 @@
 """Llama 3 on zbpipe's schedules: `--module titan_integration.llama3 --config ...` for `zbpipe.titan.train`.
 
 Everything that is not set here is as in TorchTitan's own config of the model. `zbpipe estimate --ranks` does the
-arithmetic, for any change of these figures, too. GiB are those of the worst rank on the fewest GPUs, with what an op
+arithmetic, also for any change of these figures. GiB are those of the worst rank on the fewest GPUs, with what an op
 needs while it runs.
 
 All large jobs have in common:

@@ -1,6 +1,6 @@
 """DualPipeV (deepseek-ai/DualPipe, its "cut-in-half"; DeepSeek-V3, arXiv 2412.19437, section 3.2.1).
 
-DeepSeek's schedule, cut in half to a V. It targets forwards and backwards that overlap, as in expert parallelism.
+DeepSeek's schedule, cut in half into a V. It targets forwards and backwards that overlap, as in expert parallelism.
 Without that overlap it is close to ZBV.
 """
 

@@ -24,7 +24,7 @@ def playground(port: int, browser: bool, file: Path | None) -> None:
     """Try schedules in the browser: sliders for sizes, times and memory.
 
     Two schedules, one above the other, next to the best plan found and the lower bound. It runs on this
-    machine alone, until Ctrl-C.
+    machine only, until Ctrl-C.
 
     \b
     Examples:

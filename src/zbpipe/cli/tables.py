@@ -108,7 +108,7 @@ def validate(
 
 
 def _require_size(table: Schedule, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> None:
-    """Refuse other numbers than those of the table."""
+    """Refuse numbers other than those of the table."""
     for given, own, what in (
         (ranks, table.num_ranks, "ranks"),
         (microbatches, table.num_microbatches, "microbatches"),

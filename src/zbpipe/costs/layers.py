@@ -77,7 +77,7 @@ class LayerCosts:
         (2.0, 1.0)
 
     Raises:
-        TypeError: a field has another type than Layers, Links and numbers.
+        TypeError: a field is not of Layers, Links and numbers.
         ValueError: there is no layer or more than 10,000, or a number is negative or not finite.
     """
 

@@ -211,5 +211,5 @@ def typical_costs(
 
 
 def usual_costs(placement: Placement, checkpointing: Checkpointing, tensor: int = 1) -> CostModel:
-    """Costs for which a job's schedule is made that adapts to the checkpointing, if nothing is measured."""
+    """Default costs for a schedule that adapts to the checkpointing, if a job has measured none."""
     return typical_costs(placement, checkpointing, comm=_COMM, tensor=tensor)

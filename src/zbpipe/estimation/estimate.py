@@ -62,7 +62,7 @@ def estimate(
     """
     if not isinstance(workload, Workload):
         raise TypeError(
-            f"an estimate takes a zbpipe.estimation.Workload, as zbpipe.frameworks.titan.workload.read makes it, got"
+            f"an estimate takes a zbpipe.estimation.Workload, for example from zbpipe.frameworks.titan.workload.read, got"
             f" {workload!r}"
         )
     found = find(device) if isinstance(device, str) else device

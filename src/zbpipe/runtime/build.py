@@ -119,7 +119,7 @@ def from_first_rank(
     >>> dist.destroy_process_group()
 
     Args:
-        make: called on the first rank of the group alone.
+        make: called only on the first rank of the group.
         group: ranks that get the result. Default: all ranks of the job.
         device: device through which the backend sends. Default: the CPU, or with NCCL the current GPU.
 

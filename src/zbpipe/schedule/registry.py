@@ -145,7 +145,7 @@ class Algorithm:
 
 
 def _require_as_asked(schedule: object, name: str, placement: Placement, microbatches: int) -> None:
-    """Raise if a registered function returns another schedule than it was asked for."""
+    """Raise if a registered function returns a schedule of another size or placement."""
     if not isinstance(schedule, Schedule):
         raise ValueError(f"the function registered as {name!r} has to return a zbpipe.Schedule, got {type(schedule)}")
     if schedule.placement != placement:
@@ -210,7 +210,7 @@ def register(
             raise TypeError(f"{generate!r} cannot be registered as {name!r}: give a function (ranks, microbatches)")
         known = _registered.get(name.lower())
         if known is not None and known.generate is not generate:
-            raise ValueError(f"a schedule named {known.name!r} is registered already; choose another name")
+            raise ValueError(f"a schedule named {known.name!r} is already registered; choose another name")
         signature = inspect.signature(generate)
         keywords = frozenset(signature.parameters.keys() & set(_KEYWORDS))
         try:

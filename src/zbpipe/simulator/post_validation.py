@@ -68,7 +68,7 @@ def period_of(timeline: Timeline) -> float:
     """The period of the schedule of a timeline, with its costs.
 
     A schedule with copies to the host waits for the validation. With messages in queues the period is not known. The
-    longest time from a rank's first op to its last takes its place.
+    longest time from a rank's first op to its last replaces it.
     """
     if timeline.schedule.has_copies:
         return timeline.makespan / timeline.num_steps

@@ -122,7 +122,7 @@ def find_order(schedule: Schedule) -> tuple[Turn, ...]:
 
 
 def require_schedule(schedule: Schedule) -> None:
-    """Raise TypeError for other objects than schedules, for instance a name."""
+    """Raise TypeError for objects other than schedules, for example a name."""
     if not isinstance(schedule, Schedule):
         raise TypeError(
             f"{reprlib.repr(schedule)} is not a zbpipe.Schedule: make one with zbpipe.generate('ZBV', 4, 8) or"

@@ -289,7 +289,7 @@ def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | No
     quantiles = _QUANTILES if any(each.jitter for each in best_first) else ()
     heads = ["schedule", "from", "stages", "makespan", *(f"vs {name}" for name in _BASELINES)]
     heads += ["bubble", "memory", "peak", "gap"]
-    more = "gap: to the lower bound"
+    more = "gap: distance from the lower bound"
     if plan is not None:
         heads[4:] = "to the plan", "period", "bubble", "memory", "peak"
         more = "period: from step to step with zbpipe.OptimizerStep"

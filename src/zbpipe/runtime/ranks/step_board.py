@@ -51,7 +51,7 @@ class _Answer:
 
 
 class StepBoard:
-    """Reports of a pipeline's ranks on the present step of one schedule. All ranks number the steps alike."""
+    """Reports of a pipeline's ranks on the present step of one schedule. All ranks number the steps in the same way."""
 
     def __init__(self, stage: pipelining.Stage) -> None:
         self._ranks = tuple(dist.get_process_group_ranks(stage.group or dist.group.WORLD))
