@@ -181,7 +181,7 @@ def test_simulate_as_json() -> None:
 def test_simulate_for_people() -> None:
     lines = answer("simulate 1F1B -p 2 -m 2 --costs 1,1,1").splitlines()
     assert lines[0].startswith("1F1B, 2 ranks, 2 microbatches: makespan 9, bubble 33.3%")
-    assert lines[1] == "memory: the worst rank holds 2.32, 1.00x of what 1F1B's worst rank holds (2.32)"
+    assert lines[1] == "memory: the worst rank holds 2.32, 1.00x of 1F1B's worst rank (2.32)"
     assert [re.split(r"\s{2,}", line) for line in lines[-4:-2]] == [
         ["rank 0", "6", "2", "0", "1", "2.32"],
         ["rank 1", "6", "1", "0", "2", "1.32"],

@@ -171,7 +171,7 @@ def test_a_package_that_a_clone_needs_is_told(titan: ModuleType, monkeypatch: py
         raise ModuleNotFoundError("No module named 'grain'", name="grain")
 
     monkeypatch.setattr(interface, "resolve_name", find_no_grain)
-    said = "torchtitan 0.4.0 in /clone cannot be imported: No module named 'grain': install what it needs"
+    said = "torchtitan 0.4.0 in /clone cannot be imported: No module named 'grain': install its dependencies"
     with pytest.raises(ImportError, match=re.escape(said)):
         interface.require_names()
 

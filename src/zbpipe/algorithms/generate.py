@@ -28,8 +28,8 @@ def generate(
 
     Args:
         schedule: a name, in any case, or the path of a CSV file. A Schedule is returned unchanged.
-        ranks: pipeline ranks, from 1 on.
-        microbatches: from 1 on.
+        ranks: pipeline ranks, at least 1.
+        microbatches: at least 1.
         stages_per_rank: for looped schedules. Default: the usual number of the schedule.
         costs: costs of the stages, or three numbers (f, i, w), for schedules that adapt to them (ZB1P, ZB2P). Other
             schedules ignore them.

@@ -167,7 +167,7 @@ def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
             callback=_times,
             default=times,
             show_default=True,
-            help="Seconds (or any other unit) that a rank takes for F, I (with what it recomputes) and W of one"
+            help="Seconds (or any other unit) that a rank takes for F, I (with recomputation) and W of one"
             " microbatch; or `typical`, those of a transformer with the chosen checkpointing.",
         ),
         click.option(

@@ -1,4 +1,4 @@
-"""`estimate` and `measure`: what a job would gain, before it is launched."""
+"""`estimate` and `measure`: the gain of a job before it is launched."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _link(context: click.Context, option: click.Parameter, text: str | None) -> 
 @click.option(
     "--device", metavar="NAME", help="A100, H100, H200, B200, GB200, L40S, MI250X (one die), MI300X, MI325X or MI355X."
 )
-@click.option("--tflops", type=float, metavar="X", help="TFLOP/s that a GPU sustains in training, not the table's.")
+@click.option("--tflops", type=float, metavar="X", help="TFLOP/s that a GPU sustains, in place of the table's.")
 @click.option(
     "--link",
     callback=_link,
@@ -72,7 +72,7 @@ def estimate(
     html_file: Path | None,
     arguments: tuple[str, ...],
 ) -> None:
-    """Estimate what a job would gain, without a GPU and before it is launched.
+    """Estimate the gain of a job before it is launched, without a GPU.
 
     Prints each schedule and placement with its step time, bubble, tokens per second, MFU, and the memory of the worst
     rank, next to plans, 1F1B, and no pipeline at all on the same GPUs. Operations are counted on meta tensors; the

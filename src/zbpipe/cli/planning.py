@@ -85,7 +85,7 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
 @click.option(
     "--offload",
     type=click.Choice(["pairs", "activations", "all"]),
-    help="What may be offloaded to the host's memory: deferred gradients (pairs), activations, or both. It needs"
+    help="Memory that may be offloaded to the host: deferred gradients (pairs), activations, or both. It needs"
     " --host-bandwidth, or [host] in the cost file.",
 )
 @jitter_option

@@ -67,8 +67,8 @@ def validate(
     It has to be complete, each rank has to be able to run its order, and no ranks may deadlock. A file is torch's
     compute-only table, or its table with communication, whose sends and receives have to match as well. The other
     commands and jobs read only its computations. Prints one finding per line. The exit code is 1 if there is any. A
-    memory limit counts activations as without checkpointing: 1 is a rank's share of one microbatch. `compare` and
-    `simulate` know what checkpointing changes.
+    memory limit counts activations as without checkpointing: 1 is a rank's share of one microbatch. The effect of
+    checkpointing is in `compare` and `simulate`.
 
     \b
     Examples:

@@ -32,7 +32,7 @@ def require_ending(path: str | Path) -> None:
 
 
 def load_costs(path: str | Path) -> JobCosts:
-    """Read a cost file, TOML or JSON, by its ending (.toml or .json).
+    """Read a cost file, TOML or JSON, by its suffix (.toml or .json).
 
         >>> import tempfile
         >>> folder = tempfile.TemporaryDirectory()
@@ -70,7 +70,7 @@ def read_data(path: str | Path) -> Any:
 
 
 def dump_costs(costs: JobCosts | CostModel | LayerCosts, path: str | Path) -> None:
-    """Write a cost file, TOML or JSON by its ending (.toml or .json). `load_costs` reads it back as an equal object.
+    """Write a cost file, TOML or JSON, by its suffix (.toml or .json). `load_costs` reads it back as an equal object.
 
         >>> import tempfile
         >>> folder = tempfile.TemporaryDirectory()
@@ -81,7 +81,7 @@ def dump_costs(costs: JobCosts | CostModel | LayerCosts, path: str | Path) -> No
 
     Raises:
         TypeError: the first argument has no costs, or the second is not a path.
-        ValueError: the name has another ending.
+        ValueError: the name has another suffix.
         OSError: the file cannot be written.
     """
     require_ending(path)

@@ -35,7 +35,7 @@ class MemoryLimit:
     Formats:
 
     - `"1.2x"`: multiple of the peak of 1F1B's worst rank under the same costs;
-    - `"4 microbatches"`: multiple of what F keeps of one microbatch on an average rank, of which 1F1B on p ranks holds
+    - `"4 microbatches"`: multiple of an average rank's activations of one microbatch, of which 1F1B on p ranks holds
       p;
     - `"6.5GiB"`, also `KiB`, `MiB`, `KB`, `MB` and `GB`: for costs that are measured in bytes;
     - a number in the unit of the costs' activations: bytes if measured, else a rank's share of one microbatch. A job

@@ -148,7 +148,7 @@ def set_fields(instance: object, **fields: Any) -> None:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Costs per stage. Times are seconds per microbatch, memory is what F of one microbatch keeps.
+    """Costs per stage. Times are seconds per microbatch, memory is the activations of one microbatch.
 
         >>> costs = CostModel(f=(1, 1), i=(1, 1), w=(1, 2), activations=(3e9, 1e9), freed_by_i=0.25)
         >>> costs.num_stages, costs.adds(0, OpKind.I)
@@ -290,7 +290,7 @@ class CostModel:
                 return 0.0 if self.host is None else self.host.seconds(abs(self.adds(stage, kind)))
 
     def needs(self, stage: int, kind: OpKind) -> float:
-        """Memory that has to be free on the rank before an op: what the op adds, and its working memory.
+        """Memory that has to be free on the rank before an op: the memory that it adds, and its working memory.
 
         >>> costs = CostModel((1,), (1,), (1,), activations=(4,), freed_by_i=-0.5, working={OpKind.I: 3})
         >>> costs.needs(0, OpKind.F), costs.needs(0, OpKind.I), costs.needs(0, OpKind.W)

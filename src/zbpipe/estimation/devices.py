@@ -1,9 +1,9 @@
 """GPU figures from the makers' data sheets, and the share of the peak that training sustains. As of November 2026.
 
 The makers' figures are dense BF16 peaks, one-directional bandwidths, and memory as torch reports it. No maker states
-the sustained share: it is what matrix products and attention of large Llama models reach within a training step,
-including norms, rotary embeddings and activation functions. It is the least certain number of an estimate, but equal
-for all schedules: it scales all rows alike; the gains barely change. `--tflops` replaces it.
+the sustained share: it is the rate that matrix products and attention of large Llama models reach within a training
+step, including norms, rotary embeddings and activation functions. It is the least certain number of an estimate, but
+equal for all schedules: it scales all rows alike; the gains barely change. `--tflops` replaces it.
 """
 
 from __future__ import annotations

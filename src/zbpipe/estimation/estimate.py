@@ -62,8 +62,8 @@ def estimate(
     """
     if not isinstance(workload, Workload):
         raise TypeError(
-            f"an estimate takes a zbpipe.estimation.Workload, for example from zbpipe.frameworks.titan.workload.read, got"
-            f" {workload!r}"
+            f"an estimate takes a zbpipe.estimation.Workload, for example from zbpipe.frameworks.titan.workload.read,"
+            f" got {workload!r}"
         )
     found = find(device) if isinstance(device, str) else device
     if found is None and costs is None:

@@ -105,7 +105,7 @@ def install(schedule: str | None = None, *, everywhere: bool = False, **options:
     Raises:
         ValueError: an unknown schedule or option, or options that do not fit the schedule.
 
-    A second call replaces what the first one installed. `zbpipe.frameworks.installation.uninstall` undoes it.
+    A second call replaces the first. `zbpipe.frameworks.installation.uninstall` undoes it.
     """
     # The job's own trainer steps its optimizer.
     arguments.require_known("zbpipe.install", options, {each.name for each in list_options(steps_optimizer=False)})

@@ -63,8 +63,8 @@ def plan(
         [['layers.0', 'layers.1', 'layers.2'], ['norm', 'lm_head']]
 
     Args:
-        ranks: pipeline ranks, from 1 on.
-        microbatches: from 1 on.
+        ranks: pipeline ranks, at least 1.
+        microbatches: at least 1.
         costs: one of
             - costs of a job, from `zbpipe.Profiler` or `zbpipe.load_costs`; its placement, memory limit and transport
               are the defaults of those arguments here;
@@ -82,20 +82,20 @@ def plan(
             compare splits are additional.
         seed: seed of the search's random numbers.
         exact: whether to search for the provably best schedule with OR-Tools afterwards. For small cases.
-        transport: what messages wait for (see `zbpipe.costs.transport`), by default nothing. With "shared with
+        transport: which messages wait for each other (see `zbpipe.costs.transport`), by default none. With "shared with
             compute", half of the budget is for a search that counts the delays by messages. Other searches ignore
             queues: of all orders found, and the named schedules, the plan has the shortest step under this transport.
             The bounds hold for every transport.
-        offload: what may go to the host's memory for a while: "pairs" (deferred gradients), "activations" or "all"
+        offload: memory that may be offloaded to the host: "pairs" (deferred gradients), "activations" or "all"
             (also True). The costs need `host`. Then the plan is the best of the named schedules and of several
             searches, some of them with looser limits. Copies that delay no op make these fit (see
             `zbpipe.simulator.offload`). The searches share the budget. Without a limit, the plan holds as little as
             costs no time.
-        robust: what varies (see `zbpipe.simulator.jitter`). Then the plan is the schedule with the least `quantile` of
-            the step times. Several searches that share the budget leave more and more slack. The best of their results
-            and of the named schedules are then annealed in many random steps at once, which takes two to three times as
-            long. `step_times` of the plan has its samples. The bounds are those of times that do not vary. For stages,
-            not for layers.
+        robust: varying times (see `zbpipe.simulator.jitter`). Then the plan is the schedule with the least `quantile`
+            of the step times. Several searches that share the budget leave more and more slack. The best of their
+            results and of the named schedules are then annealed in many random steps at once, which takes two to three
+            times as long. `step_times` of the plan has its samples. The bounds are those of times that do not vary. For
+            stages, not for layers.
         quantile: with `robust`, the quantile of the step time to minimise: 0.95 is the 95th percentile.
         most_loss: with `robust`, how much longer the plan's step may be than the shortest known one without jitter:
             0.01 is one percent. Default: any amount.
@@ -133,8 +133,8 @@ def plan(
     wanted = Offload.parse(offload)
     if wanted is not None and objective == "period":
         raise ValueError(
-            f"offload = {offload!r} and objective = 'period' exclude each other: what copies to the host cannot run"
-            " ahead of an optimizer step; omit one of them"
+            f"offload = {offload!r} and objective = 'period' exclude each other: schedules with copies to the host"
+            " cannot run ahead of an optimizer step; omit one of them"
         )
     if isinstance(costs, CostModel):
         request = _keep_stages(request, costs.num_stages)

@@ -162,7 +162,7 @@ class Problem:
         return [op for _, op in sorted(zip(starts(self.job, order), order, strict=True), key=lambda pair: pair[0])]
 
     def length(self, order: Iterable[int]) -> float:
-        """Seconds of the makespan, or of the period if that is minimised; at most what the inner loops count."""
+        """Seconds of the makespan, or of the period if that is minimised; at most the length in the inner loops."""
         schedule = self.schedule("", order)
         return period(schedule, self.costs) if self.by_period else simulate(schedule, self.costs).makespan
 

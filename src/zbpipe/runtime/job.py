@@ -109,8 +109,8 @@ def _require_offload(algorithm: Algorithm, options: Options, spell: checks.Spell
     asked = f"{spell('offload')} {options.offload}"
     if options.optimizer_step == "validated":
         raise ValueError(
-            f"{asked} and {spell('optimizer_step')} validated exclude each other: what copies to the host cannot run"
-            " ahead of an optimizer step; omit one of them"
+            f"{asked} and {spell('optimizer_step')} validated exclude each other: schedules with copies to the host"
+            " cannot run ahead of an optimizer step; omit one of them"
         )
     checks.require_offload(Offload.parse(options.offload), options.split_backward, spell)
     if options.costs_file is None and algorithm is not AutoSchedule.algorithm:

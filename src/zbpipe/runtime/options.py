@@ -132,8 +132,8 @@ class Options:
         **_FILE,
     )
     memory_limit: MemoryLimitLike | None = _zbpipes(
-        f"For ZBVLean, ZBH1Lean and Auto, what a rank may hold: {SPELLINGS}. Without a cost file no costs are known,"
-        f" and it has to be one of the first two. Default: {AS_1F1B.written}.",
+        f"For ZBVLean, ZBH1Lean and Auto, the memory limit of a rank: {SPELLINGS}. Without a cost file no costs are"
+        f" known, and it has to be one of the first two. Default: {AS_1F1B.written}.",
         metavar="X",
     )
     trace: str | None = _jobs("Write a trace of one step, with all ranks, to this file for ui.perfetto.dev.", **_FILE)

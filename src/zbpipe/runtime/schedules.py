@@ -257,7 +257,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         pipelining.use_lists(self, lowered.lists)
 
     def settle(self) -> None:
-        """Adopt another schedule before the first step, if all ranks together know better costs. Called on all ranks."""
+        """Adopt another schedule before the first step, if the ranks together know better costs. All ranks call it."""
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """Infer shapes and compile before the first step, on all ranks at once."""

@@ -1,6 +1,6 @@
 """The one event loop: ranks run their lists in order, sleep while an input is missing, and wake when it arrives.
 
-`EventLoop` decides what can run, and so also what never can. A `Clock` computes when it runs.
+`EventLoop` decides which items can run, and so also which never can. A `Clock` computes when it runs.
 """
 
 from __future__ import annotations

@@ -143,9 +143,9 @@ def inputs(op: Op, num_stages: int) -> tuple[tuple[Op, ...], ...]:
     """Dependencies of `op`: one op of each group has to be over before it can start.
 
     F takes the output of the stage before, W its I. I and B take their own F and the gradient of the stage after, from
-    an I or from a B. A copy takes what it copies. An op whose input was offloaded also waits for the reload: see
-    `reload_before`. This is the rule for all of zbpipe. The planner's flat numbers and the bound repeat it for speed,
-    and tests compare them with it.
+    an I or from a B. A copy takes the tensors that it copies. An op whose input was offloaded also waits for the
+    reload: see `reload_before`. This is the rule for all of zbpipe. The planner's flat numbers and the bound repeat it
+    for speed, and tests compare them with it.
 
         >>> [[str(choice) for choice in group] for group in inputs(Op.parse("1I0"), num_stages=4)]
         [['1F0'], ['2I0', '2B0']]
@@ -323,7 +323,7 @@ class Schedule:
 
     @cached_property
     def computations(self) -> Schedule:
-        """The schedule without copies to the host and back: what torch runs, and whose table torch reads.
+        """The schedule without copies to the host and back. torch runs it and reads its table.
 
         >>> print(*Schedule.from_csv("0F0,0OF0,0RF0,0B0").computations)
         (Op(stage=0, kind=<OpKind.F: 'F'>, microbatch=0), Op(stage=0, kind=<OpKind.B: 'B'>, microbatch=0))

@@ -43,7 +43,7 @@ class _Queue:
     """The last message, if there was one."""
 
     def pop(self) -> list[Action]:
-        """End the first message, and return what it waited for at this end."""
+        """End the first message, and return the item that it waited for at this end."""
         self.waiting.popleft()
         return self.before.popleft()
 

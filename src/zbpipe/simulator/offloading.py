@@ -82,9 +82,9 @@ def offload(
         schedule: a valid schedule. Its copies are planned anew.
         costs: costs of its stages, with `host`, the link to the host's memory.
         memory_limit: see `zbpipe.costs.MemoryLimit`. Default: as little as costs no time.
-        what: what may be copied.
+        what: the kinds of memory that may be copied.
         margin: how much longer copies may take than `costs.host` predicts without a delay, as a share.
-        transport: what messages wait for (see `zbpipe.costs.transport`).
+        transport: which messages wait for each other (see `zbpipe.costs.transport`).
 
     Raises:
         TypeError: an argument has another type.

@@ -56,7 +56,8 @@ def simulate(
             gradient norm. Otherwise each rank begins the next step when it is done, as ZBH2 and ZB2P assume.
         ahead: number of ops of a step that each rank may start before all ranks are done with the previous step,
             instead of none (synchronous) or all (see `zbpipe.simulator.post_validation`). For the ideal transport.
-        transport: what messages wait for, or its name: "ideal", "one queue", "queue per peer", "shared with compute".
+        transport: which messages wait for each other, or its name: "ideal", "one queue", "queue per peer", "shared with
+            compute".
         receives: where ranks post their receives ("early", "late", "timed", "nearest", "rendezvous"), which matters for
             all transports except the ideal one. Default: the way with the shortest step, as zbpipe's schedules choose
             it ("rendezvous" only for "shared with compute").

@@ -144,7 +144,7 @@ class Timeline:
     def peak_activations(self) -> tuple[float, ...]:
         """Peak of each rank without working memory.
 
-        The unit is a rank's share of one microbatch: what all its stages keep of one.
+        The unit is a rank's share of one microbatch: the activations of all its stages.
         """
         kept = replace(self, costs=replace(self.costs, working={})) if self.costs.working else self
         shares = rank_shares(self.schedule.placement, self.costs)

@@ -65,7 +65,7 @@ def validate(
     Args:
         schedule: a schedule with any lists.
         memory_limit: see `zbpipe.costs.MemoryLimit`. Default: no limit.
-        costs: costs of the stages. Default: `CostModel.uniform`, whose unit is what a rank keeps of one microbatch.
+        costs: costs of the stages. Default: `CostModel.uniform`, whose unit is a rank's activations of one microbatch.
 
     Raises:
         TypeError: `schedule`, `memory_limit` or `costs` has another type.

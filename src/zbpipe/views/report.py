@@ -58,7 +58,7 @@ def report(timeline: Timeline, baseline: float | None = None) -> str:
         (f"rank {rank}", number(busy), *(number(round(time, 9)) for time in idle), memory(peak))
         for rank, (busy, idle, peak) in enumerate(zip(timeline.busy, timeline.idle, peaks, strict=True))
     ]
-    beside_1f1b = f", {compared.memory} of what 1F1B's worst rank holds ({memory(baseline)})" if baseline else ""
+    beside_1f1b = f", {compared.memory} of 1F1B's worst rank ({memory(baseline)})" if baseline else ""
     return "\n".join(
         [
             summary(timeline),

@@ -143,7 +143,7 @@ def compiles_blocks(config: Any) -> bool:
 
 
 def apply_checkpointing(config: Any, model: nn.Module) -> Checkpointing:
-    """Wrap the blocks of a model as the job would; ValueError if the compiler decides what is kept."""
+    """Wrap the blocks of a model as the job would; ValueError if the compiler chooses the kept tensors."""
     policy = config.activation_checkpoint
     if HAS_JOB_CONFIG:
         if policy.mode not in list(Checkpointing):

@@ -28,7 +28,7 @@ OnNonfinite = Literal["propagate", "skip", "raise"]
 _CLOSE = 1e-5
 """Relative margin below the limit within which a norm is checked again synchronously."""
 _NO_SCALER = (
-    "OptimizerStep does not unscale what a GradScaler has scaled: train in bfloat16 without one, or step without"
+    "OptimizerStep does not unscale the gradients of a GradScaler: train in bfloat16 without one, or step without"
     " OptimizerStep, by scaler.step(optimizer) of a torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, which"
     " skips a step on all ranks of its process_group if gradients overflow on one"
 )

@@ -77,7 +77,7 @@ class GradientCheck(Watcher):
 
     Args:
         schedule: a zbpipe schedule. Every rank of the pipeline needs a check.
-        steps: the number of steps to check, from 1 on.
+        steps: number of steps to check, at least 1.
         tolerance: largest relative error. By default that of the coarsest dtype in a stage's products, see
             `TOLERANCES`.
         done: called with the report, between two steps.
