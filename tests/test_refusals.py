@@ -362,7 +362,7 @@ def test_every_public_function_names_what_it_cannot_take(one_rank: None) -> None
         (lambda: api.install("ZBV", check_gradients=0), "from 1 on, got 0"),
         (lambda: api.install("ZBV", trace=3), "trace has to be the path of a file, got 3"),
         (lambda: api.install("ZBV", split_backward="half"), "split_backward='half' is unknown"),
-        (lambda: api.titan.plug_in("ZBV"), "plug_in takes options as .* got 'ZBV'"),
+        (lambda: api.titan.plug_in("ZBV"), "plug_in takes options from .* got 'ZBV'"),
     ]
     for call, message in calls:
         with pytest.raises(ValueError, match=message):

@@ -224,7 +224,7 @@ def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence
         ("1F1B", "check-gradients 1", "check-gradients, or use one of zbpipe's schedules, for example ZBVLean"),
         ("ZBV", "check-gradients 11", "--zbpipe.check-gradients needs 11 steps"),
         ("Auto", "memory-limit 0.5microbatches", "memory_limit = 0.5 microbatches is too small for Auto: one mic"),
-        ("ZBV", "offload all", "the times of the stages and of the way to the host: give --zbpipe.costs-file a file"),
+        ("ZBV", "offload all", "the times of the stages and of copies to the host: give --zbpipe.costs-file a file"),
         ("ZBV", "costs-file no.toml", "cost file 'no.toml' cannot be read: No such file or directory"),
         (
             "ZBV",
@@ -235,7 +235,7 @@ def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence
         (
             "ZBH1",
             "costs-file two_stages.toml offload pairs",
-            "two_stages.toml does not know the way to the host, which --zbpipe.offload needs: measure it again with",
+            "two_stages.toml has no bandwidth to the host, which --zbpipe.offload needs: measure it again with",
         ),
         (
             "Auto",
@@ -247,7 +247,7 @@ def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence
             "offload pairs optimizer-step validated",
             "--zbpipe.offload pairs and --zbpipe.optimizer-step validated exclude each other",
         ),
-        ("1F1B", "costs-file two_stages.toml", "torch's 1F1B takes only those options that torch has, too"),
+        ("1F1B", "costs-file two_stages.toml", "torch's 1F1B takes only the options that torch also has"),
         ("1F1B", "max-active-stages 2", "1F1B on this torch has no option 'max_active_stages'; it takes: args_chunk"),
     ],
 )

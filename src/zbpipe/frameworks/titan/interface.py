@@ -110,5 +110,6 @@ def require_names() -> None:
     if missing:
         known = ", ".join(each.name for each in KNOWN)
         raise ImportError(
-            f"{describe_installed()} lacks {', '.join(missing)}, which zbpipe needs ({known}): {WAY_WITHOUT_NAMES}"
+            f"{describe_installed()} lacks {', '.join(missing)}, which zbpipe needs; it knows {known}:"
+            f" {WAY_WITHOUT_NAMES}"
         )
