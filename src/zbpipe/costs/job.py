@@ -22,7 +22,7 @@ class JobCosts:
         <Transport.ONE_QUEUE: 'one queue'>
 
     Raises:
-        TypeError: a field is not costs, Placement, number or transport.
+        TypeError: a field has the wrong type.
         ValueError: the placement has another number of stages than the costs, or the costs are those of layers. Also
             for limits that are invalid or for another number of ranks than the placement, or an unknown transport.
     """

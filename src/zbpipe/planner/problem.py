@@ -167,7 +167,7 @@ class Problem:
         return period(schedule, self.costs) if self.by_period else simulate(schedule, self.costs).makespan
 
     def fits(self, schedule: Schedule) -> bool:
-        """Whether no rank exceeds its limit, with an I and a W for each B that cannot help."""
+        """Whether no rank exceeds its limit if I and W replace each B that saves no memory."""
 
         def peak(ops: Iterable[Op]) -> float:
             return highest(self.costs, ((op.stage, op.kind) for op in self._as_run(ops)))
@@ -209,7 +209,7 @@ class Problem:
         return (OpKind.B,) if self.merges[stage] else (OpKind.I, OpKind.W)
 
     def _as_run(self, ops: Iterable[Op]) -> Iterator[Op]:
-        """The ops, with an I and a W for each B that cannot help."""
+        """The ops, with I and W in place of each B that saves no memory."""
         for op in ops:
             if op.kind is OpKind.B and not self.merges[op.stage]:
                 yield op._replace(kind=OpKind.I)

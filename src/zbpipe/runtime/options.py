@@ -100,8 +100,8 @@ class Options:
     """
 
     split_backward: SplitBackward = _zbpipes(
-        "How I and W share the backward: zbpipe's split (deferred), the same but an error for a stage with nothing to"
-        " defer (strict), or torch's own split (autograd).",
+        "How I and W share the backward: zbpipe's split (deferred), the same with an error for stages that defer"
+        " nothing (strict), or torch's own split (autograd).",
         default="deferred",
         **_one_of(SplitBackward),
     )
@@ -173,9 +173,9 @@ class Options:
         **_COUNT,
     )
     unshard_lookahead: str | tuple[int, ...] | None = _torchs(
-        "torch's option: how many stages ahead FSDP gathers weights, on each rank.",
+        "torch's option: how many stages ahead FSDP gathers weights: full, auto, or a number for each rank.",
         type=_parse_lookahead,
-        metavar="full|auto|N,N,...",
+        metavar="N,N,...",
     )
     defer_reduce_grad_wait: bool | None = _torchs(
         "torch's option: wait for FSDP's reduction of a stage only when the next stage reduces.",

@@ -58,8 +58,8 @@ def period_bound(
 ) -> float:
     """Lower bound of the time from step to step where each rank begins the next step when it is done.
 
-    Between its first and last op a rank does all its work. In that time the ranks behind it also do theirs, except for
-    the W that may wait there until afterwards.
+    Between its first and last op a rank does all its work. In that time later ranks also do their work,
+    except for W that may run afterwards.
 
         >>> placement = Placement.loop(4)
         >>> period_bound(placement, CostModel.uniform(placement), num_microbatches=8)

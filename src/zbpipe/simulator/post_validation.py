@@ -221,7 +221,7 @@ def _stuck(rows: Rows, rank_of: Sequence[int]) -> Iterator[str]:
     loop = EventLoop(rows, lambda action: dependencies(action, rank_of))
     deque(loop, maxlen=0)
     for rank, choices in loop.waiting.items():
-        yield f"rank {rank} waits for {choices[0]}, which nobody runs ahead of the validation"
+        yield f"rank {rank} waits for {choices[0]}, which no rank runs ahead of the validation"
 
 
 def _find_left_over(rows: Rows) -> Iterator[str]:

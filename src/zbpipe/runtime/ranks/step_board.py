@@ -89,7 +89,7 @@ class StepBoard:
         Raises:
             ValueError: the ranks got different numbers.
             RefusedStepError: the ranks got different numbers and all know it, or another rank refuses the step.
-            PipelineError: another rank does not come.
+            PipelineError: another rank does not reach the step.
         """
         if self.is_alone:
             return StepSize(microbatches, shapes or 0)
