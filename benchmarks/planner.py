@@ -25,7 +25,7 @@ def search(cell: Cell, placements: tuple[str, ...], budget: float | None) -> tup
 
 
 def grid(budget: float | None) -> str:
-    """A row for each cell: the peer, plans with at most two stages a rank, and with four."""
+    """A row for each cell: the peer, plans with at most two stages per rank, and with four."""
     rows, above, missed = [], 0, 0
     for cell in cells():
         two, first = search(cell, DEFAULT_PLACEMENTS, budget)

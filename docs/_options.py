@@ -27,22 +27,26 @@ Each option has one name and three ways to give it: `--zbpipe.NAME` for `zbpipe.
 that concern the schedule itself."""
 _AFTER = """
 Options marked "torch's" need a torch that has them; otherwise zbpipe refuses them. An option that the schedule of the
-job cannot use is refused, too, before anything starts."""
+job cannot use is also refused, before anything starts."""
 
 
 def _lines() -> Iterator[str]:
     yield _BEFORE
     for each in list_options(steps_optimizer=True):
         how = each.metadata["how"]
-        yield from _row(each.name, how.get("metavar") or "|".join(how.get("choices", ())), help_of(each, _PREFIX))
+        yield from _row(each.name, how.get("metavar") or _choices(how.get("choices", ())), help_of(each, _PREFIX))
     yield from _row("import", "MODULE", f"{IMPORT_HELP} On command lines only: in Python, import it.")
     yield _AFTER
+
+
+def _choices(names: tuple[str, ...]) -> str:
+    return f"{{{','.join(names)}}}" if names else ""
 
 
 def _row(name: str, values: str, words: str) -> Iterator[str]:
     if name in _SECTIONS:
         yield f"\n## {_SECTIONS[name]}\n\n| option | meaning |\n|---|---|"
-    option = f"{_PREFIX}{name.replace('_', '-')} {values}".strip().replace("|", "\\|")
+    option = f"{_PREFIX}{name.replace('_', '-')} {values}".strip()
     linked = re.sub(r"docs/([a-z-]+\.md)", r"[more](\1)", words)
     yield f"| `{option}` | {linked} |"
 

@@ -26,7 +26,7 @@ def on_files(files: Files, config: Any) -> Files:
     linked = {target for page in pages for target in _linked(page) if target.is_file()}
     own = [
         File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path))
-        for path in sorted({*pages, *linked})
+        for path in sorted({*pages, *linked, ROOT / "docs/site.css"})
     ]
     return Files([*theme, *own])
 

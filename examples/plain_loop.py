@@ -1,4 +1,4 @@
-"""A plain training loop with ZBVLean: two stages a rank, on a V.
+"""A plain training loop with ZBVLean: two stages per rank, on a V.
 
     torchrun --nproc-per-node 2 examples/plain_loop.py
 
@@ -24,7 +24,7 @@ Part = Callable[[int, int], nn.Module]  # makes stage i of n
 
 def join_job() -> torch.device:
     """Meet the other processes that torchrun started; this rank's device."""
-    if torch.cuda.is_available():  # ROCm answers to this name, too
+    if torch.cuda.is_available():  # also on ROCm
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl")
         return torch.device("cuda", torch.cuda.current_device())

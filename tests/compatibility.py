@@ -266,9 +266,9 @@ _WIDTH = 120
 _HEAD = """\
 # What works together
 
-Tests write this page from what they saw, but for its end; those that CI runs fail when they see something else. Each
-framework has full tables for its newest versions. Sections of older versions have the lines that differ from those.
-Everything ran on the CPU over gloo, nothing on a GPU.
+Tests write this page, except its end. A test of CI fails if it sees another outcome. Each framework has full tables for
+its newest versions. Sections of older versions have the lines that differ. Everything ran on the CPU over gloo, nothing
+on a GPU.
 """
 
 TITAN = """\

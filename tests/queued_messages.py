@@ -1,6 +1,6 @@
 """Tables of actions that were moved about, and what runs their messages: a machine made of tokens, and real ranks.
 
-Neither looks for circles: they go on until all is over, or nothing more can be done.
+Neither looks for cycles: they go on until all is over, or nothing more can be done.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ ABOUT = """\
 float32, has the gradients (within 1e-4) and the losses (within 1e-5) of the model without a pipeline. FSDP2 and
 experts: 2 pipeline ranks times 2 data-parallel ones. Experts: AutoModel's Qwen3 mixture of experts with its
 `MoEFSDPSyncMixin`, `wrap_outer_model` on, or off with gradients added up over two batches. plan.csv is a plan in a V,
-wave.csv one with four stages a rank, and 1F1B is torch's.
+wave.csv one with four stages per rank, and 1F1B is torch's.
 
 The example in examples/automodel, cut down to a small Llama, reports the losses and the norms of the same job without a
 pipeline over three optimizer steps, and the loss of validation.
@@ -311,7 +311,7 @@ def test_a_pool_of_receive_buffers_made_for_1f1b_is_refused(monkeypatch: pytest.
         assert functional.get_schedule_class("1f1b").__name__ == "ScheduleZBV"
         monkeypatch.setattr(recv_buffer_pool, "_INSTALLED", True)
         with pytest.raises(
-            ValueError, match=r"pp_recv_buffer_pool .* too few for ZBV: leave it out of distributed\.pipeline"
+            ValueError, match=r"pp_recv_buffer_pool .* too few for ZBV: omit it from distributed\.pipeline"
         ):
             functional.get_schedule_class("1f1b")
     finally:

@@ -181,7 +181,7 @@ def test_simulate_as_json() -> None:
 def test_simulate_for_people() -> None:
     lines = answer("simulate 1F1B -p 2 -m 2 --costs 1,1,1").splitlines()
     assert lines[0].startswith("1F1B, 2 ranks, 2 microbatches: makespan 9, bubble 33.3%")
-    assert lines[1] == "memory: the worst rank holds 2.32, 1.00x of what 1F1B's worst rank holds (2.32)"
+    assert lines[1] == "memory: the worst rank holds 2.32, 1.00x of 1F1B's worst rank (2.32)"
     assert [re.split(r"\s{2,}", line) for line in lines[-4:-2]] == [
         ["rank 0", "6", "2", "0", "1", "2.32"],
         ["rank 1", "6", "1", "0", "2", "1.32"],
@@ -326,6 +326,13 @@ def test_compare_recommends_the_shortest_step_within_the_memory(limit: str) -> N
     assert f"within {'the memory limit' if limit else '1.02x of 1F1B'}" in text
 
 
+def test_compare_with_more_stages_per_rank() -> None:
+    """Those that take any number have it; the others keep their own."""
+    stages = {entry["schedule"]: entry["stages_per_rank"] for entry in json_of("compare -p 4 -m 8 --stages-per-rank 3")}
+    assert stages["Interleaved1F1B"] == stages["LoopedBFS"] == 3
+    assert (stages["1F1B"], stages["ZBVLean"]) == (1, 2)
+
+
 def test_ties_go_to_less_memory_and_then_to_zbpipes_split() -> None:
     compared = json_of("compare -p 4 -m 16 --checkpointing none")
     names = [entry["schedule"] for entry in compared]
@@ -370,7 +377,7 @@ def test_compare_leaves_out_what_cannot_have_these_numbers() -> None:
 
     result = run("compare -p 3 -m 4 --json")
     assert result.exit_code == 0
-    assert result.stderr == "left out Even: Even needs an even number of ranks\n"
+    assert result.stderr == "skipped Even: Even needs an even number of ranks\n"
     assert len(json.loads(result.stdout)) == len(registry.schedules()) - 1
 
 
@@ -399,8 +406,8 @@ def test_the_mistakes_of_one_schedule_leave_the_others(command: str) -> None:
     result = run(command)
     assert result.exit_code == 0, result.output
     lines = result.stderr.splitlines()
-    assert [line.split(":")[0] for line in lines] == [f"left out {name}" for name in ("Raises", *wrong)]
-    assert lines[0] == "left out Raises: KeyError: 'a bug'"
+    assert [line.split(":")[0] for line in lines] == [f"skipped {name}" for name in ("Raises", *wrong)]
+    assert lines[0] == "skipped Raises: KeyError: 'a bug'"
     found = json.loads(result.stdout)
     rows = found if isinstance(found, list) else found["named"]
     assert {row["schedule"] for row in rows} == {algorithm.name for algorithm in registry.schedules().values()} - {
@@ -492,7 +499,7 @@ def test_a_table_from_excel(here: Path) -> None:
         (b"0F99999999\n", "table: schedule bad.csv: rank 0 runs 0F99999999, but 1 op(s) are far too few for 100000000"),
         (b"99999999F0,99999999B0\n", "rank 0 runs 99999999F0, but no rank runs stage 0"),
         (b"0F0;0B0\r\n", "';' separates the cells of the table: save it with commas"),
-        ("0F0,0B0\n".encode("utf-16"), "it is no UTF-8 text"),
+        ("0F0,0B0\n".encode("utf-16"), "it is not UTF-8 text"),
         (b"," * (2**25 + 1), "it has more than 32 MiB"),
     ],
 )
@@ -530,17 +537,17 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
         ("show ZBV -p 2 -m 2 --costs 0,0,0", "'0,0,0'"),
         ("show ZBV -p 2 -m 2 --comm -1", "comm = -1.0: give a number from 0"),
         ("show ZBV -p 2 -m 2 --comm inf", "comm = inf: give a number from 0"),
-        ("compare -p 2 -m 2 --memory-limit 1y", "'1y' is no amount: write 1.2x"),
+        ("compare -p 2 -m 2 --memory-limit 1y", "'1y' is not an amount: write 1.2x"),
         ("compare -p 2 -m 2 --memory-limit 2GiB", "'2GiB' is in bytes, but nothing here was measured in bytes"),
         (
             "compare -m 2 --memory-limit 1x --costs-file mine.toml -p 2",
-            "'1x' is a multiple of 1F1B's memory, which these costs do not show: 3 stages cannot become 2",
+            "'1x' is a multiple of 1F1B's memory, which these costs do not give: 3 stages cannot become 2",
         ),
-        ("validate ZBV -p 2 -m 2 --memory-limit 1GB", "'1GB' is in bytes, which nothing here is: write 1.2x"),
+        ("validate ZBV -p 2 -m 2 --memory-limit 1GB", "'1GB' is in bytes, but these costs are not: write 1.2x"),
         ("compare -p 2 -m 2 --checkpointing op", "'op' is not one of 'none', 'selective', 'full'"),
         (
             "compare -m 2 --checkpointing full --costs-file mine.toml",
-            "exclude each other: the file has the memory of its checkpointing already; leave one out",
+            "exclude each other: the file already has the memory of its checkpointing; omit one",
         ),
         ("show ZBV -m 2 --costs 1,1,1 --costs-file mine.toml", "exclude each other: the file has times already"),
         ("simulate ZBV -m 2 --comm 1 --costs-file mine.toml", "exclude each other: the file has the times of messages"),
@@ -555,16 +562,19 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
         ("validate none.csv", "'none.csv' does not exist"),
         ("validate ZBW -p 2 -m 2", "did you mean 'ZBV'?"),
         ("validate ZBV -p 2", "ZBV needs -m"),
-        ("validate mine.csv -p 2", "mine.csv is a table for 3 ranks, not 2: leave that option out"),
+        ("validate mine.csv -p 2", "mine.csv is a table for 3 ranks, not 2: omit that option"),
         ("validate mine.csv -m 5", "mine.csv is a table for 4 microbatches, not 5"),
-        ("show ZBV -p 2 -m 2 --svg no/such.svg", "'no/such.svg' is in no folder that exists and that you can write to"),
-        ("show ZBV -p 2 -m 2 --html no/such.html", "'no/such.html' is in no folder"),
-        ("show ZBV -p 2 -m 2 --perfetto mine.csv/a.json", "'mine.csv/a.json' is in no folder"),
+        (
+            "show ZBV -p 2 -m 2 --svg no/such.svg",
+            "'no/such.svg' is not in a folder that exists and that you can write to",
+        ),
+        ("show ZBV -p 2 -m 2 --html no/such.html", "'no/such.html' is not in a folder"),
+        ("show ZBV -p 2 -m 2 --perfetto mine.csv/a.json", "'mine.csv/a.json' is not in a folder"),
         (f"show ZBV -p 2 -m 2 --svg {300 * 'x'}", "cannot be written: File name too long"),
         ("show ZBV -p 2 -m 2 --html .", "is a directory"),
-        ("export ZBV -p 2 -m 2 -o no/such.csv", "'no/such.csv' is in no folder"),
-        ("demo --json no/such.json", "'no/such.json' is in no folder"),
-        ("demo --keep mine.csv/a", "mine.csv is no folder that you can write to"),
+        ("export ZBV -p 2 -m 2 -o no/such.csv", "'no/such.csv' is not in a folder"),
+        ("demo --json no/such.json", "'no/such.json' is not in a folder"),
+        ("demo --keep mine.csv/a", "mine.csv is not a folder that you can write to"),
         ("demo --keep .", "the folder is not empty"),
         (f"demo --steps {HUGE}", f"{HUGE} is not in the range"),
         (f"show ZBV -p {HUGE} -m 2", f"{HUGE} ranks with 2 stage(s) each"),
@@ -580,7 +590,7 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
         ("show /dev/zero.csv", "cannot be read"),
         ("show ZBV -p 2 -m 2 --costs 1e200,1,1", "'1e200,1,1' must be three times between 0 and 1e+100"),
         ("show ZBV -p 2 -m 2 --costs 1e-320,0,0", "'1e-320,0,0' must be three times"),
-        ("validate mine.csv --memory-limit -1", "'-1' is no amount"),
+        ("validate mine.csv --memory-limit -1", "'-1' is not an amount"),
         ("export ZBV -p 2 -m 2", "'-o'"),
         ("compare -m 2", "'-p'"),
         ("show", "Missing argument 'NAME'. See `zbpipe show --help`."),
@@ -696,9 +706,9 @@ def test_lean_schedules_keep_to_the_limit(name: str, here: Path) -> None:
         ),
         (
             "show ZBV -p 4 -m 8 --memory-limit 1x",
-            "--memory-limit is for the schedules that fit themselves to one, Auto, ZBH1",
+            "--memory-limit is for the schedules that adapt to one, Auto, ZBH1",
         ),
-        ("simulate VHalfLean -p 4 -m 8 --memory-limit 1x", "not for VHalfLean: leave it out"),
+        ("simulate VHalfLean -p 4 -m 8 --memory-limit 1x", "not for VHalfLean: omit it"),
     ],
 )
 def test_limits_that_are_refused(line: str, words: str) -> None:

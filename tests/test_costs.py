@@ -50,7 +50,10 @@ def test_what_is_no_list_of_numbers_is_refused(wrong: Any) -> None:
         (lambda: CostModel(**ONES, message_bytes="1 MB"), "message_bytes = '1 MB': give a number"),
         (lambda: CostModel(**ONES, link=0.5), "link = 0.5: give a zbpipe.costs.Link"),
         (lambda: CostModel(**ONES, links=[Link()]), "links = [Link("),
-        (lambda: CostModel(**ONES, links={(0, 1): 0.5}), "links = {(0, 1): 0.5}: give zbpipe.Links by two ranks"),
+        (
+            lambda: CostModel(**ONES, links={(0, 1): 0.5}),
+            "links = {(0, 1): 0.5}: give a zbpipe.costs.Link for each pair of ranks",
+        ),
         (lambda: CostModel(**ONES, links={(0, -1): Link()}), "links = {(0, -1): Link("),
         (lambda: Link("1"), "a link cannot have latency = '1': give a number"),
         (lambda: Link(bandwidth=None), "a link cannot have bandwidth = None: give a number above 0"),

@@ -178,7 +178,7 @@ LAYER = {"modules": ["layers.0"], "f": 1, "i": 1, "w": 1, "activations": 1}
         ({"stages": STAGES, "message_bytes": "1 MB"}, "message_bytes = '1 MB': give a number from 0 to 1e+100"),
         (
             {"stages": STAGES, "memory_limit": [1, "x"]},
-            "memory_limit = 'x' is no amount: write 1.2x",
+            "memory_limit = 'x' is not an amount: write 1.2x",
         ),
         (
             {"stages": STAGES | {"rank_of": [0, 1]}, "memory_limit": [1]},
@@ -192,7 +192,7 @@ LAYER = {"modules": ["layers.0"], "f": 1, "i": 1, "w": 1, "activations": 1}
         ({"stages": STAGES, "links": [{"from": 0}]}, "[[links]] number 1 to is missing"),
         (
             {"stages": STAGES, "links": [{"from": 0, "to": 1}] * 2},
-            "number 2 from = 0, to = 1: this link is there already",
+            "number 2 from = 0, to = 1: this link is already given",
         ),
         (
             {"stages": STAGES | {"rank_of": [0, 1]}, "links": [{"from": 0, "to": 2}]},
@@ -224,11 +224,11 @@ def test_what_is_wrong_is_named(data: Any, words: str) -> None:
     ("name", "text", "words"),
     [
         ("a.yaml", "", "has to end in .toml or .json"),
-        ("a.toml", "f = [", "is no TOML: "),
-        ("a.json", "{", "is no JSON: "),
+        ("a.toml", "f = [", "is not valid TOML: "),
+        ("a.json", "{", "is not valid JSON: "),
         ("a.toml", "f = 3", "f = 3: unknown key"),
-        ("a.toml", "f = " + "[" * 10**5, "nests its values too deep"),
-        ("a.json", "[" * 10**5, "nests its values too deep"),
+        ("a.toml", "f = " + "[" * 10**5, "is nested too deeply"),
+        ("a.json", "[" * 10**5, "is nested too deeply"),
     ],
 )
 def test_errors_name_the_file(tmp_path: Path, name: str, text: str, words: str) -> None:
@@ -244,7 +244,7 @@ def test_errors_name_the_file(tmp_path: Path, name: str, text: str, words: str) 
 
 def test_a_job_for_other_ranks_is_refused() -> None:
     costs = CostModel((1, 1), (1, 1), (1, 1), (1, 1))
-    with pytest.raises(ValueError, match=r"rank_of = \[0, 1\], which is for 2 ranks, got 3: use 2, or leave"):
+    with pytest.raises(ValueError, match=r"rank_of = \[0, 1\], which is for 2 ranks, got 3: use 2, or omit"):
         JobCosts(costs, Placement.loop(2)).require_ranks(3)
     with pytest.raises(ValueError, match="places stages, but the costs are of layers"):
         JobCosts(LayerCosts((Layer(("a",), 1, 1, 1, 1),)), Placement.loop(1))

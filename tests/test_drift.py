@@ -59,7 +59,7 @@ def test_causes() -> None:
     ways = {pair: Link(1e-5, 1e9) for pair in ((0, 1), (1, 0), (1, 2), (2, 1))}
     before = CostModel((1.0,) * 6, (1.0,) * 6, (1.0,) * 6, (1.0,) * 6, links=ways, message_bytes=1e6)
     placement = Placement.v(3)
-    none = "no single rank or link: all of them, or other work on their machines"
+    none = "no single rank or link: all of them changed, or other work runs on their machines"
     assert causes(before, before, placement) == none
     slow = replace(before, f=(1, 1, 4, 4, 1, 1))
     assert causes(before, slow, placement) == "rank 2 computes 2.00 times as long as before"

@@ -98,21 +98,21 @@ def test_all_else_is_refused_by_name(name: str, value: object) -> None:
     [
         (
             lambda: simulate(ANYTHING[0], (1, 1, 1)),
-            r"^'ZBV' is no zbpipe.Schedule: make one with zbpipe.generate\('ZBV', 4, 8",
+            r"^'ZBV' is not a zbpipe.Schedule: make one with zbpipe.generate\('ZBV', 4, 8",
         ),
         (lambda: simulate(ZBV, (1, 1)), r"^costs have to be .* \(f, i, w\), for example \(1, 1, 1\), got \(1, 1\)$"),
         (
             lambda: Schedule.from_csv(ANYTHING[1]),
             "^a table is the text of a CSV file, got 5: zbpipe.generate takes the path",
         ),
-        (lambda: replace(ZBV, ops=ANYTHING[1]), "^schedule ZBV: ops has to be one list of ops a rank, got 5$"),
+        (lambda: replace(ZBV, ops=ANYTHING[1]), "^schedule ZBV: ops has to be one list of ops per rank, got 5$"),
         (
             lambda: replace(ZBV, ops=((Op(0, ANYTHING[2], 0),),)),
-            r"^schedule ZBV: rank 0, position 0 has Op\(stage=0, kind='F', microbatch=0\), whose kind is no zbpipe.Op",
+            r"^schedule ZBV: rank 0, position 0 has Op\(stage=0, kind='F', microbatch=0\), whose kind is not a zbpipe",
         ),
         (
             lambda: replace(ZBV, ops=((ANYTHING[1],),)),
-            "^schedule ZBV: rank 0, position 0 has 5, which is no zbpipe.Op:",
+            "^schedule ZBV: rank 0, position 0 has 5, which is not a zbpipe.Op:",
         ),
         (
             lambda: Schedule.from_rows([[Op(ANYTHING[4], OpKind.F, 0)]], "mine"),

@@ -61,7 +61,7 @@ def test_a_step_by_hand() -> None:
     assert usual.memory.activations == 4 * GIB
     assert usual.memory.weights + usual.memory.optimizer == ParameterBytes().total(1) * 2000
     assert usual.fits
-    assert found.gain(row(found, "ZBH1"), usual) == pytest.approx(usual.seconds / row(found, "ZBH1").seconds - 1)
+    assert found.relative(row(found, "ZBH1"), usual) == pytest.approx(row(found, "ZBH1").seconds / usual.seconds)
 
 
 @pytest.mark.parametrize(("microbatches", "is_told"), [(3, True), (4, False)])
@@ -163,7 +163,7 @@ def test_what_does_not_fit_comes_last() -> None:
 def test_what_cannot_be_made_is_left_out_with_the_reason() -> None:
     found = estimate(workload(layers=3), ONE_A_SECOND, only=("1F1B", "ZBV"), plans=False)
     assert [step.schedule for step in found.steps if step.schedule != NO_PIPELINE] == ["1F1B"]
-    assert "3 layers cannot be cut into 4 stages" in dict(found.left_out)["ZBV, 2 stages a rank"]
+    assert "3 layers cannot be cut into 4 stages" in dict(found.left_out)["ZBV, 2 stages per rank"]
 
 
 def test_measured_costs_take_the_place_of_counted_ones() -> None:
@@ -353,11 +353,11 @@ def test_given_rates_take_the_place_of_the_tables(file: Path) -> None:
         (("--device", "H1000"), "unknown device 'H1000': did you mean H100?"),
         (("--device", "H100", "--gpus", "6"), "6 GPUs are not a multiple of the degrees' product 4"),
         ((), "name a --device, or give measured costs: --costs-file"),
-        (("--device", "H100", "--tflops", "-3"), "tflops = -3.0 is no rate"),
-        (("--device", "H100", "--link", "fast"), "'fast' is no bandwidth in GB/s"),
+        (("--device", "H100", "--tflops", "-3"), "tflops = -3.0 is not a rate"),
+        (("--device", "H100", "--link", "fast"), "'fast' is not a bandwidth in GB/s"),
         (("--device", "H100", "--link", "1,2,3"), "give one number for links between nodes, or two"),
         (("--device", "H100", "--parallelism.x", "2"), "unknown options: --parallelism.x 2"),
-        (("--device", "H100", "--module", "llama3", "--config", "x"), "a file of --layers takes none of TorchTitan's"),
+        (("--device", "H100", "--module", "llama3", "--config", "x"), "--layers takes no options of TorchTitan"),
         (("--device", "H100", "--schedule", "ZBW"), "unknown schedule 'ZBW'; did you mean 'ZBV'?"),
     ],
 )

@@ -258,7 +258,7 @@ def test_what_a_device_ran() -> None:
     device.runs = 2
     assert launched.describe() == "on the device 2F1 ran last, 2F2 has not ended"
     device.runs = 3
-    assert launched.describe() == "the device has run all that was launched, 2F2 last"
+    assert launched.describe() == "the device has run everything that was launched, 2F2 last"
     for microbatch in range(3, 2 * progress.MOST):
         launched.around("F", 2, microbatch, lambda: None)
     assert device.made == progress.MOST

@@ -154,7 +154,7 @@ def test_so_it_is_with_a_queue_for_each_peer(rows: Rows) -> None:
     loop = MessageLoop(rows, [ranks[stage] for stage in sorted(ranks)], lambda peer: peer)
     for _ in loop:
         pass
-    assert loop.is_stuck() == bool(loop.find_circle()) == gets_stuck(rows, PER_PEER)
+    assert loop.is_stuck() == bool(loop.find_cycle()) == gets_stuck(rows, PER_PEER)
 
 
 @example(TURNS)

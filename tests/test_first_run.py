@@ -99,7 +99,16 @@ def test_on_gpus_every_way_is_tried(tmp_path: Path, stub: Path, monkeypatch: pyt
         for edges in (", one queue", ", a queue per edge") if has_edges else ("",):
             assert f"| {job}{edges} |" in text
     assert "| **FAIL** | GPUs | " in text
-    assert "| **FAIL** | VMin at its best | +0.0% of 1F1B's tokens/s |" in text
+    assert "| **FAIL** | VMin at its best | 0.0% shorter step than 1F1B |" in text
+
+
+def test_torchs_classes_post_their_own_receives(tmp_path: Path, stub: Path) -> None:
+    """So a job of theirs runs once, and one of zbpipe's first in all ways, with the trace."""
+    run = FirstRun(first_run.parse(["--out", str(tmp_path)]), stub)
+    run._platform = "cpu"
+    jobs = [(job.schedule, job.receives, job.trace is not None) for job in run._jobs()]
+    lean = [("ZBH1Lean", when, when == "early") for when in WAYS]
+    assert jobs == [("1F1B", None, False), ("Interleaved1F1B", None, False), *lean, ("ZBVLean", "timed", False)]
 
 
 def test_it_goes_on_after_what_fails(tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +131,7 @@ def test_it_goes_on_after_what_fails(tmp_path: Path, stub: Path, monkeypatch: py
     text = (tmp_path / "out" / "report.md").read_text()
     print(text)
     for line in (
-        "| pass | 1F1B | 3 steps, 1,250 tokens/s and GPU |",
+        "| pass | 1F1B | 3 steps, 1,250 tokens/s per GPU |",
         "| pass | 1F1B: memory | rank 1 reserves 30.0 GiB, calculated 28.0 |",
         "| pass | ZBV, early receives against 1F1B | off by at most 0.0e+00 (loss) and 0.0e+00 (grad_norm), 3 steps |",
         "| **FAIL** | ZBV, early receives: memory | rank 1 reserves 30.0 GiB, calculated 20.0 |",

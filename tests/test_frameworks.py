@@ -167,9 +167,9 @@ def test_torchs_names_mean_torchs_classes_and_the_log_says_so(caplog: pytest.Log
         (
             "ZBV",
             {"memory_limit": "2x"},
-            r"^memory_limit is for the schedules that fit themselves to one, Auto, ZBH1Lean, ZBVLean, not for ZBV",
+            r"^memory_limit is for the schedules that adapt to one, Auto, ZBH1Lean, ZBVLean, not for ZBV",
         ),
-        ("1F1B", {"check_gradients": 1}, r"torch's 1F1B takes only .*: leave out the others, such as split_backward"),
+        ("1F1B", {"check_gradients": 1}, r"torch's 1F1B takes only .*: omit the others, such as split_backward"),
         ("ZBV", {"costs_out": "costs.json"}, r"^costs_out costs.json needs measured costs: set profile_steps"),
         ("nowhere.csv", {}, r"'nowhere.csv' cannot be read"),
         (None, {"everywhere": True}, r"everywhere=True needs a schedule"),
@@ -301,7 +301,7 @@ def test_a_module_that_names_the_schedule_itself() -> None:
         (["--schedule", "ZBV", "-m"], "name the script to run, or -m and a module"),
         (
             ["--schedule", "ZBV", "--memory-limit", "2x", __file__],
-            "memory_limit is for the schedules that fit themselves to one, Auto, ZBH1Lean, ZBVLean, not for ZBV",
+            "memory_limit is for the schedules that adapt to one, Auto, ZBH1Lean, ZBVLean, not for ZBV",
         ),
         (["--profile-steps", "0", __file__], "'0' is not a whole number from 1 on"),
         (["--its", "--", __file__], "unrecognized arguments: --its"),

@@ -381,7 +381,7 @@ def in_ordered(held: OrderedDict[str, int]) -> int:
     return next(iter(held.values()))
 
 
-def in_circle(held: dict[str, Any]) -> int:
+def in_cycle(held: dict[str, Any]) -> int:
     held["me"][0]["n"] += 1
     return int(held["n"])
 
@@ -396,7 +396,7 @@ def in_module(held: list[nn.Module]) -> int:
     return int(held[0].n)  # type: ignore[arg-type]
 
 
-def circle() -> dict[str, Any]:
+def cycle() -> dict[str, Any]:
     found: dict[str, Any] = {"n": 0}
     found["me"] = (found,)
     return found
@@ -417,7 +417,7 @@ COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], int]]] = {
     "deque": (lambda: deque(maxlen=100), in_list),
     "OrderedDict": (lambda: OrderedDict(a=0, b=1), in_ordered),
     "dict in a list in a tuple": (lambda: ([{"n": 0}],), lambda held: in_dict(held[0][0])),
-    "a circle": (circle, in_circle),
+    "a cycle": (cycle, in_cycle),
     "dataclass": (Numbers, in_slots),
     "slots": (Slotted, in_slots),
     "namespace": (lambda: SimpleNamespace(n=0), in_slots),

@@ -140,8 +140,8 @@ def test_on_average_jitter_makes_nothing_shorter(schedule: Schedule) -> None:
         (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), quantile=1.0), "quantile = 1.0 has to be between 0 and 1"),
         (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), most_loss=-0.1), "most_loss = -0.1 has to be 0 or more"),
         (lambda: plan(2, 4, (1, 1, 1), most_loss=0.1), "most_loss = 0.1 is for plans that tolerate jitter"),
-        (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), exact=True), "leave objective, transport and exact out"),
-        (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), offload="all"), "leave out offload"),
+        (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), exact=True), "omit objective, transport and exact"),
+        (lambda: plan(2, 4, (1, 1, 1), robust=Jitter(), offload="all"), "omit offload"),
     ],
 )
 def test_what_cannot_be(make: Callable[[], object], error: str) -> None:
@@ -152,9 +152,9 @@ def test_what_cannot_be(make: Callable[[], object], error: str) -> None:
 def test_what_is_something_else() -> None:
     with pytest.raises(TypeError, match="jitter cannot have ops = 'much': give a number from 0"):
         Jitter(ops="much")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"jitter = 0.1 is no zbpipe\.simulator\.jitter\.Jitter"):
+    with pytest.raises(TypeError, match=r"jitter = 0.1 is not a zbpipe\.simulator\.jitter\.Jitter"):
         step_times(ONE, (1, 1, 1), 0.1)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"robust = 0.1 is no zbpipe\.simulator\.jitter\.Jitter"):
+    with pytest.raises(TypeError, match=r"robust = 0.1 is not a zbpipe\.simulator\.jitter\.Jitter"):
         plan(2, 4, (1, 1, 1), robust=0.1)  # type: ignore[arg-type]
 
 
@@ -294,7 +294,7 @@ def test_a_robust_plan_on_the_command_line() -> None:
     ("arguments", "error"),
     [
         (["compare", "-p", "2", "-m", "4", "--jitter", "lag=1"], "'lag=1' is not understood"),
-        (["compare", "-p", "2", "-m", "4", "--jitter", "ops=1", "--transport", "one-queue"], "leave --transport out"),
+        (["compare", "-p", "2", "-m", "4", "--jitter", "ops=1", "--transport", "one-queue"], "omit --transport"),
         (["simulate", "ZBV", "-p", "2", "-m", "4", "--jitter", "ops=1", "--steps", "2"], "one synchronous step"),
         (["simulate", "ZBV", "-p", "2", "-m", "4", "--jitter", "slow-rank=2:2"], "names rank 2"),
     ],

@@ -91,15 +91,15 @@ def test_the_spellings(limit: Any, expected: tuple[float, ...]) -> None:
 @pytest.mark.parametrize(
     ("limit", "words"),
     [
-        (True, "memory_limit = True is no number: write 1.2x"),
-        ([3, None], "memory_limit = None is no number"),
-        (object(), "memory_limit = <object .*> is no number"),
-        (-1, "memory_limit = -1 is no amount: write 1.2x"),
-        (math.nan, "memory_limit = nan is no amount"),
-        ("1y", "memory_limit = '1y' is no amount"),
-        ("x", "'x' is no amount"),
-        (["1x", 2], r"memory_limit = \['1x', 2\] has to have one unit"),
-        ([], r"memory_limit = \[\] has to have one unit"),
+        (True, "memory_limit = True is not a number: write 1.2x"),
+        ([3, None], "memory_limit = None is not a number"),
+        (object(), "memory_limit = <object .*> is not a number"),
+        (-1, "memory_limit = -1 is not an amount: write 1.2x"),
+        (math.nan, "memory_limit = nan is not an amount"),
+        ("1y", "memory_limit = '1y' is not an amount"),
+        ("x", "'x' is not an amount"),
+        (["1x", 2], r"memory_limit = \['1x', 2\] mixes units"),
+        ([], r"memory_limit = \[\] mixes units"),
     ],
 )
 def test_what_is_no_limit(limit: Any, words: str) -> None:
@@ -122,7 +122,7 @@ def test_what_is_no_limit(limit: Any, words: str) -> None:
     ],
 )
 def test_all_that_take_a_limit_refuse_it(take: Callable[[Any], object]) -> None:
-    with pytest.raises(ValueError, match="memory_limit = '1y' is no amount"):
+    with pytest.raises(ValueError, match="memory_limit = '1y' is not an amount"):
         take("1y")
 
 
@@ -136,7 +136,7 @@ def test_what_costs_do_not_tell() -> None:
         with pytest.raises(ValueError, match="'2GiB' is in bytes, but nothing here was measured in bytes"):
             call()
     three = CostModel((1,) * 3, (1,) * 3, (1,) * 3, (1,) * 3)
-    with pytest.raises(ValueError, match="'1x' is a multiple of 1F1B's memory, which these costs do not show: 3"):
+    with pytest.raises(ValueError, match="'1x' is a multiple of 1F1B's memory, which these costs do not give: 3"):
         zbpipe.plan(2, 4, three, "1x", placements=Placement((0, 1, 1)))
     with pytest.raises(ValueError, match="one number or one for each rank, got 1 for 2 ranks"):
         zbpipe.plan(2, 4, (1, 1, 1), ["1x"])

@@ -75,7 +75,7 @@ def test_what_is_no_copy_is_refused(text: str) -> None:
         ("0F0,0OF0,0B0,0RF0", "order: rank 0, position 2, 0B0: it needs 0RF0, which comes later, at position 3"),
         ("0F0,0I0,0OI0,0W0,0RI0", "order: rank 0, position 3, 0W0: it needs 0RI0, which comes later, at position 4"),
         ("0F0,0B0,0OI0,0RI0", "foreign: rank 0, position 2, 0OI0: 0B0 leaves nothing for a W"),
-        ("0F0,0OF0,0OF0,0RF0,0B0", "doubled: rank 0, position 2, 0OF0: it is on rank 0, position 1 already"),
+        ("0F0,0OF0,0OF0,0RF0,0B0", "doubled: rank 0, position 2, 0OF0: it is already on rank 0, position 1"),
     ],
 )
 def test_copies_at_the_wrong_place_are_found(table: str, finding: str) -> None:
@@ -253,12 +253,12 @@ def test_an_offload_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match=r"give the costs host=zbpipe.costs.Link\(bandwidth=...\)"):
         offload(schedule, (1, 1, 1))
     costs = costs_of(schedule, Link(bandwidth=2))
-    with pytest.raises(ValueError, match=r"rank 0 of 1F1B may hold 1, but .* it holds 2: raise its limit to that"):
+    with pytest.raises(ValueError, match=r"rank 0 of 1F1B may hold 1, but needs 2 .*: raise its limit to that"):
         offload(schedule, costs, memory_limit=1)
     assert offload(schedule, costs, memory_limit=2).has_copies
     with pytest.raises(ValueError, match="offload='weights' is unknown: use one of 'pairs', 'activations', 'all'"):
         offload(schedule, costs, what="weights")
-    with pytest.raises(TypeError, match="offload=3 is no text"):
+    with pytest.raises(TypeError, match="offload=3 is not a string"):
         offload(schedule, costs, what=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot have margin = -1"):
         offload(schedule, costs, margin=-1)
@@ -329,7 +329,7 @@ def test_a_plan_can_be_a_named_schedule_with_copies() -> None:
     assert found.schedule.has_copies
     assert max(found.timeline.peak_memory) <= 6
     assert found.lower_bound <= found.makespan <= plain.makespan
-    with pytest.raises(ValueError, match=r"may hold 0\.5, but with copies that hold nothing up it holds"):
+    with pytest.raises(ValueError, match=r"may hold 0\.5, but needs .* even with all copies that delay nothing"):
         plan(4, 8, costs, 0.5, budget=1e4, offload="activations")
 
 

@@ -275,7 +275,7 @@ def test_the_option_plans_the_copies(one_rank: None) -> None:
     runtime: Any = zbpipe.build_pipeline_schedule("ZBH1", stages, 4, F.mse_loss, costs=costs, offload="pairs")
     expected = offload(zbpipe.generate("ZBH1", 1, 4), costs, what="pairs")
     assert runtime.schedule == expected
-    with pytest.raises(ValueError, match=r"offload needs the way to the host's memory: give the costs host="):
+    with pytest.raises(ValueError, match=r"offload needs the bandwidth to the host: give the costs host="):
         zbpipe.build_pipeline_schedule("ZBH1", stages, 4, F.mse_loss, offload=True)
     with pytest.raises(ValueError, match="offload='weights' is unknown"):
         zbpipe.build_pipeline_schedule("ZBH1", stages, 4, F.mse_loss, offload="weights")
@@ -285,7 +285,7 @@ def test_what_cannot_offload_is_refused(one_rank: None) -> None:
     stages = [PipelineStage(nn.Linear(4, 4), 0, 1, CPU)]
     runtime: Any = zbpipe.build_pipeline_schedule("ZBH1", stages, 2, F.mse_loss, split_backward="autograd")
     plain = one_after_the_other(Placement.loop(1), 2)
-    with pytest.raises(ValueError, match="only zbpipe's split frees them: leave split_backward at 'deferred'"):
+    with pytest.raises(ValueError, match="only zbpipe's split frees them: keep split_backward='deferred'"):
         runtime.adopt(with_copies(plain, Offload.PAIRS))
     runtime.adopt(with_copies(plain, Offload.ACTIVATIONS))
     x = torch.randn(2, 4)

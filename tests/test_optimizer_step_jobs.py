@@ -375,7 +375,7 @@ def refusals() -> Iterator[tuple[str, Callable[[], Any]]]:
     )
     yield "cannot step LBFGS", lambda: zbpipe.OptimizerStep(zbv.schedule, LBFGS(zbv.trained))
     yield "max_norm has to be a number above 0", lambda: zbv.ahead(0.0)
-    yield "max_norm=None is no limit: give a number above 0, or math.inf", lambda: zbv.ahead(None)  # type: ignore[arg-type]
+    yield "max_norm=None is not a limit: give a number above 0, or math.inf", lambda: zbv.ahead(None)  # type: ignore[arg-type]
     yield (
         "on_nonfinite='ignore' is unknown: use one of 'propagate', 'skip', 'raise'",
         lambda: zbv.ahead(1.0, on_nonfinite="ignore"),

@@ -681,11 +681,11 @@ def test_impossible_plans_are_refused_with_the_way_out(call: Callable[[], object
         ({"costs": lambda placement: 3}, "the function given as costs, called with a placement: costs have to be"),
         ({"costs": "costs.toml"}, "costs = 'costs.toml' names a file: read it with zbpipe.load_costs('costs.toml')"),
         ({"costs": 3}, "a zbpipe.costs.JobCosts, for zbpipe.plan also zbpipe.costs.LayerCosts, or three numbers"),
-        ({"progress": 3}, "progress = 3 is no function (share, best)"),
+        ({"progress": 3}, "progress = 3 is not a function (share, best)"),
         ({"placements": 3}, "placements = 3: give zbpipe.Placements, or some of single, loop, v, wave"),
-        ({"budget": "1e8"}, "budget = '1e8' is no number"),
+        ({"budget": "1e8"}, "budget = '1e8' is not a number"),
         ({"exact": 1}, "exact = 1: give True or False"),
-        ({"transport": 1}, "transport=1 is no text: use one of"),
+        ({"transport": 1}, "transport=1 is not a string: use one of"),
     ],
 )
 def test_arguments_of_another_type_are_refused(arguments: dict[str, Any], words: str) -> None:
@@ -704,7 +704,7 @@ def test_what_a_job_costs_has_the_defaults_of_a_plan() -> None:
     assert found == plan(2, 6, costs, [6e9, 8e9], placements=placement, transport="one queue", budget=LITTLE)
     other = plan(2, 6, job, 5e9, placements="loop", transport="ideal", budget=LITTLE)
     assert (other.placement, other.limits, other.timeline.transport) == ("loop", (5e9, 5e9), Transport.IDEAL)
-    with pytest.raises(ValueError, match="is for 2 ranks, got 3: use 2, or leave the placement out of the costs"):
+    with pytest.raises(ValueError, match="is for 2 ranks, got 3: use 2, or omit the placement from the costs"):
         plan(3, 6, job)
 
 
@@ -740,7 +740,7 @@ def test_the_plain_import_is_light() -> None:
 
 @pytest.mark.parametrize("table", ["1F0,1I0,1W0", "0F0,0I0,0W0,0W0", "0I0,0F0,0W0"])
 def test_a_schedule_that_cannot_run_has_no_order(table: str) -> None:
-    """One that is left out, one twice, one too early."""
+    """One that is omitted, one twice, one too early."""
     rows = tuple(tuple(map(Op.parse, row.split(","))) for row in (table, "1F0,1I0,1W0"))
     with pytest.raises(ValueError, match="schedule x cannot run"):
         problem(Placement.loop(2), microbatches=1).order(Schedule("x", Placement.loop(2), 1, rows))

@@ -98,15 +98,15 @@ def test_a_plan_keeps_to_the_limit_and_is_that_of_the_command(address: str, limi
         ({"ranks": "0"}, "ranks = 0 has to be from 1 to 64"),
         ({"ranks": "4.5"}, "ranks = '4.5' is not a whole number"),
         ({"microbatches": "100000"}, "microbatches = 100000 has to be from 1 to 512"),
-        ({"ranks": "64", "microbatches": "512"}, "keep the product to 8192"),
+        ({"ranks": "64", "microbatches": "512"}, "keep their product at most 8192"),
         ({"f": "fast"}, "f = 'fast' is not a number"),
         ({"w": "-1"}, "give numbers from zero to"),
         ({"comm": "nan"}, "give numbers from zero to"),
         ({"f": "0", "i": "0", "w": "0"}, "a time above zero"),
         ({"limit": "0"}, "limit = 0.0 has to be above zero"),
-        ({"checkpointing": "some"}, "checkpointing = 'some' is none of none, selective, full"),
+        ({"checkpointing": "some"}, "checkpointing = 'some' is not one of none, selective, full"),
         ({"more": "1"}, "more is unknown"),
-        ({"name": "no"}, "'no' is no schedule; there are"),
+        ({"name": "no"}, "'no' is not a schedule; there are"),
     ],
 )
 def test_bad_input_is_refused_by_name(address: str, changed: dict[str, str], message: str) -> None:
@@ -132,7 +132,7 @@ def test_a_taken_port_is_refused(address: str) -> None:
     port = address.rsplit(":", 1)[1]
     outcome = CliRunner().invoke(cli.main, ["playground", "--port", port])
     assert outcome.exit_code == 2
-    assert f"--port {port} cannot be had" in outcome.output
+    assert f"--port {port} cannot be used" in outcome.output
 
 
 def test_the_command_serves_until_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:

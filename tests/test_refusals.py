@@ -143,7 +143,7 @@ def test_unknown_names_and_options(one_rank: None) -> None:
         ValueError, match=r"no option 'split_backwards'; did you mean 'split_backward'\? It takes: .*sc"
     ):
         build(split_backwards="deferred")
-    with pytest.raises(ValueError, match=r"^memory_limit is for .* Auto, ZBH1Lean, ZBVLean, not for ZBV: leave it out"):
+    with pytest.raises(ValueError, match=r"^memory_limit is for .* Auto, ZBH1Lean, ZBVLean, not for ZBV: omit it"):
         build(memory_limit="3x")
     with pytest.raises(ValueError, match="ZBVZeroBubble on this torch has no option 'split_backward'"):
         build("ZBVZeroBubble", split_backward="deferred")
@@ -273,7 +273,7 @@ def test_torchs_late_receives_that_would_mix_up_messages_or_block(one_rank: None
         for name, refusal in zip(("Interleaved1F1B", "LoopedBFS"), blocked, strict=True):
             assert f"makes torch receive the messages of {name} so late that ranks would wait for each other" in refusal
             assert "deadlock: rank 0, position " in refusal
-            assert "leave the option out, or use one of zbpipe's schedules" in refusal
+            assert "omit the option, or use one of zbpipe's schedules" in refusal
 
 
 def test_a_table_for_another_job(one_rank: None, tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def test_every_public_function_names_what_it_cannot_take(one_rank: None) -> None
         (lambda: api.install("ZBV", check_gradients=0), "from 1 on, got 0"),
         (lambda: api.install("ZBV", trace=3), "trace has to be the path of a file, got 3"),
         (lambda: api.install("ZBV", split_backward="half"), "split_backward='half' is unknown"),
-        (lambda: api.titan.plug_in("ZBV"), "plug_in takes options as .* got 'ZBV'"),
+        (lambda: api.titan.plug_in("ZBV"), "plug_in takes options from .* got 'ZBV'"),
     ]
     for call, message in calls:
         with pytest.raises(ValueError, match=message):

@@ -187,7 +187,7 @@ def test_all_ranks_refuse_what_one_refuses(num_ranks: int, names: tuple[str, ...
         for answers in zip(*steps, strict=True):
             assert len({what for what, _ in answers}) == 1
             own = [refused for _, refused in answers if refused and "All ranks" not in refused]
-            told = [refused for _, refused in answers if "All ranks have left out this step" in refused]
+            told = [refused for _, refused in answers if "All ranks have skipped this step" in refused]
             assert not told or any(each in told[0] or "refuses this step" in told[0] for each in own), answers
 
 
@@ -305,5 +305,5 @@ def end(kind: str) -> Job:
     return job
 
 
-def test_no_end_keeps_a_schedule_in_a_circle() -> None:
+def test_no_end_keeps_a_schedule_in_a_cycle() -> None:
     assert run_ranks(2, schedules_that_stay, ("good", "refused", "failed")) == [[], []]

@@ -79,7 +79,7 @@ def test_a_schedule_can_be_registered_once(monkeypatch: pytest.MonkeyPatch) -> N
 
     assert zbpipe.generate("MINE", 2, 3).num_microbatches == 3
     assert zbpipe.stage_indices("mine", rank=0, num_ranks=2) == (0, 3)
-    with pytest.raises(ValueError, match="'Mine' is registered already"):
+    with pytest.raises(ValueError, match="'Mine' is already registered"):
         zbpipe.register("mine")(registry.resolve("1F1B").generate)
 
 

@@ -89,7 +89,7 @@ def test_messages_that_are_doubled_or_foreign_at_both_ends(doubled: tuple[str, s
     assert not are_sound(rows, schedule)
 
 
-def test_messages_that_wait_in_a_circle() -> None:
+def test_messages_that_wait_in_a_cycle() -> None:
     """Each rank sends before it receives, which sends that block nobody would survive."""
     table = "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1"
     rows, schedule = parse(table), generate("1F1B", 2, 2)

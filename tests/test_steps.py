@@ -131,7 +131,7 @@ def test_refusals_and_failures_of_steps(tmp_path: Path) -> None:
         """By rank 0 before anything is sent, and rank 1 learns of it."""
         assert first[name].startswith("ValueError: "), first[name]
         assert all(each in first[name] for each in words), first[name]
-        told = f", before step 0: {first[name]}. All ranks have left out this step"
+        told = f", before step 0: {first[name]}. All ranks have skipped this step"
         assert second[name].startswith("RefusedStepError: rank 0, schedule "), second[name]
         assert told in second[name], second[name]
 

@@ -1,4 +1,4 @@
-"""The arrows between modules: no circle, few floors, and no torch above the runtime."""
+"""The arrows between modules: no cycle, few floors, and no torch above the runtime."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ def floors(arrows: Mapping[str, set[str]]) -> dict[str, int]:
     return found
 
 
-def test_no_circle_of_modules() -> None:
+def test_no_cycle_of_modules() -> None:
     list(TopologicalSorter(graph()).static_order())
 
 
-def test_few_entries_on_few_floors_without_a_circle() -> None:
+def test_few_entries_on_few_floors_without_a_cycle() -> None:
     assert max(floors(entries()).values()) <= 9
     assert len(entries().keys() - FORMALITIES) <= 13
 

@@ -1,4 +1,4 @@
-"""The reader of CSV tables: what torch and others write is read by its computations, and what is left out is said."""
+"""The reader of CSV tables: what torch and others write is read by its computations, and what is omitted is said."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_torch_dumps(name: str, ranks: int, microbatches: int, form: str, t
     assert validate(schedule) == []
     checked, findings, how = check_table(file.read_text(), "torchs")
     assert (checked.ops, findings) == (schedule.ops, [])
-    assert ("left out" in how) == (form == "compute_comms")
+    assert ("omitted" in how) == (form == "compute_comms")
 
 
 @given(testing.runnable_schedules(), st.booleans(), st.booleans())
@@ -113,7 +113,7 @@ def test_with_a_stage_b_is_what_torch_means_by_it() -> None:
         ("0F0,(0F1;0B0)", "row 1 (rank 0), column 2: '(0F1;0B0)' is not an op"),
         ("0F0,(F|0|0)", "row 1 (rank 0), column 2: '(F|0|0)' is not an op"),
         ("0F0,0BW0", "row 1 (rank 0), column 2: '0BW0' is not an op"),
-        ("0F0,0B0\n0UNSHARD", "rank 1 has no ops: leave its row out"),
+        ("0F0,0B0\n0UNSHARD", "rank 1 has no ops: omit its row"),
         ("0SEND_F0", "rank 0 has no ops"),
         (",\nNone", "rank 0 has no ops"),
     ],
@@ -143,7 +143,7 @@ def test_all_commands_read_a_table_by_its_computations(here: Path) -> None:
     first, second = answer("validate comms.csv").splitlines()
     assert first == "comms.csv: valid; 2 ranks, 2 stages, 1 microbatch, 4 ops"
     assert second == (
-        "read: 2 F, 2 B; left out: 4 sends and receives, 2 waits for sends, 2 unshards, 2 reshards, 2 reductions of"
+        "read: 2 F, 2 B; omitted: 4 sends and receives, 2 waits for sends, 2 unshards, 2 reshards, 2 reductions of"
         " gradients, 2 waits for reductions; jobs place their own"
     )
     for command in ("show", "simulate"):
@@ -157,7 +157,7 @@ def test_validate_checks_the_communication_that_others_leave_out(here: Path) -> 
     (here / "bad.csv").write_text(COMMUNICATION.replace("1RECV_F0,", ""))
     finding, *_, how = answer("validate bad.csv", code=1).splitlines()
     assert finding == "missing: rank 1, 1RECV_F0: the message is never received"
-    assert how.startswith("read: 2 F, 2 B; left out: 3 sends and receives")
+    assert how.startswith("read: 2 F, 2 B; omitted: 3 sends and receives")
     answer("show bad.csv")
 
 

@@ -156,7 +156,7 @@ def test_a_program_that_starts_the_trainer_itself(titan: Titan, tmp_path: Path) 
         [*command, str(program), *arguments], capture_output=True, text=True, timeout=200, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "zbpipe is plugged into TorchTitan already" in done.stdout
+    assert "zbpipe is already plugged into TorchTitan" in done.stdout
     assert (tmp_path / "trace.json").exists()
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [step["zbpipe/schedule/ZBV"] for step in steps] == [1, 1, 1]
@@ -179,7 +179,7 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
         ),
         (
             [*pipeline("ZBV"), "--parallelism.pipeline_parallel_layers_per_stage", "4"],
-            "cuts the model's 6 layers into 2 stages, but ZBV on 2 ranks has 4: leave the field out",
+            "cuts the model's 6 layers into 2 stages, but ZBV on 2 ranks has 4: omit the field",
         ),
         pytest.param(
             [*pipeline("ZBV"), "--parallelism.pipeline_parallel_microbatch_size", "3"],
@@ -189,7 +189,7 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
         (pipeline("deadlock.csv"), "deadlock: "),
         (
             [*pipeline("1F1B"), "--zbpipe.defer-loss"],
-            "torch's 1F1B takes only those options that torch has, too: leave out the others",
+            "torch's 1F1B takes only the options that torch also has: omit the others",
         ),
     ],
 )
@@ -215,7 +215,7 @@ def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence
         ("eight_microbatches.csv", "", "is a table for 8 microbatches, but the job has 4"),
         ("no_schedule.csv", "", "no_schedule.csv' holds no schedule: row 1 (rank 0), column 1: 'garbage' is not an op"),
         ("missing.csv", "", "missing: rank 1, 1B3: no rank runs this backward"),
-        ("ZBV", "memory-limit 2x", "memory-limit is for the schedules that fit themselves to one, Auto, ZBH1Lean"),
+        ("ZBV", "memory-limit 2x", "memory-limit is for the schedules that adapt to one, Auto, ZBH1Lean"),
         ("ZBVLean", "memory-limit 3e9 costs-file four.toml", "memory_limit = 3000000000 is too small for ZBVLean"),
         ("ZBV", "costs-out a.toml", "costs-out a.toml needs measured costs: set --zbpipe.profile-steps"),
         ("ZBV", "profile-steps 9", "profile-steps needs 11 steps, but training.steps=10: lower it, or train longer"),
@@ -224,7 +224,7 @@ def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence
         ("1F1B", "check-gradients 1", "check-gradients, or use one of zbpipe's schedules, for example ZBVLean"),
         ("ZBV", "check-gradients 11", "--zbpipe.check-gradients needs 11 steps"),
         ("Auto", "memory-limit 0.5microbatches", "memory_limit = 0.5 microbatches is too small for Auto: one mic"),
-        ("ZBV", "offload all", "the times of the stages and of the way to the host: give --zbpipe.costs-file a file"),
+        ("ZBV", "offload all", "the times of the stages and of copies to the host: give --zbpipe.costs-file a file"),
         ("ZBV", "costs-file no.toml", "cost file 'no.toml' cannot be read: No such file or directory"),
         (
             "ZBV",
@@ -235,19 +235,19 @@ def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence
         (
             "ZBH1",
             "costs-file two_stages.toml offload pairs",
-            "two_stages.toml does not know the way to the host, which --zbpipe.offload needs: measure it again with",
+            "two_stages.toml has no bandwidth to the host, which --zbpipe.offload needs: measure it again with",
         ),
         (
             "Auto",
             "offload pairs split-backward autograd",
-            "offload pairs takes deferred gradients, and only zbpipe's split frees them: leave out --zbpipe.split",
+            "offload pairs takes deferred gradients, and only zbpipe's split frees them: omit --zbpipe.split",
         ),
         (
             "Auto",
             "offload pairs optimizer-step validated",
             "--zbpipe.offload pairs and --zbpipe.optimizer-step validated exclude each other",
         ),
-        ("1F1B", "costs-file two_stages.toml", "torch's 1F1B takes only those options that torch has, too"),
+        ("1F1B", "costs-file two_stages.toml", "torch's 1F1B takes only the options that torch also has"),
         ("1F1B", "max-active-stages 2", "1F1B on this torch has no option 'max_active_stages'; it takes: args_chunk"),
     ],
 )
@@ -308,7 +308,7 @@ def test_a_first_step_that_may_take_too_long_is_told_before_the_launch(caplog: p
     checked("1F1B", 8, batch=16, compiles=True)
     (record,) = caplog.records
     assert "1F1B compiles 8 stages one after the other in the first step" in record.getMessage()
-    assert "comm.init_timeout_seconds=300 ends if" in record.getMessage()
+    assert "comm.init_timeout_seconds=300, the job ends" in record.getMessage()
     assert "set --comm.init_timeout_seconds 1800" in record.getMessage()
 
 
@@ -599,7 +599,7 @@ def test_resuming_with_the_plan_for_another_placement(titan: Titan, tmp_path: Pa
         *pipeline("Auto"), *steps, *options, *faulty("slow_at_both_ends"), num_ranks=2, checkpoints=checkpoints
     )
     assert job.exit_codes == (1, -signal.SIGKILL), job.log
-    assert "less than now" in job.log
+    assert "shorter than now" in job.log
     assert "wrote that plan to" in job.log
     assert zbpipe.Schedule.from_csv(plan.read_text()).placement != zbpipe.Placement.v(2)
     resumed = titan.train(*pipeline(str(plan)), *steps, num_ranks=2, checkpoints=checkpoints)
@@ -964,7 +964,7 @@ def test_the_demo_reports_what_it_saw(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert re.search(
         r"ZBV as planned, 25.5 s:\nrank 0 F.*ZBV as measured, 38.25 s:\nrank 0 F", result.output, re.DOTALL
     )
-    assert f"The same as a page to zoom: {page}" in result.output
+    assert f"The same as an interactive page: {page}" in result.output
     data = re.findall(r'<script id="data".*?>(.*?)<', page.read_text())
     headings = [each["heading"] for each in json.loads(zlib.decompress(b64decode(data[0])))]
     assert headings == ["1F1B, measured", "ZBV, measured", "1F1B, simulated", "ZBV, simulated"]

@@ -110,8 +110,8 @@ def section() -> Section:
         " tokens of a step, not of its mean. So the tests divide the norms by the number of tokens before they compare"
         " them, and all jobs clip to the same norm. Selective checkpointing is by op. Rows with nothing but a schedule"
         " on 2 ranks have full checkpointing, all others selective checkpointing, unless they say so. Not tried:"
-        " context parallelism, expert parallelism, float8. Tensor parallelism with torch.compile fails in TorchTitan"
-        " without a pipeline, too (torch 2.13, CPU).",
+        " context parallelism, expert parallelism, float8. Tensor parallelism with torch.compile also fails in"
+        " TorchTitan without a pipeline (torch 2.13, CPU).",
         compatibility.TITAN,
         [
             compatibility.by_checkpointing(

@@ -57,7 +57,7 @@ except ValueError as error:
 workload._on_meta = lambda block, x, *args: None
 guessed = workload.read([*named, "--parallelism.tensor_parallel_degree", "1"], 64)
 found["bytes"] = [bytes_of(each.layers[1]) for each in (counted, guessed)]
-found["guessed"] = [guessed.layers[1].f == block.f, "look at values" in guessed.words]
+found["guessed"] = [guessed.layers[1].f == block.f, "read values" in guessed.words]
 print(json.dumps(found))
 """
 
@@ -126,7 +126,7 @@ def test_a_model_with_experts() -> None:
     )
     assert (result.returncode, result.stderr) == (0, "")
     found = json.loads(result.stdout)
-    assert any("look at values" in line for line in found["words"])
+    assert any("read values" in line for line in found["words"])
     assert all(row["memory"]["activations"] + row["memory"]["waiting"] > 0 for row in found["schedules"])
 
 

@@ -98,9 +98,9 @@ def test_another_runtime_is_left_alone_and_knows_no_schedule_of_zbpipes() -> Non
     assert not isinstance(first, str), first
     assert not isinstance(other, str), other
     assert first[0] == pytest.approx(other[0])
-    assert "torchtitan.experiments.toys.pipeline_by_runtime runs 1F1B by a Runtime of its own" in first[1]
+    assert "torchtitan.experiments.toys.pipeline_by_runtime runs 1F1B by its own Runtime" in first[1]
     assert isinstance(refused, str)
-    assert refused.startswith("torchtitan.experiments.toys.pipeline_by_runtime runs this model by a Runtime of its own")
+    assert refused.startswith("torchtitan.experiments.toys.pipeline_by_runtime runs this model by its own Runtime")
 
 
 @NEEDS_TORCH
@@ -159,8 +159,8 @@ def test_names_that_are_missing_are_all_told(titan: ModuleType, monkeypatch: pyt
     interface.require_names()
     monkeypatch.setattr(interface, "NEEDED", needed)
     said = (
-        "torchtitan 0.4.0 in /clone lacks second of part.moved, part.gone or other.gone, which TorchTitan has as zbpipe"
-        " knows it (0.2.2, 0.3.0, main of August 2026): use zbpipe.install()"
+        "torchtitan 0.4.0 in /clone lacks second of part.moved, part.gone or other.gone, which zbpipe needs; it"
+        " knows 0.2.2, 0.3.0, main of August 2026: use zbpipe.install()"
     )
     with pytest.raises(ImportError, match=re.escape(said)):
         interface.require_names()
@@ -171,7 +171,7 @@ def test_a_package_that_a_clone_needs_is_told(titan: ModuleType, monkeypatch: py
         raise ModuleNotFoundError("No module named 'grain'", name="grain")
 
     monkeypatch.setattr(interface, "resolve_name", find_no_grain)
-    said = "torchtitan 0.4.0 in /clone cannot be imported: No module named 'grain': install what it needs"
+    said = "torchtitan 0.4.0 in /clone cannot be imported: No module named 'grain': install its dependencies"
     with pytest.raises(ImportError, match=re.escape(said)):
         interface.require_names()
 
@@ -248,9 +248,7 @@ def test_degrees_that_do_not_fit_the_processes(number: int, degrees: dict[str, i
 
 def test_options_without_a_pipeline_name_no_schedule() -> None:
     job = config(pipeline_parallel_degree=1, pipeline_parallel_schedule="Interleaved1F1B")
-    with pytest.raises(
-        ValueError, match=r"^zbpipe's options have no effect without a pipeline: leave them out, or set"
-    ):
+    with pytest.raises(ValueError, match=r"^zbpipe's options have no effect without a pipeline: omit them, or set"):
         check(job, Options(check_gradients=1))
     check(job, Options())
 

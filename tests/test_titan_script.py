@@ -25,7 +25,7 @@ PER_EDGE = "TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P"
 def run_script(
     folder: Path, *arguments: str, timeout: float = 60, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """With the given variables alone: what this shell has of the script's is left out. No process is left behind."""
+    """With the given variables alone: what this shell has of the script's is omitted. No process is left behind."""
     clean = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "PYTHONPATH")}
     process = subprocess.Popen(
         [str(SCRIPT), *arguments],
@@ -229,7 +229,7 @@ def test_torchtitan_02(tmp_path: Path) -> None:
         assert command.endswith(f" -m zbpipe.titan.train --job.config_file {file} --training.steps 5")
     for others, complaint in (
         ({"CONFIG": "llama3_9b"}, "CONFIG='llama3_9b' is neither a TOML file nor the name of one in"),
-        ({"MODULE": "llama3"}, "MODULE='llama3' is for TorchTitan 0.3, and this is 0.2: leave it out"),
+        ({"MODULE": "llama3"}, "MODULE='llama3' is for TorchTitan 0.3, and this is 0.2: omit it"),
     ):
         result = run_script(tmp_path, **{**variables, **others, "DRY_RUN": "1"})
         assert result.returncode == 2

@@ -133,8 +133,8 @@ def test_no_checkpoint_comes_before_the_validation(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        ((), "--zbpipe.optimizer-step validated saves a wait for other pipeline ranks, and this job has none"),
-        (pipeline("1F1B"), "needs one of zbpipe's schedules, and 1F1B is torch's own: use ZBV, or leave it out"),
+        ((), "--zbpipe.optimizer-step validated avoids a wait for other pipeline ranks, but this job has none"),
+        (pipeline("1F1B"), "needs one of zbpipe's schedules, and 1F1B is torch's own: use ZBV, or omit it"),
         (pipeline("ZBH1"), "gains nothing (0.0% of a step) with ZBH1 on 2 ranks: use ZBV or ZB2P"),
     ],
 )

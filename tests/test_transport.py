@@ -49,7 +49,7 @@ def test_a_message_that_waits_holds_up_what_shares_its_queue() -> None:
         assert {str(each): end for each, end in times.end.items()}["1F0"] == expected
 
 
-def test_a_circle_is_told() -> None:
+def test_a_cycle_is_told() -> None:
     rows = parse("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1")
     costs = CostModel.uniform(Placement.loop(2))
     with pytest.raises(ValueError, match=r"with one queue messages wait for each other: .*1SEND_B0 before"):
@@ -171,7 +171,7 @@ def test_words() -> None:
     assert sum(map(len, add_messages(schedule))) == 2 * 2 * 4 * 3 + 2 * 2 * 2 * 4
 
 
-def test_only_circles_count_as_circles(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_cycles_count_as_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault in the placing of receives is told, not taken for messages that wait for each other."""
 
     def explode(*args: object) -> None:

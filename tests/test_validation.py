@@ -84,7 +84,7 @@ def test_ranks_that_wait_for_each_other() -> None:
     assert "rank 1 (position 0, 1F1) waits for 0F1 on rank 0 (position 2)" in finding.message
 
 
-def test_each_circle_is_told_once_and_those_who_merely_wait_are_not() -> None:
+def test_each_cycle_is_told_once_and_those_who_merely_wait_are_not() -> None:
     table = "0F0,0B0,0F1,0B1\n1F1,1F0,1B1,1B0\n2F0,2B0,2F1,2B1\n"
     assert [finding.rule for finding in validate(Schedule.from_csv(table))] == ["deadlock"]
 
@@ -175,8 +175,8 @@ def test_a_limit_is_in_the_unit_of_the_costs_and_may_differ_by_rank(data: st.Dat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("ZBV",), r"'ZBV' is no zbpipe.Schedule: make one with zbpipe.generate\('ZBV', 4, 8\)"),
-        ((None,), "None is no zbpipe.Schedule"),
+        (("ZBV",), r"'ZBV' is not a zbpipe.Schedule: make one with zbpipe.generate\('ZBV', 4, 8\)"),
+        ((None,), "None is not a zbpipe.Schedule"),
         ((generate("1F1B", 2, 1), 2, (1, 1)), r"costs have to be .* for example \(1, 1, 1\), got \(1, 1\)"),
         ((generate("1F1B", 2, 1), 2, CostModel.uniform(Placement.loop(3))), "costs are for 3 stages, but the placem"),
     ],

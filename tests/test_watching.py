@@ -97,7 +97,7 @@ def test_a_slow_rank_is_found_and_named(tmp_path: Path) -> None:
     again = [name for before, name in pairwise(names) if name.startswith("Auto") and not before.startswith("Auto")]
     assert len(causes) <= len(again) <= len(drifts), names
     assert any("stage 0 (rank 0) takes" in each or "stage 3 (rank 0) takes" in each for each in told)
-    assert any("with the placement" in each and "less than now" in each for each in told)
+    assert any("with the placement" in each and "shorter than now" in each for each in told)
     assert Schedule.from_csv((tmp_path / "plan.csv").read_text()).placement != Placement.v(2)
 
 
@@ -114,7 +114,7 @@ def test_another_placement_is_told_if_it_is_faster() -> None:
     found = advise_placement(8, job, here, budget=1e5)
     assert found is not None
     assert found.schedule.placement != Placement.v(4)
-    assert "less than now" in found.words
+    assert "shorter than now" in found.words
     again = Schedule.from_csv(found.schedule.to_csv())
     assert again.ops == found.schedule.ops
 

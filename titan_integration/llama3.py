@@ -1,7 +1,7 @@
 """Llama 3 on zbpipe's schedules: `--module titan_integration.llama3 --config ...` for `zbpipe.titan.train`.
 
 Everything that is not set here is as in TorchTitan's own config of the model. `zbpipe estimate --ranks` does the
-arithmetic, for any change of these figures, too. GiB are those of the worst rank on the fewest GPUs, with what an op
+arithmetic, also for any change of these figures. GiB are those of the worst rank on the fewest GPUs, with what an op
 needs while it runs.
 
 All large jobs have in common:
@@ -72,9 +72,8 @@ def llama3_8b() -> Trainer.Config:
 
     1.7 billion parameters on rank 0, which has the embedding, the head and 3 of the 32 layers: 18 bytes each (bf16 copy
     2, float32 gradient 4, parameter and AdamW's moments 12) are 29 GiB. The other ranks have 0.9 to
-    1.1 billion. 32 microbatches of 8192 tokens: 0.5 GiB a layer and microbatch from F to I (selective), 1.06 GiB from I
-    to W, at most 32 GiB, and 20 on rank 0, logits and their
-    gradients included.
+    1.1 billion. 32 microbatches of 8192 tokens: 0.5 GiB per layer and microbatch from F to I (selective), 1.06 GiB
+    from I to W, at most 32 GiB, and 20 on rank 0, logits and their gradients included.
     """
     return _pipelined(titan.llama3_8b(), "ZBV", pp=8, tp=1, checkpointing="selective")
 
@@ -92,7 +91,7 @@ def llama3_70b() -> Trainer.Config:
     """4 nodes, PP 4 x TP 8, for GPUs of 141 GB or more: 85 GiB (with twice the nodes, FSDP 2: 73 GiB).
 
     18.3 billion parameters on the worst rank, so 2.3 billion on a GPU, with 18 bytes each: 38 GiB. 16 microbatches:
-    0.2 GiB a layer and microbatch from F to I, 0.7 GiB from I to W, at most 49 GiB. TP cuts only one side of each
+    0.2 GiB per layer and microbatch from F to I, 0.7 GiB from I to W, at most 49 GiB. TP cuts only one side of each
     product, so x and dY, which wait for W, are not an eighth of what they are without it.
     """
     return _pipelined(titan.llama3_70b(), "ZBV", pp=4, tp=8, checkpointing="selective")

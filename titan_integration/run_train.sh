@@ -48,10 +48,10 @@ default() { # NAME VALUE
 
 PLATFORM=${PLATFORM:-auto}
 [[ $PLATFORM =~ ^(auto|cuda|rocm|cpu)$ ]] ||
-    fail "PLATFORM='$PLATFORM' is unknown: use cuda, rocm or cpu, or leave it out to take what torch finds"
+    fail "PLATFORM='$PLATFORM' is unknown: use cuda, rocm or cpu, or omit it to take what torch finds"
 COMM_MODE=${COMM_MODE:-}
 [[ $COMM_MODE =~ ^(fake_backend|local_tensor)?$ ]] ||
-    fail "COMM_MODE='$COMM_MODE' is unknown: use fake_backend or local_tensor, or leave it out to train"
+    fail "COMM_MODE='$COMM_MODE' is unknown: use fake_backend or local_tensor, or omit it to train"
 CONFIG=${CONFIG:-llama3_debug}
 TRAIN_FILE=${TRAIN_FILE:-zbpipe.titan.train}
 export LOG_RANK=${LOG_RANK:-0} # TorchTitan looks there, too, and tells if the loss would not be seen
@@ -103,7 +103,7 @@ if tuple(int(part) for part in installed.split(".")[:2]) < (2, oldest):
         " titan_integration/README.md says how"
     )
 if titan == "0.2" and module:
-    fail(f"MODULE='{module}' is for TorchTitan 0.3, and this is {titan}: leave it out, and set CONFIG to a TOML file")
+    fail(f"MODULE='{module}' is for TorchTitan 0.3, and this is {titan}: omit it, and set CONFIG to a TOML file")
 for variable, name in (("MODULE", module), ("TRAIN_FILE", train_file)):
     if "." in name and not is_there(name):
         fail(f"{variable}='{name}' is no Python module: put its folder into PYTHONPATH, or correct the name")

@@ -3,8 +3,8 @@
     torchrun ... -m zbpipe.run --schedule ZBV -- script.py its arguments
     torchrun ... -m zbpipe.run --schedule ZBV -- -m package.module its arguments
 
-Whatever schedule the job asks torch for by name, it gets that one. Without `--schedule` it gets the one it asks for,
-also by zbpipe's names. The options are those of `zbpipe.install`.
+With `--schedule`, the job gets this schedule for every name that it asks torch for. Otherwise zbpipe's names are also
+valid names. The options are those of `zbpipe.install`.
 """
 
 from __future__ import annotations

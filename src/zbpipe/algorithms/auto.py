@@ -57,7 +57,7 @@ def _make_forms(schedule: Schedule, costs: CostModel) -> Iterator[Schedule]:
 def mix_backwards(schedule: Schedule, costs: CostModel, samples: int = 1) -> Schedule:
     """`schedule` in which, on every stage, some microbatches run I with W right after it, and some run B.
 
-    Stages that have both already stay unchanged. On other stages, microbatches change where the rank holds least when
+    Stages that already have both stay unchanged. On other stages, microbatches change where the rank holds least when
     the backward begins. The first microbatch does not count, because its W allocates the gradients. With fewer than
     three microbatches, I and W take precedence.
 

@@ -1,6 +1,6 @@
 """DualPipeV (deepseek-ai/DualPipe, its "cut-in-half"; DeepSeek-V3, arXiv 2412.19437, section 3.2.1).
 
-DeepSeek's schedule, cut in half to a V. It targets forwards and backwards that overlap, as in expert parallelism.
+DeepSeek's schedule, cut in half into a V. It targets forwards and backwards that overlap, as in expert parallelism.
 Without that overlap it is close to ZBV.
 """
 
@@ -20,7 +20,7 @@ from zbpipe.schedule.registry import register
     summary="DeepSeek's cut-in-half schedule; p + 1/2 activations, and deferred gradients",
 )
 def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
-    """The drawing, which needs 2p microbatches. With fewer, the drawing for 2p without the missing microbatches.
+    """The drawing, which needs 2p microbatches. With fewer, it is the drawing for 2p without the missing ones.
 
     >>> print(dualpipe_v(2, 2))
     rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3B1 0B0 0B1

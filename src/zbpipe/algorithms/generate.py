@@ -28,8 +28,8 @@ def generate(
 
     Args:
         schedule: a name, in any case, or the path of a CSV file. A Schedule is returned unchanged.
-        ranks: pipeline ranks, from 1 on.
-        microbatches: from 1 on.
+        ranks: pipeline ranks, at least 1.
+        microbatches: at least 1.
         stages_per_rank: for looped schedules. Default: the usual number of the schedule.
         costs: costs of the stages, or three numbers (f, i, w), for schedules that adapt to them (ZB1P, ZB2P). Other
             schedules ignore them.
@@ -41,7 +41,7 @@ def generate(
         TypeError: `costs` or `memory_limit` has another type.
         ValueError: the name is unknown, the schedule does not support these numbers, or there are more than 1024 stages
             or 2**18 microbatches times stages. Also if the limit is too small for one microbatch or the schedule takes
-            no limit, or if a registered function returns another schedule than requested.
+            no limit, or if a registered function returns a schedule other than requested.
     """
     algorithm = resolve(schedule)
     if costs is not None and ("costs" in algorithm.keywords or not isinstance(costs, CostModel)):

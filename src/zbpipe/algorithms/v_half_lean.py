@@ -2,7 +2,7 @@
 
 Use it for models that do not fit with ZBVLean. V-Half (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362,
 section 4.2) holds half of 1F1B's activations without checkpointing. Here W is deferred only as far as that half has
-room. Elsewhere I and W run as one op B.
+room. Otherwise I and W run as one op B.
 """
 
 from zbpipe.algorithms._lean import find_within_share

@@ -2,7 +2,7 @@
 
 Use it for models that do not fit otherwise. V-Min (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362,
 section 4.2) holds a third of 1F1B's activations without checkpointing. Here W is deferred only as far as that third has
-room. Elsewhere I and W run as one op B. With whole backwards, ranks need half of 1F1B's activations to stay busy, so
+room. Otherwise I and W run as one op B. With whole backwards, ranks need half of 1F1B's activations to stay busy, so
 under full checkpointing a step is long.
 """
 

@@ -10,7 +10,7 @@ from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register
 
 
-@register("ZBH1", summary="1F1B's activations, and deferred gradients; a third of its bubble, one stage a rank")
+@register("ZBH1", summary="1F1B's activations, and deferred gradients; a third of its bubble, one stage per rank")
 def zbh1(ranks: int, microbatches: int) -> Schedule:
     """The F and I of 1F1B. Rank r starts its W r microbatches late, the difference between p and its warm-up.
 

@@ -1,9 +1,9 @@
 """ZBH1 made lean: the shortest step found in 1F1B's memory with one stage per rank, under any checkpointing.
 
 **Try it first on AMD GPUs**, where a message may block both of its ranks and a V sends twice as many messages. Use it
-also for jobs that cannot place their stages in a V. Elsewhere ZBVLean is shorter. As in ZB-H1 (Zero Bubble Pipeline
-Parallelism, arXiv 2401.10241, section 2.3), W fills the tail, but only as far as 1F1B's memory allows. Where there is
-no room, I and W run as one op B. With no room anywhere, this is 1F1B.
+also for jobs that cannot place their stages in a V. On other GPUs ZBVLean has the shorter step. As in ZB-H1 (Zero
+Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.3), W fills the tail, but only as far as 1F1B's memory allows.
+Where there is no room, I and W run as one op B. With no room anywhere, this is 1F1B.
 """
 
 from zbpipe.algorithms._lean import find_best, resolve_limits
@@ -18,7 +18,7 @@ from zbpipe.schedule.registry import register
 
 @register(
     "ZBH1Lean",
-    summary="for AMD's GPUs, and one stage a rank: the shortest step found in 1F1B's memory",
+    summary="for AMD's GPUs, and one stage per rank: the shortest step found in 1F1B's memory",
     by_checkpointing=True,
 )
 def zbh1_lean(

@@ -29,8 +29,8 @@ F, I, W = OpKind.F, OpKind.I, OpKind.W  # noqa: E741
 def zbv(ranks: int, microbatches: int) -> Schedule:
     """The schedule of the paper's figure 6, for any number of ranks and microbatches.
 
-    The figure needs 2p - 1 microbatches to fill the V. With fewer, the result is the better of two: the figure with
-    microbatches left out, or list scheduling, in which each rank runs what is ready, I first and W last.
+    The figure needs 2p - 1 microbatches to fill the V. With fewer, the result is the better of two: this order without
+    the missing microbatches, or list scheduling, in which each rank runs a ready op, I first and W last.
 
         >>> print(zbv(2, 2))
         rank 0: 0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0I1 3W1 0W0 0W1

@@ -1,6 +1,6 @@
 """ZBV, VHalf and DualPipeV made lean: the shortest step found in 1F1B's memory, under any checkpointing.
 
-**Try it first**, except on AMD GPUs, where ZBH1Lean is shorter. ZB-V (Zero Bubble Pipeline Parallelism, arXiv
+**Try it first**, except on AMD GPUs, where ZBH1Lean has the shorter step. ZB-V (Zero Bubble Pipeline Parallelism, arXiv
 2401.10241, section 6) takes 1F1B's activations, but with checkpointing deferred gradients take more memory than these.
 Here W is deferred only as far as 1F1B's memory has room, deferred gradients and working memory included. Where there is
 no room, I and W run as one op B.

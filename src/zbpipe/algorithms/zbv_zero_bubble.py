@@ -1,7 +1,7 @@
 """ZB-V (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 6) under torch's name.
 
-For comparison: torch's class runs it, with torch's split of the backward. It is the figure of ZBV, with microbatches
-left out where there are few.
+For comparison: torch's class runs it, with torch's split of the backward. With few microbatches it is the order of ZBV
+for more, without those that the job lacks.
 """
 
 from zbpipe.algorithms.zbv import draw_cut_down
@@ -17,7 +17,7 @@ from zbpipe.schedule.registry import register
     summary="torch's ZB-V with torch's own split, which fails under selective checkpointing",
 )
 def zbv_zero_bubble(ranks: int, microbatches: int) -> Schedule:
-    """With fewer than 2p - 1 microbatches, the figure for 2p - 1 without those that the job lacks.
+    """With fewer than 2p - 1 microbatches, the order for 2p - 1 without those that the job lacks.
 
     >>> print(zbv_zero_bubble(2, 2))
     rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1

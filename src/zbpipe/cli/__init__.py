@@ -31,7 +31,7 @@ def main(context: click.Context, modules: tuple[str, ...]) -> None:
     """Zero-bubble pipeline schedules for torch.distributed.pipelining and TorchTitan.
 
     NAME is the name of a schedule, in any case (`zbpipe list` has them), the path of a .csv file in torch's
-    compute-only format, or file.py:function for a schedule of your own.
+    compute-only format, or file.py:function for your own schedule.
     """
     with in_one_line(ValueError):
         import_modules(modules)

@@ -107,12 +107,12 @@ class OutputFile(click.Path):
         if self.allow_dash and str(file) == "-":
             return file
         if not str(file).lower().endswith(self.ending):
-            self.fail(f"{str(file)!r} has to end in {self.ending}: by that, commands and jobs know a schedule's file")
+            self.fail(f"{str(file)!r} has to end in {self.ending}, the suffix of schedule files")
         try:
             file.stat()
         except (FileNotFoundError, NotADirectoryError):
             if not os.access(file.absolute().parent, os.W_OK | os.X_OK):
-                self.fail(f"{str(file)!r} is in no folder that exists and that you can write to", param, ctx)
+                self.fail(f"{str(file)!r} is not in a folder that exists and that you can write to", param, ctx)
         except OSError as error:
             self.fail(f"{str(file)!r} cannot be written: {error.strerror}", param, ctx)
         return file
@@ -160,8 +160,8 @@ transport_option = click.option(
     metavar="NAME",
     default="ideal",
     show_default=True,
-    help="What messages wait for: ideal, one-queue (as NCCL and RCCL send), queue-per-peer, or shared-with-compute"
-    " (AMD's worst case). Receives are posted where they are best.",
+    help="Which messages wait for each other: ideal, one-queue (as NCCL and RCCL send), queue-per-peer, or"
+    " shared-with-compute (AMD's worst case). Receives are posted where they are best.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 

@@ -132,7 +132,7 @@ def _from_file(file: Path, context: click.Context) -> Costs:
     for name, (option, what) in reasons.items():
         if is_given(context, name):
             raise click.UsageError(
-                f"{option} and --costs-file {file} exclude each other: the file has {what} already; leave one out",
+                f"{option} and --costs-file {file} exclude each other: the file already has {what}; omit one",
                 context,
             )
     job = load_costs(file)
@@ -167,7 +167,7 @@ def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
             callback=_times,
             default=times,
             show_default=True,
-            help="Seconds (or any other unit) that a rank takes for F, I (with what it recomputes) and W of one"
+            help="Seconds (or any other unit) that a rank takes for F, I (with recomputation) and W of one"
             " microbatch; or `typical`, those of a transformer with the chosen checkpointing.",
         ),
         click.option(
@@ -192,8 +192,8 @@ def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
             type=float,
             callback=parse_with(lambda bandwidth: Link(bandwidth=bandwidth)),
             metavar="X",
-            help="For schedules that offload: how much goes to a rank's host per unit of time, and as much back. 1 is"
-            " what F keeps of a rank's share of one microbatch.",
+            help="For schedules that offload: bandwidth to a rank's host, in each direction, per unit of time. 1 is"
+            " the activations of a rank's share of one microbatch.",
         ),
         click.option(
             "--costs-file",
@@ -230,5 +230,5 @@ def limit_option(what: str, spellings: str = SPELLINGS) -> Callable[[_Function],
     )
 
 
-memory_limit_option = limit_option("What a rank can hold of activations")
-fitted_limit_option = limit_option("For the schedules that fit themselves to it, such as ZBVLean, what a rank may hold")
+memory_limit_option = limit_option("Memory limit of a rank")
+fitted_limit_option = limit_option("Memory limit of a rank, for schedules that adapt to it, such as ZBVLean")

@@ -111,4 +111,4 @@ def _is_of_a_job(name: str) -> bool:
 
 def _issues() -> str:
     urls = dict(each.split(", ", 1) for each in metadata("zbpipe").get_all("Project-URL") or ())
-    return str(urls.get("Issues", "the address from which you have zbpipe"))
+    return str(urls.get("Issues", "the address from which you got zbpipe"))

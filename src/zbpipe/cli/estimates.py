@@ -13,17 +13,17 @@ from zbpipe.estimation.ranks import JobMemory
 from zbpipe.estimation.result import Estimate, Memory, Step
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.views.html import fill, pictures
-from zbpipe.views.report import table
+from zbpipe.views.report import longer, table
 from zbpipe.views.scatter import Axis, Point, scatter
 from zbpipe.views.style import count_noun, percent
 
-_HEADS = ("schedule", "placement", "stages", "step s", "bubble", "tokens/s a GPU", "MFU", "to 1F1B", "to FSDP", "GiB")
+_HEADS = ("schedule", "placement", "stages", "step s", "bubble", "tokens/s per GPU", "MFU", "vs 1F1B", "vs FSDP", "GiB")
 _PARTS = {part.name: part.name for part in fields(Memory)} | {"waiting": "deferred"}
 """Parts of a rank's memory, with their column names."""
 LEGEND = (
-    "GiB: of the worst rank at its worst moment, then its parts: weights, with the copies that products use; gradients"
-    " and optimizer; activations; deferred gradients; messages; the working memory of the op that runs then, or"
-    " the logits. To 1F1B, to FSDP: tokens per second more or less"
+    "GiB: peak of the worst rank, then its parts: weights, with the copies that products use; gradients and optimizer;"
+    " activations; deferred gradients; messages; working memory or logits. vs: the step relative to that of 1F1B, or of"
+    " FSDP without a pipeline; -5.0% is a 5 % shorter step"
 )
 _DRAWN = 5
 """Number of schedules in the page's picture."""
@@ -52,7 +52,7 @@ def _verdict(found: Estimate, searched: bool) -> Iterator[str]:
         shortest = "The shortest step of all: no pipeline."
         yield shortest if searched else "This job has no pipeline: --search compares pipelines with it."
     elif best is None:
-        yield "No schedule fits that can run."
+        yield "No schedule that can run fits."
     elif alone is None or not alone.fits:
         without = "" if alone is None else "; without a pipeline it does not fit"
         yield f"The shortest step that fits: {best.schedule}{without}."
@@ -92,16 +92,16 @@ def _cells(found: Estimate, step: Step) -> tuple[str, ...]:
         percent(step.bubble),
         f"{step.tokens_per_second:,.0f}",
         "" if step.mfu is None else percent(step.mfu),
-        _gain(found.gain(step, found.usual)),
-        _gain(found.gain(step, found.without_pipeline)),
+        _longer(found.relative(step, found.usual)),
+        _longer(found.relative(step, found.without_pipeline)),
         _gib(memory.total),
         *(_gib(getattr(memory, part)) for part in _PARTS),
         *([] if step.fits else ["  does not fit"]),
     )
 
 
-def _gain(gain: float | None) -> str:
-    return "" if gain is None else f"{gain:+.1%}"
+def _longer(relative: float | None) -> str:
+    return "" if relative is None else longer(relative, than=1)
 
 
 def _gib(size: float) -> str:
@@ -110,7 +110,7 @@ def _gib(size: float) -> str:
 
 def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]:
     """One line per choice of degrees with its best schedule, then the table of the best choice."""
-    yield f"the best schedule for each choice of degrees, {best.workload.global_tokens} tokens a step:"
+    yield f"the best schedule for each choice of degrees, {best.workload.global_tokens} tokens per step:"
     rows = [
         (str(each.workload.degrees), str(each.workload.microbatches), *_cells(each, step))
         for each in searched
@@ -143,8 +143,8 @@ def _step(found: Estimate, step: Step) -> dict[str, Any]:
     return {
         **plain,
         "memory": {**vars(step.memory), "total": step.memory.total},
-        "gain_over_1f1b": found.gain(step, found.usual),
-        "gain_over_fsdp": found.gain(step, found.without_pipeline),
+        "step_to_1f1b": found.relative(step, found.usual),
+        "step_to_fsdp": found.relative(step, found.without_pipeline),
     }
 
 
@@ -194,7 +194,7 @@ def _drawn(found: Estimate) -> dict[str, Timeline]:
     own = [step for step in found.steps if step.schedule in (found.workload.schedule, "1F1B")]
     best = [step for step in found.steps if step.timeline is not None and step.is_usable and step not in own]
     return {
-        f"{step.schedule}, {step.placement}, {count_noun(step.stages_per_rank, 'stage')} a rank": step.timeline
+        f"{step.schedule}, {step.placement}, {count_noun(step.stages_per_rank, 'stage')} per rank": step.timeline
         for step in (*best[: _DRAWN - len(own)], *own)
         if step.timeline is not None
     }
@@ -214,4 +214,4 @@ def _plot(found: Estimate) -> str:
         for step in found.steps
     ]
     limit = found.device.usable_bytes / GIB if found.device else None
-    return scatter(points, Axis("seconds a step", "{:.4g} s".format), Axis("memory", "{:.0f} GiB".format, limit))
+    return scatter(points, Axis("seconds per step", "{:.4g} s".format), Axis("memory", "{:.0f} GiB".format, limit))

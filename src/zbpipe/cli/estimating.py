@@ -1,4 +1,4 @@
-"""`estimate` and `measure`: what a job would gain, before it is launched."""
+"""`estimate` and `measure`: the gain of a job before it is launched."""
 
 from __future__ import annotations
 
@@ -29,25 +29,29 @@ def _link(context: click.Context, option: click.Parameter, text: str | None) -> 
     try:
         return tuple(map(float, text.split(",")))
     except ValueError:
-        raise click.BadParameter(f"{text!r} is no bandwidth in GB/s; write for example 50, or 450,50") from None
+        raise click.BadParameter(f"{text!r} is not a bandwidth in GB/s; write for example 50, or 450,50") from None
 
 
 @click.command(cls=Command, context_settings=_TITANS)
 @click.option("--layers", type=_EXISTING, metavar="FILE", help="A model outside TorchTitan (docs/costs-file.md).")
-@click.option("--gpus", type=COUNT, required=True, metavar="N", help="Of the whole job.")
+@click.option("--gpus", type=COUNT, required=True, metavar="N", help="Number of GPUs of the whole job.")
 @click.option(
     "--device", metavar="NAME", help="A100, H100, H200, B200, GB200, L40S, MI250X (one die), MI300X, MI325X or MI355X."
 )
-@click.option("--tflops", type=float, metavar="X", help="What a GPU sustains in training, in place of the table's.")
+@click.option("--tflops", type=float, metavar="X", help="TFLOP/s that a GPU sustains, in place of the table's.")
 @click.option(
     "--link",
     callback=_link,
     metavar="GB/S",
-    help="From a GPU to other nodes in one direction, or two numbers: within a node, between nodes.",
+    help="Bandwidth of a GPU to other nodes, in one direction; or two numbers: within a node, between nodes.",
 )
 @click.option("--costs-file", type=_EXISTING, metavar="FILE", help="Measured times and bytes (`zbpipe measure`).")
 @click.option(
-    "--schedule", "only", multiple=True, metavar="NAME", help="Only this one, 1F1B and plans. Can be repeated."
+    "--schedule",
+    "only",
+    multiple=True,
+    metavar="NAME",
+    help="Estimate only this schedule, 1F1B and plans. Can be repeated.",
 )
 @click.option("--ranks", is_flag=True, help="Only the memory of each rank, with the job's own schedule; no --device.")
 @click.option("--search", is_flag=True, help="Compare all degrees of pipeline, tensor parallelism and FSDP.")
@@ -68,7 +72,7 @@ def estimate(
     html_file: Path | None,
     arguments: tuple[str, ...],
 ) -> None:
-    """Estimate what a job would gain, without a GPU and before it is launched.
+    """Estimate the gain of a job before it is launched, without a GPU.
 
     Prints each schedule and placement with its step time, bubble, tokens per second, MFU, and the memory of the worst
     rank, next to plans, 1F1B, and no pipeline at all on the same GPUs. Operations are counted on meta tensors; the
@@ -90,7 +94,7 @@ def estimate(
     _require(
         ranks or device is not None or costs_file is not None, "name a --device, or give measured costs: --costs-file"
     )
-    _require(not (search and only), "--search compares degrees by schedules of its own: leave --schedule out")
+    _require(not (search and only), "--search compares degrees by its own schedules: omit --schedule")
     _require(not (search and (costs_file or device is None)), "--search needs a --device, and no --costs-file")
     if device is not None:
         find(device)  # before the import of TorchTitan, which takes seconds
@@ -112,9 +116,7 @@ def _workload(layers: Path | None, gpus: int, arguments: Sequence[str]) -> Workl
     if layers is not None:
         from zbpipe.estimation.layers_file import load_layers
 
-        _require(
-            not arguments, f"unknown options: {' '.join(arguments)}; a file of --layers takes none of TorchTitan's"
-        )
+        _require(not arguments, f"unknown options: {' '.join(arguments)}; --layers takes no options of TorchTitan")
         return load_layers(layers, gpus)
     from zbpipe.frameworks.titan.workload import read
 
@@ -168,13 +170,13 @@ def _show(found: Sequence[Estimate], as_json: bool, html_file: Path | None, sear
     else:
         click.echo("\n".join(list_searched(found, best) if search else lines(best)))
     for name, reason in best.left_out:
-        click.echo(f"left out {name}: {reason}", err=True)
+        click.echo(f"skipped {name}: {reason}", err=True)
     if html_file is not None:
         click.echo(f"wrote {html_file}", err=as_json)
 
 
 @click.command(cls=Command, context_settings=_TITANS)
-@click.option("--steps", type=COUNT, default=3, show_default=True, metavar="N", help="To time, for each stage.")
+@click.option("--steps", type=COUNT, default=3, show_default=True, metavar="N", help="Timed steps for each stage.")
 @click.option("-o", "--output", type=OutputFile(), required=True, metavar="FILE", help="The cost file: .toml or .json.")
 @_titan_arguments
 def measure(steps: int, output: Path, arguments: tuple[str, ...]) -> None:

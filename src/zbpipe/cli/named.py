@@ -115,15 +115,16 @@ def simulate_all(
     costs: Costs,
     memory_limit: MemoryLimit | None = None,
     *,
+    stages_per_rank: int | None = None,
     searched: bool | None = None,
     **how: Any,
 ) -> Iterator[Timeline]:
     """Timelines of all named schedules whose placement has costs. `how` goes to `zbpipe.simulate`.
 
-    Those that are searched for, which takes a while, can be had alone, or all others.
+    `searched` restricts them to the schedules that need a search, which takes a while, or to all others.
 
-    Schedules that adapt to a memory limit use the given one. A schedule that cannot have these sizes, or fails in any
-    other way, is left out with a line on stderr.
+    Schedules that adapt to a memory limit use the given one. Schedules that take any number of stages use the given
+    one. A schedule that cannot have these sizes, or fails in any other way, is omitted with a line on stderr.
     """
     from zbpipe.schedule.registry import schedules
 
@@ -131,7 +132,8 @@ def simulate_all(
         known = [each for each in schedules().values() if searched in (None, "costs" in each.keywords)]
         for number, algorithm in enumerate(known):
             show(f"{number + 1} of {len(known)}: {algorithm.name}")
-            if timeline := simulate_one(algorithm, ranks, microbatches, costs, memory_limit, **how):
+            stages = stages_per_rank if algorithm.any_stages_per_rank else None
+            if timeline := simulate_one(algorithm, ranks, microbatches, costs, memory_limit, stages, **how):
                 yield timeline
 
 
@@ -141,15 +143,16 @@ def simulate_one(
     microbatches: int,
     costs: Costs,
     memory_limit: MemoryLimit | None = None,
+    stages_per_rank: int | None = None,
     **how: Any,
 ) -> Timeline | None:
-    """Timeline of one named schedule; None if it is left out."""
+    """Timeline of one named schedule; None if it is omitted."""
     try:
-        if costs.job is None or costs.has(algorithm.place(ranks)):
+        if costs.job is None or costs.has(algorithm.place(ranks, stages_per_rank)):
             limit = memory_limit if "memory_limit" in algorithm.keywords else None
-            return Request(algorithm.name, ranks, microbatches, costs, memory_limit=limit).simulate(**how)
+            return Request(algorithm.name, ranks, microbatches, costs, stages_per_rank, limit).simulate(**how)
     except ValueError as error:
-        click.echo(f"left out {algorithm.name}: {one_line(str(error))}", err=True)
+        click.echo(f"skipped {algorithm.name}: {one_line(str(error))}", err=True)
     except Exception as error:  # a broken function of one installed package must not hide the others
-        click.echo(f"left out {algorithm.name}: {type(error).__name__}: {one_line(str(error))}", err=True)
+        click.echo(f"skipped {algorithm.name}: {type(error).__name__}: {one_line(str(error))}", err=True)
     return None

@@ -52,7 +52,7 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
                 raise click.BadParameter(f"{text!r}: {error}") from None
         else:
             names = ", ".join(PLACEMENTS)
-            raise click.BadParameter(f"{text!r} is none of {names}, nor the rank of each stage, for example 0-1-1-0")
+            raise click.BadParameter(f"{text!r} is not one of {names}, nor the rank of each stage, for example 0-1-1-0")
     return found
 
 
@@ -79,13 +79,13 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
     " ahead of the validation.",
 )
 @click.option(
-    "--budget", type=float, metavar="N", help="How many ops the search may time; default: about a second's worth."
+    "--budget", type=float, metavar="N", help="Number of ops that the search may time; default: about one second."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the search.")
 @click.option(
     "--offload",
     type=click.Choice(["pairs", "activations", "all"]),
-    help="What may go to the host's memory for a while: deferred gradients (pairs), activations, or both. It needs"
+    help="Memory that may be offloaded to the host: deferred gradients (pairs), activations, or both. It needs"
     " --host-bandwidth, or [host] in the cost file.",
 )
 @jitter_option
@@ -101,7 +101,7 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
     "--most-loss",
     type=click.FloatRange(0),
     metavar="SHARE",
-    help="With --jitter: how much longer than the shortest known step the plan's may be without jitter, for example"
+    help="With --jitter: by how much the plan's step without jitter may exceed the shortest known one, for example"
     " 0.01 for 1 %; default: any amount.",
 )
 @click.option("--exact", is_flag=True, help="Look for the provably best schedule, in small cases (needs OR-Tools).")
@@ -187,9 +187,7 @@ def _complete(context: click.Context, costs: Costs, asked: dict[str, Any]) -> di
 
     job = costs.job
     if job is not None and job.placement is not None and asked["placements"]:
-        raise click.UsageError(
-            f"--placement and the rank_of in {costs.file} exclude each other: leave one out", context
-        )
+        raise click.UsageError(f"--placement and the rank_of in {costs.file} exclude each other: omit one", context)
     ranks, microbatches = require_job(costs.require_ranks(asked["ranks"]), asked["microbatches"])
     placements = name_placements(ranks, asked["placements"] or DEFAULT_PLACEMENTS)
     Request(ranks, microbatches, placements, budget=asked["budget"])
@@ -321,14 +319,14 @@ def _text(found: Plan, named: _Named) -> Iterator[str]:
 
     if named.wave is not None:
         yield (
-            f"with four stages a rank a plan takes {number(named.wave.reached)}"
-            f" ({named.wave.reached / found.reached - 1:+.1%}): --placement wave, if the model has layers enough"
+            f"with four stages per rank, a plan takes {number(named.wave.reached)}"
+            f" ({named.wave.reached / found.reached - 1:+.1%}): --placement wave, if the model has enough layers"
         )
     yield ""
     yield from comparison([named.plan, *named.others], named.plan)
     yield named.words
     if found.layers is not None:
-        yield "named schedules: with TorchTitan's even split of the layers"
+        yield "named schedules have TorchTitan's even split of the layers"
         yield ""
         yield from _split(found)
 
@@ -340,7 +338,7 @@ def _split(found: Plan) -> Iterator[str]:
 
     if found.even is not None:
         even = found.even.reached
-        yield f"a plan for TorchTitan's even split takes {number(even)}, {longer(even, found.reached)} to this one"
+        yield f"a plan for TorchTitan's even split takes {number(even)} ({longer(even, found.reached)})"
     yield "layers by stage, as TorchTitan's parallelism.module_fqns_per_model_part:"
     yield "["
     for modules in found.module_fqns_per_model_part or ():

@@ -24,7 +24,7 @@ def playground(port: int, browser: bool, file: Path | None) -> None:
     """Try schedules in the browser: sliders for sizes, times and memory.
 
     Two schedules, one above the other, next to the best plan found and the lower bound. It runs on this
-    machine alone, until Ctrl-C.
+    machine only, until Ctrl-C.
 
     \b
     Examples:
@@ -48,7 +48,7 @@ def _serve(port: int, browser: bool) -> None:
     try:
         listening = server(port)
     except OSError as error:
-        raise ValueError(f"--port {port} cannot be had ({error.strerror}): leave it out for a free one") from None
+        raise ValueError(f"--port {port} cannot be used ({error.strerror}): omit it for a free one") from None
     with listening as started:
         host, taken = started.server_address[:2]
         address = f"http://{host!s}:{taken}/"

@@ -14,6 +14,7 @@ from zbpipe.cli.base import (
     compared_size,
     json_option,
     print_json,
+    stages_option,
     transport_option,
 )
 from zbpipe.cli.costs import Costs, cost_options, memory_limit_option
@@ -29,7 +30,9 @@ if TYPE_CHECKING:
 
 @click.command("list", cls=Command)
 @click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks; default: 4, or those of a cost file.")
-@click.option("-m", "--microbatches", type=COUNT, metavar="M", default=16, show_default=True, help="Of a step.")
+@click.option(
+    "-m", "--microbatches", type=COUNT, metavar="M", default=16, show_default=True, help="Microbatches per step."
+)
 @cost_options()
 @json_option
 def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> None:
@@ -54,7 +57,7 @@ def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> 
     if as_json:
         print_json(list(listed))
         return
-    click.echo(f"step and memory: to 1F1B's, with {ranks} ranks and {microbatches} microbatches; {costs.words}\n")
+    click.echo(f"step and memory relative to 1F1B, with {ranks} ranks and {microbatches} microbatches; {costs.words}\n")
     for line in report.listing(known, listed):
         click.echo(line)
 
@@ -153,7 +156,7 @@ def simulate(
     from zbpipe.views.style import number
 
     if jitter and (no_sync or steps > 1 or transport is not transport.IDEAL):
-        raise click.UsageError("--jitter is for one synchronous step with the ideal transport: leave the others out")
+        raise click.UsageError("--jitter is for one synchronous step with the ideal transport: omit the others")
     costs = request.costs
     timeline = request.simulate(
         num_steps=steps,
@@ -175,6 +178,7 @@ def simulate(
 
 @click.command(cls=Command)
 @compared_size
+@stages_option
 @cost_options()
 @transport_option
 @memory_limit_option
@@ -183,6 +187,7 @@ def simulate(
 def compare(
     ranks: int | None,
     microbatches: int,
+    stages_per_rank: int | None,
     costs: Costs,
     transport: Transport,
     memory_limit: MemoryLimit | None,
@@ -200,6 +205,7 @@ def compare(
     \b
     Examples:
       zbpipe compare -p 8 -m 32
+      zbpipe compare -p 8 -m 32 --stages-per-rank 4
       zbpipe compare -p 8 -m 32 --jitter ops=0.1,delay=0.5
       zbpipe compare -p 8 -m 32 --checkpointing full --memory-limit 1.2x
       zbpipe compare -p 8 -m 32 --costs 1,1.2,0.8 --memory-limit 6
@@ -215,10 +221,12 @@ def compare(
     limits = limit.resolve(costs.for_limits, ranks, microbatches) if limit else None
     baseline = costs.baseline(ranks, microbatches)
     if jitter and transport is not transport.IDEAL:
-        raise click.UsageError("--jitter is for the ideal transport: leave --transport out")
+        raise click.UsageError("--jitter is for the ideal transport: omit --transport")
     if not as_json:
         click.echo(f"{ranks} ranks, {microbatches} microbatches; {costs.words}\n")
-    timelines = simulate_all(ranks, microbatches, costs, memory_limit, transport=transport)
+    timelines = simulate_all(
+        ranks, microbatches, costs, memory_limit, stages_per_rank=stages_per_rank, transport=transport
+    )
     varied = vary(jitter, samples) if jitter else None
     standings = report.compare(timelines, limits, baseline, varied, costs.checkpointing, with_period=as_json)
     if as_json:

@@ -54,7 +54,7 @@ def _name_or_file(context: click.Context, argument: click.Parameter, text: str) 
 @click.argument("name", callback=_name_or_file)
 @size_options
 @stages_option
-@limit_option("What a rank can hold of activations", _IN_SHARES)
+@limit_option("Memory limit of a rank", _IN_SHARES)
 def validate(
     name: str | Path,
     ranks: int | None,
@@ -67,8 +67,8 @@ def validate(
     It has to be complete, each rank has to be able to run its order, and no ranks may deadlock. A file is torch's
     compute-only table, or its table with communication, whose sends and receives have to match as well. The other
     commands and jobs read only its computations. Prints one finding per line. The exit code is 1 if there is any. A
-    memory limit counts activations as without checkpointing: 1 is a rank's share of one microbatch. `compare` and
-    `simulate` know what checkpointing changes.
+    memory limit counts activations as without checkpointing: 1 is a rank's share of one microbatch. The effect of
+    checkpointing is in `compare` and `simulate`.
 
     \b
     Examples:
@@ -82,7 +82,7 @@ def validate(
 
     if memory_limit is not None and memory_limit.unit == "bytes":
         raise ValueError(
-            f"memory_limit = {memory_limit.written!r} is in bytes, which nothing here is: write {_IN_SHARES}"
+            f"memory_limit = {memory_limit.written!r} is in bytes, but these costs are not: write {_IN_SHARES}"
         )
     if isinstance(name, str):
         schedule, _ = Request(name, ranks, microbatches, equal(), stages_per_rank).make()
@@ -108,11 +108,11 @@ def validate(
 
 
 def _require_size(table: Schedule, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> None:
-    """Refuse other numbers than those of the table."""
+    """Refuse numbers other than those of the table."""
     for given, own, what in (
         (ranks, table.num_ranks, "ranks"),
         (microbatches, table.num_microbatches, "microbatches"),
         (stages_per_rank, len(table.placement.stages_on(0)), "stages per rank"),
     ):
         if given not in (None, own):
-            raise ValueError(f"{table.name} is a table for {own} {what}, not {given}: leave that option out")
+            raise ValueError(f"{table.name} is a table for {own} {what}, not {given}: omit that option")

@@ -98,7 +98,7 @@ def causes(before: CostModel, after: CostModel, placement: Placement) -> str:
     """
     changed = _largest(_changes(before, after, placement))
     if not changed:
-        return "no single rank or link: all of them, or other work on their machines"
+        return "no single rank or link: all of them changed, or other work runs on their machines"
     slower = [each.ratio > 1 for each in changed]
     if placement.num_ranks > 1 and sum(each.of_rank for each in changed) == placement.num_ranks and len({*slower}) == 1:
         return f"all ranks compute {fmean(each.ratio for each in changed if each.of_rank):.2f} times as long as before"

@@ -24,7 +24,7 @@ _Table = dict[str, Any]
 
 
 def require_ending(path: str | Path) -> None:
-    """Raise for a cost file whose name ends in neither .toml nor .json, and for a value that is no path."""
+    """Raise for a cost file whose name ends in neither .toml nor .json, and for a value that is not a path."""
     if not isinstance(path, (str, Path)):
         raise TypeError(f"a cost file is named by its path, got {path!r}")
     if Path(path).suffix not in (".toml", ".json"):
@@ -32,7 +32,7 @@ def require_ending(path: str | Path) -> None:
 
 
 def load_costs(path: str | Path) -> JobCosts:
-    """Read a cost file, TOML or JSON, by its ending (.toml or .json).
+    """Read a cost file, TOML or JSON, by its suffix (.toml or .json).
 
         >>> import tempfile
         >>> folder = tempfile.TemporaryDirectory()
@@ -42,7 +42,7 @@ def load_costs(path: str | Path) -> JobCosts:
         (2000000000.0, 1000000000.0)
 
     Raises:
-        TypeError: the argument is no path.
+        TypeError: the argument is not a path.
         ValueError: the file cannot be read or is neither format, or a key or value is unknown, missing, of the wrong
             type or of the wrong length. The message names file, key and value.
     """
@@ -64,13 +64,13 @@ def read_data(path: str | Path) -> Any:
     except OSError as error:
         raise ValueError(f"cost file {str(path)!r} cannot be read: {error.strerror}") from None
     except RecursionError:
-        raise ValueError(f"cost file {str(path)!r} nests its values too deep: it needs tables of lists only") from None
+        raise ValueError(f"cost file {str(path)!r} is nested too deeply: it needs only tables of lists") from None
     except ValueError as error:
-        raise ValueError(f"cost file {str(path)!r} is no {kind}: {error}") from None
+        raise ValueError(f"cost file {str(path)!r} is not valid {kind}: {error}") from None
 
 
 def dump_costs(costs: JobCosts | CostModel | LayerCosts, path: str | Path) -> None:
-    """Write a cost file, TOML or JSON by its ending (.toml or .json). `load_costs` reads it back as an equal object.
+    """Write a cost file, TOML or JSON, by its suffix (.toml or .json). `load_costs` reads it back as an equal object.
 
         >>> import tempfile
         >>> folder = tempfile.TemporaryDirectory()
@@ -80,8 +80,8 @@ def dump_costs(costs: JobCosts | CostModel | LayerCosts, path: str | Path) -> No
         True
 
     Raises:
-        TypeError: the first argument has no costs, or the second is no path.
-        ValueError: the name has another ending.
+        TypeError: the first argument has no costs, or the second is not a path.
+        ValueError: the name has another suffix.
         OSError: the file cannot be written.
     """
     require_ending(path)
@@ -118,7 +118,7 @@ def from_data(data: Any) -> JobCosts:
 
 
 def to_data(job: JobCosts) -> _Table:
-    """The tables of the file, as dictionaries. Values equal to their default are left out."""
+    """The tables of the file, as dictionaries. Values equal to their default are omitted."""
     costs, limit = job.costs, MemoryLimit.parse(job.memory_limit)
     values: _Table = {
         "freed_by_i": costs.freed_by_i,
@@ -131,7 +131,7 @@ def to_data(job: JobCosts) -> _Table:
         values["host"] = _link_data(costs.host)
     if costs.working:
         values["working"] = {str(kind): numbers for kind, numbers in costs.working.items()}
-    # 0 is a valid limit, and a link to the host may take no time, so only None is left out.
+    # 0 is a valid limit, and a link to the host may take no time, so only None is omitted.
     there = {key for key in ("memory_limit", "host") if values.get(key) is not None}
     data = {key: value for key, value in values.items() if value or key in there}
     if costs.links:
@@ -188,9 +188,9 @@ def _links(rows: Iterator[tuple[str, Any]]) -> Mapping[tuple[int, int], Link]:
         ends = table.pop("from"), table.pop("to")
         for end in ends:
             if type(end) is not int or end < 0:
-                raise ValueError(f"{name} from = {ends[0]!r}, to = {ends[1]!r}: expected two ranks, from 0 on")
+                raise ValueError(f"{name} from = {ends[0]!r}, to = {ends[1]!r}: expected two ranks, 0 or larger")
         if ends in links:
-            raise ValueError(f"{name} from = {ends[0]}, to = {ends[1]}: this link is there already")
+            raise ValueError(f"{name} from = {ends[0]}, to = {ends[1]}: this link is already given")
         links[ends] = Link(**table)
     return links
 
@@ -226,7 +226,7 @@ def repeat_counted(row: _Table, name: str) -> Iterator[_Table]:
     if match is None:
         raise ValueError(
             f"{name} modules = {modules!r}: expected one name that ends in a number, for example ['layers.0'], because"
-            f" count = {count} counts it up"
+            f" count = {count} increments that number"
         )
     first = int(match[2])
     return (row | {"modules": [f"{match[1]}{number}"]} for number in range(first, first + count))

@@ -22,7 +22,7 @@ class JobCosts:
         <Transport.ONE_QUEUE: 'one queue'>
 
     Raises:
-        TypeError: a field is no costs, Placement, number or transport.
+        TypeError: a field has the wrong type.
         ValueError: the placement has another number of stages than the costs, or the costs are those of layers. Also
             for limits that are invalid or for another number of ranks than the placement, or an unknown transport.
     """
@@ -46,7 +46,7 @@ class JobCosts:
             return
         placed = f"rank_of = {list(self.placement.rank_of)} places"
         if isinstance(self.costs, LayerCosts):
-            raise ValueError(f"{placed} stages, but the costs are of layers: leave the placement out")
+            raise ValueError(f"{placed} stages, but the costs are of layers: omit the placement")
         if self.placement.num_stages != self.costs.num_stages:
             stages, known = self.placement.num_stages, self.costs.num_stages
             raise ValueError(f"{placed} {stages} stages, but the costs are of {known}")
@@ -57,8 +57,8 @@ class JobCosts:
         if self.placement is not None and self.placement.num_ranks != ranks:
             raise ValueError(
                 f"the costs have the placement rank_of = {list(self.placement.rank_of)}, which is for"
-                f" {self.placement.num_ranks} ranks, got {ranks}: use {self.placement.num_ranks}, or leave the"
-                " placement out of the costs"
+                f" {self.placement.num_ranks} ranks, got {ranks}: use {self.placement.num_ranks}, or omit"
+                " the placement from the costs"
             )
         if limit := MemoryLimit.parse(self.memory_limit):
             limit.require_ranks(ranks)

@@ -37,7 +37,7 @@ class Layer:
         6.0
 
     Raises:
-        TypeError: `modules` is no list of names, or another field is no number.
+        TypeError: `modules` is not a list of names, or another field is not a number.
         ValueError: there is no name, or a number is negative or not finite.
     """
 
@@ -77,7 +77,7 @@ class LayerCosts:
         (2.0, 1.0)
 
     Raises:
-        TypeError: a field has another type than Layers, Links and numbers.
+        TypeError: a field is not of Layers, Links and numbers.
         ValueError: there is no layer or more than 10,000, or a number is negative or not finite.
     """
 
@@ -103,7 +103,7 @@ class LayerCosts:
         if not self.layers:
             raise ValueError("a model needs at least one layer, got none")
         if len(self.layers) > MOST_LAYERS:
-            raise ValueError(f"a model of more than {MOST_LAYERS} layers cannot be cut: count several as one layer")
+            raise ValueError(f"a model of more than {MOST_LAYERS} layers cannot be cut: describe several as one layer")
         messages = check_messages(what, self.link, self.links, self.message_bytes, self.host)
         working = check_working(what, self.working, len(self.layers), "layer")
         set_fields(
@@ -157,7 +157,7 @@ def merge_stages(costs: CostModel, num_stages: int) -> CostModel:
     """Costs after joining equal numbers of neighbouring stages. ValueError if that is impossible."""
     each, rest = divmod(costs.num_stages, num_stages)
     if rest:
-        raise ValueError(f"{costs.num_stages} stages cannot become {num_stages} of equally many")
+        raise ValueError(f"{costs.num_stages} stages cannot become {num_stages} stages of equal size")
     return join_stages(costs, split_of([each] * num_stages))
 
 
@@ -184,7 +184,7 @@ def even_sizes(num_layers: int, num_stages: int, ends: tuple[int, int] = (1, 1))
     each, more = divmod(num_layers - 2 + first + last, num_stages)
     if max(1, *ends) > each:
         raise ValueError(
-            f"embedding and head cannot count as {first} and {last} layers where a stage has {each}: give less weight"
+            f"embedding and head cannot count as {first} and {last} layers where a stage has {each}: weigh them less"
         )
     sizes = [each + (stage < more) for stage in range(num_stages)]
     sizes[0] += 1 - first
@@ -197,5 +197,5 @@ def require_enough(num_layers: int, num_stages: int) -> None:
     if num_layers < num_stages:
         raise ValueError(
             f"{num_layers} layers cannot be cut into {num_stages} stages, one layer each at least: use fewer ranks, or"
-            " a placement with fewer stages a rank"
+            " a placement with fewer stages per rank"
         )

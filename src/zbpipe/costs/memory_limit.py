@@ -14,7 +14,7 @@ from zbpipe.costs.layers import LayerCosts
 from zbpipe.costs.model import CostModel, LimitTooSmallError, number
 
 RELATIVE = (
-    "1.2x (times what 1F1B's worst rank holds under the same costs), '4 microbatches' (of an average rank's share of"
+    "1.2x (times the memory of 1F1B's worst rank under the same costs), '4 microbatches' (of an average rank's share of"
     " the model)"
 )
 SPELLINGS = (
@@ -35,7 +35,7 @@ class MemoryLimit:
     Formats:
 
     - `"1.2x"`: multiple of the peak of 1F1B's worst rank under the same costs;
-    - `"4 microbatches"`: multiple of what F keeps of one microbatch on an average rank, of which 1F1B on p ranks holds
+    - `"4 microbatches"`: multiple of an average rank's activations of one microbatch, of which 1F1B on p ranks holds
       p;
     - `"6.5GiB"`, also `KiB`, `MiB`, `KB`, `MB` and `GB`: for costs that are measured in bytes;
     - a number in the unit of the costs' activations: bytes if measured, else a rank's share of one microbatch. A job
@@ -76,7 +76,7 @@ class MemoryLimit:
             return cls(*_parse(given))
         amounts, units, written = zip(*map(_parse, given), strict=True) if given else ((), (), ())
         if len(set(units)) != 1:
-            raise ValueError(f"memory_limit = {given!r} has to have one unit: write a limit for each rank in the same")
+            raise ValueError(f"memory_limit = {given!r} mixes units: write the limits of all ranks in the same unit")
         return cls(amounts, units[0], written)
 
     def require_ranks(self, ranks: int) -> None:
@@ -123,8 +123,8 @@ class MemoryLimit:
                 return memory_of_1f1b(costs, ranks, microbatches)
             except ValueError as error:
                 raise ValueError(
-                    f"memory_limit = {self.written!r} is a multiple of 1F1B's memory, which these costs do not show:"
-                    f" {error}; write it in another way"
+                    f"memory_limit = {self.written!r} is a multiple of 1F1B's memory, which these costs do not give:"
+                    f" {error}; write it in another form"
                 ) from None
         known = costs if isinstance(costs, CostModel) else one_stage_a_rank(costs, ranks)
         if self.unit == "microbatches":
@@ -157,13 +157,13 @@ def _parse(given: object) -> tuple[float, _Unit, object]:
     """The amount, its unit, and its form in files, which have no infinite numbers."""
     match = _WRITTEN.fullmatch(given) if isinstance(given, str) else None
     suffix = (match[2] or "").lower() if match else ""
-    refusal = f"memory_limit = {given!r} is no number: write {SPELLINGS}"
+    refusal = f"memory_limit = {given!r} is not a number: write {SPELLINGS}"
     try:
         amount = float(match[1]) if match else number(given, refusal)
     except ValueError:
         amount = -1.0
     if not amount >= 0:
-        raise ValueError(f"memory_limit = {given!r} is no amount: write {SPELLINGS}")
+        raise ValueError(f"memory_limit = {given!r} is not an amount: write {SPELLINGS}")
     if suffix in _BYTES:
         return amount * _BYTES[suffix], "bytes", given
     unit: _Unit = "x" if suffix == "x" else "microbatches" if suffix else ""

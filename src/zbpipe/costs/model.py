@@ -72,7 +72,7 @@ class Link:
         0.00201
 
     Raises:
-        TypeError: a field is no number.
+        TypeError: a field is not a number.
         ValueError: the latency is negative or not finite, or the bandwidth is not positive.
     """
 
@@ -106,11 +106,13 @@ def check_messages(what: str, link: Any, links: Any, message_bytes: Any, host: A
     if not isinstance(link, Link):
         raise TypeError(f"{what} cannot have link = {link!r}: give a zbpipe.costs.Link")
     if not isinstance(links, Mapping):
-        raise TypeError(f"{what} cannot have links = {links!r}: give zbpipe.Links by (from rank, to rank)")
+        raise TypeError(f"{what} cannot have links = {links!r}: give zbpipe.costs.Links by (from rank, to rank)")
     for key, each in links.items():
         is_pair = isinstance(key, tuple) and len(key) == 2 and all(type(rank) is int and rank >= 0 for rank in key)
         if not is_pair or not isinstance(each, Link):
-            raise TypeError(f"{what} cannot have links = {{{key!r}: {each!r}}}: give zbpipe.Links by two ranks")
+            raise TypeError(
+                f"{what} cannot have links = {{{key!r}: {each!r}}}: give a zbpipe.costs.Link for each pair of ranks"
+            )
     if not isinstance(host, (Link, type(None))):
         raise TypeError(
             f"{what} cannot have host = {host!r}: give a zbpipe.costs.Link, for example Link(bandwidth=25e9)"
@@ -146,14 +148,14 @@ def set_fields(instance: object, **fields: Any) -> None:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Costs per stage. Times are seconds per microbatch, memory is what F of one microbatch keeps.
+    """Costs per stage. Times are seconds per microbatch, memory is the activations of one microbatch.
 
         >>> costs = CostModel(f=(1, 1), i=(1, 1), w=(1, 2), activations=(3e9, 1e9), freed_by_i=0.25)
         >>> costs.num_stages, costs.adds(0, OpKind.I)
         (2, -750000000.0)
 
     Raises:
-        TypeError: a field is no number or list of numbers.
+        TypeError: a field is not a number or list of numbers.
         ValueError: lists have different lengths, or a number is negative or not finite.
     """
 
@@ -245,7 +247,7 @@ class CostModel:
             host: link to the memory of the host, with a bandwidth in a rank's shares of one microbatch per second.
 
         Raises:
-            TypeError: the placement is no Placement, or another argument is no number.
+            TypeError: the placement is not a Placement, or another argument is not a number.
             ValueError: a number is negative or not finite.
         """
         if not isinstance(placement, Placement):
@@ -288,7 +290,7 @@ class CostModel:
                 return 0.0 if self.host is None else self.host.seconds(abs(self.adds(stage, kind)))
 
     def needs(self, stage: int, kind: OpKind) -> float:
-        """Memory that has to be free on the rank before an op: what the op adds, and its working memory.
+        """Memory that has to be free on the rank before an op: the memory that it adds, and its working memory.
 
         >>> costs = CostModel((1,), (1,), (1,), activations=(4,), freed_by_i=-0.5, working={OpKind.I: 3})
         >>> costs.needs(0, OpKind.F), costs.needs(0, OpKind.I), costs.needs(0, OpKind.W)
@@ -442,7 +444,7 @@ def as_cost_model(costs: CostModel | Placeable | Sequence[float], placement: Pla
         if costs.num_stages != placement.num_stages:
             raise ValueError(
                 f"the costs are for {costs.num_stages} stages, but the placement has {placement.num_stages}: give one"
-                " number a stage"
+                " number per stage"
             )
         return costs
     # A TypeError with the way out, for untyped values from callers.

@@ -46,7 +46,7 @@ class Checkpointing(StrEnum):
         try:
             return cls(text)
         except ValueError:
-            raise ValueError(f"checkpointing = {text!r} is none of {', '.join(cls)}") from None
+            raise ValueError(f"checkpointing = {text!r} is not one of {', '.join(cls)}") from None
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,10 @@ class Block:
         - Selective: the input, and the first, third and fifth of the five products q-k-v, out, gate, up and down. Of
           seven products, with separate q, k and v, these are q, v, gate and down. TP does not cut the result of down,
           which is a summand. Also the attention's result.
-        - None: what autograd saves. These are input and result of both norms (the result is the x of q, k and v, and of
-          gate and up), q, k and v, rotated, and the attention's result, also x of the out product. From the
-          feed-forward layer: gate before and after its activation function, up, and their product, which is x of down.
+        - None: all tensors that autograd saves. These are input and result of both norms (the result is the x of q, k
+          and v, and of gate and up), q, k and v, rotated, and the attention's result, also x of the out product. From
+          the feed-forward layer: gate before and after its activation function, up, and their product, which is x of
+          down.
         """
         match Checkpointing.parse(checkpointing):
             case Checkpointing.NONE:
@@ -120,7 +121,7 @@ class Block:
 
         - F: both summands of the result. With checkpointing also x, the activated gate, up and their product, which are
           not kept. (Selective keeps one of them, the result.)
-        - B: what autograd saves of one block, which is recomputed, and gradients of the result, of the activated gate
+        - B: the saved tensors of one recomputed block, and gradients of the result, of the activated gate
           and of up. The product is free by then.
         - I: as for B, plus the product, which W needs later. Blocks that I has already passed hold their deferred
           gradients. So the last block that I runs needs the most, or the first one if F keeps more.
@@ -184,8 +185,8 @@ def typical_costs(
 ) -> CostModel:
     """Costs of a model with eight Llama 3 8B blocks per rank and nothing else, on this placement.
 
-    The unit of memory is what F keeps of a rank's share of one microbatch under this checkpointing. So 1F1B on p ranks
-    holds p of them, plus working memory.
+    The unit of memory is the activations of a rank's share of one microbatch under this checkpointing. So 1F1B on p
+    ranks holds p of them, plus working memory.
 
         >>> costs = typical_costs(Placement.v(4), "full")
         >>> costs.waits(0) / costs.activations[0]
@@ -197,7 +198,7 @@ def typical_costs(
         times: seconds of a rank for F, I and W of one microbatch, with all recomputation. Default: `typical_times`.
         comm: seconds from one rank to another.
         host: link to the memory of the host, with a bandwidth in this unit of memory per second.
-        tensor: degree of tensor parallelism. It shrinks what F keeps by more than the deferred gradients.
+        tensor: degree of tensor parallelism. It shrinks activations more than deferred gradients.
     """
     checkpointing = Checkpointing.parse(checkpointing)
     block, kept = LLAMA_3_8B, LLAMA_3_8B.kept_by_f(checkpointing, tensor)
@@ -211,5 +212,5 @@ def typical_costs(
 
 
 def usual_costs(placement: Placement, checkpointing: Checkpointing, tensor: int = 1) -> CostModel:
-    """Costs for which a job's schedule is made that adapts to the checkpointing, if nothing is measured."""
+    """Default costs for a schedule that adapts to the checkpointing, if a job has measured none."""
     return typical_costs(placement, checkpointing, comm=_COMM, tensor=tensor)

@@ -18,7 +18,7 @@ class _Named(StrEnum):
         """
         names = f"use one of {cls.names()}"
         if not isinstance(text, str):
-            raise TypeError(f"{cls.__name__.lower()}={text!r} is no text: {names}")
+            raise TypeError(f"{cls.__name__.lower()}={text!r} is not a string: {names}")
         try:
             return cls(text.lower().replace("-", " ").replace("_", " "))
         except ValueError:

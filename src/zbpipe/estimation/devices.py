@@ -1,9 +1,9 @@
 """GPU figures from the makers' data sheets, and the share of the peak that training sustains. As of November 2026.
 
 The makers' figures are dense BF16 peaks, one-directional bandwidths, and memory as torch reports it. No maker states
-the sustained share: it is what matrix products and attention of large Llama models reach within a training step,
-including norms, rotary embeddings and activation functions. It is the least certain number of an estimate, but equal
-for all schedules: it scales all rows alike; the gains barely change. `--tflops` replaces it.
+the sustained share: it is the rate that matrix products and attention of large Llama models reach within a training
+step, including norms, rotary embeddings and activation functions. It is the least certain number of an estimate, but
+equal for all schedules: it scales all rows alike; the gains barely change. `--tflops` replaces it.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class Device:
         return min(self.inside, here * self.between)
 
 
-_NVLINK = "400 Gb/s ConnectX-7 a GPU, as in NVIDIA DGX H100 and HGX reference designs"
-_MEASURED = "TorchTitan's report of December 2024: Llama 3.1 8B, 8 H100 at 500 W, compiled, 6,667 tokens/s a GPU"
+_NVLINK = "400 Gb/s ConnectX-7 per GPU, as in NVIDIA DGX H100 and HGX reference designs"
+_MEASURED = "TorchTitan's report of December 2024: Llama 3.1 8B, 8 H100 at 500 W, compiled, 6,667 tokens/s per GPU"
 _REPORTED = (
     "a benchmark of January 2026, github.com/DmitriiNikolaevAtAmd/tprimat: 32 and 38 % of the peak on 8 MI300X, with"
     " Llama 3.1 8B and Qwen 2.5 7B, attention not counted"
 )
-_UNKNOWN = "no measurement is public, an assumption:"
-_NICS = "8 network cards of 400 Gb/s a node, as in ROCm's documentation of distributed setups"
+_UNKNOWN = "an assumption, without a public measurement:"
+_NICS = "8 network cards of 400 Gb/s per node, as in ROCm's documentation of distributed setups"
 
 DEVICES: Mapping[str, Device] = MappingProxyType(
     {
@@ -86,9 +86,9 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 share=0.57,
                 inside=300e9,
                 gib=79,
-                source="NVIDIA A100 80GB data sheet (SXM): 312 TFLOPS, NVLink 600 GB/s; 200 Gb/s ConnectX-6 a GPU, as"
+                source="NVIDIA A100 80GB data sheet (SXM): 312 TFLOPS, NVLink 600 GB/s; 200 Gb/s ConnectX-6 per GPU, as"
                 " in NVIDIA DGX A100",
-                share_from="the PyTorch blog of March 2024 on FSDP: Llama 2 7B, 128 A100, 3,700 tokens/s a GPU",
+                share_from="the PyTorch blog of March 2024 on FSDP: Llama 2 7B, 128 A100, 3,700 tokens/s per GPU",
                 between=25e9,
             ),
             Device(
@@ -137,7 +137,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 inside=32e9,
                 gib=44,
                 source="NVIDIA L40S data sheet: 362.05 TFLOPS, PCIe 64 GB/s both ways, 48 GB; a network card of 200"
-                " Gb/s a GPU is an assumption",
+                " Gb/s per GPU is an assumption",
                 share_from=f"{_UNKNOWN} as H100",
                 between=25e9,
             ),
@@ -147,7 +147,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 share=0.36,
                 inside=200e9,
                 gib=64,
-                source="AMD Instinct MI250X data sheet: one of its two dies, which are GPUs of their own to torch, with"
+                source="AMD Instinct MI250X data sheet: one of its two dies, each of which is a GPU to torch, with"
                 " half of 383 TFLOPS, 128 GB and 8 Infinity Fabric links of 100 GB/s both ways; 4 network cards of 200"
                 " Gb/s for 8 dies, as on Frontier",
                 share_from="arXiv 2312.12705, on Frontier: 38, 36 and 32 % of the peak for 22B, 175B and 1T parameters",

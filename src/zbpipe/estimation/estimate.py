@@ -62,8 +62,8 @@ def estimate(
     """
     if not isinstance(workload, Workload):
         raise TypeError(
-            f"an estimate takes a zbpipe.estimation.Workload, as zbpipe.frameworks.titan.workload.read makes it, got"
-            f" {workload!r}"
+            f"an estimate takes a zbpipe.estimation.Workload, for example from zbpipe.frameworks.titan.workload.read,"
+            f" got {workload!r}"
         )
     found = find(device) if isinstance(device, str) else device
     if found is None and costs is None:
@@ -86,7 +86,7 @@ def estimate(
 
     steps: list[Step] = []
     for algorithm, stages in _variants(wanted, own, workload):
-        steps += kept(f"{algorithm.name}, {stages} stages a rank", job.named, algorithm, stages)
+        steps += kept(f"{algorithm.name}, {stages} stages per rank", job.named, algorithm, stages)
     if plans and workload.degrees.pipeline > 1:
         for name, place in _PLANNED:
             steps += kept(f"plan, {name}", job.planned, name, place, budget)
@@ -190,9 +190,7 @@ class _Job:
         each = workload.parameter_bytes.total(workload.degrees.fsdp) / workload.degrees.tensor
         room = tuple(usable - count * each - messages for count in workload.parameters_by_rank(placement, split))
         if min(room) <= 0:
-            raise ValueError(
-                f"weights and optimizer of a rank take more than the {usable / 2**30:.0f} GiB that there are"
-            )
+            raise ValueError(f"weights and optimizer of a rank take more than the usable {usable / 2**30:.0f} GiB")
         return room
 
     def _sharding(self, placement: Placement, split: Split) -> float:
@@ -232,13 +230,13 @@ class _Job:
                 f" ({'given' if link is not None else device.source})"
             )
         yield (
-            "messages: none waits in a queue, and none delays computations, as on ROCm it may (zbpipe compare"
-            " --transport shared-with-compute)"
+            "messages: an ideal transport, in which none waits in a queue or delays computations; for ROCm see zbpipe"
+            " compare --transport shared-with-compute"
         )
         yield (
-            "FSDP: a pipeline gathers its parameters before the step and reduces its gradients after it, hidden by"
-            " nothing; without a pipeline, communication of a layer overlaps the computation of another, and what"
-            " takes longer counts"
+            "FSDP: a pipeline gathers its parameters before the step and reduces its gradients after it, without"
+            " overlap; without a pipeline, a layer's communication overlaps another's computation, and the longer of"
+            " both counts"
         )
 
 

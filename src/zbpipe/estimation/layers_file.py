@@ -25,7 +25,7 @@ def load_layers(path: str | Path, gpus: int) -> Workload:
         gpus: number of GPUs of the whole job.
 
     Raises:
-        TypeError: the argument is no path.
+        TypeError: the argument is not a path.
         ValueError: the file cannot be read, a key or value is unknown, missing or no amount, or the number of GPUs is
             not a multiple of its degrees.
     """

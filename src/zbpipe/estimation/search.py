@@ -47,7 +47,7 @@ def search(workload: Workload, device: str | Device, *, names: Sequence[str] = F
         found.append(estimate(there, device, only=names, plans=False, **how))
     found.sort(key=_order)
     if not found:
-        raise ValueError(f"no degrees share {workload.degrees.gpus} GPUs: give the job more microbatches")
+        raise ValueError(f"no degrees fit {workload.degrees.gpus} GPUs: give the job more microbatches")
     return [estimate(found[0].workload, device, **how), *found[1:]]
 
 

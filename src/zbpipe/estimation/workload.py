@@ -163,14 +163,14 @@ class Workload:
         microbatches, rest = divmod(sequences, degrees.data)
         if rest or not microbatches:
             raise ValueError(
-                f"{sequences} microbatches of a step cannot be shared by {degrees.data} groups with data of their own:"
+                f"{sequences} microbatches of a step cannot be shared by {degrees.data} groups with their own data:"
                 f" {degrees}"
             )
         if self.remade is not None:
             return replace(self.remade(degrees), microbatches=microbatches)
         if degrees.tensor != self.degrees.tensor:
             raise ValueError(
-                f"the costs of these layers are those of TP {self.degrees.tensor}: for TP {degrees.tensor} give others"
+                f"these layers have costs for TP {self.degrees.tensor}: give others for TP {degrees.tensor}"
             )
         return replace(self, degrees=degrees, microbatches=microbatches, cut=None)
 
@@ -269,7 +269,7 @@ def rates(device: Device, tflops: Any = None, link: Any = None) -> Rates:
     for name, value in (("tflops", tflops), *(("link", each) for each in bandwidths)):
         if value is not None and not (isinstance(value, (int, float)) and 0 < value < 1e9):
             raise ValueError(
-                f"{name} = {value!r} is no rate: give a number above 0, for example 400 TFLOP/s or 50 GB/s"
+                f"{name} = {value!r} is not a rate: give a number above 0, for example 400 TFLOP/s or 50 GB/s"
             )
     if len(bandwidths) > 2:
         raise ValueError(f"link = {link!r}: give one number for links between nodes, or two: inside,between")

@@ -82,7 +82,7 @@ def _require_all_buffers(algorithm: Algorithm) -> None:
     if getattr(sys.modules.get(_BUFFER_POOL), "_INSTALLED", False):
         raise ValueError(
             "pp_recv_buffer_pool makes NeMo AutoModel receive into as few buffers as 1F1B needs, which may be too few"
-            f" for {algorithm.name}: leave it out of distributed.pipeline"
+            f" for {algorithm.name}: omit it from distributed.pipeline"
         )
 
 

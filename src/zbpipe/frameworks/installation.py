@@ -105,7 +105,7 @@ def install(schedule: str | None = None, *, everywhere: bool = False, **options:
     Raises:
         ValueError: an unknown schedule or option, or options that do not fit the schedule.
 
-    A second call replaces what the first one installed. `zbpipe.frameworks.installation.uninstall` undoes it.
+    A second call replaces the first. `zbpipe.frameworks.installation.uninstall` undoes it.
     """
     # The job's own trainer steps its optimizer.
     arguments.require_known("zbpipe.install", options, {each.name for each in list_options(steps_optimizer=False)})
@@ -119,7 +119,7 @@ def install_with(
     global _installed  # noqa: PLW0603 -- torch's function is one for the whole process
     arguments.require_yes_or_no("everywhere", everywhere)
     if everywhere and schedule is None:
-        raise ValueError("everywhere=True needs a schedule to give everywhere: install('ZBV', everywhere=True)")
+        raise ValueError("everywhere=True needs a schedule: install('ZBV', everywhere=True)")
     if schedule is not None:
         job.require_sense(registry.resolve(schedule), options, str)
     uninstall()
@@ -144,7 +144,7 @@ def uninstall() -> None:
     automodel.restore()
     found = _replace(_installed.replacement, _installed.torchs)
     _installed = None
-    logger.info("zbpipe.frameworks.installation.uninstall: torch's get_schedule_class is back in %s", ", ".join(found))
+    logger.info("zbpipe.frameworks.installation.uninstall: restored torch's get_schedule_class in %s", ", ".join(found))
 
 
 def find_algorithm(name: str) -> Algorithm | None:

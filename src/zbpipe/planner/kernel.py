@@ -1,10 +1,9 @@
 """The inner loops of the search, on plain numbers: list scheduling, justifying, and annealing of an order of ops.
 
 These functions run in Python, and as machine code where numba is installed (`zbpipe.planner.engine`), with the same
-results. So they use only what numba can compile: flat sequences, loops, no objects but the `Job`. That is why some are
-longer, with more arguments, than functions elsewhere: they pass as lists what an object would hold, and calls in the
-innermost loop cost time. `feeder` and `fed` repeat an op's dependencies in numbers. Tests compare the times with
-`zbpipe.simulate`.
+results. So they use only types that numba can compile: flat sequences, loops, no objects but the `Job`. So some
+functions are long and have many arguments: lists replace objects, and calls in the innermost loop cost time. `feeder`
+and `fed` repeat an op's dependencies in numbers. Tests compare the times with `zbpipe.simulate`.
 
 A *node* is 3 * stage + kind, kind being 0 for F, 1 for I and 2 for W. Number node * microbatches + microbatch stands
 for one op. An order of all ops is *sound* if no op comes before its dependencies. Then the ranks, which run their ops
@@ -683,7 +682,7 @@ def justify(job: Job, mirrored: Job, order: Ints) -> tuple[float, list[int]]:
     gaps at the start that others can fill, and the other way round. `mirrored` is the job in reversed time.
 
     Returns:
-        A length that is no greater, and the ops in the order of their starts.
+        A length that is not greater, and the ops in the order of their starts.
     """
     _, late = squeeze(mirrored, mirror(order, job.microbatches))
     return squeeze(job, mirror(late, job.microbatches))

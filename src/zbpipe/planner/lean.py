@@ -22,7 +22,7 @@ def make_leanest(schedule: Schedule, costs: CostModel) -> Schedule:
         >>> print(make_leanest(Schedule.from_csv("0F0,0F1,0I0,0I1,0W0,0W1"), costs))
         rank 0: 0F0 0F1 0B0 0B1
 
-    The order of its F, and of its I and B, stays unchanged. Copies to the host and back are left out.
+    The order of its F, and of its I and B, stays unchanged. Copies to the host and back are omitted.
     """
     least = [costs.least_backward(stage) for stage in range(costs.num_stages)]
 
@@ -50,7 +50,7 @@ def fit_within(schedule: Schedule, costs: CostModel, limits: Sequence[float]) ->
         >>> print(fit_within(some, costs, limits=[3]))
         rank 0: 0F0 0F1 0F2 0B0 0I1 0W1 0I2 0W2
 
-    The order of its F, and of its I and B, stays unchanged. Copies to the host and back are left out.
+    The order of its F, and of its I and B, stays unchanged. Copies to the host and back are omitted.
     """
     rows = (_Row(costs, limit * (1 + ROUNDING)) for limit in limits)
     return replace(schedule, ops=tuple(row.fit(ops) for row, ops in zip(rows, schedule, strict=True)))

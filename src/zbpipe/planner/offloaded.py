@@ -26,7 +26,7 @@ def plan_offloaded(
 
     Args:
         request: request with the limits to keep, or none.
-        what: what may be copied.
+        what: the kinds of memory that may be copied.
         search: search for a plan that offloads nothing.
         costs_of: costs of any placement's stages. None where the search cuts the stages.
     """

@@ -30,7 +30,7 @@ _RANKS = 8
 def plan_layers(request: Request, layers: LayerCosts, progress: Progress) -> Plan:
     """Cut a model into stages, and search for the schedule with the shortest step.
 
-    Placements with more stages than layers are left out. ValueError if there are no others.
+    Placements with more stages than layers are omitted. ValueError if there are no others.
     """
     num_layers = len(layers.layers)
     possible = {name: each for name, each in request.placements.items() if each.num_stages <= num_layers}

@@ -53,7 +53,7 @@ def advise_placement(
     if not found or min(found)[0] >= here * _WORTH_A_START:
         return None
     seconds, name, schedule = min(found)
-    words = f"with the placement {name!r} a step should take {seconds:.4g} s, {1 - seconds / here:.1%} less than now"
+    words = f"with the placement {name!r} a step should take {seconds:.4g} s, {1 - seconds / here:.1%} shorter than now"
     return PlacementAdvice(replace(schedule, name=f"plan-{name}"), words)
 
 

@@ -63,8 +63,8 @@ def plan(
         [['layers.0', 'layers.1', 'layers.2'], ['norm', 'lm_head']]
 
     Args:
-        ranks: pipeline ranks, from 1 on.
-        microbatches: from 1 on.
+        ranks: pipeline ranks, at least 1.
+        microbatches: at least 1.
         costs: one of
             - costs of a job, from `zbpipe.Profiler` or `zbpipe.load_costs`; its placement, memory limit and transport
               are the defaults of those arguments here;
@@ -82,20 +82,20 @@ def plan(
             compare splits are additional.
         seed: seed of the search's random numbers.
         exact: whether to search for the provably best schedule with OR-Tools afterwards. For small cases.
-        transport: what messages wait for (see `zbpipe.costs.transport`), by default nothing. With "shared with
+        transport: which messages wait for each other (see `zbpipe.costs.transport`), by default none. With "shared with
             compute", half of the budget is for a search that counts the delays by messages. Other searches ignore
             queues: of all orders found, and the named schedules, the plan has the shortest step under this transport.
             The bounds hold for every transport.
-        offload: what may go to the host's memory for a while: "pairs" (deferred gradients), "activations" or "all"
+        offload: memory that may be offloaded to the host: "pairs" (deferred gradients), "activations" or "all"
             (also True). The costs need `host`. Then the plan is the best of the named schedules and of several
             searches, some of them with looser limits. Copies that delay no op make these fit (see
             `zbpipe.simulator.offload`). The searches share the budget. Without a limit, the plan holds as little as
             costs no time.
-        robust: what varies (see `zbpipe.simulator.jitter`). Then the plan is the schedule with the least `quantile` of
-            the step times. Several searches that share the budget leave more and more slack. The best of their results
-            and of the named schedules are then annealed in many random steps at once, which takes two to three times as
-            long. `step_times` of the plan has its samples. The bounds are those of times that do not vary. For stages,
-            not for layers.
+        robust: varying times (see `zbpipe.simulator.jitter`). Then the plan is the schedule with the least `quantile`
+            of the step times. Several searches that share the budget leave more and more slack. The best of their
+            results and of the named schedules are then annealed in many random steps at once, which takes two to three
+            times as long. `step_times` of the plan has its samples. The bounds are those of times that do not vary. For
+            stages, not for layers.
         quantile: with `robust`, the quantile of the step time to minimise: 0.95 is the 95th percentile.
         most_loss: with `robust`, how much longer the plan's step may be than the shortest known one without jitter:
             0.01 is one percent. Default: any amount.
@@ -115,7 +115,7 @@ def plan(
         transport = costs.transport if transport is None else transport
         costs = costs.costs
     if progress is not None and not callable(progress):
-        raise TypeError(f"progress = {progress!r} is no function (share, best)")
+        raise TypeError(f"progress = {progress!r} is not a function (share, best)")
     limit = MemoryLimit.parse(memory_limit)
     known = costs if isinstance(costs, (CostModel, LayerCosts)) else _costs_of(costs)
     request = Request(
@@ -133,8 +133,8 @@ def plan(
     wanted = Offload.parse(offload)
     if wanted is not None and objective == "period":
         raise ValueError(
-            f"offload = {offload!r} and objective = 'period' exclude each other: what copies to the host cannot run"
-            " ahead of an optimizer step; leave one of them out"
+            f"offload = {offload!r} and objective = 'period' exclude each other: schedules with copies to the host"
+            " cannot run ahead of an optimizer step; omit one of them"
         )
     if isinstance(costs, CostModel):
         request = _keep_stages(request, costs.num_stages)
@@ -151,7 +151,7 @@ def plan(
     if robust is not None:
         return _robust(request, costs, robust, quantile, most_loss, wanted, report)
     if most_loss is not None:
-        raise ValueError(f"most_loss = {most_loss!r} is for plans that tolerate jitter: give robust=Jitter(...), too")
+        raise ValueError(f"most_loss = {most_loss!r} is for plans that tolerate jitter: also give robust=Jitter(...)")
     if wanted is None:
         return search(request)
     return plan_offloaded(request, wanted, search, None if isinstance(costs, LayerCosts) else _costs_of(costs))
@@ -171,9 +171,9 @@ def _robust(
     from zbpipe.simulator.jitter import Jitter
 
     if not isinstance(jitter, Jitter):
-        raise TypeError(f"robust = {jitter!r} is no zbpipe.simulator.jitter.Jitter, for example Jitter(ops=0.1)")
+        raise TypeError(f"robust = {jitter!r} is not a zbpipe.simulator.jitter.Jitter, for example Jitter(ops=0.1)")
     if isinstance(costs, LayerCosts) or offload is not None:
-        raise ValueError("a robust plan is for stages that stay on the device: leave out offload, and cut layers first")
+        raise ValueError("a robust plan is for stages that stay on the device: omit offload, and cut layers first")
     return plan_robust(request, jitter, quantile, inf if most_loss is None else most_loss, _costs_of(costs), report)
 
 

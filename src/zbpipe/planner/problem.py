@@ -141,7 +141,7 @@ class Problem:
         loop = EventLoop(rows, lambda op: inputs(op, num_stages))
         order = [number for _, op, _ in loop for number in self._numbers(op)]
         if loop.waiting or not len(order) == len(set(order)) == self.num_ops:
-            raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate says why")
+            raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate lists the findings")
         return self.sort_by_start(order)
 
     def list_one_by_one(self) -> list[int]:
@@ -162,12 +162,12 @@ class Problem:
         return [op for _, op in sorted(zip(starts(self.job, order), order, strict=True), key=lambda pair: pair[0])]
 
     def length(self, order: Iterable[int]) -> float:
-        """Seconds of the makespan, or of the period if that is minimised; at most what the inner loops count."""
+        """Seconds of the makespan, or of the period if that is minimised; at most the length in the inner loops."""
         schedule = self.schedule("", order)
         return period(schedule, self.costs) if self.by_period else simulate(schedule, self.costs).makespan
 
     def fits(self, schedule: Schedule) -> bool:
-        """Whether no rank exceeds its limit, with an I and a W for each B that cannot help."""
+        """Whether no rank exceeds its limit if I and W replace each B that saves no memory."""
 
         def peak(ops: Iterable[Op]) -> float:
             return highest(self.costs, ((op.stage, op.kind) for op in self._as_run(ops)))
@@ -209,7 +209,7 @@ class Problem:
         return (OpKind.B,) if self.merges[stage] else (OpKind.I, OpKind.W)
 
     def _as_run(self, ops: Iterable[Op]) -> Iterator[Op]:
-        """The ops, with an I and a W for each B that cannot help."""
+        """The ops, with I and W in place of each B that saves no memory."""
         for op in ops:
             if op.kind is OpKind.B and not self.merges[op.stage]:
                 yield op._replace(kind=OpKind.I)

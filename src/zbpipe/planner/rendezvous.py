@@ -171,7 +171,7 @@ def begin_computations(job: Job, lists: Lists, ranks: Ranks, causes: list[int], 
 
 
 def end(job: Job, lists: Lists, ranks: Ranks, rank: int) -> None:
-    """End what the rank does, and pass on a result."""
+    """End the rank's op or message, and pass on its result."""
     microbatches = job.microbatches
     was, ranks.state[rank] = ranks.state[rank], FREE
     if was == SENDS:

@@ -74,11 +74,13 @@ def require_job(ranks: int, microbatches: int) -> tuple[int, int]:
 
 
 def _require_budget(budget: Any) -> None:
-    budget = number(budget, f"budget = {budget!r} is no number: it counts ops to time, {1e8:g} is usual")
+    budget = number(budget, f"budget = {budget!r} is not a number: it is the number of ops to time, usually {1e8:g}")
     if not budget > 0:
-        raise ValueError(f"budget={budget:g} leaves nothing to search with: it counts ops to time, {1e8:g} is usual")
+        raise ValueError(
+            f"budget={budget:g} is too small for a search: it is the number of ops to time, usually {1e8:g}"
+        )
     if budget > _MOST_BUDGET:
-        raise ValueError(f"budget={budget:g} takes days: it counts ops to time, {1e8:g} is usual")
+        raise ValueError(f"budget={budget:g} would take days: it is the number of ops to time, usually {1e8:g}")
 
 
 def name_placements(ranks: int, wanted: Any) -> dict[str, Placement]:

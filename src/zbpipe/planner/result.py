@@ -32,7 +32,7 @@ class Plan:
     placement: str
     """Name of the chosen placement."""
     found_by: str
-    """Searches that led to it, for instance "VHalf, annealing"."""
+    """Searches that led to it, for example "VHalf, annealing"."""
     objective: Objective
     """The minimised time."""
     limits: tuple[float, ...] | None

@@ -63,7 +63,7 @@ def plan_robust(
         raise ValueError(f"most_loss = {most_loss!r} has to be 0 or more; 0.01 allows steps that are 1 % longer")
     if request.objective != "makespan" or request.transport is not Transport.IDEAL or request.exact:
         raise ValueError(
-            "a robust plan is for synchronous steps with the ideal transport: leave objective, transport and exact out"
+            "a robust plan is for synchronous steps with the ideal transport: omit objective, transport and exact"
         )
     problems = [
         make_problem(request, name, placement, costs_of(placement)) for name, placement in request.placements.items()
@@ -112,7 +112,7 @@ def _candidates(
 
 
 class Annealing:
-    """Annealing in samples: first the best candidates for a while, then the best of them."""
+    """Annealing over samples: a short run for each of the best candidates, then a long one for the best of them."""
 
     def __init__(self, request: Request, jitter: Jitter, quantile: float, longest: float, progress: Progress) -> None:
         self.request = request
@@ -163,7 +163,7 @@ class Annealing:
         )
 
     def samples(self, problem: Problem, engine: Engine) -> Samples:
-        """Times to anneal for. The first are those without jitter."""
+        """Sampled times for annealing. The first sample has no jitter."""
         job, costs, rank_of = problem.job, problem.costs, problem.placement.rank_of
         times = RandomTimes(problem.placement.num_ranks, self.jitter, ANNEALING_SAMPLES, ANNEALING_SEED)
         seconds, lag = [], []

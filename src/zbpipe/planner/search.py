@@ -1,4 +1,4 @@
-"""Search for a good schedule: many starts, of which the better ones are annealed for longer and longer."""
+"""Search for a good schedule: many starts, the better ones annealed for longer."""
 
 from __future__ import annotations
 
@@ -262,12 +262,12 @@ def find_best_within(
     Args:
         name: name of the result.
         placement: placement of the stages.
-        num_microbatches: from 1 on.
-        limit: number of microbatches that a rank may hold, in units of its own share of one, as in the definitions of
-            the named schedules; at least 1. If one microbatch alone needs more, its need is the limit.
+        num_microbatches: at least 1.
+        limit: microbatches that a rank may hold, as in the definitions of the named schedules; at least 1. If one
+        microbatch alone needs more, its need is the limit.
         costs: costs of the placement's stages. Default: F, I and W take equal time and communication none.
-        seeds: schedules with this placement to try as well. Those that break the limit are left out.
-        by_period: whether the period decides, and the synchronous step among equals.
+        seeds: schedules with this placement to try as well. Those that break the limit are omitted.
+        by_period: whether the period decides. The synchronous step then breaks ties.
     """
     costs = costs or CostModel.uniform(placement)
     weights = (limit * share for share in rank_shares(placement, costs))

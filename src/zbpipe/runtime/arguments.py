@@ -1,4 +1,4 @@
-"""Checks of public functions' arguments: a ValueError names the value, and what to pass instead."""
+"""Checks of public functions' arguments: a ValueError names the value, and a valid one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def require_schedule(what: str, schedule: object) -> None:
     """Refuse anything but a schedule of torch or zbpipe."""
     if not isinstance(schedule, pipelining.PipelineSchedule):
         raise ValueError(
-            f"{what} takes a schedule on its stages, as zbpipe.build_pipeline_schedule returns it, got {schedule!r}"
+            f"{what} takes a schedule on its stages, from zbpipe.build_pipeline_schedule, got {schedule!r}"
         )
 
 

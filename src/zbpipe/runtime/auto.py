@@ -85,11 +85,11 @@ class AutoSchedule(RegisteredSchedule):
         ...                     # train; the first rank's log reports each decision
         schedule.outcome        # the measurements and the choice; None before
 
-    It measures with full checkpointing's ZBVLean: whole backwards, and few I and W. That takes `profile_steps` + 2
-    steps. Then it makes ZBVLean for the measured costs, and plans. Plan and ZBVLean alternate for `profile_steps` steps
-    each, and the faster one stays. Weights, optimizer, order of the data and the placement of the stages (two per rank,
-    in a V) never change, so neither do the losses. With `zbpipe.OptimizerStep` it plans for the shortest period. Timed
-    steps do not run ahead.
+    It measures with the ZBVLean of full checkpointing, which has whole backwards and few I and W. That takes
+    `profile_steps` + 2 steps. Then it makes ZBVLean for the measured costs, and plans. Plan and ZBVLean alternate
+    for `profile_steps` steps each, and the faster one stays. Weights, optimizer, order of the data and the
+    placement of the stages (two per rank, in a V) never change, so neither do the losses. With
+    `zbpipe.OptimizerStep` it plans for the shortest period. Timed steps do not run ahead.
 
     Afterwards it monitors step times. If they change permanently, it measures and plans again, and logs the rank or
     link that has changed. If another placement of the stages would be more than 1 % faster, it logs this, and writes
@@ -217,8 +217,8 @@ class AutoSchedule(RegisteredSchedule):
             after, before = self._step_seconds(records[1::2]), self._step_seconds(records[2::2])
             self.adopt(start if after > before else planned)
             self._log(
-                f"in turn, the plan takes {after:.4g} s a step and {start.name} {before:.4g} s, simulated"
-                f" {proposal.expected:.4g} and {expected:.4g} s; continues with {self.schedule.name}"
+                f"in turn, the plan takes {after:.4g} s per step (simulated {proposal.expected:.4g} s) and {start.name}"
+                f" {before:.4g} s (simulated {expected:.4g} s); continues with {self.schedule.name}"
             )
             chosen = replace(outcome, chosen=self.schedule.name, measured_before=before, measured_after=after)
             self._settle_for(chosen)
@@ -292,7 +292,7 @@ class _InTurn(Collector):
         return wanted
 
     def after(self, record: StepRecord) -> None:
-        is_usual = self._runtime.sizes.last_was_usual  # a step of another size is no measurement
+        is_usual = self._runtime.sizes.last_was_usual  # a step of another size is not a measurement
         super().after(replace(record, has_usual_shapes=is_usual))
 
 

@@ -91,7 +91,7 @@ def _plan_again(plan: Plan, ranks: int, microbatches: int) -> Schedule:
     if planned.has_copies:
         raise ValueError(
             f"{planned.name} is for {planned.num_microbatches} microbatches and copies to the host, and a step has"
-            f" {microbatches}: let the schedule adopt a plan for this number before"
+            f" {microbatches}: first let the schedule adopt a plan for this number"
         )
     size = ranks, microbatches, plan.timeline.costs
     wanted: dict[str, Any] = {
@@ -119,7 +119,7 @@ def from_first_rank(
     >>> dist.destroy_process_group()
 
     Args:
-        make: called on the first rank of the group alone.
+        make: called only on the first rank of the group.
         group: ranks that get the result. Default: all ranks of the job.
         device: device through which the backend sends. Default: the CPU, or with NCCL the current GPU.
 

@@ -62,7 +62,7 @@ def require_cut(name: str, placement: Placement, num_layers: int, cut: int | Non
     if cut is not None and cut != placement.num_stages:
         raise ValueError(
             f"{field} cuts the model's {num_layers} layers into {cut} stages, but {name} on {placement.num_ranks} ranks"
-            f" has {placement.num_stages}: leave the field out"
+            f" has {placement.num_stages}: omit the field"
         )
 
 
@@ -71,7 +71,7 @@ def require_parts(name: str, placement: Placement, num_parts: int) -> None:
     if num_parts != placement.num_stages:
         raise ValueError(
             f"{name} on {placement.num_ranks} ranks has {placement.num_stages} stages, but module_fqns_per_model_part"
-            f" lists {num_parts}: list as many, or leave the field out"
+            f" lists {num_parts}: list as many, or omit the field"
         )
 
 
@@ -133,13 +133,13 @@ def require_matching_messages(runtime: pipelining.PipelineSchedule, name: str, o
     if mixed_up:
         raise ValueError(
             f"defer_pp_recv=True makes torch receive the messages of {name} in another order than they are sent, which"
-            f" gives wrong gradients ({mixed_up[0]}): leave the option out"
+            f" gives wrong gradients ({mixed_up[0]}): omit the option"
         )
     blocked = find_blocked_queues(rows)
     if blocked:
         raise ValueError(
             f"defer_pp_recv=True makes torch receive the messages of {name} so late that ranks would wait for each"
-            f" other over NCCL and RCCL ({shorten(str(blocked[0]), _LONGEST_FINDING)}): leave the option out, or use"
+            f" other over NCCL and RCCL ({shorten(str(blocked[0]), _LONGEST_FINDING)}): omit the option, or use"
             " one of zbpipe's schedules, which receive late in an order that cannot block"
         )
 
@@ -289,7 +289,7 @@ def require_inferred_shapes(runtime: pipelining.OwnRuntime) -> None:
         raise ValueError(
             "the microbatches have other shapes than those of earlier steps, and the stages were built for fixed shapes"
             " (input_args and output_args of PipelineStage, a traced model, or torch before 2.13): give all steps the"
-            " same shapes, or leave these arguments out"
+            " same shapes, or omit these arguments"
         )
 
 
@@ -297,7 +297,7 @@ def require_offload(what: Offload | None, split_backward: SplitBackward, spell: 
     """Refuse to offload deferred gradients of torch's own split, which keeps them in autograd's graph."""
     if split_backward == "autograd" and what not in (None, Offload.ACTIVATIONS):
         raise ValueError(
-            f"{spell('offload')} {what} takes deferred gradients, and only zbpipe's split frees them: leave out"
+            f"{spell('offload')} {what} takes deferred gradients, and only zbpipe's split frees them: omit"
             f" {spell('split_backward')} autograd, or use {spell('offload')} activations"
         )
 
@@ -307,8 +307,8 @@ def require_pairs(schedule: Schedule, stages: Sequence[pipelining.Stage]) -> Non
     pairs = any(op.kind is OpKind.OI for ops in schedule for op in ops)
     if pairs and not all(map(is_split, stages)):
         raise ValueError(
-            f"schedule {schedule.name} offloads deferred gradients, and only zbpipe's split frees them: leave"
-            " split_backward at 'deferred', or use offload='activations'"
+            f"schedule {schedule.name} offloads deferred gradients, and only zbpipe's split frees them: keep"
+            " split_backward='deferred', or use offload='activations'"
         )
 
 

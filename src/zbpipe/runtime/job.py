@@ -43,7 +43,7 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
         algorithm.require_limits(spell("memory_limit"))
     if algorithm.source == "torch" and options.select_for("zbpipe", "job of zbpipe"):
         raise ValueError(
-            f"torch's {name} takes only those options that torch has, too: leave out the others, such as"
+            f"torch's {name} takes only the options that torch also has: omit the others, such as"
             f" {spell('split_backward')}, {spell('defer_loss')} and {spell('check_gradients')}, or use one of zbpipe's"
             " schedules, for example ZBVLean, which stays within about 1F1B's memory"
         )
@@ -59,8 +59,8 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
         )
     if options.plan_out and not is_auto:
         raise ValueError(
-            f"{spell('plan_out')} {options.plan_out} is for the schedule Auto, which plans, and this is {name}: leave"
-            " it out, or use Auto"
+            f"{spell('plan_out')} {options.plan_out} needs the schedule Auto, but the job has {name}: omit it, or"
+            " use Auto"
         )
     _require_files(options, spell)
     if options.offload:
@@ -109,13 +109,13 @@ def _require_offload(algorithm: Algorithm, options: Options, spell: checks.Spell
     asked = f"{spell('offload')} {options.offload}"
     if options.optimizer_step == "validated":
         raise ValueError(
-            f"{asked} and {spell('optimizer_step')} validated exclude each other: what copies to the host cannot run"
-            " ahead of an optimizer step; leave one of them out"
+            f"{asked} and {spell('optimizer_step')} validated exclude each other: schedules with copies to the host"
+            " cannot run ahead of an optimizer step; omit one of them"
         )
     checks.require_offload(Offload.parse(options.offload), options.split_backward, spell)
     if options.costs_file is None and algorithm is not AutoSchedule.algorithm:
         raise ValueError(
-            f"{asked} needs the times of the stages and of the way to the host: give {spell('costs_file')} a file that"
+            f"{asked} needs the times of the stages and of copies to the host: give {spell('costs_file')} a file that"
             f" {spell('costs_out')} has written, or use the schedule Auto, which measures them itself"
         )
 
@@ -137,12 +137,12 @@ def read_costs(options: Options, placement: Placement, spell: checks.Spell = str
         where = f"stages on the ranks {list(theirs)}" if theirs else f"{found.costs.num_stages} stages"
         raise ValueError(
             f"{named} is for {where}, but the schedule has its stages on the ranks {list(placement.rank_of)}: measure"
-            " with a schedule that places them so"
+            " with a schedule that has this placement"
         )
     if options.offload and found.costs.host is None:
         raise ValueError(
-            f"{named} does not know the way to the host, which {spell('offload')} needs: measure it again with"
-            f" {spell('costs_out')}, or add [host] and a line such as bandwidth = 25e9, in bytes a second"
+            f"{named} has no bandwidth to the host, which {spell('offload')} needs: measure it again with"
+            f" {spell('costs_out')}, or add [host] and a line such as bandwidth = 25e9, in bytes per second"
         )
     return found
 
@@ -156,7 +156,7 @@ def _require_files(options: Options, spell: checks.Spell) -> None:
             if option == "costs_out":
                 costs_file.require_ending(file)
             if option == "plan_out" and not file.lower().endswith(".csv"):
-                raise ValueError(f"{file!r} is no name of a schedule: give one that ends in .csv")
+                raise ValueError(f"{file!r} is not the name of a schedule file: give one that ends in .csv")
             # Only the first rank writes. The others may be on machines without that folder.
             if os.environ.get("RANK", "0") == "0":
                 checks.require_writable(file)

@@ -100,8 +100,8 @@ class Options:
     """
 
     split_backward: SplitBackward = _zbpipes(
-        "How I and W share the backward: zbpipe's split (deferred), the same but an error for a stage with nothing to"
-        " defer (strict), or torch's own split (autograd).",
+        "How I and W share the backward: zbpipe's split (deferred), the same with an error for stages that defer"
+        " nothing (strict), or torch's own split (autograd).",
         default="deferred",
         **_one_of(SplitBackward),
     )
@@ -122,7 +122,7 @@ class Options:
         **_STEPS,
     )
     costs_out: str | None = _jobs(
-        "Write the measured costs, with the links and the way to the host, to this .json or .toml file, for `zbpipe"
+        "Write the measured costs, with links and the bandwidth to the host, to this .json or .toml file, for `zbpipe"
         " plan` (docs/costs-file.md).",
         **_FILE,
     )
@@ -132,11 +132,11 @@ class Options:
         **_FILE,
     )
     memory_limit: MemoryLimitLike | None = _zbpipes(
-        f"For ZBVLean, ZBH1Lean and Auto, what a rank may hold: {SPELLINGS}. Without a cost file no costs are known,"
-        f" and it has to be one of the first two. Default: {AS_1F1B.written}.",
+        f"For ZBVLean, ZBH1Lean and Auto, the memory limit of a rank: {SPELLINGS}. Without a cost file no costs are"
+        f" known, and it has to be one of the first two. Default: {AS_1F1B.written}.",
         metavar="X",
     )
-    trace: str | None = _jobs("Write what every rank did in one step to this file, for ui.perfetto.dev.", **_FILE)
+    trace: str | None = _jobs("Write a trace of one step, with all ranks, to this file for ui.perfetto.dev.", **_FILE)
     trace_step: int = _jobs("The step that {prefix}trace records, counted from 1.", default=3, **_STEPS)
     costs_file: str | None = _option(
         "job of zbpipe",
@@ -155,7 +155,7 @@ class Options:
         choices=_list_words(Receives),
     )
     transport: str | None = _zbpipes(
-        "What messages wait for. Default: what is usual on the device (docs/messages.md).",
+        "Which messages wait for each other. Default: as usual on the device (docs/messages.md).",
         choices=_list_words(Transport),
     )
     max_outstanding_sends: int | None = _torchs(
@@ -173,9 +173,9 @@ class Options:
         **_COUNT,
     )
     unshard_lookahead: str | tuple[int, ...] | None = _torchs(
-        "torch's option: how many stages ahead FSDP gathers weights, on each rank.",
+        "torch's option: how many stages ahead FSDP gathers weights: full, auto, or a number for each rank.",
         type=_parse_lookahead,
-        metavar="full|auto|N,N,...",
+        metavar="N,N,...",
     )
     defer_reduce_grad_wait: bool | None = _torchs(
         "torch's option: wait for FSDP's reduction of a stage only when the next stage reduces.",

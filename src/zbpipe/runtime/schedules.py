@@ -79,7 +79,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         options: further arguments of torch's multi-stage schedules, as far as the installed torch has them:
             `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `max_active_stages`,
             `unshard_lookahead`, `defer_reduce_grad_wait`, `max_outstanding_sends` and others. Without the last one,
-            zbpipe frees sent tensors as soon as they have surely been received.
+            zbpipe frees a sent tensor as soon as its receipt is certain.
 
     Raises:
         ValueError: the stages do not fit the schedule, the installed torch lacks an option, or a stage's backward
@@ -257,7 +257,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         pipelining.use_lists(self, lowered.lists)
 
     def settle(self) -> None:
-        """Adopt another schedule before the first step, if the ranks know more together. Called on all ranks."""
+        """Adopt another schedule before the first step, if the ranks together know better costs. All ranks call it."""
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """Infer shapes and compile before the first step, on all ranks at once."""

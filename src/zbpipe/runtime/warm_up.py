@@ -32,7 +32,7 @@ def warm_up(
 ) -> None:
     """Run every stage of this rank that has compiled modules, forward and backward."""
     # It sends nothing along the pipeline. All ranks that share a stage (FSDP, TP, experts) run it alike. Stages with
-    # unknown inputs are left out, as is the last stage if torch (before 2.13) has no target yet. The arguments are the
+    # unknown inputs are omitted, as is the last stage if torch (before 2.13) has no target yet. The arguments are the
     # first microbatch's, as torch passes them to the stage and to the loss.
     for stage in hooks.stages_of(schedule):
         if not any(map(compiler.is_compiled, stage.submod.modules())):

@@ -1,6 +1,6 @@
 """The one event loop: ranks run their lists in order, sleep while an input is missing, and wake when it arrives.
 
-`EventLoop` decides what can run, and so also what never can. A `Clock` computes when it runs.
+`EventLoop` decides which items can run, and so also which never can. A `Clock` computes when it runs.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Clock(Generic[T]):
     def run(
         self, turns: Iterable[tuple[int, T, Sequence[T]]], gate: tuple[Sequence[int], Any] | None = None
     ) -> Iterator[tuple[int, T, Any, Any]]:
-        """Rank, item, start and end of all turns. `gate`: how many items of each rank may start before which time."""
+        """Rank, item, start and end of all turns. `gate`: number of early items of each rank, and when others start."""
         free, ends, seconds, transfer, latest = self.free, self.ends, self.seconds, self.transfer, self.latest
         lane_of = self.lane_of
         lanes: dict[Hashable, Any] = {}

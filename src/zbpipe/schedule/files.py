@@ -20,4 +20,4 @@ def read_text(path: str | Path) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"it is no UTF-8 text, byte {error.start} is {data[error.start]:#04x}") from None
+        raise ValueError(f"it is not UTF-8 text: byte {error.start} is {data[error.start]:#04x}") from None

@@ -143,9 +143,9 @@ def inputs(op: Op, num_stages: int) -> tuple[tuple[Op, ...], ...]:
     """Dependencies of `op`: one op of each group has to be over before it can start.
 
     F takes the output of the stage before, W its I. I and B take their own F and the gradient of the stage after, from
-    an I or from a B. A copy takes what it copies. An op whose input was offloaded also waits for the reload: see
-    `reload_before`. This is the rule for all of zbpipe. The planner's flat numbers and the bound repeat it for speed,
-    and tests compare them with it.
+    an I or from a B. A copy takes the tensors that it copies. An op whose input was offloaded also waits for the
+    reload: see `reload_before`. This is the rule for all of zbpipe. The planner's flat numbers and the bound repeat it
+    for speed, and tests compare them with it.
 
         >>> [[str(choice) for choice in group] for group in inputs(Op.parse("1I0"), num_stages=4)]
         [['1F0'], ['2I0', '2B0']]
@@ -323,7 +323,7 @@ class Schedule:
 
     @cached_property
     def computations(self) -> Schedule:
-        """The schedule without copies to the host and back: what torch runs, and whose table torch reads.
+        """The schedule without copies to the host and back. torch runs it and reads its table.
 
         >>> print(*Schedule.from_csv("0F0,0OF0,0RF0,0B0").computations)
         (Op(stage=0, kind=<OpKind.F: 'F'>, microbatch=0), Op(stage=0, kind=<OpKind.B: 'B'>, microbatch=0))
@@ -342,7 +342,7 @@ class Schedule:
     def order(self) -> tuple[Turn, ...]:
         """Its ops in an order in which ranks can run them, each with its rank and its dependencies.
 
-        Ops that can never run are left out.
+        Ops that can never run are omitted.
 
         >>> [str(op) for _, op, _ in Schedule.from_csv("0F0,0B0\\n1F0,1B0").order]
         ['0F0', '1F0', '1B0', '0B0']
@@ -393,7 +393,7 @@ class Schedule:
         """Read a table of computations, or the computations of a table with communication.
 
         It reads both formats of torch's `_dump_csv`, and the same without stages where each rank has one (see
-        `zbpipe.schedule.tables`). Bubbles, sends, receives and gathers of weights are left out: jobs place their own,
+        `zbpipe.schedule.tables`). Bubbles, sends, receives and gathers of weights are omitted: jobs place their own,
         and `zbpipe.simulator.actions.check_table` checks them. Placement and number of microbatches come from the
         table: a stage is on the rank in whose row it first appears.
 
@@ -407,8 +407,8 @@ class Schedule:
             name: name of the schedule.
 
         Raises:
-            TypeError: the table is no text.
-            ValueError: a cell is no action, a row or the whole table is empty, a stage appears in no row, or there are
+            TypeError: the table is not a string.
+            ValueError: a cell is not an action, a row or the whole table is empty, no row has a stage, or there are
                 far too few ops for a microbatch that a cell names.
         """
         return cls.from_actions(tables.read(table), name)
@@ -433,9 +433,7 @@ class Schedule:
         rank_of: dict[int, int] = {}
         for rank, ops in enumerate(rows):
             if not ops:
-                raise ValueError(
-                    f"schedule {name}: rank {rank} has no ops: leave its row out, or add the ops of its stages"
-                )
+                raise ValueError(f"schedule {name}: rank {rank} has no ops: omit its row, or add the ops of its stages")
             for op in ops:
                 rank_of.setdefault(op.stage, rank)
         everything = [(rank, op) for rank, ops in enumerate(rows) for op in ops]
@@ -443,8 +441,8 @@ class Schedule:
         for rank, op in everything:
             if not 0 <= op.stage < num_stages:
                 raise ValueError(
-                    f"schedule {name}: rank {rank} runs {op}, but no rank runs stage {num_stages}: mend that stage, or"
-                    " add the ops of all stages from 0 on"
+                    f"schedule {name}: rank {rank} runs {op}, but no rank runs stage {num_stages}: correct that stage,"
+                    " or add the ops of all stages from 0 on"
                 )
             if op.microbatch < 0:
                 raise ValueError(f"schedule {name}: rank {rank} runs {op}, but microbatches count from 0")
@@ -456,8 +454,8 @@ class Schedule:
         if num_stages * num_microbatches > len(everything):
             raise ValueError(
                 f"schedule {name}: rank {rank} runs {last}, but {len(everything)} op(s) are far too few for"
-                f" {num_microbatches} microbatches on {num_stages} stage(s): mend that microbatch, or add the ops that"
-                " are missing"
+                f" {num_microbatches} microbatches on {num_stages} stage(s): correct that microbatch, or add the"
+                " missing ops"
             )
         placement = Placement(tuple(rank_of[stage] for stage in range(num_stages)))
         return cls(name, placement, num_microbatches, rows)
@@ -468,7 +466,7 @@ def _freeze(rows: Iterable[Iterable[Op]], name: str) -> tuple[tuple[Op, ...], ..
     try:
         frozen = tuple(map(tuple, rows))
     except TypeError:
-        raise TypeError(f"schedule {name}: ops has to be one list of ops a rank, got {reprlib.repr(rows)}") from None
+        raise TypeError(f"schedule {name}: ops has to be one list of ops per rank, got {reprlib.repr(rows)}") from None
     for rank, row in enumerate(frozen):
         for position, op in enumerate(row):
             if fault := _find_fault(op):
@@ -481,9 +479,9 @@ def _freeze(rows: Iterable[Iterable[Op]], name: str) -> tuple[tuple[Op, ...], ..
 
 def _find_fault(op: object) -> str | None:
     if type(op) is not Op:
-        return "which is no zbpipe.Op"
+        return "which is not a zbpipe.Op"
     if type(op.kind) is not OpKind:
-        return "whose kind is no zbpipe.OpKind"
+        return "whose kind is not a zbpipe.OpKind"
     if type(op.stage) is not int or type(op.microbatch) is not int:
         return f"whose {'microbatch' if type(op.stage) is int else 'stage'} is not a Python int"
     return None

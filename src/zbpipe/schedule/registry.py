@@ -92,8 +92,8 @@ class Algorithm:
         if "memory_limit" not in self.keywords:
             names = [each.name for each in _registered.values() if "memory_limit" in each.keywords]
             raise ValueError(
-                f"{option} is for the schedules that fit themselves to one, {', '.join(sorted(names))}, not for"
-                f" {self.name}: leave it out"
+                f"{option} is for the schedules that adapt to one, {', '.join(sorted(names))}, not for"
+                f" {self.name}: omit it"
             )
 
     def place(self, num_ranks: int, stages_per_rank: int | None = None) -> Placement:
@@ -145,7 +145,7 @@ class Algorithm:
 
 
 def _require_as_asked(schedule: object, name: str, placement: Placement, microbatches: int) -> None:
-    """Raise if a registered function returns another schedule than it was asked for."""
+    """Raise if a registered function returns a schedule of another size or placement."""
     if not isinstance(schedule, Schedule):
         raise ValueError(f"the function registered as {name!r} has to return a zbpipe.Schedule, got {type(schedule)}")
     if schedule.placement != placement:
@@ -193,7 +193,7 @@ def register(
     Raises:
         ValueError: another function has the name, it is that of a file, or it cannot be written on a command line; or
             the placement is impossible.
-        TypeError: the decorated object is no function (ranks, microbatches).
+        TypeError: the decorated object is not a function (ranks, microbatches).
     """
     _require_name(name)
     require_whole(1, stages_per_rank=stages_per_rank)
@@ -210,7 +210,7 @@ def register(
             raise TypeError(f"{generate!r} cannot be registered as {name!r}: give a function (ranks, microbatches)")
         known = _registered.get(name.lower())
         if known is not None and known.generate is not generate:
-            raise ValueError(f"a schedule named {known.name!r} is registered already; choose another name")
+            raise ValueError(f"a schedule named {known.name!r} is already registered; choose another name")
         signature = inspect.signature(generate)
         keywords = frozenset(signature.parameters.keys() & set(_KEYWORDS))
         try:
@@ -293,7 +293,7 @@ def _find_name(name: str) -> Algorithm:
     names = ", ".join(sorted((each.name for each in _registered.values()), key=str.lower))
     raise ValueError(
         f"unknown schedule {name!r}; did you mean {_registered[near[0]].name!r}? The schedules are: {names}."
-        " The path of a .csv file works, too, and file.py:function. Other schedules of your own are known once their"
+        " The path of a .csv file also works, and file.py:function. Your own schedules are known once their"
         " module is imported"
     )
 
@@ -307,7 +307,7 @@ def _find_function(source: str) -> Algorithm:
     name = source.rpartition(":")[2]
     raise ValueError(
         f"{source} is not registered: write @zbpipe.register({name!r}, placement=..., stages_per_rank=...) above it,"
-        " which says how its stages lie on the ranks"
+        " with the placement of its stages"
     )
 
 

@@ -42,8 +42,8 @@ def read(table: str) -> list[list[Cell]]:
         [[(0, 'F', 0), (0, 'I', 0), (0, 'W', 0)]]
 
     Raises:
-        TypeError: the table is no text.
-        ValueError: the text is no CSV, a cell is no action, or only some cells name their stage.
+        TypeError: the table is not a string.
+        ValueError: the text is not CSV, a cell is not an action, or only some cells name their stage.
     """
     rows: list[list[_Written]] = []
     for rank, row in enumerate(cells(table)):
@@ -75,11 +75,11 @@ def cells(table: str) -> list[list[str]]:
     try:
         return [row for row in csv.reader(table.removeprefix("\ufeff").splitlines()) if row]
     except csv.Error as error:
-        raise ValueError(f"the table is no CSV: {error}") from None
+        raise ValueError(f"the table is not valid CSV: {error}") from None
 
 
 def parse_action(text: str) -> _Written | None:
-    """One action: stage (None if missing), kind, microbatch (-1 if it has none). None if the text is no action.
+    """One action: stage (None if missing), kind, microbatch (-1 if it has none). None if the text is not an action.
 
     >>> parse_action("3SEND_F0"), parse_action("w0"), parse_action("3X0")
     ((3, 'SEND_F', 0), (None, 'W', 0), None)

@@ -132,13 +132,13 @@ def check_table(
 ) -> tuple[Schedule, list[Finding], str]:
     """The ops of a table, all findings about it and its communication, and how it was read.
 
-    The last is empty if the cells are the ops. ValueError for text that is no table.
+    The last is empty if the cells are the ops. ValueError for text that is not a table.
 
     >>> schedule, findings, how = check_table("0F0,0SEND_F0,0RECV_B0,0B0\\n1F0,1B0,1SEND_B0", "mine")
     >>> print(*findings)
     missing: rank 1, 1RECV_F0: the message is never received
     >>> how
-    'read: 2 F, 2 B; left out: 3 sends and receives; jobs place their own'
+    'read: 2 F, 2 B; omitted: 3 sends and receives; jobs place their own'
     """
     rows = parse(table)
     schedule = Schedule.from_actions(rows, name)
@@ -151,7 +151,7 @@ def check_table(
     how = "read: " + ", ".join(f"{read[kind]} {kind}" for kind in OpKind if kind in read)
     if left_out:
         counts = (f"{left_out[what]} {what}" for what in dict.fromkeys(_LEFT_OUT.values()) if what in left_out)
-        how += f"; left out: {', '.join(counts)}; jobs place their own"
+        how += f"; omitted: {', '.join(counts)}; jobs place their own"
     return schedule, findings, how
 
 
@@ -249,7 +249,7 @@ class _Table:
                     where = self.rank_of[action.stage]
                     yield self.make_finding("placement", action, f"stage {action.stage} is on rank {where}", place)
                 if again:
-                    yield self.make_finding("doubled", action, "it is in the table before", place)
+                    yield self.make_finding("doubled", action, "it is already in the table", place)
 
     def find_disordered(self) -> Iterator[Finding]:
         """Messages around compute in the wrong order on one rank. `validate` only knows compute."""

@@ -39,7 +39,7 @@ class Jitter:
     True
 
     Raises:
-        TypeError: an argument is no number.
+        TypeError: an argument is not a number.
         ValueError: a number is negative, a chance is above 1, or a factor is not positive.
     """
 
@@ -216,7 +216,7 @@ def step_times(
     """
     require_schedule(schedule)
     if not isinstance(jitter, Jitter):
-        raise TypeError(f"jitter = {jitter!r} is no zbpipe.simulator.jitter.Jitter")
+        raise TypeError(f"jitter = {jitter!r} is not a zbpipe.simulator.jitter.Jitter")
     require_whole(1, samples=samples)
     require_whole(0, seed=seed)
     if samples > _MOST_SAMPLES:

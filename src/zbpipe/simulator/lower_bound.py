@@ -5,14 +5,14 @@ Every rank has to do its work, and it cannot be busy all the time:
 - It waits for its first input.
 - Before its first I it can only run F, and only as many as its memory holds. One microbatch takes its time to go down
   the stages and up again to this rank. If the F that fit take less time, the rank idles.
-- After its last F it can only run I and W of what it holds by then. After its last I it can only run W, while that last
-  microbatch goes the rest of its way to the first stage.
+- After its last F it can only run I and W of the microbatches that it holds. After its last I it can only run W, while
+  that last microbatch goes the rest of its way to the first stage.
 
-The time before its first I and the time after its last I do not overlap. The same holds for before its first I and
-after its last F, unless the rank has room for all microbatches at once. In addition, the product of activations and
-their lifetimes has to fit into memory times time (Little's law).
+The time before its first I and the time after its last I do not overlap. The same holds before its first I and after
+its last F, unless the rank has room for all microbatches at once. In addition, the product of activations and their
+lifetimes has to fit into memory times time (Little's law).
 
-What holds for an I also holds for a full backward B, which takes longer to pass on its gradient, but needs no W after
+The rules for an I also hold for a full backward B, which takes longer to pass on its gradient, but needs no W after
 it. Where I does not fit at all, every backward is a B.
 """
 
@@ -58,8 +58,8 @@ def period_bound(
 ) -> float:
     """Lower bound of the time from step to step where each rank begins the next step when it is done.
 
-    Between its first and last op a rank does all its work. In that time the ranks behind it also do theirs, except for
-    the W that may wait there until afterwards.
+    Between its first and last op a rank does all its work. In that time later ranks also do their work,
+    except for W that may run afterwards.
 
         >>> placement = Placement.loop(4)
         >>> period_bound(placement, CostModel.uniform(placement), num_microbatches=8)

@@ -28,8 +28,8 @@ def peak_bytes(timeline: Timeline, rows: Rows | None = None) -> tuple[float, ...
     With offloading, which depends on times, it is an upper bound.
 
     Args:
-        timeline: a timeline with costs in bytes, including `message_bytes`. The costs of an op include its input: what
-            F leaves includes the stage's input, and what I leaves includes dY if a layer needs that for W.
+        timeline: a timeline with costs in bytes, including `message_bytes`. The costs of an op include its input:
+            activations include the stage's input, and deferred gradients include dY if a layer needs that for W.
         rows: the lists with messages and waits that run. Default: those of zbpipe's schedules for this timeline.
     """
     return tuple(held.total for held in peak_parts(timeline, rows))

@@ -43,7 +43,7 @@ class _Queue:
     """The last message, if there was one."""
 
     def pop(self) -> list[Action]:
-        """End the first message, and return what it waited for at this end."""
+        """End the first message, and return the item that it waited for at this end."""
         self.waiting.popleft()
         return self.before.popleft()
 
@@ -97,7 +97,7 @@ class MessageLoop:
             if self._posts[rank][position]:
                 yield from self._post(rank, position)
 
-    def find_circle(self) -> list[Action]:
+    def find_cycle(self) -> list[Action]:
         """The cycle of actions, each waiting for the one before, after a run that got stuck.
 
         It begins and ends with the same action, on its lowest rank.
@@ -111,9 +111,9 @@ class MessageLoop:
                 chain.append(node)
                 node = self._waits_for(node)
             if node is not None:
-                circle = chain[chain.index(node) :][::-1]
-                first = circle.index(min(circle, key=lambda each: self._rank_of[each.stage]))
-                return [*circle[first:], *circle[: first + 1]]
+                cycle = chain[chain.index(node) :][::-1]
+                first = cycle.index(min(cycle, key=lambda each: self._rank_of[each.stage]))
+                return [*cycle[first:], *cycle[: first + 1]]
         return []
 
     def is_stuck(self) -> bool:
@@ -190,12 +190,12 @@ def find_blocked_queues(rows: Rows) -> list[Finding]:
     """
     loop = MessageLoop(rows, Schedule.from_actions(rows, "").placement.rank_of)
     deque(loop, maxlen=0)
-    circle = loop.find_circle()
-    if not circle:
+    cycle = loop.find_cycle()
+    if not cycle:
         return []
-    rank = next(rank for rank, row in enumerate(rows) if circle[0] in row)
-    text = "messages wait for each other: " + " before ".join(map(str, circle))
-    return [Finding("deadlock", rank, rows[rank].index(circle[0]), circle[0], text)]
+    rank = next(rank for rank, row in enumerate(rows) if cycle[0] in row)
+    text = "messages wait for each other: " + " before ".join(map(str, cycle))
+    return [Finding("deadlock", rank, rows[rank].index(cycle[0]), cycle[0], text)]
 
 
 def are_sound(rows: Rows, schedule: Schedule) -> bool:

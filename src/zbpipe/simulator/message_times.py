@@ -23,7 +23,7 @@ class Times(NamedTuple):
     """The computation whose end each computation waited for, if it waited for one."""
 
 
-class CircleError(ValueError):
+class CycleError(ValueError):
     """Error for messages that wait for each other in a cycle."""
 
 
@@ -34,7 +34,7 @@ def run(
     transport: Transport,
     copies: Mapping[Action, Sequence[Action]] | None = None,
 ) -> Times:
-    """Times of everything in `rows` if messages wait for each other. CircleError if they do so in a cycle.
+    """Times of everything in `rows` if messages wait for each other. CycleError if they do so in a cycle.
 
     `copies` to the host and back have their dependencies. Computations are in it with the copies that they wait for.
     """
@@ -53,8 +53,8 @@ def run(
         if source:
             behind[node] = source
     if loop.is_stuck():
-        raise CircleError(
-            f"with {transport} messages wait for each other: {' before '.join(map(str, loop.find_circle()))}"
+        raise CycleError(
+            f"with {transport} messages wait for each other: {' before '.join(map(str, loop.find_cycle()))}"
         )
     return Times(start, end, behind)
 

@@ -40,7 +40,7 @@ class Offload(StrEnum):
         if given is None or isinstance(given, bool):
             return cls("all") if given else None
         if not isinstance(given, str):
-            raise TypeError(f"offload={given!r} is no text: use one of {known}, or True for all")
+            raise TypeError(f"offload={given!r} is not a string: use one of {known}, or True for all")
         try:
             return cls(given.lower())
         except ValueError:
@@ -82,9 +82,9 @@ def offload(
         schedule: a valid schedule. Its copies are planned anew.
         costs: costs of its stages, with `host`, the link to the host's memory.
         memory_limit: see `zbpipe.costs.MemoryLimit`. Default: as little as costs no time.
-        what: what may be copied.
+        what: the kinds of memory that may be copied.
         margin: how much longer copies may take than `costs.host` predicts without a delay, as a share.
-        transport: what messages wait for (see `zbpipe.costs.transport`).
+        transport: which messages wait for each other (see `zbpipe.costs.transport`).
 
     Raises:
         TypeError: an argument has another type.
@@ -107,8 +107,8 @@ def offload(
     if memory_limit is not None and over:
         worst = max(over, key=lambda rank: least[rank] / limits[rank] if limits[rank] else inf)
         raise LimitTooSmallError(
-            f"rank {worst} of {schedule.name} may hold {limits[worst]:g}, but with copies that hold nothing up it holds"
-            f" {least[worst]:g}: raise its limit to that, or give a schedule that holds less or a faster host",
+            f"rank {worst} of {schedule.name} may hold {limits[worst]:g}, but needs {least[worst]:g} even with all"
+            " copies that delay nothing: raise its limit to that, or give a schedule that needs less or a faster host",
             least[worst],
         )
     return replace(schedule, ops=tuple(tuple(rank.row()) for rank in ranks))
@@ -118,7 +118,7 @@ def require_host(costs: CostModel) -> None:
     """Raise for costs without a link to the host's memory."""
     if costs.host is None:
         raise ValueError(
-            "offload needs the way to the host's memory: give the costs host=zbpipe.costs.Link(bandwidth=...), in the"
+            "offload needs the bandwidth to the host: give the costs host=zbpipe.costs.Link(bandwidth=...), in the"
             " unit of the activations per second, for example 25e9 for bytes over PCIe (in a cost file [host]"
             " bandwidth, on the command line --host-bandwidth)"
         )

@@ -38,7 +38,7 @@ def add_messages(schedule: Schedule) -> Rows:
     The ranks take turns. A rank whose next op has its input computes it, and posts its send and the other rank's
     receive. (In torch's lists, gathering weights also takes turns, which moves some receives by an op.)
 
-    Copies to the host and back have no place in torch's lists, and are left out.
+    Copies to the host and back have no place in torch's lists, and are omitted.
 
         >>> for row in add_messages(Schedule.from_csv("0F0,0B0\\n1F0,1B0")):
         ...     print(*row)

@@ -3,7 +3,7 @@
 A rank that is done steps its optimizer at once and begins the next step. Meanwhile the other ranks end theirs, and the
 norm of all gradients becomes known. That is the validation, at a fixed place in each rank's list (Zero Bubble Pipeline
 Parallelism, arXiv 2401.10241, section 4: post-validation). If the norm shows that the gradients should have been
-clipped, the rank discards what it ran ahead, steps again, and runs its list again.
+clipped, the rank discards the ops that it ran ahead, steps again, and runs its list again.
 
 Only forwards run ahead, and none of the last stage: they change no gradient and no loss. A message sent ahead may be
 received late, but a message is received early only if it was sent early. So on failure a rank knows which messages
@@ -68,7 +68,7 @@ def period_of(timeline: Timeline) -> float:
     """The period of the schedule of a timeline, with its costs.
 
     A schedule with copies to the host waits for the validation. With messages in queues the period is not known. The
-    longest time from a rank's first op to its last takes its place.
+    longest time from a rank's first op to its last replaces it.
     """
     if timeline.schedule.has_copies:
         return timeline.makespan / timeline.num_steps
@@ -221,7 +221,7 @@ def _stuck(rows: Rows, rank_of: Sequence[int]) -> Iterator[str]:
     loop = EventLoop(rows, lambda action: dependencies(action, rank_of))
     deque(loop, maxlen=0)
     for rank, choices in loop.waiting.items():
-        yield f"rank {rank} waits for {choices[0]}, which nobody runs ahead of the validation"
+        yield f"rank {rank} waits for {choices[0]}, which no rank runs ahead of the validation"
 
 
 def _find_left_over(rows: Rows) -> Iterator[str]:

@@ -17,7 +17,7 @@ from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.event_loop import Clock
 from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Schedule, require_whole
 from zbpipe.simulator.actions import Action, Rows, action_of
-from zbpipe.simulator.message_times import CircleError, run
+from zbpipe.simulator.message_times import CycleError, run
 from zbpipe.simulator.passes import add_messages, place_receives
 from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.simulator.validation import find_order, require_schedule, require_valid
@@ -56,7 +56,8 @@ def simulate(
             gradient norm. Otherwise each rank begins the next step when it is done, as ZBH2 and ZB2P assume.
         ahead: number of ops of a step that each rank may start before all ranks are done with the previous step,
             instead of none (synchronous) or all (see `zbpipe.simulator.post_validation`). For the ideal transport.
-        transport: what messages wait for, or its name: "ideal", "one queue", "queue per peer", "shared with compute".
+        transport: which messages wait for each other, or its name: "ideal", "one queue", "queue per peer", "shared with
+            compute".
         receives: where ranks post their receives ("early", "late", "timed", "nearest", "rendezvous"), which matters for
             all transports except the ideal one. Default: the way with the shortest step, as zbpipe's schedules choose
             it ("rendezvous" only for "shared with compute").
@@ -76,7 +77,7 @@ def simulate(
         everything = tuple(0 if synchronous else len(row) for row in schedule)
         return _simulate_without_queues(schedule, costs, num_steps, everything if ahead is None else tuple(ahead))
     if ahead is not None:
-        raise ValueError(f"ahead = {ahead} is for the ideal transport alone, got {str(transport)!r}")
+        raise ValueError(f"ahead = {ahead} is only for the ideal transport, got {str(transport)!r}")
     one_step = _find_shortest(schedule, costs, transport, asked)
     if synchronous or num_steps == 1:
         return _repeat(one_step, num_steps)
@@ -127,30 +128,30 @@ def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) ->
         return _PREFERRED[0]
     try:
         return _find_shortest(schedule, costs, transport).receives or _PREFERRED[0]
-    except CircleError:
+    except CycleError:
         return _PREFERRED[0]
 
 
 def _find_shortest(
     schedule: Schedule, costs: CostModel, transport: Transport, receives: Receives | None = None
 ) -> Timeline:
-    """One step with the best way to receive, or the given one. CircleError if messages then wait in a cycle."""
+    """One step with the best way to receive, or the given one. CycleError if messages then wait in a cycle."""
     usual = _WITH_SHARED if transport is Transport.SHARED else _PREFERRED
     candidates = usual if receives is None else (receives,)
     ideal, messages = simulate(schedule.computations, costs), add_messages(schedule)  # torch knows no copies
-    best, shortest, circles = None, inf, list[CircleError]()
+    best, shortest, cycles = None, inf, list[CycleError]()
     for each in candidates:
         if ideal.makespan >= shortest * _WORTH_IT:
             break
         try:
             trial = _simulate_with_queues(schedule, ideal, messages, transport, each)
-        except CircleError as error:
-            circles.append(error)
+        except CycleError as error:
+            cycles.append(error)
             continue
         if trial.makespan < shortest * _WORTH_IT:
             best, shortest = trial, trial.makespan
     if best is None:
-        raise circles[0]
+        raise cycles[0]
     return best
 
 

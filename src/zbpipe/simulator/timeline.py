@@ -118,7 +118,7 @@ class Timeline:
         return tuple(_idle(spans, self.makespan) for spans in self.spans)
 
     def memory(self, rank: int) -> list[tuple[float, float]]:
-        """Memory of a rank over time: (from when on, how much), in the unit of `costs.activations`.
+        """Memory of a rank over time: (start, memory) pairs, in the unit of `costs.activations`.
 
         It consists of the activations and the working memory of the op that runs (`costs.working`). Offloaded memory
         counts until the end of its copy out, and from the start of its copy back.
@@ -144,7 +144,7 @@ class Timeline:
     def peak_activations(self) -> tuple[float, ...]:
         """Peak of each rank without working memory.
 
-        The unit is a rank's share of one microbatch: what all its stages keep of one.
+        The unit is a rank's share of one microbatch: the activations of all its stages.
         """
         kept = replace(self, costs=replace(self.costs, working={})) if self.costs.working else self
         shares = rank_shares(self.schedule.placement, self.costs)

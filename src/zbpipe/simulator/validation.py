@@ -65,7 +65,7 @@ def validate(
     Args:
         schedule: a schedule with any lists.
         memory_limit: see `zbpipe.costs.MemoryLimit`. Default: no limit.
-        costs: costs of the stages. Default: `CostModel.uniform`, whose unit is what a rank keeps of one microbatch.
+        costs: costs of the stages. Default: `CostModel.uniform`, whose unit is a rank's activations of one microbatch.
 
     Raises:
         TypeError: `schedule`, `memory_limit` or `costs` has another type.
@@ -122,10 +122,10 @@ def find_order(schedule: Schedule) -> tuple[Turn, ...]:
 
 
 def require_schedule(schedule: Schedule) -> None:
-    """Raise TypeError for other objects than schedules, for instance a name."""
+    """Raise TypeError for objects other than schedules, for example a name."""
     if not isinstance(schedule, Schedule):
         raise TypeError(
-            f"{reprlib.repr(schedule)} is no zbpipe.Schedule: make one with zbpipe.generate('ZBV', 4, 8) or"
+            f"{reprlib.repr(schedule)} is not a zbpipe.Schedule: make one with zbpipe.generate('ZBV', 4, 8) or"
             " zbpipe.Schedule.from_csv(table)"
         )
 
@@ -154,7 +154,7 @@ def _find_misplaced(schedule: Schedule, places: _Places) -> Iterator[Finding]:
                 yield Finding("placement", rank, position, op, message)
             if again:
                 first_rank, first_position = standing[0]
-                message = f"it is on rank {first_rank}, position {first_position} already"
+                message = f"it is already on rank {first_rank}, position {first_position}"
                 yield Finding("doubled", rank, position, op, message)
 
 
@@ -258,17 +258,17 @@ def find_deadlocks(
         pass
     waiting_for = {rank: choices[0] for rank, choices in loop.waiting.items()}
     giver = {rank: places[item][0][0] for rank, item in waiting_for.items()}
-    for circle in _circles({rank: other for rank, other in giver.items() if other != rank}):
+    for cycle in _cycles({rank: other for rank, other in giver.items() if other != rank}):
         text = ", ".join(
             f"rank {rank} (position {loop.position[rank]}, {rows[rank][loop.position[rank]]}) waits for"
             f" {waiting_for[rank]} on rank {giver[rank]} (position {places[waiting_for[rank]][0][1]})"
-            for rank in circle
+            for rank in cycle
         )
-        position = loop.position[circle[0]]
-        yield Finding("deadlock", circle[0], position, rows[circle[0]][position], text)
+        position = loop.position[cycle[0]]
+        yield Finding("deadlock", cycle[0], position, rows[cycle[0]][position], text)
 
 
-def _circles(successor: dict[int, int]) -> Iterator[list[int]]:
+def _cycles(successor: dict[int, int]) -> Iterator[list[int]]:
     """The cycles in "rank waits for rank", each once, starting at its lowest rank."""
     seen: set[int] = set()
     for start in sorted(successor):
@@ -279,6 +279,6 @@ def _circles(successor: dict[int, int]) -> Iterator[list[int]]:
             path.append(rank)
             rank = successor[rank]
         if rank in path:
-            circle = path[path.index(rank) :]
-            turn = circle.index(min(circle))
-            yield circle[turn:] + circle[:turn]
+            cycle = path[path.index(rank) :]
+            turn = cycle.index(min(cycle))
+            yield cycle[turn:] + cycle[:turn]

@@ -38,11 +38,9 @@ def plug_in(options: Options | None = None) -> None:
     from zbpipe.runtime.options import Options
 
     if options is not None and not isinstance(options, Options):
-        raise ValueError(
-            f"plug_in takes options as zbpipe.frameworks.titan.command_line.parse makes them, got {options!r}"
-        )
+        raise ValueError(f"plug_in takes options from zbpipe.frameworks.titan.command_line.parse, got {options!r}")
     if _plugged:
-        raise RuntimeError("zbpipe is plugged into TorchTitan already: call zbpipe.titan.plug_in only once")
+        raise RuntimeError("zbpipe is already plugged into TorchTitan: call zbpipe.titan.plug_in only once")
     versions.find_installed()
     on_cpu = cpu.is_needed()
     if on_cpu:

@@ -32,7 +32,7 @@ def main() -> int:
     """Run the check and print the findings; returns the exit code."""
     try:
         version = versions.find_installed()
-        print(f"{versions.describe_installed()}: zbpipe takes it for {version.name}", flush=True)
+        print(f"{versions.describe_installed()}: zbpipe treats it as {version.name}", flush=True)
         cpu.stand_in()
         interface.require_names()
     except ImportError as error:
@@ -48,7 +48,7 @@ def main() -> int:
 def _compare_losses(version: versions.Version, folder: Path) -> str | None:
     seed = _train("seed", folder, "--checkpoint.enable", "--checkpoint.create_seed_checkpoint", ranks=1)
     if seed.error is not None:
-        return f"TorchTitan makes no seed checkpoint: {seed.error}"
+        return f"TorchTitan could not make a seed checkpoint: {seed.error}"
     start = ("--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.initial_load_path")
     outcomes = {}
     for schedule in ("1F1B", "ZBV"):

@@ -23,8 +23,8 @@ def perfetto(timeline: Timeline, **others: Timeline) -> str:
 
     Each rank is a process with a complete event per op, named in torch's text form (`3F0`). A counter shows the
     activations that the rank holds, in its share of one microbatch. Copies to its host and back have separate threads.
-    Arrows lead from each op to the one on another rank that takes its result. Further timelines, with the same number
-    of ranks, are below each rank's own under their names: `perfetto(planned, measured=...)`.
+    Arrows lead from each op to the one on another rank that takes its result. `perfetto(planned, measured=...)` adds a
+    row with the name `measured` below each rank. Further timelines have the same number of ranks.
     """
     every = {"": timeline, **others}
     rows = [_Row(each, name, nth, len(every)) for nth, (name, each) in enumerate(every.items())]

@@ -58,7 +58,7 @@ def report(timeline: Timeline, baseline: float | None = None) -> str:
         (f"rank {rank}", number(busy), *(number(round(time, 9)) for time in idle), memory(peak))
         for rank, (busy, idle, peak) in enumerate(zip(timeline.busy, timeline.idle, peaks, strict=True))
     ]
-    beside_1f1b = f", {compared.memory} of what 1F1B's worst rank holds ({memory(baseline)})" if baseline else ""
+    beside_1f1b = f", {compared.memory} of 1F1B's worst rank ({memory(baseline)})" if baseline else ""
     return "\n".join(
         [
             summary(timeline),
@@ -96,7 +96,7 @@ def costs(job: JobCosts) -> str:
     ]
     links = [f"{way}: {1e6 * link.latency:.0f} us + {link.bandwidth / 1e9:.2f} GB/s" for way, link in ways]
     head = ("stage", "rank", "F ms", "I ms", "W ms", "MiB after F", "after I")
-    return "\n".join([*table(head, rows), "; ".join([f"{model.message_bytes / mebibyte:.2f} MiB a message", *links])])
+    return "\n".join([*table(head, rows), "; ".join([f"{model.message_bytes / mebibyte:.2f} MiB per message", *links])])
 
 
 @dataclass(frozen=True)
@@ -289,7 +289,7 @@ def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | No
     quantiles = _QUANTILES if any(each.jitter for each in best_first) else ()
     heads = ["schedule", "from", "stages", "makespan", *(f"vs {name}" for name in _BASELINES)]
     heads += ["bubble", "memory", "peak", "gap"]
-    more = "gap: to the lower bound"
+    more = "gap: distance from the lower bound"
     if plan is not None:
         heads[4:] = "to the plan", "period", "bubble", "memory", "peak"
         more = "period: from step to step with zbpipe.OptimizerStep"
@@ -308,8 +308,8 @@ def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | No
 _QUANTILES = ("p50", "p95")
 _OF_QUANTILES = "; p50 and p95: median and 95th percentile of the step in seconds, where times vary"
 _LEGEND = (
-    "from: whose class runs it; stages: per rank; memory: of the worst rank, to 1F1B's; peak: the same in the unit of"
-    " --memory-limit"
+    "from: whose class runs it; stages: per rank; memory: of the worst rank, relative to 1F1B; peak: the same in the"
+    " unit of --memory-limit"
 )
 
 

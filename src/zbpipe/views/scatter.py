@@ -19,7 +19,7 @@ _TICKS = 5
 
 @dataclass(frozen=True)
 class Point:
-    """A point with two numbers, of which less is better."""
+    """A point with two numbers, both better if smaller."""
 
     name: str
     x: float

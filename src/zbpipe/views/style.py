@@ -191,7 +191,7 @@ def summary(timeline: Timeline) -> str:
 
 
 def memory_profile(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
-    """Activations of `rank` as (from when on, how much), in its share of one microbatch, one entry per moment."""
+    """Activations of `rank` as (start, activations) pairs, in its share of one microbatch, one entry per moment."""
     share = rank_shares(timeline.schedule.placement, timeline.costs)[rank] or 1.0
     # Only the result of several changes at one moment is shown.
     return [(time, held / share) for time, held in dict(timeline.memory(rank)).items()]

@@ -54,7 +54,7 @@ def demo(steps: int, html_file: Path | None, json_file: Path | None, keep: Path 
     with in_one_line(OSError):
         file = html_file or Path(tempfile.mkdtemp(prefix="zbpipe-demo-"), "demo.html")
         file.write_text(join("Two schedules on 8 ranks whose stages sleep, on one time scale", shown), encoding="utf-8")
-        click.echo(f"\nThe same as a page to zoom: {file}")
+        click.echo(f"\nThe same as an interactive page: {file}")
         if json_file is not None:
             json_file.write_text(json.dumps(as_json(runs, emulated), indent=2) + "\n", encoding="utf-8")
     # torch's ZBVZeroBubble is known to fail.
@@ -67,4 +67,4 @@ def _require_new(folder: Path) -> None:
         raise click.UsageError(f"--keep {folder}: the folder is not empty; name a new one")
     above = next(each for each in (folder, *folder.absolute().parents) if each.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise click.UsageError(f"--keep {folder}: {above} is no folder that you can write to")
+        raise click.UsageError(f"--keep {folder}: {above} is not a folder that you can write to")

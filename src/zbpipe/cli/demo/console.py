@@ -91,7 +91,7 @@ def print_table(runs: list[Run]) -> None:
         table.add_row(run.schedule, run.source, *losses, speed, bubble, Text(outcome))  # no markup in torch's words
     console.print(
         f"\nLlama 3 debug model, {RANKS} pipeline ranks on the CPU, {ACTIVATION_CHECKPOINT} checkpointing. Speed and"
-        " bubble (the time in which ranks wait) are measured, the first steps left out, and medians of"
+        " bubble (the time in which ranks wait) are measured, without the first steps, and medians of"
         f" {ROUNDS} rounds in turns:\n"
     )
     _print(table)

@@ -149,4 +149,4 @@ def first_error(folder: Path) -> str:
     # A rank that was ended by a signal (a crash, or from outside) wrote no exception. torchrun prints the cause last.
     killed = [line.partition("traceback : ")[2] for line in lines if "traceback : Signal" in line]
     errors = killed[-1:] or [line for line in lines if "Error: " in line]
-    return errors[0].strip() if errors else f"the job ended without an error of its own; see {folder / 'output.log'}"
+    return errors[0].strip() if errors else f"the job ended without its own error; see {folder / 'output.log'}"

@@ -1,1 +1,1 @@
-"""The plug for TorchTitan, in one for all versions; `zbpipe.titan` is what users call and launch."""
+"""The plug for TorchTitan, in one for all versions; users call and launch `zbpipe.titan`."""

@@ -40,7 +40,7 @@ def check(config: Any, options: Options) -> None:
     has_pipeline = config.parallelism.pipeline_parallel_degree > 1
     if not has_pipeline and algorithm.source == "torch" and options not in (Options(), _VALIDATED):
         raise ValueError(  # without the name of the schedule, which may be TorchTitan's default
-            "zbpipe's options have no effect without a pipeline: leave them out, or set"
+            "zbpipe's options have no effect without a pipeline: omit them, or set"
             " --parallelism.pipeline_parallel_degree and one of zbpipe's schedules"
         )
     require_sense(algorithm, options, _spell, will_run=has_pipeline)
@@ -86,10 +86,10 @@ def _check_validated_step(algorithm: Algorithm, config: Any) -> None:
     what = f"{_spell('optimizer_step')} validated"
     ranks = config.parallelism.pipeline_parallel_degree
     if ranks < 2:
-        raise ValueError(f"{what} saves a wait for other pipeline ranks, and this job has none: leave it out")
+        raise ValueError(f"{what} avoids a wait for other pipeline ranks, but this job has none: omit it")
     if algorithm.source == "torch":
         raise ValueError(
-            f"{what} needs one of zbpipe's schedules, and {algorithm.name} is torch's own: use ZBV, or leave it out"
+            f"{what} needs one of zbpipe's schedules, and {algorithm.name} is torch's own: use ZBV, or omit it"
         )
     if algorithm.name == "Auto":
         return
@@ -98,7 +98,7 @@ def _check_validated_step(algorithm: Algorithm, config: Any) -> None:
     if saved < LEAST_GAIN:
         raise ValueError(
             f"{what} gains nothing ({saved:.1%} of a step) with {algorithm.name} on {ranks} ranks: use ZBV or ZB2P, or"
-            " leave it out"
+            " omit it"
         )
 
 
@@ -108,8 +108,8 @@ def _check_schedule(algorithm: Algorithm, config: Any) -> None:
     algorithm.place(config.parallelism.pipeline_parallel_degree)
     if algorithm.source == "zbpipe" and table:
         raise ValueError(
-            f"pipeline_parallel_schedule_csv={table!r} and the schedule {algorithm.name} exclude each other: leave one"
-            " of them out"
+            f"pipeline_parallel_schedule_csv={table!r} and the schedule {algorithm.name} exclude each other: omit"
+            " one of them"
         )
     if algorithm.placement == "table":
         require_valid(algorithm.make(config.parallelism.pipeline_parallel_degree, batches.microbatches(config)))
@@ -129,8 +129,8 @@ def _warn_of_first_step(algorithm: Algorithm, config: Any) -> None:
     in_turn = placement.num_stages // (placement.num_ranks if algorithm.source == "zbpipe" else 1)
     if config.compile.enable and in_turn >= _MANY_STAGES and seconds <= _DEFAULT_SECONDS:
         _warn_once(
-            f"{algorithm.name} compiles {in_turn} stages one after the other in the first step, which"
-            f" comm.init_timeout_seconds={seconds} ends if they take longer: set --comm.init_timeout_seconds 1800"
+            f"{algorithm.name} compiles {in_turn} stages one after the other in the first step. If that takes more than"
+            f" comm.init_timeout_seconds={seconds}, the job ends: set --comm.init_timeout_seconds 1800"
         )
 
 

@@ -101,15 +101,15 @@ def require_names() -> None:
     """Refuse a TorchTitan that lacks something of `NEEDED`.
 
     Raises:
-        ImportError: TorchTitan, or a package that it needs, lacks a name. The message says what to install.
+        ImportError: TorchTitan, or a package that it needs, lacks a name. The message names the package to install.
     """
     try:
         missing = [words for each in NEEDED for words in each.list_missing()]
     except ImportError as error:
-        raise ImportError(f"{describe_installed()} cannot be imported: {error}: install what it needs") from error
+        raise ImportError(f"{describe_installed()} cannot be imported: {error}: install its dependencies") from error
     if missing:
         known = ", ".join(each.name for each in KNOWN)
         raise ImportError(
-            f"{describe_installed()} lacks {', '.join(missing)}, which TorchTitan has as zbpipe knows it ({known}):"
+            f"{describe_installed()} lacks {', '.join(missing)}, which zbpipe needs; it knows {known}:"
             f" {WAY_WITHOUT_NAMES}"
         )

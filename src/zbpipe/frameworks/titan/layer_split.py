@@ -81,7 +81,7 @@ def ends_of_user(parallelism: Any) -> tuple[int, int] | None:
 
 def _log(parts: Sequence[Sequence[str]], how: str) -> None:
     logger.info(
-        "Layers by stage (%s): %s. parallelism.module_fqns_per_model_part cuts the model otherwise",
+        "Layers by stage (%s): %s. parallelism.module_fqns_per_model_part replaces this cut",
         how,
         " | ".join(map(describe, parts)),
     )

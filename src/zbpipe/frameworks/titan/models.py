@@ -48,7 +48,7 @@ def parse_config(arguments: list[str]) -> Any:
     try:
         return ConfigManager().parse_args(arguments)
     except SystemExit:
-        raise ValueError(f"TorchTitan refuses the arguments {' '.join(arguments)}: it says why above") from None
+        raise ValueError(f"TorchTitan refuses the arguments {' '.join(arguments)}: see its message above") from None
     except ValueError as error:
         unknown = re.match(r"Config function '(.*)' not found in ([\w.]+)\.", str(error))
         if unknown is None:
@@ -128,7 +128,7 @@ def _refusals() -> Iterator[None]:
 
 
 def require_decoder(model: nn.Module) -> None:
-    """Refuse a model that is no stack of blocks between an embedding and a head, with a ValueError."""
+    """Refuse a model that is not a stack of blocks between an embedding and a head, with a ValueError."""
     parts = ("tok_embeddings", "layers", *HEAD)
     if missing := [name for name in parts if getattr(model, name, None) is None]:
         raise ValueError(
@@ -143,7 +143,7 @@ def compiles_blocks(config: Any) -> bool:
 
 
 def apply_checkpointing(config: Any, model: nn.Module) -> Checkpointing:
-    """Wrap the blocks of a model as the job would; ValueError if the compiler decides what is kept."""
+    """Wrap the blocks of a model as the job would; ValueError if the compiler chooses the kept tensors."""
     policy = config.activation_checkpoint
     if HAS_JOB_CONFIG:
         if policy.mode not in list(Checkpointing):

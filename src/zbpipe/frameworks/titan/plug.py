@@ -199,7 +199,7 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> Pipe
         if isinstance(schedule, pipelining.PipelineSchedule):
             complete(schedule, name, job)
         else:
-            logger.info("%s runs %s by a %s of its own", _name_of(pipelining_fn), name, type(schedule).__qualname__)
+            logger.info("%s runs %s by its own %s", _name_of(pipelining_fn), name, type(schedule).__qualname__)
         return built
 
     return pipeline
@@ -211,9 +211,9 @@ def require_schedule_of(pipelining_fn: PipeliningFunction, name: str, options: O
     asks_for_zbpipe = options != Options() or (algorithm is not None and algorithm.source == "zbpipe")
     if asks_for_zbpipe and not issubclass(result, pipelining.PipelineSchedule):
         raise ValueError(
-            f"{_name_of(pipelining_fn)} runs this model by a {result.__qualname__} of its own, which knows nothing of"
-            f" zbpipe's schedules and options, and the schedule is {name}: use one of torch's and no options of zbpipe,"
-            " or a model whose pipelining_fn is pipeline_llm"
+            f"{_name_of(pipelining_fn)} runs this model by its own {result.__qualname__}, which ignores"
+            f" zbpipe's schedules and options, but the schedule is {name}: use one of torch's schedules"
+            " without zbpipe's options, or a model whose pipelining_fn is pipeline_llm"
         )
 
 

@@ -56,7 +56,9 @@ def find_installed() -> Version:
     titan = next((each for each in KNOWN if found.has(*each.shown_by)), None)
     if titan is None:
         marks = ", ".join(f"`{each.shown_by[1]}` in {each.shown_by[0]} ({each.name})" for each in KNOWN)
-        raise ImportError(f"{found} has none of the names by which zbpipe knows TorchTitan, {marks}: {_ways_out()}")
+        raise ImportError(
+            f"{found} has none of the names by which zbpipe recognizes TorchTitan, {marks}: {_ways_out()}"
+        )
     if _numbers(torch) < titan.torch:
         needed = ".".join(map(str, titan.torch))
         ways = ", or ".join([*_fitting(), f"install torch {needed} or newer"])

@@ -173,7 +173,7 @@ def _words(counted: _Counted, degrees: Degrees) -> str:
     how_much = f"{counts}, with {how} checkpointing" if how is not Checkpointing.NONE else counts
     words = "bytes counted on meta tensors" + (", shared by TP as in Llama" if degrees.tensor > 1 else "")
     if not counted.on_meta:
-        words = "bytes of Llama blocks as wide with as many weights in use, because these look at values"
+        words = "bytes of Llama blocks of the same width and weights in use, because these blocks read values"
     return f"{how_much}; {words}"
 
 

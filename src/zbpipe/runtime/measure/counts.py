@@ -37,8 +37,8 @@ def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations
         >>> count_operations(layer, x)
         Operations(f=2048.0, i=2048.0, w=2048.0)
 
-    Only products count, as in torch's `FlopCounterMode`. Causal attention costs half of what it would without a mask,
-    and its backward 2.5 times its forward, because it computes the scores again.
+    Only products count, as in torch's `FlopCounterMode`. Causal attention costs half of attention without a mask, and
+    its backward 2.5 times its forward, because it computes the scores again.
 
     Args:
         module: on the meta device, wrapped for checkpointing as in the job; its linear layers defer from now on.

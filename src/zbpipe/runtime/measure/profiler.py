@@ -66,7 +66,7 @@ class Profiler:
 
     Args:
         schedule: a schedule of zbpipe or torch that runs I and W.
-        steps: the number of steps to time, from 1 on.
+        steps: number of steps to time, at least 1.
         group: the ranks that share their measurements, including replicas of the pipeline. Default: all ranks of the
             job. Each of them needs a profiler.
         done: called with the costs, between two steps. By default the first rank of the group logs them.

@@ -76,7 +76,7 @@ class Watcher:
         """Called after a step with requested times or memory."""
 
     def missed(self) -> None:
-        """Called instead if the step was refused or failed. The next step takes its place."""
+        """Called instead if the step was refused or failed. The next step replaces it."""
 
 
 def watch(schedule: pipelining.PipelineSchedule, watcher: Watcher) -> None:

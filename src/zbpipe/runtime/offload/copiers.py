@@ -37,8 +37,8 @@ def make_copier(device: torch.device) -> GpuCopier | StandIn:
     if device.type == "cpu":
         return StandIn()
     raise ValueError(
-        f"offload copies from GPUs (device type cuda, ROCm's too), and on the CPU for tests, not from {device.type}:"
-        " leave it out"
+        f"offload copies from GPUs (device type cuda, also on ROCm), and on the CPU for tests, not from {device.type}:"
+        " omit it"
     )
 
 

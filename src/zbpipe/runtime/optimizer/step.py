@@ -28,7 +28,7 @@ OnNonfinite = Literal["propagate", "skip", "raise"]
 _CLOSE = 1e-5
 """Relative margin below the limit within which a norm is checked again synchronously."""
 _NO_SCALER = (
-    "OptimizerStep does not unscale what a GradScaler has scaled: train in bfloat16 without one, or step without"
+    "OptimizerStep does not unscale the gradients of a GradScaler: train in bfloat16 without one, or step without"
     " OptimizerStep, by scaler.step(optimizer) of a torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, which"
     " skips a step on all ranks of its process_group if gradients overflow on one"
 )
@@ -111,7 +111,7 @@ class OptimizerStep:
         self._optimizers = _as_tuple("optimizers", optimizers, Optimizer)
         _refuse_what_cannot_step_again(self._optimizers)
         if max_norm is None:
-            raise ValueError("max_norm=None is no limit: give a number above 0, or math.inf for no clipping")
+            raise ValueError("max_norm=None is not a limit: give a number above 0, or math.inf for no clipping")
         arguments.require_above_0("max_norm", max_norm)
         arguments.require_yes_or_no("predict", predict)
         arguments.require_group(group)

@@ -74,9 +74,9 @@ class Launched:
         if not self.count:
             return ""
         if ran == self.count:
-            return f"the device has run all that was launched, {self._name(ran - 1)} last"
+            return f"the device has run everything that was launched, {self._name(ran - 1)} last"
         left = self.count - ran
-        last = f"{self._name(ran - 1)} ran last" if ran > oldest else "what ran last is not known"
+        last = f"{self._name(ran - 1)} ran last" if ran > oldest else "the last op is not known"
         more = f", nor have {left - 1} after it" if left > 1 else ""
         return f"on the device {last}, {self._name(ran)} has not ended{more}"
 

@@ -51,7 +51,7 @@ class _Answer:
 
 
 class StepBoard:
-    """Reports of a pipeline's ranks on the present step of one schedule. All ranks number the steps alike."""
+    """Reports of a pipeline's ranks on the present step of one schedule. All ranks number the steps in the same way."""
 
     def __init__(self, stage: pipelining.Stage) -> None:
         self._ranks = tuple(dist.get_process_group_ranks(stage.group or dist.group.WORLD))
@@ -89,7 +89,7 @@ class StepBoard:
         Raises:
             ValueError: the ranks got different numbers.
             RefusedStepError: the ranks got different numbers and all know it, or another rank refuses the step.
-            PipelineError: another rank does not come.
+            PipelineError: another rank does not reach the step.
         """
         if self.is_alone:
             return StepSize(microbatches, shapes or 0)
@@ -160,8 +160,8 @@ class StepBoard:
             if time.monotonic() > deadline:
                 missing = [rank for rank in self._ranks if not store.check([self._key(rank)])]
                 raise PipelineError(
-                    f"{name_ranks(missing)} did not come to this step, whose microbatches= all ranks have to give, in"
-                    f" {timeout:.0f} seconds"
+                    f"{name_ranks(missing)} did not reach this step in {timeout:.0f} seconds, but all ranks have to"
+                    " give its microbatches="
                 )
         found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
         return {rank: _Answer(**json.loads(each)) for rank, each in zip(self._ranks, found, strict=True)}

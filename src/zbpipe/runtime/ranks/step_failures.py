@@ -67,7 +67,7 @@ class StepFailures:
         """Report that an op of the present step failed with `error`, before it is raised."""
         self._told = error, self._make_failure(schedule, name, error, frames.find_place(schedule))
         self._board.notice.post(self._told[1])
-        logger.error("%s. This rank goes on without computing, until all ranks of the pipeline know", self._told[1])
+        logger.error("%s. This rank continues without computing until all ranks of the pipeline know", self._told[1])
 
     def find_why_abandoned(self) -> Exception | None:
         """An error with another rank's report on the present step; None if no rank has abandoned it."""
@@ -96,7 +96,7 @@ class StepFailures:
         except (_AbandonedStepError, RefusedStepError) as error:
             found = error.failure if isinstance(error, _AbandonedStepError) else self._board.notice.read()
             if found is None or found.is_refusal:
-                raise RefusedStepError(f"{found or error}. All ranks have left out this step") from None
+                raise RefusedStepError(f"{found or error}. All ranks have skipped this step") from None
             self._broken_by = f"another rank failed first: {found}"
             raise PipelineError(self._broken_by) from None
         except SHARED as error:

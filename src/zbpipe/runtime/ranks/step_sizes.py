@@ -50,7 +50,7 @@ class StepSizes:
         Raises:
             ValueError: different numbers of microbatches, new shapes where torch cannot infer them, or another rank
                 refuses the step.
-            PipelineError: another rank does not come.
+            PipelineError: another rank does not reach the step.
         """
         stage = hooks.stages_of(runtime)[0]
         size, number = StepSize(pipelining.num_microbatches(runtime)), None

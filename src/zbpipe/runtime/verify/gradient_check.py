@@ -51,7 +51,7 @@ such as that of a bias before a normalisation, are zero except for rounding."""
 
 _DOES_NOT_REPEAT = (
     "stage %d, microbatch %d: its gradients cannot be compared, because a second run of its forward gives another"
-    " output, though weights, buffers, attributes with what they hold, and random numbers are the same. The forward"
+    " output, though weights, buffers, attributes with their contents, and random numbers are the same. The forward"
     " depends on something else that it changes, such as a counter in a closure, a global or an iterator, and the"
     " second run has advanced that. Keep it in a buffer or in an attribute of the module"
 )
@@ -77,7 +77,7 @@ class GradientCheck(Watcher):
 
     Args:
         schedule: a zbpipe schedule. Every rank of the pipeline needs a check.
-        steps: the number of steps to check, from 1 on.
+        steps: number of steps to check, at least 1.
         tolerance: largest relative error. By default that of the coarsest dtype in a stage's products, see
             `TOLERANCES`.
         done: called with the report, between two steps.

@@ -115,8 +115,8 @@ class GradientMismatchError(RuntimeError):
         named = ", ".join(f"{name} {report.errors[stage, name]:.2g}" for _, name in off[:_MOST_NAMES])
         more = f" and {len(off) - _MOST_NAMES} more" if len(off) > _MOST_NAMES else ""
         super().__init__(
-            f"stage {stage}, microbatch {microbatch}: the split gives other gradients than an ordinary backward, with"
-            f" relative errors above {report.tolerances[stage]:.0e}: {named}{more}. If this layer declares"
+            f"stage {stage}, microbatch {microbatch}: the split's gradients differ from those of an ordinary backward,"
+            f" with relative errors above {report.tolerances[stage]:.0e}: {named}{more}. If this layer declares"
             " weight_products itself, look at the function there; else report this. Until it is fixed, set"
             " weight_products = {} on each of these layers, so that it computes its weight gradient in I, or use a"
             " schedule without I and W, for example 1F1B"

@@ -62,17 +62,15 @@ class Setting:
                 raise ValueError(f"{name} = {value} has to be from 1 to {most}")
         if self.ranks * self.microbatches > _MOST_CELLS:
             raise ValueError(
-                f"{self.ranks} ranks with {self.microbatches} microbatches are too much for answers at once: keep the"
-                f" product to {_MOST_CELLS}, or use `zbpipe plan`"
+                f"{self.ranks} ranks with {self.microbatches} microbatches are too many for an immediate answer: keep"
+                f" their product at most {_MOST_CELLS}, or use `zbpipe plan`"
             )
         if not all(map(is_amount, (*self.times, self.comm))) or max(self.times) < 1 / MOST:
             raise ValueError(
                 f"times = {self.times}, comm = {self.comm}: give numbers from zero to {MOST:g}, a time above zero"
             )
         if self.limit is not None and not (is_amount(self.limit) and self.limit > 0):
-            raise ValueError(
-                f"limit = {self.limit} has to be above zero: 1 is the memory of 1F1B; leave it empty for none"
-            )
+            raise ValueError(f"limit = {self.limit} has to be above zero (1 is the memory of 1F1B), or empty")
 
     @classmethod
     def parse(cls, asked: Mapping[str, str]) -> Setting:
@@ -128,7 +126,9 @@ def answer_simulation(setting: Setting, name: str) -> dict[str, Any]:
     algorithm = schedules().get(name.lower())
     if algorithm is None:
         # `resolve` would accept the path of a file, and a page on the network must not read files.
-        raise ValueError(f"{name!r} is no schedule; there are {', '.join(each.name for each in schedules().values())}")
+        raise ValueError(
+            f"{name!r} is not a schedule; there are {', '.join(each.name for each in schedules().values())}"
+        )
     stages = setting.stages if algorithm.any_stages_per_rank else None
     costs = setting.costs(algorithm.place(setting.ranks, stages))
     schedule = algorithm.make(setting.ranks, setting.microbatches, stages_per_rank=stages, costs=costs)
@@ -181,7 +181,7 @@ def presets() -> dict[str, Setting]:
         for name, (ranks, microbatches, w) in _GPTS.items()
     }
     equal = Setting(4, 8, 2, (1.0, 1.0, 1.0), 0.0, Checkpointing.NONE, None)
-    return {"equal times, as papers draw": equal} | llamas | gpts
+    return {"equal times, as in the papers": equal} | llamas | gpts
 
 
 def _times(checkpointing: Checkpointing, block: Block) -> tuple[float, float, float]:

@@ -48,7 +48,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         # A page from another site may resolve its own name to this address. Host contains that name then.
         if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (ADDRESS, "localhost"):
-            self._send(*_json(403, {"error": f"this server answers at {ADDRESS} and localhost alone"}))
+            self._send(*_json(403, {"error": f"this server answers only at {ADDRESS} and localhost"}))
             return
         parts = urlsplit(self.path)
         self._send(*answer(parts.path, parts.query))
