@@ -11,7 +11,7 @@ export PIP_NO_COMPILE := 1
 ACTIVATE := echo "zbpipe is installed in $(VENV): run \`. $(BIN)/activate\`, then zbpipe --help"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test types tests quick coverage test-oldest test-torch test-python test-titan02 test-automodel long wheel compatibility gallery docs format clean
+.PHONY: help demo test types tests quick coverage test-oldest test-torch test-python test-titan02 test-automodel test-models long wheel compatibility gallery docs format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -60,6 +60,11 @@ test-titan02: $(VENV)-titan02/dev  ## torchtitan 0.2.2 on torch 2.13.0, and Prim
 test-automodel: $(VENV)-automodel/dev  ## NeMo AutoModel 0.7.0 on torch 2.13.0, in an environment of its own
 	$(VENV)-automodel/bin/pytest -q tests/test_automodel.py $(WRITE)
 
+MODELS := transformers==5.24.0 timm==1.0.31 diffusers==0.42.1 peft==0.21.2 torchao==0.18.0 torchvision==0.28.0
+# One file, whose tests are spread one by one.
+test-models: $(VENV)-models/dev  ## models of transformers, timm, diffusers, peft, torchao and torchvision, in an environment of its own
+	$(VENV)-models/bin/pytest $(SPREAD) --dist worksteal tests/test_models.py
+
 WITHOUT_TORCH := costs costs_file edges feeding jitter lean pictures planner registry simulation testing transport validation views
 test-python: $(VENV)-without-torch/dev  ## what needs no torch, on another Python: PYTHON=python3.14
 	PYTHONPATH=tests $(VENV)-without-torch/bin/pytest --noconftest -p determinism $(WITHOUT_TORCH:%=tests/test_%.py)
@@ -97,7 +102,7 @@ format: $(VENV)/dev  ## put the code into its standard form
 	$(BIN)/ruff format
 
 clean:  ## remove the environment and all caches
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-torch-* $(VENV)-titan02 $(VENV)-automodel $(VENV)-docs $(VENV)-wheel $(VENV)-without-torch
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-torch-* $(VENV)-titan02 $(VENV)-automodel $(VENV)-models $(VENV)-docs $(VENV)-wheel $(VENV)-without-torch
 	rm -rf dist .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs site
 
 %/bin/python:
@@ -138,6 +143,10 @@ $(VENV)-titan02/dev: pyproject.toml | $(VENV)-titan02/bin/python
 # AutoModel 0.7.0 shards by names of FSDP2 that torch 2.15 lacks, and Triton 3.9 refuses one of its kernels.
 $(VENV)-automodel/dev: pyproject.toml | $(VENV)-automodel/bin/python
 	$(VENV)-automodel/bin/pip install --quiet torch==2.13.0 nemo-automodel==0.7.0 'triton<3.9' --editable '.[dev]'
+	@touch $@
+
+$(VENV)-models/dev: pyproject.toml | $(VENV)-models/bin/python
+	$(VENV)-models/bin/pip install --quiet torch==2.13.0 $(MODELS) --editable '.[dev]'
 	@touch $@
 
 # The extra `docs` alone: pip would bring zbpipe and torch with it.

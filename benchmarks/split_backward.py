@@ -76,11 +76,48 @@ SIZES: dict[str, dict[str, Size]] = {
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 
 
+class Experts(nn.Module):
+    """Experts in one tensor, as in libraries of models: each gets a part of the rows."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, size.dim, 2 * size.dim) / size.dim**0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, 2 * size.dim, size.dim) / size.dim**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq, dim) to the same."""
+        rows = x.view(EXPERTS, -1, x.shape[-1])
+        return x + torch.bmm(nn.functional.silu(torch.bmm(rows, self.up)), self.down).view_as(x)
+
+
+class Convolution(nn.Module):
+    """A residual block of two convolutions along the sequence."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.one, self.other = (nn.Conv1d(size.dim, size.dim, 3, padding=1) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, seq, dim) to the same."""
+        return x + self.other(nn.functional.silu(self.one(x.mT))).mT
+
+
+EXPERTS = 4
+Layers = Literal["llama", "experts", "convolutions"]
+
+
+def build_layer(layers: Layers, size: Size) -> nn.Module:
+    if layers == "llama":
+        return Block(size.dim, size.heads, size.kv_heads, size.seq)
+    return Experts(size) if layers == "experts" else Convolution(size)
+
+
 class Mode(NamedTuple):
     """How a stage runs."""
 
     execution: Execution
     checkpointing: Checkpointing
+    layers: Layers = "llama"
 
 
 class MiddleStage:
@@ -89,8 +126,7 @@ class MiddleStage:
     def __init__(self, size: Size, mode: Mode, contender: Contender, device: torch.device) -> None:
         torch.manual_seed(0)
         options: dict[str, Any] = {"device": device, "dtype": DTYPES[device.type]}
-        block = (size.dim, size.heads, size.kv_heads, size.seq)
-        blocks = [checkpointed(Block(*block), mode.checkpointing) for _ in range(size.blocks)]
+        blocks = [checkpointed(build_layer(mode.layers, size), mode.checkpointing) for _ in range(size.blocks)]
         self.blocks = nn.Sequential(*blocks).to(**options)
         if mode.execution == "compile":
             for each in blocks:  # one by one, as TorchTitan does it
@@ -230,6 +266,7 @@ class Result:
     size: str
     execution: Execution
     checkpointing: Checkpointing
+    layers: Layers
     split: Split
     seconds: Seconds = field(default_factory=dict)
     """Medians of this split's F, I and W, and of the unsplit stage's B."""
@@ -281,12 +318,24 @@ def _fill_times(result: Result, split: list[Seconds], unsplit: list[Seconds]) ->
 
 def table(results: Sequence[Result]) -> str:
     """Times in milliseconds; kept between I and W, and peaks, in MiB."""
-    heads = ["size", "execution", "checkpointing", "split", *"FBIW", "(I+W)/B", "quartiles", "kept", "peak", "peak F+B"]
-    return markdown(heads, map(_cells, results), left=4)
+    heads = [
+        "size",
+        "execution",
+        "checkpointing",
+        "layers",
+        "split",
+        *"FBIW",
+        "(I+W)/B",
+        "quartiles",
+        "kept",
+        "peak",
+        "peak F+B",
+    ]
+    return markdown(heads, map(_cells, results), left=5)
 
 
 def _cells(result: Result) -> list[str]:
-    names = [result.size, result.execution, result.checkpointing, result.split]
+    names = [result.size, result.execution, result.checkpointing, result.layers, result.split]
     if result.error is not None:
         return [*names, f"fails: {result.error}"]
     sizes = (result.bytes["I"].after, _peak(result.bytes), _peak(result.unsplit_bytes)) if result.bytes else ()
@@ -310,6 +359,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments.add_argument("--sizes", nargs="+", choices=sizes, default=sizes)
     arguments.add_argument("--checkpointing", nargs="+", choices=kinds, default=kinds)
     arguments.add_argument("--execution", nargs="+", choices=ways, default=ways)
+    arguments.add_argument("--layers", nargs="+", choices=get_args(Layers), default=["llama"])
     arguments.add_argument("--device", choices=list(SIZES), help="cuda, also for ROCm, if there is one")
     arguments.add_argument("--json", **JSON)
     chosen = arguments.parse_args()
@@ -340,8 +390,11 @@ def main() -> int:
     results: list[Result] = []
     with single_rank():  # all three stages are on it
         for name in arguments.sizes:
-            for mode in starmap(Mode, product(arguments.execution, arguments.checkpointing)):
-                print(f"measuring {name}, {mode.execution}, checkpointing {mode.checkpointing} ...", file=sys.stderr)
+            for mode in starmap(Mode, product(arguments.execution, arguments.checkpointing, arguments.layers)):
+                print(
+                    f"measuring {name}, {mode.execution}, checkpointing {mode.checkpointing}, {mode.layers} ...",
+                    file=sys.stderr,
+                )
                 results += compare(name, SIZES[device.type][name], mode, arguments.rounds, device)
     write_json(arguments.json, device, results)
     print(table(results))

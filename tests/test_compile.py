@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 import zbpipe
 from zbpipe.runtime.split.compiled import defer_in_compiled_regions
 from zbpipe.runtime.split.layers import defer_weights
-from zbpipe.runtime.split.products import PendingGradient, WeightGradients, WeightProduct, WeightProducts
+from zbpipe.runtime.split.products import PendingGradient, WeightGradients, WeightProducts
 from zbpipe.runtime.split.slots import WeightWithSlots
 from zbpipe.runtime.split.stage import require_memory_that_lasts
 
@@ -281,9 +281,7 @@ def test_fsdp_around_a_region(one_rank: None, build: Callable[[], Any], products
 class PerHead(nn.Module):
     """A layer of the user's own, whose weight is used for something else, too, in all ways that Python knows."""
 
-    weight_products: ClassVar[WeightProducts] = {
-        torch.bmm: WeightProduct(lambda dy, weight: dy @ weight.mT, lambda dy, x: x.mT @ dy)
-    }
+    weight_products: ClassVar[WeightProducts] = {torch.bmm: lambda dy, x: x.mT @ dy}
 
     def __init__(self) -> None:
         super().__init__()

@@ -305,7 +305,7 @@ def test_an_installed_package_adds_a_schedule(tmp_path: Path) -> None:
 def test_deferring_a_layer() -> None:
     """The page's layer leaves its weight gradient to W, and gets the right one."""
     names: dict[str, Any] = {}
-    (block,) = (each for each in blocks("docs/the-split.md", "python") if "WeightProduct" in each.code)
+    (block,) = (each for each in blocks("docs/the-split.md", "python") if "weight_products" in each.code)
     exec(block.code, names)
     layer = names["PerHead"](3, 4)
     plain = copy.deepcopy(layer)

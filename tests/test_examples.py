@@ -11,7 +11,6 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-import own_layer
 import plain_loop
 import pytest
 import torch
@@ -27,7 +26,7 @@ TIMEOUT = 150
 RANKS = 2
 IN_SHORT = ("plain_loop",)
 """The script that `make test` runs, too."""
-STAGES = {"plain_loop": 4, "measure_and_plan": 4, "own_schedule": 2, "own_layer": 4}
+STAGES = {"plain_loop": 4, "measure_and_plan": 4, "own_schedule": 2}
 """On two ranks, by script."""
 
 
@@ -81,8 +80,8 @@ def test_all_scripts_are_tried_and_short() -> None:
 )
 def test_losses_are_those_without_a_pipeline(name: str, tmp_path: Path) -> None:
     output = run_script(name, tmp_path)
-    part = own_layer.build_part if name == "own_layer" else plain_loop.build_part
-    assert losses_in(output) == pytest.approx(losses_without_a_pipeline(part, STAGES[name]), abs=2e-5)
+    expected = losses_without_a_pipeline(plain_loop.build_part, STAGES[name])
+    assert losses_in(output) == pytest.approx(expected, abs=2e-5)
     if name == "measure_and_plan":
         assert_left_a_plan(tmp_path, output)
     if name == "own_schedule":

@@ -37,7 +37,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
-from zbpipe.runtime.split import LINEAR, layers, products
+from zbpipe.runtime.split import layers
 from zbpipe.runtime.split.products import PendingGradient, WeightProduct
 from zbpipe.runtime.verify import GradientReport
 from zbpipe.runtime.verify.gradient_report import GradientMismatchError
@@ -141,7 +141,7 @@ class Declared(nn.Module):
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(2, WIDTH, WIDTH))
-        self.weight_products = {function: WeightProduct(lambda dy, weight: dy @ weight.mT, lambda dy, x: x.mT @ dy)}
+        self.weight_products = {function: lambda dy, x: x.mT @ dy}
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.bmm(x, self.weight)
@@ -149,7 +149,7 @@ class Declared(nn.Module):
 
 def convolution() -> nn.Module:
     layer: Any = nn.Conv1d(WIDTH, WIDTH, 1)
-    layer.weight_products = {F.conv1d: WeightProduct(lambda *args: args[0], lambda *args: args[0])}  # wrong both
+    layer.weight_products = {F.conv1d: lambda *args: args[0]}  # wrong
     return layer  # type: ignore[no-any-return]
 
 
@@ -203,8 +203,7 @@ def test_a_gradient_changed_while_it_waits_is_named(monkeypatch: pytest.MonkeyPa
 
 def test_a_wrong_gradient_of_the_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """It belongs to no parameter of the stage, but to all of the stage before."""
-    wrong = WeightProduct(lambda dy, weight: 1.01 * dy @ weight, products.LINEAR.weight_gradient)
-    monkeypatch.setattr(layers, "LINEAR", wrong)
+    monkeypatch.setattr(layers, "linear_input_gradient", lambda dy, weight: 1.01 * dy @ weight)
     modules = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     with pytest.raises(zbpipe.PipelineError) as error:
         zbpipe.check_gradients(modules, torch.randn(2, WIDTH))
@@ -250,7 +249,7 @@ def test_compiled_regions(fresh_compiler: None, monkeypatch: pytest.MonkeyPatch,
         block.compile(backend=backend, fullgraph=True)
     x = torch.randn(3, WIDTH)
     zbpipe.check_gradients(stage, x, microbatches=3)
-    doubled = WeightProduct(LINEAR.input_gradient, lambda dy, x: 2 * dy.t() @ x)
+    doubled = WeightProduct(lambda dy, x: 2 * dy.t() @ x)
     monkeypatch.setattr(layers, "LINEAR", doubled)
     # Of other shapes, for which the region learns its products anew.
     with pytest.raises(zbpipe.PipelineError) as error:

@@ -14,7 +14,6 @@ import zbpipe
 import zbpipe.titan
 from zbpipe.frameworks.installation import uninstall
 from zbpipe.runtime.auto import AutoSchedule
-from zbpipe.runtime.split import WeightProduct
 from zbpipe.runtime.verify import GradientReport
 
 PUBLIC = [
@@ -24,7 +23,6 @@ PUBLIC = [
     zbpipe.PipelineError,
     zbpipe.Profiler,
     *(getattr(zbpipe, name) for name in zbpipe.__all__ if name.startswith("Schedule") and name != "Schedule"),
-    WeightProduct,
     zbpipe.build_pipeline_schedule,
     zbpipe.check_gradients,
     zbpipe.install,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zbpipe.runtime.split import GROUPED_MM, WeightProduct
+from zbpipe.runtime.split import GROUPED_MM
 from zoo.case import EVERY_MODE, ONE_BY_ONE, ONLY_COMPILED, ONLY_EAGER, TOKENS, WIDTH, Case, linear, one_by_one, stage
 from zoo.precision import of
 
@@ -69,11 +69,7 @@ def soft(s: Any, x: Tensor) -> Tensor:
 class Grouped(nn.Module):
     """All experts in one tensor, multiplied in one go, as a layer of its own."""
 
-    weight_products: ClassVar[Any] = {
-        torch.bmm: WeightProduct(
-            input_gradient=lambda dy, weight: dy @ weight.mT, weight_gradient=lambda dy, x: x.mT @ dy
-        )
-    }
+    weight_products: ClassVar[Any] = {torch.bmm: lambda dy, x: x.mT @ dy}
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,12 +146,8 @@ def private_by_keyword(s: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tenso
     return torch._grouped_mm(x, mat2=weight, offs=ends, bias=None)
 
 
-OWN_PRODUCT = WeightProduct(
-    input_gradient=lambda dy, weight, offs: torch._grouped_mm(dy, weight.mT, offs=offs),
-    weight_gradient=lambda dy, x, offs: torch._grouped_mm(dy.mT, x, offs=offs).mT,
-)
+OWN = {F.grouped_mm: lambda dy, x, offs: torch._grouped_mm(dy.mT, x, offs=offs).mT}
 """Knows nothing of a bias and a dtype."""
-OWN = {F.grouped_mm: OWN_PRODUCT}
 
 
 class Gathered(nn.Module):
@@ -166,11 +158,8 @@ class Gathered(nn.Module):
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
         self.gates = nn.Buffer(torch.zeros(2, TOKENS, 1))
         self.weight_products = {
-            gated_product: WeightProduct(
-                input_gradient=lambda dy, weight, gates, scale: (dy * gates[0] * gates[1] * scale["by"]) @ weight.mT,
-                weight_gradient=lambda dy, x, gates, scale: (
-                    x.flatten(0, -2).mT @ (dy * gates[0] * gates[1] * scale["by"]).flatten(0, -2)
-                ),
+            gated_product: lambda dy, x, gates, scale: (
+                x.flatten(0, -2).mT @ (dy * gates[0] * gates[1] * scale["by"]).flatten(0, -2)
             )
         }
 

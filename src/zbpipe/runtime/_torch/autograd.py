@@ -6,7 +6,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import ReferenceType, ref
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
+
+from zbpipe.runtime.attributes import replaced
 
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
@@ -120,6 +122,12 @@ def find_saving_hooks() -> object:
 
 
 any_autocast = torch._C._is_any_autocast_enabled
+
+
+def without_torch_functions() -> AbstractContextManager[None]:
+    """Context in which functions of `torch.nn.functional` in Python do not ask for torch function modes."""
+    # Those that they call, which are not in Python, still do.
+    return replaced(torch.nn.functional, has_torch_function=lambda tensors: False)
 
 
 def is_transformed() -> bool:
@@ -245,11 +253,54 @@ PASS_ON = {
 """Nodes that save no tensors of the forward, so that a second backward can run them at almost no cost."""
 
 
-def find_leaf(tensor: Tensor | GradientEdge) -> Tensor | None:
+class Part(NamedTuple):
+    """A part of a leaf: the tensor's place in the leaf's memory."""
+
+    leaf: Tensor
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    """Elements before the first."""
+
+    def fits(self, grad: Tensor) -> bool:
+        """Whether `grad` lies in memory as the leaf does."""
+        return not grad.is_sparse and grad.stride() == self.leaf.stride() and not grad.requires_grad
+
+    def of(self, grad: Tensor) -> Tensor:
+        """The same part of `grad`."""
+        return grad.as_strided(self.size, self.stride, grad.storage_offset() + self.offset)
+
+
+def find_part(tensor: Tensor) -> Part | None:
+    """The part of a leaf that a view shows; None if it is no view of one, or shows an element twice."""
+    leaf = tensor._base
+    if leaf is None or type(leaf) not in (Tensor, nn.Parameter) or leaf.dtype != tensor.dtype:
+        return None
+    if tensor.is_conj() or tensor.is_neg() or has_hooks(leaf) or not leaf.is_contiguous():
+        return None
+    # For autograd, the view of a detached tensor belongs to that one.
+    node = tensor.grad_fn
+    while node is not None and not hasattr(node, "variable"):
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    if id(getattr(node, "variable", None)) != id(leaf):
+        return None
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach:
+            return None
+        reach += stride * (size - 1)
+    return Part(leaf, tensor.shape, tensor.stride(), int(tensor.storage_offset() - leaf.storage_offset()))
+
+
+def find_leaf(tensor: Tensor | GradientEdge | Part) -> Tensor | None:
     """The leaf of which `tensor` is a cast, a transpose, a view or a local part; None if it is anything else."""
     # For an edge, the leaf that receives a gradient passed to the edge.
+    if isinstance(tensor, Part):
+        return tensor.leaf
     if isinstance(tensor, Tensor) and tensor.is_leaf:
         return tensor
+    if isinstance(tensor, Tensor) and (part := find_part(tensor)) is not None:
+        return part.leaf
     *_, last = _pass_nodes(get_gradient_edge(tensor).node if isinstance(tensor, Tensor) else tensor.node)
     return cast(Tensor | None, getattr(last, "variable", None))
 
@@ -292,10 +343,12 @@ def find_edge(tensor: Tensor) -> GradientEdge | None:
     return None if leaf is None or has_hooks(leaf) else get_gradient_edge(tensor)
 
 
-def find_shape(weight: Tensor | GradientEdge) -> torch.Size:
-    """The shape of gradients for a weight, or for the edge of a weight."""
+def find_shape(weight: Tensor | GradientEdge | Part) -> torch.Size:
+    """The shape of gradients for a weight, for a part of one, or for the edge of a weight."""
     if isinstance(weight, Tensor):
         return weight.shape
+    if isinstance(weight, Part):
+        return weight.size
     return torch.Size(cast(Any, weight.node)._input_metadata[weight.output_nr].shape)
 
 

@@ -47,11 +47,6 @@ class Further(NamedTuple):
         by_position = len(values) - len(self.names)
         return values[:by_position], dict(zip(self.names, values[by_position:], strict=True))
 
-    def call(self, function: Callable[..., Tensor], x: Tensor, weight: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-        """`function(x, weight, ...)`, with `tensors` in their places."""
-        args, options = self.fill_in(tensors)
-        return function(x, weight, *args, **options)
-
     def taken(self, by: Taken, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Like `fill_in`, without None values that the function does not take, such as a missing bias."""
         args, options = self.fill_in(tensors)
@@ -91,6 +86,17 @@ def _fill_in(value: Any, tensors: Iterator[Tensor]) -> Any:
         return type(value)([_fill_in(each, tensors) for each in value])
     if type(value) is dict:
         return {key: _fill_in(each, tensors) for key, each in value.items()}
+    return value
+
+
+def swap(value: Any, known: Mapping[int, Tensor]) -> Any:
+    """`value` with other tensors in the places of those with these ids, also within lists, tuples and dictionaries."""
+    if isinstance(value, Tensor):
+        return known.get(id(value), value)
+    if type(value) in (tuple, list):
+        return type(value)([swap(each, known) for each in value])
+    if type(value) is dict:
+        return {key: swap(each, known) for key, each in value.items()}
     return value
 
 

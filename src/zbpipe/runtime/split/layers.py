@@ -15,7 +15,7 @@ A compiled region allows no side effects. There x and dY leave as the gradients 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from types import FunctionType, MethodType
 from typing import Any, cast
@@ -23,41 +23,45 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from zbpipe.runtime._torch import autograd, compiler
 from zbpipe.runtime.attributes import declares
 from zbpipe.runtime.split.contents import Checks
-from zbpipe.runtime.split.further import Further, separate_tensors, with_factors_first
+from zbpipe.runtime.split.further import Further, swap, with_factors_first
 from zbpipe.runtime.split.products import (
     LINEAR,
     PendingGradient,
     Sharing,
+    Target,
     WeightGradients,
     WeightProduct,
-    WeightProducts,
-    require_shape,
+    count_flops,
+    linear_input_gradient,
     rows,
 )
 from zbpipe.runtime.split.slots import SlotHandle, Use, linear_in_slots, make_use
+from zbpipe.runtime.split.torchs_products import COMPOSITES, PRODUCTS, Factors, Reader, read_declared
 
 
 def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
     """Make the layers in `module` defer their weight gradients while `gradients` records.
 
-    These are all `nn.Linear` and every module with an attribute `weight_products` (see
-    `zbpipe.runtime.split.products.WeightProduct`). With an empty one a layer defers nothing. Parameters, buffers and
-    their names do not change. In I autograd computes all gradients that cannot be deferred: of weights with hooks, of
-    weights that are more than a cast or a transpose of a parameter, of tensor subclasses other than DTensor, and of the
-    parameters of all other layers. An already prepared layer defers to the new `gradients` from now on.
+    These are all modules whose forward multiplies with a parameter by a function of torch's that zbpipe knows
+    (`zbpipe.runtime.split.torchs_products`), or by one that the attribute `weight_products` declares. With an empty one
+    a layer defers nothing. Parameters, buffers and their names do not change. In I autograd computes all gradients that
+    cannot be deferred: of weights with hooks, of weights that are more than a view or a cast of a parameter, of tensor
+    subclasses other than DTensor. An already prepared layer defers to the new `gradients` from now on.
     """
     autograd.register_types()
+    compiled = find_compiled(module)
     for layer in module.modules():
         if compiler.is_optimized(layer):
             continue
-        products = _find_products(layer)
+        products = _find_products(layer, id(layer) in compiled)
         if layer.__dict__.get(_ATTRIBUTE) is not None:
             deferral_of(layer).gradients = gradients
             deferral_of(layer).products = products
@@ -66,19 +70,65 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
             _replace_forward(layer)
 
 
-def _find_products(layer: nn.Module) -> WeightProducts:
-    """A layer's `weight_products`, without a call of the layer's `__getattr__`."""
-    if not declares(layer, "weight_products"):
-        return {F.linear: LINEAR} if isinstance(layer, nn.Linear) else {}
+def catch_around(module: nn.Module, parameters: Iterable[str], gradients: WeightGradients) -> bool:
+    """Catch products also in the modules around those that own `parameters`; returns whether there are any.
+
+    A module may multiply with the weight of a child, which it does not call.
+    """
+    modules = dict(module.named_modules())
+    compiled = find_compiled(module)
+    around = {}
+    for name in parameters:
+        path = name.rpartition(".")[0]
+        while path and (path := path.rpartition(".")[0]) and isinstance(modules[path], (nn.ModuleList, nn.ModuleDict)):
+            pass
+        if not declares(modules.get(name.rpartition(".")[0], module), "weight_products"):
+            around[path] = modules[path]
+    found = [each for each in around.values() if _ATTRIBUTE not in vars(each) and id(each) not in compiled]
+    for layer in found:
+        vars(layer)[_ATTRIBUTE] = Deferral(layer, PRODUCTS, gradients)
+        _replace_forward(layer)
+    return bool(found)
+
+
+def find_compiled(module: nn.Module) -> set[int]:
+    """Ids of the modules in compiled regions of `module`."""
+    return {id(part) for each in module.modules() if compiler.is_compiled(each) for part in each.modules()}
+
+
+def _find_products(layer: nn.Module, is_compiled: bool) -> Mapping[Callable[..., Any], Reader]:
+    """Readers of a layer's products, without a call of the layer's `__getattr__`."""
+    if declares(layer, "weight_products"):
+        return _read_declared_products(layer)
+    if isinstance(layer, nn.Linear):
+        return PRODUCTS
+    # In a compiled region only a layer that declares its products lets another object stand in for its weight.
+    return PRODUCTS if _owns_matrices(layer) and not is_compiled else {}
+
+
+def _owns_matrices(layer: nn.Module) -> bool:
+    """Whether a layer may multiply with parameters of its own."""
+    if isinstance(layer, (nn.Embedding, nn.EmbeddingBag, nn.RNNBase, torch.jit.ScriptModule)):
+        return False
+    own = autograd.own_parameters(layer).values()
+    return any(each is not None and (is_lazy(each) or each.dim() > 1) for each in own)
+
+
+def _read_declared_products(layer: nn.Module) -> Mapping[Callable[..., Any], Reader]:
     products: Any = layer.weight_products
     pairs = products.items() if isinstance(products, Mapping) else [(None, products)]
-    if not all(callable(function) and isinstance(product, WeightProduct) for function, product in pairs):
+    if not all(callable(function) and (isinstance(each, WeightProduct) or callable(each)) for function, each in pairs):
         raise ValueError(
-            f"weight_products of {type(layer).__name__} has to be a mapping of functions to"
-            f" zbpipe.runtime.split.WeightProduct, such as {{torch.bmm: WeightProduct(...)}}, or {{}} for a layer that"
-            f" defers nothing, got {products!r}"
+            f"weight_products of {type(layer).__name__} has to be a mapping of functions to the gradients of their"
+            " weights, such as {torch.bmm: lambda dy, x: x.mT @ dy}, or {} for a layer that defers nothing, got"
+            f" {products!r}"
         )
-    return {autograd.find_dispatched(function): product for function, product in products.items()}
+    return {
+        autograd.find_dispatched(function): read_declared(
+            each if isinstance(each, WeightProduct) else WeightProduct(each)
+        )
+        for function, each in products.items()
+    }
 
 
 def deferral_of(layer: nn.Module) -> Deferral:
@@ -99,7 +149,9 @@ _ATTRIBUTE = "_weight_deferral"
 class Deferral:
     """Deferral of one layer's weight gradients."""
 
-    def __init__(self, layer: nn.Module, products: WeightProducts, gradients: WeightGradients) -> None:
+    def __init__(
+        self, layer: nn.Module, products: Mapping[Callable[..., Any], Reader], gradients: WeightGradients
+    ) -> None:
         self.layer = layer
         self.products = products
         self.gradients = gradients
@@ -115,6 +167,9 @@ class Deferral:
         self.checks, self.sharing = Checks(), Sharing()
         self.has_node_hooks = False
         """Whether hooks on autograd's own node of a weight wait for its gradient."""
+        self._own: set[int] = set()
+        """Ids of the layer's parameters."""
+        self._has_run = False
         self.handle: SlotHandle | None = None
         """Slots for the next call in a compiled region, for a layer without its own forward."""
         self.permits: defaultdict[str, Callable[[], str]] = defaultdict(compiler.make_slot_permit)
@@ -139,38 +194,73 @@ class Deferral:
         return y
 
     def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """A product of `self.products`: `function(x, weight, ...)`."""
-        x, weight, *rest = args
-        target = self._find_target(x, weight)
-        further, more = separate_tensors(rest, kwargs)
-        if target is None or any(each.requires_grad for each in more):
+        """`function(*args, **kwargs)`. If this is a product with a weight of the layer's, the gradient can wait."""
+        for factors in _read(self.products[function], args, kwargs):
+            if self._owns(factors.weight) and not self._owns(factors.x):  # both: a weight made from two
+                if function is F.linear:
+                    args, kwargs = with_factors_first(args, kwargs)
+                    return self.linear(*args, **kwargs)
+                target = self._find_target(factors.x, factors.weight)
+                if isinstance(factors.weight, DTensor) and not self.is_declared:  # its gradient may be partial
+                    break
+                if target is not None and not any(each.requires_grad for each in factors.more):
+                    return self._multiply(function, args, kwargs, factors, target)
+        return function(*args, **kwargs)
+
+    def _multiply(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        factors: Factors,
+        target: Target,
+    ) -> Any:
+        x, weight = factors.x, factors.weight
+        known = {id(weight): weight.detach()}
+        if factors.is_cast and autograd.any_autocast() and (dtype := _choose_dtype(x)) != x.dtype:
+            known[id(x)] = x = _SharedCast.apply(x, dtype, self)
+        # Autograd computes dX, with the weight as a constant, and the gradients of anything else.
+        y = function(*swap(args, known), **swap(kwargs, known))
+        if not isinstance(y, Tensor):
             return function(*args, **kwargs)
         self.deferrable.add(function)
-        product = self.products[function]
-        y = _DeferredProduct.apply(x, weight, (function, product, further), self, target, *more)
+        rule = factors.product, factors.further, factors.inner
+        y = _DeferredProduct.apply(x, weight, y, rule, self, target, *factors.more)
         # Not under autocast, where the dtypes differ.
-        if self.seen is not None and y.dtype == x.dtype and (own := self._find_name(weight)):
-            self.seen.append(make_use(own, function, product, (x, y), further, more))
+        if self.seen is not None and self.is_declared and y.dtype == x.dtype and (own := self._find_name(weight)):
+            self.seen.append(make_use(own, function, factors.product, (x, y), factors.further, factors.more))
         return y
 
-    def owns(self, weight: object) -> bool:
-        """Whether `weight` is one of the layer's parameters, or a cast, a transpose or a similar derivative of one."""
-        leaf = autograd.find_leaf(weight) if isinstance(weight, Tensor) else None
-        return any(leaf is parameter for parameter in self.layer.parameters(recurse=False))
+    def _owns(self, weight: Tensor) -> bool:
+        """Whether `weight` is one of the layer's parameters, or a view, a cast or a local part of one.
 
-    def look_for_hooks(self) -> None:
-        """Look for hooks on nodes, once per step. Hooks on the weight itself are checked at each use."""
-        parameters = self.layer.parameters(recurse=False)
+        A layer without `weight_products` also owns the parameters of the modules in it, which it may multiply itself.
+        """
+        if not (weight.requires_grad and torch.is_grad_enabled()):
+            return False
+        leaf = autograd.find_leaf(weight)
+        if id(leaf) not in self._own and isinstance(leaf, nn.Parameter):  # FSDP replaces parameters
+            self._own = {id(each) for each in self.layer.parameters(recurse=not self.is_declared)}
+        return id(leaf) in self._own
+
+    def begin_step(self) -> None:
+        """Look for hooks on nodes. Hooks on the weight itself are checked at each use.
+
+        A layer in whose first step no product was found is left alone from now on.
+        """
+        if self._has_run and self.is_caught and not (self.is_declared or self.deferrable):
+            self.products = {}
+        parameters = self.layer.parameters(recurse=self.is_caught and not self.is_declared)
         self.has_node_hooks = any(p.requires_grad and autograd.has_hooks_on_node(p) for p in parameters)
 
-    def _find_target(self, x: Tensor, weight: Tensor) -> Tensor | GradientEdge | None:
+    def _find_target(self, x: Tensor, weight: Tensor) -> Target | None:
         """Target for the gradient of `weight` in W; None if it cannot be deferred."""
         if not (self.products and weight.requires_grad and torch.is_grad_enabled()):
             return None
         if type(x) in PLAIN and type(weight) in PLAIN:
-            if x.layout is not torch.strided or x.is_nested or autograd.is_transformed():
+            if not (x.layout is weight.layout is torch.strided) or x.is_nested or autograd.is_transformed():
                 return None
-            return weight if weight.is_leaf else autograd.find_edge(weight)
+            return weight if weight.is_leaf else autograd.find_part(weight) or autograd.find_edge(weight)
         are_sharded = isinstance(x, DTensor) and isinstance(weight, DTensor)
         return autograd.find_edge(weight) if are_sharded else None
 
@@ -182,8 +272,8 @@ class Deferral:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferral:
         twin = object.__new__(Deferral)
-        memo[id(self)] = twin
-        vars(twin).update(deepcopy(vars(self) | {"handle": None, "seen": None}, memo))
+        memo[id(self)], memo[id(self.products)] = twin, self.products
+        vars(twin).update(deepcopy(vars(self) | {"handle": None, "seen": None, "_own": set()}, memo))
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -215,7 +305,7 @@ _linear_forward.__name__ = "forward"
 def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the layer's own forward, and catch the products inside."""
     deferral = deferral_of(layer)
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not deferral.products:
         # Checkpointing allows no torch function mode in a compiled region: see `WeightWithSlots`.
         return deferral.original(*args, **kwargs)
     return _catch_products(deferral, args, kwargs)
@@ -229,6 +319,7 @@ _catching_forward.__name__ = "forward"
 def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     for name in deferral.permits:  # the stand-ins of a region that was given up
         vars(deferral.layer).pop(name, None)
+    deferral._has_run = True
     with _CatchProducts(deferral):
         return deferral.original(*args, **kwargs)
 
@@ -252,25 +343,30 @@ def _rebind(function: object, layer: nn.Module, forward: MethodType) -> bool:
 class _CatchProducts(TorchFunctionMode):
     def __init__(self, deferral: Deferral) -> None:
         super().__init__()
-        self.deferral = deferral
+        self.deferral, self.products = deferral, deferral.products
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
         # Not in a region within the layer.
-        if func in self.deferral.products and not torch.compiler.is_compiling():
-            factors_first, options = with_factors_first(args, kwargs)
-            if len(factors_first) > 1 and self.deferral.owns(factors_first[1]):
-                if func is F.linear:
-                    return self.deferral.linear(*factors_first, **options)
-                return self.deferral.multiply(func, factors_first, options)
-        return func(*args, **kwargs)
+        if func in self.products and not torch.compiler.is_compiling():
+            if func in COMPOSITES:
+                with self, autograd.without_torch_functions():
+                    return func(*args, **(kwargs or {}))
+            return self.deferral.multiply(func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
-_Call = tuple[Callable[..., Tensor], WeightProduct, Further]
-Target = Tensor | GradientEdge
-"""Target of a weight gradient."""
+def _read(reader: Reader, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Factors]:
+    """All ways to read a call as a product of two different tensors."""
+    try:
+        return [each for each in reader(*args, **kwargs) if each.x is not each.weight]
+    except (TypeError, ValueError, AttributeError):  # not a call that the reader knows
+        return ()
+
+
+_Rule = tuple[WeightProduct, Further, int]
+"""How W gets the gradient: the product, its further arguments, and the multiplications per element of dY."""
 PLAIN = (Tensor, nn.Parameter)
 """Types of weights whose gradient is only a product of x and dY."""
 
@@ -315,47 +411,39 @@ class _DeferredLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         x, weight = ctx.saved_tensors
         of_x, _, of_bias, *_ = ctx.needs_input_grad
-        dx = _lay_out_like(x, LINEAR.input_gradient(dy, weight).to(x.dtype)) if of_x else None
+        dx = _lay_out_like(x, linear_input_gradient(dy, weight).to(x.dtype)) if of_x else None
         x, dy = _detach(x, dy)
         pending = PendingGradient(ctx.deferral.layer, LINEAR, ctx.target, x, dy)
-        dw = LINEAR.weight_gradient(dy, x) if is_due_now(ctx.deferral, pending, ctx.next_functions[1][0]) else None
+        dw = LINEAR.of_weight(dy, x) if is_due_now(ctx.deferral, pending, ctx.next_functions[1][0]) else None
         db = rows(dy).sum(0, dtype=ctx.bias_dtype) if of_bias else None
         return dx, dw, db, None, None
 
 
 class _DeferredProduct(torch.autograd.Function):
-    """y = f(x, W, ...), whose backward gives dX at once and defers dW if something records."""
+    """Passes on y = f(x, W, ...), for which autograd knows W only as a constant. The backward defers dW if something
+    records."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, call: _Call, deferral: Deferral, target: Target, *more: Tensor
+        ctx: Any, x: Tensor, weight: Tensor, y: Tensor, rule: _Rule, deferral: Deferral, target: Target, *more: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None, *more)
-        _, ctx.product, ctx.further = call
-        ctx.deferral, ctx.target = deferral, target
-        return autograd.without_base(_multiply(x, weight, call, deferral, target, *more))
+        ctx.save_for_backward(x, *more)
+        ctx.rule, ctx.deferral, ctx.target = rule, deferral, target
+        ctx.flops = count_flops(y, x, rule[-1])
+        return y.detach()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *more = ctx.saved_tensors
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = ctx.product.of_input(dy, weight, ctx.further, more)
-        x, dy, *more = _detach(x, dy, *more)
-        pending = PendingGradient(ctx.deferral.layer, ctx.product, ctx.target, x, dy, ctx.further, tuple(more))
-        if ctx.needs_input_grad[0]:
-            require_shape(dx, x.shape, "input_gradient", pending)
-        if is_due_now(ctx.deferral, pending, ctx.next_functions[1][0]):
-            dw = pending.gradient()
-        return dx, dw, None, None, None, *[None for _ in more]
+        product, further, inner = ctx.rule
+        kept_dy, x, *more = _detach(dy, *ctx.saved_tensors)
+        pending = PendingGradient(
+            ctx.deferral.layer, product, ctx.target, x, kept_dy, further, tuple(more), inner=inner
+        )
+        dw = pending.gradient() if is_due_now(ctx.deferral, pending, ctx.next_functions[1][0]) else None
+        return None, dw, dy, None, None, None, *[None for _ in more]
 
 
-def _multiply(x: Tensor, weight: Tensor, call: _Call, deferral: Deferral, target: Target, *more: Tensor) -> Tensor:
-    function, _, further = call
-    return further.call(function, x, weight, more)
-
-
-autograd.copy_type(_DeferredProduct, _multiply)
+autograd.copy_type(_DeferredProduct, lambda x, weight, y, *_: y)
 autograd.copy_type(_SharedCast, lambda x, dtype, *_: x.to(dtype))
 autograd.copy_type(_DeferredLinear, lambda x, weight, bias, *_: F.linear(x, weight, bias))
 
@@ -378,7 +466,8 @@ def is_due_now(deferral: Deferral, pending: PendingGradient, node: Node) -> bool
     wanted = autograd.will_run(node)
     if wanted is False:
         return False
-    hooked = deferral.has_node_hooks or (isinstance(pending.weight, Tensor) and autograd.has_hooks(pending.weight))
+    place = pending.weight.leaf if isinstance(pending.weight, autograd.Part) else pending.weight
+    hooked = deferral.has_node_hooks or (isinstance(place, Tensor) and autograd.has_hooks(place))
     if wanted is None or hooked or deferral.stays_in_i or torch.is_grad_enabled():
         return True
     return not deferral.gradients.defer(pending, deferral.checks)

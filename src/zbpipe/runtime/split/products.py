@@ -16,65 +16,47 @@ from torch.autograd.graph import GradientEdge
 from zbpipe.runtime._torch import autograd
 from zbpipe.runtime.arguments import require_callable
 from zbpipe.runtime.split.contents import RUNS, Checks, differ, fingerprints
-from zbpipe.runtime.split.further import NONE, Further, Taken, find_taken
+from zbpipe.runtime.split.further import NONE, Further, find_taken
 
 
-@dataclass(frozen=True)
 class WeightProduct:
-    """The backward split of y = f(x, weight, ...), for an f that is linear in x and in the weight.
+    """The gradient of the weight in y = f(x, weight, ...), for an f that is linear in the weight.
 
-    A module that multiplies with its own weights declares it by an attribute, on its class or on itself:
-
-    >>> import zbpipe
-    >>> class Experts(torch.nn.Module):
-    ...     weight_products = {torch.bmm: WeightProduct(
-    ...         input_gradient=lambda dy, weight: dy @ weight.mT,
-    ...         weight_gradient=lambda dy, x: x.mT @ dy,
-    ...     )}
-    ...     def __init__(self):
-    ...         super().__init__()
-    ...         self.weight = torch.nn.Parameter(torch.ones(2, 3, 4))
-    ...     def forward(self, x):
-    ...         return torch.bmm(x, self.weight)
-    >>> zbpipe.check_gradients(Experts(), torch.ones(4, 5, 3)).passed
-    True
-
-    Then every call of `torch.bmm(x, weight)` in its forward, with one of its own parameters (or a cast, a transpose or
-    a local part of one) as the second argument, leaves x and dY for W. See docs/the-split.md.
-
-    Both functions also get the further arguments of f, except None values that they do not take. If a further argument
-    needs a gradient itself, the call defers nothing.
+    Args:
+        weight_gradient: Maps (dy, x, ...) to the gradient of the weight, in the weight's shape. It also gets the
+            further arguments of f, except None values that it does not take.
+        as_matrices: Maps the same to two matrices whose product is that gradient. W can add such a product to `.grad`
+            by one kernel.
 
     Raises:
-        ValueError: one of the two is not callable.
+        ValueError: `weight_gradient` is not callable.
     """
 
-    input_gradient: Callable[..., Tensor]
-    """Maps (dy, weight, ...) to dx."""
-    weight_gradient: Callable[..., Tensor]
-    """Maps (dy, x, ...) to the gradient of the weight, in the weight's shape."""
-    _taken_by_input: Taken = field(init=False, repr=False, compare=False)
-    _taken_by_weight: Taken = field(init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        require_callable(input_gradient=self.input_gradient, weight_gradient=self.weight_gradient)
+    def __init__(
+        self,
+        weight_gradient: Callable[..., Tensor] | None = None,
+        *,
+        as_matrices: Callable[..., tuple[Tensor, Tensor]] | None = None,
+    ) -> None:
+        self.as_matrices = as_matrices
+        self.weight_gradient = weight_gradient or self._multiply
+        require_callable(weight_gradient=self.weight_gradient)
         # Checked here, because the compiler traces the rest.
-        object.__setattr__(self, "_taken_by_input", find_taken(self.input_gradient))
-        object.__setattr__(self, "_taken_by_weight", find_taken(self.weight_gradient))
+        self._taken = find_taken(as_matrices or self.weight_gradient)
 
-    def of_input(self, dy: Tensor, weight: Tensor, further: Further, tensors: Sequence[Tensor]) -> Tensor:
-        """The gradient of x."""
-        args, options = further.taken(self._taken_by_input, tensors)
-        return self.input_gradient(dy, weight, *args, **options)
-
-    def of_weight(self, dy: Tensor, x: Tensor, further: Further, tensors: Sequence[Tensor]) -> Tensor:
+    def of_weight(self, dy: Tensor, x: Tensor, further: Further = NONE, tensors: Sequence[Tensor] = ()) -> Tensor:
         """The gradient of the weight."""
-        args, options = further.taken(self._taken_by_weight, tensors)
+        args, options = further.taken(self._taken, tensors)
         return self.weight_gradient(dy, x, *args, **options)
 
+    def _multiply(self, dy: Tensor, x: Tensor, *args: Any, **options: Any) -> Tensor:
+        assert self.as_matrices is not None
+        one, other = self.as_matrices(dy, x, *args, **options)
+        return one.mm(other)
 
-WeightProducts = Mapping[Callable[..., Any], WeightProduct]
-"""Split products, by the function that a module calls."""
+
+WeightProducts = Mapping[Callable[..., Any], Callable[..., Tensor] | WeightProduct]
+"""What a layer declares: gradients of its weights, by the functions that it calls."""
 
 
 def rows(tensor: Tensor) -> Tensor:
@@ -84,46 +66,36 @@ def rows(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, -2) if tensor.dim() > 2 else tensor.unsqueeze(0)
 
 
-def _linear_input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+def _linear_as_matrices(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return rows(dy).t(), rows(x).to(dy.dtype).conj()
+
+
+def linear_input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+    """The gradient of x in `torch.nn.functional.linear`."""
     return dy.matmul((weight if weight.dtype == dy.dtype else weight.to(dy.dtype)).conj())
 
 
-def _linear_weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    return rows(dy).t().mm(rows(x).to(dy.dtype).conj())
-
-
-LINEAR = WeightProduct(_linear_input_gradient, _linear_weight_gradient)
+LINEAR = WeightProduct(as_matrices=_linear_as_matrices)
 """`torch.nn.functional.linear` of x: (..., in). A bias gets its gradient in I.
 
-For a layer that calls it with its own weight: `weight_products = {F.linear: LINEAR}`. `nn.Linear` needs no declaration.
-
 >>> dy, x = torch.ones(5, 4), torch.ones(5, 3)
->>> LINEAR.weight_gradient(dy, x).shape
+>>> LINEAR.of_weight(dy, x).shape
 torch.Size([4, 3])
 """
-
-
-# Neither a bias without a gradient nor the result's dtype changes the two gradients.
 
 
 def _grouped_mm_weight_gradient(
     dy: Tensor, x: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
+    # Neither a bias without a gradient nor the result's dtype changes the gradient.
     # Multiplied this way round and transposed, because the weights are transposed: (experts, out, in) in memory.
     return autograd.grouped_mm(dy.transpose(-2, -1), x, offs=offs).transpose(-2, -1)
 
 
-def _grouped_mm_input_gradient(
-    dy: Tensor, w: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
-) -> Tensor:
-    return autograd.grouped_mm(dy, w.transpose(-2, -1), offs=offs)
-
-
-GROUPED_MM = WeightProduct(_grouped_mm_input_gradient, _grouped_mm_weight_gradient)
+GROUPED_MM = WeightProduct(_grouped_mm_weight_gradient)
 """`torch.nn.functional.grouped_mm`, which is also called `torch._grouped_mm`, of rows in groups.
 
-x: (rows, in), with one weight per group: (groups, in, out). For experts that call it under either name:
-`weight_products = {torch.nn.functional.grouped_mm: zbpipe.runtime.split.GROUPED_MM}`.
+x: (rows, in), with one weight per group: (groups, in, out).
 
 >>> x, dy = (torch.ones(16, 16, dtype=torch.bfloat16) for _ in range(2))
 >>> GROUPED_MM.weight_gradient(dy, x, offs=torch.tensor([8, 16], dtype=torch.int32)).shape
@@ -137,8 +109,8 @@ class PendingGradient:
 
     layer: nn.Module
     product: WeightProduct
-    weight: Tensor | GradientEdge
-    """The leaf itself, or the edge at which autograd takes the gradient of a tensor made from it."""
+    weight: Target
+    """The place of the gradient."""
     x: Tensor
     dy: Tensor
     """The gradient of the product's result. All tensors are detached."""
@@ -151,6 +123,8 @@ class PendingGradient:
     """Fingerprints of `tensors`, for the first microbatches."""
     beside: Tensor | None = None
     """FSDP's sum instead of `.grad`, if the weight has no `.grad`."""
+    inner: int = 0
+    """Multiplications per element of dY; 0 for as many as a row of x has elements."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -167,22 +141,30 @@ class PendingGradient:
         names = ("the input (x)", "the gradient of the output (dY)", *("a tensor argument" for _ in self.more))
         return " and ".join(dict.fromkeys(name for name, mark in zip(names, marks, strict=True) if mark))
 
+    @property
+    def flops(self) -> float:
+        """FLOPs of the product."""
+        return count_flops(self.dy, self.x, self.inner)
+
     def gradient(self) -> Tensor:
         """The product: the gradient of the weight."""
         gradient = self.product.of_weight(self.dy, self.x, self.further, self.more)
-        if self.product is not LINEAR:
-            require_shape(gradient, autograd.find_shape(self.weight), "weight_gradient", self)
+        if self.product.as_matrices is None:
+            _require_shape(gradient, autograd.find_shape(self.weight), self)
         return gradient
 
     def accumulate(self) -> None:
         """Add the weight's gradient to `.grad`, in the dtype in which autograd would accumulate it."""
-        weight = self.weight
-        if not isinstance(weight, Tensor):
-            torch.autograd.backward([weight], [self.gradient()])
-            return
+        if isinstance(self.weight, GradientEdge):
+            torch.autograd.backward([self.weight], [self.gradient()])
+        elif isinstance(self.weight, autograd.Part):
+            self._accumulate_part(self.weight)
+        else:
+            self._accumulate(self.weight)
+
+    def _accumulate(self, weight: Tensor) -> None:
         grad = self.beside if weight.grad is None else weight.grad
-        is_linear = self.product is LINEAR and (grad is None or not grad.is_sparse)
-        if is_linear and _add_in_one(weight, grad, rows(self.x).to(self.dy.dtype), rows(self.dy)):
+        if self._add_in_one(weight, grad):
             return
         gradient = self.gradient()
         if grad is None:
@@ -192,6 +174,29 @@ class PendingGradient:
         else:
             grad.add_(gradient)
 
+    def _accumulate_part(self, part: autograd.Part) -> None:
+        """Add to a part of `.grad`."""
+        leaf = part.leaf
+        grad = self.beside if leaf.grad is None else leaf.grad
+        if grad is None:
+            leaf.grad = grad = torch.zeros_like(leaf, dtype=autograd.find_grad_dtype(leaf, self.dy))
+        if not part.fits(grad):
+            whole = torch.zeros_like(leaf)
+            part.of(whole).add_(self.gradient())
+            leaf.grad = whole + grad
+        elif not self._add_in_one(leaf, part.of(grad)):
+            part.of(grad).add_(self.gradient())
+
+    def _add_in_one(self, weight: Tensor, grad: Tensor | None) -> bool:
+        """Add to `grad`, the `.grad` of `weight`, by one fused product; False if there is none."""
+        if self.product.as_matrices is None or (grad is not None and grad.is_sparse):
+            return False
+        return _add_product(weight, grad, *self.product.as_matrices(self.dy, self.x))
+
+
+Target = Tensor | GradientEdge | autograd.Part
+"""Place of a weight gradient: a leaf itself, a part of a leaf, or the edge at which autograd takes the gradient of
+another tensor made from it."""
 
 Changes = list[tuple[PendingGradient, str]]
 """Deferred gradients with changed tensors, and the names of these."""
@@ -226,41 +231,44 @@ def find_changed_contents(pending: Iterable[PendingGradient]) -> Changes:
     return changes
 
 
-def require_shape(gradient: object, shape: torch.Size, of: str, pending: PendingGradient) -> None:
-    """Refuse a result of a product's function `of`, unless it is a tensor in this shape."""
+def _require_shape(gradient: object, shape: torch.Size, pending: PendingGradient) -> None:
+    """Refuse a result of `weight_gradient`, unless it is a tensor in this shape."""
     # Autograd would sum a gradient that is too large, and `.grad` would broadcast one that is too small.
     if isinstance(gradient, Tensor) and gradient.shape == shape:
         return
-    declared = getattr(pending.layer, "weight_products", {}).items()
-    named = next((f" of {name_of(function)}" for function, product in declared if product is pending.product), "")
     found = f"one in the shape {tuple(gradient.shape)}" if isinstance(gradient, Tensor) else repr(gradient)
     raise ValueError(
-        f"weight_products of {type(pending.layer).__name__}: {of}{named} has to return a tensor in the shape of the"
-        f" {of.removesuffix('_gradient')}, {tuple(shape)}, got {found}"
+        f"weight_products of {type(pending.layer).__name__}: {name_of(pending.product.weight_gradient)} has to return a"
+        f" tensor in the shape of the weight, {tuple(shape)}, got {found}"
     )
+
+
+def count_flops(y: Tensor, x: Tensor, inner: int) -> float:
+    """FLOPs of a product with the result y, or of its weight gradient, for `PendingGradient.inner`."""
+    return 2.0 * y.numel() * (inner or (x.shape[-1] if x.dim() else 1))
 
 
 def name_of(function: Callable[..., Any]) -> str:
     return getattr(function, "__name__", repr(function))
 
 
-def _add_in_one(weight: Tensor, grad: Tensor | None, x: Tensor, dy: Tensor) -> bool:
-    """Add dY^T x to `grad`, the `.grad` of `weight`, with one fused product; False if there is none."""
+def _add_product(weight: Tensor, grad: Tensor | None, one: Tensor, other: Tensor) -> bool:
+    """Add the product of two matrices to `grad`, the `.grad` of `weight` so far; False if no kernel does so."""
     # A product in half precision is added to a float32 gradient without intermediate rounding.
-    dtype = dy.dtype
+    dtype = one.dtype
     if grad is not None and grad.dtype == dtype:
-        grad.addmm_(dy.t(), x.conj())
+        grad.addmm_(one, other)
         return True
-    wanted = autograd.find_grad_dtype(weight, dy) if grad is None else grad.dtype
-    if dtype not in _HALF or wanted != torch.float32 or not sums_in_float32(x.device, dtype):
+    wanted = autograd.find_grad_dtype(weight, one) if grad is None else grad.dtype
+    if dtype not in _HALF or wanted != torch.float32 or not sums_in_float32(one.device, dtype):
         return False
     if grad is None:
-        weight.grad = torch.mm(dy.t(), x, out_dtype=torch.float32)
+        weight.grad = torch.mm(one, other, out_dtype=torch.float32)
         return True
     if grad.requires_grad:  # autograd does not record writes into `out`
         return False
     # As in addmm_, `out` is also the tensor added to. There is no addmm_ with a dtype argument.
-    torch.addmm(grad, dy.t(), x, out_dtype=torch.float32, out=grad)
+    torch.addmm(grad, one, other, out_dtype=torch.float32, out=grad)
     return True
 
 

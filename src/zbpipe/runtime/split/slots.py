@@ -6,7 +6,7 @@ The compiler traces this code; see `zbpipe.runtime.split.compiled`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from zbpipe.runtime._torch import autograd, compiler
 from zbpipe.runtime.split.further import NONE, Further, separate_tensors, with_factors_first
-from zbpipe.runtime.split.products import LINEAR, WeightProduct, rows
+from zbpipe.runtime.split.products import WeightProduct, linear_input_gradient, rows
 
 
 class Spec(NamedTuple):
@@ -75,7 +75,7 @@ def _permute(product: WeightProduct, permutation: tuple[int, ...]) -> WeightProd
     def weight_gradient(*args: Any, **options: Any) -> Tensor:
         return product.weight_gradient(*args, **options).permute(back)
 
-    return replace(product, weight_gradient=weight_gradient)
+    return WeightProduct(weight_gradient)
 
 
 class Slots(NamedTuple):
@@ -145,41 +145,31 @@ class _LinearInSlots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, None, Tensor | None, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        dx = LINEAR.input_gradient(dy, weight).to(x.dtype) if ctx.needs_input_grad[0] else None
+        dx = linear_input_gradient(dy, weight).to(x.dtype) if ctx.needs_input_grad[0] else None
         dy = rows(dy)
         db = dy.sum(0, dtype=ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return dx, None, db, rows(x.detach()), dy
 
 
 class _ProductInSlots(torch.autograd.Function):
-    """y = f(x, W, ...). Further tensor arguments also leave the region."""
+    """Passes on y = f(x, W, ...), for which autograd knows W only as a constant. Further ones leave the region."""
 
     @staticmethod
-    def forward(
-        ctx: Any, handle: SlotHandle, x: Tensor, weight: Tensor, x_slot: Tensor, y_slot: Tensor, *more_slots: Tensor
-    ) -> Tensor:
-        more = more_slots[::2]
-        ctx.save_for_backward(x, weight, *more)
-        ctx.handle = handle
-        return autograd.without_base(handle.further.call(handle.function, x, weight, more))
+    def forward(ctx: Any, x: Tensor, y: Tensor, x_slot: Tensor, y_slot: Tensor, *more_slots: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *more_slots[::2])
+        return autograd.without_base(y)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, *more = ctx.saved_tensors
-        dx = None
-        if ctx.needs_input_grad[1]:
-            dx = ctx.handle.product.of_input(dy, weight, ctx.handle.further, more)
+        x, *more = ctx.saved_tensors
         carried: list[Tensor | None] = []
         for each in more:
             carried += [None, each.to(dtype_in_slot(each.dtype))]
-        return None, dx, None, x.detach(), dy, *carried
+        return None, dy, x.detach(), dy, *carried
 
 
 autograd.copy_type(_LinearInSlots, lambda x, weight, bias, *_: F.linear(x, weight, bias))
-autograd.copy_type(
-    _ProductInSlots,
-    lambda handle, x, weight, *slots: handle.further.call(handle.function, x, weight, slots[2::2]),
-)
+autograd.copy_type(_ProductInSlots, lambda x, y, *_: y)
 
 
 class WeightWithSlots:
@@ -224,7 +214,8 @@ class WeightWithSlots:
             slots = handle.take()
             if slots is not None:
                 with_slots = [each for pair in zip(more, slots.more, strict=True) for each in pair]
-                return _ProductInSlots.apply(handle, x, self.plain, slots.x, slots.y, *with_slots)
+                y = handle.function(x, self.plain.detach(), *rest, **options)
+                return _ProductInSlots.apply(x, y, slots.x, slots.y, *with_slots)
         return handle.function(x, self.plain, *rest, **options)
 
     def permute(self, *dims: Any) -> WeightWithSlots:

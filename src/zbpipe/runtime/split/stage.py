@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zbpipe.runtime._torch import autograd, compiler, fsdp, pipelining
 from zbpipe.runtime.split.compiled import defer_in_compiled_regions
-from zbpipe.runtime.split.layers import Deferral, defer_weights, deferral_of, deferrals
+from zbpipe.runtime.split.layers import Deferral, catch_around, defer_weights, deferral_of, deferrals
 from zbpipe.runtime.split.ownership import copy_if_shared
 from zbpipe.runtime.split.products import (
     Changes,
@@ -28,8 +28,8 @@ SplitBackward = Literal["deferred", "strict", "autograd"]
 """Kinds of backward split. "deferred" is zbpipe's split. "strict" is the same, but an error for a stage with nothing to
 defer. "autograd" is torch's own split, which walks the autograd graph twice."""
 
-_REPORT_AFTER = 2
-"""Number of I after which the log reports the weight gradients in I. The first I leaves nothing to W."""
+_SETTLED_AFTER = 2
+"""Number of I after which it is known what is deferred. The first I leaves nothing to W."""
 
 _ENOUGH = 0.8
 """Share of the weight gradients' work in W below which the log warns."""
@@ -150,8 +150,8 @@ def require_memory_that_lasts(stages: Sequence[pipelining.Stage]) -> None:
 
 def _complain_of_nothing_to_defer(stage: pipelining.Stage, how: SplitBackward) -> None:
     complaint = (
-        f"stage {stage.stage_index} has no layer that can defer its weight gradient: neither nn.Linear nor one with"
-        " weight_products"
+        f"stage {stage.stage_index} has no layer that can defer its weight gradient: none that multiplies with a"
+        " parameter"
     )
     if how == "strict":
         raise ValueError(f"{complaint}; split_backward='deferred' would run full backwards as its I")
@@ -227,6 +227,7 @@ def _split(stage: pipelining.Stage, on_rank: Sequence[pipelining.Stage], gradien
         pipelining.own(stage)
         stage.__class__ = split_class(type(stage))
         stage.__dict__.update(_deferred={}, _num_split=0, _work=None, _dtypes=frozenset(), _is_scaled=False)
+        stage.__dict__.update(_has_looked_around=False, _has_reported=False)
     stage.__dict__.update(_gradients=gradients, _on_rank=tuple(on_rank))
     defer_weights(stage.submod, gradients)
     defer_in_compiled_regions(stage.submod)
@@ -253,6 +254,10 @@ class _SplitBackward(pipelining.OwnStage):
     """Dtypes of the deferred products, determined in the first I."""
     _on_rank: tuple[pipelining.Stage, ...]
     """All stages of this rank."""
+    _has_looked_around: bool
+    """Whether products were also looked for in the modules around the layers."""
+    _has_reported: bool
+    """Whether the log has told what stays in I."""
     _is_scaled: bool
     """Whether this step's gradients were divided by the number of microbatches."""
 
@@ -282,9 +287,10 @@ class _SplitBackward(pipelining.OwnStage):
         copy_if_shared(pending)
         self._deferred[bwd_chunk_id] = pending
         self._num_split += 1
-        if self._num_split == _REPORT_AFTER:
-            if self._work is not None:
-                self._work.recount(pending)
+        if self._num_split == _SETTLED_AFTER and self._work is not None:
+            self._work.recount(pending)
+        if self._num_split >= _SETTLED_AFTER and self._has_looked_around and not self._has_reported:
+            self._has_reported = True
             _report_what_stays_in_i(self)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
@@ -294,7 +300,7 @@ class _SplitBackward(pipelining.OwnStage):
         _require_unchanged(self, bwd_chunk_id, find_changed_contents(pending), "between I and W")
         if sums := fsdp.sums_beside_grad(self.submod):
             for gradient in pending:
-                gradient.beside = sums.get(id(gradient.weight))
+                gradient.beside = sums.get(id(autograd.find_leaf(gradient.weight)))
         # From the last pair to the first, freeing each: the latest pairs of I are still in the cache.
         while pending:
             pending.pop().accumulate()
@@ -326,12 +332,22 @@ class _SplitBackward(pipelining.OwnStage):
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
+    def _look_around(self) -> None:
+        """After the first step, catch weight gradients that stayed in I in the modules around their layers."""
+        # Not within a step, because a checkpoint has to repeat in I what it did in F.
+        if self._work is None or self._has_looked_around:
+            return
+        self._has_looked_around = True
+        if catch_around(self.submod, {each.parameter for each in self._work.in_i}, self._gradients):
+            self._num_split = 0
+
     def clear_runtime_states(self) -> None:
         self._deferred.clear()
         self._is_scaled = False
         if self.has_backward:
             self._gradients.step += 1
             autograd.register_types()  # a job may have imported spmd_types since
+            self._look_around()
             for deferral in deferrals(self.submod).values():
-                deferral.look_for_hooks()
+                deferral.begin_step()
         super().clear_runtime_states()

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpipe.runtime._torch import autograd, compiler, fsdp, graph_products
+from zbpipe.runtime._torch import autograd, fsdp, graph_products
 from zbpipe.runtime.attributes import plain_attribute, replaced
 from zbpipe.runtime.split.compiled import list_products_in_regions
-from zbpipe.runtime.split.layers import Deferral, deferral_of
-from zbpipe.runtime.split.products import PendingGradient, name_of
+from zbpipe.runtime.split.layers import Deferral, deferral_of, find_compiled
+from zbpipe.runtime.split.products import PendingGradient
 
 _MOST_NAMES = 8
 """Limit of names in a message."""
@@ -93,9 +93,7 @@ class WeightWork:
         """Count from the graph of a microbatch, and the gradients that its I deferred."""
         self._module = module
         self._names = fsdp.find_parameter_names(module)
-        self._compiled = {
-            id(part) for each in module.modules() if compiler.is_compiled(each) for part in each.modules()
-        }
+        self._compiled = find_compiled(module)
         self._waiting: defaultdict[str, float] = defaultdict(float)
         """Deferred FLOPs by parameter."""
         self._in_i: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -103,7 +101,7 @@ class WeightWork:
         self._calls = _count_calls(pending)
         for gradient in pending:
             stays = deferral_of(gradient.layer).stays_in_i
-            self._count(id(autograd.find_leaf(gradient.weight)), _count_flops(gradient), _CHANGED if stays else "")
+            self._count(id(autograd.find_leaf(gradient.weight)), gradient.flops, _CHANGED if stays else "")
         own: defaultdict[int, list[graph_products.GraphProduct]] = defaultdict(list)
         for product in _replace_regions(module, products):
             if isinstance(product.deferral, Deferral):
@@ -176,13 +174,15 @@ class WeightWork:
         if isinstance(product.deferral, Deferral):
             return self._explain_own(product.deferral, product.leaves[0])
         kind, made = product.kind, ", ".join(product.made_by)
+        layer = self._find_owner(self._names.get(id(product.leaves[0]), ""))
+        if "Conv" in kind and id(layer) in self._compiled:
+            return _IN_A_REGION
         if not product.is_plain:
             named = next((words for word, words in _KINDS.items() if word in kind), "")
             return named or f"an autograd Function of its own, {kind}"
         if made:
             is_part = _PARTS.issuperset(product.made_by)
             return f"its weight is {'a part' if is_part else 'more than a view'} of a parameter ({made})"
-        layer = self._find_owner(self._names.get(id(product.leaves[0]), ""))
         declared = plain_attribute(layer, "weight_products", {} if isinstance(layer, nn.Linear) else None)
         if declared is None or declared:
             return "a product of its own: declare it by weight_products"
@@ -214,12 +214,3 @@ def _replace_regions(
     shown = {id(leaf) for product in learned for leaf in product.leaves}
     yield from learned
     yield from (each for each in products if not shown & {id(leaf) for leaf in each.leaves})
-
-
-def _count_flops(gradient: PendingGradient) -> float:
-    """FLOPs of a deferred product: each element of dY is multiplied by a row of x, or by a convolution's window."""
-    inner = gradient.x.shape[-1] if gradient.x.dim() else 1
-    products = deferral_of(gradient.layer).products.items()
-    if any("conv" in name_of(function) for function, product in products if product is gradient.product):
-        inner = autograd.find_shape(gradient.weight)[1:].numel()
-    return 2.0 * gradient.dy.numel() * inner

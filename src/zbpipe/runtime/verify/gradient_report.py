@@ -117,9 +117,9 @@ class GradientMismatchError(RuntimeError):
         super().__init__(
             f"stage {stage}, microbatch {microbatch}: the split's gradients differ from those of an ordinary backward,"
             f" with relative errors above {report.tolerances[stage]:.0e}: {named}{more}. If this layer declares"
-            " weight_products itself, look at its weight_gradient, or for the gradient of an input at its"
-            " input_gradient; else report this. Until it is fixed, set weight_products = {} on each of these layers, so"
-            " that it computes its weight gradient in I, or use a schedule without I and W, for example 1F1B"
+            " weight_products itself, look at the function there; else report this. Until it is fixed, set"
+            " weight_products = {} on each of these layers, so that it computes its weight gradient in I, or use a"
+            " schedule without I and W, for example 1F1B"
         )
 
 

@@ -1,0 +1,236 @@
+"""torch's products: which of their arguments may be a weight, and the gradient of that weight.
+
+Each reader has the signature of a function of torch's, and yields every way to read the call as a product of x and a
+weight. A call that does not fit the signature is one that zbpipe does not know: its weight gradient stays in I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zbpipe.runtime._torch import autograd
+from zbpipe.runtime.split.further import NONE, Further, separate_tensors, with_factors_first
+from zbpipe.runtime.split.products import GROUPED_MM, LINEAR, WeightProduct, rows
+
+
+class Factors(NamedTuple):
+    """One way to read a call as a product."""
+
+    x: Tensor
+    weight: Tensor
+    product: WeightProduct
+    further: Further = NONE
+    """The further arguments of `product.weight_gradient`."""
+    more: Sequence[Tensor] = ()
+    """The tensors among them."""
+    inner: int = 0
+    """Multiplications per element of dY; 0 for as many as a row of x has elements."""
+    is_cast: bool = True
+    """Whether autocast casts x."""
+
+
+Reader = Callable[..., Iterator[Factors]]
+
+
+def read_declared(product: WeightProduct) -> Reader:
+    """A reader of `function(x, weight, ...)`, whose further arguments `product` takes."""
+
+    def read(*args: Any, **options: Any) -> Iterator[Factors]:
+        factors_first, options = with_factors_first(args, options)
+        x, weight, *rest = factors_first
+        if isinstance(x, Tensor) and isinstance(weight, Tensor):
+            further, more = separate_tensors(rest, options)
+            yield Factors(x, weight, product, further, more, is_cast=False)
+
+    return read
+
+
+def _rows_to_the_left(dy: Tensor, x: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
+    return rows(x).to(dy.dtype).conj().t(), rows(dy)
+
+
+_RIGHT = WeightProduct(as_matrices=_rows_to_the_left)
+"""x @ weight, for x: (..., in) and one weight: (in, out)."""
+
+
+def _batched_right(dy: Tensor, x: Tensor, *shape: int) -> Tensor:
+    return (x.to(dy.dtype).conj().mT @ dy).sum_to_size(*shape)
+
+
+def _left(dy: Tensor, x: Tensor, *shape: int) -> Tensor:
+    if len(shape) > 2 or dy.dim() == x.dim() == 2:
+        return (dy @ x.to(dy.dtype).conj().mT).sum_to_size(*shape)
+    summed = [n for n in range(dy.dim()) if n != dy.dim() - 2]
+    gradient: Tensor = torch.tensordot(dy, x.to(dy.dtype).conj(), (summed, summed))
+    return gradient
+
+
+_BATCHED_RIGHT, _LEFT = WeightProduct(_batched_right), WeightProduct(_left)
+
+
+def _read_matmul(*args: Any, **options: Any) -> Iterator[Factors]:
+    (input, other), options = with_factors_first(args, options)
+    if options:
+        return
+    if other.dim() == 2:
+        yield Factors(input, other, _RIGHT, inner=other.shape[0])
+    elif other.dim() > 2 and input.dim() > 1:
+        yield Factors(input, other, _BATCHED_RIGHT, Further(tuple(other.shape)), inner=other.shape[-2])
+    if input.dim() > 1 and other.dim() > 1:
+        yield Factors(other, input, _LEFT, Further(tuple(input.shape)), inner=input.shape[-1])
+
+
+def _read_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Iterator[Factors]:
+    if alpha == 1:
+        yield from _read_matmul(mat1, mat2)
+
+
+def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Factors]:
+    if weight.dim() == 2:
+        yield Factors(input, weight, LINEAR)
+
+
+def _einsum(dy: Tensor, x: Tensor, equation: str) -> Tensor:
+    return torch.einsum(equation, dy, x.to(dy.dtype).conj())
+
+
+_EINSUM = WeightProduct(_einsum)
+
+
+def _read_einsum(equation: str, *operands: Any) -> Iterator[Factors]:
+    if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
+        operands = tuple(operands[0])
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    # An implicit output, a diagonal or an ellipsis is left alone.
+    if not arrow or len(operands) != len(terms) or len(terms) != 2 or "." in equation:
+        return
+    sizes = dict(zip("".join(terms), (*operands[0].shape, *operands[1].shape), strict=True))
+    if any(len(set(term)) < len(term) for term in terms):
+        return
+    if any(
+        sizes[letter] != size
+        for term, each in zip(terms, operands, strict=True)
+        for letter, size in zip(term, each.shape, strict=True)
+    ):
+        return  # one is broadcast
+    for place in (1, 0):
+        own, other = terms[place], terms[1 - place]
+        if set(own) <= set(other + output):
+            inner = 1
+            for letter in set(own + other) - set(output):
+                inner *= sizes[letter]
+            further = Further((f"{output},{other}->{own}",))
+            yield Factors(operands[1 - place], operands[place], _EINSUM, further, inner=inner)
+
+
+class _Convolution(NamedTuple):
+    """The arguments of a convolution after x and the weight."""
+
+    shape: torch.Size
+    """The weight's."""
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    transposed: bool
+    output_padding: list[int]
+    groups: int
+
+
+def _convolution(dy: Tensor, x: Tensor, call: _Convolution) -> Tensor:
+    is_single = x.dim() < len(call.shape)
+    x, dy = (each.unsqueeze(0) if is_single else each for each in (x.to(dy.dtype), dy))
+    # The kernel reads only the shape of the weight.
+    weight = dy.new_empty(1).expand(call.shape)
+    gradient: Tensor
+    _, gradient, _ = torch.ops.aten.convolution_backward(
+        dy, x, weight, None, *call[1:], output_mask=[False, True, False]
+    )
+    return gradient
+
+
+_CONVOLUTION = WeightProduct(_convolution)
+
+
+def _read_convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Iterator[Factors]:
+    if weight.is_complex():
+        return
+    size = weight.dim() - 2
+    dilations = _per_dimension(dilation, size)
+    if padding == "same":
+        twice = [by * (kernel - 1) for by, kernel in zip(dilations, weight.shape[2:], strict=True)]
+        if any(each % 2 for each in twice):  # padded on one side
+            return
+        padding = [each // 2 for each in twice]
+    paddings = _per_dimension(0 if padding == "valid" else padding, size)
+    call = _Convolution(weight.shape, _per_dimension(stride, size), paddings, dilations, False, [0] * size, groups)
+    yield Factors(input, weight, _CONVOLUTION, Further((call,)), inner=weight.shape[1:].numel())
+
+
+def _read_transposed_convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Iterator[Factors]:
+    if weight.is_complex():
+        return
+    size = weight.dim() - 2
+    strides, paddings, dilations, ends = (
+        _per_dimension(each, size) for each in (stride, padding, dilation, output_padding)
+    )
+    call = _Convolution(weight.shape, strides, paddings, dilations, True, ends, groups)
+    # Each element of x meets the weight's other dimensions.
+    spread = torch.Size(strides).numel()
+    inner = max(weight.shape[2:].numel() * weight.shape[0] // groups // spread, 1)
+    yield Factors(input, weight, _CONVOLUTION, Further((call,)), inner=inner)
+
+
+def _per_dimension(value: Any, size: int) -> list[int]:
+    values = [value] if isinstance(value, int) else list(value)
+    return values * size if len(values) == 1 else values
+
+
+def _named(reader: Reader, *names: str) -> dict[Callable[..., Any], Reader]:
+    """`reader` for the functions of these names, as functions, methods and operators."""
+    found: dict[Callable[..., Any], Reader] = {}
+    for name in names:
+        packet = getattr(torch.ops.aten, name)
+        operators = [packet, *(getattr(packet, overload) for overload in packet.overloads())]
+        functions = [getattr(place, name, None) for place in (torch, Tensor)]
+        found |= {each: reader for each in (*functions, *operators) if each is not None}
+    return found
+
+
+COMPOSITES = frozenset((F.multi_head_attention_forward,))
+"""Functions in Python that call torch's products themselves."""
+
+PRODUCTS: dict[Callable[..., Any], Reader] = {
+    **_named(_read_matmul, "matmul", "mm", "bmm"),
+    **_named(_read_addmm, "addmm", "baddbmm"),
+    **_named(_read_convolution, "conv1d", "conv2d", "conv3d"),
+    **_named(_read_transposed_convolution, "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    **_named(_read_linear, "linear"),
+    F.linear: _read_linear,
+    torch.einsum: _read_einsum,
+    autograd.grouped_mm: read_declared(GROUPED_MM),
+    **dict.fromkeys(COMPOSITES, _read_linear),
+}
+"""Readers of torch's products, by the functions that torch function modes see."""

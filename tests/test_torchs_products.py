@@ -1,0 +1,273 @@
+"""torch's products with weights that no layer declares: what waits for W, and its gradient against plain autograd."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.utils.checkpoint import checkpoint
+
+import zbpipe
+from zbpipe.runtime.split.layers import defer_weights, deferrals
+from zbpipe.runtime.split.products import WeightGradients
+
+WIDTH = 6
+Forward = Callable[[Any, Tensor], Tensor]
+
+
+class Case(NamedTuple):
+    forward: Forward
+    weight: tuple[int, ...]
+    deferred: int = 1
+    """Products left to W."""
+    x: tuple[int, ...] = (3, 4, WIDTH)
+
+
+class Own(nn.Module):
+    """A layer with one weight and a bias, and a forward that anybody may have written."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(case.weight) / 3)
+        self.b = nn.Parameter(torch.randn(WIDTH))
+        self.function = case.forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x)
+
+
+def experts(s: Any, x: Tensor) -> Tensor:
+    """Each gets the rows that go to it, maybe none."""
+    y = torch.zeros_like(x)
+    choice = torch.arange(len(x)) % 2
+    for expert in range(len(s.w)):
+        rows = (choice == expert).nonzero().squeeze(-1)
+        y = y.index_add(0, rows, F.linear(x[rows], s.w[expert]))
+    return y
+
+
+def attention(s: Any, x: Tensor) -> Tensor:
+    q, k, v = F.linear(x, s.w).chunk(3, -1)
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def in_place(s: Any, x: Tensor) -> Tensor:
+    return (x @ s.w).add_(s.b[torch.arange(WIDTH)]).mul_(2)
+
+
+def refuses_a_keyword(s: Any, x: Tensor) -> Tensor:
+    """Results in tensors of the user's own."""
+    y = x.new_empty(3 * 4, WIDTH)
+    with torch.no_grad():
+        torch.mm(x.flatten(0, 1), s.w, out=y)
+    return x @ s.w + y.view_as(x)
+
+
+SQUARE = (WIDTH, WIDTH)
+CASES = {
+    "@": Case(lambda s, x: x @ s.w, SQUARE),
+    "@ T": Case(lambda s, x: x @ s.w.T, SQUARE),
+    "T @": Case(lambda s, x: (s.w.T @ x.mT).mT, SQUARE),
+    "vector": Case(lambda s, x: s.w @ x[0, 0] + x, SQUARE, 0),
+    "x of one row": Case(lambda s, x: x[0, 0] @ s.w + x, SQUARE),
+    "batched @": Case(lambda s, x: (x.unsqueeze(1) @ s.w).sum(1), (2, *SQUARE)),
+    "@ batched": Case(lambda s, x: (s.w @ x.unsqueeze(1).mT).sum(1).mT, (2, *SQUARE)),
+    "bmm": Case(lambda s, x: torch.bmm(x, s.w), (3, *SQUARE)),
+    "bmm of an expanded weight": Case(lambda s, x: torch.bmm(x, s.w.expand(3, -1, -1)), SQUARE, 0),
+    "baddbmm": Case(lambda s, x: torch.baddbmm(s.b, x, s.w), (3, *SQUARE)),
+    "mm by keyword": Case(lambda s, x: torch.mm(x.flatten(0, 1), mat2=s.w).view_as(x), SQUARE),
+    "addmm": Case(lambda s, x: torch.addmm(s.b, x.flatten(0, 1), s.w).view_as(x), SQUARE),
+    "addmm with a factor": Case(lambda s, x: torch.addmm(s.b, x.flatten(0, 1), s.w, alpha=2).view_as(x), SQUARE, 0),
+    "linear": Case(lambda s, x: F.linear(x, s.w, s.b), SQUARE),
+    "operator": Case(lambda s, x: torch.ops.aten.linear.default(x, s.w, s.b), SQUARE),
+    "select": Case(lambda s, x: F.linear(F.linear(x, s.w[0]), s.w[-1]), (3, *SQUARE), 2),
+    "unbind": Case(lambda s, x: torch.stack([x @ each for each in s.w]), (3, *SQUARE), 3),
+    "chunk": Case(lambda s, x: torch.stack([F.linear(x, each) for each in s.w.chunk(2)]), (2 * WIDTH, WIDTH), 2),
+    "columns": Case(lambda s, x: x @ s.w[:, ::2], (WIDTH, 2 * WIDTH)),
+    "reshape": Case(lambda s, x: x @ s.w.view(WIDTH, -1), (WIDTH, 2, WIDTH)),
+    "view of a cast": Case(lambda s, x: (x.float() @ s.w.float().T).double(), SQUARE),
+    "experts": Case(experts, (3, *SQUARE), 3, x=(8, WIDTH)),
+    "attention": Case(attention, (3 * WIDTH, WIDTH)),
+    "einsum": Case(lambda s, x: torch.einsum("bsd,dhk->bshk", x, s.w).flatten(2), (WIDTH, 2, 3)),
+    "einsum, weight first": Case(lambda s, x: torch.einsum("hkd,bsd->bshk", [s.w, x]).flatten(2), (2, 3, WIDTH)),
+    "einsum that sums the weight": Case(lambda s, x: torch.einsum("bsd,edk->bsk", x, s.w), (2, *SQUARE), 0),
+    "einsum that broadcasts": Case(lambda s, x: torch.einsum("bsd,sdk->bsk", x, s.w), (1, *SQUARE), 0),
+    "einsum with an ellipsis": Case(lambda s, x: torch.einsum("...d,dk->...k", x, s.w), SQUARE, 0),
+    "conv1d": Case(lambda s, x: F.conv1d(x, s.w, padding=1), (4, 4, 3)),
+    "conv1d of one sample": Case(lambda s, x: F.conv1d(x[0], s.w, padding=1) + x, (4, 4, 3)),
+    "conv1d, same": Case(lambda s, x: F.conv1d(x.mT, s.w, s.b, padding="same", dilation=2).mT, (WIDTH, WIDTH, 3)),
+    "conv1d, same, padded on one side": Case(lambda s, x: F.conv1d(x, s.w, padding="same"), (4, 4, 2), 0),
+    "depthwise": Case(lambda s, x: F.conv1d(x.mT, s.w, s.b, 1, 1, 1, WIDTH).mT, (WIDTH, 1, 3)),
+    "depthwise, squeezed": Case(
+        lambda s, x: F.conv1d(x.mT, s.w.squeeze(1).unsqueeze(1), padding=1, groups=WIDTH).mT, (WIDTH, 1, 3)
+    ),
+    "conv2d": Case(lambda s, x: F.conv2d(x.unsqueeze(1), s.w, stride=(1, 2), padding=(1, 2)), (2, 1, 3, 3)),
+    "conv3d": Case(lambda s, x: F.conv3d(x[None, None], s.w), (2, 1, 2, 2, 2)),
+    "conv_transpose1d": Case(lambda s, x: F.conv_transpose1d(x, s.w, None, 2, 1, 1), (4, 5, 3)),
+    "used twice": Case(lambda s, x: torch.tanh(x @ s.w) @ s.w.T, SQUARE, 2),
+    "in place": Case(in_place, SQUARE),
+    "written elsewhere": Case(refuses_a_keyword, SQUARE),
+    "weight of a weight": Case(lambda s, x: x @ (s.w @ s.w), SQUARE, 0),
+    "normalised": Case(lambda s, x: x @ F.normalize(s.w, dim=1), SQUARE, 0),
+    "detached": Case(lambda s, x: x @ s.w.detach().requires_grad_()[0] + x @ s.w[1], (2, *SQUARE)),
+    "chosen by index": Case(lambda s, x: x @ s.w[torch.tensor([0, 1, 2])], (3, *SQUARE), 0),
+    "no product": Case(lambda s, x: (x * s.w).clamp(min=s.w.min()), (WIDTH, WIDTH), 0, x=(3, WIDTH, WIDTH)),
+}
+
+
+def train(layer: nn.Module, x: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """The layer's output and the gradient of its input."""
+    x = x.clone().requires_grad_()
+    y = run(layer, torch.tanh(x))
+    y.square().sum().backward()
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+RUNS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
+    "plain": lambda layer, x: layer(x),  # type: ignore[no-any-return]
+    "checkpointed": lambda layer, x: checkpoint(layer, x, use_reentrant=False),  # type: ignore[no-any-return]
+}
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("name", CASES)
+def test_what_waits_gets_the_gradients_of_autograd(name: str, run: str) -> None:
+    torch.manual_seed(0)
+    case = CASES[name]
+    layer = Own(case).double()
+    plain, gradients = copy.deepcopy(layer), WeightGradients()
+    defer_weights(layer, gradients)
+    for _ in range(2):  # the second adds to `.grad`
+        x = torch.randn(case.x, dtype=torch.float64)
+        with gradients.record() as pending:
+            found = train(layer, x, RUNS[run])
+        assert len(pending) == case.deferred
+        while pending:
+            pending.pop().accumulate()
+        torch.testing.assert_close(found, train(plain, x, RUNS[run]), rtol=1e-12, atol=1e-12)
+    for one, other in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-5 if "cast" in name else 1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["@", "@ T", "addmm", "select", "einsum", "conv1d", "batched @"])
+def test_under_autocast(name: str) -> None:
+    """The same numbers in F, and x is kept in half precision."""
+    torch.manual_seed(0)
+    case = CASES[name]
+    layer = Own(case)
+    plain, gradients = copy.deepcopy(layer), WeightGradients()
+    defer_weights(layer, gradients)
+
+    def run(layer: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return layer(x).float()  # type: ignore[no-any-return]
+
+    x = torch.randn(case.x)
+    with gradients.record() as pending:
+        found = train(layer, x, run)
+    assert {each.x.dtype for each in pending} == {torch.bfloat16}
+    while pending:
+        pending.pop().accumulate()
+    torch.testing.assert_close(found, train(plain, x, run), rtol=0, atol=0)
+    torch.testing.assert_close(layer.w.grad, plain.w.grad, rtol=0.02, atol=0.02)
+
+
+def test_packed_projections_of_multihead_attention_wait() -> None:
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(WIDTH, 2, batch_first=True).double()
+    plain, gradients = copy.deepcopy(layer), WeightGradients()
+    defer_weights(layer, gradients)
+    x = torch.randn(2, 4, WIDTH, dtype=torch.float64)
+    with gradients.record() as pending:
+        found = train(layer, x, lambda layer, x: layer(x, x, x, need_weights=False)[0])
+    assert len(pending) == 2
+    while pending:
+        pending.pop().accumulate()
+    torch.testing.assert_close(found, train(plain, x, lambda layer, x: layer(x, x, x, need_weights=False)[0]))
+    for one, other in zip(layer.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+def test_a_full_backward_and_an_evaluation_are_ordinary() -> None:
+    torch.manual_seed(0)
+    layer = Own(CASES["select"])
+    plain = copy.deepcopy(layer)
+    defer_weights(layer, WeightGradients())
+    x = torch.randn(3, 4, WIDTH)
+    torch.testing.assert_close(train(layer, x, RUNS["plain"]), train(plain, x, RUNS["plain"]), rtol=0, atol=0)
+    torch.testing.assert_close(layer.w.grad, plain.w.grad)
+    (mine,), (theirs,) = (torch.autograd.grad(each(x).sum(), each.w) for each in (layer, plain))
+    torch.testing.assert_close(mine, theirs)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x), plain(x), rtol=0, atol=0)
+
+
+def test_a_layer_without_products_is_left_alone_after_a_step() -> None:
+    layer = nn.Sequential(Own(CASES["no product"]), Own(CASES["@"]))
+    defer_weights(layer, WeightGradients())
+    layer(torch.randn(3, WIDTH, WIDTH)).sum().backward()
+    for each in deferrals(layer).values():
+        each.begin_step()
+    assert {name: bool(each.products) for name, each in deferrals(layer).items()} == {"0": False, "1": True}
+
+
+def test_a_view_with_a_gradient_in_another_layout() -> None:
+    """Somebody else has made `.grad`: transposed, or sparse."""
+    for grad in (torch.ones(WIDTH, 3, WIDTH).transpose(0, 1), torch.ones(3, WIDTH, WIDTH).to_sparse()):
+        layer = Own(CASES["select"])
+        plain, gradients = copy.deepcopy(layer), WeightGradients()
+        defer_weights(layer, gradients)
+        layer.w.grad, plain.w.grad = grad.clone(), torch.ones(3, WIDTH, WIDTH)
+        x = torch.randn(3, 4, WIDTH)
+        with gradients.record() as pending:
+            train(layer, x, RUNS["plain"])
+        while pending:
+            pending.pop().accumulate()
+        train(plain, x, RUNS["plain"])
+        assert layer.w.grad is not None
+        torch.testing.assert_close(layer.w.grad.to_dense(), plain.w.grad)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_sharded_weights(one_rank: None, dtype: torch.dtype | None) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Own(CASES[name]) for name in ("select", "@", "conv1d")))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+    stages = [PipelineStage(module, 0, 1, torch.device("cpu"))]
+    schedule = zbpipe.build_pipeline_schedule("ZBH1", stages, 2, lambda y, target: (y.float() - target).square().mean())
+    check = zbpipe.GradientCheck(schedule, 2)
+    for _ in range(2):
+        schedule.step(torch.randn(6, 4, WIDTH), target=torch.randn(6, 4, WIDTH))
+    assert check.report is not None
+    assert check.report.shares[0] == 1
+
+
+class Around(nn.Module):
+    """Multiplies with the weight of a child that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.lin(x), self.other.weight, torch.cat([self.other.bias[:2], self.other.bias[2:]]))
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_weights_of_children_wait_from_the_second_step_on(declared: bool) -> None:
+    layer = Around()
+    if declared:
+        layer.other.weight_products = {}  # type: ignore[assignment]
+    report = zbpipe.check_gradients(nn.Sequential(nn.Linear(WIDTH, WIDTH), layer), torch.randn(4, 3, WIDTH))
+    assert report.share == pytest.approx(2 / 3 if declared else 1)
