@@ -254,7 +254,7 @@ def test_what_a_device_ran() -> None:
     assert launched.describe() == ""
     for microbatch in range(3):
         assert launched.around("F", 2, microbatch, lambda: "result") == "result"
-    assert launched.describe() == "on the device what ran last is not known, 2F0 has not ended, nor have 2 after it"
+    assert launched.describe() == "on the device the last op is not known, 2F0 has not ended, nor have 2 after it"
     device.runs = 2
     assert launched.describe() == "on the device 2F1 ran last, 2F2 has not ended"
     device.runs = 3
@@ -262,7 +262,7 @@ def test_what_a_device_ran() -> None:
     for microbatch in range(3, 2 * progress.MOST):
         launched.around("F", 2, microbatch, lambda: None)
     assert device.made == progress.MOST
-    assert launched.describe().startswith(f"on the device what ran last is not known, 2F{progress.MOST} has not ended")
+    assert launched.describe().startswith(f"on the device the last op is not known, 2F{progress.MOST} has not ended")
     device.runs = 2 * progress.MOST - 1
     assert launched.count_ended() == device.runs
     assert launched.describe() == f"on the device 2F{device.runs - 1} ran last, 2F{device.runs} has not ended"
