@@ -302,10 +302,10 @@ def checked(
 
 def test_a_dry_run_measures_nothing() -> None:
     checked("ZBVLean", mode="fake_backend", defer_loss=True)
-    for schedule, options in (("ZBV", {"trace": "a.json"}), ("Auto", {})):
-        checked(schedule, **options)
-        with pytest.raises(ValueError, match="measures all ranks, and with --comm.mode fake_backend there is one"):
-            checked(schedule, mode="fake_backend", **options)
+    for schedule, options in (("ZBV", Options(trace="a.json")), ("Auto", Options())):
+        checked(schedule, options=options)
+        with pytest.raises(ValueError, match=r"measures all ranks, and with --comm.mode fake_backend there is one"):
+            checked(schedule, mode="fake_backend", options=options)
 
 
 def test_too_few_microbatches_are_told_before_the_launch(caplog: pytest.LogCaptureFixture) -> None:

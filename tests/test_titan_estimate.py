@@ -133,7 +133,9 @@ def test_encoders_of_images(found: dict[str, Any]) -> None:
     biases_and_norms = 0.1
     embedding = 2048 * 256
     assert operations == pytest.approx(2 * (parameters - embedding), rel=biases_and_norms)
-    assert are_equal and keeps and defers
+    assert are_equal
+    assert keeps
+    assert defers
     assert "vision_projection, vision_encoder, vision_adapter from the weights, with one patch per token" in words
 
 

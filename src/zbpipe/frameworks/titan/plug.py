@@ -213,7 +213,8 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> Pipe
 def _dtype_between_stages(training: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.dtype:
     """0.2 shards, and so computes in mixed precision, only with several data-parallel ranks."""
     is_mixed = not HAS_JOB_CONFIG or args[0].fsdp_enabled
-    return TORCH_DTYPE_MAP[training.mixed_precision_param if is_mixed else training.dtype]
+    dtype: torch.dtype = TORCH_DTYPE_MAP[training.mixed_precision_param if is_mixed else training.dtype]
+    return dtype
 
 
 def require_schedule_of(pipelining_fn: PipeliningFunction, name: str, options: Options) -> None:
