@@ -248,14 +248,19 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_recipe(pipeline: int, model: Path, folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """The example's job, cut down to three steps of a small model: what it wrote of training and validation."""
+def run_recipe(
+    pipeline: int, weights: Path, folder: Path, data_ranks: int = 1, **more: dict[str, Any]
+) -> dict[str, list[dict[str, Any]]]:
+    """The example's job, cut down to three steps of a small model: what it wrote of training and validation.
+
+    `more` has further settings for sections of the config.
+    """
     job = yaml.safe_load(EXAMPLE.read_text())
-    for section, values in CPU_ONLY.items():
-        job[section] |= values
+    for section, values in [*CPU_ONLY.items(), *more.items()]:
+        job[section] = job.get(section, {}) | values
     job["distributed"]["pp_size"] = pipeline
     job["step_scheduler"] = SMALL_STEPS
-    job["model"]["pretrained_model_name_or_path"] = str(model)
+    job["model"]["pretrained_model_name_or_path"] = str(weights)
     sentences = "nemo_automodel.components.datasets.llm.mock.build_unpacked_dataset"
     job["dataset"] = {"_target_": sentences, "num_sentences": 24, "tokenizer": None}
     job["dataloader"]["shuffle"] = False
@@ -264,9 +269,9 @@ def run_recipe(pipeline: int, model: Path, folder: Path) -> dict[str, list[dict[
     job["checkpoint"] = {"enabled": False, "checkpoint_dir": str(folder)}
     config = folder / "job.yaml"
     config.write_text(yaml.safe_dump(job))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(pipeline)]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     ended = subprocess.run(
-        [*torchrun, "-m", "zbpipe.run", "--", "-m", "automodel_on_cpu", str(config)],
+        [*torchrun, str(pipeline * data_ranks), "-m", "zbpipe.run", "--", "-m", "automodel_on_cpu", str(config)],
         cwd=Path(__file__).parent,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -282,9 +287,24 @@ def run_recipe(pipeline: int, model: Path, folder: Path) -> dict[str, list[dict[
     }
 
 
-def test_the_example_trains_as_without_a_pipeline(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+LORA_COMPILED: dict[str, dict[str, Any]] = {
+    "peft": {
+        "_target_": "nemo_automodel.components._peft.lora.PeftConfig",
+        "match_all_linear": True,
+        "dim": 8,
+        "alpha": 16,
+        "use_triton": False,
+    },
+    "compile": {"enabled": True, "mode": "default", "fullgraph": False, "dynamic": False},
+}
+
+
+@pytest.mark.parametrize("more", [{}, LORA_COMPILED], ids=["all weights", "LoRA, compiled"])
+def test_the_example_trains_as_without_a_pipeline(
+    small_model: Path, tmp_path_factory: pytest.TempPathFactory, more: dict[str, dict[str, Any]]
+) -> None:
     """AutoModel's whole recipe: losses that it reports, of validation, too, and norms of the gradients."""
-    found, whole = (run_recipe(ranks, small_model, tmp_path_factory.mktemp("job")) for ranks in (2, 1))
+    found, whole = (run_recipe(ranks, small_model, tmp_path_factory.mktemp("job"), **more) for ranks in (2, 1))
     assert len(whole["training"]) == 3
     assert len(whole["validation"]) == 1
     for name, keys in {"training": ("loss", "grad_norm"), "validation": ("val_loss",)}.items():
