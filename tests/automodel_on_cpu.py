@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from nemo_automodel._transformers import auto_model
+from nemo_automodel.cli.app import main
 from nemo_automodel.components._peft.lora import LinearLoRA
 from nemo_automodel.components.models.qwen3_moe import model as qwen3_moe
-from nemo_automodel.cli.app import main
 
 
 def on_cpu(build: Callable[..., Any], *args: Any, **given: Any) -> Any:

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint import FileSystemReader
 ABOUT = """\
 1F1B, too, has the losses and norms of the job without a pipeline in these rows. Qwen, GPT-OSS, Kimi and Muse Glimmer
 are debug models, the first two with smaller experts. Attention with sinks and the attention of images and of packed
-conversations have dense masks in place of FlexAttention. LoRA has `--parallelism.spmd_backend partial_dtensor`: with its default, TorchTitan 0.3.0 trains
-the frozen weights, too.
+conversations have dense masks in place of FlexAttention. LoRA has `--parallelism.spmd_backend partial_dtensor`: with
+its default, TorchTitan 0.3.0 trains the frozen weights, too. With tensor parallelism the loss is parallel, too.
 
 With float8, LoRA and all weights trained, ZBVLean and 1F1B part in the second step; the third loss differs by 8e-5 and
 its norm by 4e-5. Float8 enlarges rounding there. The first gradients differ by 3e-7, from the order of their sums. So
