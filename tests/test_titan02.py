@@ -32,6 +32,12 @@ COMBINATIONS = {
     ),
     "dp_shard": Cell("ZBV, FSDP2 (`fully_shard`)", settings=_SHARDED, ranks_per_stage=2),
     "dp_shard compiled": Cell("ZBV, FSDP2, torch.compile", settings=_SHARDED, ranks_per_stage=2, compiled=True),
+    "bfloat16": Cell(
+        "ZBV, FSDP2, bfloat16 parameters and float32 reduction (loss within 3e-4, norm within 1e-3)",
+        settings=(*_SHARDED, "--training.mixed_precision_param", "bfloat16"),
+        ranks_per_stage=2,
+        tolerances={"losses": 3e-4, "norms": 1e-3},
+    ),
     "hsdp": Cell("ZBV, FSDP2, sharded and replicated (HSDP)", settings=_HYBRID, ranks_per_stage=4),
     "tp": Cell("ZBV, tensor parallelism", settings=_TENSOR_PARALLEL, ranks_per_stage=2),
     # On the CPU TorchTitan multiplies expert by expert. The first of four stages has none.
