@@ -47,7 +47,14 @@ COMBINATIONS = {
         tolerances=_BF16_EXPERTS,
         stages_that_compute_in_i=4,
     ),
-    # As is each second block of Llama 4, here on three of four stages.
+    "moe compiled": Cell(
+        "ZBV, mixture of experts, torch.compile",
+        model=DEEPSEEK,
+        compiled=True,
+        tolerances=_BF16_EXPERTS,
+        stages_that_compute_in_i=4,
+    ),
+    # Each second block has experts. The first of four stages has none.
     "llama4": Cell(
         "ZBVLean, mixture of experts (Llama 4), sharded and replicated (HSDP)",
         "ZBVLean",
