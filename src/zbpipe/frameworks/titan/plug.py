@@ -31,7 +31,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torch.nn.attention import SDPBackend
 from torchtitan.components import metrics
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
+from torchtitan.config import ConfigManager
 from torchtitan.distributed import ParallelDims, pipeline_parallel
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.train import Trainer
@@ -213,7 +213,7 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> Pipe
 def _dtype_between_stages(training: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.dtype:
     """0.2 shards, and so computes in mixed precision, only with several data-parallel ranks."""
     is_mixed = not HAS_JOB_CONFIG or args[0].fsdp_enabled
-    dtype: torch.dtype = TORCH_DTYPE_MAP[training.mixed_precision_param if is_mixed else training.dtype]
+    dtype: torch.dtype = getattr(torch, training.mixed_precision_param if is_mixed else training.dtype)
     return dtype
 
 
