@@ -77,12 +77,19 @@ def train_all(names: tuple[str, ...], microbatches: tuple[int, ...]) -> dict[str
     return {name: train(name, microbatches, "none") for name in names}
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 4])
-def test_every_schedule_class(num_ranks: int) -> None:
-    per_rank = run_ranks(num_ranks, train_all, OTHERS, MICROBATCHES, timeout=240)
+@pytest.mark.parametrize(
+    ("num_ranks", "microbatches"),
+    [
+        pytest.param(2, MICROBATCHES, marks=pytest.mark.long),
+        pytest.param(4, (1, 2), marks=pytest.mark.long),
+        (4, (3, 8)),
+    ],
+)
+def test_every_schedule_class(num_ranks: int, microbatches: tuple[int, ...]) -> None:
+    per_rank = run_ranks(num_ranks, train_all, OTHERS, microbatches, timeout=240)
     for name in OTHERS:
         num_stages = registry.resolve(name).place(num_ranks).num_stages
-        assert_like_reference([results[name] for results in per_rank], num_stages)
+        assert_like_reference([results[name] for results in per_rank], num_stages, microbatches)
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
