@@ -18,7 +18,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from determinism import searching_little
+from searching import searching_little
 
 from zbpipe.cli.demo.launch import demo_arguments
 
