@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 ABOUT = """\
-1F1B also has the losses and norms of the job without a pipeline in these rows. Qwen, GPT-OSS, Kimi and Muse Glimmer
-are debug models, the first two with smaller experts. Attention with sinks and the attention of images and of packed
-conversations have dense masks in place of FlexAttention. LoRA has `--parallelism.spmd_backend partial_dtensor`: with
-its default, TorchTitan 0.3.0 also trains the frozen weights. With tensor parallelism the loss is parallel as well.
+Qwen, GPT-OSS, Kimi and Muse Glimmer are debug models, the first two with smaller experts. Attention with sinks and the
+attention of images and of packed conversations have dense masks in place of FlexAttention. LoRA has
+`--parallelism.spmd_backend partial_dtensor`: with its default, TorchTitan 0.3.0 also trains the frozen weights. With
+tensor parallelism the loss is parallel as well.
 
 With float8, LoRA and all weights trained, ZBVLean and 1F1B part in the second step; the third loss differs by 8e-5 and
 its norm by 4e-5. Float8 enlarges rounding there. The first gradients differ by 3e-7, from the order of their sums. So
@@ -48,10 +47,7 @@ def _by_microbatch(num_sequences: int = 4) -> tuple[str, ...]:
 
 
 def _trains(cell: Cell) -> Check:
-    """By `cell`'s schedule, and by 1F1B."""
-
     def check(titan: Titan, folder: Path) -> Row:
-        train_as_without_a_pipeline(titan, replace(cell, schedule="1F1B", stages_that_compute_in_i=0))
         train_as_without_a_pipeline(titan, cell)
         return row(cell, "works")
 
@@ -120,7 +116,6 @@ def _has_equal_expert_biases(titan: Titan, folder: Path) -> Row:
         name: _saved(titan, folder / name, *settings, *own, num_ranks=1 if name == "alone" else 2, model=DEEPSEEK)
         for name, own in (
             ("alone", _by_microbatch()),
-            ("1F1B", pipeline("1F1B")),
             ("ZBV", (*pipeline("ZBV"), "--zbpipe.optimizer-step", "validated")),
         )
     }

@@ -224,10 +224,6 @@ class Titan:
             "HIP_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             "NGPU": "4",  # of TorchTitan's dry run, whose ranks are fake but for one
-            # Jobs that compile the same code find it there; CI names one folder for all suites.
-            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(self.folder / "compiled")),
-            # In the rank itself: a pool of processes would import torch anew for every job.
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
             "TORCH_LOGS": "graph_breaks,recompiles",
         }
         self._server = self._server or subprocess.Popen(
