@@ -32,8 +32,8 @@ types:
 tests:
 	$(PYTEST)
 
-# Tests that wait, for ranks or a browser, run beside those that compute.
-WORKERS := 4
+# Tests that wait, for ranks or a browser, run beside those that compute. Each process takes ten seconds to begin.
+WORKERS := 3
 SPREAD := -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/pytest $(SPREAD)
 
@@ -71,9 +71,9 @@ test-python: $(VENV)-without-torch/dev  ## what needs no torch, on another Pytho
 
 long: $(VENV)/dev  ## the tests that are left to CI: some 360 models against plain autograd, TorchTitan with everything turned on, ...
 	$(PYTEST) -m long --ignore=tests/test_torch.py  # which is for other versions of torch
-	$(PYTEST) --hypothesis-profile=thorough $(PROPERTIES:%=tests/test_%.py)
+	$(PYTEST) --hypothesis-profile=thorough -m 'not long and (hypothesis or sized)' $(PROPERTIES:%=tests/test_%.py)
 
-# More examples, and the commands of all pages at their sizes.
+# More examples, and the commands of all pages at their sizes; `make test` has run the other tests of these files.
 PROPERTIES := actions cli docs jitter layer_costs lean offload planner running_ahead schedules simulation soundness testing transport validation
 
 compatibility: $(VENV)/dev  ## make docs/compatibility.md and the refusals of docs/the-split.md anew

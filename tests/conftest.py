@@ -1,22 +1,24 @@
-"""What tests share."""
+"""What tests share. It imports no torch: the process that only hands out tests to others needs none."""
+
+from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from determinism import short_search  # noqa: F401
+from reaper import watch_session
+
+if TYPE_CHECKING:
+    from titan_jobs import Titan
 
 # Products of small matrices take twenty times the work on two threads that wait for each other on busy cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-import torch
-import torch.distributed as dist
-
-torch.set_num_threads(1)
+# In the process itself: otherwise each process that compiles starts others, which import torch anew.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 pytest.register_assert_rewrite("titan_jobs", "cells", "compatibility")
-from determinism import short_search  # noqa: E402, F401
-from reaper import watch_session  # noqa: E402
-from titan_jobs import Titan  # noqa: E402
 
 SLOWEST = ("matrix", "zoo", "titan", "gradient_check", "titan_integration", "gradients", "compile", "docs", "schedules")
 """Files of tests, the longest first."""
@@ -33,10 +35,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         watch_session()
+        # Code that one process has compiled, another need not. CI names one folder for all suites.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.cache.mkdir("inductor")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The files that take longest come first, so that the processes of pytest-xdist end at the same time."""
+    import torch
+
+    torch.set_num_threads(1)
     places = {f"test_{name}": place for place, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
 
@@ -65,6 +72,9 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
 @pytest.fixture
 def one_rank() -> Iterator[None]:
     """A process group with this process alone, for pipelines of one rank."""
+    import torch
+    import torch.distributed as dist
+
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.manual_seed(0)
     yield
@@ -74,6 +84,7 @@ def one_rank() -> Iterator[None]:
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The two tables of the zoo under their names, float64, and no word of what stays in I."""
+    import torch
     from zoo.runner import register_tables
 
     from zbpipe.schedule import registry
@@ -89,6 +100,8 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(scope="session")
 def titan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Titan]:
     """Trains short TorchTitan jobs; what one test compared with, another finds done."""
+    from titan_jobs import Titan
+
     trains = Titan(tmp_path_factory.mktemp("titan"))
     yield trains
     trains.close()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 from hypothesis import HealthCheck, settings
-
-from zbpipe.algorithms import _lean
-from zbpipe.planner import robust, stages
+from searching import searching_little
 
 # Searched schedules and random orders take a while to draw; a busy machine is no failure.
 _patient = settings(
@@ -25,18 +22,8 @@ def draw_fewer(times: int) -> settings:
     return settings(max_examples=settings().max_examples // times)
 
 
-@contextmanager
-def searching_little() -> Iterator[None]:
-    """Lean schedules and plans take little search, for what holds however good they are."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_lean, "BUDGET", 2e4)
-        for module in (stages, robust):
-            patch.setattr(module, "default_budget", lambda *_: 2e5)
-        yield
-
-
 @pytest.fixture(scope="module")
 def short_search() -> Iterator[None]:
-    """The same in a whole module."""
+    """Lean schedules and plans take little search in a whole module."""
     with searching_little():
         yield

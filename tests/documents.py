@@ -102,7 +102,7 @@ def _on_one_rank() -> dict[str, Any]:
 
 def main() -> None:
     """Run all pages in this folder, and print what failed, by page."""
-    from determinism import searching_little
+    from searching import searching_little
 
     from zbpipe.frameworks.installation import uninstall
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,15 +12,15 @@ import torch.distributed.checkpoint as dcp
 from cells import Cell, row, train_as_without_a_pipeline
 from compatibility import Row
 from safetensors.torch import load_file
-from titan_jobs import DEEPSEEK, LLAMA, Job, Titan, assert_trains_alike, pipeline
+from titan_jobs import DEEPSEEK, LLAMA, Job, Titan, assert_trains_alike, grad_norms, pipeline
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 ABOUT = """\
-1F1B also has the losses and norms of the job without a pipeline in these rows. Qwen, GPT-OSS and Muse Glimmer are
-debug models, the first two with smaller experts. Attention with sinks and the attention of images have dense masks in
-place of FlexAttention. LoRA has `--parallelism.spmd_backend partial_dtensor`: with its default, TorchTitan 0.3.0 also
-trains the frozen weights.
+Qwen, GPT-OSS, Kimi and Muse Glimmer are debug models, the first two with smaller experts. Attention with sinks and the
+attention of images and of packed conversations have dense masks in place of FlexAttention. LoRA has
+`--parallelism.spmd_backend partial_dtensor`: with its default, TorchTitan 0.3.0 also trains the frozen weights. With
+tensor parallelism the loss is parallel as well.
 
 With float8, LoRA and all weights trained, ZBVLean and 1F1B part in the second step; the third loss differs by 8e-5 and
 its norm by 4e-5. Float8 enlarges rounding there. The first gradients differ by 3e-7, from the order of their sums. So
@@ -35,6 +34,7 @@ Check = Callable[[Titan, Path], Row]
 """Trains what a row is about, in an empty folder, and returns the row after it looked that the outcome is right."""
 
 _LONGER = ("--training.steps", "4")
+_REPLICATED = ("--parallelism.data_parallel_replicate_degree", "2")
 _SHARDED = ("--parallelism.data_parallel_shard_degree", "2")
 # By default TorchTitan 0.3.0 makes new parameters of those that LoRA has frozen, and trains them.
 _FROZEN = ("--parallelism.spmd_backend", "partial_dtensor")
@@ -47,10 +47,7 @@ def _by_microbatch(num_sequences: int = 4) -> tuple[str, ...]:
 
 
 def _trains(cell: Cell) -> Check:
-    """By `cell`'s schedule, and by 1F1B."""
-
     def check(titan: Titan, folder: Path) -> Row:
-        train_as_without_a_pipeline(titan, replace(cell, schedule="1F1B", stages_that_compute_in_i=0))
         train_as_without_a_pipeline(titan, cell)
         return row(cell, "works")
 
@@ -97,6 +94,18 @@ def _exported(folder: Path) -> dict[str, Tensor]:
     return {name: weight for file in folder.rglob("*.safetensors") for name, weight in load_file(file).items()}
 
 
+def _plans_by_itself(titan: Titan, folder: Path) -> Row:
+    longer = ("--training.steps", "7")
+    model = "rows_config:muse_glimmer_images"
+    job = titan.train(*longer, *pipeline("Auto"), "--zbpipe.profile-steps", "1", num_ranks=2, model=model)
+    expected = titan.without_pipeline(*longer, *_by_microbatch(), model=model)
+    assert (job.error, expected.error) == (None, None), job.log
+    assert "Auto: a step took" in job.log
+    assert job.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert grad_norms(job) == pytest.approx(grad_norms(expected), rel=1e-4)
+    return Row("Auto, Muse Glimmer with images", "2 ranks: pp=2", "works")
+
+
 def _has_equal_expert_biases(titan: Titan, folder: Path) -> Row:
     # Neither steps that are logged nor those before a checkpoint run ahead of their validation.
     settings = (
@@ -107,7 +116,6 @@ def _has_equal_expert_biases(titan: Titan, folder: Path) -> Row:
         name: _saved(titan, folder / name, *settings, *own, num_ranks=1 if name == "alone" else 2, model=DEEPSEEK)
         for name, own in (
             ("alone", _by_microbatch()),
-            ("1F1B", pipeline("1F1B")),
             ("ZBV", (*pipeline("ZBV"), "--zbpipe.optimizer-step", "validated")),
         )
     }
@@ -152,9 +160,9 @@ ROWS: dict[str, Check] = {
     ),
     "lora": _trains(
         Cell(
-            "ZBVLean, Llama 3 with LoRA",
+            "ZBVLean, Llama 3 with LoRA, fine-tuned on packed conversations",
             schedule="ZBVLean",
-            model="rows_config:llama3_lora",
+            model="rows_config:llama3_lora_chat",
             settings=_FROZEN,
             tolerances={"learned": 0.05},
         )
@@ -195,7 +203,13 @@ ROWS: dict[str, Check] = {
         error="RuntimeError: scatter(): Expected self.dtype to be equal to src.dtype",
     ),
     "qwen3": _trains(
-        Cell("ZBVLean, Qwen 3 mixture of experts", schedule="ZBVLean", model="rows_config:qwen3_moe_small")
+        Cell(
+            "ZBVLean, Qwen 3 mixture of experts, sharded and replicated (HSDP)",
+            schedule="ZBVLean",
+            model="rows_config:qwen3_moe_small",
+            settings=(*_REPLICATED, *_SHARDED),
+            ranks_per_stage=4,
+        )
     ),
     "muse": _trains(
         Cell(
@@ -206,6 +220,16 @@ ROWS: dict[str, Check] = {
             tolerances={"learned": 0.2},
         )
     ),
+    "kimi": _trains(
+        Cell(
+            "ZBVLean, Kimi with images, mixture of experts",
+            schedule="ZBVLean",
+            model="rows_config:kimi_images",
+            alone=_by_microbatch(),
+            tolerances={"learned": 0.2},
+        )
+    ),
+    "auto": _plans_by_itself,
     "expert biases": _has_equal_expert_biases,
     "resume": _resumes,
     "export": _exports,

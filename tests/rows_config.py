@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
@@ -13,13 +14,14 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, crea
 from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.components.quantization import Float8LinearConverter
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-from torchtitan.models import gpt_oss, llama3, muse_glimmer, qwen3
+from torchtitan.hf_datasets.text_datasets import ChatDataLoader, HuggingFaceTextDataLoader
+from torchtitan.models import gpt_oss, kimi_k2_7, llama3, muse_glimmer, qwen3
+from torchtitan.models.kimi_k2_7 import vision_encoder as kimi_encoder
 from torchtitan.models.muse_glimmer import vision_encoder
 from torchtitan.protocols.module import Module
 from torchtitan.trainer import Trainer
 
-from zbpipe.cli.demo.models03 import llama3_python_stdlib
+from zbpipe.cli.demo.models03 import ByteTokenizer, llama3_python_stdlib
 
 _LORA = LoRAConverter.Config(rank=8, alpha=16.0, target_modules=["wqkv", "wo", "w1", "w2", "w3"])
 _FLOAT8 = Float8LinearConverter.Config(emulate=True, model_compile_enabled=False)
@@ -33,8 +35,35 @@ def llama3_deep() -> Trainer.Config:
     return _demo_job(spec)
 
 
-def llama3_lora() -> Trainer.Config:
-    return _demo_job(llama3.model_registry("debugmodel", converters=[_LORA]))
+def llama3_lora_chat() -> Trainer.Config:
+    """Fine-tuned on conversations, which fill the sequences and do not see each other."""
+    spec = llama3.model_registry("debugmodel", converters=[_LORA])
+    for layer in spec.model.layers:
+        layer.attention.inner_attention = DenseAttention.Config()
+    config = _demo_job(spec)
+    config.tokenizer = ChatTokenizer.Config()
+    config.dataloader = ChatDataLoader.Config(
+        dataset_path="text",
+        load_dataset_kwargs={"data_files": ast.__file__, "split": "train"},
+        sample_processor=_converse,
+    )
+    return config
+
+
+def _converse(line: dict[str, str]) -> list[dict[str, str]]:
+    """A line of code in two halves."""
+    text, middle = line["text"], len(line["text"]) // 2
+    return [{"role": "user", "content": text[:middle]}, {"role": "assistant", "content": text[middle:] + "."}]
+
+
+class ChatTokenizer(ByteTokenizer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(ByteTokenizer.Config):
+        pass
+
+    def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
+        """The messages one after the other."""
+        return "".join(message["content"] for message in messages)
 
 
 def llama3_float8() -> Trainer.Config:
@@ -77,6 +106,17 @@ def muse_glimmer_images() -> Trainer.Config:
     return config
 
 
+def kimi_images() -> Trainer.Config:
+    """Smaller, and with an image at the beginning of every sequence."""
+    kimi_encoder.compiled_create_block_mask = create_block_mask
+    spec = kimi_k2_7.model_registry("debugmodel")
+    encoder = spec.model.vision_encoder
+    encoder.block.attn.inner_attention = DenseAttention.Config()
+    config = _demo_job(spec)
+    config.dataloader = TextWithImages.Config(dataset=config.dataloader.dataset, patch_dim=3 * encoder.patch_size**2)
+    return config
+
+
 def _demo_job(spec: Any) -> Trainer.Config:
     config = llama3_python_stdlib()
     config.model_spec = spec
@@ -105,7 +145,7 @@ class TextWithImages(HuggingFaceTextDataLoader):  # type: ignore[misc]
             images = {
                 "pixel_values": torch.sin(bytes_of_patches * torch.arange(1, 1 + self.patch_dim)),
                 "grid_thw": torch.tensor([[1, self.SIDE, self.SIDE]] * len(tokens)),
-                "special_tokens": {"image_id": self.IMAGE_TOKEN},
+                "special_tokens": {"image_id": self.IMAGE_TOKEN, "video_id": self.IMAGE_TOKEN},
             }
             yield inputs | images | {"input": tokens}, labels
 

@@ -1,10 +1,15 @@
-"""One rank of a short pipeline, run by `test_exits.py`: it ends as a script does, with all that libraries do then."""
+"""The ranks of short pipelines, run by `test_exits.py`: each ends as a script does, with all that libraries do then.
+
+Importing torch takes longer than such a job, so this script forks all ranks. Each goes on to the script's end.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
@@ -51,7 +56,25 @@ def train(meeting_point: str, rank: int, num_ranks: int) -> None:
     dist.destroy_process_group()
 
 
+def fork_jobs(folder: str, num_jobs: int, at_a_time: int, num_ranks: int, patience: int) -> list[int]:
+    """The exit codes of all ranks, in the script itself; in a rank it returns when the rank has trained."""
+    codes = []
+    for begin in range(0, num_jobs, at_a_time):
+        jobs = range(begin, min(begin + at_a_time, num_jobs))
+        ranks = []
+        for job, rank in product(jobs, range(num_ranks)):
+            pid = os.fork()
+            if pid == 0:
+                signal.alarm(patience)
+                train(f"{folder}/{job}", rank, num_ranks)
+                return []
+            ranks.append(pid)
+        codes += [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+    return codes
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    train(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    if codes := fork_jobs(sys.argv[1], *map(int, sys.argv[2:])):
+        print(codes)

@@ -550,7 +550,10 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
             "exclude each other: the file already has the memory of its checkpointing; omit one",
         ),
         ("show ZBV -m 2 --costs 1,1,1 --costs-file mine.toml", "exclude each other: the file already has times"),
-        ("simulate ZBV -m 2 --comm 1 --costs-file mine.toml", "the file already has the times of messages"),
+        (
+            "simulate ZBV -m 2 --comm 1 --costs-file mine.toml",
+            "exclude each other: the file already has the times of messages",
+        ),
         ("list --costs-file none.toml", "'none.toml' does not exist"),
         ("simulate ZBV -p 2 -m 2 --costs-file mine.toml", "the costs are for 3 stages, but the placement has 4"),
         ("simulate ZBV -p 2 -m 2 --steps 0", "0 is not in the range"),
@@ -622,6 +625,7 @@ def test_a_mistake_of_zbpipe_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
 # The command itself
 
 
+@pytest.mark.sized
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_examples_in_the_help_work(here: Path, command: str) -> None:
     examples = re.findall(r"^ +zbpipe (.*)$", answer(f"{command} --help"), re.MULTILINE)

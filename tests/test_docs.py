@@ -158,6 +158,7 @@ PROGRAMS: dict[str, Callable[[list[str], Path], object]] = {
 """By the first word of a command: what is tested of it. A command that begins with another word is an error."""
 
 
+@pytest.mark.sized
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.language in ("sh", "bash", "diff")], ids=str)
 def test_the_commands_of_a_block(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

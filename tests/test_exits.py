@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,22 +14,6 @@ JOBS, AT_A_TIME, RANKS = 6, 3, 2
 """An end that goes wrong in one job of ten goes wrong here in seven runs of ten."""
 PATIENCE = 120.0
 SCRIPT = Path(__file__).with_name("short_job.py")
-
-
-def run(meeting_point: Path) -> list[tuple[int, str]]:
-    """Exit code and last words of each rank."""
-    command = [sys.executable, str(SCRIPT), str(meeting_point)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(RANKS)], stderr=subprocess.PIPE, text=True, env=environment)
-        for rank in range(RANKS)
-    ]
-    try:
-        words = [rank.communicate(timeout=PATIENCE)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [(rank.returncode, said) for rank, said in zip(ranks, words, strict=True)]
 
 
 FAILING = """
@@ -63,6 +47,7 @@ def test_an_error_over_nccl_ends_the_process_without_its_communicators(tmp_path:
 @pytest.mark.long
 def test_every_process_ends_well(tmp_path: Path) -> None:
     """C++ ends a process by "terminate called without an active exception" if threads outlive the interpreter."""
-    with ThreadPoolExecutor(AT_A_TIME) as jobs:
-        ended = [each for job in jobs.map(run, [tmp_path / str(job) for job in range(JOBS)]) for each in job]
-    assert [code for code, _ in ended] == [0] * JOBS * RANKS, [said for code, said in ended if code]
+    command = [sys.executable, str(SCRIPT), str(tmp_path), *map(str, (JOBS, AT_A_TIME, RANKS, int(PATIENCE)))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert json.loads(ended.stdout) == [0] * JOBS * RANKS, ended.stderr

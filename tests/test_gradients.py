@@ -8,6 +8,7 @@ import pytest
 from models import Checkpointing, batch, build_stage, reference
 from pipelines import Pipeline, Result, assert_like
 from ranks import run_ranks
+from searching import searching_little
 
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.schedule import registry
@@ -74,15 +75,23 @@ TORCHS = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubbl
 
 
 def train_all(names: tuple[str, ...], microbatches: tuple[int, ...]) -> dict[str, list[Result]]:
-    return {name: train(name, microbatches, "none") for name in names}
+    with searching_little():
+        return {name: train(name, microbatches, "none") for name in names}
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.long), 4])
-def test_every_schedule_class(num_ranks: int) -> None:
-    per_rank = run_ranks(num_ranks, train_all, OTHERS, MICROBATCHES, timeout=240)
+@pytest.mark.parametrize(
+    ("num_ranks", "microbatches"),
+    [
+        pytest.param(2, MICROBATCHES, marks=pytest.mark.long),
+        pytest.param(4, (1, 2), marks=pytest.mark.long),
+        (4, (3, 8)),
+    ],
+)
+def test_every_schedule_class(num_ranks: int, microbatches: tuple[int, ...]) -> None:
+    per_rank = run_ranks(num_ranks, train_all, OTHERS, microbatches, timeout=240)
     for name in OTHERS:
         num_stages = registry.resolve(name).place(num_ranks).num_stages
-        assert_like_reference([results[name] for results in per_rank], num_stages)
+        assert_like_reference([results[name] for results in per_rank], num_stages, microbatches)
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])

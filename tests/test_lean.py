@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
-from determinism import draw_fewer, searching_little
+from determinism import draw_fewer
 from hypothesis import given
 from hypothesis import strategies as st
+from searching import searching_little
 
 from zbpipe import CostModel, OpKind, Placement, Schedule, generate, simulate, validate
 from zbpipe.algorithms import _lean

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from models import Block, Checkpointing, build_stage, checkpointed
 from pipelines import Pipeline
 from ranks import run_ranks
+from searching import searching_little
 from test_gradients import assert_like_reference, train
 from torch import nn
 
@@ -27,7 +28,8 @@ CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 
 def train_all(checkpointing: Checkpointing) -> dict[str, Any]:
-    return {name: train(name, MICROBATCHES, checkpointing) for name in (*LEAN, "Auto")}
+    with searching_little():
+        return {name: train(name, MICROBATCHES, checkpointing) for name in (*LEAN, "Auto")}
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from urllib.parse import urlencode
 import pytest
 from browser import Browser, running_browser
 from click.testing import CliRunner
-from determinism import searching_little
 from pages import page_data, page_ops
+from searching import searching_little
 
 from zbpipe import Schedule, cli, generate, simulate, validate
 from zbpipe.costs.transformer import Checkpointing, typical_costs

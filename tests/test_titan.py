@@ -25,7 +25,17 @@ import torch
 from click.testing import CliRunner
 from pipelines import on_one_rank
 from ranks import run_ranks
-from titan_jobs import Titan, assert_trains_alike, flavor, grad_norms, pipeline, require_titan, short, start_from
+from titan_jobs import (
+    STEPS,
+    Titan,
+    assert_trains_alike,
+    flavor,
+    grad_norms,
+    pipeline,
+    require_titan,
+    short,
+    start_from,
+)
 from torch import nn
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
@@ -271,6 +281,7 @@ def checked(
     batch: int = 4,
     compiles: bool = False,
     seconds: int = 300,
+    mode: str = "default",
     options: Options | None = None,
     **given: Any,
 ) -> None:
@@ -284,9 +295,17 @@ def checked(
         parallelism=parallelism,
         training=SimpleNamespace(local_batch_size=batch, steps=10),
         compile=SimpleNamespace(enable=compiles),
-        comm=SimpleNamespace(init_timeout_seconds=seconds),
+        comm=SimpleNamespace(init_timeout_seconds=seconds, mode=mode),
     )
     check(config, options or Options(**given))
+
+
+def test_a_dry_run_measures_nothing() -> None:
+    checked("ZBVLean", mode="fake_backend", defer_loss=True)
+    for schedule, options in (("ZBV", Options(trace="a.json")), ("Auto", Options())):
+        checked(schedule, options=options)
+        with pytest.raises(ValueError, match=r"measures all ranks, and with --comm.mode fake_backend there is one"):
+            checked(schedule, mode="fake_backend", options=options)
 
 
 def test_too_few_microbatches_are_told_before_the_launch(caplog: pytest.LogCaptureFixture) -> None:
@@ -508,6 +527,16 @@ def test_auto_offloads_by_what_it_measures(titan: Titan) -> None:
     assert (job.error, expected.error) == (None, None), job.log
     assert job.losses == pytest.approx(expected.losses, rel=1e-5)
     assert " MiB to the host" in job.log
+
+
+@pytest.mark.long
+def test_a_dry_run_in_one_process(titan: Titan) -> None:
+    """Two pipeline ranks, each shared by two ranks of tensor parallelism, all but one of them fake."""
+    degrees = (*pipeline("ZBVLean"), "--parallelism.tensor_parallel_degree", "2")
+    job = titan.train(*degrees, "--comm.mode", "fake_backend", "--checkpoint.no-enable", num_ranks=1)
+    assert job.error is None, job.log
+    assert "Using zbpipe's pipeline schedule ZBVLean with 4 microbatches" in job.log
+    assert len(re.findall(r"step: +\d+ ", job.log)) == STEPS
 
 
 def test_a_job_that_takes_too_long_is_ended(tmp_path: Path) -> None:

@@ -32,6 +32,12 @@ COMBINATIONS = {
     ),
     "dp_shard": Cell("ZBV, FSDP2 (`fully_shard`)", settings=_SHARDED, ranks_per_stage=2),
     "dp_shard compiled": Cell("ZBV, FSDP2, torch.compile", settings=_SHARDED, ranks_per_stage=2, compiled=True),
+    "bfloat16": Cell(
+        "ZBV, FSDP2, bfloat16 parameters and float32 reduction (loss within 3e-4, norm within 1e-3)",
+        settings=(*_SHARDED, "--training.mixed_precision_param", "bfloat16"),
+        ranks_per_stage=2,
+        tolerances={"losses": 3e-4, "norms": 1e-3},
+    ),
     "hsdp": Cell("ZBV, FSDP2, sharded and replicated (HSDP)", settings=_HYBRID, ranks_per_stage=4),
     "tp": Cell("ZBV, tensor parallelism", settings=_TENSOR_PARALLEL, ranks_per_stage=2),
     # On the CPU TorchTitan multiplies expert by expert. The first of four stages has none.
@@ -40,6 +46,23 @@ COMBINATIONS = {
         model=DEEPSEEK,
         tolerances=_BF16_EXPERTS,
         stages_that_compute_in_i=4,
+    ),
+    "moe compiled": Cell(
+        "ZBV, mixture of experts, torch.compile",
+        model=DEEPSEEK,
+        compiled=True,
+        tolerances=_BF16_EXPERTS,
+        stages_that_compute_in_i=4,
+    ),
+    # Each second block has experts. The first of four stages has none.
+    "llama4": Cell(
+        "ZBVLean, mixture of experts (Llama 4), sharded and replicated (HSDP)",
+        "ZBVLean",
+        model="rows02_config:llama4_python_stdlib",
+        settings=_HYBRID,
+        ranks_per_stage=4,
+        tolerances=_BF16_EXPERTS,
+        stages_that_compute_in_i=12,
     ),
     "validation": Cell("ZBV, TorchTitan's validation after each step", settings=flavor().validation),
 }
@@ -55,13 +78,19 @@ seen: dict[str, str] = {}
 @pytest.mark.parametrize("name", CELLS)
 def test_trains_as_without_a_pipeline(titan: Titan, name: str) -> None:
     train_as_without_a_pipeline(titan, CELLS[name])
-    seen[name] = f"works{EXPERTS_ONE_BY_ONE * (name == 'moe')}"
+    seen[name] = f"works{EXPERTS_ONE_BY_ONE * bool(CELLS[name].stages_that_compute_in_i)}"
 
 
 def replicated_by_ddp(titan: Titan) -> str:
     settings = ("--parallelism.data_parallel_replicate_degree", "2", "--parallelism.data_parallel_shard_degree", "1")
     job = titan.train(*pipeline("ZBV"), *settings, num_ranks=4)
     assert "DDP has not supported > 1D parallelism" in job.errors[0]
+    return f"refused by TorchTitan: {job.errors[0]}"
+
+
+def without_pipelines(titan: Titan) -> str:
+    job = titan.train(*pipeline("ZBV"), num_ranks=2, model="rows02_config:qwen3_python_stdlib")
+    assert "does not support pipelining" in job.errors[0]
     return f"refused by TorchTitan: {job.errors[0]}"
 
 
@@ -81,6 +110,7 @@ def torch_selective(titan: Titan) -> str:
 
 
 REFUSALS = {
+    "qwen3": ("Qwen 3, and GPT-OSS, which are alike in this", "2 ranks", without_pipelines),
     "dp_replicate": ("ZBV, replicated data parallelism by DDP", "4 ranks", replicated_by_ddp),
     "torch compiled": ("torch's ZBVZeroBubble, torch.compile", "TorchTitan, 2 ranks", torch_compiled),
     "torch selective": ("torch's ZBVZeroBubble, selective checkpointing", "TorchTitan, 2 ranks", torch_selective),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,11 @@ ends = [workload.read([*named, *more], 64) for more in ([], weighted)]
 placement = resolve("ZBV").place(4)
 found["ends"] = [list(map(len, each.split(placement, resolve("ZBV")))) for each in ends]
 from zbpipe.frameworks.titan import models
+images = ["--module", "rows_config", "--config", "muse_glimmer_images", "--parallelism.pipeline_parallel_degree", "2"]
+seeing = workload.read(images, 2)
+first = seeing.layers[0]
+found["images"] = [first.modules, first.f / seeing.tokens, first.i == first.w == first.f, first.parameters]
+found["images"] += [first.activations > 0, first.waits > 0, seeing.words]
 try:
     models.require_decoder(torch.nn.Linear(1, 1))
 except ValueError as error:
@@ -78,7 +84,11 @@ def found() -> dict[str, Any]:
     """Of one process that imports TorchTitan."""
     # As with the installed command, the current folder is not on Python's path.
     command = [sys.executable, "-P", "-c", PROGRAM, json.dumps(list(REFUSED))]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False)
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])  # of rows_config
+    environment = os.environ | {"PYTHONPATH": path}
+    result = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=250, check=False, env=environment
+    )
     assert result.returncode == 0, result.stderr
     answers: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     return answers
@@ -114,6 +124,19 @@ def test_a_layer_that_cannot_run_on_meta_tensors(found: dict[str, Any]) -> None:
     counted, guessed = found["bytes"]
     assert guessed == pytest.approx(counted, rel=0.01)
     assert found["guessed"] == [True, True]
+
+
+def test_encoders_of_images(found: dict[str, Any]) -> None:
+    """They count on the first stage, with two operations for each weight and token in each of F, I and W."""
+    modules, operations, are_equal, parameters, keeps, defers, words = found["images"]
+    assert modules == ["tok_embeddings", "vision_projection", "vision_encoder", "vision_adapter"]
+    biases_and_norms = 0.1
+    embedding = 2048 * 256
+    assert operations == pytest.approx(2 * (parameters - embedding), rel=biases_and_norms)
+    assert are_equal
+    assert keeps
+    assert defers
+    assert "vision_projection, vision_encoder, vision_adapter from the weights, with one patch per token" in words
 
 
 @pytest.mark.long

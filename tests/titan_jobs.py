@@ -52,6 +52,8 @@ class Flavor:
     """Of all jobs."""
     validation: tuple[str, ...]
     """To validate after each step."""
+    module: str
+    """The argument for a module with models."""
     has_mean_loss: bool
     """Whether a pipeline's gradients are those of the mean of the loss, not of its sum over all tokens of a step."""
 
@@ -66,6 +68,7 @@ _FLAVORS = {
             *("--validation.dataset", "python_stdlib", "--validation.local_batch_size", "4"),
             *("--validation.seq_len", "64"),
         ),
+        module="--experimental.custom_import",
         has_mean_loss=False,
     ),
     "0.3.0": Flavor(
@@ -75,6 +78,7 @@ _FLAVORS = {
             *("--validator.enable", "--validator.freq", "1", "--validator.steps", "1"),
             *("--validator.dataloader.dataset", "python_stdlib"),
         ),
+        module="--module",
         has_mean_loss=True,
     ),
 }
@@ -189,7 +193,7 @@ class Titan:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         module, _, name = model.rpartition(":")
         job = {
-            "arguments": [*demo_arguments(folder, name), *(["--module", module] if module else []), *arguments],
+            "arguments": [*demo_arguments(folder, name), *([flavor().module, module] if module else []), *arguments],
             "num_ranks": num_ranks,
             "folder": str(folder),
             "port": store.port,
@@ -219,10 +223,7 @@ class Titan:
             "CUDA_VISIBLE_DEVICES": "",
             "HIP_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
-            # Jobs that compile the same code find it there; CI names one folder for all suites.
-            "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", str(self.folder / "compiled")),
-            # In the rank itself: a pool of processes would import torch anew for every job.
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "NGPU": "4",  # of TorchTitan's dry run, whose ranks are fake but for one
             "TORCH_LOGS": "graph_breaks,recompiles",
         }
         self._server = self._server or subprocess.Popen(

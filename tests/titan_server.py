@@ -7,6 +7,7 @@ end.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -17,7 +18,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from determinism import searching_little
+from searching import searching_little
+
+from zbpipe.cli.demo.launch import demo_arguments
 
 PATIENCE = 10.0
 """Seconds that the other ranks have when one has failed: enough to fail by themselves, in the same way."""
@@ -35,6 +38,8 @@ def import_titan() -> None:
 
     models = "models02" if versions.find_installed().name.startswith("0.2") else "models03"
     importlib.import_module(f"zbpipe.cli.demo.{models}")
+    # To parse a command line it imports more, and reads the options' comments from the sources.
+    plug.ConfigManager().parse_args(demo_arguments(Path(), "llama3_python_stdlib"))  # type: ignore[attr-defined]
     # After the last step TorchTitan's rank 0 waits two seconds for the users of its store. Here it is not its own.
     sys.modules[plug.Trainer.__module__].time = _WithoutSleep()  # type: ignore[attr-defined]
 
@@ -46,6 +51,10 @@ class _WithoutSleep:
 
 def run(job: dict[str, Any]) -> list[int]:
     """Train; the exit codes of the ranks, negative for a signal."""
+    if "--compile.enable" in job["arguments"]:
+        from torch._inductor.fx_passes import joint_graph
+
+        joint_graph.lazy_init()  # each rank would do it; it is done once
     ranks = [_fork(job, rank) for rank in range(job["num_ranks"])]
     codes: dict[int, int] = {}
     deadline = float("inf")
@@ -110,6 +119,8 @@ def _train(job: dict[str, Any], rank: int) -> None:
 
 def main() -> None:
     import_titan()
+    gc.collect()
+    gc.freeze()  # else each rank's first collections look at all of it, and copy the memory that it shares
     with searching_little():  # Auto plans for seconds otherwise
         for line in sys.stdin:
             print(json.dumps(run(json.loads(line))), flush=True)

@@ -31,7 +31,7 @@ def _json_lines_metrics(job_config: JobConfig, parallel_dims: Any, *args: Any, *
     return processor
 
 
-def _on_python_stdlib(spec: TrainSpec) -> TrainSpec:
+def on_python_stdlib(spec: TrainSpec) -> TrainSpec:
     return replace(
         spec,
         build_tokenizer_fn=lambda job_config: python_text.ByteTokenizer(),
@@ -40,5 +40,5 @@ def _on_python_stdlib(spec: TrainSpec) -> TrainSpec:
 
 
 hugging_face_text.register()
-register_train_spec("llama3_python_stdlib", _on_python_stdlib(llama3.get_train_spec()))
-register_train_spec("deepseek_v3_python_stdlib", _on_python_stdlib(deepseek_v3.get_train_spec()))
+register_train_spec("llama3_python_stdlib", on_python_stdlib(llama3.get_train_spec()))
+register_train_spec("deepseek_v3_python_stdlib", on_python_stdlib(deepseek_v3.get_train_spec()))

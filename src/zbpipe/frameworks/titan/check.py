@@ -48,6 +48,8 @@ def check(config: Any, options: Options) -> None:
         _check_validated_step(algorithm, config)
     if has_pipeline:
         _check_schedule(algorithm, config)
+        if config.comm.mode == "fake_backend":
+            _require_no_measuring(algorithm, options)
         ranks, steps = config.parallelism.pipeline_parallel_degree, config.training.steps
         require_size(algorithm, options, ranks, batches.microbatches(config), steps, _spell)
         _warn_of_idle_ranks(config)
@@ -100,6 +102,21 @@ def _check_validated_step(algorithm: Algorithm, config: Any) -> None:
             f"{what} gains nothing ({saved:.1%} of a step) with {algorithm.name} on {ranks} ranks: use ZBV or ZB2P, or"
             " omit it"
         )
+
+
+def _require_no_measuring(algorithm: Algorithm, options: Options) -> None:
+    """Refuse for a dry run what needs the other ranks."""
+    measuring = [_spell(each) for each in _MEASURING if getattr(options, each) is not None]
+    if algorithm.name == "Auto":
+        measuring.append("the schedule Auto")
+    if measuring:
+        raise ValueError(
+            f"{' and '.join(measuring)} measures all ranks, and with --comm.mode fake_backend there is one: leave it"
+            " out, or use another schedule"
+        )
+
+
+_MEASURING = ("check_gradients", "profile_steps", "costs_out", "plan_out", "trace")
 
 
 def _check_schedule(algorithm: Algorithm, config: Any) -> None:

@@ -63,6 +63,8 @@ def measure(arguments: Sequence[str], steps: int = 3) -> JobCosts:
         plug.adapt_to_cpu(found)
     workload = read_config(found, Degrees(ranks), "")
     split = workload.split(placement, algorithm)
+    if encoders := workload.layers[0].modules[1:]:
+        logger.warning("%s get no images here: add their costs to stage 0", ", ".join(encoders))
     names = [[name for layer in stage for name in workload.layers[layer].modules] for stage in split]
     with _process_group() as device:
         tables = [_table(models.stage_under_test(found, each, device), n, split, steps) for n, each in enumerate(names)]

@@ -39,6 +39,8 @@ STYLE_OF_BLOCKS = {"fused_qkv": not HAS_JOB_CONFIG, "keeps_scattered": HAS_JOB_C
 """Differences of a Llama block between versions; see `zbpipe.costs.transformer.Block`."""
 HEAD = ("norm", "output" if HAS_JOB_CONFIG else "lm_head")
 """The modules after the blocks."""
+PARTS = ("tok_embeddings", "layers", *HEAD)
+"""A decoder."""
 
 
 def parse_config(arguments: list[str]) -> Any:
@@ -129,8 +131,7 @@ def _refusals() -> Iterator[None]:
 
 def require_decoder(model: nn.Module) -> None:
     """Refuse a model that is not a stack of blocks between an embedding and a head, with a ValueError."""
-    parts = ("tok_embeddings", "layers", *HEAD)
-    if missing := [name for name in parts if getattr(model, name, None) is None]:
+    if missing := [name for name in PARTS if getattr(model, name, None) is None]:
         raise ValueError(
             f"{type(model).__name__} has no {', '.join(missing)}: only TorchTitan's decoders can be counted; describe"
             " other models in a file of --layers"

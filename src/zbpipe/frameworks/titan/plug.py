@@ -39,7 +39,7 @@ from torchtitan.train import Trainer
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.frameworks import installation
 from zbpipe.frameworks.proxies import is_placed_by_frameworks
-from zbpipe.frameworks.titan import batches, cpu, layer_split, monitor, steps
+from zbpipe.frameworks.titan import batches, cpu, dry_run, layer_split, monitor, steps
 from zbpipe.frameworks.titan.check import check, require_processes
 from zbpipe.frameworks.titan.command_line import asks_for_help
 from zbpipe.runtime import checks
@@ -189,6 +189,11 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> Pipe
             if algorithm is not None and is_zbpipes:
                 for module, helpers in _helpers(pipelining_fn, algorithm, model, job):
                     stack.enter_context(replaced(module, **helpers))
+            if dry_run.is_running():
+                make_stages = dry_run.make_stages(job, _dtype_between_stages(job.training, args, kwargs))
+                for module in _modules_of(pipelining_fn):
+                    if "PipelineStage" in vars(module):
+                        stack.enter_context(replaced(module, PipelineStage=make_stages))
             built = pipelining_fn(model, *args, **kwargs)
         schedule = built[0]
         if is_zbpipes and not isinstance(schedule, RegisteredSchedule):
@@ -203,6 +208,13 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> Pipe
         return built
 
     return pipeline
+
+
+def _dtype_between_stages(training: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.dtype:
+    """0.2 shards, and so computes in mixed precision, only with several data-parallel ranks."""
+    is_mixed = not HAS_JOB_CONFIG or args[0].fsdp_enabled
+    dtype: torch.dtype = getattr(torch, training.mixed_precision_param if is_mixed else training.dtype)
+    return dtype
 
 
 def require_schedule_of(pipelining_fn: PipeliningFunction, name: str, options: Options) -> None:
@@ -380,6 +392,9 @@ def complete(schedule: pipelining.PipelineSchedule, name: str, job: _Job) -> Non
         require_splittable(schedule, name)
     # Also with torch's schedules: a rank with ZBV would wait for messages of a rank with torch's 1F1B.
     agreement.require_same(schedule, name, None, job.device)
+    if dry_run.is_running():
+        logger.info("A dry run measures no pipeline: its neighbours' messages are fake")
+        return
     # 0.2 asks whether a step is logged when it has run.
     pipeline = monitor.PipelineMetrics(schedule, armed=HAS_JOB_CONFIG)
     monitor.report(pipeline, MetricsProcessor, lambda dims: rank_with_loss(dims, name), 1 if HAS_JOB_CONFIG else 0)

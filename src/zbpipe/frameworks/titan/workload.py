@@ -104,6 +104,8 @@ class _Layer:
     """None if the layer was not run."""
     heads_share: float = 0.5
     """Key-value heads per query head."""
+    encoder: tuple[tuple[int, float], ...] = ()
+    """Width and products of each block of the encoders (of images) that run before the embedding."""
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,8 @@ def _words(counted: _Counted, degrees: Degrees) -> str:
     words = "bytes counted on meta tensors" + (", shared by TP as in Llama" if degrees.tensor > 1 else "")
     if not counted.on_meta:
         words = "bytes of Llama blocks of the same width and weights in use, because these blocks read values"
+    if counted.embedding.encoder:
+        words += f"; {', '.join(counted.embedding.modules[1:])} from the weights, with one patch per token"
     return f"{how_much}; {words}"
 
 
@@ -191,18 +195,27 @@ class _OnOneGpu:
         return [self._embedding(), *map(self._block, self.counted.blocks), head]
 
     def _embedding(self) -> LayerBytes:
-        """Bytes of the embedding. Its output counts for the first block. I computes its whole gradient, which cannot be
-        deferred."""
+        """Bytes of the embedding and of encoders. The embedding's output counts for the first block. I computes its
+        whole gradient, which cannot be deferred."""
         gradient = self._gradient(self.counted.embedding)
-        return LayerBytes(0, 0, {OpKind.F: self._hidden, OpKind.I: gradient, OpKind.B: gradient})
+        encoder = [
+            self._llama(_as_llama(width, products, keys_per_query=1), Checkpointing.NONE, 1)
+            for width, products in self.counted.embedding.encoder
+        ]
+        kept, waits = sum(each.activations for each in encoder), sum(each.waits for each in encoder)
+        return LayerBytes(kept, waits, {OpKind.F: self._hidden, OpKind.I: gradient, OpKind.B: gradient})
 
     def _block(self, layer: _Layer) -> LayerBytes:
         """The counted bytes, sharded over tensor parallelism like a Llama block of that width. Without counts, that
         block's bytes."""
-        alike, how = _as_llama(self.counted.dim, layer), self.counted.checkpointing
-        size = self.sizes.computed * self.tokens
-        of_llama = [_bytes_of_llama(alike, how, each, size) for each in (1, self.tensor)]
+        alike = _as_llama(self.counted.dim, layer.products, layer.heads_share)
+        of_llama = [self._llama(alike, self.counted.checkpointing, each) for each in (1, self.tensor)]
         return of_llama[1] if layer.bytes is None else _scale(layer.bytes, *of_llama)
+
+    def _llama(self, block: Block, how: Checkpointing, tensor: int) -> LayerBytes:
+        size = self.sizes.computed * self.tokens
+        working = {kind: int(size * max(block.working(how, kind, tensor), 0)) for kind in COMPUTATIONS}
+        return LayerBytes(int(size * block.kept_by_f(how, tensor)), int(size * block.kept_by_i(tensor)), working)
 
     def _head_in_chunks(self) -> LayerBytes:
         """Bytes of a head whose whole backward runs in F, on one chunk of tokens at a time.
@@ -264,12 +277,12 @@ def _scale(counted: LayerBytes, whole: LayerBytes, shared: LayerBytes) -> LayerB
     return LayerBytes(activations, scaled(counted.waits, whole.waits, shared.waits), working)
 
 
-def _as_llama(dim: int, layer: _Layer) -> Block:
+def _as_llama(dim: int, products: float, keys_per_query: float) -> Block:
     """A Llama block of the same width, with as many weights per token."""
     from zbpipe.frameworks.titan import models
 
-    keys_and_values = round(2 * dim * layer.heads_share)
-    hidden = max(layer.products - dim * (2 * dim + keys_and_values), 0) / (3 * dim)
+    keys_and_values = round(2 * dim * keys_per_query)
+    hidden = max(products - dim * (2 * dim + keys_and_values), 0) / (3 * dim)
     return Block(dim, dim, keys_and_values, round(hidden), **models.STYLE_OF_BLOCKS)
 
 
@@ -286,11 +299,6 @@ def _heads_share(block: nn.Module) -> float:
 
 _FUSED = "heads_per_kv"
 """Attribute of the fused product for queries, keys and values in TorchTitan 0.3."""
-
-
-def _bytes_of_llama(block: Block, how: Checkpointing, tensor: int, size: int) -> LayerBytes:
-    working = {kind: int(size * max(block.working(how, kind, tensor), 0)) for kind in COMPUTATIONS}
-    return LayerBytes(int(size * block.kept_by_f(how, tensor)), int(size * block.kept_by_i(tensor)), working)
 
 
 def _tokens(config: Any) -> int:
@@ -344,10 +352,30 @@ def _count(config: Any) -> _Counted:
         found.append(
             _Layer((f"layers.{name}",), operations, parameters[name], products[name], size, _heads_share(block))
         )
-    embedding = _Layer(("tok_embeddings",), Operations(0, 0, 0), _parameters(model.get_submodule("tok_embeddings")))
+    embedding = _first_layer(model, tokens)
     chunks = models.chunks_of_loss(config)
     head = _head(model, models.HEAD, tokens, chunks)
     return _Counted(embedding, tuple(found), head, chunks, whole.config.dim, how, per_token)
+
+
+def _first_layer(model: nn.Module, tokens: int) -> _Layer:
+    """The embedding, and encoders of images, which run on the first stage. Each token is one patch."""
+    from zbpipe.frameworks.titan import models
+
+    encoders = {name: each for name, each in model.named_children() if name not in models.PARTS and _parameters(each)}
+    modules = {"tok_embeddings": model.get_submodule("tok_embeddings"), **encoders}
+    blocks = [block for each in encoders.values() for block in getattr(each, "layers", nn.ModuleDict()).values()]
+    return _Layer(
+        tuple(modules),
+        _by_products(sum(map(layer_split.products, modules.values())), tokens, Checkpointing.NONE),
+        sum(map(_parameters, modules.values())),
+        encoder=tuple((_width(block), layer_split.products(block)) for block in blocks),
+    )
+
+
+def _width(block: nn.Module) -> int:
+    """Width of a block's input."""
+    return next(each.shape[-1] for each in block.parameters() if each.dim() > 1)
 
 
 def _on_meta(block: nn.Module, x: torch.Tensor, *args: Any) -> tuple[Operations, LayerBytes] | None:

@@ -1,0 +1,21 @@
+"""Short searches, also for ranks: this imports no hypothesis, which takes them longer than a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from zbpipe.algorithms import _lean
+from zbpipe.planner import robust, stages
+
+
+@contextmanager
+def searching_little() -> Iterator[None]:
+    """Lean schedules and plans take little search, for what holds however good they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_lean, "BUDGET", 2e4)
+        for module in (stages, robust):
+            patch.setattr(module, "default_budget", lambda *_: 2e5)
+        yield
