@@ -75,8 +75,8 @@ def _job(found: Estimate) -> str:
     checkpointing = "" if work.checkpointing is None else f", {work.checkpointing} checkpointing"
     return (
         f"{work.name}: {work.parameters / 1e9:.3g}B parameters on {gpus} ({work.degrees}),"
-        f" {count_noun(work.microbatches, 'microbatch')} of {work.tokens} tokens, {work.global_tokens} tokens per step"
-        f"{checkpointing}"
+        f" {count_noun(work.microbatches, 'microbatch')} of {work.tokens} tokens,"
+        f" {work.global_tokens} tokens per step{checkpointing}"
     )
 
 
