@@ -193,9 +193,9 @@ def _find_sites(deferral: Deferral) -> Iterator[_Site]:
     # with its own forward may do anything with its weight, unless it declares its products by `weight_products`: only
     # then another object may stand in for the weight.
     uses = deferral.seen or ()
-    if deferral.is_caught and not deferral.is_declared:
-        return
     for use in uses:
+        if deferral.is_caught and not deferral.declares(use.function):
+            continue
         if [each.weight_name for each in uses].count(use.weight_name) == 1:
             if deferral.is_caught:
                 compiler.let_compiler_dispatch(use.function)

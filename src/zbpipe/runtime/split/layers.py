@@ -99,7 +99,8 @@ def find_compiled(module: nn.Module) -> set[int]:
 def _find_products(layer: nn.Module, is_compiled: bool) -> Mapping[Callable[..., Any], Reader]:
     """Readers of a layer's products, without a call of the layer's `__getattr__`."""
     if declares(layer, "weight_products"):
-        return _read_declared_products(layer)
+        declared = _read_declared_products(layer)
+        return {**PRODUCTS, **declared} if declared else {}
     if isinstance(layer, nn.Linear):
         return PRODUCTS
     # In a compiled region only a layer that declares its products lets another object stand in for its weight.
@@ -161,7 +162,7 @@ class Deferral:
         self.is_caught = False
         """Whether a torch function mode catches the products in the layer's own forward."""
         self.is_declared = declares(layer, "weight_products")
-        """Whether the layer itself declares its products."""
+        """Whether the layer itself declares products."""
         self.stays_in_i = False
         """Whether the first I saw x or dY change, so that W could not use them."""
         self.checks, self.sharing = Checks(), Sharing()
@@ -201,7 +202,7 @@ class Deferral:
                     args, kwargs = with_factors_first(args, kwargs)
                     return self.linear(*args, **kwargs)
                 target = self._find_target(factors.x, factors.weight)
-                if isinstance(factors.weight, DTensor) and not self.is_declared:  # its gradient may be partial
+                if isinstance(factors.weight, DTensor) and not self.declares(function):  # its gradient may be partial
                     break
                 if target is not None and not any(each.requires_grad for each in factors.more):
                     return self._multiply(function, args, kwargs, factors, target)
@@ -227,9 +228,13 @@ class Deferral:
         rule = factors.product, factors.further, factors.inner
         y = _DeferredProduct.apply(x, weight, y, rule, self, target, *factors.more)
         # Not under autocast, where the dtypes differ.
-        if self.seen is not None and self.is_declared and y.dtype == x.dtype and (own := self._find_name(weight)):
+        if self.seen is not None and y.dtype == x.dtype and (own := self._find_name(weight)):
             self.seen.append(make_use(own, function, factors.product, (x, y), factors.further, factors.more))
         return y
+
+    def declares(self, function: Callable[..., Any]) -> bool:
+        """Whether the layer itself declares this product."""
+        return self.is_declared and self.products.get(function) is not PRODUCTS.get(function)
 
     def _owns(self, weight: Tensor) -> bool:
         """Whether `weight` is one of the layer's parameters, or a view, a cast or a local part of one.

@@ -186,7 +186,8 @@ def _name(product: StaysInI) -> str:
 
 def _explain_what_stays_in_i(stage: _SplitBackward, deferral: Deferral) -> None:
     """Log functions that a layer declares without effect."""
-    never = [name_of(function) for function in deferral.products if function not in deferral.deferrable]
+    declared = filter(deferral.declares, deferral.products)
+    never = [name_of(function) for function in declared if function not in deferral.deferrable]
     if never:
         logger.warning(
             "stage %d: weight_products of %s declares %s, but no call could be deferred: declare the function that the"
