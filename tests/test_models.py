@@ -92,15 +92,15 @@ def test_under_autocast_it_leaves_as_much(name: str) -> None:
 
 
 COMPILED = {
-    "Llama": 0.95,
-    "Mixtral": 0.95,
-    "GPT-2": 0.95,
-    "BERT": 0.95,
-    "timm ViT": 0.95,
-    "timm ConvNeXt": 0.95,
+    "Llama": 0.92,
+    "Mixtral": 0.13,
+    "GPT-2": 0.05,
+    "BERT": 0.87,
+    "timm ViT": 0.78,
+    "timm ConvNeXt": 0.0,
     "SD3": 0.95,
 }
-"""Least shares of models that are compiled as a whole."""
+"""Least shares of models that are compiled as a whole: there only nn.Linear leaves its weight gradient to W."""
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -57,8 +57,8 @@ def text(
     return lambda: Takes(build(), ("input_ids",), "logits", use_cache=False)
 
 
-def of_mixture(name: str, config: str, **options: Any) -> Case:
-    return Case(name, text(config, **EXPERTS | options), tokens)
+def of_mixture(name: str, config: str, *, share: float = 0.95, **options: Any) -> Case:
+    return Case(name, text(config, **EXPERTS | options), tokens, share)
 
 
 def plain(name: str, config: str, **options: Any) -> Case:
@@ -68,7 +68,7 @@ def plain(name: str, config: str, **options: Any) -> Case:
 CASES = (
     of_mixture("Mixtral", "MixtralConfig", num_local_experts=4),
     of_mixture("Mixtral, a loop of experts", "MixtralConfig", num_local_experts=4, experts="eager"),
-    of_mixture("Mixtral, experts in batches", "MixtralConfig", num_local_experts=4, experts="batched_mm"),
+    of_mixture("Mixtral, experts in batches", "MixtralConfig", num_local_experts=4, experts="batched_mm", share=0.13),
     of_mixture("GPT-OSS, a loop of experts", "GptOssConfig", num_local_experts=4, head_dim=8, experts="eager"),
     Case(
         "Mixtral in bfloat16",
