@@ -54,6 +54,29 @@ def two_that_share(s: Any, x: Tensor) -> Tensor:
     return again(block(s), again(block(s), x))
 
 
+def with_own_checkpoint(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
+    """A square x: torch's check of recomputed tensors, by shapes, does not tell x, dY and the weight apart."""
+
+    def forward(s: Any, x: Tensor) -> Tensor:
+        rows = s.a(x).flatten(0, -2).repeat(WIDTH // TOKENS, 1)
+        y: Tensor = again(lambda rows: product(rows, s.w), rows)
+        return s.b(y[: len(y) * TOKENS // WIDTH].unflatten(0, x.shape[:-1]))  # type: ignore[no-any-return]
+
+    return forward
+
+
+square = parameter(WIDTH, WIDTH)
+
+
+class OfItsChild(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.child.weight, self.child.bias * 2)
+
+
 def same_input(s: Any, x: Tensor) -> Tensor:
     return again(s.a, x) + again(s.b, x)
 
@@ -179,6 +202,20 @@ CASES = (
         modes=ONLY_EAGER,
         shapes="inferred",
         refused="reentrant|use_reentrant|autograd.grad",
+    ),
+    *(
+        Case(f"checkpoint of {name} in the layer's own forward", stage(with_own_checkpoint(product), w=square))
+        for name, product in {
+            "F.linear": F.linear,
+            "two F.linear": lambda x, w: F.linear(torch.tanh(F.linear(x, w)), w),
+            "a weight to the left": lambda x, w: w @ x,
+            "addmm": lambda x, w: torch.addmm(x[0], x, w),
+        }.items()
+    ),
+    Case(
+        "checkpoint of a block that multiplies with its child's weight, in a stage with a parameter",
+        stage(lambda s, x: again(s.c, x * s.scale), c=OfItsChild, scale=parameter(TOKENS, WIDTH)),
+        no_gradient=("a.weight", "a.bias", "b.weight", "b.bias"),
     ),
     Case(
         "checkpoint of a compiled block",

@@ -53,6 +53,14 @@ def partly_autocast(s: Any, x: Tensor) -> Tensor:
     return h
 
 
+def elements_under_autocast(s: Any, x: Tensor) -> Tensor:
+    """Autocast casts matrix products, and leaves this one in float32."""
+    x = s.a(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        x = torch.einsum("bti,ti->bti", x, s.scale)
+    return s.b(x)  # type: ignore[no-any-return]
+
+
 def wide_middle(s: Any, x: Tensor) -> Tensor:
     """Activations in bfloat16, one layer in float32."""
     return s.b(torch.tanh(s.a(x.bfloat16())).float())
@@ -157,6 +165,12 @@ CASES = (
         batch=of(torch.float32),
         tolerance=0.05,
         modes=EVERY_MODE,
+    ),
+    Case(
+        "autocast of an einsum that sums nothing",
+        lambda index: stage(elements_under_autocast, scale=parameter(TOKENS, WIDTH))(index).float(),
+        batch=of(torch.float32),
+        tolerance=1e-5,
     ),
     Case("layers of two dtypes", mixed, batch=of(torch.float32), tolerance=0.05, modes=EVERY_MODE),
     Case("complex", lambda index: Complex(), batch=complex_rows, loss=complex_loss, shapes="given"),

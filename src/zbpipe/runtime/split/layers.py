@@ -333,14 +333,16 @@ def _is_linears_own(function: object, layer: nn.Module) -> bool:
     return isinstance(function, MethodType) and function.__func__ is nn.Linear.forward and function.__self__ is layer
 
 
-def _rebind(function: object, layer: nn.Module, forward: MethodType) -> bool:
+def _rebind(function: object, layer: nn.Module, forward: MethodType, seen: frozenset[object] = frozenset()) -> bool:
     """Replace `nn.Linear.forward` in a closure `function`, as in TorchTitan's tensor parallelism; returns whether it
     did."""
+    seen |= {function}  # a function may call itself
     for cell in getattr(function, "__closure__", None) or ():
         if _is_linears_own(cell.cell_contents, layer):
             cell.cell_contents = forward
             return True
-        if isinstance(cell.cell_contents, FunctionType) and _rebind(cell.cell_contents, layer, forward):
+        inner = cell.cell_contents
+        if isinstance(inner, FunctionType) and inner not in seen and _rebind(inner, layer, forward, seen):
             return True
     return False
 
@@ -349,12 +351,17 @@ class _CatchProducts(TorchFunctionMode):
     def __init__(self, deferral: Deferral) -> None:
         super().__init__()
         self.deferral, self.products = deferral, deferral.products
+        self.hooks = autograd.find_saved_tensor_hooks()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Not in a region within the layer.
-        if func in self.products and not torch.compiler.is_compiling():
+        # Not in a region within the layer. Nor in a checkpoint within it, which runs again without this mode.
+        if (
+            func in self.products
+            and not torch.compiler.is_compiling()
+            and autograd.find_saved_tensor_hooks() == self.hooks
+        ):
             if func in COMPOSITES:
                 with self, autograd.without_torch_functions():
                     return func(*args, **(kwargs or {}))

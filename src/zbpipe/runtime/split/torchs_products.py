@@ -126,7 +126,8 @@ def _read_einsum(equation: str, *operands: Any) -> Iterator[Factors]:
             for letter in set(own + other) - set(output):
                 inner *= sizes[letter]
             further = Further((f"{output},{other}->{own}",))
-            yield Factors(operands[1 - place], operands[place], _EINSUM, further, inner=inner)
+            # Without a sum einsum multiplies elements, which autocast leaves alone.
+            yield Factors(operands[1 - place], operands[place], _EINSUM, further, inner=inner, is_cast=inner > 1)
 
 
 class _Convolution(NamedTuple):
