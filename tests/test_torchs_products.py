@@ -63,6 +63,20 @@ def in_place(s: Any, x: Tensor) -> Tensor:
     return (x @ s.w).add_(s.b[torch.arange(WIDTH)]).mul_(2)
 
 
+def hooked(s: Any, x: Tensor) -> Tensor:
+    """A hook on a part of the weight, from which another part is made."""
+    expert = s.w[1]
+    expert.register_hook(lambda gradient: 3 * gradient)
+    return x @ expert[:, 1:] + F.linear(x, s.w[0])[..., 1:]
+
+
+def hooked_transpose(s: Any, x: Tensor) -> Tensor:
+    weight = s.w.T
+    y = x @ weight
+    weight.register_hook(lambda gradient: 3 * gradient)
+    return y
+
+
 def refuses_a_keyword(s: Any, x: Tensor) -> Tensor:
     """Results in tensors of the user's own."""
     y = x.new_empty(3 * 4, WIDTH)
@@ -118,6 +132,8 @@ CASES = {
     "weight of a weight": Case(lambda s, x: x @ (s.w @ s.w), SQUARE, 0),
     "normalised": Case(lambda s, x: x @ F.normalize(s.w, dim=1), SQUARE, 0),
     "detached": Case(lambda s, x: x @ s.w.detach().requires_grad_()[0] + x @ s.w[1], (2, *SQUARE)),
+    "hook on a part": Case(hooked, (2, *SQUARE), 0),
+    "hook on a transpose": Case(hooked_transpose, SQUARE, 0),
     "chosen by index": Case(lambda s, x: x @ s.w[torch.tensor([0, 1, 2])], (3, *SQUARE), 0),
     "no product": Case(lambda s, x: (x * s.w).clamp(min=s.w.min()), (WIDTH, WIDTH), 0, x=(3, WIDTH, WIDTH)),
 }

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.costs.model import CostModel
@@ -60,8 +61,9 @@ class SleepingLayer(nn.Linear):
     def _sleep_in_backward(self, tensor: Tensor, kind: OpKind) -> Tensor:
         """`tensor`, with a sleep before its gradient. The I of a deferral passes None where W will compute dW."""
         view = tensor.view_as(tensor)
-        # torch has no types for it.
-        view.register_hook(lambda gradient: None if gradient is None else self._sleep(kind))  # type: ignore[no-untyped-call]
+        # A hook of the tensor itself would keep its gradient in I.
+        node = cast(Node, view.grad_fn)
+        node.register_prehook(lambda gradients: None if gradients[0] is None else self._sleep(kind))
         return view
 
     def _sleep(self, kind: OpKind) -> None:

@@ -299,8 +299,14 @@ def find_leaf(tensor: Tensor | GradientEdge | Part) -> Tensor | None:
         return tensor.leaf
     if isinstance(tensor, Tensor) and tensor.is_leaf:
         return tensor
-    if isinstance(tensor, Tensor) and (part := find_part(tensor)) is not None:
+    leaf = _find_passed(tensor)
+    if leaf is None and isinstance(tensor, Tensor) and (part := find_part(tensor)) is not None:
         return part.leaf
+    return leaf
+
+
+def _find_passed(tensor: Tensor | GradientEdge) -> Tensor | None:
+    """The leaf to which autograd passes a gradient on without saved tensors."""
     *_, last = _pass_nodes(get_gradient_edge(tensor).node if isinstance(tensor, Tensor) else tensor.node)
     return cast(Tensor | None, getattr(last, "variable", None))
 
@@ -339,7 +345,7 @@ def _sign(number: int) -> int:
 
 def find_edge(tensor: Tensor) -> GradientEdge | None:
     """The edge at which a later backward can pass a gradient of `tensor` to its leaf; None if the leaf has hooks."""
-    leaf = find_leaf(tensor)
+    leaf = _find_passed(tensor)
     return None if leaf is None or has_hooks(leaf) else get_gradient_edge(tensor)
 
 
@@ -372,8 +378,3 @@ def find_grad_dtype(weight: Tensor, gradient: Tensor) -> torch.dtype:
 def set_available_device_type(device_type: str) -> None:
     """Make `device_type` torch's answer when it is asked for the machine's accelerator."""
     torch._utils._get_available_device_type = lambda: device_type
-
-
-def find_saved_tensor_hooks() -> object:
-    """The innermost hooks that pack saved tensors: a checkpoint's within one."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)

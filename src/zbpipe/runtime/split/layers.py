@@ -168,6 +168,8 @@ class Deferral:
         self.checks, self.sharing = Checks(), Sharing()
         self.has_node_hooks = False
         """Whether hooks on autograd's own node of a weight wait for its gradient."""
+        self.has_hooks_on_views = False
+        """Whether a tensor made from a weight has hooks, which expect its gradient in an ordinary backward."""
         self._own: set[int] = set()
         """Ids of the layer's parameters."""
         self._has_run = False
@@ -197,7 +199,7 @@ class Deferral:
     def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)`. If this is a product with a weight of the layer's, the gradient can wait."""
         for factors in _read(self.products[function], args, kwargs):
-            if self._owns(factors.weight) and not self._owns(factors.x):  # both: a weight made from two
+            if self.owns(factors.weight) and not self.owns(factors.x):  # both: a weight made from two
                 if function is F.linear:
                     args, kwargs = with_factors_first(args, kwargs)
                     return self.linear(*args, **kwargs)
@@ -236,7 +238,7 @@ class Deferral:
         """Whether the layer itself declares this product."""
         return self.is_declared and self.products.get(function) is not PRODUCTS.get(function)
 
-    def _owns(self, weight: Tensor) -> bool:
+    def owns(self, weight: Tensor) -> bool:
         """Whether `weight` is one of the layer's parameters, or a view, a cast or a local part of one.
 
         A layer without `weight_products` also owns the parameters of the modules in it, which it may multiply itself.
@@ -265,7 +267,7 @@ class Deferral:
         if type(x) in PLAIN and type(weight) in PLAIN:
             if not (x.layout is weight.layout is torch.strided) or x.is_nested or autograd.is_transformed():
                 return None
-            return weight if weight.is_leaf else autograd.find_part(weight) or autograd.find_edge(weight)
+            return weight if weight.is_leaf else autograd.find_edge(weight) or autograd.find_part(weight)
         are_sharded = isinstance(x, DTensor) and isinstance(weight, DTensor)
         return autograd.find_edge(weight) if are_sharded else None
 
@@ -351,21 +353,19 @@ class _CatchProducts(TorchFunctionMode):
     def __init__(self, deferral: Deferral) -> None:
         super().__init__()
         self.deferral, self.products = deferral, deferral.products
-        self.hooks = autograd.find_saved_tensor_hooks()
+        self.hooks = autograd.find_saving_hooks()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         # Not in a region within the layer. Nor in a checkpoint within it, which runs again without this mode.
-        if (
-            func in self.products
-            and not torch.compiler.is_compiling()
-            and autograd.find_saved_tensor_hooks() == self.hooks
-        ):
+        if func in self.products and not torch.compiler.is_compiling() and autograd.find_saving_hooks() == self.hooks:
             if func in COMPOSITES:
                 with self, autograd.without_torch_functions():
                     return func(*args, **(kwargs or {}))
             return self.deferral.multiply(func, args, kwargs or {})
+        if func is Tensor.register_hook and not args[0].is_leaf:
+            self.deferral.has_hooks_on_views |= self.deferral.owns(args[0])
         return func(*args, **kwargs) if kwargs else func(*args)
 
 
@@ -478,8 +478,9 @@ def is_due_now(deferral: Deferral, pending: PendingGradient, node: Node) -> bool
     wanted = autograd.will_run(node)
     if wanted is False:
         return False
+    hooked = deferral.has_node_hooks or deferral.has_hooks_on_views
     place = pending.weight.leaf if isinstance(pending.weight, autograd.Part) else pending.weight
-    hooked = deferral.has_node_hooks or (isinstance(place, Tensor) and autograd.has_hooks(place))
+    hooked |= isinstance(place, Tensor) and autograd.has_hooks(place)
     if wanted is None or hooked or deferral.stays_in_i or torch.is_grad_enabled():
         return True
     return not deferral.gradients.defer(pending, deferral.checks)
