@@ -156,7 +156,7 @@ def convolution() -> nn.Module:
 @pytest.mark.parametrize(
     ("layer", "words"),
     [
-        (lambda: Declared(torch.matmul), "weight_products of 0 (Declared) declares matmul, but no call could be"),
+        (lambda: Declared(torch.matmul), None),  # torch's bmm needs no declaration
         (convolution, "weight_products of 0 (Conv1d) declares conv1d, but no call could be deferred"),
         (lambda: Declared(torch.bmm), None),
     ],
