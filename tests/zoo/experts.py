@@ -250,7 +250,6 @@ CASES = (
             ("grouped_mm by its public name", public, None, Case.modes),
             ("grouped_mm in half precision, compiled", in_half(public), {torch._grouped_mm: GROUPED_MM}, ONLY_COMPILED),
             ("grouped_mm by keywords", public_by_keyword, None, Case.modes),
-            ("grouped_mm that the compiler refuses", public, None, ONLY_COMPILED),
             ("grouped_mm in half precision, by keywords", in_half(private_by_keyword), None, EVERY_MODE),
             ("grouped_mm in half precision, declared without a bias", in_half(public), OWN, EVERY_MODE),
         )
