@@ -780,7 +780,7 @@ def given_to_a_model(parallelism: Any, training: Any) -> tuple[tuple[Any, ...], 
         training=training,
         activation_checkpoint=SimpleNamespace(mode="none"),
         compile=SimpleNamespace(enable=False),
-        comm=SimpleNamespace(init_timeout_seconds=300),
+        comm=SimpleNamespace(init_timeout_seconds=300, mode="default"),
     )
     return (None, config, "cpu", SimpleNamespace(n_layers=6)), {}
 
