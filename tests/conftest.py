@@ -36,7 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         watch_session()
         # Code that one process has compiled, another need not. CI names one folder for all suites.
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.cache.mkdir("inductor")))
+        if cache := getattr(config, "cache", None):  # None with `-p no:cacheprovider`
+            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.mkdir("inductor")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
