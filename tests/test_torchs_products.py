@@ -1,4 +1,4 @@
-"""torch's products with weights that no layer declares: what waits for W, and its gradient against plain autograd."""
+"""torch's products with undeclared weights: those left to W, and their gradients against plain autograd."""
 
 from __future__ import annotations
 

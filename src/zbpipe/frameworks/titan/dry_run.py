@@ -39,10 +39,11 @@ def make_stages(job: Any, dtype: torch.dtype) -> Callable[..., PipelineStage]:
     length //= parallelism.context_parallel_degree
     shards = parallelism.tensor_parallel_degree if getattr(parallelism, "enable_sequence_parallel", True) else 1
 
+    ids = torch.empty(*sequences, length, dtype=torch.long, device="meta")
+    size = (*sequences, length // shards, job.model_config.dim)
+    hidden = torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
+
     def make(module: nn.Module, index: int, number: int, device: torch.device, **more: Any) -> PipelineStage:
-        ids = torch.empty(*sequences, length, dtype=torch.long, device="meta")
-        size = (*sequences, length // shards, job.model_config.dim)
-        hidden = torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
         # Nobody receives the output of the last stage, so its shape is never used.
         return StageOfKnownShapes(
             module, index, number, device, input_args=hidden if index else ids, output_args=hidden, **more

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
@@ -43,7 +43,8 @@ class Further(NamedTuple):
 
     def fill_in(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments, with `tensors` in their places."""
-        values = _fill_in(self.values, iter(tensors))
+        left = iter(tensors)
+        values = _map_leaves(self.values, lambda leaf: next(left) if leaf is TENSOR else leaf)
         by_position = len(values) - len(self.names)
         return values[:by_position], dict(zip(self.names, values[by_position:], strict=True))
 
@@ -64,40 +65,28 @@ TENSOR = "tensor"
 def separate_tensors(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Further, list[Tensor]]:
     """Further arguments of a product without tensors, and the tensors in order."""
     tensors: list[Tensor] = []
-    values = _without_tensors((*args, *options.values()), tensors)
-    return Further(values, tuple(options)), tensors
 
+    def take(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            return TENSOR
+        return leaf
 
-def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return TENSOR
-    if type(value) in (tuple, list):
-        return type(value)([_without_tensors(each, tensors) for each in value])
-    if type(value) is dict:
-        return {key: _without_tensors(each, tensors) for key, each in value.items()}
-    return value
-
-
-def _fill_in(value: Any, tensors: Iterator[Tensor]) -> Any:
-    if value is TENSOR:
-        return next(tensors)
-    if type(value) in (tuple, list):
-        return type(value)([_fill_in(each, tensors) for each in value])
-    if type(value) is dict:
-        return {key: _fill_in(each, tensors) for key, each in value.items()}
-    return value
+    return Further(_map_leaves((*args, *options.values()), take), tuple(options)), tensors
 
 
 def swap(value: Any, known: Mapping[int, Tensor]) -> Any:
     """`value` with other tensors in the places of those with these ids, also within lists, tuples and dictionaries."""
-    if isinstance(value, Tensor):
-        return known.get(id(value), value)
+    return _map_leaves(value, lambda leaf: known.get(id(leaf), leaf))
+
+
+def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with every part changed that is not a plain list, tuple or dictionary."""
     if type(value) in (tuple, list):
-        return type(value)([swap(each, known) for each in value])
+        return type(value)([_map_leaves(each, change) for each in value])
     if type(value) is dict:
-        return {key: swap(each, known) for key, each in value.items()}
-    return value
+        return {key: _map_leaves(each, change) for key, each in value.items()}
+    return change(value)
 
 
 def with_factors_first(args: Sequence[Any], options: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:

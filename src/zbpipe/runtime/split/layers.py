@@ -257,6 +257,8 @@ class Deferral:
         """
         if self._has_run and self.is_caught and not (self.is_declared or self.deferrable):
             self.products = {}
+        if not self.products:
+            return
         parameters = self.layer.parameters(recurse=self.is_caught and not self.is_declared)
         self.has_node_hooks = any(p.requires_grad and autograd.has_hooks_on_node(p) for p in parameters)
 
@@ -358,15 +360,18 @@ class _CatchProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        # Not in a region within the layer. Nor in a checkpoint within it, which runs again without this mode.
-        if func in self.products and not torch.compiler.is_compiling() and autograd.find_saving_hooks() == self.hooks:
-            if func in COMPOSITES:
-                with self, autograd.without_torch_functions():
-                    return func(*args, **(kwargs or {}))
+        if func in self.products and self._may_defer():
             return self.deferral.multiply(func, args, kwargs or {})
+        if func in COMPOSITES and self._may_defer():
+            with self, autograd.without_torch_functions():
+                return func(*args, **(kwargs or {}))
         if func is Tensor.register_hook and not args[0].is_leaf:
             self.deferral.has_hooks_on_views |= self.deferral.owns(args[0])
         return func(*args, **kwargs) if kwargs else func(*args)
+
+    def _may_defer(self) -> bool:
+        # Not in a region within the layer. Nor in a checkpoint within it, which runs again without this mode.
+        return not torch.compiler.is_compiling() and autograd.find_saving_hooks() == self.hooks
 
 
 def _read(reader: Reader, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Factors]:

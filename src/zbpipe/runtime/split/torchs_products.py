@@ -167,18 +167,15 @@ def _read_convolution(
     dilation: Any = 1,
     groups: int = 1,
 ) -> Iterator[Factors]:
-    if weight.is_complex():
-        return
-    size = weight.dim() - 2
-    dilations = _per_dimension(dilation, size)
     if padding == "same":
+        dilations = _per_dimension(dilation, weight.dim() - 2)
         twice = [by * (kernel - 1) for by, kernel in zip(dilations, weight.shape[2:], strict=True)]
         if any(each % 2 for each in twice):  # padded on one side
             return
         padding = [each // 2 for each in twice]
-    paddings = _per_dimension(0 if padding == "valid" else padding, size)
-    call = _Convolution(weight.shape, _per_dimension(stride, size), paddings, dilations, False, [0] * size, groups)
-    yield Factors(input, weight, _CONVOLUTION, Further((call,)), inner=weight.shape[1:].numel())
+    padding = 0 if padding == "valid" else padding
+    inner = weight.shape[1:].numel()
+    yield from _convolve(input, weight, (stride, padding, dilation, 0), groups, inner, is_transposed=False)
 
 
 def _read_transposed_convolution(
@@ -191,17 +188,21 @@ def _read_transposed_convolution(
     groups: int = 1,
     dilation: Any = 1,
 ) -> Iterator[Factors]:
-    if weight.is_complex():
-        return
-    size = weight.dim() - 2
-    strides, paddings, dilations, ends = (
-        _per_dimension(each, size) for each in (stride, padding, dilation, output_padding)
-    )
-    call = _Convolution(weight.shape, strides, paddings, dilations, True, ends, groups)
     # Each element of x meets the weight's other dimensions.
-    spread = torch.Size(strides).numel()
+    spread = torch.Size(_per_dimension(stride, weight.dim() - 2)).numel()
     inner = max(weight.shape[2:].numel() * weight.shape[0] // groups // spread, 1)
-    yield Factors(input, weight, _CONVOLUTION, Further((call,)), inner=inner)
+    settings = stride, padding, dilation, output_padding
+    yield from _convolve(input, weight, settings, groups, inner, is_transposed=True)
+
+
+def _convolve(
+    x: Tensor, weight: Tensor, settings: tuple[Any, Any, Any, Any], groups: int, inner: int, is_transposed: bool
+) -> Iterator[Factors]:
+    """The product for a stride, padding, dilation and output padding. Complex ones have no kernel of their own."""
+    if not weight.is_complex():
+        stride, padding, dilation, end = (_per_dimension(each, weight.dim() - 2) for each in settings)
+        call = _Convolution(weight.shape, stride, padding, dilation, is_transposed, end, groups)
+        yield Factors(x, weight, _CONVOLUTION, Further((call,)), inner=inner)
 
 
 def _per_dimension(value: Any, size: int) -> list[int]:
@@ -232,6 +233,5 @@ PRODUCTS: dict[Callable[..., Any], Reader] = {
     F.linear: _read_linear,
     torch.einsum: _read_einsum,
     autograd.grouped_mm: read_declared(GROUPED_MM),
-    **dict.fromkeys(COMPOSITES, _read_linear),
 }
 """Readers of torch's products, by the functions that torch function modes see."""
