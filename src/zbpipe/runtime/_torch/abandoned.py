@@ -33,7 +33,7 @@ def is_marked(stage: _PipelineStageBase, kind: str, microbatch: int) -> bool:
     if kind == "W":
         return False
     received = (stage.args_recv_info if kind == "F" else stage.grad_recv_info).get(microbatch, ())
-    return any(_is_mark(info.buffer) for info in received if info.buffer is not None)
+    return any(_is_mark(buffer) for info in received if (buffer := getattr(info, "buffer", None)) is not None)
 
 
 def _is_mark(tensor: Tensor) -> bool:
