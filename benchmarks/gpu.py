@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise, product, starmap
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -26,17 +27,22 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from harness import JSON, about, choose_device, parser, seconds, single_rank, synchronize, write_json
-from llama import Block, Checkpointing
-from split_backward import SIZES, Execution, Mode, compare
+from harness import JSON, about, choose_device, meter, parser, seconds, single_rank, synchronize, write_json
+from llama import Block, Checkpointing, checkpointed
+from split_backward import DTYPES, SIZES, Execution, Mode, compare
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import zbpipe
+from zbpipe import Op, OpKind, Placement, Schedule
 from zbpipe.runtime._torch import hooks
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import WeightGradients
 from zbpipe.schedule import registry
+from zbpipe.simulator.offloading import Offload
 
 Verdict = Literal["PASS", "FAIL", "untried: needs a GPU"]
 UNTRIED: Verdict = "untried: needs a GPU"
@@ -60,7 +66,7 @@ class Line:
     """Seconds, or ratios."""
 
     def __str__(self) -> str:
-        return f"{self.part:5}  {self.what}: {self.text}{'; ' if self.text else ''}{self.verdict}"
+        return f"{self.part:7}  {self.what}: {self.text}{'; ' if self.text else ''}{self.verdict}"
 
 
 class Machine(NamedTuple):
@@ -275,6 +281,85 @@ def _captured(run: Callable[[], None]) -> Callable[[], None]:
     return captured.replay
 
 
+# Copies to the host's memory.
+
+WAYS: dict[Offload, Sequence[tuple[str, str, str, str]]] = {
+    Offload.ACTIVATIONS: [("F", "OF", "RF", "I")],
+    Offload.PAIRS: [("I", "OI", "RI", "W")],
+}
+WAYS[Offload.ALL] = [*WAYS[Offload.ACTIVATIONS], *WAYS[Offload.PAIRS]]
+"""What is copied: made by, copied out by, copied back by, and needed by which ops."""
+
+
+def offload(machine: Machine) -> Iterator[Line]:
+    """Two stages on one rank; what waits goes to the host as soon as it is there, and comes back at the last moment.
+
+    Activations wait for their I longest, and deferred gradients for their W, if all F come first, then all I, then all
+    W. Activations make up most of the memory if W follows its I at once.
+    """
+    for what in Offload:
+        orders = ["F", "IW"] if what is Offload.ACTIVATIONS else ["F", "I", "W"]
+        (expected, plain), (found, copied) = (_offloaded(machine, orders, each) for each in (None, what))
+        error = max(map(distance, found, expected))
+        times, peaks = ([each[name] for each in (plain, copied)] for name in ("seconds", "peak"))
+        text = f"gradients differ by {error:.1e}; step {1e3 * times[0]:.0f} to {1e3 * times[1]:.0f} ms"
+        text += f", peak {peaks[0] / 2**20:.1f} to {peaks[1] / 2**20:.1f} MiB"
+        # The meter of the CPU does not see that a tensor's memory shrinks.
+        saves = peaks[1] < peaks[0] or not machine.has_gpu
+        figures = {"plain": plain, "copied": copied}
+        yield Line("offload", what.value, "PASS" if error == 0 and saves else "FAIL", text, figures)
+
+
+def _offloaded(
+    machine: Machine, orders: Sequence[str], what: Offload | None, microbatches: int = 4
+) -> tuple[list[Tensor], dict[str, float]]:
+    """Gradients of a step, and its seconds and bytes."""
+    size = SIZES[machine.device.type]["large" if machine.has_gpu else "tiny"]
+    options: Any = {"device": machine.device, "dtype": DTYPES[machine.device.type]}
+    torch.manual_seed(0)
+    block = partial(Block, size.dim, size.heads, size.kv_heads, size.seq)
+    modules = [nn.Sequential(*(checkpointed(block(), "full") for _ in range(2))).to(**options) for _ in range(2)]
+    stages = [PipelineStage(module, index, 2, machine.device) for index, module in enumerate(modules)]
+    schedule: Any = zbpipe.build_pipeline_schedule("ZBV", stages, microbatches, nn.functional.mse_loss)
+    schedule.adopt(_in_order(microbatches, orders, what))
+    x, target = torch.randn(2, microbatches, size.seq, size.dim, **options)
+
+    def step() -> None:
+        for module in modules:
+            module.zero_grad(set_to_none=False)
+        schedule.step(x, target=target)
+
+    # On a GPU attention's backward adds in any order, unless told otherwise. New memory is filled with NaN then, too.
+    torch.use_deterministic_algorithms(True)
+    for _ in range(2):  # the first steps also check and count
+        step()
+    gradients = [weight.grad.clone() for module in modules for weight in module.parameters()]  # type: ignore[union-attr]
+    torch.use_deterministic_algorithms(False)
+    with meter(machine.device) as bytes_:
+        step()
+        peak = bytes_.peak
+    return gradients, {"seconds": machine.median(step), "peak": float(peak)}
+
+
+def _in_order(microbatches: int, orders: Sequence[str], what: Offload | None) -> Schedule:
+    """Of each of `orders` the ops of all microbatches and both stages, then the next."""
+
+    def ops(kind: str, stage: int, microbatch: int) -> Iterator[Op]:
+        ways = WAYS[what] if what else ()
+        kinds = [back for *_, back, taker in ways if taker == kind]
+        kinds += [kind, *(out for maker, out, *_ in ways if maker == kind)]
+        yield from (Op(stage, OpKind(each), microbatch) for each in kinds)
+
+    row = tuple(
+        op
+        for order, microbatch in product(orders, range(microbatches))
+        for stage in ((1, 0) if "I" in order else (0, 1))
+        for kind in order
+        for op in ops(kind, stage, microbatch)
+    )
+    return Schedule("one after the other", Placement.v(1), microbatches, (row,))
+
+
 # Ranks that share the GPU.
 
 
@@ -282,15 +367,23 @@ class Cell(NamedTuple):
     """How the ranks train."""
 
     ranks: int
+    """Of the pipeline."""
     schedule: str
     backend: str = "fifo_one_queue"
     delayed: bool = False
     """Whether every W comes late on its stream: what does not wait for it reads too early."""
     sanitized: bool = False
     """Whether torch's sanitizer of streams looks on."""
+    shards: int = 1
+    """FSDP2 shards every stage over so many ranks."""
+
+    @property
+    def processes(self) -> int:
+        return self.ranks * self.shards
 
     def __str__(self) -> str:
-        how = [*(["W delayed"] if self.delayed else []), *(["under TORCH_CUDA_SANITIZER"] if self.sanitized else [])]
+        how = [*([f"FSDP2 over {self.shards}"] if self.shards > 1 else [])]
+        how += [*(["W delayed"] if self.delayed else []), *(["under TORCH_CUDA_SANITIZER"] if self.sanitized else [])]
         return ", ".join([f"p = {self.ranks}, {self.schedule}, {self.backend}", *how])
 
 
@@ -301,8 +394,13 @@ PLAIN_CELLS = [
     Cell(4, "ZBV"),
     Cell(4, "VHalf"),
     Cell(4, "ZBV", "fifo_queue_per_edge"),
+    Cell(2, "ZBV", shards=2),
+    Cell(2, "ZBH1", shards=2),
 ]
-GPU_CELLS = [*(cell._replace(delayed=True) for cell in PLAIN_CELLS), Cell(2, "ZBV", sanitized=True)]
+GPU_CELLS = [
+    *(cell._replace(delayed=True) for cell in PLAIN_CELLS),
+    *(Cell(2, "ZBV", sanitized=True, shards=shards) for shards in (1, 2)),
+]
 
 
 def ranks(machine: Machine) -> Iterator[Line]:
@@ -324,8 +422,8 @@ def ranks(machine: Machine) -> Iterator[Line]:
 
 def _started_together(cells: Sequence[Cell]) -> list[list[Cell]]:
     """What the same processes can run."""
-    kinds = dict.fromkeys((cell.ranks, cell.sanitized) for cell in cells)
-    return [[cell for cell in cells if (cell.ranks, cell.sanitized) == kind] for kind in kinds]
+    kinds = dict.fromkeys((cell.processes, cell.sanitized) for cell in cells)
+    return [[cell for cell in cells if (cell.processes, cell.sanitized) == kind] for kind in kinds]
 
 
 def _on_ranks(cells: Sequence[Cell], device: torch.device, timeout: float = 300) -> list[float]:
@@ -340,7 +438,9 @@ def _on_ranks(cells: Sequence[Cell], device: torch.device, timeout: float = 300)
         variables = {"TORCH_CUDA_SANITIZER": "1"} if cells[0].sanitized else {}
         os.environ.update(variables)
         try:
-            processes = mp.spawn(rank_main, (cells, device, directory), nprocs=cells[0].ranks, join=False, daemon=True)
+            processes = mp.spawn(
+                rank_main, (cells, device, directory), nprocs=cells[0].processes, join=False, daemon=True
+            )
         finally:
             for name in variables:
                 del os.environ[name]
@@ -376,7 +476,7 @@ def rank_main(rank: int, cells: Sequence[Cell], device: torch.device, directory:
         "gloo",
         init_method=f"file://{directory}/meeting",
         rank=rank,
-        world_size=cells[0].ranks,
+        world_size=cells[0].processes,
         timeout=timedelta(seconds=120),
     )
     errors = [_train(cell, rank, device) for cell in cells]
@@ -387,7 +487,8 @@ def rank_main(rank: int, cells: Sequence[Cell], device: torch.device, directory:
 
 def _train(cell: Cell, rank: int, device: torch.device, microbatches: int = 8) -> float:
     """Two steps; how far the gradients of the second are from those of the model in one piece."""
-    group: Any = dist.new_group(timeout=timedelta(seconds=120), backend=cell.backend)
+    group, shards = _groups(cell)
+    rank = dist.get_rank(group)
     num_stages = registry.resolve(cell.schedule).place(cell.ranks).num_stages
     dim, tokens = (512, 128) if device.type == "cuda" else (32, 8)
     model = [_stage(index, dim, tokens).to(device) for index in range(num_stages)]
@@ -395,6 +496,10 @@ def _train(cell: Cell, rank: int, device: torch.device, microbatches: int = 8) -
         index: copy.deepcopy(model[index])
         for index in zbpipe.stage_indices(cell.schedule, rank=rank, num_ranks=cell.ranks)
     }
+    if cell.shards > 1:
+        for part in parts.values():
+            fully_shard(part, mesh=DeviceMesh.from_group(shards, device.type))
+            part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo has no reduction that scales
     stages = [PipelineStage(part, index, num_stages, device, group=group) for index, part in parts.items()]
     schedule: Any = zbpipe.build_pipeline_schedule(cell.schedule, stages, microbatches, nn.functional.mse_loss)
     torch.manual_seed(1)
@@ -408,10 +513,27 @@ def _train(cell: Cell, rank: int, device: torch.device, microbatches: int = 8) -
         (nn.functional.mse_loss(nn.Sequential(*model)(one), goal) / microbatches).backward()
     synchronize(device)
     return max(
-        distance(weight.grad, other.grad)  # type: ignore[arg-type]
+        _distance_of_shards(weight.grad, other.grad)  # type: ignore[arg-type]
         for index, part in parts.items()
         for weight, other in zip(part.parameters(), model[index].parameters(), strict=True)
     )
+
+
+def _groups(cell: Cell) -> tuple[Any, Any]:
+    """This process's group of the pipeline, and the one over which its stages are sharded."""
+    numbers = torch.arange(cell.processes).view(cell.ranks, cell.shards)
+    options: Any = {"timeout": timedelta(seconds=120), "backend": cell.backend}
+    (pipeline, _), (shards, _) = (
+        dist.new_subgroups_by_enumeration(each.tolist(), **options) for each in (numbers.T, numbers)
+    )
+    return pipeline, shards
+
+
+def _distance_of_shards(found: Tensor, expected: Tensor) -> float:
+    if not isinstance(found, DTensor):
+        return distance(found, expected)
+    whole: Any = distribute_tensor(expected, found.device_mesh, found.placements, src_data_rank=None)
+    return distance(found.to_local(), whole.to_local())
 
 
 def _stage(index: int, dim: int, tokens: int) -> nn.Module:
@@ -428,7 +550,7 @@ def _late_w(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) 
 # The command.
 
 PARTS: dict[str, Callable[[Machine], Iterator[Line]]] = {
-    part.__name__: part for part in (gemm, host, split, graph, ranks)
+    part.__name__: part for part in (gemm, host, split, graph, offload, ranks)
 }
 
 
@@ -462,6 +584,7 @@ def main() -> int:
     modes = list(starmap(Mode, product(arguments.execution, arguments.checkpointing)))
     machine = Machine(device, max(arguments.rounds, 1), modes, arguments.ranks)
     torch.set_num_threads(1)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, no deterministic products
     print(", ".join(f"{name} {value}" for name, value in about(device).items()), flush=True)
     lines = []
     with single_rank():  # only the ranks' messages leave this process
