@@ -64,6 +64,11 @@ def split_backward(
         require_not_compiled(stages, "split_backward='autograd'")
         return
     require_memory_that_lasts(stages)
+    if reduce_grads == "early" and not fsdp_reduction.IS_KNOWN and any(fsdp.is_fsdp(each.submod) for each in stages):
+        logger.info(
+            "FSDP reduces gradients after the last W of a stage: zbpipe can start that during W with torch %s, not %s",
+            *(" and ".join(each.rstrip(".") for each in fsdp_reduction.KNOWN), torch.__version__),
+        )
     gradients = gradients or WeightGradients()
     for stage in stages:
         _split(stage, stages, gradients)
