@@ -64,6 +64,10 @@ class Tied(Part):
         return self.frozen(self.back(self.wide(h))) * self.scale + x
 
 
+class Partial(Part):
+    """Has a layer that FSDP2 leaves alone."""
+
+
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> Events:
     """Products of W, starts of reductions and their ends, in order."""
@@ -87,10 +91,11 @@ def shard(part: nn.Module, index: int, events: Events, **how: Any) -> nn.Module:
     """Each layer and the stage are FSDP modules."""
     mesh = init_device_mesh("cpu", (1,))
     for name, layer in (*part.named_children(), ("stage", part)):
-        if name == "wide" and isinstance(part, Tied):
+        if (type(part), name) in ((Tied, "wide"), (Partial, "narrow")):
             continue
+        more = {"ignored_params": set(part.narrow.parameters())} if isinstance(part, Partial) and layer is part else {}
         tied = isinstance(part, Tied) and name == "narrow"
-        fully_shard([part.narrow, part.wide] if tied else layer, mesh=mesh, **how)  # type: ignore[arg-type, list-item]
+        fully_shard([part.narrow, part.wide] if tied else layer, mesh=mesh, **how, **more)  # type: ignore[arg-type, list-item]
         layer.set_all_reduce_hook(lambda reduced, name=name: events.append(f"reduce {index} {name}"))  # type: ignore[operator]
         layer.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
     for name, layer in part.named_modules():
@@ -227,8 +232,9 @@ IN_BF16 = {"rtol": 0.1, "atol": 0.02}
         (Part, {"schedule": "ZBVLean"}, {}),
         (Seldom, {"microbatches": 4}, {}),
         (Tied, {}, {}),
+        (Partial, {}, {}),
     ],
-    ids=["usual", "one microbatch", "resharded", "bf16", "bf16, one microbatch", "lean", "seldom", "tied"],
+    ids=["usual", "one microbatch", "resharded", "bf16", "bf16, one microbatch", "lean", "seldom", "tied", "in part"],
 )
 def test_gradients(one_rank: None, events: Events, build: Any, options: Any, tolerance: Any) -> None:
     """Over three steps, whose gradients add up. In the first one nothing is left to W."""
