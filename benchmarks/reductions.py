@@ -212,9 +212,10 @@ def on_this_rank(job: Job) -> list[Result]:
                 of_layers = runners["early"].layer_seconds(reduction)
                 found = torch.tensor([job.layers * sum(of_layers.values()), max(of_layers.values())])
                 dist.all_reduce(found, dist.ReduceOp.MAX)
+                reduced, largest = found.tolist()
                 without = min(shortest["late", 0.0], shortest["early", 0.0])
                 measured = without, shortest["late", reduction], shortest["early", reduction]
-                results.append(Result(name, times, reduction, *found.tolist(), *measured))
+                results.append(Result(name, times, reduction, reduced, largest, *measured))
     return results
 
 

@@ -189,7 +189,7 @@ def _step(pipeline: Pipeline, mesh: DeviceMesh, training: Training, step: int, r
     else:
         pipeline.zero_grad()
     run.events.append([])
-    size = {} if count == training.microbatches else {"microbatches": count}
+    size: Any = {} if count == training.microbatches else {"microbatches": count}
     pipeline.run(tokens, target=targets, **size)
     run.gradients.append(_whole_gradients(pipeline.modules.values()))
 
@@ -303,7 +303,8 @@ def test_gradients_equal_those_of_the_model_in_one_piece(parallel: DataParallel,
 @pytest.mark.long
 @pytest.mark.parametrize("name", LONG)
 def test_gradients_with_every_pair_of_options(name: str) -> None:
-    assert_gradients(long_runs(), *LONG[name].ways, name, LONG[name])
+    (parallel,) = LONG[name].ways
+    assert_gradients(long_runs(), parallel, name, LONG[name])
 
 
 def assert_gradients(
