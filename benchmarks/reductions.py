@@ -12,7 +12,7 @@ import gc
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -125,6 +125,8 @@ class Result:
     """Shortest step with reductions that take no time."""
     late: float
     early: float
+    simulated: float
+    """Exposed time of the early reduction, by the simulator."""
 
     @property
     def exposed_late(self) -> float:
@@ -149,7 +151,7 @@ class Runner:
             for index in indices
         ]
         options = {"costs": costs, "reduce_grads": reduce_grads}
-        self.schedule = zbpipe.build_pipeline_schedule(name, stages, job.microbatches, _loss, **options)
+        self.schedule: Any = zbpipe.build_pipeline_schedule(name, stages, job.microbatches, _loss, **options)
         batch = torch.ones(job.microbatches, 1)
         self.arguments = [batch] if 0 in indices else []
         self.target = batch if last in indices else None
@@ -215,19 +217,21 @@ def on_this_rank(job: Job) -> list[Result]:
                 reduced, largest = found.tolist()
                 without = min(shortest["late", 0.0], shortest["early", 0.0])
                 measured = without, shortest["late", reduction], shortest["early", reduction]
-                results.append(Result(name, times, reduction, reduced, largest, *measured))
+                with_reductions = replace(costs, reduce=tuple(reduction * seconds for seconds in costs.w))
+                simulated = zbpipe.simulate(runners["early"].schedule.schedule, with_reductions).exposed_reduction
+                results.append(Result(name, times, reduction, reduced, largest, *measured, simulated))
     return results
 
 
 def table(results: Sequence[Result]) -> str:
     """Markdown, times in seconds."""
     heads = ["schedule", "times", "reduction / W", "reductions", "largest", "step without", "late", "early"]
-    return markdown([*heads, "exposed, late", "exposed, early"], map(_cells, results), left=2)
+    return markdown([*heads, "exposed, late", "exposed, early", "simulated"], map(_cells, results), left=2)
 
 
 def _cells(result: Result) -> list[str]:
     seconds = result.reduced, result.largest, result.without, result.late, result.early
-    exposed = result.exposed_late, result.exposed_early
+    exposed = result.exposed_late, result.exposed_early, result.simulated
     return [
         *(result.schedule, in_words(result.times), f"{result.reduction:g}"),
         *(f"{each:.3f}" for each in (*seconds, *exposed)),
@@ -252,7 +256,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--microbatches", type=int, default=4)
     add("--layers", type=int, default=8, help="of a stage, which FSDP2 reduces one by one")
     add("--unit", type=float, default=0.4, help="seconds of a time of 1")
-    add("--steps", type=int, default=3, help="measured of each kind")
+    add("--steps", type=int, default=6, help="measured of each kind")
     add("--timeout", type=float, default=1800)
     add("--json", **JSON)
     return arguments.parse_args()

@@ -174,9 +174,10 @@ def test_each_group_is_reduced_before_the_products_of_the_next(one_rank: None, e
     job.check()
 
 
-def test_a_last_b_is_split(one_rank: None, events: Events) -> None:
+@pytest.mark.parametrize("before", ["0I0,0W0", "0B0"])
+def test_a_last_b_is_split(one_rank: None, events: Events, before: str) -> None:
     """Lean schedules end with a whole backward, on the rank that ends last."""
-    table = "0F0,1F0,1I0,1W0,0I0,0W0,0F1,1F1,1B1,0B1"
+    table = f"0F0,1F0,1I0,1W0,{before},0F1,1F1,1B1,0B1"
     job = Job(Part, events, zbpipe.Schedule.from_csv(table, "table"), microbatches=2)
     job.step()
     assert on_stage(0, job.step()).endswith(LAST_W)

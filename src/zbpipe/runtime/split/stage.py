@@ -306,7 +306,7 @@ class _SplitBackward(pipelining.OwnStage):
     ) -> None:
         # A last B becomes I and W, so that the reduction is hidden by W. It keeps x and dY of one microbatch meanwhile,
         # when all others are gone.
-        has_w = full_backward and last_backward and self._num_split > 0 and self.reduces_early
+        has_w = full_backward and last_backward and self.reduces_early
         if not self.has_backward or (full_backward and not has_w):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             return
