@@ -43,7 +43,7 @@ quick: $(VENV)/dev  ## what tells most in half a minute, without TorchTitan
 # The other tests need no torch, or TorchTitan.
 QUICK := accumulation costs_file ir layer_costs actions registry split split_page validation waiting
 OF_SCHEDULES := bubble_and_memory v_half v_min dualpipe_v zbv_has_no_bubble_but_the_skew_at_the_start warm_up_forwards_of_zbv
-RUN_ON_TORCH := accumulation buffers capture compile data_parallel faults frameworks actions refusals split split_memory steps torch waiting warm_up
+RUN_ON_TORCH := accumulation buffers capture compile data_parallel faults frameworks actions reduction refusals split split_memory steps torch waiting warm_up
 
 # What Inductor leaves takes minutes to compile, and is looked at with the newer torch.
 test-oldest: $(VENV)-oldest/dev  ## what runs on torch alone, with an older one (2.13.0) in an environment of its own

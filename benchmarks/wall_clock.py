@@ -284,7 +284,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--schedules", nargs="+", default=[*NAMED, *PLANS], metavar="NAME", help=schedules)
     add("--backend", default="gloo", help="or one of benchmarks/fifo.py, where messages queue")
     times = "or none, selective, full: typical times of a transformer with this checkpointing"
-    add("--times", nargs="+", type=_times, default=list(TIMES), metavar="F,I,W", help=times)
+    add("--times", nargs="+", type=read_times, default=list(TIMES), metavar="F,I,W", help=times)
     late = "mean delay of messages, with --backend fifo_queue_per_edge; the simulated time is the median"
     add("--late", type=float, default=0.0, help=late)
     add("--robust-to", type=float, help="mean delay that robust plans are made for; --late without it")
@@ -300,7 +300,7 @@ def parse_arguments() -> argparse.Namespace:
     return chosen
 
 
-def _times(text: str) -> Times:
+def read_times(text: str) -> Times:
     if text in list(Checkpointing):
         return Checkpointing(text)
     f, i, w = map(float, text.split(","))

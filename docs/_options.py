@@ -15,7 +15,7 @@ _SECTIONS = {
     "costs_file": "Measured costs and offload",
     "receives": "Messages",
     "optimizer_step": "The optimizer step",
-    "max_active_stages": "FSDP",
+    "reduce_grads": "FSDP",
     "import": "Schedules of your own",
 }
 """By the first option of each."""

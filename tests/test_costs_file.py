@@ -58,6 +58,7 @@ def jobs(draw: st.DrawFn) -> JobCosts:
     if draw(st.booleans()):
         common["working"] = {OpKind.I: draw(amounts), OpKind.F: tuple(draw(amounts) for _ in range(stages))}
         common["freed_by_i"] = tuple(draw(st.lists(st.floats(-4, 1), min_size=stages, max_size=stages)))
+        common["reduce"] = draw(amounts | st.lists(amounts, min_size=stages, max_size=stages).map(tuple))
     return JobCosts(CostModel(*columns, **common), draw(st.sampled_from([None, placement])), memory, draw(transports))
 
 
@@ -154,7 +155,7 @@ LAYER = {"modules": ["layers.0"], "f": 1, "i": 1, "w": 1, "activations": 1}
         ({"stages": 3}, "[stages] has to be a table of keys and values, got 3"),
         ({"layers": LAYER}, "expected a list of tables, in TOML [[layers]]"),
         ({"stages": STAGES, "message_byte": 3}, "message_byte = 3: unknown key; did you mean message_bytes?"),
-        ({"stages": STAGES | {"zz": 3}}, "[stages] zz = 3: unknown key; known are rank_of, f, i, w, activations"),
+        ({"stages": STAGES | {"zz": 3}}, "[stages] zz = 3: unknown key; known are rank_of, reduce, f, i, w, activations"),
         ({"stages": {"f": [1]}}, "[stages] i is missing"),
         ({"stages": STAGES | {"w": [1]}}, "need one number for each stage, got {'f': 2, 'i': 2, 'w': 1"),
         ({"stages": STAGES | {"i": [1, -1]}}, "the costs of stages cannot have i = -1: give a number from 0 to 1e+100"),
@@ -171,6 +172,8 @@ LAYER = {"modules": ["layers.0"], "f": 1, "i": 1, "w": 1, "activations": 1}
         ({"stages": STAGES, "freed_by_i": float("-inf")}, "cannot have freed_by_i = -inf: give a number up to 1"),
         ({"stages": STAGES, "freed_by_i": [0, 2]}, "cannot have freed_by_i = 2: give a number up to 1"),
         ({"stages": STAGES, "freed_by_i": [0]}, "freed_by_i has to be one number, or one for each stage: got 1 for 2"),
+        ({"stages": STAGES | {"reduce": [1]}}, "reduce has to be one number, or one for each stage: got 1 for 2"),
+        ({"stages": STAGES | {"reduce": [1, -1]}}, "the costs of stages cannot have reduce = -1: give a number from 0"),
         (
             {"layers": [LAYER], "freed_by_i": [0]},
             "the costs of layers cannot have freed_by_i = [0]: give a number up to 1",

@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from itertools import dropwhile
 from typing import Any, Literal, NamedTuple, get_args
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import batch, build_stage, loss_fn
+from models import Block, Checkpointing, batch, build_stage, loss_fn
 from pipelines import TOLERANCE, Pipeline, on_one_rank
 from ranks import run_ranks
 from torch import Tensor, nn
@@ -24,12 +25,16 @@ from torch.distributed._composable.replicate import replicate as replicate_by_dd
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 import zbpipe
+from zbpipe import CostModel, Placement
 from zbpipe.runtime._torch import pipelining
+from zbpipe.runtime.split.products import PendingGradient
 
 QUARTERS, PIPELINE, DATA = 4, 2, 2
 
@@ -41,12 +46,24 @@ Gradients = dict[str, Tensor]
 class Training(NamedTuple):
     """How one schedule trains the model; the gradients are kept from every step."""
 
-    schedule: str
+    schedule: Any
     microbatches: int = 4
     steps: int = 2
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
     reshard_after_forward: bool = False
     options: dict[str, Any] = {}  # noqa: RUF012
+    checkpointing: Checkpointing = "none"
+    compiled: bool = False
+    later_microbatches: int = 0
+    """The number in every step but the first, if it is another one."""
+    accumulates: bool = False
+    """Whether the gradients of all steps add up."""
+    has_experts: bool = False
+    """Whether some layers are sharded on another mesh."""
+    ways: tuple[DataParallel, ...] = WAYS
+
+    def size(self, step: int) -> int:
+        return (self.later_microbatches if step else 0) or self.microbatches
 
 
 class Run(NamedTuple):
@@ -71,18 +88,57 @@ TRAININGS = {
         reshard_after_forward=True,
         options={name: value for name, value in SHARDED_OFTEN.items() if name in pipelining.SCHEDULE_OPTIONS},
     ),
+    "ZBV, late": Training("ZBV", options={"reduce_grads": "late"}, ways=("fully_shard",)),
+    "ZBV, two sizes": Training("ZBV", later_microbatches=3, ways=("fully_shard",)),
+    "ZBV, accumulating": Training("ZBV", accumulates=True, ways=("hybrid",)),
+    "ZBV, experts": Training("ZBV", has_experts=True, ways=("hybrid",)),
 }
-SPLIT = tuple(name for name in TRAININGS if name != "1F1B")
+SPLIT = ("ZBV", "ZBH1", "ZBV, sharded often")
+
+
+def _make_plan() -> Any:
+    return zbpipe.plan(PIPELINE, 4, CostModel.uniform(Placement.v(PIPELINE), 1, 1, 0.6))
+
+
+def _read_table() -> Any:
+    return zbpipe.Schedule.from_csv(zbpipe.generate("Interleaved1F1B", PIPELINE, 4).to_csv(), "table")
+
+
+MADE: dict[str, Callable[[], Any]] = {"plan": _make_plan, "table of Interleaved1F1B": _read_table}
+"""Schedules without a name."""
+
+
+def _every_pair() -> Iterator[tuple[bool, str, Training]]:
+    """All pairs of schedule, data parallelism, checkpointing, eager or compiled; whether the training is a long one."""
+    for row, schedule in enumerate(("ZBV", "ZBVLean", "ZBH1", "VHalf", *MADE)):
+        for column, parallel in enumerate(WAYS):
+            checkpointing = get_args(Checkpointing)[(row + column) % 3]
+            compiled = (row + column) % 2 == 1
+            name = ", ".join([schedule, parallel, checkpointing, *(["compiled"] if compiled else [])])
+            training = Training(schedule, checkpointing=checkpointing, compiled=compiled, ways=(parallel,))
+            yield column != row % 3 or schedule in MADE, name, training
+
+
+LONG = {name: training for is_long, name, training in _every_pair() if is_long}
+TRAININGS |= {name: training for is_long, name, training in _every_pair() if not is_long}
 
 
 @cache
 def all_runs() -> list[dict[DataParallel, dict[str, Run]]]:
     """By rank. One start of the processes serves all tests."""
-    return run_ranks(PIPELINE * DATA, train_in_all_ways)
+    return run_ranks(PIPELINE * DATA, train_in_all_ways, TRAININGS)
 
 
-def train_in_all_ways() -> dict[DataParallel, dict[str, Run]]:
-    return {parallel: train_all(parallel, TRAININGS) for parallel in WAYS}
+@cache
+def long_runs() -> list[dict[DataParallel, dict[str, Run]]]:
+    return run_ranks(PIPELINE * DATA, train_in_all_ways, LONG, timeout=600)
+
+
+def train_in_all_ways(trainings: dict[str, Training]) -> dict[DataParallel, dict[str, Run]]:
+    return {
+        parallel: train_all(parallel, {name: each for name, each in trainings.items() if parallel in each.ways})
+        for parallel in WAYS
+    }
 
 
 def train_all(parallel: DataParallel, trainings: dict[Any, Training]) -> dict[Any, Run]:
@@ -100,29 +156,49 @@ def train(parallel: DataParallel, mesh: DeviceMesh, training: Training) -> Run:
     run = Run([], [], {})
 
     def build(index: int, num_stages: int) -> nn.Module:
-        module = _module(index, num_stages)
+        module = _module(index, num_stages, training.checkpointing)
+        for block in module.modules() if training.compiled else ():
+            if isinstance(block, Block):
+                block.compile(backend="aot_eager")
         for label, group in _groups(module):
+            modules = group if isinstance(group, list) else [group]
+            if label != "stage":
+                for layer in (layer for each in modules for layer in each.modules()):
+                    layer.place = index, label
             _parallelize(parallel, mesh, training, group)
-            first = group[0] if isinstance(group, list) else group
-            first.set_all_reduce_hook(partial(_note_reduction, run, index, label))
+            if not training.has_experts:  # torch has no hook for several meshes
+                modules[0].set_all_reduce_hook(partial(_note_reduction, run, index, label))
         return module
 
-    pipeline = Pipeline(training.schedule, training.microbatches, build, group=mesh.get_group("pp"), **training.options)
+    schedule = MADE.get(training.schedule, lambda: training.schedule)()
+    pipeline = Pipeline(schedule, training.microbatches, build, group=mesh.get_group("pp"), **training.options)
     for stage in pipeline.stages:
         _watch(stage, run)
-    for step in range(training.steps):
-        tokens, targets = (t.chunk(DATA)[mesh.get_local_rank(1)] for t in batch(DATA * training.microbatches, step))
-        pipeline.zero_grad()
-        run.events.append([])
-        pipeline.run(tokens, target=targets)
-        run.gradients.append(_whole_gradients(pipeline.modules.values()))
+    with patch.object(PendingGradient, "accumulate", _note_product(run)):
+        for step in range(training.steps):
+            _step(pipeline, mesh, training, step, run)
     return run
 
 
-def _module(index: int, num_stages: int) -> nn.Sequential:
+def _step(pipeline: Pipeline, mesh: DeviceMesh, training: Training, step: int, run: Run) -> None:
+    count = training.size(step)
+    tokens, targets = (t.chunk(DATA)[mesh.get_local_rank(1)] for t in batch(DATA * count, step))
+    if training.accumulates:
+        for module in pipeline.modules.values():
+            module.set_requires_gradient_sync(False)  # type: ignore[operator]
+    else:
+        pipeline.zero_grad()
+    run.events.append([])
+    size: Any = {} if count == training.microbatches else {"microbatches": count}
+    pipeline.run(tokens, target=targets, **size)
+    run.gradients.append(_whole_gradients(pipeline.modules.values()))
+
+
+def _module(index: int, num_stages: int, checkpointing: Checkpointing = "none") -> nn.Sequential:
     """One stage, whose layers and parameters bear the same names however many stages there are."""
     held = range(QUARTERS * index // num_stages, QUARTERS * (index + 1) // num_stages)
-    return nn.Sequential(OrderedDict((str(quarter), build_stage(quarter, QUARTERS)) for quarter in held))
+    quarters = {str(quarter): build_stage(quarter, QUARTERS, checkpointing) for quarter in held}
+    return nn.Sequential(OrderedDict(quarters))
 
 
 def _groups(module: nn.Sequential) -> Iterator[tuple[str, Any]]:
@@ -137,7 +213,9 @@ def _groups(module: nn.Sequential) -> Iterator[tuple[str, Any]]:
 
 
 def _parallelize(parallel: DataParallel, mesh: DeviceMesh, training: Training, group: Any) -> None:
-    if parallel == "replicate":
+    if training.has_experts and isinstance(group, Block):
+        _shard_experts(group, mesh)
+    elif parallel == "replicate":
         replicate(group, mesh=mesh["dp"], mp_policy=training.policy)
     else:
         fully_shard(
@@ -149,6 +227,26 @@ def _parallelize(parallel: DataParallel, mesh: DeviceMesh, training: Training, g
     for module in group if isinstance(group, list) else [group]:
         assert isinstance(module, FSDPModule)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
+
+
+def _shard_experts(block: Block, mesh: DeviceMesh) -> None:
+    """Two layers of the block on another mesh: one as a module of its own, one as a second group of the block."""
+    own, rest = mesh["dp_replicate"], mesh["dp_replicate", "dp_shard"]
+    placed = ShardPlacementResult(Shard(0), FSDPMeshInfo(own, shard_mesh_dim=0))
+    fully_shard(block.down, mesh=own).set_force_sum_reduction_for_comms(True)
+    fully_shard(block, mesh=rest, shard_placement_fn=lambda each: placed if each is block.twice.weight else None)
+
+
+def _note_product(run: Run) -> Callable[[PendingGradient], None]:
+    accumulate = PendingGradient.accumulate
+
+    def noted(gradient: PendingGradient) -> None:
+        accumulate(gradient)
+        if run.events:
+            stage, group = gradient.layer.place  # type: ignore[misc]
+            run.events[-1].append((stage, f"product {group}"))
+
+    return noted
 
 
 def _note_reduction(run: Run, stage: int, group: str, reduced: Tensor) -> None:
@@ -175,7 +273,7 @@ def _watch(stage: Any, run: Run) -> None:
 
 def _whole_gradients(modules: Any) -> Gradients:
     return {
-        name: parameter.grad.full_tensor()
+        name.replace("_checkpoint_wrapped_module.", ""): parameter.grad.full_tensor().clone()
         for module in modules
         for name, parameter in module.named_parameters()
         if parameter.grad is not None
@@ -197,13 +295,28 @@ def _microbatches(count: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
     yield from zip(tokens.chunk(DATA * count), targets.chunk(DATA * count), strict=True)
 
 
-@pytest.mark.parametrize("name", TRAININGS)
-@pytest.mark.parametrize("parallel", WAYS)
+@pytest.mark.parametrize(("parallel", "name"), [(way, name) for name, each in TRAININGS.items() for way in each.ways])
 def test_gradients_equal_those_of_the_model_in_one_piece(parallel: DataParallel, name: str) -> None:
-    for step in range(TRAININGS[name].steps):
-        expected = plain_gradients(TRAININGS[name].microbatches, step)
+    assert_gradients(all_runs(), parallel, name, TRAININGS[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LONG)
+def test_gradients_with_every_pair_of_options(name: str) -> None:
+    (parallel,) = LONG[name].ways
+    assert_gradients(long_runs(), parallel, name, LONG[name])
+
+
+def assert_gradients(
+    by_rank: list[dict[DataParallel, dict[str, Run]]], parallel: DataParallel, name: str, training: Training
+) -> None:
+    for step in range(training.steps):
+        expected = plain_gradients(training.size(step), step)
+        for before in range(step) if training.accumulates else ():
+            earlier = plain_gradients(training.size(before), before)
+            expected = {parameter: gradient + earlier[parameter] for parameter, gradient in expected.items()}
         seen: set[str] = set()
-        for runs in all_runs():
+        for runs in by_rank:
             found = runs[parallel][name].gradients[step]
             seen |= found.keys()
             for parameter, gradient in found.items():
@@ -231,16 +344,23 @@ def test_every_weight_of_a_linear_layer_is_left_to_w(parallel: DataParallel, nam
 
 @pytest.mark.parametrize("name", SPLIT)
 @pytest.mark.parametrize("parallel", WAYS)
-def test_each_group_is_reduced_once_a_step_and_after_the_last_w(parallel: DataParallel, name: str) -> None:
+def test_each_group_is_reduced_once_a_step_with_its_last_product(parallel: DataParallel, name: str) -> None:
+    """The stage's other products, which come later, hide the reduction."""
     count = TRAININGS[name].microbatches
     for step in range(TRAININGS[name].steps):
         reduced: list[str] = []
         unsplit: list[str] = []
         for runs in all_runs():
-            events = _by_stage(runs[parallel][name].events[step])
-            for of_stage in events.values():
-                assert sorted(of_stage[: 2 * count]) == count * ["I"] + count * ["W"]
-                reduced += of_stage[2 * count :]
+            for of_stage in _by_stage(runs[parallel][name].events[step]).values():
+                assert of_stage.count("I") == of_stage.count("W") == count
+                *_, before = (place for place, event in enumerate(of_stage[:-1]) if event in "IW")
+                last_w = list(dict.fromkeys(of_stage[before + 1 : -1]))
+                groups = [event.removeprefix("reduce ") for event in last_w if event.startswith("reduce")]
+                # The embedding has no product, and is the first.
+                expected = [f"{event} {group}" for group in groups for event in ("product", "reduce")]
+                assert last_w == [event for event in expected if event != "product 0.0"]
+                reduced += [event for event in of_stage if event.startswith("reduce")]
+                assert all(event in last_w for event in reduced if event in of_stage)
             for of_stage in _by_stage(runs[parallel]["1F1B"].events[step]).values():
                 unsplit += of_stage[count:]
         # One for the embedding, seven for blocks and one for a block with the head; nothing is left for the stage.

@@ -110,7 +110,7 @@ def from_data(data: Any) -> JobCosts:
             # One more than allowed is enough to raise an error: `count` can be any number.
             layers = islice(chain.from_iterable(_layers(row, name) for name, row in rows), MOST_LAYERS + 1)
             return JobCosts(LayerCosts(tuple(layers), **shared), **job)
-        stages = table_of(table["stages"], "[stages]", required=COLUMNS, optional=("rank_of",))
+        stages = table_of(table["stages"], "[stages]", required=COLUMNS, optional=("rank_of", "reduce"))
         placement = _placement(stages.pop("rank_of")) if "rank_of" in stages else None
         return JobCosts(CostModel(**stages, **shared), placement, **job)
     except TypeError as error:
@@ -139,7 +139,8 @@ def to_data(job: JobCosts) -> _Table:
     if isinstance(costs, LayerCosts):
         data["layers"] = [{"modules": layer.modules, **_columns(layer)} for layer in costs.layers]
     else:
-        data["stages"] = ({"rank_of": job.placement.rank_of} if job.placement else {}) | _columns(costs)
+        reduce = {"reduce": costs.reduce} if costs.reduce else {}
+        data["stages"] = ({"rank_of": job.placement.rank_of} if job.placement else {}) | _columns(costs) | reduce
     return data
 
 

@@ -191,6 +191,12 @@ class CostModel:
     A copy takes its size divided by the bandwidth, in the unit of the activations per second. Ranks that share a link
     to one host each have a part of it.
     """
+    reduce: float | tuple[float, ...] = 0.0
+    """Seconds in which data-parallel ranks reduce the gradients of a stage, once a step: one number for all stages, or
+    one per stage.
+
+    The reduction runs beside the computations, from the stage's last W on.
+    """
     in_bytes: bool = field(default=True, compare=False, repr=False)
     """Whether memory is in bytes. False if 1 is a rank's share of one microbatch."""
 
@@ -215,6 +221,7 @@ class CostModel:
             self,
             **columns,
             freed_by_i=freed,
+            reduce=_read_reduce(what, self.reduce, lengths["f"]),
             working=check_working(what, self.working, lengths["f"], "stage"),
             **check_messages(what, self.link, self.links, self.message_bytes, self.host),
         )
@@ -289,6 +296,10 @@ class CostModel:
             case OpKind.OF | OpKind.RF | OpKind.OI | OpKind.RI:
                 return 0.0 if self.host is None else self.host.seconds(abs(self.adds(stage, kind)))
 
+    def reduction(self, stage: int) -> float:
+        """Seconds of the reduction of a stage's gradients."""
+        return self.reduce[stage] if isinstance(self.reduce, tuple) else self.reduce
+
     def needs(self, stage: int, kind: OpKind) -> float:
         """Memory that has to be free on the rank before an op: the memory that it adds, and its working memory.
 
@@ -358,6 +369,15 @@ class CostModel:
         if sender == receiver:
             return 0.0
         return self.links.get((sender, receiver), self.link).seconds(self.message_bytes)
+
+
+def _read_reduce(what: str, given: Any, stages: int) -> float | tuple[float, ...]:
+    if not isinstance(given, (tuple, list)):
+        return amount(what, "reduce", given)
+    found = amounts(what, "reduce", given, "stage")
+    if len(found) != stages:
+        raise ValueError(f"reduce has to be one number, or one for each stage: got {len(found)} for {stages}")
+    return found
 
 
 def least_room(placement: Placement, costs: CostModel) -> tuple[float, ...]:

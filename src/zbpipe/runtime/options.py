@@ -15,7 +15,7 @@ from zbpipe.costs.memory_limit import AS_1F1B, SPELLINGS, MemoryLimit, MemoryLim
 from zbpipe.costs.model import set_fields
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.runtime import arguments
-from zbpipe.runtime.split.stage import SplitBackward
+from zbpipe.runtime.split.stage import ReduceGrads, SplitBackward
 from zbpipe.schedule.ir import require_whole
 from zbpipe.schedule.user_code import import_modules
 from zbpipe.simulator.offloading import Offload
@@ -167,6 +167,12 @@ class Options:
         " when they are done, and validate the norm while the next step begins (validated; docs/optimizer-step.md).",
         default="synchronous",
         **_one_of(OptimizerSteps),
+    )
+    reduce_grads: ReduceGrads = _zbpipes(
+        "When FSDP reduces the gradients of a stage: module by module during its last W (early), or all of them after"
+        " it, as torch does (late).",
+        default="early",
+        **_one_of(ReduceGrads),
     )
     max_active_stages: int | None = _torchs(
         "torch's option: the number of stages whose weights FSDP holds gathered at a time.",

@@ -31,7 +31,7 @@ from zbpipe.runtime.split import stage as split
 from zbpipe.runtime.split.compiled import forget_eager_calls
 from zbpipe.runtime.split.loss import defer_in_loss
 from zbpipe.runtime.split.products import WeightGradients
-from zbpipe.runtime.split.stage import SplitBackward
+from zbpipe.runtime.split.stage import ReduceGrads, SplitBackward
 from zbpipe.runtime.warm_up import warm_up
 from zbpipe.schedule.files import read_text
 from zbpipe.schedule.ir import OpKind, Schedule, require_whole
@@ -64,6 +64,10 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         defer_loss: whether to defer to W also the weight gradients of backwards that the loss runs during F, such as
             those of the LM head in TorchTitan's chunked loss. The gradients of all logits of a microbatch then stay in
             memory until W.
+        reduce_grads: with "early", FSDP2 starts to reduce the gradients of each module that `fully_shard` or its
+            `replicate` wraps in the stage's last W (or B), while W computes those of the next module. With "late" it
+            reduces all after that W, as torch does, and with a framework's own backward or a version of torch whose
+            FSDP2 zbpipe does not know (`zbpipe.runtime._torch.fsdp_reduction`).
         costs: costs for schedules that adapt to measured times (ZB1P, ZB2P), to place receives, and for `offload`.
         memory_limit: limit for schedules that adapt to one (ZBVLean, ZBH1Lean, Auto), see
             `zbpipe.costs.MemoryLimit`.
@@ -110,6 +114,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         *args: Any,
         split_backward: SplitBackward = "deferred",
         defer_loss: bool = False,
+        reduce_grads: ReduceGrads = "early",
         costs: CostModel | None = None,
         memory_limit: MemoryLimitLike | None = None,
         offload: Offload | str | bool | None = None,
@@ -130,7 +135,9 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         self.by_size = SchedulesBySize(algorithm, self.placement, costs, limit, wanted, self.transport)
         schedule = self.by_size.of(n_microbatches, self.by_size.make)
         gradients = WeightGradients()
-        self._split: Callable[[], object] | None = partial(split.split_backward, stages, split_backward, gradients)
+        self._split: Callable[[], object] | None = partial(
+            split.split_backward, stages, split_backward, gradients, reduce_grads
+        )
         """Splits the backward into I and W; None afterwards."""
         self.defers_loss = defer_loss and split_backward != "autograd"
         """Whether backwards in the loss defer their weight gradients to W."""

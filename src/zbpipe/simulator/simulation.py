@@ -19,6 +19,7 @@ from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Sche
 from zbpipe.simulator.actions import Action, Rows, action_of
 from zbpipe.simulator.message_times import CycleError, run
 from zbpipe.simulator.passes import add_messages, place_receives
+from zbpipe.simulator.reductions import find_reductions
 from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.simulator.validation import find_order, require_schedule, require_valid
 
@@ -110,6 +111,8 @@ def _simulate_without_queues(schedule: Schedule, costs: CostModel, num_steps: in
         gate = (ahead, max(free)) if step else None
         for rank, op, start, end in clock.run(find_order(schedule), gate):
             (spans if op.kind in COMPUTATIONS else copies)[rank].append(Span(op, start, end, step))
+        for rank, row in enumerate(spans if costs.reduce and num_steps > 1 else ()):
+            free[rank] = max([free[rank], *(each.end for each in find_reductions(row, schedule, costs))])
     return Timeline(schedule, costs, _freeze(spans), num_steps, copies=_freeze(copies))
 
 

@@ -16,6 +16,7 @@ from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import Op, OpKind, Schedule, inputs
 from zbpipe.schedule.painter import painter
 from zbpipe.simulator.lower_bound import lower_bound
+from zbpipe.simulator.reductions import Reduction, find_reductions
 
 
 class Span(NamedTuple):
@@ -94,8 +95,22 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """End of the last rank."""
+        """End of the last rank, with its reductions."""
+        return max([self._end_of_computations, *(row[-1].end for row in self.reductions if row)])
+
+    @property
+    def _end_of_computations(self) -> float:
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
+
+    @cached_property
+    def reductions(self) -> tuple[tuple[Reduction, ...], ...]:
+        """Reductions of gradients on each rank (`costs.reduce`). They run beside the computations, one at a time."""
+        return tuple(find_reductions(spans, self.schedule, self.costs) for spans in self.spans)
+
+    @property
+    def exposed_reduction(self) -> float:
+        """Seconds at the end in which nothing but reductions runs."""
+        return self.makespan - self._end_of_computations
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
@@ -193,8 +208,7 @@ def _critical_path(timeline: Timeline) -> Iterator[Span]:
         for rank, spans in enumerate(timeline.spans)
         for position, span in enumerate(spans)
     }
-    rank = max(range(len(timeline.spans)), key=lambda r: timeline.spans[r][-1].end)
-    place: tuple[int, int] | None = (rank, len(timeline.spans[rank]) - 1)
+    place: tuple[int, int] | None = _last_place(timeline)
     last_step = timeline.num_steps - 1
     while place is not None:
         span = timeline.spans[place[0]][place[1]]
@@ -206,6 +220,16 @@ def _critical_path(timeline: Timeline) -> Iterator[Span]:
         else:
             before = timeline.waited_for.get((span.step, span.op))
             place = None if before is None else places[before]
+
+
+def _last_place(timeline: Timeline) -> tuple[int, int]:
+    """The place of the op that ends last, or of the last one before the reduction that ends last."""
+    if not timeline.exposed_reduction:
+        rank = max(range(len(timeline.spans)), key=lambda r: timeline.spans[r][-1].end)
+        return rank, len(timeline.spans[rank]) - 1
+    rank = max((r for r, row in enumerate(timeline.reductions) if row), key=lambda r: timeline.reductions[r][-1].end)
+    stage, spans = timeline.reductions[rank][-1].stage, timeline.spans[rank]
+    return rank, max(position for position, span in enumerate(spans) if span.op.stage == stage)
 
 
 def _latest_before(

@@ -59,12 +59,14 @@ def report(timeline: Timeline, baseline: float | None = None) -> str:
         for rank, (busy, idle, peak) in enumerate(zip(timeline.busy, timeline.idle, peaks, strict=True))
     ]
     beside_1f1b = f", {compared.memory} of 1F1B's worst rank ({memory(baseline)})" if baseline else ""
+    exposed = timeline.exposed_reduction
     return "\n".join(
         [
             summary(timeline),
             f"memory: the worst rank holds {memory(max(peaks))}{beside_1f1b}",
             f"lower bound of the makespan {number(timeline.lower_bound)}, gap {percent(compared.gap)};"
             f" period with zbpipe.OptimizerStep {number(compared.figures['period'])}",
+            *([f"reductions of gradients: {number(exposed)} at the end, hidden by nothing"] if exposed else []),
             "",
             *table(("", "busy", "idle: warm-up", "steady", "cool-down", "peak"), rows),
         ]

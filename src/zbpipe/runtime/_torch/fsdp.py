@@ -44,16 +44,22 @@ def owes_reduction(module: nn.Module) -> bool:
         each._unsharded_param.grad is not None or getattr(each, "unsharded_accumulated_grad", None) is not None
         for group in _list_groups(module)
         if group.reduce_grads
-        for each in _list_unsharded(group)
+        for each in list_unsharded(group)
     )
 
 
 def settle_gradients(module: nn.Module) -> None:
     """Pass gradients that W has added to the `.grad` of unsharded parameters to FSDP2."""
+    for group in _list_groups(module):
+        settle_group(group)
+
+
+def settle_group(group: Any) -> None:
+    """The same for one of FSDP2's groups of parameters."""
     # Older versions (torch 2.13) take them only at the end of a backward. They keep the sum in a separate attribute, in
     # the dtype of the reduction.
     if _SUMS_BESIDE_GRAD:
-        for parameter in _list_parameters(module):
+        for parameter in list_unsharded(group):
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
 
@@ -72,7 +78,7 @@ _SUMS_BESIDE_GRAD = hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
 def _list_parameters(module: nn.Module) -> Iterator[Any]:
     """FSDP2's objects for the parameters in `module` that were unsharded at least once."""
     for group in _list_groups(module):
-        yield from _list_unsharded(group)
+        yield from list_unsharded(group)
 
 
 def _index_parameters(module: nn.Module) -> dict[int, Any]:
@@ -80,7 +86,8 @@ def _index_parameters(module: nn.Module) -> dict[int, Any]:
     return {id(own): each for each in _list_parameters(module) for own in (each.sharded_param, each._unsharded_param)}
 
 
-def _list_unsharded(group: Any) -> Iterator[Any]:
+def list_unsharded(group: Any) -> Iterator[Any]:
+    """FSDP2's objects for the parameters of a group that were unsharded at least once."""
     return (each for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
 
 

@@ -103,6 +103,8 @@ class OwnRuntime(_PipelineScheduleRuntime):
             for stage in self.own_stages:
                 stage.forget_step()
             raise self.abandoned_by
+        for stage in self.own_stages:
+            stage.finish_reduction()
 
     def leave_out_all(self) -> None:
         """Skip all computations of the step that begins, which this rank has abandoned."""
@@ -251,6 +253,9 @@ class OwnStage(ReceivesOnDemand):
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward and not self.is_left_out:
             super().perform_reduce_grad(grad_scale_factor)  # type: ignore[no-untyped-call, unused-ignore]
+
+    def finish_reduction(self) -> None:
+        """Wait for a reduction that the stage's last W has started, at the end of the step."""
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         if self.has_backward:
@@ -586,6 +591,13 @@ def has_own_backward(stage: Stage) -> str:
         (own,) = own.args
     is_torchs = own is None or own == type(stage).backward_maybe_with_nosync.__get__(stage)
     return "" if is_torchs else getattr(own, "__qualname__", repr(own))
+
+
+def has_own_reduction(stage: Stage) -> bool:
+    """Whether a framework or a user replaces what torch does in REDUCE_GRAD."""
+    own = "perform_reduce_grad"
+    owners = (each for each in type(stage).__mro__ if own in vars(each) and not issubclass(each, OwnStage))
+    return own in vars(stage) or next(owners) is not _PipelineStageBase
 
 
 def end_backward(stage: Stage, is_last: bool) -> None:

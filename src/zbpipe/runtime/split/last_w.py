@@ -1,0 +1,54 @@
+"""W's products, and FSDP2's reductions beside those of a stage's last W."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from zbpipe.runtime._torch import autograd, fsdp_reduction
+from zbpipe.runtime._torch.fsdp_reduction import Unit
+from zbpipe.runtime.split.layers import deferrals
+from zbpipe.runtime.split.products import PendingGradient
+
+
+def accumulate(pending: list[PendingGradient]) -> None:
+    """Compute the deferred gradients, and add each to `.grad`."""
+    # From the last pair to the first, freeing each: the latest pairs of I are still in the cache.
+    while pending:
+        pending.pop().accumulate()
+
+
+def accumulate_and_reduce(module: nn.Module, pending: list[PendingGradient]) -> None:
+    """Compute the last deferred gradients of a stage, and have FSDP2 reduce each unit as soon as it has all of them."""
+    units = _order(module, fsdp_reduction.list_units(module))
+    fsdp_reduction.begin(module)
+    of_others, *of_units = _sort(pending, units)
+    accumulate(of_others)
+    for unit, own in zip(units, of_units, strict=True):
+        accumulate(own)
+        fsdp_reduction.reduce(unit)
+
+
+def _order(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:
+    """The units in the order in which they are reduced: without products first, then from the largest on."""
+    # One reduction runs beside the products of the next unit, so the last one, which nothing hides, has to be small.
+    # All data-parallel ranks need the same order. So it must not depend on the products of this microbatch, which may
+    # leave out experts.
+    multiplied = {
+        id(parameter)
+        for deferral in deferrals(module).values()
+        for parameter in autograd.own_parameters(deferral.layer).values()
+        if parameter is not None and parameter.dim() > 1
+    }
+    return sorted(units, key=lambda unit: (not unit.parameters.isdisjoint(multiplied), -unit.elements))
+
+
+def _sort(pending: list[PendingGradient], units: Sequence[Unit]) -> list[list[PendingGradient]]:
+    """The products of parameters in no unit, and those of each unit. Empties `pending`."""
+    place_of = {own: place for place, unit in enumerate(units, start=1) for own in unit.parameters}
+    found: list[list[PendingGradient]] = [[] for _ in range(len(units) + 1)]
+    for gradient in pending:
+        found[place_of.get(id(autograd.find_leaf(gradient.weight)), 0)].append(gradient)
+    pending.clear()
+    return found
