@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -290,28 +289,6 @@ def test_dtensor_weights(one_rank: None, x: Tensor, style: Any) -> None:
     assert weight.grad.placements == weight.placements
     for found, expected in zip(layer.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad.full_tensor(), expected.grad, **TOLERANCE)  # type: ignore[union-attr]
-
-
-def test_float8_layers_compute_it_in_i(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
-    """torchao's product of float8 tensors, emulated on the CPU, has a backward of its own."""
-    float8 = pytest.importorskip("torchao.float8")
-    stage = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
-    stage[0].weight.grad = torch.zeros(WIDTH, WIDTH)
-    float8.convert_to_float8_training(
-        stage, module_filter_fn=lambda module, name: name == "1", config=float8.Float8LinearConfig(emulate=True)
-    )
-    plain = copy.deepcopy(stage)
-    schedule: Any = zbpipe.ScheduleZBH1(
-        [PipelineStage(stage, 0, 1, torch.device("cpu"))], 3, nn.functional.mse_loss, scale_grads=False
-    )
-    x, target = torch.randn(2, 6, WIDTH)
-    with caplog.at_level(logging.WARNING, "zbpipe"):
-        for _ in range(2):
-            schedule.step(x, target=target)
-    assert "stage 0 computes these weight gradients in I, not in W: 1 (Float8Linear)" in caplog.text
-    for x_part, target_part in 2 * list(zip(x.chunk(3), target.chunk(3), strict=True)):
-        nn.functional.mse_loss(plain(x_part), target_part).backward()
-    assert_equal_gradients(stage, plain)
 
 
 def test_a_gradient_of_the_gradient(x: Tensor) -> None:

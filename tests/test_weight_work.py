@@ -76,7 +76,7 @@ def looked_up(s: Any, x: Tensor) -> Tensor:
 
 
 class Doubling(torch.autograd.Function):
-    """A product of somebody's own."""
+    """A product of somebody's own, by a kernel that no torch function mode sees."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -86,7 +86,22 @@ class Doubling(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
-        return 2 * dy @ weight, 2 * dy.t() @ x if ctx.needs_input_grad[1] else None
+        with torch._C.DisableTorchFunction():
+            return 2 * dy @ weight, 2 * dy.t() @ x if ctx.needs_input_grad[1] else None
+
+
+class Tripling(torch.autograd.Function):
+    """A product of somebody's own, by a kernel of torch's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return 3 * x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        return 3 * dy @ weight, 3 * dy.t() @ x if ctx.needs_input_grad[1] else None
 
 
 def by_a_function(s: Any, x: Tensor) -> Tensor:
@@ -131,6 +146,7 @@ OF_PARTS = {
     "a gain": (gained, "more than a view of a parameter (Mul)"),
     "looked up": (looked_up, ""),
     "a Function": (by_a_function, "an autograd Function of its own, Doubling"),
+    "a Function with torch's products": (lambda s, x: Tripling.apply(x, s.v), ""),
     "reentrant": (reentrant, ""),
     "checkpointed": (checkpointed, ""),
 }

@@ -248,9 +248,21 @@ PASS_ON = {
     "UnsqueezeBackward0",
     "ViewBackward0",
     "_ToTorchTensorBackward",
+    "_UnwrapWeightBackward",
     "_UnsafeViewBackward0",
 }
 """Nodes that save no tensors of the forward, so that a second backward can run them at almost no cost."""
+
+
+def let_pass_nothing(node: Node | None) -> None:
+    """Have the Functions between a product and its leaf pass on that there is no gradient, instead of zeros."""
+    for each in _pass_nodes(node):
+        if each is not None and each.name() in _IDENTITIES:
+            cast(Any, each).set_materialize_grads(False)
+
+
+_IDENTITIES = {"_UnwrapWeightBackward"}
+"""Functions whose backward returns what it gets: torchao's weights for MXFP8 and grouped products."""
 
 
 class Part(NamedTuple):
@@ -307,7 +319,12 @@ def find_leaf(tensor: Tensor | GradientEdge | Part) -> Tensor | None:
 
 def _find_passed(tensor: Tensor | GradientEdge) -> Tensor | None:
     """The leaf to which autograd passes a gradient on without saved tensors."""
-    *_, last = _pass_nodes(get_gradient_edge(tensor).node if isinstance(tensor, Tensor) else tensor.node)
+    return find_leaf_behind(get_gradient_edge(tensor).node if isinstance(tensor, Tensor) else tensor.node)
+
+
+def find_leaf_behind(node: Node | None) -> Tensor | None:
+    """The leaf to which `node` passes a gradient on without saved tensors."""
+    *_, last = _pass_nodes(node)
     return cast(Tensor | None, getattr(last, "variable", None))
 
 

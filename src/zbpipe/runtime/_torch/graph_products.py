@@ -120,7 +120,8 @@ def _visit(node: Node, edges: Sequence[_Edge], found: list[GraphProduct]) -> _We
     elif any(word in kind for word in _RECURRENT) or _is_function(node, kind, edges):
         # A Function may take the same weight twice. zbpipe's Functions take x first.
         places = tuple({each[1:]: place for place, each in enumerate(edges)}.values())
-        places = (1,) if _find_deferral(node) is not None else places
+        if _find_deferral(node) is not None:
+            places = getattr(node, "weight_places", (1,))
     else:
         return _make(node, kind, edges)
     factors = [edges[place] for place in places if place < len(edges)]

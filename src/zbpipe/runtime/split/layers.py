@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from zbpipe.runtime._torch import autograd, compiler
 from zbpipe.runtime.attributes import declares
 from zbpipe.runtime.split.contents import Checks
+from zbpipe.runtime.split.functions import Functions
 from zbpipe.runtime.split.further import Further, swap, with_factors_first
 from zbpipe.runtime.split.products import (
     LINEAR,
@@ -166,6 +167,7 @@ class Deferral:
         self.stays_in_i = False
         """Whether the first I saw x or dY change, so that W could not use them."""
         self.checks, self.sharing = Checks(), Sharing()
+        self.functions = Functions()
         self.has_node_hooks = False
         """Whether hooks on autograd's own node of a weight wait for its gradient."""
         self.has_hooks_on_views = False
@@ -185,6 +187,9 @@ class Deferral:
         if torch.compiler.is_compiling():
             return linear_in_slots(input, weight, bias, self.handle)
         target = self._find_target(input, weight)
+        if target is None and type(weight) not in PLAIN and self.functions.may_be_called and self.owns(weight):
+            self._has_run = True
+            return self.functions.watch(self, F.linear(input, weight, bias), input)
         if target is None or weight.dim() != 2 or (bias is not None and bias.dim() > 1):
             return F.linear(input, weight, bias)
         self.deferrable.add(F.linear)
@@ -243,9 +248,10 @@ class Deferral:
 
         A layer without `weight_products` also owns the parameters of the modules in it, which it may multiply itself.
         """
-        if not (weight.requires_grad and torch.is_grad_enabled()):
-            return False
-        leaf = autograd.find_leaf(weight)
+        return weight.requires_grad and torch.is_grad_enabled() and self.owns_leaf(autograd.find_leaf(weight))
+
+    def owns_leaf(self, leaf: Tensor | None) -> bool:
+        """Whether `leaf` is one of these parameters."""
         if id(leaf) not in self._own and isinstance(leaf, nn.Parameter):  # FSDP replaces parameters
             self._own = {id(each) for each in self.layer.parameters(recurse=not self.is_declared)}
         return id(leaf) in self._own
@@ -255,12 +261,28 @@ class Deferral:
 
         A layer in whose first step no product was found is left alone from now on.
         """
-        if self._has_run and self.is_caught and not (self.is_declared or self.deferrable):
-            self.products = {}
+        if self._has_run:
+            self.functions.settle()
+            if self.is_caught and not (self.is_declared or self.deferrable or self.functions.found):
+                self.products = {}
         if not self.products:
             return
         parameters = self.layer.parameters(recurse=self.is_caught and not self.is_declared)
         self.has_node_hooks = any(p.requires_grad and autograd.has_hooks_on_node(p) for p in parameters)
+
+    def is_due_now(self, pending: PendingGradient, node: Node) -> bool:
+        """Whether the weight gradient has to be computed now. Otherwise defer it, if this backward wants it."""
+        # It is due now if nothing records, the backward itself will be differentiated, hooks on the weight need the
+        # gradient, or x or dY would change before W. The gradient goes to `node`, the next in autograd's graph.
+        wanted = autograd.will_run(node)
+        if wanted is False:
+            return False
+        hooked = self.has_node_hooks or self.has_hooks_on_views
+        leaf = autograd.find_leaf(pending.weight)
+        hooked |= leaf is not None and autograd.has_hooks(leaf)
+        if wanted is None or hooked or self.stays_in_i or torch.is_grad_enabled():
+            return True
+        return not self.gradients.defer(pending, self.checks)
 
     def _find_target(self, x: Tensor, weight: Tensor) -> Target | None:
         """Target for the gradient of `weight` in W; None if it cannot be deferred."""
@@ -330,7 +352,8 @@ def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, A
         vars(deferral.layer).pop(name, None)
     deferral._has_run = True
     with _CatchProducts(deferral):
-        return deferral.original(*args, **kwargs)
+        output = deferral.original(*args, **kwargs)
+    return deferral.functions.watch(deferral, output, (args, kwargs))
 
 
 def _is_linears_own(function: object, layer: nn.Module) -> bool:
@@ -431,7 +454,7 @@ class _DeferredLinear(torch.autograd.Function):
         dx = _lay_out_like(x, linear_input_gradient(dy, weight).to(x.dtype)) if of_x else None
         x, dy = _detach(x, dy)
         pending = PendingGradient(ctx.deferral.layer, LINEAR, ctx.target, x, dy)
-        dw = LINEAR.of_weight(dy, x) if is_due_now(ctx.deferral, pending, ctx.next_functions[1][0]) else None
+        dw = LINEAR.of_weight(dy, x) if ctx.deferral.is_due_now(pending, ctx.next_functions[1][0]) else None
         db = rows(dy).sum(0, dtype=ctx.bias_dtype) if of_bias else None
         return dx, dw, db, None, None
 
@@ -456,7 +479,7 @@ class _DeferredProduct(torch.autograd.Function):
         pending = PendingGradient(
             ctx.deferral.layer, product, ctx.target, x, kept_dy, further, tuple(more), inner=inner
         )
-        dw = pending.gradient() if is_due_now(ctx.deferral, pending, ctx.next_functions[1][0]) else None
+        dw = pending.gradient() if ctx.deferral.is_due_now(pending, ctx.next_functions[1][0]) else None
         return None, dw, dy, None, None, None, *[None for _ in more]
 
 
@@ -474,18 +497,3 @@ def _lay_out_like(x: Tensor, dx: Tensor) -> Tensor:
 def _detach(*tensors: Tensor) -> list[Tensor]:
     """The tensors, detached: x would keep its graph alive until W, and others may hold dY."""
     return [each if torch.is_grad_enabled() else each.detach() for each in tensors]
-
-
-def is_due_now(deferral: Deferral, pending: PendingGradient, node: Node) -> bool:
-    """Whether the weight gradient has to be computed now. Otherwise defer it, if this backward computes it at all."""
-    # It is due now if nothing records, the backward itself will be differentiated, hooks on the weight need the
-    # gradient, or x or dY would change before W. The gradient goes to `node`, the next in autograd's graph.
-    wanted = autograd.will_run(node)
-    if wanted is False:
-        return False
-    hooked = deferral.has_node_hooks or deferral.has_hooks_on_views
-    place = pending.weight.leaf if isinstance(pending.weight, autograd.Part) else pending.weight
-    hooked |= isinstance(place, Tensor) and autograd.has_hooks(place)
-    if wanted is None or hooked or deferral.stays_in_i or torch.is_grad_enabled():
-        return True
-    return not deferral.gradients.defer(pending, deferral.checks)

@@ -123,7 +123,7 @@ class PendingGradient:
     """Fingerprints of `tensors`, for the first microbatches."""
     beside: Tensor | None = None
     """FSDP's sum instead of `.grad`, if the weight has no `.grad`."""
-    inner: int = 0
+    inner: float = 0
     """Multiplications per element of dY; 0 for as many as a row of x has elements."""
 
     @property
@@ -243,7 +243,7 @@ def _require_shape(gradient: object, shape: torch.Size, pending: PendingGradient
     )
 
 
-def count_flops(y: Tensor, x: Tensor, inner: int) -> float:
+def count_flops(y: Tensor, x: Tensor, inner: float) -> float:
     """FLOPs of a product with the result y, or of its weight gradient, for `PendingGradient.inner`."""
     return 2.0 * y.numel() * (inner or (x.shape[-1] if x.dim() else 1))
 
@@ -312,6 +312,11 @@ class WeightGradients:
         self.step = self._run = 0
         """Counters of steps, and of every F and I within a step."""
         self._last_cast: _Cast | None = None
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether layers defer their weight gradients."""
+        return self._recording is not None
 
     @contextmanager
     def record(self, on_trial: bool = False) -> Iterator[list[PendingGradient]]:
