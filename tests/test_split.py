@@ -143,7 +143,7 @@ class Batched(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.bmm(x, self.weight.double().transpose(1, 2).float())
-        # A weight that is more than a cast or a transpose stays in I, and so does a product of activations.
+        # A product of activations is none with a weight.
         return torch.bmm(y, 2 * self.scaled) + torch.bmm(torch.bmm(y, y.mT), y)
 
 
@@ -192,9 +192,9 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
     "a weight of two layers": (with_one_weight, rows, 2),
     "frozen bias": (lambda: frozen("bias"), rows, 1),
     "frozen weight": (lambda: frozen("weight"), rows, 0),
-    "no leaf": (parametrized, rows, 0),
+    "no leaf": (parametrized, rows, 1),
     "convolution": (lambda: nn.Conv1d(SEQUENCE, 4, 3), rows, 1),
-    "the user's own": (lambda: nn.Sequential(Batched(), nn.Linear(8, 8)), lambda: rows(3, WIDTH, WIDTH), 2),
+    "the user's own": (lambda: nn.Sequential(Batched(), nn.Linear(8, 8)), lambda: rows(3, WIDTH, WIDTH), 3),
 }
 
 

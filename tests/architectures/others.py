@@ -172,6 +172,5 @@ CASES = (
     Case("int8 weights", partial(quantised_training, "int8_weight_only_quantized_training"), tokens),
     Case("BitNet", partial(quantised_training, "bitnet_training"), tokens),
     Case("MXFP8", partial(quantised, mxfp8, vocab_size=64, num_key_value_heads=4), long_tokens),
-    # Its weights are made from more than a view of a parameter.
-    Case("QAT", partial(quantised, aware_of_quantisation), tokens, share=0.0),
+    Case("QAT", partial(quantised, aware_of_quantisation), tokens),
 )

@@ -304,11 +304,84 @@ def find_part(tensor: Tensor) -> Part | None:
     return Part(leaf, tensor.shape, tensor.stride(), int(tensor.storage_offset() - leaf.storage_offset()))
 
 
-def find_leaf(tensor: Tensor | GradientEdge | Part) -> Tensor | None:
+class Made(NamedTuple):
+    """A weight computed from parameters alone, such as a normalised, a quantised or an indexed one."""
+
+    edge: GradientEdge
+    """Where autograd takes the gradient of the weight. It keeps the graph of the computation alive."""
+    leaves: tuple[Tensor, ...]
+    """The parameters, the largest first."""
+
+    def of_leaves(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the parameters, for one of the weight."""
+        differentiable = torch.is_grad_enabled()
+        if any(map(has_hooks, self.leaves)):  # since the forward: they must run once
+            torch.autograd.backward([self.edge], [gradient], retain_graph=True, create_graph=differentiable)
+            return tuple(None for _ in self.leaves)
+        return torch.autograd.grad(
+            [self.edge], self.leaves, [gradient], retain_graph=True, create_graph=differentiable, allow_unused=True
+        )
+
+
+_MOST_MAKING = 64
+"""Limit of nodes that make a weight. Activations usually show by then that they depend on other parameters."""
+_NOT_MAKING = ("CompiledFunction", "Embedding")
+_CHOICES = {"GatherBackward0", "IndexBackward0", "IndexSelectBackward0"}
+_MATRIX = 2
+_KEEP_NO_WEIGHTS = {
+    "CatBackward0",
+    "CloneBackward0",
+    "ExpandBackward0",
+    "GatherBackward0",
+    "IndexBackward0",
+    "IndexSelectBackward0",
+    "SelectBackward0",
+    "SliceBackward0",
+    "SplitBackward0",
+    "SqueezeBackward1",
+    "StackBackward0",
+    "UnbindBackward0",
+}
+"""Nodes that keep no weight for their backward. FSDP may have freed its memory by W."""
+
+
+def find_making(tensor: Tensor, owns: Callable[[Tensor], bool], may_keep_weights: bool) -> Made | None:
+    """How the tensor is made, if from parameters alone that `owns` accepts, and if its graph can last until W."""
+    if find_saving_hooks() is not None:  # a checkpoint would repeat its forward in W
+        return None
+    seen, waiting, leaves = set[Node](), [tensor.grad_fn], dict[int, Tensor]()
+    chooses_rows = False
+    while waiting:
+        node = cast(Any, waiting.pop())
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [each for each, _ in node.next_functions]
+        leaf, name = getattr(node, "variable", None), node.name()
+        if leaf is not None:
+            if not owns(leaf) or has_hooks(leaf):
+                return None
+            leaves[id(leaf)] = leaf
+        elif (
+            len(seen) > _MOST_MAKING
+            or hasattr(node, "deferral")
+            or any(word in name for word in _NOT_MAKING)
+            or (not may_keep_weights and name not in _KEEP_NO_WEIGHTS | PASS_ON)
+        ):
+            return None
+        chooses_rows |= name in _CHOICES
+    if not leaves or (chooses_rows and all(leaf.dim() <= _MATRIX for leaf in leaves.values())):  # a lookup
+        return None
+    return Made(get_gradient_edge(tensor), tuple(sorted(leaves.values(), key=lambda leaf: -leaf.numel())))
+
+
+def find_leaf(tensor: Tensor | GradientEdge | Part | Made) -> Tensor | None:
     """The leaf of which `tensor` is a cast, a transpose, a view or a local part; None if it is anything else."""
     # For an edge, the leaf that receives a gradient passed to the edge.
     if isinstance(tensor, Part):
         return tensor.leaf
+    if isinstance(tensor, Made):
+        return tensor.leaves[0]
     if isinstance(tensor, Tensor) and tensor.is_leaf:
         return tensor
     leaf = _find_passed(tensor)
@@ -366,12 +439,14 @@ def find_edge(tensor: Tensor) -> GradientEdge | None:
     return None if leaf is None or has_hooks(leaf) else get_gradient_edge(tensor)
 
 
-def find_shape(weight: Tensor | GradientEdge | Part) -> torch.Size:
+def find_shape(weight: Tensor | GradientEdge | Part | Made) -> torch.Size:
     """The shape of gradients for a weight, for a part of one, or for the edge of a weight."""
     if isinstance(weight, Tensor):
         return weight.shape
     if isinstance(weight, Part):
         return weight.size
+    if isinstance(weight, Made):
+        weight = weight.edge
     return torch.Size(cast(Any, weight.node)._input_metadata[weight.output_nr].shape)
 
 

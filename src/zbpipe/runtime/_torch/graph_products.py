@@ -74,9 +74,14 @@ class _Weight(NamedTuple):
 
 def find_products(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> list[GraphProduct]:
     """All products with weights on the paths from `inputs`, or from the leaves, to `outputs`."""
+    return find_products_behind(find_nodes(outputs), find_nodes(inputs))
+
+
+def find_products_behind(nodes: Sequence[Node], inputs: Iterable[Node] = ()) -> list[GraphProduct]:
+    """All products with weights in the graphs of these nodes."""
     found: list[GraphProduct] = []
-    known: dict[Node, _Weight | None] = dict.fromkeys(find_nodes(inputs))
-    for node in sort_nodes(find_nodes(outputs), known):
+    known: dict[Node, _Weight | None] = dict.fromkeys(inputs)
+    for node in sort_nodes(list(nodes), known):
         edges = [(known.get(each) if each else None, each, place) for each, place in node.next_functions]
         known[node] = _visit(node, edges, found)
     return found

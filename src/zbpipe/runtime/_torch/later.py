@@ -14,7 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
@@ -326,9 +326,30 @@ def _is_ours(node: Any) -> bool:
     return "apply" in vars(node) or hasattr(node, "deferral") or _COMPILED in node.name()
 
 
-def list_leaves(node: Node) -> list[Tensor | None]:
-    """For each gradient that the node returns: the leaf of which the input was a cast, a transpose or a view."""
-    return [autograd.find_leaf_behind(each) for each, _ in node.next_functions]
+class Weight(NamedTuple):
+    """An input of a Function that was a leaf, or a cast, a transpose or a view of one."""
+
+    place: int
+    """Its place among all inputs, and among the gradients that the backward returns."""
+    number: int
+    """Its place among the tensors."""
+    leaf: Tensor
+    edge: GradientEdge
+
+
+def list_weights(node: Any, owns: Callable[[Tensor], bool]) -> list[Weight]:
+    """The inputs of a Function that belong to leaves that `owns` accepts."""
+    # A node has an edge for every tensor, which leads nowhere for one without a gradient.
+    edges = [(number, each) for number, each in enumerate(node.next_functions) if each[0] is not None]
+    places = [place for place, is_needed in enumerate(node.needs_input_grad) if is_needed]
+    if len(places) != len(edges):
+        return []
+    found = []
+    for place, (number, edge) in zip(places, edges, strict=True):
+        leaf = autograd.find_leaf_behind(edge[0])
+        if leaf is not None and owns(leaf):
+            found.append(Weight(place, number, leaf, GradientEdge(*edge)))
+    return found
 
 
 def replace_backward(node: Any, run: Any) -> None:
@@ -338,7 +359,7 @@ def replace_backward(node: Any, run: Any) -> None:
     def apply(*gradients: Any) -> Any:
         return run(here(), gradients)
 
-    node.deferral, node.weight_places = run.deferral, run.places  # for `graph_products`
+    node.deferral, node.weight_places = run.deferral, tuple(each.number for each in run.weights)  # for `graph_products`
     node.apply = apply
 
 

@@ -6,7 +6,7 @@ kernels on the same operands, so that the gradients are bit-identical.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -38,13 +38,12 @@ class Functions:
         if not self.may_be_called:
             return output
         for node in later.list_functions(autograd.tree_leaves(output), autograd.tree_leaves(inputs)):
-            leaves = later.list_leaves(node)
-            places = tuple(n for n, leaf in enumerate(leaves) if leaf is not None and deferral.owns_leaf(leaf))
-            if places and self._numbers.get(type(node)) != frozenset():
+            weights = later.list_weights(node, deferral.owns_leaf)
+            if weights and self._numbers.get(type(node)) != frozenset():
                 self.found.add(type(node))
-                later.replace_backward(node, _Backward(self, deferral, places))
-                for place in places:
-                    autograd.let_pass_nothing(node.next_functions[place][0])
+                later.replace_backward(node, _Backward(self, deferral, weights))
+                for each in weights:
+                    autograd.let_pass_nothing(each.edge.node)
         return output
 
     def settle(self) -> None:
@@ -68,11 +67,10 @@ class Functions:
 class _Backward:
     """Runs the backward of one node."""
 
-    def __init__(self, functions: Functions, deferral: Deferral, places: tuple[int, ...]) -> None:
+    def __init__(self, functions: Functions, deferral: Deferral, weights: Sequence[later.Weight]) -> None:
         self._functions = functions
         self.deferral = deferral
-        self.places = places
-        """Places of the weights among the inputs."""
+        self.weights = weights
 
     def __call__(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
         numbers = self._functions.find_numbers(type(node))
@@ -89,33 +87,30 @@ class _Backward:
         except Exception:  # of any kind: it may read a tensor in a way that no `Later` allows
             self._functions.learn(type(node), frozenset())
             return later.run_own_backward(node, gradients, context)
-        return tuple(self._defer(node, place, each, numbers) for place, each in enumerate(returned))
+        kept = list(returned)
+        for weight in self.weights:
+            gradient = returned[weight.place]
+            if isinstance(gradient, later.Later) and self._defer(gradient, weight, numbers):
+                kept[weight.place] = None
+        return tuple(each.now() if isinstance(each, later.Later) else each for each in kept)
 
     def _learn(self, node: Node, returned: Sequence[Any]) -> frozenset[int]:
-        numbers = [_try_out(each, self._weights(node)) for each in self._list_candidates(returned)]
+        gradients = [returned[each.place] for each in self.weights]
+        leaves = [each.leaf for each in self.weights]
+        numbers = [_try_out(each, leaves) for each in gradients if isinstance(each, later.Later)]
         found = frozenset[int]().union(*numbers)
         self._functions.learn(type(node), found)
         return found
 
-    def _list_candidates(self, returned: Sequence[Any]) -> Iterator[later.Later]:
-        return (returned[n] for n in self.places if isinstance(returned[n], later.Later))
-
-    def _weights(self, node: Node) -> list[Tensor]:
-        leaves = later.list_leaves(node)
-        return [leaf for leaf in (leaves[n] for n in self.places) if leaf is not None]
-
-    def _defer(self, node: Node, place: int, gradient: Any, numbers: frozenset[int]) -> Any:
-        """What autograd gets for one input: None for a weight gradient that waits."""
-        if not isinstance(gradient, later.Later):
-            return gradient
-        after, number = node.next_functions[place]
-        if after is not None and place in self.places and not gradient.is_read:
-            recipe = later.Recipe(gradient)
-            if recipe.numbers <= numbers:
-                pending = _make_pending(self.deferral, recipe, GradientEdge(after, number))
-                if pending is not None and not self.deferral.is_due_now(pending, after):
-                    return None
-        return gradient.now()
+    def _defer(self, gradient: later.Later, weight: later.Weight, numbers: frozenset[int]) -> bool:
+        """Whether W computes the gradient, or nobody."""
+        if gradient.is_read:
+            return False
+        recipe = later.Recipe(gradient)
+        if not recipe.numbers <= numbers:
+            return False
+        pending = _make_pending(self.deferral, recipe, weight.edge)
+        return pending is not None and not self.deferral.is_due_now(pending, weight.edge.node)
 
 
 def _try_out(gradient: later.Later, weights: Sequence[Tensor]) -> frozenset[int]:

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from zbpipe.runtime._torch import autograd, compiler
+from zbpipe.runtime._torch import autograd, compiler, fsdp
 from zbpipe.runtime.attributes import declares
 from zbpipe.runtime.split.contents import Checks
 from zbpipe.runtime.split.functions import Functions
@@ -59,6 +59,7 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
     """
     autograd.register_types()
     compiled = find_compiled(module)
+    is_sharded = any(map(fsdp.is_fsdp, module.modules()))
     for layer in module.modules():
         if compiler.is_optimized(layer):
             continue
@@ -67,7 +68,7 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
             deferral_of(layer).gradients = gradients
             deferral_of(layer).products = products
         elif products:
-            vars(layer)[_ATTRIBUTE] = Deferral(layer, products, gradients)
+            vars(layer)[_ATTRIBUTE] = Deferral(layer, products, gradients, is_sharded)
             _replace_forward(layer)
 
 
@@ -86,8 +87,9 @@ def catch_around(module: nn.Module, parameters: Iterable[str], gradients: Weight
         if not declares(modules.get(name.rpartition(".")[0], module), "weight_products"):
             around[path] = modules[path]
     found = [each for each in around.values() if _ATTRIBUTE not in vars(each) and id(each) not in compiled]
+    is_sharded = any(map(fsdp.is_fsdp, modules.values()))
     for layer in found:
-        vars(layer)[_ATTRIBUTE] = Deferral(layer, PRODUCTS, gradients)
+        vars(layer)[_ATTRIBUTE] = Deferral(layer, PRODUCTS, gradients, is_sharded)
         _replace_forward(layer)
     return bool(found)
 
@@ -152,9 +154,15 @@ class Deferral:
     """Deferral of one layer's weight gradients."""
 
     def __init__(
-        self, layer: nn.Module, products: Mapping[Callable[..., Any], Reader], gradients: WeightGradients
+        self,
+        layer: nn.Module,
+        products: Mapping[Callable[..., Any], Reader],
+        gradients: WeightGradients,
+        is_sharded: bool = False,
     ) -> None:
         self.layer = layer
+        self.is_sharded = is_sharded
+        """Whether FSDP may free the layer's parameters between I and W."""
         self.products = products
         self.gradients = gradients
         self.original = layer.forward
@@ -172,6 +180,9 @@ class Deferral:
         """Whether hooks on autograd's own node of a weight wait for its gradient."""
         self.has_hooks_on_views = False
         """Whether a tensor made from a weight has hooks, which expect its gradient in an ordinary backward."""
+        self.may_make_weights = True
+        """Whether the layer may multiply with a weight that it makes from parameters. Known after its first step."""
+        self.makes_weights = False
         self._own: set[int] = set()
         """Ids of the layer's parameters."""
         self._has_run = False
@@ -190,6 +201,8 @@ class Deferral:
         if target is None and type(weight) not in PLAIN and self.functions.may_be_called and self.owns(weight):
             self._has_run = True
             return self.functions.watch(self, F.linear(input, weight, bias), input)
+        if target is None and (made := self._find_making(input, weight)) is not None:
+            return self._multiply(F.linear, (input, weight, bias), {}, Factors(input, weight, LINEAR), made)  # type: ignore[no-any-return]
         if target is None or weight.dim() != 2 or (bias is not None and bias.dim() > 1):
             return F.linear(input, weight, bias)
         self.deferrable.add(F.linear)
@@ -213,6 +226,8 @@ class Deferral:
                     break
                 if target is not None and not any(each.requires_grad for each in factors.more):
                     return self._multiply(function, args, kwargs, factors, target)
+            elif (made := self._find_making(factors.x, factors.weight)) is not None and not factors.more:
+                return self._multiply(function, args, kwargs, factors, made)
         return function(*args, **kwargs)
 
     def _multiply(
@@ -233,6 +248,9 @@ class Deferral:
             return function(*args, **kwargs)
         self.deferrable.add(function)
         rule = factors.product, factors.further, factors.inner
+        if isinstance(target, autograd.Made):
+            weight, *others = target.leaves
+            return _DeferredProduct.apply(x, weight, y, rule, self, target, *others)
         y = _DeferredProduct.apply(x, weight, y, rule, self, target, *factors.more)
         # Not under autocast, where the dtypes differ.
         if self.seen is not None and y.dtype == x.dtype and (own := self._find_name(weight)):
@@ -263,6 +281,7 @@ class Deferral:
         """
         if self._has_run:
             self.functions.settle()
+            self.may_make_weights = self.makes_weights
             if self.is_caught and not (self.is_declared or self.deferrable or self.functions.found):
                 self.products = {}
         if not self.products:
@@ -270,17 +289,21 @@ class Deferral:
         parameters = self.layer.parameters(recurse=self.is_caught and not self.is_declared)
         self.has_node_hooks = any(p.requires_grad and autograd.has_hooks_on_node(p) for p in parameters)
 
-    def is_due_now(self, pending: PendingGradient, node: Node) -> bool:
+    def is_due_now(self, pending: PendingGradient, *nodes: Node) -> bool:
         """Whether the weight gradient has to be computed now. Otherwise defer it, if this backward wants it."""
         # It is due now if nothing records, the backward itself will be differentiated, hooks on the weight need the
-        # gradient, or x or dY would change before W. The gradient goes to `node`, the next in autograd's graph.
-        wanted = autograd.will_run(node)
-        if wanted is False:
+        # gradient, or x or dY would change before W. The gradient goes to `nodes`, the next in autograd's graph.
+        answers = {autograd.will_run(node) for node in nodes}
+        if answers == {False}:
             return False
+        wanted = None not in answers
         hooked = self.has_node_hooks or self.has_hooks_on_views
-        leaf = autograd.find_leaf(pending.weight)
-        hooked |= leaf is not None and autograd.has_hooks(leaf)
-        if wanted is None or hooked or self.stays_in_i or torch.is_grad_enabled():
+        made = pending.weight if isinstance(pending.weight, autograd.Made) else None
+        if made is not None and autograd.will_run(made.edge.node):  # this backward frees what W needs
+            return True
+        for leaf in (autograd.find_leaf(pending.weight),) if made is None else made.leaves:
+            hooked |= leaf is not None and autograd.has_hooks(leaf)
+        if not wanted or hooked or self.stays_in_i or torch.is_grad_enabled():
             return True
         return not self.gradients.defer(pending, self.checks)
 
@@ -294,6 +317,25 @@ class Deferral:
             return weight if weight.is_leaf else autograd.find_edge(weight) or autograd.find_part(weight)
         are_sharded = isinstance(x, DTensor) and isinstance(weight, DTensor)
         return autograd.find_edge(weight) if are_sharded else None
+
+    def is_made(self, weight: Tensor) -> bool:
+        """Whether `weight` is made from the layer's parameters alone."""
+        return autograd.find_making(weight, self.owns_leaf, may_keep_weights=True) is not None
+
+    def _find_making(self, x: Tensor, weight: Tensor) -> autograd.Made | None:
+        """How `weight` is made from the layer's parameters; None if its gradient cannot be deferred."""
+        if weight.is_leaf or not (self.may_make_weights and weight.requires_grad and self.products):
+            return None
+        if not torch.is_grad_enabled() or type(x) not in PLAIN or type(weight) not in PLAIN or self.owns(weight):
+            return None
+        if autograd.is_transformed() or not (x.layout is weight.layout is torch.strided) or x.is_nested:
+            return None
+        made = autograd.find_making(weight, self.owns_leaf, not self.is_sharded)
+        # An x that is also made from parameters alone makes a larger weight.
+        if made is None or (x.requires_grad and self.is_made(x)):
+            return None
+        self.makes_weights = True
+        return made
 
     def _find_name(self, weight: Tensor) -> tuple[str, tuple[int, ...]] | None:
         """Name of the plain parameter of which `weight` is a cast or a transpose, and the order of its dimensions."""
@@ -389,7 +431,8 @@ class _CatchProducts(TorchFunctionMode):
             with self, autograd.without_torch_functions():
                 return func(*args, **(kwargs or {}))
         if func is Tensor.register_hook and not args[0].is_leaf:
-            self.deferral.has_hooks_on_views |= self.deferral.owns(args[0])
+            owns = self.deferral.owns(args[0]) or self.deferral.is_made(args[0])
+            self.deferral.has_hooks_on_views |= owns
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _may_defer(self) -> bool:
@@ -467,7 +510,8 @@ class _DeferredProduct(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, y: Tensor, rule: _Rule, deferral: Deferral, target: Target, *more: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(x, *more)
+        # For a weight made from parameters, `weight` is the largest of these, and `more` are the others.
+        ctx.save_for_backward(x, *(() if isinstance(target, autograd.Made) else more))
         ctx.rule, ctx.deferral, ctx.target = rule, deferral, target
         ctx.flops = count_flops(y, x, rule[-1])
         return y.detach()
@@ -479,6 +523,12 @@ class _DeferredProduct(torch.autograd.Function):
         pending = PendingGradient(
             ctx.deferral.layer, product, ctx.target, x, kept_dy, further, tuple(more), inner=inner
         )
+        if isinstance(ctx.target, autograd.Made):
+            nodes = [ctx.next_functions[1][0], *(node for node, _ in ctx.next_functions[3:])]  # after y
+            of_leaves: Sequence[Tensor | None] = [None for _ in ctx.target.leaves]
+            if ctx.deferral.is_due_now(pending, *nodes):
+                of_leaves = ctx.target.of_leaves(pending.gradient())
+            return None, of_leaves[0], dy, None, None, None, *of_leaves[1:]
         dw = pending.gradient() if ctx.deferral.is_due_now(pending, ctx.next_functions[1][0]) else None
         return None, dw, dy, None, None, None, *[None for _ in more]
 

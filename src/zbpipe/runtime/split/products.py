@@ -157,6 +157,8 @@ class PendingGradient:
         """Add the weight's gradient to `.grad`, in the dtype in which autograd would accumulate it."""
         if isinstance(self.weight, GradientEdge):
             torch.autograd.backward([self.weight], [self.gradient()])
+        elif isinstance(self.weight, autograd.Made):
+            torch.autograd.backward([self.weight.edge], [self.gradient()], retain_graph=True)  # of other uses of it
         elif isinstance(self.weight, autograd.Part):
             self._accumulate_part(self.weight)
         else:
@@ -194,9 +196,9 @@ class PendingGradient:
         return _add_product(weight, grad, *self.product.as_matrices(self.dy, self.x))
 
 
-Target = Tensor | GradientEdge | autograd.Part
+Target = Tensor | GradientEdge | autograd.Part | autograd.Made
 """Place of a weight gradient: a leaf itself, a part of a leaf, or the edge at which autograd takes the gradient of
-another tensor made from it."""
+another tensor made from it or from several."""
 
 Changes = list[tuple[PendingGradient, str]]
 """Deferred gradients with changed tensors, and the names of these."""

@@ -102,6 +102,10 @@ class WeightWork:
         for gradient in pending:
             stays = deferral_of(gradient.layer).stays_in_i
             self._count(id(autograd.find_leaf(gradient.weight)), gradient.flops, _CHANGED if stays else "")
+        making = [each.weight.edge.node for each in pending if isinstance(each.weight, autograd.Made)]
+        for product in graph_products.find_products_behind(list(dict.fromkeys(making))):
+            for leaf in product.leaves:
+                self._count(id(leaf), product.flops / len(product.leaves))
         own: defaultdict[int, list[graph_products.GraphProduct]] = defaultdict(list)
         for product in _replace_regions(module, products):
             if isinstance(product.deferral, Deferral):
