@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
@@ -84,6 +85,11 @@ def normalised(s: Any, x: Tensor) -> Tensor:
     return torch.tanh(x @ weight) @ weight.T
 
 
+def standardised(s: Any, x: Tensor) -> Tensor:
+    """A kernel of more dimensions than its parameter has."""
+    return F.conv1d(x, (s.w - s.w.mean(0)).view(4, 4, 3), s.b[:4], padding=1)
+
+
 def penalised(s: Any, x: Tensor) -> Tensor:
     """The backward of the penalty frees the graph that makes the weight."""
     weight = F.normalize(s.w, dim=1)
@@ -153,7 +159,7 @@ CASES = {
     "normalised": Case(lambda s, x: x @ F.normalize(s.w, dim=1), SQUARE, in_checkpoint=0),
     "normalised, used twice": Case(normalised, SQUARE, 2, in_checkpoint=0),
     "normalised, with a penalty": Case(penalised, SQUARE, 0),
-    "standardised": Case(lambda s, x: F.conv1d(x, s.w - s.w.mean(0), padding=1), (4, 4, 3), in_checkpoint=0),
+    "standardised": Case(standardised, (4 * 4, 3), in_checkpoint=0),
     "made from x": Case(lambda s, x: x @ (s.w * x.mean()), SQUARE, 0),
     "hook on a made weight": Case(hooked_normalised, SQUARE, 0),
     "detached": Case(lambda s, x: x @ s.w.detach().requires_grad_()[0] + x @ s.w[1], (2, *SQUARE)),
@@ -221,6 +227,30 @@ def test_under_autocast(name: str) -> None:
         pending.pop().accumulate()
     torch.testing.assert_close(found, train(plain, x, run), rtol=0, atol=0)
     torch.testing.assert_close(layer.w.grad, plain.w.grad, rtol=0.02, atol=0.02)
+
+
+class Kernels(TorchDispatchMode):
+    """The backwards of convolutions, and the gradients that they compute: of x, the weight and the bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed: list[list[bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.convolution_backward.default:
+            self.computed.append(args[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_i_computes_no_weight_gradient_for_the_bias_of_a_convolution() -> None:
+    """oneDNN computes both at once."""
+    layer, gradients = nn.Conv1d(4, WIDTH, 3), WeightGradients()
+    defer_weights(layer, gradients)
+    with Kernels() as in_i, gradients.record() as pending:
+        train(layer, torch.randn(2, 4, 8), RUNS["plain"])
+    with Kernels() as in_w:
+        pending.pop().accumulate()
+    assert (in_i.computed, in_w.computed) == ([[True, False, False]], [[False, True, False]])
 
 
 def test_packed_projections_of_multihead_attention_wait() -> None:

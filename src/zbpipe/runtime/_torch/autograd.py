@@ -357,22 +357,25 @@ def find_making(tensor: Tensor, owns: Callable[[Tensor], bool], may_keep_weights
             continue
         seen.add(node)
         waiting += [each for each, _ in node.next_functions]
-        leaf, name = getattr(node, "variable", None), node.name()
+        leaf = getattr(node, "variable", None)
         if leaf is not None:
             if not owns(leaf) or has_hooks(leaf):
                 return None
             leaves[id(leaf)] = leaf
-        elif (
-            len(seen) > _MOST_MAKING
-            or hasattr(node, "deferral")
-            or any(word in name for word in _NOT_MAKING)
-            or (not may_keep_weights and name not in _KEEP_NO_WEIGHTS | PASS_ON)
-        ):
+        elif len(seen) > _MOST_MAKING or not _may_make(node, may_keep_weights):
             return None
-        chooses_rows |= name in _CHOICES
+        chooses_rows |= node.name() in _CHOICES
     if not leaves or (chooses_rows and all(leaf.dim() <= _MATRIX for leaf in leaves.values())):  # a lookup
         return None
     return Made(get_gradient_edge(tensor), tuple(sorted(leaves.values(), key=lambda leaf: -leaf.numel())))
+
+
+def _may_make(node: Any, may_keep_weights: bool) -> bool:
+    """Whether the node may belong to the computation of a weight, whose graph lasts until W."""
+    name = node.name()
+    if hasattr(node, "deferral") or any(word in name for word in _NOT_MAKING):
+        return False
+    return may_keep_weights or name in _KEEP_NO_WEIGHTS or name in PASS_ON
 
 
 def find_leaf(tensor: Tensor | GradientEdge | Part | Made) -> Tensor | None:

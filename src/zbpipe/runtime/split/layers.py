@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from types import FunctionType, MethodType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -240,6 +240,9 @@ class Deferral:
     ) -> Any:
         x, weight = factors.x, factors.weight
         known = {id(weight): weight.detach()}
+        bias = factors.bias if factors.bias is not None and factors.bias.requires_grad else None
+        if bias is not None:
+            known[id(bias)] = bias.detach()
         if factors.is_cast and autograd.any_autocast() and (dtype := _choose_dtype(x)) != x.dtype:
             known[id(x)] = x = _SharedCast.apply(x, dtype, self)
         # Autograd computes dX, with the weight as a constant, and the gradients of anything else.
@@ -247,11 +250,11 @@ class Deferral:
         if not isinstance(y, Tensor):
             return function(*args, **kwargs)
         self.deferrable.add(function)
-        rule = factors.product, factors.further, factors.inner
+        rule = _Rule(factors.product, factors.further, factors.inner, y.dim() - weight.dim() + 1)
         if isinstance(target, autograd.Made):
             weight, *others = target.leaves
-            return _DeferredProduct.apply(x, weight, y, rule, self, target, *others)
-        y = _DeferredProduct.apply(x, weight, y, rule, self, target, *factors.more)
+            return _DeferredProduct.apply(x, weight, y, bias, rule, self, target, *others)
+        y = _DeferredProduct.apply(x, weight, y, bias, rule, self, target, *factors.more)
         # Not under autocast, where the dtypes differ.
         if self.seen is not None and y.dtype == x.dtype and (own := self._find_name(weight)):
             self.seen.append(make_use(own, function, factors.product, (x, y), factors.further, factors.more))
@@ -448,8 +451,17 @@ def _read(reader: Reader, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequen
         return ()
 
 
-_Rule = tuple[WeightProduct, Further, int]
-"""How W gets the gradient: the product, its further arguments, and the multiplications per element of dY."""
+class _Rule(NamedTuple):
+    """How W and I get the gradients of a product."""
+
+    product: WeightProduct
+    further: Further
+    inner: int
+    """Multiplications per element of dY."""
+    channels: int
+    """The dimension of y along which a convolution adds its bias."""
+
+
 PLAIN = (Tensor, nn.Parameter)
 """Types of weights whose gradient is only a product of x and dY."""
 
@@ -508,29 +520,41 @@ class _DeferredProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, y: Tensor, rule: _Rule, deferral: Deferral, target: Target, *more: Tensor
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        y: Tensor,
+        bias: Tensor | None,
+        rule: _Rule,
+        deferral: Deferral,
+        target: Target,
+        *more: Tensor,
     ) -> Tensor:
         # For a weight made from parameters, `weight` is the largest of these, and `more` are the others.
         ctx.save_for_backward(x, *(() if isinstance(target, autograd.Made) else more))
         ctx.rule, ctx.deferral, ctx.target = rule, deferral, target
-        ctx.flops = count_flops(y, x, rule[-1])
+        ctx.flops = count_flops(y, x, rule.inner)
+        ctx.bias_dtype = None if bias is None else bias.dtype
         return y.detach()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        product, further, inner = ctx.rule
+        product, further, inner, channels = ctx.rule
         kept_dy, x, *more = _detach(dy, *ctx.saved_tensors)
         pending = PendingGradient(
             ctx.deferral.layer, product, ctx.target, x, kept_dy, further, tuple(more), inner=inner
         )
-        if isinstance(ctx.target, autograd.Made):
-            nodes = [ctx.next_functions[1][0], *(node for node, _ in ctx.next_functions[3:])]  # after y
-            of_leaves: Sequence[Tensor | None] = [None for _ in ctx.target.leaves]
-            if ctx.deferral.is_due_now(pending, *nodes):
-                of_leaves = ctx.target.of_leaves(pending.gradient())
-            return None, of_leaves[0], dy, None, None, None, *of_leaves[1:]
-        dw = pending.gradient() if ctx.deferral.is_due_now(pending, ctx.next_functions[1][0]) else None
-        return None, dw, dy, None, None, None, *[None for _ in more]
+        _, of_weight, _, *after = [node for node, _ in ctx.next_functions]
+        made = ctx.target if isinstance(ctx.target, autograd.Made) else None
+        others = after[len(after) - len(made.leaves) + 1 :] if made is not None else []
+        gradients: Sequence[Tensor | None] = [None for _ in (0, *(more if made is None else others))]
+        if ctx.deferral.is_due_now(pending, of_weight, *others):
+            dw = pending.gradient()
+            gradients = made.of_leaves(dw) if made is not None else [dw, *gradients[1:]]
+        db = None
+        if ctx.bias_dtype is not None:
+            db = dy.sum([each for each in range(dy.dim()) if each != channels], dtype=ctx.bias_dtype)
+        return None, gradients[0], dy, db, None, None, None, *gradients[1:]
 
 
 autograd.copy_type(_DeferredProduct, lambda x, weight, y, *_: y)
