@@ -325,6 +325,97 @@ def test_sharded_weights(one_rank: None, dtype: torch.dtype | None) -> None:
     assert check.report.shares[0] == 1
 
 
+class Doubling(torch.autograd.Function):
+    """A product by a kernel that no torch function mode sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, factor: float, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.factor = factor
+        return factor * x @ weight + bias
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        with torch._C.DisableTorchFunction():
+            dw = ctx.factor * x.flatten(0, 1).mT @ dy.flatten(0, 1) if ctx.needs_input_grad[1] else None
+            return ctx.factor * dy @ weight.mT, dw, None, dy.sum((0, 1))
+
+
+def of_doubling(dy: Tensor, x: Tensor, factor: float, bias: Tensor) -> Tensor:
+    return factor * x.flatten(0, 1).mT @ dy.flatten(0, 1)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_function_of_ones_own(declared: bool, run: str) -> None:
+    torch.manual_seed(0)
+    layer = Own(Case(lambda s, x: Doubling.apply(x, s.w, 2.0, s.b.detach()) + s.b, SQUARE)).double()
+    plain, gradients = copy.deepcopy(layer), WeightGradients()
+    if declared:
+        layer.weight_products = {Doubling.apply: of_doubling}  # type: ignore[assignment]
+    defer_weights(layer, gradients)
+    for step in range(2):
+        x = torch.randn(3, 4, WIDTH, dtype=torch.float64)
+        with gradients.record(on_trial=not step) as pending:
+            found = train(layer, x, RUNS[run])
+        assert len(pending) == declared
+        while step and pending:
+            pending.pop().accumulate()
+        torch.testing.assert_close(found, train(plain, x, RUNS[run]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layer.w.grad, plain.w.grad, rtol=1e-12, atol=1e-12)
+    assert "apply" not in vars(Doubling)
+
+
+class Writes(torch.autograd.Function):
+    """Its backward writes into an operand of the weight's product, or reads the result, or fails with a `Later`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, how: str) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.how = how
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        x, rows = x.flatten(0, 1).clone(), dy.flatten(0, 1)
+        dw = x.mT @ rows
+        if ctx.how == "writes":
+            x.data.zero_()
+        elif ctx.how == "reads":
+            dw = dw * (1 + float(dw.sum() > 1e9))
+        elif ctx.how == "by NumPy":
+            dw = torch.from_numpy(dw.numpy() * 2) / 2
+        elif ctx.how == "a kernel":
+            assert dw.data_ptr() != 0
+        elif ctx.how == "many steps":
+            dw = (dw.t() * 2).to(torch.float32).to(torch.float64).t().contiguous() / 2 + weight.square().sum()
+        elif ctx.how == "in place":
+            dw.mul_(1)
+        return dy @ weight.mT, dw, None
+
+
+HOW = {"": 1, "writes": 0, "reads": 0, "by NumPy": 0, "a kernel": 0, "many steps": 1, "in place": 0}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_a_backward_does_with_a_product_decides_whether_it_waits(how: str) -> None:
+    torch.manual_seed(0)
+    layer = Own(Case(lambda s, x: Writes.apply(x, s.w, how), SQUARE)).double()
+    plain, gradients = copy.deepcopy(layer), WeightGradients()
+    defer_weights(layer, gradients)
+    for step in range(3):
+        x = torch.randn(3, 4, WIDTH, dtype=torch.float64)
+        with gradients.record(on_trial=not step) as pending:
+            found = train(layer, x, RUNS["plain"])
+        assert len(pending) == HOW[how]
+        while step and pending:
+            pending.pop().accumulate()
+        torch.testing.assert_close(found, train(plain, x, RUNS["plain"]), rtol=0, atol=0)
+        torch.testing.assert_close(layer.w.grad, plain.w.grad, rtol=0, atol=0)
+
+
 class Around(nn.Module):
     """Multiplies with the weight of a child that it never calls."""
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, cast
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
@@ -121,6 +123,24 @@ def find_saving_hooks() -> object:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def is_apply(function: object) -> bool:
+    """Whether this is `apply` of an autograd Function."""
+    owner = getattr(function, "__self__", None)
+    return isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and function == owner.apply
+
+
+@contextmanager
+def catch_applies(applies: Iterable[Callable[..., Any]], catch: Callable[..., Any]) -> Iterator[None]:
+    """Context in which a call of one of these `apply` runs `catch(apply, types, args, kwargs)`: no mode sees it."""
+    with ExitStack() as stack:
+        for each in applies:
+            owner: Any = each.__self__  # type: ignore[attr-defined]
+            own = vars(owner).get("apply")
+            owner.apply = staticmethod(lambda *args, _apply=each, **options: catch(_apply, (), args, options))
+            stack.callback(partial(delattr, owner, "apply") if own is None else partial(setattr, owner, "apply", own))
+        yield
+
+
 any_autocast = torch._C._is_any_autocast_enabled
 
 
@@ -130,13 +150,13 @@ def without_torch_functions() -> AbstractContextManager[None]:
     return replaced(torch.nn.functional, has_torch_function=lambda tensors: False)
 
 
+_find_transform = torch._C._functorch.peek_interpreter_stack
+_is_tracing = torch._C._is_tracing
+
+
 def is_transformed() -> bool:
     """Whether `torch.func`, forward-mode AD or TorchScript's tracer is active."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._is_tracing()
-    )
+    return _find_transform() is not None or forward_ad._current_level >= 0 or _is_tracing()
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -385,23 +405,21 @@ def find_leaf(tensor: Tensor | GradientEdge | Part | Made) -> Tensor | None:
         return tensor.leaf
     if isinstance(tensor, Made):
         return tensor.leaves[0]
-    if isinstance(tensor, Tensor) and tensor.is_leaf:
+    if not isinstance(tensor, Tensor):
+        return find_leaf_behind(tensor.node)
+    if (node := tensor.grad_fn) is None:
         return tensor
-    leaf = _find_passed(tensor)
-    if leaf is None and isinstance(tensor, Tensor) and (part := find_part(tensor)) is not None:
+    leaf = find_leaf_behind(node)
+    if leaf is None and tensor._base is not None and (part := find_part(tensor)) is not None:
         return part.leaf
     return leaf
 
 
-def _find_passed(tensor: Tensor | GradientEdge) -> Tensor | None:
-    """The leaf to which autograd passes a gradient on without saved tensors."""
-    return find_leaf_behind(get_gradient_edge(tensor).node if isinstance(tensor, Tensor) else tensor.node)
-
-
 def find_leaf_behind(node: Node | None) -> Tensor | None:
     """The leaf to which `node` passes a gradient on without saved tensors."""
-    *_, last = _pass_nodes(node)
-    return cast(Tensor | None, getattr(last, "variable", None))
+    while node is not None and node.name() in PASS_ON:
+        node = node.next_functions[0][0]
+    return cast(Tensor | None, getattr(node, "variable", None))
 
 
 def _pass_nodes(node: Node | None) -> list[Node | None]:
@@ -438,8 +456,9 @@ def _sign(number: int) -> int:
 
 def find_edge(tensor: Tensor) -> GradientEdge | None:
     """The edge at which a later backward can pass a gradient of `tensor` to its leaf; None if the leaf has hooks."""
-    leaf = _find_passed(tensor)
-    return None if leaf is None or has_hooks(leaf) else get_gradient_edge(tensor)
+    edge = get_gradient_edge(tensor)
+    leaf = find_leaf_behind(edge.node)
+    return None if leaf is None or has_hooks(leaf) else edge
 
 
 def find_shape(weight: Tensor | GradientEdge | Part | Made) -> torch.Size:

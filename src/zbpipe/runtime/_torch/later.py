@@ -53,9 +53,12 @@ class Later(Tensor):
 
     def now(self) -> Tensor:
         """The tensor's value."""
-        self.is_read = True
-        if self.value is None:
-            self.value = self.call.function(*_read(self.call.args), **_read(self.call.kwargs))
+        if not self.is_read:
+            self.is_read = True
+            args, kwargs = _read((self.call.args, self.call.kwargs))
+            if self.value is None:
+                self.value = self.call.function(*args, **kwargs)
+        assert self.value is not None
         return self.value
 
     def data_ptr(self) -> int:  # for kernels that are not torch's
@@ -65,10 +68,10 @@ class Later(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func._schema.is_mutable:
             return func(*_read(args), **_read(kwargs or {}))
-        return _postpone(_Call(func, args, kwargs or {}), any_value(args))
+        return _postpone(_Call(func, args, kwargs or {}), _any_value(args))
 
 
-def any_value(args: Any) -> bool:
+def _any_value(args: Any) -> bool:
     """Whether a `Later` in `args` has its value already, as on trial."""
     return any(isinstance(each, Later) and each.value is not None for each in _pytree.tree_leaves(args))
 
@@ -207,6 +210,8 @@ class Recipe:
         self.tensors: list[Tensor] = []
         """All tensors that it reads, detached."""
         self.flops = 0.0
+        self.is_read = False
+        """Whether the backward has read it, or a result that it is made from."""
         self.numbers: set[int] = set()
         """Numbers of its products in their backward."""
         self._known: dict[int, Any] = {}
@@ -221,6 +226,7 @@ class Recipe:
     def _note_new(self, tensor: Any) -> Any:
         if isinstance(tensor, Later):
             call = tensor.call
+            self.is_read |= tensor.is_read
             args, kwargs = _pytree.tree_map_only(Tensor, self._note, (call.args, call.kwargs))
             if call.number >= 0:
                 self.numbers.add(call.number)

@@ -104,10 +104,8 @@ class _Backward:
 
     def _defer(self, gradient: later.Later, weight: later.Weight, numbers: frozenset[int]) -> bool:
         """Whether W computes the gradient, or nobody."""
-        if gradient.is_read:
-            return False
         recipe = later.Recipe(gradient)
-        if not recipe.numbers <= numbers:
+        if recipe.is_read or not recipe.numbers <= numbers:
             return False
         pending = _make_pending(self.deferral, recipe, weight.edge)
         return pending is not None and not self.deferral.is_due_now(pending, weight.edge.node)
@@ -118,7 +116,7 @@ def _try_out(gradient: later.Later, weights: Sequence[Tensor]) -> frozenset[int]
     # It cannot if the backward has written into an operand since, or if an operand is the memory of a weight, which
     # FSDP may free before W.
     recipe = later.Recipe(gradient)
-    if gradient.is_read or gradient.value is None or later.list_memory(weights) & later.list_memory(recipe.tensors):
+    if recipe.is_read or gradient.value is None or later.list_memory(weights) & later.list_memory(recipe.tensors):
         return frozenset()
     again = recipe.run(recipe.tensors)
     return frozenset(recipe.numbers) if autograd.same_content(again, gradient.value) else frozenset()

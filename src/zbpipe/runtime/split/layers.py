@@ -15,7 +15,7 @@ A compiled region allows no side effects. There x and dY leave as the gradients 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, cast
@@ -42,6 +42,7 @@ from zbpipe.runtime.split.products import (
     WeightProduct,
     count_flops,
     linear_input_gradient,
+    name_of,
     rows,
 )
 from zbpipe.runtime.split.slots import SlotHandle, Use, linear_in_slots, make_use
@@ -166,8 +167,12 @@ class Deferral:
         self.products = products
         self.gradients = gradients
         self.original = layer.forward
+        self.applies = tuple(filter(autograd.is_apply, products))
+        """`apply` of autograd Functions among `products`, which no torch function mode sees."""
         self.deferrable: set[Callable[..., Any]] = set()
         """Functions of `products` with deferrable calls so far."""
+        self.called: dict[str, None] = {}
+        """Names of the functions that a layer with products of its own has called with its weights."""
         self.is_caught = False
         """Whether a torch function mode catches the products in the layer's own forward."""
         self.is_declared = declares(layer, "weight_products")
@@ -256,9 +261,19 @@ class Deferral:
             return _DeferredProduct.apply(x, weight, y, bias, rule, self, target, *others)
         y = _DeferredProduct.apply(x, weight, y, bias, rule, self, target, *factors.more)
         # Not under autocast, where the dtypes differ.
-        if self.seen is not None and y.dtype == x.dtype and (own := self._find_name(weight)):
+        if (
+            self.seen is not None
+            and function not in self.applies
+            and y.dtype == x.dtype
+            and (own := self._find_name(weight))
+        ):
             self.seen.append(make_use(own, function, factors.product, (x, y), factors.further, factors.more))
         return y
+
+    def note_call(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Note the name of a function that is called with one of the layer's weights."""
+        if function not in self.deferrable and any(isinstance(each, Tensor) and self.owns(each) for each in args):
+            self.called[name_of(function)] = None
 
     def declares(self, function: Callable[..., Any]) -> bool:
         """Whether the layer itself declares this product."""
@@ -269,7 +284,9 @@ class Deferral:
 
         A layer without `weight_products` also owns the parameters of the modules in it, which it may multiply itself.
         """
-        return weight.requires_grad and torch.is_grad_enabled() and self.owns_leaf(autograd.find_leaf(weight))
+        if not (weight.requires_grad and torch.is_grad_enabled()):
+            return False
+        return id(weight) in self._own or self.owns_leaf(autograd.find_leaf(weight))
 
     def owns_leaf(self, leaf: Tensor | None) -> bool:
         """Whether `leaf` is one of these parameters."""
@@ -396,8 +413,12 @@ def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, A
     for name in deferral.permits:  # the stand-ins of a region that was given up
         vars(deferral.layer).pop(name, None)
     deferral._has_run = True
-    with _CatchProducts(deferral):
-        output = deferral.original(*args, **kwargs)
+    with _CatchProducts(deferral) as mode:
+        if deferral.applies:
+            with autograd.catch_applies(deferral.applies, mode.__torch_function__):
+                output = deferral.original(*args, **kwargs)
+        else:
+            output = deferral.original(*args, **kwargs)
     return deferral.functions.watch(deferral, output, (args, kwargs))
 
 
@@ -428,6 +449,8 @@ class _CatchProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.deferral.is_declared:
+            self.deferral.note_call(func, args)
         if func in self.products and self._may_defer():
             return self.deferral.multiply(func, args, kwargs or {})
         if func in COMPOSITES and self._may_defer():
@@ -443,12 +466,14 @@ class _CatchProducts(TorchFunctionMode):
         return not torch.compiler.is_compiling() and autograd.find_saving_hooks() == self.hooks
 
 
-def _read(reader: Reader, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Factors]:
+def _read(reader: Reader, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Factors]:
     """All ways to read a call as a product of two different tensors."""
     try:
-        return [each for each in reader(*args, **kwargs) if each.x is not each.weight]
+        for factors in reader(*args, **kwargs):
+            if factors.x is not factors.weight:
+                yield factors
     except (TypeError, ValueError, AttributeError):  # not a call that the reader knows
-        return ()
+        return
 
 
 class _Rule(NamedTuple):

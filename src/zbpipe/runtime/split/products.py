@@ -251,7 +251,8 @@ def count_flops(y: Tensor, x: Tensor, inner: float) -> float:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", repr(function))
+    name: str = getattr(function, "__name__", repr(function))
+    return f"{function.__self__.__name__}.{name}" if autograd.is_apply(function) else name  # type: ignore[attr-defined]
 
 
 def _add_product(weight: Tensor, grad: Tensor | None, one: Tensor, other: Tensor) -> bool:
