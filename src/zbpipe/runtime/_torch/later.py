@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
-from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_traceable
 
@@ -73,16 +72,36 @@ class Later(Tensor):
 
 def _any_value(args: Any) -> bool:
     """Whether a `Later` in `args` has its value already, as on trial."""
-    return any(isinstance(each, Later) and each.value is not None for each in _pytree.tree_leaves(args))
+    return any(isinstance(each, Later) and each.value is not None for each in _list_leaves(args))
 
 
 def _read(args: Any) -> Any:
-    return _pytree.tree_map_only(Later, Later.now, args)
+    return _map_leaves(args, lambda leaf: leaf.now() if isinstance(leaf, Later) else leaf)
 
 
 def _peek(args: Any) -> Any:
     """`args` with values in the place of `Later`, which do not count as read."""
-    return _pytree.tree_map_only(Later, lambda each: each.now() if each.value is None else each.value, args)
+    return _map_leaves(args, lambda leaf: _peek_at(leaf) if isinstance(leaf, Later) else leaf)
+
+
+def _peek_at(later: Later) -> Tensor:
+    return later.now() if later.value is None else later.value
+
+
+def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with every part changed that is not a plain tuple, list or dictionary. pytree is slow."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([_map_leaves(each, change) for each in value])
+    if kind is dict:
+        return {name: _map_leaves(each, change) for name, each in value.items()}
+    return change(value)
+
+
+def _list_leaves(value: Any) -> list[Any]:
+    found: list[Any] = []
+    _map_leaves(value, found.append)
+    return found
 
 
 def _postpone(call: _Call, at_once: bool) -> Any:
@@ -100,7 +119,7 @@ def _postpone(call: _Call, at_once: bool) -> Any:
 
 
 def _find_device(call: _Call) -> torch.device:
-    tensors = (each for each in _pytree.tree_leaves((call.args, call.kwargs)) if isinstance(each, Tensor))
+    tensors = (each for each in _list_leaves((call.args, call.kwargs)) if isinstance(each, Tensor))
     return next(tensors).device
 
 
@@ -133,7 +152,7 @@ def _identify(value: Any) -> Any:
 
 
 def _run_without_memory(call: _Call) -> Tensor | None:
-    args, kwargs = _pytree.tree_map_only(Tensor, _without_memory, (call.args, call.kwargs))
+    args, kwargs = _map_leaves((call.args, call.kwargs), _without_memory)
     try:
         with torch._C.DisableTorchFunction(), torch.no_grad(), _disable_current_modes():
             result = call.function(*args, **kwargs)
@@ -142,7 +161,9 @@ def _run_without_memory(call: _Call) -> Tensor | None:
     return result if type(result) is Tensor and result.device == _META else None
 
 
-def _without_memory(like: Tensor) -> Tensor:
+def _without_memory(like: Any) -> Any:
+    if not isinstance(like, Tensor):
+        return like
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=_META)
 
 
@@ -215,10 +236,12 @@ class Recipe:
         self.numbers: set[int] = set()
         """Numbers of its products in their backward."""
         self._known: dict[int, Any] = {}
-        self._steps: list[tuple[int, _Call]] = []
+        self._steps: list[_Call] = []
         self._result = self._note(later)
 
-    def _note(self, tensor: Tensor) -> Any:
+    def _note(self, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
         if id(tensor) not in self._known:
             self._known[id(tensor)] = self._note_new(tensor)
         return self._known[id(tensor)]
@@ -227,11 +250,11 @@ class Recipe:
         if isinstance(tensor, Later):
             call = tensor.call
             self.is_read |= tensor.is_read
-            args, kwargs = _pytree.tree_map_only(Tensor, self._note, (call.args, call.kwargs))
+            args, kwargs = _map_leaves((call.args, call.kwargs), self._note)
             if call.number >= 0:
                 self.numbers.add(call.number)
                 self.flops += _count_flops(call)
-            self._steps.append((len(self._steps), call._replace(args=args, kwargs=kwargs)))
+            self._steps.append(_Call(call.function, args, kwargs))
             return _Step(len(self._steps) - 1)
         if _is_wrapper(tensor):
             names, context = tensor.__tensor_flatten__()
@@ -260,8 +283,8 @@ class Recipe:
                 return leaf.kind.__tensor_unflatten__(inner, leaf.context, leaf.size, leaf.stride)
             return leaf
 
-        for _, call in self._steps:
-            args, kwargs = _pytree.tree_map(fill_in, (call.args, call.kwargs), is_leaf=_is_noted)
+        for call in self._steps:
+            args, kwargs = _map_leaves((call.args, call.kwargs), fill_in)
             results.append(call.function(*args, **kwargs))
         result: Tensor = fill_in(self._result)
         return result
@@ -273,12 +296,8 @@ class _Step(NamedTuple):
     number: int
 
 
-def _is_noted(each: Any) -> bool:
-    return isinstance(each, (_At, _Step, _Wrapper))
-
-
 def _count_flops(call: _Call) -> float:
-    factors = [each for each in _pytree.tree_leaves((call.args, call.kwargs)) if isinstance(each, Tensor)][:2]
+    factors = [each for each in _list_leaves((call.args, call.kwargs)) if isinstance(each, Tensor)][:2]
     if len(factors) < 2 or not factors[1].dim():
         return 0.0
     return 2.0 * factors[0].numel() * factors[1].shape[-1]

@@ -302,9 +302,9 @@ class Deferral:
         if self._has_run:
             self.functions.settle()
             self.may_make_weights = self.makes_weights
-            if self.is_caught and not (self.is_declared or self.deferrable or self.functions.found):
+            if self.is_caught and not (self.is_declared or self.deferrable):
                 self.products = {}
-        if not self.products:
+        if not (self.products or self.functions.found):
             return
         parameters = self.layer.parameters(recurse=self.is_caught and not self.is_declared)
         self.has_node_hooks = any(p.requires_grad and autograd.has_hooks_on_node(p) for p in parameters)
@@ -398,7 +398,8 @@ _linear_forward.__name__ = "forward"
 def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the layer's own forward, and catch the products inside."""
     deferral = deferral_of(layer)
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not deferral.products:
+    is_ordinary = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+    if is_ordinary or not (deferral.products or deferral.functions.found):
         # Checkpointing allows no torch function mode in a compiled region: see `WeightWithSlots`.
         return deferral.original(*args, **kwargs)
     return _catch_products(deferral, args, kwargs)
@@ -413,6 +414,9 @@ def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, A
     for name in deferral.permits:  # the stand-ins of a region that was given up
         vars(deferral.layer).pop(name, None)
     deferral._has_run = True
+    if not deferral.products:
+        output = deferral.original(*args, **kwargs)
+        return deferral.functions.watch(deferral, output, (args, kwargs))
     with _CatchProducts(deferral) as mode:
         if deferral.applies:
             with autograd.catch_applies(deferral.applies, mode.__torch_function__):
