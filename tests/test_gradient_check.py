@@ -157,7 +157,11 @@ def convolution() -> nn.Module:
     ("layer", "words"),
     [
         (lambda: Declared(torch.matmul), None),  # torch's bmm needs no declaration
-        (convolution, "weight_products of 0 (Conv1d) declares conv1d, but no call could be deferred"),
+        (
+            convolution,
+            "weight_products of 0 (Conv1d) declares conv1d, but no call could be deferred. With its weights the layer"
+            " called conv1d. Declare one",
+        ),
         (lambda: Declared(torch.bmm), None),
     ],
 )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
@@ -29,6 +30,8 @@ class Case(NamedTuple):
     deferred: int = 1
     """Products left to W."""
     x: tuple[int, ...] = (3, 4, WIDTH)
+    in_checkpoint: int | None = None
+    """Products left to W in a checkpoint, if there are fewer."""
 
 
 class Own(nn.Module):
@@ -77,6 +80,28 @@ def hooked_transpose(s: Any, x: Tensor) -> Tensor:
     return y
 
 
+def normalised(s: Any, x: Tensor) -> Tensor:
+    weight = F.normalize(s.w, dim=1)
+    return torch.tanh(x @ weight) @ weight.T
+
+
+def standardised(s: Any, x: Tensor) -> Tensor:
+    """A kernel of more dimensions than its parameter has."""
+    return F.conv1d(x, (s.w - s.w.mean(0)).view(4, 4, 3), s.b[:4], padding=1)
+
+
+def penalised(s: Any, x: Tensor) -> Tensor:
+    """The backward of the penalty frees the graph that makes the weight."""
+    weight = F.normalize(s.w, dim=1)
+    return x @ weight + weight.square().mean()
+
+
+def hooked_normalised(s: Any, x: Tensor) -> Tensor:
+    weight = F.normalize(s.w, dim=1)
+    weight.register_hook(lambda gradient: 3 * gradient)
+    return x @ weight
+
+
 def refuses_a_keyword(s: Any, x: Tensor) -> Tensor:
     """Results in tensors of the user's own."""
     y = x.new_empty(3 * 4, WIDTH)
@@ -95,7 +120,7 @@ CASES = {
     "batched @": Case(lambda s, x: (x.unsqueeze(1) @ s.w).sum(1), (2, *SQUARE)),
     "@ batched": Case(lambda s, x: (s.w @ x.unsqueeze(1).mT).sum(1).mT, (2, *SQUARE)),
     "bmm": Case(lambda s, x: torch.bmm(x, s.w), (3, *SQUARE)),
-    "bmm of an expanded weight": Case(lambda s, x: torch.bmm(x, s.w.expand(3, -1, -1)), SQUARE, 0),
+    "bmm of an expanded weight": Case(lambda s, x: torch.bmm(x, s.w.expand(3, -1, -1)), SQUARE, in_checkpoint=0),
     "baddbmm": Case(lambda s, x: torch.baddbmm(s.b, x, s.w), (3, *SQUARE)),
     "mm by keyword": Case(lambda s, x: torch.mm(x.flatten(0, 1), mat2=s.w).view_as(x), SQUARE),
     "addmm": Case(lambda s, x: torch.addmm(s.b, x.flatten(0, 1), s.w).view_as(x), SQUARE),
@@ -129,12 +154,18 @@ CASES = {
     "used twice": Case(lambda s, x: torch.tanh(x @ s.w) @ s.w.T, SQUARE, 2),
     "in place": Case(in_place, SQUARE),
     "written elsewhere": Case(refuses_a_keyword, SQUARE),
-    "weight of a weight": Case(lambda s, x: x @ (s.w @ s.w), SQUARE, 0),
-    "normalised": Case(lambda s, x: x @ F.normalize(s.w, dim=1), SQUARE, 0),
+    "weight of a weight": Case(lambda s, x: x @ (s.w @ s.w), SQUARE, in_checkpoint=0),
+    "weight of two": Case(lambda s, x: F.linear(x, s.w * s.b), SQUARE, in_checkpoint=0),
+    "normalised": Case(lambda s, x: x @ F.normalize(s.w, dim=1), SQUARE, in_checkpoint=0),
+    "normalised, used twice": Case(normalised, SQUARE, 2, in_checkpoint=0),
+    "normalised, with a penalty": Case(penalised, SQUARE, 0),
+    "standardised": Case(standardised, (4 * 4, 3), in_checkpoint=0),
+    "made from x": Case(lambda s, x: x @ (s.w * x.mean()), SQUARE, 0),
+    "hook on a made weight": Case(hooked_normalised, SQUARE, 0),
     "detached": Case(lambda s, x: x @ s.w.detach().requires_grad_()[0] + x @ s.w[1], (2, *SQUARE)),
     "hook on a part": Case(hooked, (2, *SQUARE), 0),
     "hook on a transpose": Case(hooked_transpose, SQUARE, 0),
-    "chosen by index": Case(lambda s, x: x @ s.w[torch.tensor([0, 1, 2])], (3, *SQUARE), 0),
+    "chosen by index": Case(lambda s, x: x @ s.w[torch.tensor([0, 1, 2])], (3, *SQUARE), in_checkpoint=0),
     "no product": Case(lambda s, x: (x * s.w).clamp(min=s.w.min()), (WIDTH, WIDTH), 0, x=(3, WIDTH, WIDTH)),
 }
 
@@ -166,7 +197,8 @@ def test_what_waits_gets_the_gradients_of_autograd(name: str, run: str) -> None:
         x = torch.randn(case.x, dtype=torch.float64)
         with gradients.record() as pending:
             found = train(layer, x, RUNS[run])
-        assert len(pending) == case.deferred
+        in_checkpoint = case.deferred if case.in_checkpoint is None else case.in_checkpoint
+        assert len(pending) == (in_checkpoint if run == "checkpointed" else case.deferred)
         while pending:
             pending.pop().accumulate()
         torch.testing.assert_close(found, train(plain, x, RUNS[run]), rtol=1e-12, atol=1e-12)
@@ -195,6 +227,30 @@ def test_under_autocast(name: str) -> None:
         pending.pop().accumulate()
     torch.testing.assert_close(found, train(plain, x, run), rtol=0, atol=0)
     torch.testing.assert_close(layer.w.grad, plain.w.grad, rtol=0.02, atol=0.02)
+
+
+class Kernels(TorchDispatchMode):
+    """The backwards of convolutions, and the gradients that they compute: of x, the weight and the bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.computed: list[list[bool]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.convolution_backward.default:
+            self.computed.append(args[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_i_computes_no_weight_gradient_for_the_bias_of_a_convolution() -> None:
+    """oneDNN computes both at once."""
+    layer, gradients = nn.Conv1d(4, WIDTH, 3), WeightGradients()
+    defer_weights(layer, gradients)
+    with Kernels() as in_i, gradients.record() as pending:
+        train(layer, torch.randn(2, 4, 8), RUNS["plain"])
+    with Kernels() as in_w:
+        pending.pop().accumulate()
+    assert (in_i.computed, in_w.computed) == ([[True, False, False]], [[False, True, False]])
 
 
 def test_packed_projections_of_multihead_attention_wait() -> None:
@@ -267,6 +323,97 @@ def test_sharded_weights(one_rank: None, dtype: torch.dtype | None) -> None:
         schedule.step(torch.randn(6, 4, WIDTH), target=torch.randn(6, 4, WIDTH))
     assert check.report is not None
     assert check.report.shares[0] == 1
+
+
+class Doubling(torch.autograd.Function):
+    """A product by a kernel that no torch function mode sees."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, factor: float, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.factor = factor
+        return factor * x @ weight + bias
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        with torch._C.DisableTorchFunction():
+            dw = ctx.factor * x.flatten(0, 1).mT @ dy.flatten(0, 1) if ctx.needs_input_grad[1] else None
+            return ctx.factor * dy @ weight.mT, dw, None, dy.sum((0, 1))
+
+
+def of_doubling(dy: Tensor, x: Tensor, factor: float, bias: Tensor) -> Tensor:
+    return factor * x.flatten(0, 1).mT @ dy.flatten(0, 1)
+
+
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_function_of_ones_own(declared: bool, run: str) -> None:
+    torch.manual_seed(0)
+    layer = Own(Case(lambda s, x: Doubling.apply(x, s.w, 2.0, s.b.detach()) + s.b, SQUARE)).double()
+    plain, gradients = copy.deepcopy(layer), WeightGradients()
+    if declared:
+        layer.weight_products = {Doubling.apply: of_doubling}  # type: ignore[assignment]
+    defer_weights(layer, gradients)
+    for step in range(2):
+        x = torch.randn(3, 4, WIDTH, dtype=torch.float64)
+        with gradients.record(on_trial=not step) as pending:
+            found = train(layer, x, RUNS[run])
+        assert len(pending) == declared
+        while step and pending:
+            pending.pop().accumulate()
+        torch.testing.assert_close(found, train(plain, x, RUNS[run]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(layer.w.grad, plain.w.grad, rtol=1e-12, atol=1e-12)
+    assert "apply" not in vars(Doubling)
+
+
+class Writes(torch.autograd.Function):
+    """Its backward writes into an operand of the weight's product, or reads the result, or fails with a `Later`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, how: str) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.how = how
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        x, rows = x.flatten(0, 1).clone(), dy.flatten(0, 1)
+        dw = x.mT @ rows
+        if ctx.how == "writes":
+            x.data.zero_()
+        elif ctx.how == "reads":
+            dw = dw * (1 + float(dw.sum() > 1e9))
+        elif ctx.how == "by NumPy":
+            dw = torch.from_numpy(dw.numpy() * 2) / 2
+        elif ctx.how == "a kernel":
+            assert dw.data_ptr() != 0
+        elif ctx.how == "many steps":
+            dw = (dw.t() * 2).to(torch.float32).to(torch.float64).t().contiguous() / 2 + weight.square().sum()
+        elif ctx.how == "in place":
+            dw.mul_(1)
+        return dy @ weight.mT, dw, None
+
+
+HOW = {"": 1, "writes": 0, "reads": 0, "by NumPy": 0, "a kernel": 0, "many steps": 1, "in place": 0}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_a_backward_does_with_a_product_decides_whether_it_waits(how: str) -> None:
+    torch.manual_seed(0)
+    layer = Own(Case(lambda s, x: Writes.apply(x, s.w, how), SQUARE)).double()
+    plain, gradients = copy.deepcopy(layer), WeightGradients()
+    defer_weights(layer, gradients)
+    for step in range(3):
+        x = torch.randn(3, 4, WIDTH, dtype=torch.float64)
+        with gradients.record(on_trial=not step) as pending:
+            found = train(layer, x, RUNS["plain"])
+        assert len(pending) == HOW[how]
+        while step and pending:
+            pending.pop().accumulate()
+        torch.testing.assert_close(found, train(plain, x, RUNS["plain"]), rtol=0, atol=0)
+        torch.testing.assert_close(layer.w.grad, plain.w.grad, rtol=0, atol=0)
 
 
 class Around(nn.Module):

@@ -76,7 +76,7 @@ def looked_up(s: Any, x: Tensor) -> Tensor:
 
 
 class Doubling(torch.autograd.Function):
-    """A product of somebody's own."""
+    """A product of somebody's own, by a kernel that no torch function mode sees."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -86,7 +86,22 @@ class Doubling(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
         x, weight = ctx.saved_tensors
-        return 2 * dy @ weight, 2 * dy.t() @ x if ctx.needs_input_grad[1] else None
+        with torch._C.DisableTorchFunction():
+            return 2 * dy @ weight, 2 * dy.t() @ x if ctx.needs_input_grad[1] else None
+
+
+class Tripling(torch.autograd.Function):
+    """A product of somebody's own, by a kernel of torch's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return 3 * x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        return 3 * dy @ weight, 3 * dy.t() @ x if ctx.needs_input_grad[1] else None
 
 
 def by_a_function(s: Any, x: Tensor) -> Tensor:
@@ -105,14 +120,29 @@ def own(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
     return lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Own(forward))
 
 
+class Checkpointed(nn.Module):
+    """A layer in a checkpoint that is opened around it."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner = Own(forward)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def own_in_checkpoint(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Checkpointed(forward))
+
+
 OF_THE_ZOO = {
     "plain": "",
     "a part of the weight": "",
     "a weight in two halves": "",
     "called by the parent": "",
-    "merged LoRA": "more than a view of a parameter (Mm, Add)",
-    "folded weights": "more than a view of a parameter (Mm)",
-    "weight norm": "more than a view of a parameter (WeightNormInterface)",
+    "merged LoRA": "",
+    "folded weights": "",
+    "weight norm": "",
     "convolution": "",
     "transposed convolution": "",
     "LSTM": "",
@@ -127,16 +157,19 @@ OF_PARTS = {
     "select": (select, ""),
     "unbind": (unbind, ""),
     "chosen by data": (chosen_by_data, ""),
-    "gathered": (gathered, "a part of a parameter (Index)"),
-    "a gain": (gained, "more than a view of a parameter (Mul)"),
+    "gathered": (gathered, ""),
+    "a gain": (gained, ""),
     "looked up": (looked_up, ""),
     "a Function": (by_a_function, "an autograd Function of its own, Doubling"),
+    "a Function with torch's products": (lambda s, x: Tripling.apply(x, s.v), ""),
     "reentrant": (reentrant, ""),
     "checkpointed": (checkpointed, ""),
 }
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     **{name: (partial(BY_NAME[name].build, 0), (1, 4, 8), reason) for name, reason in OF_THE_ZOO.items()},
     **{name: (own(forward), (TOKENS, WIDTH), reason) for name, (forward, reason) in OF_PARTS.items()},
+    "gathered in a checkpoint": (own_in_checkpoint(gathered), (TOKENS, WIDTH), "a part of a parameter (Index)"),
+    "a gain in a checkpoint": (own_in_checkpoint(gained), (TOKENS, WIDTH), "more than a view of a parameter (Mul)"),
 }
 """Models, the shape of their x, and one of the reasons why a weight gradient of theirs stays in I."""
 
@@ -202,11 +235,11 @@ def logged(module: nn.Module, x: Tensor, caplog: pytest.LogCaptureFixture) -> li
 
 
 def test_the_log_warns_if_little_waits(caplog: pytest.LogCaptureFixture) -> None:
-    ((level, words),) = logged(own(gathered)(), torch.randn(4 * TOKENS, WIDTH), caplog)
+    ((level, words),) = logged(own_in_checkpoint(gathered)(), torch.randn(4 * TOKENS, WIDTH), caplog)
     assert level == logging.WARNING
     assert words == (
-        "stage 0 computes these weight gradients in I, not in W: 1 (Own) w 33.3 % (its weight is a part of a parameter"
-        " (Index)). 66.7 % of its weight gradients' FLOPs are deferred to W"
+        "stage 0 computes these weight gradients in I, not in W: 1.inner (Own) w 33.3 % (its weight is a part of a"
+        " parameter (Index)). 66.7 % of its weight gradients' FLOPs are deferred to W"
     )
 
 

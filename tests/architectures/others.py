@@ -122,21 +122,32 @@ def float8(recipe: str = "tensorwise") -> nn.Module:
     return logits(convert_to_float8_training(llama(), config=config))
 
 
-def quantised(config: Callable[[], Any]) -> nn.Module:
+def quantised(config: Callable[[], Any], **options: Any) -> nn.Module:
     from torchao.quantization import quantize_
 
-    model = llama()
+    model = llama(**options)
     quantize_(model, config())
     return logits(model)
 
 
-def quantised_training(name: str) -> nn.Module:
+def quantised_training(name: str, **options: Any) -> nn.Module:
     def config() -> Any:
         from torchao.prototype import quantized_training
 
-        return getattr(quantized_training, name)()
+        return getattr(quantized_training, name)(**options)
 
     return quantised(config)
+
+
+def mxfp8() -> Any:
+    from torchao.prototype.moe_training.config import MXFP8TrainingOpConfig, MXFP8TrainingRecipe
+
+    return MXFP8TrainingOpConfig.from_recipe(MXFP8TrainingRecipe.MXFP8_EMULATED_RCEIL)
+
+
+def long_tokens() -> Tensor:
+    """As many in a microbatch as MXFP8 has in a block."""
+    return torch.randint(1, VOCABULARY, (SAMPLES, 4 * LENGTH))
 
 
 def aware_of_quantisation() -> Any:
@@ -154,12 +165,12 @@ CASES = (
     Case("Whisper", whisper, lambda: (torch.randn(SAMPLES, 8, 32), tokens())),
     Case("LoRA", with_lora, tokens),
     Case("DoRA", partial(with_lora, use_dora=True), tokens),
-    # Their weights are multiplied by autograd Functions of torchao's, or made from more than a view of a parameter.
-    Case("float8, tensorwise", float8, tokens, share=0.0),
-    Case("float8, rowwise", partial(float8, "rowwise"), tokens, share=0.0),
-    Case("float8, rowwise_with_gw_hp", partial(float8, "rowwise_with_gw_hp"), tokens, share=0.0),
-    Case("int8 mixed precision", partial(quantised_training, "int8_mixed_precision_training"), tokens, share=0.0),
-    Case("int8 weights", partial(quantised_training, "int8_weight_only_quantized_training"), tokens, share=0.0),
-    Case("BitNet", partial(quantised_training, "bitnet_training"), tokens, share=0.0),
-    Case("QAT", partial(quantised, aware_of_quantisation), tokens, share=0.0),
+    Case("float8, tensorwise", float8, tokens),
+    Case("float8, rowwise", partial(float8, "rowwise"), tokens),
+    Case("float8, rowwise_with_gw_hp", partial(float8, "rowwise_with_gw_hp"), tokens),
+    Case("int8", partial(quantised_training, "Int8MixedPrecisionTrainingConfig", module_swap=True), tokens),
+    Case("int8 weights", partial(quantised_training, "int8_weight_only_quantized_training"), tokens),
+    Case("BitNet", partial(quantised_training, "bitnet_training"), tokens),
+    Case("MXFP8", partial(quantised, mxfp8, vocab_size=64, num_key_value_heads=4), long_tokens),
+    Case("QAT", partial(quantised, aware_of_quantisation), tokens),
 )

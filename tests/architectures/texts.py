@@ -68,7 +68,7 @@ def plain(name: str, config: str, **options: Any) -> Case:
 CASES = (
     of_mixture("Mixtral", "MixtralConfig", num_local_experts=4),
     of_mixture("Mixtral, a loop of experts", "MixtralConfig", num_local_experts=4, experts="eager"),
-    of_mixture("Mixtral, experts in batches", "MixtralConfig", num_local_experts=4, experts="batched_mm", share=0.13),
+    of_mixture("Mixtral, experts in batches", "MixtralConfig", num_local_experts=4, experts="batched_mm"),
     of_mixture("GPT-OSS, a loop of experts", "GptOssConfig", num_local_experts=4, head_dim=8, experts="eager"),
     Case(
         "Mixtral in bfloat16",

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple, cast
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
@@ -121,6 +123,24 @@ def find_saving_hooks() -> object:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
+def is_apply(function: object) -> bool:
+    """Whether this is `apply` of an autograd Function."""
+    owner = getattr(function, "__self__", None)
+    return isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and function == owner.apply
+
+
+@contextmanager
+def catch_applies(applies: Iterable[Callable[..., Any]], catch: Callable[..., Any]) -> Iterator[None]:
+    """Context in which a call of one of these `apply` runs `catch(apply, types, args, kwargs)`: no mode sees it."""
+    with ExitStack() as stack:
+        for each in applies:
+            owner: Any = each.__self__  # type: ignore[attr-defined]
+            own = vars(owner).get("apply")
+            owner.apply = staticmethod(lambda *args, _apply=each, **options: catch(_apply, (), args, options))
+            stack.callback(partial(delattr, owner, "apply") if own is None else partial(setattr, owner, "apply", own))
+        yield
+
+
 any_autocast = torch._C._is_any_autocast_enabled
 
 
@@ -130,13 +150,13 @@ def without_torch_functions() -> AbstractContextManager[None]:
     return replaced(torch.nn.functional, has_torch_function=lambda tensors: False)
 
 
+_find_transform = torch._C._functorch.peek_interpreter_stack
+_is_tracing = torch._C._is_tracing
+
+
 def is_transformed() -> bool:
     """Whether `torch.func`, forward-mode AD or TorchScript's tracer is active."""
-    return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-        or torch._C._is_tracing()
-    )
+    return _find_transform() is not None or forward_ad._current_level >= 0 or _is_tracing()
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -248,9 +268,21 @@ PASS_ON = {
     "UnsqueezeBackward0",
     "ViewBackward0",
     "_ToTorchTensorBackward",
+    "_UnwrapWeightBackward",
     "_UnsafeViewBackward0",
 }
 """Nodes that save no tensors of the forward, so that a second backward can run them at almost no cost."""
+
+
+def let_pass_nothing(node: Node | None) -> None:
+    """Have the Functions between a product and its leaf pass on that there is no gradient, instead of zeros."""
+    for each in _pass_nodes(node):
+        if each is not None and each.name() in _IDENTITIES:
+            cast(Any, each).set_materialize_grads(False)
+
+
+_IDENTITIES = {"_UnwrapWeightBackward"}
+"""Functions whose backward returns what it gets: torchao's weights for MXFP8 and grouped products."""
 
 
 class Part(NamedTuple):
@@ -292,23 +324,102 @@ def find_part(tensor: Tensor) -> Part | None:
     return Part(leaf, tensor.shape, tensor.stride(), int(tensor.storage_offset() - leaf.storage_offset()))
 
 
-def find_leaf(tensor: Tensor | GradientEdge | Part) -> Tensor | None:
+class Made(NamedTuple):
+    """A weight computed from parameters alone, such as a normalised, a quantised or an indexed one."""
+
+    edge: GradientEdge
+    """Where autograd takes the gradient of the weight. It keeps the graph of the computation alive."""
+    leaves: tuple[Tensor, ...]
+    """The parameters, the largest first."""
+
+    def of_leaves(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """The gradients of the parameters, for one of the weight."""
+        differentiable = torch.is_grad_enabled()
+        if any(map(has_hooks, self.leaves)):  # since the forward: they must run once
+            torch.autograd.backward([self.edge], [gradient], retain_graph=True, create_graph=differentiable)
+            return tuple(None for _ in self.leaves)
+        return torch.autograd.grad(
+            [self.edge], self.leaves, [gradient], retain_graph=True, create_graph=differentiable, allow_unused=True
+        )
+
+
+_MOST_MAKING = 64
+"""Limit of nodes that make a weight. Activations usually show by then that they depend on other parameters."""
+_NOT_MAKING = ("CompiledFunction", "Embedding")
+_CHOICES = {"GatherBackward0", "IndexBackward0", "IndexSelectBackward0"}
+_MATRIX = 2
+_KEEP_NO_WEIGHTS = {
+    "CatBackward0",
+    "CloneBackward0",
+    "ExpandBackward0",
+    "GatherBackward0",
+    "IndexBackward0",
+    "IndexSelectBackward0",
+    "SelectBackward0",
+    "SliceBackward0",
+    "SplitBackward0",
+    "SqueezeBackward1",
+    "StackBackward0",
+    "UnbindBackward0",
+}
+"""Nodes that keep no weight for their backward. FSDP may have freed its memory by W."""
+
+
+def find_making(tensor: Tensor, owns: Callable[[Tensor], bool], may_keep_weights: bool) -> Made | None:
+    """How the tensor is made, if from parameters alone that `owns` accepts, and if its graph can last until W."""
+    if find_saving_hooks() is not None:  # a checkpoint would repeat its forward in W
+        return None
+    seen, waiting, leaves = set[Node](), [tensor.grad_fn], dict[int, Tensor]()
+    chooses_rows = False
+    while waiting:
+        node = cast(Any, waiting.pop())
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [each for each, _ in node.next_functions]
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            if not owns(leaf) or has_hooks(leaf):
+                return None
+            leaves[id(leaf)] = leaf
+        elif len(seen) > _MOST_MAKING or not _may_make(node, may_keep_weights):
+            return None
+        chooses_rows |= node.name() in _CHOICES
+    if not leaves or (chooses_rows and all(leaf.dim() <= _MATRIX for leaf in leaves.values())):  # a lookup
+        return None
+    return Made(get_gradient_edge(tensor), tuple(sorted(leaves.values(), key=lambda leaf: -leaf.numel())))
+
+
+def _may_make(node: Any, may_keep_weights: bool) -> bool:
+    """Whether the node may belong to the computation of a weight, whose graph lasts until W."""
+    name = node.name()
+    if hasattr(node, "deferral") or any(word in name for word in _NOT_MAKING):
+        return False
+    return may_keep_weights or name in _KEEP_NO_WEIGHTS or name in PASS_ON
+
+
+def find_leaf(tensor: Tensor | GradientEdge | Part | Made) -> Tensor | None:
     """The leaf of which `tensor` is a cast, a transpose, a view or a local part; None if it is anything else."""
     # For an edge, the leaf that receives a gradient passed to the edge.
     if isinstance(tensor, Part):
         return tensor.leaf
-    if isinstance(tensor, Tensor) and tensor.is_leaf:
+    if isinstance(tensor, Made):
+        return tensor.leaves[0]
+    if not isinstance(tensor, Tensor):
+        return find_leaf_behind(tensor.node)
+    if (node := tensor.grad_fn) is None:
         return tensor
-    leaf = _find_passed(tensor)
-    if leaf is None and isinstance(tensor, Tensor) and (part := find_part(tensor)) is not None:
+    leaf = find_leaf_behind(node)
+    if leaf is None and tensor._base is not None and (part := find_part(tensor)) is not None:
         return part.leaf
     return leaf
 
 
-def _find_passed(tensor: Tensor | GradientEdge) -> Tensor | None:
-    """The leaf to which autograd passes a gradient on without saved tensors."""
-    *_, last = _pass_nodes(get_gradient_edge(tensor).node if isinstance(tensor, Tensor) else tensor.node)
-    return cast(Tensor | None, getattr(last, "variable", None))
+def find_leaf_behind(node: Node | None) -> Tensor | None:
+    """The leaf to which `node` passes a gradient on without saved tensors."""
+    while node is not None and node.name() in PASS_ON:
+        node = node.next_functions[0][0]
+    return cast(Tensor | None, getattr(node, "variable", None))
 
 
 def _pass_nodes(node: Node | None) -> list[Node | None]:
@@ -345,16 +456,19 @@ def _sign(number: int) -> int:
 
 def find_edge(tensor: Tensor) -> GradientEdge | None:
     """The edge at which a later backward can pass a gradient of `tensor` to its leaf; None if the leaf has hooks."""
-    leaf = _find_passed(tensor)
-    return None if leaf is None or has_hooks(leaf) else get_gradient_edge(tensor)
+    edge = get_gradient_edge(tensor)
+    leaf = find_leaf_behind(edge.node)
+    return None if leaf is None or has_hooks(leaf) else edge
 
 
-def find_shape(weight: Tensor | GradientEdge | Part) -> torch.Size:
+def find_shape(weight: Tensor | GradientEdge | Part | Made) -> torch.Size:
     """The shape of gradients for a weight, for a part of one, or for the edge of a weight."""
     if isinstance(weight, Tensor):
         return weight.shape
     if isinstance(weight, Part):
         return weight.size
+    if isinstance(weight, Made):
+        weight = weight.edge
     return torch.Size(cast(Any, weight.node)._input_metadata[weight.output_nr].shape)
 
 

@@ -74,9 +74,14 @@ class _Weight(NamedTuple):
 
 def find_products(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> list[GraphProduct]:
     """All products with weights on the paths from `inputs`, or from the leaves, to `outputs`."""
+    return find_products_behind(find_nodes(outputs), find_nodes(inputs))
+
+
+def find_products_behind(nodes: Sequence[Node], inputs: Iterable[Node] = ()) -> list[GraphProduct]:
+    """All products with weights in the graphs of these nodes."""
     found: list[GraphProduct] = []
-    known: dict[Node, _Weight | None] = dict.fromkeys(find_nodes(inputs))
-    for node in sort_nodes(find_nodes(outputs), known):
+    known: dict[Node, _Weight | None] = dict.fromkeys(inputs)
+    for node in sort_nodes(list(nodes), known):
         edges = [(known.get(each) if each else None, each, place) for each, place in node.next_functions]
         known[node] = _visit(node, edges, found)
     return found
@@ -120,7 +125,8 @@ def _visit(node: Node, edges: Sequence[_Edge], found: list[GraphProduct]) -> _We
     elif any(word in kind for word in _RECURRENT) or _is_function(node, kind, edges):
         # A Function may take the same weight twice. zbpipe's Functions take x first.
         places = tuple({each[1:]: place for place, each in enumerate(edges)}.values())
-        places = (1,) if _find_deferral(node) is not None else places
+        if _find_deferral(node) is not None:
+            places = getattr(node, "weight_places", (1,))
     else:
         return _make(node, kind, edges)
     factors = [edges[place] for place in places if place < len(edges)]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from zbpipe.runtime._torch import autograd, compiler, fsdp, graph_products
-from zbpipe.runtime.split.layers import PLAIN, Deferral, deferrals, is_due_now
+from zbpipe.runtime.split.layers import PLAIN, Deferral, deferrals
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.slots import SlotHandle, Slots, Spec, Use, WeightWithSlots, dtype_in_slot, spec
 
@@ -233,7 +233,7 @@ class _Slots(torch.autograd.Function):
                 x = _cast(x, dy.dtype, casts)
             further = use.further, use.tensors(cast(Sequence[Tensor], more))
             pending = PendingGradient(deferral.layer, use.product, weight, x.detach(), dy.detach(), *further)
-            if is_due_now(deferral, pending, ctx.next_functions[n][0]):
+            if deferral.is_due_now(pending, ctx.next_functions[n][0]):
                 gradients[n] = pending.gradient().to(weight.dtype)
         return None, *gradients
 

@@ -82,15 +82,18 @@ def swap(value: Any, known: Mapping[int, Tensor]) -> Any:
 
 def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     """`value` with every part changed that is not a plain list, tuple or dictionary."""
-    if type(value) in (tuple, list):
-        return type(value)([_map_leaves(each, change) for each in value])
-    if type(value) is dict:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([_map_leaves(each, change) for each in value])
+    if kind is dict:
         return {key: _map_leaves(each, change) for key, each in value.items()}
     return change(value)
 
 
 def with_factors_first(args: Sequence[Any], options: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     """The arguments of a product with x and the weight by position, even if they were keyword arguments."""
+    if len(args) > 1:
+        return args, options
     for place, names in enumerate(_FACTORS):
         given = [name for name in names if name in options]
         if len(args) == place and len(given) == 1:

@@ -15,10 +15,10 @@ A compiled region allows no side effects. There x and dY leave as the gradients 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from types import FunctionType, MethodType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +28,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from zbpipe.runtime._torch import autograd, compiler
+from zbpipe.runtime._torch import autograd, compiler, fsdp
 from zbpipe.runtime.attributes import declares
 from zbpipe.runtime.split.contents import Checks
+from zbpipe.runtime.split.functions import Functions
 from zbpipe.runtime.split.further import Further, swap, with_factors_first
 from zbpipe.runtime.split.products import (
     LINEAR,
@@ -41,6 +42,7 @@ from zbpipe.runtime.split.products import (
     WeightProduct,
     count_flops,
     linear_input_gradient,
+    name_of,
     rows,
 )
 from zbpipe.runtime.split.slots import SlotHandle, Use, linear_in_slots, make_use
@@ -58,6 +60,7 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
     """
     autograd.register_types()
     compiled = find_compiled(module)
+    is_sharded = any(map(fsdp.is_fsdp, module.modules()))
     for layer in module.modules():
         if compiler.is_optimized(layer):
             continue
@@ -66,7 +69,7 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
             deferral_of(layer).gradients = gradients
             deferral_of(layer).products = products
         elif products:
-            vars(layer)[_ATTRIBUTE] = Deferral(layer, products, gradients)
+            vars(layer)[_ATTRIBUTE] = Deferral(layer, products, gradients, is_sharded)
             _replace_forward(layer)
 
 
@@ -85,8 +88,9 @@ def catch_around(module: nn.Module, parameters: Iterable[str], gradients: Weight
         if not declares(modules.get(name.rpartition(".")[0], module), "weight_products"):
             around[path] = modules[path]
     found = [each for each in around.values() if _ATTRIBUTE not in vars(each) and id(each) not in compiled]
+    is_sharded = any(map(fsdp.is_fsdp, modules.values()))
     for layer in found:
-        vars(layer)[_ATTRIBUTE] = Deferral(layer, PRODUCTS, gradients)
+        vars(layer)[_ATTRIBUTE] = Deferral(layer, PRODUCTS, gradients, is_sharded)
         _replace_forward(layer)
     return bool(found)
 
@@ -151,14 +155,24 @@ class Deferral:
     """Deferral of one layer's weight gradients."""
 
     def __init__(
-        self, layer: nn.Module, products: Mapping[Callable[..., Any], Reader], gradients: WeightGradients
+        self,
+        layer: nn.Module,
+        products: Mapping[Callable[..., Any], Reader],
+        gradients: WeightGradients,
+        is_sharded: bool = False,
     ) -> None:
         self.layer = layer
+        self.is_sharded = is_sharded
+        """Whether FSDP may free the layer's parameters between I and W."""
         self.products = products
         self.gradients = gradients
         self.original = layer.forward
+        self.applies = tuple(filter(autograd.is_apply, products))
+        """`apply` of autograd Functions among `products`, which no torch function mode sees."""
         self.deferrable: set[Callable[..., Any]] = set()
         """Functions of `products` with deferrable calls so far."""
+        self.called: dict[str, None] = {}
+        """Names of the functions that a layer with products of its own has called with its weights."""
         self.is_caught = False
         """Whether a torch function mode catches the products in the layer's own forward."""
         self.is_declared = declares(layer, "weight_products")
@@ -166,10 +180,14 @@ class Deferral:
         self.stays_in_i = False
         """Whether the first I saw x or dY change, so that W could not use them."""
         self.checks, self.sharing = Checks(), Sharing()
+        self.functions = Functions()
         self.has_node_hooks = False
         """Whether hooks on autograd's own node of a weight wait for its gradient."""
         self.has_hooks_on_views = False
         """Whether a tensor made from a weight has hooks, which expect its gradient in an ordinary backward."""
+        self.may_make_weights = True
+        """Whether the layer may multiply with a weight that it makes from parameters. Known after its first step."""
+        self.makes_weights = False
         self._own: set[int] = set()
         """Ids of the layer's parameters."""
         self._has_run = False
@@ -185,6 +203,11 @@ class Deferral:
         if torch.compiler.is_compiling():
             return linear_in_slots(input, weight, bias, self.handle)
         target = self._find_target(input, weight)
+        if target is None and type(weight) not in PLAIN and self.functions.may_be_called and self.owns(weight):
+            self._has_run = True
+            return self.functions.watch(self, F.linear(input, weight, bias), input)
+        if target is None and (made := self._find_making(input, weight)) is not None:
+            return self._multiply(F.linear, (input, weight, bias), {}, Factors(input, weight, LINEAR), made)  # type: ignore[no-any-return]
         if target is None or weight.dim() != 2 or (bias is not None and bias.dim() > 1):
             return F.linear(input, weight, bias)
         self.deferrable.add(F.linear)
@@ -208,6 +231,8 @@ class Deferral:
                     break
                 if target is not None and not any(each.requires_grad for each in factors.more):
                     return self._multiply(function, args, kwargs, factors, target)
+            elif (made := self._find_making(factors.x, factors.weight)) is not None and not factors.more:
+                return self._multiply(function, args, kwargs, factors, made)
         return function(*args, **kwargs)
 
     def _multiply(
@@ -220,6 +245,9 @@ class Deferral:
     ) -> Any:
         x, weight = factors.x, factors.weight
         known = {id(weight): weight.detach()}
+        bias = factors.bias if factors.bias is not None and factors.bias.requires_grad else None
+        if bias is not None:
+            known[id(bias)] = bias.detach()
         if factors.is_cast and autograd.any_autocast() and (dtype := _choose_dtype(x)) != x.dtype:
             known[id(x)] = x = _SharedCast.apply(x, dtype, self)
         # Autograd computes dX, with the weight as a constant, and the gradients of anything else.
@@ -227,12 +255,25 @@ class Deferral:
         if not isinstance(y, Tensor):
             return function(*args, **kwargs)
         self.deferrable.add(function)
-        rule = factors.product, factors.further, factors.inner
-        y = _DeferredProduct.apply(x, weight, y, rule, self, target, *factors.more)
+        rule = _Rule(factors.product, factors.further, factors.inner, y.dim() - weight.dim() + 1)
+        if isinstance(target, autograd.Made):
+            weight, *others = target.leaves
+            return _DeferredProduct.apply(x, weight, y, bias, rule, self, target, *others)
+        y = _DeferredProduct.apply(x, weight, y, bias, rule, self, target, *factors.more)
         # Not under autocast, where the dtypes differ.
-        if self.seen is not None and y.dtype == x.dtype and (own := self._find_name(weight)):
+        if (
+            self.seen is not None
+            and function not in self.applies
+            and y.dtype == x.dtype
+            and (own := self._find_name(weight))
+        ):
             self.seen.append(make_use(own, function, factors.product, (x, y), factors.further, factors.more))
         return y
+
+    def note_call(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Note the name of a function that is called with one of the layer's weights."""
+        if function not in self.deferrable and any(isinstance(each, Tensor) and self.owns(each) for each in args):
+            self.called[name_of(function)] = None
 
     def declares(self, function: Callable[..., Any]) -> bool:
         """Whether the layer itself declares this product."""
@@ -245,7 +286,10 @@ class Deferral:
         """
         if not (weight.requires_grad and torch.is_grad_enabled()):
             return False
-        leaf = autograd.find_leaf(weight)
+        return id(weight) in self._own or self.owns_leaf(autograd.find_leaf(weight))
+
+    def owns_leaf(self, leaf: Tensor | None) -> bool:
+        """Whether `leaf` is one of these parameters."""
         if id(leaf) not in self._own and isinstance(leaf, nn.Parameter):  # FSDP replaces parameters
             self._own = {id(each) for each in self.layer.parameters(recurse=not self.is_declared)}
         return id(leaf) in self._own
@@ -255,12 +299,33 @@ class Deferral:
 
         A layer in whose first step no product was found is left alone from now on.
         """
-        if self._has_run and self.is_caught and not (self.is_declared or self.deferrable):
-            self.products = {}
-        if not self.products:
+        if self._has_run:
+            self.functions.settle()
+            self.may_make_weights = self.makes_weights
+            if self.is_caught and not (self.is_declared or self.deferrable):
+                self.products = {}
+        if not (self.products or self.functions.found):
             return
         parameters = self.layer.parameters(recurse=self.is_caught and not self.is_declared)
         self.has_node_hooks = any(p.requires_grad and autograd.has_hooks_on_node(p) for p in parameters)
+
+    def is_due_now(self, pending: PendingGradient, *nodes: Node) -> bool:
+        """Whether the weight gradient has to be computed now. Otherwise defer it, if this backward wants it."""
+        # It is due now if nothing records, the backward itself will be differentiated, hooks on the weight need the
+        # gradient, or x or dY would change before W. The gradient goes to `nodes`, the next in autograd's graph.
+        answers = {autograd.will_run(node) for node in nodes}
+        if answers == {False}:
+            return False
+        wanted = None not in answers
+        hooked = self.has_node_hooks or self.has_hooks_on_views
+        made = pending.weight if isinstance(pending.weight, autograd.Made) else None
+        if made is not None and autograd.will_run(made.edge.node):  # this backward frees what W needs
+            return True
+        for leaf in (autograd.find_leaf(pending.weight),) if made is None else made.leaves:
+            hooked |= leaf is not None and autograd.has_hooks(leaf)
+        if not wanted or hooked or self.stays_in_i or torch.is_grad_enabled():
+            return True
+        return not self.gradients.defer(pending, self.checks)
 
     def _find_target(self, x: Tensor, weight: Tensor) -> Target | None:
         """Target for the gradient of `weight` in W; None if it cannot be deferred."""
@@ -272,6 +337,25 @@ class Deferral:
             return weight if weight.is_leaf else autograd.find_edge(weight) or autograd.find_part(weight)
         are_sharded = isinstance(x, DTensor) and isinstance(weight, DTensor)
         return autograd.find_edge(weight) if are_sharded else None
+
+    def is_made(self, weight: Tensor) -> bool:
+        """Whether `weight` is made from the layer's parameters alone."""
+        return autograd.find_making(weight, self.owns_leaf, may_keep_weights=True) is not None
+
+    def _find_making(self, x: Tensor, weight: Tensor) -> autograd.Made | None:
+        """How `weight` is made from the layer's parameters; None if its gradient cannot be deferred."""
+        if weight.is_leaf or not (self.may_make_weights and weight.requires_grad and self.products):
+            return None
+        if not torch.is_grad_enabled() or type(x) not in PLAIN or type(weight) not in PLAIN or self.owns(weight):
+            return None
+        if autograd.is_transformed() or not (x.layout is weight.layout is torch.strided) or x.is_nested:
+            return None
+        made = autograd.find_making(weight, self.owns_leaf, not self.is_sharded)
+        # An x that is also made from parameters alone makes a larger weight.
+        if made is None or (x.requires_grad and self.is_made(x)):
+            return None
+        self.makes_weights = True
+        return made
 
     def _find_name(self, weight: Tensor) -> tuple[str, tuple[int, ...]] | None:
         """Name of the plain parameter of which `weight` is a cast or a transpose, and the order of its dimensions."""
@@ -314,7 +398,8 @@ _linear_forward.__name__ = "forward"
 def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the layer's own forward, and catch the products inside."""
     deferral = deferral_of(layer)
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not deferral.products:
+    is_ordinary = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+    if is_ordinary or not (deferral.products or deferral.functions.found):
         # Checkpointing allows no torch function mode in a compiled region: see `WeightWithSlots`.
         return deferral.original(*args, **kwargs)
     return _catch_products(deferral, args, kwargs)
@@ -329,8 +414,16 @@ def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, A
     for name in deferral.permits:  # the stand-ins of a region that was given up
         vars(deferral.layer).pop(name, None)
     deferral._has_run = True
-    with _CatchProducts(deferral):
-        return deferral.original(*args, **kwargs)
+    if not deferral.products:
+        output = deferral.original(*args, **kwargs)
+        return deferral.functions.watch(deferral, output, (args, kwargs))
+    with _CatchProducts(deferral) as mode:
+        if deferral.applies:
+            with autograd.catch_applies(deferral.applies, mode.__torch_function__):
+                output = deferral.original(*args, **kwargs)
+        else:
+            output = deferral.original(*args, **kwargs)
+    return deferral.functions.watch(deferral, output, (args, kwargs))
 
 
 def _is_linears_own(function: object, layer: nn.Module) -> bool:
@@ -360,13 +453,16 @@ class _CatchProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self.deferral.is_declared:
+            self.deferral.note_call(func, args)
         if func in self.products and self._may_defer():
             return self.deferral.multiply(func, args, kwargs or {})
         if func in COMPOSITES and self._may_defer():
             with self, autograd.without_torch_functions():
                 return func(*args, **(kwargs or {}))
         if func is Tensor.register_hook and not args[0].is_leaf:
-            self.deferral.has_hooks_on_views |= self.deferral.owns(args[0])
+            owns = self.deferral.owns(args[0]) or self.deferral.is_made(args[0])
+            self.deferral.has_hooks_on_views |= owns
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _may_defer(self) -> bool:
@@ -374,16 +470,27 @@ class _CatchProducts(TorchFunctionMode):
         return not torch.compiler.is_compiling() and autograd.find_saving_hooks() == self.hooks
 
 
-def _read(reader: Reader, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Factors]:
+def _read(reader: Reader, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Factors]:
     """All ways to read a call as a product of two different tensors."""
     try:
-        return [each for each in reader(*args, **kwargs) if each.x is not each.weight]
+        for factors in reader(*args, **kwargs):
+            if factors.x is not factors.weight:
+                yield factors
     except (TypeError, ValueError, AttributeError):  # not a call that the reader knows
-        return ()
+        return
 
 
-_Rule = tuple[WeightProduct, Further, int]
-"""How W gets the gradient: the product, its further arguments, and the multiplications per element of dY."""
+class _Rule(NamedTuple):
+    """How W and I get the gradients of a product."""
+
+    product: WeightProduct
+    further: Further
+    inner: int
+    """Multiplications per element of dY."""
+    channels: int
+    """The dimension of y along which a convolution adds its bias."""
+
+
 PLAIN = (Tensor, nn.Parameter)
 """Types of weights whose gradient is only a product of x and dY."""
 
@@ -431,7 +538,7 @@ class _DeferredLinear(torch.autograd.Function):
         dx = _lay_out_like(x, linear_input_gradient(dy, weight).to(x.dtype)) if of_x else None
         x, dy = _detach(x, dy)
         pending = PendingGradient(ctx.deferral.layer, LINEAR, ctx.target, x, dy)
-        dw = LINEAR.of_weight(dy, x) if is_due_now(ctx.deferral, pending, ctx.next_functions[1][0]) else None
+        dw = LINEAR.of_weight(dy, x) if ctx.deferral.is_due_now(pending, ctx.next_functions[1][0]) else None
         db = rows(dy).sum(0, dtype=ctx.bias_dtype) if of_bias else None
         return dx, dw, db, None, None
 
@@ -442,22 +549,41 @@ class _DeferredProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, y: Tensor, rule: _Rule, deferral: Deferral, target: Target, *more: Tensor
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        y: Tensor,
+        bias: Tensor | None,
+        rule: _Rule,
+        deferral: Deferral,
+        target: Target,
+        *more: Tensor,
     ) -> Tensor:
-        ctx.save_for_backward(x, *more)
+        # For a weight made from parameters, `weight` is the largest of these, and `more` are the others.
+        ctx.save_for_backward(x, *(() if isinstance(target, autograd.Made) else more))
         ctx.rule, ctx.deferral, ctx.target = rule, deferral, target
-        ctx.flops = count_flops(y, x, rule[-1])
+        ctx.flops = count_flops(y, x, rule.inner)
+        ctx.bias_dtype = None if bias is None else bias.dtype
         return y.detach()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        product, further, inner = ctx.rule
+        product, further, inner, channels = ctx.rule
         kept_dy, x, *more = _detach(dy, *ctx.saved_tensors)
         pending = PendingGradient(
             ctx.deferral.layer, product, ctx.target, x, kept_dy, further, tuple(more), inner=inner
         )
-        dw = pending.gradient() if is_due_now(ctx.deferral, pending, ctx.next_functions[1][0]) else None
-        return None, dw, dy, None, None, None, *[None for _ in more]
+        _, of_weight, _, *after = [node for node, _ in ctx.next_functions]
+        made = ctx.target if isinstance(ctx.target, autograd.Made) else None
+        others = after[len(after) - len(made.leaves) + 1 :] if made is not None else []
+        gradients: Sequence[Tensor | None] = [None for _ in (0, *(more if made is None else others))]
+        if ctx.deferral.is_due_now(pending, of_weight, *others):
+            dw = pending.gradient()
+            gradients = made.of_leaves(dw) if made is not None else [dw, *gradients[1:]]
+        db = None
+        if ctx.bias_dtype is not None:
+            db = dy.sum([each for each in range(dy.dim()) if each != channels], dtype=ctx.bias_dtype)
+        return None, gradients[0], dy, db, None, None, None, *gradients[1:]
 
 
 autograd.copy_type(_DeferredProduct, lambda x, weight, y, *_: y)
@@ -474,18 +600,3 @@ def _lay_out_like(x: Tensor, dx: Tensor) -> Tensor:
 def _detach(*tensors: Tensor) -> list[Tensor]:
     """The tensors, detached: x would keep its graph alive until W, and others may hold dY."""
     return [each if torch.is_grad_enabled() else each.detach() for each in tensors]
-
-
-def is_due_now(deferral: Deferral, pending: PendingGradient, node: Node) -> bool:
-    """Whether the weight gradient has to be computed now. Otherwise defer it, if this backward computes it at all."""
-    # It is due now if nothing records, the backward itself will be differentiated, hooks on the weight need the
-    # gradient, or x or dY would change before W. The gradient goes to `node`, the next in autograd's graph.
-    wanted = autograd.will_run(node)
-    if wanted is False:
-        return False
-    hooked = deferral.has_node_hooks or deferral.has_hooks_on_views
-    place = pending.weight.leaf if isinstance(pending.weight, autograd.Part) else pending.weight
-    hooked |= isinstance(place, Tensor) and autograd.has_hooks(place)
-    if wanted is None or hooked or deferral.stays_in_i or torch.is_grad_enabled():
-        return True
-    return not deferral.gradients.defer(pending, deferral.checks)

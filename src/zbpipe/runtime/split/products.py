@@ -123,7 +123,7 @@ class PendingGradient:
     """Fingerprints of `tensors`, for the first microbatches."""
     beside: Tensor | None = None
     """FSDP's sum instead of `.grad`, if the weight has no `.grad`."""
-    inner: int = 0
+    inner: float = 0
     """Multiplications per element of dY; 0 for as many as a row of x has elements."""
 
     @property
@@ -157,6 +157,8 @@ class PendingGradient:
         """Add the weight's gradient to `.grad`, in the dtype in which autograd would accumulate it."""
         if isinstance(self.weight, GradientEdge):
             torch.autograd.backward([self.weight], [self.gradient()])
+        elif isinstance(self.weight, autograd.Made):
+            torch.autograd.backward([self.weight.edge], [self.gradient()], retain_graph=True)  # of other uses of it
         elif isinstance(self.weight, autograd.Part):
             self._accumulate_part(self.weight)
         else:
@@ -194,9 +196,9 @@ class PendingGradient:
         return _add_product(weight, grad, *self.product.as_matrices(self.dy, self.x))
 
 
-Target = Tensor | GradientEdge | autograd.Part
+Target = Tensor | GradientEdge | autograd.Part | autograd.Made
 """Place of a weight gradient: a leaf itself, a part of a leaf, or the edge at which autograd takes the gradient of
-another tensor made from it."""
+another tensor made from it or from several."""
 
 Changes = list[tuple[PendingGradient, str]]
 """Deferred gradients with changed tensors, and the names of these."""
@@ -243,13 +245,14 @@ def _require_shape(gradient: object, shape: torch.Size, pending: PendingGradient
     )
 
 
-def count_flops(y: Tensor, x: Tensor, inner: int) -> float:
+def count_flops(y: Tensor, x: Tensor, inner: float) -> float:
     """FLOPs of a product with the result y, or of its weight gradient, for `PendingGradient.inner`."""
     return 2.0 * y.numel() * (inner or (x.shape[-1] if x.dim() else 1))
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", repr(function))
+    name: str = getattr(function, "__name__", repr(function))
+    return f"{function.__self__.__name__}.{name}" if autograd.is_apply(function) else name  # type: ignore[attr-defined]
 
 
 def _add_product(weight: Tensor, grad: Tensor | None, one: Tensor, other: Tensor) -> bool:
@@ -312,6 +315,11 @@ class WeightGradients:
         self.step = self._run = 0
         """Counters of steps, and of every F and I within a step."""
         self._last_cast: _Cast | None = None
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether layers defer their weight gradients."""
+        return self._recording is not None
 
     @contextmanager
     def record(self, on_trial: bool = False) -> Iterator[list[PendingGradient]]:

@@ -216,11 +216,12 @@ def _explain_what_stays_in_i(stage: _SplitBackward, deferral: Deferral) -> None:
     declared = filter(deferral.declares, deferral.products)
     never = [name_of(function) for function in declared if function not in deferral.deferrable]
     if never:
+        called = [*deferral.called, *(f"{each}.apply" for each in sorted(deferral.functions.names))]
         logger.warning(
-            "stage %d: weight_products of %s declares %s, but no call could be deferred: declare the function that the"
-            " layer's forward calls, as function(x, weight, ...) with a parameter of the layer's own, and add a bias,"
-            " or anything else that needs a gradient, separately",
-            *(stage.stage_index, _name_of(stage, deferral.layer), ", ".join(never)),
+            "stage %d: weight_products of %s declares %s, but no call could be deferred. With its weights the layer"
+            " called %s. Declare one of these, if it is called as function(x, weight, ...), and add a bias, or anything"
+            " else that needs a gradient, separately",
+            *(stage.stage_index, _name_of(stage, deferral.layer), ", ".join(never), ", ".join(called) or "nothing"),
         )
 
 

@@ -32,6 +32,8 @@ class Factors(NamedTuple):
     """Multiplications per element of dY; 0 for as many as a row of x has elements."""
     is_cast: bool = True
     """Whether autocast casts x."""
+    bias: Tensor | None = None
+    """A bias whose gradient the kernel computes together with the weight's, if at all. I sums dY instead."""
 
 
 Reader = Callable[..., Iterator[Factors]]
@@ -175,7 +177,8 @@ def _read_convolution(
         padding = [each // 2 for each in twice]
     padding = 0 if padding == "valid" else padding
     inner = weight.shape[1:].numel()
-    yield from _convolve(input, weight, (stride, padding, dilation, 0), groups, inner, is_transposed=False)
+    settings = stride, padding, dilation, 0
+    yield from _convolve(input, weight, bias, settings, groups, inner, is_transposed=False)
 
 
 def _read_transposed_convolution(
@@ -192,17 +195,23 @@ def _read_transposed_convolution(
     spread = torch.Size(_per_dimension(stride, weight.dim() - 2)).numel()
     inner = max(weight.shape[2:].numel() * weight.shape[0] // groups // spread, 1)
     settings = stride, padding, dilation, output_padding
-    yield from _convolve(input, weight, settings, groups, inner, is_transposed=True)
+    yield from _convolve(input, weight, bias, settings, groups, inner, is_transposed=True)
 
 
 def _convolve(
-    x: Tensor, weight: Tensor, settings: tuple[Any, Any, Any, Any], groups: int, inner: int, is_transposed: bool
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: tuple[Any, Any, Any, Any],
+    groups: int,
+    inner: int,
+    is_transposed: bool,
 ) -> Iterator[Factors]:
     """The product for a stride, padding, dilation and output padding. Complex ones have no kernel of their own."""
     if not weight.is_complex():
         stride, padding, dilation, end = (_per_dimension(each, weight.dim() - 2) for each in settings)
         call = _Convolution(weight.shape, stride, padding, dilation, is_transposed, end, groups)
-        yield Factors(x, weight, _CONVOLUTION, Further((call,)), inner=inner)
+        yield Factors(x, weight, _CONVOLUTION, Further((call,)), inner=inner, bias=bias)
 
 
 def _per_dimension(value: Any, size: int) -> list[int]:

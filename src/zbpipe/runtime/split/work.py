@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from zbpipe.runtime._torch import autograd, fsdp, graph_products
 from zbpipe.runtime.attributes import plain_attribute, replaced
@@ -102,6 +102,10 @@ class WeightWork:
         for gradient in pending:
             stays = deferral_of(gradient.layer).stays_in_i
             self._count(id(autograd.find_leaf(gradient.weight)), gradient.flops, _CHANGED if stays else "")
+        making = [each.weight.edge.node for each in pending if isinstance(each.weight, autograd.Made)]
+        for product in graph_products.find_products_behind(list(dict.fromkeys(making))):
+            for leaf in product.leaves:
+                self._count(id(leaf), product.flops / len(product.leaves))
         own: defaultdict[int, list[graph_products.GraphProduct]] = defaultdict(list)
         for product in _replace_regions(module, products):
             if isinstance(product.deferral, Deferral):
@@ -162,17 +166,19 @@ class WeightWork:
         known: dict[str, nn.Module] = dict(self._module.named_modules())
         return known.get(name.rpartition(".")[0], self._module)
 
-    def _explain_own(self, deferral: Deferral, leaf: Tensor) -> str:
+    def _explain_own(self, deferral: Deferral, product: graph_products.GraphProduct) -> str:
         """Reason why a layer that can defer its weight gradient does not."""
         if deferral.stays_in_i:
             return _CHANGED
-        if deferral.has_node_hooks or autograd.has_hooks(leaf):
+        if deferral.has_node_hooks or autograd.has_hooks(product.leaves[0]):
             return "the weight has hooks"
+        if product.kind in deferral.functions.names:
+            return f"an autograd Function of its own, {product.kind}"
         return _IN_A_REGION if id(deferral.layer) in self._compiled else "a backward of its own computes it"
 
     def _explain(self, product: graph_products.GraphProduct) -> str:
         if isinstance(product.deferral, Deferral):
-            return self._explain_own(product.deferral, product.leaves[0])
+            return self._explain_own(product.deferral, product)
         kind, made = product.kind, ", ".join(product.made_by)
         layer = self._find_owner(self._names.get(id(product.leaves[0]), ""))
         if "Conv" in kind and id(layer) in self._compiled:

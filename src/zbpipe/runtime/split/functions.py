@@ -1,0 +1,143 @@
+"""Weight gradients from the backwards of others' autograd Functions, such as torchao's for quantised training.
+
+I runs the Function's own backward, without the products that only a weight gradient needs. W runs these: the same
+kernels on the same operands, so that the gradients are bit-identical.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from zbpipe.runtime._torch import autograd, later
+from zbpipe.runtime.split.further import NONE, Further
+from zbpipe.runtime.split.products import PendingGradient, WeightProduct
+
+if TYPE_CHECKING:
+    from zbpipe.runtime.split.layers import Deferral
+
+_Output = TypeVar("_Output")
+
+
+class Functions:
+    """The autograd Functions that a layer calls with its weights."""
+
+    def __init__(self) -> None:
+        self.may_be_called = True
+        """Whether the layer may call any. Known after its first step."""
+        self.found: set[type] = set()
+        self._numbers: dict[type, frozenset[int]] = {}
+        """Numbers of the products that can wait, in the backward of each kind of node."""
+
+    def watch(self, deferral: Deferral, output: _Output, inputs: Any) -> _Output:
+        """`output`, after all Functions between `inputs` and it were made to defer their weight gradients."""
+        if not self.may_be_called:
+            return output
+        for node in later.list_functions(autograd.tree_leaves(output), autograd.tree_leaves(inputs)):
+            weights = later.list_weights(node, deferral.owns_leaf)
+            if weights and self._numbers.get(type(node)) != frozenset():
+                self.found.add(type(node))
+                later.replace_backward(node, _Backward(self, deferral, weights))
+                for each in weights:
+                    autograd.let_pass_nothing(each.edge.node)
+        return output
+
+    def settle(self) -> None:
+        """Look for no more Functions after a step without any."""
+        self.may_be_called = bool(self.found)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the Functions found."""
+        return frozenset(each.__name__.removesuffix("Backward") for each in self.found)
+
+    def find_numbers(self, kind: type) -> frozenset[int] | None:
+        """Numbers of the products that can wait; None before the first backward."""
+        return self._numbers.get(kind)
+
+    def learn(self, kind: type, numbers: frozenset[int]) -> None:
+        """Let the products with these numbers wait from now on."""
+        self._numbers[kind] = numbers
+
+
+class _Backward:
+    """Runs the backward of one node."""
+
+    def __init__(self, functions: Functions, deferral: Deferral, weights: Sequence[later.Weight]) -> None:
+        self._functions = functions
+        self.deferral = deferral
+        self.weights = weights
+
+    def __call__(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        numbers = self._functions.find_numbers(type(node))
+        if numbers == frozenset() or torch.is_grad_enabled() or not self.deferral.gradients.is_recording:
+            return later.run_own_backward(node, gradients)
+        context = later.Context(node)
+        try:
+            with later.LaterProducts(numbers):
+                returned = later.run_own_backward(node, gradients, context)
+            if numbers is None:
+                numbers = self._learn(node, returned)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # of any kind: it may read a tensor in a way that no `Later` allows
+            self._functions.learn(type(node), frozenset())
+            return later.run_own_backward(node, gradients, context)
+        kept = list(returned)
+        for weight in self.weights:
+            gradient = returned[weight.place]
+            if isinstance(gradient, later.Later) and self._defer(gradient, weight, numbers):
+                kept[weight.place] = None
+        return tuple(each.now() if isinstance(each, later.Later) else each for each in kept)
+
+    def _learn(self, node: Node, returned: Sequence[Any]) -> frozenset[int]:
+        gradients = [returned[each.place] for each in self.weights]
+        leaves = [each.leaf for each in self.weights]
+        numbers = [_try_out(each, leaves) for each in gradients if isinstance(each, later.Later)]
+        found = frozenset[int]().union(*numbers)
+        self._functions.learn(type(node), found)
+        return found
+
+    def _defer(self, gradient: later.Later, weight: later.Weight, numbers: frozenset[int]) -> bool:
+        """Whether W computes the gradient, or nobody."""
+        recipe = later.Recipe(gradient)
+        if recipe.is_read or not recipe.numbers <= numbers:
+            return False
+        pending = _make_pending(self.deferral, recipe, weight.edge)
+        return pending is not None and not self.deferral.is_due_now(pending, weight.edge.node)
+
+
+def _try_out(gradient: later.Later, weights: Sequence[Tensor]) -> frozenset[int]:
+    """Numbers of the products behind a weight gradient, if W can compute it: empty if it cannot."""
+    # It cannot if the backward has written into an operand since, or if an operand is the memory of a weight, which
+    # FSDP may free before W.
+    recipe = later.Recipe(gradient)
+    if recipe.is_read or gradient.value is None or later.list_memory(weights) & later.list_memory(recipe.tensors):
+        return frozenset()
+    again = recipe.run(recipe.tensors)
+    return frozenset(recipe.numbers) if autograd.same_content(again, gradient.value) else frozenset()
+
+
+class _Replay(WeightProduct):
+    """The products of a Function's backward for one weight."""
+
+    def __init__(self, recipe: later.Recipe) -> None:
+        # Made in I, where autograd waits: without a look at signatures.
+        self.recipe = recipe
+        self.as_matrices = None
+
+    def of_weight(self, dy: Tensor, x: Tensor, further: Further = NONE, tensors: Sequence[Tensor] = ()) -> Tensor:
+        return self.recipe.run((x, dy, *tensors))
+
+
+def _make_pending(deferral: Deferral, recipe: later.Recipe, target: GradientEdge) -> PendingGradient | None:
+    x, *rest = recipe.release_tensors()
+    if not rest:
+        return None
+    dy, *more = rest
+    inner = recipe.flops / 2 / max(dy.numel(), 1)
+    return PendingGradient(deferral.layer, _Replay(recipe), target, x, dy, NONE, tuple(more), inner=inner)
