@@ -93,10 +93,14 @@ def list_unsharded(group: Any) -> Iterator[Any]:
 
 def _list_groups(module: nn.Module) -> Iterator[Any]:
     for part in filter(is_fsdp, module.modules()):
-        state: Any = part._get_fsdp_state()  # type: ignore[operator]
-        # torch 2.11 has at most one group.
-        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        yield from filter(None, groups)
+        yield from groups_of(part._get_fsdp_state())  # type: ignore[operator]
+
+
+def groups_of(state: Any) -> tuple[Any, ...]:
+    """FSDP2's groups of parameters of one module, one for each mesh."""
+    # torch 2.11 has at most one group.
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return tuple(filter(None, groups))
 
 
 REDUCED = " (reduced)"

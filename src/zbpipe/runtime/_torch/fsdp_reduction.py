@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zbpipe.runtime._torch.fsdp import list_unsharded, settle_group
+from zbpipe.runtime._torch.fsdp import groups_of, list_unsharded, settle_group
 
-KNOWN = ("2.13.", "2.14.")
+KNOWN = ("2.11.", "2.12.", "2.13.", "2.14.", "2.15.")
 """Versions of torch whose FSDP2 this file knows. With others, torch itself reduces."""
 
 IS_KNOWN = torch.__version__.startswith(KNOWN)
@@ -33,7 +33,7 @@ class Unit(NamedTuple):
 def list_units(module: nn.Module) -> list[Unit]:
     """The units of a stage that is an FSDP module itself, in the order of its modules."""
     states = _state_of(module)._state_ctx.all_states
-    return [_make_unit(tuple(state._fsdp_param_groups)) for state in states]
+    return [_make_unit(groups_of(state)) for state in states]
 
 
 def begin(module: nn.Module) -> None:

@@ -440,7 +440,9 @@ def run_backward(
 
 def loss_of(schedule: _PipelineSchedule, output: Any, target: Any, loss_kwargs: Mapping[str, Any] | None) -> Tensor:
     """The loss of one microbatch, as torch computes it."""
-    return cast(Tensor, schedule._compute_loss(output, target, loss_kwargs))  # type: ignore[no-untyped-call]
+    # torch before 2.13 passes the loss no arguments by name.
+    further = () if loss_kwargs is None else (loss_kwargs,)
+    return cast(Tensor, cast(Any, schedule)._compute_loss(output, target, *further))
 
 
 def zeros_for(stage: _PipelineStageBase) -> tuple[Tensor, ...] | None:
