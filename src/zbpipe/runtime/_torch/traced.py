@@ -62,8 +62,7 @@ def trace_weight_gradient(layer: nn.Module, weight: str, x: Any, y: Any, backend
         graph = make_fx(gradient, tracing_mode="fake")(*inputs, *fakes)
     except Exception:  # of any kind: whatever a forward may do that torch cannot trace
         return None
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
+    _drop_unneeded(graph)
     products = [node for node in graph.graph.nodes if _is_product(node)]
     if len(products) != 1 or not all(map(_is_fine, graph.graph.nodes)) or _needs_weights(graph):
         return None
@@ -104,6 +103,24 @@ def _is_fine(node: Node) -> bool:
     return node.op != "get_attr" and torch.Tag.nondeterministic_seeded not in tags
 
 
+def _drop_unneeded(graph: GraphModule) -> None:
+    """Drop whatever the result does not depend on, with changes in place of products that nothing else reads."""
+    graph.graph.eliminate_dead_code()
+    while unread := [node for node in graph.graph.nodes if _changes_unread_product(node)]:
+        for node in unread:
+            graph.graph.erase_node(node)
+        graph.graph.eliminate_dead_code()
+    graph.recompile()
+
+
+def _changes_unread_product(node: Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    changed = node.args[0] if node.args else None
+    if node.users or schema is None or not schema.is_mutable or not isinstance(changed, Node):
+        return False
+    return _is_product(changed) and list(changed.users) == [node]
+
+
 def _needs_weights(graph: GraphModule) -> bool:
     """Whether the result depends on the content of a parameter."""
     _, _, *weights = [node for node in graph.graph.nodes if node.op == "placeholder"]
@@ -126,7 +143,9 @@ def _shape_of(value: Any) -> torch.Size:
 
 
 def _count_multiplied(product: Node) -> float:
-    one, other = [_shape_of(each) for each in product.args if isinstance(each, Node)][-2:]
+    # Of addmm and the like, the first argument is added.
+    first = int("add" in str(product.target))
+    one, other = (_shape_of(each) for each in product.args[first : first + 2])
     return float(one.numel() * other[-1])
 
 
