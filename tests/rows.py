@@ -169,7 +169,7 @@ ROWS: dict[str, Check] = {
     ),
     "float8": _trains(
         Cell(
-            "ZBVLean, Llama 3 in emulated float8; its weight gradients are computed in I",
+            "ZBVLean, Llama 3 in emulated float8",
             schedule="ZBVLean",
             model="rows_config:llama3_float8",
             alone=_by_microbatch(),

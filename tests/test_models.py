@@ -94,13 +94,15 @@ def test_under_autocast_it_leaves_as_much(name: str) -> None:
 COMPILED = {
     "Llama": 0.92,
     "Mixtral": 0.13,
-    "GPT-2": 0.05,
+    "GPT-2": 0.93,
     "BERT": 0.87,
-    "timm ViT": 0.78,
-    "timm ConvNeXt": 0.0,
+    "timm ViT": 0.95,
+    "timm ConvNeXt": 0.95,
     "SD3": 0.95,
+    "float8, tensorwise": 0.92,
+    "int8": 0.95,
 }
-"""Least shares of models that are compiled as a whole: there only nn.Linear leaves its weight gradient to W."""
+"""Least shares of models that are compiled as a whole. An embedding counts as a product there."""
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
+import zbpipe
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import WeightGradients
 
@@ -139,6 +143,27 @@ def test_w_computes_the_gradients_of_the_layer_to_the_bit(name: str, is_checkpoi
             # With a wrapped weight, torchao's MXFP8 leaves the bias out.
             assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)
             one.grad = other.grad = None
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name", ["float8, rowwise", "int8", "MXFP8"])
+def test_sharded_weights(one_rank: None, name: str, is_compiled: bool) -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    module = LAYERS[name][0]()
+    if is_compiled:
+        for layer in module.children():
+            layer.compile(backend="aot_eager")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(module, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
+    module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+    stages = [PipelineStage(module, 0, 1, torch.device("cpu"))]
+    schedule = zbpipe.build_pipeline_schedule("ZBH1", stages, 2, lambda y, target: (y.float() - target).square().mean())
+    check = zbpipe.GradientCheck(schedule, 2)
+    for _ in range(2):
+        schedule.step(torch.randn(2 * ROWS, WIDTH), target=torch.randn(2 * ROWS, WIDTH))
+    assert check.report is not None
+    assert check.report.shares[0] == 1
 
 
 @pytest.mark.parametrize(

@@ -39,14 +39,15 @@ def runs_in_cuda_graphs(module: nn.Module) -> bool:
     backend."""
     if not is_compiled(module):
         return False
-    backend = _find_backend(module)
+    backend = find_backend(module)
     options = getattr(backend, "config", None)  # Inductor's options, if the user gave some
     if options is None:
         return getattr(backend, "compiler_name", "") == "cudagraphs"
     return bool(options.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
 
-def _find_backend(module: nn.Module) -> Any:
+def find_backend(module: nn.Module) -> Any:
+    """The backend with which a module is compiled; None if it is unknown."""
     if isinstance(module, OptimizedModule):
         context: Any = module.dynamo_ctx
     else:

@@ -35,7 +35,8 @@ _VIEWS = ("Clone", "Contiguous", "Expand", "ReshapeAlias", "Squeeze", "UnsafeVie
 _MATRIX = 2
 """Smallest number of dimensions of a weight. Below it, row selection is a lookup, and a parameter is a bias or a
 gain."""
-_COMPILED = "CompiledFunction"
+_REGIONS = ("CompiledFunction", "_Slots")
+"""Nodes of a compiled region, and of zbpipe's slots for the weights that are constants there."""
 
 
 class GraphProduct(NamedTuple):
@@ -55,7 +56,7 @@ class GraphProduct(NamedTuple):
     @property
     def is_region(self) -> bool:
         """Whether the node is a whole compiled region, whose products are hidden."""
-        return self.kind == _COMPILED
+        return self.kind in _REGIONS
 
     @property
     def is_plain(self) -> bool:
@@ -152,7 +153,7 @@ def _is_function(node: Node, kind: str, edges: Sequence[_Edge]) -> bool:
     sources = [weight for weight, source, _ in edges if source is not None]
     weights = [weight for weight in sources if weight is not None]
     elements = {prod(_shape_of(source, number)) for weight, source, number in edges if weight is not None and source}
-    return kind == _COMPILED or len(weights) < len(sources) or prod(_shape_of(node, 0)) not in elements
+    return kind in _REGIONS or len(weights) < len(sources) or prod(_shape_of(node, 0)) not in elements
 
 
 def _is_matrix(weight: _Weight, source: Node, number: int) -> bool:

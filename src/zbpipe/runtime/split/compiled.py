@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from zbpipe.runtime._torch import autograd, compiler, fsdp, graph_products
+from zbpipe.runtime._torch import autograd, compiler, fsdp, graph_products, traced
 from zbpipe.runtime.split.layers import PLAIN, Deferral, deferrals
 from zbpipe.runtime.split.products import PendingGradient
-from zbpipe.runtime.split.slots import SlotHandle, Slots, Spec, Use, WeightWithSlots, dtype_in_slot, spec
+from zbpipe.runtime.split.slots import SlotHandle, Slots, Spec, Use, WeightWithSlots, dtype_in_slot, spec, whole_layer
 
 _MOST_SHAPES = 16
 """Limit of input shapes per region. For more, the region has no slots, and its weight gradients stay in I."""
@@ -82,7 +82,14 @@ class _Site(NamedTuple):
         """Let the product use these slots in the next call of its layer."""
         deferral, use = self.deferral, self.use
         handle = SlotHandle(use, Slots(slots[0], slots[1], tuple(slots[2:])), deferral.permits[use.weight_name])
-        if deferral.is_caught:
+        if use.function is whole_layer:
+            deferral.handle = handle
+            tensors = {use.weight_name: weight.detach()}
+            if deferral.twin is None:
+                deferral.twin = traced.make_twin(deferral.layer, tensors)
+            else:  # the same object: the compiler would compile for another
+                traced.renew_twin(deferral.twin, deferral.layer, tensors)
+        elif deferral.is_caught:
             unchanged = tuple(range(weight.dim()))
             vars(deferral.layer)[use.weight_name] = WeightWithSlots(weight, unchanged, handle)
         else:
@@ -98,6 +105,7 @@ class _Region:
     """The calls of one compiled module."""
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self._deferrals = tuple(deferrals(module).values())
         self.sites: dict[tuple[Any, ...], tuple[_Site, ...]] = {}
         """Sites by shape, dtype and device of the tensors among the inputs."""
@@ -156,10 +164,13 @@ class _Region:
     @contextmanager
     def _learn(self, inputs: tuple[Any, ...]) -> Iterator[None]:
         for deferral in self._deferrals:
-            deferral.seen = []
+            deferral.seen, deferral.calls = [], []
         try:
             yield
-            self.sites[inputs] = tuple([site for deferral in self._deferrals for site in _find_sites(deferral)])
+            backend = compiler.find_backend(self._module)
+            self.sites[inputs] = tuple(
+                [site for deferral in self._deferrals for site in _find_sites(deferral, backend)]
+            )
         finally:
             for deferral in self._deferrals:
                 deferral.seen = None
@@ -187,12 +198,15 @@ def _with_inner_regions_eager() -> Iterator[None]:
         _eager.reset(token)
 
 
-def _find_sites(deferral: Deferral) -> Iterator[_Site]:
+def _find_sites(deferral: Deferral, backend: Any) -> Iterator[_Site]:
     """Products of a layer that can leave the region."""
     # A weight that is multiplied twice would need two pairs of slots, and the calls cannot be distinguished. A layer
     # with its own forward may do anything with its weight, unless it declares its products by `weight_products`: only
     # then another object may stand in for the weight.
     uses = deferral.seen or ()
+    if deferral.is_caught and (use := deferral.find_use_of_layer(backend)) is not None:
+        yield _Site(deferral, use, tuple(map(_without_memory, (use.x, use.y))))
+        return
     for use in uses:
         if deferral.is_caught and not deferral.declares(use.function):
             continue
@@ -232,7 +246,9 @@ class _Slots(torch.autograd.Function):
             if use.function is F.linear and x.dtype.itemsize > dy.dtype.itemsize:
                 x = _cast(x, dy.dtype, casts)
             further = use.further, use.tensors(cast(Sequence[Tensor], more))
-            pending = PendingGradient(deferral.layer, use.product, weight, x.detach(), dy.detach(), *further)
+            pending = PendingGradient(
+                deferral.layer, use.product, weight, x.detach(), dy.detach(), *further, inner=use.inner
+            )
             if deferral.is_due_now(pending, ctx.next_functions[n][0]):
                 gradients[n] = pending.gradient().to(weight.dtype)
         return None, *gradients

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from zbpipe.runtime._torch import autograd, compiler, fsdp
+from zbpipe.runtime._torch import autograd, compiler, fsdp, traced
 from zbpipe.runtime.attributes import declares
 from zbpipe.runtime.split.contents import Checks
 from zbpipe.runtime.split.functions import Functions
@@ -45,7 +45,16 @@ from zbpipe.runtime.split.products import (
     name_of,
     rows,
 )
-from zbpipe.runtime.split.slots import SlotHandle, Use, linear_in_slots, make_use
+from zbpipe.runtime.split.slots import (
+    SlotHandle,
+    Spec,
+    Use,
+    layer_in_slots,
+    linear_in_slots,
+    make_use,
+    spec,
+    whole_layer,
+)
 from zbpipe.runtime.split.torchs_products import COMPOSITES, PRODUCTS, Factors, Reader, read_declared
 
 
@@ -107,8 +116,9 @@ def _find_products(layer: nn.Module, is_compiled: bool) -> Mapping[Callable[...,
         return {**PRODUCTS, **declared} if declared else {}
     if isinstance(layer, nn.Linear):
         return PRODUCTS
-    # In a compiled region only a layer that declares its products lets another object stand in for its weight.
-    return PRODUCTS if _owns_matrices(layer) and not is_compiled else {}
+    # In a compiled region a layer that declares its products lets another object stand in for its weight. Any other
+    # layer is one product as a whole, or none.
+    return PRODUCTS if _owns_matrices(layer) and not (is_compiled and any(layer.children())) else {}
 
 
 def _owns_matrices(layer: nn.Module) -> bool:
@@ -197,6 +207,10 @@ class Deferral:
         """Permits for a product to leave its region, by weight name, asked during the region's compilation."""
         self.seen: list[Use] | None = None
         """List that collects each product with a plain parameter; None if not requested."""
+        self.calls: list[tuple[Spec, Spec] | None] = []
+        """x and y of each call in the meantime; None for a call with other arguments or results."""
+        self.twin: nn.Module | None = None
+        """The layer with its weight as a constant, for a call of the whole layer in a compiled region."""
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear` with one of the layer's weights."""
@@ -363,10 +377,24 @@ class Deferral:
         names = [name for name, own in self.layer.named_parameters(recurse=False) if own is leaf]
         return (names[0], permutation) if names and permutation is not None and type(leaf) in PLAIN else None
 
+    def find_use_of_layer(self, backend: Any) -> Use | None:
+        """The layer's one call in a region as a product of x and its one matrix; None if W could not repeat it."""
+        own = {name: each for name, each in autograd.own_parameters(self.layer).items() if each is not None}
+        matrices = [name for name, each in own.items() if each.dim() > 1]
+        is_own = isinstance(self.original, MethodType) and self.original.__func__ is type(self.layer).forward
+        if self.is_declared or not is_own or len(matrices) != 1 or len(self.calls) != 1 or self.calls[0] is None:
+            return None
+        (name,), (x, y) = matrices, self.calls[0]
+        found = traced.trace_weight_gradient(self.layer, name, x, y, backend)
+        if found is None:
+            return None
+        unchanged = tuple(range(own[name].dim()))
+        return Use(name, whole_layer, WeightProduct(found.of_weight), unchanged, x, y, inner=found.inner)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferral:
         twin = object.__new__(Deferral)
         memo[id(self)], memo[id(self.products)] = twin, self.products
-        vars(twin).update(deepcopy(vars(self) | {"handle": None, "seen": None, "_own": set()}, memo))
+        vars(twin).update(deepcopy(vars(self) | {"handle": None, "seen": None, "twin": None, "_own": set()}, memo))
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -398,8 +426,12 @@ _linear_forward.__name__ = "forward"
 def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the layer's own forward, and catch the products inside."""
     deferral = deferral_of(layer)
-    is_ordinary = torch.compiler.is_compiling() or not torch.is_grad_enabled()
-    if is_ordinary or not (deferral.products or deferral.functions.found):
+    if torch.compiler.is_compiling():
+        handle, twin = deferral.handle, deferral.twin
+        if handle is not None and twin is not None and len(args) == 1 and not kwargs:
+            return layer_in_slots(twin, deferral.original, args[0], handle)
+        return deferral.original(*args, **kwargs)
+    if not torch.is_grad_enabled() or not (deferral.products or deferral.functions.found):
         # Checkpointing allows no torch function mode in a compiled region: see `WeightWithSlots`.
         return deferral.original(*args, **kwargs)
     return _catch_products(deferral, args, kwargs)
@@ -416,14 +448,23 @@ def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, A
     deferral._has_run = True
     if not deferral.products:
         output = deferral.original(*args, **kwargs)
-        return deferral.functions.watch(deferral, output, (args, kwargs))
-    with _CatchProducts(deferral) as mode:
-        if deferral.applies:
-            with autograd.catch_applies(deferral.applies, mode.__torch_function__):
+    else:
+        with _CatchProducts(deferral) as mode:
+            if deferral.applies:
+                with autograd.catch_applies(deferral.applies, mode.__torch_function__):
+                    output = deferral.original(*args, **kwargs)
+            else:
                 output = deferral.original(*args, **kwargs)
-        else:
-            output = deferral.original(*args, **kwargs)
+    if deferral.seen is not None:
+        deferral.calls.append(_find_specs(args, kwargs, output))
     return deferral.functions.watch(deferral, output, (args, kwargs))
+
+
+def _find_specs(args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> tuple[Spec, Spec] | None:
+    """x and y of a call with one tensor and one result; None for any other, and under autocast."""
+    if len(args) != 1 or kwargs or autograd.any_autocast() or not all(type(each) in PLAIN for each in (*args, output)):
+        return None
+    return spec(args[0]), spec(output)
 
 
 def _is_linears_own(function: object, layer: nn.Module) -> bool:

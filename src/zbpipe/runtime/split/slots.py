@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from zbpipe.runtime._torch import autograd, compiler
 from zbpipe.runtime.split.further import NONE, Further, separate_tensors, with_factors_first
@@ -46,6 +46,8 @@ class Use:
     further: Further = NONE
     more: tuple[Spec, ...] = ()
     """Specs of the tensors among the further arguments."""
+    inner: float = 0
+    """Multiplications per element of dY; 0 for as many as a row of x has elements."""
 
     def tensors(self, carried: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """The tensors among the further arguments, after they have left the region."""
@@ -131,6 +133,19 @@ def linear_in_slots(input: Tensor, weight: Tensor, bias: Tensor | None, handle: 
     if slots is None:
         return F.linear(input, weight, bias)
     return _LinearInSlots.apply(input, weight, bias, slots.x, slots.y)  # type: ignore[no-any-return]
+
+
+def whole_layer(x: Tensor) -> Tensor:
+    """Stands for the forward of a layer, in a `Use` of the whole layer as a product."""
+    raise NotImplementedError
+
+
+def layer_in_slots(layer: nn.Module, original: Callable[[Tensor], Tensor], x: Tensor, handle: SlotHandle) -> Tensor:
+    """`original(x)` during compilation. `layer` is the same with its weight as a constant."""
+    slots = handle.take() if handle.takes(x) else None
+    if slots is None:
+        return original(x)
+    return _ProductInSlots.apply(x, layer.forward(x), slots.x, slots.y)  # type: ignore[no-any-return]
 
 
 class _LinearInSlots(torch.autograd.Function):

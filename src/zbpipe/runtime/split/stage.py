@@ -130,9 +130,9 @@ def require_no_early_reduction(stages: Sequence[pipelining.Stage]) -> None:
             continue
         if any(map(fsdp.is_fsdp, stage.submod.modules())):
             raise ValueError(
-                f"stage {stage.stage_index} has parts in fully_shard but is not itself, so they would reduce their"
-                " gradients in I, before W adds to them: call fully_shard on the whole stage, too, or use a schedule"
-                " without I and W"
+                f"stage {stage.stage_index} has parts in fully_shard but is not in it itself, so these parts would"
+                " reduce their gradients in I, before W adds to them. Also call fully_shard on the whole stage, or use"
+                " a schedule without I and W"
             )
 
 
@@ -142,8 +142,8 @@ def _require_reduced(stage: pipelining.Stage, backward: str) -> None:
     if not fsdp.is_fsdp(stage.submod) and fsdp.owes_reduction(stage.submod):
         raise RuntimeError(
             f"stage {stage.stage_index}: {backward}, which replaces torch's backward, does not reduce the gradients"
-            " that the last W has added to parts in fully_shard: make it reduce them when it is called with"
-            " last_backward=True, or call fully_shard on the whole stage, too, or use a schedule without I and W"
+            " that the last W has added to parts in fully_shard. Make it reduce them when it is called with"
+            " last_backward=True, also call fully_shard on the whole stage, or use a schedule without I and W"
         )
 
 

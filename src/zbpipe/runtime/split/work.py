@@ -21,8 +21,8 @@ _MOST_NAMES = 8
 """Limit of names in a message."""
 _LEAST = 0.0005
 _IN_A_REGION = (
-    "in a compiled region, where the weight is multiplied more than once, or by a forward of the layer's own without"
-    " weight_products"
+    "in a compiled region, where the weight is multiplied more than once, or by a layer with several products or"
+    " arguments"
 )
 _CHANGED = "something changes x or dY in place during I"
 _PARTS = frozenset(("Index", "IndexSelect", "Gather", "Narrow", "Select", "Slice", "Split", "Unbind"))
@@ -197,6 +197,7 @@ class WeightWork:
 
 _KINDS = {
     "CompiledFunction": _IN_A_REGION,
+    "_Slots": _IN_A_REGION,
     "Conv": "a convolution",
     "Rnn": "a recurrent layer",
     "Lstm": "a recurrent layer",
