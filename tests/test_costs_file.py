@@ -155,7 +155,10 @@ LAYER = {"modules": ["layers.0"], "f": 1, "i": 1, "w": 1, "activations": 1}
         ({"stages": 3}, "[stages] has to be a table of keys and values, got 3"),
         ({"layers": LAYER}, "expected a list of tables, in TOML [[layers]]"),
         ({"stages": STAGES, "message_byte": 3}, "message_byte = 3: unknown key; did you mean message_bytes?"),
-        ({"stages": STAGES | {"zz": 3}}, "[stages] zz = 3: unknown key; known are rank_of, reduce, f, i, w, activations"),
+        (
+            {"stages": STAGES | {"zz": 3}},
+            "[stages] zz = 3: unknown key; known are rank_of, reduce, f, i, w, activations",
+        ),
         ({"stages": {"f": [1]}}, "[stages] i is missing"),
         ({"stages": STAGES | {"w": [1]}}, "need one number for each stage, got {'f': 2, 'i': 2, 'w': 1"),
         ({"stages": STAGES | {"i": [1, -1]}}, "the costs of stages cannot have i = -1: give a number from 0 to 1e+100"),

@@ -3,7 +3,9 @@
 from dataclasses import replace
 
 import pytest
+import reductions
 import wall_clock
+from ranks import run_ranks
 from wall_clock import Job, Result
 
 from zbpipe import CostModel, Op, OpKind
@@ -24,6 +26,16 @@ def test_every_schedule_sleeps_what_the_simulator_counts() -> None:
     lines = wall_clock.table(results).splitlines()
     assert len(lines) == 2 + len(results)
     assert len({line.count("|") for line in lines}) == 1
+
+
+@pytest.mark.long
+def test_reductions_are_measured_early_and_late() -> None:
+    job = reductions.Job(("ZBV",), ((1, 1, 1),), (1.0,), microbatches=2, layers=2, unit=1e-2, rounds=1, timeout=60)
+    (result,) = run_ranks(4, reductions.on_this_rank, job)[0]
+    assert min(result.without, result.late, result.early) >= 3 * 2 * job.unit
+    assert result.reduced == pytest.approx(job.unit)
+    assert result.largest == pytest.approx(job.unit / 4)
+    assert len(reductions.table([result]).splitlines()) == 3
 
 
 ONES = (1e-3, 1e-3)
