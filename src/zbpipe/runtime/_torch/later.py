@@ -332,7 +332,7 @@ def run_own_backward(node: Node, gradients: Sequence[Any], context: Context | No
 
 
 def list_functions(outputs: Iterable[Any], inputs: Iterable[Any]) -> Iterator[Node]:
-    """Nodes of autograd Functions between a layer's inputs and outputs, without those whose backward is replaced."""
+    """Nodes of others' autograd Functions between a layer's inputs and outputs, unless their backward is replaced."""
     seen = {each.grad_fn for each in inputs if isinstance(each, Tensor)}
     waiting = [each.grad_fn for each in outputs if isinstance(each, Tensor)]
     for _ in range(_MOST_NODES):
@@ -342,13 +342,15 @@ def list_functions(outputs: Iterable[Any], inputs: Iterable[Any]) -> Iterator[No
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(cast(object, node), BackwardCFunction) and not _is_ours(node):
+        if isinstance(cast(object, node), BackwardCFunction) and not _is_other(node):
             yield node
         waiting += [each for each, _ in node.next_functions]
 
 
-def _is_ours(node: Any) -> bool:
-    return "apply" in vars(node) or hasattr(node, "deferral") or _COMPILED in node.name()
+def _is_other(node: Any) -> bool:
+    """Whether the node belongs to zbpipe or the compiler, or only passes gradients on."""
+    name = node.name()
+    return "apply" in vars(node) or hasattr(node, "deferral") or _COMPILED in name or name in autograd.PASS_ON
 
 
 class Weight(NamedTuple):

@@ -47,8 +47,8 @@ class Functions:
         return output
 
     def settle(self) -> None:
-        """Look for no more Functions after a step without any."""
-        self.may_be_called = bool(self.found)
+        """Look for no more Functions after a step without any whose products can wait."""
+        self.may_be_called = any(self._numbers.get(each) != frozenset() for each in self.found)
 
     @property
     def names(self) -> frozenset[str]:

@@ -318,7 +318,7 @@ class Deferral:
             self.may_make_weights = self.makes_weights
             if self.is_caught and not (self.is_declared or self.deferrable):
                 self.products = {}
-        if not (self.products or self.functions.found):
+        if not (self.products or self.functions.may_be_called):
             return
         parameters = self.layer.parameters(recurse=self.is_caught and not self.is_declared)
         self.has_node_hooks = any(p.requires_grad and autograd.has_hooks_on_node(p) for p in parameters)
@@ -431,7 +431,7 @@ def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if handle is not None and twin is not None and len(args) == 1 and not kwargs:
             return layer_in_slots(twin, deferral.original, args[0], handle)
         return deferral.original(*args, **kwargs)
-    if not torch.is_grad_enabled() or not (deferral.products or deferral.functions.found):
+    if not torch.is_grad_enabled() or not (deferral.products or deferral.functions.may_be_called):
         # Checkpointing allows no torch function mode in a compiled region: see `WeightWithSlots`.
         return deferral.original(*args, **kwargs)
     return _catch_products(deferral, args, kwargs)
