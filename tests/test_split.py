@@ -38,8 +38,10 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zbpipe
+from zbpipe.runtime.split import products
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import (
+    LINEAR,
     PendingGradient,
     WeightGradients,
     WeightProducts,
@@ -312,6 +314,17 @@ def test_float8_layers_compute_it_in_i(one_rank: None, caplog: pytest.LogCapture
     for x_part, target_part in 2 * list(zip(x.chunk(3), target.chunk(3), strict=True)):
         nn.functional.mse_loss(plain(x_part), target_part).backward()
     assert_equal_gradients(stage, plain)
+
+
+def test_no_kernel_writes_into_a_gradient_that_autograd_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a kernel that adds products in half precision to float32."""
+    monkeypatch.setitem(products._sums_in_float32, ("cpu", torch.bfloat16), True)
+    weight, factor = torch.zeros(4, 4), torch.ones(4, 4, requires_grad=True)
+    x, dy = torch.ones(2, 3, 4, dtype=torch.bfloat16)
+    weight.grad = total = 2 * factor
+    PendingGradient(nn.Identity(), LINEAR, weight, x, dy).accumulate()
+    assert weight.grad is total
+    assert (total == 5).all()
 
 
 def test_a_gradient_of_the_gradient(x: Tensor) -> None:
