@@ -7,6 +7,7 @@ that has imported it and done nothing else.
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing
 import os
 import pickle
@@ -174,6 +175,7 @@ def _main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    gc.freeze()  # else this rank's collections look at all of torch's objects, and copy the memory that ranks share
     os.environ.clear()  # it was that of the test that came first
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo"} | environment)
     torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # In the process itself: otherwise each process that compiles starts others, which import torch anew.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# A collection for each compiled function takes longer than small functions take to run.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 pytest.register_assert_rewrite("titan_jobs", "cells", "compatibility")
 
 SLOWEST = ("matrix", "zoo", "titan", "gradient_check", "titan_integration", "gradients", "compile", "docs", "schedules")
@@ -47,6 +50,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     torch.set_num_threads(1)
     places = {f"test_{name}": place for place, name in enumerate(SLOWEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+
+
+def pytest_collection_finish() -> None:
+    """No collection of garbage looks at what the imports have made."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:

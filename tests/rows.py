@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 ABOUT = """\
-Qwen, GPT-OSS, Kimi and Muse Glimmer are debug models, the first two with smaller experts. Attention with sinks and the
-attention of images and of packed conversations have dense masks in place of FlexAttention. LoRA has
-`--parallelism.spmd_backend partial_dtensor`: with its default, TorchTitan 0.3.0 also trains the frozen weights. With
-tensor parallelism the loss is parallel as well.
+Qwen, GPT-OSS, Kimi and Muse Glimmer are debug models. Qwen and Muse Glimmer have half of their blocks, Qwen and GPT-OSS
+have smaller experts. Attention with sinks and the attention of images and of packed conversations have dense masks in
+place of FlexAttention. LoRA has `--parallelism.spmd_backend partial_dtensor`: with its default, TorchTitan 0.3.0 also
+trains the frozen weights. With tensor parallelism the loss is parallel as well.
 
 With float8, LoRA and all weights trained, ZBVLean and 1F1B part in the second step; the third loss differs by 8e-5 and
 its norm by 4e-5. Float8 enlarges rounding there. The first gradients differ by 3e-7, from the order of their sums. So

@@ -88,14 +88,15 @@ def qwen3_moe_small() -> Trainer.Config:
     spec = qwen3.model_registry("debugmodel_moe")
     del spec.model.layers[4:]
     for layer in spec.model.layers:
-        layer.moe.routed_experts.inner_experts.hidden_dim = 128
+        layer.moe.routed_experts.inner_experts.hidden_dim = 32
     return _demo_job(spec)
 
 
 def muse_glimmer_images() -> Trainer.Config:
-    """Every sequence begins with an image, which its own text gives the pixels."""
+    """With four of its eight blocks. Every sequence begins with an image, which its own text gives the pixels."""
     vision_encoder.compiled_create_block_mask = create_block_mask
     spec = muse_glimmer.model_registry("debugmodel_mm")
+    del spec.model.layers[4:]
     encoder = spec.model.vision_encoder
     encoder.block.attn.inner_attention = DenseAttention.Config()
     config = _demo_job(spec)

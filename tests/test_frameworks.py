@@ -373,6 +373,9 @@ def test_automodel_cuts_and_places_as_the_schedule_says(automodel: Any, tmp_path
         automodel.calculate_virtual_stages(32, 8, RANKS, False)
     with pytest.raises(ValueError, match=r"has 8 stages, but module_fqns_per_model_part lists 4"):
         automodel.stage_ids_this_rank(0, RANKS, 4)
+    schedules.get_schedule_class("InterleavedZeroBubbleSplit")
+    assert automodel.calculate_virtual_stages(12, 2, RANKS, False) == (6, 3)
+    assert automodel.stage_ids_this_rank(1, RANKS, 6) == (1, 3, 5)
     schedules.get_schedule_class("1F1B")
     assert automodel.calculate_virtual_stages is calculate_virtual_stages
     schedules.get_schedule_class("ZBH1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +55,22 @@ def test_a_schedule_or_a_plan_runs_as_it_is() -> None:
     assert (adopting.schedule, adopting.by_size.costs) == (plan.schedule, costs)
     # A name means its own class, also after a schedule of that name was given.
     assert type(trained("ZBV")[0]) is zbpipe.ScheduleZBV
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_gradients_are_divided_once() -> None:
+    """Those of two stages with one weight, and those that a step without a backward finds."""
+    weight = nn.Linear(4, 4)
+    stages = [PipelineStage(nn.Sequential(weight), index, 2, CPU) for index in range(2)]
+    built: Any = zbpipe.build_pipeline_schedule("ZBV", stages, 4, nn.functional.mse_loss)
+    x, target = torch.randn(2, 8, 4)
+    built.step(x, target=target)
+    plain = copy.deepcopy(weight)
+    plain.zero_grad()
+    nn.functional.mse_loss(plain(plain(x)), target).backward()
+    torch.testing.assert_close(weight.weight.grad, plain.weight.grad)
+    built.eval(x, target=target)
+    torch.testing.assert_close(weight.weight.grad, plain.weight.grad)
 
 
 @pytest.mark.usefixtures("one_rank")

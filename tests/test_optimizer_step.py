@@ -15,6 +15,8 @@ import torch.distributed as dist
 from pipelines import Pipeline
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -193,6 +195,16 @@ def test_the_result_is_that_of_an_ordinary_step(name: str, dtype: torch.dtype, o
         assert counts[0].repeated >= (len(CLIPPED) if not how["predict"] else 2)
         assert (counts[0].synchronous > 0) == how["predict"]
         assert counts[0].validated + counts[0].repeated + counts[0].synchronous == STEPS
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_norm_is_of_plain_and_sharded_gradients_together() -> None:
+    plain, whole = (nn.Parameter(torch.zeros(2)) for _ in range(2))
+    mesh = init_device_mesh("cpu", (1,))
+    sharded = nn.Parameter(distribute_tensor(whole, mesh))
+    plain.grad, sharded.grad = torch.full((2,), 3.0), distribute_tensor(torch.full((2,), 4.0), mesh)
+    for parameters in ([plain, sharded], [sharded, plain]):
+        assert clip(parameters, inf, None, torch.device("cpu")).item() == pytest.approx(50**0.5)
 
 
 @pytest.mark.parametrize("on_nonfinite", ["propagate", "skip"])

@@ -273,6 +273,8 @@ def test_two_ranks_by_hand() -> None:
     assert timeline.busy == (8, 8)
     assert timeline.bubble == 1 - 16 / 26
     assert timeline.idle == (Idle(4, 0, 1), Idle(1.5, 0, 3.5))
+    one_by_one = Schedule.from_csv("0F0,0B0,0F1,0B1\n1F0,1B0,1F1,1B1")
+    assert simulate(one_by_one, timeline.costs).idle == (Idle(5, 0, 5), Idle(1.5, 5, 3.5))
     assert timeline.longest_rank_span == 13
     assert timeline.memory(0) == [(0, 0), (0, 1), (1, 2), (9, 1), (13, 0)]
     assert timeline.peak_activations == (2, 1)

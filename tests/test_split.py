@@ -37,8 +37,10 @@ from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zbpipe
+from zbpipe.runtime.split import products
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import (
+    LINEAR,
     PendingGradient,
     WeightGradients,
     WeightProducts,
@@ -289,6 +291,17 @@ def test_dtensor_weights(one_rank: None, x: Tensor, style: Any) -> None:
     assert weight.grad.placements == weight.placements
     for found, expected in zip(layer.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(found.grad.full_tensor(), expected.grad, **TOLERANCE)  # type: ignore[union-attr]
+
+
+def test_no_kernel_writes_into_a_gradient_that_autograd_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a kernel that adds products in half precision to float32."""
+    monkeypatch.setitem(products._sums_in_float32, ("cpu", torch.bfloat16), True)
+    weight, factor = torch.zeros(4, 4), torch.ones(4, 4, requires_grad=True)
+    x, dy = torch.ones(2, 3, 4, dtype=torch.bfloat16)
+    weight.grad = total = 2 * factor
+    PendingGradient(nn.Identity(), LINEAR, weight, x, dy).accumulate()
+    assert weight.grad is total
+    assert (total == 5).all()
 
 
 def test_a_gradient_of_the_gradient(x: Tensor) -> None:

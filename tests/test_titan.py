@@ -44,6 +44,7 @@ from zbpipe import Placement, cli
 from zbpipe.cli.demo import comparison, emulated, launch
 from zbpipe.cli.demo.launch import JobOutcome, demo_arguments, train_on_cpu
 from zbpipe.costs import JobCosts
+from zbpipe.costs.transformer import Checkpointing
 from zbpipe.frameworks.titan import monitor, versions
 from zbpipe.frameworks.titan.check import check
 from zbpipe.frameworks.titan.command_line import parse
@@ -298,6 +299,16 @@ def checked(
         comm=SimpleNamespace(init_timeout_seconds=seconds, mode=mode),
     )
     check(config, options or Options(**given))
+
+
+@needs_03
+def test_the_checkpointing_of_a_config() -> None:
+    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+    from zbpipe.frameworks.titan.plug import checkpointing_of
+
+    configs = None, SelectiveAC.Config(), FullAC.Config()
+    assert list(map(checkpointing_of, configs)) == [Checkpointing.NONE, Checkpointing.SELECTIVE, Checkpointing.FULL]
 
 
 def test_a_dry_run_measures_nothing() -> None:

@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 import traceback
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,21 @@ def import_titan() -> None:
     sys.modules[plug.Trainer.__module__].time = _WithoutSleep()  # type: ignore[attr-defined]
 
 
+@cache
+def prepare_compiler() -> None:
+    """What each rank's first compilation would do: tables of Dynamo, hashes of torch's sources, tests of the CPU."""
+    import torch
+    from torch._inductor.fx_passes import joint_graph
+
+    joint_graph.lazy_init()
+    with torch.no_grad():  # autograd's engine starts threads, and then no rank could use it
+        layers = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.SiLU())
+        torch.compile(layers, fullgraph=True)(torch.ones(8, 8))
+    torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()
+
+
 class _WithoutSleep:
     def __getattr__(self, name: str) -> Any:
         return (lambda seconds: None) if name == "sleep" else getattr(time, name)
@@ -52,9 +68,7 @@ class _WithoutSleep:
 def run(job: dict[str, Any]) -> list[int]:
     """Train; the exit codes of the ranks, negative for a signal."""
     if "--compile.enable" in job["arguments"]:
-        from torch._inductor.fx_passes import joint_graph
-
-        joint_graph.lazy_init()  # each rank would do it; it is done once
+        prepare_compiler()
     ranks = [_fork(job, rank) for rank in range(job["num_ranks"])]
     codes: dict[int, int] = {}
     deadline = float("inf")
