@@ -62,7 +62,14 @@ class Job(NamedTuple):
 
 
 def list_schedule(
-    job: Job, urgency: Floats, period: float, patience: float, release: float, margin: Floats, cutoff: float
+    job: Job,
+    urgency: Floats,
+    period: float,
+    patience: float,
+    release: float,
+    margin: Floats,
+    cutoff: float,
+    first: bool = False,
 ) -> tuple[float, list[int]]:
     """List scheduling: a clock runs, and each free rank starts the most urgent op that is ready and fits into memory.
 
@@ -75,6 +82,8 @@ def list_schedule(
         release: seconds between the microbatches that may enter the first stage.
         margin: memory to keep free after an I of each node while there are F to come; otherwise B runs in its place.
         cutoff: give up as soon as the length is sure to reach this.
+        first: whether ranks have endless patience for each I of the first microbatch. All other I follow it, so an F
+            that delays it on one rank delays all ranks before.
 
     Returns:
         The length, and the ops in the order of their starts. Infinity if it gave up or cannot continue.
@@ -93,7 +102,7 @@ def list_schedule(
         if now >= NEVER:
             break
         chosen, start, wake[rank] = choose(
-            job, mine[rank], now, free[rank], room, urgency, period, patience, ran, sent, arrival
+            job, mine[rank], now, free[rank], room, urgency, period, patience, ran, sent, arrival, first
         )
         if chosen < 0:
             continue
@@ -182,6 +191,7 @@ def choose(
     ran: Ints,
     sent: Ints,
     arrival: Floats,
+    first: bool,
 ) -> tuple[int, float, float]:
     """The most urgent of a rank's `nodes` (-1: none), the arrival of its input, and when to look again for others."""
     chosen, least, start, wake = -1, NEVER, 0.0, NEVER
@@ -195,8 +205,9 @@ def choose(
             continue
         arrived = arrival[node * job.microbatches + microbatch]
         urgent = urgency[node] + period * microbatch
-        if arrived - patience > now:
-            wake = min(wake, arrived - patience)
+        wait = NEVER if first and microbatch == 0 and node % 3 == 1 else patience
+        if arrived - wait > now:
+            wake = min(wake, arrived - wait)
         elif urgent < least:
             chosen, least, start = node, urgent, arrived
     return chosen, start, wake
