@@ -44,6 +44,8 @@ class Job(NamedTuple):
     fed: Ints
     """Node of another stage that takes its result, or the last stage's I for its F; -1 for none."""
     seconds: Floats
+    whole: Floats
+    """Seconds of a full backward in place of an I; unused for other nodes."""
     takes: Floats
     """Memory that it adds to its rank, from then on: positive for F, negative for W, either sign for I."""
     needs: Floats
@@ -118,7 +120,7 @@ def list_schedule(
             arrival[op + microbatches] = GONE
             order.append(op + len(arrival))
             op += microbatches
-            end += job.seconds[chosen + 1]
+            end = now + job.whole[chosen]
             free[rank] -= job.takes[chosen + 1]
             left[rank] -= 1
         order.append(op + len(arrival) if full else op)
@@ -154,7 +156,10 @@ def loads(job: Job) -> tuple[list[list[int]], list[int], list[int], list[float]]
         mine[rank].append(node)
         left[rank] += job.microbatches
         forwards[rank] += job.microbatches if node % 3 == 0 else 0
-        work[rank] += job.microbatches * job.seconds[node]
+        # The least that it can take: backwards may all be full ones.
+        merged = node % 3 == 1 and job.full[node] < NEVER
+        saved = job.seconds[node] + job.seconds[node + 1] - job.whole[node] if merged else 0.0
+        work[rank] += job.microbatches * (job.seconds[node] - saved)
     return mine, left, forwards, work
 
 
@@ -359,7 +364,7 @@ def unfold(job: Job, codes: Ints) -> tuple[list[int], list[int], list[float], li
         if node % 3 == 2:
             gone[op] = 1
         else:
-            seconds[op] = job.seconds[node] + job.seconds[node + 1]
+            seconds[op] = job.whole[node]
             takes[op] = job.takes[node] + job.takes[node + 1]
             needs[op] = job.full[node]
     return order, gone, seconds, takes, needs
@@ -538,7 +543,7 @@ def merge(job: Job, lists: Lists, op: int) -> None:
     follower = lists.after[weight]
     take_out(lists, weight, job.rank[node])
     lists.gone[weight] = 1
-    lists.seconds[op] = job.seconds[node] + job.seconds[node + 1]
+    lists.seconds[op] = job.whole[node]
     lists.takes[op] = job.takes[node] + job.takes[node + 1]
     lists.needs[op] = job.full[node]
     weigh(lists, op, follower)
