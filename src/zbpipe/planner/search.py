@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, sqrt
+from operator import itemgetter
 from random import Random
 
 from zbpipe.costs.model import ROUNDING, CostModel, least_room, rank_shares
@@ -280,14 +281,15 @@ def find_best_within(
     problem = Problem("", placement, costs, num_microbatches, limits, by_period)
     scheduler = ListScheduler(problem, at_hand())
     listed = [*scheduler.list_by_kind(), *scheduler.list_around_the_first()]
-    orders = [order for length, order in listed if length < NEVER] or [problem.list_one_by_one()]
+    listed = sorted((each for each in listed if each[0] < NEVER), key=itemgetter(0))
+    # Lengths are those of the simulation, but for rounding, and spans are close to the period, which takes long.
+    listed = listed[:_MOST_PERIODS] if by_period else [each for each in listed if each[0] <= listed[0][0] * (1 + 1e-6)]
+    orders = [order for _, order in listed] or [problem.list_one_by_one()]
     found = [problem.schedule(name, order) for order in orders]
     found += [replace(seed, name=name) for seed in seeds if problem.fits(seed)]
     timelines = [simulate(schedule, costs) for schedule in {each.ops: each for each in found}.values()]
     if by_period:
-        # The span of a rank is close to the period, which takes long to compute.
-        best = sorted(timelines, key=lambda each: (each.longest_rank_span, each.makespan))[:_MOST_PERIODS]
-        return min(best, key=lambda each: (period_of(each), each.makespan)).schedule
+        return min(timelines, key=lambda each: (period_of(each), each.makespan)).schedule
     shortest = min(each.makespan for each in timelines) * (1 + ROUNDING)
     ties = [each for each in timelines if each.makespan <= shortest]
     return min(ties, key=lambda each: (each.longest_rank_span, each.makespan)).schedule
