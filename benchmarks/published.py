@@ -1,6 +1,6 @@
 """The simulator against figures that others measured and published: `published.csv`, one row for each figure.
 
-python benchmarks/published.py  # predictions and errors into results/what-hardware-says.csv, and the picture
+python benchmarks/published.py  # predictions and errors into results/what-hardware-says*.csv, and the picture
 
 Classes: A, the source gives all inputs; B, inputs are inferred or read off plots; C, inputs were fitted to these very
 rows, so they validate nothing. Throughputs are fitted, too: `OVERHEAD` is the one number chosen by them.
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import cache
 from html import escape
 from pathlib import Path
-from typing import Any
 from statistics import fmean
+from typing import Any
 
 from zbpipe import CostModel, generate, simulate
 from zbpipe.costs.transport import Transport
@@ -309,6 +309,7 @@ def write_results(found: Iterable[tuple[Row, float]]) -> None:
 
 
 def main() -> None:
+    import published_jobs
     from harness import markdown, parser
 
     parser(__doc__).parse_args()
@@ -318,6 +319,10 @@ def main() -> None:
     PICTURE.write_text(draw([(row, each) for row, each in found if row.metric == "ratio"]))
     heads = ["source, table, figure", "class", "rows", "mean error", "worst", ""]
     print(markdown(heads, [each.cells for each in groups(found)]))
+    jobs = [(job, published_jobs.predict(job)) for job in published_jobs.read_jobs()]
+    published_jobs.write_results(jobs)
+    heads = ["estimated speed", "rows", "number", "bias", "mean error", "within the range"]
+    print("\n" + markdown(heads, published_jobs.summary(jobs), left=2))
 
 
 if __name__ == "__main__":
