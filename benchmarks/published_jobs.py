@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from zbpipe.costs.transformer import Block, Checkpointing
 from zbpipe.estimation.estimate import estimate
@@ -85,17 +86,14 @@ class Job:
 
 def read_jobs() -> list[Job]:
     """All rows."""
-    whole = ("gpus", "p", "tp", "cp", "v", "m", "microbatch", "seq")
     with ROWS.open(newline="") as lines:
-        return [
-            Job(
-                **{name: cells[name] for name in ("id", "source", "model", "device", "checkpointing", "note")},
-                **{name: int(cells[name]) for name in whole},
-                published=float(cells["published"]),
-                kept_back=bool(cells["kept_back"]),
-            )
-            for cells in csv.DictReader(lines)
-        ]
+        return [_job(cells) for cells in csv.DictReader(lines)]
+
+
+def _job(cells: dict[str, Any]) -> Job:
+    whole = {name: int(cells[name]) for name in ("gpus", "p", "tp", "cp", "v", "m", "microbatch", "seq")}
+    others = {"published": float(cells["published"]), "kept_back": bool(cells["kept_back"])}
+    return Job(**{**cells, **whole, **others})
 
 
 def workload(job: Job) -> Workload:
