@@ -262,7 +262,14 @@ def _y(value: float) -> float:
 
 def _axes() -> Iterator[str]:
     floor, end = _TOP + _SIZE, _LEFT + _SIZE
-    band = ((_LOW, _LOW), (_HIGH, _HIGH * 0.95), (_HIGH, _HIGH), (_HIGH / 1.05, _HIGH), (_LOW, _LOW * 1.05))
+    band = (
+        (_LOW, _LOW),
+        (_LOW / 0.95, _LOW),
+        (_HIGH, _HIGH * 0.95),
+        (_HIGH, _HIGH),
+        (_HIGH / 1.05, _HIGH),
+        (_LOW, _LOW * 1.05),
+    )
     corners = " ".join(f"{_x(one):.1f},{_y(other):.1f}" for one, other in band)
     yield f'<polygon class="band" points="{corners}"/>'
     yield f'<path class="line" d="M{_LEFT} {floor}L{end} {_TOP}M{_LEFT} {_TOP}V{floor}H{end}"/>'
