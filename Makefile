@@ -65,7 +65,7 @@ MODELS := transformers==5.24.0 timm==1.0.31 diffusers==0.42.1 peft==0.21.2 torch
 test-models: $(VENV)-models/dev  ## models of transformers, timm, diffusers, peft, torchao and torchvision, in an environment of its own
 	$(VENV)-models/bin/pytest $(SPREAD) --dist worksteal tests/test_models.py
 
-WITHOUT_TORCH := costs costs_file edges feeding jitter lean pictures planner registry simulation testing transport validation views
+WITHOUT_TORCH := costs costs_file edges feeding jitter lean pictures planner published registry simulation testing transport validation views
 test-python: $(VENV)-without-torch/dev  ## what needs no torch, on another Python: PYTHON=python3.14
 	PYTHONPATH=tests $(VENV)-without-torch/bin/pytest --noconftest -p determinism $(WITHOUT_TORCH:%=tests/test_%.py)
 

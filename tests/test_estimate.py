@@ -20,13 +20,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zbpipe import CostModel, Op, Schedule, estimate, generate, simulate, testing
-from zbpipe.cli.estimates import lines, page, record
+from zbpipe.cli.estimates import compare, lines, page, record
 from zbpipe.costs import JobCosts
 from zbpipe.costs.transformer import Checkpointing, usual_costs
 from zbpipe.estimation import Estimate, Workload, load_layers
 from zbpipe.estimation.devices import DEVICES, GIB, Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
-from zbpipe.estimation.result import NO_PIPELINE, PLAN, Step
+from zbpipe.estimation.result import NO_PIPELINE, PLAN, Memory, Step
 from zbpipe.estimation.search import degrees_to_try, search
 from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes, rates
 from zbpipe.runtime.measure.counts import count_bytes, count_operations
@@ -322,7 +322,10 @@ def test_the_command(file: Path, tmp_path: Path) -> None:
     for words in ("1F1B", "ZBV", "plan", NO_PIPELINE, "deferred", "TFLOP/s", "NVLink"):
         assert words in text, words
     assert re.search(
-        r"^The shortest step that fits: plan, \d+\.\d% longer than without a pipeline, which also fits.$", text, re.M
+        r"^Undecided: the shortest step with a pipeline that fits, plan, is \d+\.\d% longer than without a pipeline"
+        r" \([+-]\d+\.\d% to [+-]\d+\.\d% over the plausible speeds\), which also fits\. Frameworks differ by more",
+        text,
+        re.M,
     )
     html = picture.read_text()
     named = re.findall(r'"name(?: best)?" x="(.*?)" y="(.*?)" .*?>(.*?)<', html)
@@ -394,3 +397,27 @@ def test_schedules_that_know_no_checkpointing_are_made_as_in_a_job() -> None:
     step = row(estimate(work, ONE_A_SECOND, only=("ZB1P",), plans=False), "ZB1P")
     assert step.timeline is not None
     assert step.timeline.schedule == generate("ZB1P", 2, 8) != generate("ZB1P", 2, 8, costs=step.timeline.costs)
+
+
+def test_an_estimate_is_a_range_over_the_plausible_speeds(file: Path) -> None:
+    """The ends are the estimates with those rates; a given rate has none."""
+    work, device = load_layers(file, 16), find("H100")
+    assert device.range is not None
+    found = estimate(work, device, only=["ZBV"], plans=False)
+    for end, share in ((1, device.range[0]), (0, device.range[1])):
+        given = estimate(work, device, tflops=share * device.peak / 1e12, only=["ZBV"], plans=False)
+        for step in found.steps:
+            assert step.range is not None
+            assert step.range[end] == next(each for each in given.steps if each.schedule == step.schedule).seconds
+        assert all(step.range is None for step in given.steps)
+
+
+def test_the_verdict_is_undecided_where_the_difference_is_small() -> None:
+    seconds = {"undecided": (1.09, (0.5, 2.2)), "no": (1.12, (0.56, 2.3)), "yes": (0.8, (0.44, 1.6))}
+    memory = Memory(0, 0, 0, 0, 0, 0, 0)
+    alone = Step(NO_PIPELINE, "", 1, 1.0, 0.0, 1.0, None, memory, True, range=(0.5, 2.0))
+    for answer, (time, ends) in seconds.items():
+        best = replace(alone, schedule="ZBV", seconds=time, range=ends)
+        words = compare(best, alone, "ZBV")
+        assert words.startswith("Undecided") == (answer == "undecided")
+        assert ("shorter" in words) == (answer == "yes")

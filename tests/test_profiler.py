@@ -30,11 +30,12 @@ from zbpipe.costs.transport import Receives
 from zbpipe.runtime import auto
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.auto import find_memory_limits
-from zbpipe.runtime.measure.profiler import measure_links
+from zbpipe.runtime.measure.profiler import find_overhead, measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.measure.trace import write_trace
 from zbpipe.schedule.ir import Op, OpKind, Placement
 from zbpipe.simulator import passes
+from zbpipe.simulator.timeline import Span
 
 CPU = torch.device("cpu")
 MICROBATCHES = 4
@@ -216,6 +217,15 @@ def message_of_wide_job(name: str) -> float:
     assert profiler.costs is not None
     assert isinstance(profiler.costs.costs, CostModel)
     return profiler.costs.costs.message_bytes
+
+
+def test_the_overhead_is_the_time_between_ops_that_wait_for_no_message() -> None:
+    starts = {"0F0": 0.0, "0F1": 2.0, "1F0": 9.0, "1I0": 11.0, "1W0": 15.0, "0I0": 25.0}  # each op takes 1
+    spans = tuple(Span(Op.parse(op), start, start + 1) for op, start in starts.items())
+    record = StepRecord("", 30.0, spans, {}, {}, 0)
+    assert find_overhead([record], num_stages=2) == 1.0  # of 0F1, 1I0 and 1W0: 1, 1 and 3
+    assert find_overhead([record], num_stages=9) == 2.0
+    assert find_overhead([], num_stages=2) == 0.0
 
 
 def test_logits_are_no_message() -> None:

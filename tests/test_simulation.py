@@ -11,7 +11,7 @@ from determinism import draw_fewer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbpipe import Op, OpKind, Placement, Schedule, generate
+from zbpipe import Op, OpKind, Placement, Schedule, generate, plan
 from zbpipe.costs.model import CostModel, Link, least_room
 from zbpipe.simulator.lower_bound import lower_bound
 from zbpipe.simulator.simulation import simulate
@@ -90,7 +90,8 @@ def plain_inputs(event: Event, events: dict[Event, int], run: Run) -> dict[Event
 
 def length(costs: CostModel, event: Event) -> float:
     stage, kind, _ = event[1]
-    return {"F": costs.f[stage], "I": costs.i[stage], "W": costs.w[stage], "B": costs.i[stage] + costs.w[stage]}[kind]
+    times = {"F": costs.f[stage], "I": costs.i[stage], "W": costs.w[stage], "B": costs.i[stage] + costs.w[stage]}
+    return times[kind] + costs.overhead
 
 
 def starts(timeline: Timeline) -> dict[Event, float]:
@@ -135,7 +136,8 @@ def test_time_is_either_busy_or_idle(run: Run) -> None:
     for busy, idle in zip(timeline.busy, timeline.idle, strict=True):
         assert busy + sum(idle) == timeline.makespan
         assert min(idle) >= 0
-    assert sum(timeline.busy) == run.schedule.num_microbatches * sum(map(sum, (run.costs.f, run.costs.i, run.costs.w)))
+    work = run.schedule.num_microbatches * sum(map(sum, (run.costs.f, run.costs.i, run.costs.w)))
+    assert sum(timeline.busy) == work + run.costs.overhead * sum(map(len, run.schedule))
 
 
 @given(runs())
@@ -158,7 +160,8 @@ def test_the_lower_bound_is_reached(ranks: int, microbatches: int) -> None:
 @given(schedules(ranks=1, stages_per_rank=3, max_microbatches=2), st.data())
 def test_on_one_rank_the_lower_bound_is_its_work(schedule: Schedule, data: st.DataObject) -> None:
     timeline = Run(schedule, data.draw(cost_models(schedule.placement))).simulate()
-    assert lower_bound(schedule.placement, timeline.costs, schedule.num_microbatches) == timeline.makespan
+    split = timeline.costs.overhead * sum(op.kind is OpKind.W for op in schedule.ops[0])  # a B would save it
+    assert lower_bound(schedule.placement, timeline.costs, schedule.num_microbatches) == timeline.makespan - split
     assert timeline.bubble == 0
 
 
@@ -417,3 +420,14 @@ def test_what_no_machine_holds_is_refused() -> None:
         simulate(schedule, costs, num_steps=10**20)
     with pytest.raises(ValueError, match="cannot run"):
         simulate(replace(schedule, num_microbatches=10**12), costs)
+
+
+def test_every_op_has_its_overhead_and_b_has_it_once() -> None:
+    placement = Placement.loop(1)
+    costs = CostModel.uniform(placement, 1, 1, 1, overhead=0.5)
+    assert simulate(generate("1F1B", 1, 4), costs).makespan == 4 * (3 + 2 * 0.5)
+    assert simulate(generate("ZBH1", 1, 4), costs).makespan == 4 * (3 + 3 * 0.5)
+    assert lower_bound(placement, costs, 4) == 4 * (3 + 2 * 0.5)
+    found = plan(1, 4, costs, placements="single", budget=1e4)
+    assert {op.kind for op in found.schedule.ops[0]} == {OpKind.F, OpKind.B}
+    assert found.optimal

@@ -76,7 +76,7 @@ def test_the_place_is_chosen_by_schedule_and_transport() -> None:
         costs = CostModel.uniform(schedule.placement, *TIMES, comm=0.05)
         return simulate(schedule, costs, transport=transport).receives
 
-    assert [chosen("ZBV", transport) for transport in Transport] == [None, "timed", "timed", "rendezvous"]
+    assert [chosen("ZBV", transport) for transport in Transport] == [None, "timed", "timed", "rendezvous", None]
     assert [chosen(name, Transport.SHARED) for name in ("1F1B", "VMin", "ZBH1")] == ["late", "late", "nearest"]
 
 
@@ -181,3 +181,22 @@ def test_only_cycles_count_as_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "place_receives", explode)
     with pytest.raises(ValueError, match="a fault"):
         simulation.best_receives(schedule, CostModel.uniform(schedule.placement, comm=0.1), Transport.ONE_QUEUE)
+
+
+def test_a_blocking_message_keeps_its_sender_from_computing() -> None:
+    """By hand: F and B take 1 and 2 seconds, and each message half a second."""
+    schedule = Schedule.from_csv("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1")
+    costs = CostModel.uniform(schedule.placement, comm=0.5)
+    timeline = simulate(schedule, costs, transport="blocking")
+    assert [(span.start, span.end) for span in timeline.spans[0]] == [(0, 1), (1.5, 2.5), (5, 7), (8.5, 10.5)]
+    assert [(span.start, span.end) for span in timeline.spans[1]] == [(1.5, 2.5), (2.5, 4.5), (5, 6), (6, 8)]
+    assert [str(span.op) for span in timeline.critical_path] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
+    assert simulate(schedule, costs).makespan == 10
+
+
+@given(testing.schedules(max_ranks=6, max_microbatches=10) | testing.runnable_schedules(), st.data())
+def test_blocking_never_shortens_a_step(schedule: Schedule, data: st.DataObject) -> None:
+    costs = data.draw(testing.cost_models(schedule.placement))
+    ideal, blocking = (simulate(schedule, costs, transport=each) for each in ("ideal", "blocking"))
+    assert blocking.makespan >= ideal.makespan * (1 - 1e-9)
+    assert blocking.busy == pytest.approx(ideal.busy)

@@ -234,4 +234,5 @@ def cost_models(draw: st.DrawFn, placement: Placement) -> CostModel:
         links=draw(st.dictionaries(st.sampled_from(placement.hops), _links, max_size=4)) if placement.hops else {},
         message_bytes=draw(st.integers(0, 16)),
         working=draw(st.dictionaries(_working_kinds, _times | st.tuples(*(_times_or_none for _ in f)))),
+        overhead=draw(st.sampled_from([0.0, 0.125])),
     )

@@ -160,8 +160,9 @@ transport_option = click.option(
     metavar="NAME",
     default="ideal",
     show_default=True,
-    help="Which messages wait for each other: ideal, one-queue (as NCCL and RCCL send), queue-per-peer, or"
-    " shared-with-compute (AMD's worst case). Receives are posted where they are best.",
+    help="Which messages wait for each other: ideal, one-queue (as NCCL and RCCL send), queue-per-peer,"
+    " shared-with-compute (AMD's worst case), or blocking (Megatron's interleaved schedule). Receives are posted where"
+    " they are best.",
 )
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 

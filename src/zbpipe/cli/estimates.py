@@ -17,14 +17,23 @@ from zbpipe.views.report import longer, table
 from zbpipe.views.scatter import Axis, Point, scatter
 from zbpipe.views.style import count_noun, percent
 
-_HEADS = ("schedule", "placement", "stages", "step s", "bubble", "tokens/s per GPU", "MFU", "vs 1F1B", "vs FSDP", "GiB")
+_HEADS = (
+    *("schedule", "placement", "stages", "step s", "bubble", "tokens/s per GPU", "range", "MFU", "vs 1F1B", "vs FSDP"),
+    "GiB",
+)
 _PARTS = {part.name: part.name for part in fields(Memory)} | {"waiting": "deferred"}
 """Parts of a rank's memory, with their column names."""
 LEGEND = (
-    "GiB: peak of the worst rank, then its parts: weights, with the copies that products use; gradients and optimizer;"
+    "range: tokens/s per GPU over the plausible speeds of the device. GiB: peak of the worst rank, then its parts:"
+    " weights, with the copies that products use; gradients and optimizer;"
     " activations; deferred gradients; messages; working memory or logits. vs: the step relative to that of 1F1B, or of"
     " FSDP without a pipeline; -5.0% is a 5 % shorter step"
 )
+UNDECIDED = 0.1
+"""Difference between a pipeline and FSDP below which an estimate does not decide.
+
+Published steps of one model on the same GPUs, Llama 70B on 64 H100 with FSDP, differ by 35 % between frameworks.
+"""
 _DRAWN = 5
 """Number of schedules in the page's picture."""
 
@@ -46,20 +55,45 @@ def _warnings(found: Estimate) -> Iterator[str]:
 
 
 def _verdict(found: Estimate, searched: bool) -> Iterator[str]:
-    """One sentence: whether a pipeline pays."""
+    """One sentence: whether a pipeline pays. The search has its own."""
     alone, best = found.without_pipeline, found.on_these_degrees
+    if searched:
+        return
     if found.workload.degrees.pipeline == 1:
-        shortest = "The shortest step of all: no pipeline."
-        yield shortest if searched else "This job has no pipeline: --search compares pipelines with it."
+        yield "This job has no pipeline: --search compares pipelines with it."
     elif best is None:
         yield "No schedule that can run fits."
     elif alone is None or not alone.fits:
         without = "" if alone is None else "; without a pipeline it does not fit"
         yield f"The shortest step that fits: {best.schedule}{without}."
     else:
-        longer = best.seconds / alone.seconds - 1
-        how = f"{abs(longer):.1%} {'longer' if longer > 0 else 'shorter'} than without a pipeline"
-        yield f"The shortest step that fits: {best.schedule}, {how}, which also fits."
+        yield compare(best, alone, best.schedule)
+
+
+def compare(best: Step, alone: Step, name: str) -> str:
+    """The verdict on a pipeline with this name, if both fit."""
+    relative = best.seconds / alone.seconds - 1
+    least, most = (each - 1 for each in best.relative_range(alone))
+    over = f" ({least:+.1%} to {most:+.1%} over the plausible speeds)" if most - least > 5e-4 else ""
+    how = f"{abs(relative):.1%} {'longer' if relative > 0 else 'shorter'} than without a pipeline{over}"
+    if least < UNDECIDED and most > -UNDECIDED:
+        return (
+            f"Undecided: the shortest step with a pipeline that fits, {name}, is {how}, which also fits. Frameworks"
+            f" differ by more than {UNDECIDED:.0%}: try both. --link shows from which network on a pipeline pays."
+        )
+    return f"The shortest step with a pipeline that fits: {name}, {how}, which also fits."
+
+
+def _verdict_of_search(searched: Sequence[Estimate]) -> str:
+    """One sentence: the best pipeline against the best job without one."""
+    steps = [(each.workload.degrees, step) for each in searched if (step := each.on_these_degrees)]
+    with_pipeline = [each for each in steps if each[0].pipeline > 1]
+    without = [step for degrees, step in steps if degrees.pipeline == 1]
+    if not with_pipeline or not without:
+        return "No pipeline fits." if without else "Without a pipeline it does not fit."
+    degrees, best = min(with_pipeline, key=lambda each: each[1].seconds)
+    alone = min(without, key=lambda step: step.seconds)
+    return compare(best, alone, f"{best.schedule} on {degrees}")
 
 
 def _notes(found: Estimate) -> Iterator[str]:
@@ -91,6 +125,7 @@ def _cells(found: Estimate, step: Step) -> tuple[str, ...]:
         f"{step.seconds:.4g}",
         percent(step.bubble),
         f"{step.tokens_per_second:,.0f}",
+        _range(step),
         "" if step.mfu is None else percent(step.mfu),
         _longer(found.relative(step, found.usual)),
         _longer(found.relative(step, found.without_pipeline)),
@@ -98,6 +133,14 @@ def _cells(found: Estimate, step: Step) -> tuple[str, ...]:
         *(_gib(getattr(memory, part)) for part in _PARTS),
         *([] if step.fits else ["  does not fit"]),
     )
+
+
+def _range(step: Step) -> str:
+    """Tokens per second of each GPU over the plausible speeds."""
+    if step.range is None:
+        return ""
+    fast, slow = (step.tokens_per_second * step.seconds / each for each in step.range)
+    return f"{slow:,.0f} to {fast:,.0f}"
 
 
 def _longer(relative: float | None) -> str:
@@ -118,6 +161,7 @@ def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]
     ]
     yield from table(("degrees", "microbatches", *_HEADS, *_PARTS.values()), rows, left=3)
     yield ""
+    yield _verdict_of_search([best, *searched])
     yield from lines(best, searched=True)
 
 

@@ -93,12 +93,13 @@ def dump_costs(costs: JobCosts | CostModel | LayerCosts, path: str | Path) -> No
 
 def from_data(data: Any) -> JobCosts:
     """Costs from the tables of a file, as dictionaries. The classes that they fill check the numbers."""
-    keys = ("freed_by_i", "memory_limit", "message_bytes", "transport", "link", "links", "host", "working")
+    numbers = ("freed_by_i", "message_bytes", "overhead")
+    keys = (*numbers, "memory_limit", "transport", "link", "links", "host", "working")
     table = table_of(data, "", optional=(*keys, "stages", "layers"))
     if ("stages" in table) == ("layers" in table):
         more = ", not both" if "layers" in table else ""
         raise ValueError(f"it needs either a table [stages] or tables [[layers]]{more}")
-    shared: _Table = {name: table[name] for name in ("freed_by_i", "message_bytes") if name in table}
+    shared: _Table = {name: table[name] for name in numbers if name in table}
     job = {"memory_limit": table.get("memory_limit"), "transport": table.get("transport")}
     try:
         shared["link"] = _link(table.get("link", {}), "[link]")
@@ -123,6 +124,7 @@ def to_data(job: JobCosts) -> _Table:
     values: _Table = {
         "freed_by_i": costs.freed_by_i,
         "message_bytes": costs.message_bytes,
+        "overhead": costs.overhead,
         "memory_limit": limit and limit.written,
         "transport": None if job.transport is None else str(job.transport),
         "link": _link_data(costs.link),

@@ -93,6 +93,8 @@ class LayerCosts:
     """Bytes of one microbatch sent from a stage to the next, and received back as a gradient."""
     host: Link | None = None
     """Link between a rank and the memory of its host, None if unknown."""
+    overhead: float = 0.0
+    """Seconds that each op of a stage takes besides its computation (`CostModel.overhead`)."""
     working: Working = field(default_factory=lambda: FrozenDict({}))
     """Working memory of each layer's part of an op, by kind: one number for all layers, or one per layer."""
 
@@ -107,7 +109,12 @@ class LayerCosts:
         messages = check_messages(what, self.link, self.links, self.message_bytes, self.host)
         working = check_working(what, self.working, len(self.layers), "layer")
         set_fields(
-            self, layers=tuple(self.layers), freed_by_i=share(what, self.freed_by_i), working=working, **messages
+            self,
+            layers=tuple(self.layers),
+            freed_by_i=share(what, self.freed_by_i),
+            overhead=amount(what, "overhead", self.overhead),
+            working=working,
+            **messages,
         )
 
     def stages(self, split: Split) -> CostModel:

@@ -14,7 +14,7 @@ from os import PathLike
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 from zbpipe.schedule.frozendict import FrozenDict
-from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
+from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement, users
 
 MOST = 1e100
 """Largest cost. No sum or product of such numbers is infinite."""
@@ -197,6 +197,12 @@ class CostModel:
 
     The reduction runs beside the computations, from the stage's last W on.
     """
+    overhead: float = 0.0
+    """Seconds that each op takes besides its computation: Python, launches, gaps between kernels. B has it once.
+
+    `zbpipe.Profiler` measures it. It lengthens schedules with more ops: I and W apart, several stages per rank. With
+    Megatron on A100 GPUs about 1 ms fits the published steps (docs/hardware.md). The default counts none.
+    """
     in_bytes: bool = field(default=True, compare=False, repr=False)
     """Whether memory is in bytes. False if 1 is a rank's share of one microbatch."""
 
@@ -222,6 +228,7 @@ class CostModel:
             **columns,
             freed_by_i=freed,
             reduce=_read_reduce(what, self.reduce, lengths["f"]),
+            overhead=amount(what, "overhead", self.overhead),
             working=check_working(what, self.working, lengths["f"], "stage"),
             **check_messages(what, self.link, self.links, self.message_bytes, self.host),
         )
@@ -238,6 +245,7 @@ class CostModel:
         freed_by_i: float | tuple[float, ...] = 0.0,
         working: Working | None = None,
         host: Link | None = None,
+        overhead: float = 0.0,
     ) -> CostModel:
         """Equal costs on every rank. The unit of memory is a rank's share of one microbatch.
 
@@ -252,6 +260,7 @@ class CostModel:
             freed_by_i: share of the activations that I frees, negative if it allocates more.
             working: working memory by kind of op, in units of a rank's share of one microbatch.
             host: link to the memory of the host, with a bandwidth in a rank's shares of one microbatch per second.
+            overhead: seconds that each op takes besides its computation.
 
         Raises:
             TypeError: the placement is not a Placement, or another argument is not a number.
@@ -275,6 +284,7 @@ class CostModel:
             link,
             working=working or {},
             host=host,
+            overhead=overhead,
             in_bytes=False,
         )
 
@@ -286,13 +296,13 @@ class CostModel:
         """Seconds of one op. A copy takes no time if the link to the host is unknown."""
         match kind:
             case OpKind.F:
-                return self.f[stage]
+                return self.f[stage] + self.overhead
             case OpKind.I:
-                return self.i[stage]
+                return self.i[stage] + self.overhead
             case OpKind.W:
-                return self.w[stage]
+                return self.w[stage] + self.overhead
             case OpKind.B:
-                return self.i[stage] + self.w[stage]
+                return self.i[stage] + self.w[stage] + self.overhead
             case OpKind.OF | OpKind.RF | OpKind.OI | OpKind.RI:
                 return 0.0 if self.host is None else self.host.seconds(abs(self.adds(stage, kind)))
 
@@ -357,8 +367,16 @@ class CostModel:
         >>> [costs.saves_by_b(stage) for stage in range(2)]
         [False, True]
         """
+        return self._peaks(stage)[0] < self._peaks(stage)[1]
+
+    def fits_by_b(self, stage: int) -> bool:
+        """Whether B needs no more memory than I and then W."""
+        return self._peaks(stage)[0] <= self._peaks(stage)[1]
+
+    def _peaks(self, stage: int) -> tuple[float, float]:
+        """Memory that has to be free for B, and for I and then W."""
         i, w, b = (self.needs(stage, kind) for kind in (OpKind.I, OpKind.W, OpKind.B))
-        return b < max(i, self.adds(stage, OpKind.I) + w)
+        return b, max(i, self.adds(stage, OpKind.I) + w)
 
     def least_backward(self, stage: int) -> tuple[OpKind, ...]:
         """The kinds of ops with the least peak memory for a backward that is not deferred."""
@@ -378,6 +396,13 @@ def _read_reduce(what: str, given: Any, stages: int) -> float | tuple[float, ...
     if len(found) != stages:
         raise ValueError(f"reduce has to be one number, or one for each stage: got {len(found)} for {stages}")
     return found
+
+
+def message_seconds(op: Op, placement: Placement, costs: CostModel) -> float:
+    """Seconds of the message with the result of an op. 0 without a message."""
+    rank_of = placement.rank_of
+    takers = (user.stage for user in users(op, placement.num_stages))
+    return max((costs.transfer(rank_of[op.stage], rank_of[taker]) for taker in takers), default=0.0)
 
 
 def least_room(placement: Placement, costs: CostModel) -> tuple[float, ...]:

@@ -43,6 +43,9 @@ class Transport(_Named):
     SHARED = "shared with compute"
     """One queue that includes the computations: a message that waits delays its rank. This is the worst case if streams
     share the hardware's queues, as on some AMD GPUs."""
+    BLOCKING = "blocking"
+    """An op ends when its message has arrived, so its rank computes nothing meanwhile. So are Megatron's interleaved
+    schedules without overlap. torch sends while the rank computes."""
 
 
 class Receives(_Named):

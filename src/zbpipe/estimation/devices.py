@@ -2,8 +2,10 @@
 
 The makers' figures are dense BF16 peaks, one-directional bandwidths, and memory as torch reports it. No maker states
 the sustained share: it is the rate that matrix products and attention of large Llama models reach within a training
-step, including norms, rotary embeddings and activation functions. It is the least certain number of an estimate, but
-equal for all schedules: it scales all rows alike; the gains barely change. `--tflops` replaces it.
+step, including norms, rotary embeddings and activation functions. It is the least certain number of an estimate: on
+the same GPUs, published jobs differ by a factor of 1.7, depending on model, checkpointing and framework. So each share
+is a range. It is equal for all schedules: it scales all rows alike; the gains barely change. `--tflops` replaces it.
+`benchmarks/published_jobs.csv` has the published jobs (docs/hardware.md).
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class Device:
     peak: float
     """Floating-point operations per second in BF16, without sparsity."""
     share: float
-    """Share of the peak that training sustains."""
+    """Share of the peak that training sustains, most likely."""
     inside: float
     """Bytes per second from a GPU to the others of its node, in one direction."""
     gib: float
@@ -37,6 +39,8 @@ class Device:
     """Source of the sustained share."""
     between: float = 50e9
     """One-directional bandwidth from a GPU to other nodes through its own network card, in bytes per second."""
+    range: tuple[float, float] | None = None
+    """Least and largest plausible share of the peak. None if only one is known."""
     gpus_per_node: int = 8
     latency: float = 2e-5
     """Latency of a message, in seconds."""
@@ -69,6 +73,7 @@ class Device:
 
 _NVLINK = "400 Gb/s ConnectX-7 per GPU, as in NVIDIA DGX H100 and HGX reference designs"
 _MEASURED = "TorchTitan's report of December 2024: Llama 3.1 8B, 8 H100 at 500 W, compiled, 6,667 tokens/s per GPU"
+_PUBLISHED = "published jobs of fms-fsdp and MosaicML, 39 to 57 % of the peak; NVIDIA's pipelines reach 66 %"
 _REPORTED = (
     "a benchmark of January 2026, github.com/DmitriiNikolaevAtAmd/tprimat: 32 and 38 % of the peak on 8 MI300X, with"
     " Llama 3.1 8B and Qwen 2.5 7B, attention not counted"
@@ -83,36 +88,50 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             Device(
                 "A100",
                 peak=312e12,
-                share=0.57,
+                share=0.60,
+                range=(0.53, 0.70),
                 inside=300e9,
                 gib=79,
                 source="NVIDIA A100 80GB data sheet (SXM): 312 TFLOPS, NVLink 600 GB/s; 200 Gb/s ConnectX-6 per GPU, as"
                 " in NVIDIA DGX A100",
-                share_from="the PyTorch blog of March 2024 on FSDP: Llama 2 7B, 128 A100, 3,700 tokens/s per GPU",
+                share_from="published jobs of TorchTitan and MosaicML: 55 to 70 % of the peak",
                 between=25e9,
             ),
             Device(
                 "H100",
                 peak=989.4e12,
-                share=0.40,
+                share=0.46,
+                range=(0.39, 0.66),
                 inside=450e9,
                 gib=79,
-                source=f"NVIDIA H100 data sheet (SXM5): 1,979 TFLOPS with sparsity, NVLink 900 GB/s; {_NVLINK}",
+                source=f"NVIDIA H100 data sheet (SXM5, 700 W): 1,979 TFLOPS with sparsity, NVLink 900 GB/s; {_NVLINK}",
+                share_from=_PUBLISHED,
+            ),
+            Device(
+                "H100-500W",
+                peak=989.4e12,
+                share=0.40,
+                range=(0.36, 0.44),
+                inside=450e9,
+                gib=94,
+                source="Meta's Grand Teton: H100 with 96 GB of HBM2e, limited to 500 W, and otherwise as H100",
                 share_from=_MEASURED,
             ),
             Device(
                 "H200",
                 peak=989.4e12,
-                share=0.42,
+                share=0.48,
+                range=(0.39, 0.68),
                 inside=450e9,
                 gib=139,
                 source=f"NVIDIA H200 data sheet (SXM): 1,979 TFLOPS with sparsity, NVLink 900 GB/s, 141 GB; {_NVLINK}",
-                share_from="as H100, with more memory bandwidth",
+                share_from=f"{_UNKNOWN} as H100, with more memory bandwidth",
             ),
             Device(
                 "B200",
                 peak=2250e12,
                 share=0.40,
+                range=(0.30, 0.60),
                 inside=900e9,
                 gib=178,
                 source=f"NVIDIA DGX B200 data sheet: 8 GPUs of 1,440 GB together, NVLink 1.8 TB/s; HGX B200: 4.5 PFLOPS"
@@ -123,6 +142,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 "GB200",
                 peak=2500e12,
                 share=0.40,
+                range=(0.30, 0.60),
                 inside=900e9,
                 gib=184,
                 source="NVIDIA GB200 NVL72 data sheet: 72 GPUs with 360 PFLOPS with sparsity, 13.4 TB and NVLink 130"
@@ -134,6 +154,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 "L40S",
                 peak=362.05e12,
                 share=0.40,
+                range=(0.25, 0.55),
                 inside=32e9,
                 gib=44,
                 source="NVIDIA L40S data sheet: 362.05 TFLOPS, PCIe 64 GB/s both ways, 48 GB; a network card of 200"
@@ -145,6 +166,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 "MI250X",
                 peak=191.5e12,
                 share=0.36,
+                range=(0.32, 0.38),
                 inside=200e9,
                 gib=64,
                 source="AMD Instinct MI250X data sheet: one of its two dies, each of which is a GPU to torch, with"
@@ -157,6 +179,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 "MI300X",
                 peak=1307.4e12,
                 share=0.35,
+                range=(0.30, 0.50),
                 inside=448e9,
                 gib=192,
                 source="AMD Instinct MI300X data sheet: 1,307.4 TFLOPS, 7 Infinity Fabric links of 128 GB/s both ways;"
@@ -166,17 +189,19 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             Device(
                 "MI325X",
                 peak=1307.4e12,
-                share=0.37,
+                share=0.45,
+                range=(0.37, 0.55),
                 inside=448e9,
                 gib=256,
                 source="AMD Instinct MI325X data sheet: 1,307.4 TFLOPS, 7 Infinity Fabric links of 128 GB/s both ways;"
                 f" {_NICS}",
-                share_from=f"{_UNKNOWN} as MI300X, with more memory bandwidth",
+                share_from="AMD Primus, Llama 2 70B on 8 and 64 GPUs: 41 to 55 % of the peak, by checkpointing",
             ),
             Device(
                 "MI355X",
                 peak=2516.6e12,
                 share=0.35,
+                range=(0.28, 0.50),
                 inside=537.6e9,
                 gib=288,
                 source="AMD Instinct MI355X data sheet: 2.5 PFLOPS, 7 Infinity Fabric links of 153.6 GB/s both ways;"

@@ -40,6 +40,7 @@ def estimate(
     link: float | Sequence[float] | None = None,
     costs: JobCosts | None = None,
     only: Sequence[str] | None = None,
+    stages_per_rank: Sequence[int] = _STAGES_PER_RANK,
     plans: bool = True,
     budget: float = _BUDGET,
 ) -> Estimate:
@@ -53,6 +54,7 @@ def estimate(
         link: 1e9 bytes per second between nodes, or (inside, between), in place of the table's values.
         costs: measured costs of stages or layers (`zbpipe measure`), in place of counted ones.
         only: names of schedules. Default: all registered ones.
+        stages_per_rank: numbers of stages per rank to try, for schedules that take any number.
         plans: whether to search for plans, one for each number of stages per rank.
         budget: number of ops that the search of one plan may time.
 
@@ -85,7 +87,7 @@ def estimate(
             left_out.append((name, str(error)))
 
     steps: list[Step] = []
-    for algorithm, stages in _variants(wanted, own, workload):
+    for algorithm, stages in _variants(wanted, own, workload, stages_per_rank):
         steps += kept(f"{algorithm.name}, {stages} stages per rank", job.named, algorithm, stages)
     if plans and workload.degrees.pipeline > 1:
         for name, place in _PLANNED:
@@ -96,14 +98,16 @@ def estimate(
     return Estimate(workload, found, tuple(steps), tuple(left_out), tuple(job.words(tflops, link)))
 
 
-def _variants(wanted: Sequence[Algorithm], own: Algorithm, workload: Workload) -> Iterator[tuple[Algorithm, int]]:
+def _variants(
+    wanted: Sequence[Algorithm], own: Algorithm, workload: Workload, numbers: Sequence[int]
+) -> Iterator[tuple[Algorithm, int]]:
     """Each schedule with its numbers of stages per rank, also the job's own if it is a file."""
     if workload.degrees.pipeline < 2:
         return
     for algorithm in wanted:
         usual = algorithm.stages_per_rank
-        for stages in _STAGES_PER_RANK if algorithm.any_stages_per_rank else (usual,):
-            if stages >= usual or usual > max(_STAGES_PER_RANK):
+        for stages in numbers if algorithm.any_stages_per_rank else (usual,):
+            if stages >= usual or usual > max(numbers):
                 yield algorithm, stages
     if own.table is not None:
         yield own, own.stages_per_rank
@@ -145,13 +149,16 @@ class _Job:
 
     def step(self, schedule: Schedule, costs: CostModel, split: Split, name: str, placement: str, source: str) -> Step:
         timeline = simulate(schedule, costs)
-        seconds = timeline.makespan + self._sharding(schedule.placement, split)
+        sharding = self._sharding(schedule.placement, split)
+        seconds = timeline.makespan + sharding
         worst = max(memories_by_rank(self.workload, timeline, split), key=lambda memory: memory.total)
         stages = len(schedule.placement.stages_on(0))
         torchs = has_torchs_split(schedule, source)
         runs = not torchs or runs_torchs_split(self.workload.checkpointing, self.workload.compiled)
         row = self._row(name, placement, stages, seconds, timeline.bubble, worst, source, timeline)
-        return replace(row, has_torchs_split=torchs, runs=runs)
+        others = (job.costs(schedule.placement, split) for job in self._extremes())
+        ends = tuple(simulate(schedule, each).makespan + sharding for each in others)
+        return replace(row, has_torchs_split=torchs, runs=runs, range=_pair(ends))
 
     def _row(
         self,
@@ -210,7 +217,16 @@ class _Job:
         """A step with the same tokens and GPUs, with FSDP over all of them and no pipeline."""
         assert self.rates is not None
         seconds, exposed, memory = step_without_pipeline(self.workload, self.rates)
-        return self._row(NO_PIPELINE, "", 1, seconds, exposed / seconds, memory)
+        row = self._row(NO_PIPELINE, "", 1, seconds, exposed / seconds, memory)
+        others = (job.rates for job in self._extremes())
+        ends = tuple(step_without_pipeline(self.workload, each).seconds for each in others if each is not None)
+        return replace(row, range=_pair(ends))
+
+    def _extremes(self) -> Iterator[_Job]:
+        """The job with the largest and the least plausible rate. None of them with a given rate or measured times."""
+        if self.measured is None and self.rates is not None and self.rates.extremes is not None:
+            for operations in reversed(self.rates.extremes):
+                yield replace(self, rates=replace(self.rates, operations=operations, extremes=None))
 
     def words(self, tflops: float | None, link: Any) -> Iterator[str]:
         """Sources of the figures, in sentences."""
@@ -224,7 +240,9 @@ class _Job:
             share = f"{self.rates.operations / device.peak:.0%} of the peak of {device.peak / 1e12:.0f}"
             where = "given" if tflops is not None else device.share_from
             if self.measured is None:
-                yield f"speed: {device.name} sustains {rate}, {share} ({where})"
+                ends = self.rates.extremes
+                how = f"; {ends[0] / device.peak:.0%} to {ends[1] / device.peak:.0%} are plausible" if ends else ""
+                yield f"speed: {device.name} sustains {rate}, {share} ({where}{how})"
             yield (
                 f"links: {device.inside / 1e9:.0f} GB/s within a node, {device.between / 1e9:.0f} between"
                 f" ({'given' if link is not None else device.source})"
@@ -238,6 +256,10 @@ class _Job:
             " overlap; without a pipeline, a layer's communication overlaps another's computation, and the longer of"
             " both counts"
         )
+
+
+def _pair(ends: tuple[float, ...]) -> tuple[float, float] | None:
+    return (ends[0], ends[1]) if len(ends) == 2 else None
 
 
 def memories_by_rank(workload: Workload, timeline: Timeline, split: Split) -> Iterator[Memory]:

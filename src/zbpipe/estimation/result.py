@@ -57,9 +57,19 @@ class Step:
     source: str = ""
     """Owner of the class that runs it: "torch" or "zbpipe"."""
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
+    range: tuple[float, float] | None = None
+    """Seconds with the largest and the least plausible rate of the device. None if the rate is given or measured."""
     has_torchs_split: bool = False
     runs: bool = True
     """Whether it can run with the job's checkpointing and torch.compile, as fast as simulated."""
+
+    def relative_range(self, to: Step) -> tuple[float, float]:
+        """Least and largest step time relative to another row, over the plausible rates."""
+        both = [(self.seconds, to.seconds)]
+        if self.range and to.range:
+            both += zip(self.range, to.range, strict=True)
+        found = [one / other for one, other in both]
+        return min(found), max(found)
 
     @property
     def is_usable(self) -> bool:

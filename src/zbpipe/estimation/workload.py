@@ -230,6 +230,8 @@ class Rates:
     """Floating-point operations per second of one GPU."""
     device: Device
     """Device whose bandwidths apply."""
+    extremes: tuple[float, float] | None = None
+    """Least and largest plausible rate in place of `operations`. None if it is given."""
 
     def layer_costs(self, workload: Workload) -> CostModel:
         """Costs of the layers as if each were a stage, in seconds and bytes."""
@@ -276,4 +278,7 @@ def rates(device: Device, tflops: Any = None, link: Any = None) -> Rates:
     if bandwidths:
         inside = bandwidths[0] * 1e9 if len(bandwidths) == 2 else device.inside
         device = replace(device, inside=inside, between=bandwidths[-1] * 1e9)
-    return Rates(device.sustained if tflops is None else tflops * 1e12, device)
+    if tflops is not None:
+        return Rates(tflops * 1e12, device)
+    extremes = None if device.range is None else (device.range[0] * device.peak, device.range[1] * device.peak)
+    return Rates(device.sustained, device, extremes)

@@ -23,7 +23,7 @@ _ENTRIES = (
     rendezvous.anneal_by_rendezvous,
 )
 """The functions that a search calls. These call all others of their modules."""
-_FLOATS = ("lag", "seconds", "takes", "needs", "full", "reserve", "ahead", "limit", "origin")
+_FLOATS = ("lag", "seconds", "whole", "takes", "needs", "full", "reserve", "ahead", "limit", "origin")
 """Fields of a `Job` with floating-point numbers."""
 
 

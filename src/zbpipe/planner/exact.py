@@ -80,9 +80,10 @@ class _Model:
         self.job = job = problem.job
         self.microbatches = microbatches = job.microbatches
         self.model = cp_model.CpModel()
-        self.second = _unit((*job.seconds, *job.lag))
+        self.second = _unit((*job.seconds, *job.whole, *job.lag))
         nodes = range(len(job.rank))
         self.seconds = [floor(seconds / self.second + 1e-6) for seconds in job.seconds]
+        self.whole = [floor(seconds / self.second + 1e-6) for seconds in job.whole]
         self.lag = [floor(lag / self.second + 1e-6) for lag in job.lag]
         self.length = floor(known / self.second) + 1
         # For the period, a rank may begin its step so late that it ends after that time of the first rank.
@@ -130,7 +131,7 @@ class _Model:
             return self.start[op] + self.seconds[node]
         if node % 3 == 2:
             return self.start[op] + self.seconds[node] * ~full
-        return self.start[op] + self.seconds[node] + self.seconds[node + 1] * full
+        return self.start[op] + self.seconds[node] + (self.whole[node] - self.seconds[node]) * full
 
     def intervals(self, op: int) -> list[Any]:
         """Busy interval of its rank: one interval, or two of which one counts."""
@@ -140,8 +141,7 @@ class _Model:
         apart = self.model.new_optional_fixed_size_interval_var(start, self.seconds[node], ~full, "")
         if node % 3 == 2:
             return [apart]
-        both = self.seconds[node] + self.seconds[node + 1]
-        return [apart, self.model.new_optional_fixed_size_interval_var(start, both, full, "")]
+        return [apart, self.model.new_optional_fixed_size_interval_var(start, self.whole[node], full, "")]
 
     def ops(self, node: int) -> range:
         return range(node * self.microbatches, (node + 1) * self.microbatches)
@@ -169,7 +169,7 @@ class _Model:
 
     def hint(self, order: Sequence[int]) -> None:
         """Start the solver from a known order."""
-        rounded = self.job._replace(seconds=self.seconds, lag=self.lag, origin=[0] * self.job.ranks)
+        rounded = self.job._replace(seconds=self.seconds, whole=self.whole, lag=self.lag, origin=[0] * self.job.ranks)
         for code, begin in zip(order, starts(rounded, order), strict=True):
             full, op = divmod(code, self.num_ops)
             if full and op not in self.full:  # a W that is part of a B

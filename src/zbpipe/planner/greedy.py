@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from random import Random
 
 from zbpipe.planner.engine import Engine
@@ -139,18 +138,32 @@ class ListScheduler:
 
         Where B saves memory, both with as few B as possible and with as many.
         """
-        stages = range(self.problem.placement.num_stages)
-        results = []
         rankings = ((1, 0, 2), (2, 0, 1), (0, 1, 2), (0, 2, 1))
-        for lean, patience, ranking in product((0.0, NEVER) if self.merges else (0.0,), (0.0, 0.5, 1.0), rankings):
-            margin = self.engine.floats(self._margin((lean,) * self.legs))
-            urgency = [float(place * len(stages) - stage) for stage in stages for place in ranking]
-            results.append(
-                self.engine.list_schedule(
-                    self.job, self.engine.floats(urgency), 0.0, patience * self.weight, 0.0, margin, NEVER
-                )
-            )
-        return results
+        cases = [(ranking, patience, False) for patience in (0.0, 0.5, 1.0) for ranking in rankings]
+        return [self._list(lean, *case) for lean in self._leannesses for case in cases]
+
+    def list_around_the_first(self) -> list[tuple[float, list[int]]]:
+        """Orders like those of the Zero Bubble paper, which have the shortest periods: I first, then F, then W.
+
+        Ranks wait for the first I, or have little patience.
+        """
+        cases = (((1, 0, 2), 0.0, True), ((1, 0, 2), 0.125, False))
+        return [self._list(lean, *case) for lean in self._leannesses for case in cases]
+
+    @property
+    def _leannesses(self) -> tuple[float, ...]:
+        return (0.0, NEVER) if self.merges else (0.0,)
+
+    def _list(
+        self, lean: float, ranking: tuple[int, int, int], patience: float, first: bool
+    ) -> tuple[float, list[int]]:
+        """The length and the order by kind alone. `ranking` has the places of F, I and W, `patience` is in W."""
+        stages = range(self.problem.placement.num_stages)
+        urgency = [float(place * len(stages) - stage) for stage in stages for place in ranking]
+        margin = self.engine.floats(self._margin((lean,) * self.legs))
+        return self.engine.list_schedule(
+            self.job, self.engine.floats(urgency), 0.0, patience * self.weight, 0.0, margin, NEVER, first
+        )
 
     def _margin(self, lean: Sequence[float]) -> list[float]:
         takes = self.problem.job.takes

@@ -44,6 +44,8 @@ class Job(NamedTuple):
     fed: Ints
     """Node of another stage that takes its result, or the last stage's I for its F; -1 for none."""
     seconds: Floats
+    whole: Floats
+    """Seconds of a full backward in place of an I; unused for other nodes."""
     takes: Floats
     """Memory that it adds to its rank, from then on: positive for F, negative for W, either sign for I."""
     needs: Floats
@@ -62,7 +64,14 @@ class Job(NamedTuple):
 
 
 def list_schedule(
-    job: Job, urgency: Floats, period: float, patience: float, release: float, margin: Floats, cutoff: float
+    job: Job,
+    urgency: Floats,
+    period: float,
+    patience: float,
+    release: float,
+    margin: Floats,
+    cutoff: float,
+    first: bool = False,
 ) -> tuple[float, list[int]]:
     """List scheduling: a clock runs, and each free rank starts the most urgent op that is ready and fits into memory.
 
@@ -75,6 +84,8 @@ def list_schedule(
         release: seconds between the microbatches that may enter the first stage.
         margin: memory to keep free after an I of each node while there are F to come; otherwise B runs in its place.
         cutoff: give up as soon as the length is sure to reach this.
+        first: whether ranks have endless patience for each I of the first microbatch. All other I follow it, so an F
+            that delays it on one rank delays all ranks before.
 
     Returns:
         The length, and the ops in the order of their starts. Infinity if it gave up or cannot continue.
@@ -93,7 +104,7 @@ def list_schedule(
         if now >= NEVER:
             break
         chosen, start, wake[rank] = choose(
-            job, mine[rank], now, free[rank], room, urgency, period, patience, ran, sent, arrival
+            job, mine[rank], now, free[rank], room, urgency, period, patience, ran, sent, arrival, first
         )
         if chosen < 0:
             continue
@@ -109,7 +120,7 @@ def list_schedule(
             arrival[op + microbatches] = GONE
             order.append(op + len(arrival))
             op += microbatches
-            end += job.seconds[chosen + 1]
+            end = now + job.whole[chosen]
             free[rank] -= job.takes[chosen + 1]
             left[rank] -= 1
         order.append(op + len(arrival) if full else op)
@@ -145,7 +156,10 @@ def loads(job: Job) -> tuple[list[list[int]], list[int], list[int], list[float]]
         mine[rank].append(node)
         left[rank] += job.microbatches
         forwards[rank] += job.microbatches if node % 3 == 0 else 0
-        work[rank] += job.microbatches * job.seconds[node]
+        # The least that it can take: backwards may all be full ones.
+        merged = node % 3 == 1 and job.full[node] < NEVER
+        saved = job.seconds[node] + job.seconds[node + 1] - job.whole[node] if merged else 0.0
+        work[rank] += job.microbatches * (job.seconds[node] - saved)
     return mine, left, forwards, work
 
 
@@ -182,6 +196,7 @@ def choose(
     ran: Ints,
     sent: Ints,
     arrival: Floats,
+    first: bool,
 ) -> tuple[int, float, float]:
     """The most urgent of a rank's `nodes` (-1: none), the arrival of its input, and when to look again for others."""
     chosen, least, start, wake = -1, NEVER, 0.0, NEVER
@@ -195,8 +210,9 @@ def choose(
             continue
         arrived = arrival[node * job.microbatches + microbatch]
         urgent = urgency[node] + period * microbatch
-        if arrived - patience > now:
-            wake = min(wake, arrived - patience)
+        wait = NEVER if first and microbatch == 0 and node % 3 == 1 else patience
+        if arrived - wait > now:
+            wake = min(wake, arrived - wait)
         elif urgent < least:
             chosen, least, start = node, urgent, arrived
     return chosen, start, wake
@@ -348,7 +364,7 @@ def unfold(job: Job, codes: Ints) -> tuple[list[int], list[int], list[float], li
         if node % 3 == 2:
             gone[op] = 1
         else:
-            seconds[op] = job.seconds[node] + job.seconds[node + 1]
+            seconds[op] = job.whole[node]
             takes[op] = job.takes[node] + job.takes[node + 1]
             needs[op] = job.full[node]
     return order, gone, seconds, takes, needs
@@ -527,7 +543,7 @@ def merge(job: Job, lists: Lists, op: int) -> None:
     follower = lists.after[weight]
     take_out(lists, weight, job.rank[node])
     lists.gone[weight] = 1
-    lists.seconds[op] = job.seconds[node] + job.seconds[node + 1]
+    lists.seconds[op] = job.whole[node]
     lists.takes[op] = job.takes[node] + job.takes[node + 1]
     lists.needs[op] = job.full[node]
     weigh(lists, op, follower)

@@ -46,10 +46,14 @@ class Problem:
 
     @cached_property
     def merges(self) -> tuple[bool, ...]:
-        """Whether B helps on each stage: it needs less memory than I and then W, and memory is limited."""
+        """Whether B helps on each stage.
+
+        It needs less memory than I and then W, and memory is limited; or it needs no more and saves an overhead.
+        """
         most = most_room(self.placement, self.costs, self.num_microbatches)
         return tuple(
-            self.costs.saves_by_b(stage) and self.limits[rank] < most[rank]
+            (self.costs.overhead > 0 and self.costs.fits_by_b(stage))
+            or (self.costs.saves_by_b(stage) and self.limits[rank] < most[rank])
             for stage, rank in enumerate(self.placement.rank_of)
         )
 
@@ -88,6 +92,11 @@ class Problem:
                 for stage in stages
             ),
             seconds=[exact(time) for time in seconds],
+            # Rounded part by part, like the ops that it replaces.
+            whole=_flat(
+                (0.0, exact(seconds[3 * stage + 1]) + exact(seconds[3 * stage + 2]) - exact(costs.overhead), 0.0)
+                for stage in stages
+            ),
             takes=[costs.adds(stage, kind) for stage in stages for kind in KINDS],
             needs=[costs.needs(stage, kind) for stage in stages for kind in KINDS],
             full=_flat(
@@ -206,7 +215,7 @@ class Problem:
         )
 
     def _backward(self, stage: int) -> tuple[OpKind, ...]:
-        return (OpKind.B,) if self.merges[stage] else (OpKind.I, OpKind.W)
+        return self.costs.least_backward(stage) if self.merges[stage] else (OpKind.I, OpKind.W)
 
     def _as_run(self, ops: Iterable[Op]) -> Iterator[Op]:
         """The ops, with I and W in place of each B that saves no memory."""

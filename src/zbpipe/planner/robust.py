@@ -187,6 +187,8 @@ def _row(usual: float, sampled: Seconds | float) -> list[float]:
 def add_slack(placement: Placement, costs: CostModel, jitter: Jitter, slack: float) -> CostModel:
     """The costs with all known slow ranks and links, and links slowed by `slack` times their expected delay.
 
+    The overhead of slow ranks stays.
+
     >>> placement = Placement.loop(2)
     >>> slower = add_slack(placement, CostModel.uniform(placement), Jitter(delay=0.25), slack=2)
     >>> slower.transfer(0, 1)

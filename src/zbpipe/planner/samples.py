@@ -119,13 +119,16 @@ def retime(
             ready = trial[source] if place[source] >= left else end[source]
             for sample in range(count):
                 mine[sample] = max(mine[sample], ready[sample] + lag[sample])
-        seconds = samples.seconds[op]
-        for sample in range(count):
-            mine[sample] += seconds[sample]
+        seconds, share = samples.seconds[op], 1.0
         if node % 3 == 1 and gone[op + microbatches]:
-            seconds = samples.seconds[op + microbatches]
+            # A B varies like its I and its W, of which it saves an overhead.
+            apart = job.seconds[node] + job.seconds[node + 1]
+            share = job.whole[node] / apart if apart > 0 else 1.0
+            weight = samples.seconds[op + microbatches]
             for sample in range(count):
-                mine[sample] += seconds[sample]
+                mine[sample] += share * weight[sample]
+        for sample in range(count):
+            mine[sample] += share * seconds[sample]
 
 
 def judge(job: Job, samples: Samples, lists: Lists, end: Rows) -> float:

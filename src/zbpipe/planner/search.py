@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, sqrt
+from operator import itemgetter
 from random import Random
 
 from zbpipe.costs.model import ROUNDING, CostModel, least_room, rank_shares
@@ -15,7 +16,6 @@ from zbpipe.planner.problem import Problem
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.simulator.post_validation import period_of
 from zbpipe.simulator.simulation import simulate
-from zbpipe.simulator.timeline import Timeline
 
 Progress = Callable[[float, float], None]
 """Called with the completed share of the work, and the shortest time found so far in seconds."""
@@ -41,6 +41,8 @@ _WORTH = 1.1
 """Ratio to the best order up to which an order is annealed."""
 _WHOLE_RUN = 20
 """Work of timing one op in a run by rendezvous, in ops that annealing times. Timed with numba: 15 to 25."""
+_MOST_PERIODS = 4
+"""Number of schedules whose period is computed where milliseconds count."""
 _BY_RENDEZVOUS = ", by rendezvous"
 _HEAT_BY_RENDEZVOUS = 0.05
 """Loss allowed for a move at the start of annealing by rendezvous, in mean times of an op."""
@@ -114,6 +116,10 @@ class Search:
         """Search from known orders with their names and from list scheduling. Returns the best order found."""
         found = [self.keep(*seed) for seed in seeds]
         schedulers = {problem.name: ListScheduler(problem, self.engine) for problem in self.problems}
+        # With more legs, climbs find orders as good.
+        for problem in (each for each in self.problems if schedulers[each.name].legs == 1):
+            known = schedulers[problem.name].list_around_the_first()
+            found += [self.keep(problem, order, "list scheduling") for length, order in known if length < NEVER]
         waiting = sorted(self.problems, key=lambda problem: problem.lower_bound)
         for climbs in reversed(range(1, self.effort.climbs + 1)):
             budget = (self.left - (1 - _SHARE_OF_SHAPES) * self.budget) / climbs
@@ -273,14 +279,17 @@ def find_best_within(
     weights = (limit * share for share in rank_shares(placement, costs))
     limits = tuple(map(max, weights, least_room(placement, costs)))
     problem = Problem("", placement, costs, num_microbatches, limits, by_period)
-    orders = [order for length, order in ListScheduler(problem, at_hand()).list_by_kind() if length < NEVER]
-    orders = orders or [problem.list_one_by_one()]
+    scheduler = ListScheduler(problem, at_hand())
+    listed = [*scheduler.list_by_kind(), *scheduler.list_around_the_first()]
+    listed = sorted((each for each in listed if each[0] < NEVER), key=itemgetter(0))
+    # Lengths are those of the simulation, but for rounding, and spans are close to the period, which takes long.
+    listed = listed[:_MOST_PERIODS] if by_period else [each for each in listed if each[0] <= listed[0][0] * (1 + 1e-6)]
+    orders = [order for _, order in listed] or [problem.list_one_by_one()]
     found = [problem.schedule(name, order) for order in orders]
     found += [replace(seed, name=name) for seed in seeds if problem.fits(seed)]
-
-    def length(timeline: Timeline) -> tuple[float, float]:
-        if by_period:
-            return period_of(timeline), timeline.makespan
-        return timeline.makespan, timeline.longest_rank_span
-
-    return min((simulate(schedule, costs) for schedule in found), key=length).schedule
+    timelines = [simulate(schedule, costs) for schedule in {each.ops: each for each in found}.values()]
+    if by_period:
+        return min(timelines, key=lambda each: (period_of(each), each.makespan)).schedule
+    shortest = min(each.makespan for each in timelines) * (1 + ROUNDING)
+    ties = [each for each in timelines if each.makespan <= shortest]
+    return min(ties, key=lambda each: (each.longest_rank_span, each.makespan)).schedule

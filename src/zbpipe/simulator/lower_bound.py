@@ -116,7 +116,14 @@ def _behind_b(stages: Iterable[int], behind: list[float], path: _Path) -> list[f
 
 
 def _as_possible(placement: Placement, costs: CostModel, limits: Sequence[float] | None) -> CostModel:
-    """The costs with B as I, and no W, for stages on which an I cannot fit. All others are unchanged."""
+    """The costs with B as I, and no W, for stages on which an I cannot fit. All others are unchanged.
+
+    The overhead counts for F and for I or B. An I then takes no longer, with its W, than a B.
+    """
+    if costs.overhead:
+        columns = ((each + costs.overhead for each in column) for column in (costs.f, costs.i))
+        f, i = map(tuple, columns)
+        costs = replace(costs, f=f, i=i, overhead=0.0)
     forced = []
     for own, limit in _ranks(placement, limits):
         below = 0.0

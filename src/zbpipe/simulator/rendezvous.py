@@ -67,6 +67,7 @@ class _Run:
                     rank.done.append(rank.to_come.popleft())
                     parts = "IW" if kind == "B" else kind  # rounded one by one, like the planner's times
                     rank.until = now + sum(self._ticks(self._costs.seconds(stage, KINDS[part])) for part in parts)
+                    rank.until -= self._ticks(self._costs.overhead) * (len(parts) - 1)
             now = min((rank.until for rank in self._ranks if rank.until is not None), default=None)
         assert not any(rank.to_come for rank in self._ranks), "a valid schedule runs to its end"
         return tuple(tuple(rank.done) for rank in self._ranks)

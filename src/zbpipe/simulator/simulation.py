@@ -2,7 +2,8 @@
 
 Every rank runs its list in order. An op starts when its rank is free and its inputs (`ir.inputs`) have arrived. A value
 from another rank arrives after the link's time, one from the same rank at once. Sends cost the rank no time. That is
-the ideal transport. With the others, messages wait for each other (`zbpipe.costs.transport`). Copies to the host and
+the ideal transport. With the blocking one the sender waits for the arrival, and with the others messages wait for each
+other (`zbpipe.costs.transport`). Copies to the host and
 back run parallel to the computations, one at a time in each direction.
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import inf
 
-from zbpipe.costs.model import CostModel, Placeable, as_cost_model
+from zbpipe.costs.model import CostModel, Placeable, as_cost_model, message_seconds
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.event_loop import Clock
 from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Schedule, require_whole
@@ -23,6 +24,8 @@ from zbpipe.simulator.reductions import find_reductions
 from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.simulator.validation import find_order, require_schedule, require_valid
 
+WITHOUT_QUEUES = (Transport.IDEAL, Transport.BLOCKING)
+"""Transports in which it makes no difference when a rank posts its receives."""
 _MOST_SPANS = 2**22
 """Largest number of spans in a timeline of several steps: half a gigabyte."""
 _PREFERRED = (Receives.TIMED, Receives.NEAREST, Receives.LATE, Receives.EARLY)
@@ -58,9 +61,9 @@ def simulate(
         ahead: number of ops of a step that each rank may start before all ranks are done with the previous step,
             instead of none (synchronous) or all (see `zbpipe.simulator.post_validation`). For the ideal transport.
         transport: which messages wait for each other, or its name: "ideal", "one queue", "queue per peer", "shared with
-            compute".
+            compute", "blocking".
         receives: where ranks post their receives ("early", "late", "timed", "nearest", "rendezvous"), which matters for
-            all transports except the ideal one. Default: the way with the shortest step, as zbpipe's schedules choose
+            transports with queues. Default: the way with the shortest step, as zbpipe's schedules choose
             it ("rendezvous" only for "shared with compute").
 
     Raises:
@@ -74,11 +77,12 @@ def simulate(
     _require_sense(schedule, num_steps)
     transport = Transport.parse(transport)
     asked = None if receives is None else Receives.parse(receives)
-    if transport is Transport.IDEAL:
-        everything = tuple(0 if synchronous else len(row) for row in schedule)
-        return _simulate_without_queues(schedule, costs, num_steps, everything if ahead is None else tuple(ahead))
-    if ahead is not None:
+    if ahead is not None and transport is not Transport.IDEAL:
         raise ValueError(f"ahead = {ahead} is only for the ideal transport, got {str(transport)!r}")
+    if transport in WITHOUT_QUEUES:
+        everything = tuple(0 if synchronous else len(row) for row in schedule)
+        gate = everything if ahead is None else tuple(ahead)
+        return _simulate_without_queues(schedule, costs, num_steps, gate, transport)
     one_step = _find_shortest(schedule, costs, transport, asked)
     if synchronous or num_steps == 1:
         return _repeat(one_step, num_steps)
@@ -87,7 +91,9 @@ def simulate(
     return _split_into_steps(in_a_row, schedule, num_steps)
 
 
-def _simulate_without_queues(schedule: Schedule, costs: CostModel, num_steps: int, ahead: tuple[int, ...]) -> Timeline:
+def _simulate_without_queues(
+    schedule: Schedule, costs: CostModel, num_steps: int, ahead: tuple[int, ...], transport: Transport
+) -> Timeline:
     """Simulate a transport in which messages do not wait."""
     if len(ahead) != schedule.num_ranks:
         raise ValueError(f"ahead = {ahead} has to be one number for each of {schedule.num_ranks} ranks")
@@ -98,6 +104,18 @@ def _simulate_without_queues(schedule: Schedule, costs: CostModel, num_steps: in
         for giver in stages
         for taker in range(max(giver - 1, 0), min(giver + 2, len(stages)))
     }
+    blocked: dict[tuple[int, OpKind], float] = {}
+    """Seconds for which a rank waits for its message, by stage and kind."""
+    if transport is Transport.BLOCKING:
+        blocked = {
+            (stage, kind): message_seconds(Op(stage, kind, 0), schedule.placement, costs)
+            for stage in stages
+            for kind in COMPUTATIONS
+        }
+        lag = dict.fromkeys(lag, 0.0)
+        seconds = [
+            {kind: each + blocked.get((stage, kind), 0.0) for kind, each in seconds[stage].items()} for stage in stages
+        ]
     free = [0.0] * schedule.num_ranks
     spans: list[list[Span]] = [[] for _ in free]
     copies: list[list[Span]] = [[] for _ in free]
@@ -110,10 +128,11 @@ def _simulate_without_queues(schedule: Schedule, costs: CostModel, num_steps: in
     for step in range(num_steps):
         gate = (ahead, max(free)) if step else None
         for rank, op, start, end in clock.run(find_order(schedule), gate):
-            (spans if op.kind in COMPUTATIONS else copies)[rank].append(Span(op, start, end, step))
+            computed = end - blocked.get((op.stage, op.kind), 0.0)
+            (spans if op.kind in COMPUTATIONS else copies)[rank].append(Span(op, start, computed, step))
         for rank, row in enumerate(spans if costs.reduce and num_steps > 1 else ()):
             free[rank] = max([free[rank], *(each.end for each in find_reductions(row, schedule, costs))])
-    return Timeline(schedule, costs, _freeze(spans), num_steps, copies=_freeze(copies))
+    return Timeline(schedule, costs, _freeze(spans), num_steps, transport, copies=_freeze(copies))
 
 
 def _direction(op: Op) -> bool | None:
@@ -126,8 +145,8 @@ def _freeze(spans: list[list[Span]]) -> tuple[tuple[Span, ...], ...]:
 
 
 def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) -> Receives:
-    """The way to receive with the shortest step for this transport. With the ideal one it makes no difference."""
-    if transport is Transport.IDEAL:
+    """The way to receive with the shortest step for this transport. Without queues it makes no difference."""
+    if transport in WITHOUT_QUEUES:
         return _PREFERRED[0]
     try:
         return _find_shortest(schedule, costs, transport).receives or _PREFERRED[0]

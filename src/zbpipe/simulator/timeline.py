@@ -10,7 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from zbpipe.costs.model import CostModel, rank_shares
+from zbpipe.costs.model import CostModel, message_seconds, rank_shares
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import Op, OpKind, Schedule, inputs
@@ -215,7 +215,7 @@ def _critical_path(timeline: Timeline) -> Iterator[Span]:
         if span.step != last_step:
             return
         yield span
-        if timeline.transport is Transport.IDEAL:
+        if timeline.transport in (Transport.IDEAL, Transport.BLOCKING):
             place = _latest_before(timeline, place, places)
         else:
             before = timeline.waited_for.get((span.step, span.op))
@@ -241,11 +241,17 @@ def _latest_before(
     rank, position = place
     span = timeline.spans[rank][position]
     before = (rank, position - 1) if position else None
+    free = 0.0
+    if before is not None:
+        previous = timeline.spans[rank][position - 1]
+        free = previous.end
+        if timeline.transport is Transport.BLOCKING:
+            free += message_seconds(previous.op, schedule.placement, costs)
     for op in chain.from_iterable(inputs(span.op, schedule.placement.num_stages)):
         found = places.get((span.step, op))
         if found is None:
             continue
         arrival = timeline.spans[found[0]][found[1]].end + costs.transfer(found[0], rank_of[span.op.stage])
-        if before is None or arrival > timeline.spans[before[0]][before[1]].end:
-            before = found
+        if before is None or arrival > free:
+            before, free = found, arrival
     return before

@@ -96,9 +96,11 @@ def costs(job: JobCosts) -> str:
         ),
         *((("to the host", model.host),) if model.host else ()),
     ]
+    gaps = [f"{1e3 * model.overhead:.3f} ms between ops"] if model.overhead else []
     links = [f"{way}: {1e6 * link.latency:.0f} us + {link.bandwidth / 1e9:.2f} GB/s" for way, link in ways]
     head = ("stage", "rank", "F ms", "I ms", "W ms", "MiB after F", "after I")
-    return "\n".join([*table(head, rows), "; ".join([f"{model.message_bytes / mebibyte:.2f} MiB per message", *links])])
+    words = [f"{model.message_bytes / mebibyte:.2f} MiB per message", *links, *gaps]
+    return "\n".join([*table(head, rows), "; ".join(words)])
 
 
 @dataclass(frozen=True)

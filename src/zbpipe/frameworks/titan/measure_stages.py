@@ -27,7 +27,7 @@ from zbpipe.frameworks.titan import cpu
 from zbpipe.frameworks.titan.stage_under_test import StageUnderTest
 from zbpipe.frameworks.titan.workload import parse, read_config
 from zbpipe.runtime.build import build_pipeline_schedule
-from zbpipe.runtime.measure.profiler import RankTable, average_by_kind, combine
+from zbpipe.runtime.measure.profiler import RankTable, average_by_kind, combine, find_overhead
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.schedule.registry import resolve
 
@@ -104,6 +104,7 @@ def _table(built: StageUnderTest, stage: int, split: Split, steps: int) -> RankT
         most={key: size for each in reversed(memory) for key, size in add_stage(each.most).items()},
         links={},
         message_bytes=0 if is_last else prod(built.tokens) * width * dtype.itemsize,
+        overhead=find_overhead(timed, num_stages=1),
     )
 
 

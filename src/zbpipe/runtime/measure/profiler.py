@@ -1,4 +1,4 @@
-"""Measurement of a running job: times of F, I and W, bytes of activations, links between ranks, and the host link."""
+"""Measurement of a running job: times of F, I and W, overhead per op, bytes of activations, and links."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.lowering import find_messages
 from zbpipe.runtime.measure.host import finish, measure_host
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
-from zbpipe.schedule.ir import COMPUTATIONS, Placement, require_whole
+from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement, require_whole
 from zbpipe.views import report
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ class RankTable:
     message_bytes: int
     host: Link | None = None
     """The link to the host's memory; None if nothing offloads there."""
+    overhead: float = 0.0
+    """Median seconds between ops that wait for no message."""
 
 
 class Profiler:
@@ -121,6 +123,7 @@ class Profiler:
             links=links,
             message_bytes=memory.message_bytes,
             host=measure_host(pipelining.device_of(stages[0])),
+            overhead=find_overhead(self.records, stages[0].num_stages),
         )
         tables: list[RankTable] = [table] * dist.get_world_size(self._group)
         dist.all_gather_object(tables, table, group=self._group)
@@ -139,6 +142,20 @@ def average_by_kind(
     """Median seconds over all microbatches, by stage and kind of op. Single slow ops do not change the median."""
     spans = (span for record in records for span in record.spans)
     return _average_by_key((((span.op.stage, str(span.op.kind)), span.end - span.start) for span in spans), average)
+
+
+def find_overhead(records: Iterable[StepRecord], num_stages: int) -> float:
+    """Median seconds from the end of an op to the start of the next, where that waits for no message.
+
+    These are W, F of the first stage, and the backward of the last one. 0 without such ops.
+    """
+
+    def is_ready(op: Op) -> bool:
+        return op.kind is OpKind.W or op.stage == (0 if op.kind is OpKind.F else num_stages - 1)
+
+    pairs = (pair for record in records for pair in pairwise(record.spans))
+    gaps = [after.start - before.end for before, after in pairs if is_ready(after.op)]
+    return max(median(gaps), 0.0) if gaps else 0.0
 
 
 def _average_by_key(
@@ -178,6 +195,7 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
             links=links,
             message_bytes=float(max(table.message_bytes for table in tables)),
             host=_find_slowest([table.host for table in tables]),
+            overhead=fmean(table.overhead for table in tables),
             working={
                 kind: tuple(beyond.get((stage, str(kind)), 0.0) for stage in stages)
                 for kind in COMPUTATIONS
