@@ -43,7 +43,7 @@ def make_copier(device: torch.device) -> GpuCopier | StandIn:
 
 
 class GpuCopier:
-    """Copies through pinned memory, with a stream for each direction. Not tried on a GPU so far.
+    """Copies through pinned memory, with a stream for each direction.
 
     For storages that are not used in between, call `copy_out`, `release`, `copy_back` and `wait`, in this order.
 
