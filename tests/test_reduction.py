@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils.parametrizations import weight_norm
 
 import zbpipe
-from zbpipe.runtime._torch import fsdp_reduction
+from zbpipe.runtime._torch import fsdp_reduction, hooks
 from zbpipe.runtime.split.products import PendingGradient
 
 WIDTH, ROWS = 8, 2
@@ -180,7 +180,15 @@ def test_a_last_b_is_split(one_rank: None, events: Events, before: str) -> None:
     table = f"0F0,1F0,1I0,1W0,{before},0F1,1F1,1B1,0B1"
     job = Job(Part, events, zbpipe.Schedule.from_csv(table, "table"), microbatches=2)
     job.step()
-    assert on_stage(0, job.step()).endswith(LAST_W)
+    ran = []
+
+    def note(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+        ran.append(f"{stage}{kind}{microbatch}")
+        return compute()
+
+    with hooks.hook(job.schedule, hooks.HookOrder.RECORD, note):
+        assert on_stage(0, job.step()).endswith(LAST_W)
+    assert list(dict.fromkeys(ran)) == table.split(","), "records see the schedule's ops"
     job.check()
 
 

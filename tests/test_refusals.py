@@ -230,7 +230,7 @@ def sorted_rows(rows: Rows) -> list[list[Action]]:
 
 def test_receives_stand_where_the_transport_or_the_user_wants_them() -> None:
     usual = ["timed", "late", "early", "nearest"]
-    modelled = ["timed", "timed", "timed", "nearest"]
+    modelled = ["timed", "timed", "timed", "nearest", "timed"]
     # On the CPU nothing waits, AMD's or not.
     assert run_ranks(4, ways_to_receive) == [[*usual, *modelled, "timed"]] * 4
 

@@ -332,7 +332,8 @@ class _SplitBackward(pipelining.OwnStage):
             self._has_reported = True
             _report_what_stays_in_i(self)
         if has_w:
-            self.backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            # Not the stage's own method, which hooks may have replaced: to them this is one B.
+            type(self).backward_weight_one_chunk(self, bwd_chunk_id, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward:
