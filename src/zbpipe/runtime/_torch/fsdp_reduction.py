@@ -55,7 +55,12 @@ def reduce(unit: Unit) -> None:
 
 def finish(module: nn.Module) -> None:
     """Have the current stream wait for the reductions."""
-    _state_of(module)._root_post_backward_final_callback()
+    fsdp: Any = module
+    if hasattr(fsdp, "finalize_backward"):  # from torch 2.15 on; stages ask for it in their backward
+        fsdp.finalize_backward()
+        fsdp.set_manual_backward_finalization(False)
+    else:
+        _state_of(module)._root_post_backward_final_callback()
 
 
 def _state_of(module: nn.Module) -> Any:

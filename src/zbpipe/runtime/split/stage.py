@@ -360,6 +360,7 @@ class _SplitBackward(pipelining.OwnStage):
         # A framework may set its own backward after the schedule was built.
         return (
             self._may_reduce_early
+            and self.is_reduced
             and fsdp_reduction.IS_KNOWN
             and fsdp.is_fsdp(self.submod)
             and not pipelining.has_own_backward(self)
@@ -371,6 +372,18 @@ class _SplitBackward(pipelining.OwnStage):
             self._scale = grad_scale_factor
         else:
             super().perform_reduce_grad(grad_scale_factor)
+
+    # torch 2.15 calls these two in place of `perform_reduce_grad`.
+
+    def start_gradient_reduction(self) -> None:
+        if not self._is_reducing:
+            cast(Any, super()).start_gradient_reduction()
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        if self._is_reducing:
+            self._scale = grad_scale_factor
+        else:
+            cast(Any, super()).wait_for_gradient_reduction(grad_scale_factor)
 
     def finish_reduction(self) -> None:
         if not self._is_reducing:
