@@ -176,9 +176,9 @@ class OwnStage(ReceivesOnDemand):
     """
 
     is_left_out = False
+    """Whether the running step skips its computations."""
     is_reduced = True
     """Whether the running step reduces FSDP2's gradients, or leaves that to a later one."""
-    """Whether the running step skips its computations."""
     frozen: tuple[tuple[dict[str, Any], str], ...] = ()
     """Parameters, by dictionary and name, that were frozen when torch set up its messages."""
 
