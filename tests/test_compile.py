@@ -528,3 +528,23 @@ def test_the_layers_of_a_compiled_module_within_a_compiled_one_wait(compiled: st
     assert report.passed
     assert not report.not_deferred
     assert len(report.deferred) == 3
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+def test_a_checkpoint_does_not_see_how_a_layer_in_its_region_is_traced(
+    one_rank: None, checkpointing: Checkpointing
+) -> None:
+    """The block has a layer with a forward of its own, which is traced when the region first runs, in the checkpoint."""
+    modules = {index: build_stage(index, 2, checkpointing) for index in range(2)}
+    plain = copy.deepcopy(modules)
+    for block in [each for module in modules.values() for each in module.modules() if isinstance(each, Block)]:
+        block.compile(backend="aot_eager")
+    stages = [PipelineStage(module, index, 2, torch.device("cpu")) for index, module in modules.items()]
+    schedule: Any = zbpipe.build_pipeline_schedule("ZBV", stages, 4, loss_fn)
+    tokens, targets = batch(4)
+    schedule.step(tokens, target=targets)
+    for one, goal in zip(tokens.chunk(4), targets.chunk(4), strict=True):
+        (loss_fn(plain[1](plain[0](one)), goal) / 4).backward()
+    expected = gradients(plain)
+    for name, found in gradients(modules).items():
+        torch.testing.assert_close(found, expected[name], rtol=1e-4, atol=1e-6, msg=name)

@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -59,7 +61,9 @@ def trace_weight_gradient(layer: nn.Module, weight: str, x: Any, y: Any, backend
         return found
 
     try:
-        graph = make_fx(gradient, tracing_mode="fake")(*inputs, *fakes)
+        # A checkpoint around the region would count what is saved and computed here, and miss it when it recomputes.
+        with saved_tensors_hooks(_as_it_is, _as_it_is), _disable_current_modes():
+            graph = make_fx(gradient, tracing_mode="fake")(*inputs, *fakes)
     except Exception:  # of any kind: whatever a forward may do that torch cannot trace
         return None
     _drop_unneeded(graph)
@@ -80,6 +84,10 @@ def trace_weight_gradient(layer: nn.Module, weight: str, x: Any, y: Any, backend
         return result
 
     return Traced(of_weight, flops / rows)
+
+
+def _as_it_is(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _make(shape: torch.Size, like: Any, stride: tuple[int, ...] | None = None) -> Tensor:
