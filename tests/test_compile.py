@@ -534,7 +534,7 @@ def test_the_layers_of_a_compiled_module_within_a_compiled_one_wait(compiled: st
 def test_a_checkpoint_does_not_see_how_a_layer_in_its_region_is_traced(
     one_rank: None, checkpointing: Checkpointing
 ) -> None:
-    """The block has a layer with a forward of its own, which is traced when the region first runs, in the checkpoint."""
+    """The block has a layer with its own forward, traced when the region first runs, within the checkpoint."""
     modules = {index: build_stage(index, 2, checkpointing) for index in range(2)}
     plain = copy.deepcopy(modules)
     for block in [each for module in modules.values() for each in module.modules() if isinstance(each, Block)]:
