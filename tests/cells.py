@@ -36,7 +36,6 @@ class Cell:
     tolerances: dict[str, float] = field(default_factory=dict)
     recompilations: int = 0
     """In all ranks together."""
-    stages_that_compute_in_i: int = 0
 
 
 def matrix(schedules: Iterable[str] = SCHEDULES) -> dict[str, Cell]:
@@ -67,7 +66,7 @@ def train_as_without_a_pipeline(titan: Titan, cell: Cell) -> None:
     # The blocks are compiled with fullgraph=True, so a graph break would have been an error.
     assert job.log.count("Recompiling function") == cell.recompilations
     assert "recompile_limit" not in job.log
-    assert job.log.count("computes these weight gradients in I, not in W") == cell.stages_that_compute_in_i
+    assert "computes these weight gradients in I, not in W" not in job.log
 
 
 def _assert_is_what_was_asked_for(log: str, cell: Cell) -> None:

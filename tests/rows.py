@@ -173,7 +173,6 @@ ROWS: dict[str, Check] = {
             schedule="ZBVLean",
             model="rows_config:llama3_float8",
             alone=_by_microbatch(),
-            stages_that_compute_in_i=4,
         )
     ),
     "float8 lora": _trains(
