@@ -375,7 +375,7 @@ class Cell(NamedTuple):
     sanitized: bool = False
     """Whether torch's sanitizer of streams looks on."""
     shards: int = 1
-    """FSDP2 shards every stage over so many ranks."""
+    """Number of ranks over which FSDP2 shards each stage."""
 
     @property
     def processes(self) -> int:

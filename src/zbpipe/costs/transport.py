@@ -47,6 +47,11 @@ class Transport(_Named):
     """An op ends when its message has arrived, so its rank computes nothing meanwhile. So are Megatron's interleaved
     schedules without overlap. torch sends while the rank computes."""
 
+    @property
+    def has_queues(self) -> bool:
+        """Whether it makes a difference when a rank posts its receives."""
+        return self not in (Transport.IDEAL, Transport.BLOCKING)
+
 
 class Receives(_Named):
     """When a rank posts its receives."""

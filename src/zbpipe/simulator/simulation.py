@@ -24,8 +24,6 @@ from zbpipe.simulator.reductions import find_reductions
 from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.simulator.validation import find_order, require_schedule, require_valid
 
-WITHOUT_QUEUES = (Transport.IDEAL, Transport.BLOCKING)
-"""Transports in which it makes no difference when a rank posts its receives."""
 _MOST_SPANS = 2**22
 """Largest number of spans in a timeline of several steps: half a gigabyte."""
 _PREFERRED = (Receives.TIMED, Receives.NEAREST, Receives.LATE, Receives.EARLY)
@@ -79,7 +77,7 @@ def simulate(
     asked = None if receives is None else Receives.parse(receives)
     if ahead is not None and transport is not Transport.IDEAL:
         raise ValueError(f"ahead = {ahead} is only for the ideal transport, got {str(transport)!r}")
-    if transport in WITHOUT_QUEUES:
+    if not transport.has_queues:
         everything = tuple(0 if synchronous else len(row) for row in schedule)
         gate = everything if ahead is None else tuple(ahead)
         return _simulate_without_queues(schedule, costs, num_steps, gate, transport)
@@ -146,7 +144,7 @@ def _freeze(spans: list[list[Span]]) -> tuple[tuple[Span, ...], ...]:
 
 def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) -> Receives:
     """The way to receive with the shortest step for this transport. Without queues it makes no difference."""
-    if transport in WITHOUT_QUEUES:
+    if not transport.has_queues:
         return _PREFERRED[0]
     try:
         return _find_shortest(schedule, costs, transport).receives or _PREFERRED[0]

@@ -215,7 +215,7 @@ def _critical_path(timeline: Timeline) -> Iterator[Span]:
         if span.step != last_step:
             return
         yield span
-        if timeline.transport in (Transport.IDEAL, Transport.BLOCKING):
+        if not timeline.transport.has_queues:
             place = _latest_before(timeline, place, places)
         else:
             before = timeline.waited_for.get((span.step, span.op))

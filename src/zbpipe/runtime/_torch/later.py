@@ -76,31 +76,21 @@ def _any_value(args: Any) -> bool:
 
 
 def _read(args: Any) -> Any:
-    return _map_leaves(args, lambda leaf: leaf.now() if isinstance(leaf, Later) else leaf)
+    return autograd.map_leaves(args, lambda leaf: leaf.now() if isinstance(leaf, Later) else leaf)
 
 
 def _peek(args: Any) -> Any:
     """`args` with values in the place of `Later`, which do not count as read."""
-    return _map_leaves(args, lambda leaf: _peek_at(leaf) if isinstance(leaf, Later) else leaf)
+    return autograd.map_leaves(args, lambda leaf: _peek_at(leaf) if isinstance(leaf, Later) else leaf)
 
 
 def _peek_at(later: Later) -> Tensor:
     return later.now() if later.value is None else later.value
 
 
-def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with every part changed that is not a plain tuple, list or dictionary. pytree is slow."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([_map_leaves(each, change) for each in value])
-    if kind is dict:
-        return {name: _map_leaves(each, change) for name, each in value.items()}
-    return change(value)
-
-
 def _list_leaves(value: Any) -> list[Any]:
     found: list[Any] = []
-    _map_leaves(value, found.append)
+    autograd.map_leaves(value, found.append)
     return found
 
 
@@ -152,7 +142,7 @@ def _identify(value: Any) -> Any:
 
 
 def _run_without_memory(call: _Call) -> Tensor | None:
-    args, kwargs = _map_leaves((call.args, call.kwargs), _without_memory)
+    args, kwargs = autograd.map_leaves((call.args, call.kwargs), _without_memory)
     try:
         with torch._C.DisableTorchFunction(), torch.no_grad(), _disable_current_modes():
             result = call.function(*args, **kwargs)
@@ -250,7 +240,7 @@ class Recipe:
         if isinstance(tensor, Later):
             call = tensor.call
             self.is_read |= tensor.is_read
-            args, kwargs = _map_leaves((call.args, call.kwargs), self._note)
+            args, kwargs = autograd.map_leaves((call.args, call.kwargs), self._note)
             if call.number >= 0:
                 self.numbers.add(call.number)
                 self.flops += _count_flops(call)
@@ -284,7 +274,7 @@ class Recipe:
             return leaf
 
         for call in self._steps:
-            args, kwargs = _map_leaves((call.args, call.kwargs), fill_in)
+            args, kwargs = autograd.map_leaves((call.args, call.kwargs), fill_in)
             results.append(call.function(*args, **kwargs))
         result: Tensor = fill_in(self._result)
         return result

@@ -90,10 +90,10 @@ class OwnRuntime(_PipelineScheduleRuntime):
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
         """Run one step on already split microbatches."""
-        # If an op fails, or a message has a mark instead of values, the rest of the step runs without computations (see
-        # `zbpipe.runtime._torch.abandoned`). Then this raises the error.
         for stage in self.own_stages:
             stage.is_reduced = getattr(self, "_finalize_gradients", True)  # an argument of steps from torch 2.15 on
+        # If an op fails, or a message has a mark instead of values, the rest of the step runs without computations (see
+        # `zbpipe.runtime._torch.abandoned`). Then this raises the error.
         with ExitStack() as around:
             around.enter_context(self.place.follow(self))
             if can_send_marks(self._stages[0]):

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from zbpipe.runtime._torch import autograd
+
 
 class Taken(NamedTuple):
     """Further arguments that a function takes."""
@@ -44,7 +46,7 @@ class Further(NamedTuple):
     def fill_in(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments, with `tensors` in their places."""
         left = iter(tensors)
-        values = _map_leaves(self.values, lambda leaf: next(left) if leaf is TENSOR else leaf)
+        values = autograd.map_leaves(self.values, lambda leaf: next(left) if leaf is TENSOR else leaf)
         by_position = len(values) - len(self.names)
         return values[:by_position], dict(zip(self.names, values[by_position:], strict=True))
 
@@ -72,22 +74,12 @@ def separate_tensors(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[F
             return TENSOR
         return leaf
 
-    return Further(_map_leaves((*args, *options.values()), take), tuple(options)), tensors
+    return Further(autograd.map_leaves((*args, *options.values()), take), tuple(options)), tensors
 
 
 def swap(value: Any, known: Mapping[int, Tensor]) -> Any:
     """`value` with other tensors in the places of those with these ids, also within lists, tuples and dictionaries."""
-    return _map_leaves(value, lambda leaf: known.get(id(leaf), leaf))
-
-
-def _map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with every part changed that is not a plain list, tuple or dictionary."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([_map_leaves(each, change) for each in value])
-    if kind is dict:
-        return {key: _map_leaves(each, change) for key, each in value.items()}
-    return change(value)
+    return autograd.map_leaves(value, lambda leaf: known.get(id(leaf), leaf))
 
 
 def with_factors_first(args: Sequence[Any], options: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
