@@ -18,7 +18,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils.parametrizations import weight_norm
 
 import zbpipe
-from zbpipe.runtime._torch import fsdp_reduction, hooks
+from zbpipe.runtime._torch import fsdp, fsdp_overlap, hooks
 from zbpipe.runtime.split.products import PendingGradient
 
 WIDTH, ROWS = 8, 2
@@ -72,7 +72,7 @@ class Partial(Part):
 def events(monkeypatch: pytest.MonkeyPatch) -> Events:
     """Products of W, starts of reductions and their ends, in order."""
     events: Events = []
-    accumulate, finish = PendingGradient.accumulate, fsdp_reduction.finish
+    accumulate, finish = PendingGradient.accumulate, fsdp_overlap.finish
 
     def noted_accumulate(gradient: PendingGradient) -> None:
         accumulate(gradient)
@@ -83,7 +83,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Events:
         events.append(f"end {module.label}")
 
     monkeypatch.setattr(PendingGradient, "accumulate", noted_accumulate)
-    monkeypatch.setattr(fsdp_reduction, "finish", noted_finish)
+    monkeypatch.setattr(fsdp_overlap, "finish", noted_finish)
     return events
 
 
@@ -174,20 +174,26 @@ def test_each_group_is_reduced_before_the_products_of_the_next(one_rank: None, e
     job.check()
 
 
-@pytest.mark.parametrize("before", ["0I0,0W0", "0B0"])
-def test_a_last_b_is_split(one_rank: None, events: Events, before: str) -> None:
-    """Lean schedules end with a whole backward, on the rank that ends last."""
-    table = f"0F0,1F0,1I0,1W0,{before},0F1,1F1,1B1,0B1"
+@pytest.mark.parametrize("before", ["0F0,1F0,1I0,1W0,0I0,0W0", "0F0,1F0,1B0,0B0"])
+def test_a_last_b_reduces_in_its_backward(one_rank: None, events: Events, before: str) -> None:
+    """Lean schedules end with a whole backward, and others have no other one."""
+    table = f"{before},0F1,1F1,1B1,0B1"
     job = Job(Part, events, zbpipe.Schedule.from_csv(table, "table"), microbatches=2)
     job.step()
     ran = []
 
     def note(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         ran.append(f"{stage}{kind}{microbatch}")
+        if ran[-1] == "0B1":
+            events.append("begin 0")
         return compute()
 
     with hooks.hook(job.schedule, hooks.HookOrder.RECORD, note):
-        assert on_stage(0, job.step()).endswith(LAST_W)
+        *of_others, of_b = on_stage(0, job.step()).split("begin")
+    assert not any("reduce" in each for each in of_others)
+    assert of_b == (", reduce back, reduce wide, reduce norm, reduce normed, reduce stage, reduce narrow, end"), (
+        "from the last module to the first"
+    )
     assert list(dict.fromkeys(ran)) == table.split(","), "records see the schedule's ops"
     job.check()
 
@@ -209,14 +215,40 @@ def with_an_own_reduction(stage: Any) -> None:
 def test_torchs_way(one_rank: None, events: Events, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     """All reductions after all products, where someone asks for it, or has a way of their own."""
     prepare = {"own backward": with_an_own_backward, "own reduction": with_an_own_reduction}.get(why)
-    options: Any = {"reduce_grads": "late"} if why == "option" else {}
+    options: Any = {"fsdp_mode": "torch"} if why == "option" else {}
     if why == "unknown torch":
-        monkeypatch.setattr(fsdp_reduction, "IS_KNOWN", False)
+        monkeypatch.setattr(fsdp_overlap, "IS_KNOWN", False)
     job = Job(Part, events, prepare=prepare, **options)
     job.step()
     kinds = [each.split()[0] for each in job.step() if each.split()[1] == "0"]
     assert kinds == 9 * ["product"] + 6 * ["reduce"]
     job.check()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "torch"])
+def test_the_first_f_waits_for_each_module_when_it_needs_it(one_rank: None, events: Events, mode: Any) -> None:
+    """Also for those that it does not call."""
+    job = Job(Seldom, events, microbatches=2, how={"reshard_after_forward": False}, fsdp_mode=mode)
+    gathered: dict[str, list[str]] = {}
+
+    def note(name: str, part: Any, *args: Any) -> None:
+        gathered.setdefault(name, [each for each, layer in part.named_children() if is_gathered(layer)])
+
+    for name, layer in job.parts[0].named_children():
+        layer.register_forward_pre_hook(partial(note, name, job.parts[0]))
+    job.step()
+    gathered.clear()  # the first step begins by inferring shapes
+    job.step()
+    everything = ["narrow", "norm", "wide", "back", "normed", "frozen"]
+    # The first microbatch leaves out most of them, and the second one finds them.
+    assert gathered["narrow"] == (["narrow"] if mode == "overlap" else everything)
+    assert gathered["normed"] == everything
+    job.check()
+
+
+def is_gathered(layer: Any) -> bool:
+    (group,) = fsdp.groups_of(layer._get_fsdp_state())
+    return bool(group.is_unsharded)
 
 
 def test_gradients_are_checked_as_w_leaves_them(one_rank: None, events: Events) -> None:

@@ -1,17 +1,26 @@
-"""FSDP2's reduction of a stage's gradients, one FSDP module at a time.
+"""FSDP2's collectives beside the computations of a stage, one FSDP module at a time.
 
 torch reduces all modules of a stage in REDUCE_GRAD, after the stage's last W. `begin`, `reduce` for each unit and
-`finish` together do the same, so that the caller can compute between them.
+`finish` together do the same, so that the caller can compute between them. In a whole backward, FSDP2's own hooks
+reduce a module as soon as its gradients are complete.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
 
 from zbpipe.runtime._torch.fsdp import groups_of, list_unsharded, settle_group
+from zbpipe.runtime.attributes import replaced
+
+FsdpMode = Literal["overlap", "torch"]
+"""When FSDP2's collectives run. "overlap": a stage's first F runs while FSDP2 still gathers its later modules, and in
+its last W or B a module is reduced as soon as its gradients are complete. "torch": the first F waits for all modules of
+the stage, and all are reduced after the last W or B."""
 
 KNOWN = ("2.11.", "2.12.", "2.13.", "2.14.", "2.15.")
 """Versions of torch whose FSDP2 this file knows. With others, torch itself reduces."""
@@ -36,10 +45,13 @@ def list_units(module: nn.Module) -> list[Unit]:
     return [_make_unit(groups_of(state)) for state in states]
 
 
-def begin(module: nn.Module) -> None:
-    """Make FSDP2 reduce and free the gathered parameters from now on, as in a step's last backward."""
+def begin(module: nn.Module, *, is_last: bool = True) -> None:
+    """Make FSDP2 reduce and free the gathered parameters from now on, as in a step's last backward.
+
+    `is_last`: whether FSDP2 waits for the reductions at the end of the running backward, if there is one.
+    """
     fsdp: Any = module
-    fsdp.set_is_last_backward(True)
+    fsdp.set_is_last_backward(is_last)
     fsdp.set_reshard_after_backward(True)
     fsdp.set_requires_gradient_sync(True)
 
@@ -56,6 +68,7 @@ def reduce(unit: Unit) -> None:
 def finish(module: nn.Module) -> None:
     """Have the current stream wait for the reductions."""
     fsdp: Any = module
+    fsdp.set_is_last_backward(True)
     if hasattr(fsdp, "finalize_backward"):  # from torch 2.15 on; stages ask for it in their backward
         fsdp.finalize_backward()
         fsdp.set_manual_backward_finalization(False)
@@ -72,3 +85,12 @@ def _make_unit(groups: tuple[Any, ...]) -> Unit:
     trained = [each for each in gathered if each._unsharded_param.requires_grad]
     ids = frozenset(id(own) for each in gathered for own in (each.sharded_param, each._unsharded_param))
     return Unit(groups, ids, sum(each._orig_size.numel() for each in trained))
+
+
+@contextmanager
+def without_overlap(stages: Sequence[Any]) -> Iterator[None]:
+    """Context in which FSDP2 gathers and reduces as in torch, so that W leaves gradients in gathered parameters."""
+    with ExitStack() as around:
+        for stage in stages:
+            around.enter_context(replaced(stage, fsdp_mode="torch"))
+        yield
