@@ -142,22 +142,22 @@ class _Job:
         split = self.workload.split(placement)
         costs = self.costs(placement, split)
         room = self._room(placement, split)
+        planned = self._with_fsdp(costs, split)
         found = plan(
-            placement.num_ranks, self.workload.microbatches, costs, room, placements=[placement], budget=budget
+            placement.num_ranks, self.workload.microbatches, planned, room, placements=[placement], budget=budget
         )
         return self.step(found.schedule, costs, split, PLAN, name, "zbpipe")
 
     def step(self, schedule: Schedule, costs: CostModel, split: Split, name: str, placement: str, source: str) -> Step:
-        timeline = simulate(schedule, costs)
-        sharding = self._sharding(schedule.placement, split)
-        seconds = timeline.makespan + sharding
+        overlaps = source != "torch"
+        timeline = simulate(schedule, self._with_fsdp(costs, split), overlaps_fsdp=overlaps)
         worst = max(memories_by_rank(self.workload, timeline, split), key=lambda memory: memory.total)
         stages = len(schedule.placement.stages_on(0))
         torchs = has_torchs_split(schedule, source)
         runs = not torchs or runs_torchs_split(self.workload.checkpointing, self.workload.compiled)
-        row = self._row(name, placement, stages, seconds, timeline.bubble, worst, source, timeline)
-        others = (job.costs(schedule.placement, split) for job in self._extremes())
-        ends = tuple(simulate(schedule, each).makespan + sharding for each in others)
+        row = self._row(name, placement, stages, timeline.makespan, timeline.bubble, worst, source, timeline)
+        others = (self._with_fsdp(job.costs(schedule.placement, split), split) for job in self._extremes())
+        ends = tuple(simulate(schedule, each, overlaps_fsdp=overlaps).makespan for each in others)
         return replace(row, has_torchs_split=torchs, runs=runs, range=_pair(ends))
 
     def _row(
@@ -200,18 +200,21 @@ class _Job:
             raise ValueError(f"weights and optimizer of a rank take more than the usable {usable / 2**30:.0f} GiB")
         return room
 
-    def _sharding(self, placement: Placement, split: Split) -> float:
-        """Seconds in which FSDP gathers a rank's parameters before a step, and reduces its gradients after it."""
+    def _with_fsdp(self, costs: CostModel, split: Split) -> CostModel:
+        """The costs with the seconds in which FSDP gathers each stage's parameters, and reduces its gradients."""
         workload, degrees = self.workload, self.workload.degrees
-        if self.rates is None or degrees.data == 1:
-            return 0.0
+        if self.rates is None or degrees.data == 1 or costs.gather or costs.reduce:
+            return costs
         each, device = workload.parameter_bytes, self.rates.device
-        most = max(workload.parameters_by_rank(placement, split)) / degrees.tensor
-        way = device.bandwidth(degrees.fsdp, apart=degrees.tensor)
-        seconds = (each.gathered + each.summed) * most * (degrees.fsdp - 1) / degrees.fsdp / way
+        own = [count / degrees.tensor for count in workload.parameters_by_stage(split)]
+        per_byte = (degrees.fsdp - 1) / degrees.fsdp / device.bandwidth(degrees.fsdp, apart=degrees.tensor)
         between = device.bandwidth(degrees.replicas, apart=degrees.tensor * degrees.fsdp)
-        share = 2 * (degrees.replicas - 1) / degrees.replicas
-        return seconds + share * each.summed * most / degrees.fsdp / between
+        per_sum = per_byte + 2 * (degrees.replicas - 1) / degrees.replicas / degrees.fsdp / between
+        return replace(
+            costs,
+            gather=tuple(each.gathered * per_byte * count for count in own),
+            reduce=tuple(each.summed * per_sum * count for count in own),
+        )
 
     def without_pipeline(self) -> Step:
         """A step with the same tokens and GPUs, with FSDP over all of them and no pipeline."""
@@ -252,9 +255,9 @@ class _Job:
             " compare --transport shared-with-compute"
         )
         yield (
-            "FSDP: a pipeline gathers its parameters before the step and reduces its gradients after it, without"
-            " overlap; without a pipeline, a layer's communication overlaps another's computation, and the longer of"
-            " both counts"
+            "FSDP: a pipeline gathers a stage beside its first F and reduces it beside its last W or B, with torch's"
+            " schedules before and after these; without a pipeline, a layer's communication overlaps another's computation, and"
+            " the longer of both counts"
         )
 
 

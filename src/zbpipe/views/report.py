@@ -13,6 +13,7 @@ from zbpipe.costs.torchs_split import NOTE, has_torchs_split, runs_torchs_split
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.schedule.registry import Algorithm, schedules
 from zbpipe.simulator.post_validation import period_of
+from zbpipe.simulator.simulation import exposed_fsdp
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.views.style import memory, most_stages, number, percent, summary
 
@@ -41,6 +42,7 @@ def record(timeline: Timeline, baseline: float | None = None, *, with_period: bo
         "peak_memory": list(timeline.peak_memory),
         "memory_to_1f1b": max(timeline.peak_memory) / baseline if baseline else None,
         "lower_bound": timeline.lower_bound,
+        "exposed_fsdp": exposed_fsdp(timeline),
         **({"period": period_of(timeline)} if with_period else {}),
         "idle": [idle._asdict() for idle in timeline.idle],
     }
@@ -59,14 +61,19 @@ def report(timeline: Timeline, baseline: float | None = None) -> str:
         for rank, (busy, idle, peak) in enumerate(zip(timeline.busy, timeline.idle, peaks, strict=True))
     ]
     beside_1f1b = f", {compared.memory} of 1F1B's worst rank ({memory(baseline)})" if baseline else ""
-    exposed = timeline.exposed_reduction
+    collectives = [sum(each.end - each.start for each in row) / timeline.num_steps for row in timeline.collectives]
+    exposed = number(compared.figures["exposed_fsdp"])
     return "\n".join(
         [
             summary(timeline),
             f"memory: the worst rank holds {memory(max(peaks))}{beside_1f1b}",
             f"lower bound of the makespan {number(timeline.lower_bound)}, gap {percent(compared.gap)};"
             f" period with zbpipe.OptimizerStep {number(compared.figures['period'])}",
-            *([f"reductions of gradients: {number(exposed)} at the end, hidden by nothing"] if exposed else []),
+            *(
+                [f"FSDP's collectives on the busiest rank: {number(max(collectives))}, exposed {exposed}"]
+                if any(collectives)
+                else []
+            ),
             "",
             *table(("", "busy", "idle: warm-up", "steady", "cool-down", "peak"), rows),
         ]
