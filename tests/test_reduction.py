@@ -79,6 +79,8 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Events:
         events.append(f"product {gradient.layer.label}")  # type: ignore[attr-defined]
 
     def noted_finish(module: nn.Module) -> None:
+        gathers = [group._all_gather_result for group in fsdp._list_groups(module)]
+        assert not any(gathers), "a module was gathered for nothing"
         finish(module)
         events.append(f"end {module.label}")
 
@@ -195,6 +197,19 @@ def test_a_last_b_reduces_in_its_backward(one_rank: None, events: Events, before
         "from the last module to the first"
     )
     assert list(dict.fromkeys(ran)) == table.split(","), "records see the schedule's ops"
+    job.check()
+
+
+def test_no_freed_module_is_gathered_again(one_rank: None, events: Events) -> None:
+    """The first module's backward, the last one, would prefetch what ran before that module's forward."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    table = zbpipe.Schedule.from_csv("0F0,1F0,1B0,0B0,0F1,1F1,1B1,0B1", "table")
+    job = Job(build, events, table, microbatches=2, how={"reshard_after_forward": False})
+    job.step()
+    assert "end 0" in job.step()
     job.check()
 
 

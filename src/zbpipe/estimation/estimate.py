@@ -256,8 +256,8 @@ class _Job:
         )
         yield (
             "FSDP: a pipeline gathers a stage beside its first F and reduces it beside its last W or B, with torch's"
-            " schedules before and after these; without a pipeline, a layer's communication overlaps another's computation, and"
-            " the longer of both counts"
+            " schedules before and after these; without a pipeline, a layer's communication overlaps another's"
+            " computation, and the longer of both counts"
         )
 
 

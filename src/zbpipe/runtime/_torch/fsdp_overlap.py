@@ -45,15 +45,24 @@ def list_units(module: nn.Module) -> list[Unit]:
     return [_make_unit(groups_of(state)) for state in states]
 
 
-def begin(module: nn.Module, *, is_last: bool = True) -> None:
-    """Make FSDP2 reduce and free the gathered parameters from now on, as in a step's last backward.
-
-    `is_last`: whether FSDP2 waits for the reductions at the end of the running backward, if there is one.
-    """
+def begin(module: nn.Module) -> None:
+    """Make FSDP2 reduce and free the gathered parameters from now on, as in a step's last backward."""
     fsdp: Any = module
-    fsdp.set_is_last_backward(is_last)
+    fsdp.set_is_last_backward(True)
     fsdp.set_reshard_after_backward(True)
     fsdp.set_requires_gradient_sync(True)
+
+
+def begin_backward(module: nn.Module) -> None:
+    """The same for a whole backward, at whose end FSDP2 does not wait for the reductions."""
+    begin(module)
+    module.set_is_last_backward(False)  # type: ignore[operator]
+    # FSDP2 prefetches in the reverse order of all forwards, as if each had had its backward by then. So it would gather
+    # modules again that it has just freed.
+    for state in _state_of(module)._state_ctx.all_states:
+        for group in groups_of(state):
+            if group.is_unsharded:
+                group._post_forward_indices.clear()
 
 
 def reduce(unit: Unit) -> None:

@@ -265,7 +265,7 @@ class OwnStage(ReceivesOnDemand):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
         # torch forbids FSDP2's hooks to reduce in any backward, and waits at the end of each.
         self.is_reducing = True
-        fsdp_overlap.begin(self.submod, is_last=False)
+        fsdp_overlap.begin_backward(self.submod)
         tensors = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
         return stage_backward(*tensors), None
 
