@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,11 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import zbpipe
 from zbpipe.runtime._torch import fsdp, fsdp_overlap, hooks
+from zbpipe.runtime.measure.collectives import find_exposed
+from zbpipe.runtime.measure.recording import StepRecord
 from zbpipe.runtime.split.products import PendingGradient
+from zbpipe.schedule.ir import Op
+from zbpipe.simulator.timeline import Span
 
 WIDTH, ROWS = 8, 2
 Events = list[str]
@@ -300,6 +305,29 @@ def test_gradients(one_rank: None, events: Events, build: Any, options: Any, tol
     for _ in range(3):
         assert "end 0" in job.step()
     job.check(**tolerance)
+
+
+def test_the_profiler_measures_the_collectives(one_rank: None, events: Events) -> None:
+    """Between two steps, whose gradients it leaves alone."""
+    job = Job(Part, events)
+    profiler = zbpipe.Profiler(job.schedule, 1)
+    for _ in range(4):
+        job.step()
+    assert profiler.costs is not None
+    costs = profiler.costs.costs
+    assert isinstance(costs, zbpipe.CostModel)
+    assert all(costs.gathering(stage) > 0 and costs.reduction(stage) > 0 for stage in range(2))
+    job.check()
+
+
+def test_what_a_step_waits_for_collectives() -> None:
+    """Its first F is 2 seconds late, its last W 3, and its end 5."""
+    times = {"0F0": (0, 3), "0F1": (3, 4), "0F2": (4, 5), "0I0": (5, 6), "0W0": (6, 7), "0I1": (7, 8), "0W1": (8, 9)}
+    times |= {"0I2": (9, 19), "0W2": (19, 23)}
+    spans = tuple(Span(Op.parse(op), *map(float, ends)) for op, ends in times.items())
+    record = StepRecord("mine", 28.0, spans, {}, {}, 0)
+    assert find_exposed(record) == 2 + 3 + 5
+    assert find_exposed(replace(record, spans=())) == 0
 
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"), reason="torch has only one")

@@ -12,7 +12,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
 from zbpipe.runtime._torch.fsdp import groups_of, list_unsharded, settle_group
 from zbpipe.runtime.attributes import replaced
@@ -103,3 +106,39 @@ def without_overlap(stages: Sequence[Any]) -> Iterator[None]:
         for stage in stages:
             around.enter_context(replaced(stage, fsdp_mode="torch"))
         yield
+
+
+def gather_all(module: nn.Module) -> None:
+    """Gather all parameters of a stage, as torch does in UNSHARD. For measurements, between two steps."""
+    free_all(module)
+    handles = [part.unshard(async_op=True) for part in module.modules() if isinstance(part, FSDPModule)]
+    for each in filter(None, handles):
+        each.wait()
+
+
+def free_all(module: nn.Module) -> None:
+    """Free the gathered parameters of a stage."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
+def reduce_zeros(module: nn.Module, device: torch.device) -> None:
+    """Reduce tensors of the size of the stage's gradients, in the groups in which FSDP2 reduces these."""
+    for unit in list_units(module):
+        for group in unit.groups:
+            trained = [each for each in list_unsharded(group) if each._unsharded_param.requires_grad]
+            if trained:
+                dtype = group._reduce_dtype or trained[0].orig_dtype
+                _reduce_zeros(group, sum(each._orig_size.numel() for each in trained), dtype, device)
+
+
+def _reduce_zeros(group: Any, elements: int, dtype: torch.dtype, device: torch.device) -> None:
+    part = elements
+    if isinstance(group.mesh_info, FSDPMeshInfo):
+        process_group = group._reduce_scatter_process_group
+        part = -(-elements // process_group.size())
+        whole = torch.zeros(part * process_group.size(), dtype=dtype, device=device)
+        dist.reduce_scatter_tensor(torch.empty_like(whole[:part]), whole, group=process_group)
+    if isinstance(group.mesh_info, DDPMeshInfo):
+        dist.all_reduce(torch.zeros(part, dtype=dtype, device=device), group=group._all_reduce_process_group)

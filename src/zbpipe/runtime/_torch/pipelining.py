@@ -676,6 +676,13 @@ def has_own_reduction(stage: Stage) -> bool:
     return own in vars(stage) or next(owners) is not _PipelineStageBase
 
 
+def overlaps_fsdp(schedule: _PipelineSchedule) -> bool:
+    """Whether FSDP2's collectives run beside computations in a training step, if there are any."""
+    return isinstance(schedule, OwnRuntime) and all(
+        stage.reduces_early for stage in schedule.own_stages if is_fsdp(stage.submod)
+    )
+
+
 def end_backward(stage: Stage, is_last: bool) -> None:
     """Call a framework's backward after a W, for the work that follows a W."""
     stage.backward_maybe_with_nosync("weight", {"stage_output": (), "param_groups": []}, last_backward=is_last)
