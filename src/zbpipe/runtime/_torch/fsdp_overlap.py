@@ -28,6 +28,9 @@ the stage, and all are reduced after the last W or B."""
 KNOWN = ("2.11.", "2.12.", "2.13.", "2.14.", "2.15.")
 """Versions of torch whose FSDP2 this file knows. With others, torch itself reduces."""
 
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""A new name, from torch 2.14 on."""
+
 IS_KNOWN = torch.__version__.startswith(KNOWN)
 
 
@@ -139,6 +142,6 @@ def _reduce_zeros(group: Any, elements: int, dtype: torch.dtype, device: torch.d
         process_group = group._reduce_scatter_process_group
         part = -(-elements // process_group.size())
         whole = torch.zeros(part * process_group.size(), dtype=dtype, device=device)
-        dist.reduce_scatter_tensor(torch.empty_like(whole[:part]), whole, group=process_group)
+        _reduce_scatter(torch.empty_like(whole[:part]), whole, group=process_group)
     if isinstance(group.mesh_info, DDPMeshInfo):
         dist.all_reduce(torch.zeros(part, dtype=dtype, device=device), group=group._all_reduce_process_group)
