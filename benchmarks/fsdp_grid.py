@@ -56,8 +56,8 @@ class Result:
 
 
 def list_cells(ranks: Sequence[int], times: Sequence[Times], collectives: Sequence[float]) -> Iterator[Cell]:
-    for p, rounds, *rest in product(ranks, (2, 4), times, collectives, LIMITS, TRANSPORTS):
-        yield Cell(p, rounds * p, *rest)
+    for p, rounds, each, seconds, limit, transport in product(ranks, (2, 4), times, collectives, LIMITS, TRANSPORTS):
+        yield Cell(p, rounds * p, each, seconds, limit, transport)
 
 
 def run(cell: Cell, budget: float) -> Result:
@@ -90,7 +90,7 @@ def run_as_torch(
     free, wire = [0.0] * schedule.num_ranks, [0.0] * schedule.num_ranks
     gathered: list[dict[int, float]] = [{} for _ in free]
     """By rank and stage, the end of the gather."""
-    left = [list(row) for row in schedule]
+    left, rank_of = [list(row) for row in schedule], schedule.placement.rank_of
     backwards: dict[int, int] = defaultdict(int)
     for rank, op, inputs in find_order(schedule):
         stages = list(dict.fromkeys(each.stage for each in left[rank]))[:most_active]
@@ -102,7 +102,8 @@ def run_as_torch(
             if stage not in gathered[rank]:
                 wire[rank] = max(wire[rank], free[rank]) + costs.gathering(stage)
                 gathered[rank][stage] = wire[rank]
-        start = max(free[rank], gathered[rank][op.stage], *(ends[each] for each in inputs), 0.0)
+        arrivals = (ends[each] + costs.transfer(rank_of[each.stage], rank) for each in inputs)
+        start = max(free[rank], gathered[rank][op.stage], *arrivals)
         ends[op] = free[rank] = start + costs.seconds(op.stage, op.kind)
         backwards[op.stage] += op.kind in (OpKind.B, OpKind.W)
         if op.kind in (OpKind.B, OpKind.W) and backwards[op.stage] == schedule.num_microbatches:

@@ -138,10 +138,10 @@ def test_plans_are_close_to_a_bound_that_counts_them(reduce: float) -> None:
 
 
 def test_layers_add_up_in_a_stage(tmp_path: Any) -> None:
-    layer = Layer(("layers.0",), f=1, i=1, w=1, activations=1, gather=0.5, reduce=0.25, gathered=3)
+    layer = Layer(("layers.0",), f=1, i=1, w=1, activations=1, gather=0.5, reduce=0.25)
     plain = replace(layer, modules=("layers.1",), gather=0.0)
     costs = LayerCosts((layer, plain, layer)).stages((range(2), range(2, 3)))
-    assert (costs.gather, costs.reduce, costs.gathered) == ((0.5, 0.5), (0.5, 0.25), (6.0, 3.0))
+    assert (costs.gather, costs.reduce) == ((0.5, 0.5), (0.5, 0.25))
     for job in (JobCosts(costs), JobCosts(LayerCosts((layer, plain)))):
         for name in ("costs.toml", "costs.json"):
             dump_costs(job, tmp_path / name)

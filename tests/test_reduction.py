@@ -307,11 +307,14 @@ def test_gradients(one_rank: None, events: Events, build: Any, options: Any, tol
     job.check(**tolerance)
 
 
-def test_the_profiler_measures_the_collectives(one_rank: None, events: Events) -> None:
+def test_the_profiler_measures_the_collectives(one_rank: None, events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two steps, whose gradients it leaves alone."""
     job = Job(Part, events)
     profiler = zbpipe.Profiler(job.schedule, 1)
-    for _ in range(4):
+    job.step()
+    assert not fsdp_overlap.is_shared(job.parts[0])
+    monkeypatch.setattr(fsdp_overlap, "is_shared", lambda module: True)
+    for _ in range(3):
         job.step()
     assert profiler.costs is not None
     costs = profiler.costs.costs
@@ -324,7 +327,7 @@ def test_what_a_step_waits_for_collectives() -> None:
     """Its first F is 2 seconds late, its last W 3, and its end 5."""
     times = {"0F0": (0, 3), "0F1": (3, 4), "0F2": (4, 5), "0I0": (5, 6), "0W0": (6, 7), "0I1": (7, 8), "0W1": (8, 9)}
     times |= {"0I2": (9, 19), "0W2": (19, 23)}
-    spans = tuple(Span(Op.parse(op), *map(float, ends)) for op, ends in times.items())
+    spans = tuple(Span(Op.parse(op), float(start), float(end)) for op, (start, end) in times.items())
     record = StepRecord("mine", 28.0, spans, {}, {}, 0)
     assert find_exposed(record) == 2 + 3 + 5
     assert find_exposed(replace(record, spans=())) == 0

@@ -57,8 +57,6 @@ class Layer:
     """Seconds in which data-parallel ranks gather its parameters."""
     reduce: float = 0.0
     """Seconds in which data-parallel ranks reduce its gradients."""
-    gathered: float = 0.0
-    """Bytes of its gathered parameters."""
 
     def __post_init__(self) -> None:
         names = self.modules
@@ -161,7 +159,7 @@ def join_stages(costs: CostModel, split: Split) -> CostModel:
 
     working = {kind: tuple(max(beyond(kind, stage), 0.0) for stage in split) for kind in COMPUTATIONS}
     columns: dict[str, Any] = {name: add_up(getattr(costs, name).__getitem__) for name in COLUMNS}
-    readers = zip(OF_DATA_PARALLELISM, (costs.gathering, costs.reduction, costs.parameters), strict=True)
+    readers = zip(OF_DATA_PARALLELISM, (costs.gathering, costs.reduction), strict=True)
     columns |= {name: add_up(read) if getattr(costs, name) else 0.0 for name, read in readers}
     freed = costs.freed_by_i
     if isinstance(freed, tuple):

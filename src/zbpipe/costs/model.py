@@ -99,7 +99,7 @@ Working = Mapping[OpKind, float | tuple[float, ...]]
 """Working memory by kind of op: one number for all stages, or one per stage."""
 COLUMNS = ("f", "i", "w", "activations")
 """Fields with one number per stage or layer."""
-OF_DATA_PARALLELISM = ("gather", "reduce", "gathered")
+OF_DATA_PARALLELISM = ("gather", "reduce")
 """Fields with one number for all stages or layers, or one for each."""
 
 
@@ -206,9 +206,6 @@ class CostModel:
 
     The reduction runs beside the computations, from the start of the stage's last W or B.
     """
-    gathered: float | tuple[float, ...] = 0.0
-    """Memory of a stage's gathered parameters, in the unit of `activations`: one number for all stages, or one per
-    stage. Memory limits count it if it is given."""
     overhead: float = 0.0
     """Seconds that each op takes besides its computation: Python, launches, gaps between kernels. B has it once.
 
@@ -317,10 +314,6 @@ class CostModel:
     def reduction(self, stage: int) -> float:
         """Seconds of the reduction of a stage's gradients."""
         return _of_stage(self.reduce, stage)
-
-    def parameters(self, stage: int) -> float:
-        """Memory of a stage's gathered parameters."""
-        return _of_stage(self.gathered, stage)
 
     def needs(self, stage: int, kind: OpKind) -> float:
         """Memory that has to be free on the rank before an op: the memory that it adds, and its working memory.

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
-from zbpipe.runtime._torch.fsdp import groups_of, list_unsharded, settle_group
+from zbpipe.runtime._torch.fsdp import groups_of, is_fsdp, list_unsharded, settle_group
 from zbpipe.runtime.attributes import replaced
 
 FsdpMode = Literal["overlap", "torch"]
@@ -109,6 +109,12 @@ def without_overlap(stages: Sequence[Any]) -> Iterator[None]:
         for stage in stages:
             around.enter_context(replaced(stage, fsdp_mode="torch"))
         yield
+
+
+def is_shared(module: nn.Module) -> bool:
+    """Whether several data-parallel ranks share the stage's parameters or gradients."""
+    units = list_units(module) if is_fsdp(module) else []
+    return any(group.mesh_info.mesh.size() > 1 for unit in units for group in unit.groups)
 
 
 def gather_all(module: nn.Module) -> None:

@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from zbpipe.runtime._torch import fsdp, fsdp_overlap, pipelining
+from zbpipe.runtime._torch import fsdp_overlap, pipelining
 from zbpipe.runtime.measure.host import finish
 from zbpipe.runtime.measure.recording import StepRecord
 from zbpipe.schedule.ir import OpKind
@@ -23,8 +23,8 @@ Collectives = Mapping[int, tuple[float, float]]
 
 def measure_collectives(stages: Sequence[pipelining.Stage]) -> Collectives:
     """The collectives of this rank's stages. All data-parallel ranks have to call this between two steps."""
-    sharded = [stage for stage in stages if fsdp.is_fsdp(stage.submod)] if fsdp_overlap.IS_KNOWN else []
-    return {stage.stage_index: _measure(stage) for stage in sharded}
+    shared = [stage for stage in stages if fsdp_overlap.is_shared(stage.submod)] if fsdp_overlap.IS_KNOWN else []
+    return {stage.stage_index: _measure(stage) for stage in shared}
 
 
 def _measure(stage: pipelining.Stage) -> tuple[float, float]:
