@@ -65,7 +65,8 @@ def simulate(
             transports with queues. Default: the way with the shortest step, as zbpipe's schedules choose
             it ("rendezvous" only for "shared with compute").
         overlaps_fsdp: whether FSDP gathers beside the first F of a stage and reduces beside its last W or B
-            (`costs.gather`, `costs.reduce`), as zbpipe's schedules do, or before the one and after the other.
+            (`costs.gather`, `costs.reduce`), as zbpipe's schedules do, or before the one and after the other. With
+            "shared with compute" they always run before and after these.
 
     Raises:
         TypeError: `schedule` or `costs` has another type.
@@ -78,6 +79,7 @@ def simulate(
     _require_sense(schedule, num_steps)
     transport = Transport.parse(transport)
     asked = None if receives is None else Receives.parse(receives)
+    overlaps_fsdp = overlaps_fsdp and transport is not Transport.SHARED
     if ahead is not None and transport is not Transport.IDEAL:
         raise ValueError(f"ahead = {ahead} is only for the ideal transport, got {str(transport)!r}")
     if not transport.has_queues:
