@@ -34,6 +34,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 IS_KNOWN = torch.__version__.startswith(KNOWN)
 
 
+REDUCES_IN_BACKWARD = not hasattr(FSDPModule, "finalize_backward")
+"""Whether FSDP2's hooks may reduce in a stage's last B. Not tried with torch 2.15, which has another end of a step."""
+
+
 class Unit(NamedTuple):
     """The parameters of one `fully_shard`, or of one `replicate`, with gradients that FSDP2 reduces together."""
 

@@ -261,7 +261,8 @@ class OwnStage(ReceivesOnDemand):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        if not (backward_type == "full" and last_backward and self.reduces_early):
+        reduces = fsdp_overlap.REDUCES_IN_BACKWARD and last_backward and self.reduces_early
+        if backward_type != "full" or not reduces:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
         # torch forbids FSDP2's hooks to reduce in any backward, and waits at the end of each.
         self.is_reducing = True
