@@ -61,23 +61,27 @@ def report(timeline: Timeline, baseline: float | None = None) -> str:
         for rank, (busy, idle, peak) in enumerate(zip(timeline.busy, timeline.idle, peaks, strict=True))
     ]
     beside_1f1b = f", {compared.memory} of 1F1B's worst rank ({memory(baseline)})" if baseline else ""
-    collectives = [sum(each.end - each.start for each in row) / timeline.num_steps for row in timeline.collectives]
-    exposed = number(compared.figures["exposed_fsdp"])
     return "\n".join(
         [
             summary(timeline),
             f"memory: the worst rank holds {memory(max(peaks))}{beside_1f1b}",
             f"lower bound of the makespan {number(timeline.lower_bound)}, gap {percent(compared.gap)};"
             f" period with zbpipe.OptimizerStep {number(compared.figures['period'])}",
-            *(
-                [f"FSDP's collectives on the busiest rank: {number(max(collectives))}, exposed {exposed}"]
-                if any(collectives)
-                else []
-            ),
+            *tell_fsdp(timeline),
             "",
             *table(("", "busy", "idle: warm-up", "steady", "cool-down", "peak"), rows),
         ]
     )
+
+
+def tell_fsdp(timeline: Timeline) -> Iterator[str]:
+    """A sentence on FSDP's collectives, if there are any."""
+    if any(timeline.collectives):
+        busiest = max(sum(each.end - each.start for each in row) for row in timeline.collectives)
+        exposed = exposed_fsdp(timeline)
+        yield (
+            f"FSDP's collectives on the busiest rank: {number(busiest / timeline.num_steps)}, exposed {number(exposed)}"
+        )
 
 
 def costs(job: JobCosts) -> str:
@@ -106,7 +110,15 @@ def costs(job: JobCosts) -> str:
     gaps = [f"{1e3 * model.overhead:.3f} ms between ops"] if model.overhead else []
     links = [f"{way}: {1e6 * link.latency:.0f} us + {link.bandwidth / 1e9:.2f} GB/s" for way, link in ways]
     head = ("stage", "rank", "F ms", "I ms", "W ms", "MiB after F", "after I")
-    words = [f"{model.message_bytes / mebibyte:.2f} MiB per message", *links, *gaps]
+    fsdp = [
+        f"FSDP {verb} a stage in up to {1e3 * max(map(seconds, range(model.num_stages))):.3f} ms"
+        for verb, given, seconds in (
+            ("gathers", model.gather, model.gathering),
+            ("reduces", model.reduce, model.reduction),
+        )
+        if given
+    ]
+    words = [f"{model.message_bytes / mebibyte:.2f} MiB per message", *links, *gaps, *fsdp]
     return "\n".join([*table(head, rows), "; ".join(words)])
 
 
