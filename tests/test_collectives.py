@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -22,6 +23,8 @@ from zbpipe.schedule.ir import OpKind
 from zbpipe.simulator.simulation import exposed_fsdp
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.testing import cost_models, schedules
+from zbpipe.views.grid import grid
+from zbpipe.views.html import drawing
 from zbpipe.views.perfetto import perfetto
 from zbpipe.views.report import report
 from zbpipe.views.svg import svg
@@ -74,6 +77,10 @@ def test_the_first_f_runs_beside_the_gather() -> None:
     assert exposed_fsdp(with_gathers) == with_gathers.makespan - usual.makespan == 2.5
     assert str(with_gathers.critical_path[0].op) == "2F0"
     assert "<title>3 gather: 2 to 4</title>" in svg(with_gathers)
+    assert re.search(r"FSDP +gather", grid(with_gathers, 200).plain)
+    drawn = drawing(with_gathers)
+    (lane,) = drawn["ranks"][0]["lanes"]
+    assert [drawn["kinds"][kind][0] for kind in lane["kind"]] == [" gather", " gather"]
     events = json.loads(perfetto(with_gathers))["traceEvents"]
     assert sum(each.get("cat") == "gather" for each in events) == 4
 

@@ -8,7 +8,7 @@ from html import escape
 from itertools import accumulate
 
 from zbpipe.costs.model import CostModel
-from zbpipe.schedule.ir import OpKind, Placement
+from zbpipe.schedule.ir import Placement
 from zbpipe.simulator.collectives import Collective
 from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.views import style
@@ -199,10 +199,8 @@ def _row(timeline: Timeline, rank: int, scale: _Scale) -> Iterator[str]:
             yield _box(span, nth[span.op.stage], scale, y + _BOX + lane * _STRIP, _STRIP)
         yield "</g>"
     y += _BOX + _STRIP * len(style.lanes(timeline, rank))
-    backward = OpKind.W if OpKind.W in style.kinds(timeline) else OpKind.B
     for each in timeline.collectives[rank]:
-        kind = OpKind.F if each.kind == "gather" else backward
-        yield _strip(f"{kind}{nth[each.stage]}", str(each), each, scale, y, _STRIP)
+        yield _strip(f"{style.kind_of(each, timeline)}{nth[each.stage]}", str(each), each, scale, y, _STRIP)
 
 
 def _paths(spans: tuple[Span, ...], nth: tuple[int, ...], scale: _Scale, y: float) -> Iterator[str]:
