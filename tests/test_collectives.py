@@ -55,6 +55,15 @@ def test_the_last_w_of_a_stage_hides_its_reduction(reduce: float, exposed: float
     assert (f", exposed {exposed:g}\n" in report(timeline)) == (reduce > 0)
 
 
+@pytest.mark.parametrize("transport", [Transport.IDEAL, Transport.ONE_QUEUE])
+def test_torchs_ranks_wait_for_each_reduction(transport: Transport) -> None:
+    """Rank 1 ends with 2W3 and 1W3, and waits for a reduction after both."""
+    timeline = run("ZBV", 1.0, transport=transport, overlaps_fsdp=False)
+    assert [(span.start, span.end) for span in timeline.spans[1][-2:]] == [(11.5, 12.0), (13.0, 13.5)]
+    assert timeline.makespan == 14.5
+    assert [str(span.op) for span in timeline.critical_path[-2:]] == ["2W3", "1W3"]
+
+
 def test_a_whole_backward_hides_more() -> None:
     schedule = generate("1F1B", 2, 4)
     costs = replace(CostModel.uniform(schedule.placement), reduce=(3.0, 1.0))

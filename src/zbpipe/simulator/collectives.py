@@ -2,8 +2,8 @@
 
 A rank runs them one at a time. A step begins with the gathers, in the order in which the rank needs its stages. With
 overlap, FSDP works module by module: the first F of a stage ends no earlier than its gather, and the reduction begins
-with the stage's last W or B. Otherwise that F begins after the gather, and the reduction after that W or B, as in
-torch.
+with the stage's last W or B. Otherwise that F begins after the gather, and the reduction after that W or B, and the
+rank waits for both, as in torch.
 """
 
 from __future__ import annotations
@@ -50,6 +50,14 @@ def find_earliest(schedule: Schedule, costs: CostModel, *, overlaps: bool) -> di
     """Earliest starts of ops that wait for a gather, in seconds from their rank's begin of the step."""
     gathers = (each for row in schedule for each in find_gathers(row, costs)) if costs.gather else ()
     return {op: max(each.start, each.end - costs.seconds(*op[:2]) * overlaps) for op, each in gathers}
+
+
+def find_waits(schedule: Schedule, costs: CostModel, *, overlaps: bool) -> dict[Op, float]:
+    """Seconds for which a rank waits for reductions, by the op before."""
+    if overlaps or not costs.reduce:
+        return {}
+    last = {op.stage: op for row in schedule for op in row if op.kind in (OpKind.B, OpKind.W)}
+    return {op: costs.reduction(stage) for stage, op in last.items()}
 
 
 def find_reductions(spans: Sequence[Span], costs: CostModel, *, overlaps: bool = True) -> tuple[Collective, ...]:

@@ -34,11 +34,12 @@ def run(
     transport: Transport,
     copies: Mapping[Action, Sequence[Action]] | None = None,
     earliest: Mapping[Action, float] | None = None,
+    waits: Mapping[Action, float] | None = None,
 ) -> Times:
     """Times of everything in `rows` if messages wait for each other. CycleError if they do so in a cycle.
 
     `copies` to the host and back have their dependencies. Computations are in it with the copies that they wait for.
-    No action starts before its `earliest` time.
+    No action starts before its `earliest` time, and after those in `waits` their rank waits, which counts as theirs.
     """
     rank_of = placement.rank_of
     queue_of = (lambda peer: peer) if transport is Transport.QUEUE_PER_PEER else one_queue
@@ -52,7 +53,7 @@ def run(
         start[node] = 0.0 if latest is None else end[latest]
         if earliest and start[node] < earliest.get(node, 0.0):
             start[node], latest = earliest[node], None
-        end[node] = start[node] + _seconds(node, rank_of, costs)
+        end[node] = start[node] + _seconds(node, rank_of, costs) + (waits or {}).get(node, 0.0)
         source = behind.get(latest) if latest and latest.kind not in COMPUTE else latest
         if source:
             behind[node] = source

@@ -15,7 +15,7 @@ from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import Op, OpKind, Schedule, inputs
 from zbpipe.schedule.painter import painter
-from zbpipe.simulator.collectives import Collective, find_reductions
+from zbpipe.simulator.collectives import Collective, find_reductions, find_waits
 from zbpipe.simulator.lower_bound import lower_bound
 
 
@@ -105,6 +105,11 @@ class Timeline:
     @property
     def _end_of_computations(self) -> float:
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
+
+    @cached_property
+    def waits(self) -> Mapping[Op, float]:
+        """Seconds for which ranks wait for reductions, by the op before. Empty if FSDP overlaps."""
+        return find_waits(self.schedule, self.costs, overlaps=self.overlaps_fsdp)
 
     @cached_property
     def reductions(self) -> tuple[tuple[Collective, ...], ...]:
@@ -251,17 +256,18 @@ def _latest_before(
     rank, position = place
     span = timeline.spans[rank][position]
     before = (rank, position - 1) if position else None
-    free = 0.0
+    free, waits = 0.0, timeline.waits
     if before is not None:
         previous = timeline.spans[rank][position - 1]
-        free = previous.end
+        free = previous.end + waits.get(previous.op, 0.0)
         if timeline.transport is Transport.BLOCKING:
             free += message_seconds(previous.op, schedule.placement, costs)
     for op in chain.from_iterable(inputs(span.op, schedule.placement.num_stages)):
         found = places.get((span.step, op))
         if found is None:
             continue
-        arrival = timeline.spans[found[0]][found[1]].end + costs.transfer(found[0], rank_of[span.op.stage])
+        arrival = timeline.spans[found[0]][found[1]].end + waits.get(op, 0.0)
+        arrival += costs.transfer(found[0], rank_of[span.op.stage])
         if before is None or arrival > free:
             before, free = found, arrival
     waited_for_gather = any(timeline.gathers) and span.start > free * (1 + ROUNDING)
