@@ -113,6 +113,8 @@ class Clock(Generic[T]):
     """The later of two times."""
     earliest: Mapping[T, Any] = field(default_factory=dict)
     """Times before which items do not start."""
+    waits: Mapping[T, Any] = field(default_factory=dict)
+    """Times for which a rank waits after items, whose results do not wait."""
     lane_of: Callable[[T], Hashable] | None = None
     """The lane of an item that runs parallel to the other items of its rank. None for all others."""
     ends: dict[T, Any] = field(default_factory=dict)
@@ -123,7 +125,7 @@ class Clock(Generic[T]):
     ) -> Iterator[tuple[int, T, Any, Any]]:
         """Rank, item, start and end of all turns. `gate`: number of early items of each rank, and when others start."""
         free, ends, seconds, transfer, latest = self.free, self.ends, self.seconds, self.transfer, self.latest
-        lane_of, earliest = self.lane_of, self.earliest
+        lane_of, earliest, waits = self.lane_of, self.earliest, self.waits
         lanes: dict[Hashable, Any] = {}
         done = [0] * len(free)
         for rank, item, dependencies in turns:
@@ -141,7 +143,7 @@ class Clock(Generic[T]):
                 start = latest(start, earliest[item])
             ends[item] = end = start + seconds(rank, item)
             if lane is None:
-                free[rank] = end
+                free[rank] = end + waits[item] if item in waits else end
             else:
                 lanes[rank, lane] = end
             yield rank, item, start, end

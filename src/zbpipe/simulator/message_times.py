@@ -39,7 +39,7 @@ def run(
     """Times of everything in `rows` if messages wait for each other. CycleError if they do so in a cycle.
 
     `copies` to the host and back have their dependencies. Computations are in it with the copies that they wait for.
-    No action starts before its `earliest` time, and after those in `waits` their rank waits, which counts as theirs.
+    No action starts before its `earliest` time. After those in `waits` their rank waits before it computes again.
     """
     rank_of = placement.rank_of
     queue_of = (lambda peer: peer) if transport is Transport.QUEUE_PER_PEER else one_queue
@@ -51,9 +51,12 @@ def run(
     for node, before in _insert_copies(loop, copies or {}):
         latest = max(before, key=end.__getitem__, default=None)
         start[node] = 0.0 if latest is None else end[latest]
+        if waits and node.kind in COMPUTE:
+            own = (each for each in before if each in waits and rank_of[each.stage] == rank_of[node.stage])
+            start[node] = max([start[node], *(end[each] + waits[each] for each in own)])
         if earliest and start[node] < earliest.get(node, 0.0):
             start[node], latest = earliest[node], None
-        end[node] = start[node] + _seconds(node, rank_of, costs) + (waits or {}).get(node, 0.0)
+        end[node] = start[node] + _seconds(node, rank_of, costs)
         source = behind.get(latest) if latest and latest.kind not in COMPUTE else latest
         if source:
             behind[node] = source

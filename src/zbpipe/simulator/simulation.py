@@ -127,11 +127,11 @@ def _simulate_without_queues(
     free = [0.0] * schedule.num_ranks
     spans: list[list[Span]] = [[] for _ in free]
     copies: list[list[Span]] = [[] for _ in free]
-    waits = find_waits(schedule, costs, overlaps=overlaps_fsdp)
     clock = Clock(
         free,
-        lambda rank, op: seconds[op.stage][op.kind] + waits.get(op, 0.0),
+        lambda rank, op: seconds[op.stage][op.kind],
         lambda giver, taker: lag[giver.stage, taker.stage],
+        waits=find_waits(schedule, costs, overlaps=overlaps_fsdp),
         lane_of=_direction if schedule.has_copies else None,
     )
     earliest = find_earliest(schedule, costs, overlaps=overlaps_fsdp)
@@ -143,7 +143,7 @@ def _simulate_without_queues(
         for ran, known, now in zip(gathers, _list_gathers(schedule, costs), begin, strict=True):
             ran += [each._replace(start=now + each.start, end=now + each.end, step=step) for each in known]
         for rank, op, start, end in clock.run(find_order(schedule), gate):
-            computed = end - blocked.get((op.stage, op.kind), 0.0) - waits.get(op, 0.0)
+            computed = end - blocked.get((op.stage, op.kind), 0.0)
             (spans if op.kind in COMPUTATIONS else copies)[rank].append(Span(op, start, computed, step))
         for rank, row in enumerate(spans if costs.reduce and num_steps > 1 else ()):
             free[rank] = max([free[rank], *(each.end for each in find_reductions(row, costs, overlaps=overlaps_fsdp))])
@@ -249,10 +249,7 @@ def _simulate_with_queues(
 
     def make_spans(kinds: Collection[OpKind]) -> tuple[tuple[Span, ...], ...]:
         return tuple(
-            tuple(
-                Span(op, times.start[each], times.end[each] - waits.get(each, 0.0))
-                for op, each in ((op, action_of(op)) for op in ops if op.kind in kinds)
-            )
+            tuple(Span(op, times.start[action_of(op)], times.end[action_of(op)]) for op in ops if op.kind in kinds)
             for ops in schedule
         )
 

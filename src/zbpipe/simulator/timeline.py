@@ -256,18 +256,17 @@ def _latest_before(
     rank, position = place
     span = timeline.spans[rank][position]
     before = (rank, position - 1) if position else None
-    free, waits = 0.0, timeline.waits
+    free = 0.0
     if before is not None:
         previous = timeline.spans[rank][position - 1]
-        free = previous.end + waits.get(previous.op, 0.0)
+        free = previous.end + timeline.waits.get(previous.op, 0.0)
         if timeline.transport is Transport.BLOCKING:
             free += message_seconds(previous.op, schedule.placement, costs)
     for op in chain.from_iterable(inputs(span.op, schedule.placement.num_stages)):
         found = places.get((span.step, op))
         if found is None:
             continue
-        arrival = timeline.spans[found[0]][found[1]].end + waits.get(op, 0.0)
-        arrival += costs.transfer(found[0], rank_of[span.op.stage])
+        arrival = timeline.spans[found[0]][found[1]].end + costs.transfer(found[0], rank_of[span.op.stage])
         if before is None or arrival > free:
             before, free = found, arrival
     waited_for_gather = any(timeline.gathers) and span.start > free * (1 + ROUNDING)
