@@ -210,14 +210,15 @@ def test_a_last_b_reduces_in_its_backward(one_rank: None, events: Events, before
 
 
 @in_backward
-def test_no_freed_module_is_gathered_again(one_rank: None, events: Events) -> None:
+@pytest.mark.parametrize("frees", [False, True])
+def test_no_freed_module_is_gathered_again(one_rank: None, events: Events, frees: bool) -> None:
     """The first module's backward, the last one, would prefetch what ran before that module's forward."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 
     table = zbpipe.Schedule.from_csv("0F0,1F0,1B0,0B0,0F1,1F1,1B1,0B1", "table")
-    job = Job(build, events, table, microbatches=2, how={"reshard_after_forward": False})
+    job = Job(build, events, table, microbatches=2, how={"reshard_after_forward": frees})
     job.step()
     assert "end 0" in job.step()
     job.check()

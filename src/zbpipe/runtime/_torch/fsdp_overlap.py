@@ -67,12 +67,12 @@ def begin_backward(module: nn.Module) -> None:
     """The same for a whole backward, at whose end FSDP2 does not wait for the reductions."""
     begin(module)
     module.set_is_last_backward(False)  # type: ignore[operator]
-    # FSDP2 prefetches in the reverse order of all forwards, as if each had had its backward by then. So it would gather
-    # modules again that it has just freed.
-    for state in _state_of(module)._state_ctx.all_states:
-        for group in groups_of(state):
-            if group.is_unsharded:
-                group._post_forward_indices.clear()
+    # In a backward each module gathers what ran before it. Before the first one, that is another microbatch's last one,
+    # which this backward has already freed.
+    groups = [group for state in _state_of(module)._state_ctx.all_states for group in groups_of(state)]
+    ran = [group for group in groups if group._post_forward_indices]
+    if ran:
+        min(ran, key=lambda group: min(group._post_forward_indices))._post_forward_indices.clear()
 
 
 def reduce(unit: Unit) -> None:
