@@ -39,7 +39,8 @@ def doctor(output: Path | None, log: Path | None) -> None:
     """Print the facts for a bug report.
 
     Lists versions, devices, whether zbpipe fits the installed TorchTitan, and the environment variables of torchrun,
-    NCCL, RCCL and gloo. Run it where the job runs. Read the report before you send it: it has host names and paths.
+    NCCL, RCCL and gloo. On GPUs it also trains tiny pipelines, to try what GPUs run in another way than CPUs. Run it
+    where the job runs. Read the report before you send it: it has host names and paths.
 
     \b
     Example:
@@ -58,6 +59,7 @@ def _lines(log: Path | None) -> Iterator[str]:
     yield from (f"{name} {found}" for name in _PACKAGES if (found := _version(name)))
     yield "\n# Devices"
     yield from _devices()
+    yield from _trials()
     yield "\n# TorchTitan"
     yield _plug()
     yield "\n# Environment"
@@ -87,6 +89,24 @@ def _devices() -> Iterator[str]:
         yield f"{index}: {found.name}, {found.total_memory / 2**30:.1f} GiB"
     if torch.cuda.is_available():
         yield f"NCCL or RCCL {torch.cuda.nccl.version()}"  # type: ignore[no-untyped-call]
+
+
+def _trials() -> Iterator[str]:
+    try:
+        import torch
+    except (ImportError, OSError):
+        return
+    if not torch.cuda.is_available():
+        return
+    from zbpipe.runtime.verify import on_device
+
+    yield "\n# Tried on the GPUs"
+    failed = False
+    for result in on_device.try_out("cuda"):
+        failed |= result.failed
+        yield str(result)
+    if failed:
+        yield f"Run the job with {on_device.WAY_OUT}, and send this report to {_issues()}"
 
 
 def _plug() -> str:

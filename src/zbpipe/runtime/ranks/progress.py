@@ -87,10 +87,11 @@ class Launched:
 class Progress:
     """Progress of one schedule's steps on this rank. While a step is stuck, another thread calls `when_stuck`."""
 
-    def __init__(self, when_stuck: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, when_stuck: Callable[[], None] = lambda: None, *, has_events: bool = True) -> None:
         self._when_stuck = when_stuck
+        self._has_events = has_events
         self._launched: Launched | None = None
-        """Launched computations; None on the CPU, where host and device are the same."""
+        """Launched computations; None without events, as on the CPU, where host and device are the same."""
         self._runs = False
         """Whether a step is running."""
         self._steps = 0
@@ -111,7 +112,7 @@ class Progress:
             return
         self._steps += 1
         if self._steps == 1:
-            self._launched = _launched_on(device)
+            self._launched = _launched_on(device) if self._has_events else None
             Thread(target=_watch, args=(ref(self), ref(schedule)), daemon=True, name="zbpipe progress").start()
         launched = self._launched
         self._runs = True

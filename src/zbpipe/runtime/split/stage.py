@@ -49,6 +49,8 @@ def split_backward(
     how: SplitBackward,
     gradients: WeightGradients | None = None,
     reduce_grads: ReduceGrads = "early",
+    *,
+    in_compiled_regions: bool = True,
 ) -> None:
     """Prepare `stages` (all of one rank) for the actions I and W, which defer into `gradients`."""
     if how not in get_args(SplitBackward):
@@ -72,6 +74,8 @@ def split_backward(
     gradients = gradients or WeightGradients()
     for stage in stages:
         _split(stage, stages, gradients)
+        if in_compiled_regions:
+            defer_in_compiled_regions(stage.submod)
         vars(stage)["_may_reduce_early"] = reduce_grads == "early" and not pipelining.has_own_reduction(stage)
         if not deferrals(stage.submod):
             _complain_of_nothing_to_defer(stage, how)
@@ -260,7 +264,6 @@ def _split(stage: pipelining.Stage, on_rank: Sequence[pipelining.Stage], gradien
         stage.__dict__.update(_is_reducing=False, _scale=1)
     stage.__dict__.update(_gradients=gradients, _on_rank=tuple(on_rank))
     defer_weights(stage.submod, gradients)
-    defer_in_compiled_regions(stage.submod)
 
 
 @cache
