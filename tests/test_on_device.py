@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 import zbpipe
 from zbpipe.runtime._torch import compiler
 from zbpipe.runtime.measure.allocated import HostCounter
-from zbpipe.runtime.offload.copiers import StandIn
+from zbpipe.runtime.offload.copiers import Copier
 from zbpipe.runtime.split import products, stage
 from zbpipe.runtime.split.compiled import _Region
 from zbpipe.runtime.split.products import PendingGradient
@@ -35,8 +35,8 @@ def add_twice(weight: Any, grad: Any, one: Any, other: Any) -> bool:
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "plain schedules": (PendingGradient, "gradient", lambda self: torch.ones_like(self.weight)),
     "fused W": (products, "_add_product", add_twice),
-    "copies to the host": (StandIn, "copy_out", lambda *_: pytest.fail("cannot copy")),
-    "memory of ops": (HostCounter, "within_op", lambda *_: nullcontext()),
+    "copies to the host": (Copier, "copy_out", lambda *_: pytest.fail("cannot copy")),
+    "times and memory of ops": (HostCounter, "within_op", lambda *_: nullcontext()),
     COMPILES: (stage, "defer_in_compiled_regions", lambda module: None),
     "early reductions of FSDP": (stage, "accumulate_and_reduce", lambda module, pending: None),
 }
@@ -73,7 +73,7 @@ def test_processes_of_their_own() -> None:
 
 
 def test_what_the_machine_has_not_is_untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
     assert [each.found for each in on_device.try_out("cuda", LOOKS_AT_TWO)] == [
         "untried, because it needs two GPUs"
     ] * 2
@@ -107,11 +107,11 @@ def test_a_plain_schedule_leaves_it_out(caplog: pytest.LogCaptureFixture, monkey
 
 def test_the_doctor_tells_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
     doctor = import_module("zbpipe.cli.doctor")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
     bad = on_device.Result("fused W", "RuntimeError: off", failed=True)
     monkeypatch.setattr(on_device, "try_out", lambda device: iter([on_device.Result("memory of ops"), bad]))
     _, head, good, fails, way_out = ["", *"\n".join(doctor._trials()).strip().splitlines()]
     assert (head, good, fails) == ("# Tried on the GPUs", "memory of ops: works", "fused W: FAILS: RuntimeError: off")
     assert "--zbpipe.plain" in way_out
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
     assert list(doctor._trials()) == []

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -83,12 +84,15 @@ def _devices() -> Iterator[str]:
     except (ImportError, OSError) as error:  # it has to report a broken installation
         yield f"torch cannot be imported: {error}"
         return
-    yield f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, {torch.cuda.device_count()} devices"
-    for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
+    yield f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, {torch.accelerator.device_count()} devices"
+    if not torch.accelerator.is_available():
+        return
+    module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
+    for index in range(torch.accelerator.device_count()):
+        found = module.get_device_properties(index)
         yield f"{index}: {found.name}, {found.total_memory / 2**30:.1f} GiB"
-    if torch.cuda.is_available():
-        yield f"NCCL or RCCL {torch.cuda.nccl.version()}"  # type: ignore[no-untyped-call]
+    if hasattr(module, "nccl"):
+        yield f"NCCL or RCCL {module.nccl.version()}"
 
 
 def _trials() -> Iterator[str]:
@@ -96,13 +100,14 @@ def _trials() -> Iterator[str]:
         import torch
     except (ImportError, OSError):
         return
-    if not torch.cuda.is_available():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         return
     from zbpipe.runtime.verify import on_device
 
     yield "\n# Tried on the GPUs"
     failed = False
-    for result in on_device.try_out("cuda"):
+    for result in on_device.try_out(accelerator.type):
         failed |= result.failed
         yield str(result)
     if failed:

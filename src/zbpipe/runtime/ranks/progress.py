@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from zbpipe.runtime._torch import frames, hooks, pipelining
+from zbpipe.runtime.device import find_device
 
 MOST = 256
 """Number of remembered computations. If the host is further ahead, the waiting one is unknown."""
@@ -107,7 +108,7 @@ class Progress:
         """Context of a step of `schedule`."""
         device = pipelining.device_of(hooks.stages_of(schedule)[0])
         # A captured step runs later, many times, and events in it would become part of the graph.
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if find_device(device).is_capturing():
             yield
             return
         self._steps += 1
@@ -157,7 +158,7 @@ class Progress:
 
 
 def _launched_on(device: torch.device) -> Launched | None:
-    return None if device.type == "cpu" else Launched(lambda: torch.Event(device))
+    return None if device.type == "cpu" else Launched(find_device(device).new_event)
 
 
 def _watch(progress: ref[Progress], schedule: ref[pipelining.OwnRuntime]) -> None:

@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge
 
 from zbpipe.runtime._torch import autograd
 from zbpipe.runtime.arguments import require_callable
+from zbpipe.runtime.device import find_device
 from zbpipe.runtime.split.contents import RUNS, Checks, differ, fingerprints
 from zbpipe.runtime.split.further import NONE, Further, find_taken
 
@@ -288,7 +289,7 @@ def sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     # the answer is no. The first I, which comes before, has already asked.
     key = device.type, dtype
     if key not in _sums_in_float32:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if find_device(device).is_capturing():
             return False
         _sums_in_float32[key] = _try_to_sum(device, dtype)
     return _sums_in_float32[key]

@@ -26,10 +26,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
+from zbpipe.costs.job import JobCosts
 from zbpipe.runtime._torch import fsdp_reduction, hooks
 from zbpipe.runtime.build import build_pipeline_schedule
+from zbpipe.runtime.device import find_device
 from zbpipe.runtime.measure.allocated import make_counter
-from zbpipe.runtime.measure.host import finish
+from zbpipe.runtime.measure.profiler import Profiler
 from zbpipe.runtime.ranks.failures import end_at_once
 from zbpipe.runtime.ranks.progress import MOST, Launched
 from zbpipe.runtime.split.stage import find_weight_work
@@ -61,7 +63,7 @@ class Result(NamedTuple):
 
 def try_out(device: str, names: Sequence[str] = ()) -> Iterator[Result]:
     """The result of each trial on a device of this type, one after the other; by default of all that it can run."""
-    devices = torch.cuda.device_count() if device == "cuda" else 2
+    devices = 2 if device == "cpu" else torch.accelerator.device_count()
     for name in names or TRIALS:
         ranks = 2 if name in _OF_TWO else 1
         if ranks > devices:
@@ -126,9 +128,11 @@ def _train(
     name: str = "ZBV",
     schedule: Schedule | None = None,
     cast: bool = False,
+    steps: int = 2,
+    attach: Callable[[Any], object] = lambda runtime: None,
     **options: Any,
 ) -> tuple[list[Tensor], Any]:
-    """Gradients of the second step of this rank's part of the pipeline, and the schedule."""
+    """Gradients of the last step of this rank's part of the pipeline, and the schedule."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     placement = resolve(name).place(ranks)
     parts = _parts(device, placement.num_stages)
@@ -139,13 +143,14 @@ def _train(
     runtime: Any = build_pipeline_schedule(name, stages, MICROBATCHES, nn.functional.mse_loss, **options)
     if schedule is not None:
         runtime.adopt(schedule)
+    attach(runtime)
     x, target = _batch(device)
     with torch.autocast(device.type, torch.bfloat16) if cast else nullcontext():
-        for _ in range(2):  # the very first I leaves nothing to W
+        for _ in range(steps):  # the very first I leaves nothing to W
             for index in own:
                 parts[index].zero_grad()
             runtime.step(*([x] if 0 in own else []), target=target if len(parts) - 1 in own else None)
-    finish(device)
+    find_device(device).synchronize()
     found = (weight.grad for index in own for weight in parts[index].parameters())
     return [each.full_tensor() if isinstance(each, DTensor) else each for each in found if each is not None], runtime
 
@@ -186,10 +191,10 @@ def _try_events(device: torch.device) -> None:
     _require_same(gradients, _expected(device), _TOLERANCE)
     if device.type == "cpu":  # which has no events
         return
-    launched, x = Launched(lambda: torch.Event(device)), torch.ones(DIM, DIM, device=device)
+    launched, x = Launched(find_device(device).new_event), torch.ones(DIM, DIM, device=device)
     for microbatch in range(MOST + 1):
         launched.around("F", 0, microbatch, lambda: x.mm(x))
-    finish(device)
+    find_device(device).synchronize()
     _require(launched.count_ended() == MOST + 1, launched.describe())
 
 
@@ -216,7 +221,7 @@ def _one_after_another(with_copies: bool) -> Schedule:
     return Schedule("one after another", Placement.v(1), MICROBATCHES, (tuple(row),))
 
 
-def _try_memory(device: torch.device) -> None:
+def _try_measuring(device: torch.device) -> None:
     counter = make_counter(device)
     assert counter is not None, "no profiler is running"
     op, size = Op(0, OpKind.F, 0), 1 << 20
@@ -225,6 +230,12 @@ def _try_memory(device: torch.device) -> None:
         torch.empty(size, dtype=torch.uint8, device=device)
     found = counter.found()[op]
     _require(found.kept == kept.nbytes and found.most == 2 * size, f"{size} and {2 * size} bytes were seen as {found}")
+    costs: list[JobCosts] = []
+    gradients, _ = _train(device, steps=4, attach=lambda runtime: Profiler(runtime, 1, done=costs.append))
+    _require_same(gradients, _expected(device), _TOLERANCE)
+    _require(len(costs) == 1, "nothing was measured")
+    measured = costs[0].costs
+    _require(min(*measured.f, *measured.i, *measured.w) > 0 and measured.host is not None, f"measured {measured}")
 
 
 def _try_compiled_w(device: torch.device) -> None:
@@ -259,7 +270,7 @@ TRIALS: dict[str, Callable[[torch.device], None]] = {
     "events after computations": _try_events,
     "fused W": _try_fused_w,
     "copies to the host": _try_offload,
-    "memory of ops": _try_memory,
+    "times and memory of ops": _try_measuring,
     "W of compiled regions": _try_compiled_w,
     "early reductions of FSDP": _try_early_reduction,
     "messages in one queue": _try_messages,
@@ -270,11 +281,12 @@ _OF_TWO = ("messages in one queue", _PER_EDGE)
 
 def _main(name: str, device_type: str, rank: int, ranks: int, meeting: str) -> None:
     torch.set_num_threads(1)
-    device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = torch.device(device_type)
+    if device.type != "cpu":
+        device = torch.device(device_type, rank)
+        torch.accelerator.set_device_index(device)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        dist.get_default_backend_for_device(device),
         init_method=f"file://{meeting}",
         rank=rank,
         world_size=ranks,
