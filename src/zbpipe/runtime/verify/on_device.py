@@ -27,6 +27,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from zbpipe.costs.job import JobCosts
+from zbpipe.costs.model import CostModel
 from zbpipe.runtime._torch import fsdp_reduction, hooks
 from zbpipe.runtime.build import build_pipeline_schedule
 from zbpipe.runtime.device import find_device
@@ -235,6 +236,7 @@ def _try_measuring(device: torch.device) -> None:
     _require_same(gradients, _expected(device), _TOLERANCE)
     _require(len(costs) == 1, "nothing was measured")
     measured = costs[0].costs
+    assert isinstance(measured, CostModel), "it measures stages"
     _require(min(*measured.f, *measured.i, *measured.w) > 0 and measured.host is not None, f"measured {measured}")
 
 
