@@ -11,7 +11,7 @@ export PIP_NO_COMPILE := 1
 ACTIVATE := echo "zbpipe is installed in $(VENV): run \`. $(BIN)/activate\`, then zbpipe --help"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test types tests quick coverage test-oldest test-torch test-python test-titan02 test-automodel test-models long wheel compatibility gallery docs format clean
+.PHONY: help demo test types tests quick coverage test-oldest test-torch test-python test-titan02 test-automodel test-models long mutants wheel compatibility gallery docs format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -75,6 +75,10 @@ long: $(VENV)/dev  ## the tests that are left to CI: some 360 models against pla
 
 # More examples, and the commands of all pages at their sizes; `make test` has run the other tests of these files.
 PROPERTIES := actions cli docs jitter layer_costs lean offload planner running_ahead schedules simulation soundness testing transport validation
+
+PART := 1/1
+mutants: $(VENV)/dev  ## put a fault at a time into a copy of the package: a test has to find each; PART=3/10 takes a tenth
+	$(BIN)/python tests/mutants.py --part $(PART)
 
 compatibility: $(VENV)/dev  ## make docs/compatibility.md and the refusals of docs/the-split.md anew
 	$(BIN)/pytest -q -m '' tests/test_matrix.py tests/test_torch.py tests/test_split_page.py --write-compatibility

@@ -90,6 +90,12 @@ class FifoGroup(dist.ProcessGroup):
             each.detach().copy_(hosts[id(each)])
         return Message({}, self._limit)
 
+    def one_by_one(self, name: str, outputs: list[Tensor], inputs: list[Tensor], *options: Any) -> Message:
+        """Several of gloo's collectives, as torch's functional collectives ask for them."""
+        for output, given in zip(outputs, inputs, strict=True):
+            self.collective(name, output, given, *options).wait()
+        return Message({}, self._limit)
+
     def _posted(self, transfers: list[_Transfer]) -> Message:
         by_queue: dict[Hashable, list[_Transfer]] = {}
         for transfer in transfers:
@@ -125,12 +131,18 @@ _COLLECTIVES = {*_OLDER_NAMES, *_OLDER_NAMES.values()} | {
 # gloo's threads need it to drop tensors.
 for _name in _COLLECTIVES:
     setattr(FifoGroup, _name, partialmethod(FifoGroup.collective, _name))
+for _name, _each in {
+    "allgather_into_tensor_coalesced": "all_gather_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single",
+}.items():
+    setattr(FifoGroup, _name, partialmethod(FifoGroup.one_by_one, _each))
 
 
-class Message:
-    """What was posted together, and can be waited for as `torch.distributed.Work` can."""
+class Message(dist.Work):
+    """What was posted together."""
 
     def __init__(self, running: dict[Future[float], list[_Transfer]], limit: float) -> None:
+        super().__init__()
         self._running = running
         self._limit = limit
 

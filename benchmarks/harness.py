@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import time
@@ -122,6 +123,7 @@ class _CudaMeter:
         self._device = device
 
     def __enter__(self) -> _CudaMeter:
+        gc.collect()  # cycles of earlier runs would be freed meanwhile
         torch.cuda.synchronize(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         self._before = torch.cuda.memory_allocated(self._device)

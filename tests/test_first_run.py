@@ -16,6 +16,7 @@ from titan_jobs import require_titan
 
 from titan_integration import first_run
 from titan_integration.first_run import FirstRun, Report, Step
+from zbpipe.runtime.verify import on_device
 
 require_titan("0.3.0")
 ROOT = Path(__file__).parent.parent
@@ -34,6 +35,7 @@ if [ "$DRY_RUN" = 1 ]; then
 fi
 log=$LOG_DIR/run/attempt_0
 mkdir -p $log/0 $log/1
+echo "$*" >> "$LOG_DIR/../commands"
 case "$*" in
 *create_seed*) exit 0 ;;
 *ZBV*late*) loss=7.5 ;;
@@ -84,9 +86,13 @@ def stub(tmp_path: Path) -> Path:
     return file
 
 
+FAILED = on_device.Result("fused W", "RuntimeError: gradients are off by 1.0e+00 of their norm", failed=True)
+
+
 def test_on_gpus_every_way_is_tried(tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PLATFORM", "cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(on_device, "try_out", lambda device: iter([on_device.Result("memory of ops"), FAILED]))
     monkeypatch.setattr(FirstRun, "_expected_memory", lambda self, job: [10.0, 30.0])
     arguments = first_run.parse(["--out", str(tmp_path / "out"), "--schedules", "VMin,Auto"])
     arguments.steps = 3
@@ -99,6 +105,11 @@ def test_on_gpus_every_way_is_tried(tmp_path: Path, stub: Path, monkeypatch: pyt
         for edges in (", one queue", ", a queue per edge") if has_edges else ("",):
             assert f"| {job}{edges} |" in text
     assert "| **FAIL** | GPUs | " in text
+    assert "| pass | memory of ops | works |" in text
+    assert f"| **FAIL** | {FAILED.what} | {FAILED.found} |" in text
+    of_jobs = [line for line in (tmp_path / "out" / "logs" / "commands").read_text().splitlines() if "steps" in line]
+    assert len(of_jobs) > 2
+    assert all(("--zbpipe.plain" in line) == ("1F1B" not in line) for line in of_jobs)
     assert "| **FAIL** | VMin at its best | 0.0% shorter step than 1F1B |" in text
 
 

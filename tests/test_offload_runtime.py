@@ -23,9 +23,10 @@ from torch.utils._pytree import tree_leaves
 import zbpipe
 from zbpipe import CostModel, Op, OpKind, Placement, Schedule, simulate
 from zbpipe.costs import Link
+from zbpipe.runtime.device import find_device
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.offload import beside
-from zbpipe.runtime.offload.copiers import HostCopy, StandIn, Storages, make_copier
+from zbpipe.runtime.offload.copiers import Copier, HostCopy, Storages, make_copier
 from zbpipe.runtime.offload.memory import Saved, find_unshared
 from zbpipe.simulator import offload
 from zbpipe.simulator.offloading import Offload
@@ -170,9 +171,10 @@ def test_live_bytes_drop_as_simulated(one_rank: None) -> None:
         simulated[what] = max(simulate(schedule, costs).peak_memory)
         measured[what] = peak(schedule)
     assert simulated == {None: 74, Offload.PAIRS: 39, Offload.ACTIVATIONS: 74, Offload.ALL: 14}
-    # Outputs stay for the whole step, and others of the kind.
+    # Outputs stay for the whole step, and others of the kind. A copy whose duration is unknown may last as long as the
+    # next computation, so what one I has left is freed behind that.
     beyond = {what: measured[what] - simulated[what] for what in simulated}
-    assert all(0 <= more <= 2 * 6 for more in beyond.values()), (measured, simulated)
+    assert all(0 <= more <= 2 * 6 + (waits if what else 0) for what, more in beyond.items()), (measured, simulated)
 
 
 def test_what_others_hold_stays(one_rank: None) -> None:
@@ -190,9 +192,10 @@ def test_what_others_hold_stays(one_rank: None) -> None:
     assert {each.data_ptr() for each in found} == places - {each.data_ptr() for each in (weight, cache, x, z)}
     assert len(found) == 2
     assert find_unshared(tensors, smallest=49) == []
-    copier = StandIn()
+    copier = make_copier(CPU)
     expected = torch.autograd.grad(loss, [x, weight], retain_graph=True)
     copy = copier.copy_out(found)
+    copier.release(copy)
     assert all(each.nbytes() == 0 for each in found)
     copier.copy_back(copy)
     copier.wait(copy)
@@ -209,11 +212,11 @@ def test_what_died_is_not_kept(one_rank: None) -> None:
 # When
 
 
-class Logged(StandIn):
+class Logged(Copier):
     """Writes down what it is asked for."""
 
     def __init__(self, log: list[str]) -> None:
-        super().__init__()
+        super().__init__(find_device(CPU))
         self.log = log
 
     def copy_out(self, storages: Storages) -> HostCopy:
@@ -222,6 +225,7 @@ class Logged(StandIn):
 
     def release(self, copy: HostCopy) -> None:
         self.log.append("release")
+        super().release(copy)
 
     def copy_back(self, copy: HostCopy) -> None:
         self.log.append("back")

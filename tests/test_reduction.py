@@ -181,6 +181,18 @@ def test_each_group_is_reduced_before_the_products_of_the_next(one_rank: None, e
     job.check()
 
 
+def test_a_group_that_torch_lists_twice(one_rank: None, events: Events) -> None:
+    """torch 2.11 lists the group of `fully_shard([norm, output])` once for each of these modules."""
+    job = Job(Part, events)
+    job.step()
+    for part in job.parts:
+        context = part._get_fsdp_state()._state_ctx  # type: ignore[operator]
+        context.all_states = [state for state in context.all_states for _ in range(2)]
+    found = job.step()
+    assert all(on_stage(index, found).endswith(LAST_W) for index in range(2))
+    job.check()
+
+
 in_backward = pytest.mark.skipif(not fsdp_overlap.REDUCES_IN_BACKWARD, reason="this torch reduces after a last B")
 
 

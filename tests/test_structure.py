@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -88,6 +89,14 @@ def test_no_torch_above_the_runtime() -> None:
             wanted = {each.split(".")[0] for each in imports(ast.parse(path.read_text()))}
             assert "torch" not in wanted, name
             assert not [other for other in modules[name] if below[other]], name
+
+
+def test_one_module_knows_accelerators() -> None:
+    """By torch's interface for all of them, not CUDA's."""
+    names = re.compile(r"torch\.(cuda|xpu)\b|get_device_module")
+    users = {name for name, path in FILES.items() if names.search(path.read_text())}
+    assert users <= {"zbpipe.runtime.device", "zbpipe.cli.doctor"}
+    assert "torch.cuda." not in FILES["zbpipe.runtime.device"].read_text()
 
 
 @pytest.mark.parametrize("module", ["zbpipe", "zbpipe.cli", "zbpipe.planner.plan", "zbpipe.planner.partition"])

@@ -25,13 +25,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.config
 
 from zbpipe.frameworks.titan.versions import find_installed
+from zbpipe.runtime.verify import on_device
 from zbpipe.schedule.registry import resolve
 
 SCRIPT = Path(__file__).with_name("run_train.sh")
-PER_EDGE = "TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P"
 COMPARED = 5
 """Steps in which losses and gradient norms have to agree; later, differences by rounding grow."""
 TOLERANCES = {"loss": 1e-3, "grad_norm": 2e-2}
@@ -62,7 +61,7 @@ class Job:
     receives: str | None = None
     """`--zbpipe.receives`; None for the schedule's own choice."""
     per_edge: str | None = None
-    """The value of `PER_EDGE`; None on the CPU, and with a torch that does not have it."""
+    """The value of torch's variable for it; None on the CPU, and with a torch that does not have it."""
     trace: Path | None = None
 
     def __str__(self) -> str:
@@ -174,6 +173,8 @@ class FirstRun:
         """By schedule, tokens per second and GPU in its fastest way."""
         self._settings: dict[str, str] = {}
         self._variables: dict[str, str] = {}
+        self._is_plain = False
+        """Whether zbpipe's schedules leave out what failed here."""
 
     def run(self) -> int:
         """Run everything, one after the other; returns how many lines failed."""
@@ -218,6 +219,7 @@ class FirstRun:
         if self._platform != "cpu":
             with self._going_on("GPUs"):
                 self._gpus()
+            self._try_parts()
         report.texts["Environment that run_train.sh sets"] = dry.stdout
         return True
 
@@ -239,12 +241,21 @@ class FirstRun:
                     said = subprocess.run(command.split(), capture_output=True, text=True, timeout=60, check=False)
                     self.report.texts[command] = said.stdout or said.stderr
 
+    def _try_parts(self) -> None:
+        """Try what GPUs run in another way than CPUs. If any of it fails, the jobs run without all of it."""
+        for result in on_device.try_out("cuda"):
+            self._is_plain |= result.failed
+            self.report.add(not result.failed, result.what, result.found)
+        if self._is_plain:
+            self.report.add(None, "from here on", f"the jobs of zbpipe have {on_device.WAY_OUT}")
+
     # The jobs.
 
     def _jobs(self) -> Iterator[Job]:
         """1F1B first: the others are compared with it."""
         schedules, receives = self._arguments.schedules, self._arguments.receives
-        edges: Sequence[str | None] = ("0", "1") if self._platform != "cpu" and _HAS_EDGES else (None,)
+        has_edges = self._platform != "cpu" and on_device.HAS_GROUPS_PER_EDGE
+        edges: Sequence[str | None] = ("0", "1") if has_edges else (None,)
         yield from (Job("1F1B", per_edge=edge) for edge in edges)
         trace: Path | None = self.folder / "trace.json"
         for schedule in schedules:
@@ -274,11 +285,12 @@ class FirstRun:
             *("--parallelism.pipeline_parallel_schedule", job.schedule, "--debug.seed", "0"),
             *(("--zbpipe.receives", job.receives) if job.receives else ()),
             *(("--zbpipe.trace", str(job.trace)) if job.trace else ()),
+            *(("--zbpipe.plain",) if self._is_plain and resolve(job.schedule).source == "zbpipe" else ()),
             *(("--checkpoint.enable", "--checkpoint.load_only") if seed else ()),
             *(("--checkpoint.initial_load_path", str(seed)) if seed else ()),
             *self._arguments.trainer,
         ]
-        outcome = self._start(name, arguments, {PER_EDGE: job.per_edge} if job.per_edge else {})
+        outcome = self._start(name, arguments, {on_device.PER_EDGE: job.per_edge} if job.per_edge else {})
         if not outcome.complaint and len(outcome.steps) < steps:
             outcome = replace(outcome, complaint=f"logged {len(outcome.steps)} of {steps} steps")
         receives = outcome.said(r"Messages: (\S+) receives, for")
@@ -406,7 +418,6 @@ class FirstRun:
 
 
 _ON_GPUS = "llama3_8b_no_downloads"
-_HAS_EDGES = hasattr(torch.distributed.config, "pipeline_per_edge_p2p")
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -39,7 +40,8 @@ def doctor(output: Path | None, log: Path | None) -> None:
     """Print the facts for a bug report.
 
     Lists versions, devices, whether zbpipe fits the installed TorchTitan, and the environment variables of torchrun,
-    NCCL, RCCL and gloo. Run it where the job runs. Read the report before you send it: it has host names and paths.
+    NCCL, RCCL and gloo. On GPUs it also trains tiny pipelines, to try what GPUs run in another way than CPUs. Run it
+    where the job runs. Read the report before you send it: it has host names and paths.
 
     \b
     Example:
@@ -58,6 +60,7 @@ def _lines(log: Path | None) -> Iterator[str]:
     yield from (f"{name} {found}" for name in _PACKAGES if (found := _version(name)))
     yield "\n# Devices"
     yield from _devices()
+    yield from _trials()
     yield "\n# TorchTitan"
     yield _plug()
     yield "\n# Environment"
@@ -81,12 +84,34 @@ def _devices() -> Iterator[str]:
     except (ImportError, OSError) as error:  # it has to report a broken installation
         yield f"torch cannot be imported: {error}"
         return
-    yield f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, {torch.cuda.device_count()} devices"
-    for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
+    yield f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, {torch.accelerator.device_count()} devices"
+    if not torch.accelerator.is_available():
+        return
+    module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
+    for index in range(torch.accelerator.device_count()):
+        found = module.get_device_properties(index)
         yield f"{index}: {found.name}, {found.total_memory / 2**30:.1f} GiB"
-    if torch.cuda.is_available():
-        yield f"NCCL or RCCL {torch.cuda.nccl.version()}"  # type: ignore[no-untyped-call]
+    if hasattr(module, "nccl"):
+        yield f"NCCL or RCCL {module.nccl.version()}"
+
+
+def _trials() -> Iterator[str]:
+    try:
+        import torch
+    except (ImportError, OSError):
+        return
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return
+    from zbpipe.runtime.verify import on_device
+
+    yield "\n# Tried on the GPUs"
+    failed = False
+    for result in on_device.try_out(accelerator.type):
+        failed |= result.failed
+        yield str(result)
+    if failed:
+        yield f"Run the job with {on_device.WAY_OUT}, and send this report to {_issues()}"
 
 
 def _plug() -> str:

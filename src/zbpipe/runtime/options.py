@@ -188,6 +188,12 @@ class Options:
         "torch's option: wait for FSDP's reduction of a stage only when the next stage reduces.",
         action="store_true",
     )
+    plain: bool = _zbpipes(
+        "Leave out what GPUs run in another way than CPUs, to find a fault: events after computations, fused W, W of"
+        " compiled regions, FSDP beside computations, and offload (docs/trouble.md).",
+        default=False,
+        **_FLAG,
+    )
 
     def __post_init__(self) -> None:
         for each in fields(self):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict
@@ -45,6 +46,12 @@ if TYPE_CHECKING:
     from zbpipe.runtime.optimizer.step import OptimizerStep
 
 
+PLAIN = "without events after computations, fused W, W of compiled regions, FSDP beside computations, and offload"
+"""What a plain schedule leaves out."""
+
+logger = logging.getLogger(__name__)
+
+
 class RegisteredSchedule(pipelining.OwnRuntime):
     """A schedule from zbpipe's registry on torch's schedule runtime. Each subclass is one schedule.
 
@@ -82,6 +89,9 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         transport: transport of messages: "ideal", "one queue", "queue per peer" or "shared with compute" (see
             `zbpipe.costs.transport.Transport`). By default the device's usual one: "ideal" on the CPU, "shared with
             compute" on AMD's GPUs, "one queue" on others, or "queue per peer" if torch has a group for each edge.
+        plain: whether to leave out what GPUs run in another way than CPUs, to find a fault: events after computations,
+            one kernel for product and addition in W, W of compiled regions, FSDP beside computations, and copies to the
+            host, of `offload` or a plan. Gradients are the same.
         options: further arguments of torch's multi-stage schedules, as far as the installed torch has them:
             `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `max_active_stages`,
             `unshard_lookahead`, `defer_reduce_grad_wait`, `max_outstanding_sends` and others. Without the last one,
@@ -122,10 +132,15 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         offload: Offload | str | bool | None = None,
         receives: Receives | str | None = None,
         transport: Transport | str | None = None,
+        plain: bool = False,
         **options: Any,
     ) -> None:
         algorithm = self.algorithm
         arguments.require_yes_or_no("defer_loss", defer_loss)
+        arguments.require_yes_or_no("plain", plain)
+        if plain:
+            logger.warning("plain: %s", PLAIN)
+            fsdp_mode = "torch"
         limit, wanted = MemoryLimit.parse(memory_limit, costs_are_known=costs is not None), Offload.parse(offload)
         checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, pipelining.SCHEDULE_OPTIONS)
         asked_receives = checks.read_receives(receives, options)
@@ -135,10 +150,13 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         checks.require_fsdp_mode(fsdp_mode, stages)
         costs = None if costs is None else as_cost_model(costs, self.placement)
         self.transport = transport or find_usual_transport(stages[0])
+        self._is_plain = plain
         self.by_size = SchedulesBySize(algorithm, self.placement, costs, limit, wanted, self.transport)
         schedule = self.by_size.of(n_microbatches, self.by_size.make)
-        gradients = WeightGradients()
-        self._split: Callable[[], object] | None = partial(split.split_backward, stages, split_backward, gradients)
+        gradients = WeightGradients(may_fuse=not plain)
+        self._split: Callable[[], object] | None = partial(
+            split.split_backward, stages, split_backward, gradients, in_compiled_regions=not plain
+        )
         """Splits the backward into I and W; None afterwards."""
         self.defers_loss = defer_loss and split_backward != "autograd"
         """Whether backwards in the loss defer their weight gradients to W."""
@@ -149,7 +167,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             stage.fsdp_mode = fsdp_mode
         self._lowering = Lowering(asked_receives, self.transport, options.get("max_outstanding_sends") is None)
         self._board = StepBoard(stages[0])
-        self._failures = StepFailures(self._board)
+        self._failures = StepFailures(self._board, has_events=not plain)
         self.sizes = StepSizes(self._board, n_microbatches)
         self._use(schedule)
         checks.require_scaled_once(self, algorithm.name)
@@ -254,6 +272,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     def _use(self, schedule: Schedule) -> None:
         """Run a schedule from the next step on. It has that step's number of microbatches."""
+        schedule = schedule.computations if self._is_plain else schedule
         stages, costs = hooks.stages_of(self), self.by_size.simulated_costs
         lowered = self._lowering.lower(self, schedule, costs)
         if self._split and any(op.kind is OpKind.I for ops in schedule for op in ops):

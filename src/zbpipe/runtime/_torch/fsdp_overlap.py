@@ -51,8 +51,9 @@ class Unit(NamedTuple):
 
 def list_units(module: nn.Module) -> list[Unit]:
     """The units of a stage that is an FSDP module itself, in the order of its modules."""
-    states = _state_of(module)._state_ctx.all_states
-    return [_make_unit(groups_of(state)) for state in states]
+    # torch 2.11 lists the state of `fully_shard([norm, output])` once for each of these modules.
+    of_states = dict.fromkeys(map(groups_of, _state_of(module)._state_ctx.all_states))
+    return [_make_unit(groups) for groups in of_states if groups]
 
 
 def begin(module: nn.Module) -> None:

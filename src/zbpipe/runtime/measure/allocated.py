@@ -12,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from zbpipe.runtime._torch import autograd
+from zbpipe.runtime.device import find_device
 from zbpipe.schedule.ir import Op
 
 _SILENT = "99"
@@ -43,7 +44,7 @@ def make_counter(device: torch.device) -> DeviceCounter | HostCounter | None:
 
 class DeviceCounter:
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = find_device(device)
         self._found: dict[Op, Bytes] = {}
 
     def within_step(self) -> AbstractContextManager[object]:
@@ -52,12 +53,10 @@ class DeviceCounter:
     @contextmanager
     def within_op(self, op: Op) -> Iterator[None]:
         """An op can have several pieces: the loss is part of the last stage's F."""
-        memory = torch.get_device_module(self._device)
-        # This also resets the job's peak, which TorchTitan logs.
-        memory.reset_peak_memory_stats(self._device)
-        before = memory.memory_allocated(self._device)
+        self._device.reset_peak()
+        before, _ = self._device.count_bytes()
         yield
-        kept, most = memory.memory_allocated(self._device), memory.max_memory_allocated(self._device)
+        kept, most = self._device.count_bytes()
         self._found[op] = self._found.get(op, Bytes()).then(Bytes(kept - before, most - before))
 
     def found(self) -> Mapping[Op, Bytes]:

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 
 from zbpipe.runtime._torch import fsdp_overlap, pipelining
-from zbpipe.runtime.measure.host import finish
+from zbpipe.runtime.device import find_device
 from zbpipe.runtime.measure.recording import StepRecord
 from zbpipe.schedule.ir import OpKind
 from zbpipe.simulator.timeline import Span
@@ -38,10 +38,10 @@ def _time(run: Callable[[], None], device: torch.device) -> float:
     """Seconds of the fastest of a few runs."""
     fastest = float("inf")
     for _ in range(_ROUNDS):
-        finish(device)
+        find_device(device).synchronize()
         start = time.perf_counter()
         run()
-        finish(device)
+        find_device(device).synchronize()
         fastest = min(fastest, time.perf_counter() - start)
     return fastest
 

@@ -8,7 +8,8 @@ from contextlib import suppress
 import torch
 
 from zbpipe.costs.model import Link
-from zbpipe.runtime.offload.copiers import GpuCopier, StandIn, make_copier
+from zbpipe.runtime.device import find_device
+from zbpipe.runtime.offload.copiers import Copier, make_copier
 
 _ROUNDS = 3
 _SMALL, _LARGE = 1 << 16, 1 << 25
@@ -26,25 +27,19 @@ def measure_host(device: torch.device) -> Link | None:
     return None
 
 
-def _time_one_way(copier: GpuCopier | StandIn, size: int, device: torch.device) -> float:
+def _time_one_way(copier: Copier, size: int, device: torch.device) -> float:
     """Seconds of one copy of `size` bytes in the slower direction, the fastest of a few rounds."""
     storage = torch.zeros(size, dtype=torch.uint8, device=device).untyped_storage()
     out = back = float("inf")
     for _ in range(_ROUNDS):
-        finish(device)
+        find_device(device).synchronize()
         start = time.perf_counter()
         copy = copier.copy_out([storage])
         copier.release(copy)
-        finish(device)
+        find_device(device).synchronize()
         between = time.perf_counter()
         copier.copy_back(copy)
         copier.wait(copy)
-        finish(device)
+        find_device(device).synchronize()
         out, back = min(out, between - start), min(back, time.perf_counter() - between)
     return max(out, back)
-
-
-def finish(device: torch.device) -> None:
-    """Wait for all work on the device."""
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()

@@ -19,10 +19,11 @@ from zbpipe.costs.job import JobCosts
 from zbpipe.costs.model import CostModel, Link
 from zbpipe.runtime import arguments
 from zbpipe.runtime._torch import hooks, pipelining
+from zbpipe.runtime.device import find_device
 from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.lowering import find_messages
 from zbpipe.runtime.measure.collectives import Collectives, measure_collectives
-from zbpipe.runtime.measure.host import finish, measure_host
+from zbpipe.runtime.measure.host import measure_host
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement, require_whole
 from zbpipe.views import report
@@ -262,10 +263,10 @@ def _time_one_way(peer: int, leads: bool, size: int, device: torch.device, group
 
     fastest = float("inf")
     for _ in range(_ROUNDS):
-        finish(device)
+        find_device(device).synchronize()
         start = time.perf_counter()
         for operation in (dist.isend, dist.irecv) if leads else (dist.irecv, dist.isend):
             transfer(operation)
-        finish(device)
+        find_device(device).synchronize()
         fastest = min(fastest, time.perf_counter() - start)
     return fastest / 2

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpipe.runtime._torch import autograd, hooks, pipelining
+from zbpipe.runtime.device import find_device
 from zbpipe.runtime.measure.allocated import make_counter
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule.ir import Op, OpKind
@@ -232,10 +233,10 @@ class _DeviceClock(_HostClock):
     """Clock of events in the compute stream: the host does not wait for the device while it records."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._device = find_device(device)
 
     def mark(self) -> torch.Event:
-        event = torch.Event(self._device, enable_timing=True)
+        event = self._device.new_event(timed=True)
         event.record()
         return event
 

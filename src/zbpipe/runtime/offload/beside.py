@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from zbpipe.runtime._torch import hooks, pipelining
-from zbpipe.runtime.offload.copiers import GpuCopier, HostCopy, StandIn
+from zbpipe.runtime.offload.copiers import Copier, HostCopy
 from zbpipe.runtime.offload.memory import Saved, find_unshared
 from zbpipe.runtime.split.stage import find_pending
 from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, Op, OpKind, Schedule, reload_before
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 class Copies:
     """Runs the copies of one rank around its computations. The rank's stages are already split."""
 
-    def __init__(self, stages: Sequence[pipelining.Stage], copier: GpuCopier | StandIn) -> None:
+    def __init__(self, stages: Sequence[pipelining.Stage], copier: Copier) -> None:
         self.copier = copier
         self._stages = {stage.stage_index: stage for stage in stages}
         self._ops: frozenset[Op] = frozenset()

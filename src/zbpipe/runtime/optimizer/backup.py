@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zbpipe.runtime._torch import autograd
+from zbpipe.runtime.device import find_device
 
 
 class Scheduler(Protocol):
@@ -27,14 +28,13 @@ class RandomState:
     """The present random state of the CPU, and of the job's device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cpu, self._device = torch.get_rng_state(), device
-        self._on_device = None if device.type == "cpu" else torch.get_device_module(device).get_rng_state(device)
+        self._cpu, self._device = torch.get_rng_state(), find_device(device)
+        self._on_device = self._device.random_state()
 
     def restore(self) -> None:
         """Make this the present random state again."""
         torch.set_rng_state(self._cpu)
-        if self._on_device is not None:
-            torch.get_device_module(self._device).set_rng_state(self._on_device, self._device)
+        self._device.set_random_state(self._on_device)
 
 
 class _Copy:

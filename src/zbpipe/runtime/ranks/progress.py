@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from zbpipe.runtime._torch import frames, hooks, pipelining
+from zbpipe.runtime.device import find_device
 
 MOST = 256
 """Number of remembered computations. If the host is further ahead, the waiting one is unknown."""
@@ -87,10 +88,11 @@ class Launched:
 class Progress:
     """Progress of one schedule's steps on this rank. While a step is stuck, another thread calls `when_stuck`."""
 
-    def __init__(self, when_stuck: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, when_stuck: Callable[[], None] = lambda: None, *, has_events: bool = True) -> None:
         self._when_stuck = when_stuck
+        self._has_events = has_events
         self._launched: Launched | None = None
-        """Launched computations; None on the CPU, where host and device are the same."""
+        """Launched computations; None without events, as on the CPU, where host and device are the same."""
         self._runs = False
         """Whether a step is running."""
         self._steps = 0
@@ -106,12 +108,12 @@ class Progress:
         """Context of a step of `schedule`."""
         device = pipelining.device_of(hooks.stages_of(schedule)[0])
         # A captured step runs later, many times, and events in it would become part of the graph.
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if find_device(device).is_capturing():
             yield
             return
         self._steps += 1
         if self._steps == 1:
-            self._launched = _launched_on(device)
+            self._launched = _launched_on(device) if self._has_events else None
             Thread(target=_watch, args=(ref(self), ref(schedule)), daemon=True, name="zbpipe progress").start()
         launched = self._launched
         self._runs = True
@@ -156,7 +158,7 @@ class Progress:
 
 
 def _launched_on(device: torch.device) -> Launched | None:
-    return None if device.type == "cpu" else Launched(lambda: torch.Event(device))
+    return None if device.type == "cpu" else Launched(find_device(device).new_event)
 
 
 def _watch(progress: ref[Progress], schedule: ref[pipelining.OwnRuntime]) -> None:

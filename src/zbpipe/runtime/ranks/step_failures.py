@@ -33,10 +33,10 @@ class _AbandonedStepError(Exception):
 class StepFailures:
     """Failures of one schedule's steps. A failed or refused step affects the next one."""
 
-    def __init__(self, board: StepBoard) -> None:
+    def __init__(self, board: StepBoard, *, has_events: bool = True) -> None:
         self._board = board
         self._first = make_first_notice()
-        self._progress = Progress(self._look_while_stuck)
+        self._progress = Progress(self._look_while_stuck, has_events=has_events)
         self._broken_by: str | None = None
         """Description of a step's failure with pending messages. No other step can follow."""
         self._told: tuple[BaseException, Failure] | None = None

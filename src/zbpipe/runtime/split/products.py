@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge
 
 from zbpipe.runtime._torch import autograd
 from zbpipe.runtime.arguments import require_callable
+from zbpipe.runtime.device import find_device
 from zbpipe.runtime.split.contents import RUNS, Checks, differ, fingerprints
 from zbpipe.runtime.split.further import NONE, Further, find_taken
 
@@ -125,6 +126,8 @@ class PendingGradient:
     """FSDP's sum instead of `.grad`, if the weight has no `.grad`."""
     inner: float = 0
     """Multiplications per element of dY; 0 for as many as a row of x has elements."""
+    may_fuse: bool = True
+    """Whether one kernel may multiply and add to `.grad`."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -191,7 +194,7 @@ class PendingGradient:
 
     def _add_in_one(self, weight: Tensor, grad: Tensor | None) -> bool:
         """Add to `grad`, the `.grad` of `weight`, by one fused product; False if there is none."""
-        if self.product.as_matrices is None or (grad is not None and grad.is_sparse):
+        if self.product.as_matrices is None or not self.may_fuse or (grad is not None and grad.is_sparse):
             return False
         return _add_product(weight, grad, *self.product.as_matrices(self.dy, self.x))
 
@@ -286,7 +289,7 @@ def sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     # the answer is no. The first I, which comes before, has already asked.
     key = device.type, dtype
     if key not in _sums_in_float32:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if find_device(device).is_capturing():
             return False
         _sums_in_float32[key] = _try_to_sum(device, dtype)
     return _sums_in_float32[key]
@@ -308,7 +311,8 @@ def _try_to_sum(device: torch.device, dtype: torch.dtype) -> bool:
 class WeightGradients:
     """Collects the weight gradients that backwards defer. One per schedule and rank."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, may_fuse: bool = True) -> None:
+        self._may_fuse = may_fuse
         # Plain attributes: autograd runs the backward of CUDA ops in its own threads.
         self._recording: list[PendingGradient] | None = None
         self.on_trial = False
@@ -337,6 +341,7 @@ class WeightGradients:
         """Defer `gradient`; False if nothing records, so that it has to be computed now."""
         if self._recording is None:
             return False
+        gradient.may_fuse = self._may_fuse
         gradient.versions = tuple([autograd.version_of(each) for each in gradient.tensors])
         if checks is not None and self.step and checks.is_due(self.step, self._run):
             gradient.contents = fingerprints(gradient.tensors)

@@ -42,6 +42,8 @@ def split_backward(
     stages: Sequence[pipelining.Stage],
     how: SplitBackward,
     gradients: WeightGradients | None = None,
+    *,
+    in_compiled_regions: bool = True,
 ) -> None:
     """Prepare `stages` (all of one rank) for the actions I and W, which defer into `gradients`."""
     if how not in get_args(SplitBackward):
@@ -58,6 +60,8 @@ def split_backward(
     gradients = gradients or WeightGradients()
     for stage in stages:
         _split(stage, stages, gradients)
+        if in_compiled_regions:
+            defer_in_compiled_regions(stage.submod)
         if not deferrals(stage.submod):
             _complain_of_nothing_to_defer(stage, how)
 
@@ -235,7 +239,6 @@ def _split(stage: pipelining.Stage, on_rank: Sequence[pipelining.Stage], gradien
         stage.__dict__.update(_has_looked_around=False, _has_reported=False)
     stage.__dict__.update(_gradients=gradients, _on_rank=tuple(on_rank))
     defer_weights(stage.submod, gradients)
-    defer_in_compiled_regions(stage.submod)
 
 
 @cache

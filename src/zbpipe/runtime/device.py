@@ -1,0 +1,150 @@
+"""Streams, events, copies to the host and memory of a job's device.
+
+CUDA, ROCm and XPU share one implementation, by torch's interface for all accelerators. On the CPU all work is over when
+the call returns.
+"""
+
+from __future__ import annotations
+
+from ctypes import memmove, string_at
+from functools import cache
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+
+class Stream(Protocol):
+    """The part of `torch.Stream` that zbpipe uses. As a context manager it is the current stream."""
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self) -> Any: ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *error: object) -> Any: ...
+
+
+class Accelerator:
+    """An accelerator, by torch's interface for all of them."""
+
+    smallest_copy = 2**16
+    """Smallest storage worth a copy to the host, in bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def new_stream(self) -> Stream:
+        return cast(Stream, torch.Stream(self._device))
+
+    def current_stream(self) -> Stream:
+        """The stream of the computations."""
+        return cast(Stream, torch.accelerator.current_stream(self._device))
+
+    def new_event(self, *, timed: bool = False) -> torch.Event:
+        return torch.Event(self._device, enable_timing=timed)
+
+    def copy_to_host(self, storage: torch.UntypedStorage) -> Any:
+        """Begin to copy to new memory of the host; returns that memory."""
+        content = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+        return content.copy_(_bytes_of(storage), non_blocking=True)
+
+    def copy_from_host(self, content: Any, storage: torch.UntypedStorage) -> None:
+        """Begin to copy back."""
+        _bytes_of(storage).copy_(content, non_blocking=True)
+
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Allocate or free the memory of `storage`, in the order of the computations."""
+        storage.resize_(size)
+
+    def synchronize(self) -> None:
+        """Wait for all work."""
+        self._module.synchronize(self._device)
+
+    def is_capturing(self) -> bool:
+        """Whether the computations go into a graph, to run later."""
+        ask = getattr(self._module, "is_current_stream_capturing", None)
+        return ask is not None and bool(ask())
+
+    def reset_peak(self) -> None:
+        """Let the peak be counted from now on. The job's log then sees the same peak."""
+        self._module.reset_peak_memory_stats(self._device)
+
+    def count_bytes(self) -> tuple[int, int]:
+        """Allocated bytes: now, and at the peak."""
+        return self._module.memory_allocated(self._device), self._module.max_memory_allocated(self._device)
+
+    def random_state(self) -> Tensor | None:
+        return cast(Tensor, self._module.get_rng_state(self._device))
+
+    def set_random_state(self, state: Tensor | None) -> None:
+        self._module.set_rng_state(state, self._device)
+
+    @property
+    def _module(self) -> Any:
+        return torch.get_device_module(self._device)
+
+
+class _AtOnce:
+    """A stream whose work is over when the call returns."""
+
+    def wait_stream(self, other: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self) -> None:
+        pass
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+
+class Cpu(Accelerator):
+    """The CPU, which stands for an accelerator: copies move between two places in its memory.
+
+    The copies are not tensors, so that counts of tensor bytes include only the device's.
+    """
+
+    smallest_copy = 0
+
+    def new_stream(self) -> Stream:
+        return _AtOnce()
+
+    current_stream = new_stream
+
+    def copy_to_host(self, storage: torch.UntypedStorage) -> bytes:
+        return string_at(storage.data_ptr(), storage.nbytes())
+
+    def copy_from_host(self, content: bytes, storage: torch.UntypedStorage) -> None:
+        memmove(storage.data_ptr(), content, len(content))
+
+    def synchronize(self) -> None:
+        pass
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def random_state(self) -> None:
+        """None: the CPU's own state is kept anyway."""
+
+    def set_random_state(self, state: Tensor | None) -> None:
+        pass
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """The content of a storage as a tensor of bytes in the same memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+@cache
+def find_device(device: torch.device) -> Accelerator:
+    """The streams and memory of this device."""
+    return Cpu(device) if device.type == "cpu" else Accelerator(device)

@@ -1,0 +1,304 @@
+"""Trials of what GPUs run in another way than CPUs, each in its smallest form and in a process of its own.
+
+A fault of a GPU ends the process, or breaks it for later work. So `try_out` starts one process per trial. All trials
+also run on a CPU, where they show that the trials themselves work.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from datetime import timedelta
+from itertools import product
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.distributed.config
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+
+from zbpipe.costs.job import JobCosts
+from zbpipe.costs.model import CostModel
+from zbpipe.runtime._torch import fsdp_overlap, hooks
+from zbpipe.runtime.build import build_pipeline_schedule
+from zbpipe.runtime.device import find_device
+from zbpipe.runtime.measure.allocated import make_counter
+from zbpipe.runtime.measure.profiler import Profiler
+from zbpipe.runtime.ranks.failures import end_at_once
+from zbpipe.runtime.ranks.progress import MOST, Launched
+from zbpipe.runtime.split.stage import find_weight_work
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
+from zbpipe.schedule.registry import resolve
+
+SECONDS = 120.0
+"""Limit of a trial. Compilers take most of it."""
+WAY_OUT = "--zbpipe.plain (in Python plain=True), which leaves these parts out"
+"""For a job where a trial fails."""
+MICROBATCHES, DIM, ROWS = 4, 256, 64
+PER_EDGE = "TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P"
+"""torch's variable (from 2.15 on) for a group of its own for each edge of the pipeline."""
+
+
+HAS_GROUPS_PER_EDGE = hasattr(torch.distributed.config, "pipeline_per_edge_p2p")
+
+
+class Result(NamedTuple):
+    """How a trial ended."""
+
+    what: str
+    found: str = "works"
+    failed: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.what}: {'FAILS: ' if self.failed else ''}{self.found}"
+
+
+def try_out(device: str, names: Sequence[str] = ()) -> Iterator[Result]:
+    """The result of each trial on a device of this type, one after the other; by default of all that it can run."""
+    devices = 2 if device == "cpu" else torch.accelerator.device_count()
+    for name in names or TRIALS:
+        ranks = 2 if name in _OF_TWO else 1
+        if ranks > devices:
+            yield Result(name, "untried, because it needs two GPUs")
+        elif name == _PER_EDGE and not HAS_GROUPS_PER_EDGE:
+            yield Result(name, f"untried, because torch {torch.__version__} has none")
+        else:
+            yield _run_apart(name, device, ranks)
+
+
+def _run_apart(name: str, device: str, ranks: int) -> Result:
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "zbpipe.runtime.verify.on_device", name, device]
+        processes = [
+            subprocess.Popen(
+                [*command, str(rank), str(ranks), os.path.join(folder, "meeting")],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+            )
+            for rank in range(ranks)
+        ]
+        complaints = []
+        try:
+            for process in processes:
+                _, said = process.communicate(timeout=SECONDS)
+                if process.returncode:
+                    complaints.append(_find_error(said) or f"exit code {process.returncode}")
+        except subprocess.TimeoutExpired:
+            complaints.append(f"not finished after {SECONDS:.0f} seconds")
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        return Result(name, complaints[0], failed=True) if complaints else Result(name)
+
+
+def _find_error(said: str) -> str:
+    """The line of a traceback that names the error, or the last line."""
+    lines = re.sub(r"^\[rank\d+\]: ?", "", said.strip(), flags=re.MULTILINE).splitlines()
+    errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
+    return "".join((errors or lines)[-1:])
+
+
+def _parts(device: torch.device, number: int) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [
+        nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM)).to(device) for _ in range(number)
+    ]
+
+
+def _batch(device: torch.device) -> Tensor:
+    torch.manual_seed(1)
+    return torch.randn(2, MICROBATCHES * ROWS, DIM).to(device)
+
+
+def _train(
+    device: torch.device,
+    *,
+    wrap: Callable[[nn.Module], object] = lambda part: None,
+    name: str = "ZBV",
+    schedule: Schedule | None = None,
+    cast: bool = False,
+    steps: int = 2,
+    attach: Callable[[Any], object] = lambda runtime: None,
+    **options: Any,
+) -> tuple[list[Tensor], Any]:
+    """Gradients of the last step of this rank's part of the pipeline, and the schedule."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    placement = resolve(name).place(ranks)
+    parts = _parts(device, placement.num_stages)
+    own = [index for index in range(placement.num_stages) if placement.rank_of[index] == rank]
+    for index in own:
+        wrap(parts[index])
+    stages = [PipelineStage(parts[index], index, len(parts), device) for index in own]
+    runtime: Any = build_pipeline_schedule(name, stages, MICROBATCHES, nn.functional.mse_loss, **options)
+    if schedule is not None:
+        runtime.adopt(schedule)
+    attach(runtime)
+    x, target = _batch(device)
+    with torch.autocast(device.type, torch.bfloat16) if cast else nullcontext():
+        for _ in range(steps):  # the very first I leaves nothing to W
+            for index in own:
+                parts[index].zero_grad()
+            runtime.step(*([x] if 0 in own else []), target=target if len(parts) - 1 in own else None)
+    find_device(device).synchronize()
+    found = (weight.grad for index in own for weight in parts[index].parameters())
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in found if each is not None], runtime
+
+
+def _expected(device: torch.device, name: str = "ZBV") -> list[Tensor]:
+    """The same gradients of the model in one piece."""
+    placement = resolve(name).place(dist.get_world_size())
+    parts = _parts(device, placement.num_stages)
+    x, target = _batch(device)
+    torch.autograd.backward([nn.functional.mse_loss(nn.Sequential(*parts)(x), target)])
+    own = [part for index, part in enumerate(parts) if placement.rank_of[index] == dist.get_rank()]
+    return [weight.grad for part in own for weight in part.parameters() if weight.grad is not None]
+
+
+def _require_same(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> None:
+    _require(len(found) == len(expected), f"{len(found)} of {len(expected)} gradients are there")
+    errors = torch.stack([(one - other).norm() / other.norm() for one, other in zip(found, expected, strict=True)])
+    worst = float(errors.max())  # NaN if any is
+    _require(worst <= tolerance, f"gradients are off by {worst:.1e} of their norm")
+
+
+def _require(holds: bool, complaint: str) -> None:
+    if not holds:
+        raise RuntimeError(complaint)
+
+
+_TOLERANCE = 1e-3
+"""GPUs may multiply float32 with fewer bits (TF32), and add in another order."""
+
+
+def _try_plain(device: torch.device) -> None:
+    gradients, _ = _train(device, plain=True)
+    _require_same(gradients, _expected(device), _TOLERANCE)
+
+
+def _try_events(device: torch.device) -> None:
+    gradients, _ = _train(device)
+    _require_same(gradients, _expected(device), _TOLERANCE)
+    if device.type == "cpu":  # which has no events
+        return
+    launched, x = Launched(find_device(device).new_event), torch.ones(DIM, DIM, device=device)
+    for microbatch in range(MOST + 1):
+        launched.around("F", 0, microbatch, lambda: x.mm(x))
+    find_device(device).synchronize()
+    _require(launched.count_ended() == MOST + 1, launched.describe())
+
+
+def _try_fused_w(device: torch.device) -> None:
+    (fused, _), (two_steps, _) = (_train(device, cast=True, plain=plain) for plain in (False, True))
+    _require_same(fused, two_steps, 1e-2)  # a bfloat16 has 8 bits
+
+
+def _try_offload(device: torch.device) -> None:
+    plain, copied = (_one_after_another(with_copies) for with_copies in (False, True))
+    (expected, _), (gradients, _) = (_train(device, schedule=each) for each in (plain, copied))
+    _require_same(gradients, expected, 0)
+
+
+def _one_after_another(with_copies: bool) -> Schedule:
+    """All F, all I, and all W on one rank. Copies take activations and deferred gradients to the host meanwhile."""
+    kinds = {"F": ("F", "OF"), "I": ("RF", "I", "OI"), "W": ("RI", "W")}
+    row = [
+        Op(stage, OpKind(each), microbatch)
+        for kind, microbatch in product(kinds, range(MICROBATCHES))
+        for stage in ((1, 0) if kind == "I" else (0, 1))
+        for each in (kinds[kind] if with_copies else (kind,))
+    ]
+    return Schedule("one after another", Placement.v(1), MICROBATCHES, (tuple(row),))
+
+
+def _try_measuring(device: torch.device) -> None:
+    counter = make_counter(device)
+    assert counter is not None, "no profiler is running"
+    op, size = Op(0, OpKind.F, 0), 1 << 20
+    with counter.within_step(), counter.within_op(op):
+        kept = torch.empty(size, dtype=torch.uint8, device=device)
+        torch.empty(size, dtype=torch.uint8, device=device)
+    found = counter.found()[op]
+    _require(found.kept == kept.nbytes and found.most == 2 * size, f"{size} and {2 * size} bytes were seen as {found}")
+    costs: list[JobCosts] = []
+    gradients, _ = _train(device, steps=4, attach=lambda runtime: Profiler(runtime, 1, done=costs.append))
+    _require_same(gradients, _expected(device), _TOLERANCE)
+    _require(len(costs) == 1, "nothing was measured")
+    measured = costs[0].costs
+    assert isinstance(measured, CostModel), "it measures stages"
+    _require(min(*measured.f, *measured.i, *measured.w) > 0 and measured.host is not None, f"measured {measured}")
+
+
+def _try_compiled_w(device: torch.device) -> None:
+    gradients, schedule = _train(device, wrap=lambda part: part.compile())
+    _require_same(gradients, _expected(device), _TOLERANCE)
+    for stage in hooks.stages_of(schedule):
+        work = find_weight_work(stage)
+        _require(work is not None and work.share > 0.9, f"only {work.share if work else 0:.0%} of W could wait")
+
+
+def _try_early_reduction(device: torch.device) -> None:
+    _require(fsdp_overlap.IS_KNOWN, f"unknown for torch {torch.__version__}, so FSDP reduces after the last W")
+    mesh = DeviceMesh(device.type, [0])
+    gradients, _ = _train(device, wrap=lambda part: fully_shard(part, mesh=mesh))
+    _require_same(gradients, _expected(device), _TOLERANCE)
+
+
+def _try_messages(device: torch.device) -> None:
+    for name in ("1F1B", "ZBH1", "ZBV"):
+        gradients, _ = _train(device, name=name)
+        _require_same(gradients, _expected(device, name), _TOLERANCE)
+
+
+def _try_groups_per_edge(device: torch.device) -> None:
+    os.environ[PER_EDGE] = "1"
+    _try_messages(device)
+
+
+_PER_EDGE = "messages in a group per edge"
+TRIALS: dict[str, Callable[[torch.device], None]] = {
+    "plain schedules": _try_plain,
+    "events after computations": _try_events,
+    "fused W": _try_fused_w,
+    "copies to the host": _try_offload,
+    "times and memory of ops": _try_measuring,
+    "W of compiled regions": _try_compiled_w,
+    "early reductions of FSDP": _try_early_reduction,
+    "messages in one queue": _try_messages,
+    _PER_EDGE: _try_groups_per_edge,
+}
+_OF_TWO = ("messages in one queue", _PER_EDGE)
+
+
+def _main(name: str, device_type: str, rank: int, ranks: int, meeting: str) -> None:
+    torch.set_num_threads(1)
+    device = torch.device(device_type)
+    if device.type != "cpu":
+        device = torch.device(device_type, rank)
+        torch.accelerator.set_device_index(device)
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device),
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=SECONDS / 2),
+    )
+    TRIALS[name](device)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    named, on, number, of, where = sys.argv[1:]
+    with end_at_once():
+        _main(named, on, int(number), int(of), where)

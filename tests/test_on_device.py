@@ -1,0 +1,117 @@
+"""What GPUs run in another way than CPUs: the trials of it notice faults, and plain schedules leave it out."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage
+
+import zbpipe
+from zbpipe.runtime._torch import compiler
+from zbpipe.runtime.measure.allocated import HostCounter
+from zbpipe.runtime.offload.copiers import Copier
+from zbpipe.runtime.split import products, stage
+from zbpipe.runtime.split.compiled import _Region
+from zbpipe.runtime.split.products import PendingGradient
+from zbpipe.runtime.verify import on_device
+
+CPU = torch.device("cpu")
+LOOKS_AT_TWO = ("messages in one queue", "messages in a group per edge")
+COMPILES = "W of compiled regions"
+
+
+def add_twice(weight: Any, grad: Any, one: Any, other: Any) -> bool:
+    weight.grad = (0 if grad is None else grad) + 2 * (one @ other).to(weight.dtype)
+    return True
+
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "plain schedules": (PendingGradient, "gradient", lambda self: torch.ones_like(self.weight)),
+    "fused W": (products, "_add_product", add_twice),
+    "copies to the host": (Copier, "copy_out", lambda *_: pytest.fail("cannot copy")),
+    "times and memory of ops": (HostCounter, "within_op", lambda *_: nullcontext()),
+    COMPILES: (stage, "defer_in_compiled_regions", lambda module: None),
+    "early reductions of FSDP": (stage, "accumulate_and_reduce", lambda module, pending: None),
+}
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", sorted(FAULTS.keys() - {COMPILES}))
+def test_a_trial_tells_a_fault(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*FAULTS[name])
+    with pytest.raises((RuntimeError, KeyError, pytest.fail.Exception)):
+        on_device.TRIALS[name](CPU)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("name", sorted(on_device.TRIALS.keys() - {*LOOKS_AT_TWO, COMPILES}))
+def test_a_trial_passes(name: str) -> None:
+    on_device.TRIALS[name](CPU)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("one_rank")
+def test_the_trial_with_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device.TRIALS[COMPILES](CPU)
+    monkeypatch.setattr(*FAULTS[COMPILES])
+    with pytest.raises(RuntimeError, match="only 0% of W could wait"):
+        on_device.TRIALS[COMPILES](CPU)
+
+
+@pytest.mark.long
+def test_processes_of_their_own() -> None:
+    good, unknown = on_device.try_out("cpu", (LOOKS_AT_TWO[0], "telepathy"))
+    assert str(good) == "messages in one queue: works"
+    assert unknown == on_device.Result("telepathy", "KeyError: 'telepathy'", failed=True)
+
+
+def test_what_the_machine_has_not_is_untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert [each.found for each in on_device.try_out("cuda", LOOKS_AT_TWO)] == [
+        "untried, because it needs two GPUs"
+    ] * 2
+    monkeypatch.setattr(on_device, "HAS_GROUPS_PER_EDGE", False)
+    (result,) = on_device.try_out("cpu", LOOKS_AT_TWO[1:])
+    assert result.found == f"untried, because torch {torch.__version__} has none"
+    assert not result.failed
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_plain_schedule_leaves_it_out(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    fused: list[Any] = []
+    monkeypatch.setattr(products, "_add_product", lambda *args: fused.append(args) or False)
+    modules = [nn.Linear(4, 4) for _ in range(2)]
+    modules[1].compile()
+    built: Callable[..., Any] = zbpipe.build_pipeline_schedule
+    stages = [PipelineStage(module, index, 2, CPU) for index, module in enumerate(modules)]
+    with caplog.at_level(logging.WARNING):
+        schedule = built("ZBV", stages, 4, nn.functional.mse_loss, plain=True)
+    assert "plain: without events" in caplog.text
+    schedule.adopt(on_device._one_after_another(with_copies=True))
+    assert not schedule.schedule.has_copies
+    assert not isinstance(compiler.find_compiled_call(modules[1]), _Region)
+    assert all(vars(each)["fsdp_mode"] == "torch" for each in stages)
+    for _ in range(2):
+        schedule.step(torch.randn(4, 4), target=torch.zeros(4, 4))
+    assert fused == []
+    with pytest.raises(ValueError, match="plain"):
+        built("ZBV", stages, 4, nn.functional.mse_loss, plain="yes")
+
+
+def test_the_doctor_tells_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    doctor = import_module("zbpipe.cli.doctor")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    bad = on_device.Result("fused W", "RuntimeError: off", failed=True)
+    monkeypatch.setattr(on_device, "try_out", lambda device: iter([on_device.Result("memory of ops"), bad]))
+    _, head, good, fails, way_out = ["", *"\n".join(doctor._trials()).strip().splitlines()]
+    assert (head, good, fails) == ("# Tried on the GPUs", "memory of ops: works", "fused W: FAILS: RuntimeError: off")
+    assert "--zbpipe.plain" in way_out
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: None)
+    assert list(doctor._trials()) == []

@@ -1,0 +1,99 @@
+"""Copies to the host on a twin of a GPU: whatever the order in which its streams run, nothing is read too early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_offload_runtime import one_after_the_other, with_copies
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from twin import Twin
+
+import zbpipe
+from zbpipe import Placement, Schedule
+from zbpipe.runtime.offload.copiers import Copier, HostCopy
+from zbpipe.simulator.offloading import Offload
+
+CPU = torch.device("cpu")
+MICROBATCHES = 4
+
+
+def train(schedule: Schedule, twin: Twin | None, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Gradients of the second step, whose streams are the twin's."""
+    torch.manual_seed(0)
+    modules = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
+    stages = [PipelineStage(module, index, 2, CPU) for index, module in enumerate(modules)]
+    if twin is not None:
+        monkeypatch.setattr("zbpipe.runtime.schedules.make_copier", lambda device: Copier(twin))
+    runtime: Any = zbpipe.build_pipeline_schedule("ZBV", stages, MICROBATCHES, nn.functional.mse_loss)
+    runtime.adopt(schedule)
+    x, target = torch.randn(2, 2 * MICROBATCHES, 8)
+    for _ in range(2):
+        for module in modules:
+            module.zero_grad()
+        if twin is None:
+            runtime.step(x, target=target)
+        else:
+            with twin.computing():
+                runtime.step(x, target=target)
+    return [weight.grad for module in modules for weight in module.parameters() if weight.grad is not None]
+
+
+ORDERS: dict[str, Callable[[], Schedule]] = {
+    "all F, all I, all W": lambda: one_after_the_other(Placement.v(1), MICROBATCHES),
+    "ZBV": lambda: zbpipe.generate("ZBV", 1, MICROBATCHES),
+}
+
+
+@pytest.mark.parametrize("seeds", [range(2), pytest.param(range(2, 40), marks=pytest.mark.long)], ids=["few", "many"])
+@pytest.mark.parametrize("what", Offload)
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_order_of_the_streams_gives_the_same_gradients(
+    one_rank: None, order: str, what: Offload, seeds: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = ORDERS[order]()
+    expected = train(plain, None, monkeypatch)
+    for seed in seeds:
+        found = train(with_copies(plain, what), Twin(seed), monkeypatch)
+        assert all(map(torch.equal, found, expected)), f"seed {seed}"
+
+
+def skip_wait_out(self: Copier, copy: HostCopy) -> None:
+    for storage in copy.storages:
+        self._device.resize(storage, 0)
+
+
+def skip_wait_back(self: Copier, copy: HostCopy) -> None:
+    copy.host.clear()
+
+
+def without(waits: str) -> Callable[..., Any]:
+    """A stream that never waits for the computations."""
+    init = Copier.__init__
+
+    def make(self: Copier, device: Any) -> None:
+        init(self, device)
+        getattr(self, waits).wait_stream = lambda other: None
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("name", "faulty"),
+    [
+        pytest.param("release", skip_wait_out, id="memory is freed while it is copied"),
+        pytest.param("wait", skip_wait_back, id="W does not wait for its copy"),
+        pytest.param("__init__", without("_out"), id="the copy out does not wait for F"),
+        pytest.param("__init__", without("_back"), id="the copy back does not wait for who had the memory"),
+    ],
+)
+def test_a_wait_that_is_missing_is_found(
+    one_rank: None, name: str, faulty: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Copier, name, faulty)
+    schedule = with_copies(one_after_the_other(Placement.v(1), MICROBATCHES), Offload.ALL)
+    with pytest.raises(zbpipe.PipelineError, match="RaceError"):
+        train(schedule, Twin(0), monkeypatch)
