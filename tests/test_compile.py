@@ -313,6 +313,47 @@ def test_a_forward_that_does_not_say_what_it_multiplies_gets_the_very_weight() -
     assert [len(layers) for layers in waited] == [2, 0, 0]
 
 
+class Chosen(nn.Module):
+    """Two products and two arguments, with a module in it, and no declaration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(2, WIDTH, WIDTH) / 4) for _ in range(2))
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor, gain: Tensor) -> Tensor:
+        return self.act(torch.bmm(x, self.up)) * gain @ self.down.transpose(-2, -1)
+
+
+class WithGain(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.layer, x, x.square().mean(-1, keepdim=True), use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_several_products_of_a_layer_leave_the_region_without_a_declaration() -> None:
+    waited = run_two_blocks(lambda: WithGain(Chosen()))
+    assert [len(layers) for layers in waited] == [4, 4, 4]
+
+
+class Picky(Chosen):
+    def forward(self, x: Tensor, gain: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() and not isinstance(self.up, nn.Parameter):
+            torch._dynamo.graph_break()
+        return super().forward(x, gain)
+
+
+def test_a_region_that_the_compiler_refuses_with_stand_ins_is_compiled_without(caplog: Any) -> None:
+    waited = run_two_blocks(lambda: WithGain(Picky()))
+    assert [len(layers) for layers in waited] == [4, 0, 0]
+    messages = [each for each in caplog.messages if "cannot compile" in each]
+    assert "in the place of the weights of Picky" in messages[0]
+    assert len(messages) == 1  # both blocks have the same code
+
+
 OTHER_USES: dict[str, Callable[[Tensor], Tensor]] = {
     "compared": lambda w: w * ((w > 0) & (w != 1)) + w * (w > 0.5) + w * ~(w <= 0.1),
     "divided": lambda w: w / 2 + 1 / (w + 9) + w % 0.5 + w.detach() // 0.5,
@@ -332,7 +373,7 @@ def test_other_uses_of_a_weight_that_leaves_the_region(use: str) -> None:
     assert [len(layers) for layers in waited] == [2, 2, 2]
 
 
-class Chosen(nn.Module):
+class RowsOfData(nn.Module):
     """How many rows go through the product comes out of the data."""
 
     def __init__(self) -> None:
@@ -351,7 +392,7 @@ class Chosen(nn.Module):
 def test_a_number_of_rows_that_is_not_known_stays_in_i() -> None:
     """As with expert parallelism. The first call runs without the compiler, so there they wait."""
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        waited = run_two_blocks(Chosen)
+        waited = run_two_blocks(RowsOfData)
     assert [len(layers) for layers in waited] == [6, 0, 0]
 
 

@@ -88,6 +88,12 @@ def find_products_behind(nodes: Sequence[Node], inputs: Iterable[Node] = ()) -> 
     return found
 
 
+def find_leaves(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> list[Tensor]:
+    """All leaves that `outputs` depend on, other than by `inputs`."""
+    nodes = sort_nodes(find_nodes(outputs), find_nodes(inputs))
+    return [leaf for node in nodes if (leaf := getattr(node, "variable", None)) is not None]
+
+
 def find_nodes(tensors: Iterable[Any]) -> list[Node]:
     """The nodes that made these tensors; leaves have none."""
     return [each.grad_fn for each in tensors if isinstance(each, Tensor) and each.grad_fn is not None]

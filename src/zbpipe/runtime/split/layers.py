@@ -29,10 +29,11 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from zbpipe.runtime._torch import autograd, compiler, fsdp, traced
+from zbpipe.runtime._torch.traced import Call, Spec
 from zbpipe.runtime.attributes import declares
 from zbpipe.runtime.split.contents import Checks
 from zbpipe.runtime.split.functions import Functions
-from zbpipe.runtime.split.further import Further, swap, with_factors_first
+from zbpipe.runtime.split.further import Further, separate_tensors, swap, with_factors_first
 from zbpipe.runtime.split.products import (
     LINEAR,
     PendingGradient,
@@ -47,13 +48,12 @@ from zbpipe.runtime.split.products import (
 )
 from zbpipe.runtime.split.slots import (
     SlotHandle,
-    Spec,
     Use,
     layer_in_slots,
     linear_in_slots,
     make_use,
-    spec,
     whole_layer,
+    without_slots,
 )
 from zbpipe.runtime.split.torchs_products import COMPOSITES, PRODUCTS, Factors, Reader, read_declared
 
@@ -116,9 +116,12 @@ def _find_products(layer: nn.Module, is_compiled: bool) -> Mapping[Callable[...,
         return {**PRODUCTS, **declared} if declared else {}
     if isinstance(layer, nn.Linear):
         return PRODUCTS
-    # In a compiled region a layer that declares its products lets another object stand in for its weight. Any other
-    # layer is one product as a whole, or none.
-    return PRODUCTS if _owns_matrices(layer) and not (is_compiled and any(layer.children())) else {}
+    return PRODUCTS if _owns_matrices(layer) and not (is_compiled and _has_weights_within(layer)) else {}
+
+
+def _has_weights_within(layer: nn.Module) -> bool:
+    """Whether modules in a layer have parameters. In a compiled region such a layer cannot be tried out by itself."""
+    return any(True for child in layer.children() for _ in child.parameters())
 
 
 def _owns_matrices(layer: nn.Module) -> bool:
@@ -207,8 +210,10 @@ class Deferral:
         """Permits for a product to leave its region, by weight name, asked during the region's compilation."""
         self.seen: list[Use] | None = None
         """List that collects each product with a plain parameter; None if not requested."""
-        self.calls: list[tuple[Spec, Spec] | None] = []
-        """x and y of each call in the meantime; None for a call with other arguments or results."""
+        self.calls: list[Call | None] = []
+        """The calls in the meantime; None for a call that cannot be repeated without its tensors."""
+        self.may_use_stand_ins = True
+        """Whether the compiler has not yet failed with objects in the place of the layer's weights."""
         self.twin: nn.Module | None = None
         """The layer with its weight as a constant, for a call of the whole layer in a compiled region."""
 
@@ -281,7 +286,10 @@ class Deferral:
             and y.dtype == x.dtype
             and (own := self._find_name(weight))
         ):
-            self.seen.append(make_use(own, function, factors.product, (x, y), factors.further, factors.more))
+            (_, second, *others), options = with_factors_first(args, kwargs)
+            if second is factors.weight:
+                rest, _ = separate_tensors(others, options)
+                self.seen.append(make_use(own, function, factors.product, (x, y), factors.further, factors.more, rest))
         return y
 
     def note_call(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -381,15 +389,33 @@ class Deferral:
         """The layer's one call in a region as a product of x and its one matrix; None if W could not repeat it."""
         own = {name: each for name, each in autograd.own_parameters(self.layer).items() if each is not None}
         matrices = [name for name, each in own.items() if each.dim() > 1]
-        is_own = isinstance(self.original, MethodType) and self.original.__func__ is type(self.layer).forward
-        if self.is_declared or not is_own or len(matrices) != 1 or len(self.calls) != 1 or self.calls[0] is None:
+        (call,) = self.calls if len(self.calls) == 1 else (None,)
+        if self.is_declared or not self._has_own_forward or len(matrices) != 1 or call is None:
             return None
-        (name,), (x, y) = matrices, self.calls[0]
+        (name,), x, y = matrices, call.args[0] if len(call.args) == 1 else None, call.output
+        if call.kwargs or not (isinstance(x, Spec) and isinstance(y, Spec)):
+            return None
         found = traced.trace_weight_gradient(self.layer, name, x, y, backend)
         if found is None:
             return None
         unchanged = tuple(range(own[name].dim()))
         return Use(name, whole_layer, WeightProduct(found.of_weight), unchanged, x, y, inner=found.inner)
+
+    @property
+    def _has_own_forward(self) -> bool:
+        return isinstance(self.original, MethodType) and self.original.__func__ is type(self.layer).forward
+
+    def allows_stand_ins(self, uses: Sequence[Use]) -> bool:
+        """Whether other objects may stand in for the weights in a compiled region.
+
+        A layer that declares its products says so. Any other layer is tried out.
+        """
+        if self.is_declared:
+            return True
+        (call,) = self.calls if len(self.calls) == 1 else (None,)
+        if not self.may_use_stand_ins or call is None or not self._has_own_forward or _has_weights_within(self.layer):
+            return False
+        return traced.computes_the_same(self.layer, {each.weight_name: without_slots(each) for each in uses}, call)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferral:
         twin = object.__new__(Deferral)
@@ -456,15 +482,8 @@ def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, A
             else:
                 output = deferral.original(*args, **kwargs)
     if deferral.seen is not None:
-        deferral.calls.append(_find_specs(args, kwargs, output))
+        deferral.calls.append(traced.find_call(args, kwargs, output))
     return deferral.functions.watch(deferral, output, (args, kwargs))
-
-
-def _find_specs(args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> tuple[Spec, Spec] | None:
-    """x and y of a call with one tensor and one result; None for any other, and under autocast."""
-    if len(args) != 1 or kwargs or autograd.any_autocast() or not all(type(each) in PLAIN for each in (*args, output)):
-        return None
-    return spec(args[0]), spec(output)
 
 
 def _is_linears_own(function: object, layer: nn.Module) -> bool:
