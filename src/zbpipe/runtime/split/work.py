@@ -21,8 +21,7 @@ _MOST_NAMES = 8
 """Limit of names in a message."""
 _LEAST = 0.0005
 _IN_A_REGION = (
-    "in a compiled region, where the weight is multiplied more than once, or by a layer with several products or"
-    " arguments"
+    "in a compiled region, where the weight is multiplied more than once, or by a layer that does more with it"
 )
 _CHANGED = "something changes x or dY in place during I"
 _PARTS = frozenset(("Index", "IndexSelect", "Gather", "Narrow", "Select", "Slice", "Split", "Unbind"))
