@@ -367,6 +367,65 @@ def test_a_function_of_ones_own(declared: bool, run: str) -> None:
     assert "apply" not in vars(Doubling)
 
 
+class RunsBackward(torch.autograd.Function):
+    """Its backward runs that of a layer, then fails with a `Later`, or in any case."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, inner: nn.Module, fails: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.inner, ctx.fails = inner, fails
+        return inner(x) @ weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            given = x.detach().requires_grad_()
+            h = ctx.inner(given)
+        h.backward(dy @ weight.mT)
+        dw = h.detach().flatten(0, 1).mT @ dy.flatten(0, 1)
+        return given.grad, torch.from_numpy(dw.numpy().copy()) if ctx.fails else dw, None, None
+
+
+class WithInner(nn.Module):
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.w, self.inner = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
+        self.fails = fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        return RunsBackward.apply(x, self.w, self.inner, self.fails)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_backward_within_a_backward_adds_its_gradients_once(fails: bool) -> None:
+    layer = WithInner(fails)
+    plain, gradients = copy.deepcopy(layer), WeightGradients()
+    defer_weights(layer, gradients)
+    for step in range(2):
+        x = torch.randn(3, 4, WIDTH)
+        with gradients.record(on_trial=not step) as pending:
+            if fails and not step:
+                with pytest.raises(
+                    RuntimeError, match=r"in a WithInner runs another backward and fails: .* weight_prod"
+                ):
+                    train(layer, x, RUNS["plain"])
+                assert pending == []
+                assert layer.inner.weight.grad is None
+                layer.zero_grad()
+                continue
+            train(layer, x, RUNS["plain"])
+        assert len(pending) == (1 if fails else 2)
+        while step and pending:
+            pending.pop().accumulate()
+        train(plain, x, RUNS["plain"])
+    torch.testing.assert_close(gradients_of(layer), gradients_of(plain))
+
+
+def gradients_of(module: nn.Module) -> list[Tensor | None]:
+    return [each.grad for each in module.parameters()]
+
+
 class Writes(torch.autograd.Function):
     """Its backward writes into an operand of the weight's product, or reads the result, or fails with a `Later`."""
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
@@ -159,11 +159,15 @@ class LaterProducts(TorchFunctionMode):
         self._numbers = numbers
         self._count = -1
         self._backward = torch._C._current_graph_task_id()
+        self.has_seen_parameters = False
+        """Whether the backward runs a forward of its own with parameters, whose backward adds to their gradients."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.is_grad_enabled():
+            self.has_seen_parameters |= any(isinstance(each, nn.Parameter) for each in args)
         if not (_is_product(func) and self._is_in_same_backward()):
             return func(*args, **kwargs)
         self._count += 1

@@ -340,10 +340,25 @@ class WeightGradients:
         gradient.versions = tuple([autograd.version_of(each) for each in gradient.tensors])
         if checks is not None and self.step and checks.is_due(self.step, self._run):
             gradient.contents = fingerprints(gradient.tensors)
+        self.keep(gradient)
+        return True
+
+    def keep(self, gradient: PendingGradient) -> None:
+        """Keep a deferred gradient for W; on trial, add it at once."""
+        assert self._recording is not None
         self._recording.append(gradient)
         if self.on_trial:
             gradient.accumulate()
-        return True
+
+    @contextmanager
+    def collect(self, into: list[PendingGradient]) -> Iterator[None]:
+        """Context in which deferred gradients go into this list, for a backward that may fail."""
+        recording, on_trial = self._recording, self.on_trial
+        self._recording, self.on_trial = into, False
+        try:
+            yield
+        finally:
+            self._recording, self.on_trial = recording, on_trial
 
     def cast(self, x: Tensor, dtype: torch.dtype, sharing: Sharing) -> Tensor:
         """`x` in `dtype`, without a graph. Consecutive calls with the same `x` share the memory."""
