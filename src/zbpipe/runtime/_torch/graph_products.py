@@ -200,8 +200,8 @@ def _shape_of(node: Node, number: int) -> tuple[int, ...]:
 def _count_flops(node: Node, kind: str, is_first: bool, weight: tuple[int, ...], edges: Sequence[_Edge]) -> float:
     """FLOPs of a product: two per multiplication."""
     dy = _shape_of(node, 0)
-    if isinstance(cast(object, node), BackwardCFunction) and hasattr(node, "flops"):  # zbpipe's own
-        return cast(float, node.flops)
+    if isinstance(cast(object, node), BackwardCFunction) and hasattr(node, "inner"):  # zbpipe's own
+        return 2.0 * prod(dy) * cast(float, node.inner)
     if kind == "Convolution":
         return 2.0 * _count_convolved(node, dy, weight, edges) * prod(weight[1:])
     if kind == "Linear":

@@ -144,7 +144,7 @@ class PendingGradient:
     @property
     def flops(self) -> float:
         """FLOPs of the product."""
-        return count_flops(self.dy, self.x, self.inner)
+        return 2.0 * self.dy.numel() * (self.inner or count_inner(self.x))
 
     def gradient(self) -> Tensor:
         """The product: the gradient of the weight."""
@@ -245,9 +245,9 @@ def _require_shape(gradient: object, shape: torch.Size, pending: PendingGradient
     )
 
 
-def count_flops(y: Tensor, x: Tensor, inner: float) -> float:
-    """FLOPs of a product with the result y, or of its weight gradient, for `PendingGradient.inner`."""
-    return 2.0 * y.numel() * (inner or (x.shape[-1] if x.dim() else 1))
+def count_inner(x: Tensor) -> int:
+    """Multiplications per element of the result, for as many as a row of x has elements."""
+    return x.shape[-1] if x.dim() else 1
 
 
 def name_of(function: Callable[..., Any]) -> str:
