@@ -354,6 +354,17 @@ def test_a_region_that_the_compiler_refuses_with_stand_ins_is_compiled_without(c
     assert len(messages) == 1  # both blocks have the same code
 
 
+def test_compiling_again_because_of_zbpipe_is_told(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr("zbpipe.runtime.split.compiled._MOST_SHAPES", 1)  # so the second shape has no slots
+    block = FeedForward()
+    block.compile(backend="aot_eager", dynamic=True)
+    store = prepare(block)
+    for length in (5, 5, 7):
+        run(block, torch.randn(2, length, WIDTH, requires_grad=True), store)
+    (message,) = [each for each in caplog.messages if "because of zbpipe" in each]
+    assert "the graph of the stage itself (FeedForward), or compiles it again, because of zbpipe: 0/0: " in message
+
+
 OTHER_USES: dict[str, Callable[[Tensor], Tensor]] = {
     "compared": lambda w: w * ((w > 0) & (w != 1)) + w * (w > 0.5) + w * ~(w <= 0.1),
     "divided": lambda w: w / 2 + 1 / (w + 9) + w % 0.5 + w.detach() // 0.5,
