@@ -441,7 +441,7 @@ class Deferral:
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferral:
         twin = object.__new__(Deferral)
         memo[id(self)], memo[id(self.products)] = twin, self.products
-        left_out = {"handle": None, "seen": None, "twin": None, "_own": set(), "_plans": {}}
+        left_out: dict[str, Any] = {"handle": None, "seen": None, "twin": None, "_own": set(), "_plans": {}}
         vars(twin).update(deepcopy(vars(self) | left_out, memo))
         return twin
 
