@@ -367,6 +367,46 @@ def test_a_function_of_ones_own(declared: bool, run: str) -> None:
     assert "apply" not in vars(Doubling)
 
 
+@torch.library.custom_op("zbpipe_stand_in::gemm", mutates_args=())
+def gemm(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
+    return (a.mT if transpose_a else a) @ (b.mT if transpose_b else b)
+
+
+@gemm.register_fake
+def _(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
+    return a.new_empty(a.shape[int(transpose_a)], b.shape[int(not transpose_b)])
+
+
+class LinearOfOthers(torch.autograd.Function):
+    """Calls an operator of its library, as Primus Turbo does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.ops.zbpipe_stand_in.gemm(x, weight, False, True)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        product = torch.ops.zbpipe_stand_in.gemm
+        return product(dy, weight, False, False), product(dy, x, True, False)
+
+
+def test_a_product_by_an_operator_of_another_library_waits() -> None:
+    layer = Own(Case(lambda s, x: LinearOfOthers.apply(x.flatten(0, 1), s.w), SQUARE))
+    plain, gradients = copy.deepcopy(layer), WeightGradients()
+    defer_weights(layer, gradients)
+    for step in range(3):
+        x = torch.randn(3, 4, WIDTH)
+        with gradients.record(on_trial=not step) as pending:
+            train(layer, x, RUNS["plain"])
+        assert len(pending) == 1
+        while step and pending:
+            pending.pop().accumulate()
+        train(plain, x, RUNS["plain"])
+    assert torch.equal(gradients_of(layer)[0], gradients_of(plain)[0])  # type: ignore[arg-type]
+
+
 class RunsBackward(torch.autograd.Function):
     """Its backward runs that of a layer, then fails with a `Later`, or in any case."""
 
