@@ -367,6 +367,50 @@ def test_a_function_of_ones_own(declared: bool, run: str) -> None:
     assert "apply" not in vars(Doubling)
 
 
+class OneWeight(nn.Module):
+    """Multiplies one weight in many ways by the same functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.row, self.rows = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(4, WIDTH))
+        self.kernel, self.channels = nn.Parameter(torch.randn(4, 4, 1)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, linear = self.w, nn.functional.linear
+        y = linear(x, w, self.row) + linear(x, w, self.rows) + linear(x, w) + linear(x[0], w, self.row.detach())
+        y = (
+            y
+            + x @ w
+            + x[0] @ w
+            + torch.matmul(x[0, 0], w)
+            + torch.matmul(w, w).sum()
+            + torch.matmul(w.view(-1, WIDTH), w).sum()
+        )
+        y = y + nn.functional.conv1d(x, self.kernel, self.channels)
+        y = y + nn.functional.conv1d(x[0], self.kernel, self.channels)
+        with torch.no_grad():
+            y += x @ w
+        return y + (x.detach() @ w) * (x.float() @ w.float())
+
+
+def test_a_product_seen_before_is_known_by_all_its_arguments() -> None:
+    layer = OneWeight().double()
+    plain, gradients = copy.deepcopy(layer), WeightGradients()
+    defer_weights(layer, gradients)
+    for frozen in (False, False, True, False):
+        for each in (layer, plain):
+            each.row.requires_grad_(not frozen)
+            each.channels.requires_grad_(not frozen)
+        x = torch.randn(3, 4, WIDTH, dtype=torch.float64)
+        with gradients.record() as pending:
+            found = train(layer, x, lambda module, x: module(x) + module(2 * x))
+        while pending:
+            pending.pop().accumulate()
+        torch.testing.assert_close(found, train(plain, x, lambda module, x: module(x) + module(2 * x)))
+        torch.testing.assert_close(gradients_of(layer), gradients_of(plain))
+
+
 @torch.library.custom_op("zbpipe_stand_in::gemm", mutates_args=())
 def gemm(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
     return (a.mT if transpose_a else a) @ (b.mT if transpose_b else b)

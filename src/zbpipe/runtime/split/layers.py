@@ -249,7 +249,8 @@ class Deferral:
         for factors in _read(self.products[function], args, kwargs):
             if self.owns(factors.weight) and not self.owns(factors.x):  # both: a weight made from two
                 if function is F.linear:
-                    self._plan(function, args, kwargs, None)
+                    if len(args) == 2 or (len(args) == 3 and (args[2] is None or args[2].dim() == 1)):
+                        self._plan(function, args, kwargs, None)
                     args, kwargs = with_factors_first(args, kwargs)
                     return self.linear(*args, **kwargs)
                 target = self._find_target(factors.x, factors.weight)
@@ -305,8 +306,8 @@ class Deferral:
     def _plan(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], rule: _Rule | None
     ) -> None:
-        """Know `function(x, weight, ...)` again in this step, if the weight is a leaf."""
-        if kwargs or len(args) < 2 or type(args[1]) not in PLAIN or not args[1].is_leaf:
+        """Know torch's `function(x, weight, ...)` again in this step, if the weight is a leaf."""
+        if kwargs or function not in PRODUCTS or type(args[1]) not in PLAIN or not args[1].is_leaf:
             return
         x, weight, *rest = args
         bias = next((each for each in rest if isinstance(each, Tensor) and each.requires_grad), None)
@@ -600,7 +601,6 @@ class _Plan(NamedTuple):
             and not x.is_nested
             and (not self.rest or all(map(operator.is_, rest, self.rest)))
             and len(rest) == len(self.rest)
-            and (self.bias is None or self.bias.requires_grad)
             and torch.is_grad_enabled()
             and not (autograd.any_autocast() or autograd.is_transformed())
             # FSDP would free an x that is itself a weight.
