@@ -339,6 +339,19 @@ def test_several_products_of_a_layer_leave_the_region_without_a_declaration() ->
     assert [len(layers) for layers in waited] == [4, 4, 4]
 
 
+class Bounded(nn.Linear):
+    """Multiplies with a weight that it makes, whose gradient depends on it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, torch.tanh(self.weight), self.bias)
+
+
+@pytest.mark.parametrize("checkpointing", IN_TURN)
+def test_a_made_weight_leaves_the_region(checkpointing: Checkpointing) -> None:
+    waited = run_two_blocks(lambda: nn.Sequential(Bounded(WIDTH, WIDTH)), checkpointing)
+    assert [len(layers) for layers in waited[1:]] == [2, 2]
+
+
 class Picky(Chosen):
     def forward(self, x: Tensor, gain: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and not isinstance(self.up, nn.Parameter):

@@ -83,8 +83,13 @@ def renew_twin(twin: nn.Module, layer: nn.Module, tensors: dict[str, Tensor]) ->
     vars(twin).update(own | {"_parameters": parameters} | tensors)
 
 
-def trace_weight_gradient(layer: nn.Module, weight: str, x: Any, y: Any, backend: Any) -> Traced | None:
-    """The gradient of the parameter `weight` for x and y of these specs; None unless it is one product of dY and x."""
+def trace_weight_gradient(
+    layer: nn.Module, weight: str, x: Any, y: Any, backend: Any, may_read_weights: bool
+) -> Traced | None:
+    """The gradient of the parameter `weight` for x and y of these specs; None unless it is one product of dY and x.
+
+    `may_read_weights`: whether W can read the layer's parameters.
+    """
     parameters = {name: each for name, each in layer._parameters.items() if each is not None}
     if any(type(each) not in _PLAIN for each in parameters.values()):
         return None
@@ -108,7 +113,8 @@ def trace_weight_gradient(layer: nn.Module, weight: str, x: Any, y: Any, backend
         return None
     _drop_unneeded(graph)
     products = [node for node in graph.graph.nodes if _is_product(node)]
-    if len(products) != 1 or not all(map(_is_fine, graph.graph.nodes)) or _needs_weights(graph):
+    reads_weights = _needs_weights(graph)
+    if len(products) != 1 or not all(map(_is_fine, graph.graph.nodes)) or (reads_weights and not may_read_weights):
         return None
     rows = y.shape.numel() or 1
     if "convolution" in str(products[0].target):
@@ -119,8 +125,9 @@ def trace_weight_gradient(layer: nn.Module, weight: str, x: Any, y: Any, backend
     shapes = [(each.shape, each.dtype) for each in parameters.values()]
 
     def of_weight(dy: Tensor, x: Tensor) -> Tensor:
+        own = [each.detach() for each in layer._parameters.values() if each is not None] if reads_weights else ()
         with torch.no_grad():
-            result: Tensor = run(x, dy, *(_without_content(each, dy.device) for each in shapes))
+            result: Tensor = run(x, dy, *(own or [_without_content(each, dy.device) for each in shapes]))
         return result
 
     return Traced(of_weight, flops / rows)

@@ -417,7 +417,8 @@ class Deferral:
         (name,), x, y = matrices, call.args[0] if len(call.args) == 1 else None, call.output
         if call.kwargs or not (isinstance(x, Spec) and isinstance(y, Spec)):
             return None
-        found = traced.trace_weight_gradient(self.layer, name, x, y, backend)
+        # FSDP may free the layer's parameters between I and W.
+        found = traced.trace_weight_gradient(self.layer, name, x, y, backend, not self.is_sharded)
         if found is None:
             return None
         unchanged = tuple(range(own[name].dim()))
