@@ -104,6 +104,7 @@ COMPILED = {
     "SD3": 0.95,
     "float8, tensorwise": 0.95,
     "int8": 0.95,
+    "QAT": 0.95,
 }
 """Least shares of models that are compiled as a whole. In float32, transformers calls an operator of its own there for
 most experts."""
