@@ -188,7 +188,7 @@ def assert_same_to_the_bit(layer: nn.Module, number: int, is_checkpointed: bool,
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
         for one, other in zip(layer.parameters(), plain.parameters(), strict=True):
             # With a wrapped weight, torchao's MXFP8 leaves the bias out.
-            assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)
+            assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
             one.grad = other.grad = None
 
 
