@@ -66,7 +66,7 @@ def train_as_without_a_pipeline(titan: Titan, cell: Cell) -> None:
     # The blocks are compiled with fullgraph=True, so a graph break would have been an error.
     assert job.log.count("Recompiling function") == cell.recompilations
     assert "recompile_limit" not in job.log
-    assert "computes these weight gradients in I, not in W" not in job.log
+    assert "FLOPs to W; in I:" not in job.log
 
 
 def _assert_is_what_was_asked_for(log: str, cell: Cell) -> None:

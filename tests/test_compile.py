@@ -313,6 +313,71 @@ def test_a_forward_that_does_not_say_what_it_multiplies_gets_the_very_weight() -
     assert [len(layers) for layers in waited] == [2, 0, 0]
 
 
+class Chosen(nn.Module):
+    """Two products and two arguments, with a module in it, and no declaration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(2, WIDTH, WIDTH) / 4) for _ in range(2))
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor, gain: Tensor) -> Tensor:
+        return self.act(torch.bmm(x, self.up)) * gain @ self.down.transpose(-2, -1)
+
+
+class WithGain(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self.layer, x, x.square().mean(-1, keepdim=True), use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_several_products_of_a_layer_leave_the_region_without_a_declaration() -> None:
+    waited = run_two_blocks(lambda: WithGain(Chosen()))
+    assert [len(layers) for layers in waited] == [4, 4, 4]
+
+
+class Bounded(nn.Linear):
+    """Multiplies with a weight that it makes, whose gradient depends on it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, torch.tanh(self.weight), self.bias)
+
+
+@pytest.mark.parametrize("checkpointing", IN_TURN)
+def test_a_made_weight_leaves_the_region(checkpointing: Checkpointing) -> None:
+    waited = run_two_blocks(lambda: nn.Sequential(Bounded(WIDTH, WIDTH)), checkpointing)
+    assert [len(layers) for layers in waited[1:]] == [2, 2]
+
+
+class Picky(Chosen):
+    def forward(self, x: Tensor, gain: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() and not isinstance(self.up, nn.Parameter):
+            torch._dynamo.graph_break()
+        return super().forward(x, gain)
+
+
+def test_a_region_that_the_compiler_refuses_with_stand_ins_is_compiled_without(caplog: Any) -> None:
+    waited = run_two_blocks(lambda: WithGain(Picky()))
+    assert [len(layers) for layers in waited] == [4, 0, 0]
+    messages = [each for each in caplog.messages if "cannot compile" in each]
+    assert "in the place of the weights of Picky" in messages[0]
+    assert len(messages) == 1  # both blocks have the same code
+
+
+def test_compiling_again_because_of_zbpipe_is_told(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr("zbpipe.runtime.split.compiled._MOST_SHAPES", 1)  # so the second shape has no slots
+    block = FeedForward()
+    block.compile(backend="aot_eager", dynamic=True)
+    store = prepare(block)
+    for length in (5, 5, 7):
+        run(block, torch.randn(2, length, WIDTH, requires_grad=True), store)
+    (message,) = [each for each in caplog.messages if "because of zbpipe" in each]
+    assert "the graph of the stage itself (FeedForward), or compiles it again, because of zbpipe: 0/0: " in message
+
+
 OTHER_USES: dict[str, Callable[[Tensor], Tensor]] = {
     "compared": lambda w: w * ((w > 0) & (w != 1)) + w * (w > 0.5) + w * ~(w <= 0.1),
     "divided": lambda w: w / 2 + 1 / (w + 9) + w % 0.5 + w.detach() // 0.5,
@@ -332,7 +397,7 @@ def test_other_uses_of_a_weight_that_leaves_the_region(use: str) -> None:
     assert [len(layers) for layers in waited] == [2, 2, 2]
 
 
-class Chosen(nn.Module):
+class RowsOfData(nn.Module):
     """How many rows go through the product comes out of the data."""
 
     def __init__(self) -> None:
@@ -351,7 +416,7 @@ class Chosen(nn.Module):
 def test_a_number_of_rows_that_is_not_known_stays_in_i() -> None:
     """As with expert parallelism. The first call runs without the compiler, so there they wait."""
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        waited = run_two_blocks(Chosen)
+        waited = run_two_blocks(RowsOfData)
     assert [len(layers) for layers in waited] == [6, 0, 0]
 
 
@@ -433,9 +498,9 @@ def test_what_is_left_in_i_is_told_once(one_rank: None, caplog: pytest.LogCaptur
     told = [record.getMessage() for record in caplog.records if record.name.startswith("zbpipe")]
     # In a compiled region `twice` is called twice.
     assert told == [
-        "stage 0 computes these weight gradients in I, not in W: 1.twice (Linear) 12.5 %, 2.twice (Linear) 12.5 % (in a"
-        " compiled region, where the weight is multiplied more than once, or by a layer with several products or"
-        " arguments). 75 % of its weight gradients' FLOPs are deferred to W"
+        "stage 0 defers 75 % of its weight gradients' FLOPs to W; in I: 1.twice (Linear) 12.5 %, 2.twice (Linear) 12.5"
+        " % (in a compiled region, where the weight is multiplied more than once, or by a layer that does more with"
+        " it). So its schedule gains less. docs/the-split.md shows how to declare a layer's products"
     ]
 
 

@@ -73,6 +73,12 @@ def test_too_few_microbatches_are_told_first(microbatches: int, is_told: bool) -
     assert (words in record(found)["words"]) == (words in page(found)) == is_told
 
 
+@pytest.mark.parametrize(("share", "is_told"), [(0.61, True), (0.8, False), (None, False)])
+def test_too_much_in_i_is_told_first(share: float | None, is_told: bool) -> None:
+    found = estimate(replace(workload(), deferred=share), ONE_A_SECOND, only=("1F1B",), plans=False)
+    assert next(lines(found)).startswith("W computes only 61% of the weight gradients") == is_told
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("checkpointing", [*Checkpointing, None])
 def test_torchs_split_is_last_where_it_fails(checkpointing: Checkpointing | None, compiled: bool) -> None:
@@ -245,6 +251,14 @@ def test_operations_of_f_i_and_w() -> None:
     again = count_operations(*on_meta(checkpointed=True))
     assert (again.f, again.w) == (found.f, found.w)
     assert again.i == found.i + found.f
+
+
+def test_weight_gradients_that_i_computes_are_counted_there() -> None:
+    with torch.device("meta"):
+        layers, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.empty(4, 8, requires_grad=True)
+    layers[0].weight_products = {}  # type: ignore[assignment]
+    found = count_operations(layers, x)
+    assert (found.i, found.w, found.in_i) == (3 * 512, 512, 512)
 
 
 def test_attention_without_a_mask_costs_twice() -> None:

@@ -92,23 +92,33 @@ def test_under_autocast_it_leaves_as_much(name: str) -> None:
 
 
 COMPILED = {
-    "Llama": 0.92,
-    "Mixtral": 0.13,
-    "GPT-2": 0.93,
-    "BERT": 0.87,
+    "Llama": 0.95,
+    "Mixtral in bfloat16": 0.95,
+    "GPT-OSS in bfloat16": 0.95,
+    "DeepSeek V3 in bfloat16": 0.95,
+    "Llama 4": 0.95,
+    "GPT-2": 0.95,
+    "BERT": 0.95,
     "timm ViT": 0.95,
     "timm ConvNeXt": 0.95,
     "SD3": 0.95,
-    "float8, tensorwise": 0.92,
+    "float8, tensorwise": 0.95,
     "int8": 0.95,
+    "QAT": 0.95,
 }
-"""Least shares of models that are compiled as a whole. An embedding counts as a product there."""
+"""Least shares of models that are compiled as a whole. In float32, transformers calls an operator of its own there for
+most experts."""
+
+
+def compile_whole(model: nn.Module) -> None:
+    model_of_library(model).compile(backend="aot_eager")
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_it_has_the_same_gradients(name: str) -> None:
     torch.compiler.reset()
-    report, model = train_case(BY_NAME[name], lambda model: model_of_library(model).compile(backend="aot_eager"))
+    tolerance = 3e-2 if "bfloat16" in name else 1e-4
+    report, model = train_case(BY_NAME[name], compile_whole, tolerance)
     assert_deferred(report, model, COMPILED[name])
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -25,6 +26,8 @@ pytest.importorskip("torchao")
 
 WIDTH = 64
 ROWS = 64
+BLOCK = 128
+"""What NVFP4 divides sizes into."""
 
 
 def float8(recipe: str) -> nn.Module:
@@ -94,6 +97,46 @@ def mxfp8_experts(with_hp: bool) -> nn.Module:
     return nn.Sequential(nn.Identity(), layer)
 
 
+class NVFP4(nn.Module):
+    """torchao's product, whose kernels run on GPUs alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(BLOCK, BLOCK, dtype=torch.bfloat16) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torchao.prototype.moe_training.nvfp4_training.nvfp4_linear import nvfp4_linear
+
+        y: Tensor = nvfp4_linear(x.bfloat16(), self.weight, sign_vector=(1,) * 16, sr_seed=torch.zeros(1).long())
+        return y.float()
+
+
+def codes(x: Tensor) -> Tensor:
+    """Stands for two numbers in a byte: of two columns, the first."""
+    return (x[:, ::2] / x.abs().max() * 127).round().to(torch.int8)
+
+
+def scaled_mm_v2(a: Tensor, b: Tensor, *more: Any, **options: Any) -> Tensor:
+    if has_torch_function((a, b)):
+        return handle_torch_function(scaled_mm_v2, (a, b), a, b, *more, **options)  # type: ignore[no-any-return]
+    return (a.view(torch.int8).float() @ b.view(torch.int8).float()).bfloat16() / 2**12
+
+
+def stand_in_for_kernels_of_nvfp4(patch: pytest.MonkeyPatch) -> None:
+    of = "torchao.prototype.moe_training.nvfp4_training.nvfp4_linear"
+    pytest.importorskip(of)
+    scale = torch.ones(1)
+    patch.setattr(f"{of}.triton_rht_amax", lambda x, sign_vector: (scale, scale))
+    patch.setattr(f"{of}.triton_rht_quantize_row_col", lambda x, **_: (codes(x.t()), scale, codes(x), scale))
+    patch.setattr(f"{of}.triton_weight_quantize_2d", lambda w, amax: (codes(w), scale, codes(w.t()), scale))
+    patch.setattr(torch, "_scaled_mm_v2", scaled_mm_v2)
+
+
+def test_nvfp4_leaves_its_weight_gradients_to_w(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_kernels_of_nvfp4(monkeypatch)
+    assert_same_to_the_bit(nn.Sequential(NVFP4(), nn.Tanh(), NVFP4()), 2, is_checkpointed=False, width=BLOCK)
+
+
 def stack() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
@@ -125,11 +168,15 @@ def run(layer: nn.Module, x: Tensor, is_checkpointed: bool) -> tuple[Tensor, Ten
 def test_w_computes_the_gradients_of_the_layer_to_the_bit(name: str, is_checkpointed: bool) -> None:
     torch.manual_seed(0)
     build, number = LAYERS[name]
-    layer = build()
+    assert_same_to_the_bit(build(), number, is_checkpointed)
+
+
+def assert_same_to_the_bit(layer: nn.Module, number: int, is_checkpointed: bool, width: int = WIDTH) -> None:
+    """In three steps, each of which leaves this number of weight gradients to W."""
     plain, gradients = copy.deepcopy(layer), WeightGradients()
     defer_weights(layer, gradients)
     for step in range(3):
-        x = torch.randn(ROWS, WIDTH)
+        x = torch.randn(max(ROWS, width), width)
         with gradients.record(on_trial=step == 0) as pending:
             found = run(layer, x, is_checkpointed)
         expected = run(plain, x, is_checkpointed)
@@ -141,7 +188,7 @@ def test_w_computes_the_gradients_of_the_layer_to_the_bit(name: str, is_checkpoi
         assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
         for one, other in zip(layer.parameters(), plain.parameters(), strict=True):
             # With a wrapped weight, torchao's MXFP8 leaves the bias out.
-            assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)
+            assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
             one.grad = other.grad = None
 
 

@@ -511,6 +511,7 @@ def test_metrics_of_the_pipeline_and_measured_costs(titan: Titan, tmp_path: Path
             assert 0 < step["zbpipe/simulated_step(s)"] <= step["zbpipe/step(s)"] * 1.5
             assert 0 < step["zbpipe/bubble(%)"] < 100
             assert step["zbpipe/peak_activations"] == 2
+            assert step.get("zbpipe/weight_gradients_in_w(%)") == (None if schedule == "1F1B" else 100)
         assert job.log.count(f"pipeline: {schedule}  step: ") == 3
     assert zbpipe.load_costs(costs).placement == zbpipe.Placement.loop(2)
 

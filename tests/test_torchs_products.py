@@ -367,6 +367,149 @@ def test_a_function_of_ones_own(declared: bool, run: str) -> None:
     assert "apply" not in vars(Doubling)
 
 
+class OneWeight(nn.Module):
+    """Multiplies one weight in many ways by the same functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.row, self.rows = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(4, WIDTH))
+        self.kernel, self.channels = nn.Parameter(torch.randn(4, 4, 1)), nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        w, linear = self.w, nn.functional.linear
+        y = linear(x, w, self.row) + linear(x, w, self.rows) + linear(x, w) + linear(x[0], w, self.row.detach())
+        y = (
+            y
+            + x @ w
+            + x[0] @ w
+            + torch.matmul(x[0, 0], w)
+            + torch.matmul(w, w).sum()
+            + torch.matmul(w.view(-1, WIDTH), w).sum()
+        )
+        y = y + nn.functional.conv1d(x, self.kernel, self.channels)
+        y = y + nn.functional.conv1d(x[0], self.kernel, self.channels)
+        with torch.no_grad():
+            y += x @ w
+        return y + (x.detach() @ w) * (x.float() @ w.float())
+
+
+def test_a_product_seen_before_is_known_by_all_its_arguments() -> None:
+    layer = OneWeight().double()
+    plain, gradients = copy.deepcopy(layer), WeightGradients()
+    defer_weights(layer, gradients)
+    for frozen in (False, False, True, False):
+        for each in (layer, plain):
+            each.row.requires_grad_(not frozen)
+            each.channels.requires_grad_(not frozen)
+        x = torch.randn(3, 4, WIDTH, dtype=torch.float64)
+        with gradients.record() as pending:
+            found = train(layer, x, lambda module, x: module(x) + module(2 * x))
+        while pending:
+            pending.pop().accumulate()
+        torch.testing.assert_close(found, train(plain, x, lambda module, x: module(x) + module(2 * x)))
+        torch.testing.assert_close(gradients_of(layer), gradients_of(plain))
+
+
+@torch.library.custom_op("zbpipe_stand_in::gemm", mutates_args=())
+def gemm(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
+    return (a.mT if transpose_a else a) @ (b.mT if transpose_b else b)
+
+
+@gemm.register_fake
+def _(a: Tensor, b: Tensor, transpose_a: bool, transpose_b: bool) -> Tensor:
+    return a.new_empty(a.shape[int(transpose_a)], b.shape[int(not transpose_b)])
+
+
+class LinearOfOthers(torch.autograd.Function):
+    """Calls an operator of its library, as Primus Turbo does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return torch.ops.zbpipe_stand_in.gemm(x, weight, False, True)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        product = torch.ops.zbpipe_stand_in.gemm
+        return product(dy, weight, False, False), product(dy, x, True, False)
+
+
+def test_a_product_by_an_operator_of_another_library_waits() -> None:
+    layer = Own(Case(lambda s, x: LinearOfOthers.apply(x.flatten(0, 1), s.w), SQUARE))
+    plain, gradients = copy.deepcopy(layer), WeightGradients()
+    defer_weights(layer, gradients)
+    for step in range(3):
+        x = torch.randn(3, 4, WIDTH)
+        with gradients.record(on_trial=not step) as pending:
+            train(layer, x, RUNS["plain"])
+        assert len(pending) == 1
+        while step and pending:
+            pending.pop().accumulate()
+        train(plain, x, RUNS["plain"])
+    assert torch.equal(gradients_of(layer)[0], gradients_of(plain)[0])  # type: ignore[arg-type]
+
+
+class RunsBackward(torch.autograd.Function):
+    """Its backward runs that of a layer, then fails with a `Later`, or in any case."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, inner: nn.Module, fails: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.inner, ctx.fails = inner, fails
+        return inner(x) @ weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            given = x.detach().requires_grad_()
+            h = ctx.inner(given)
+        h.backward(dy @ weight.mT)
+        dw = h.detach().flatten(0, 1).mT @ dy.flatten(0, 1)
+        return given.grad, torch.from_numpy(dw.numpy().copy()) if ctx.fails else dw, None, None
+
+
+class WithInner(nn.Module):
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.w, self.inner = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
+        self.fails = fails
+
+    def forward(self, x: Tensor) -> Tensor:
+        return RunsBackward.apply(x, self.w, self.inner, self.fails)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_backward_within_a_backward_adds_its_gradients_once(fails: bool) -> None:
+    layer = WithInner(fails)
+    plain, gradients = copy.deepcopy(layer), WeightGradients()
+    defer_weights(layer, gradients)
+    for step in range(2):
+        x = torch.randn(3, 4, WIDTH)
+        with gradients.record(on_trial=not step) as pending:
+            if fails and not step:
+                with pytest.raises(
+                    RuntimeError, match=r"in a WithInner runs another backward and fails: .* weight_prod"
+                ):
+                    train(layer, x, RUNS["plain"])
+                assert pending == []
+                assert layer.inner.weight.grad is None
+                layer.zero_grad()
+                continue
+            train(layer, x, RUNS["plain"])
+        assert len(pending) == (1 if fails else 2)
+        while step and pending:
+            pending.pop().accumulate()
+        train(plain, x, RUNS["plain"])
+    torch.testing.assert_close(gradients_of(layer), gradients_of(plain))
+
+
+def gradients_of(module: nn.Module) -> list[Tensor | None]:
+    return [each.grad for each in module.parameters()]
+
+
 class Writes(torch.autograd.Function):
     """Its backward writes into an operand of the weight's product, or reads the result, or fails with a `Later`."""
 

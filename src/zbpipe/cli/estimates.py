@@ -50,8 +50,8 @@ def lines(found: Estimate, searched: bool = False) -> Iterator[str]:
 
 
 def _warnings(found: Estimate) -> Iterator[str]:
-    if words := found.workload.too_few_microbatches:
-        yield words
+    work = found.workload
+    yield from filter(None, (work.too_few_microbatches, work.too_much_in_i))
 
 
 def _verdict(found: Estimate, searched: bool) -> Iterator[str]:

@@ -14,6 +14,9 @@ from zbpipe.estimation.devices import Device
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 from zbpipe.schedule.registry import Algorithm
 
+ENOUGH = 0.8
+"""Share of weight gradients in W below which people are warned."""
+
 
 @dataclass(frozen=True)
 class Degrees:
@@ -135,6 +138,8 @@ class Workload:
     """Function that builds the same job on other degrees. None if that is impossible."""
     microbatch_size: int = 1
     """Sequences per microbatch."""
+    deferred: float | None = None
+    """Share of the weight gradients that W computes. None if unknown."""
     batch_option: str = "microbatches"
     """Name of the option for a larger batch, in sequences of one pipeline's step."""
 
@@ -142,6 +147,16 @@ class Workload:
     def too_few_microbatches(self) -> str | None:
         """The sentence of `few_microbatches` for this job."""
         return few_microbatches(self.degrees.pipeline, self.microbatches, self.microbatch_size, self.batch_option)
+
+    @property
+    def too_much_in_i(self) -> str | None:
+        """A sentence for jobs in which W computes less than 80 % of the weight gradients. None for other jobs."""
+        if self.deferred is None or self.deferred >= ENOUGH:
+            return None
+        return (
+            f"W computes only {self.deferred:.0%} of the weight gradients, so schedules with I and W gain less: the"
+            " job's log names the layers"
+        )
 
     @property
     def global_tokens(self) -> int:

@@ -16,6 +16,7 @@ from zbpipe.runtime.measure.profiler import Links, measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
 from zbpipe.runtime.measure.trace import make_timelines
 from zbpipe.runtime.schedules import RegisteredSchedule
+from zbpipe.runtime.split.stage import find_deferred_share
 
 logger = logging.getLogger(__name__)
 
@@ -50,12 +51,14 @@ class PipelineMetrics(Watcher):
             self._collectives = measure_collectives(hooks.stages_of(schedule))
         planned, measured, exposed = make_timelines(schedule, self._record, self._links, self._collectives)
         self._record = None
+        share = find_deferred_share(hooks.stages_of(schedule))
         steps = schedule.optimizer_steps if isinstance(schedule, RegisteredSchedule) else {}
         return {
             "zbpipe/step(s)": measured.makespan,
             "zbpipe/simulated_step(s)": planned.makespan,
             "zbpipe/bubble(%)": 100 * measured.bubble,
             "zbpipe/peak_activations": max(planned.peak_activations),
+            **({} if share is None else {"zbpipe/weight_gradients_in_w(%)": 100 * share}),
             **({"zbpipe/exposed_fsdp(s)": exposed} if self._collectives else {}),
             f"zbpipe/schedule/{Path(planned.schedule.name).name}": 1.0,
             **{f"zbpipe/optimizer_steps/{way}": float(number) for way, number in steps.items()},

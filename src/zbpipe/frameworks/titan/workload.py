@@ -18,6 +18,7 @@ from zbpipe.frameworks.titan import batches, command_line, cpu, interface, layer
 from zbpipe.frameworks.titan.versions import find_installed
 from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.runtime.measure.counts import LayerBytes, Operations, count_bytes, count_operations
+from zbpipe.runtime.split.work import percent
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind
 from zbpipe.schedule.user_code import import_from_here
 
@@ -130,6 +131,12 @@ class _Counted:
         return (self.embedding, *self.blocks, self.head)
 
     @property
+    def deferred(self) -> float | None:
+        """Share of the blocks' weight gradients that W computes. None if they were not run."""
+        in_w, in_i = (sum(getattr(each.operations, name) for each in self.blocks) for name in ("w", "in_i"))
+        return in_w / (in_w + in_i or 1) if self.on_meta else None
+
+    @property
     def on_meta(self) -> bool:
         """Whether all blocks ran on meta tensors."""
         return all(block.bytes is not None for block in self.blocks)
@@ -150,6 +157,7 @@ def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) ->
         message_bytes=sizes.computed * tokens * counted.dim / degrees.tensor,
         operations=counted.operations,
         words=_words(counted, degrees),
+        deferred=counted.deferred,
         schedule=parallelism.pipeline_parallel_schedule,
         checkpointing=counted.checkpointing,
         compiled=models.compiles_blocks(config),
@@ -170,7 +178,10 @@ def _cut(parts: Sequence[Sequence[str]] | None, layers: Sequence[tuple[str, ...]
 
 def _words(counted: _Counted, degrees: Degrees) -> str:
     """Sources of operations and bytes, in words."""
-    counts = "operations of F, I and W counted on meta tensors" if counted.on_meta else "operations from the weights"
+    share = counted.deferred
+    counts = "operations from the weights, as if W computed the weight gradients of all layers"
+    if share is not None:
+        counts = f"operations of F, I and W counted on meta tensors ({percent(share)} of weight gradients in W)"
     how = counted.checkpointing
     how_much = f"{counts}, with {how} checkpointing" if how is not Checkpointing.NONE else counts
     words = "bytes counted on meta tensors" + (", shared by TP as in Llama" if degrees.tensor > 1 else "")

@@ -34,6 +34,13 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
+def list_leaves(value: Any) -> list[Any]:
+    """All parts of `value` that `map_leaves` would change."""
+    found: list[Any] = []
+    map_leaves(value, found.append)
+    return found
+
+
 def version_of(tensor: Tensor) -> int:
     """Number of in-place changes of the tensor."""
     return tensor._version

@@ -11,8 +11,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch._dynamo.exc import TorchDynamoException
 from torch._dynamo.resume_execution import TORCH_DYNAMO_RESUME_IN_PREFIX
 from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.utils import get_compilation_metrics
 from torch._dynamo.variables.torch import get_overridable_functions
 from torch._guards import CompileContext
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
@@ -21,6 +23,30 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from zbpipe.runtime._torch.hooks import Call
 from zbpipe.runtime.attributes import replaced
+
+CompilerError = TorchDynamoException
+"""What the compiler raises if it cannot compile a function."""
+
+_OURS = ("zbpipe", "WeightWithSlots", "_weight_deferral")
+"""Words in the compiler's reasons that belong to zbpipe."""
+
+
+def find_complaints_since(last: object) -> list[str]:
+    """The first lines of reasons that belong to zbpipe, for breaking a graph or compiling again since `last`."""
+    reasons: list[str] = []
+    for each in reversed(get_compilation_metrics()):
+        if each is last:
+            break
+        reasons += each.restart_reasons or ()
+        # The guard that failed, without the line that it comes from.
+        reasons += [each.recompile_reason.partition("  #")[0]] if each.recompile_reason else []
+    return [each.partition("\n")[0] for each in reasons if any(word in each for word in _OURS)]
+
+
+def find_last_compilation() -> object:
+    """The compiler's record of its last compilation; None before the first."""
+    known = get_compilation_metrics()
+    return known[-1] if known else None
 
 
 def is_compiled(module: nn.Module) -> bool:

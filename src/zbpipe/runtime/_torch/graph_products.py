@@ -88,6 +88,12 @@ def find_products_behind(nodes: Sequence[Node], inputs: Iterable[Node] = ()) -> 
     return found
 
 
+def find_leaves(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> list[Tensor]:
+    """All leaves that `outputs` depend on, other than by `inputs`."""
+    nodes = sort_nodes(find_nodes(outputs), find_nodes(inputs))
+    return [leaf for node in nodes if (leaf := getattr(node, "variable", None)) is not None]
+
+
 def find_nodes(tensors: Iterable[Any]) -> list[Node]:
     """The nodes that made these tensors; leaves have none."""
     return [each.grad_fn for each in tensors if isinstance(each, Tensor) and each.grad_fn is not None]
@@ -194,8 +200,8 @@ def _shape_of(node: Node, number: int) -> tuple[int, ...]:
 def _count_flops(node: Node, kind: str, is_first: bool, weight: tuple[int, ...], edges: Sequence[_Edge]) -> float:
     """FLOPs of a product: two per multiplication."""
     dy = _shape_of(node, 0)
-    if isinstance(cast(object, node), BackwardCFunction) and hasattr(node, "flops"):  # zbpipe's own
-        return cast(float, node.flops)
+    if isinstance(cast(object, node), BackwardCFunction) and hasattr(node, "inner"):  # zbpipe's own
+        return 2.0 * prod(dy) * cast(float, node.inner)
     if kind == "Convolution":
         return 2.0 * _count_convolved(node, dy, weight, edges) * prod(weight[1:])
     if kind == "Linear":

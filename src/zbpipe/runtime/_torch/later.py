@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
@@ -72,7 +72,7 @@ class Later(Tensor):
 
 def _any_value(args: Any) -> bool:
     """Whether a `Later` in `args` has its value already, as on trial."""
-    return any(isinstance(each, Later) and each.value is not None for each in _list_leaves(args))
+    return any(isinstance(each, Later) and each.value is not None for each in autograd.list_leaves(args))
 
 
 def _read(args: Any) -> Any:
@@ -86,12 +86,6 @@ def _peek(args: Any) -> Any:
 
 def _peek_at(later: Later) -> Tensor:
     return later.now() if later.value is None else later.value
-
-
-def _list_leaves(value: Any) -> list[Any]:
-    found: list[Any] = []
-    autograd.map_leaves(value, found.append)
-    return found
 
 
 def _postpone(call: _Call, at_once: bool) -> Any:
@@ -109,7 +103,7 @@ def _postpone(call: _Call, at_once: bool) -> Any:
 
 
 def _find_device(call: _Call) -> torch.device:
-    tensors = (each for each in _list_leaves((call.args, call.kwargs)) if isinstance(each, Tensor))
+    tensors = (each for each in autograd.list_leaves((call.args, call.kwargs)) if isinstance(each, Tensor))
     return next(tensors).device
 
 
@@ -165,11 +159,15 @@ class LaterProducts(TorchFunctionMode):
         self._numbers = numbers
         self._count = -1
         self._backward = torch._C._current_graph_task_id()
+        self.has_seen_parameters = False
+        """Whether the backward runs a forward of its own with parameters, whose backward adds to their gradients."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.is_grad_enabled():
+            self.has_seen_parameters |= any(isinstance(each, nn.Parameter) for each in args)
         if not (_is_product(func) and self._is_in_same_backward()):
             return func(*args, **kwargs)
         self._count += 1
@@ -287,7 +285,7 @@ class _Step(NamedTuple):
 
 
 def _count_flops(call: _Call) -> float:
-    factors = [each for each in _list_leaves((call.args, call.kwargs)) if isinstance(each, Tensor)][:2]
+    factors = [each for each in autograd.list_leaves((call.args, call.kwargs)) if isinstance(each, Tensor)][:2]
     if len(factors) < 2 or not factors[1].dim():
         return 0.0
     return 2.0 * factors[0].numel() * factors[1].shape[-1]

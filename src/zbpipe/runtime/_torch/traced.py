@@ -1,12 +1,13 @@
-"""The weight gradient of a whole layer y = layer(x), as a function of dY and x: for layers in compiled regions.
+"""Layers in compiled regions, as torch traces them.
 
-torch traces the layer's own forward and backward. Without the operations that the weight gradient does not need, one
-product remains, with what casts or quantises its operands.
+The weight gradient of a whole layer y = layer(x) is traced as a function of dY and x. Without the operations that it
+does not need, one product remains, with what casts or quantises its operands. Where another object stands in for a
+weight, a trace with it shows whether the layer computes the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,46 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from zbpipe.runtime._torch import autograd
+
 _PLAIN = (Tensor, nn.Parameter)
+_VALUES = (bool, int, float, str, type(None), torch.dtype, torch.device)
+
+
+class Spec(NamedTuple):
+    """Shape, dtype and device of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def spec(tensor: Tensor) -> Spec:
+    return Spec(tensor.shape, tensor.dtype, tensor.device)
+
+
+class Call(NamedTuple):
+    """A call of a layer, with specs in the place of tensors."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+def find_call(args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> Call | None:
+    """The call with plain tensors and values alone; None for any other, and under autocast."""
+    leaves = autograd.list_leaves((tuple(args), kwargs))
+    if autograd.any_autocast() or not all(type(each) in (*_PLAIN, *_VALUES) for each in leaves):
+        return None
+    return Call(*autograd.map_leaves((tuple(args), kwargs, output), _without_tensor))
+
+
+def _without_tensor(leaf: Any) -> Any:
+    return spec(leaf) if type(leaf) in _PLAIN else leaf
+
+
+def _with_tensor(leaf: Any) -> Any:
+    return _make(leaf.shape, leaf) if type(leaf) is Spec else leaf
 
 
 class Traced(NamedTuple):
@@ -43,8 +83,13 @@ def renew_twin(twin: nn.Module, layer: nn.Module, tensors: dict[str, Tensor]) ->
     vars(twin).update(own | {"_parameters": parameters} | tensors)
 
 
-def trace_weight_gradient(layer: nn.Module, weight: str, x: Any, y: Any, backend: Any) -> Traced | None:
-    """The gradient of the parameter `weight` for x and y of these specs; None unless it is one product of dY and x."""
+def trace_weight_gradient(
+    layer: nn.Module, weight: str, x: Any, y: Any, backend: Any, may_read_weights: bool
+) -> Traced | None:
+    """The gradient of the parameter `weight` for x and y of these specs; None unless it is one product of dY and x.
+
+    `may_read_weights`: whether W can read the layer's parameters.
+    """
     parameters = {name: each for name, each in layer._parameters.items() if each is not None}
     if any(type(each) not in _PLAIN for each in parameters.values()):
         return None
@@ -68,7 +113,8 @@ def trace_weight_gradient(layer: nn.Module, weight: str, x: Any, y: Any, backend
         return None
     _drop_unneeded(graph)
     products = [node for node in graph.graph.nodes if _is_product(node)]
-    if len(products) != 1 or not all(map(_is_fine, graph.graph.nodes)) or _needs_weights(graph):
+    reads_weights = _needs_weights(graph)
+    if len(products) != 1 or not all(map(_is_fine, graph.graph.nodes)) or (reads_weights and not may_read_weights):
         return None
     rows = y.shape.numel() or 1
     if "convolution" in str(products[0].target):
@@ -79,11 +125,38 @@ def trace_weight_gradient(layer: nn.Module, weight: str, x: Any, y: Any, backend
     shapes = [(each.shape, each.dtype) for each in parameters.values()]
 
     def of_weight(dy: Tensor, x: Tensor) -> Tensor:
+        own = [each.detach() for each in layer._parameters.values() if each is not None] if reads_weights else ()
         with torch.no_grad():
-            result: Tensor = run(x, dy, *(_without_content(each, dy.device) for each in shapes))
+            result: Tensor = run(x, dy, *(own or [_without_content(each, dy.device) for each in shapes]))
         return result
 
     return Traced(of_weight, flops / rows)
+
+
+def computes_the_same(layer: nn.Module, stand_ins: Mapping[str, Callable[[Tensor], object]], call: Call) -> bool:
+    """Whether the forward computes the same with these objects in the place of its parameters."""
+    try:
+        with saved_tensors_hooks(_as_it_is, _as_it_is), _disable_current_modes(), torch.no_grad():
+            return _trace_forward(layer, {}, call) == _trace_forward(layer, stand_ins, call)
+    except Exception:  # of any kind: the forward may not know what to do with such an object, or torch with the forward
+        return False
+
+
+def _trace_forward(layer: nn.Module, stand_ins: Mapping[str, Callable[[Tensor], object]], call: Call) -> str:
+    parameters = {name: each for name, each in layer._parameters.items() if each is not None}
+    with FakeTensorMode():
+        fakes = [_make(each.shape, each, each.stride()) for each in parameters.values()]
+        args, kwargs = autograd.map_leaves(
+            call[:2], lambda leaf: _make(leaf.shape, leaf) if type(leaf) is Spec else leaf
+        )
+
+    def forward(tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        own: dict[str, Any] = dict(zip(parameters, tensors, strict=True))
+        twin = make_twin(layer, own | {name: make(own[name]) for name, make in stand_ins.items()})
+        vars(twin)["_buffers"] = dict(layer._buffers)
+        return twin.forward(*args, **kwargs)
+
+    return make_fx(forward, tracing_mode="fake", _allow_non_fake_inputs=True)(fakes, args, kwargs).code
 
 
 def _as_it_is(tensor: Tensor) -> Tensor:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from zbpipe.runtime._torch import autograd, live, on_meta
+from zbpipe.runtime._torch import autograd, graph_products, live, on_meta
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients
+from zbpipe.runtime.split.work import WeightWork
 from zbpipe.schedule.ir import OpKind
 
 _Result = TypeVar("_Result")
@@ -27,6 +28,8 @@ class Operations:
     i: float
     """FLOPs of I, including recomputation by checkpointing."""
     w: float
+    in_i: float = 0.0
+    """FLOPs of weight gradients that I computes, a part of `i`."""
 
 
 def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations:
@@ -35,7 +38,7 @@ def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations
         >>> with torch.device("meta"):
         ...     layer, x = nn.Linear(8, 32, bias=False), torch.empty(4, 8, requires_grad=True)
         >>> count_operations(layer, x)
-        Operations(f=2048.0, i=2048.0, w=2048.0)
+        Operations(f=2048.0, i=2048.0, w=2048.0, in_i=0.0)
 
     Only products count, as in torch's `FlopCounterMode`. Causal attention costs half of attention without a mask, and
     its backward 2.5 times its forward, because it computes the scores again.
@@ -53,11 +56,13 @@ def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations
     with on_meta.fuse_on_meta():
         output, forward = _count(lambda: module(*args, **kwargs))
         results = [leaf for leaf in autograd.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        products = graph_products.find_products(results)
         with gradients.record() as pending:
             given = [torch.empty_like(leaf) for leaf in results]
             _, backward = _count(lambda: torch.autograd.backward(results, given))
+        work = WeightWork(module, products, pending)
         _, weights = _count(lambda: _accumulate(pending))
-    return Operations(forward, backward, weights)
+    return Operations(forward, backward, weights, work.flops * (1 - work.share))
 
 
 def _accumulate(pending: list[PendingGradient]) -> None:

@@ -11,6 +11,8 @@ without the compiler: in torch's metadata inference before the first step, or in
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,9 +24,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from zbpipe.runtime._torch import autograd, compiler, fsdp, graph_products, traced
+from zbpipe.runtime._torch.traced import Spec, spec
 from zbpipe.runtime.split.layers import PLAIN, Deferral, deferrals
 from zbpipe.runtime.split.products import PendingGradient
-from zbpipe.runtime.split.slots import SlotHandle, Slots, Spec, Use, WeightWithSlots, dtype_in_slot, spec, whole_layer
+from zbpipe.runtime.split.slots import SlotHandle, Slots, Use, WeightWithSlots, dtype_in_slot, whole_layer
+
+logger = logging.getLogger(__name__)
 
 _MOST_SHAPES = 16
 """Limit of input shapes per region. For more, the region has no slots, and its weight gradients stay in I."""
@@ -32,9 +37,9 @@ _MOST_SHAPES = 16
 
 def defer_in_compiled_regions(module: nn.Module) -> None:
     """Give slots to the prepared layers of `module` that run in `torch.compile(m)` or after `m.compile()`."""
-    for each in module.modules():
+    for name, each in module.named_modules():
         if compiler.is_compiled(each) and not isinstance(compiler.find_compiled_call(each), _Region):
-            compiler.divert_compiled_call(each, _Region(each))
+            compiler.divert_compiled_call(each, _Region(each, name))
 
 
 def are_compiled(module: nn.Module) -> bool:
@@ -65,6 +70,11 @@ def list_products_in_regions(module: nn.Module) -> list[graph_products.GraphProd
     return [product for region in _list_regions(module) for product in region.products]
 
 
+def list_leaves_in_regions(module: nn.Module) -> list[Tensor]:
+    """Parameters that all regions of `module` have used without the compiler, for products or anything else."""
+    return [leaf for region in _list_regions(module) for leaf in region.leaves]
+
+
 class _Site(NamedTuple):
     """A product in a region that has slots."""
 
@@ -77,6 +87,11 @@ class _Site(NamedTuple):
     def weight(self) -> Tensor:
         """The present parameter: FSDP replaces it."""
         return cast(Tensor, autograd.own_parameters(self.deferral.layer)[self.use.weight_name])
+
+    @property
+    def is_undeclared(self) -> bool:
+        """Whether another object stands in for the weight of a layer that does not declare its products."""
+        return self.deferral.is_caught and not self.deferral.is_declared and self.use.function is not whole_layer
 
     def open(self, weight: Tensor, slots: Sequence[Tensor]) -> None:
         """Let the product use these slots in the next call of its layer."""
@@ -104,8 +119,9 @@ class _Site(NamedTuple):
 class _Region:
     """The calls of one compiled module."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, name: str) -> None:
         self._module = module
+        self._name = f"{name or 'the stage itself'} ({type(module).__name__})"
         self._deferrals = tuple(deferrals(module).values())
         self.sites: dict[tuple[Any, ...], tuple[_Site, ...]] = {}
         """Sites by shape, dtype and device of the tensors among the inputs."""
@@ -115,6 +131,8 @@ class _Region:
         self.has_run_compiled = False
         self.products: list[graph_products.GraphProduct] = []
         """Products with weights in the last call without the compiler. A compiled call's graph hides them."""
+        self.leaves: list[Tensor] = []
+        """Parameters in that call."""
         self._unshards = fsdp.is_fsdp(module) and not compiler.is_optimized(module)
         """Whether FSDP gathers the weights within this call. With `torch.compile(module)` it does so before."""
         if self._unshards:
@@ -136,9 +154,25 @@ class _Region:
             self.ran_eagerly.append(memory)
             with self._learn(inputs), _with_inner_regions_eager():
                 output = eager(*args, **kwargs)
-            self.products = graph_products.find_products(autograd.tree_leaves(output), tensors)
+            made, given = autograd.tree_leaves(output), tensors
+            self.products = graph_products.find_products(made, given)
+            self.leaves = graph_products.find_leaves(made, given)
             return output
         self.has_run_compiled = True
+        last = compiler.find_last_compilation()
+        try:
+            output = self._call_with_slots(inputs, compiled, args, kwargs)
+        except compiler.CompilerError as error:
+            if not self._give_up_stand_ins(str(error).partition("\n")[0]):
+                raise
+            return self._call_with_slots(inputs, compiled, args, kwargs)
+        if complaints := compiler.find_complaints_since(last):
+            self._report(complaints[0])
+        return output
+
+    def _call_with_slots(
+        self, inputs: tuple[Any, ...], compiled: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
         self._next = self.sites.get(inputs, ())
         if not self._unshards:
             self._provide_slots()
@@ -148,6 +182,29 @@ class _Region:
             for site in self._next:
                 site.close()
             self._next = ()
+
+    def _report(self, complaint: str) -> None:
+        """Log that zbpipe breaks the region's graph, or has it compiled again."""
+        if not self._give_up_stand_ins(complaint):
+            logger.warning(
+                "the compiler breaks the graph of %s, or compiles it again, because of zbpipe: %s. Weight gradients of"
+                " layers in it with weight_products = {} stay in I, and the compiler sees these layers as they are",
+                *(self._name, complaint),
+            )
+
+    def _give_up_stand_ins(self, complaint: str) -> bool:
+        """Compile layers that do not declare their products as they are; returns whether there are any."""
+        given_up = {site.deferral for sites in self.sites.values() for site in sites if site.is_undeclared}
+        for deferral in given_up:
+            deferral.may_use_stand_ins = False
+        self.sites = {key: tuple(s for s in sites if not s.is_undeclared) for key, sites in self.sites.items()}
+        if given_up:
+            logger.warning(
+                "the compiler cannot compile %s with objects in the place of the weights of %s: %s. These weight"
+                " gradients stay in I, unless the layers declare their products by weight_products",
+                *(self._name, ", ".join(sorted({type(each.layer).__name__ for each in given_up})), complaint),
+            )
+        return bool(given_up)
 
     def _repeats_eager_call(self, memory: autograd.Memory) -> bool:
         """Whether this call in a backward repeats one that ran without the compiler."""
@@ -200,21 +257,19 @@ def _with_inner_regions_eager() -> Iterator[None]:
 
 def _find_sites(deferral: Deferral, backend: Any) -> Iterator[_Site]:
     """Products of a layer that can leave the region."""
-    # A weight that is multiplied twice would need two pairs of slots, and the calls cannot be distinguished. A layer
-    # with its own forward may do anything with its weight, unless it declares its products by `weight_products`: only
-    # then another object may stand in for the weight.
-    uses = deferral.seen or ()
     if deferral.is_caught and (use := deferral.find_use_of_layer(backend)) is not None:
         yield _Site(deferral, use, tuple(map(_without_memory, (use.x, use.y))))
         return
+    # A weight that is multiplied twice would need two pairs of slots, and the calls cannot be distinguished.
+    names = Counter(each.weight_name for each in deferral.seen or ())
+    uses = [each for each in deferral.seen or () if names[each.weight_name] == 1]
+    if deferral.is_caught and uses and not deferral.allows_stand_ins(uses):
+        return
     for use in uses:
-        if deferral.is_caught and not deferral.declares(use.function):
-            continue
-        if [each.weight_name for each in uses].count(use.weight_name) == 1:
-            if deferral.is_caught:
-                compiler.let_compiler_dispatch(use.function)
-            more = [each._replace(dtype=dtype_in_slot(each.dtype)) for each in use.more]
-            yield _Site(deferral, use, tuple(map(_without_memory, (use.x, use.y, *more))))
+        if deferral.is_caught:
+            compiler.let_compiler_dispatch(use.function)
+        more = [each._replace(dtype=dtype_in_slot(each.dtype)) for each in use.more]
+        yield _Site(deferral, use, tuple(map(_without_memory, (use.x, use.y, *more))))
 
 
 class _Slots(torch.autograd.Function):

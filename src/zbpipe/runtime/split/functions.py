@@ -77,16 +77,25 @@ class _Backward:
         if numbers == frozenset() or torch.is_grad_enabled() or not self.deferral.gradients.is_recording:
             return later.run_own_backward(node, gradients)
         context = later.Context(node)
+        mode = later.LaterProducts(numbers)
+        inner: list[PendingGradient] = []
         try:
-            with later.LaterProducts(numbers):
+            with self.deferral.gradients.collect(inner), mode:
                 returned = later.run_own_backward(node, gradients, context)
             if numbers is None:
                 numbers = self._learn(node, returned)
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # of any kind: it may read a tensor in a way that no `Later` allows
+        except Exception as error:  # of any kind: it may read a tensor in a way that no `Later` allows
             self._functions.learn(type(node), frozenset())
+            if inner or mode.has_seen_parameters:  # a second run would add those gradients again
+                raise RuntimeError(
+                    f"the backward of {node.name()} in a {type(self.deferral.layer).__name__} runs another backward and"
+                    f" fails: {error}. If it does not without zbpipe, set weight_products = {{}} on this layer"
+                ) from error
             return later.run_own_backward(node, gradients, context)
+        for each in inner:
+            self.deferral.gradients.keep(each)
         kept = list(returned)
         for weight in self.weights:
             gradient = returned[weight.place]

@@ -14,6 +14,7 @@ A compiled region allows no side effects. There x and dY leave as the gradients 
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
@@ -29,10 +30,11 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from zbpipe.runtime._torch import autograd, compiler, fsdp, traced
+from zbpipe.runtime._torch.traced import Call, Spec
 from zbpipe.runtime.attributes import declares
 from zbpipe.runtime.split.contents import Checks
 from zbpipe.runtime.split.functions import Functions
-from zbpipe.runtime.split.further import Further, swap, with_factors_first
+from zbpipe.runtime.split.further import Further, separate_tensors, swap, with_factors_first
 from zbpipe.runtime.split.products import (
     LINEAR,
     PendingGradient,
@@ -40,20 +42,19 @@ from zbpipe.runtime.split.products import (
     Target,
     WeightGradients,
     WeightProduct,
-    count_flops,
+    count_inner,
     linear_input_gradient,
     name_of,
     rows,
 )
 from zbpipe.runtime.split.slots import (
     SlotHandle,
-    Spec,
     Use,
     layer_in_slots,
     linear_in_slots,
     make_use,
-    spec,
     whole_layer,
+    without_slots,
 )
 from zbpipe.runtime.split.torchs_products import COMPOSITES, PRODUCTS, Factors, Reader, read_declared
 
@@ -116,9 +117,12 @@ def _find_products(layer: nn.Module, is_compiled: bool) -> Mapping[Callable[...,
         return {**PRODUCTS, **declared} if declared else {}
     if isinstance(layer, nn.Linear):
         return PRODUCTS
-    # In a compiled region a layer that declares its products lets another object stand in for its weight. Any other
-    # layer is one product as a whole, or none.
-    return PRODUCTS if _owns_matrices(layer) and not (is_compiled and any(layer.children())) else {}
+    return PRODUCTS if _owns_matrices(layer) and not (is_compiled and _has_weights_within(layer)) else {}
+
+
+def _has_weights_within(layer: nn.Module) -> bool:
+    """Whether modules in a layer have parameters. In a compiled region such a layer cannot be tried out by itself."""
+    return any(True for child in layer.children() for _ in child.parameters())
 
 
 def _owns_matrices(layer: nn.Module) -> bool:
@@ -201,14 +205,18 @@ class Deferral:
         self._own: set[int] = set()
         """Ids of the layer's parameters."""
         self._has_run = False
+        self._plans: dict[tuple[Callable[..., Any], int], _Plan] = {}
+        """Products in this step, by the function and the weight's id."""
         self.handle: SlotHandle | None = None
         """Slots for the next call in a compiled region, for a layer without its own forward."""
         self.permits: defaultdict[str, Callable[[], str]] = defaultdict(compiler.make_slot_permit)
         """Permits for a product to leave its region, by weight name, asked during the region's compilation."""
         self.seen: list[Use] | None = None
         """List that collects each product with a plain parameter; None if not requested."""
-        self.calls: list[tuple[Spec, Spec] | None] = []
-        """x and y of each call in the meantime; None for a call with other arguments or results."""
+        self.calls: list[Call | None] = []
+        """The calls in the meantime; None for a call that cannot be repeated without its tensors."""
+        self.may_use_stand_ins = True
+        """Whether the compiler has not yet failed with objects in the place of the layer's weights."""
         self.twin: nn.Module | None = None
         """The layer with its weight as a constant, for a call of the whole layer in a compiled region."""
 
@@ -235,9 +243,14 @@ class Deferral:
 
     def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)`. If this is a product with a weight of the layer's, the gradient can wait."""
+        plan = self._plans.get((function, id(args[1]))) if len(args) > 1 and not kwargs else None
+        if plan is not None and self.seen is None and plan.fits(args):
+            return plan.run(function, args)
         for factors in _read(self.products[function], args, kwargs):
             if self.owns(factors.weight) and not self.owns(factors.x):  # both: a weight made from two
                 if function is F.linear:
+                    if len(args) == 2 or (len(args) == 3 and (args[2] is None or args[2].dim() == 1)):
+                        self._plan(function, args, kwargs, None)
                     args, kwargs = with_factors_first(args, kwargs)
                     return self.linear(*args, **kwargs)
                 target = self._find_target(factors.x, factors.weight)
@@ -269,11 +282,14 @@ class Deferral:
         if not isinstance(y, Tensor):
             return function(*args, **kwargs)
         self.deferrable.add(function)
-        rule = _Rule(factors.product, factors.further, factors.inner, y.dim() - weight.dim() + 1)
+        channels = y.dim() - weight.dim() + 1
+        rule = _Rule(self, target, factors.product, factors.further, factors.inner or count_inner(x), channels)
         if isinstance(target, autograd.Made):
             weight, *others = target.leaves
-            return _DeferredProduct.apply(x, weight, y, bias, rule, self, target, *others)
-        y = _DeferredProduct.apply(x, weight, y, bias, rule, self, target, *factors.more)
+            return _DeferredProduct.apply(x, weight, y, bias, rule, *others)
+        if target is weight and args[0] is x and not factors.more:
+            self._plan(function, args, kwargs, rule)
+        y = _DeferredProduct.apply(x, weight, y, bias, rule, *factors.more)
         # Not under autocast, where the dtypes differ.
         if (
             self.seen is not None
@@ -281,8 +297,21 @@ class Deferral:
             and y.dtype == x.dtype
             and (own := self._find_name(weight))
         ):
-            self.seen.append(make_use(own, function, factors.product, (x, y), factors.further, factors.more))
+            (_, second, *others), options = with_factors_first(args, kwargs)
+            if second is factors.weight:
+                rest, _ = separate_tensors(others, options)
+                self.seen.append(make_use(own, function, factors.product, (x, y), factors.further, factors.more, rest))
         return y
+
+    def _plan(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], rule: _Rule | None
+    ) -> None:
+        """Know torch's `function(x, weight, ...)` again in this step, if the weight is a leaf."""
+        if kwargs or function not in PRODUCTS or type(args[1]) not in PLAIN or not args[1].is_leaf:
+            return
+        x, weight, *rest = args
+        bias = next((each for each in rest if isinstance(each, Tensor) and each.requires_grad), None)
+        self._plans[function, id(weight)] = _Plan(self, weight, tuple(rest), x.dim(), bias, rule)
 
     def note_call(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         """Note the name of a function that is called with one of the layer's weights."""
@@ -313,6 +342,7 @@ class Deferral:
 
         A layer in whose first step no product was found is left alone from now on.
         """
+        self._plans.clear()  # FSDP replaces parameters
         if self._has_run:
             self.functions.settle()
             self.may_make_weights = self.makes_weights
@@ -381,20 +411,40 @@ class Deferral:
         """The layer's one call in a region as a product of x and its one matrix; None if W could not repeat it."""
         own = {name: each for name, each in autograd.own_parameters(self.layer).items() if each is not None}
         matrices = [name for name, each in own.items() if each.dim() > 1]
-        is_own = isinstance(self.original, MethodType) and self.original.__func__ is type(self.layer).forward
-        if self.is_declared or not is_own or len(matrices) != 1 or len(self.calls) != 1 or self.calls[0] is None:
+        (call,) = self.calls if len(self.calls) == 1 else (None,)
+        if self.is_declared or not self._has_own_forward or len(matrices) != 1 or call is None:
             return None
-        (name,), (x, y) = matrices, self.calls[0]
-        found = traced.trace_weight_gradient(self.layer, name, x, y, backend)
+        (name,), x, y = matrices, call.args[0] if len(call.args) == 1 else None, call.output
+        if call.kwargs or not (isinstance(x, Spec) and isinstance(y, Spec)):
+            return None
+        # FSDP may free the layer's parameters between I and W.
+        found = traced.trace_weight_gradient(self.layer, name, x, y, backend, not self.is_sharded)
         if found is None:
             return None
         unchanged = tuple(range(own[name].dim()))
         return Use(name, whole_layer, WeightProduct(found.of_weight), unchanged, x, y, inner=found.inner)
 
+    @property
+    def _has_own_forward(self) -> bool:
+        return isinstance(self.original, MethodType) and self.original.__func__ is type(self.layer).forward
+
+    def allows_stand_ins(self, uses: Sequence[Use]) -> bool:
+        """Whether other objects may stand in for the weights in a compiled region.
+
+        A layer that declares its products says so. Any other layer is tried out.
+        """
+        if self.is_declared:
+            return True
+        (call,) = self.calls if len(self.calls) == 1 else (None,)
+        if not self.may_use_stand_ins or call is None or not self._has_own_forward or _has_weights_within(self.layer):
+            return False
+        return traced.computes_the_same(self.layer, {each.weight_name: without_slots(each) for each in uses}, call)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferral:
         twin = object.__new__(Deferral)
         memo[id(self)], memo[id(self.products)] = twin, self.products
-        vars(twin).update(deepcopy(vars(self) | {"handle": None, "seen": None, "twin": None, "_own": set()}, memo))
+        left_out: dict[str, Any] = {"handle": None, "seen": None, "twin": None, "_own": set(), "_plans": {}}
+        vars(twin).update(deepcopy(vars(self) | left_out, memo))
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -456,15 +506,8 @@ def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, A
             else:
                 output = deferral.original(*args, **kwargs)
     if deferral.seen is not None:
-        deferral.calls.append(_find_specs(args, kwargs, output))
+        deferral.calls.append(traced.find_call(args, kwargs, output))
     return deferral.functions.watch(deferral, output, (args, kwargs))
-
-
-def _find_specs(args: Sequence[Any], kwargs: dict[str, Any], output: Any) -> tuple[Spec, Spec] | None:
-    """x and y of a call with one tensor and one result; None for any other, and under autocast."""
-    if len(args) != 1 or kwargs or autograd.any_autocast() or not all(type(each) in PLAIN for each in (*args, output)):
-        return None
-    return spec(args[0]), spec(output)
 
 
 def _is_linears_own(function: object, layer: nn.Module) -> bool:
@@ -524,12 +567,55 @@ def _read(reader: Reader, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterat
 class _Rule(NamedTuple):
     """How W and I get the gradients of a product."""
 
+    deferral: Deferral
+    target: Target
     product: WeightProduct
     further: Further
-    inner: int
+    inner: float
     """Multiplications per element of dY."""
     channels: int
     """The dimension of y along which a convolution adds its bias."""
+
+
+class _Plan(NamedTuple):
+    """A product that the layer has computed before, as `function(x, weight, *rest)`."""
+
+    deferral: Deferral
+    weight: Tensor
+    rest: tuple[Any, ...]
+    dimensions: int
+    """Of x."""
+    bias: Tensor | None
+    """A bias among `rest`, whose gradient I sums."""
+    rule: _Rule | None
+    """None for a linear layer's product."""
+
+    def fits(self, args: Sequence[Any]) -> bool:
+        """Whether a call with these arguments is the same product, of another x."""
+        x, weight, *rest = args
+        return (
+            weight is self.weight
+            and weight.requires_grad
+            and type(x) is Tensor
+            and x.dim() == self.dimensions
+            and x.layout is torch.strided
+            and not x.is_nested
+            and (not self.rest or all(map(operator.is_, rest, self.rest)))
+            and len(rest) == len(self.rest)
+            and torch.is_grad_enabled()
+            and not (autograd.any_autocast() or autograd.is_transformed())
+            # FSDP would free an x that is itself a weight.
+            and not (self.deferral.is_sharded and self.deferral.owns(x))
+        )
+
+    def run(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """The product, whose weight gradient can wait."""
+        x, weight, *rest = args
+        if self.rule is None:
+            return _DeferredLinear.apply(x, weight, *(rest or (None,)), self.deferral, weight)
+        if self.bias is not None:
+            rest = [each.detach() if each is self.bias else each for each in rest]
+        return _DeferredProduct.apply(x, weight, function(x, weight.detach(), *rest), self.bias, self.rule)
 
 
 PLAIN = (Tensor, nn.Parameter)
@@ -596,35 +682,30 @@ class _DeferredProduct(torch.autograd.Function):
         y: Tensor,
         bias: Tensor | None,
         rule: _Rule,
-        deferral: Deferral,
-        target: Target,
         *more: Tensor,
     ) -> Tensor:
         # For a weight made from parameters, `weight` is the largest of these, and `more` are the others.
-        ctx.save_for_backward(x, *(() if isinstance(target, autograd.Made) else more))
-        ctx.rule, ctx.deferral, ctx.target = rule, deferral, target
-        ctx.flops = count_flops(y, x, rule.inner)
+        ctx.save_for_backward(x, *(() if isinstance(rule.target, autograd.Made) else more))
+        ctx.deferral, ctx.inner, ctx.rule = rule.deferral, rule.inner, rule
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y.detach()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        product, further, inner, channels = ctx.rule
+        deferral, target, product, further, inner, channels = ctx.rule
         kept_dy, x, *more = _detach(dy, *ctx.saved_tensors)
-        pending = PendingGradient(
-            ctx.deferral.layer, product, ctx.target, x, kept_dy, further, tuple(more), inner=inner
-        )
+        pending = PendingGradient(deferral.layer, product, target, x, kept_dy, further, tuple(more), inner=inner)
         _, of_weight, _, *after = [node for node, _ in ctx.next_functions]
-        made = ctx.target if isinstance(ctx.target, autograd.Made) else None
+        made = target if isinstance(target, autograd.Made) else None
         others = after[len(after) - len(made.leaves) + 1 :] if made is not None else []
         gradients: Sequence[Tensor | None] = [None for _ in (0, *(more if made is None else others))]
-        if ctx.deferral.is_due_now(pending, of_weight, *others):
+        if deferral.is_due_now(pending, of_weight, *others):
             dw = pending.gradient()
             gradients = made.of_leaves(dw) if made is not None else [dw, *gradients[1:]]
         db = None
         if ctx.bias_dtype is not None:
             db = dy.sum([each for each in range(dy.dim()) if each != channels], dtype=ctx.bias_dtype)
-        return None, gradients[0], dy, db, None, None, None, *gradients[1:]
+        return None, gradients[0], dy, db, None, *gradients[1:]
 
 
 autograd.copy_type(_DeferredProduct, lambda x, weight, y, *_: y)

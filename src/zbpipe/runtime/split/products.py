@@ -147,7 +147,7 @@ class PendingGradient:
     @property
     def flops(self) -> float:
         """FLOPs of the product."""
-        return count_flops(self.dy, self.x, self.inner)
+        return 2.0 * self.dy.numel() * (self.inner or count_inner(self.x))
 
     def gradient(self) -> Tensor:
         """The product: the gradient of the weight."""
@@ -248,9 +248,9 @@ def _require_shape(gradient: object, shape: torch.Size, pending: PendingGradient
     )
 
 
-def count_flops(y: Tensor, x: Tensor, inner: float) -> float:
-    """FLOPs of a product with the result y, or of its weight gradient, for `PendingGradient.inner`."""
-    return 2.0 * y.numel() * (inner or (x.shape[-1] if x.dim() else 1))
+def count_inner(x: Tensor) -> int:
+    """Multiplications per element of the result, for as many as a row of x has elements."""
+    return x.shape[-1] if x.dim() else 1
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -345,10 +345,25 @@ class WeightGradients:
         gradient.versions = tuple([autograd.version_of(each) for each in gradient.tensors])
         if checks is not None and self.step and checks.is_due(self.step, self._run):
             gradient.contents = fingerprints(gradient.tensors)
+        self.keep(gradient)
+        return True
+
+    def keep(self, gradient: PendingGradient) -> None:
+        """Keep a deferred gradient for W; on trial, add it at once."""
+        assert self._recording is not None
         self._recording.append(gradient)
         if self.on_trial:
             gradient.accumulate()
-        return True
+
+    @contextmanager
+    def collect(self, into: list[PendingGradient]) -> Iterator[None]:
+        """Context in which deferred gradients go into this list, for a backward that may fail."""
+        recording, on_trial = self._recording, self.on_trial
+        self._recording, self.on_trial = into, False
+        try:
+            yield
+        finally:
+            self._recording, self.on_trial = recording, on_trial
 
     def cast(self, x: Tensor, dtype: torch.dtype, sharing: Sharing) -> Tensor:
         """`x` in `dtype`, without a graph. Consecutive calls with the same `x` share the memory."""

@@ -15,20 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zbpipe.runtime._torch import autograd, compiler
+from zbpipe.runtime._torch.traced import Spec, spec
 from zbpipe.runtime.split.further import NONE, Further, separate_tensors, with_factors_first
 from zbpipe.runtime.split.products import WeightProduct, linear_input_gradient, rows
-
-
-class Spec(NamedTuple):
-    """Shape, dtype and device of a tensor."""
-
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
-
-
-def spec(tensor: Tensor) -> Spec:
-    return Spec(tensor.shape, tensor.dtype, tensor.device)
 
 
 @dataclass(frozen=True)
@@ -44,8 +33,11 @@ class Use:
     x: Spec
     y: Spec
     further: Further = NONE
+    """Further arguments of the weight gradient."""
     more: tuple[Spec, ...] = ()
-    """Specs of the tensors among the further arguments."""
+    """Specs of the tensors among them."""
+    rest: Further = NONE
+    """Further arguments of the function. They contain the same tensors."""
     inner: float = 0
     """Multiplications per element of dY; 0 for as many as a row of x has elements."""
 
@@ -61,11 +53,13 @@ def make_use(
     factors: tuple[Tensor, Tensor],
     further: Further = NONE,
     more: Sequence[Tensor] = (),
+    rest: Further = NONE,
 ) -> Use:
     """The use in `function(x, weight, ...)`. `factors` are x and the result, `more` the tensors among the rest."""
     name, permutation = weight
     x, y = map(spec, factors)
-    return Use(name, function, _permute(product, permutation), permutation, x, y, further, tuple(map(spec, more)))
+    specs = tuple(map(spec, more))
+    return Use(name, function, _permute(product, permutation), permutation, x, y, further, specs, rest)
 
 
 def _permute(product: WeightProduct, permutation: tuple[int, ...]) -> WeightProduct:
@@ -96,13 +90,13 @@ def dtype_in_slot(dtype: torch.dtype) -> torch.dtype:
 class SlotHandle:
     """Exit of one product from its region, in one call."""
 
-    def __init__(self, use: Use, slots: Slots, may_use: Callable[[], str]) -> None:
+    def __init__(self, use: Use, slots: Slots | None, may_use: Callable[[], str]) -> None:
         # Only values compared during the compilation of the region: the compiler guards on everything that it sees.
         self.function = use.function
         self.product = use.product
         self.permutation = use.permutation
-        self.further = use.further
-        self.slots: Slots | None = slots
+        self.rest = use.rest
+        self.slots = slots
         self.may_use = may_use
 
     def takes(self, x: Tensor, more: Sequence[Tensor] = ()) -> bool:
@@ -187,6 +181,12 @@ autograd.copy_type(_LinearInSlots, lambda x, weight, bias, *_: F.linear(x, weigh
 autograd.copy_type(_ProductInSlots, lambda x, y, *_: y)
 
 
+def without_slots(use: Use) -> Callable[[Tensor], WeightWithSlots]:
+    """Makes objects that stand in for the weight, without a way out of a region."""
+    handle = SlotHandle(use, None, lambda: "no")
+    return lambda weight: WeightWithSlots(weight, tuple(range(weight.dim())), handle)
+
+
 class WeightWithSlots:
     """Stands in for a layer's weight while its region runs, so that x and dY of the product leave through the slots.
 
@@ -225,7 +225,7 @@ class WeightWithSlots:
             bias = rest[0] if rest else options.get("bias")
             return linear_in_slots(x, self.plain, bias, handle)
         further, more = separate_tensors(rest, options)
-        if further == handle.further and handle.takes(x, more):
+        if further == handle.rest and handle.takes(x, more):
             slots = handle.take()
             if slots is not None:
                 with_slots = [each for pair in zip(more, slots.more, strict=True) for each in pair]
@@ -235,15 +235,15 @@ class WeightWithSlots:
 
     def permute(self, *dims: Any) -> WeightWithSlots:
         order = dims[0] if len(dims) == 1 else dims
-        return WeightWithSlots(self.plain.permute(order), tuple([self.permutation[dim] for dim in order]), self.handle)
+        return self._reorder(self.plain.permute(order), order)
 
     def transpose(self, dim0: int, dim1: int) -> WeightWithSlots:
         order = list(range(self.plain.dim()))
         order[dim0], order[dim1] = order[dim1], order[dim0]
-        return self.permute(order)
+        return self._reorder(self.plain.transpose(dim0, dim1), order)
 
     def t(self) -> WeightWithSlots:
-        return self.transpose(0, 1)
+        return self._reorder(self.plain.t(), (1, 0))
 
     @property
     def mT(self) -> WeightWithSlots:  # noqa: N802
@@ -252,6 +252,9 @@ class WeightWithSlots:
     @property
     def T(self) -> WeightWithSlots:  # noqa: N802
         return self.permute(list(range(self.plain.dim()))[::-1])
+
+    def _reorder(self, plain: Tensor, order: Sequence[int]) -> WeightWithSlots:
+        return WeightWithSlots(plain, tuple([self.permutation[dim] for dim in order]), self.handle)
 
     __hash__ = object.__hash__
 

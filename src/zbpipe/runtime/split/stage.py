@@ -8,8 +8,10 @@ from functools import cache
 from typing import Any, Literal, cast, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from zbpipe.estimation.workload import ENOUGH
 from zbpipe.runtime._torch import autograd, compiler, fsdp, pipelining
 from zbpipe.runtime.split.compiled import defer_in_compiled_regions
 from zbpipe.runtime.split.last_w import accumulate, accumulate_and_reduce
@@ -31,9 +33,6 @@ defer. "autograd" is torch's own split, which walks the autograd graph twice."""
 
 _SETTLED_AFTER = 2
 """Number of I after which it is known what is deferred. The first I leaves nothing to W."""
-
-_ENOUGH = 0.8
-"""Share of the weight gradients' work in W below which the log warns."""
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +88,19 @@ def find_pending(stage: pipelining.Stage, microbatch: int) -> Sequence[PendingGr
 def find_weight_work(stage: pipelining.Stage) -> WeightWork | None:
     """Work of the stage's weight gradients and its deferred part, known after the first I."""
     return stage._work if isinstance(stage, _SplitBackward) else None
+
+
+def find_deferred_share(stages: Sequence[pipelining.Stage]) -> float | None:
+    """Share of the weight gradients' FLOPs that W computes, over all ranks; None without any W.
+
+    All ranks of the pipeline have to call this.
+    """
+    found = [work for each in stages if (work := find_weight_work(each)) is not None]
+    flops = [sum(each.flops * each.share for each in found), sum(each.flops for each in found)]
+    total = torch.tensor(flops, dtype=torch.float64, device=pipelining.device_of(stages[0]))
+    dist.all_reduce(total, group=stages[0].group)
+    waiting, everything = total.tolist()
+    return waiting / everything if everything else None
 
 
 def _refuse_hooks_that_reduce(stage: pipelining.Stage) -> None:
@@ -168,14 +180,15 @@ def _complain_of_nothing_to_defer(stage: pipelining.Stage, how: SplitBackward) -
 def _report_what_stays_in_i(stage: _SplitBackward) -> None:
     """Log once the deferred share of the weight gradients, and the largest exceptions with their reasons."""
     work = stage._work
-    if work is None or not work.in_i:
+    if work is None or not work.flops:
         return
-    share = work.share
+    share, is_enough = work.share, work.share >= ENOUGH
+    in_i = describe((_name(each), each.share, each.reason) for each in work.in_i) if work.in_i else ""
     logger.log(
-        logging.WARNING if share < _ENOUGH else logging.INFO,
-        "stage %d computes these weight gradients in I, not in W: %s. %s of its weight gradients' FLOPs are deferred to"
-        " W",
-        *(stage.stage_index, describe((_name(each), each.share, each.reason) for each in work.in_i), percent(share)),
+        logging.INFO if is_enough else logging.WARNING,
+        "stage %d defers %s of its weight gradients' FLOPs to W%s%s",
+        *(stage.stage_index, percent(share), f"; in I: {in_i}" if in_i else ""),
+        "" if is_enough else ". So its schedule gains less. docs/the-split.md shows how to declare a layer's products",
     )
     left = {each.parameter for each in work.in_i}
     for name, deferral in deferrals(stage.submod).items():

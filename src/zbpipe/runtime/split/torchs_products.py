@@ -7,6 +7,8 @@ weight. A call that does not fit the signature is one that zbpipe does not know:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
@@ -107,29 +109,32 @@ _EINSUM = WeightProduct(_einsum)
 def _read_einsum(equation: str, *operands: Any) -> Iterator[Factors]:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
+    for place, further, inner in _find_factors(equation, tuple([each.shape for each in operands])):
+        # Without a sum einsum multiplies elements, which autocast leaves alone.
+        yield Factors(operands[1 - place], operands[place], _EINSUM, further, inner=inner, is_cast=inner > 1)
+
+
+@lru_cache(1024)
+def _find_factors(equation: str, shapes: tuple[torch.Size, ...]) -> Sequence[tuple[int, Further, int]]:
+    """Places of operands that can be the weight, with the equation of their gradient and multiplications per element
+    of the result."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     # An implicit output, a diagonal or an ellipsis is left alone.
-    if not arrow or len(operands) != len(terms) or len(terms) != 2 or "." in equation:
-        return
-    sizes = dict(zip("".join(terms), (*operands[0].shape, *operands[1].shape), strict=True))
-    if any(len(set(term)) < len(term) for term in terms):
-        return
-    if any(
-        sizes[letter] != size
-        for term, each in zip(terms, operands, strict=True)
-        for letter, size in zip(term, each.shape, strict=True)
-    ):
-        return  # one is broadcast
+    if not arrow or len(shapes) != len(terms) or len(terms) != 2 or "." in equation:
+        return ()
+    letters = "".join(terms)
+    sizes = dict(zip(letters, (*shapes[0], *shapes[1]), strict=True))
+    is_broadcast = any(sizes[letter] != size for letter, size in zip(letters, (*shapes[0], *shapes[1]), strict=True))
+    if is_broadcast or any(len(set(term)) < len(term) for term in terms):
+        return ()
+    found = []
     for place in (1, 0):
         own, other = terms[place], terms[1 - place]
         if set(own) <= set(other + output):
-            inner = 1
-            for letter in set(own + other) - set(output):
-                inner *= sizes[letter]
-            further = Further((f"{output},{other}->{own}",))
-            # Without a sum einsum multiplies elements, which autocast leaves alone.
-            yield Factors(operands[1 - place], operands[place], _EINSUM, further, inner=inner, is_cast=inner > 1)
+            summed = set(own + other) - set(output)
+            found.append((place, Further((f"{output},{other}->{own}",)), prod(sizes[letter] for letter in summed)))
+    return found
 
 
 class _Convolution(NamedTuple):

@@ -13,7 +13,7 @@ from torch import nn
 
 from zbpipe.runtime._torch import autograd, fsdp, graph_products
 from zbpipe.runtime.attributes import plain_attribute, replaced
-from zbpipe.runtime.split.compiled import list_products_in_regions
+from zbpipe.runtime.split.compiled import list_leaves_in_regions, list_products_in_regions
 from zbpipe.runtime.split.layers import Deferral, deferral_of, find_compiled
 from zbpipe.runtime.split.products import PendingGradient
 
@@ -21,8 +21,7 @@ _MOST_NAMES = 8
 """Limit of names in a message."""
 _LEAST = 0.0005
 _IN_A_REGION = (
-    "in a compiled region, where the weight is multiplied more than once, or by a layer with several products or"
-    " arguments"
+    "in a compiled region, where the weight is multiplied more than once, or by a layer that does more with it"
 )
 _CHANGED = "something changes x or dY in place during I"
 _PARTS = frozenset(("Index", "IndexSelect", "Gather", "Narrow", "Select", "Slice", "Split", "Unbind"))
@@ -218,6 +217,6 @@ def _replace_regions(
     """`products` with each region's node replaced by the products seen without the compiler."""
     hidden = {id(leaf) for product in products if product.is_region for leaf in product.leaves}
     learned = [each for each in list_products_in_regions(module) if hidden & {id(leaf) for leaf in each.leaves}]
-    shown = {id(leaf) for product in learned for leaf in product.leaves}
+    shown = {id(leaf) for leaf in list_leaves_in_regions(module)}
     yield from learned
-    yield from (each for each in products if not shown & {id(leaf) for leaf in each.leaves})
+    yield from (each for each in products if not (each.is_region and shown & {id(leaf) for leaf in each.leaves}))
