@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import runpy
+import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
@@ -59,6 +61,32 @@ ARCHITECTURES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "Qwen3-MoE": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 8}),
     "DeepSeek V3": ("DeepseekV3Config", EXPERTS | LATENT),
     "GPT-OSS": ("GptOssConfig", EXPERTS | {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4}),
+    "Qwen3-Next": (
+        "Qwen3NextConfig",
+        EXPERTS
+        | {
+            "head_dim": 8,
+            "shared_expert_intermediate_size": 32,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 8,
+        },
+    ),
+    "Llama 4": (
+        "Llama4TextConfig",
+        EXPERTS | {"head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 64, "num_experts_per_tok": 1},
+    ),
+    "RWKV": (
+        "RwkvConfig",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "context_length": 32,
+            "attention_hidden_size": 32,
+            "intermediate_size": 64,
+        },
+    ),
     "Mamba 2": (
         "Mamba2Config",
         {
@@ -82,7 +110,8 @@ class Job(NamedTuple):
     schedule: str
     ranks: int
     how: str = ""
-    """What else is turned on: "LoRA", "checkpointing", "packed", "compiled", "FSDP2", or "saved" at the end."""
+    """What else is turned on: "LoRA", "checkpointing", "packed", "compiled", "FSDP2", "accumulated",
+    "lengths" that change, or "saved" at the end."""
 
     def __str__(self) -> str:
         return ", ".join(map(str, filter(None, (self.name, self.schedule, f"p={self.ranks}", self.how))))
@@ -108,15 +137,15 @@ def build(name: str) -> nn.Module:
     return transformer(config, "AutoModelForCausalLM", options | blocks, **more)
 
 
-def batch(how: str = "") -> dict[str, Tensor]:
+def batch(how: str, length: int) -> dict[str, Tensor]:
     """With padding, and microbatches of different numbers of labels; or two sequences packed into each row."""
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, VOCABULARY, (SAMPLES, LENGTH), generator=generator)
+    ids = torch.randint(1, VOCABULARY, (SAMPLES, length), generator=generator)
     labels = ids.clone()
     labels[0, :5] = -100
     if how == "packed":
-        labels[:, LENGTH // 2] = -100
-        positions = (torch.arange(LENGTH) % (LENGTH // 2)).expand(SAMPLES, -1)
+        labels[:, length // 2] = -100
+        positions = (torch.arange(length) % (length // 2)).expand(SAMPLES, -1)
         return {"input_ids": ids, "position_ids": positions, "labels": labels}
     mask = torch.ones_like(ids)
     mask[1, 5:] = mask[6, 3:] = 0
@@ -150,20 +179,14 @@ def train(job: Job, mesh: DeviceMesh, folder: Path) -> Outcome:
     model = with_adapters(build(job.name)) if job.how == "LoRA" else build(job.name)
     plain = deepcopy(model)
     pipe = pipelined(job, model, mesh)
-    data = batch(job.how)
-    mine: dict[str, Any] = dict(data)
-    if job.how == "FSDP2":  # FSDP2 averages the gradients of two halves of the batch
-        mine = {key: each.chunk(2)[mesh["dp"].get_local_rank()] for key, each in data.items()}
-        mine["num_items_in_batch"] = float((data["labels"][:, 1:] != -100).sum() / 2)
     trained = [each for each in plain.parameters() if each.requires_grad]
     optimizers = optim.SGD(trained, lr=0.5), optim.SGD(pipe.parameters(), lr=0.5)
     losses = gradients = 0.0
-    for _ in range(STEPS):
+    for step in range(STEPS):
+        data = batch(job.how, LENGTH - step if job.how == "lengths" else LENGTH)
         expected = plain(**data, use_cache=False).loss
         expected.backward()
-        found = pipe.step(**mine)
-        dist.all_reduce(found, group=mesh["dp"].get_group())
-        losses = max(losses, error(found / mesh["dp"].size(), expected))
+        losses = max(losses, error(run_step(job, pipe, data, mesh["dp"]), expected))
         gradients = max(gradients, error_of_gradients(plain, pipe))
         norms = pipe.clip_grad_norm_(MAX_NORM), nn.utils.clip_grad_norm_(trained, MAX_NORM)
         losses = max(losses, error(*norms))
@@ -181,6 +204,20 @@ def train(job: Job, mesh: DeviceMesh, folder: Path) -> Outcome:
         again.step(**data)
         gradients = max(gradients, error_of_gradients(plain, again))
     return Outcome(losses, gradients, share)
+
+
+def run_step(job: Job, pipe: Any, data: dict[str, Tensor], replicas: DeviceMesh) -> Tensor:
+    """The loss of the batch."""
+    halves: list[dict[str, Any]] = [{key: each.chunk(2)[half] for key, each in data.items()} for half in range(2)]
+    number = (data["labels"][:, 1:] != -100).sum()
+    if job.how == "accumulated":
+        return sum((pipe.step(**half, num_items_in_batch=number) for half in halves), torch.zeros(()))
+    if job.how == "FSDP2":  # which averages the gradients of the replicas
+        loss: Tensor = pipe.step(**halves[replicas.get_local_rank()], num_items_in_batch=number / 2)
+        dist.all_reduce(loss, group=replicas.get_group())
+        return loss / 2
+    found: Tensor = pipe.step(**data)
+    return found
 
 
 def pipelined(job: Job, model: Any, mesh: DeviceMesh) -> Any:
@@ -218,11 +255,11 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 
 def share_of(pipe: Any) -> float:
-    """Of all ranks' stages."""
+    """Of all ranks' stages; 1 if no stage has an I, as in a lean schedule of few microbatches with checkpointing."""
     work = [find_weight_work(stage) for stage in hooks.stages_of(pipe.schedule)]
-    flops = torch.tensor([[each.share * each.flops, each.flops] for each in work if each is not None]).sum(0)
+    flops = sum((torch.tensor([each.share, 1]) * each.flops for each in work if each is not None), torch.zeros(2))
     dist.all_reduce(flops, group=hooks.stages_of(pipe.schedule)[0].group)
-    return float(flops[0] / flops[1])
+    return float(flops[0] / flops[1]) if flops[1] else 1.0
 
 
 def train_all(jobs: Sequence[Job], folder: Path) -> dict[str, Outcome | str]:
@@ -251,3 +288,26 @@ def error_of_gradients(plain: nn.Module, pipe: Any) -> float:
         whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         errors.append(float((whole - expected[name]).norm() / (expected[name].norm() + 1e-2 * largest)))
     return max(errors)
+
+
+WORDS = ["all", "models", "are", "wrong", "but", "some", "are", "useful", "and", "few", "of", "them", "are", "small"]
+
+
+def write_model(folder: Path) -> None:
+    """A model and its tokenizer, as the library saves them."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast
+
+    model: Any = build("Llama")
+    model.save_pretrained(folder)
+    known = {word: number for number, word in enumerate(dict.fromkeys(["<pad>", "<unk>", *WORDS]))}
+    tokenizer = Tokenizer(WordLevel(known, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>").save_pretrained(folder)
+
+
+if __name__ == "__main__":  # runs a script, for which `architectures.case` has made torchvision importable
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")

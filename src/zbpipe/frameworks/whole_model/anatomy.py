@@ -38,8 +38,8 @@ class Anatomy:
     """Name of the list of blocks."""
     count: int
     """Number of blocks."""
-    returns_tuple: bool
-    """Whether a block returns the hidden states in a tuple."""
+    more_results: int | None
+    """Number of results of a block besides the hidden states, if it returns a tuple."""
     before: frozenset[str]
     """Names of modules with own parameters that run before the blocks."""
     after: frozenset[str]
@@ -54,6 +54,8 @@ def examine(model: nn.Module, example: Mapping[str, Any]) -> Anatomy:
     """
     _refuse_by_config(model)
     name, blocks = find_blocks(model)
+    if len(blocks) < 2:
+        raise ValueError(f"{_title(model)} has one block, {name}, so it cannot be cut")
     _refuse_shared(model, name, blocks)
     path = set(_list_path(name))
     outside = [
@@ -66,8 +68,8 @@ def examine(model: nn.Module, example: Mapping[str, Any]) -> Anatomy:
             f"{_title(model)} has parameters in {each or 'itself'!r}, around its blocks, and it is not known which"
             f" stage needs them: put them into a module. {BY_HAND}"
         )
-    ran, returns_tuple = _run_first_block(model, name, blocks, example)
-    return Anatomy(name, len(blocks), returns_tuple, frozenset(outside) & ran, frozenset(outside) - ran)
+    ran, more = _run_first_block(model, name, blocks, example)
+    return Anatomy(name, len(blocks), more, frozenset(outside) & ran, frozenset(outside) - ran)
 
 
 def find_blocks(model: nn.Module) -> tuple[str, Blocks]:
@@ -75,7 +77,7 @@ def find_blocks(model: nn.Module) -> tuple[str, Blocks]:
     lists = {name: each for name, each in model.named_modules() if name and isinstance(each, Blocks)}
     outer = {name: each for name, each in lists.items() if not any(other in lists for other in _list_path(name))}
     found = max(outer, key=lambda name: sum(each.numel() for each in outer[name].parameters()), default=None)
-    if found is None or len(outer[found]) < 2:
+    if found is None:
         raise ValueError(f"{_title(model)} has no list of blocks (nn.ModuleList), so it cannot be cut. {BY_HAND}")
     return found, outer[found]
 
@@ -158,8 +160,8 @@ class _Recording(nn.Module):
 
 def _run_first_block(
     model: nn.Module, name: str, blocks: Blocks, example: Mapping[str, Any]
-) -> tuple[frozenset[str], bool]:
-    """Names of the modules outside the blocks that ran before the second block; whether a block returns a tuple."""
+) -> tuple[frozenset[str], int | None]:
+    """Names of the modules outside the blocks that ran before the second block, and `more_results`."""
     names = {id(module): each for each, module in model.named_modules()}
     ran: set[str] = set()
 
@@ -206,7 +208,7 @@ def _run_first_block(
                     f"the blocks {name} of {_title(model)} take a second tensor that needs a gradient, of shape"
                     f" {tuple(each.shape)}, and zbpipe.pipeline hands on the hidden states alone. {BY_HAND}"
                 )
-    return frozenset(ran), isinstance(first.output, (tuple, list))
+    return frozenset(ran), len(first.output) - 1 if isinstance(first.output, (tuple, list)) else None
 
 
 def _find_hidden(inputs: list[Any]) -> Tensor | None:

@@ -233,31 +233,31 @@ class Pipeline:
 
     def save_pretrained(self, folder: str | PathLike[str], **options: Any) -> None:
         """Save the whole model as its own `save_pretrained` does, from the first process of the job."""
-        state = self.gather_state_dict()
+        state = self._gather_state_dict()
         if dist.get_rank() == 0:
             model: Any = self.model
             model.save_pretrained(folder, state_dict=state, **options)
         dist.barrier()
 
-    def gather_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's state dict on the CPU of the pipeline's first rank; empty on the others."""
-        rank, mine = dist.get_rank(self._group), self.state_dict()
+    def _gather_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's state dict on the CPU of the job's first process; empty on the others."""
+        group, rank, mine = self._group, dist.get_rank(self._group), self.state_dict()
+        about = [{name: (each.shape, each.dtype) for name, each in mine.items()}] * dist.get_world_size(group)
+        dist.all_gather_object(about, about[rank], group=group)
+        has_first = dist.get_process_group_ranks(group)[0] == 0  # other replicas only help to unshard
         whole: dict[str, Tensor] = {}
-        about = [{name: (each.shape, each.dtype) for name, each in mine.items()}] * dist.get_world_size(self._group)
-        dist.all_gather_object(about, about[rank], group=self._group)
-        for source, tensors in enumerate(about):
-            for name, (shape, dtype) in tensors.items():
-                if source == rank:
-                    tensor = mine[name].detach()
-                    tensor = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
-                    if rank:
-                        dist.send(tensor, group=self._group, group_dst=0)
-                        continue
-                elif rank == 0:
-                    tensor = torch.empty(shape, dtype=dtype, device=self._device)
-                    dist.recv(tensor, group=self._group, group_src=source)
-                else:
-                    continue
+        for source, name in ((source, name) for source, part in enumerate(about) for name in part):
+            tensor = None
+            if source == rank:
+                tensor = mine[name].detach()
+                tensor = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).contiguous()
+                if rank and has_first:
+                    dist.send(tensor, group=group, group_dst=0)
+            elif rank == 0 and has_first:
+                shape, dtype = about[source][name]
+                tensor = torch.empty(shape, dtype=dtype, device=self._device)
+                dist.recv(tensor, group=group, group_src=source)
+            if dist.get_rank() == 0 and tensor is not None:
                 whole[name] = tensor.cpu()
         return whole
 

@@ -37,7 +37,7 @@ class Stage(nn.Module):
         self._loss = loss
         blocks = dict(model.get_submodule(anatomy.blocks).named_children())
         absent = (anatomy.before if own.start else frozenset()) | (frozenset() if self._is_last else anatomy.after)
-        others = [_StandIn(block, anatomy.returns_tuple) for block in blocks.values()]
+        others = [_StandIn(block, anatomy.more_results) for block in blocks.values()]
         if not self._is_last:
             others[own.stop].is_end = True
         self._entry = (others[0],)  # not a part of this module
@@ -70,10 +70,10 @@ class Stage(nn.Module):
 class _StandIn(nn.Module):
     """In the place of another stage's block: hands on its input, or the hidden states that its stage received."""
 
-    def __init__(self, block: nn.Module, returns_tuple: bool) -> None:
+    def __init__(self, block: nn.Module, more_results: int | None) -> None:
         super().__init__()
         self._block = (block,)  # not a part of this module
-        self._returns_tuple = returns_tuple
+        self._more_results = more_results
         self.received: Tensor | None = None
         self.is_end = False
         """Whether the forward of the stage ends here."""
@@ -87,4 +87,4 @@ class _StandIn(nn.Module):
         hidden = given if self.received is None else self.received
         if self.is_end:
             raise ReachedError(hidden)
-        return (hidden,) if self._returns_tuple else hidden
+        return hidden if self._more_results is None else (hidden, *[None] * self._more_results)
