@@ -194,6 +194,11 @@ def train(job: Job, mesh: DeviceMesh, folder: Path) -> Outcome:
             optimizer.step()
             optimizer.zero_grad()
     share = share_of(pipe)
+    if job.how in ("checkpointing", "saved"):
+        with torch.no_grad():
+            losses = max(losses, error(pipe.evaluate(**data), plain.eval()(**data, use_cache=False).loss))
+        plain.train()
+        assert all(stage.training for stage in pipe.stages)
     if job.how in SAVED:
         pipe.save_pretrained(folder)
         loaded = load(job, folder).train()
@@ -225,6 +230,8 @@ def pipelined(job: Job, model: Any, mesh: DeviceMesh) -> Any:
         model.gradient_checkpointing_enable()
     schedule = schedule_called(job.schedule, job.ranks)
     pipe = zbpipe.pipeline(model, schedule=schedule, microbatches=MICROBATCHES, mesh=mesh["pp"])
+    kept = {name for name, each in model.named_parameters(remove_duplicate=False) if not each.is_meta}
+    assert kept == {name for stage in pipe.stages for name, _ in stage.model.named_parameters(remove_duplicate=False)}
     for stage in pipe.stages:
         for block in stage.blocks:
             if job.how == "compiled":

@@ -56,7 +56,7 @@ def examine(model: nn.Module, example: Mapping[str, Any]) -> Anatomy:
     name, blocks = find_blocks(model)
     if len(blocks) < 2:
         raise ValueError(f"{_title(model)} has one block, {name}, so it cannot be cut")
-    _refuse_shared(model, name, blocks)
+    _refuse_shared(model, name)
     path = set(_list_path(name))
     outside = [
         each
@@ -124,10 +124,9 @@ def _refuse_by_config(model: nn.Module) -> None:
             )
 
 
-def _refuse_shared(model: nn.Module, name: str, blocks: Blocks) -> None:
+def _refuse_shared(model: nn.Module, name: str) -> None:
     """Refuse a parameter with a place in two blocks, or in a block and outside."""
     owners: dict[int, str] = {}
-    children = dict(blocks.named_children())
     for each, parameter in model.named_parameters(remove_duplicate=False):
         inside = each.startswith(f"{name}.")
         owner = f"{name}.{each.removeprefix(f'{name}.').split('.')[0]}" if inside else ""
@@ -136,8 +135,6 @@ def _refuse_shared(model: nn.Module, name: str, blocks: Blocks) -> None:
                 f"{_title(model)} shares {each} between {owners[id(parameter)] or 'modules outside'!r} and"
                 f" {owner or 'modules outside'!r}, which may be on different ranks. {BY_HAND}"
             )
-    if len(set(map(id, children.values()))) < len(blocks):
-        raise ValueError(f"{_title(model)} has one block in two places of {name}. {BY_HAND}")
 
 
 class _Recording(nn.Module):
