@@ -68,7 +68,7 @@ def pipeline(
         mesh: the mesh of the pipeline's ranks, of one dimension. Default: all ranks of the job, which join a process
             group if they have none.
         loss: `(output, labels, number) -> Tensor`, a sum over a microbatch divided by the number of labels in the whole
-            batch that are not -100. Default: the loss of transformers for the model (`model.loss_function`).
+            batch that are not -100. Default: the loss of the next token, `model.loss_function` of transformers.
         example: keyword arguments of the model with two small samples. Default: `input_ids` of six tokens.
         options: options of the schedule, as for `zbpipe.build_pipeline_schedule`.
 
@@ -93,7 +93,7 @@ def pipeline(
         loss_fn=_take_loss,
         **{"scale_grads": False, **options},
     )
-    return Pipeline(model, anatomy, placement, loss or _loss_of(model), mesh, build)
+    return Pipeline(model, anatomy, placement, loss, mesh, build)
 
 
 class Pipeline:
@@ -107,7 +107,7 @@ class Pipeline:
         model: nn.Module,
         anatomy: Anatomy,
         placement: Placement,
-        loss: Loss,
+        loss: Loss | None,
         mesh: DeviceMesh,
         build: Callable[..., Any],
     ) -> None:
@@ -116,7 +116,8 @@ class Pipeline:
         self._group = group = mesh.get_group()
         self._build = build
         self._usual = _usual(model)
-        self._counts_shifted = hasattr(model, "loss_function")
+        self._predicts_next = loss is None
+        loss = loss or _loss_of(model)
         self._device = _device_of(mesh)
         rank = dist.get_rank(group)
         indices = placement.stages_on(rank)
@@ -176,7 +177,7 @@ class Pipeline:
         given = {name: each for name, each in {**self._usual, **batch}.items() if each is not None}
         _require_rows(len(labels), given)
         if number is None:
-            counted = labels[..., 1:] if self._counts_shifted else labels
+            counted = labels[..., 1:] if self._predicts_next else labels
             number = (counted != IGNORED).sum()
         for stage in self.stages:
             stage.count = number
@@ -268,9 +269,11 @@ def _take_loss(output: Tensor, labels: Tensor) -> Tensor:
 
 
 def _loss_of(model: nn.Module) -> Loss:
-    function = getattr(model, "loss_function", None)
-    if function is None:
-        raise ValueError(f"{type(model).__name__} has no loss_function, as models of transformers have: give loss=")
+    function: Any = getattr(model, "loss_function", None)
+    if getattr(function, "__name__", "") != "ForCausalLMLoss":
+        raise ValueError(
+            f"{type(model).__name__} has no loss_function of a causal language model, as in transformers: give loss="
+        )
 
     def compute(output: Any, labels: Tensor, number: Any) -> Tensor:
         logits = output.logits

@@ -270,8 +270,7 @@ class OwnStage(ReceivesOnDemand):
     def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
         if not self.has_backward:
             return ()
-        found: tuple[Tensor | None, ...] = super().get_local_bwd_output(mb_index)
-        return found
+        return cast(tuple[Tensor | None, ...], super().get_local_bwd_output(mb_index))  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
         if self.has_backward:
