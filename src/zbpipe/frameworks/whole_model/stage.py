@@ -72,15 +72,12 @@ class _StandIn(nn.Module):
 
     def __init__(self, block: nn.Module, more_results: int | None) -> None:
         super().__init__()
-        self._block = (block,)  # not a part of this module
+        # Some models ask their blocks for the kind of attention.
+        vars(self).update((name, value) for name, value in vars(block).items() if isinstance(value, (str, int, float)))
         self._more_results = more_results
         self.received: Tensor | None = None
         self.is_end = False
         """Whether the forward of the stage ends here."""
-
-    def __getattr__(self, name: str) -> Any:
-        """The block's attribute: some models ask their blocks for the kind of attention."""
-        return getattr(vars(self)["_block"][0], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = args[0] if args else next(iter(kwargs.values()))
