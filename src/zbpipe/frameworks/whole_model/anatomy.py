@@ -137,21 +137,29 @@ def _refuse_shared(model: nn.Module, name: str) -> None:
             )
 
 
-class _Recording(nn.Module):
-    """A block that records its arguments. It runs the `block`, or raises without one."""
+class StandIn(nn.Module):
+    """In the place of a block, with its plain attributes: some models ask their blocks for the kind of attention."""
 
-    def __init__(self, block: nn.Module | None = None) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
+        vars(self).update((name, value) for name, value in vars(block).items() if isinstance(value, (str, int, float)))
+
+
+class _Recording(StandIn):
+    """Records the arguments of a block. Runs it, or ends the forward."""
+
+    def __init__(self, block: nn.Module, *, is_end: bool) -> None:
+        super().__init__(block)
         self._block = (block,)  # not a part of this module
+        self._is_end = is_end
         self.inputs: list[Any] = []
         self.output: Any = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.inputs = tree_leaves([args, kwargs])
-        (block,) = self._block
-        if block is None:
+        if self._is_end:
             raise ReachedError
-        self.output = block(*args, **kwargs)
+        self.output = self._block[0](*args, **kwargs)
         return self.output
 
 
@@ -172,9 +180,9 @@ def _run_first_block(
             return output.requires_grad_() + 0  # a leaf could not be changed in place
         return None
 
-    keys = dict(blocks.named_children())
-    first, second = _Recording(next(blocks.children())), _Recording()
-    view = view_of(model, {f"{name}.{key}": each for key, each in zip(keys, (first, second), strict=False)})
+    (key, block), (next_key, next_block), *_ = blocks.named_children()
+    first, second = _Recording(block, is_end=False), _Recording(next_block, is_end=True)
+    view = view_of(model, {f"{name}.{key}": first, f"{name}.{next_key}": second})
     handles = [hooks.register_module_forward_pre_hook(record), hooks.register_module_forward_hook(track)]
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:

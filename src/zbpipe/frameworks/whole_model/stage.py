@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpipe.frameworks.whole_model.anatomy import Anatomy, ReachedError
+from zbpipe.frameworks.whole_model.anatomy import Anatomy, ReachedError, StandIn
 from zbpipe.runtime._torch.module_views import view_of, without_parameters
 
 Loss = Callable[[Any, Tensor, Any], Tensor]
@@ -37,7 +37,7 @@ class Stage(nn.Module):
         self._loss = loss
         blocks = dict(model.get_submodule(anatomy.blocks).named_children())
         absent = (anatomy.before if own.start else frozenset()) | (frozenset() if self._is_last else anatomy.after)
-        others = [_StandIn(block, anatomy.more_results) for block in blocks.values()]
+        others = [_Absent(block, anatomy.more_results) for block in blocks.values()]
         if not self._is_last:
             others[own.stop].is_end = True
         self._entry = (others[0],)  # not a part of this module
@@ -67,13 +67,11 @@ class Stage(nn.Module):
         return self._loss(output, labels, self.count).reshape(1)
 
 
-class _StandIn(nn.Module):
+class _Absent(StandIn):
     """In the place of another stage's block: hands on its input, or the hidden states that its stage received."""
 
     def __init__(self, block: nn.Module, more_results: int | None) -> None:
-        super().__init__()
-        # Some models ask their blocks for the kind of attention.
-        vars(self).update((name, value) for name, value in vars(block).items() if isinstance(value, (str, int, float)))
+        super().__init__(block)
         self._more_results = more_results
         self.received: Tensor | None = None
         self.is_end = False
