@@ -61,9 +61,10 @@ test-automodel: $(VENV)-automodel/dev  ## NeMo AutoModel 0.7.0 on torch 2.13.0, 
 	$(VENV)-automodel/bin/pytest -q tests/test_automodel.py $(WRITE)
 
 MODELS := transformers==5.24.0 timm==1.0.31 diffusers==0.42.1 peft==0.21.2 torchao==0.18.0 torchvision==0.28.0
-# One file, whose tests are spread one by one.
+# The tests of the first file are spread one by one; those of the second share processes.
 test-models: $(VENV)-models/dev  ## models of transformers, timm, diffusers, peft, torchao and torchvision, in an environment of its own
 	$(VENV)-models/bin/pytest $(SPREAD) --dist worksteal tests/test_models.py
+	$(VENV)-models/bin/pytest -q tests/test_pipelined_models.py
 
 WITHOUT_TORCH := costs costs_file edges feeding jitter lean pictures planner published registry simulation testing transport validation views
 test-python: $(VENV)-without-torch/dev  ## what needs no torch, on another Python: PYTHON=python3.14

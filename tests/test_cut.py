@@ -12,6 +12,7 @@ from torch import nn
 
 from zbpipe import Placement
 from zbpipe.costs.transformer import LLAMA_3_8B, Checkpointing
+from zbpipe.frameworks import layer_work
 from zbpipe.frameworks.titan import layer_split
 
 DIM, VOCABULARY = 8, 100
@@ -116,7 +117,7 @@ def test_what_is_recomputed_counts_for_the_blocks_alone(how: str, again: float) 
 
 
 def test_a_token_goes_to_some_experts() -> None:
-    assert layer_split.products(Experts()) == DIM * 8 + DIM * 3 * DIM * 2
+    assert layer_work.products(Experts()) == DIM * 8 + DIM * 3 * DIM * 2
 
 
 def test_long_sequences_cost_attention() -> None:

@@ -115,7 +115,9 @@ def launches(words: list[str], folder: Path) -> list[list[str]]:
 
     words = [word for word in words if word != "..."]
     found = get_args_parser().parse_args(words[1:])
-    assert found.module
+    if not found.module:
+        assert (ROOT / found.training_script).is_file()
+        return []
     if found.training_script == "zbpipe.run":
         zbpipe.run._parser().parse_args(found.training_script_args)
         return []

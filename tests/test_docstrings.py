@@ -19,7 +19,7 @@ MODULES = sorted(
     for path in ROOT.rglob("*.py")
     if ">>> " in path.read_text()
 )
-LONG = {"estimate", "install"}
+LONG = {"estimate", "install", "pipeline"}
 """Public names whose examples take a job: the pages have them."""
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import VOCABULARY, WIDTH, batch
+from pipelines import on_one_rank
 from ranks import run_ranks
 from test_faults import MICROBATCHES, Job, OnCall, explode, renew_group
 from torch import Tensor, nn
@@ -202,6 +203,14 @@ def test_a_target_that_torch_cannot_split(one_rank: None, target: Any, run: str)
     if HAS_MICROBATCH_ARGUMENTS:
         getattr(schedule, run)(arg_mbs=[(each,) for each in x.chunk(2)], target_mbs=[target, target])
     schedule.step(x, target=x)
+
+
+def test_evaluation_on_neighbouring_stages_without_i(one_rank: None) -> None:
+    x = torch.ones(4, 3)
+    layers = [nn.Linear(3, 3), nn.Linear(3, 3)]
+    schedule = on_one_rank(layers, 2, "ZBVLean", checkpointing="full")
+    assert not any(op.kind is zbpipe.OpKind.I for ops in schedule.schedule for op in ops)
+    assert torch.equal(schedule.eval(x, target=x), nn.Sequential(*layers)(x))
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])

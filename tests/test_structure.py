@@ -105,8 +105,13 @@ def test_importing_it_loads_no_torch(module: str) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_nothing_imports_transformers() -> None:
+    for name, path in FILES.items():
+        assert "transformers" not in {each.split(".")[0] for each in imports(ast.parse(path.read_text()))}, name
+
+
 def test_few_public_names_besides_the_classes() -> None:
     functions = [name for name in zbpipe.__all__ if not name.startswith("Schedule") or name == "Schedule"]
-    assert len(functions) <= 22
+    assert len(functions) <= 23
     assert zbpipe.__all__ == sorted(zbpipe.__all__, key=lambda name: (not name[0].isupper(), name))
     assert all(hasattr(zbpipe, name) for name in zbpipe.__all__)

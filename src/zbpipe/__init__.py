@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zbpipe.costs.file import load_costs
     from zbpipe.estimation.estimate import estimate
     from zbpipe.frameworks.installation import install
+    from zbpipe.frameworks.whole_model.pipeline import pipeline
     from zbpipe.planner.plan import plan
     from zbpipe.planner.result import Plan
     from zbpipe.runtime.build import build_pipeline_schedule, from_first_rank
@@ -55,6 +56,7 @@ _LATER = {
     "costs.file": ("load_costs",),
     "estimation.estimate": ("estimate",),
     "frameworks.installation": ("install",),
+    "frameworks.whole_model.pipeline": ("pipeline",),
     "planner.plan": ("plan",),
     "planner.result": ("Plan",),
     "runtime.build": ("build_pipeline_schedule", "from_first_rank"),
@@ -101,6 +103,7 @@ __all__ = [
     "generate",
     "install",
     "load_costs",
+    "pipeline",
     "plan",
     "register",
     "simulate",

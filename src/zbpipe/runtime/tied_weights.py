@@ -51,7 +51,7 @@ def warn_if_parted(stages: Sequence[pipelining.Stage], placement: Placement) -> 
     """Warn on the ranks with the first and the last stage if they have a tied weight. All ranks have to call this."""
     # Sharded weights (FSDP, tensor parallelism) are compared shard by shard.
     group, first, last = stages[0].group, placement.rank_of[0], placement.rank_of[-1]
-    if first == last or dist.get_backend(group) == "fake":
+    if first == last or dist.get_backend(group) == "fake" or plain_attribute(stages[0].submod, "sums_tied_gradients"):
         return
     mine = _Description(
         _find_weights(stages[0].submod, (nn.Embedding,)) if stages[0].is_first else {},

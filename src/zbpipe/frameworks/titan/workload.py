@@ -14,6 +14,7 @@ from torch import nn
 
 from zbpipe.costs.transformer import LLAMA_3_8B, Block, Checkpointing
 from zbpipe.estimation.workload import Degrees, LayerWork, Workload
+from zbpipe.frameworks import layer_work
 from zbpipe.frameworks.titan import batches, command_line, cpu, interface, layer_split
 from zbpipe.frameworks.titan.versions import find_installed
 from zbpipe.runtime.attributes import plain_attribute
@@ -344,7 +345,7 @@ def _count(config: Any) -> _Counted:
     blocks = dict(model.get_submodule("layers").named_children())
     attention = layer_split.attention_products(whole) / max(len(blocks), 1)
     per_token = float(whole.config.get_nparams_and_flops(model, whole.seq_len)[1])
-    products = {name: layer_split.products(block) for name, block in blocks.items()}
+    products = {name: layer_work.products(block) for name, block in blocks.items()}
     parameters = {name: _parameters(block) for name, block in blocks.items()}
     how = models.apply_checkpointing(config, model)
     known: dict[str, tuple[Operations, LayerBytes | None]] = {}
@@ -378,9 +379,9 @@ def _first_layer(model: nn.Module, tokens: int) -> _Layer:
     blocks = [block for each in encoders.values() for block in getattr(each, "layers", nn.ModuleDict()).values()]
     return _Layer(
         tuple(modules),
-        _by_products(sum(map(layer_split.products, modules.values())), tokens, Checkpointing.NONE),
+        _by_products(sum(map(layer_work.products, modules.values())), tokens, Checkpointing.NONE),
         sum(map(_parameters, modules.values())),
-        encoder=tuple((_width(block), layer_split.products(block)) for block in blocks),
+        encoder=tuple((_width(block), layer_work.products(block)) for block in blocks),
     )
 
 
@@ -399,13 +400,13 @@ def _on_meta(block: nn.Module, x: torch.Tensor, *args: Any) -> tuple[Operations,
 
 def _by_products(products: float, tokens: int, how: Checkpointing) -> Operations:
     """Operations counted by products: two per weight with which a token is multiplied."""
-    layer = layer_split.layer(["block"], 2 * products * tokens, how)
+    layer = layer_work.layer(["block"], 2 * products * tokens, how)
     return Operations(layer.f, layer.i, layer.w)
 
 
 def _head(model: nn.Module, names: tuple[str, str], tokens: int, chunks: int) -> _Layer:
     """Norm and head. A loss in chunks runs the head's whole backward in F."""
-    products = layer_split.products(model.get_submodule(names[1]))
+    products = layer_work.products(model.get_submodule(names[1]))
     forward = 2.0 * products * tokens
     counts = Operations(3 * forward, 0, 0) if chunks else Operations(forward, forward, forward)
     return _Layer(names, counts, sum(_parameters(model.get_submodule(name)) for name in names), products)

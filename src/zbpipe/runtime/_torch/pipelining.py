@@ -336,6 +336,17 @@ class OwnStage(ReceivesOnDemand):
         if self.has_backward:
             super().scale_grads(grad_scale_factor)
 
+    # It also passes gradients between stages of one rank, which do not exist in evaluation.
+
+    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
+        if not self.has_backward:
+            return ()
+        return cast(tuple[Tensor | None, ...], super().get_local_bwd_output(mb_index))  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Before torch 2.14 a pipeline begins with a message to every neighbour. gloo cannot send one to the same
         rank."""

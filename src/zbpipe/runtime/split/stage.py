@@ -344,17 +344,6 @@ class _SplitBackward(pipelining.OwnStage):
             if parameter.grad is not None and id(parameter) not in later:
                 parameter.grad.div_(grad_scale_factor)
 
-    # torch's executor passes gradients between stages of one rank also in eval, where there are none.
-
-    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
-        if not self.has_backward:
-            return ()
-        return cast(tuple[Tensor | None, ...], super().get_local_bwd_output(mb_index))  # type: ignore[no-untyped-call]
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
-        if self.has_backward:
-            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
-
     def _look_around(self) -> None:
         """After the first step, catch weight gradients that stayed in I in the modules around their layers."""
         # Not within a step, because a checkpoint has to repeat in I what it did in F.
