@@ -11,9 +11,11 @@ from zbpipe.costs.model import amount
 from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes, Workload
 from zbpipe.schedule.ir import OpKind, require_whole
 
-_DEGREES = ("pipeline", "tensor", "fsdp", "replicas")
+_DEGREES = ("pipeline", "tensor", "context", "fsdp", "replicas")
 _AMOUNTS = ("f", "i", "w", "parameters", "activations")
 _WORKING = {"working_f": OpKind.F, "working_i": OpKind.I, "working_b": OpKind.B}
+_PAIRS = ("attention", "traffic")
+"""Keys for F and I, such as attention_f."""
 _PARAMETER_BYTES = ("gathered", "summed", "stored")
 
 
@@ -75,7 +77,7 @@ def _degrees(given: Any, gpus: int) -> Degrees:
 
 
 def _layers(row: Any, name: str) -> list[LayerWork]:
-    table = row_table(row, name, required=("modules", *_AMOUNTS), optional=("waits", *_WORKING))
+    table = row_table(row, name, required=("modules", *_AMOUNTS), optional=("waits", "keys", *_WORKING, *(f"{key}_{op}" for key in _PAIRS for op in "fi")))
     return [_layer(each, name) for each in repeat_counted(table, name)]
 
 
@@ -85,6 +87,7 @@ def _layer(table: dict[str, Any], name: str) -> LayerWork:
         raise ValueError(f"{name} modules = {modules!r}: expected a list of names, for example ['layers.0']")
     numbers = {key: amount(name, key, value) for key, value in table.items() if key != "modules"}
     f, i, w, parameters, activations = (numbers[key] for key in _AMOUNTS)
+    attention, traffic = ((numbers.get(f"{key}_f", 0.0), numbers.get(f"{key}_i", 0.0)) for key in _PAIRS)
     return LayerWork(
         tuple(modules),
         f,
@@ -94,4 +97,7 @@ def _layer(table: dict[str, Any], name: str) -> LayerWork:
         activations,
         waits=numbers.get("waits", numbers["activations"]),
         working=tuple((kind, numbers.get(key, 0.0)) for key, kind in _WORKING.items()),
+        attention=attention,
+        traffic=traffic,
+        keys=numbers.get("keys", 0.0),
     )

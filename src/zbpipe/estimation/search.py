@@ -1,18 +1,24 @@
-"""Estimates on other degrees: every way to share the GPUs among pipeline, tensor parallelism and FSDP."""
+"""Estimates on other layouts: degrees of pipeline, tensor and context parallelism and FSDP, and checkpointing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
+from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation.devices import Device, find
 from zbpipe.estimation.estimate import estimate
+from zbpipe.estimation.rates import rates
 from zbpipe.estimation.result import Estimate
 from zbpipe.estimation.workload import Degrees, Workload
 
 FEW = ("1F1B", "Interleaved1F1B", "ZBH1", "ZBV", "VHalf", "DualPipeVSplit")
-"""Schedules for comparing degrees, cheap to generate. Plans and other schedules follow for the best degrees."""
+"""Schedules for comparing layouts, cheap to generate. Plans and other schedules follow for the best layouts."""
 _MOST_RANKS = 64
+_CONTEXT = (1, 2, 4, 8)
+_STAGES_PER_RANK = (3, 5, 6, 7, 8, 10, 12)
+"""Numbers of stages per rank to try besides 1, 2 and 4, if they cut the blocks evenly."""
 
 
 def degrees_to_try(workload: Workload, gpus_per_node: int) -> Iterator[Degrees]:
@@ -20,35 +26,72 @@ def degrees_to_try(workload: Workload, gpus_per_node: int) -> Iterator[Degrees]:
     gpus, sequences = workload.degrees.gpus, workload.microbatches * workload.degrees.data
     for pipeline in _divisors(gpus):
         for tensor in _divisors(gpus // pipeline):
-            fsdp = gpus // (pipeline * tensor)
-            fits = tensor <= gpus_per_node and pipeline <= min(len(workload.layers), _MOST_RANKS)
-            # Fewer microbatches than ranks never fill a pipeline.
-            if fits and sequences % fsdp == 0 and sequences // fsdp >= pipeline:
-                yield Degrees(pipeline, tensor, fsdp)
+            for context in _CONTEXT:
+                fsdp, rest = divmod(gpus, pipeline * tensor * context)
+                fits = tensor <= gpus_per_node and pipeline <= min(len(workload.layers), _MOST_RANKS) and not rest
+                # Fewer microbatches than ranks never fill a pipeline.
+                if fits and sequences % fsdp == 0 and sequences // fsdp >= pipeline:
+                    yield Degrees(pipeline, tensor, fsdp, context=context)
 
 
 def _divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def search(workload: Workload, device: str | Device, *, names: Sequence[str] = FEW, **how: Any) -> list[Estimate]:
-    """Estimates for all degrees, best first. Those of the best degrees include all schedules and plans.
+def _layouts(workload: Workload, gpus_per_node: int) -> Iterator[Workload]:
+    """The job on all degrees, with every checkpointing."""
+    kinds = (None,) if workload.checkpointing is None else Checkpointing
+    for degrees in degrees_to_try(workload, gpus_per_node):
+        for how in kinds:
+            try:
+                yield workload.on(degrees, how)
+            except ValueError:  # for example heads that TP cannot share
+                continue
 
-    The tokens of a step stay the same. `names` are the schedules for comparing degrees; `how` has the rates, as for
-    `zbpipe.estimate`.
+
+def search(workload: Workload, device: str | Device, *, names: Sequence[str] = FEW, **how: Any) -> list[Estimate]:
+    """Estimates of the best layout for each choice of degrees, best first.
+
+    The tokens of a step stay the same. The best layout with a pipeline and the best one without have all schedules,
+    plans and ranges. Layouts whose computation alone takes longer than a known step with as many ranks are left out.
+
+    Args:
+        workload: the job.
+        device: as for `zbpipe.estimate`.
+        names: schedules for comparing layouts.
+        how: the rates, as for `zbpipe.estimate`.
     """
     device = find(device) if isinstance(device, str) else device
-    found = []
-    for degrees in degrees_to_try(workload, device.gpus_per_node):
-        try:
-            there = workload.on(degrees)
-        except ValueError:  # for example heads that TP cannot share
-            continue
-        found.append(estimate(there, device, only=names, plans=False, **how))
-    found.sort(key=_order)
-    if not found:
+    likely, known = replace(device, range=None), rates(device, how.get("tflops"), how.get("link"))
+    layouts = [(_computing(each, known.layer_costs(each)), each) for each in _layouts(workload, device.gpus_per_node)]
+    if not layouts:
         raise ValueError(f"no degrees fit {workload.degrees.gpus} GPUs: give the job more microbatches")
-    return [estimate(found[0].workload, device, **how), *found[1:]]
+    found: dict[Degrees, Estimate] = {}
+    shortest: dict[int, float] = {}
+    for least, each in sorted(layouts, key=lambda layout: layout[0]):
+        degrees = each.degrees
+        if least >= shortest.get(degrees.pipeline, float("inf")):
+            continue
+        there = estimate(each, likely, only=names, stages_per_rank=_stages(each), plans=False, **how)
+        if degrees not in found or _order(there) < _order(found[degrees]):
+            found[degrees] = there
+        if (step := there.on_these_degrees) is not None:
+            shortest[degrees.pipeline] = min(step.seconds, shortest.get(degrees.pipeline, step.seconds))
+    ordered = sorted(found.values(), key=_order)
+    sides = (next((each for each in ordered if (each.workload.degrees.pipeline > 1) == side), None) for side in (0, 1))
+    full = [estimate(each.workload, device, stages_per_rank=_stages(each.workload), **how) for each in sides if each]
+    return [*sorted(full, key=_order), *(each for each in ordered if all(each.workload is not one.workload for one in full))]
+
+
+def _computing(workload: Workload, costs: Any) -> float:
+    """Least seconds of a step: the computation of an average rank."""
+    return workload.microbatches * sum(map(sum, (costs.f, costs.i, costs.w))) / workload.degrees.pipeline
+
+
+def _stages(workload: Workload) -> tuple[int, ...]:
+    """Numbers of stages per rank to try."""
+    blocks, ranks = sum(layer.is_block for layer in workload.layers), workload.degrees.pipeline
+    return (1, 2, *(each for each in _STAGES_PER_RANK if blocks % (each * ranks) == 0), 4)
 
 
 def _order(each: Estimate) -> tuple[bool, float]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zbpipe.costs.transformer import LLAMA_3_8B, Block, Checkpointing
-from zbpipe.estimation.workload import Degrees, LayerWork, Workload
+from zbpipe.estimation.workload import ASYNC_TENSOR, Degrees, LayerWork, Workload
 from zbpipe.frameworks.titan import batches, command_line, cpu, interface, layer_split
 from zbpipe.frameworks.titan.versions import find_installed
 from zbpipe.runtime.attributes import plain_attribute
@@ -76,19 +76,29 @@ def degrees_of(config: Any, num_gpus: int) -> Degrees:
     """Parallel degrees of the config. FSDP uses the GPUs that the other degrees leave."""
     parallelism = config.parallelism
     pipeline, tensor = parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree
-    each = pipeline * tensor * parallelism.data_parallel_replicate_degree
+    context, replicas = parallelism.context_parallel_degree, parallelism.data_parallel_replicate_degree
+    each = pipeline * tensor * context * replicas
     fsdp, rest = divmod(num_gpus, each)
     if rest or not fsdp:
         fitting = " or ".join(str(shards * each) for shards in (fsdp, fsdp + 1) if shards)
-        raise ValueError(f"{num_gpus} GPUs are not a multiple of PP x TP x replicas = {each}: use {fitting}")
-    return Degrees(pipeline, tensor, fsdp, parallelism.data_parallel_replicate_degree)
+        raise ValueError(f"{num_gpus} GPUs are not a multiple of PP x TP x CP x replicas = {each}: use {fitting}")
+    return Degrees(pipeline, tensor, fsdp, replicas, context)
 
 
 def read_config(config: Any, degrees: Degrees, name: str) -> Workload:
     """The workload of TorchTitan's config on these degrees; see `read`."""
-    counted = _count(config)
-    make = partial(_workload, config, name=name, counted=counted)
-    return replace(make(degrees), remade=make)
+    from zbpipe.frameworks.titan import models
+
+    own = _count(config)
+
+    @cache
+    def counted(how: Checkpointing) -> _Counted:
+        return own if how is own.checkpointing else _count(models.with_checkpointing(config, how))
+
+    def make(degrees: Degrees, how: Checkpointing | None) -> Workload:
+        return _workload(config, degrees, name=name, counted=counted(how or own.checkpointing))
+
+    return replace(make(degrees, None), remade=make)
 
 
 @dataclass(frozen=True)
@@ -121,6 +131,12 @@ class _Counted:
     layer."""
     dim: int
     """Dimension of the hidden states."""
+    key_heads: int
+    """Number of key-value heads. 0 if unknown."""
+    ties_weights: bool
+    """Whether embedding and head share their weights, which TorchTitan refuses in a pipeline."""
+    float8: bool
+    """Whether the products of blocks are in float8."""
     checkpointing: Checkpointing
     operations: float
     """Operations of the model per token, as TorchTitan counts them for MFU."""
@@ -138,27 +154,41 @@ class _Counted:
 def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) -> Workload:
     from zbpipe.frameworks.titan import models
 
-    parallelism, tokens = config.parallelism, _tokens(config)
-    sizes, (option, size) = models.sizes(config, degrees.fsdp), batches.batch_option(config)
-    on_one_gpu = _OnOneGpu(tokens, counted, degrees.tensor, sizes).layers()
+    parallelism, tokens, compiled = config.parallelism, _tokens(config), models.compiles_blocks(config)
+    _require_shares(config, degrees, counted)
+    sizes, (option, size) = models.sizes(config, degrees.shards), batches.batch_option(config)
+    on_one_gpu = _OnOneGpu(tokens // degrees.context, counted, degrees.tensor, degrees.context, sizes).layers()
     return Workload(
         name,
-        tuple(map(partial(_work, counted.checkpointing), counted.layers, on_one_gpu)),
+        tuple(map(partial(_work, counted, tokens, compiled), counted.layers, on_one_gpu)),
         degrees,
         batches.microbatches(config),
         tokens,
-        message_bytes=sizes.computed * tokens * counted.dim / degrees.tensor,
+        message_bytes=sizes.computed * tokens * counted.dim / degrees.sharing,
         operations=counted.operations,
         words=_words(counted, degrees),
         schedule=parallelism.pipeline_parallel_schedule,
         checkpointing=counted.checkpointing,
-        compiled=models.compiles_blocks(config),
+        compiled=compiled,
+        float8=counted.float8,
+        hidden_tensor=ASYNC_TENSOR * models.has_async_tensor(config),
         parameter_bytes=replace(sizes.parameters, accumulates=batches.accumulates(config, degrees.data)),
         ends=layer_split.ends_of_user(parallelism),
         cut=_cut(parallelism.module_fqns_per_model_part, [layer.modules for layer in counted.layers]),
         microbatch_size=size,
         batch_option=option,
     )
+
+
+def _require_shares(config: Any, degrees: Degrees, counted: _Counted) -> None:
+    """Refuse degrees by which TorchTitan cannot share heads, sequence or weights, with a ValueError."""
+    if counted.ties_weights and degrees.pipeline > 1:
+        raise ValueError("TorchTitan refuses a pipeline whose embedding and head share their weights")
+    if counted.key_heads % degrees.tensor:
+        raise ValueError(f"TP {degrees.tensor} cannot share {counted.key_heads} key-value heads")
+    length = batches.length(config.training)
+    if length % (degrees.tensor * (2 * degrees.context if degrees.context > 1 else 1)):
+        raise ValueError(f"TP {degrees.tensor} and CP {degrees.context} cannot share sequences of {length} tokens")
 
 
 def _cut(parts: Sequence[Sequence[str]] | None, layers: Sequence[tuple[str, ...]]) -> tuple[int, ...] | None:
@@ -188,6 +218,7 @@ class _OnOneGpu:
     tokens: int
     counted: _Counted
     tensor: int
+    context: int
     sizes: models.Sizes
 
     def layers(self) -> list[LayerBytes]:
@@ -210,7 +241,7 @@ class _OnOneGpu:
         block's bytes."""
         alike = _as_llama(self.counted.dim, layer.products, layer.heads_share)
         of_llama = [self._llama(alike, self.counted.checkpointing, each) for each in (1, self.tensor)]
-        return of_llama[1] if layer.bytes is None else _scale(layer.bytes, *of_llama)
+        return of_llama[1] if layer.bytes is None else _scale(layer.bytes, *of_llama, self.context)
 
     def _llama(self, block: Block, how: Checkpointing, tensor: int) -> LayerBytes:
         size = self.sizes.computed * self.tokens
@@ -264,13 +295,15 @@ class _OnOneGpu:
 
 
 _FP32 = 4
+_BF16 = 2
 
 
-def _scale(counted: LayerBytes, whole: LayerBytes, shared: LayerBytes) -> LayerBytes:
-    """Bytes counted on one GPU, scaled to one GPU of TP: `whole` and `shared` are a Llama block's bytes on each."""
+def _scale(counted: LayerBytes, whole: LayerBytes, shared: LayerBytes, context: int) -> LayerBytes:
+    """Bytes counted on one GPU, scaled to one GPU of TP and CP. `whole` and `shared` are a Llama block's bytes on one
+    GPU and on one of TP."""
 
     def scaled(size: int, whole: int, shared: int) -> int:
-        return size * shared // whole if whole else 0
+        return size * shared // (whole * context) if whole else 0
 
     working = {kind: scaled(size, whole.working[kind], shared.working[kind]) for kind, size in counted.working.items()}
     activations = scaled(counted.activations, whole.activations, shared.activations)
@@ -306,10 +339,12 @@ def _tokens(config: Any) -> int:
     return prod(batches.shape(config))
 
 
-def _work(how: Checkpointing, layer: _Layer, found: LayerBytes) -> LayerWork:
-    is_block = layer.modules[0].startswith("layers.")
-    transfers = (_IN_BLOCK, _IN_BLOCK + _AGAIN[how]) if is_block else (1, 1)
-    each = layer.operations
+def _work(counted: _Counted, tokens: int, compiled: bool, layer: _Layer, found: LayerBytes) -> LayerWork:
+    how, each, is_block = counted.checkpointing, layer.operations, layer.modules[0].startswith("layers.")
+    traffic = (0.0, 0.0)
+    if is_block:
+        in_f, in_i = _as_llama(counted.dim, layer.products, layer.heads_share).traffic(how, compiled)
+        traffic = (_BF16 * tokens * in_f, _BF16 * tokens * in_i)
     return LayerWork(
         layer.modules,
         each.f,
@@ -319,7 +354,10 @@ def _work(how: Checkpointing, layer: _Layer, found: LayerBytes) -> LayerWork:
         found.activations,
         found.waits,
         tuple(found.working.items()),
-        transfers,
+        (_IN_BLOCK, _IN_BLOCK + _AGAIN[how]) if is_block else (1, 1),
+        each.attention,
+        traffic,
+        keys=_BF16 * tokens * 2 * counted.dim * layer.heads_share if is_block else 0.0,
     )
 
 
@@ -355,7 +393,11 @@ def _count(config: Any) -> _Counted:
     embedding = _first_layer(model, tokens)
     chunks = models.chunks_of_loss(config)
     head = _head(model, models.HEAD, tokens, chunks)
-    return _Counted(embedding, tuple(found), head, chunks, whole.config.dim, how, per_token)
+    heads, is_tied = models.key_heads(whole.config), bool(getattr(whole.config, "enable_weight_tying", False))
+    float8 = models.has_float8(config, model)
+    return _Counted(
+        *(embedding, tuple(found), head, chunks, whole.config.dim, heads, is_tied, float8, how, per_token)
+    )
 
 
 def _first_layer(model: nn.Module, tokens: int) -> _Layer:
