@@ -102,7 +102,7 @@ def read_jobs() -> list[Job]:
 
 def _job(cells: dict[str, Any]) -> Job:
     whole = {name: int(cells[name]) for name in ("gpus", "p", "tp", "cp", "v", "m", "microbatch", "seq")}
-    others = {"published": float(cells["published"]), "kept_back": bool(cells["kept_back"])}
+    others: dict[str, Any] = {"published": float(cells["published"]), "kept_back": bool(cells["kept_back"])}
     others["options"] = frozenset(cells["options"].split())
     others["link"] = float(cells["link"]) if cells["link"] else None
     return Job(**{**cells, **whole, **others})
@@ -131,6 +131,7 @@ def workload(job: Job) -> Workload:
         Checkpointing.FULL: products + attention - 2.0 * model.last * tokens,
     }[how]
     recomputed = attention * (how is Checkpointing.FULL)
+    in_f, in_i = block.traffic(how, "compiled" in job.options)
     middle = LayerWork(
         ("layers.0",),
         products + attention,
@@ -142,7 +143,7 @@ def workload(job: Job) -> Workload:
         tuple((kind, 2.0 * own * max(block.working(how, kind, job.tp), 0)) for kind in COMPUTATIONS),
         (4, 4 + _AGAIN[how]),
         (attention, 2.5 * attention + recomputed),
-        tuple(2.0 * tokens * size for size in block.traffic(how, "compiled" in job.options)),
+        (2.0 * tokens * in_f, 2.0 * tokens * in_i),
         keys=2.0 * tokens * block.keys_and_values,
     )
     layers = (first, *(replace(middle, modules=(f"layers.{number}",)) for number in range(model.blocks)), last)
@@ -166,7 +167,7 @@ def workload(job: Job) -> Workload:
 
 def _on(job: Job, degrees: Degrees, how: Checkpointing | None) -> Job:
     """The job on other degrees, with the trainer's own stages. Its number of microbatches does not count."""
-    sizes = {"p": degrees.pipeline, "tp": degrees.tensor, "cp": degrees.context, "v": 1, "m": 1}
+    sizes: dict[str, Any] = {"p": degrees.pipeline, "tp": degrees.tensor, "cp": degrees.context, "v": 1, "m": 1}
     return replace(job, **sizes, gpus=degrees.gpus, checkpointing=str(how or job.checkpointing))
 
 

@@ -110,7 +110,7 @@ def _variants(
         return
     for algorithm in wanted:
         usual = algorithm.stages_per_rank
-        for stages in numbers if algorithm.any_stages_per_rank else (usual,):
+        for stages in sorted(set(numbers)) if algorithm.any_stages_per_rank else (usual,):
             if stages >= usual or usual > max(numbers):
                 yield algorithm, stages
     if own.table is not None:

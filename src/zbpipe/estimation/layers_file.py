@@ -14,8 +14,7 @@ from zbpipe.schedule.ir import OpKind, require_whole
 _DEGREES = ("pipeline", "tensor", "context", "fsdp", "replicas")
 _AMOUNTS = ("f", "i", "w", "parameters", "activations")
 _WORKING = {"working_f": OpKind.F, "working_i": OpKind.I, "working_b": OpKind.B}
-_PAIRS = ("attention", "traffic")
-"""Keys for F and I, such as attention_f."""
+_OPTIONAL = ("waits", "keys", "attention_f", "attention_i", "traffic_f", "traffic_i", *_WORKING)
 _PARAMETER_BYTES = ("gathered", "summed", "stored")
 
 
@@ -77,7 +76,12 @@ def _degrees(given: Any, gpus: int) -> Degrees:
 
 
 def _layers(row: Any, name: str) -> list[LayerWork]:
-    table = row_table(row, name, required=("modules", *_AMOUNTS), optional=("waits", "keys", *_WORKING, *(f"{key}_{op}" for key in _PAIRS for op in "fi")))
+    table = row_table(
+        row,
+        name,
+        required=("modules", *_AMOUNTS),
+        optional=_OPTIONAL,
+    )
     return [_layer(each, name) for each in repeat_counted(table, name)]
 
 
@@ -87,7 +91,6 @@ def _layer(table: dict[str, Any], name: str) -> LayerWork:
         raise ValueError(f"{name} modules = {modules!r}: expected a list of names, for example ['layers.0']")
     numbers = {key: amount(name, key, value) for key, value in table.items() if key != "modules"}
     f, i, w, parameters, activations = (numbers[key] for key in _AMOUNTS)
-    attention, traffic = ((numbers.get(f"{key}_f", 0.0), numbers.get(f"{key}_i", 0.0)) for key in _PAIRS)
     return LayerWork(
         tuple(modules),
         f,
@@ -97,7 +100,7 @@ def _layer(table: dict[str, Any], name: str) -> LayerWork:
         activations,
         waits=numbers.get("waits", numbers["activations"]),
         working=tuple((kind, numbers.get(key, 0.0)) for key, kind in _WORKING.items()),
-        attention=attention,
-        traffic=traffic,
+        attention=(numbers.get("attention_f", 0.0), numbers.get("attention_i", 0.0)),
+        traffic=(numbers.get("traffic_f", 0.0), numbers.get("traffic_i", 0.0)),
         keys=numbers.get("keys", 0.0),
     )

@@ -24,6 +24,11 @@ TorchTitan, December 2024 and June 2025: Llama 3 8B trains 1.28 times as fast wi
 """
 _CASTS = 1.75
 """Memory traffic of a block in float8 relative to bfloat16: each factor of a product is read twice and cast."""
+_RING = 0.08
+"""Share by which attention takes longer for each further GPU of context parallelism.
+
+TorchTitan, December 2024: Llama 3 8B on 8 H100, 32k to 262k tokens with CP 1 to 8.
+"""
 _TILE = 64
 """Width by which a product is longer than its operations: tensor parallelism cuts it into narrower ones."""
 
@@ -53,6 +58,7 @@ class Rates:
             products = (operations - attention) * narrow
             if workload.float8 and layer.is_block:
                 products, traffic = products / FLOAT8, traffic * _CASTS
+            attention *= 1 + _RING * (degrees.context - 1)
             computing = (products / device.products + attention / device.attention) / device.peak
             return (computing + traffic / device.memory) / degrees.sharing / self.speed
 
@@ -71,7 +77,7 @@ class Rates:
         stages = join_stages(layers, split)
         links = dict(self._links(workload, placement))
         slowest = min(links.values(), key=lambda link: link.bandwidth, default=Link())
-        return replace(stages, link=slowest, links=links)
+        return replace(stages, link=slowest, links=links, overhead=self.device.overhead)
 
     def _links(self, workload: Workload, placement: Placement) -> Iterator[tuple[tuple[int, int], Link]]:
         """Links in TorchTitan's numbering of GPUs: the pipeline is outermost, so its ranks are far apart."""

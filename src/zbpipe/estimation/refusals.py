@@ -14,6 +14,6 @@ def require_torch_runs(algorithm: Algorithm, ranks: int, stages_per_rank: int, m
         return
     rounds, stages = max(1, microbatches // ranks), ranks * stages_per_rank
     if algorithm.name in _IN_ROUNDS and microbatches % rounds:
-        raise ValueError(f"torch refuses {microbatches} microbatches on {ranks} ranks: not a multiple of {rounds} rounds")
+        raise ValueError(f"torch refuses {microbatches} microbatches on {ranks} ranks: no multiple of {rounds} rounds")
     if algorithm.name in _AT_LEAST_STAGES and microbatches < stages:
         raise ValueError(f"torch refuses {microbatches} microbatches for {stages} stages: it needs at least as many")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 from typing import Any
 
+from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation.devices import Device, find
 from zbpipe.estimation.estimate import estimate
@@ -13,12 +15,12 @@ from zbpipe.estimation.rates import rates
 from zbpipe.estimation.result import Estimate
 from zbpipe.estimation.workload import Degrees, Workload
 
-FEW = ("1F1B", "Interleaved1F1B", "ZBH1", "ZBV", "VHalf", "DualPipeVSplit")
+FEW = ("1F1B", "Interleaved1F1B", "ZBV", "VHalf")
 """Schedules for comparing layouts, cheap to generate. Plans and other schedules follow for the best layouts."""
-_MOST_RANKS = 64
+_MOST_RANKS = 16
 _CONTEXT = (1, 2, 4, 8)
-_STAGES_PER_RANK = (3, 5, 6, 7, 8, 10, 12)
-"""Numbers of stages per rank to try besides 1, 2 and 4, if they cut the blocks evenly."""
+_STAGES_PER_RANK = range(12, 1, -1)
+"""Numbers of stages per rank to try, from the largest one that cuts the blocks evenly."""
 
 
 def degrees_to_try(workload: Workload, gpus_per_node: int) -> Iterator[Degrees]:
@@ -53,7 +55,7 @@ def search(workload: Workload, device: str | Device, *, names: Sequence[str] = F
     """Estimates of the best layout for each choice of degrees, best first.
 
     The tokens of a step stay the same. The best layout with a pipeline and the best one without have all schedules,
-    plans and ranges. Layouts whose computation alone takes longer than a known step with as many ranks are left out.
+    plans and ranges. Layouts whose computation alone takes longer than the best step are left out.
 
     Args:
         workload: the job.
@@ -67,31 +69,48 @@ def search(workload: Workload, device: str | Device, *, names: Sequence[str] = F
     if not layouts:
         raise ValueError(f"no degrees fit {workload.degrees.gpus} GPUs: give the job more microbatches")
     found: dict[Degrees, Estimate] = {}
-    shortest: dict[int, float] = {}
+    shortest = {False: inf, True: inf}
     for least, each in sorted(layouts, key=lambda layout: layout[0]):
-        degrees = each.degrees
-        if least >= shortest.get(degrees.pipeline, float("inf")):
+        has_pipeline = each.degrees.pipeline > 1
+        if least >= shortest[has_pipeline] or _least_bytes(each) > device.usable_bytes:
             continue
         there = estimate(each, likely, only=names, stages_per_rank=_stages(each), plans=False, **how)
-        if degrees not in found or _order(there) < _order(found[degrees]):
-            found[degrees] = there
+        if each.degrees not in found or _order(there) < _order(found[each.degrees]):
+            found[each.degrees] = there
         if (step := there.on_these_degrees) is not None:
-            shortest[degrees.pipeline] = min(step.seconds, shortest.get(degrees.pipeline, step.seconds))
+            shortest[has_pipeline] = min(step.seconds, shortest[has_pipeline])
     ordered = sorted(found.values(), key=_order)
-    sides = (next((each for each in ordered if (each.workload.degrees.pipeline > 1) == side), None) for side in (0, 1))
-    full = [estimate(each.workload, device, stages_per_rank=_stages(each.workload), **how) for each in sides if each]
-    return [*sorted(full, key=_order), *(each for each in ordered if all(each.workload is not one.workload for one in full))]
+    if not ordered:
+        raise ValueError(f"the job does not fit {workload.degrees.gpus} GPUs on any degrees")
+    sides = [next((each for each in ordered if _is_usable(each, side)), None) for side in (False, True)]
+    best = [each.workload for each in sides if each is not None] or [ordered[0].workload]
+    full = [estimate(each, device, stages_per_rank=(*_stages(each), 2, 4), **how) for each in best]
+    return [*sorted(full, key=_order), *(each for each in ordered if each.workload not in best)]
 
 
-def _computing(workload: Workload, costs: Any) -> float:
+def _is_usable(each: Estimate, has_pipeline: bool) -> bool:
+    return (each.workload.degrees.pipeline > 1) == has_pipeline and each.on_these_degrees is not None
+
+
+def _computing(workload: Workload, costs: CostModel) -> float:
     """Least seconds of a step: the computation of an average rank."""
     return workload.microbatches * sum(map(sum, (costs.f, costs.i, costs.w))) / workload.degrees.pipeline
 
 
+def _least_bytes(workload: Workload) -> float:
+    """Least memory of an average rank: weights, optimizer, and half of 1F1B's activations, as VHalf holds, or all
+    activations without a pipeline."""
+    degrees, each = workload.degrees, workload.parameter_bytes
+    has_pipeline = degrees.pipeline > 1
+    own = each.total(degrees.shards) if has_pipeline else 4 * each.stored / degrees.shards
+    activations = sum(layer.activations for layer in workload.layers) * (0.5 if has_pipeline else 1.0)
+    return own * workload.parameters / degrees.tensor / degrees.pipeline + activations
+
+
 def _stages(workload: Workload) -> tuple[int, ...]:
-    """Numbers of stages per rank to try."""
+    """Numbers of stages per rank for comparing layouts: one, and the largest that cuts the blocks evenly."""
     blocks, ranks = sum(layer.is_block for layer in workload.layers), workload.degrees.pipeline
-    return (1, 2, *(each for each in _STAGES_PER_RANK if blocks % (each * ranks) == 0), 4)
+    return (1, next((each for each in _STAGES_PER_RANK if blocks % (each * ranks) == 0), 2))
 
 
 def _order(each: Estimate) -> tuple[bool, float]:

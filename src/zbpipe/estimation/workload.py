@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from zbpipe.costs.balance import balance
 from zbpipe.costs.layers import Layer, LayerCosts, Split, even_sizes, split_of
@@ -12,7 +11,6 @@ from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import Checkpointing, usual_costs
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 from zbpipe.schedule.registry import Algorithm
-
 
 ASYNC_TENSOR = 0.48
 """Share of tensor parallelism's communication that torch's asynchronous tensor parallelism hides.
@@ -206,8 +204,8 @@ class Workload:
                 f" {degrees}"
             )
         if self.remade is not None:
-            options = {"float8": self.float8, "hidden_tensor": self.hidden_tensor}
-            return replace(self.remade(degrees, checkpointing), microbatches=microbatches, **options)
+            made = self.remade(degrees, checkpointing)
+            return replace(made, microbatches=microbatches, float8=self.float8, hidden_tensor=self.hidden_tensor)
         mine = self.degrees.tensor, self.degrees.context, self.checkpointing
         if (degrees.tensor, degrees.context, checkpointing) != mine:
             raise ValueError(f"these layers have costs for {self.degrees}: give others for {degrees}")

@@ -165,8 +165,11 @@ def with_checkpointing(config: Any, how: Checkpointing) -> Any:
     """The config with another activation checkpointing, of that kind's defaults."""
     if HAS_JOB_CONFIG:
         return replace(config, activation_checkpoint=replace(config.activation_checkpoint, mode=str(how)))
-    kinds = {Checkpointing.SELECTIVE: activation_checkpoint.SelectiveAC, Checkpointing.FULL: activation_checkpoint.FullAC}
-    return replace(config, activation_checkpoint=kinds[how].Config() if how in kinds else None)
+    if how is Checkpointing.NONE:
+        return replace(config, activation_checkpoint=None)
+    is_full = how is Checkpointing.FULL
+    policy = activation_checkpoint.FullAC if is_full else activation_checkpoint.SelectiveAC
+    return replace(config, activation_checkpoint=policy.Config())
 
 
 def apply_checkpointing(config: Any, model: nn.Module) -> Checkpointing:

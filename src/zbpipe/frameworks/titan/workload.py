@@ -240,8 +240,8 @@ class _OnOneGpu:
         """The counted bytes, sharded over tensor parallelism like a Llama block of that width. Without counts, that
         block's bytes."""
         alike = _as_llama(self.counted.dim, layer.products, layer.heads_share)
-        of_llama = [self._llama(alike, self.counted.checkpointing, each) for each in (1, self.tensor)]
-        return of_llama[1] if layer.bytes is None else _scale(layer.bytes, *of_llama, self.context)
+        whole, shared = (self._llama(alike, self.counted.checkpointing, each) for each in (1, self.tensor))
+        return shared if layer.bytes is None else _scale(layer.bytes, whole, shared, self.context)
 
     def _llama(self, block: Block, how: Checkpointing, tensor: int) -> LayerBytes:
         size = self.sizes.computed * self.tokens
@@ -395,9 +395,7 @@ def _count(config: Any) -> _Counted:
     head = _head(model, models.HEAD, tokens, chunks)
     heads, is_tied = models.key_heads(whole.config), bool(getattr(whole.config, "enable_weight_tying", False))
     float8 = models.has_float8(config, model)
-    return _Counted(
-        *(embedding, tuple(found), head, chunks, whole.config.dim, heads, is_tied, float8, how, per_token)
-    )
+    return _Counted(*(embedding, tuple(found), head, chunks, whole.config.dim, heads, is_tied, float8, how, per_token))
 
 
 def _first_layer(model: nn.Module, tokens: int) -> _Layer:
