@@ -28,7 +28,7 @@ from zbpipe.simulator.timeline import Timeline
 _STAGES_PER_RANK = (1, 2, 4)
 _PLANNED = (("single", Placement.loop), ("v", Placement.v), ("wave", lambda ranks: Placement.v(ranks, 4)))
 """Placements to plan for, by name: the best for each number of stages per rank."""
-_BUDGET = 3e7
+_BUDGET = 2e7
 """Budget of one plan's search in timed ops: a fraction of a second."""
 _SEARCHED = 1024
 """Limit of ranks times microbatches for including searched schedules, such as ZBVLean, by default."""

@@ -19,6 +19,10 @@ FEW = ("1F1B", "Interleaved1F1B", "ZBV", "VHalf")
 """Schedules for comparing layouts, cheap to generate. Plans and other schedules follow for the best layouts."""
 _MOST_RANKS = 16
 _CONTEXT = (1, 2, 4, 8)
+_MOST_SHARING = 16
+"""Most GPUs that share a microbatch."""
+_MOST_MICROBATCHES = 2048
+"""Most ranks times microbatches, for the time of the search. Bubbles are small by then."""
 _STAGES_PER_RANK = range(12, 1, -1)
 """Numbers of stages per rank to try, from the largest one that cuts the blocks evenly."""
 
@@ -31,8 +35,10 @@ def degrees_to_try(workload: Workload, gpus_per_node: int) -> Iterator[Degrees]:
             for context in _CONTEXT:
                 fsdp, rest = divmod(gpus, pipeline * tensor * context)
                 fits = tensor <= gpus_per_node and pipeline <= min(len(workload.layers), _MOST_RANKS) and not rest
+                if not fits or tensor * context > _MOST_SHARING or sequences % fsdp:
+                    continue
                 # Fewer microbatches than ranks never fill a pipeline.
-                if fits and sequences % fsdp == 0 and sequences // fsdp >= pipeline:
+                if pipeline == 1 or pipeline <= sequences // fsdp <= _MOST_MICROBATCHES // pipeline:
                     yield Degrees(pipeline, tensor, fsdp, context=context)
 
 
