@@ -11,6 +11,8 @@ from published import Row, error, predict, read_rows
 
 from zbpipe import estimate
 from zbpipe.estimation.devices import find
+from zbpipe.estimation.result import Answer, answer
+from zbpipe.estimation.search import search
 
 BOUNDS = {"bubble": 0.004, "ratio": 0.06, "memory": 0.09, "activations": 0.09}
 """Largest error by metric: absolute for bubbles, which the authors computed, and relative for all others."""
@@ -85,3 +87,27 @@ def test_a_faster_device_or_link_is_never_slower() -> None:
         for name in (None, "peak", "products", "attention", "hbm", "inside", "between")
     )
     assert all(each < first for each in others)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "device", "gpus", "sequences", "options", "expected"),
+    [
+        ("Llama 3 8B", "H100", 64, 128, "compiled", Answer.NO),
+        ("Llama 3 70B", "H100", 64, 128, "compiled", Answer.UNDECIDED),
+        ("Llama 3 405B", "H100", 512, 256, "compiled async", Answer.YES),
+        ("Llama 3 70B", "MI300X", 64, 128, "compiled", Answer.NO),
+    ],
+)
+def test_the_answers_of_practice(
+    model: str, device: str, gpus: int, sequences: int, options: str, expected: Answer
+) -> None:
+    """On 64 H100, 70B is trained with a pipeline (NeMo) and without (MaxText, AutoModel), about equally fast."""
+    like = next(each for each in published_jobs.read_jobs() if each.id == "titan-8b-8")
+    changed = replace(like, model=model, device=device, gpus=gpus, microbatch=1, options=frozenset(options.split()))
+    work = published_jobs.workload(replace(changed, tp=8, m=sequences * 8 // gpus))
+    found = search(work, device)
+    best = {each.workload.degrees.pipeline > 1: each.on_these_degrees for each in reversed(found)}
+    assert best[True] is not None
+    assert best[False] is not None
+    assert answer(best[True], best[False]) is expected
