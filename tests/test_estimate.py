@@ -377,7 +377,7 @@ def test_the_command(file: Path, tmp_path: Path) -> None:
         assert abs(y - line) > 10 or x + 6 * letters < other  # no name covers another
     assert "ZBV" in html
     data = json.loads(run("--layers", file, "--gpus", 16, "--device", "h100", "--schedule", "ZBV", "--json"))
-    assert data["degrees"] == {"pipeline": 4, "tensor": 1, "context": 1, "fsdp": 4, "replicas": 1}
+    assert data["degrees"] == {"pipeline": 4, "tensor": 1, "context": 1, "fsdp": 4, "replicas": 1, "experts": 1}
     for each in data["schedules"]:
         assert each["memory"]["total"] == pytest.approx(sum(each["memory"].values()) - each["memory"]["total"])
 
@@ -468,6 +468,31 @@ def test_a_pipeline_has_to_be_clearly_shorter(seconds: float, ends: tuple[float,
     alone = Step(NO_PIPELINE, "", 1, 1.0, 0.0, 1.0, None, Memory(*[0] * 7), True, range=(0.5, 2.0))
     best = replace(alone, schedule="ZBV", seconds=seconds, range=ends)
     assert compare(best, alone, "ZBV").startswith(words)
+
+
+def test_experts_are_reached_by_two_exchanges_each_way() -> None:
+    device = replace(ONE_A_SECOND, inside=10.0)
+    layer = LayerWork(("layers.0",), 1, 2, 3, 0.0, 0, 0, routed=80)
+    work = replace(workload(layers=1, degrees=Degrees(fsdp=4, experts=4)), layers=(layer,))
+    costs, sent = rates(device).layer_costs(work), device.collective(80, 4)
+    assert [costs.f[0], costs.i[0], costs.w[0]] == pytest.approx([1 + 2 * sent, 2 + 2 * sent, 3])
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "stages", "microbatches", "refused"),
+    [
+        ("Interleaved1F1B", 4, 2, 9, True),
+        ("Interleaved1F1B", 4, 2, 10, False),
+        ("1F1B", 4, 1, 3, True),
+        ("DualPipeV", 4, 2, 7, True),
+        ("ZBV", 4, 2, 3, False),
+    ],
+)
+def test_what_torch_refuses_is_left_out(name: str, ranks: int, stages: int, microbatches: int, refused: bool) -> None:
+    work = workload(layers=8, degrees=Degrees(pipeline=ranks), microbatches=microbatches)
+    found = estimate(work, ONE_A_SECOND, only=[name], plans=False, stages_per_rank=[stages])
+    assert ("torch refuses" in "".join(reason for _, reason in found.left_out)) == refused
+    assert any(step.schedule == name for step in found.steps) != refused
 
 
 def test_what_changes_the_answer_is_named() -> None:

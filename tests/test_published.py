@@ -108,6 +108,7 @@ def test_the_answers_of_practice(
     work = published_jobs.workload(replace(changed, tp=8, m=sequences * 8 // gpus))
     found = search(work, device)
     best = {each.workload.degrees.pipeline > 1: each.on_these_degrees for each in reversed(found)}
-    assert best[True] is not None
-    assert best[False] is not None
-    assert answer(best[True], best[False]) is expected
+    with_pipeline, without = best[True], best[False]
+    assert with_pipeline is not None
+    assert without is not None
+    assert answer(with_pipeline, without) is expected

@@ -38,7 +38,8 @@ class Sharded(NamedTuple):
 def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
     """A step with the same tokens and GPUs. As many sequences at a time as fit, for the fewest rounds of gathering."""
     degrees = workload.degrees
-    alone = workload.on(Degrees(1, degrees.tensor, degrees.gpus // degrees.sharing, context=degrees.context))
+    data = degrees.gpus // degrees.sharing
+    alone = workload.on(Degrees(1, degrees.tensor, data, 1, degrees.context, degrees.experts))
     costs = rates.layer_costs(alone)
     sizes = [size for size in range(alone.microbatches, 0, -1) if alone.microbatches % size == 0]
     memories = {size: _memory(alone, costs, size) for size in sizes}

@@ -51,8 +51,11 @@ class Rates:
         collective = device.collective(hidden, tensor) * (1 - workload.hidden_tensor)
         narrow = 1 + _TILE * (tensor - 1) / workload.width if workload.width else 1.0
 
-        def keys(layer: LayerWork) -> float:
-            return device.collective(layer.keys / tensor, degrees.context, apart=tensor)
+        def communication(layer: LayerWork) -> tuple[float, float]:
+            keys = device.collective(layer.keys / tensor, degrees.context, apart=tensor)
+            routed = 2 * device.collective(layer.routed / degrees.sharing, degrees.experts)  # there and back
+            in_f, in_i = (count * collective + routed for count in layer.transfers)
+            return in_f + keys, in_i + 2 * keys  # I also reduces the gradients of keys and values
 
         def seconds(layer: LayerWork, operations: float, attention: float, traffic: float) -> float:
             products = (operations - attention) * narrow
@@ -64,10 +67,7 @@ class Rates:
 
         def times(layer: LayerWork) -> tuple[float, float, float]:
             f, i = zip((layer.f, layer.i), layer.attention, layer.traffic, strict=True)
-            # Context parallelism gathers keys and values in F and in I, which also reduces their gradients.
-            in_f, in_i = (
-                count * collective + times * keys(layer) for count, times in zip(layer.transfers, (1, 2), strict=True)
-            )
+            in_f, in_i = communication(layer)
             return seconds(layer, *f) + in_f, seconds(layer, *i) + in_i, seconds(layer, layer.w, 0.0, 0.0)
 
         return workload.layer_costs(times)

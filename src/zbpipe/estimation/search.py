@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from math import inf
+from math import gcd, inf
 from typing import Any
 
 from zbpipe.costs.model import CostModel
@@ -39,7 +39,9 @@ def degrees_to_try(workload: Workload, gpus_per_node: int) -> Iterator[Degrees]:
                     continue
                 # Fewer microbatches than ranks never fill a pipeline.
                 if pipeline == 1 or pipeline <= sequences // fsdp <= _MOST_MICROBATCHES // pipeline:
-                    yield Degrees(pipeline, tensor, fsdp, context=context)
+                    yield Degrees(
+                        pipeline, tensor, fsdp, 1, context, gcd(workload.degrees.experts, tensor * context * fsdp)
+                    )
 
 
 def _divisors(number: int) -> list[int]:

@@ -34,6 +34,8 @@ class Degrees:
     replicas: int = 1
     context: int = 1
     """Number of GPUs that share each sequence. They also hold shards."""
+    experts: int = 1
+    """Number of GPUs, among those that share sequences or shards, over which the experts of a block are spread."""
 
     @property
     def gpus(self) -> int:
@@ -56,7 +58,7 @@ class Degrees:
 
     def __str__(self) -> str:
         names = ("PP", self.pipeline), ("TP", self.tensor), ("CP", self.context), ("FSDP", self.fsdp)
-        shown = (*names, ("replicas", self.replicas))
+        shown = (*names, ("replicas", self.replicas), ("EP", self.experts))
         return " x ".join(f"{name} {size}" for name, size in shown if size > 1) or "1 GPU"
 
 
@@ -120,6 +122,8 @@ class LayerWork:
     """Bytes that norms, activation functions and sums of F and of I read and write, on all GPUs together."""
     keys: float = 0.0
     """Bytes of keys and values, which context parallelism gathers."""
+    routed: float = 0.0
+    """Bytes of hidden states, once for each expert that computes them. Expert parallelism sends them there and back."""
 
     @property
     def is_block(self) -> bool:

@@ -82,7 +82,7 @@ def degrees_of(config: Any, num_gpus: int) -> Degrees:
     if rest or not fsdp:
         fitting = " or ".join(str(shards * each) for shards in (fsdp, fsdp + 1) if shards)
         raise ValueError(f"{num_gpus} GPUs are not a multiple of PP x TP x CP x replicas = {each}: use {fitting}")
-    return Degrees(pipeline, tensor, fsdp, replicas, context)
+    return Degrees(pipeline, tensor, fsdp, replicas, context, parallelism.expert_parallel_degree)
 
 
 def read_config(config: Any, degrees: Degrees, name: str) -> Workload:
@@ -114,6 +114,8 @@ class _Layer:
     """None if the layer was not run."""
     heads_share: float = 0.5
     """Key-value heads per query head."""
+    experts_per_token: int = 0
+    """Number of routed experts that compute each token."""
     encoder: tuple[tuple[int, float], ...] = ()
     """Width and products of each block of the encoders (of images) that run before the embedding."""
 
@@ -330,6 +332,12 @@ def _heads_share(block: nn.Module) -> float:
     return LLAMA_3_8B.keys_and_values / 2 / LLAMA_3_8B.queries
 
 
+def _experts_per_token(block: nn.Module) -> int:
+    """Number of routed experts that compute each token. 0 without experts."""
+    found = (plain_attribute(module, "top_k") for module in block.modules())
+    return next((each for each in found if isinstance(each, int)), 0)
+
+
 _FUSED = "heads_per_kv"
 """Attribute of the fused product for queries, keys and values in TorchTitan 0.3."""
 
@@ -358,6 +366,7 @@ def _work(counted: _Counted, tokens: int, compiled: bool, layer: _Layer, found: 
         each.attention,
         traffic,
         keys=_BF16 * tokens * 2 * counted.dim * layer.heads_share if is_block else 0.0,
+        routed=_BF16 * tokens * counted.dim * layer.experts_per_token,
     )
 
 
@@ -387,9 +396,8 @@ def _count(config: Any) -> _Counted:
                 None,
             )
         operations, size = known[kind]
-        found.append(
-            _Layer((f"layers.{name}",), operations, parameters[name], products[name], size, _heads_share(block))
-        )
+        heads, experts = _heads_share(block), _experts_per_token(block)
+        found.append(_Layer((f"layers.{name}",), operations, parameters[name], products[name], size, heads, experts))
     embedding = _first_layer(model, tokens)
     chunks = models.chunks_of_loss(config)
     head = _head(model, models.HEAD, tokens, chunks)
