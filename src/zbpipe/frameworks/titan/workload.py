@@ -392,7 +392,7 @@ def _count(config: Any) -> _Counted:
             shape = (*batches.shape(config), whole.config.dim)
             x = torch.empty(shape, device="meta", dtype=dtype, requires_grad=True)
             known[kind] = _on_meta(block, x, *models.arguments_of_blocks(model)) or (
-                _by_products(products[name] + attention, tokens, how),
+                _by_products(products[name], tokens, how, attention),
                 None,
             )
         operations, size = known[kind]
@@ -434,10 +434,12 @@ def _on_meta(block: nn.Module, x: torch.Tensor, *args: Any) -> tuple[Operations,
         return None
 
 
-def _by_products(products: float, tokens: int, how: Checkpointing) -> Operations:
-    """Operations counted by products: two per weight with which a token is multiplied."""
+def _by_products(products: float, tokens: int, how: Checkpointing, attention: float = 0.0) -> Operations:
+    """Operations counted by products: two per weight with which a token is multiplied. Attention has none in W."""
     layer = layer_split.layer(["block"], 2 * products * tokens, how)
-    return Operations(layer.f, layer.i, layer.w)
+    in_f = 2 * attention * tokens
+    in_i = (2.5 + (how is Checkpointing.FULL)) * in_f
+    return Operations(layer.f + in_f, layer.i + in_i, layer.w, (in_f, in_i))
 
 
 def _head(model: nn.Module, names: tuple[str, str], tokens: int, chunks: int) -> _Layer:
