@@ -160,6 +160,7 @@ def workload(job: Job) -> Workload:
         compiled="compiled" in job.options,
         hidden_tensor=sum(_HIDDEN.get(option, 0.0) for option in job.options),
         float8="float8" in job.options,
+        overlaps_fsdp="userbuffers" in job.options,  # all of Megatron's jobs
         cut=_cut(job, model.blocks),
         remade=lambda degrees, how: workload(_on(job, degrees, how)),
     )

@@ -15,7 +15,7 @@ _SECTIONS = {
     "costs_file": "Measured costs and offload",
     "receives": "Messages",
     "optimizer_step": "The optimizer step",
-    "reduce_grads": "FSDP",
+    "fsdp_mode": "FSDP",
     "import": "Schedules of your own",
 }
 """By the first option of each."""

@@ -157,7 +157,7 @@ LAYER = {"modules": ["layers.0"], "f": 1, "i": 1, "w": 1, "activations": 1}
         ({"stages": STAGES, "message_byte": 3}, "message_byte = 3: unknown key; did you mean message_bytes?"),
         (
             {"stages": STAGES | {"zz": 3}},
-            "[stages] zz = 3: unknown key; known are rank_of, reduce, f, i, w, activations",
+            "[stages] zz = 3: unknown key; known are rank_of, gather, reduce, f, i, w, activations",
         ),
         ({"stages": {"f": [1]}}, "[stages] i is missing"),
         ({"stages": STAGES | {"w": [1]}}, "need one number for each stage, got {'f': 2, 'i': 2, 'w': 1"),

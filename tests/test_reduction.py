@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,8 +19,12 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils.parametrizations import weight_norm
 
 import zbpipe
-from zbpipe.runtime._torch import fsdp_reduction, hooks
+from zbpipe.runtime._torch import fsdp, fsdp_overlap, hooks
+from zbpipe.runtime.measure.collectives import find_exposed
+from zbpipe.runtime.measure.recording import StepRecord
 from zbpipe.runtime.split.products import PendingGradient
+from zbpipe.schedule.ir import Op
+from zbpipe.simulator.timeline import Span
 
 WIDTH, ROWS = 8, 2
 Events = list[str]
@@ -72,18 +77,20 @@ class Partial(Part):
 def events(monkeypatch: pytest.MonkeyPatch) -> Events:
     """Products of W, starts of reductions and their ends, in order."""
     events: Events = []
-    accumulate, finish = PendingGradient.accumulate, fsdp_reduction.finish
+    accumulate, finish = PendingGradient.accumulate, fsdp_overlap.finish
 
     def noted_accumulate(gradient: PendingGradient) -> None:
         accumulate(gradient)
         events.append(f"product {gradient.layer.label}")  # type: ignore[attr-defined]
 
     def noted_finish(module: nn.Module) -> None:
+        gathers = [group._all_gather_result for group in fsdp._list_groups(module)]
+        assert not any(gathers), "a module was gathered for nothing"
         finish(module)
         events.append(f"end {module.label}")
 
     monkeypatch.setattr(PendingGradient, "accumulate", noted_accumulate)
-    monkeypatch.setattr(fsdp_reduction, "finish", noted_finish)
+    monkeypatch.setattr(fsdp_overlap, "finish", noted_finish)
     return events
 
 
@@ -174,21 +181,45 @@ def test_each_group_is_reduced_before_the_products_of_the_next(one_rank: None, e
     job.check()
 
 
-@pytest.mark.parametrize("before", ["0I0,0W0", "0B0"])
-def test_a_last_b_is_split(one_rank: None, events: Events, before: str) -> None:
-    """Lean schedules end with a whole backward, on the rank that ends last."""
-    table = f"0F0,1F0,1I0,1W0,{before},0F1,1F1,1B1,0B1"
+in_backward = pytest.mark.skipif(not fsdp_overlap.REDUCES_IN_BACKWARD, reason="this torch reduces after a last B")
+
+
+@in_backward
+@pytest.mark.parametrize("before", ["0F0,1F0,1I0,1W0,0I0,0W0", "0F0,1F0,1B0,0B0"])
+def test_a_last_b_reduces_in_its_backward(one_rank: None, events: Events, before: str) -> None:
+    """Lean schedules end with a whole backward, and others have no other one."""
+    table = f"{before},0F1,1F1,1B1,0B1"
     job = Job(Part, events, zbpipe.Schedule.from_csv(table, "table"), microbatches=2)
     job.step()
     ran = []
 
     def note(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         ran.append(f"{stage}{kind}{microbatch}")
+        if ran[-1] == "0B1":
+            events.append("begin 0")
         return compute()
 
     with hooks.hook(job.schedule, hooks.HookOrder.RECORD, note):
-        assert on_stage(0, job.step()).endswith(LAST_W)
+        *of_others, of_b = on_stage(0, job.step()).split("begin")
+    assert not any("reduce" in each for each in of_others)
+    assert of_b == (", reduce back, reduce wide, reduce norm, reduce normed, reduce stage, reduce narrow, end"), (
+        "from the last module to the first"
+    )
     assert list(dict.fromkeys(ran)) == table.split(","), "records see the schedule's ops"
+    job.check()
+
+
+@in_backward
+def test_no_freed_module_is_gathered_again(one_rank: None, events: Events) -> None:
+    """The first module's backward, the last one, would prefetch what ran before that module's forward."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+    table = zbpipe.Schedule.from_csv("0F0,1F0,1B0,0B0,0F1,1F1,1B1,0B1", "table")
+    job = Job(build, events, table, microbatches=2, how={"reshard_after_forward": False})
+    job.step()
+    assert "end 0" in job.step()
     job.check()
 
 
@@ -209,14 +240,40 @@ def with_an_own_reduction(stage: Any) -> None:
 def test_torchs_way(one_rank: None, events: Events, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     """All reductions after all products, where someone asks for it, or has a way of their own."""
     prepare = {"own backward": with_an_own_backward, "own reduction": with_an_own_reduction}.get(why)
-    options: Any = {"reduce_grads": "late"} if why == "option" else {}
+    options: Any = {"fsdp_mode": "torch"} if why == "option" else {}
     if why == "unknown torch":
-        monkeypatch.setattr(fsdp_reduction, "IS_KNOWN", False)
+        monkeypatch.setattr(fsdp_overlap, "IS_KNOWN", False)
     job = Job(Part, events, prepare=prepare, **options)
     job.step()
     kinds = [each.split()[0] for each in job.step() if each.split()[1] == "0"]
     assert kinds == 9 * ["product"] + 6 * ["reduce"]
     job.check()
+
+
+@pytest.mark.parametrize("mode", ["overlap", "torch"])
+def test_the_first_f_waits_for_each_module_when_it_needs_it(one_rank: None, events: Events, mode: Any) -> None:
+    """Also for those that it does not call."""
+    job = Job(Seldom, events, microbatches=2, how={"reshard_after_forward": False}, fsdp_mode=mode)
+    gathered: dict[str, list[str]] = {}
+
+    def note(name: str, part: Any, *args: Any) -> None:
+        gathered.setdefault(name, [each for each, layer in part.named_children() if is_gathered(layer)])
+
+    for name, layer in job.parts[0].named_children():
+        layer.register_forward_pre_hook(partial(note, name, job.parts[0]))
+    job.step()
+    gathered.clear()  # the first step begins by inferring shapes
+    job.step()
+    everything = ["narrow", "norm", "wide", "back", "normed", "frozen"]
+    # The first microbatch leaves out most of them, and the second one finds them.
+    assert gathered["narrow"] == (["narrow"] if mode == "overlap" else everything)
+    assert gathered["normed"] == everything
+    job.check()
+
+
+def is_gathered(layer: Any) -> bool:
+    (group,) = fsdp.groups_of(layer._get_fsdp_state())
+    return bool(group.is_unsharded)
 
 
 def test_gradients_are_checked_as_w_leaves_them(one_rank: None, events: Events) -> None:
@@ -253,6 +310,32 @@ def test_gradients(one_rank: None, events: Events, build: Any, options: Any, tol
     for _ in range(3):
         assert "end 0" in job.step()
     job.check(**tolerance)
+
+
+def test_the_profiler_measures_the_collectives(one_rank: None, events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two steps, whose gradients it leaves alone."""
+    job = Job(Part, events)
+    profiler = zbpipe.Profiler(job.schedule, 1)
+    job.step()
+    assert not fsdp_overlap.is_shared(job.parts[0])
+    monkeypatch.setattr(fsdp_overlap, "is_shared", lambda module: True)
+    for _ in range(3):
+        job.step()
+    assert profiler.costs is not None
+    costs = profiler.costs.costs
+    assert isinstance(costs, zbpipe.CostModel)
+    assert all(costs.gathering(stage) > 0 and costs.reduction(stage) > 0 for stage in range(2))
+    job.check()
+
+
+def test_what_a_step_waits_for_collectives() -> None:
+    """Its first F is 2 seconds late, its last W 3, and its end 5."""
+    times = {"0F0": (0, 3), "0F1": (3, 4), "0F2": (4, 5), "0I0": (5, 6), "0W0": (6, 7), "0I1": (7, 8), "0W1": (8, 9)}
+    times |= {"0I2": (9, 19), "0W2": (19, 23)}
+    spans = tuple(Span(Op.parse(op), float(start), float(end)) for op, (start, end) in times.items())
+    record = StepRecord("mine", 28.0, spans, {}, {}, 0)
+    assert find_exposed(record) == 2 + 3 + 5
+    assert find_exposed(replace(record, spans=())) == 0
 
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"), reason="torch has only one")

@@ -524,10 +524,14 @@ def test_a_job_offloads_by_measured_costs(titan: Titan, tmp_path: Path, shards: 
     measure = ("--zbpipe.profile-steps", "1", "--zbpipe.costs-out", str(costs))
     expected = titan.without_pipeline(*shard, num_ranks=shards)
     assert_trains_alike(titan.train(*kind, *measure, num_ranks=2 * shards), expected)
+    measured = zbpipe.load_costs(costs).costs
+    assert isinstance(measured, zbpipe.CostModel)
+    assert bool(measured.gather and measured.reduce) == (shards > 1)
     offload = ("--zbpipe.costs-file", str(costs), "--zbpipe.offload", "all")
     job = titan.train(*kind, *offload, num_ranks=2 * shards)
     assert_trains_alike(job, expected)
     assert " MiB to the host" in job.log
+    assert ("  exposed FSDP: " in job.log) == (shards > 1)
 
 
 @pytest.mark.long

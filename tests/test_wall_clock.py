@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+import fsdp
 import pytest
-import reductions
 import wall_clock
 from ranks import run_ranks
 from wall_clock import Job, Result
@@ -29,13 +29,15 @@ def test_every_schedule_sleeps_what_the_simulator_counts() -> None:
 
 
 @pytest.mark.long
-def test_reductions_are_measured_early_and_late() -> None:
-    job = reductions.Job(("ZBV",), ((1, 1, 1),), (1.0,), microbatches=2, layers=2, unit=1e-2, rounds=1, timeout=60)
-    (result,) = run_ranks(4, reductions.on_this_rank, job)[0]
-    assert min(result.without, result.late, result.early) >= 3 * 2 * job.unit
-    assert result.reduced == pytest.approx(job.unit)
-    assert result.largest == pytest.approx(job.unit / 4)
-    assert len(reductions.table([result]).splitlines()) == 3
+def test_fsdp_is_measured_with_and_without_overlap() -> None:
+    job = fsdp.Job(2, ("plan", "1F1B"), ((1, 1, 1),), (1.0,), layers=2, unit=1e-2, rounds=1)
+    results = run_ranks(4, fsdp.on_this_rank, job, timeout=60)[0]
+    for each in results:
+        work = 3 * job.microbatches * job.unit
+        assert min(*each.measured, *each.simulated) >= work
+        # Nothing hides torch's first gather and its last reduction.
+        assert each.measured[fsdp.MODES.index("torch")] >= work + job.unit
+    assert len(fsdp.table(results).splitlines()) == 2 + len(results)
 
 
 ONES = (1e-3, 1e-3)

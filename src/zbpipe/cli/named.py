@@ -78,9 +78,11 @@ class Request:
 
     def simulate(self, transport: Transport | None = None, **how: Any) -> Timeline:
         """Timeline of a schedule made for this transport. `how` goes to `zbpipe.simulate`."""
+        from zbpipe.schedule.registry import resolve
         from zbpipe.simulator.simulation import simulate
 
-        return simulate(*self.make_valid(transport), transport=transport or "ideal", **how)
+        overlaps = resolve(self.name).source != "torch"  # torch's own classes do not
+        return simulate(*self.make_valid(transport), transport=transport or "ideal", overlaps_fsdp=overlaps, **how)
 
 
 def request_options(times: str = "typical") -> Callable[[Callable[..., Any]], Callable[..., Any]]:

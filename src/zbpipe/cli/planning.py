@@ -302,6 +302,7 @@ def _record(found: Plan, named: _Named) -> dict[str, Any]:
 
 def _sum_up(found: Plan) -> Iterator[str]:
     """Summary of the search's result."""
+    from zbpipe.views.report import tell_fsdp
     from zbpipe.views.style import number, percent, summary
 
     yield summary(found.timeline)
@@ -310,6 +311,7 @@ def _sum_up(found: Plan) -> Iterator[str]:
         f"no schedule on {', '.join(found.bounds)} has a {found.objective} below {number(found.lower_bound)}:"
         f" this one is at most {percent(found.gap)} above the best"
     )
+    yield from tell_fsdp(found.timeline)
 
 
 def _text(found: Plan, named: _Named) -> Iterator[str]:

@@ -15,7 +15,7 @@ from typing import Any
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.layers import MOST_LAYERS, Layer, LayerCosts
 from zbpipe.costs.memory_limit import MemoryLimit
-from zbpipe.costs.model import COLUMNS, CostModel, Link
+from zbpipe.costs.model import COLUMNS, OF_DATA_PARALLELISM, CostModel, Link
 from zbpipe.schedule.files import read_text
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement, require_whole
 
@@ -111,7 +111,7 @@ def from_data(data: Any) -> JobCosts:
             # One more than allowed is enough to raise an error: `count` can be any number.
             layers = islice(chain.from_iterable(_layers(row, name) for name, row in rows), MOST_LAYERS + 1)
             return JobCosts(LayerCosts(tuple(layers), **shared), **job)
-        stages = table_of(table["stages"], "[stages]", required=COLUMNS, optional=("rank_of", "reduce"))
+        stages = table_of(table["stages"], "[stages]", required=COLUMNS, optional=("rank_of", *OF_DATA_PARALLELISM))
         placement = _placement(stages.pop("rank_of")) if "rank_of" in stages else None
         return JobCosts(CostModel(**stages, **shared), placement, **job)
     except TypeError as error:
@@ -141,8 +141,7 @@ def to_data(job: JobCosts) -> _Table:
     if isinstance(costs, LayerCosts):
         data["layers"] = [{"modules": layer.modules, **_columns(layer)} for layer in costs.layers]
     else:
-        reduce = {"reduce": costs.reduce} if costs.reduce else {}
-        data["stages"] = ({"rank_of": job.placement.rank_of} if job.placement else {}) | _columns(costs) | reduce
+        data["stages"] = ({"rank_of": job.placement.rank_of} if job.placement else {}) | _columns(costs)
     return data
 
 
@@ -205,12 +204,14 @@ def _link_data(link: Link) -> dict[str, float]:
 
 
 def _columns(costs: CostModel | Layer) -> _Table:
-    return {name: getattr(costs, name) for name in COLUMNS}
+    optional = {name: value for name in OF_DATA_PARALLELISM if (value := getattr(costs, name))}
+    return {name: getattr(costs, name) for name in COLUMNS} | optional
 
 
 def _layers(row: Any, name: str) -> Iterator[Layer]:
     """One layer, or several equal ones."""
-    return (Layer(**each) for each in repeat_counted(row_table(row, name, required=("modules", *COLUMNS)), name))
+    table = row_table(row, name, required=("modules", *COLUMNS), optional=OF_DATA_PARALLELISM)
+    return (Layer(**each) for each in repeat_counted(table, name))
 
 
 def row_table(row: Any, name: str, *, required: Sequence[str], optional: Sequence[str] = ()) -> _Table:

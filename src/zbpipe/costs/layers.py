@@ -9,6 +9,7 @@ from typing import Any
 
 from zbpipe.costs.model import (
     COLUMNS,
+    OF_DATA_PARALLELISM,
     CostModel,
     Link,
     Links,
@@ -24,6 +25,7 @@ from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 
 MOST_LAYERS = 10_000
+_NUMBERS = (*COLUMNS, *OF_DATA_PARALLELISM)
 
 Split = tuple[range, ...]
 """Layers of each stage, in order. No stage is empty."""
@@ -51,6 +53,10 @@ class Layer:
     """Seconds of the backward for the weights (dW)."""
     activations: float
     """Bytes that it keeps of one microbatch after F."""
+    gather: float = 0.0
+    """Seconds in which data-parallel ranks gather its parameters."""
+    reduce: float = 0.0
+    """Seconds in which data-parallel ranks reduce its gradients."""
 
     def __post_init__(self) -> None:
         names = self.modules
@@ -59,7 +65,8 @@ class Layer:
         if not names:
             raise ValueError("a layer cannot have modules = (): give at least one name, for example ('layers.0',)")
         what = f"the layer {'+'.join(names)}"
-        set_fields(self, modules=tuple(names), **{name: amount(what, name, getattr(self, name)) for name in COLUMNS})
+        numbers = {name: amount(what, name, getattr(self, name)) for name in _NUMBERS}
+        set_fields(self, modules=tuple(names), **numbers)
 
     @property
     def seconds(self) -> float:
@@ -119,7 +126,7 @@ class LayerCosts:
 
     def stages(self, split: Split) -> CostModel:
         """Costs of the stages of this split."""
-        columns: dict[str, Any] = {name: tuple(getattr(layer, name) for layer in self.layers) for name in COLUMNS}
+        columns: dict[str, Any] = {name: tuple(getattr(layer, name) for layer in self.layers) for name in _NUMBERS}
         shared = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "layers"}
         return join_stages(CostModel(**columns, **shared), split)
 
@@ -152,6 +159,8 @@ def join_stages(costs: CostModel, split: Split) -> CostModel:
 
     working = {kind: tuple(max(beyond(kind, stage), 0.0) for stage in split) for kind in COMPUTATIONS}
     columns: dict[str, Any] = {name: add_up(getattr(costs, name).__getitem__) for name in COLUMNS}
+    readers = zip(OF_DATA_PARALLELISM, (costs.gathering, costs.reduction), strict=True)
+    columns |= {name: add_up(read) if getattr(costs, name) else 0.0 for name, read in readers}
     freed = costs.freed_by_i
     if isinstance(freed, tuple):
         pairs = zip(columns["activations"], add_up(costs.waits), strict=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from math import inf
 from os import PathLike
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
@@ -101,6 +101,8 @@ Working = Mapping[OpKind, float | tuple[float, ...]]
 """Working memory by kind of op: one number for all stages, or one per stage."""
 COLUMNS = ("f", "i", "w", "activations")
 """Fields with one number per stage or layer."""
+OF_DATA_PARALLELISM = ("gather", "reduce")
+"""Fields with one number for all stages or layers, or one for each."""
 
 
 def check_messages(what: str, link: Any, links: Any, message_bytes: Any, host: Any) -> dict[str, Any]:
@@ -193,11 +195,18 @@ class CostModel:
     A copy takes its size divided by the bandwidth, in the unit of the activations per second. Ranks that share a link
     to one host each have a part of it.
     """
+    gather: float | tuple[float, ...] = 0.0
+    """Seconds in which data-parallel ranks gather the parameters of a stage, once a step: one number for all stages, or
+    one per stage.
+
+    A step begins with the gathers, in the order in which the rank needs its stages. A stage's first F runs beside the
+    gather, and ends no earlier.
+    """
     reduce: float | tuple[float, ...] = 0.0
     """Seconds in which data-parallel ranks reduce the gradients of a stage, once a step: one number for all stages, or
     one per stage.
 
-    The reduction runs beside the computations, from the stage's last W on.
+    The reduction runs beside the computations, from the start of the stage's last W or B.
     """
     overhead: float = 0.0
     """Seconds that each op takes besides its computation: Python, launches, gaps between kernels. B has it once.
@@ -216,20 +225,12 @@ class CostModel:
             raise ValueError(f"f, i, w and activations need one number for each stage, got {lengths}")
         if not self.f:
             raise ValueError("the costs of stages need at least one stage: f, i, w and activations are empty")
-        freed: float | tuple[float, ...]
-        if isinstance(self.freed_by_i, (tuple, list)):
-            freed = tuple(share(what, each) for each in self.freed_by_i)
-            if len(freed) != lengths["f"]:
-                raise ValueError(
-                    f"freed_by_i has to be one number, or one for each stage: got {len(freed)} for {lengths['f']}"
-                )
-        else:
-            freed = share(what, self.freed_by_i)
+        shared: dict[str, Callable[[Any], float]] = {"freed_by_i": partial(share, what)}
+        shared |= {name: partial(amount, what, name) for name in OF_DATA_PARALLELISM}
         set_fields(
             self,
             **columns,
-            freed_by_i=freed,
-            reduce=_read_reduce(what, self.reduce, lengths["f"]),
+            **{name: _one_or_each(name, getattr(self, name), self.num_stages, read) for name, read in shared.items()},
             overhead=amount(what, "overhead", self.overhead),
             working=check_working(what, self.working, lengths["f"], "stage"),
             **check_messages(what, self.link, self.links, self.message_bytes, self.host),
@@ -308,9 +309,13 @@ class CostModel:
             case OpKind.OF | OpKind.RF | OpKind.OI | OpKind.RI:
                 return 0.0 if self.host is None else self.host.seconds(abs(self.adds(stage, kind)))
 
+    def gathering(self, stage: int) -> float:
+        """Seconds of the gather of a stage's parameters."""
+        return _of_stage(self.gather, stage)
+
     def reduction(self, stage: int) -> float:
         """Seconds of the reduction of a stage's gradients."""
-        return self.reduce[stage] if isinstance(self.reduce, tuple) else self.reduce
+        return _of_stage(self.reduce, stage)
 
     def needs(self, stage: int, kind: OpKind) -> float:
         """Memory that has to be free on the rank before an op: the memory that it adds, and its working memory.
@@ -337,7 +342,7 @@ class CostModel:
 
     def freed_share(self, stage: int) -> float:
         """Share of a stage's activations that I frees."""
-        return self.freed_by_i[stage] if isinstance(self.freed_by_i, tuple) else self.freed_by_i
+        return _of_stage(self.freed_by_i, stage)
 
     def adds(self, stage: int, kind: OpKind) -> float:
         """Memory that one op adds to its rank: from its start if positive, else at its end."""
@@ -391,13 +396,17 @@ class CostModel:
         return self.links.get((sender, receiver), self.link).seconds(self.message_bytes)
 
 
-def _read_reduce(what: str, given: Any, stages: int) -> float | tuple[float, ...]:
+def _one_or_each(name: str, given: Any, stages: int, read: Callable[[Any], float]) -> float | tuple[float, ...]:
+    """One number for all stages, or one for each."""
     if not isinstance(given, (tuple, list)):
-        return amount(what, "reduce", given)
-    found = amounts(what, "reduce", given, "stage")
-    if len(found) != stages:
-        raise ValueError(f"reduce has to be one number, or one for each stage: got {len(found)} for {stages}")
-    return found
+        return read(given)
+    if len(given) != stages:
+        raise ValueError(f"{name} has to be one number, or one for each stage: got {len(given)} for {stages}")
+    return tuple(map(read, given))
+
+
+def _of_stage(given: float | tuple[float, ...], stage: int) -> float:
+    return given[stage] if isinstance(given, tuple) else given
 
 
 def message_seconds(op: Op, placement: Placement, costs: CostModel) -> float:

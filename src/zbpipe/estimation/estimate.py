@@ -147,21 +147,23 @@ class _Job:
         split = self.workload.split(placement)
         costs = self.costs(placement, split)
         room = self._room(placement, split)
+        planned = self._with_fsdp(costs, split)
         found = plan(
-            placement.num_ranks, self.workload.microbatches, costs, room, placements=[placement], budget=budget
+            placement.num_ranks, self.workload.microbatches, planned, room, placements=[placement], budget=budget
         )
         return self.step(found.schedule, costs, split, PLAN, name, "zbpipe")
 
     def step(self, schedule: Schedule, costs: CostModel, split: Split, name: str, placement: str, source: str) -> Step:
-        timeline = simulate(schedule, costs)
+        overlaps = self.workload.overlaps_fsdp or source != "torch"
+        timeline = simulate(schedule, self._with_fsdp(costs, split), overlaps_fsdp=overlaps)
         seconds = self._seconds(timeline, split)
         worst = max(memories_by_rank(self.workload, timeline, split), key=lambda memory: memory.total)
         stages = len(schedule.placement.stages_on(0))
         torchs = has_torchs_split(schedule, source)
         runs = not torchs or runs_torchs_split(self.workload.checkpointing, self.workload.compiled)
         row = self._row(name, placement, stages, seconds, timeline.bubble, worst, source, timeline)
-        others = (job.costs(schedule.placement, split) for job in self._extremes)
-        ends = tuple(self._seconds(simulate(schedule, each), split) for each in others)
+        others = (self._with_fsdp(job.costs(schedule.placement, split), split) for job in self._extremes)
+        ends = tuple(self._seconds(simulate(schedule, each, overlaps_fsdp=overlaps), split) for each in others)
         return replace(row, has_torchs_split=torchs, runs=runs, range=_pair(ends))
 
     def _row(
@@ -209,27 +211,32 @@ class _Job:
             raise ValueError(f"weights and optimizer of a rank take more than the usable {usable / 2**30:.0f} GiB")
         return room
 
+    def _with_fsdp(self, costs: CostModel, split: Split) -> CostModel:
+        """The costs with the seconds in which FSDP gathers each stage's parameters, and reduces its gradients."""
+        workload, degrees = self.workload, self.workload.degrees
+        if self.rates is None or degrees.shards * degrees.replicas == 1 or costs.gather or costs.reduce:
+            return costs
+        each, device = workload.parameter_bytes, self.rates.device
+        group, apart = degrees.shards, degrees.tensor
+        own = [count / degrees.tensor for count in workload.parameters_by_stage(split)]
+        return replace(
+            costs,
+            gather=tuple(device.collective(each.gathered * count, group, apart) for count in own),
+            reduce=tuple(
+                device.collective(each.summed * count, group, apart)
+                + 2 * device.collective(each.summed * count / group, degrees.replicas, apart * group)
+                for count in own
+            ),
+        )
+
     def _seconds(self, timeline: Timeline, split: Split) -> float:
         """A step with all that is not in its schedule."""
-        workload, placement = self.workload, timeline.schedule.placement
-        seconds = timeline.makespan + self._sharding(placement, split)
+        workload = self.workload
         if self.rates is None:
-            return seconds
-        degrees = workload.degrees
-        own = max(workload.parameters_by_rank(placement, split)) / degrees.tensor / degrees.shards
-        return with_overheads(seconds, workload, self.rates.device, own)
-
-    def _sharding(self, placement: Placement, split: Split) -> float:
-        """Seconds in which FSDP gathers a rank's parameters before a step, and reduces its gradients after it."""
-        workload, degrees = self.workload, self.workload.degrees
-        if self.rates is None or degrees.shards * degrees.replicas == 1:
-            return 0.0
-        each, device = workload.parameter_bytes, self.rates.device
-        stages = len(placement.stages_on(0))
-        most = max(workload.parameters_by_rank(placement, split)) / degrees.tensor / stages
-        group, apart = degrees.shards, degrees.tensor
-        seconds = sum(device.collective(size * most, group, apart) for size in (each.gathered, each.summed))
-        return seconds + 2 * device.collective(each.summed * most / group, degrees.replicas, apart * group)
+            return timeline.makespan
+        most = max(workload.parameters_by_rank(timeline.schedule.placement, split))
+        own = most / workload.degrees.tensor / workload.degrees.shards
+        return with_overheads(timeline.makespan, workload, self.rates.device, own)
 
     def without_pipeline(self) -> Step:
         """A step with the same tokens and GPUs, with FSDP over all of them and no pipeline."""
@@ -275,9 +282,9 @@ class _Job:
             " compare --transport shared-with-compute"
         )
         yield (
-            "FSDP: a pipeline gathers its parameters before the step and reduces its gradients after it, without"
-            " overlap; without a pipeline, a layer's communication overlaps another's computation, and the longer of"
-            " both counts"
+            "FSDP: a pipeline gathers a stage beside its first F and reduces it beside its last W or B, with torch's"
+            " schedules before and after these; without a pipeline, a layer's communication overlaps another's"
+            " computation, and the longer of both counts"
         )
 
 

@@ -161,6 +161,8 @@ class Workload:
     """Whether the products of blocks are in float8."""
     hidden_tensor: float = 0.0
     """Share of tensor parallelism's communication that runs beside products. See `ASYNC_TENSOR`."""
+    overlaps_fsdp: bool = False
+    """Whether gathers and reductions overlap computation also in torch's schedules, as in Megatron."""
     parameter_bytes: ParameterBytes = field(default_factory=ParameterBytes)
     cut: tuple[int, ...] | None = None
     """Layers of each stage if set by the user, for placements with this number of stages."""
@@ -243,10 +245,13 @@ class Workload:
             return None
         return usual_costs(placement, self.checkpointing, self.degrees.tensor)
 
+    def parameters_by_stage(self, split: Split) -> list[float]:
+        """Number of parameters in each stage, over all GPUs that share them."""
+        return [sum(self.layers[layer].parameters for layer in stage) for stage in split]
+
     def parameters_by_rank(self, placement: Placement, split: Split) -> tuple[float, ...]:
         """Number of parameters in each rank's stages, over all GPUs that share them."""
-        stages = [sum(self.layers[layer].parameters for layer in stage) for stage in split]
-        return placement.sum_by_rank(stages)
+        return placement.sum_by_rank(self.parameters_by_stage(split))
 
 
 def few_microbatches(ranks: int, microbatches: int, microbatch_size: int, option: str) -> str | None:

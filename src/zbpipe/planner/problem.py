@@ -33,6 +33,8 @@ class Problem:
     """Memory limit of each rank, in the unit of `costs.activations`."""
     by_period: bool = False
     """Whether to minimise the period of steps that run ahead of the validation, instead of the makespan."""
+    with_fsdp: CostModel | None = None
+    """The costs with FSDP's collectives. The search leaves these out: they add time to both ends of a step."""
 
     @property
     def num_ops(self) -> int:
@@ -41,8 +43,16 @@ class Problem:
     @cached_property
     def lower_bound(self) -> float:
         """Lower bound of the step, in seconds."""
+        return self._bound(self.costs)
+
+    @property
+    def bound_with_fsdp(self) -> float:
+        """The same with FSDP's collectives."""
+        return self._bound(self.with_fsdp or self.costs)
+
+    def _bound(self, costs: CostModel) -> float:
         below = bound.period_bound if self.by_period else bound.lower_bound
-        return below(self.placement, self.costs, self.num_microbatches, self.limits)
+        return below(self.placement, costs, self.num_microbatches, self.limits)
 
     @cached_property
     def merges(self) -> tuple[bool, ...]:

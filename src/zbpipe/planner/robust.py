@@ -72,8 +72,8 @@ def plan_robust(
     longest = min(each.makespan for each in found) * (1 + most_loss) * (1 + ROUNDING)
     search = Annealing(request, jitter, quantile, longest, progress)
     best, times = search.run([each for each in found if each.makespan <= longest])
-    timeline = simulate(best.schedule, best.problem.costs)
-    bounds = {problem.name: problem.lower_bound for problem in problems}
+    timeline = simulate(best.schedule, best.problem.with_fsdp or best.problem.costs)
+    bounds = {problem.name: problem.bound_with_fsdp for problem in problems}
     return Plan(timeline, best.problem.name, best.by, request.objective, request.limits, bounds, step_times=times)
 
 

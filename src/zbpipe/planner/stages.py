@@ -16,6 +16,7 @@ from zbpipe.planner.problem import Problem
 from zbpipe.planner.request import Objective, Request
 from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Found, Progress, Search, report_nothing
+from zbpipe.planner.tails import hide_reductions
 from zbpipe.schedule import registry
 from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import Placement, require_size
@@ -43,10 +44,10 @@ def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report
     budget /= 2 if by_rendezvous else 1
     search = Search(problems, budget, engine, seed=request.seed, progress=progress)
     found = search.run(make_named_schedules(problems))
-    bounds = {problem.name: problem.lower_bound for problem in problems}
+    bounds = {problem.name: problem.bound_with_fsdp for problem in problems}
     if request.exact:
         found, proven = prove(search.by_placement)
-        bounds |= proven
+        bounds = {name: max(bound, proven[name]) for name, bound in bounds.items()}
     candidates = [found, *search.kept]
     if by_rendezvous:
         best = search.race_by_rendezvous(budget)[:_MOST_BY_RENDEZVOUS]
@@ -69,30 +70,34 @@ def fits(placement: Placement, costs: CostModel, limits: Sequence[float] | None)
 def make_problem(request: Request, name: str, placement: Placement, costs: CostModel) -> Problem:
     """The search's problem on one placement."""
     require_size(f"the placement {name}", placement.num_stages, request.microbatches)
+    with_fsdp = costs if costs.gather or costs.reduce else None
+    costs = replace(costs, gather=0.0, reduce=0.0)
     limits = request.limits or (inf,) * request.ranks
     require_room(placement, costs, limits)
     # Numbers that no order reaches mean no limit.
     most = most_room(placement, costs, request.microbatches)
     limits = tuple(limit if limit < inf else room for limit, room in zip(limits, most, strict=True))
-    return Problem(name, placement, costs, request.microbatches, limits, request.objective == "period")
+    return Problem(name, placement, costs, request.microbatches, limits, request.objective == "period", with_fsdp)
 
 
 def _find_shortest(candidates: Sequence[Found], transport: Transport, objective: Objective) -> tuple[Found, Timeline]:
-    """The candidate with the shortest step under the transport. With the ideal transport, the first and best one."""
+    """The candidate with the shortest step under the transport, with FSDP's collectives. With the ideal transport and
+    none of these, the first and best one."""
 
     def timeline_of(found: Found) -> Timeline:
         schedule = found.problem.schedule(f"plan-{found.problem.name}", found.order)
-        return simulate(schedule, found.problem.costs, transport=transport)
+        costs = found.problem.with_fsdp or found.problem.costs
+        return simulate(hide_reductions(schedule, costs), costs, transport=transport)
 
     def length(timeline: Timeline) -> float:
         return timeline.makespan if objective == "makespan" else period_of(timeline)
 
     best, timeline = candidates[0], timeline_of(candidates[0])
-    if transport is Transport.IDEAL:
+    if transport is Transport.IDEAL and not any(each.problem.with_fsdp for each in candidates):
         return best, timeline
     others = {(each.problem.name, each.order): each for each in candidates}
     for each in sorted(others.values(), key=lambda found: found.length)[:_MOST_CANDIDATES]:
-        # Queues shorten nothing.
+        # Neither queues nor collectives shorten anything.
         if each.length >= length(timeline):
             break
         trial = timeline_of(each)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from zbpipe.costs.transport import Receives
 from zbpipe.runtime import arguments
-from zbpipe.runtime._torch import hooks, pipelining
+from zbpipe.runtime._torch import fsdp, fsdp_overlap, hooks, pipelining
 from zbpipe.runtime.split.stage import SplitBackward, is_split
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
@@ -23,6 +24,8 @@ from zbpipe.simulator.actions import Rows, find_mixed_up_messages, validate_lowe
 from zbpipe.simulator.message_queues import are_sound, find_blocked_queues
 from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.validation import require_valid
+
+logger = logging.getLogger(__name__)
 
 Spell = Callable[[str], str]
 """Maps the name of an option to its form in the user's interface."""
@@ -272,6 +275,18 @@ def read_receives(receives: Receives | str | None, options: Mapping[str, Any]) -
     if receives is not None:
         return Receives.parse(receives)
     return None if options.get("max_outstanding_sends") is None else Receives.EARLY
+
+
+def require_fsdp_mode(mode: Any, stages: Iterable[pipelining.Stage]) -> None:
+    """Raise for an unknown `fsdp_mode`, and log if this torch does not allow the usual one."""
+    if mode not in get_args(fsdp_overlap.FsdpMode):
+        raise ValueError(f"fsdp_mode={mode!r} is unknown: use 'overlap' (zbpipe's) or 'torch' (torch's own)")
+    if mode == "overlap" and not fsdp_overlap.IS_KNOWN and any(fsdp.is_fsdp(each.submod) for each in stages):
+        logger.info(
+            "FSDP gathers before the first F of a stage and reduces after its last W: zbpipe can overlap both with"
+            " torch %s, not %s",
+            *(" and ".join(each.rstrip(".") for each in fsdp_overlap.KNOWN), torch.__version__),
+        )
 
 
 def require_same_placement(schedule: Schedule, placement: Placement) -> None:

@@ -15,7 +15,8 @@ from zbpipe.costs.memory_limit import AS_1F1B, SPELLINGS, MemoryLimit, MemoryLim
 from zbpipe.costs.model import set_fields
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.runtime import arguments
-from zbpipe.runtime.split.stage import ReduceGrads, SplitBackward
+from zbpipe.runtime._torch.fsdp_overlap import FsdpMode
+from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.schedule.ir import require_whole
 from zbpipe.schedule.user_code import import_modules
 from zbpipe.simulator.offloading import Offload
@@ -168,11 +169,11 @@ class Options:
         default="synchronous",
         **_one_of(OptimizerSteps),
     )
-    reduce_grads: ReduceGrads = _zbpipes(
-        "When FSDP reduces the gradients of a stage: module by module during its last W (early), or all of them after"
-        " it, as torch does (late).",
-        default="early",
-        **_one_of(ReduceGrads),
+    fsdp_mode: FsdpMode = _zbpipes(
+        "Whether FSDP gathers the modules of a stage while its first F runs, and reduces them while its last W or B"
+        " runs (overlap), or before the one and after the other (torch).",
+        default="overlap",
+        **_one_of(FsdpMode),
     )
     max_active_stages: int | None = _torchs(
         "torch's option: the number of stages whose weights FSDP holds gathered at a time.",

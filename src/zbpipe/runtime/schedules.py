@@ -17,6 +17,7 @@ from zbpipe.costs.transport import Receives, Transport
 from zbpipe.planner.result import Plan
 from zbpipe.runtime import arguments, checks, tied_weights
 from zbpipe.runtime._torch import abandoned, fsdp, hooks, pipelining, running_ahead
+from zbpipe.runtime._torch.fsdp_overlap import FsdpMode
 from zbpipe.runtime.lowering import Lowering, find_usual_transport, without_collections
 from zbpipe.runtime.offload.beside import Copies
 from zbpipe.runtime.offload.copiers import make_copier
@@ -31,7 +32,7 @@ from zbpipe.runtime.split import stage as split
 from zbpipe.runtime.split.compiled import forget_eager_calls
 from zbpipe.runtime.split.loss import defer_in_loss
 from zbpipe.runtime.split.products import WeightGradients
-from zbpipe.runtime.split.stage import ReduceGrads, SplitBackward
+from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.runtime.warm_up import warm_up
 from zbpipe.schedule.files import read_text
 from zbpipe.schedule.ir import OpKind, Schedule, require_whole
@@ -64,10 +65,11 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         defer_loss: whether to defer to W also the weight gradients of backwards that the loss runs during F, such as
             those of the LM head in TorchTitan's chunked loss. The gradients of all logits of a microbatch then stay in
             memory until W.
-        reduce_grads: with "early", FSDP2 starts to reduce the gradients of each module that `fully_shard` or its
-            `replicate` wraps in the stage's last W (or B), while W computes those of the next module. With "late" it
-            reduces all after that W, as torch does, and with a framework's own backward or a version of torch whose
-            FSDP2 zbpipe does not know (`zbpipe.runtime._torch.fsdp_reduction`).
+        fsdp_mode: with "overlap", a stage's first F runs while FSDP2 still gathers the stage's later modules (those
+            that `fully_shard` or its `replicate` wraps), and in the stage's last W or B FSDP2 reduces each module as
+            soon as its gradients are complete. With "torch", F waits for all modules and reductions follow the last W
+            or B, as in torch. So do reductions with a framework's own backward, and everything with a version of torch
+            whose FSDP2 zbpipe does not know (`zbpipe.runtime._torch.fsdp_overlap`).
         costs: costs for schedules that adapt to measured times (ZB1P, ZB2P), to place receives, and for `offload`.
         memory_limit: limit for schedules that adapt to one (ZBVLean, ZBH1Lean, Auto), see
             `zbpipe.costs.MemoryLimit`.
@@ -114,7 +116,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         *args: Any,
         split_backward: SplitBackward = "deferred",
         defer_loss: bool = False,
-        reduce_grads: ReduceGrads = "early",
+        fsdp_mode: FsdpMode = "overlap",
         costs: CostModel | None = None,
         memory_limit: MemoryLimitLike | None = None,
         offload: Offload | str | bool | None = None,
@@ -130,20 +132,21 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         transport = None if transport is None else Transport.parse(transport)
         n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
         stages, self.placement = checks.place_stages(stages, algorithm)
+        checks.require_fsdp_mode(fsdp_mode, stages)
         costs = None if costs is None else as_cost_model(costs, self.placement)
         self.transport = transport or find_usual_transport(stages[0])
         self.by_size = SchedulesBySize(algorithm, self.placement, costs, limit, wanted, self.transport)
         schedule = self.by_size.of(n_microbatches, self.by_size.make)
         gradients = WeightGradients()
-        self._split: Callable[[], object] | None = partial(
-            split.split_backward, stages, split_backward, gradients, reduce_grads
-        )
+        self._split: Callable[[], object] | None = partial(split.split_backward, stages, split_backward, gradients)
         """Splits the backward into I and W; None afterwards."""
         self.defers_loss = defer_loss and split_backward != "autograd"
         """Whether backwards in the loss defer their weight gradients to W."""
         if self.defers_loss and loss_fn is not None:
             loss_fn = defer_in_loss(loss_fn, gradients)
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)
+        for stage in self.own_stages:
+            stage.fsdp_mode = fsdp_mode
         self._lowering = Lowering(asked_receives, self.transport, options.get("max_outstanding_sends") is None)
         self._board = StepBoard(stages[0])
         self._failures = StepFailures(self._board)

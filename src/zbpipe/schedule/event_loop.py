@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any, Generic, TypeVar
@@ -111,6 +111,8 @@ class Clock(Generic[T]):
     """Delay from the end of a dependency until an item may start, by dependency and item."""
     latest: Callable[[Any, Any], Any] = max
     """The later of two times."""
+    earliest: Mapping[T, Any] = field(default_factory=dict)
+    """Times before which items do not start."""
     lane_of: Callable[[T], Hashable] | None = None
     """The lane of an item that runs parallel to the other items of its rank. None for all others."""
     ends: dict[T, Any] = field(default_factory=dict)
@@ -121,7 +123,7 @@ class Clock(Generic[T]):
     ) -> Iterator[tuple[int, T, Any, Any]]:
         """Rank, item, start and end of all turns. `gate`: number of early items of each rank, and when others start."""
         free, ends, seconds, transfer, latest = self.free, self.ends, self.seconds, self.transfer, self.latest
-        lane_of = self.lane_of
+        lane_of, earliest = self.lane_of, self.earliest
         lanes: dict[Hashable, Any] = {}
         done = [0] * len(free)
         for rank, item, dependencies in turns:
@@ -135,6 +137,8 @@ class Clock(Generic[T]):
                 done[rank] += 1
             for each in dependencies:
                 start = latest(start, ends[each] + transfer(each, item))
+            if item in earliest:
+                start = latest(start, earliest[item])
             ends[item] = end = start + seconds(rank, item)
             if lane is None:
                 free[rank] = end

@@ -14,11 +14,14 @@ lifetimes has to fit into memory times time (Little's law).
 
 The rules for an I also hold for a full backward B, which takes longer to pass on its gradient, but needs no W after
 it. Where I does not fit at all, every backward is a B.
+
+FSDP's collectives add time at both ends: the first F of a stage ends no earlier than the gather of its parameters, and
+a rank's last reduction takes longer than the last backward, which may hide it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import floor, inf
@@ -26,6 +29,7 @@ from typing import NamedTuple
 
 from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.schedule.event_loop import Clock, EventLoop
+from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import Op, OpKind, Placement, inputs
 
 
@@ -41,12 +45,14 @@ def lower_bound(
     Args:
         limits: memory limit of each rank, in the unit of `costs.activations`. Default: no limit.
     """
-    costs = _as_possible(placement, costs, limits)
-    path = _alone(placement, costs)
+    known, costs = costs, _as_possible(placement, costs, limits)
+    path, begun = _alone(placement, costs), _alone(placement, costs, _earliest(known))
     # The last possible W after an I: of its own stage, or of one to which the gradient still has to go.
     finish = (end + costs.seconds(stage, OpKind.W) for stage, end in enumerate(path.input_end))
     behind = list(accumulate(finish, max))
-    window = _Window(0.0, behind, _behind_b(range(costs.num_stages), behind, path), has_all=True)
+    stages = range(costs.num_stages)
+    exposed = [_exposed_reduction(stage, path, known) for stage in stages]
+    window = _Window(0.0, behind, _behind_b(stages, behind, path), True, begun, exposed)
     ranks = (
         _rank_bound(stages, window, path, costs, num_microbatches, limit) for stages, limit in _ranks(placement, limits)
     )
@@ -96,6 +102,10 @@ class _Window(NamedTuple):
     """End of the last such W by stage, without the stage's own W."""
     has_all: bool
     """Whether the rank in question does all its work in it, including the last W."""
+    begun: _Path
+    """The path of the first microbatch, which waits for the gathers."""
+    exposed: list[float]
+    """Seconds of each stage's reduction after its last W or B."""
 
 
 def _window_of(watched: Sequence[int], stages: Sequence[int], path: _Path, costs: CostModel) -> _Window:
@@ -105,7 +115,8 @@ def _window_of(watched: Sequence[int], stages: Sequence[int], path: _Path, costs
     )
     behind = list(accumulate(finish, max))
     own = watched == stages
-    return _Window(path.forward_start[watched[0]], behind, _behind_b(stages, behind, path) if own else behind, own)
+    behind_b = _behind_b(stages, behind, path) if own else behind
+    return _Window(path.forward_start[watched[0]], behind, behind_b, own, path, [0.0] * costs.num_stages)
 
 
 def _behind_b(stages: Iterable[int], behind: list[float], path: _Path) -> list[float]:
@@ -150,14 +161,30 @@ def _as_possible(placement: Placement, costs: CostModel, limits: Sequence[float]
     )
 
 
-def _alone(placement: Placement, costs: CostModel) -> _Path:
-    """F down all stages and I up again."""
+def _earliest(costs: CostModel) -> dict[Op, float]:
+    """Earliest start of each stage's first F, which ends no earlier than the gather of its parameters."""
+    first = [Op(stage, OpKind.F, 0) for stage in range(costs.num_stages)]
+    return {op: max(costs.gathering(op.stage) - costs.seconds(op.stage, op.kind), 0.0) for op in first}
+
+
+def _exposed_reduction(stage: int, path: _Path, costs: CostModel) -> float:
+    """Seconds for which a step lasts beyond a rank's last op, which is a W or B of this stage."""
+    reduction = costs.reduction(stage)
+    after_w, after_b = (reduction - costs.seconds(stage, kind) for kind in (OpKind.W, OpKind.B))
+    # After a B, the gradient still has to go to the first stage.
+    onward = path.input_end[0] - path.input_end[stage] + (costs.seconds(0, OpKind.W) if stage else 0.0)
+    return max(min(after_w, max(after_b, onward)), 0.0)
+
+
+def _alone(placement: Placement, costs: CostModel, earliest: Mapping[Op, float] = FrozenDict({})) -> _Path:
+    """F down all stages and I up again, none before its `earliest` time."""
     rank_of, stages = placement.rank_of, range(costs.num_stages)
     ops = [*(Op(stage, OpKind.F, 0) for stage in stages), *(Op(stage, OpKind.I, 0) for stage in reversed(stages))]
     clock: Clock[Op] = Clock(
         [0.0],
         lambda rank, op: costs.seconds(op.stage, op.kind),
         lambda giver, taker: costs.transfer(rank_of[giver.stage], rank_of[taker.stage]),
+        earliest=earliest,
     )
     times = [(start, end) for _, _, start, end in clock.run(EventLoop([ops], lambda op: inputs(op, len(stages))))]
     down, up = times[: len(stages)], times[: len(stages) - 1 : -1]
@@ -185,8 +212,9 @@ def _rank_bound(
     if any(waits < size for waits, size in zip(waiting, sizes, strict=True)):
         backwards = min(backwards + weights, num_microbatches * sum(backward))
 
-    first_input = min(path.input_start[stage] for stage in stages) - window.begin
-    lead = max(path.forward_start[stages[0]] - window.begin, first_input - forwards)
+    begun = window.begun
+    first_input = min(begun.input_start[stage] for stage in stages) - window.begin
+    lead = max(begun.forward_start[stages[0]] - window.begin, first_input - forwards)
     after_input = min(
         (window.behind_b if room.limited and costs.saves_by_b(stage) else window.behind)[stage] - path.input_end[stage]
         for stage in stages
@@ -194,13 +222,13 @@ def _rank_bound(
     after_forward = min(window.behind[stages[-1]] - path.forward_end[stage] for stage in stages)
     tail, long_tail = after_input - weights, after_forward - backwards
     if window.has_all:
-        tail, long_tail = max(0.0, tail), max(0.0, long_tail)
+        tail, long_tail = max(0.0, tail, min(window.exposed[stage] for stage in stages)), max(0.0, long_tail)
     work = num_microbatches * sum(f + backward)
     room_for_all = num_microbatches * sum(sizes) <= room.before_backward * (1 + ROUNDING)
     idle = max(lead + tail, long_tail) if room_for_all else lead + max(tail, long_tail)
     if not (room.limited and window.has_all):
         return work + idle
-    begin = path.forward_start[stages[0]] - window.begin
+    begin = begun.forward_start[stages[0]] - window.begin
     lives = num_microbatches * sum(_life(costs, path, stage) for stage in stages)
     kept = num_microbatches * sum(_life(replace(costs, working={}), path, stage) for stage in stages)
     return max(work + idle, begin + lives / limit, begin + kept / room.for_kept if room.for_kept > 0 else 0.0)

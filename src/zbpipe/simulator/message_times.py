@@ -33,10 +33,12 @@ def run(
     costs: CostModel,
     transport: Transport,
     copies: Mapping[Action, Sequence[Action]] | None = None,
+    earliest: Mapping[Action, float] | None = None,
 ) -> Times:
     """Times of everything in `rows` if messages wait for each other. CycleError if they do so in a cycle.
 
     `copies` to the host and back have their dependencies. Computations are in it with the copies that they wait for.
+    No action starts before its `earliest` time.
     """
     rank_of = placement.rank_of
     queue_of = (lambda peer: peer) if transport is Transport.QUEUE_PER_PEER else one_queue
@@ -48,6 +50,8 @@ def run(
     for node, before in _insert_copies(loop, copies or {}):
         latest = max(before, key=end.__getitem__, default=None)
         start[node] = 0.0 if latest is None else end[latest]
+        if earliest and start[node] < earliest.get(node, 0.0):
+            start[node], latest = earliest[node], None
         end[node] = start[node] + _seconds(node, rank_of, costs)
         source = behind.get(latest) if latest and latest.kind not in COMPUTE else latest
         if source:

@@ -18,9 +18,9 @@ from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.event_loop import Clock
 from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Schedule, require_whole
 from zbpipe.simulator.actions import Action, Rows, action_of
+from zbpipe.simulator.collectives import Collective, find_earliest, find_gathers, find_reductions
 from zbpipe.simulator.message_times import CycleError, run
 from zbpipe.simulator.passes import add_messages, place_receives
-from zbpipe.simulator.reductions import find_reductions
 from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.simulator.validation import find_order, require_schedule, require_valid
 
@@ -43,6 +43,7 @@ def simulate(
     ahead: Sequence[int] | None = None,
     transport: Transport | str = Transport.IDEAL,
     receives: Receives | str | None = None,
+    overlaps_fsdp: bool = True,
 ) -> Timeline:
     """Run `schedule` in the simulator.
 
@@ -63,6 +64,9 @@ def simulate(
         receives: where ranks post their receives ("early", "late", "timed", "nearest", "rendezvous"), which matters for
             transports with queues. Default: the way with the shortest step, as zbpipe's schedules choose
             it ("rendezvous" only for "shared with compute").
+        overlaps_fsdp: whether FSDP gathers beside the first F of a stage and reduces beside its last W or B
+            (`costs.gather`, `costs.reduce`), as zbpipe's schedules do, or before the one and after the other. With
+            "shared with compute" they always run before and after these.
 
     Raises:
         TypeError: `schedule` or `costs` has another type.
@@ -75,22 +79,28 @@ def simulate(
     _require_sense(schedule, num_steps)
     transport = Transport.parse(transport)
     asked = None if receives is None else Receives.parse(receives)
+    overlaps_fsdp = overlaps_fsdp and transport is not Transport.SHARED
     if ahead is not None and transport is not Transport.IDEAL:
         raise ValueError(f"ahead = {ahead} is only for the ideal transport, got {str(transport)!r}")
     if not transport.has_queues:
         everything = tuple(0 if synchronous else len(row) for row in schedule)
         gate = everything if ahead is None else tuple(ahead)
-        return _simulate_without_queues(schedule, costs, num_steps, gate, transport)
-    one_step = _find_shortest(schedule, costs, transport, asked)
+        return _simulate_without_queues(schedule, costs, num_steps, gate, transport, overlaps_fsdp)
+    one_step = _find_shortest(schedule, costs, transport, asked, overlaps_fsdp)
     if synchronous or num_steps == 1:
         return _repeat(one_step, num_steps)
     assert one_step.receives is not None, "with queues receives have places"
-    in_a_row = _find_shortest(_join_steps(schedule, num_steps), costs, transport, one_step.receives)
+    in_a_row = _find_shortest(_join_steps(schedule, num_steps), costs, transport, one_step.receives, overlaps_fsdp)
     return _split_into_steps(in_a_row, schedule, num_steps)
 
 
 def _simulate_without_queues(
-    schedule: Schedule, costs: CostModel, num_steps: int, ahead: tuple[int, ...], transport: Transport
+    schedule: Schedule,
+    costs: CostModel,
+    num_steps: int,
+    ahead: tuple[int, ...],
+    transport: Transport,
+    overlaps_fsdp: bool,
 ) -> Timeline:
     """Simulate a transport in which messages do not wait."""
     if len(ahead) != schedule.num_ranks:
@@ -123,14 +133,59 @@ def _simulate_without_queues(
         lambda giver, taker: lag[giver.stage, taker.stage],
         lane_of=_direction if schedule.has_copies else None,
     )
+    earliest = find_earliest(schedule, costs, overlaps=overlaps_fsdp)
+    gathers: list[list[Collective]] = [[] for _ in free]
     for step in range(num_steps):
         gate = (ahead, max(free)) if step else None
+        begin = [now if gate is None or ahead[rank] else gate[1] for rank, now in enumerate(free)]
+        clock.earliest = {op: begin[rank_of[op.stage]] + time for op, time in earliest.items()}
+        for ran, known, now in zip(gathers, _list_gathers(schedule, costs), begin, strict=True):
+            ran += [each._replace(start=now + each.start, end=now + each.end, step=step) for each in known]
         for rank, op, start, end in clock.run(find_order(schedule), gate):
             computed = end - blocked.get((op.stage, op.kind), 0.0)
             (spans if op.kind in COMPUTATIONS else copies)[rank].append(Span(op, start, computed, step))
         for rank, row in enumerate(spans if costs.reduce and num_steps > 1 else ()):
-            free[rank] = max([free[rank], *(each.end for each in find_reductions(row, schedule, costs))])
-    return Timeline(schedule, costs, _freeze(spans), num_steps, transport, copies=_freeze(copies))
+            free[rank] = max([free[rank], *(each.end for each in find_reductions(row, costs, overlaps=overlaps_fsdp))])
+    return Timeline(
+        schedule,
+        costs,
+        _freeze(spans),
+        num_steps,
+        transport,
+        copies=_freeze(copies),
+        gathers=tuple(map(tuple, gathers)),
+        overlaps_fsdp=overlaps_fsdp,
+    )
+
+
+def _list_gathers(schedule: Schedule, costs: CostModel) -> tuple[tuple[Collective, ...], ...]:
+    """Gathers of each rank, in seconds from its begin of the step."""
+    if not costs.gather:
+        return ((),) * schedule.num_ranks
+    return tuple(tuple(each for _, each in find_gathers(row, costs)) for row in schedule)
+
+
+def exposed_fsdp(timeline: Timeline) -> float:
+    """Seconds that FSDP's gathers and reductions add to one step.
+
+    >>> costs = CostModel(f=(1,), i=(1,), w=(2,), activations=(1,), gather=2, reduce=3)
+    >>> exposed_fsdp(simulate(zbpipe.generate("ZBH1", 1, 1), costs))
+    2.0
+    """
+    costs = timeline.costs
+    if not (costs.gather or costs.reduce):
+        return 0.0
+    with_fsdp, without = (
+        simulate(
+            timeline.schedule,
+            each,
+            transport=timeline.transport,
+            receives=timeline.receives,
+            overlaps_fsdp=timeline.overlaps_fsdp,
+        )
+        for each in (costs, replace(costs, gather=0.0, reduce=0.0))
+    )
+    return with_fsdp.makespan - without.makespan
 
 
 def _direction(op: Op) -> bool | None:
@@ -153,12 +208,17 @@ def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) ->
 
 
 def _find_shortest(
-    schedule: Schedule, costs: CostModel, transport: Transport, receives: Receives | None = None
+    schedule: Schedule,
+    costs: CostModel,
+    transport: Transport,
+    receives: Receives | None = None,
+    overlaps_fsdp: bool = True,
 ) -> Timeline:
     """One step with the best way to receive, or the given one. CycleError if messages then wait in a cycle."""
     usual = _WITH_SHARED if transport is Transport.SHARED else _PREFERRED
     candidates = usual if receives is None else (receives,)
-    ideal, messages = simulate(schedule.computations, costs), add_messages(schedule)  # torch knows no copies
+    ideal = simulate(schedule.computations, costs, overlaps_fsdp=overlaps_fsdp)  # torch knows no copies
+    messages = add_messages(schedule)
     best, shortest, cycles = None, inf, list[CycleError]()
     for each in candidates:
         if ideal.makespan >= shortest * _WORTH_IT:
@@ -181,7 +241,9 @@ def _simulate_with_queues(
     """One step with a transport in which messages wait for each other, from the ideal one."""
     costs = ideal.costs
     rows = place_receives(messages, receives, ideal)
-    times = run(rows, schedule.placement, costs, transport, _copies_wait(schedule))
+    overlaps = ideal.overlaps_fsdp
+    earliest = {action_of(op): time for op, time in find_earliest(schedule, costs, overlaps=overlaps).items()}
+    times = run(rows, schedule.placement, costs, transport, _copies_wait(schedule), earliest)
 
     def make_spans(kinds: Collection[OpKind]) -> tuple[tuple[Span, ...], ...]:
         return tuple(
@@ -199,6 +261,8 @@ def _simulate_with_queues(
         receives=receives,
         waited_for=waited_for,
         copies=make_spans((*OFFLOADS, *RELOADS)),
+        gathers=_list_gathers(schedule, costs),
+        overlaps_fsdp=overlaps,
     )
 
 
@@ -230,8 +294,16 @@ def _repeat(timeline: Timeline, num_steps: int) -> Timeline:
         tuple(tuple(delay(span, step) for step in steps for span in row) for row in rows)
         for rows in (timeline.spans, timeline.copies)
     )
+    gathers = tuple(
+        tuple(
+            each._replace(start=begin + each.start, end=begin + each.end, step=step)
+            for step, begin in ((step, step * timeline.makespan) for step in steps)
+            for each in row
+        )
+        for row in timeline.gathers
+    )
     waited_for = {(step, op): (step, before) for step in steps for (_, op), (_, before) in timeline.waited_for.items()}
-    return replace(timeline, spans=spans, copies=copies, num_steps=num_steps, waited_for=waited_for)
+    return replace(timeline, spans=spans, copies=copies, gathers=gathers, num_steps=num_steps, waited_for=waited_for)
 
 
 def _join_steps(schedule: Schedule, num_steps: int) -> Schedule:

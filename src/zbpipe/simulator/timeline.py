@@ -10,13 +10,13 @@ from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
-from zbpipe.costs.model import CostModel, message_seconds, rank_shares
+from zbpipe.costs.model import ROUNDING, CostModel, message_seconds, rank_shares
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import Op, OpKind, Schedule, inputs
 from zbpipe.schedule.painter import painter
+from zbpipe.simulator.collectives import Collective, find_reductions
 from zbpipe.simulator.lower_bound import lower_bound
-from zbpipe.simulator.reductions import Reduction, find_reductions
 
 
 class Span(NamedTuple):
@@ -65,6 +65,10 @@ class Timeline:
     """By step and op, the op whose end it waited for, on its rank or behind messages. Empty for the ideal transport."""
     copies: tuple[tuple[Span, ...], ...] = ()
     """Copies of each rank to its host and back, in list order. Empty without offloading."""
+    gathers: tuple[tuple[Collective, ...], ...] = ()
+    """Gathers of parameters on each rank (`costs.gather`), in order."""
+    overlaps_fsdp: bool = True
+    """Whether gathers run beside the first F of a stage, and reductions beside its last W or B."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "waited_for", FrozenDict(self.waited_for))
@@ -103,9 +107,15 @@ class Timeline:
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
     @cached_property
-    def reductions(self) -> tuple[tuple[Reduction, ...], ...]:
+    def reductions(self) -> tuple[tuple[Collective, ...], ...]:
         """Reductions of gradients on each rank (`costs.reduce`). They run beside the computations, one at a time."""
-        return tuple(find_reductions(spans, self.schedule, self.costs) for spans in self.spans)
+        return tuple(find_reductions(spans, self.costs, overlaps=self.overlaps_fsdp) for spans in self.spans)
+
+    @property
+    def collectives(self) -> tuple[tuple[Collective, ...], ...]:
+        """Gathers and reductions of each rank, in order."""
+        rows = zip(self.gathers or ((),) * len(self.spans), self.reductions, strict=True)
+        return tuple(tuple(sorted((*gathers, *others), key=lambda each: each.start)) for gathers, others in rows)
 
     @property
     def exposed_reduction(self) -> float:
@@ -254,4 +264,5 @@ def _latest_before(
         arrival = timeline.spans[found[0]][found[1]].end + costs.transfer(found[0], rank_of[span.op.stage])
         if before is None or arrival > free:
             before, free = found, arrival
-    return before
+    waited_for_gather = any(timeline.gathers) and span.start > free * (1 + ROUNDING)
+    return None if waited_for_gather else before

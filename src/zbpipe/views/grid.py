@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, groupby
 
 from rich.text import Text
 
-from zbpipe.schedule.ir import Op, OpKind
+from zbpipe.schedule.ir import OpKind
+from zbpipe.simulator.collectives import Collective
 from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.views import style
 
@@ -28,6 +29,8 @@ _PLAIN = 0.6
 
 _Cell = tuple[str, str]
 """A character and its style."""
+_Look = tuple[tuple[str, str], style.Paint]
+"""The long and the short form of a box's words, and its colours."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,9 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24, *, colours: bool
 
     Every op shows its letter, and its microbatch where there is room. Boxes are as wide as fits into `width` x
     `height`. A timeline that is too long for one line continues in a band below. With offloading, each rank has two
-    more lines, for its copies out to the host and in again. Large timelines are condensed to one line per rank, whose
-    height shows in each column how busy the rank is then. Without `colours`, a letter shows the most frequent kind.
+    more lines, for its copies out to the host and in again, and with FSDP one more for its collectives. Large timelines
+    are condensed to one line per rank, whose height shows in each column how busy the rank is then. Without `colours`,
+    a letter shows the most frequent kind.
 
     >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 2), (1, 1, 1))
     >>> print(grid(timeline, width=30).plain.splitlines()[0].rstrip())
@@ -73,13 +77,21 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24, *, colours: bool
 
 def _bands(timeline: Timeline, scale: _Scale, label: int) -> Iterator[Text]:
     """All ops, and a time axis below each band."""
-    colours = style.paints(timeline)
+    paints = style.paints(timeline)
+
+    def look(span: Span | Collective) -> _Look:
+        if isinstance(span, Span):
+            stage, kind, microbatch = span.op
+            return (f"{kind}{microbatch}", kind), paints[stage, kind]
+        return (span.kind, span.kind[0]), paints[span.stage, style.kind_of(span, timeline)]
+
     rows = [
-        (name, _cells(spans, scale, colours))
+        (name, _cells(spans, scale, look))
         for rank, computed in enumerate(timeline.spans)
         for name, spans in (
             (f"rank {rank} ".ljust(label), computed),
             *((f"{name} ".rjust(label), spans) for name, spans in style.lanes(timeline, rank)),
+            *((("FSDP ".rjust(label), timeline.collectives[rank]),) if any(timeline.collectives) else ()),
         )
     ]
     for begin in range(0, scale.columns, scale.band):
@@ -157,7 +169,8 @@ def _fit(timeline: Timeline, width: int, height: int) -> _Scale:
 
 def _lines(timeline: Timeline, scale: _Scale) -> int:
     """Number of lines of the picture, with a legend of four."""
-    return scale.bands * (timeline.schedule.num_ranks * (3 if timeline.copies else 1) + 1) + 4
+    lines = 1 + 2 * bool(timeline.copies) + any(map(bool, timeline.collectives))
+    return scale.bands * (timeline.schedule.num_ranks * lines + 1) + 4
 
 
 def _scale(makespan: float, shortest: float, box: int, width: int) -> _Scale:
@@ -167,18 +180,21 @@ def _scale(makespan: float, shortest: float, box: int, width: int) -> _Scale:
     return _Scale(box / shortest, columns, -(-columns // (bands * box)) * box)
 
 
-def _cells(spans: tuple[Span, ...], scale: _Scale, colours: dict[tuple[int, OpKind], style.Paint]) -> list[_Cell]:
+def _cells(
+    spans: Iterable[Span | Collective], scale: _Scale, look: Callable[[Span | Collective], _Look]
+) -> list[_Cell]:
     cells: list[_Cell] = [(IDLE, "dim")] * scale.columns
     for span in spans:
         begin, end = scale.column(span.start), scale.column(span.end)
-        fill, text = colours[span.op.stage, span.op.kind]
-        cells[begin:end] = [(letter, f"{text} on {fill}") for letter in _label(span.op, end - begin)]
+        words, (fill, text) = look(span)
+        cells[begin:end] = [(letter, f"{text} on {fill}") for letter in _label(words, end - begin)]
     return cells
 
 
-def _label(op: Op, width: int) -> str:
-    full = f"{op.kind}{op.microbatch}"
-    return (full if len(full) <= width else str(op.kind)).ljust(width)[:width]
+def _label(words: tuple[str, str], width: int) -> str:
+    """The long form, or the short one, in a box of this width."""
+    full, short = words
+    return (full if len(full) <= width else short).ljust(width)[:width]
 
 
 def _has_number(span: Span, scale: _Scale) -> bool:
@@ -214,6 +230,8 @@ def _legend(timeline: Timeline, scale: _Scale, colours: bool) -> Iterator[Text]:
         yield Text.assemble(
             *((f" {kind} ", f"{text} on {fill}") for fill, text in shades), f" {style.KIND_WORDS[kind]}"
         )
+    if any(timeline.collectives):
+        yield Text("FSDP: gather, reduce")
     yield Text.assemble((IDLE, "dim"), " idle")
     if stages > 1 and colours:
         yield Text("paler: later stages of a rank")

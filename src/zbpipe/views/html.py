@@ -14,6 +14,7 @@ from typing import Any
 
 from zbpipe.costs.model import rank_shares
 from zbpipe.schedule.ir import OpKind
+from zbpipe.simulator.collectives import Collective
 from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.views import style
 
@@ -94,17 +95,24 @@ def drawing(timeline: Timeline) -> dict[str, Any]:
     """
     placement = timeline.schedule.placement
     stages, present = style.most_stages(placement), style.kinds(timeline)
+    collectives = {each.kind: style.kind_of(each, timeline) for row in timeline.collectives for each in row}
+    numbers = {str(kind): number for number, kind in enumerate((*present, *collectives))}
+    frees_nothing = [(0.0, 0.0)] * placement.num_stages
+    painted = (*present, *collectives.values())
     places = {id(span): n for spans in timeline.spans for n, span in enumerate(spans)}
     return {
         "makespan": timeline.makespan,
         "tick": _tick(timeline),
         "unitOfActivations": style.UNIT_OF_ACTIVATIONS,
         "stagesPerRank": stages,
-        "kinds": [[kind, style.KIND_WORDS[kind]] for kind in present],
-        "paints": [[style.paint(kind, nth, stages) for nth in range(stages)] for kind in present],
+        "kinds": [
+            *([kind, style.KIND_WORDS[kind]] for kind in present),
+            *([f" {kind}", style.COLLECTIVE_WORDS[kind]] for kind in collectives),
+        ],
+        "paints": [[style.paint(kind, nth, stages) for nth in range(stages)] for kind in painted],
         "nthStage": style.nth_stage(placement),
-        "changes": [_changes(timeline, kind) for kind in present],
-        "ranks": [_rank(timeline, rank, present) for rank in range(len(timeline.spans))],
+        "changes": [*(_changes(timeline, kind) for kind in present), *(frees_nothing for _ in collectives)],
+        "ranks": [_rank(timeline, rank, numbers) for rank in range(len(timeline.spans))],
         "criticalPath": [(placement.rank_of[span.op.stage], places[id(span)]) for span in timeline.critical_path],
     }
 
@@ -123,8 +131,8 @@ def _changes(timeline: Timeline, kind: OpKind) -> list[tuple[float, float]]:
     return found
 
 
-def _rank(timeline: Timeline, rank: int, present: Sequence[OpKind]) -> dict[str, Any]:
-    def columns(spans: tuple[Span, ...]) -> dict[str, list[int]]:
+def _rank(timeline: Timeline, rank: int, numbers: Mapping[str, int]) -> dict[str, Any]:
+    def columns(spans: Sequence[Span | Collective]) -> dict[str, list[int]]:
         tick, end = _tick(timeline), 0
         gaps, lengths = [], []
         for span in spans:
@@ -132,19 +140,23 @@ def _rank(timeline: Timeline, rank: int, present: Sequence[OpKind]) -> dict[str,
             gaps.append(first - end)
             lengths.append(last - first)
             end = last
+        ops = [span.op if isinstance(span, Span) else (span.stage, span.kind, -1) for span in spans]
         return {
             "gap": gaps,
             "length": lengths,
-            "kind": [present.index(span.op.kind) for span in spans],
-            "stage": [span.op.stage for span in spans],
-            "microbatch": [span.op.microbatch for span in spans],
+            "kind": [numbers[kind] for _, kind, _ in ops],
+            "stage": [stage for stage, _, _ in ops],
+            "microbatch": [microbatch for _, _, microbatch in ops],
             "step": [span.step for span in spans],
         }
 
     return {
         "peak": timeline.peak_activations[rank],
         "ops": columns(timeline.spans[rank]),
-        "lanes": [columns(spans) for _, spans in style.lanes(timeline, rank)],
+        "lanes": [
+            *(columns(spans) for _, spans in style.lanes(timeline, rank)),
+            *([columns(timeline.collectives[rank])] if any(timeline.collectives) else []),
+        ],
     }
 
 

@@ -22,7 +22,8 @@ def perfetto(timeline: Timeline, **others: Timeline) -> str:
     """JSON in the trace-event format, times in microseconds.
 
     Each rank is a process with a complete event per op, named in torch's text form (`3F0`). A counter shows the
-    activations that the rank holds, in its share of one microbatch. Copies to its host and back have separate threads.
+    activations that the rank holds, in its share of one microbatch. Copies to its host and back have separate threads,
+    and so have FSDP's collectives.
     Arrows lead from each op to the one on another rank that takes its result. `perfetto(planned, measured=...)` adds a
     row with the name `measured` below each rank. Further timelines have the same number of ranks.
     """
@@ -68,7 +69,8 @@ def _names(row: _Row, rank: int) -> Iterator[_Event]:
     name = f"rank {rank} {row.name}".strip()
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}
-    names = ("compute", *(f"copies {name}" for name, _ in lanes(row.timeline, rank)))
+    names = ["compute", *(f"copies {name}" for name, _ in lanes(row.timeline, rank))]
+    names += ["FSDP"] if any(row.timeline.collectives) else []
     for thread, name in enumerate(names):
         yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": name}}
 
@@ -88,6 +90,17 @@ def _ops(row: _Row, rank: int) -> Iterator[_Event]:
             "ts": span.start * _MICROSECONDS,
             "dur": (span.end - span.start) * _MICROSECONDS,
             "args": {"stage": stage, "microbatch": microbatch, "kind": str(kind), "step": span.step},
+        }
+    for each in timeline.collectives[rank]:
+        yield {
+            "ph": "X",
+            "pid": row.process(rank),
+            "tid": 1 + len(lanes(timeline, rank)),
+            "name": str(each),
+            "cat": each.kind,
+            "ts": each.start * _MICROSECONDS,
+            "dur": (each.end - each.start) * _MICROSECONDS,
+            "args": {"stage": each.stage, "kind": each.kind, "step": each.step},
         }
 
 

@@ -13,6 +13,7 @@ from zbpipe.costs.torchs_split import NOTE, has_torchs_split, runs_torchs_split
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.schedule.registry import Algorithm, schedules
 from zbpipe.simulator.post_validation import period_of
+from zbpipe.simulator.simulation import exposed_fsdp
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.views.style import memory, most_stages, number, percent, summary
 
@@ -41,6 +42,7 @@ def record(timeline: Timeline, baseline: float | None = None, *, with_period: bo
         "peak_memory": list(timeline.peak_memory),
         "memory_to_1f1b": max(timeline.peak_memory) / baseline if baseline else None,
         "lower_bound": timeline.lower_bound,
+        "exposed_fsdp": exposed_fsdp(timeline),
         **({"period": period_of(timeline)} if with_period else {}),
         "idle": [idle._asdict() for idle in timeline.idle],
     }
@@ -59,18 +61,27 @@ def report(timeline: Timeline, baseline: float | None = None) -> str:
         for rank, (busy, idle, peak) in enumerate(zip(timeline.busy, timeline.idle, peaks, strict=True))
     ]
     beside_1f1b = f", {compared.memory} of 1F1B's worst rank ({memory(baseline)})" if baseline else ""
-    exposed = timeline.exposed_reduction
     return "\n".join(
         [
             summary(timeline),
             f"memory: the worst rank holds {memory(max(peaks))}{beside_1f1b}",
             f"lower bound of the makespan {number(timeline.lower_bound)}, gap {percent(compared.gap)};"
             f" period with zbpipe.OptimizerStep {number(compared.figures['period'])}",
-            *([f"reductions of gradients: {number(exposed)} at the end, hidden by nothing"] if exposed else []),
+            *tell_fsdp(timeline),
             "",
             *table(("", "busy", "idle: warm-up", "steady", "cool-down", "peak"), rows),
         ]
     )
+
+
+def tell_fsdp(timeline: Timeline) -> Iterator[str]:
+    """A sentence on FSDP's collectives, if there are any."""
+    if any(timeline.collectives):
+        busiest = max(sum(each.end - each.start for each in row) for row in timeline.collectives)
+        exposed = exposed_fsdp(timeline)
+        yield (
+            f"FSDP's collectives on the busiest rank: {number(busiest / timeline.num_steps)}, exposed {number(exposed)}"
+        )
 
 
 def costs(job: JobCosts) -> str:
@@ -99,7 +110,15 @@ def costs(job: JobCosts) -> str:
     gaps = [f"{1e3 * model.overhead:.3f} ms between ops"] if model.overhead else []
     links = [f"{way}: {1e6 * link.latency:.0f} us + {link.bandwidth / 1e9:.2f} GB/s" for way, link in ways]
     head = ("stage", "rank", "F ms", "I ms", "W ms", "MiB after F", "after I")
-    words = [f"{model.message_bytes / mebibyte:.2f} MiB per message", *links, *gaps]
+    fsdp = [
+        f"FSDP {verb} a stage in up to {1e3 * max(map(seconds, range(model.num_stages))):.3f} ms"
+        for verb, given, seconds in (
+            ("gathers", model.gather, model.gathering),
+            ("reduces", model.reduce, model.reduction),
+        )
+        if given
+    ]
+    words = [f"{model.message_bytes / mebibyte:.2f} MiB per message", *links, *gaps, *fsdp]
     return "\n".join([*table(head, rows), "; ".join(words)])
 
 

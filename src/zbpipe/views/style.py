@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from zbpipe.costs.model import rank_shares
 from zbpipe.schedule.ir import OFFLOADS, RELOADS, OpKind, Placement
+from zbpipe.simulator.collectives import Collective
 from zbpipe.simulator.timeline import Span, Timeline
 
 KIND_WORDS = {
@@ -21,6 +22,7 @@ KIND_WORDS = {
     OpKind.OI: "offload for W",
     OpKind.RI: "reload for W",
 }
+COLLECTIVE_WORDS = {"gather": "gather of parameters", "reduce": "reduction of gradients"}
 UNIT_OF_ACTIVATIONS = "1 = a rank's share of one microbatch"
 
 _Rgb = tuple[int, int, int]
@@ -144,6 +146,12 @@ def lanes(timeline: Timeline, rank: int) -> tuple[tuple[str, tuple[Span, ...]], 
     return tuple(
         (name, tuple(span for span in timeline.copies[rank] if span.op.kind in kinds)) for name, kinds in _LANES
     )
+
+
+def kind_of(collective: Collective, timeline: Timeline) -> OpKind:
+    """The kind of ops whose colours a collective has: F for gathers, W (or B, if there is none) for reductions."""
+    backward = OpKind.W if OpKind.W in kinds(timeline) else OpKind.B
+    return OpKind.F if collective.kind == "gather" else backward
 
 
 def number(value: float) -> str:

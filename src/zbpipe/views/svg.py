@@ -9,6 +9,7 @@ from itertools import accumulate
 
 from zbpipe.costs.model import CostModel
 from zbpipe.schedule.ir import Placement
+from zbpipe.simulator.collectives import Collective
 from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.views import style
 
@@ -50,7 +51,8 @@ def svg(timeline: Timeline, *below: Timeline, drawn_with: str = "") -> str:
     shows its microbatch where there is room. Idle time is hatched. Pointing at a box shows the op's name and times,
     unless there are thousands. Further timelines are below the first one, all on one time scale, so a shorter step is a
     shorter picture. With offloading, thin boxes below those of the ops show the copies out to the host, and below these
-    the copies in again. The picture is dark where the reader prefers that.
+    the copies in again. FSDP's gathers and reductions have such boxes too, in the colours of F and of W or B. The
+    picture is dark where the reader prefers that.
     """
     per_second = max(_per_second(each) for each in (timeline, *below))
     pictures = [_picture(each, per_second, drawn_with) for each in (timeline, *below)]
@@ -196,6 +198,9 @@ def _row(timeline: Timeline, rank: int, scale: _Scale) -> Iterator[str]:
         for span in copies:
             yield _box(span, nth[span.op.stage], scale, y + _BOX + lane * _STRIP, _STRIP)
         yield "</g>"
+    y += _BOX + _STRIP * len(style.lanes(timeline, rank))
+    for each in timeline.collectives[rank]:
+        yield _strip(f"{style.kind_of(each, timeline)}{nth[each.stage]}", str(each), each, scale, y, _STRIP)
 
 
 def _paths(spans: tuple[Span, ...], nth: tuple[int, ...], scale: _Scale, y: float) -> Iterator[str]:
@@ -216,10 +221,14 @@ def _paths(spans: tuple[Span, ...], nth: tuple[int, ...], scale: _Scale, y: floa
 
 
 def _box(span: Span, nth: int, scale: _Scale, y: float, height: int = _BOX) -> str:
+    return _strip(f"{span.op.kind}{nth}", str(span.op), span, scale, y, height)
+
+
+def _strip(name: str, words: str, span: Span | Collective, scale: _Scale, y: float, height: int) -> str:
     return (
-        f'<rect class="{span.op.kind}{nth}" x="{_px(scale.x(span.start))}" y="{_px(y)}"'
+        f'<rect class="{name}" x="{_px(scale.x(span.start))}" y="{_px(y)}"'
         f' width="{_px((span.end - span.start) * scale.per_second)}" height="{height}">'
-        f"<title>{span.op}: {style.number(span.start)} to {style.number(span.end)}</title></rect>"
+        f"<title>{words}: {style.number(span.start)} to {style.number(span.end)}</title></rect>"
     )
 
 

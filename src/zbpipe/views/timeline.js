@@ -371,7 +371,8 @@ class Picture {
     const {kinds, onPath} = this.timeline, [letter, meaning] = kinds[list.kind[n]];
     const {[n]: stage} = list.stage, {[n]: microbatch} = list.microbatch, {[n]: start} = list.start, {[n]: end} = list.end;
     const critical = list === this.timeline.ranks[rank].ops && onPath[rank][n] ? "\non the critical path" : "";
-    return `${stage}${letter}${microbatch}  ${meaning}\nrank ${rank}, stage ${stage}, microbatch ${microbatch}\n`
+    const [name, more] = microbatch < 0 ? ["", ""] : [microbatch, `, microbatch ${microbatch}`];
+    return `${stage}${letter}${name}  ${meaning}\nrank ${rank}, stage ${stage}${more}\n`
       + `${show(start)} to ${show(end)} (${show(end - start)})${critical}`;
   }
 

@@ -124,7 +124,7 @@ class Runner:
         stages = [PipelineStage(layer, i, costs.num_stages, torch.device("cpu")) for i, layer in layers.items()]
         self.torchs = algorithm.source == "torch"
         options: dict[str, Any] = {} if self.torchs else {"costs": costs, "receives": receives}
-        self.schedule = build_pipeline_schedule(algorithm, stages, microbatches, _loss, **options)
+        self.schedule = build_pipeline_schedule(algorithm, stages, microbatches, mean_loss, **options)
         self.costs = costs
         self.ops = algorithm.make(ranks, microbatches, costs=costs).ops[rank]
         self.ran: list[Ran] = []
@@ -143,23 +143,29 @@ class Runner:
     def seconds(self) -> float:
         """Run one step; returns the seconds from a common start to the end of the last rank."""
         self.ran.clear()
-        gc.collect()
-        gc.disable()  # as trainers do: they collect garbage between steps
-        self.start = start = _common_start()
-        sleep_until(start)
-        self._run()
-        taken = torch.tensor([time.monotonic() - start], dtype=torch.float64)
-        gc.enable()
+        self.start, seconds = run_together(self._run)
         check(self.ran, self.ops, self.costs, self.torchs)
-        dist.all_reduce(taken, dist.ReduceOp.MAX)
-        return taken.item()
+        return seconds
 
     def _run(self) -> None:
         self.schedule.step(*self.arguments, target=self.target, return_outputs=False)
 
 
-def _loss(output: Tensor, target: Tensor) -> Tensor:
+def mean_loss(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
+
+
+def run_together(run: Callable[[], None]) -> tuple[float, float]:
+    """Run one step on all ranks; returns their common start (of `time.monotonic`) and the seconds that it took."""
+    gc.collect()
+    gc.disable()  # as trainers do: they collect garbage between steps
+    start = _common_start()
+    sleep_until(start)
+    run()
+    taken = torch.tensor([time.monotonic() - start], dtype=torch.float64)
+    gc.enable()
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    return start, taken.item()
 
 
 def _common_start() -> float:

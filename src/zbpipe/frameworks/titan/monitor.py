@@ -11,6 +11,7 @@ from weakref import ref
 import torch.distributed as dist
 
 from zbpipe.runtime._torch import hooks, pipelining
+from zbpipe.runtime.measure.collectives import Collectives, measure_collectives
 from zbpipe.runtime.measure.profiler import Links, measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
 from zbpipe.runtime.measure.trace import make_timelines
@@ -28,6 +29,7 @@ class PipelineMetrics(Watcher):
         self._schedule = ref(schedule)
         self._record: StepRecord | None = None
         self._links: Links | None = None
+        self._collectives: Collectives = {}
         watch(schedule, self)
 
     def before(self) -> Wanted:
@@ -45,7 +47,8 @@ class PipelineMetrics(Watcher):
             return {}
         if self._links is None:
             self._links = measure_links(hooks.stages_of(schedule), self._record.message_bytes)
-        planned, measured = make_timelines(schedule, self._record, self._links)
+            self._collectives = measure_collectives(hooks.stages_of(schedule))
+        planned, measured, exposed = make_timelines(schedule, self._record, self._links, self._collectives)
         self._record = None
         steps = schedule.optimizer_steps if isinstance(schedule, RegisteredSchedule) else {}
         return {
@@ -53,6 +56,7 @@ class PipelineMetrics(Watcher):
             "zbpipe/simulated_step(s)": planned.makespan,
             "zbpipe/bubble(%)": 100 * measured.bubble,
             "zbpipe/peak_activations": max(planned.peak_activations),
+            **({"zbpipe/exposed_fsdp(s)": exposed} if self._collectives else {}),
             f"zbpipe/schedule/{Path(planned.schedule.name).name}": 1.0,
             **{f"zbpipe/optimizer_steps/{way}": float(number) for way, number in steps.items()},
         }
@@ -106,8 +110,10 @@ def _wrap(processor: Any, to_come: int) -> None:
 def describe(metrics: dict[str, Any]) -> str:
     """A line for the console."""
     (name,) = (key.removeprefix("zbpipe/schedule/") for key in metrics if key.startswith("zbpipe/schedule/"))
+    exposed = metrics.get("zbpipe/exposed_fsdp(s)")
     return (
         f"pipeline: {name}  step: {metrics['zbpipe/step(s)']:.4g}s"
         f" (simulated {metrics['zbpipe/simulated_step(s)']:.4g}s)  bubble: {metrics['zbpipe/bubble(%)']:.1f}%"
         f"  peak activations: {metrics['zbpipe/peak_activations']:.3g} microbatches"
+        + (f"  exposed FSDP: {exposed:.3g}s" if exposed is not None else "")
     )

@@ -16,6 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as pipelining_schedules
 from torch.distributed.pipelining import stage as pipelining_stage
+from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
     _Action,
@@ -27,6 +28,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from zbpipe.runtime._torch import fsdp_overlap
 from zbpipe.runtime._torch.abandoned import can_send_marks, is_marked, mark_input_gradients, mark_outputs
 from zbpipe.runtime._torch.autograd import tree_map_only
 from zbpipe.runtime._torch.buffers import (
@@ -36,6 +38,7 @@ from zbpipe.runtime._torch.buffers import (
     release_receives,
     wait_for_sends,
 )
+from zbpipe.runtime._torch.fsdp import is_fsdp
 from zbpipe.runtime._torch.hooks import HookOrder, Routed, hook
 from zbpipe.runtime._torch.place import Place, Receives
 from zbpipe.runtime.attributes import replaced
@@ -108,6 +111,14 @@ class OwnRuntime(_PipelineScheduleRuntime):
         for stage in self.own_stages:
             stage.finish_reduction()
 
+    def _assert_unsharded(self, stage: Any) -> None:
+        action = self.place.action
+        if action and action.computation_type is _ComputationType.FORWARD and stage.overlaps_fsdp:
+            stage.gathering = self.unshard_ops.pop(stage.stage_index, ())
+            if stage.gathering:
+                self.unsharded_stages.add(stage.stage_index)
+        super()._assert_unsharded(stage)
+
     def leave_out_all(self) -> None:
         """Skip all computations of the step that begins, which this rank has abandoned."""
         for stage in self.own_stages:
@@ -179,11 +190,19 @@ class OwnStage(ReceivesOnDemand):
     """Whether the running step skips its computations."""
     is_reduced = True
     """Whether the running step reduces FSDP2's gradients, or leaves that to a later one."""
+    fsdp_mode: fsdp_overlap.FsdpMode = "overlap"
+    gathering: Sequence[Any] = ()
+    """FSDP2's modules that the running F waits for, each when it needs it."""
+    is_reducing = False
+    """Whether the last W or B of this step has started FSDP2's reductions."""
+    _scale = 1
+    """Divisor of the reduced gradients."""
     frozen: tuple[tuple[dict[str, Any], str], ...] = ()
     """Parameters, by dictionary and name, that were frozen when torch set up its messages."""
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(*args, **kwargs)
+        self.finish_gathering()
         if self.has_backward and not self.is_last:
             outputs = output if isinstance(output, (tuple, list)) else (output,)
             for number, (given, meta) in enumerate(zip(outputs, self.metas("outputs"), strict=False)):
@@ -198,6 +217,7 @@ class OwnStage(ReceivesOnDemand):
     def leave_out(self, kind: str, microbatch: int) -> Any:
         """Replace a computation: free received tensors and prepare marks to send. Returns the outputs of F."""
         if kind == "F":
+            self.finish_gathering()
             outputs = mark_outputs(self)
             if hasattr(self, "_make_forward_chunk_state"):  # torch from 2.15 on
                 known: Any = self
@@ -211,14 +231,44 @@ class OwnStage(ReceivesOnDemand):
 
     def forget_step(self) -> None:
         """Reset the stage to its state before an abandoned step."""
+        self.finish_gathering()
         self.clear_runtime_states()
         for left in (self.bwd_cache, self.backward_state, self.dw_runner):
             left.clear()
         release_receives(self)
 
     def clear_runtime_states(self) -> None:
-        self.is_left_out = False
+        self.is_left_out = self.is_reducing = False
         super().clear_runtime_states()
+
+    @property
+    def overlaps_fsdp(self) -> bool:
+        """Whether FSDP2 gathers beside the first F."""
+        return self.fsdp_mode == "overlap" and fsdp_overlap.IS_KNOWN and is_fsdp(self.submod)
+
+    def finish_gathering(self) -> None:
+        """Wait for the modules that no F has waited for."""
+        for each in self.gathering:
+            each.wait()
+        self.gathering = ()
+
+    @property
+    def reduces_early(self) -> bool:
+        """Whether FSDP2 starts to reduce gradients in the last W or B."""
+        # A framework may set its own backward after the schedule was built.
+        return self.overlaps_fsdp and self.is_reduced and not has_own_backward(self) and not has_own_reduction(self)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        reduces = fsdp_overlap.REDUCES_IN_BACKWARD and last_backward and self.reduces_early
+        if backward_type != "full" or not reduces:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+        # torch forbids FSDP2's hooks to reduce in any backward, and waits at the end of each.
+        self.is_reducing = True
+        fsdp_overlap.begin_backward(self.submod)
+        tensors = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
+        return stage_backward(*tensors), None
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
@@ -255,11 +305,32 @@ class OwnStage(ReceivesOnDemand):
     # torch's list of actions is the same in evaluation, which must not scale gradients of earlier steps.
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        if self.has_backward and not self.is_left_out:
+        # The other stages of the rank may still have to compute, and the end of the reduction can wait for them.
+        if self.is_reducing:
+            self._scale = grad_scale_factor
+        elif self.has_backward and not self.is_left_out:
             super().perform_reduce_grad(grad_scale_factor)  # type: ignore[no-untyped-call, unused-ignore]
 
+    # torch 2.15 calls these two in place of `perform_reduce_grad`.
+
+    def start_gradient_reduction(self) -> None:
+        if not self.is_reducing:
+            cast(Any, super()).start_gradient_reduction()
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        if self.is_reducing:
+            self._scale = grad_scale_factor
+        else:
+            cast(Any, super()).wait_for_gradient_reduction(grad_scale_factor)
+
     def finish_reduction(self) -> None:
-        """Wait for a reduction that the stage's last W has started, at the end of the step."""
+        """Wait for a reduction that the stage's last W or B has started, at the end of the step."""
+        if not self.is_reducing:
+            return
+        self.is_reducing = False
+        fsdp_overlap.finish(self.submod)
+        if self._scale != 1:
+            self.scale_grads(self._scale)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         if self.has_backward:
@@ -604,6 +675,13 @@ def has_own_reduction(stage: Stage) -> bool:
     own = "perform_reduce_grad"
     owners = (each for each in type(stage).__mro__ if own in vars(each) and not issubclass(each, OwnStage))
     return own in vars(stage) or next(owners) is not _PipelineStageBase
+
+
+def overlaps_fsdp(schedule: _PipelineSchedule) -> bool:
+    """Whether FSDP2's collectives run beside computations in a training step, if there are any."""
+    return isinstance(schedule, OwnRuntime) and all(
+        stage.reduces_early for stage in schedule.own_stages if is_fsdp(stage.submod)
+    )
 
 
 def end_backward(stage: Stage, is_last: bool) -> None:

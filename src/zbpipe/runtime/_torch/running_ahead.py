@@ -63,8 +63,8 @@ def _forget_step(runtime: OwnRuntime) -> None:
         _wait_batch_p2p(received)  # type: ignore[no-untyped-call, unused-ignore]
     runtime.fwd_recv_ops.clear()
     for stage in runtime.own_stages:
-        if stage.stage_index in runtime.unshard_ops:
-            runtime._assert_unsharded(stage)
+        stage.gathering = runtime.unshard_ops.pop(stage.stage_index, ())
+        stage.finish_gathering()
         # FSDP's gathered weights belong to the step that does not count.
         for module in stage.submod.modules():
             if isinstance(module, FSDPModule):

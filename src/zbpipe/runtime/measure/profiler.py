@@ -1,4 +1,5 @@
-"""Measurement of a running job: times of F, I and W, overhead per op, bytes of activations, and links."""
+"""Measurement of a running job: times of F, I and W and of FSDP's collectives, overhead per op, bytes of activations,
+and links."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
@@ -20,6 +21,7 @@ from zbpipe.runtime import arguments
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.lowering import find_messages
+from zbpipe.runtime.measure.collectives import Collectives, measure_collectives
 from zbpipe.runtime.measure.host import finish, measure_host
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement, require_whole
@@ -53,6 +55,8 @@ class RankTable:
     """The link to the host's memory; None if nothing offloads there."""
     overhead: float = 0.0
     """Median seconds between ops that wait for no message."""
+    collectives: Collectives = field(default_factory=dict)
+    """FSDP2's collectives of its stages."""
 
 
 class Profiler:
@@ -64,7 +68,8 @@ class Profiler:
         zbpipe.plan(4, 16, profiler.costs)
 
     Times come from events in the stream on a GPU, and from a clock on the CPU. Between two steps it measures the links
-    between ranks and to the host's memory, with its own copies. Later steps run as if there were no profiler.
+    between ranks and to the host's memory, with its own copies, and FSDP2's gathers and reductions. Later steps run as
+    if there were no profiler.
 
     Args:
         schedule: a schedule of zbpipe or torch that runs I and W.
@@ -116,6 +121,7 @@ class Profiler:
         stages = hooks.stages_of(self._schedule)
         links = measure_links(stages, memory.message_bytes)
         dist.barrier(self._group)  # so that all use the host link at the same time
+        collectives = measure_collectives(stages)
         table = RankTable(
             seconds=average_by_kind(self.records),
             kept={(op.stage, str(op.kind)): taken for op, taken in memory.kept.items()},
@@ -124,6 +130,7 @@ class Profiler:
             message_bytes=memory.message_bytes,
             host=measure_host(pipelining.device_of(stages[0])),
             overhead=find_overhead(self.records, stages[0].num_stages),
+            collectives=collectives,
         )
         tables: list[RankTable] = [table] * dist.get_world_size(self._group)
         dist.all_gather_object(tables, table, group=self._group)
@@ -177,6 +184,12 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
     )
     links = {key: link for table in tables for key, link in table.links.items()}
     stages = range(placement.num_stages)
+    gather, reduce = (
+        _average_by_key(
+            (((stage, kind), pair[place]) for table in tables for stage, pair in table.collectives.items()), fmean
+        )
+        for place, kind in enumerate(("gather", "reduce"))
+    )
     f, i, b, w = (tuple(seconds.get((stage, kind), 0.0) for stage in stages) for kind in "FIBW")
     activations = tuple(max(kept.get((stage, "F"), 0.0), 0.0) for stage in stages)
     if not kept:
@@ -196,6 +209,8 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
             message_bytes=float(max(table.message_bytes for table in tables)),
             host=_find_slowest([table.host for table in tables]),
             overhead=fmean(table.overhead for table in tables),
+            gather=tuple(gather.get((stage, "gather"), 0.0) for stage in stages) if gather else 0.0,
+            reduce=tuple(reduce.get((stage, "reduce"), 0.0) for stage in stages) if reduce else 0.0,
             working={
                 kind: tuple(beyond.get((stage, str(kind)), 0.0) for stage in stages)
                 for kind in COMPUTATIONS

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -12,6 +14,7 @@ from zbpipe.costs.model import CostModel
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.lowering import find_messages
+from zbpipe.runtime.measure.collectives import Collectives, find_exposed, measure_collectives
 from zbpipe.runtime.measure.profiler import Links, RankTable, average_by_kind, combine, find_placement, measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.schedule.ir import Schedule
@@ -48,7 +51,7 @@ def write_trace(
         checks.require_writable(file)
 
     def write(records: list[StepRecord]) -> None:
-        planned, measured = make_timelines(schedule, records[0])
+        planned, measured, _ = make_timelines(schedule, records[0])
         if dist.get_rank() != 0:
             return
         try:
@@ -65,13 +68,18 @@ def write_trace(
 
 
 def make_timelines(
-    schedule: pipelining.PipelineSchedule, record: StepRecord, links: Links | None = None
-) -> tuple[Timeline, Timeline]:
-    """A step of this rank, simulated and measured. All ranks of the pipeline have to call this."""
+    schedule: pipelining.PipelineSchedule,
+    record: StepRecord,
+    links: Links | None = None,
+    collectives: Collectives | None = None,
+) -> Recorded:
+    """A step of this rank, simulated and measured. All ranks of the job have to call this."""
     stages = hooks.stages_of(schedule)
     if links is None:
         links = measure_links(stages, record.message_bytes)
-    table = RankTable(average_by_kind([record]), {}, {}, links, record.message_bytes)
+    if collectives is None:
+        collectives = measure_collectives(stages)
+    table = RankTable(average_by_kind([record]), {}, {}, links, record.message_bytes, collectives=collectives)
     everything: list[tuple[RankTable, StepRecord]] = [(table, record)] * dist.get_world_size(stages[0].group)
     dist.all_gather_object(everything, (table, record), group=stages[0].group)
     costs = combine([each for each, _ in everything], find_placement(stages[0])).costs
@@ -79,4 +87,17 @@ def make_timelines(
     spans = tuple(each.spans for _, each in everything)
     ran = Schedule.from_rows([[span.op for span in row] for row in spans], record.schedule)
     transport, receives = find_messages(schedule)
-    return simulate(ran, costs, transport=transport, receives=receives), Timeline(ran, costs, spans)
+    overlaps = pipelining.overlaps_fsdp(schedule)
+    planned = simulate(ran, costs, transport=transport, receives=receives, overlaps_fsdp=overlaps)
+    # The measured spans include the delays by collectives, whose own times are not recorded.
+    measured = Timeline(ran, replace(costs, gather=0.0, reduce=0.0), spans)
+    return Recorded(planned, measured, max(find_exposed(each) for _, each in everything) if costs.gather else 0.0)
+
+
+class Recorded(NamedTuple):
+    """One step of all ranks."""
+
+    planned: Timeline
+    measured: Timeline
+    exposed_fsdp: float
+    """Seconds for which a rank waited for FSDP2's collectives, on the rank with the most. 0 without FSDP2."""

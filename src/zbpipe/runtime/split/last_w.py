@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from zbpipe.runtime._torch import autograd, fsdp_reduction
-from zbpipe.runtime._torch.fsdp_reduction import Unit
+from zbpipe.runtime._torch import autograd, fsdp_overlap
+from zbpipe.runtime._torch.fsdp_overlap import Unit
 from zbpipe.runtime.split.layers import deferrals
 from zbpipe.runtime.split.products import PendingGradient
 
@@ -21,13 +21,13 @@ def accumulate(pending: list[PendingGradient]) -> None:
 
 def accumulate_and_reduce(module: nn.Module, pending: list[PendingGradient]) -> None:
     """Compute the last deferred gradients of a stage, and have FSDP2 reduce each unit as soon as it has all of them."""
-    units = _order(module, fsdp_reduction.list_units(module))
-    fsdp_reduction.begin(module)
+    units = _order(module, fsdp_overlap.list_units(module))
+    fsdp_overlap.begin(module)
     of_others, *of_units = _sort(pending, units)
     accumulate(of_others)
     for unit, own in zip(units, of_units, strict=True):
         accumulate(own)
-        fsdp_reduction.reduce(unit)
+        fsdp_overlap.reduce(unit)
 
 
 def _order(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
 
-from zbpipe.runtime._torch import autograd, compiler, fsdp, fsdp_reduction, pipelining
-from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime._torch import autograd, compiler, fsdp, pipelining
 from zbpipe.runtime.split.compiled import defer_in_compiled_regions
 from zbpipe.runtime.split.last_w import accumulate, accumulate_and_reduce
 from zbpipe.runtime.split.layers import Deferral, catch_around, defer_weights, deferral_of, deferrals
@@ -31,10 +29,6 @@ SplitBackward = Literal["deferred", "strict", "autograd"]
 """Kinds of backward split. "deferred" is zbpipe's split. "strict" is the same, but an error for a stage with nothing to
 defer. "autograd" is torch's own split, which walks the autograd graph twice."""
 
-ReduceGrads = Literal["early", "late"]
-"""Times at which FSDP2 starts to reduce a stage's gradients: "early" is during the stage's last W, module by module.
-"late" is after it, as torch does."""
-
 _SETTLED_AFTER = 2
 """Number of I after which it is known what is deferred. The first I leaves nothing to W."""
 
@@ -48,7 +42,6 @@ def split_backward(
     stages: Sequence[pipelining.Stage],
     how: SplitBackward,
     gradients: WeightGradients | None = None,
-    reduce_grads: ReduceGrads = "early",
 ) -> None:
     """Prepare `stages` (all of one rank) for the actions I and W, which defer into `gradients`."""
     if how not in get_args(SplitBackward):
@@ -56,34 +49,17 @@ def split_backward(
             f"split_backward={how!r} is unknown: use 'deferred' (zbpipe's), 'strict' (the same, or an error) or"
             " 'autograd' (torch's own)"
         )
-    if reduce_grads not in get_args(ReduceGrads):
-        raise ValueError(f"reduce_grads={reduce_grads!r} is unknown: use 'early' (in the last W) or 'late' (after it)")
     for stage in stages:
         _refuse_hooks_that_reduce(stage)
     if how == "autograd":
         require_not_compiled(stages, "split_backward='autograd'")
         return
     require_memory_that_lasts(stages)
-    if reduce_grads == "early" and not fsdp_reduction.IS_KNOWN and any(fsdp.is_fsdp(each.submod) for each in stages):
-        logger.info(
-            "FSDP reduces gradients after the last W of a stage: zbpipe can start that during W with torch %s, not %s",
-            *(" and ".join(each.rstrip(".") for each in fsdp_reduction.KNOWN), torch.__version__),
-        )
     gradients = gradients or WeightGradients()
     for stage in stages:
         _split(stage, stages, gradients)
-        vars(stage)["_may_reduce_early"] = reduce_grads == "early" and not pipelining.has_own_reduction(stage)
         if not deferrals(stage.submod):
             _complain_of_nothing_to_defer(stage, how)
-
-
-@contextmanager
-def reduced_late(stages: Sequence[pipelining.Stage]) -> Iterator[None]:
-    """Context in which FSDP2 reduces gradients after the last W, so that W leaves them in the gathered parameters."""
-    with ExitStack() as around:
-        for stage in filter(is_split, stages):
-            around.enter_context(replaced(stage, _may_reduce_early=False))
-        yield
 
 
 def is_split(stage: pipelining.Stage) -> bool:
@@ -257,7 +233,6 @@ def _split(stage: pipelining.Stage, on_rank: Sequence[pipelining.Stage], gradien
         stage.__class__ = split_class(type(stage))
         stage.__dict__.update(_deferred={}, _num_split=0, _work=None, _dtypes=frozenset(), _is_scaled=False)
         stage.__dict__.update(_has_looked_around=False, _has_reported=False)
-        stage.__dict__.update(_is_reducing=False, _scale=1)
     stage.__dict__.update(_gradients=gradients, _on_rank=tuple(on_rank))
     defer_weights(stage.submod, gradients)
     defer_in_compiled_regions(stage.submod)
@@ -290,12 +265,6 @@ class _SplitBackward(pipelining.OwnStage):
     """Whether the log has told what stays in I."""
     _is_scaled: bool
     """Whether this step's gradients were divided by the number of microbatches."""
-    _may_reduce_early: bool
-    """Whether FSDP2 may start to reduce gradients in the last W."""
-    _is_reducing: bool
-    """Whether it has, in this step."""
-    _scale: int
-    """Divisor of the reduced gradients."""
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward_one_chunk(*args, **kwargs)
@@ -305,16 +274,13 @@ class _SplitBackward(pipelining.OwnStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        # A last B becomes I and W, so that the reduction is hidden by W. It keeps x and dY of one microbatch meanwhile,
-        # when all others are gone.
-        has_w = full_backward and last_backward and self.reduces_early
-        if not self.has_backward or (full_backward and not has_w):
+        if not self.has_backward or full_backward:
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
             return
         # The first I computes all weight gradients at once, and checks whether anything changes x or dY before W.
         on_trial = self._num_split == 0
         with self._gradients.record(on_trial) as pending, look_at_graphs(on_trial) as products:
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward=True, last_backward=last_backward)
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward=True)
         if on_trial:
             self._dtypes = frozenset(gradient.dy.dtype for gradient in pending)
             _keep_in_i_what_changed(self, pending)
@@ -331,9 +297,6 @@ class _SplitBackward(pipelining.OwnStage):
         if self._num_split >= _SETTLED_AFTER and self._has_looked_around and not self._has_reported:
             self._has_reported = True
             _report_what_stays_in_i(self)
-        if has_w:
-            # Not the stage's own method, which hooks may have replaced: to them this is one B.
-            type(self).backward_weight_one_chunk(self, bwd_chunk_id, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward:
@@ -344,7 +307,7 @@ class _SplitBackward(pipelining.OwnStage):
             for gradient in pending:
                 gradient.beside = sums.get(id(autograd.find_leaf(gradient.weight)))
         if last_backward and self.reduces_early:
-            self._is_reducing = True
+            self.is_reducing = True
             accumulate_and_reduce(self.submod, pending)
             return
         accumulate(pending)
@@ -353,45 +316,6 @@ class _SplitBackward(pipelining.OwnStage):
             pipelining.end_backward(self, last_backward)
             if last_backward:
                 _require_reduced(self, own)
-
-    @property
-    def reduces_early(self) -> bool:
-        """Whether FSDP2 starts to reduce gradients in the last W."""
-        # A framework may set its own backward after the schedule was built.
-        return (
-            self._may_reduce_early
-            and self.is_reduced
-            and fsdp_reduction.IS_KNOWN
-            and fsdp.is_fsdp(self.submod)
-            and not pipelining.has_own_backward(self)
-        )
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        # The other stages of the rank may still have to compute, and the end of the reduction can wait for them.
-        if self._is_reducing:
-            self._scale = grad_scale_factor
-        else:
-            super().perform_reduce_grad(grad_scale_factor)
-
-    # torch 2.15 calls these two in place of `perform_reduce_grad`.
-
-    def start_gradient_reduction(self) -> None:
-        if not self._is_reducing:
-            cast(Any, super()).start_gradient_reduction()
-
-    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
-        if self._is_reducing:
-            self._scale = grad_scale_factor
-        else:
-            cast(Any, super()).wait_for_gradient_reduction(grad_scale_factor)
-
-    def finish_reduction(self) -> None:
-        if not self._is_reducing:
-            return
-        self._is_reducing = False
-        fsdp_reduction.finish(self.submod)
-        if self._scale != 1:
-            self.scale_grads(self._scale)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide each gradient once. The last stage divides gradients of parameters shared by this rank's stages."""
@@ -426,7 +350,7 @@ class _SplitBackward(pipelining.OwnStage):
 
     def clear_runtime_states(self) -> None:
         self._deferred.clear()
-        self._is_scaled = self._is_reducing = False
+        self._is_scaled = False
         if self.has_backward:
             self._gradients.step += 1
             autograd.register_types()  # a job may have imported spmd_types since

@@ -23,11 +23,12 @@ from torch import Tensor
 
 from zbpipe.runtime import arguments
 from zbpipe.runtime._torch import autograd, fsdp, hooks, pipelining
+from zbpipe.runtime._torch.fsdp_overlap import without_overlap
 from zbpipe.runtime.measure.recording import Wanted, Watcher, watch
 from zbpipe.runtime.ranks.failures import share_with_other_ranks
 from zbpipe.runtime.reference import Microbatch, State, copy_gradients, widen
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.runtime.split.stage import find_product_dtypes, find_weight_work, reduced_late, tries_out
+from zbpipe.runtime.split.stage import find_product_dtypes, find_weight_work, tries_out
 from zbpipe.runtime.verify.gradient_report import GradientMismatchError, GradientReport
 from zbpipe.schedule.ir import require_whole
 
@@ -159,7 +160,7 @@ class _Checked:
     @contextmanager
     def attach(self) -> Iterator[None]:
         with (
-            reduced_late(list(self._stages.values())),
+            without_overlap(list(self._stages.values())),
             hooks.hook(self._schedule, hooks.HookOrder.CHECK, self._around),
             hooks.route_calls(self._schedule, self._forward, self._loss, self._backward),
         ):
