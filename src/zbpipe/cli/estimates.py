@@ -95,7 +95,7 @@ def _verdict_of_search(searched: Sequence[Estimate]) -> Iterator[str]:
     assert device is not None, "a search has a device"
     yield compare(best, alone, f"{best.schedule} on {sides[True].workload.degrees}")
     for change, then in flips(sides[True], sides[False], device):
-        yield f"{then} with {change}".capitalize() + "."
+        yield f"{then.capitalize()} with {change}."
 
 
 def _notes(found: Estimate) -> Iterator[str]:
