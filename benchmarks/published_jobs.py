@@ -14,8 +14,9 @@ from statistics import fmean
 from typing import Any
 
 from zbpipe.costs.transformer import Block, Checkpointing
+from zbpipe.estimation.devices import find
 from zbpipe.estimation.estimate import estimate
-from zbpipe.estimation.workload import Degrees, LayerWork, Workload
+from zbpipe.estimation.workload import ASYNC_TENSOR, Degrees, LayerWork, Workload
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind
 
 ROWS = Path(__file__).parent / "published_jobs.csv"
@@ -29,16 +30,18 @@ class Model:
     block: Block
     blocks: int
     vocabulary: int
+    last: int
+    """Number of weights in a block's last product."""
 
 
 def _model(dim: int, keys: int, hidden: int, blocks: int, vocabulary: int) -> Model:
     """`keys` is the width of the keys of all heads."""
-    return Model(Block(dim, dim, 2 * keys, hidden), blocks, vocabulary)
+    return Model(Block(dim, dim, 2 * keys, hidden), blocks, vocabulary, dim * hidden)
 
 
 def _gpt(dim: int, blocks: int, vocabulary: int, keys: int | None = None) -> Model:
     """Two products of width 4d in the feed-forward layer have the operations of three of 8/3 d."""
-    return _model(dim, keys or dim, 8 * dim // 3, blocks, vocabulary)
+    return replace(_model(dim, keys or dim, 8 * dim // 3, blocks, vocabulary), last=4 * dim * dim)
 
 
 MODELS = {
@@ -49,6 +52,7 @@ MODELS = {
     "Llama 3 8B": _model(4096, 1024, 14336, 32, 128256),
     "Llama 3 70B": _model(8192, 1024, 28672, 80, 128256),
     "Llama 3 405B": _model(16384, 1024, 53248, 126, 128256),
+    "MPT 3B": _gpt(2560, 32, 50432),
     "MPT 7B": _gpt(4096, 32, 50432),
     "MPT 13B": _gpt(5120, 40, 50432),
     "MPT 30B": _gpt(7168, 48, 50432),
@@ -56,8 +60,10 @@ MODELS = {
     "GPT 175B": _gpt(12288, 96, 50257),
     "Nemotron 340B": _gpt(18432, 96, 256000, keys=1536),
 }
-_AGAIN = {Checkpointing.NONE: 0, Checkpointing.SELECTIVE: 2, Checkpointing.FULL: 4}
+_AGAIN = {Checkpointing.NONE: 0, Checkpointing.SELECTIVE: 2, Checkpointing.FULL: 3}
 """Collectives of tensor parallelism that I repeats."""
+_HIDDEN = {"async": ASYNC_TENSOR, "userbuffers": 0.9}
+"""Share of tensor parallelism's communication that runs beside products. Megatron's user buffers are fitted."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +84,10 @@ class Job:
     """Sequences at a time."""
     seq: int
     checkpointing: str
+    options: frozenset[str]
+    """Of "compiled" (or kernels fused by hand), "float8", and "async" or "userbuffers" (tensor parallelism)."""
+    link: float | None
+    """Network of each GPU in GB/s, if it is not the device's."""
     published: float
     """Tokens per second of each GPU."""
     kept_back: bool
@@ -92,18 +102,20 @@ def read_jobs() -> list[Job]:
 
 def _job(cells: dict[str, Any]) -> Job:
     whole = {name: int(cells[name]) for name in ("gpus", "p", "tp", "cp", "v", "m", "microbatch", "seq")}
-    others = {"published": float(cells["published"]), "kept_back": bool(cells["kept_back"])}
+    others: dict[str, Any] = {"published": float(cells["published"]), "kept_back": bool(cells["kept_back"])}
+    others["options"] = frozenset(cells["options"].split())
+    others["link"] = float(cells["link"]) if cells["link"] else None
     return Job(**{**cells, **whole, **others})
 
 
 def workload(job: Job) -> Workload:
-    """The job's work. GPUs of context parallelism share each sequence, and the shards of FSDP."""
+    """The job's work."""
     model, how = MODELS[job.model], Checkpointing(job.checkpointing)
-    block, has_pipeline = model.block, job.p > 1
-    # Without a pipeline the estimate chooses how many sequences run at a time.
-    tokens = job.seq * (job.microbatch if has_pipeline else 1) // job.cp
+    block = model.block
+    tokens = job.seq * job.microbatch
+    own = tokens // job.cp  # on each GPU
     head = 2.0 * block.dim * model.vocabulary * tokens
-    logits = float(tokens * model.vocabulary) / job.tp
+    logits = float(own * model.vocabulary) / job.tp
     first = LayerWork(("tok_embeddings",), 0, 0, 0, block.dim * model.vocabulary, 0, 0)
     last = LayerWork(
         *(("norm", "output"), head, head, head, block.dim * model.vocabulary, 6 * logits, 2 * logits),
@@ -115,31 +127,58 @@ def workload(job: Job) -> Workload:
     again = {
         Checkpointing.NONE: 0.0,
         Checkpointing.SELECTIVE: 2.0 * block.dim * (block.queries + block.hidden) * tokens,
-        Checkpointing.FULL: products + attention,
+        # torch ends a recomputation before the last product, whose result nothing needs.
+        Checkpointing.FULL: products + attention - 2.0 * model.last * tokens,
     }[how]
+    recomputed = attention * (how is Checkpointing.FULL)
+    in_f, in_i = block.traffic(how, "compiled" in job.options)
     middle = LayerWork(
         ("layers.0",),
         products + attention,
         products + 2.5 * attention + again,
         products,
         block.parameters,
-        2.0 * tokens * block.kept_by_f(how, job.tp),
-        2.0 * tokens * block.kept_by_i(job.tp),
-        tuple((kind, 2.0 * tokens * max(block.working(how, kind, job.tp), 0)) for kind in COMPUTATIONS),
+        2.0 * own * block.kept_by_f(how, job.tp),
+        2.0 * own * block.kept_by_i(job.tp),
+        tuple((kind, 2.0 * own * max(block.working(how, kind, job.tp), 0)) for kind in COMPUTATIONS),
         (4, 4 + _AGAIN[how]),
+        (attention, 2.5 * attention + recomputed),
+        (2.0 * tokens * in_f, 2.0 * tokens * in_i),
+        keys=2.0 * tokens * block.keys_and_values,
     )
     layers = (first, *(replace(middle, modules=(f"layers.{number}",)) for number in range(model.blocks)), last)
     return Workload(
         job.id,
         layers,
-        Degrees(job.p, job.tp, job.gpus // (job.p * job.tp)),
-        job.m if has_pipeline else job.m * job.microbatch,
+        Degrees(job.p, job.tp, job.gpus // (job.p * job.tp * job.cp), context=job.cp),
+        job.m,
         tokens,
-        message_bytes=2.0 * tokens * block.dim / job.tp,
+        message_bytes=2.0 * own * block.dim / job.tp,
         operations=3.0 * sum(layer.f for layer in layers) / tokens,
         words="",
         checkpointing=how,
+        compiled="compiled" in job.options,
+        hidden_tensor=sum(_HIDDEN.get(option, 0.0) for option in job.options),
+        float8="float8" in job.options,
+        overlaps_fsdp="userbuffers" in job.options,  # all of Megatron's jobs
+        cut=_cut(job, model.blocks),
+        remade=lambda degrees, how: workload(_on(job, degrees, how)),
     )
+
+
+def _on(job: Job, degrees: Degrees, how: Checkpointing | None) -> Job:
+    """The job on other degrees, with the trainer's own stages. Its number of microbatches does not count."""
+    sizes: dict[str, Any] = {"p": degrees.pipeline, "tp": degrees.tensor, "cp": degrees.context, "v": 1, "m": 1}
+    return replace(job, **sizes, gpus=degrees.gpus, checkpointing=str(how or job.checkpointing))
+
+
+def _cut(job: Job, blocks: int) -> tuple[int, ...] | None:
+    """Megatron's stages: equally many blocks, the embedding in the first and the head in the last one."""
+    stages = job.p * job.v
+    if blocks % stages or stages == 1:
+        return None
+    each = [blocks // stages] * stages
+    return (each[0] + 1, *each[1:-1], each[-1] + 1)
 
 
 @dataclass(frozen=True)
@@ -159,8 +198,11 @@ class Speed:
 
 def predict(job: Job) -> Speed:
     """The estimate of the job's own schedule: interleaved, or FSDP without a pipeline."""
-    names = ["Interleaved1F1B"] if job.p > 1 else []
-    found = estimate(workload(job), job.device, only=names, stages_per_rank=(job.v,), plans=False)
+    names = [] if job.p == 1 else ["1F1B" if job.v == 1 else "Interleaved1F1B"]
+    device = find(job.device)
+    if job.link is not None:
+        device = replace(device, between=job.link * 1e9)
+    found = estimate(workload(job), device, only=names, stages_per_rank=(job.v,), plans=False)
     step = found.on_these_degrees or next(each for each in found.steps if (each.timeline is None) == (job.p == 1))
     if job.p > 1 and step.timeline is None:
         raise ValueError(f"no estimate of {job.id}: {found.left_out}")

@@ -70,8 +70,8 @@ print(json.dumps(found))
 
 REFUSED = {
     ("--config", "llama3_7b"): "titan_integration.llama3 has no config 'llama3_7b'; it has llama3_debug, ",
-    ("--gpus", "48", "--config", "llama3_70b"): "PP x TP x replicas = 32: use 32 or 64",
-    ("--gpus", "16", "--config", "llama3_70b"): "PP x TP x replicas = 32: use 32",
+    ("--gpus", "48", "--config", "llama3_70b"): "PP x TP x CP x replicas = 32: use 32 or 64",
+    ("--gpus", "16", "--config", "llama3_70b"): "PP x TP x CP x replicas = 32: use 32",
     ("--module", "qwen3", "--config", "qwen3_0_6b", "--parallelism.pipeline_parallel_degree", "2"): (
         "TorchTitan refuses this job: Weight tying is not supported with Pipeline Parallel."
     ),

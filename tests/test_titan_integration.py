@@ -622,7 +622,7 @@ def test_the_table_of_memory(with_titan: Callable[..., Any]) -> None:
     assert lines[-2].startswith("1 microbatch in --zbpipe.memory-limit: ")
     assert re.fullmatch(r"worst rank: 5\d\.\d GiB, which with 15% left free fits: A100, H100, .*, MI355X", lines[-1])
     refused = with_titan(table, ["--gpus", "48", *LARGE])
-    assert "48 GPUs are not a multiple of PP x TP x replicas = 32: use 32 or 64" in refused[-1]
+    assert "48 GPUs are not a multiple of PP x TP x CP x replicas = 32: use 32 or 64" in refused[-1]
 
 
 def test_memory_of_auto(with_titan: Callable[..., Any]) -> None:

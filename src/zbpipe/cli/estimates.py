@@ -9,8 +9,9 @@ from typing import Any
 
 from zbpipe.costs.torchs_split import NOTE
 from zbpipe.estimation.devices import GIB, USABLE
+from zbpipe.estimation.flips import flips
 from zbpipe.estimation.ranks import JobMemory
-from zbpipe.estimation.result import Estimate, Memory, Step
+from zbpipe.estimation.result import DECIDED, Answer, Estimate, Memory, Step, answer
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.views.html import fill, pictures
 from zbpipe.views.report import longer, table
@@ -29,11 +30,6 @@ LEGEND = (
     " activations; deferred gradients; messages; working memory or logits. vs: the step relative to that of 1F1B, or of"
     " FSDP without a pipeline; -5.0% is a 5 % shorter step"
 )
-UNDECIDED = 0.1
-"""Difference between a pipeline and FSDP below which an estimate does not decide.
-
-Published steps of one model on the same GPUs, Llama 70B on 64 H100 with FSDP, differ by 35 % between frameworks.
-"""
 _DRAWN = 5
 """Number of schedules in the page's picture."""
 
@@ -76,24 +72,30 @@ def compare(best: Step, alone: Step, name: str) -> str:
     least, most = (each - 1 for each in best.relative_range(alone))
     over = f" ({least:+.1%} to {most:+.1%} over the plausible speeds)" if most - least > 5e-4 else ""
     how = f"{abs(relative):.1%} {'longer' if relative > 0 else 'shorter'} than without a pipeline{over}"
-    if least < UNDECIDED and most > -UNDECIDED:
-        return (
-            f"Undecided: the shortest step with a pipeline that fits, {name}, is {how}, which also fits. Frameworks"
-            f" differ by more than {UNDECIDED:.0%}: try both. --link shows from which network on a pipeline pays."
-        )
-    return f"The shortest step with a pipeline that fits: {name}, {how}, which also fits."
+    words = f"the shortest step with a pipeline that fits, {name}, is {how}, which also fits."
+    match answer(best, alone):
+        case Answer.YES:
+            return f"A pipeline: {words}"
+        case Answer.NO:
+            return f"No pipeline: {words}"
+        case _:
+            return f"Undecided: {words} Frameworks differ by more than {DECIDED:.0%}: try both."
 
 
-def _verdict_of_search(searched: Sequence[Estimate]) -> str:
-    """One sentence: the best pipeline against the best job without one."""
-    steps = [(each.workload.degrees, step) for each in searched if (step := each.on_these_degrees)]
-    with_pipeline = [each for each in steps if each[0].pipeline > 1]
-    without = [step for degrees, step in steps if degrees.pipeline == 1]
-    if not with_pipeline or not without:
-        return "No pipeline fits." if without else "Without a pipeline it does not fit."
-    degrees, best = min(with_pipeline, key=lambda each: each[1].seconds)
-    alone = min(without, key=lambda step: step.seconds)
-    return compare(best, alone, f"{best.schedule} on {degrees}")
+def _verdict_of_search(searched: Sequence[Estimate]) -> Iterator[str]:
+    """The best pipeline against the best job without one, and what would change that."""
+    sides = {each.workload.degrees.pipeline > 1: each for each in reversed(searched) if each.on_these_degrees}
+    if len(sides) < 2:
+        yield "No pipeline fits." if False in sides else "Without a pipeline it does not fit."
+        return
+    best, alone = sides[True].on_these_degrees, sides[False].on_these_degrees
+    device = searched[0].device
+    assert best is not None, "it fits"
+    assert alone is not None, "it fits"
+    assert device is not None, "a search has a device"
+    yield compare(best, alone, f"{best.schedule} on {sides[True].workload.degrees}")
+    for change, then in flips(sides[True], sides[False], device):
+        yield f"{then.capitalize()} with {change}."
 
 
 def _notes(found: Estimate) -> Iterator[str]:
@@ -153,16 +155,23 @@ def _gib(size: float) -> str:
 
 def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]:
     """One line per choice of degrees with its best schedule, then the table of the best choice."""
-    yield f"the best schedule for each choice of degrees, {best.workload.global_tokens} tokens per step:"
+    yield (
+        f"the best schedule for each layout, {best.workload.global_tokens} tokens per step; layouts whose computation"
+        " alone is longer than the best step are left out:"
+    )
     rows = [
-        (str(each.workload.degrees), str(each.workload.microbatches), *_cells(each, step))
+        (str(each.workload.degrees), _checkpointing(each), str(each.workload.microbatches), *_cells(each, step))
         for each in searched
         if (step := each.on_these_degrees)
     ]
-    yield from table(("degrees", "microbatches", *_HEADS, *_PARTS.values()), rows, left=3)
+    yield from table(("degrees", "checkpointing", "microbatches", *_HEADS, *_PARTS.values()), rows, left=2)
     yield ""
-    yield _verdict_of_search([best, *searched])
+    yield from _verdict_of_search(searched)
     yield from lines(best, searched=True)
+
+
+def _checkpointing(found: Estimate) -> str:
+    return "" if found.workload.checkpointing is None else str(found.workload.checkpointing)
 
 
 def record(found: Estimate) -> dict[str, Any]:

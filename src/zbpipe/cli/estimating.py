@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,7 +55,13 @@ def _link(context: click.Context, option: click.Parameter, text: str | None) -> 
     help="Estimate only this schedule, 1F1B and plans. Can be repeated.",
 )
 @click.option("--ranks", is_flag=True, help="Only the memory of each rank, with the job's own schedule; no --device.")
-@click.option("--search", is_flag=True, help="Compare all degrees of pipeline, tensor parallelism and FSDP.")
+@click.option(
+    "--search",
+    is_flag=True,
+    help="Compare all layouts: pipeline, tensor and context parallelism, FSDP, checkpointing.",
+)
+@click.option("--float8", is_flag=True, help="Estimate products of blocks in float8.")
+@click.option("--async-tp", is_flag=True, help="Estimate asynchronous tensor parallelism.")
 @json_option
 @click.option("--html", "html_file", type=OutputFile(), metavar="FILE", help="Write a page with pictures.")
 @_titan_arguments
@@ -68,6 +75,8 @@ def estimate(
     only: tuple[str, ...],
     ranks: bool,
     search: bool,
+    float8: bool,
+    async_tp: bool,
     as_json: bool,
     html_file: Path | None,
     arguments: tuple[str, ...],
@@ -90,6 +99,7 @@ def estimate(
     from zbpipe.estimation.devices import find
     from zbpipe.estimation.estimate import estimate as estimated
     from zbpipe.estimation.search import search as searched
+    from zbpipe.estimation.workload import ASYNC_TENSOR
 
     _require(
         ranks or device is not None or costs_file is not None, "name a --device, or give measured costs: --costs-file"
@@ -99,6 +109,10 @@ def estimate(
     if device is not None:
         find(device)  # before the import of TorchTitan, which takes seconds
     workload = _workload(layers, gpus, arguments)
+    if float8:
+        workload = replace(workload, float8=True)
+    if async_tp:
+        workload = replace(workload, hidden_tensor=ASYNC_TENSOR)
     if ranks:
         _show_ranks(workload, arguments, as_json)
         return

@@ -1,11 +1,10 @@
-"""GPU figures from the makers' data sheets, and the share of the peak that training sustains. As of November 2026.
+"""GPU figures from the makers' data sheets, and the shares of the peak that training sustains. As of November 2026.
 
 The makers' figures are dense BF16 peaks, one-directional bandwidths, and memory as torch reports it. No maker states
-the sustained share: it is the rate that matrix products and attention of large Llama models reach within a training
-step, including norms, rotary embeddings and activation functions. It is the least certain number of an estimate: on
-the same GPUs, published jobs differ by a factor of 1.7, depending on model, checkpointing and framework. So each share
-is a range. It is equal for all schedules: it scales all rows alike; the gains barely change. `--tflops` replaces it.
-`benchmarks/published_jobs.csv` has the published jobs (docs/hardware.md).
+the sustained shares, one of products and one of attention. They are fitted to published jobs, and are the least
+certain numbers of an estimate: on the same GPUs, frameworks differ by a factor of 1.3. So each device has a range of
+plausible speeds. It is equal for all schedules: it scales all rows alike; the gains barely change. `--tflops` replaces
+the shares. `benchmarks/published_jobs.csv` has the published jobs (docs/hardware.md).
 """
 
 from __future__ import annotations
@@ -16,6 +15,12 @@ from difflib import get_close_matches
 from types import MappingProxyType
 
 GIB = 2**30
+_OF_MEMORY = 0.8
+"""Share of the memory's bandwidth that kernels of norms and activation functions reach."""
+_OF_LINK = 0.85
+"""Share of a link's bandwidth that large collectives reach."""
+_HOP = 0.2
+"""Latency of a ring's hop, relative to a message's: NCCL counts 3.4 microseconds in a node, 9.6 between nodes."""
 USABLE = 0.85
 """Usable share of a GPU's memory. The communication library and fragmentation need the rest."""
 
@@ -27,8 +32,12 @@ class Device:
     name: str
     peak: float
     """Floating-point operations per second in BF16, without sparsity."""
-    share: float
-    """Share of the peak that training sustains, most likely."""
+    products: float
+    """Share of the peak that products reach, most likely."""
+    attention: float
+    """Share of the peak that attention reaches, most likely."""
+    hbm: float
+    """Bytes per second between the GPU and its memory."""
     inside: float
     """Bytes per second from a GPU to the others of its node, in one direction."""
     gib: float
@@ -36,19 +45,21 @@ class Device:
     source: str
     """Source of the maker's figures."""
     share_from: str
-    """Source of the sustained share."""
+    """Source of the shares."""
     between: float = 50e9
     """One-directional bandwidth from a GPU to other nodes through its own network card, in bytes per second."""
     range: tuple[float, float] | None = None
-    """Least and largest plausible share of the peak. None if only one is known."""
+    """Least and largest plausible speed of computation, relative to the likely one. None if only one is known."""
     gpus_per_node: int = 8
     latency: float = 2e-5
     """Latency of a message, in seconds."""
+    overhead: float = 3e-4
+    """Seconds between two ops of a schedule: Python and launches. One H200 takes 0.33 ms (benchmarks/README.md)."""
 
     @property
-    def sustained(self) -> float:
-        """Floating-point operations per second that training reaches."""
-        return self.peak * self.share
+    def memory(self) -> float:
+        """Bytes per second that kernels reach."""
+        return _OF_MEMORY * self.hbm
 
     @property
     def usable_bytes(self) -> float:
@@ -70,10 +81,23 @@ class Device:
         here = max(self.gpus_per_node // apart, 1)
         return min(self.inside, here * self.between)
 
+    def collective(self, size: float, gpus: int, apart: int = 1) -> float:
+        """Seconds in which a group gathers, or reduces and scatters, this number of bytes.
+
+        It is a ring, which passes each GPU once.
+
+        >>> h100 = find("H100")
+        >>> [round(size / h100.collective(size, 8) / 450e9 * 7 / 8, 2) for size in (17e6, 67e6, 268e6)]
+        [0.45, 0.69, 0.81]
+        """
+        hop = _HOP * self.latency
+        return (gpus - 1) * (size / gpus / (_OF_LINK * self.bandwidth(gpus, apart)) + hop)
+
 
 _NVLINK = "400 Gb/s ConnectX-7 per GPU, as in NVIDIA DGX H100 and HGX reference designs"
-_MEASURED = "TorchTitan's report of December 2024: Llama 3.1 8B, 8 H100 at 500 W, compiled, 6,667 tokens/s per GPU"
-_PUBLISHED = "published jobs of fms-fsdp and MosaicML, 39 to 57 % of the peak; NVIDIA's pipelines reach 66 %"
+_TITAN = "fitted to TorchTitan's reports of December 2024 and June 2025, Llama 3 8B, 70B and 405B"
+_PUBLISHED = "fitted to published jobs of NVIDIA's NeMo and of MosaicML, 2 to 405 billion parameters"
+_BRIDGE = "fitted to NVIDIA's Megatron-Bridge 25.11 in float8, Llama 3 8B to 405B"
 _REPORTED = (
     "a benchmark of January 2026, github.com/DmitriiNikolaevAtAmd/tprimat: 32 and 38 % of the peak on 8 MI300X, with"
     " Llama 3.1 8B and Qwen 2.5 7B, attention not counted"
@@ -88,20 +112,24 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             Device(
                 "A100",
                 peak=312e12,
-                share=0.60,
-                range=(0.53, 0.70),
+                products=0.7,
+                attention=0.45,
+                hbm=2.039e12,
+                range=(0.85, 1.2),
                 inside=300e9,
                 gib=79,
                 source="NVIDIA A100 80GB data sheet (SXM): 312 TFLOPS, NVLink 600 GB/s; 200 Gb/s ConnectX-6 per GPU, as"
                 " in NVIDIA DGX A100",
-                share_from="published jobs of TorchTitan and MosaicML: 55 to 70 % of the peak",
+                share_from="fitted to published jobs of TorchTitan and MosaicML, Llama 8B to 70B",
                 between=25e9,
             ),
             Device(
                 "H100",
                 peak=989.4e12,
-                share=0.46,
-                range=(0.39, 0.66),
+                products=0.60,
+                attention=0.42,
+                hbm=3.35e12,
+                range=(0.82, 1.25),
                 inside=450e9,
                 gib=79,
                 source=f"NVIDIA H100 data sheet (SXM5, 700 W): 1,979 TFLOPS with sparsity, NVLink 900 GB/s; {_NVLINK}",
@@ -110,51 +138,61 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             Device(
                 "H100-500W",
                 peak=989.4e12,
-                share=0.40,
-                range=(0.36, 0.44),
+                products=0.46,
+                attention=0.28,
+                hbm=2.4e12,
+                range=(0.87, 1.15),
                 inside=450e9,
                 gib=94,
                 source="Meta's Grand Teton: H100 with 96 GB of HBM2e, limited to 500 W, and otherwise as H100",
-                share_from=_MEASURED,
+                share_from=_TITAN,
             ),
             Device(
                 "H200",
                 peak=989.4e12,
-                share=0.48,
-                range=(0.39, 0.68),
+                products=0.60,
+                attention=0.42,
+                hbm=4.8e12,
+                range=(0.82, 1.25),
                 inside=450e9,
                 gib=139,
                 source=f"NVIDIA H200 data sheet (SXM): 1,979 TFLOPS with sparsity, NVLink 900 GB/s, 141 GB; {_NVLINK}",
-                share_from=f"{_UNKNOWN} as H100, with more memory bandwidth",
+                share_from="as H100; one H200 reaches 78 % for milliseconds (benchmarks/README.md)",
             ),
             Device(
                 "B200",
                 peak=2250e12,
-                share=0.40,
-                range=(0.30, 0.60),
+                products=0.6,
+                attention=0.4,
+                hbm=8e12,
+                range=(0.8, 1.15),
                 inside=900e9,
                 gib=178,
                 source=f"NVIDIA DGX B200 data sheet: 8 GPUs of 1,440 GB together, NVLink 1.8 TB/s; HGX B200: 4.5 PFLOPS"
                 f" with sparsity; {_NVLINK}",
-                share_from=f"{_UNKNOWN} as H100",
+                share_from=_BRIDGE,
             ),
             Device(
                 "GB200",
                 peak=2500e12,
-                share=0.40,
-                range=(0.30, 0.60),
+                products=0.6,
+                attention=0.4,
+                hbm=8e12,
+                range=(0.8, 1.15),
                 inside=900e9,
                 gib=184,
                 source="NVIDIA GB200 NVL72 data sheet: 72 GPUs with 360 PFLOPS with sparsity, 13.4 TB and NVLink 130"
                 f" TB/s together; {_NVLINK}",
-                share_from=f"{_UNKNOWN} as H100",
+                share_from=_BRIDGE,
                 gpus_per_node=72,
             ),
             Device(
                 "L40S",
                 peak=362.05e12,
-                share=0.40,
-                range=(0.25, 0.55),
+                products=0.5,
+                attention=0.35,
+                hbm=8.64e11,
+                range=(0.6, 1.4),
                 inside=32e9,
                 gib=44,
                 source="NVIDIA L40S data sheet: 362.05 TFLOPS, PCIe 64 GB/s both ways, 48 GB; a network card of 200"
@@ -165,8 +203,10 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             Device(
                 "MI250X",
                 peak=191.5e12,
-                share=0.36,
-                range=(0.32, 0.38),
+                products=0.42,
+                attention=0.25,
+                hbm=1.6e12,
+                range=(0.85, 1.1),
                 inside=200e9,
                 gib=64,
                 source="AMD Instinct MI250X data sheet: one of its two dies, each of which is a GPU to torch, with"
@@ -178,8 +218,10 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             Device(
                 "MI300X",
                 peak=1307.4e12,
-                share=0.35,
-                range=(0.30, 0.50),
+                products=0.45,
+                attention=0.25,
+                hbm=5.3e12,
+                range=(0.8, 1.3),
                 inside=448e9,
                 gib=192,
                 source="AMD Instinct MI300X data sheet: 1,307.4 TFLOPS, 7 Infinity Fabric links of 128 GB/s both ways;"
@@ -189,19 +231,23 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
             Device(
                 "MI325X",
                 peak=1307.4e12,
-                share=0.45,
-                range=(0.37, 0.55),
+                products=0.55,
+                attention=0.33,
+                hbm=6e12,
+                range=(0.8, 1.2),
                 inside=448e9,
                 gib=256,
                 source="AMD Instinct MI325X data sheet: 1,307.4 TFLOPS, 7 Infinity Fabric links of 128 GB/s both ways;"
                 f" {_NICS}",
-                share_from="AMD Primus, Llama 2 70B on 8 and 64 GPUs: 41 to 55 % of the peak, by checkpointing",
+                share_from="fitted to AMD Primus, Llama 2 70B on 8 and 64 GPUs",
             ),
             Device(
                 "MI355X",
                 peak=2516.6e12,
-                share=0.35,
-                range=(0.28, 0.50),
+                products=0.45,
+                attention=0.25,
+                hbm=8e12,
+                range=(0.7, 1.3),
                 inside=537.6e9,
                 gib=288,
                 source="AMD Instinct MI355X data sheet: 2.5 PFLOPS, 7 Infinity Fabric links of 153.6 GB/s both ways;"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from zbpipe.costs.job import JobCosts
@@ -12,8 +13,11 @@ from zbpipe.costs.model import CostModel
 from zbpipe.costs.torchs_split import has_torchs_split, runs_torchs_split
 from zbpipe.estimation.devices import Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
+from zbpipe.estimation.overheads import with_overheads
+from zbpipe.estimation.rates import Rates, rates
+from zbpipe.estimation.refusals import require_torch_runs
 from zbpipe.estimation.result import NO_PIPELINE, PLAN, Estimate, Memory, Step
-from zbpipe.estimation.workload import Rates, Workload, rates
+from zbpipe.estimation.workload import Workload
 from zbpipe.planner.plan import plan
 from zbpipe.schedule.ir import OpKind, Placement, Schedule
 from zbpipe.schedule.registry import Algorithm, resolve, schedules
@@ -24,7 +28,7 @@ from zbpipe.simulator.timeline import Timeline
 _STAGES_PER_RANK = (1, 2, 4)
 _PLANNED = (("single", Placement.loop), ("v", Placement.v), ("wave", lambda ranks: Placement.v(ranks, 4)))
 """Placements to plan for, by name: the best for each number of stages per rank."""
-_BUDGET = 3e7
+_BUDGET = 2e7
 """Budget of one plan's search in timed ops: a fraction of a second."""
 _SEARCHED = 1024
 """Limit of ranks times microbatches for including searched schedules, such as ZBVLean, by default."""
@@ -106,7 +110,7 @@ def _variants(
         return
     for algorithm in wanted:
         usual = algorithm.stages_per_rank
-        for stages in numbers if algorithm.any_stages_per_rank else (usual,):
+        for stages in sorted(set(numbers)) if algorithm.any_stages_per_rank else (usual,):
             if stages >= usual or usual > max(numbers):
                 yield algorithm, stages
     if own.table is not None:
@@ -127,6 +131,7 @@ class _Job:
         split = self.workload.split(placement, algorithm)
         costs = self.costs(placement, split)
         made_for = costs if self.measured is not None else self._usual_costs(algorithm, placement, costs)
+        require_torch_runs(algorithm, degrees.pipeline, stages, microbatches)
         schedule = algorithm.make(degrees.pipeline, microbatches, stages_per_rank=stages, costs=made_for)
         return self.step(schedule, costs, split, algorithm.name, _words_of(placement), algorithm.source)
 
@@ -149,15 +154,16 @@ class _Job:
         return self.step(found.schedule, costs, split, PLAN, name, "zbpipe")
 
     def step(self, schedule: Schedule, costs: CostModel, split: Split, name: str, placement: str, source: str) -> Step:
-        overlaps = source != "torch"
+        overlaps = self.workload.overlaps_fsdp or source != "torch"
         timeline = simulate(schedule, self._with_fsdp(costs, split), overlaps_fsdp=overlaps)
+        seconds = self._seconds(timeline, split)
         worst = max(memories_by_rank(self.workload, timeline, split), key=lambda memory: memory.total)
         stages = len(schedule.placement.stages_on(0))
         torchs = has_torchs_split(schedule, source)
         runs = not torchs or runs_torchs_split(self.workload.checkpointing, self.workload.compiled)
-        row = self._row(name, placement, stages, timeline.makespan, timeline.bubble, worst, source, timeline)
-        others = (self._with_fsdp(job.costs(schedule.placement, split), split) for job in self._extremes())
-        ends = tuple(simulate(schedule, each, overlaps_fsdp=overlaps).makespan for each in others)
+        row = self._row(name, placement, stages, seconds, timeline.bubble, worst, source, timeline)
+        others = (self._with_fsdp(job.costs(schedule.placement, split), split) for job in self._extremes)
+        ends = tuple(self._seconds(simulate(schedule, each, overlaps_fsdp=overlaps), split) for each in others)
         return replace(row, has_torchs_split=torchs, runs=runs, range=_pair(ends))
 
     def _row(
@@ -177,11 +183,16 @@ class _Job:
         fits = device is None or memory.total <= device.usable_bytes
         return Step(name, placement, stages, seconds, max(bubble, 0.0), speed, mfu, memory, fits, source, timeline)
 
+    @cached_property
+    def _layers(self) -> CostModel:
+        assert self.rates is not None
+        return self.rates.layer_costs(self.workload)
+
     def costs(self, placement: Placement, split: Split) -> CostModel:
         """Costs of the stages, measured or counted."""
         if self.measured is None:
             assert self.rates is not None, "checked when the estimate began"
-            return self.rates.costs(self.workload, placement, split)
+            return self.rates.costs(self.workload, self._layers, placement, split)
         known = self.measured.costs
         if isinstance(known, CostModel) and known.num_stages % placement.num_stages == 0:
             return merge_stages(known, placement.num_stages)
@@ -194,7 +205,7 @@ class _Job:
         workload = self.workload
         usable = self.rates.device.usable_bytes
         messages = _MESSAGES * workload.message_bytes * len(placement.stages_on(0))
-        each = workload.parameter_bytes.total(workload.degrees.fsdp) / workload.degrees.tensor
+        each = workload.parameter_bytes.total(workload.degrees.shards) / workload.degrees.tensor
         room = tuple(usable - count * each - messages for count in workload.parameters_by_rank(placement, split))
         if min(room) <= 0:
             raise ValueError(f"weights and optimizer of a rank take more than the usable {usable / 2**30:.0f} GiB")
@@ -203,33 +214,46 @@ class _Job:
     def _with_fsdp(self, costs: CostModel, split: Split) -> CostModel:
         """The costs with the seconds in which FSDP gathers each stage's parameters, and reduces its gradients."""
         workload, degrees = self.workload, self.workload.degrees
-        if self.rates is None or degrees.data == 1 or costs.gather or costs.reduce:
+        if self.rates is None or degrees.shards * degrees.replicas == 1 or costs.gather or costs.reduce:
             return costs
         each, device = workload.parameter_bytes, self.rates.device
+        group, apart = degrees.shards, degrees.tensor
         own = [count / degrees.tensor for count in workload.parameters_by_stage(split)]
-        per_byte = (degrees.fsdp - 1) / degrees.fsdp / device.bandwidth(degrees.fsdp, apart=degrees.tensor)
-        between = device.bandwidth(degrees.replicas, apart=degrees.tensor * degrees.fsdp)
-        per_sum = per_byte + 2 * (degrees.replicas - 1) / degrees.replicas / degrees.fsdp / between
         return replace(
             costs,
-            gather=tuple(each.gathered * per_byte * count for count in own),
-            reduce=tuple(each.summed * per_sum * count for count in own),
+            gather=tuple(device.collective(each.gathered * count, group, apart) for count in own),
+            reduce=tuple(
+                device.collective(each.summed * count, group, apart)
+                + 2 * device.collective(each.summed * count / group, degrees.replicas, apart * group)
+                for count in own
+            ),
         )
+
+    def _seconds(self, timeline: Timeline, split: Split) -> float:
+        """A step with all that is not in its schedule."""
+        workload = self.workload
+        if self.rates is None:
+            return timeline.makespan
+        most = max(workload.parameters_by_rank(timeline.schedule.placement, split))
+        own = most / workload.degrees.tensor / workload.degrees.shards
+        return with_overheads(timeline.makespan, workload, self.rates.device, own)
 
     def without_pipeline(self) -> Step:
         """A step with the same tokens and GPUs, with FSDP over all of them and no pipeline."""
         assert self.rates is not None
         seconds, exposed, memory = step_without_pipeline(self.workload, self.rates)
         row = self._row(NO_PIPELINE, "", 1, seconds, exposed / seconds, memory)
-        others = (job.rates for job in self._extremes())
+        others = (job.rates for job in self._extremes)
         ends = tuple(step_without_pipeline(self.workload, each).seconds for each in others if each is not None)
         return replace(row, range=_pair(ends))
 
-    def _extremes(self) -> Iterator[_Job]:
-        """The job with the largest and the least plausible rate. None of them with a given rate or measured times."""
-        if self.measured is None and self.rates is not None and self.rates.extremes is not None:
-            for operations in reversed(self.rates.extremes):
-                yield replace(self, rates=replace(self.rates, operations=operations, extremes=None))
+    @cached_property
+    def _extremes(self) -> tuple[_Job, ...]:
+        """The job with the largest and the least plausible speed. None of them with a given rate or measured times."""
+        if self.measured is not None or self.rates is None or self.rates.extremes is None:
+            return ()
+        speeds = reversed(self.rates.extremes)
+        return tuple(replace(self, rates=replace(self.rates, speed=speed, extremes=None)) for speed in speeds)
 
     def words(self, tflops: float | None, link: Any) -> Iterator[str]:
         """Sources of the figures, in sentences."""
@@ -239,13 +263,16 @@ class _Job:
             yield f"operations and bytes: {self.workload.words}"
         if self.rates is not None:
             device = self.rates.device
-            rate = f"{self.rates.operations / 1e12:.0f} TFLOP/s"
-            share = f"{self.rates.operations / device.peak:.0%} of the peak of {device.peak / 1e12:.0f}"
             where = "given" if tflops is not None else device.share_from
             if self.measured is None:
+                each = ((device.products, "products"), (device.attention, "attention"))
+                reached = ", ".join(f"{name} {share * device.peak / 1e12:.0f} TFLOP/s" for share, name in each)
                 ends = self.rates.extremes
-                how = f"; {ends[0] / device.peak:.0%} to {ends[1] / device.peak:.0%} are plausible" if ends else ""
-                yield f"speed: {device.name} sustains {rate}, {share} ({where}{how})"
+                how = f"; {ends[0]:.0%} to {ends[1]:.0%} of these are plausible" if ends else ""
+                yield (
+                    f"speed: {device.name} sustains in {reached}, of a peak of {device.peak / 1e12:.0f}, and"
+                    f" {device.memory / 1e12:.1f} TB/s in its memory ({where}{how})"
+                )
             yield (
                 f"links: {device.inside / 1e9:.0f} GB/s within a node, {device.between / 1e9:.0f} between"
                 f" ({'given' if link is not None else device.source})"
@@ -268,7 +295,7 @@ def _pair(ends: tuple[float, ...]) -> tuple[float, float] | None:
 def memories_by_rank(workload: Workload, timeline: Timeline, split: Split) -> Iterator[Memory]:
     """Peak memory of each GPU, by rank."""
     placement = timeline.schedule.placement
-    shards, each = workload.degrees.fsdp, workload.parameter_bytes
+    shards, each = workload.degrees.shards, workload.parameter_bytes
     counts = workload.parameters_by_rank(placement, split)
     for count, held in zip(counts, peak_parts(timeline), strict=True):
         own = count / workload.degrees.tensor

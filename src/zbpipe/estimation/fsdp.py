@@ -7,14 +7,21 @@ from typing import NamedTuple
 
 from zbpipe.costs.layers import join_stages, split_of
 from zbpipe.costs.model import CostModel
+from zbpipe.estimation.overheads import with_overheads
+from zbpipe.estimation.rates import Rates
 from zbpipe.estimation.result import Memory
-from zbpipe.estimation.workload import Degrees, Rates, Workload
+from zbpipe.estimation.workload import Degrees, Workload
 from zbpipe.schedule.ir import OpKind
 
 _AHEAD = 2
 """Number of layers with gathered parameters at a time: the running one, and the next."""
 _GRADIENT = 2.0 + 4.0
 """Bytes of a gradient before its reduction: in bfloat16, and in float32 for the reduction."""
+_SLOWER = 0.19
+"""Slowdown of computation while a collective runs beside it, which takes multiprocessors, memory traffic and power.
+
+arXiv 2507.03114: 18.9 % on average over models and GPUs.
+"""
 _REDUCED = 4.0
 """Bytes of a gradient that are sent."""
 
@@ -31,7 +38,8 @@ class Sharded(NamedTuple):
 def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
     """A step with the same tokens and GPUs. As many sequences at a time as fit, for the fewest rounds of gathering."""
     degrees = workload.degrees
-    alone = workload.on(Degrees(1, degrees.tensor, degrees.gpus // degrees.tensor))
+    data = degrees.gpus // degrees.sharing
+    alone = workload.on(Degrees(1, degrees.tensor, data, 1, degrees.context, degrees.experts))
     costs = rates.layer_costs(alone)
     sizes = [size for size in range(alone.microbatches, 0, -1) if alone.microbatches % size == 0]
     memories = {size: _memory(alone, costs, size) for size in sizes}
@@ -40,21 +48,29 @@ def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
     rounds = alone.microbatches // size
     computing = rounds * size * sum(map(sum, (costs.f, costs.i, costs.w)))
     seconds = rounds * sum(_round(alone, rates, costs, size))
-    return Sharded(seconds, seconds - computing, memories[size])
+    own = alone.parameters / alone.degrees.gpus
+    return Sharded(with_overheads(seconds, alone, rates.device, own), seconds - computing, memories[size])
 
 
 def _round(workload: Workload, rates: Rates, costs: CostModel, size: int) -> Iterator[float]:
     """Seconds of one forward and backward, layer by layer, with `size` microbatches at a time."""
     degrees, gathered = workload.degrees, workload.parameter_bytes.gathered
-    way = rates.device.bandwidth(degrees.fsdp, apart=degrees.tensor) / max(1 - 1 / degrees.fsdp, 1e-100)
     own = [layer.parameters / degrees.tensor for layer in workload.layers]
-    gather = [count * gathered / way for count in own]
-    reduce = [count * _REDUCED / way for count in own]
+
+    def seconds(size: float) -> list[float]:
+        return [rates.device.collective(size * count, degrees.shards, degrees.tensor) for count in own]
+
+    gather, reduce = seconds(gathered), seconds(_REDUCED)
     yield gather[0]
     for layer in range(costs.num_stages):
-        yield max(size * costs.f[layer], gather[layer])
-        yield max(size * (costs.i[layer] + costs.w[layer]), gather[layer] + reduce[layer])
+        yield _together(size * costs.f[layer], gather[layer])
+        yield _together(size * (costs.i[layer] + costs.w[layer]), gather[layer] + reduce[layer])
     yield reduce[0]
+
+
+def _together(computing: float, communicating: float) -> float:
+    """Seconds of both beside each other."""
+    return max(computing, communicating) + _SLOWER * min(computing, communicating)
 
 
 def _memory(workload: Workload, costs: CostModel, size: int) -> Memory:
@@ -62,7 +78,7 @@ def _memory(workload: Workload, costs: CostModel, size: int) -> Memory:
     degrees, each = workload.degrees, workload.parameter_bytes
     whole = join_stages(costs, split_of((costs.num_stages,)))
     largest = sorted(layer.parameters / degrees.tensor for layer in workload.layers)[-_AHEAD:]
-    shards = workload.parameters / degrees.tensor * each.stored / degrees.fsdp
+    shards = workload.parameters / degrees.tensor * each.stored / degrees.shards
     of_head, of_backward = (size * whole.working_of(0, kind) for kind in (OpKind.F, OpKind.B))
     return Memory(
         weights=shards + each.gathered * sum(largest),

@@ -11,9 +11,10 @@ from zbpipe.costs.model import amount
 from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes, Workload
 from zbpipe.schedule.ir import OpKind, require_whole
 
-_DEGREES = ("pipeline", "tensor", "fsdp", "replicas")
+_DEGREES = ("pipeline", "tensor", "context", "fsdp", "replicas")
 _AMOUNTS = ("f", "i", "w", "parameters", "activations")
 _WORKING = {"working_f": OpKind.F, "working_i": OpKind.I, "working_b": OpKind.B}
+_OPTIONAL = ("waits", "keys", "attention_f", "attention_i", "traffic_f", "traffic_i", *_WORKING)
 _PARAMETER_BYTES = ("gathered", "summed", "stored")
 
 
@@ -75,7 +76,12 @@ def _degrees(given: Any, gpus: int) -> Degrees:
 
 
 def _layers(row: Any, name: str) -> list[LayerWork]:
-    table = row_table(row, name, required=("modules", *_AMOUNTS), optional=("waits", *_WORKING))
+    table = row_table(
+        row,
+        name,
+        required=("modules", *_AMOUNTS),
+        optional=_OPTIONAL,
+    )
     return [_layer(each, name) for each in repeat_counted(table, name)]
 
 
@@ -94,4 +100,7 @@ def _layer(table: dict[str, Any], name: str) -> LayerWork:
         activations,
         waits=numbers.get("waits", numbers["activations"]),
         working=tuple((kind, numbers.get(key, 0.0)) for key, kind in _WORKING.items()),
+        attention=(numbers.get("attention_f", 0.0), numbers.get("attention_i", 0.0)),
+        traffic=(numbers.get("traffic_f", 0.0), numbers.get("traffic_i", 0.0)),
+        keys=numbers.get("keys", 0.0),
     )

@@ -143,6 +143,35 @@ def compiles_blocks(config: Any) -> bool:
     return bool(config.compile.enable and "model" in config.compile.components)
 
 
+def has_async_tensor(config: Any) -> bool:
+    """Whether collectives of tensor parallelism run beside products."""
+    return bool((config.parallelism if HAS_JOB_CONFIG else config.compile).enable_async_tensor_parallel)
+
+
+def has_float8(config: Any, model: nn.Module) -> bool:
+    """Whether products of the blocks are in float8."""
+    if HAS_JOB_CONFIG:
+        return any("float8" in each for each in config.model.converters)
+    return any(type(module).__name__.startswith("Float8") for module in model.get_submodule("layers").modules())
+
+
+def key_heads(model_config: Any) -> int:
+    """Number of key-value heads. 0 if the model does not show it."""
+    attention = getattr(model_config, "first_attention", None) or model_config
+    return getattr(attention, "n_kv_heads", None) or getattr(attention, "n_heads", None) or 0
+
+
+def with_checkpointing(config: Any, how: Checkpointing) -> Any:
+    """The config with another activation checkpointing, of that kind's defaults."""
+    if HAS_JOB_CONFIG:
+        return replace(config, activation_checkpoint=replace(config.activation_checkpoint, mode=str(how)))
+    if how is Checkpointing.NONE:
+        return replace(config, activation_checkpoint=None)
+    is_full = how is Checkpointing.FULL
+    policy = activation_checkpoint.FullAC if is_full else activation_checkpoint.SelectiveAC
+    return replace(config, activation_checkpoint=policy.Config())
+
+
 def apply_checkpointing(config: Any, model: nn.Module) -> Checkpointing:
     """Wrap the blocks of a model as the job would; ValueError if the compiler chooses the kept tensors."""
     policy = config.activation_checkpoint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from zbpipe.costs.transformer import LLAMA_3_8B, Block, Checkpointing
-from zbpipe.estimation.workload import Degrees, LayerWork, Workload
+from zbpipe.estimation.workload import ASYNC_TENSOR, Degrees, LayerWork, Workload
 from zbpipe.frameworks import layer_work
 from zbpipe.frameworks.titan import batches, command_line, cpu, interface, layer_split
 from zbpipe.frameworks.titan.versions import find_installed
@@ -78,19 +78,29 @@ def degrees_of(config: Any, num_gpus: int) -> Degrees:
     """Parallel degrees of the config. FSDP uses the GPUs that the other degrees leave."""
     parallelism = config.parallelism
     pipeline, tensor = parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree
-    each = pipeline * tensor * parallelism.data_parallel_replicate_degree
+    context, replicas = parallelism.context_parallel_degree, parallelism.data_parallel_replicate_degree
+    each = pipeline * tensor * context * replicas
     fsdp, rest = divmod(num_gpus, each)
     if rest or not fsdp:
         fitting = " or ".join(str(shards * each) for shards in (fsdp, fsdp + 1) if shards)
-        raise ValueError(f"{num_gpus} GPUs are not a multiple of PP x TP x replicas = {each}: use {fitting}")
-    return Degrees(pipeline, tensor, fsdp, parallelism.data_parallel_replicate_degree)
+        raise ValueError(f"{num_gpus} GPUs are not a multiple of PP x TP x CP x replicas = {each}: use {fitting}")
+    return Degrees(pipeline, tensor, fsdp, replicas, context, parallelism.expert_parallel_degree)
 
 
 def read_config(config: Any, degrees: Degrees, name: str) -> Workload:
     """The workload of TorchTitan's config on these degrees; see `read`."""
-    counted = _count(config)
-    make = partial(_workload, config, name=name, counted=counted)
-    return replace(make(degrees), remade=make)
+    from zbpipe.frameworks.titan import models
+
+    own = _count(config)
+
+    @cache
+    def counted(how: Checkpointing) -> _Counted:
+        return own if how is own.checkpointing else _count(models.with_checkpointing(config, how))
+
+    def make(degrees: Degrees, how: Checkpointing | None) -> Workload:
+        return _workload(config, degrees, name=name, counted=counted(how or own.checkpointing))
+
+    return replace(make(degrees, None), remade=make)
 
 
 @dataclass(frozen=True)
@@ -106,6 +116,8 @@ class _Layer:
     """None if the layer was not run."""
     heads_share: float = 0.5
     """Key-value heads per query head."""
+    experts_per_token: int = 0
+    """Number of routed experts that compute each token."""
     encoder: tuple[tuple[int, float], ...] = ()
     """Width and products of each block of the encoders (of images) that run before the embedding."""
 
@@ -123,6 +135,12 @@ class _Counted:
     layer."""
     dim: int
     """Dimension of the hidden states."""
+    key_heads: int
+    """Number of key-value heads. 0 if unknown."""
+    ties_weights: bool
+    """Whether embedding and head share their weights, which TorchTitan refuses in a pipeline."""
+    float8: bool
+    """Whether the products of blocks are in float8."""
     checkpointing: Checkpointing
     operations: float
     """Operations of the model per token, as TorchTitan counts them for MFU."""
@@ -146,28 +164,42 @@ class _Counted:
 def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) -> Workload:
     from zbpipe.frameworks.titan import models
 
-    parallelism, tokens = config.parallelism, _tokens(config)
-    sizes, (option, size) = models.sizes(config, degrees.fsdp), batches.batch_option(config)
-    on_one_gpu = _OnOneGpu(tokens, counted, degrees.tensor, sizes).layers()
+    parallelism, tokens, compiled = config.parallelism, _tokens(config), models.compiles_blocks(config)
+    _require_shares(config, degrees, counted)
+    sizes, (option, size) = models.sizes(config, degrees.shards), batches.batch_option(config)
+    on_one_gpu = _OnOneGpu(tokens // degrees.context, counted, degrees.tensor, degrees.context, sizes).layers()
     return Workload(
         name,
-        tuple(map(partial(_work, counted.checkpointing), counted.layers, on_one_gpu)),
+        tuple(map(partial(_work, counted, tokens, compiled), counted.layers, on_one_gpu)),
         degrees,
         batches.microbatches(config),
         tokens,
-        message_bytes=sizes.computed * tokens * counted.dim / degrees.tensor,
+        message_bytes=sizes.computed * tokens * counted.dim / degrees.sharing,
         operations=counted.operations,
         words=_words(counted, degrees),
         deferred=counted.deferred,
         schedule=parallelism.pipeline_parallel_schedule,
         checkpointing=counted.checkpointing,
-        compiled=models.compiles_blocks(config),
+        compiled=compiled,
+        float8=counted.float8,
+        hidden_tensor=ASYNC_TENSOR * models.has_async_tensor(config),
         parameter_bytes=replace(sizes.parameters, accumulates=batches.accumulates(config, degrees.data)),
         ends=layer_split.ends_of_user(parallelism),
         cut=_cut(parallelism.module_fqns_per_model_part, [layer.modules for layer in counted.layers]),
         microbatch_size=size,
         batch_option=option,
     )
+
+
+def _require_shares(config: Any, degrees: Degrees, counted: _Counted) -> None:
+    """Refuse degrees by which TorchTitan cannot share heads, sequence or weights, with a ValueError."""
+    if counted.ties_weights and degrees.pipeline > 1:
+        raise ValueError("TorchTitan refuses a pipeline whose embedding and head share their weights")
+    if counted.key_heads % degrees.tensor:
+        raise ValueError(f"TP {degrees.tensor} cannot share {counted.key_heads} key-value heads")
+    length = batches.length(config.training)
+    if length % (degrees.tensor * (2 * degrees.context if degrees.context > 1 else 1)):
+        raise ValueError(f"TP {degrees.tensor} and CP {degrees.context} cannot share sequences of {length} tokens")
 
 
 def _cut(parts: Sequence[Sequence[str]] | None, layers: Sequence[tuple[str, ...]]) -> tuple[int, ...] | None:
@@ -200,6 +232,7 @@ class _OnOneGpu:
     tokens: int
     counted: _Counted
     tensor: int
+    context: int
     sizes: models.Sizes
 
     def layers(self) -> list[LayerBytes]:
@@ -221,8 +254,8 @@ class _OnOneGpu:
         """The counted bytes, sharded over tensor parallelism like a Llama block of that width. Without counts, that
         block's bytes."""
         alike = _as_llama(self.counted.dim, layer.products, layer.heads_share)
-        of_llama = [self._llama(alike, self.counted.checkpointing, each) for each in (1, self.tensor)]
-        return of_llama[1] if layer.bytes is None else _scale(layer.bytes, *of_llama)
+        whole, shared = (self._llama(alike, self.counted.checkpointing, each) for each in (1, self.tensor))
+        return shared if layer.bytes is None else _scale(layer.bytes, whole, shared, self.context)
 
     def _llama(self, block: Block, how: Checkpointing, tensor: int) -> LayerBytes:
         size = self.sizes.computed * self.tokens
@@ -276,13 +309,15 @@ class _OnOneGpu:
 
 
 _FP32 = 4
+_BF16 = 2
 
 
-def _scale(counted: LayerBytes, whole: LayerBytes, shared: LayerBytes) -> LayerBytes:
-    """Bytes counted on one GPU, scaled to one GPU of TP: `whole` and `shared` are a Llama block's bytes on each."""
+def _scale(counted: LayerBytes, whole: LayerBytes, shared: LayerBytes, context: int) -> LayerBytes:
+    """Bytes counted on one GPU, scaled to one GPU of TP and CP. `whole` and `shared` are a Llama block's bytes on one
+    GPU and on one of TP."""
 
     def scaled(size: int, whole: int, shared: int) -> int:
-        return size * shared // whole if whole else 0
+        return size * shared // (whole * context) if whole else 0
 
     working = {kind: scaled(size, whole.working[kind], shared.working[kind]) for kind, size in counted.working.items()}
     activations = scaled(counted.activations, whole.activations, shared.activations)
@@ -309,6 +344,12 @@ def _heads_share(block: nn.Module) -> float:
     return LLAMA_3_8B.keys_and_values / 2 / LLAMA_3_8B.queries
 
 
+def _experts_per_token(block: nn.Module) -> int:
+    """Number of routed experts that compute each token. 0 without experts."""
+    found = (plain_attribute(module, "top_k") for module in block.modules())
+    return next((each for each in found if isinstance(each, int)), 0)
+
+
 _FUSED = "heads_per_kv"
 """Attribute of the fused product for queries, keys and values in TorchTitan 0.3."""
 
@@ -318,10 +359,12 @@ def _tokens(config: Any) -> int:
     return prod(batches.shape(config))
 
 
-def _work(how: Checkpointing, layer: _Layer, found: LayerBytes) -> LayerWork:
-    is_block = layer.modules[0].startswith("layers.")
-    transfers = (_IN_BLOCK, _IN_BLOCK + _AGAIN[how]) if is_block else (1, 1)
-    each = layer.operations
+def _work(counted: _Counted, tokens: int, compiled: bool, layer: _Layer, found: LayerBytes) -> LayerWork:
+    how, each, is_block = counted.checkpointing, layer.operations, layer.modules[0].startswith("layers.")
+    traffic = (0.0, 0.0)
+    if is_block:
+        in_f, in_i = _as_llama(counted.dim, layer.products, layer.heads_share).traffic(how, compiled)
+        traffic = (_BF16 * tokens * in_f, _BF16 * tokens * in_i)
     return LayerWork(
         layer.modules,
         each.f,
@@ -331,7 +374,11 @@ def _work(how: Checkpointing, layer: _Layer, found: LayerBytes) -> LayerWork:
         found.activations,
         found.waits,
         tuple(found.working.items()),
-        transfers,
+        (_IN_BLOCK, _IN_BLOCK + _AGAIN[how]) if is_block else (1, 1),
+        each.attention,
+        traffic,
+        keys=_BF16 * tokens * 2 * counted.dim * layer.heads_share if is_block else 0.0,
+        routed=_BF16 * tokens * counted.dim * layer.experts_per_token,
     )
 
 
@@ -357,17 +404,18 @@ def _count(config: Any) -> _Counted:
             shape = (*batches.shape(config), whole.config.dim)
             x = torch.empty(shape, device="meta", dtype=dtype, requires_grad=True)
             known[kind] = _on_meta(block, x, *models.arguments_of_blocks(model)) or (
-                _by_products(products[name] + attention, tokens, how),
+                _by_products(products[name], tokens, how, attention),
                 None,
             )
         operations, size = known[kind]
-        found.append(
-            _Layer((f"layers.{name}",), operations, parameters[name], products[name], size, _heads_share(block))
-        )
+        heads, experts = _heads_share(block), _experts_per_token(block)
+        found.append(_Layer((f"layers.{name}",), operations, parameters[name], products[name], size, heads, experts))
     embedding = _first_layer(model, tokens)
     chunks = models.chunks_of_loss(config)
     head = _head(model, models.HEAD, tokens, chunks)
-    return _Counted(embedding, tuple(found), head, chunks, whole.config.dim, how, per_token)
+    heads, is_tied = models.key_heads(whole.config), bool(getattr(whole.config, "enable_weight_tying", False))
+    float8 = models.has_float8(config, model)
+    return _Counted(*(embedding, tuple(found), head, chunks, whole.config.dim, heads, is_tied, float8, how, per_token))
 
 
 def _first_layer(model: nn.Module, tokens: int) -> _Layer:
@@ -398,10 +446,12 @@ def _on_meta(block: nn.Module, x: torch.Tensor, *args: Any) -> tuple[Operations,
         return None
 
 
-def _by_products(products: float, tokens: int, how: Checkpointing) -> Operations:
-    """Operations counted by products: two per weight with which a token is multiplied."""
+def _by_products(products: float, tokens: int, how: Checkpointing, attention: float = 0.0) -> Operations:
+    """Operations counted by products: two per weight with which a token is multiplied. Attention has none in W."""
     layer = layer_work.layer(["block"], 2 * products * tokens, how)
-    return Operations(layer.f, layer.i, layer.w)
+    in_f = 2 * attention * tokens
+    in_i = (2.5 + (how is Checkpointing.FULL)) * in_f
+    return Operations(layer.f + in_f, layer.i + in_i, layer.w, attention=(in_f, in_i))
 
 
 def _head(model: nn.Module, names: tuple[str, str], tokens: int, chunks: int) -> _Layer:

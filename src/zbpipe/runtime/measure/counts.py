@@ -30,6 +30,8 @@ class Operations:
     w: float
     in_i: float = 0.0
     """FLOPs of weight gradients that I computes, a part of `i`."""
+    attention: tuple[float, float] = (0.0, 0.0)
+    """FLOPs of F and of I that attention takes."""
 
 
 def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations:
@@ -38,7 +40,7 @@ def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations
         >>> with torch.device("meta"):
         ...     layer, x = nn.Linear(8, 32, bias=False), torch.empty(4, 8, requires_grad=True)
         >>> count_operations(layer, x)
-        Operations(f=2048.0, i=2048.0, w=2048.0, in_i=0.0)
+        Operations(f=2048.0, i=2048.0, w=2048.0, in_i=0.0, attention=(0.0, 0.0))
 
     Only products count, as in torch's `FlopCounterMode`. Causal attention costs half of attention without a mask, and
     its backward 2.5 times its forward, because it computes the scores again.
@@ -54,15 +56,15 @@ def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations
     gradients = WeightGradients()
     defer_weights(module, gradients)
     with on_meta.fuse_on_meta():
-        output, forward = _count(lambda: module(*args, **kwargs))
+        output, forward, in_f = _count(lambda: module(*args, **kwargs))
         results = [leaf for leaf in autograd.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
         products = graph_products.find_products(results)
         with gradients.record() as pending:
             given = [torch.empty_like(leaf) for leaf in results]
-            _, backward = _count(lambda: torch.autograd.backward(results, given))
+            _, backward, in_i = _count(lambda: torch.autograd.backward(results, given))
         work = WeightWork(module, products, pending)
-        _, weights = _count(lambda: _accumulate(pending))
-    return Operations(forward, backward, weights, work.flops * (1 - work.share))
+        _, weights, _ = _count(lambda: _accumulate(pending))
+    return Operations(forward, backward, weights, work.flops * (1 - work.share), (in_f, in_i))
 
 
 def _accumulate(pending: list[PendingGradient]) -> None:
@@ -70,10 +72,13 @@ def _accumulate(pending: list[PendingGradient]) -> None:
         gradient.accumulate()
 
 
-def _count(run: Callable[[], _Result]) -> tuple[_Result, float]:
+def _count(run: Callable[[], _Result]) -> tuple[_Result, float, float]:
+    """The result, the FLOPs, and those of attention."""
     with FlopCounterMode(display=False, custom_mapping=dict(on_meta.ATTENTION_OPERATIONS)) as counter:
         result = run()
-    return result, float(counter.get_total_flops())
+    counts = counter.get_flop_counts().get("Global", {})
+    attention = sum(flops for operation, flops in counts.items() if "attention" in str(operation))
+    return result, float(counter.get_total_flops()), float(attention)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,91 @@
+"""What would change the verdict on a pipeline: more GPUs, another network, longer sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from zbpipe.estimation.devices import Device
+from zbpipe.estimation.estimate import estimate
+from zbpipe.estimation.result import Answer, Estimate, answer
+from zbpipe.estimation.workload import LayerWork, Workload
+
+_TIMES = (2, 4, 8)
+_Change = Callable[[Workload, Device, int], tuple[Workload, Device]]
+
+
+def flips(pipeline: Estimate, alone: Estimate, device: Device, **how: Any) -> Iterator[tuple[str, Answer]]:
+    """Changes after which the best layouts have another answer, each with that answer: the first of each kind."""
+    best, other = pipeline.on_these_degrees, alone.on_these_degrees
+    assert best is not None, "the verdict compares layouts that fit"
+    assert other is not None, "the verdict compares layouts that fit"
+    now, likely = answer(best, other), replace(device, range=None)
+    options = {"plans": False, "stages_per_rank": (best.stages_per_rank,), **how}
+    names = {"plan": ("ZBV", "Interleaved1F1B")}.get(best.schedule, (best.schedule,))
+    for words, change in _CHANGES:
+        for times in _TIMES:
+            try:
+                one, other_one = (change(each.workload, likely, times) for each in (pipeline, alone))
+                steps = [estimate(*each, only=names, **options).on_these_degrees for each in (one, other_one)]
+            except ValueError:  # too few sequences to share
+                break
+            if steps[0] is None or steps[1] is None:
+                break
+            if (then := answer(steps[0], steps[1])) not in (now, Answer.UNDECIDED):
+                yield words(one[0], one[1]), then
+                break
+
+
+def _more_gpus(workload: Workload, device: Device, times: int) -> tuple[Workload, Device]:
+    degrees = workload.degrees
+    return workload.on(replace(degrees, fsdp=times * degrees.fsdp)), device
+
+
+def _slower_network(workload: Workload, device: Device, times: int) -> tuple[Workload, Device]:
+    return workload, replace(device, between=device.between / times)
+
+
+def _faster_network(workload: Workload, device: Device, times: int) -> tuple[Workload, Device]:
+    return workload, replace(device, between=device.between * times)
+
+
+def _longer_sequences(workload: Workload, device: Device, times: int) -> tuple[Workload, Device]:
+    """The tokens of a step stay the same."""
+    microbatches, rest = divmod(workload.microbatches, times)
+    if rest or not microbatches:
+        raise ValueError(f"{workload.microbatches} microbatches are not a multiple of {times}")
+    changed = replace(
+        workload,
+        layers=tuple(_longer(layer, times) for layer in workload.layers),
+        tokens=times * workload.tokens,
+        microbatches=microbatches,
+        message_bytes=times * workload.message_bytes,
+        remade=None,
+    )
+    return changed, device
+
+
+def _longer(layer: LayerWork, times: int) -> LayerWork:
+    """A layer with sequences `times` as long, whose attention has the square of that."""
+    (in_f, in_i), (moved_f, moved_i) = layer.attention, layer.traffic
+    return replace(
+        layer,
+        f=times * (layer.f + (times - 1) * in_f),
+        i=times * (layer.i + (times - 1) * in_i),
+        w=times * layer.w,
+        attention=(times**2 * in_f, times**2 * in_i),
+        activations=times * layer.activations,
+        waits=times * layer.waits,
+        working=tuple((kind, times * size) for kind, size in layer.working),
+        traffic=(times * moved_f, times * moved_i),
+        keys=times * layer.keys,
+    )
+
+
+_CHANGES: tuple[tuple[Callable[[Workload, Device], str], _Change], ...] = (
+    (lambda work, _: f"{work.degrees.gpus} GPUs and the same batch", _more_gpus),
+    (lambda _, device: f"a network of {device.between / 1e9:.3g} GB/s per GPU", _slower_network),
+    (lambda _, device: f"a network of {device.between / 1e9:.3g} GB/s per GPU", _faster_network),
+    (lambda work, _: f"sequences of {work.tokens // work.microbatch_size} tokens", _longer_sequences),
+)

@@ -1,0 +1,108 @@
+"""Times of computation: three rates for products, attention and memory traffic, and tensor parallelism.
+
+    seconds = operations of products / g peak + operations of attention / a peak + bytes / memory bandwidth
+
+One rate for all of them would make W as long as F. Measured W takes 0.50 to 0.74 of F.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zbpipe.costs.layers import Split, join_stages
+from zbpipe.costs.model import CostModel, Link
+from zbpipe.estimation.devices import Device
+from zbpipe.estimation.workload import LayerWork, Workload
+from zbpipe.schedule.ir import Placement
+
+FLOAT8 = 1.6
+"""Speed of float8 products relative to bfloat16, with all casts.
+
+TorchTitan, December 2024 and June 2025: Llama 3 8B trains 1.28 times as fast with float8 (tensorwise), 70B 1.36 times.
+"""
+_CASTS = 1.75
+"""Memory traffic of a block in float8 relative to bfloat16: each factor of a product is read twice and cast."""
+_RING = 0.08
+"""Share by which attention takes longer for each further GPU of context parallelism.
+
+TorchTitan, December 2024: Llama 3 8B on 8 H100, 32k to 262k tokens with CP 1 to 8.
+"""
+_TILE = 64
+"""Width by which a product is longer than its operations: tensor parallelism cuts it into narrower ones."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of computation and communication."""
+
+    device: Device
+    """Device whose rates apply."""
+    speed: float = 1.0
+    """Speed of computation relative to the device's."""
+    extremes: tuple[float, float] | None = None
+    """Least and largest plausible `speed`. None if the rates are given."""
+
+    def layer_costs(self, workload: Workload) -> CostModel:
+        """Costs of the layers as if each were a stage, in seconds and bytes."""
+        degrees, device, tensor = workload.degrees, self.device, workload.degrees.tensor
+        hidden = workload.message_bytes * tensor
+        collective = device.collective(hidden, tensor) * (1 - workload.hidden_tensor)
+        narrow = 1 + _TILE * (tensor - 1) / workload.width if workload.width else 1.0
+
+        def communication(layer: LayerWork) -> tuple[float, float]:
+            keys = device.collective(layer.keys / tensor, degrees.context, apart=tensor)
+            routed = 2 * device.collective(layer.routed / degrees.sharing, degrees.experts)  # there and back
+            in_f, in_i = (count * collective + routed for count in layer.transfers)
+            return in_f + keys, in_i + 2 * keys  # I also reduces the gradients of keys and values
+
+        def seconds(layer: LayerWork, operations: float, attention: float, traffic: float) -> float:
+            products = (operations - attention) * narrow
+            if workload.float8 and layer.is_block:
+                products, traffic = products / FLOAT8, traffic * _CASTS
+            attention *= 1 + _RING * (degrees.context - 1)
+            computing = (products / device.products + attention / device.attention) / device.peak
+            return (computing + traffic / device.memory) / degrees.sharing / self.speed
+
+        def times(layer: LayerWork) -> tuple[float, float, float]:
+            f, i = zip((layer.f, layer.i), layer.attention, layer.traffic, strict=True)
+            in_f, in_i = communication(layer)
+            return seconds(layer, *f) + in_f, seconds(layer, *i) + in_i, seconds(layer, layer.w, 0.0, 0.0)
+
+        return workload.layer_costs(times)
+
+    def costs(self, workload: Workload, layers: CostModel, placement: Placement, split: Split) -> CostModel:
+        """Costs of the stages from those of the layers, with the links between neighbours."""
+        stages = join_stages(layers, split)
+        links = dict(self._links(workload, placement))
+        slowest = min(links.values(), key=lambda link: link.bandwidth, default=Link())
+        return replace(stages, link=slowest, links=links, overhead=self.device.overhead)
+
+    def _links(self, workload: Workload, placement: Placement) -> Iterator[tuple[tuple[int, int], Link]]:
+        """Links in TorchTitan's numbering of GPUs: the pipeline is outermost, so its ranks are far apart."""
+        apart = workload.degrees.gpus // workload.degrees.pipeline
+        node = self.device.gpus_per_node
+        for one, other in placement.hops:
+            together = one * apart // node == other * apart // node
+            bandwidth = self.device.inside if together else self.device.between
+            yield (one, other), Link(self.device.latency, bandwidth)
+
+
+def rates(device: Device, tflops: Any = None, link: Any = None) -> Rates:
+    """Rates of the device, unless the user overrides them: see `zbpipe.estimate` for `tflops` and `link`."""
+    bandwidths = () if link is None else tuple(link) if isinstance(link, (tuple, list)) else (link,)
+    for name, value in (("tflops", tflops), *(("link", each) for each in bandwidths)):
+        if value is not None and not (isinstance(value, (int, float)) and 0 < value < 1e9):
+            raise ValueError(
+                f"{name} = {value!r} is not a rate: give a number above 0, for example 400 TFLOP/s or 50 GB/s"
+            )
+    if len(bandwidths) > 2:
+        raise ValueError(f"link = {link!r}: give one number for links between nodes, or two: inside,between")
+    if bandwidths:
+        inside = bandwidths[0] * 1e9 if len(bandwidths) == 2 else device.inside
+        device = replace(device, inside=inside, between=bandwidths[-1] * 1e9)
+    if tflops is not None:
+        share = tflops * 1e12 / device.peak
+        return Rates(replace(device, products=share, attention=share * device.attention / device.products))
+    return Rates(device, extremes=device.range)
