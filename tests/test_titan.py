@@ -109,6 +109,7 @@ def test_a_toml_file_that_cuts_the_model_by_hand(titan: Titan, tmp_path: Path) -
 
 
 @pytest.mark.long
+@pytest.mark.versions
 def test_the_demo_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(comparison, "SCHEDULES", ("ZBV",))
 
@@ -541,6 +542,7 @@ def test_auto_offloads_by_what_it_measures(titan: Titan) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.versions
 def test_a_dry_run_in_one_process(titan: Titan) -> None:
     """Two pipeline ranks, each shared by two ranks of tensor parallelism, all but one of them fake."""
     degrees = (*pipeline("ZBVLean"), "--parallelism.tensor_parallel_degree", "2")
@@ -930,6 +932,7 @@ def read_text(num_shards: int) -> list[list[list[int]]]:
 
 
 @pytest.mark.long
+@pytest.mark.versions
 def test_the_text_is_the_standard_library_split_by_data_parallel_rank() -> None:
     ((shard,),) = run_ranks(1, read_text, 1)
     first_file = Path(sys.modules["os"].__file__ or "").parent
@@ -952,6 +955,7 @@ def tokenizer_round_trip() -> tuple[list[int], str, int]:
 
 
 @pytest.mark.long
+@pytest.mark.versions
 def test_bytes_are_tokens() -> None:
     ((tokens, text, size),) = run_ranks(1, tokenizer_round_trip)
     assert tokens == [256, *"λ x".encode(), 257]

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from zbpipe.schedule import registry
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.versions, pytest.mark.timeout(900)]
 
 RANKS, MICROBATCHES = 4, 4
 NAMES = tuple(algorithm.name for algorithm in registry.schedules().values() if algorithm.source == "zbpipe")
