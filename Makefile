@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 unexport PYTHONDONTWRITEBYTECODE
 # What is imported is compiled then; pip would compile all of torch, for each environment.
 export PIP_NO_COMPILE := 1
+# What each of the processes with tests would compile at the same time.
+IMPORTED := torch._inductor.compile_fx, torch.distributed.pipelining
 
 ACTIVATE := echo "zbpipe is installed in $(VENV): run \`. $(BIN)/activate\`, then zbpipe --help"
 
@@ -123,10 +125,12 @@ $(VENV)/titan: pyproject.toml | $(BIN)/python
 $(VENV)/dev: pyproject.toml $(VENV)/titan | $(BIN)/python
 	$(BIN)/pip install --quiet 'torch>=2.14' 'torchtitan>=0.3,<0.4' --editable '.[titan,dev]'
 	@$(BIN)/python -c 'import zbpipe; zbpipe.plan(4, 6, (1, 1.2, 0.8), 2.5, placements=["v"])'  # compiles the search
+	@$(BIN)/python -c 'import $(IMPORTED), torchtitan.train' 2>/dev/null || true
 	@touch $@
 
 $(VENV)-oldest/dev: pyproject.toml | $(VENV)-oldest/bin/python
 	$(VENV)-oldest/bin/pip install --quiet torch==2.13.0 --editable '.[dev]'
+	@$(VENV)-oldest/bin/python -c 'import $(IMPORTED)'
 	@touch $@
 
 # The frameworks with torch 2.13 see the packages of that environment, and install the others.
