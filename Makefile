@@ -117,13 +117,11 @@ clean:  ## remove the environment and all caches
 	$(PYTHON) -m venv $*
 
 # The marks are made again when pyproject.toml changes, so that new dependencies arrive.
-$(VENV)/titan: pyproject.toml | $(BIN)/python
+$(VENV)/titan: EXTRAS := titan
+$(VENV)/dev: EXTRAS := titan,dev
+$(VENV)/titan $(VENV)/dev: pyproject.toml | $(BIN)/python
 	@echo "Installing torch and TorchTitan into $(VENV); this takes a few minutes."
-	$(BIN)/pip install --quiet 'torch>=2.14' 'torchtitan>=0.3,<0.4' --editable '.[titan]'
-	@touch $@
-
-$(VENV)/dev: pyproject.toml $(VENV)/titan | $(BIN)/python
-	$(BIN)/pip install --quiet 'torch>=2.14' 'torchtitan>=0.3,<0.4' --editable '.[titan,dev]'
+	$(BIN)/pip install --quiet 'torch>=2.14' 'torchtitan>=0.3,<0.4' --editable '.[$(EXTRAS)]'
 	@$(BIN)/python -c 'import zbpipe; zbpipe.plan(4, 6, (1, 1.2, 0.8), 2.5, placements=["v"])'  # compiles the search
 	@$(BIN)/python -c 'import $(IMPORTED), torchtitan.train' 2>/dev/null || true
 	@touch $@
