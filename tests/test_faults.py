@@ -119,13 +119,16 @@ def in_loss() -> None:
     Job(loss=loss).step()
 
 
-def too_slow() -> None:
-    """In a group with a short timeout; the ranks join it together, because joining is subject to it, too."""
-    store = dist.distributed_c10d._get_default_store()
+def impatient_group() -> Any:
+    """With a short timeout; the ranks join it together, because joining is subject to it, too."""
     dist.barrier()
-    group = dist.new_group(timeout=timedelta(seconds=SHORT_TIMEOUT))
+    return dist.new_group(timeout=timedelta(seconds=SHORT_TIMEOUT))
+
+
+def too_slow() -> None:
+    store = dist.distributed_c10d._get_default_store()
     try:
-        fail_in_the_second_step(lambda: store.wait(["rank 0 gave up", "rank 2 gave up"]), group=group)
+        fail_in_the_second_step(lambda: store.wait(["rank 0 gave up", "rank 2 gave up"]), group=impatient_group())
     finally:
         store.set(f"rank {dist.get_rank()} gave up", "")
 
@@ -206,6 +209,7 @@ def all_faults(folder: Path) -> dict[str, str]:
 
 
 def renew_group(meeting_point: Path) -> None:
+    """Leave what may be broken."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     join_group(meeting_point, rank, num_ranks, timeout=60)

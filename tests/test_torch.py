@@ -73,7 +73,7 @@ def train_all() -> dict[Cell, Run]:
     def stages(cell: Cell) -> tuple[Any, ...]:
         return cell[1:]
 
-    runs = {}
+    runs: dict[Cell, Run] = {}
     for _, cells in groupby(sorted(CELLS, key=stages), stages):
         torch.compiler.reset()
         runs |= {cell: train(cell) for cell in cells}
