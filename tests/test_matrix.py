@@ -1,6 +1,6 @@
 """What works together: TorchTitan jobs with a pipeline against the same jobs without one.
 
-`make long` runs it and holds docs/compatibility.md against what it saw, `make compatibility` writes that page.
+`make everything` runs it and holds docs/compatibility.md against what it saw, `make compatibility` writes that page.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def section() -> Section:
     }
     return Section(
         compatibility.target("torchtitan"),
-        f"Tested with {compatibility.seen_with('torch', 'torchtitan')} by `make long`, which CI runs;"
+        f"Tested with {compatibility.seen_with('torch', 'torchtitan')} by `make everything`, which CI runs;"
         " `make compatibility` writes this section. Not tried: CUDA graphs, which need a GPU.",
         compatibility.TITAN,
         [

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from models import batch
 from ranks import run_ranks
-from test_faults import MICROBATCHES, Job, renew_group
+from test_faults import MICROBATCHES, Job, impatient_group, renew_group
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
@@ -42,7 +42,7 @@ def refused(job: Job, rows: int, **given: Any) -> str:
 def refusals(folder: Path) -> dict[str, str]:
     """What this rank, of two, says to steps that the ranks are not given alike."""
     rank = dist.get_rank()
-    renew_group(folder / "alike", 60.0)
+    renew_group(folder / "alike")
     job = Job("ZBH1")
     step(job, 6)
     found = {str(wrong): refused(job, 6, microbatches=wrong) for wrong in (0, True, "3", 2.0)}
@@ -51,17 +51,17 @@ def refusals(folder: Path) -> dict[str, str]:
     found["uneven"] = refused(job, 7 - rank, microbatches=3)
     step(job, 6, microbatches=3)
     found["without"] = refused(job, 12, microbatches=None)
-    renew_group(folder / "table", 60.0)
+    renew_group(folder / "table")
     table: Any = zbpipe.generate("1F1B", 2, MICROBATCHES)
     found["table"] = refused(Job(table), 6, microbatches=3)
-    renew_group(folder / "forgotten", 4.0)
-    job = Job("ZBH1")
+    renew_group(folder / "forgotten")
+    job = Job("ZBH1", group=impatient_group())
     step(job, 6)
     began = time.monotonic()
     found["forgotten"] = refused(job, 6, **({} if rank else {"microbatches": 3}))
     assert time.monotonic() - began < 30
     found["next"] = refused(job, 6)
-    renew_group(folder / "end", 60.0)
+    renew_group(folder / "end")
     return found
 
 

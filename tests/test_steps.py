@@ -116,12 +116,12 @@ def all_cases(folder: Path) -> dict[str, str]:
     """One after the other, each in a process group of its own; what this rank raised."""
     errors = {}
     for case in CASES:
-        renew_group(folder / case.__name__, 60.0)
+        renew_group(folder / case.__name__)
         try:
             case()
         except (Exception, KeyboardInterrupt) as error:
             errors[case.__name__] = f"{type(error).__name__}: {error}"
-    renew_group(folder / "end", 60.0)
+    renew_group(folder / "end")
     return errors
 
 

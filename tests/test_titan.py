@@ -109,6 +109,7 @@ def test_a_toml_file_that_cuts_the_model_by_hand(titan: Titan, tmp_path: Path) -
 
 
 @pytest.mark.long
+@pytest.mark.versions
 def test_the_demo_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(comparison, "SCHEDULES", ("ZBV",))
 
@@ -546,6 +547,7 @@ def test_auto_offloads_by_what_it_measures(titan: Titan) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.versions
 def test_a_dry_run_in_one_process(titan: Titan) -> None:
     """Two pipeline ranks, each shared by two ranks of tensor parallelism, all but one of them fake."""
     degrees = (*pipeline("ZBVLean"), "--parallelism.tensor_parallel_degree", "2")
@@ -915,52 +917,39 @@ def test_only_steps_that_are_logged_are_told(
     assert processor.logged == [{"of": 4}, {"of": 8}]
 
 
-def read_text(num_shards: int) -> list[list[list[int]]]:
-    """The first three sequences of every data-parallel rank."""
+def read_text() -> tuple[list[list[list[int]]], list[int], str, int]:
+    """The first three sequences of the only data-parallel rank and of each of two; a tokenizer's round trip."""
     prepare()
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
     from zbpipe.cli.demo import hugging_face_text, python_text
 
     hugging_face_text.register()
+    tokenizer = python_text.ByteTokenizer()
     shards = []
-    for rank in range(num_shards):
+    for rank, num_shards in ((0, 1), (0, 2), (1, 2)):
         data = iter(
-            HuggingFaceTextDataset(
-                python_text.NAME, None, python_text.ByteTokenizer(), 128, dp_rank=rank, dp_world_size=num_shards
-            )
+            HuggingFaceTextDataset(python_text.NAME, None, tokenizer, 128, dp_rank=rank, dp_world_size=num_shards)
         )
         shards.append([next(data)[0]["input"].tolist() for _ in range(3)])
-    return shards
+    tokens = tokenizer.encode("λ x", add_bos=True, add_eos=True)
+    return shards, tokens, tokenizer.decode(tokens), tokenizer.get_vocab_size()
 
 
 @pytest.mark.long
+@pytest.mark.versions
 def test_the_text_is_the_standard_library_split_by_data_parallel_rank() -> None:
-    ((shard,),) = run_ranks(1, read_text, 1)
+    """Byte by byte."""
+    (((whole, first, second), tokens, decoded, size),) = run_ranks(1, read_text)
     first_file = Path(sys.modules["os"].__file__ or "").parent
-    begin = bytes(token for token in shard[0] if token < 256).decode()
-    assert shard[0][0] == 256  # beginning of a document
+    begin = bytes(token for token in whole[0] if token < 256).decode()
+    assert whole[0][0] == 256  # beginning of a document
     sources = sorted(path for path in first_file.rglob("*.py") if "site-packages" not in path.parts)
     assert next(text for path in sources if (text := path.read_text(errors="replace"))).startswith(begin[:60])
-    (shards,) = run_ranks(1, read_text, 2)
-    assert shards[0] != shards[1]
-    assert shards[0][0] == shard[0]
-
-
-def tokenizer_round_trip() -> tuple[list[int], str, int]:
-    prepare()
-    from zbpipe.cli.demo.python_text import ByteTokenizer
-
-    tokenizer = ByteTokenizer()
-    tokens = tokenizer.encode("λ x", add_bos=True, add_eos=True)
-    return tokens, tokenizer.decode(tokens), tokenizer.get_vocab_size()
-
-
-@pytest.mark.long
-def test_bytes_are_tokens() -> None:
-    ((tokens, text, size),) = run_ranks(1, tokenizer_round_trip)
+    assert first != second
+    assert first[0] == whole[0]
     assert tokens == [256, *"λ x".encode(), 257]
-    assert (text, size) == ("λ x", 258)
+    assert (decoded, size) == ("λ x", 258)
 
 
 def fake_train(arguments: list[str], *, num_ranks: int, folder: Path, on_step: Any = None, **unused: Any) -> JobOutcome:

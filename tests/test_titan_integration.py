@@ -37,7 +37,7 @@ from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.actions import parse, validate_lowered
 from zbpipe.simulator.validation import validate
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.versions]
 IS_02 = require_titan("0.3.0", "0.2.2") == "0.2.2"
 needs_02 = pytest.mark.skipif(not IS_02, reason="of torchtitan 0.2")
 needs_03 = pytest.mark.skipif(IS_02, reason="of torchtitan 0.3")

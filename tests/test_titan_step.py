@@ -74,6 +74,7 @@ def test_the_trainer_gets_the_same_numbers(
 
 
 @pytest.mark.long
+@pytest.mark.versions
 def test_checkpoints_hold_validated_steps(titan: Titan, tmp_path: Path) -> None:
     """Saved after steps that have to be repeated, and resumed."""
     clipping = (*pipeline("ZBV"), "--training.max_norm", CLIPPING_OF_SIX)

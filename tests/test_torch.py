@@ -8,7 +8,7 @@ training is held against the same model in one piece. docs/compatibility.md has 
 from __future__ import annotations
 
 from functools import cache, partial
-from itertools import product
+from itertools import groupby, product
 from typing import Any, NamedTuple
 
 import pytest
@@ -19,13 +19,13 @@ from models import batch, build_stage, reference
 from pipelines import Pipeline
 from ranks import run_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from zbpipe.schedule import registry
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.versions, pytest.mark.timeout(900)]
 
 RANKS, MICROBATCHES = 4, 4
 NAMES = tuple(algorithm.name for algorithm in registry.schedules().values() if algorithm.source == "zbpipe")
@@ -68,13 +68,21 @@ def all_runs() -> list[dict[Cell, Run]]:
 
 
 def train_all() -> dict[Cell, Run]:
-    return {cell: train(cell) for cell in CELLS}
+    """Schedules of the same stages one after the other: what is compiled for one, the next ones use."""
+
+    def stages(cell: Cell) -> tuple[Any, ...]:
+        return cell[1:]
+
+    runs: dict[Cell, Run] = {}
+    for _, cells in groupby(sorted(CELLS, key=stages), stages):
+        torch.compiler.reset()
+        runs |= {cell: train(cell) for cell in cells}
+    return runs
 
 
 def train(cell: Cell) -> Run:
     """Two steps: in the first one every I computes all gradients."""
-    torch.compiler.reset()
-    mesh = init_device_mesh("cpu", (RANKS // cell.shards, cell.shards), mesh_dim_names=("pp", "dp"))
+    mesh = make_mesh(cell.shards)
     pipeline = Pipeline(
         cell.schedule,
         MICROBATCHES,
@@ -93,6 +101,11 @@ def train(cell: Cell) -> Run:
         },
         losses,
     )
+
+
+@cache
+def make_mesh(shards: int) -> DeviceMesh:
+    return init_device_mesh("cpu", (RANKS // shards, shards), mesh_dim_names=("pp", "dp"))
 
 
 def prepared(stage: nn.Module, cell: Cell, mesh: Any) -> nn.Module:

@@ -68,23 +68,28 @@ SETTINGS: Mapping[int, tuple[Setting, ...]] = {
 }
 """By the number of ranks."""
 
+ALIKE: tuple[frozenset[Setting], ...] = (
+    *(frozenset(each for each in SETTINGS[1] if each.mode == mode) for mode in ("checkpointed", "compiled")),
+    frozenset({Setting("WeightsNext"), Setting("ZBH1")}),
+)
+"""Pairs on one rank."""
+
 
 def settings(case: Case, num_ranks: int) -> list[Setting]:
     """Those in which this model is run on so many ranks.
 
-    On one rank all, compiled once, on two all but one, and on four one of them, for a quarter of the models; by their
-    names.
+    On one rank one of each pair that differs in the place of W alone, on two one of all, and on four one of them, for a
+    quarter of the models; by their names.
     """
     suitable = [setting for setting in SETTINGS[num_ranks] if setting.suits(case) and num_ranks <= case.most_ranks]
     number = zlib.crc32(case.name.encode())
-    compiled = [setting for setting in suitable if setting.mode == "compiled"]
-    if len(compiled) > 1:  # tracing takes most of the time
-        suitable.remove(compiled[number % 2])
-    if num_ranks == 2 and len(suitable) == len(SETTINGS[2]):
-        del suitable[number % len(suitable)]
-    if num_ranks == 4:
-        suitable = suitable[number % 8 : number % 8 + 1]
-    return suitable
+    if num_ranks == 1:
+        for pair in ALIKE:
+            if pair <= set(suitable):
+                suitable.remove(sorted(pair)[number % 2])
+        return suitable
+    start = number % (len(suitable) or 1 if num_ranks == 2 else 8)
+    return suitable[start : start + 1]
 
 
 def _one_by_one(ranks: int, microbatches: int) -> Schedule:

@@ -66,7 +66,8 @@ class Accelerator:
 
     def is_capturing(self) -> bool:
         """Whether the computations go into a graph, to run later."""
-        ask = getattr(self._module, "is_current_stream_capturing", None)
+        # Meta tensors have no module, and asking for it is an error.
+        ask = getattr(getattr(torch, self._device.type, None), "is_current_stream_capturing", None)
         return ask is not None and bool(ask())
 
     def reset_peak(self) -> None:
