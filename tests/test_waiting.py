@@ -220,6 +220,25 @@ def test_what_versions_do_not_show_later_is_an_error(
         step(schedule, escaping)
 
 
+def test_what_versions_show_is_an_error_in_any_step(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contents are compared in the first two steps alone."""
+    module = EscapingFork()
+    schedule = pipeline(module)
+    given, writes = Escapes.backward, [False]
+
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        result = given(ctx, dy)
+        return dy.mul_(2) if writes[0] else result
+
+    monkeypatch.setattr(Escapes, "backward", staticmethod(backward))
+    monkeypatch.setattr(Escapes, "writes", False)
+    for _ in range(3):
+        step(schedule, module)
+    writes[0] = True
+    with pytest.raises(zbpipe.PipelineError, match=r"dY\) of layer early \(Linear\) was changed in place during I"):
+        step(schedule, module)
+
+
 def test_memory_that_is_written_by_its_address_between_i_and_w(
     one_rank: None, escaping: Fork, monkeypatch: pytest.MonkeyPatch
 ) -> None:
