@@ -38,7 +38,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "copies to the host": (Copier, "copy_out", lambda *_: pytest.fail("cannot copy")),
     "times and memory of ops": (HostCounter, "within_op", lambda *_: nullcontext()),
     COMPILES: (stage, "defer_in_compiled_regions", lambda module: None),
-    "early reductions of FSDP": (stage, "accumulate_and_reduce", lambda module, pending: None),
+    "FSDP beside computations": (stage, "accumulate_and_reduce", lambda module, pending: None),
 }
 
 
@@ -97,7 +97,7 @@ def test_a_plain_schedule_leaves_it_out(caplog: pytest.LogCaptureFixture, monkey
     schedule.adopt(on_device._one_after_another(with_copies=True))
     assert not schedule.schedule.has_copies
     assert not isinstance(compiler.find_compiled_call(modules[1]), _Region)
-    assert all(vars(each)["fsdp_mode"] == "torch" for each in stages)
+    assert {each.fsdp_mode for each in schedule.own_stages} == {"torch"}
     for _ in range(2):
         schedule.step(torch.randn(4, 4), target=torch.zeros(4, 4))
     assert fused == []

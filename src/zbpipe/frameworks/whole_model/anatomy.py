@@ -184,9 +184,11 @@ def _run_first_block(
     first, second = _Recording(block, is_end=False), _Recording(next_block, is_end=True)
     view = view_of(model, {f"{name}.{key}": first, f"{name}.{next_key}": second})
     handles = [hooks.register_module_forward_pre_hook(record), hooks.register_module_forward_hook(track)]
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
+    kind = "cpu" if accelerator is None else accelerator.type
     try:
-        with torch.enable_grad(), torch.random.fork_rng(devices):
+        with torch.enable_grad(), torch.random.fork_rng(devices, device_type=kind):
             view(**example)
     except ReachedError:
         pass

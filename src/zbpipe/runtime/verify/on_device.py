@@ -248,8 +248,8 @@ def _try_compiled_w(device: torch.device) -> None:
         _require(work is not None and work.share > 0.9, f"only {work.share if work else 0:.0%} of W could wait")
 
 
-def _try_early_reduction(device: torch.device) -> None:
-    _require(fsdp_overlap.IS_KNOWN, f"unknown for torch {torch.__version__}, so FSDP reduces after the last W")
+def _try_fsdp(device: torch.device) -> None:
+    _require(fsdp_overlap.IS_KNOWN, f"unknown for torch {torch.__version__}, so FSDP runs as torch has it")
     mesh = DeviceMesh(device.type, [0])
     gradients, _ = _train(device, wrap=lambda part: fully_shard(part, mesh=mesh))
     _require_same(gradients, _expected(device), _TOLERANCE)
@@ -274,7 +274,7 @@ TRIALS: dict[str, Callable[[torch.device], None]] = {
     "copies to the host": _try_offload,
     "times and memory of ops": _try_measuring,
     "W of compiled regions": _try_compiled_w,
-    "early reductions of FSDP": _try_early_reduction,
+    "FSDP beside computations": _try_fsdp,
     "messages in one queue": _try_messages,
     _PER_EDGE: _try_groups_per_edge,
 }
