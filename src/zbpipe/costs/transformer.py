@@ -156,7 +156,7 @@ class Block:
         of these is several kernels, with copies in float32.
 
             >>> LLAMA_3_8B.traffic("none")
-            (86016.0, 133120.0)
+            (86016.0, 122880.0)
         """
         rotated = 2 * (self.queries + self.keys_and_values / 2)
         in_f = 2 * 4 * self.dim + rotated + 3 * self.hidden

@@ -88,7 +88,7 @@ class Device:
 
         >>> h100 = find("H100")
         >>> [round(size / h100.collective(size, 8) / 450e9 * 7 / 8, 2) for size in (17e6, 67e6, 268e6)]
-        [0.45, 0.69, 0.81]
+        [0.49, 0.72, 0.81]
         """
         hop = _HOP * self.latency
         return (gpus - 1) * (size / gpus / (_OF_LINK * self.bandwidth(gpus, apart)) + hop)
