@@ -337,7 +337,7 @@ def test_a_rank_killed_under_torchrun(tmp_path: Path) -> None:
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"),
         # torchrun ends the other ranks when it sees that one is gone. Here it looks late, to let them speak first.
-        *("--monitor-interval", "5", "--log-dir", str(tmp_path), str(script), str(tmp_path)),
+        *("--monitor-interval", "15", "--log-dir", str(tmp_path), str(script), str(tmp_path)),
     ]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment)
