@@ -111,8 +111,8 @@ def llama3_405b() -> Trainer.Config:
 
     126 layers, embedding and head are 128, which is 4 for each of the 32 stages. 25.5 billion parameters a rank, 3.2
     billion on a GPU, with 18 bytes each: 53 GiB (9 bytes with FSDP 4: 27 GiB). 64 microbatches: 0.5 GiB a layer and
-    microbatch from F to I, 1.4 GiB from I to W. ZBV would let 31 stages of 4 layers wait for W, 170 GiB. ZBVLean keeps to
-    about 1F1B's memory. By the estimate its step is 6 % shorter than V-Half's, which takes 94 GiB.
+    microbatch from F to I, 1.4 GiB from I to W. ZBV would let 31 stages of 4 layers wait for W, 170 GiB. ZBVLean keeps
+    to about 1F1B's memory. By the estimate its step is 6 % shorter than V-Half's, which takes 94 GiB.
     """
     return _pipelined(_bf16_405b(), "ZBVLean", pp=16, tp=8, checkpointing="selective")
 
