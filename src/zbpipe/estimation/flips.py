@@ -42,12 +42,12 @@ def _more_gpus(workload: Workload, device: Device, times: int) -> tuple[Workload
     return workload.on(replace(degrees, fsdp=times * degrees.fsdp)), device
 
 
-def _slower_network(workload: Workload, device: Device, times: int) -> tuple[Workload, Device]:
-    return workload, replace(device, between=device.between / times)
-
-
-def _faster_network(workload: Workload, device: Device, times: int) -> tuple[Workload, Device]:
+def _faster_network(workload: Workload, device: Device, times: float) -> tuple[Workload, Device]:
     return workload, replace(device, between=device.between * times)
+
+
+def _slower_network(workload: Workload, device: Device, times: int) -> tuple[Workload, Device]:
+    return _faster_network(workload, device, 1 / times)
 
 
 def _longer_sequences(workload: Workload, device: Device, times: int) -> tuple[Workload, Device]:
@@ -83,9 +83,13 @@ def _longer(layer: LayerWork, times: int) -> LayerWork:
     )
 
 
+def _name_network(_: Workload, device: Device) -> str:
+    return f"a network of {device.between / 1e9:.3g} GB/s per GPU"
+
+
 _CHANGES: tuple[tuple[Callable[[Workload, Device], str], _Change], ...] = (
     (lambda work, _: f"{work.degrees.gpus} GPUs and the same batch", _more_gpus),
-    (lambda _, device: f"a network of {device.between / 1e9:.3g} GB/s per GPU", _slower_network),
-    (lambda _, device: f"a network of {device.between / 1e9:.3g} GB/s per GPU", _faster_network),
+    (_name_network, _slower_network),
+    (_name_network, _faster_network),
     (lambda work, _: f"sequences of {work.tokens // work.microbatch_size} tokens", _longer_sequences),
 )

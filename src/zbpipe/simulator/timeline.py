@@ -116,7 +116,7 @@ class Timeline:
         """Reductions of gradients on each rank (`costs.reduce`). They run beside the computations, one at a time."""
         return tuple(find_reductions(spans, self.costs, overlaps=self.overlaps_fsdp) for spans in self.spans)
 
-    @property
+    @cached_property
     def collectives(self) -> tuple[tuple[Collective, ...], ...]:
         """Gathers and reductions of each rank, in order."""
         rows = zip(self.gathers or ((),) * len(self.spans), self.reductions, strict=True)

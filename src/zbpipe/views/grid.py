@@ -90,8 +90,7 @@ def _bands(timeline: Timeline, scale: _Scale, label: int) -> Iterator[Text]:
         for rank, computed in enumerate(timeline.spans)
         for name, spans in (
             (f"rank {rank} ".ljust(label), computed),
-            *((f"{name} ".rjust(label), spans) for name, spans in style.lanes(timeline, rank)),
-            *((("FSDP ".rjust(label), timeline.collectives[rank]),) if any(timeline.collectives) else ()),
+            *((f"{name.split()[-1]} ".rjust(label), boxes) for name, boxes in style.lanes(timeline, rank)),
         )
     ]
     for begin in range(0, scale.columns, scale.band):
@@ -169,8 +168,8 @@ def _fit(timeline: Timeline, width: int, height: int) -> _Scale:
 
 def _lines(timeline: Timeline, scale: _Scale) -> int:
     """Number of lines of the picture, with a legend of four."""
-    lines = 1 + 2 * bool(timeline.copies) + any(map(bool, timeline.collectives))
-    return scale.bands * (timeline.schedule.num_ranks * lines + 1) + 4
+    lines = sum(1 + len(style.lanes(timeline, rank)) for rank in range(timeline.schedule.num_ranks))
+    return scale.bands * (lines + 1) + 4
 
 
 def _scale(makespan: float, shortest: float, box: int, width: int) -> _Scale:

@@ -153,10 +153,7 @@ def _rank(timeline: Timeline, rank: int, numbers: Mapping[str, int]) -> dict[str
     return {
         "peak": timeline.peak_activations[rank],
         "ops": columns(timeline.spans[rank]),
-        "lanes": [
-            *(columns(spans) for _, spans in style.lanes(timeline, rank)),
-            *([columns(timeline.collectives[rank])] if any(timeline.collectives) else []),
-        ],
+        "lanes": [columns(boxes) for _, boxes in style.lanes(timeline, rank)],
     }
 
 

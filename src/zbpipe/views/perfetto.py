@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zbpipe.schedule.ir import OpKind, users
+from zbpipe.simulator.collectives import Collective
 from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.views.style import lanes, memory_profile, summary
 
@@ -69,39 +70,31 @@ def _names(row: _Row, rank: int) -> Iterator[_Event]:
     name = f"rank {rank} {row.name}".strip()
     yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}}
     yield {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}}
-    names = ["compute", *(f"copies {name}" for name, _ in lanes(row.timeline, rank))]
-    names += ["FSDP"] if any(row.timeline.collectives) else []
+    names = ("compute", *(name for name, _ in lanes(row.timeline, rank)))
     for thread, name in enumerate(names):
         yield {"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": name}}
 
 
 def _ops(row: _Row, rank: int) -> Iterator[_Event]:
-    timeline = row.timeline
-    copies = (spans for _, spans in lanes(timeline, rank))
-    threads = ((thread, span) for thread, spans in enumerate((timeline.spans[rank], *copies)) for span in spans)
-    for thread, span in threads:
-        stage, kind, microbatch = span.op
-        yield {
-            "ph": "X",
-            "pid": row.process(rank),
-            "tid": thread,
-            "name": str(span.op),
-            "cat": str(kind),
-            "ts": span.start * _MICROSECONDS,
-            "dur": (span.end - span.start) * _MICROSECONDS,
-            "args": {"stage": stage, "microbatch": microbatch, "kind": str(kind), "step": span.step},
-        }
-    for each in timeline.collectives[rank]:
-        yield {
-            "ph": "X",
-            "pid": row.process(rank),
-            "tid": 1 + len(lanes(timeline, rank)),
-            "name": str(each),
-            "cat": each.kind,
-            "ts": each.start * _MICROSECONDS,
-            "dur": (each.end - each.start) * _MICROSECONDS,
-            "args": {"stage": each.stage, "kind": each.kind, "step": each.step},
-        }
+    beside = (boxes for _, boxes in lanes(row.timeline, rank))
+    for thread, boxes in enumerate((row.timeline.spans[rank], *beside)):
+        for box in boxes:
+            yield {
+                "ph": "X",
+                "pid": row.process(rank),
+                "tid": thread,
+                "ts": box.start * _MICROSECONDS,
+                "dur": (box.end - box.start) * _MICROSECONDS,
+                **_describe(box),
+            }
+
+
+def _describe(box: Span | Collective) -> _Event:
+    if isinstance(box, Span):
+        stage, kind, microbatch = box.op
+        about = {"stage": stage, "microbatch": microbatch, "kind": str(kind), "step": box.step}
+        return {"name": str(box.op), "cat": str(kind), "args": about}
+    return {"name": str(box), "cat": box.kind, "args": {"stage": box.stage, "kind": box.kind, "step": box.step}}
 
 
 def _memory(row: _Row, rank: int) -> Iterator[_Event]:

@@ -38,7 +38,7 @@ _SHADES: dict[OpKind, tuple[_Rgb, _Rgb]] = {
 }
 """The colours of the first and the last stage of a rank. Colours of a picture stay distinct with every kind of colour
 blindness, by hue or by lightness."""
-_LANES = (("out", OFFLOADS), ("in", RELOADS))
+_LANES = (("copies out", OFFLOADS), ("copies in", RELOADS))
 
 
 @dataclass(frozen=True)
@@ -139,13 +139,16 @@ def kinds(timeline: Timeline) -> tuple[OpKind, ...]:
     return tuple(kind for kind in OpKind if kind in present)
 
 
-def lanes(timeline: Timeline, rank: int) -> tuple[tuple[str, tuple[Span, ...]], ...]:
-    """A rank's copies as (name, copies): out to its host, and in from there. Empty without offloading."""
-    if not timeline.copies:
-        return ()
-    return tuple(
-        (name, tuple(span for span in timeline.copies[rank] if span.op.kind in kinds)) for name, kinds in _LANES
-    )
+def lanes(timeline: Timeline, rank: int) -> tuple[tuple[str, tuple[Span | Collective, ...]], ...]:
+    """What a rank runs beside its computations, as (name, boxes): copies out to its host, copies in from there, and
+    FSDP's collectives. Empty without offloading and FSDP."""
+    copies = timeline.copies[rank] if timeline.copies else None
+    found: list[tuple[str, tuple[Span | Collective, ...]]] = []
+    if copies is not None:
+        found += [(name, tuple(span for span in copies if span.op.kind in kinds)) for name, kinds in _LANES]
+    if any(timeline.collectives):
+        found.append(("FSDP", timeline.collectives[rank]))
+    return tuple(found)
 
 
 def kind_of(collective: Collective, timeline: Timeline) -> OpKind:

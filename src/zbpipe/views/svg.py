@@ -189,18 +189,15 @@ def _row(timeline: Timeline, rank: int, scale: _Scale) -> Iterator[str]:
         yield from _paths(timeline.spans[rank], nth, scale, y)
     else:
         for span in timeline.spans[rank]:
-            yield _box(span, nth[span.op.stage], scale, y)
+            yield _box(span, timeline, nth, scale, y)
     for span in timeline.spans[rank]:
         yield from _microbatch(span, nth[span.op.stage], scale, y)
     yield "</g>"
-    for lane, (name, copies) in enumerate(style.lanes(timeline, rank)):
-        yield f'<g class="copies {name}">'
-        for span in copies:
-            yield _box(span, nth[span.op.stage], scale, y + _BOX + lane * _STRIP, _STRIP)
+    for lane, (name, boxes) in enumerate(style.lanes(timeline, rank)):
+        yield f'<g class="{name}">'
+        for box in boxes:
+            yield _box(box, timeline, nth, scale, y + _BOX + lane * _STRIP, _STRIP)
         yield "</g>"
-    y += _BOX + _STRIP * len(style.lanes(timeline, rank))
-    for each in timeline.collectives[rank]:
-        yield _strip(f"{style.kind_of(each, timeline)}{nth[each.stage]}", str(each), each, scale, y, _STRIP)
 
 
 def _paths(spans: tuple[Span, ...], nth: tuple[int, ...], scale: _Scale, y: float) -> Iterator[str]:
@@ -220,15 +217,17 @@ def _paths(spans: tuple[Span, ...], nth: tuple[int, ...], scale: _Scale, y: floa
         yield f'<path class="{name}" transform="{place}" d="M0 0{"".join(strokes)}"/>'
 
 
-def _box(span: Span, nth: int, scale: _Scale, y: float, height: int = _BOX) -> str:
-    return _strip(f"{span.op.kind}{nth}", str(span.op), span, scale, y, height)
-
-
-def _strip(name: str, words: str, span: Span | Collective, scale: _Scale, y: float, height: int) -> str:
+def _box(
+    box: Span | Collective, timeline: Timeline, nth: tuple[int, ...], scale: _Scale, y: float, height: int = _BOX
+) -> str:
+    if isinstance(box, Span):
+        stage, kind, words = box.op.stage, box.op.kind, str(box.op)
+    else:
+        stage, kind, words = box.stage, style.kind_of(box, timeline), str(box)
     return (
-        f'<rect class="{name}" x="{_px(scale.x(span.start))}" y="{_px(y)}"'
-        f' width="{_px((span.end - span.start) * scale.per_second)}" height="{height}">'
-        f"<title>{words}: {style.number(span.start)} to {style.number(span.end)}</title></rect>"
+        f'<rect class="{kind}{nth[stage]}" x="{_px(scale.x(box.start))}" y="{_px(y)}"'
+        f' width="{_px((box.end - box.start) * scale.per_second)}" height="{height}">'
+        f"<title>{words}: {style.number(box.start)} to {style.number(box.end)}</title></rect>"
     )
 
 

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_
 
 from zbpipe.costs.balance import balance
 from zbpipe.costs.layers import LayerCosts, split_of
@@ -29,7 +28,7 @@ from zbpipe.frameworks.whole_model.tied import TiedWeights
 from zbpipe.planner.result import Plan
 from zbpipe.runtime._torch.module_views import move, release_parameters
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
-from zbpipe.runtime.optimizer.norm import group_by_mesh, square_on_rank
+from zbpipe.runtime.optimizer.norm import clip
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule.ir import Placement, Schedule, require_whole
 from zbpipe.schedule.registry import Algorithm, resolve
@@ -220,13 +219,7 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradients of the whole model as `torch.nn.utils.clip_grad_norm_` does; returns their norm."""
-        parameters, copies = list(self.parameters()), set(map(id, self._tied.copies))
-        total = square_on_rank((each for each in parameters if id(each) not in copies), self._device)
-        dist.all_reduce(total, group=self._group)
-        total = total.sqrt()
-        for group in group_by_mesh(parameters):
-            clip_grads_with_norm_(group, max_norm, total)
-        return total
+        return clip(list(self.parameters()), max_norm, self._group, self._device, copies=self._tied.copies)
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the model's state dict, under the whole model's names."""

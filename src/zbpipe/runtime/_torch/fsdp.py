@@ -18,14 +18,23 @@ from zbpipe.runtime._torch.autograd import has_hooks_after_accumulation
 @contextmanager
 def unshard(module: nn.Module) -> Iterator[None]:
     """Context in which all FSDP2 modules in `module` have gathered weights, as between torch's UNSHARD and RESHARD."""
-    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    for part in parts:
+    for part in list_parts(module):
         part.unshard()
     try:
         yield
     finally:
-        for part in parts:
-            part.reshard()
+        free_all(module)
+
+
+def list_parts(module: nn.Module) -> list[FSDPModule]:
+    """The modules in `module` on which `fully_shard` or FSDP2's `replicate` was called."""
+    return [part for part in module.modules() if isinstance(part, FSDPModule)]
+
+
+def free_all(module: nn.Module) -> None:
+    """Free the gathered parameters of all FSDP2 modules in `module`."""
+    for part in list_parts(module):
+        part.reshard()
 
 
 def reduces_in_hooks(module: nn.Module) -> bool:
@@ -92,8 +101,8 @@ def list_unsharded(group: Any) -> Iterator[Any]:
 
 
 def _list_groups(module: nn.Module) -> Iterator[Any]:
-    for part in filter(is_fsdp, module.modules()):
-        yield from groups_of(part._get_fsdp_state())  # type: ignore[operator]
+    for part in list_parts(module):
+        yield from groups_of(part._get_fsdp_state())
 
 
 def groups_of(state: Any) -> tuple[Any, ...]:

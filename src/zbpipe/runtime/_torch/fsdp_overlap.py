@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
-from zbpipe.runtime._torch.fsdp import groups_of, is_fsdp, list_unsharded, settle_group
+from zbpipe.runtime._torch.fsdp import free_all, groups_of, is_fsdp, list_parts, list_unsharded, settle_group
 from zbpipe.runtime.attributes import replaced
 
 FsdpMode = Literal["overlap", "torch"]
@@ -101,10 +101,18 @@ def _state_of(module: nn.Module) -> Any:
 
 
 def _make_unit(groups: tuple[Any, ...]) -> Unit:
-    gathered = [each for group in groups for each in list_unsharded(group)]
-    trained = [each for each in gathered if each._unsharded_param.requires_grad]
+    gathered = (each for group in groups for each in list_unsharded(group))
     ids = frozenset(id(own) for each in gathered for own in (each.sharded_param, each._unsharded_param))
-    return Unit(groups, ids, sum(each._orig_size.numel() for each in trained))
+    return Unit(groups, ids, sum(_count_elements(_list_trained(group)) for group in groups))
+
+
+def _list_trained(group: Any) -> list[Any]:
+    """FSDP2's objects for the parameters of a group that get gradients."""
+    return [each for each in list_unsharded(group) if each._unsharded_param.requires_grad]
+
+
+def _count_elements(trained: Sequence[Any]) -> int:
+    return sum(each._orig_size.numel() for each in trained)
 
 
 @contextmanager
@@ -125,26 +133,17 @@ def is_shared(module: nn.Module) -> bool:
 def gather_all(module: nn.Module) -> None:
     """Gather all parameters of a stage, as torch does in UNSHARD. For measurements, between two steps."""
     free_all(module)
-    handles = [part.unshard(async_op=True) for part in module.modules() if isinstance(part, FSDPModule)]
+    handles = [part.unshard(async_op=True) for part in list_parts(module)]
     for each in filter(None, handles):
         each.wait()
-
-
-def free_all(module: nn.Module) -> None:
-    """Free the gathered parameters of a stage."""
-    for part in module.modules():
-        if isinstance(part, FSDPModule):
-            part.reshard()
 
 
 def reduce_zeros(module: nn.Module, device: torch.device) -> None:
     """Reduce tensors of the size of the stage's gradients, in the groups in which FSDP2 reduces these."""
     for unit in list_units(module):
         for group in unit.groups:
-            trained = [each for each in list_unsharded(group) if each._unsharded_param.requires_grad]
-            if trained:
-                dtype = group._reduce_dtype or trained[0].orig_dtype
-                _reduce_zeros(group, sum(each._orig_size.numel() for each in trained), dtype, device)
+            if trained := _list_trained(group):
+                _reduce_zeros(group, _count_elements(trained), group._reduce_dtype or trained[0].orig_dtype, device)
 
 
 def _reduce_zeros(group: Any, elements: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.schedules import _Action, _wait_batch_p2p
 
+from zbpipe.runtime._torch.fsdp import free_all
 from zbpipe.runtime._torch.pipelining import OwnRuntime, actions_of
 from zbpipe.simulator.post_validation import RunAhead
 
@@ -65,9 +65,6 @@ def _forget_step(runtime: OwnRuntime) -> None:
     for stage in runtime.own_stages:
         stage.gathering = runtime.unshard_ops.pop(stage.stage_index, ())
         stage.finish_gathering()
-        # FSDP's gathered weights belong to the step that does not count.
-        for module in stage.submod.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        free_all(stage.submod)  # FSDP's gathered weights belong to the step that does not count
         runtime.unsharded_stages.discard(stage.stage_index)
         stage.forget_step()

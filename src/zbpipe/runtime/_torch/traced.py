@@ -1,7 +1,7 @@
 """Layers in compiled regions, as torch traces them.
 
 The weight gradient of a whole layer y = layer(x) is traced as a function of dY and x. Without the operations that it
-does not need, one product remains, with what casts or quantises its operands. Where another object stands in for a
+does not need, one product remains, with what casts or quantises its operands. Where another object replaces a
 weight, a trace with it shows whether the layer computes the same.
 """
 
@@ -146,9 +146,7 @@ def _trace_forward(layer: nn.Module, stand_ins: Mapping[str, Callable[[Tensor], 
     parameters = {name: each for name, each in layer._parameters.items() if each is not None}
     with FakeTensorMode():
         fakes = [_make(each.shape, each, each.stride()) for each in parameters.values()]
-        args, kwargs = autograd.map_leaves(
-            call[:2], lambda leaf: _make(leaf.shape, leaf) if type(leaf) is Spec else leaf
-        )
+        args, kwargs = autograd.map_leaves(call[:2], _with_tensor)
 
     def forward(tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
         own: dict[str, Any] = dict(zip(parameters, tensors, strict=True))

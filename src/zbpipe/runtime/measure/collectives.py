@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-import torch
-
-from zbpipe.runtime._torch import fsdp_overlap, pipelining
-from zbpipe.runtime.device import find_device
+from zbpipe.runtime._torch import fsdp, fsdp_overlap, pipelining
 from zbpipe.runtime.measure.recording import StepRecord
+from zbpipe.runtime.measure.stopwatch import time_fastest
 from zbpipe.schedule.ir import OpKind
 from zbpipe.simulator.timeline import Span
 
@@ -29,21 +26,9 @@ def measure_collectives(stages: Sequence[pipelining.Stage]) -> Collectives:
 
 def _measure(stage: pipelining.Stage) -> tuple[float, float]:
     device = pipelining.device_of(stage)
-    gather = _time(lambda: fsdp_overlap.gather_all(stage.submod), device)
-    fsdp_overlap.free_all(stage.submod)
-    return gather, _time(lambda: fsdp_overlap.reduce_zeros(stage.submod, device), device)
-
-
-def _time(run: Callable[[], None], device: torch.device) -> float:
-    """Seconds of the fastest of a few runs."""
-    fastest = float("inf")
-    for _ in range(_ROUNDS):
-        find_device(device).synchronize()
-        start = time.perf_counter()
-        run()
-        find_device(device).synchronize()
-        fastest = min(fastest, time.perf_counter() - start)
-    return fastest
+    gather = time_fastest(lambda: fsdp_overlap.gather_all(stage.submod), device, _ROUNDS)
+    fsdp.free_all(stage.submod)
+    return gather, time_fastest(lambda: fsdp_overlap.reduce_zeros(stage.submod, device), device, _ROUNDS)
 
 
 def find_exposed(record: StepRecord) -> float:

@@ -4,7 +4,6 @@ and links."""
 from __future__ import annotations
 
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,12 +18,12 @@ from zbpipe.costs.job import JobCosts
 from zbpipe.costs.model import CostModel, Link
 from zbpipe.runtime import arguments
 from zbpipe.runtime._torch import hooks, pipelining
-from zbpipe.runtime.device import find_device
 from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.lowering import find_messages
 from zbpipe.runtime.measure.collectives import Collectives, measure_collectives
 from zbpipe.runtime.measure.host import measure_host
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
+from zbpipe.runtime.measure.stopwatch import time_fastest
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement, require_whole
 from zbpipe.views import report
 
@@ -261,12 +260,8 @@ def _time_one_way(peer: int, leads: bool, size: int, device: torch.device, group
         for work in dist.batch_isend_irecv([dist.P2POp(operation, message, peer, group)]):
             work.wait()
 
-    fastest = float("inf")
-    for _ in range(_ROUNDS):
-        find_device(device).synchronize()
-        start = time.perf_counter()
+    def go_and_return() -> None:
         for operation in (dist.isend, dist.irecv) if leads else (dist.irecv, dist.isend):
             transfer(operation)
-        find_device(device).synchronize()
-        fastest = min(fastest, time.perf_counter() - start)
-    return fastest / 2
+
+    return time_fastest(go_and_return, device, _ROUNDS) / 2

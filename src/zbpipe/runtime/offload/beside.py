@@ -22,6 +22,9 @@ class Copies:
     """Runs the copies of one rank around its computations. The rank's stages are already split."""
 
     def __init__(self, stages: Sequence[pipelining.Stage], copier: Copier) -> None:
+        device = pipelining.device_of(stages[0])
+        if device.type not in ("cuda", "cpu"):
+            logger.warning("offload is untried on %s: compare the losses with a job without it", device.type)
         self.copier = copier
         self._stages = {stage.stage_index: stage for stage in stages}
         self._ops: frozenset[Op] = frozenset()

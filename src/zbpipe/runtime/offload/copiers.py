@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +11,6 @@ import torch
 from zbpipe.runtime.device import Accelerator, find_device
 
 Storages = Sequence[torch.UntypedStorage]
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -35,10 +32,8 @@ class HostCopy:
 
 def make_copier(device: torch.device) -> Copier:
     """The copier for this device; ValueError if there is none."""
-    if device.type not in ("cuda", "cpu"):
-        if device.type == "meta":
-            raise ValueError("offload copies from accelerators, and on the CPU for tests, not from meta: omit it")
-        logger.warning("offload is untried on %s: compare the losses with a job without it", device.type)
+    if device.type == "meta":
+        raise ValueError("offload copies from accelerators, and on the CPU for tests, not from meta: omit it")
     return Copier(find_device(device))
 
 

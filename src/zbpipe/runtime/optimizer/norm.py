@@ -36,10 +36,19 @@ def square_on_rank(parameters: Iterable[Tensor], device: torch.device) -> Tensor
 
 
 def clip(
-    parameters: Sequence[Tensor], max_norm: float, pipeline: dist.ProcessGroup | None, device: torch.device
+    parameters: Sequence[Tensor],
+    max_norm: float,
+    pipeline: dist.ProcessGroup | None,
+    device: torch.device,
+    *,
+    copies: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Clip the gradients of a pipeline with a barrier over its ranks; returns their norm, a scalar."""
-    total = square_on_rank(parameters, device)
+    """Clip the gradients of a pipeline with a barrier over its ranks; returns their norm, a scalar.
+
+    Parameters that are also `copies` of others do not count in the norm.
+    """
+    uncounted = set(map(id, copies))
+    total = square_on_rank((each for each in parameters if id(each) not in uncounted), device)
     dist.all_reduce(total, group=pipeline)
     total = total.sqrt()
     if max_norm < inf:

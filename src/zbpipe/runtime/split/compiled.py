@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from zbpipe.runtime._torch import autograd, compiler, fsdp, graph_products, traced
 from zbpipe.runtime._torch.traced import Spec, spec
 from zbpipe.runtime.split.layers import PLAIN, Deferral, deferrals
-from zbpipe.runtime.split.products import PendingGradient
+from zbpipe.runtime.split.products import PendingGradient, title
 from zbpipe.runtime.split.slots import SlotHandle, Slots, Use, WeightWithSlots, dtype_in_slot, whole_layer
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class _Site(NamedTuple):
 
     @property
     def is_undeclared(self) -> bool:
-        """Whether another object stands in for the weight of a layer that does not declare its products."""
+        """Whether another object replaces the weight of a layer that does not declare its products."""
         return self.deferral.is_caught and not self.deferral.is_declared and self.use.function is not whole_layer
 
     def open(self, weight: Tensor, slots: Sequence[Tensor]) -> None:
@@ -121,7 +121,7 @@ class _Region:
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = module
-        self._name = f"{name or 'the stage itself'} ({type(module).__name__})"
+        self._name = title(name, type(module).__name__)
         self._deferrals = tuple(deferrals(module).values())
         self.sites: dict[tuple[Any, ...], tuple[_Site, ...]] = {}
         """Sites by shape, dtype and device of the tensors among the inputs."""

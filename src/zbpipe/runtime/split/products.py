@@ -253,6 +253,11 @@ def count_inner(x: Tensor) -> int:
     return x.shape[-1] if x.dim() else 1
 
 
+def title(name: str, kind: str) -> str:
+    """A module's name in its stage, with its class. The stage itself has no name."""
+    return f"{name or 'the stage itself'} ({kind})"
+
+
 def name_of(function: Callable[..., Any]) -> str:
     name: str = getattr(function, "__name__", repr(function))
     return f"{function.__self__.__name__}.{name}" if autograd.is_apply(function) else name  # type: ignore[attr-defined]

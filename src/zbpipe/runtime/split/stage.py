@@ -24,6 +24,7 @@ from zbpipe.runtime.split.products import (
     find_changed_contents,
     find_changed_versions,
     name_of,
+    title,
 )
 from zbpipe.runtime.split.work import StaysInI, WeightWork, describe, look_at_graphs, percent
 
@@ -159,7 +160,7 @@ def require_memory_that_lasts(stages: Sequence[pipelining.Stage]) -> None:
         for name, module in stage.submod.named_modules():
             if compiler.runs_in_cuda_graphs(module):
                 raise ValueError(
-                    f"stage {stage.stage_index}: {name or 'the stage itself'} ({type(module).__name__}) is compiled to"
+                    f"stage {stage.stage_index}: {title(name, type(module).__name__)} is compiled to"
                     " run in CUDA graphs, whose memory the next microbatch overwrites, but what W needs has to last"
                     " until W: compile it without them (mode='reduce-overhead', mode='max-autotune', the option"
                     " triton.cudagraphs and TORCHINDUCTOR_CUDAGRAPHS=1 turn them on, mode='max-autotune-no-cudagraphs'"
@@ -200,8 +201,7 @@ def _report_what_stays_in_i(stage: _SplitBackward) -> None:
 def _name(product: StaysInI) -> str:
     """Name of the product's layer, with the parameter if it is not the weight."""
     layer, _, parameter = product.parameter.rpartition(".")
-    name = layer or "the stage itself"
-    return f"{name} ({product.layer}){'' if parameter == 'weight' else f' {parameter}'}"
+    return f"{title(layer, product.layer)}{'' if parameter == 'weight' else f' {parameter}'}"
 
 
 def _explain_what_stays_in_i(stage: _SplitBackward, deferral: Deferral) -> None:
@@ -241,7 +241,7 @@ def _require_unchanged(stage: pipelining.Stage, microbatch: int, changes: Change
 def _name_of(stage: pipelining.Stage, layer: nn.Module) -> str:
     """Name of a layer, with its class. The stage itself has no name."""
     name = next((name for name, each in stage.submod.named_modules() if each is layer), "")
-    return f"{name or 'the stage itself'} ({type(layer).__name__})"
+    return title(name, type(layer).__name__)
 
 
 def _split(stage: pipelining.Stage, on_rank: Sequence[pipelining.Stage], gradients: WeightGradients) -> None:
