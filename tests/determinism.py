@@ -13,7 +13,7 @@ _patient = settings(
     deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 settings.register_profile("zbpipe", _patient, max_examples=40)
-settings.register_profile("thorough", _patient, max_examples=100)
+settings.register_profile("thorough", _patient, max_examples=60)
 settings.load_profile("zbpipe")
 
 
