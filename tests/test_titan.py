@@ -69,7 +69,8 @@ def wave(num_stages: int) -> zbpipe.Schedule:
     return zbpipe.plan(2, 4, zbpipe.CostModel.uniform(placement), placements=[placement], budget=0.2).schedule
 
 
-@pytest.mark.parametrize("num_stages", [4, 6])
+@pytest.mark.newest
+@pytest.mark.parametrize("num_stages", [4, pytest.param(6, marks=pytest.mark.long)])
 def test_a_table_of_any_placement(titan: Titan, tmp_path: Path, num_stages: int) -> None:
     """TorchTitan knows loops and V's alone; with 6 stages the last one is on rank 1."""
     schedule = wave(num_stages)
@@ -445,6 +446,7 @@ def test_the_lm_head_may_wait_for_w(titan: Titan) -> None:
     assert_trains_alike(titan.train(*pipeline("ZBV"), "--zbpipe.defer-loss", num_ranks=2), expected)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.long), "full"])
 def test_lean_schedules_take_the_checkpointing_from_the_config(titan: Titan, checkpointing: str) -> None:
     job = titan.train(*pipeline("ZBVLean"), *versions.find_installed().checkpoint(checkpointing), num_ranks=2)
@@ -477,6 +479,7 @@ FOR_AUTO = ("--training.steps", "7")
 """Enough for Auto to measure one step, and to try the plan."""
 
 
+@pytest.mark.newest
 def test_auto_learns_and_measures_while_it_trains(titan: Titan, tmp_path: Path) -> None:
     """Losses are those without a pipeline, in every step, whatever schedule it ran."""
     costs, trace = tmp_path / "costs.toml", tmp_path / "trace.json"
@@ -517,7 +520,9 @@ def test_metrics_of_the_pipeline_and_measured_costs(titan: Titan, tmp_path: Path
     assert zbpipe.load_costs(costs).placement == zbpipe.Placement.loop(2)
 
 
-@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.newest
+@pytest.mark.long
+@pytest.mark.parametrize("shards", [1, 2])
 def test_a_job_offloads_by_measured_costs(titan: Titan, tmp_path: Path, shards: int) -> None:
     """One job writes the costs, with the way to the host, and the next one is made for them."""
     costs = tmp_path / "costs.toml"
@@ -557,6 +562,7 @@ def test_a_dry_run_in_one_process(titan: Titan) -> None:
     assert len(re.findall(r"step: +\d+ ", job.log)) == STEPS
 
 
+@pytest.mark.newest
 def test_a_job_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     outcome = train_on_cpu(["--training.steps", "100000"], num_ranks=1, folder=tmp_path, timeout=3)
     assert outcome.error == "not finished after 3 seconds"
@@ -577,6 +583,7 @@ def test_a_stage_that_raises(titan: Titan) -> None:
     assert re.fullmatch(f"PipelineError: {here}", job.errors[1])
 
 
+@pytest.mark.newest
 @needs_03
 @pytest.mark.parametrize(("schedule", "with_loss"), [("ZBV", 0), pytest.param("1F1B", 1, marks=pytest.mark.long)])
 def test_a_loss_that_is_not_finite(titan: Titan, schedule: str, with_loss: int) -> None:
@@ -589,6 +596,7 @@ def test_a_loss_that_is_not_finite(titan: Titan, schedule: str, with_loss: int) 
     assert re.match(first, job.errors[1 - with_loss]), job.errors
 
 
+@pytest.mark.newest
 @needs_03
 def test_ranks_with_different_schedules(titan: Titan) -> None:
     job = titan.train(*pipeline("ZBV")[:2], *faulty("other_schedule"), num_ranks=2)
@@ -614,6 +622,7 @@ def stopped(titan: Titan, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return checkpoints
 
 
+@pytest.mark.newest
 @needs_03
 @pytest.mark.parametrize(
     "schedule", ["Auto", *(pytest.param(name, marks=pytest.mark.long) for name in ("ZBV", "1F1B"))]
