@@ -512,8 +512,14 @@ def test_what_torch_refuses_is_left_out(name: str, ranks: int, stages: int, micr
 def test_what_changes_the_answer_is_named() -> None:
     device = replace(ONE_A_SECOND, inside=1e30, between=500.0, gpus_per_node=1)
     work = workload(degrees=Degrees(pipeline=2, fsdp=2), microbatches=16)
-    sides = [estimate(each, device, only=["ZBV"], plans=False) for each in (work, work.on(Degrees(fsdp=4)))]
-    answers = dict(flips(sides[0], sides[1], device))
+    layouts = work, work.on(Degrees(fsdp=4))
+    sides = [estimate(each, device, only=["ZBV"], plans=False) for each in layouts]
+    answers = dict(flips(*sides))
     assert answers["16 GPUs and the same batch"] is Answer.YES
     assert answers["a network of 1.25e-07 GB/s per GPU"] is Answer.YES
     assert answers["a network of 1e-06 GB/s per GPU"] is Answer.NO
+    # Changes begin at the given rates. With slow computation no network matters.
+    given = [estimate(each, device, link=8e-7, only=["ZBV"], plans=False) for each in layouts]
+    assert dict(flips(*given))["a network of 2e-07 GB/s per GPU"] is Answer.YES
+    slow = [estimate(each, device, tflops=1e-13, only=["ZBV"], plans=False) for each in layouts]
+    assert dict(flips(*slow)) == {}

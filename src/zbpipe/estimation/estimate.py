@@ -99,7 +99,8 @@ def estimate(
     if job.rates is not None:
         steps += kept(NO_PIPELINE, job.without_pipeline)
     steps.sort(key=lambda step: (not step.runs, not step.fits, step.seconds, step.has_torchs_split))
-    return Estimate(workload, found, tuple(steps), tuple(left_out), tuple(job.words(tflops, link)))
+    device = None if job.rates is None else job.rates.device
+    return Estimate(workload, device, tuple(steps), tuple(left_out), tuple(job.words(tflops, link)))
 
 
 def _variants(

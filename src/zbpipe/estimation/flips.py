@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from zbpipe.estimation.devices import Device
 from zbpipe.estimation.estimate import estimate
@@ -15,24 +14,26 @@ _TIMES = (2, 4, 8)
 _Change = Callable[[Workload, Device, int], tuple[Workload, Device]]
 
 
-def flips(pipeline: Estimate, alone: Estimate, device: Device, **how: Any) -> Iterator[tuple[str, Answer]]:
+def flips(pipeline: Estimate, alone: Estimate) -> Iterator[tuple[str, Answer]]:
     """Changes after which the best layouts have another answer, each with that answer: the first of each kind."""
     best, other = pipeline.on_these_degrees, alone.on_these_degrees
     assert best is not None, "the verdict compares layouts that fit"
     assert other is not None, "the verdict compares layouts that fit"
-    now, likely = answer(best, other), replace(device, range=None)
-    options = {"plans": False, "stages_per_rank": (best.stages_per_rank,), **how}
+    assert alone.device is not None, "without a pipeline there are no measured costs"
+    now, likely = answer(best, other), replace(alone.device, range=None)
+    stages = (best.stages_per_rank,)
     names = {"plan": ("ZBV", "Interleaved1F1B")}.get(best.schedule, (best.schedule,))
     for words, change in _CHANGES:
         for times in _TIMES:
             try:
                 one, other_one = (change(each.workload, likely, times) for each in (pipeline, alone))
-                steps = [estimate(*each, only=names, **options).on_these_degrees for each in (one, other_one)]
+                found = [estimate(*each, only=names, stages_per_rank=stages, plans=False) for each in (one, other_one)]
             except ValueError:  # too few sequences to share
                 break
-            if steps[0] is None or steps[1] is None:
+            with_pipeline, without = (each.on_these_degrees for each in found)
+            if with_pipeline is None or without is None:
                 break
-            if (then := answer(steps[0], steps[1])) not in (now, Answer.UNDECIDED):
+            if (then := answer(with_pipeline, without)) not in (now, Answer.UNDECIDED):
                 yield words(one[0], one[1]), then
                 break
 
