@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import blocks
 from titan_jobs import require_titan
 
 require_titan("0.3.0")
@@ -51,6 +54,8 @@ ends = [workload.read([*named, *more], 64) for more in ([], weighted)]
 placement = resolve("ZBV").place(4)
 found["ends"] = [list(map(len, each.split(placement, resolve("ZBV")))) for each in ends]
 from zbpipe.frameworks.titan import models
+kinds = [workload.read(["--module", "llama3", "--config", f"llama3_debugmodel{kind}"], 8) for kind in ("", "_float8")]
+found["float8"] = [[each.float8 for each in kinds], kinds[0].layers == kinds[1].layers]
 images = ["--module", "rows_config", "--config", "muse_glimmer_images", "--parallelism.pipeline_parallel_degree", "2"]
 seeing = workload.read(images, 2)
 first = seeing.layers[0]
@@ -126,6 +131,11 @@ def test_a_layer_that_cannot_run_on_meta_tensors(found: dict[str, Any]) -> None:
     assert found["guessed"] == [True, True]
 
 
+def test_float8_is_counted_as_plain_products_on_any_machine(found: dict[str, Any]) -> None:
+    """TorchTitan asks for a device with float8 when it makes the config, and meta tensors show no float8 products."""
+    assert found["float8"] == [[False, True], True]
+
+
 def test_encoders_of_images(found: dict[str, Any]) -> None:
     """They count on the first stage, with two operations for each weight and token in each of F, I and W."""
     modules, operations, are_equal, parameters, keeps, defers, words = found["images"]
@@ -158,6 +168,41 @@ def test_what_titan_refuses_is_told_in_one_line(found: dict[str, Any]) -> None:
         assert code == 2
         assert words in line
     assert found["no decoder"].startswith("Linear has no tok_embeddings, layers, norm, lm_head: only TorchTitan's")
+
+
+PRINT = """
+import json, shlex, sys
+from click.testing import CliRunner
+from zbpipe.cli import main
+print(json.dumps([CliRunner().invoke(main, shlex.split(line)[1:]).stdout for line in sys.argv[1:]]))
+"""
+
+
+def alike(shown: str, printed: str) -> bool:
+    """Whether the printed line begins with what is shown."""
+    words, others = shown.split(), printed.split()
+    return len(words) <= len(others) and all(map(nearly_equal, words, others))
+
+
+def nearly_equal(one: str, other: str) -> bool:
+    """Whether these are the same words, or numbers within 2 %."""
+    try:
+        first, second = (float(re.sub("[%,]", "", each)) for each in (one, other))
+    except ValueError:
+        return one == other
+    return first == pytest.approx(second, rel=0.02)
+
+
+@pytest.mark.long
+def test_the_page_has_what_the_commands_print() -> None:
+    shown = [(one.code, two.code) for one, two in pairwise(blocks("docs/is-it-for-me.md")) if not two.language]
+    assert len(shown) == 3
+    lines = [line.replace("\\\n", "") for line, _ in shown]
+    command = [sys.executable, "-c", PRINT, *lines]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    for (_, rows), printed in zip(shown, json.loads(result.stdout.splitlines()[-1]), strict=True):
+        for row in rows.splitlines():
+            assert any(alike(row, line) for line in printed.splitlines()), row
 
 
 @pytest.mark.long
