@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zbpipe import CostModel, Op, Schedule, estimate, generate, simulate, testing
+from zbpipe import CostModel, Schedule, estimate, generate, simulate, testing
 from zbpipe.cli.estimates import compare, lines, page, record
 from zbpipe.costs import JobCosts
 from zbpipe.costs.transformer import Checkpointing, usual_costs
@@ -152,12 +152,23 @@ def test_three_rates() -> None:
     assert [float8.f[0], float8.w[0]] == pytest.approx([6 / 1.6 + 40 + 2 * 1.75, 6 / 1.6])
 
 
-def test_gpus_of_context_parallelism_share_operations_and_gather_keys() -> None:
+@pytest.mark.parametrize(
+    ("degrees", "sizes", "shared", "in_f", "in_i"),
+    [
+        # Keys and values are gathered in F, and in I with their gradients.
+        (Degrees(context=4), {"keys": 80}, 4, 1, 2),
+        # Experts are reached by two exchanges each way.
+        (Degrees(fsdp=4, experts=4), {"routed": 80}, 1, 2, 2),
+    ],
+)
+def test_collectives_of_a_layer(degrees: Degrees, sizes: dict[str, float], shared: int, in_f: int, in_i: int) -> None:
     device = replace(ONE_A_SECOND, inside=10.0)
-    layer = LayerWork(("layers.0",), 8, 16, 24, 0.0, 0, 0, keys=80)
-    work = replace(workload(layers=1, degrees=Degrees(context=4)), layers=(layer,))
-    costs, gathered = rates(device).layer_costs(work), device.collective(80, 4)
-    assert [costs.f[0], costs.i[0], costs.w[0]] == pytest.approx([2 + gathered, 4 + 2 * gathered, 6])
+    layer = LayerWork(("layers.0",), 8, 16, 24, 0.0, 0, 0, **sizes)  # type: ignore[arg-type]
+    work = replace(workload(layers=1, degrees=degrees), layers=(layer,))
+    costs, each = rates(device).layer_costs(work), device.collective(80, 4)
+    assert [costs.f[0], costs.i[0], costs.w[0]] == pytest.approx(
+        [8 / shared + in_f * each, 16 / shared + in_i * each, 24 / shared]
+    )
 
 
 def test_neighbours_on_other_nodes_are_farther_apart() -> None:
@@ -429,29 +440,19 @@ def test_a_job_without_a_pipeline_is_sent_to_the_search() -> None:
     found = estimate(workload(degrees=Degrees(pipeline=1)), ONE_A_SECOND, only=())
     assert "This job has no pipeline: --search compares pipelines with it." in "\n".join(lines(found))
     assert "--search" not in "\n".join(lines(found, searched=True))
-
-
-def test_an_empty_estimate_has_a_page() -> None:
-    found = estimate(workload(degrees=Degrees(pipeline=1)), ONE_A_SECOND, only=())
     assert "No schedule can run" in page(found)
 
 
-def test_schedules_are_made_for_the_checkpointing() -> None:
-    """As the job makes them: ZBVLean for a typical transformer's memory, not for these costs."""
+@pytest.mark.parametrize(("name", "placement"), [("ZBVLean", Placement.v(2)), ("ZB1P", Placement.loop(2))])
+def test_schedules_are_made_as_in_a_job(name: str, placement: Placement) -> None:
+    """Without measured costs ZBVLean is made for a typical transformer's memory, ZB1P for equal times, and neither for
+    this job's costs."""
     work = replace(workload(layers=8), checkpointing=Checkpointing.FULL)
-    step = row(estimate(work, ONE_A_SECOND, only=("ZBVLean",), plans=False), "ZBVLean", 2)
+    step = row(estimate(work, ONE_A_SECOND, only=(name,), plans=False), name, len(placement.stages_on(0)))
     assert step.timeline is not None
-    costs = usual_costs(Placement.v(2), Checkpointing.FULL)
-    assert step.timeline.schedule == generate("ZBVLean", 2, 8, costs=costs)
-    assert Op.parse("0B0").kind in {op.kind for op in step.timeline.schedule.ops[0]}
-
-
-def test_schedules_that_know_no_checkpointing_are_made_as_in_a_job() -> None:
-    """Without measured costs ZB1P is made for equal times, and not for what this job's costs would make of it."""
-    work = replace(workload(layers=8), checkpointing=Checkpointing.FULL)
-    step = row(estimate(work, ONE_A_SECOND, only=("ZB1P",), plans=False), "ZB1P")
-    assert step.timeline is not None
-    assert step.timeline.schedule == generate("ZB1P", 2, 8) != generate("ZB1P", 2, 8, costs=step.timeline.costs)
+    usual = usual_costs(placement, Checkpointing.FULL) if name == "ZBVLean" else None
+    made = generate(name, 2, 8, costs=usual)
+    assert step.timeline.schedule == made != generate(name, 2, 8, costs=step.timeline.costs)
 
 
 def test_an_estimate_is_a_range_over_the_plausible_speeds(file: Path) -> None:
@@ -482,14 +483,6 @@ def test_a_pipeline_has_to_be_clearly_shorter(seconds: float, ends: tuple[float,
     alone = Step(NO_PIPELINE, "", 1, 1.0, 0.0, 1.0, None, Memory(*[0] * 7), True, range=(0.5, 2.0))
     best = replace(alone, schedule="ZBV", seconds=seconds, range=ends)
     assert compare(best, alone, "ZBV").startswith(words)
-
-
-def test_experts_are_reached_by_two_exchanges_each_way() -> None:
-    device = replace(ONE_A_SECOND, inside=10.0)
-    layer = LayerWork(("layers.0",), 1, 2, 3, 0.0, 0, 0, routed=80)
-    work = replace(workload(layers=1, degrees=Degrees(fsdp=4, experts=4)), layers=(layer,))
-    costs, sent = rates(device).layer_costs(work), device.collective(80, 4)
-    assert [costs.f[0], costs.i[0], costs.w[0]] == pytest.approx([1 + 2 * sent, 2 + 2 * sent, 3])
 
 
 @pytest.mark.parametrize(

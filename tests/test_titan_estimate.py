@@ -149,20 +149,6 @@ def test_encoders_of_images(found: dict[str, Any]) -> None:
     assert "vision_projection, vision_encoder, vision_adapter from the weights, with one patch per token" in words
 
 
-@pytest.mark.long
-def test_a_model_with_experts() -> None:
-    """TorchTitan's own config, without what its trainer wants to be said about a pipeline, and without its warnings."""
-    job = ["--module", "qwen3", "--config", "qwen3_moe_debug", "--parallelism.pipeline_parallel_degree", "2"]
-    command = ["zbpipe", "estimate", "--json", "--gpus", "4", "--device", "H100", *job]
-    result = subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    found = json.loads(result.stdout)
-    assert any("read values" in line for line in found["words"])
-    assert all(row["memory"]["activations"] + row["memory"]["waiting"] > 0 for row in found["schedules"])
-
-
 def test_what_titan_refuses_is_told_in_one_line(found: dict[str, Any]) -> None:
     for words, (code, line) in zip(REFUSED.values(), found["refusals"], strict=True):
         assert code == 2
@@ -174,8 +160,29 @@ PRINT = """
 import json, shlex, sys
 from click.testing import CliRunner
 from zbpipe.cli import main
-print(json.dumps([CliRunner().invoke(main, shlex.split(line)[1:]).stdout for line in sys.argv[1:]]))
+found = [CliRunner().invoke(main, shlex.split(line)) for line in sys.argv[1:]]
+print(json.dumps([[each.exit_code, each.stdout, each.stderr] for each in found]))
 """
+
+
+def run(*lines: str) -> list[tuple[str, str]]:
+    """What `zbpipe` prints with each line's arguments, in one process that imports TorchTitan, and its warnings."""
+    command = [sys.executable, "-c", PRINT, *lines]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    answers = json.loads(result.stdout)
+    assert [code for code, *_ in answers] == [0] * len(lines), answers
+    return [(text, warnings) for _, text, warnings in answers]
+
+
+@pytest.mark.long
+def test_a_model_with_experts() -> None:
+    """TorchTitan's own config, without what its trainer wants to be said about a pipeline, and without its warnings."""
+    job = "--module qwen3 --config qwen3_moe_debug --parallelism.pipeline_parallel_degree 2"
+    [(text, warnings)] = run(f"estimate --json --gpus 4 --device H100 {job}")
+    assert warnings == ""
+    found = json.loads(text)
+    assert any("read values" in line for line in found["words"])
+    assert all(row["memory"]["activations"] + row["memory"]["waiting"] > 0 for row in found["schedules"])
 
 
 def alike(shown: str, printed: str) -> bool:
@@ -195,12 +202,10 @@ def nearly_equal(one: str, other: str) -> bool:
 
 @pytest.mark.long
 def test_the_page_has_what_the_commands_print() -> None:
-    shown = [(one.code, two.code) for one, two in pairwise(blocks("docs/is-it-for-me.md")) if not two.language]
+    pairs = pairwise(blocks("docs/is-it-for-me.md"))
+    shown = [(one.code.replace("\\\n", "").removeprefix("zbpipe "), two.code) for one, two in pairs if not two.language]
     assert len(shown) == 3
-    lines = [line.replace("\\\n", "") for line, _ in shown]
-    command = [sys.executable, "-c", PRINT, *lines]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
-    for (_, rows), printed in zip(shown, json.loads(result.stdout.splitlines()[-1]), strict=True):
+    for (_, rows), (printed, _) in zip(shown, run(*(line for line, _ in shown)), strict=True):
         for row in rows.splitlines():
             assert any(alike(row, line) for line in printed.splitlines()), row
 
@@ -208,21 +213,8 @@ def test_the_page_has_what_the_commands_print() -> None:
 @pytest.mark.long
 def test_measured_stages_are_planned_with(tmp_path: Path) -> None:
     """`zbpipe measure` on the CPU, and an estimate with its file."""
-    file = tmp_path / "costs.toml"
-    job = ["--module", "titan_integration.llama3", "--config", "llama3_debug"]
-    for command in (
-        ["measure", *job, "--steps", "1", "-o", str(file)],
-        ["estimate", *job, "--gpus", "2", "--costs-file", str(file), "--json"],
-    ):
-        result = subprocess.run(
-            [sys.executable, "-m", "zbpipe", *command],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=250,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr
-    rows = json.loads(result.stdout)["schedules"]
+    job, file = "--module titan_integration.llama3 --config llama3_debug", tmp_path / "costs.toml"
+    commands = f"measure {job} --steps 1 -o {file}", f"estimate {job} --gpus 2 --costs-file {file} --json"
+    rows = json.loads(run(*commands)[-1][0])["schedules"]
     assert {row["schedule"] for row in rows} >= {"ZBV", "1F1B", "plan"}
     assert all(row["seconds"] > 0 and row["memory"]["activations"] + row["memory"]["waiting"] > 0 for row in rows)

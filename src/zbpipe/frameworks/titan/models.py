@@ -8,8 +8,8 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy, deepcopy
-from dataclasses import fields, replace
+from copy import copy
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -32,7 +32,6 @@ from zbpipe.frameworks.titan.plug import (
 from zbpipe.frameworks.titan.stage_under_test import StageUnderTest
 
 _NO_CUDA_GRAPHS = "--training.disable_cuda_graphs"
-_QUANTISED = "torchtitan.components.quantization"
 _SIZES = {"bfloat16": 2, "float32": 4}
 """Bytes per number."""
 
@@ -50,8 +49,8 @@ def parse_config(arguments: list[str], *, allow_float8: bool = False) -> Any:
     `allow_float8`: also on a machine whose device has no float8. TorchTitan 0.3 asks it when it makes a config.
     """
     if allow_float8 and not HAS_JOB_CONFIG:
-        quantisation: Any = importlib.import_module(f"{_QUANTISED}.float8")
-        quantisation.has_cuda_capability = lambda *capability: True
+        float8: Any = importlib.import_module("torchtitan.components.quantization.float8")
+        float8.has_cuda_capability = lambda *capability: True
     if not HAS_JOB_CONFIG and not any(each.startswith(_NO_CUDA_GRAPHS) for each in arguments):
         arguments = [_NO_CUDA_GRAPHS, *arguments]  # CUDA graphs are refused in a pipeline, and make no difference here
     try:
@@ -104,16 +103,13 @@ def sizes(config: Any, fsdp: int) -> Sizes:
 
 
 def build_on_meta(config: Any) -> Model:
-    """The whole model of a job, as its `Trainer` would build it, without memory for weights and with plain products.
-
-    Quantised products have as many operations, which meta tensors do not show.
-    """
+    """The whole model of a job, as its `Trainer` would build it, without memory for weights."""
     dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     if not HAS_JOB_CONFIG:
+        model_config = config.model_spec.model
         from zbpipe.frameworks.titan.causal_attention import use_causal_attention  # of 0.3 and later
 
         use_causal_attention(config.model_spec, batches.length(config.training))
-        model_config = _with_plain_products(config.model_spec.model)
         with _refusals():
             model_config.update_from_config(config=config)
         with torch.device("meta"), titan_utils.set_default_dtype(dtype):
@@ -158,32 +154,18 @@ def has_async_tensor(config: Any) -> bool:
     return bool((config.parallelism if HAS_JOB_CONFIG else config.compile).enable_async_tensor_parallel)
 
 
-def has_float8(config: Any) -> bool:
-    """Whether products of the blocks are in float8."""
+def take_float8(config: Any, model: nn.Module) -> bool:
+    """Whether products of the blocks are in float8. Their layers are plain ones from then on.
+
+    Plain products have as many operations. Meta tensors do not show those of float8.
+    """
     if HAS_JOB_CONFIG:
         return any("float8" in each for each in config.model.converters)
-    return any(_find_quantised(config.model_spec.model))
-
-
-def _find_quantised(model_config: Any) -> Iterator[tuple[Any, Any, Any]]:
-    """The quantised modules' configs in that of a model of TorchTitan 0.3, each with its place: parent and name."""
-    from torchtitan.config import Configurable  # of 0.3 and later
-
-    everything = model_config.traverse(Configurable.Config, recurse=True)
-    return ((each, *place) for _, each, *place in everything if type(each).__module__.startswith(_QUANTISED))
-
-
-def _with_plain_products(model_config: Any) -> Any:
-    """A copy in which each quantised module is one of the class that it derives from."""
-    model_config = deepcopy(model_config)
-    for quantised, parent, name in list(_find_quantised(model_config)):
-        plain = next(each for each in type(quantised).__mro__ if not each.__module__.startswith(_QUANTISED))
-        made = plain(**{each.name: getattr(quantised, each.name) for each in fields(plain)})
-        if isinstance(parent, list):
-            parent[name] = made
-        else:
-            setattr(parent, name, made)
-    return model_config
+    found = [each for each in model.get_submodule("layers").modules() if type(each).__name__.startswith("Float8")]
+    for layer in found:
+        if isinstance(layer, nn.Linear):
+            layer.__class__ = nn.Linear
+    return bool(found)
 
 
 def key_heads(model_config: Any) -> int:

@@ -392,6 +392,7 @@ def _count(config: Any) -> _Counted:
     whole = models.build_on_meta(config)
     model, tokens = whole.module, _tokens(config)
     models.require_decoder(model)
+    float8 = models.take_float8(config, model)
     blocks = dict(model.get_submodule("layers").named_children())
     attention = layer_split.attention_products(whole) / max(len(blocks), 1)
     per_token = float(whole.config.get_nparams_and_flops(model, whole.seq_len)[1])
@@ -417,7 +418,6 @@ def _count(config: Any) -> _Counted:
     chunks = models.chunks_of_loss(config)
     head = _head(model, models.HEAD, tokens, chunks)
     heads, is_tied = models.key_heads(whole.config), bool(getattr(whole.config, "enable_weight_tying", False))
-    float8 = models.has_float8(config)
     return _Counted(*(embedding, tuple(found), head, chunks, whole.config.dim, heads, is_tied, float8, how, per_token))
 
 
