@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from published_jobs import block_milliseconds
+
 from zbpipe import CostModel, generate, simulate
 from zbpipe.costs.transport import Transport
 from zbpipe.planner.engine import fastest
@@ -61,8 +63,8 @@ class Row:
     w: float
     comm: float
     metric: str
-    """bubble (share of a rank's span), ratio (throughput over 1F1B), activations (memory over 1F1B), memory (GB), or
-    throughput (samples per second and GPU)."""
+    """bubble (share of a rank's span), ratio (throughput over 1F1B), activations (memory over 1F1B), memory (GB),
+    throughput (samples per second and GPU), or F, I, W (milliseconds of `v` blocks by the estimate's rates)."""
     published: float
     note: str
 
@@ -134,6 +136,9 @@ def predict(row: Row) -> float:
             return max(_timeline(row, row.schedule).peak_activations) / max(_timeline(row, "1F1B").peak_activations)
         case "memory":
             return _gigabytes(row)
+        case "F" | "I" | "W":
+            how, *options = row.schedule.split()
+            return row.v * block_milliseconds(row.model, row.hardware, row.seq, how, frozenset(options))[row.metric]
         case "throughput":
             return 1000 * row.m * row.microbatch / row.p / _seconds(row, row.schedule, OVERHEAD)
     raise ValueError(f"unknown metric {row.metric!r}")
@@ -328,7 +333,7 @@ def main() -> None:
     print(markdown(heads, [each.cells for each in groups(found)]))
     jobs = [(job, published_jobs.predict(job)) for job in published_jobs.read_jobs()]
     published_jobs.write_results(jobs)
-    heads = ["estimated speed", "rows", "number", "bias", "mean error", "within the range"]
+    heads = ["jobs", "", "number", "bias", "mean error", "within the range"]
     print("\n" + markdown(heads, published_jobs.summary(jobs), left=2))
 
 

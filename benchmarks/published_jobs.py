@@ -1,7 +1,6 @@
 """`zbpipe estimate` against published speeds of whole jobs: `published_jobs.csv`, one row for each job.
 
-`published.py` runs it. The jobs are built from the widths of their models, without torch. Rows with `kept_back` were
-used for no figure of `zbpipe.estimation.devices`.
+`published.py` runs it. The jobs are built from the widths of their models, without torch.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 from zbpipe.costs.transformer import Block, Checkpointing
 from zbpipe.estimation.devices import find
 from zbpipe.estimation.estimate import estimate
+from zbpipe.estimation.rates import rates
 from zbpipe.estimation.workload import ASYNC_TENSOR, Degrees, LayerWork, Workload
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind
 
@@ -32,11 +32,16 @@ class Model:
     vocabulary: int
     last: int
     """Number of weights in a block's last product."""
+    weights: float
+    """Number of weights in a block with which each token is multiplied."""
+    attention: int
+    """Width of the queries and of the values of all heads: their mean."""
 
 
 def _model(dim: int, keys: int, hidden: int, blocks: int, vocabulary: int) -> Model:
     """`keys` is the width of the keys of all heads."""
-    return Model(Block(dim, dim, 2 * keys, hidden), blocks, vocabulary, dim * hidden)
+    block = Block(dim, dim, 2 * keys, hidden)
+    return Model(block, blocks, vocabulary, dim * hidden, block.parameters - 2.0 * dim, dim)
 
 
 def _gpt(dim: int, blocks: int, vocabulary: int, keys: int | None = None) -> Model:
@@ -57,8 +62,18 @@ MODELS = {
     "MPT 13B": _gpt(5120, 40, 50432),
     "MPT 30B": _gpt(7168, 48, 50432),
     "MPT 70B": _gpt(8192, 80, 50432),
+    "GPT 5B": _gpt(4096, 24, 51200),
+    "GPT 20B": _gpt(6144, 44, 51200),
+    "GPT 22B": _gpt(6144, 48, 51200),
     "GPT 175B": _gpt(12288, 96, 50257),
+    "GPT 530B": _gpt(20480, 105, 51200),
+    "GPT 1T": _gpt(25600, 128, 51200),
+    "Nemotron 8B": _gpt(4096, 32, 256000),
+    "Nemotron 15B": _gpt(6144, 32, 256000, keys=1024),
+    "Nemotron 22B": _gpt(6144, 40, 256000),
     "Nemotron 340B": _gpt(18432, 96, 256000, keys=1536),
+    # A block with 8 of 256 experts and a shared one of width 2048; 128 heads of width 192 and values of width 128.
+    "DeepSeek V3": Model(Block(7168, 24576, 40960, 18432), 61, 129280, 7168 * 18432, 585.3e6, 128 * 160),
 }
 _AGAIN = {Checkpointing.NONE: 0, Checkpointing.SELECTIVE: 2, Checkpointing.FULL: 3}
 """Collectives of tensor parallelism that I repeats."""
@@ -90,7 +105,9 @@ class Job:
     """Network of each GPU in GB/s, if it is not the device's."""
     published: float
     """Tokens per second of each GPU."""
-    kept_back: bool
+    use: str
+    """"fitted": for figures of the devices and rates. "kept back": by source, but in view while those were chosen.
+    "never fitted": found afterwards, and predicted with the figures as they were."""
     note: str
 
 
@@ -102,7 +119,7 @@ def read_jobs() -> list[Job]:
 
 def _job(cells: dict[str, Any]) -> Job:
     whole = {name: int(cells[name]) for name in ("gpus", "p", "tp", "cp", "v", "m", "microbatch", "seq")}
-    others: dict[str, Any] = {"published": float(cells["published"]), "kept_back": bool(cells["kept_back"])}
+    others: dict[str, Any] = {"published": float(cells["published"])}
     others["options"] = frozenset(cells["options"].split())
     others["link"] = float(cells["link"]) if cells["link"] else None
     return Job(**{**cells, **whole, **others})
@@ -122,8 +139,8 @@ def workload(job: Job) -> Workload:
         working=((OpKind.F, 4 * logits), (OpKind.I, 8 * logits), (OpKind.B, 8 * logits)),
         transfers=(1, 1),
     )
-    products = 2.0 * (block.parameters - 2 * block.dim) * tokens
-    attention = 2.0 * job.seq * block.queries * tokens  # causal
+    products = 2.0 * model.weights * tokens
+    attention = 2.0 * job.seq * model.attention * tokens  # causal
     again = {
         Checkpointing.NONE: 0.0,
         Checkpointing.SELECTIVE: 2.0 * block.dim * (block.queries + block.hidden) * tokens,
@@ -181,6 +198,13 @@ def _cut(job: Job, blocks: int) -> tuple[int, ...] | None:
     return (each[0] + 1, *each[1:-1], each[-1] + 1)
 
 
+def block_milliseconds(model: str, device: str, seq: int, how: str, options: frozenset[str]) -> dict[str, float]:
+    """Estimated times of F, I and W of one block on one GPU."""
+    job = Job("", "", model, device, *(1,) * 7, seq, how, options, None, 1.0, "", "")
+    costs = rates(find(device)).layer_costs(workload(job))
+    return {"F": 1000 * costs.f[1], "I": 1000 * costs.i[1], "W": 1000 * costs.w[1]}
+
+
 @dataclass(frozen=True)
 class Speed:
     """Estimated tokens per second of each GPU."""
@@ -212,17 +236,19 @@ def predict(job: Job) -> Speed:
 
 
 def summary(found: Iterable[tuple[Job, Speed]]) -> list[list[str]]:
-    """Errors by side and use, in percent: number of rows, bias, mean error, and rows within the range."""
-    rows = list(found)
+    """Errors by use and side, in percent: number of rows, bias, mean error, and rows within the range. Those that were
+    never fitted also by source."""
+    by_use: dict[tuple[str, str], list[tuple[Job, Speed]]] = {}
+    for job, speed in found:
+        side = "pipeline" if job.p > 1 else "no pipeline"
+        for use in (job.use, f"never fitted: {job.source}") if job.use == "never fitted" else (job.use,):
+            by_use.setdefault((use, side), []).append((job, speed))
     lines = []
-    for has_pipeline in (False, True):
-        for kept_back in (False, True):
-            some = [each for each in rows if (each[0].p > 1, each[0].kept_back) == (has_pipeline, kept_back)]
-            errors = [100 * speed.error(job) for job, speed in some]
-            inside = sum(speed.includes(job) for job, speed in some)
-            name = "pipeline" if has_pipeline else "FSDP"
-            words = (name, "kept back" if kept_back else "used", str(len(some)))
-            lines.append([*words, f"{fmean(errors):+.1f} %", f"{fmean(map(abs, errors)):.1f} %", f"{inside}"])
+    for words, some in sorted(by_use.items()):
+        errors = [100 * speed.error(job) for job, speed in some]
+        inside = sum(speed.includes(job) for job, speed in some)
+        numbers = (f"{fmean(errors):+.1f} %", f"{fmean(map(abs, errors)):.1f} %", f"{inside}")
+        lines.append([*words, str(len(some)), *numbers])
     return lines
 
 
@@ -240,13 +266,12 @@ def write_results(found: Iterable[tuple[Job, Speed]]) -> None:
         "least",
         "most",
         "error",
-        "kept back",
+        "use",
     )
     with RESULTS.open("w", newline="") as lines:
         out = csv.writer(lines, lineterminator="\n")
         out.writerow((*heads, "note"))
         for job, speed in found:
             numbers = (f"{each:.4g}" for each in (job.published, speed.likely, speed.least, speed.most))
-            use = "yes" if job.kept_back else ""
             start = (job.id, job.source, job.model, job.device, job.gpus, job.p)
-            out.writerow((*start, *numbers, f"{speed.error(job):+.3f}", use, job.note))
+            out.writerow((*start, *numbers, f"{speed.error(job):+.3f}", job.use, job.note))

@@ -152,20 +152,14 @@ def test_frozen_means_frozen_and_hashable(thing: Any) -> None:
         assert not isinstance(value, (list, dict, set))
 
 
-def test_a_timeline_keeps_its_own_mapping() -> None:
-    mine = dict(TIMELINE.waited_for)
+def test_they_keep_their_own_collections() -> None:
+    mine, rows = dict(TIMELINE.waited_for), [list(ops) for ops in ZBV]
     kept = replace(TIMELINE, waited_for=mine)
-    mine.clear()
-    assert kept == TIMELINE
-    assert TIMELINE.waited_for
-
-
-def test_a_schedule_keeps_its_own_lists() -> None:
-    rows = [list(ops) for ops in ZBV]
     schedule = Schedule("ZBV", Placement([0, 1, 1, 0]), 2, rows)  # type: ignore[arg-type]
+    mine.clear()
     rows[0].clear()
-    assert schedule == ZBV
-    assert hash(schedule) == hash(ZBV)
+    assert (kept, schedule, hash(schedule)) == (TIMELINE, ZBV, hash(ZBV))
+    assert TIMELINE.waited_for
 
 
 def test_a_repr_is_a_line() -> None:

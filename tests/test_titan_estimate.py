@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import blocks
 from titan_jobs import require_titan
 
 require_titan("0.3.0")
@@ -51,6 +54,10 @@ ends = [workload.read([*named, *more], 64) for more in ([], weighted)]
 placement = resolve("ZBV").place(4)
 found["ends"] = [list(map(len, each.split(placement, resolve("ZBV")))) for each in ends]
 from zbpipe.frameworks.titan import models
+kinds = [workload.read(["--module", "llama3", "--config", f"llama3_debugmodel{kind}"], 8) for kind in ("", "_float8")]
+found["float8"] = [[each.float8 for each in kinds], kinds[0].layers == kinds[1].layers]
+experts = ["--module", "qwen3", "--config", "qwen3_moe_debug", "--parallelism.pipeline_parallel_degree", "2"]
+found["experts"] = [(moe := workload.read(experts, 4)).words, list(map(bytes_of, moe.layers[1:-1]))]
 images = ["--module", "rows_config", "--config", "muse_glimmer_images", "--parallelism.pipeline_parallel_degree", "2"]
 seeing = workload.read(images, 2)
 first = seeing.layers[0]
@@ -126,6 +133,18 @@ def test_a_layer_that_cannot_run_on_meta_tensors(found: dict[str, Any]) -> None:
     assert found["guessed"] == [True, True]
 
 
+def test_a_model_with_experts(found: dict[str, Any]) -> None:
+    """TorchTitan's own config, without what its trainer wants to be said about a pipeline."""
+    words, bytes_of_blocks = found["experts"]
+    assert "read values" in words
+    assert all(activations > 0 for activations, *_ in bytes_of_blocks)
+
+
+def test_float8_is_counted_as_plain_products_on_any_machine(found: dict[str, Any]) -> None:
+    """TorchTitan asks for a device with float8 when it makes the config, and meta tensors show no float8 products."""
+    assert found["float8"] == [[False, True], True]
+
+
 def test_encoders_of_images(found: dict[str, Any]) -> None:
     """They count on the first stage, with two operations for each weight and token in each of F, I and W."""
     modules, operations, are_equal, parameters, keeps, defers, words = found["images"]
@@ -139,20 +158,6 @@ def test_encoders_of_images(found: dict[str, Any]) -> None:
     assert "vision_projection, vision_encoder, vision_adapter from the weights, with one patch per token" in words
 
 
-@pytest.mark.long
-def test_a_model_with_experts() -> None:
-    """TorchTitan's own config, without what its trainer wants to be said about a pipeline, and without its warnings."""
-    job = ["--module", "qwen3", "--config", "qwen3_moe_debug", "--parallelism.pipeline_parallel_degree", "2"]
-    command = ["zbpipe", "estimate", "--json", "--gpus", "4", "--device", "H100", *job]
-    result = subprocess.run(
-        [sys.executable, "-m", *command], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    found = json.loads(result.stdout)
-    assert any("read values" in line for line in found["words"])
-    assert all(row["memory"]["activations"] + row["memory"]["waiting"] > 0 for row in found["schedules"])
-
-
 def test_what_titan_refuses_is_told_in_one_line(found: dict[str, Any]) -> None:
     for words, (code, line) in zip(REFUSED.values(), found["refusals"], strict=True):
         assert code == 2
@@ -160,24 +165,55 @@ def test_what_titan_refuses_is_told_in_one_line(found: dict[str, Any]) -> None:
     assert found["no decoder"].startswith("Linear has no tok_embeddings, layers, norm, lm_head: only TorchTitan's")
 
 
+PRINT = """
+import json, shlex, sys
+from click.testing import CliRunner
+from zbpipe.cli import main
+found = [CliRunner().invoke(main, shlex.split(line)) for line in sys.argv[1:]]
+print(json.dumps([[each.exit_code, each.stdout, each.stderr] for each in found]))
+"""
+
+
+def run(*lines: str) -> list[tuple[str, str]]:
+    """What `zbpipe` prints with each line's arguments, in one process that imports TorchTitan, and its warnings."""
+    command = [sys.executable, "-c", PRINT, *lines]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
+    answers = json.loads(result.stdout)
+    assert [code for code, *_ in answers] == [0] * len(lines), answers
+    return [(text, warnings) for _, text, warnings in answers]
+
+
+def alike(shown: str, printed: str) -> bool:
+    """Whether the printed line begins with what is shown."""
+    words, others = shown.split(), printed.split()
+    return len(words) <= len(others) and all(map(nearly_equal, words, others))
+
+
+def nearly_equal(one: str, other: str) -> bool:
+    """Whether these are the same words, or numbers within 2 %."""
+    try:
+        first, second = (float(re.sub("[%,]", "", each)) for each in (one, other))
+    except ValueError:
+        return one == other
+    return first == pytest.approx(second, rel=0.02)
+
+
+@pytest.mark.long
+def test_the_page_has_what_the_commands_print() -> None:
+    pairs = pairwise(blocks("docs/is-it-for-me.md"))
+    shown = [(one.code.replace("\\\n", "").removeprefix("zbpipe "), two.code) for one, two in pairs if not two.language]
+    assert len(shown) == 3
+    for (_, rows), (printed, warnings) in zip(shown, run(*(line for line, _ in shown)), strict=True):
+        assert all(line.startswith("skipped ") for line in warnings.splitlines())
+        for row in rows.splitlines():
+            assert any(alike(row, line) for line in printed.splitlines()), row
+
+
 @pytest.mark.long
 def test_measured_stages_are_planned_with(tmp_path: Path) -> None:
     """`zbpipe measure` on the CPU, and an estimate with its file."""
-    file = tmp_path / "costs.toml"
-    job = ["--module", "titan_integration.llama3", "--config", "llama3_debug"]
-    for command in (
-        ["measure", *job, "--steps", "1", "-o", str(file)],
-        ["estimate", *job, "--gpus", "2", "--costs-file", str(file), "--json"],
-    ):
-        result = subprocess.run(
-            [sys.executable, "-m", "zbpipe", *command],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            timeout=250,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr
-    rows = json.loads(result.stdout)["schedules"]
+    job, file = "--module titan_integration.llama3 --config llama3_debug", tmp_path / "costs.toml"
+    commands = f"measure {job} --steps 1 -o {file}", f"estimate {job} --gpus 2 --costs-file {file} --json"
+    rows = json.loads(run(*commands)[-1][0])["schedules"]
     assert {row["schedule"] for row in rows} >= {"ZBV", "1F1B", "plan"}
     assert all(row["seconds"] > 0 and row["memory"]["activations"] + row["memory"]["waiting"] > 0 for row in rows)

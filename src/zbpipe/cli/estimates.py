@@ -89,12 +89,10 @@ def _verdict_of_search(searched: Sequence[Estimate]) -> Iterator[str]:
         yield "No pipeline fits." if False in sides else "Without a pipeline it does not fit."
         return
     best, alone = sides[True].on_these_degrees, sides[False].on_these_degrees
-    device = searched[0].device
     assert best is not None, "it fits"
     assert alone is not None, "it fits"
-    assert device is not None, "a search has a device"
     yield compare(best, alone, f"{best.schedule} on {sides[True].workload.degrees}")
-    for change, then in flips(sides[True], sides[False], device):
+    for change, then in flips(sides[True], sides[False]):
         yield f"{then.capitalize()} with {change}."
 
 

@@ -13,9 +13,7 @@ from zbpipe.costs.model import CostModel
 from zbpipe.costs.torchs_split import has_torchs_split, runs_torchs_split
 from zbpipe.estimation.devices import Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
-from zbpipe.estimation.overheads import with_overheads
 from zbpipe.estimation.rates import Rates, rates
-from zbpipe.estimation.refusals import require_torch_runs
 from zbpipe.estimation.result import NO_PIPELINE, PLAN, Estimate, Memory, Step
 from zbpipe.estimation.workload import Workload
 from zbpipe.planner.plan import plan
@@ -34,6 +32,8 @@ _SEARCHED = 1024
 """Limit of ranks times microbatches for including searched schedules, such as ZBVLean, by default."""
 _MESSAGES = 6
 """Number of messages per stage of a rank for which a plan leaves room. The table counts the actual ones."""
+_IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
+_AT_LEAST_STAGES = ("1F1B", "DualPipeV")
 
 
 def estimate(
@@ -99,7 +99,8 @@ def estimate(
     if job.rates is not None:
         steps += kept(NO_PIPELINE, job.without_pipeline)
     steps.sort(key=lambda step: (not step.runs, not step.fits, step.seconds, step.has_torchs_split))
-    return Estimate(workload, found, tuple(steps), tuple(left_out), tuple(job.words(tflops, link)))
+    device = None if job.rates is None else job.rates.device
+    return Estimate(workload, device, tuple(steps), tuple(left_out), tuple(job.words(tflops, link)))
 
 
 def _variants(
@@ -117,6 +118,17 @@ def _variants(
         yield own, own.stages_per_rank
 
 
+def _require_torch_runs(algorithm: Algorithm, ranks: int, stages_per_rank: int, microbatches: int) -> None:
+    """Refuse what the class of torch refuses that runs this schedule, with a ValueError."""
+    if algorithm.source != "torch":
+        return
+    rounds, stages = max(1, microbatches // ranks), ranks * stages_per_rank
+    if algorithm.name in _IN_ROUNDS and microbatches % rounds:
+        raise ValueError(f"torch refuses {microbatches} microbatches on {ranks} ranks: no multiple of {rounds} rounds")
+    if algorithm.name in _AT_LEAST_STAGES and microbatches < stages:
+        raise ValueError(f"torch refuses {microbatches} microbatches for {stages} stages: it needs at least as many")
+
+
 @dataclass(frozen=True)
 class _Job:
     """A workload with its known times."""
@@ -131,7 +143,7 @@ class _Job:
         split = self.workload.split(placement, algorithm)
         costs = self.costs(placement, split)
         made_for = costs if self.measured is not None else self._usual_costs(algorithm, placement, costs)
-        require_torch_runs(algorithm, degrees.pipeline, stages, microbatches)
+        _require_torch_runs(algorithm, degrees.pipeline, stages, microbatches)
         schedule = algorithm.make(degrees.pipeline, microbatches, stages_per_rank=stages, costs=made_for)
         return self.step(schedule, costs, split, algorithm.name, _words_of(placement), algorithm.source)
 
@@ -236,7 +248,7 @@ class _Job:
             return timeline.makespan
         most = max(workload.parameters_by_rank(timeline.schedule.placement, split))
         own = most / workload.degrees.tensor / workload.degrees.shards
-        return with_overheads(timeline.makespan, workload, self.rates.device, own)
+        return self.rates.with_overheads(timeline.makespan, workload, own)
 
     def without_pipeline(self) -> Step:
         """A step with the same tokens and GPUs, with FSDP over all of them and no pipeline."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from zbpipe.estimation.devices import Device
 from zbpipe.estimation.estimate import estimate
@@ -12,45 +11,52 @@ from zbpipe.estimation.result import Answer, Estimate, answer
 from zbpipe.estimation.workload import LayerWork, Workload
 
 _TIMES = (2, 4, 8)
-_Change = Callable[[Workload, Device, int], tuple[Workload, Device]]
 
 
-def flips(pipeline: Estimate, alone: Estimate, device: Device, **how: Any) -> Iterator[tuple[str, Answer]]:
+def flips(pipeline: Estimate, alone: Estimate) -> Iterator[tuple[str, Answer]]:
     """Changes after which the best layouts have another answer, each with that answer: the first of each kind."""
     best, other = pipeline.on_these_degrees, alone.on_these_degrees
     assert best is not None, "the verdict compares layouts that fit"
     assert other is not None, "the verdict compares layouts that fit"
-    now, likely = answer(best, other), replace(device, range=None)
-    options = {"plans": False, "stages_per_rank": (best.stages_per_rank,), **how}
+    assert alone.device is not None, "without a pipeline there are no measured costs"
+    now, likely, stages = answer(best, other), replace(alone.device, range=None), (best.stages_per_rank,)
     names = {"plan": ("ZBV", "Interleaved1F1B")}.get(best.schedule, (best.schedule,))
-    for words, change in _CHANGES:
+    for change in (_more_gpus, _slower_network, _faster_network, _longer_sequences):
         for times in _TIMES:
             try:
-                one, other_one = (change(each.workload, likely, times) for each in (pipeline, alone))
-                steps = [estimate(*each, only=names, **options).on_these_degrees for each in (one, other_one)]
+                changed = [change(each.workload, likely, times) for each in (pipeline, alone)]
+                found = [
+                    estimate(work, there, only=names, stages_per_rank=stages, plans=False) for work, there, _ in changed
+                ]
             except ValueError:  # too few sequences to share
                 break
-            if steps[0] is None or steps[1] is None:
+            with_pipeline, without = (each.on_these_degrees for each in found)
+            if with_pipeline is None or without is None:
                 break
-            if (then := answer(steps[0], steps[1])) not in (now, Answer.UNDECIDED):
-                yield words(one[0], one[1]), then
+            if (then := answer(with_pipeline, without)) not in (now, Answer.UNDECIDED):
+                yield changed[0][-1], then
                 break
 
 
-def _more_gpus(workload: Workload, device: Device, times: int) -> tuple[Workload, Device]:
-    degrees = workload.degrees
-    return workload.on(replace(degrees, fsdp=times * degrees.fsdp)), device
+_Changed = tuple[Workload, Device, str]
+"""A changed job on a device, and the change in words."""
 
 
-def _faster_network(workload: Workload, device: Device, times: float) -> tuple[Workload, Device]:
-    return workload, replace(device, between=device.between * times)
+def _more_gpus(workload: Workload, device: Device, times: int) -> _Changed:
+    changed = workload.on(replace(workload.degrees, fsdp=times * workload.degrees.fsdp))
+    return changed, device, f"{changed.degrees.gpus} GPUs and the same batch"
 
 
-def _slower_network(workload: Workload, device: Device, times: int) -> tuple[Workload, Device]:
+def _faster_network(workload: Workload, device: Device, times: float) -> _Changed:
+    changed = replace(device, between=device.between * times)
+    return workload, changed, f"a network of {changed.between / 1e9:.3g} GB/s per GPU"
+
+
+def _slower_network(workload: Workload, device: Device, times: int) -> _Changed:
     return _faster_network(workload, device, 1 / times)
 
 
-def _longer_sequences(workload: Workload, device: Device, times: int) -> tuple[Workload, Device]:
+def _longer_sequences(workload: Workload, device: Device, times: int) -> _Changed:
     """The tokens of a step stay the same."""
     microbatches, rest = divmod(workload.microbatches, times)
     if rest or not microbatches:
@@ -63,7 +69,7 @@ def _longer_sequences(workload: Workload, device: Device, times: int) -> tuple[W
         message_bytes=times * workload.message_bytes,
         remade=None,
     )
-    return changed, device
+    return changed, device, f"sequences of {changed.tokens // changed.microbatch_size} tokens"
 
 
 def _longer(layer: LayerWork, times: int) -> LayerWork:
@@ -81,15 +87,3 @@ def _longer(layer: LayerWork, times: int) -> LayerWork:
         traffic=(times * moved_f, times * moved_i),
         keys=times * layer.keys,
     )
-
-
-def _name_network(_: Workload, device: Device) -> str:
-    return f"a network of {device.between / 1e9:.3g} GB/s per GPU"
-
-
-_CHANGES: tuple[tuple[Callable[[Workload, Device], str], _Change], ...] = (
-    (lambda work, _: f"{work.degrees.gpus} GPUs and the same batch", _more_gpus),
-    (_name_network, _slower_network),
-    (_name_network, _faster_network),
-    (lambda work, _: f"sequences of {work.tokens // work.microbatch_size} tokens", _longer_sequences),
-)

@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from zbpipe.costs.layers import join_stages, split_of
 from zbpipe.costs.model import CostModel
-from zbpipe.estimation.overheads import with_overheads
 from zbpipe.estimation.rates import Rates
 from zbpipe.estimation.result import Memory
 from zbpipe.estimation.workload import Degrees, Workload
@@ -49,7 +48,7 @@ def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
     computing = rounds * size * sum(map(sum, (costs.f, costs.i, costs.w)))
     seconds = rounds * sum(_round(alone, rates, costs, size))
     own = alone.parameters / alone.degrees.gpus
-    return Sharded(with_overheads(seconds, alone, rates.device, own), seconds - computing, memories[size])
+    return Sharded(rates.with_overheads(seconds, alone, own), seconds - computing, memories[size])
 
 
 def _round(workload: Workload, rates: Rates, costs: CostModel, size: int) -> Iterator[float]:

@@ -11,7 +11,7 @@ from zbpipe.costs.model import amount
 from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes, Workload
 from zbpipe.schedule.ir import OpKind, require_whole
 
-_DEGREES = ("pipeline", "tensor", "context", "fsdp", "replicas")
+_DEGREES = ("pipeline", "tensor", "context", "replicas")
 _AMOUNTS = ("f", "i", "w", "parameters", "activations")
 _WORKING = {"working_f": OpKind.F, "working_i": OpKind.I, "working_b": OpKind.B}
 _OPTIONAL = ("waits", "keys", "attention_f", "attention_i", "traffic_f", "traffic_i", *_WORKING)
@@ -38,12 +38,8 @@ def load_layers(path: str | Path, gpus: int) -> Workload:
 
 
 def _workload(data: Any, gpus: int, name: str) -> Workload:
-    job = table_of(
-        data,
-        "",
-        required=("tokens", "microbatches", "message_bytes", "layers"),
-        optional=("schedule", "degrees", "parameter_bytes"),
-    )
+    required = ("tokens", "microbatches", "message_bytes", "layers")
+    job = table_of(data, "", required=required, optional=("schedule", "degrees", "parameter_bytes"))
     require_whole(1, tokens=job["tokens"], microbatches=job["microbatches"])
     layers = tuple(chain.from_iterable(_layers(row, name) for name, row in rows_of(job["layers"], "layers")))
     if not layers:
@@ -68,20 +64,14 @@ def _workload(data: Any, gpus: int, name: str) -> Workload:
 def _degrees(given: Any, gpus: int) -> Degrees:
     found = table_of(given, "[degrees]", optional=_DEGREES)
     require_whole(1, **{f"[degrees] {key}": value for key, value in found.items()})
-    fsdp = found.pop("fsdp", None)
     each = Degrees(**found).gpus
-    if gpus % (each * (fsdp or 1)) or not gpus:
-        raise ValueError(f"{gpus} GPUs are not a multiple of the degrees' product {each * (fsdp or 1)}")
+    if gpus % each or not gpus:
+        raise ValueError(f"{gpus} GPUs are not a multiple of the degrees' product {each}")
     return Degrees(**found, fsdp=gpus // each)
 
 
 def _layers(row: Any, name: str) -> list[LayerWork]:
-    table = row_table(
-        row,
-        name,
-        required=("modules", *_AMOUNTS),
-        optional=_OPTIONAL,
-    )
+    table = row_table(row, name, required=("modules", *_AMOUNTS), optional=_OPTIONAL)
     return [_layer(each, name) for each in repeat_counted(table, name)]
 
 

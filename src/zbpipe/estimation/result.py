@@ -107,6 +107,7 @@ class Estimate:
 
     workload: Workload
     device: Device | None
+    """The device, with the given rates in place of the table's."""
     steps: tuple[Step, ...]
     """Rows, fastest first, then those that do not fit, then those that cannot run."""
     left_out: tuple[tuple[str, str], ...]

@@ -72,7 +72,8 @@ def search(workload: Workload, device: str | Device, *, names: Sequence[str] = F
         how: the rates, as for `zbpipe.estimate`.
     """
     device = find(device) if isinstance(device, str) else device
-    likely, known = replace(device, range=None), rates(device, how.get("tflops"), how.get("link"))
+    known = rates(device, how.get("tflops"), how.get("link"))
+    likely = replace(known.device, range=None)
     layouts = [(_computing(each, known.layer_costs(each)), each) for each in _layouts(workload, device.gpus_per_node)]
     if not layouts:
         raise ValueError(f"no degrees fit {workload.degrees.gpus} GPUs: give the job more microbatches")
@@ -82,7 +83,7 @@ def search(workload: Workload, device: str | Device, *, names: Sequence[str] = F
         has_pipeline = each.degrees.pipeline > 1
         if least >= shortest[has_pipeline] or _least_bytes(each) > device.usable_bytes:
             continue
-        there = estimate(each, likely, only=names, stages_per_rank=_stages(each), plans=False, **how)
+        there = estimate(each, likely, only=names, stages_per_rank=_stages(each), plans=False)
         if each.degrees not in found or _order(there) < _order(found[each.degrees]):
             found[each.degrees] = there
         if (step := there.on_these_degrees) is not None:

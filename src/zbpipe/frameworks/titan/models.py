@@ -43,8 +43,14 @@ PARTS = ("tok_embeddings", "layers", *HEAD)
 """A decoder."""
 
 
-def parse_config(arguments: list[str]) -> Any:
-    """TorchTitan's config from its command line. Its parser's output goes to standard error."""
+def parse_config(arguments: list[str], *, allow_float8: bool = False) -> Any:
+    """TorchTitan's config from its command line. Its parser's output goes to standard error.
+
+    `allow_float8`: also on a machine whose device has no float8. TorchTitan 0.3 asks it when it makes a config.
+    """
+    if allow_float8 and not HAS_JOB_CONFIG:
+        float8: Any = importlib.import_module("torchtitan.components.quantization.float8")
+        float8.has_cuda_capability = lambda *capability: True
     if not HAS_JOB_CONFIG and not any(each.startswith(_NO_CUDA_GRAPHS) for each in arguments):
         arguments = [_NO_CUDA_GRAPHS, *arguments]  # CUDA graphs are refused in a pipeline, and make no difference here
     try:
@@ -148,11 +154,18 @@ def has_async_tensor(config: Any) -> bool:
     return bool((config.parallelism if HAS_JOB_CONFIG else config.compile).enable_async_tensor_parallel)
 
 
-def has_float8(config: Any, model: nn.Module) -> bool:
-    """Whether products of the blocks are in float8."""
+def take_float8(config: Any, model: nn.Module) -> bool:
+    """Whether products of the blocks are in float8. Their layers are plain ones from then on.
+
+    Plain products have as many operations. Meta tensors do not show those of float8.
+    """
     if HAS_JOB_CONFIG:
         return any("float8" in each for each in config.model.converters)
-    return any(type(module).__name__.startswith("Float8") for module in model.get_submodule("layers").modules())
+    found = [each for each in model.get_submodule("layers").modules() if type(each).__name__.startswith("Float8")]
+    for layer in found:
+        if isinstance(layer, nn.Linear):
+            layer.__class__ = nn.Linear
+    return bool(found)
 
 
 def key_heads(model_config: Any) -> int:

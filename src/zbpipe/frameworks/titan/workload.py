@@ -50,7 +50,7 @@ def read(arguments: Sequence[str], gpus: int) -> Workload:
         ValueError: TorchTitan or zbpipe refuses the job: an unknown module or config, GPUs that are not a multiple of
         the degrees, a checkpointing that the compiler chooses.
     """
-    found = parse(arguments)
+    found = parse(arguments, allow_float8=True)
     name = " ".join(value for flag, value in pairwise(arguments) if flag in _NAMING)
     return read_config(found, degrees_of(found, gpus), name)
 
@@ -59,8 +59,11 @@ _NAMING = ("--module", "--config", "--job.config_file", "--model.name", "--model
 """TorchTitan's arguments that name a job."""
 
 
-def parse(arguments: Sequence[str]) -> Any:
-    """TorchTitan's config of a command line, whose module may be in the current folder. See `read` for its errors."""
+def parse(arguments: Sequence[str], *, allow_float8: bool = False) -> Any:
+    """TorchTitan's config of a command line, whose module may be in the current folder. See `read` for its errors.
+
+    `allow_float8`: also on a machine whose device has no float8.
+    """
     import_from_here()
     find_installed()
     if cpu.is_needed():
@@ -69,7 +72,7 @@ def parse(arguments: Sequence[str]) -> Any:
     from zbpipe.frameworks.titan import models
 
     try:
-        return models.parse_config(command_line.parse(arguments)[1])
+        return models.parse_config(command_line.parse(arguments)[1], allow_float8=allow_float8)
     except ImportError as error:
         raise ValueError(f"--module: {error}") from None
 
@@ -389,6 +392,7 @@ def _count(config: Any) -> _Counted:
     whole = models.build_on_meta(config)
     model, tokens = whole.module, _tokens(config)
     models.require_decoder(model)
+    float8 = models.take_float8(config, model)
     blocks = dict(model.get_submodule("layers").named_children())
     attention = layer_split.attention_products(whole) / max(len(blocks), 1)
     per_token = float(whole.config.get_nparams_and_flops(model, whole.seq_len)[1])
@@ -414,7 +418,6 @@ def _count(config: Any) -> _Counted:
     chunks = models.chunks_of_loss(config)
     head = _head(model, models.HEAD, tokens, chunks)
     heads, is_tied = models.key_heads(whole.config), bool(getattr(whole.config, "enable_weight_tying", False))
-    float8 = models.has_float8(config, model)
     return _Counted(*(embedding, tuple(found), head, chunks, whole.config.dim, heads, is_tied, float8, how, per_token))
 
 
