@@ -88,6 +88,7 @@ TRAININGS = {
         reshard_after_forward=True,
         options={name: value for name, value in SHARDED_OFTEN.items() if name in pipelining.SCHEDULE_OPTIONS},
     ),
+    "ZBV, resharded": Training("ZBV", options={"fsdp_mode": "reshard"}),
     "ZBV, late": Training("ZBV", options={"fsdp_mode": "torch"}, ways=("fully_shard",)),
     "ZBV, two sizes": Training("ZBV", later_microbatches=3, ways=("fully_shard",)),
     "ZBV, accumulating": Training("ZBV", accumulates=True, ways=("hybrid",)),

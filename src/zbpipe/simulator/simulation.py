@@ -18,7 +18,14 @@ from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.event_loop import Clock
 from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Schedule, require_whole
 from zbpipe.simulator.actions import Action, Rows, action_of
-from zbpipe.simulator.collectives import Collective, find_earliest, find_gathers, find_reductions, find_waits
+from zbpipe.simulator.collectives import (
+    Collective,
+    find_earliest,
+    find_gathers,
+    find_reductions,
+    find_waits,
+    gather_in_each_op,
+)
 from zbpipe.simulator.message_times import CycleError, run
 from zbpipe.simulator.passes import add_messages, place_receives
 from zbpipe.simulator.timeline import Span, Timeline
@@ -176,17 +183,28 @@ def exposed_fsdp(timeline: Timeline) -> float:
     costs = timeline.costs
     if not (costs.gather or costs.reduce):
         return 0.0
-    with_fsdp, without = (
-        simulate(
-            timeline.schedule,
-            each,
-            transport=timeline.transport,
-            receives=timeline.receives,
-            overlaps_fsdp=timeline.overlaps_fsdp,
-        )
-        for each in (costs, replace(costs, gather=0.0, reduce=0.0))
-    )
-    return with_fsdp.makespan - without.makespan
+    return _step(timeline, costs) - _step(timeline, replace(costs, gather=0.0, reduce=0.0))
+
+
+def price_of_resharding(timeline: Timeline) -> float:
+    """Share of a step that `fsdp_mode="reshard"` adds, with which each F and each backward gathers its parameters.
+
+    >>> costs = CostModel(f=(1,), i=(2,), w=(2,), activations=(1,), gather=2)
+    >>> price_of_resharding(simulate(zbpipe.generate("ZBH1", 1, 3), costs))
+    0.125
+    """
+    return _step(timeline, gather_in_each_op(timeline.costs)) / _step(timeline, timeline.costs) - 1
+
+
+def _step(timeline: Timeline, costs: CostModel) -> float:
+    """Seconds of one step with other costs."""
+    return simulate(
+        timeline.schedule,
+        costs,
+        transport=timeline.transport,
+        receives=timeline.receives,
+        overlaps_fsdp=timeline.overlaps_fsdp,
+    ).makespan
 
 
 def _direction(op: Op) -> bool | None:
