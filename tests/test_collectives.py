@@ -51,11 +51,6 @@ def test_the_last_w_of_a_stage_hides_its_reduction(reduce: float, exposed: float
     assert [str(op) for op in timeline.schedule.ops[1][-2:]] == ["2W3", "1W3"]
     assert timeline.exposed_reduction == exposed
     assert timeline.makespan == run("ZBV", 0.0).makespan + exposed
-    for row, spans in zip(timeline.reductions, timeline.spans, strict=True):
-        for each in row:
-            last = max(span.end for span in spans if span.op.stage == each.stage)
-            assert last - 0.5 <= each.start
-            assert each.end >= max(last, each.start + reduce)
     assert (f", exposed {exposed:g}\n" in report(timeline)) == (reduce > 0)
 
 
@@ -199,6 +194,3 @@ def test_the_next_step_waits_for_it(synchronous: bool, transport: Transport) -> 
     elif transport is Transport.IDEAL:
         several = (run("ZBV", 1.0, num_steps=n, synchronous=False).makespan for n in (6, 12))
         assert period(one.schedule, one.costs) == pytest.approx(-sub(*several) / 6)
-        for row, spans in zip(three.reductions, three.spans, strict=True):
-            for each in row:
-                assert all(span.start >= each.end for span in spans if span.step > each.step)

@@ -8,7 +8,7 @@ rank waits for both, as in torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -32,24 +32,24 @@ class Collective(NamedTuple):
         return f"{self.stage} {self.kind}"
 
 
-def find_gathers(row: Iterable[Op], costs: CostModel) -> Iterator[tuple[Op, Collective]]:
-    """The gathers of a rank that runs these ops, in seconds from its step's begin; each with its stage's first op.
+def find_gathers(row: Iterable[Op], costs: CostModel) -> tuple[Collective, ...]:
+    """The gathers of a rank that runs these ops, in seconds from its step's begin.
 
     >>> costs = CostModel(f=(1, 1), i=(1, 1), w=(1, 1), activations=(1, 1), gather=3)
-    >>> [str(op) for op, _ in find_gathers(zbpipe.generate("ZBV", 1, 2).ops[0], costs)]
-    ['0F0', '1F0']
+    >>> [str(each) for each in find_gathers(zbpipe.generate("ZBV", 1, 2).ops[0], costs)]
+    ['0 gather', '1 gather']
     """
-    free, first = 0.0, dict[int, Op]()
-    for op in row:
-        first.setdefault(op.stage, op)
-    for stage, op in first.items():
+    free, found = 0.0, []
+    for stage in dict.fromkeys(op.stage for op in row) if costs.gather else ():
         if seconds := costs.gathering(stage):
-            yield op, Collective("gather", stage, free, free := free + seconds)
+            found.append(Collective("gather", stage, free, free := free + seconds))
+    return tuple(found)
 
 
 def find_earliest(schedule: Schedule, costs: CostModel, *, overlaps: bool) -> dict[Op, float]:
     """Earliest starts of ops that wait for a gather, in seconds from their rank's begin of the step."""
-    gathers = (each for row in schedule for each in find_gathers(row, costs)) if costs.gather else ()
+    first = {op.stage: op for row in schedule for op in reversed(row)} if costs.gather else {}
+    gathers = ((first[each.stage], each) for row in schedule for each in find_gathers(row, costs))
     return {op: max(each.start, each.end - costs.seconds(*op[:2]) * overlaps) for op, each in gathers}
 
 
@@ -73,24 +73,19 @@ def find_reductions(
     >>> timeline.spans[0][-1].start, find_reductions(timeline.spans[0], costs)
     (2.0, (Collective(kind='reduce', stage=0, start=2.0, end=5.0, step=0),))
     """
-    return tuple(_reduce(spans, costs, overlaps, latest)) if costs.reduce else ()
-
-
-def _reduce(
-    spans: Iterable[Span], costs: CostModel, overlaps: bool, latest: Callable[[Any, Any], Any]
-) -> Iterator[Collective]:
     last: dict[tuple[int, int], Span] = {}
-    for span in spans:
+    for span in spans if costs.reduce else ():
         if span.op.kind in (OpKind.B, OpKind.W):
             last.pop((span.step, span.op.stage), None)  # the order is that of the last ones
             last[span.step, span.op.stage] = span
-    free = None
+    free, found = None, []
     for (step, stage), span in last.items():
         if seconds := costs.reduction(stage):
             start = span.start if overlaps else span.end
             start = start if free is None else latest(free, start)
             free = latest(start + seconds, span.end)
-            yield Collective("reduce", stage, start, free, step)
+            found.append(Collective("reduce", stage, start, free, step))
+    return tuple(found)
 
 
 def gather_in_each_op(costs: CostModel) -> CostModel:

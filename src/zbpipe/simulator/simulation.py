@@ -147,8 +147,9 @@ def _simulate_without_queues(
         gate = (ahead, max(free)) if step else None
         begin = [now if gate is None or ahead[rank] else gate[1] for rank, now in enumerate(free)]
         clock.earliest = {op: begin[rank_of[op.stage]] + time for op, time in earliest.items()}
-        for ran, known, now in zip(gathers, _list_gathers(schedule, costs), begin, strict=True):
-            ran += [each._replace(start=now + each.start, end=now + each.end, step=step) for each in known]
+        for ran, ops, now in zip(gathers, schedule, begin, strict=True):
+            for each in find_gathers(ops, costs):
+                ran.append(each._replace(start=now + each.start, end=now + each.end, step=step))
         for rank, op, start, end in clock.run(find_order(schedule), gate):
             computed = end - blocked.get((op.stage, op.kind), 0.0)
             (spans if op.kind in COMPUTATIONS else copies)[rank].append(Span(op, start, computed, step))
@@ -164,13 +165,6 @@ def _simulate_without_queues(
         gathers=tuple(map(tuple, gathers)),
         overlaps_fsdp=overlaps_fsdp,
     )
-
-
-def _list_gathers(schedule: Schedule, costs: CostModel) -> tuple[tuple[Collective, ...], ...]:
-    """Gathers of each rank, in seconds from its begin of the step."""
-    if not costs.gather:
-        return ((),) * schedule.num_ranks
-    return tuple(tuple(each for _, each in find_gathers(row, costs)) for row in schedule)
 
 
 def exposed_fsdp(timeline: Timeline) -> float:
@@ -281,7 +275,7 @@ def _simulate_with_queues(
         receives=receives,
         waited_for=waited_for,
         copies=make_spans((*OFFLOADS, *RELOADS)),
-        gathers=_list_gathers(schedule, costs),
+        gathers=tuple(find_gathers(row, costs) for row in schedule),
         overlaps_fsdp=overlaps,
     )
 
