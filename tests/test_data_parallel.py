@@ -344,7 +344,7 @@ def test_every_weight_of_a_linear_layer_is_left_to_w(parallel: DataParallel, nam
         assert set().union(*run.left_to_w.values()) == linear & trained & held
 
 
-@pytest.mark.parametrize("name", (*SPLIT, "ZBV, resharded"))
+@pytest.mark.parametrize("name", [*SPLIT, "ZBV, resharded"])
 @pytest.mark.parametrize("parallel", WAYS)
 def test_each_group_is_reduced_once_a_step_with_its_last_product(parallel: DataParallel, name: str) -> None:
     """The stage's other products, which come later, hide the reduction."""
