@@ -84,6 +84,10 @@ def test_the_first_f_runs_beside_the_gather() -> None:
     # The gather of stage 3 ends at 4.
     assert exposed_fsdp(with_gathers) == with_gathers.makespan - usual.makespan == 2.5
     assert str(with_gathers.critical_path[0].op) == "2F0"
+    # With F and I of 2 each, in place of 0.5, and none before the step.
+    in_each_op = simulate(generate("ZBV", 2, 4), CostModel.uniform(V, 4, 4, 1)).makespan
+    price = in_each_op / with_gathers.makespan - 1
+    assert f"--zbpipe.fsdp-mode reshard): at least {price:.1%} longer" in report(with_gathers)
     assert "<title>3 gather: 2 to 4</title>" in svg(with_gathers)
     assert re.search(r"FSDP +gather", grid(with_gathers, 200).plain)
     drawn = drawing(with_gathers)

@@ -84,7 +84,7 @@ def tell_fsdp(timeline: Timeline) -> Iterator[str]:
         )
     if any(timeline.gathers):
         price = max(price_of_resharding(timeline), 0.0)
-        yield f"without gathered parameters between ops (--zbpipe.fsdp-mode reshard): a {price:.1%} longer step"
+        yield f"without gathered parameters between ops (--zbpipe.fsdp-mode reshard): at least {price:.1%} longer"
 
 
 def costs(job: JobCosts) -> str:

@@ -101,6 +101,7 @@ def list_unsharded(group: Any) -> Iterator[Any]:
 
 
 def list_groups(module: nn.Module) -> Iterator[Any]:
+    """FSDP2's groups of parameters of all modules in `module`."""
     for part in list_parts(module):
         yield from groups_of(part._get_fsdp_state())
 
