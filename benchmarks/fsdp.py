@@ -10,9 +10,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, get_args
 
 import torch
@@ -29,11 +30,12 @@ from wall_clock import Times, in_words, read_times, uniform_costs
 import zbpipe
 from zbpipe import CostModel, OpKind, Schedule
 from zbpipe.cli.demo.sleeping import SleepingLayer, mean_loss, run_together, sleep_until
+from zbpipe.runtime._torch import hooks
 from zbpipe.runtime._torch.fsdp_overlap import FsdpMode
 from zbpipe.schedule.registry import resolve
+from zbpipe.simulator.collectives import gather_in_each_op
 
 DATA = 2
-MODES: tuple[FsdpMode, ...] = get_args(FsdpMode)
 
 
 class Stream(torch.cpu.Stream):
@@ -63,13 +65,29 @@ class Stream(torch.cpu.Stream):
 
 
 class Computation(Stream):
-    """The process itself, which waits by sleeping."""
+    """The process itself, which waits by sleeping.
+
+    As on a GPU, whose host runs ahead, a layer begins where the one before it in its op ended, not when Python has
+    come to it.
+    """
+
+    def begin_op(self) -> None:
+        self.free_at = time.monotonic()
 
     def record_event(self) -> Any:
         return time.monotonic()
 
     def wait_until(self, end: float) -> None:
-        sleep_until(end)
+        self.free_at = max(self.free_at, end)
+        sleep_until(self.free_at)
+
+
+class Layer(SleepingLayer):
+    """A layer that sleeps on the stream of computations."""
+
+    def _sleep(self, kind: OpKind) -> None:
+        stream: Any = torch.cpu.current_stream()
+        stream.wait_until(stream.free_at + self.seconds[kind])
 
 
 def send(seconds: float, begin: float = 0.0) -> float:
@@ -97,7 +115,11 @@ class SleepingAllGather(DefaultAllGather):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         work = super().__call__(*args, **kwargs)
-        return work and SleepingWork(work, send(self.seconds))
+        if work is not None:
+            return SleepingWork(work, send(self.seconds))
+        stream: Any = torch.cpu.current_stream()  # FSDP2 waits for an event of this stream
+        stream.work(self.seconds)
+        return None
 
 
 class SleepingWork(dist.Work):
@@ -111,6 +133,13 @@ class SleepingWork(dist.Work):
         done: bool = self.work.wait(*args)
         sleep_until(self.end)
         return done
+
+
+def begin_op(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+    """Run an op, whose first layer begins now."""
+    stream: Any = torch.cpu.current_stream()
+    stream.begin_op()
+    return compute()
 
 
 def emulate_streams() -> None:
@@ -135,6 +164,7 @@ class Job:
     unit: float
     """Seconds that a time of 1 takes."""
     rounds: int
+    modes: tuple[FsdpMode, ...]
 
     @property
     def microbatches(self) -> int:
@@ -168,7 +198,7 @@ class Runner:
         self.mesh, self.job = mesh, job
         group, last = mesh.get_group("pp"), costs.num_stages - 1
         indices = schedule.placement.stages_on(mesh.get_local_rank("pp"))
-        self.layers = {index: [SleepingLayer() for _ in range(job.layers)] for index in indices}
+        self.layers = {index: [Layer() for _ in range(job.layers)] for index in indices}
         self.gathers = {index: SleepingAllGather() for index in indices}
         self.reductions = {index: SleepingReduceScatter() for index in indices}
         stages = [
@@ -179,7 +209,7 @@ class Runner:
         self.schedule: Any = zbpipe.build_pipeline_schedule(schedule, stages, job.microbatches, mean_loss, **options)
         batch = torch.ones(job.microbatches, 1)
         inputs, target = [batch] if 0 in indices else [], batch if last in indices else None
-        self.run = partial(self.schedule.step, *inputs, target=target, return_outputs=False)
+        self.step = partial(self.schedule.step, *inputs, target=target, return_outputs=False)
         for _ in range(2):  # without sleep: the first one prepares, and leaves nothing to W in its first I
             self.run()
         for index, layers in self.layers.items():
@@ -188,6 +218,11 @@ class Runner:
             for layer in layers:
                 layer.seconds = {kind: costs.seconds(index, kind) / job.layers for kind in layer.seconds}
 
+    def run(self) -> None:
+        """Run a step."""
+        with hooks.hook(self.schedule, hooks.HookOrder.RECORD, begin_op):
+            self.step()
+
     def _shard(self, index: int) -> nn.Module:
         stage = nn.Sequential(*self.layers[index])
         for module in (*stage, stage):
@@ -195,6 +230,8 @@ class Runner:
             module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
             module.set_custom_all_gather(self.gathers[index])  # type: ignore[operator]
             module.set_custom_reduce_scatter(self.reductions[index])  # type: ignore[operator]
+        for layer, following in pairwise(stage):  # on a GPU the host runs ahead and issues it
+            layer.set_modules_to_forward_prefetch([following])
         return stage
 
 
@@ -215,6 +252,12 @@ def find_schedule(name: str, costs: CostModel, job: Job) -> Schedule:
     return resolve(name).make(job.ranks, job.microbatches, costs=costs)
 
 
+def simulate(schedule: Schedule, costs: CostModel, mode: FsdpMode) -> float:
+    """Simulated seconds of a step."""
+    costs = gather_in_each_op(costs) if mode == "reshard" else costs
+    return zbpipe.simulate(schedule, costs, overlaps_fsdp=mode != "torch").makespan
+
+
 def on_this_rank(job: Job) -> list[Result]:
     """All schedules, times and collectives, in rounds of one step each."""
     emulate_streams()
@@ -224,26 +267,24 @@ def on_this_rank(job: Job) -> list[Result]:
             for collectives in job.collectives:
                 costs = find_costs(name, times, collectives, job)
                 schedule = find_schedule(name, costs, job)
-                runners = [Runner(schedule, costs, job, mesh, mode) for mode in MODES]
+                runners = [Runner(schedule, costs, job, mesh, mode) for mode in job.modes]
                 rounds = [[run_together(runner.run)[1] for runner in runners] for _ in range(job.rounds)]
                 measured = tuple(map(min, zip(*rounds, strict=True)))
-                simulated = tuple(
-                    zbpipe.simulate(schedule, costs, overlaps_fsdp=mode == "overlap").makespan for mode in MODES
-                )
+                simulated = tuple(simulate(schedule, costs, mode) for mode in job.modes)
                 results.append(Result(job.ranks, name, times, collectives, simulated, measured))
     return results
 
 
-def table(results: Sequence[Result]) -> str:
-    """Markdown, steps in seconds."""
-    steps = (f"{mode}, {how}" for mode in MODES for how in ("simulated", "measured"))
+def table(results: Sequence[Result], modes: Sequence[FsdpMode]) -> str:
+    """Markdown, steps in seconds. Shorter is the first mode than the last one."""
+    steps = (f"{mode}, {how}" for mode in modes for how in ("simulated", "measured"))
     heads = ["schedule", "times", "p", "collective / W", *steps, "shorter, simulated", "measured", "largest error"]
     return markdown(heads, map(_cells, results), left=2)
 
 
 def _cells(result: Result) -> list[str]:
     pairs = zip(result.simulated, result.measured, strict=True)
-    shorter = (1 - overlap / torchs for overlap, torchs in (result.simulated, result.measured))
+    shorter = (1 - each[0] / each[-1] for each in (result.simulated, result.measured))
     return [
         *(result.schedule, in_words(result.times), str(result.ranks), f"{result.collectives:g}"),
         *(f"{each:.3f}" for pair in pairs for each in pair),
@@ -264,6 +305,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--layers", type=int, default=8, help="of a stage, which FSDP2 gathers and reduces one by one")
     add("--unit", type=float, default=0.2, help="seconds of a time of 1")
     add("--steps", type=int, default=3, help="measured of each kind")
+    add("--modes", nargs="+", choices=get_args(FsdpMode), default=["overlap", "torch"], help="of FSDP2's collectives")
     add("--timeout", type=float, default=1800)
     add("--json", **JSON)
     return arguments.parse_args()
@@ -274,9 +316,9 @@ def main() -> int:
     results: list[Result] = []
     for ranks in chosen.ranks:
         lists = tuple(chosen.schedules), tuple(chosen.times), tuple(chosen.collectives)
-        job = Job(ranks, *lists, chosen.layers, chosen.unit, chosen.steps)
+        job = Job(ranks, *lists, chosen.layers, chosen.unit, chosen.steps, tuple(chosen.modes))
         results += run_ranks(ranks * DATA, on_this_rank, job, timeout=chosen.timeout)[0]
-    print(table(results))
+    print(table(results, chosen.modes))
     write_json(chosen.json, "cpu", results)
     return 0
 

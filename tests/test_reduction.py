@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -73,6 +74,11 @@ class Partial(Part):
     """Has a layer that FSDP2 leaves alone."""
 
 
+def two_layers() -> nn.Module:
+    """In the last backward the first layer would prefetch the second one, as it ran before, for another microbatch."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> Events:
     """Products of W, starts of reductions and their ends, in order."""
@@ -84,7 +90,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Events:
         events.append(f"product {gradient.layer.label}")  # type: ignore[attr-defined]
 
     def noted_finish(module: nn.Module) -> None:
-        gathers = [group._all_gather_result for group in fsdp._list_groups(module)]
+        gathers = [group._all_gather_result for group in fsdp.list_groups(module)]
         assert not any(gathers), "a module was gathered for nothing"
         finish(module)
         events.append(f"end {module.label}")
@@ -193,10 +199,6 @@ def test_a_group_that_torch_lists_twice(one_rank: None, events: Events) -> None:
     job.check()
 
 
-in_backward = pytest.mark.skipif(not fsdp_overlap.REDUCES_IN_BACKWARD, reason="this torch reduces after a last B")
-
-
-@in_backward
 @pytest.mark.parametrize("before", ["0F0,1F0,1I0,1W0,0I0,0W0", "0F0,1F0,1B0,0B0"])
 def test_a_last_b_reduces_in_its_backward(one_rank: None, events: Events, before: str) -> None:
     """Lean schedules end with a whole backward, and others have no other one."""
@@ -218,21 +220,6 @@ def test_a_last_b_reduces_in_its_backward(one_rank: None, events: Events, before
         "from the last module to the first"
     )
     assert list(dict.fromkeys(ran)) == table.split(","), "records see the schedule's ops"
-    job.check()
-
-
-@in_backward
-@pytest.mark.parametrize("frees", [False, True])
-def test_no_freed_module_is_gathered_again(one_rank: None, events: Events, frees: bool) -> None:
-    """The first module's backward, the last one, would prefetch what ran before that module's forward."""
-
-    def build() -> nn.Module:
-        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-
-    table = zbpipe.Schedule.from_csv("0F0,1F0,1B0,0B0,0F1,1F1,1B1,0B1", "table")
-    job = Job(build, events, table, microbatches=2, how={"reshard_after_forward": frees})
-    job.step()
-    assert "end 0" in job.step()
     job.check()
 
 
@@ -264,8 +251,11 @@ def test_torchs_way(one_rank: None, events: Events, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("mode", ["overlap", "torch"])
-def test_the_first_f_waits_for_each_module_when_it_needs_it(one_rank: None, events: Events, mode: Any) -> None:
+def test_the_first_f_waits_for_each_module_when_it_needs_it(
+    one_rank: None, events: Events, caplog: pytest.LogCaptureFixture, mode: Any
+) -> None:
     """Also for those that it does not call."""
+    caplog.set_level("INFO")
     job = Job(Seldom, events, microbatches=2, how={"reshard_after_forward": False}, fsdp_mode=mode)
     gathered: dict[str, list[str]] = {}
 
@@ -281,12 +271,40 @@ def test_the_first_f_waits_for_each_module_when_it_needs_it(one_rank: None, even
     # The first microbatch leaves out most of them, and the second one finds them.
     assert gathered["narrow"] == (["narrow"] if mode == "overlap" else everything)
     assert gathered["normed"] == everything
+    begin, end = ("beside", "beside") if mode == "overlap" else ("before", "after")
+    assert f"FSDP: gathers {begin} a stage's first F, reductions {end} its last W or B; 0 of 14 modules" in caplog.text
+    job.check()
+
+
+TABLES = ["0F0,1F0,1I0,1W0,0F1,1F1,0I0,0W0,1I1,1W1,0I1,0W1", "0F0,1F0,0F1,1F1,1B0,0B0,1B1,0B1"]
+
+
+@pytest.mark.parametrize("build", [Part, two_layers])
+@pytest.mark.parametrize("table", TABLES)
+def test_no_module_stays_gathered_between_two_ops(one_rank: None, events: Events, build: Any, table: str) -> None:
+    schedule = zbpipe.Schedule.from_csv(table, "table")
+    job, held = Job(build, events, schedule, microbatches=2, fsdp_mode="reshard"), []
+    modules = [module for part in job.parts for module in part.modules() if isinstance(module, FSDPModule)]
+    for module in modules:
+        module.register_forward_hook(lambda *_: held.append(sum(map(is_gathered, modules))))  # type: ignore[attr-defined]
+
+    def note(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+        result = compute()
+        assert not any(map(is_gathered, modules)), f"{stage}{kind}{microbatch}"
+        assert not any(group._all_gather_result for part in job.parts for group in fsdp.list_groups(part)), (
+            "for nothing"
+        )
+        return result
+
+    for step in range(2):
+        with hooks.hook(job.schedule, hooks.HookOrder.RECORD, note) if step else nullcontext():
+            job.step()
+    assert max(held) <= 2, "of a stage, its own parameters and those of one layer"
     job.check()
 
 
 def is_gathered(layer: Any) -> bool:
-    (group,) = fsdp.groups_of(layer._get_fsdp_state())
-    return bool(group.is_unsharded)
+    return any(group.is_unsharded for group in fsdp.groups_of(layer._get_fsdp_state()))
 
 
 def test_gradients_are_checked_as_w_leaves_them(one_rank: None, events: Events) -> None:
@@ -305,7 +323,6 @@ IN_BF16 = {"rtol": 0.1, "atol": 0.02}
 @pytest.mark.parametrize(
     ("build", "options", "tolerance"),
     [
-        (Part, {}, {}),
         (Part, {"microbatches": 1}, {}),
         (Part, {"how": {"reshard_after_forward": True}}, {}),
         (Part, {"how": MIXED}, IN_BF16),
@@ -315,7 +332,7 @@ IN_BF16 = {"rtol": 0.1, "atol": 0.02}
         (Tied, {}, {}),
         (Partial, {}, {}),
     ],
-    ids=["usual", "one microbatch", "resharded", "bf16", "bf16, one microbatch", "lean", "seldom", "tied", "in part"],
+    ids=["one microbatch", "resharded", "bf16", "bf16, one microbatch", "lean", "seldom", "tied", "in part"],
 )
 def test_gradients(one_rank: None, events: Events, build: Any, options: Any, tolerance: Any) -> None:
     """Over three steps, whose gradients add up. In the first one nothing is left to W."""
@@ -325,9 +342,12 @@ def test_gradients(one_rank: None, events: Events, build: Any, options: Any, tol
     job.check(**tolerance)
 
 
-def test_the_profiler_measures_the_collectives(one_rank: None, events: Events, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between two steps, whose gradients it leaves alone."""
-    job = Job(Part, events)
+@pytest.mark.parametrize("mode", ["overlap", "reshard"])
+def test_the_profiler_measures_the_collectives(
+    one_rank: None, events: Events, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    """Between two steps, whose gradients it leaves alone. Gathers that are a part of each op, it leaves to these."""
+    job = Job(Part, events, fsdp_mode=mode)
     profiler = zbpipe.Profiler(job.schedule, 1)
     job.step()
     assert not fsdp_overlap.is_shared(job.parts[0])
@@ -337,7 +357,8 @@ def test_the_profiler_measures_the_collectives(one_rank: None, events: Events, m
     assert profiler.costs is not None
     costs = profiler.costs.costs
     assert isinstance(costs, zbpipe.CostModel)
-    assert all(costs.gathering(stage) > 0 and costs.reduction(stage) > 0 for stage in range(2))
+    assert all((costs.gathering(stage) > 0) == (mode == "overlap") for stage in range(2))
+    assert all(costs.reduction(stage) > 0 for stage in range(2))
     job.check()
 
 
@@ -352,18 +373,24 @@ def test_what_a_step_waits_for_collectives() -> None:
 
 
 @pytest.mark.skipif(not hasattr(FSDPModule, "set_reduce_scatter_max_input_buffers"), reason="torch has only one")
-@pytest.mark.parametrize("most", [1, 2])
-def test_as_many_buffers_as_fsdp_allows(one_rank: None, events: Events, most: int) -> None:
-    job, held = Job(Part, events), []
-    for part in job.parts:
-        for module in part.modules():
-            if isinstance(module, FSDPModule):
-                module.set_reduce_scatter_max_input_buffers(most)
+@pytest.mark.parametrize("table", TABLES)
+def test_no_product_waits_for_a_buffer(one_rank: None, events: Events, table: str) -> None:
+    """And buffers hold no more than the gradients that they replace."""
+    job = Job(Part, events, zbpipe.Schedule.from_csv(table, "table"), microbatches=2)
+    held: list[tuple[int, int]] = []
+    states = [part._get_fsdp_state() for part in job.parts]  # type: ignore[operator]
 
-    def note_buffers(state: Any, reduced: Tensor) -> None:
-        held.append(1 + len(state._comm_ctx.reduce_scatter_states))
+    def note(*_: Any) -> None:
+        buffers = [each.reduce_scatter_input for state in states for each in state._comm_ctx.reduce_scatter_states]
+        gradients = (each for part in job.parts for each in fsdp.iterate_accumulated(part))
+        left = [each.gradient for each in gradients if not each.name.endswith(fsdp.REDUCED)]
+        held.append((len(buffers), sum(map(Tensor.numel, (*buffers, *left)))))
 
-    for part in job.parts:
-        part.wide.set_all_reduce_hook(partial(note_buffers, part._get_fsdp_state()))  # type: ignore[operator, union-attr]
     job.step()
-    assert set(held) == {most}
+    for part in job.parts:
+        part.zero_grad()
+        part.narrow.set_all_reduce_hook(note)  # type: ignore[operator, union-attr]
+    job.step()
+    weights = sum(each.numel() for part in job.parts for each in part.parameters() if each.requires_grad)
+    assert max(number for number, _ in held) > 2
+    assert max(size for _, size in held) <= weights

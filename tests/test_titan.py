@@ -542,6 +542,19 @@ def test_a_job_offloads_by_measured_costs(titan: Titan, tmp_path: Path, shards: 
 
 
 @pytest.mark.long
+def test_titans_policy_for_gathered_parameters_keeps_its_meaning(titan: Titan) -> None:
+    shard = ("--parallelism.data_parallel_shard_degree", "2")
+    expected = titan.without_pipeline(*shard, num_ranks=2)
+    for arguments, words in (
+        (("--parallelism.fsdp_reshard_after_forward", "always"), r"; (\d+) of \1 modules free"),
+        (("--zbpipe.fsdp-mode", "reshard"), "FSDP: each module gathers for each F and backward"),
+    ):
+        job = titan.train(*pipeline("ZBV"), *shard, *arguments, num_ranks=4)
+        assert_trains_alike(job, expected)
+        assert re.search(words, job.log), job.log
+
+
+@pytest.mark.long
 def test_auto_offloads_by_what_it_measures(titan: Titan) -> None:
     offload = ("--zbpipe.profile-steps", "1", "--zbpipe.offload", "activations")
     job = titan.train(*FOR_AUTO, *pipeline("Auto"), *offload, num_ranks=2)

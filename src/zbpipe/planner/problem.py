@@ -46,9 +46,14 @@ class Problem:
         return self._bound(self.costs)
 
     @property
+    def full_costs(self) -> CostModel:
+        """The costs with FSDP's collectives, if there are any."""
+        return self.with_fsdp or self.costs
+
+    @property
     def bound_with_fsdp(self) -> float:
         """The same with FSDP's collectives."""
-        return self._bound(self.with_fsdp or self.costs)
+        return self._bound(self.full_costs)
 
     def _bound(self, costs: CostModel) -> float:
         below = bound.period_bound if self.by_period else bound.lower_bound

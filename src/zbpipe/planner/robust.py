@@ -27,6 +27,7 @@ from zbpipe.planner.result import Plan
 from zbpipe.planner.samples import Samples
 from zbpipe.planner.search import Progress
 from zbpipe.planner.stages import default_budget, make_named_schedules, make_problem, plan_stages
+from zbpipe.planner.tails import hide_reductions
 from zbpipe.schedule.ir import Op, Placement, Schedule
 from zbpipe.simulator.jitter import Jitter, RandomTimes, Seconds, StepTimes, step_times
 from zbpipe.simulator.simulation import simulate
@@ -71,8 +72,8 @@ def plan_robust(
     found = list(_candidates(request, jitter, problems, progress))
     longest = min(each.makespan for each in found) * (1 + most_loss) * (1 + ROUNDING)
     search = Annealing(request, jitter, quantile, longest, progress)
-    best, times = search.run([each for each in found if each.makespan <= longest])
-    timeline = simulate(best.schedule, best.problem.with_fsdp or best.problem.costs)
+    best, times = search.run(found)
+    timeline = simulate(best.schedule, best.problem.full_costs)
     bounds = {problem.name: problem.bound_with_fsdp for problem in problems}
     return Plan(timeline, best.problem.name, best.by, request.objective, request.limits, bounds, step_times=times)
 
@@ -86,10 +87,15 @@ class _Candidate:
     by: str
     """Searches that led to it."""
 
+    @classmethod
+    def make(cls, problem: Problem, schedule: Schedule, by: str) -> _Candidate:
+        """The schedule, with ends that hide FSDP's reductions."""
+        return cls(problem, hide_reductions(schedule, problem.full_costs), by)
+
     @property
     def makespan(self) -> float:
         """Seconds of a step without jitter."""
-        return simulate(self.schedule, self.problem.costs).makespan
+        return simulate(self.schedule, self.problem.full_costs).makespan
 
 
 def _candidates(
@@ -101,14 +107,14 @@ def _candidates(
     for problem in problems:
         name, placement = problem.name, problem.placement
         for _, order, by in make_named_schedules([problem]):
-            yield _Candidate(problem, problem.schedule(f"plan-{name}", order), by)
+            yield _Candidate.make(problem, problem.schedule(f"plan-{name}", order), by)
         one = replace(request.part(searches), placements={name: placement})
         for slack in _SLACKS:
-            slower = add_slack(placement, problem.costs, jitter, slack)
+            slower = add_slack(placement, problem.full_costs, jitter, slack)
             plan = plan_stages(one, lambda _, costs=slower: costs)  # type: ignore[misc]
             done += 1
             progress(_SEARCHING * done / searches, plan.makespan)
-            yield _Candidate(problem, plan.schedule, f"{plan.found_by}, with slack" if slack else plan.found_by)
+            yield _Candidate.make(problem, plan.schedule, f"{plan.found_by}, with slack" if slack else plan.found_by)
 
 
 class Annealing:
@@ -131,10 +137,10 @@ class Annealing:
         return self.sort_best_first([best, self.anneal(best, 0.5)], _FINAL_SAMPLES)[0]
 
     def sort_best_first(self, candidates: Sequence[_Candidate], samples: int) -> list[tuple[_Candidate, StepTimes]]:
-        """Candidates and their step times, the shortest first, without duplicates."""
-        others = {each.schedule: each for each in reversed(candidates)}
+        """Candidates that are short enough without jitter and their step times, the shortest first, each once."""
+        others = {each.schedule: each for each in reversed(candidates) if each.makespan <= self.longest}
         times = [
-            (each, step_times(each.schedule, each.problem.costs, self.jitter, samples=samples, seed=_SEED))
+            (each, step_times(each.schedule, each.problem.full_costs, self.jitter, samples=samples, seed=_SEED))
             for each in others.values()
         ]
         return sorted(times, key=lambda pair: pair[1].quantile(self.quantile))
@@ -145,7 +151,7 @@ class Annealing:
         budget = self.request.budget or self.request.share * default_budget([problem], engine)
         _, order = self.order(problem, start.schedule, engine, share * _ANNEALING * budget)
         schedule = problem.schedule(start.schedule.name, order)
-        return _Candidate(problem, schedule, start.by if start.by.endswith(_BY) else f"{start.by}, {_BY}")
+        return _Candidate.make(problem, schedule, start.by if start.by.endswith(_BY) else f"{start.by}, {_BY}")
 
     def order(self, problem: Problem, start: Schedule, engine: Engine, work: float) -> tuple[float, list[int]]:
         """The least value of the objective, and its order."""

@@ -86,7 +86,7 @@ def _find_shortest(candidates: Sequence[Found], transport: Transport, objective:
 
     def timeline_of(found: Found) -> Timeline:
         schedule = found.problem.schedule(f"plan-{found.problem.name}", found.order)
-        costs = found.problem.with_fsdp or found.problem.costs
+        costs = found.problem.full_costs
         return simulate(hide_reductions(schedule, costs), costs, transport=transport)
 
     def length(timeline: Timeline) -> float:

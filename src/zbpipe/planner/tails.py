@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import takewhile
 
 from zbpipe.costs.model import CostModel
@@ -26,8 +25,7 @@ def hide_reductions(schedule: Schedule, costs: CostModel) -> Schedule:
     """
     if not costs.reduce:
         return schedule
-    changes = (_end_with_b, partial(_sort_tail, downwards=False), partial(_sort_tail, downwards=True))
-    variants = [schedule, *(replace(schedule, ops=tuple(map(change, schedule))) for change in changes)]
+    variants = [schedule, *(replace(schedule, ops=tuple(map(each, schedule))) for each in (_end_with_b, _sort_tail))]
     # The changed ops pass nothing on, so each rank can take the variant that is best for it.
     timelines = [simulate(each, costs) for each in variants]
     return replace(schedule, ops=tuple(_pick(timelines, rank) for rank in range(schedule.num_ranks)))
@@ -51,9 +49,9 @@ def _end_with_b(row: Sequence[Op]) -> tuple[Op, ...]:
     return (*row[: begin - 1], *(op for op in row[begin:] if op != own), last._replace(kind=OpKind.B))
 
 
-def _sort_tail(row: Sequence[Op], *, downwards: bool) -> tuple[Op, ...]:
+def _sort_tail(row: Sequence[Op]) -> tuple[Op, ...]:
     begin = _find_tail(row)
-    return (*row[:begin], *sorted(row[begin:], key=lambda op: op.stage, reverse=downwards))
+    return (*row[:begin], *sorted(row[begin:], key=lambda op: -op.stage))
 
 
 def _find_tail(row: Sequence[Op]) -> int:

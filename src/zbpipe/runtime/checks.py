@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from zbpipe.costs.transport import Receives
 from zbpipe.runtime import arguments
-from zbpipe.runtime._torch import fsdp, fsdp_overlap, hooks, pipelining
+from zbpipe.runtime._torch import fsdp_overlap, hooks, pipelining
 from zbpipe.runtime.split.stage import SplitBackward, is_split
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
@@ -277,16 +277,10 @@ def read_receives(receives: Receives | str | None, options: Mapping[str, Any]) -
     return None if options.get("max_outstanding_sends") is None else Receives.EARLY
 
 
-def require_fsdp_mode(mode: Any, stages: Iterable[pipelining.Stage]) -> None:
-    """Raise for an unknown `fsdp_mode`, and log if this torch does not allow the usual one."""
+def require_fsdp_mode(mode: Any) -> None:
+    """Raise for an unknown `fsdp_mode`."""
     if mode not in get_args(fsdp_overlap.FsdpMode):
-        raise ValueError(f"fsdp_mode={mode!r} is unknown: use 'overlap' (zbpipe's) or 'torch' (torch's own)")
-    if mode == "overlap" and not fsdp_overlap.IS_KNOWN and any(fsdp.is_fsdp(each.submod) for each in stages):
-        logger.info(
-            "FSDP gathers before the first F of a stage and reduces after its last W: zbpipe can overlap both with"
-            " torch %s, not %s",
-            *(" and ".join(each.rstrip(".") for each in fsdp_overlap.KNOWN), torch.__version__),
-        )
+        raise ValueError(f"fsdp_mode={mode!r} is unknown: use one of {', '.join(get_args(fsdp_overlap.FsdpMode))}")
 
 
 def require_same_placement(schedule: Schedule, placement: Placement) -> None:

@@ -171,7 +171,8 @@ class Options:
     )
     fsdp_mode: FsdpMode = _zbpipes(
         "Whether FSDP gathers the modules of a stage while its first F runs, and reduces them while its last W or B"
-        " runs (overlap), or before the one and after the other (torch).",
+        " runs (overlap), or before the one and after the other (torch); or gathers each module for each F and"
+        " backward, and frees it after it (reshard).",
         default="overlap",
         **_one_of(FsdpMode),
     )

@@ -17,7 +17,7 @@ from zbpipe.costs.model import CostModel, as_cost_model
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.planner.result import Plan
 from zbpipe.runtime import arguments, checks, tied_weights
-from zbpipe.runtime._torch import abandoned, fsdp, hooks, pipelining, running_ahead
+from zbpipe.runtime._torch import abandoned, fsdp, fsdp_overlap, hooks, pipelining, running_ahead
 from zbpipe.runtime._torch.fsdp_overlap import FsdpMode
 from zbpipe.runtime.lowering import Lowering, find_usual_transport, without_collections
 from zbpipe.runtime.offload.beside import Copies
@@ -74,9 +74,11 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             memory until W.
         fsdp_mode: with "overlap", a stage's first F runs while FSDP2 still gathers the stage's later modules (those
             that `fully_shard` or its `replicate` wraps), and in the stage's last W or B FSDP2 reduces each module as
-            soon as its gradients are complete. With "torch", F waits for all modules and reductions follow the last W
-            or B, as in torch. So do reductions with a framework's own backward, and everything with a version of torch
-            whose FSDP2 zbpipe does not know (`zbpipe.runtime._torch.fsdp_overlap`).
+            soon as its gradients are complete. With "reshard", each module also gathers its parameters for each F and
+            each backward, and frees them after it (ZeRO-3 in the pipeline). With "torch", F waits for all modules and
+            reductions follow the last W or B, as in torch. So do reductions with a framework's own backward, and
+            everything with a version of torch whose FSDP2 zbpipe does not know
+            (`zbpipe.runtime._torch.fsdp_overlap`).
         costs: costs for schedules that adapt to measured times (ZB1P, ZB2P), to place receives, and for `offload`.
         memory_limit: limit for schedules that adapt to one (ZBVLean, ZBH1Lean, Auto), see
             `zbpipe.costs.MemoryLimit`.
@@ -147,7 +149,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         transport = None if transport is None else Transport.parse(transport)
         n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
         stages, self.placement = checks.place_stages(stages, algorithm)
-        checks.require_fsdp_mode(fsdp_mode, stages)
+        checks.require_fsdp_mode(fsdp_mode)
         costs = None if costs is None else as_cost_model(costs, self.placement)
         self.transport = transport or find_usual_transport(stages[0])
         self._is_plain = plain
@@ -165,6 +167,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)
         for stage in self.own_stages:
             stage.fsdp_mode = fsdp_mode
+        if words := fsdp_overlap.describe(fsdp_mode, (stage.submod for stage in stages)):
+            logger.info("%s", words)
         self._lowering = Lowering(asked_receives, self.transport, options.get("max_outstanding_sends") is None)
         self._board = StepBoard(stages[0])
         self._failures = StepFailures(self._board, has_events=not plain)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log1p, sqrt
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,9 @@ from zbpipe.costs.model import CostModel, Placeable, amount, as_cost_model, set_
 from zbpipe.schedule.event_loop import Clock
 from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import COMPUTATIONS, Op, Schedule, require_whole
+from zbpipe.simulator.collectives import find_earliest, find_reductions
+from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.simulator.validation import find_order, require_schedule
-
-if TYPE_CHECKING:
-    from zbpipe.simulator.timeline import Timeline
 
 Seconds = NDArray[np.floating[Any]]
 """One number for each sample."""
@@ -202,6 +201,7 @@ def step_times(
     """Synchronous step times in each of the samples, with the ideal transport.
 
     An op gets the same factors in all schedules that have its stage, so the comparison uses the same random times.
+    FSDP's collectives take their time of the costs.
 
     Args:
         schedule: a valid schedule that copies nothing to the host.
@@ -304,12 +304,19 @@ def _simulate(schedule: Schedule, costs: CostModel, times: RandomTimes) -> Secon
         return times.seconds(op, rank, costs.seconds(op.stage, op.kind))
 
     free: list[Seconds | float] = [0.0] * schedule.num_ranks
-    clock = Clock(free, seconds, transfer, np.maximum)
+    earliest = find_earliest(schedule, costs, overlaps=True)
+    clock = Clock(free, seconds, transfer, np.maximum, earliest)
+    last: list[dict[int, Span]] = [{} for _ in free]
+    """By rank, the last op so far of each stage, in order."""
     order = find_order(schedule)
     uses = Counter(feeder for _, _, feeders in order for feeder in feeders)
-    for (_, op, feeders), _ in zip(order, clock.run(order), strict=True):
+    for (rank, op, feeders), (_, _, start, end) in zip(order, clock.run(order), strict=True):
+        last[rank].pop(op.stage, None)
+        last[rank][op.stage] = Span(op, start, end)
         uses.subtract(feeders)
         for each in (op, *feeders):
             if not uses[each]:
                 del clock.ends[each]  # large jobs have tens of thousands of ops
+    for row in last:
+        free += [each.end for each in find_reductions(row.values(), costs, latest=np.maximum)]
     return np.broadcast_to(np.maximum.reduce(np.broadcast_arrays(*free)), (times.samples,)).astype(np.float64)

@@ -65,17 +65,17 @@ def period_bound(
     """Lower bound of the time from step to step where each rank begins the next step when it is done.
 
     Between its first and last op a rank does all its work. In that time later ranks also do their work,
-    except for W that may run afterwards.
+    except for W that may run afterwards. Before it, the rank waits for its first gather, and after it for a reduction.
 
         >>> placement = Placement.loop(4)
         >>> period_bound(placement, CostModel.uniform(placement), num_microbatches=8)
         24.0
     """
-    costs = _as_possible(placement, costs, limits)
+    known, costs = costs, _as_possible(placement, costs, limits)
     path = _alone(placement, costs)
     ranks = _ranks(placement, limits)
     return max(
-        _rank_bound(stages, _window_of(watched, stages, path, costs), path, costs, num_microbatches, limit)
+        _rank_bound(stages, _window_of(watched, stages, path, costs, known), path, costs, num_microbatches, limit)
         for watched, _ in ranks
         for stages, limit in ranks
         if watched[0] <= stages[0]
@@ -108,15 +108,20 @@ class _Window(NamedTuple):
     """Seconds of each stage's reduction after its last W or B."""
 
 
-def _window_of(watched: Sequence[int], stages: Sequence[int], path: _Path, costs: CostModel) -> _Window:
-    """The time from the first op of the rank with the stages `watched` to its last, for this rank or one behind it."""
+def _window_of(
+    watched: Sequence[int], stages: Sequence[int], path: _Path, costs: CostModel, known: CostModel
+) -> _Window:
+    """The time in which the rank with the stages `watched` does a step, for this rank or one behind it."""
     finish = (
         end + costs.seconds(stage, OpKind.W) if stage in watched else 0.0 for stage, end in enumerate(path.input_end)
     )
     behind = list(accumulate(finish, max))
     own = watched == stages
     behind_b = _behind_b(stages, behind, path) if own else behind
-    return _Window(path.forward_start[watched[0]], behind, behind_b, own, path, [0.0] * costs.num_stages)
+    first = Op(watched[0], OpKind.F, 0)
+    begin = path.forward_start[first.stage] - _earliest(known)[first]
+    exposed = [max(known.reduction(stage) - known.seconds(stage, OpKind.B), 0.0) for stage in range(costs.num_stages)]
+    return _Window(begin, behind, behind_b, own, path, exposed)
 
 
 def _behind_b(stages: Iterable[int], behind: list[float], path: _Path) -> list[float]:

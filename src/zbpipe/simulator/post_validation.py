@@ -19,15 +19,17 @@ from functools import cached_property
 from itertools import islice
 from math import inf
 from operator import add
+from typing import Any
 
 from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.event_loop import Clock, EventLoop
 from zbpipe.schedule.ir import Op, Schedule
 from zbpipe.simulator.actions import COMPUTE, Action, Rows, dependencies, other_end
+from zbpipe.simulator.collectives import find_earliest, find_reductions
 from zbpipe.simulator.passes import wait_of
 from zbpipe.simulator.simulation import simulate
-from zbpipe.simulator.timeline import Timeline
+from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.simulator.validation import find_order
 
 LEAST_GAIN = 1e-3
@@ -90,6 +92,10 @@ class _After(tuple[float, ...]):
         return _After([each + seconds for each in self])
 
 
+def _later(one: Any, other: Any) -> _After:
+    return _After(map(max, one, other))
+
+
 @dataclass(frozen=True)
 class _Paths:
     """Dependence of a step on the end of the previous step: longest paths from the times at which the ranks were done.
@@ -111,15 +117,24 @@ class _Paths:
         ranks, rank_of = range(schedule.num_ranks), schedule.placement.rank_of
         free = [_After(0.0 if other == rank else _NEVER for other in ranks) for rank in ranks]
         starts: list[list[_After]] = [[] for _ in ranks]
+        schedule = schedule.computations
+        last: list[list[Span]] = [[] for _ in ranks]
         clock: Clock[Op] = Clock(
             free,
             lambda rank, op: costs.seconds(op.stage, op.kind),
             lambda giver, taker: costs.transfer(rank_of[giver.stage], rank_of[taker.stage]),
-            latest=lambda one, other: _After(map(max, one, other)),
+            latest=_later,
+            earliest={
+                op: free[rank_of[op.stage]] + time for op, time in find_earliest(schedule, costs, overlaps=True).items()
+            },
         )
         gate = None if ahead is None else (ahead, _After(0.0 for _ in ranks))
-        for rank, _, start, _ in clock.run(find_order(schedule.computations), gate):
+        for rank, op, start, end in clock.run(find_order(schedule), gate):
             starts[rank].append(start)
+            last[rank].append(Span(op, start, end))
+        for rank, row in enumerate(last):
+            for each in find_reductions(row, costs, latest=_later):
+                free[rank] = _later(free[rank], each.end)
         return cls(tuple(map(tuple, starts)), tuple(free))
 
     @cached_property

@@ -18,7 +18,14 @@ from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.event_loop import Clock
 from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Schedule, require_whole
 from zbpipe.simulator.actions import Action, Rows, action_of
-from zbpipe.simulator.collectives import Collective, find_earliest, find_gathers, find_reductions, find_waits
+from zbpipe.simulator.collectives import (
+    Collective,
+    find_earliest,
+    find_gathers,
+    find_reductions,
+    find_waits,
+    gather_in_each_op,
+)
 from zbpipe.simulator.message_times import CycleError, run
 from zbpipe.simulator.passes import add_messages, place_receives
 from zbpipe.simulator.timeline import Span, Timeline
@@ -140,8 +147,9 @@ def _simulate_without_queues(
         gate = (ahead, max(free)) if step else None
         begin = [now if gate is None or ahead[rank] else gate[1] for rank, now in enumerate(free)]
         clock.earliest = {op: begin[rank_of[op.stage]] + time for op, time in earliest.items()}
-        for ran, known, now in zip(gathers, _list_gathers(schedule, costs), begin, strict=True):
-            ran += [each._replace(start=now + each.start, end=now + each.end, step=step) for each in known]
+        for ran, ops, now in zip(gathers, schedule, begin, strict=True):
+            for each in find_gathers(ops, costs):
+                ran.append(each._replace(start=now + each.start, end=now + each.end, step=step))
         for rank, op, start, end in clock.run(find_order(schedule), gate):
             computed = end - blocked.get((op.stage, op.kind), 0.0)
             (spans if op.kind in COMPUTATIONS else copies)[rank].append(Span(op, start, computed, step))
@@ -159,13 +167,6 @@ def _simulate_without_queues(
     )
 
 
-def _list_gathers(schedule: Schedule, costs: CostModel) -> tuple[tuple[Collective, ...], ...]:
-    """Gathers of each rank, in seconds from its begin of the step."""
-    if not costs.gather:
-        return ((),) * schedule.num_ranks
-    return tuple(tuple(each for _, each in find_gathers(row, costs)) for row in schedule)
-
-
 def exposed_fsdp(timeline: Timeline) -> float:
     """Seconds that FSDP's gathers and reductions add to one step.
 
@@ -176,17 +177,28 @@ def exposed_fsdp(timeline: Timeline) -> float:
     costs = timeline.costs
     if not (costs.gather or costs.reduce):
         return 0.0
-    with_fsdp, without = (
-        simulate(
-            timeline.schedule,
-            each,
-            transport=timeline.transport,
-            receives=timeline.receives,
-            overlaps_fsdp=timeline.overlaps_fsdp,
-        )
-        for each in (costs, replace(costs, gather=0.0, reduce=0.0))
-    )
-    return with_fsdp.makespan - without.makespan
+    return _step(timeline, costs) - _step(timeline, replace(costs, gather=0.0, reduce=0.0))
+
+
+def price_of_resharding(timeline: Timeline) -> float:
+    """Share of a step that `fsdp_mode="reshard"` adds, with which each F and each backward gathers its parameters.
+
+    >>> costs = CostModel(f=(1,), i=(2,), w=(2,), activations=(1,), gather=2)
+    >>> price_of_resharding(simulate(zbpipe.generate("ZBH1", 1, 3), costs))
+    0.125
+    """
+    return _step(timeline, gather_in_each_op(timeline.costs)) / _step(timeline, timeline.costs) - 1
+
+
+def _step(timeline: Timeline, costs: CostModel) -> float:
+    """Seconds of one step with other costs."""
+    return simulate(
+        timeline.schedule,
+        costs,
+        transport=timeline.transport,
+        receives=timeline.receives,
+        overlaps_fsdp=timeline.overlaps_fsdp,
+    ).makespan
 
 
 def _direction(op: Op) -> bool | None:
@@ -263,7 +275,7 @@ def _simulate_with_queues(
         receives=receives,
         waited_for=waited_for,
         copies=make_spans((*OFFLOADS, *RELOADS)),
-        gathers=_list_gathers(schedule, costs),
+        gathers=tuple(find_gathers(row, costs) for row in schedule),
         overlaps_fsdp=overlaps,
     )
 

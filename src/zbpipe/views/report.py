@@ -13,7 +13,7 @@ from zbpipe.costs.torchs_split import NOTE, has_torchs_split, runs_torchs_split
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.schedule.registry import Algorithm, schedules
 from zbpipe.simulator.post_validation import period_of
-from zbpipe.simulator.simulation import exposed_fsdp
+from zbpipe.simulator.simulation import exposed_fsdp, price_of_resharding
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.views.style import memory, most_stages, number, percent, summary
 
@@ -75,13 +75,16 @@ def report(timeline: Timeline, baseline: float | None = None) -> str:
 
 
 def tell_fsdp(timeline: Timeline) -> Iterator[str]:
-    """A sentence on FSDP's collectives, if there are any."""
+    """A sentence on FSDP's collectives, and one on less memory for more of them, if there are any."""
     if any(timeline.collectives):
         busiest = max(sum(each.end - each.start for each in row) for row in timeline.collectives)
         exposed = exposed_fsdp(timeline)
         yield (
             f"FSDP's collectives on the busiest rank: {number(busiest / timeline.num_steps)}, exposed {number(exposed)}"
         )
+    if any(timeline.gathers):
+        price = max(price_of_resharding(timeline), 0.0)
+        yield f"without gathered parameters between ops (--zbpipe.fsdp-mode reshard): at least {price:.1%} longer"
 
 
 def costs(job: JobCosts) -> str:

@@ -51,7 +51,7 @@ def owes_reduction(module: nn.Module) -> bool:
     """Whether FSDP2 still has to reduce gradients in `module`."""
     return any(
         each._unsharded_param.grad is not None or getattr(each, "unsharded_accumulated_grad", None) is not None
-        for group in _list_groups(module)
+        for group in list_groups(module)
         if group.reduce_grads
         for each in list_unsharded(group)
     )
@@ -59,7 +59,7 @@ def owes_reduction(module: nn.Module) -> bool:
 
 def settle_gradients(module: nn.Module) -> None:
     """Pass gradients that W has added to the `.grad` of unsharded parameters to FSDP2."""
-    for group in _list_groups(module):
+    for group in list_groups(module):
         settle_group(group)
 
 
@@ -86,7 +86,7 @@ _SUMS_BESIDE_GRAD = hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
 
 def _list_parameters(module: nn.Module) -> Iterator[Any]:
     """FSDP2's objects for the parameters in `module` that were unsharded at least once."""
-    for group in _list_groups(module):
+    for group in list_groups(module):
         yield from list_unsharded(group)
 
 
@@ -100,7 +100,8 @@ def list_unsharded(group: Any) -> Iterator[Any]:
     return (each for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
 
 
-def _list_groups(module: nn.Module) -> Iterator[Any]:
+def list_groups(module: nn.Module) -> Iterator[Any]:
+    """FSDP2's groups of parameters of all modules in `module`."""
     for part in list_parts(module):
         yield from groups_of(part._get_fsdp_state())
 

@@ -7,23 +7,30 @@ reduce a module as soon as its gradients are complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
-from zbpipe.runtime._torch.fsdp import free_all, groups_of, is_fsdp, list_parts, list_unsharded, settle_group
+from zbpipe.runtime._torch.fsdp import (
+    free_all,
+    groups_of,
+    is_fsdp,
+    list_groups,
+    list_parts,
+    list_unsharded,
+    settle_group,
+)
 from zbpipe.runtime.attributes import replaced
 
-FsdpMode = Literal["overlap", "torch"]
-"""When FSDP2's collectives run. "overlap": a stage's first F runs while FSDP2 still gathers its later modules, and in
-its last W or B a module is reduced as soon as its gradients are complete. "torch": the first F waits for all modules of
-the stage, and all are reduced after the last W or B."""
+FsdpMode = Literal["overlap", "reshard", "torch"]
+"""When FSDP2's collectives run, see `zbpipe.runtime.schedules.RegisteredSchedule`."""
 
 KNOWN = ("2.11.", "2.12.", "2.13.", "2.14.", "2.15.")
 """Versions of torch whose FSDP2 this file knows. With others, torch itself reduces."""
@@ -32,10 +39,6 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 """A new name, from torch 2.14 on."""
 
 IS_KNOWN = torch.__version__.startswith(KNOWN)
-
-
-REDUCES_IN_BACKWARD = not hasattr(FSDPModule, "finalize_backward")
-"""Whether FSDP2's hooks may reduce in a stage's last B. Not tried with torch 2.15, which has another end of a step."""
 
 
 class Unit(NamedTuple):
@@ -62,24 +65,38 @@ def begin(module: nn.Module) -> None:
     fsdp.set_is_last_backward(True)
     fsdp.set_reshard_after_backward(True)
     fsdp.set_requires_gradient_sync(True)
+    # By default FSDP2 stops the computations before each reduction until the last one has released its buffer. Buffers
+    # replace gradients of the same size, so more of them need no more memory. (Symmetric memory has only one.)
+    groups = list(list_groups(module))
+    if all(isinstance(group._reduce_scatter_comm, DefaultReduceScatter) for group in groups):
+        _state_of(module)._comm_ctx.reduce_scatter_max_input_buffers = max(len(groups), 1)
 
 
-def begin_backward(module: nn.Module) -> None:
-    """The same for a whole backward, at whose end FSDP2 does not wait for the reductions."""
+@contextmanager
+def reducing_backward(module: nn.Module) -> Iterator[None]:
+    """Context of a whole backward in which FSDP2 reduces, and at whose end it does not wait for the reductions."""
     begin(module)
     module.set_is_last_backward(False)  # type: ignore[operator]
+    forget_prefetch(module)
+    of_stage = _state_of(module)._state_ctx
+    manual = "manual_backward_finalization_active"
+    # torch 2.15 would leave modules whose inputs need no gradient to the end of the step.
+    with replaced(of_stage, **{manual: False}) if hasattr(of_stage, manual) else nullcontext():
+        yield
+
+
+def forget_prefetch(module: nn.Module) -> None:
+    """Have the first module of a stage prefetch nothing in the next backward."""
     # In a backward each module gathers what ran before it. Before the first one, that is another microbatch's last one,
     # which this backward has already freed.
-    groups = [group for state in _state_of(module)._state_ctx.all_states for group in groups_of(state)]
-    ran = [group for group in groups if group._post_forward_indices]
+    ran = [group for group in list_groups(module) if group._post_forward_indices]
     if ran:
         min(ran, key=lambda group: min(group._post_forward_indices))._post_forward_indices.clear()
 
 
 def reduce(unit: Unit) -> None:
     """Start the reduction of the unit's gradients, on FSDP2's own streams, and free its gathered parameters."""
-    # FSDP2 first waits for the reduction before this one, unless `set_reduce_scatter_max_input_buffers` lets more of
-    # them hold their buffers. It does so at the last group of a module, which it expects first.
+    # FSDP2 expects the last group of a module first.
     for group in reversed(unit.groups):
         settle_group(group)
         group.post_backward()
@@ -113,6 +130,37 @@ def _list_trained(group: Any) -> list[Any]:
 
 def _count_elements(trained: Sequence[Any]) -> int:
     return sum(each._orig_size.numel() for each in trained)
+
+
+def describe(mode: FsdpMode, modules: Iterable[nn.Module]) -> str:
+    """When FSDP2 gathers, frees and reduces these stages, in words; empty without FSDP2."""
+    groups = [group for module in modules if is_fsdp(module) for group in list_groups(module)]
+    if not groups:
+        return ""
+    at_ends = "gathers beside a stage's first F, reductions beside its last W or B"
+    if mode == "torch" or not IS_KNOWN:
+        why = "" if IS_KNOWN else f" (zbpipe does not know the FSDP2 of torch {torch.__version__})"
+        at_ends = f"gathers before a stage's first F, reductions after its last W or B{why}"
+    elif mode == "reshard":
+        return "FSDP: each module gathers for each F and backward, and then frees; reductions beside the last W or B"
+    freed = sum(group._reshard_after_forward for group in groups)
+    return f"FSDP: {at_ends}; {freed} of {len(groups)} modules free their parameters after F (reshard_after_forward)"
+
+
+@contextmanager
+def resharding(module: nn.Module) -> Iterator[None]:
+    """Context of a step in which each module gathers its parameters for each F and backward, and then frees them."""
+    gathered_later = SimpleNamespace(wait=lambda: None)
+    fsdp: Any = module
+    fsdp.set_reshard_after_backward(True)
+    with ExitStack() as around:
+        for part in list_parts(module):
+            if all(isinstance(group.mesh_info, FSDPMeshInfo) for group in groups_of(part._get_fsdp_state())):
+                part.set_reshard_after_forward(True, recurse=False)
+                around.enter_context(replaced(part, unshard=lambda **_: gathered_later))
+        # torch calls this before each backward, to keep the parameters.
+        around.enter_context(replaced(module, set_reshard_after_backward=lambda _: forget_prefetch(module)))
+        yield
 
 
 @contextmanager

@@ -99,6 +99,9 @@ class OwnRuntime(_PipelineScheduleRuntime):
         # `zbpipe.runtime._torch.abandoned`). Then this raises the error.
         with ExitStack() as around:
             around.enter_context(self.place.follow(self))
+            for stage in self.own_stages:
+                if stage.reshards:
+                    around.enter_context(fsdp_overlap.resharding(stage.submod))
             if can_send_marks(self._stages[0]):
                 by_index = {stage.stage_index: stage for stage in self.own_stages}
                 leave_out = partial(self._compute_or_leave_out, by_index)
@@ -244,7 +247,12 @@ class OwnStage(ReceivesOnDemand):
     @property
     def overlaps_fsdp(self) -> bool:
         """Whether FSDP2 gathers beside the first F."""
-        return self.fsdp_mode == "overlap" and fsdp_overlap.IS_KNOWN and is_fsdp(self.submod)
+        return self.fsdp_mode != "torch" and fsdp_overlap.IS_KNOWN and is_fsdp(self.submod)
+
+    @property
+    def reshards(self) -> bool:
+        """Whether FSDP2 gathers a module for each F and each backward, and frees it after it."""
+        return self.fsdp_mode == "reshard" and self.overlaps_fsdp
 
     def finish_gathering(self) -> None:
         """Wait for the modules that no F has waited for."""
@@ -261,14 +269,13 @@ class OwnStage(ReceivesOnDemand):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        reduces = fsdp_overlap.REDUCES_IN_BACKWARD and last_backward and self.reduces_early
-        if backward_type != "full" or not reduces:
+        if backward_type != "full" or not (last_backward and self.reduces_early):
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
         # torch forbids FSDP2's hooks to reduce in any backward, and waits at the end of each.
         self.is_reducing = True
-        fsdp_overlap.begin_backward(self.submod)
         tensors = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
-        return stage_backward(*tensors), None
+        with fsdp_overlap.reducing_backward(self.submod):
+            return stage_backward(*tensors), None
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False

@@ -26,8 +26,10 @@ def measure_collectives(stages: Sequence[pipelining.Stage]) -> Collectives:
 
 def _measure(stage: pipelining.Stage) -> tuple[float, float]:
     device = pipelining.device_of(stage)
-    gather = time_fastest(lambda: fsdp_overlap.gather_all(stage.submod), device, _ROUNDS)
-    fsdp.free_all(stage.submod)
+    gather = 0.0
+    if not getattr(stage, "reshards", False):  # else it is part of each F and backward
+        gather = time_fastest(lambda: fsdp_overlap.gather_all(stage.submod), device, _ROUNDS)
+        fsdp.free_all(stage.submod)
     return gather, time_fastest(lambda: fsdp_overlap.reduce_zeros(stage.submod, device), device, _ROUNDS)
 
 
