@@ -1,7 +1,8 @@
 """Faults that tests have to find: `python tests/mutants.py` puts each into a copy of the package, and runs its test.
 
 A fault is one place in the code. It is caught if its test fails within a minute, where it passes without the fault.
-`--part 3/10` takes a tenth of the faults; `--name` those whose description has this text.
+`--part 3/10` takes a tenth of the faults; `--name` those whose description has this text. `--list` prints the table of
+tests/README.md.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -327,6 +329,13 @@ MUTANTS = (
         "if False:",
         "test_faults.py",
     ),
+    Mutant(
+        "the second of two failures is taken for the first",
+        "runtime/ranks/step_failures.py",
+        "if (first := self._board.notice.exchange(failure)) != failure:",
+        "if (first := self._board.notice.exchange(failure)) is None:",
+        "test_interleavings.py -k two",
+    ),
     # Schedules and their simulation.
     Mutant(
         "the fill of the V is one short",
@@ -391,7 +400,7 @@ def run_test(test: str, source: Path) -> Outcome:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (test_.+?)(?: - .*)?$", said, re.MULTILINE)
     return Outcome(process.returncode == 1, ", ".join(failed) or said.strip()[-300:])
 
 
@@ -404,8 +413,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> list[Mutant]:
     return [each for each in MUTANTS[number - 1 :: of] if parsed.name in each.what]
 
 
+def write_table() -> str:
+    """A row of Markdown for each file of tests, with the faults that it catches."""
+    caught: dict[str, list[str]] = defaultdict(list)
+    for mutant in MUTANTS:
+        caught[mutant.test.partition(".py")[0]].append(mutant.what)
+    return "\n".join(f"| `{file}` | {'; '.join(faults)} |" for file, faults in caught.items())
+
+
 def main() -> int:
     """Print what caught each fault; returns how many escaped."""
+    if "--list" in sys.argv:
+        print(write_table())
+        return 0
     escaped, mutants = 0, parse_arguments()
     for mutant in mutants:
         began = time.monotonic()

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_offload_runtime import one_after_the_other, with_copies
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from twin import Twin
@@ -15,7 +14,8 @@ from twin import Twin
 import zbpipe
 from zbpipe import Placement, Schedule
 from zbpipe.runtime.offload.copiers import Copier, HostCopy
-from zbpipe.simulator.offloading import Offload
+from zbpipe.runtime.verify.on_device import one_after_another
+from zbpipe.simulator.offloading import Offload, copy_all
 
 CPU = torch.device("cpu")
 MICROBATCHES = 4
@@ -43,7 +43,7 @@ def train(schedule: Schedule, twin: Twin | None, monkeypatch: pytest.MonkeyPatch
 
 
 ORDERS: dict[str, Callable[[], Schedule]] = {
-    "all F, all I, all W": lambda: one_after_the_other(Placement.v(1), MICROBATCHES),
+    "all F, all I, all W": lambda: one_after_another(Placement.v(1), MICROBATCHES),
     "ZBV": lambda: zbpipe.generate("ZBV", 1, MICROBATCHES),
 }
 
@@ -57,7 +57,7 @@ def test_every_order_of_the_streams_gives_the_same_gradients(
     plain = ORDERS[order]()
     expected = train(plain, None, monkeypatch)
     for seed in seeds:
-        found = train(with_copies(plain, what), Twin(seed), monkeypatch)
+        found = train(copy_all(plain, what), Twin(seed), monkeypatch)
         assert all(map(torch.equal, found, expected)), f"seed {seed}"
 
 
@@ -94,6 +94,6 @@ def test_a_wait_that_is_missing_is_found(
     one_rank: None, name: str, faulty: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Copier, name, faulty)
-    schedule = with_copies(one_after_the_other(Placement.v(1), MICROBATCHES), Offload.ALL)
+    schedule = copy_all(one_after_another(Placement.v(1), MICROBATCHES), Offload.ALL)
     with pytest.raises(zbpipe.PipelineError, match="RaceError"):
         train(schedule, Twin(0), monkeypatch)
