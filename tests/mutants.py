@@ -175,6 +175,13 @@ MUTANTS = (
         "pass",
         "test_accumulation.py",
     ),
+    Mutant(
+        "a received tensor is on another device",
+        "runtime/_torch/buffers.py",
+        "info.buffer = _make_like(info.placeholder, device, keeps_strides)",
+        'info.buffer = _make_like(info.placeholder, "cpu", keeps_strides)',
+        "test_fake_gpu.py",
+    ),
     # Reductions.
     Mutant(
         "a reduction starts one product early",
