@@ -116,14 +116,28 @@ MUTANTS = (
         "runtime/ranks/progress.py",
         "        self._events[place].record()\n",
         "",
-        "test_faults.py -k 'progress or device or launched'",
+        "test_twin.py -k behind",
     ),
     Mutant(
         "an event is used twice",
         "runtime/ranks/progress.py",
         "place = self.count % MOST",
         "place = self.count % (MOST // 2)",
-        "test_faults.py -k 'progress or device or launched'",
+        "test_twin.py -k behind",
+    ),
+    Mutant(
+        "a computation is over with the one after it",
+        "runtime/ranks/progress.py",
+        "                return number\n",
+        "                return number - 1\n",
+        "test_twin.py -k behind",
+    ),
+    Mutant(
+        "an op's time ends when it is launched",
+        "runtime/measure/recording.py",
+        "        end.synchronize()\n",
+        "",
+        "test_twin.py -k behind",
     ),
     # The split.
     Mutant(

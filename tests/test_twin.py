@@ -1,19 +1,24 @@
-"""Copies to the host on a twin of a GPU: whatever the order in which its streams run, nothing is read too early."""
+"""Copies to the host, and events after computations, on a twin of a GPU: whatever the order in which its streams run,
+nothing is read too early."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from twin import Twin
+from twin import Event, Twin
 
 import zbpipe
 from zbpipe import Placement, Schedule
+from zbpipe.runtime._torch import hooks
+from zbpipe.runtime.measure import recording
 from zbpipe.runtime.offload.copiers import Copier, HostCopy
+from zbpipe.runtime.ranks import progress
 from zbpipe.runtime.verify.on_device import one_after_another
 from zbpipe.simulator.offloading import Offload, copy_all
 
@@ -21,7 +26,9 @@ CPU = torch.device("cpu")
 MICROBATCHES = 4
 
 
-def train(schedule: Schedule, twin: Twin | None, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def train(
+    schedule: Schedule, twin: Twin | None, monkeypatch: pytest.MonkeyPatch, before: Callable[[Any], object] = bool
+) -> list[Tensor]:
     """Gradients of the second step, whose streams are the twin's."""
     torch.manual_seed(0)
     modules = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
@@ -30,6 +37,7 @@ def train(schedule: Schedule, twin: Twin | None, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr("zbpipe.runtime.schedules.make_copier", lambda device: Copier(twin))
     runtime: Any = zbpipe.build_pipeline_schedule("ZBV", stages, MICROBATCHES, nn.functional.mse_loss)
     runtime.adopt(schedule)
+    before(runtime)
     x, target = torch.randn(2, 2 * MICROBATCHES, 8)
     for _ in range(2):
         for module in modules:
@@ -59,6 +67,39 @@ def test_every_order_of_the_streams_gives_the_same_gradients(
     for seed in seeds:
         found = train(copy_all(plain, what), Twin(seed), monkeypatch)
         assert all(map(torch.equal, found, expected)), f"seed {seed}"
+
+
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 40))])
+def test_a_device_behind_the_host_is_seen_as_it_is(one_rank: None, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress, by events that are used again, and times of ops."""
+    schedule = copy_all(zbpipe.generate("ZBV", 1, MICROBATCHES), Offload.ALL)
+    twin, records, own = Twin(seed), list[recording.StepRecord](), list[Event]()
+    launched = progress.Launched(lambda: own.append(twin.new_event()) or own[-1])
+    monkeypatch.setattr(progress, "MOST", 5)
+    monkeypatch.setattr(progress, "_launched_on", lambda device: launched)
+    monkeypatch.setattr(recording, "_HostClock", lambda: recording._DeviceClock(CPU))
+    monkeypatch.setattr(recording, "find_device", lambda device: twin)
+
+    def count_passed() -> int:
+        return max(sum(each in own for each in twin.passed), launched.count - progress.MOST)
+
+    def compare(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+        result = compute()
+        before, found = count_passed(), launched.count_ended()
+        assert before <= found <= count_passed()
+        return result
+
+    def attach(runtime: Any) -> None:
+        recording.collect(runtime, [recording.Wanted.NOTHING, recording.Wanted.TIMES], records.extend)
+        compared.enter_context(hooks.hook(runtime, hooks.HookOrder.SCALE, compare))
+
+    with ExitStack() as compared:
+        train(schedule, twin, monkeypatch, attach)
+    ops = list(schedule.computations.ops[0])
+    assert launched.count == 2 * (len(ops) + MICROBATCHES), "the loss is a part of F"
+    assert [span.op for span in records[0].spans] == ops
+    times = [time for span in records[0].spans for time in (span.start, span.end)]
+    assert [*times, records[0].seconds] == sorted({*times, records[0].seconds})
 
 
 def skip_wait_out(self: Copier, copy: HostCopy) -> None:
