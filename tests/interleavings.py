@@ -49,6 +49,8 @@ class Case(NamedTuple):
     microbatches: int
     queues: str = "fifo_one_queue"
     receives: Receives | None = None
+    store_ends: bool = False
+    """Whether the job's store ends with rank 0, as without torchrun."""
 
 
 class FoundError(AssertionError):
@@ -61,6 +63,7 @@ class Pipelines:
     def __init__(self, case: Case, **options: Any) -> None:
         self.case, self._options = case, options
         self.turns = Turns(case.ranks, BACKENDS[case.queues])
+        self.turns.store_is_in_rank_0 = case.store_ends
         self.turns.most = 1000 * (case.microbatches + 10) * case.ranks
         self.rank_of = registry.resolve(case.schedule).place(case.ranks).rank_of
         self.schedules: list[Any] = []
@@ -341,7 +344,8 @@ def try_faults(what: str, seeds: Sequence[int]) -> int:
             if seed % 3 == 1:  # as on accelerators, where messages have no marks
                 for module in (pipelining, abandoned):
                     settings.enter_context(mock.patch.object(module, "can_send_marks", return_value=False))
-            try_out(case._replace(queues=[*BACKENDS][seed % 3]), Choices(random=random), trial, **options)
+            case = case._replace(queues=[*BACKENDS][seed % 3], store_ends=seed % 2 == 1)
+            try_out(case, Choices(random=random), trial, **options)
     return len(seeds)
 
 

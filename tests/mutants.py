@@ -357,6 +357,13 @@ MUTANTS = (
         "if (first := self._board.notice.exchange(failure)) is None:",
         "test_interleavings.py -k two",
     ),
+    Mutant(
+        "rank 0 ends with the store before others have read",
+        "runtime/ranks/step_failures.py",
+        'found}"\n            self._board.notice.wait_for_readers()\n',
+        'found}"\n',
+        "test_interleavings.py -k two",
+    ),
     # Schedules and their simulation.
     Mutant(
         "the fill of the V is one short",

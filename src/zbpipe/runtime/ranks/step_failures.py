@@ -100,6 +100,7 @@ class StepFailures:
             if found is None or found.is_refusal:
                 raise RefusedStepError(f"{found or error}. All ranks have skipped this step") from None
             self._broken_by = f"another rank failed first: {found}"
+            self._board.notice.wait_for_readers()
             raise PipelineError(self._broken_by) from None
         except SHARED as error:
             told = self._told[1] if self._told is not None and self._told[0] is error else None
@@ -111,7 +112,7 @@ class StepFailures:
             self._broken_by = describe(failure, first)
             if first == failure:
                 self._board.notice.post(failure)
-                self._board.notice.wait_for_readers()
+            (self._board.notice if first == failure else self._first).wait_for_readers()
             if not isinstance(error, Exception):
                 raise
             raise PipelineError(self._broken_by) from error
