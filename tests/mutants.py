@@ -180,14 +180,14 @@ MUTANTS = (
         STAGE,
         "if parameter.grad is not None and id(parameter) not in later:",
         "if parameter.grad is not None:",
-        "test_split.py test_accumulation.py",
+        "test_zoo.py -m '' -k 'p1 and tied and over'",
     ),
     Mutant(
         "gradients of earlier steps are divided",
         "runtime/_torch/pipelining.py",
         "each.mul_(runtime._n_microbatches)",
         "pass",
-        "test_accumulation.py",
+        "test_modes.py -k one_rank",
     ),
     Mutant(
         "a received tensor is on another device",
