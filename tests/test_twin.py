@@ -17,7 +17,7 @@ import zbpipe
 from zbpipe import Placement, Schedule
 from zbpipe.runtime._torch import hooks
 from zbpipe.runtime.measure import recording
-from zbpipe.runtime.offload.copiers import Copier, HostCopy
+from zbpipe.runtime.offload.copiers import Copier
 from zbpipe.runtime.ranks import progress
 from zbpipe.runtime.verify.on_device import one_after_another
 from zbpipe.simulator.offloading import Offload, copy_all
@@ -100,41 +100,3 @@ def test_a_device_behind_the_host_is_seen_as_it_is(one_rank: None, seed: int, mo
     assert [span.op for span in records[0].spans] == ops
     times = [time for span in records[0].spans for time in (span.start, span.end)]
     assert [*times, records[0].seconds] == sorted({*times, records[0].seconds})
-
-
-def skip_wait_out(self: Copier, copy: HostCopy) -> None:
-    for storage in copy.storages:
-        self._device.resize(storage, 0)
-
-
-def skip_wait_back(self: Copier, copy: HostCopy) -> None:
-    copy.host.clear()
-
-
-def without(waits: str) -> Callable[..., Any]:
-    """A stream that never waits for the computations."""
-    init = Copier.__init__
-
-    def make(self: Copier, device: Any) -> None:
-        init(self, device)
-        getattr(self, waits).wait_stream = lambda other: None
-
-    return make
-
-
-@pytest.mark.parametrize(
-    ("name", "faulty"),
-    [
-        pytest.param("release", skip_wait_out, id="memory is freed while it is copied"),
-        pytest.param("wait", skip_wait_back, id="W does not wait for its copy"),
-        pytest.param("__init__", without("_out"), id="the copy out does not wait for F"),
-        pytest.param("__init__", without("_back"), id="the copy back does not wait for who had the memory"),
-    ],
-)
-def test_a_wait_that_is_missing_is_found(
-    one_rank: None, name: str, faulty: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Copier, name, faulty)
-    schedule = copy_all(one_after_another(Placement.v(1), MICROBATCHES), Offload.ALL)
-    with pytest.raises(zbpipe.PipelineError, match="RaceError"):
-        train(schedule, Twin(0), monkeypatch)
