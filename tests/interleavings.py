@@ -1,9 +1,9 @@
-"""Many orders in which ranks may get their turns: `python tests/interleavings.py` runs the shipped lists in a million.
+"""Orders in which ranks take their turns: `python tests/interleavings.py` runs a million of them.
 
 An interleaving is one training step of all ranks, on torch's executor with zbpipe's schedules, in one order of all
 computations, sends, receives, ends of messages, and accesses to the store. The stages compute nothing. A step has to
 end on all ranks, with the right messages. If one does not, this prints the case, and the shortest list of choices found
-that fails, too. More orders run the lists alone: what waits for what, without an executor.
+that fails, too. Four in five of the million run the lists alone: actions and queues of messages, without an executor.
 """
 
 from __future__ import annotations
