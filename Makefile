@@ -13,7 +13,7 @@ IMPORTED := torch._inductor.compile_fx, torch.distributed.pipelining
 ACTIVATE := echo "zbpipe is installed in $(VENV): run \`. $(BIN)/activate\`, then zbpipe --help"
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test everything types tests quick coverage test-oldest test-torch test-python test-titan02 test-automodel test-models long mutants wheel compatibility gallery docs format clean
+.PHONY: help demo test everything types tests quick coverage test-oldest test-torch test-python test-titan02 test-automodel test-models long mutants interleavings wheel compatibility gallery docs format clean
 
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -83,6 +83,10 @@ long: $(VENV)/dev  ## the tests that are left to CI: some 360 models against pla
 PART := 1/1
 mutants: $(VENV)/dev  ## put a fault at a time into a copy of the package: a test has to find each; PART=3/10 takes a tenth
 	$(BIN)/python tests/mutants.py --part $(PART)
+
+SCALE := 1
+interleavings: $(VENV)/dev  ## run a million orders of the ranks' turns, in ten minutes of CPU; SCALE=0.1 takes a tenth
+	PYTHONPATH=benchmarks $(BIN)/python tests/interleavings.py --scale $(SCALE)
 
 compatibility: $(VENV)/dev  ## make docs/compatibility.md and the refusals of docs/the-split.md anew
 	$(BIN)/pytest -q -m '' tests/test_matrix.py tests/test_torch.py tests/test_split_page.py --write-compatibility

@@ -37,12 +37,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import zbpipe
-from zbpipe import Op, OpKind, Placement, Schedule
+from zbpipe import Placement
 from zbpipe.runtime._torch import hooks
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import WeightGradients
+from zbpipe.runtime.verify.on_device import one_after_another
 from zbpipe.schedule import registry
-from zbpipe.simulator.offloading import Offload
+from zbpipe.simulator.offloading import Offload, copy_all
 
 Verdict = Literal["PASS", "FAIL", "untried: needs a GPU"]
 UNTRIED: Verdict = "untried: needs a GPU"
@@ -283,13 +284,6 @@ def _captured(run: Callable[[], None]) -> Callable[[], None]:
 
 # Copies to the host's memory.
 
-WAYS: dict[Offload, Sequence[tuple[str, str, str, str]]] = {
-    Offload.ACTIVATIONS: [("F", "OF", "RF", "I")],
-    Offload.PAIRS: [("I", "OI", "RI", "W")],
-}
-WAYS[Offload.ALL] = [*WAYS[Offload.ACTIVATIONS], *WAYS[Offload.PAIRS]]
-"""What is copied: made by, copied out by, copied back by, and needed by which ops."""
-
 
 def offload(machine: Machine) -> Iterator[Line]:
     """Two stages on one rank; what waits goes to the host as soon as it is there, and comes back at the last moment.
@@ -321,7 +315,8 @@ def _offloaded(
     modules = [nn.Sequential(*(checkpointed(block(), "full") for _ in range(2))).to(**options) for _ in range(2)]
     stages = [PipelineStage(module, index, 2, machine.device) for index, module in enumerate(modules)]
     schedule: Any = zbpipe.build_pipeline_schedule("ZBV", stages, microbatches, nn.functional.mse_loss)
-    schedule.adopt(_in_order(microbatches, orders, what))
+    plain = one_after_another(Placement.v(1), microbatches, orders)
+    schedule.adopt(plain if what is None else copy_all(plain, what))
     x, target = torch.randn(2, microbatches, size.seq, size.dim, **options)
 
     def step() -> None:
@@ -339,25 +334,6 @@ def _offloaded(
         step()
         peak = bytes_.peak
     return gradients, {"seconds": machine.median(step), "peak": float(peak)}
-
-
-def _in_order(microbatches: int, orders: Sequence[str], what: Offload | None) -> Schedule:
-    """Of each of `orders` the ops of all microbatches and both stages, then the next."""
-
-    def ops(kind: str, stage: int, microbatch: int) -> Iterator[Op]:
-        ways = WAYS[what] if what else ()
-        kinds = [back for *_, back, taker in ways if taker == kind]
-        kinds += [kind, *(out for maker, out, *_ in ways if maker == kind)]
-        yield from (Op(stage, OpKind(each), microbatch) for each in kinds)
-
-    row = tuple(
-        op
-        for order, microbatch in product(orders, range(microbatches))
-        for stage in ((1, 0) if "I" in order else (0, 1))
-        for kind in order
-        for op in ops(kind, stage, microbatch)
-    )
-    return Schedule("one after the other", Placement.v(1), microbatches, (row,))
 
 
 # Ranks that share the GPU.

@@ -1,7 +1,8 @@
 """Faults that tests have to find: `python tests/mutants.py` puts each into a copy of the package, and runs its test.
 
 A fault is one place in the code. It is caught if its test fails within a minute, where it passes without the fault.
-`--part 3/10` takes a tenth of the faults; `--name` those whose description has this text.
+`--part 3/10` takes a tenth of the faults; `--name` those whose description has this text. `--list` prints the table of
+tests/README.md.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -114,14 +116,28 @@ MUTANTS = (
         "runtime/ranks/progress.py",
         "        self._events[place].record()\n",
         "",
-        "test_faults.py -k 'progress or device or launched'",
+        "test_twin.py -k behind",
     ),
     Mutant(
         "an event is used twice",
         "runtime/ranks/progress.py",
         "place = self.count % MOST",
         "place = self.count % (MOST // 2)",
-        "test_faults.py -k 'progress or device or launched'",
+        "test_twin.py -k behind",
+    ),
+    Mutant(
+        "a computation is over with the one after it",
+        "runtime/ranks/progress.py",
+        "                return number\n",
+        "                return number - 1\n",
+        "test_twin.py -k behind",
+    ),
+    Mutant(
+        "an op's time ends when it is launched",
+        "runtime/measure/recording.py",
+        "        end.synchronize()\n",
+        "",
+        "test_twin.py -k behind",
     ),
     # The split.
     Mutant(
@@ -164,14 +180,21 @@ MUTANTS = (
         STAGE,
         "if parameter.grad is not None and id(parameter) not in later:",
         "if parameter.grad is not None:",
-        "test_split.py test_accumulation.py",
+        "test_zoo.py -m '' -k 'p1 and tied and over'",
     ),
     Mutant(
         "gradients of earlier steps are divided",
         "runtime/_torch/pipelining.py",
         "each.mul_(runtime._n_microbatches)",
         "pass",
-        "test_accumulation.py",
+        "test_modes.py -k one_rank",
+    ),
+    Mutant(
+        "a received tensor is on another device",
+        "runtime/_torch/buffers.py",
+        "info.buffer = _make_like(info.placeholder, device, keeps_strides)",
+        'info.buffer = _make_like(info.placeholder, "cpu", keeps_strides)',
+        "test_fake_gpu.py",
     ),
     # Reductions.
     Mutant(
@@ -327,6 +350,20 @@ MUTANTS = (
         "if False:",
         "test_faults.py",
     ),
+    Mutant(
+        "the second of two failures is taken for the first",
+        "runtime/ranks/step_failures.py",
+        "if (first := self._board.notice.exchange(failure)) != failure:",
+        "if (first := self._board.notice.exchange(failure)) is None:",
+        "test_interleavings.py -k two",
+    ),
+    Mutant(
+        "rank 0 ends with the store before others have read",
+        "runtime/ranks/step_failures.py",
+        'found}"\n            self._board.notice.wait_for_readers()\n',
+        'found}"\n',
+        "test_interleavings.py -k two",
+    ),
     # Schedules and their simulation.
     Mutant(
         "the fill of the V is one short",
@@ -391,7 +428,7 @@ def run_test(test: str, source: Path) -> Outcome:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", said, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (test_.+?)(?: - .*)?$", said, re.MULTILINE)
     return Outcome(process.returncode == 1, ", ".join(failed) or said.strip()[-300:])
 
 
@@ -404,8 +441,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> list[Mutant]:
     return [each for each in MUTANTS[number - 1 :: of] if parsed.name in each.what]
 
 
+def write_table() -> str:
+    """A row of Markdown for each file of tests, with the faults that it catches."""
+    caught: dict[str, list[str]] = defaultdict(list)
+    for mutant in MUTANTS:
+        caught[mutant.test.partition(".py")[0]].append(mutant.what)
+    return "\n".join(f"| `{file}` | {'; '.join(faults)} |" for file, faults in caught.items())
+
+
 def main() -> int:
     """Print what caught each fault; returns how many escaped."""
+    if "--list" in sys.argv:
+        print(write_table())
+        return 0
     escaped, mutants = 0, parse_arguments()
     for mutant in mutants:
         began = time.monotonic()

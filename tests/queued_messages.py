@@ -54,47 +54,85 @@ def posts(action: Action) -> bool:
     return action.kind.startswith(("SEND", "RECV"))
 
 
+class Lists:
+    """Actions of all ranks, whose messages are in queues as those of `backend`; computations take no time."""
+
+    def __init__(self, rows: Rows, backend: str) -> None:
+        numbers: dict[Message, int] = {}
+        queues: dict[tuple[int, Hashable], int] = {}
+        self._to_do: list[list[tuple[int, int]]] = [[] for _ in rows]
+        """By rank and action the message that it waits for, or -1, and the queue that it puts a message into, or -1."""
+        self._ends: list[list[int]] = []
+        """By message, the queues of its two ends."""
+        for rank, action, message in messages_of(rows):
+            awaited = queue = -1
+            if message is not None:
+                number = numbers.setdefault(message, len(numbers))
+                if number == len(self._ends):
+                    self._ends.append([])
+                awaited = number
+                if posts(action):
+                    sends = message.sender == rank
+                    key = rank, BACKENDS[backend](message.receiver if sends else message.sender, sends)
+                    queue = queues.setdefault(key, len(queues))
+                    self._ends[number].append(queue)
+            self._to_do[rank].append((awaited, queue))
+        self._num_queues = len(queues)
+
+    def gets_stuck(self, random: Random) -> bool:
+        """Whether they do not come to their end, if `random` chooses which rank or message goes on next."""
+        to_do, ends, draw = self._to_do, self._ends, random.random
+        position = [0] * len(to_do)
+        queues: list[deque[int]] = [deque() for _ in range(self._num_queues)]
+        is_over = bytearray(len(ends))
+        waiting: dict[int, list[int]] = {}
+        """Ranks by the message that they wait for."""
+        # Ranks that can go on, and messages that can end, as negative numbers.
+        moves = [rank for rank, row in enumerate(to_do) if row]
+
+        def begin(queue: deque[int]) -> None:
+            """Let the first message of this queue end, if it is the first at its other end, too."""
+            message = queue[0]
+            if len(ends[message]) == 2 and all(
+                (found := queues[each]) and found[0] == message for each in ends[message]
+            ):
+                moves.append(-1 - message)
+
+        while moves:
+            place = int(draw() * len(moves))
+            move = moves[place]
+            moves[place] = moves[-1]
+            moves.pop()
+            if move < 0:
+                message = -1 - move
+                is_over[message] = 1
+                both = [queues[each] for each in ends[message]]
+                for queue in both:
+                    queue.popleft()
+                for queue in both:
+                    if queue and -1 - queue[0] not in moves:
+                        begin(queue)
+                moves += waiting.pop(message, ())
+                continue
+            row, at = to_do[move], position[move]
+            message, number = row[at]
+            if number < 0 <= message and not is_over[message]:
+                waiting.setdefault(message, []).append(move)
+                continue
+            if number >= 0:
+                queue = queues[number]
+                queue.append(message)
+                if len(queue) == 1:
+                    begin(queue)
+            position[move] = at + 1
+            if at + 1 < len(row):
+                moves.append(move)
+        return any(queues) or any(at < len(row) for at, row in zip(position, to_do, strict=True))
+
+
 def gets_stuck(rows: Rows, backend: str) -> bool:
-    """Whether the table does not come to its end if its messages stand in queues as those of `backend` do."""
-    queue_of = BACKENDS[backend]
-    to_do: list[deque[tuple[Action, Message | None]]] = [deque() for _ in rows]
-    for rank, action, message in messages_of(rows):
-        to_do[rank].append((action, message))
-    queues: dict[tuple[int, Hashable], deque[Message]] = {}
-    over: set[Message] = set()
-
-    def queue(rank: int, message: Message) -> deque[Message]:
-        sends = message.sender == rank
-        key = queue_of(message.receiver if sends else message.sender, sends)
-        return queues.setdefault((rank, key), deque())
-
-    def advance(rank: int) -> bool:
-        action, message = to_do[rank][0]
-        if message is not None and posts(action):
-            queue(rank, message).append(message)
-        elif message is not None and message not in over:
-            return False
-        to_do[rank].popleft()
-        return True
-
-    def meet(message: Message) -> bool:
-        """Both ends stand first in their queues."""
-        ends = [queue(rank, message) for rank in (message.sender, message.receiver)]
-        if any(not end or end[0] != message for end in ends):
-            return False
-        for end in ends:
-            end.popleft()
-        over.add(message)
-        return True
-
-    def any_progress() -> bool:
-        moves = [advance(rank) for rank, left in enumerate(to_do) if left]
-        heads = {waiting[0] for waiting in queues.values() if waiting}
-        return any(moves + [meet(message) for message in sorted(heads)])
-
-    while any_progress():
-        pass
-    return any(to_do) or any(queues.values())
+    """Whether the lists do not come to their end."""
+    return Lists(rows, backend).gets_stuck(Random(0))
 
 
 def run_messages(rows: Rows, backend: str, seconds: float) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import documents
+import mutants
 import pytest
 import torch
 from click.testing import CliRunner
@@ -235,6 +236,7 @@ def test_the_reference_has_everything(capsys: pytest.CaptureFixture[str]) -> Non
     runpy.run_path(str(ROOT / "docs/_options.py"))
     printed = capsys.readouterr().out
     assert (ROOT / "docs/options.md").read_text() == printed, "python docs/_options.py > docs/options.md"
+    assert mutants.write_table() in (ROOT / "tests/README.md").read_text(), "python tests/mutants.py --list"
 
 
 def test_every_relative_link_leads_to_a_file() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -21,45 +19,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import zbpipe
-from zbpipe import CostModel, Op, OpKind, Placement, Schedule, simulate
+from zbpipe import CostModel, OpKind, Placement, Schedule, simulate
 from zbpipe.costs import Link
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.offload import beside
 from zbpipe.runtime.offload.copiers import Copier, HostCopy, Storages, make_copier
 from zbpipe.runtime.offload.memory import Saved, find_unshared
+from zbpipe.runtime.verify.on_device import one_after_another
 from zbpipe.simulator import offload
-from zbpipe.simulator.offloading import Offload
+from zbpipe.simulator.offloading import Offload, copy_all
 
 CPU = torch.device("cpu")
-WAYS = {
-    Offload.ACTIVATIONS: (OpKind.OF, OpKind.RF, OpKind.F, (OpKind.I, OpKind.B)),
-    Offload.PAIRS: (OpKind.OI, OpKind.RI, OpKind.I, (OpKind.W,)),
-}
-
-
-def with_copies(schedule: Schedule, what: Offload) -> Schedule:
-    """Everything goes as soon as it is there, and comes back at the last moment."""
-
-    def around(op: Op) -> Iterator[Op]:
-        wanted = [way for each, way in WAYS.items() if what in (each, Offload.ALL)]
-        yield from (op._replace(kind=back) for _, back, _, takers in wanted if op.kind in takers)
-        yield op
-        yield from (op._replace(kind=there) for there, _, maker, _ in wanted if op.kind is maker)
-
-    return replace(schedule, ops=tuple(tuple(each for op in ops for each in around(op)) for ops in schedule))
-
-
-def one_after_the_other(placement: Placement, microbatches: int) -> Schedule:
-    """On one rank: all F, then all I, then all W."""
-    stages = range(placement.num_stages)
-    row = [
-        Op(stage, kind, microbatch)
-        for kind, order in ((OpKind.F, stages), (OpKind.I, stages[::-1]), (OpKind.W, stages))
-        for microbatch in range(microbatches)
-        for stage in order
-    ]
-    return Schedule("one after the other", placement, microbatches, (tuple(row),))
 
 
 def train(
@@ -72,8 +43,8 @@ def train(
             block.compile(fullgraph=True, backend=backend)
     stages = [PipelineStage(module, index, 2, CPU) for index, module in modules.items()]
     runtime: Any = zbpipe.build_pipeline_schedule("ZBV", stages, 4, loss_fn)
-    plain = one_after_the_other(Placement.v(1), 4)
-    runtime.adopt(plain if what is None else with_copies(plain, what))
+    plain = one_after_another(Placement.v(1), 4)
+    runtime.adopt(plain if what is None else copy_all(plain, what))
     for _ in range(3):
         for module in modules.values():
             module.zero_grad()
@@ -107,7 +78,7 @@ def train_rank(name: str, what: Offload) -> list[Result]:
     results = []
     for count in MICROBATCHES:
         pipeline = Pipeline(name, count)
-        pipeline.schedule.adopt(with_copies(zbpipe.generate(name, dist.get_world_size(), count), what))
+        pipeline.schedule.adopt(copy_all(zbpipe.generate(name, dist.get_world_size(), count), what))
         tokens, targets = batch(count)
         for _ in range(2):
             pipeline.zero_grad()
@@ -162,12 +133,12 @@ def peak(schedule: Schedule) -> float:
 
 def test_live_bytes_drop_as_simulated(one_rank: None) -> None:
     """F leaves the inputs of all layers but the first, which is the user's. W needs an x and a dY of all of them."""
-    plain = one_after_the_other(Placement.loop(1), 6)
+    plain = one_after_another(Placement.loop(1), 6)
     kept, waits = LAYERS - 1, 2 * LAYERS
     costs = CostModel((1,), (1,), (1,), (kept,), freed_by_i=1 - waits / kept, working={OpKind.I: 2})
     measured, simulated = {}, {}
     for what in (None, *Offload):
-        schedule = plain if what is None else with_copies(plain, what)
+        schedule = plain if what is None else copy_all(plain, what)
         simulated[what] = max(simulate(schedule, costs).peak_memory)
         measured[what] = peak(schedule)
     assert simulated == {None: 74, Offload.PAIRS: 39, Offload.ACTIVATIONS: 74, Offload.ALL: 14}
@@ -258,7 +229,7 @@ def test_memory_is_freed_behind_the_computation_that_the_copy_outlasts_not(
 
     monkeypatch.setattr("zbpipe.runtime.schedules.make_copier", lambda device: Logged(log))
     monkeypatch.setattr(beside.Copies, "around", logged)
-    runtime.adopt(with_copies(one_after_the_other(Placement.loop(1), 2), Offload.ALL))
+    runtime.adopt(copy_all(one_after_another(Placement.loop(1), 2), Offload.ALL))
     schedule = Schedule.from_csv("0F0,0OF0,0F1,0I1,0RF0,0I0,0W1,0W0")  # in place of that
     runtime.adopt(schedule, CostModel.uniform(schedule.placement, host=Link(bandwidth=bandwidth)))
     x = torch.randn(2, 4)
@@ -288,10 +259,10 @@ def test_the_option_plans_the_copies(one_rank: None) -> None:
 def test_what_cannot_offload_is_refused(one_rank: None) -> None:
     stages = [PipelineStage(nn.Linear(4, 4), 0, 1, CPU)]
     runtime: Any = zbpipe.build_pipeline_schedule("ZBH1", stages, 2, F.mse_loss, split_backward="autograd")
-    plain = one_after_the_other(Placement.loop(1), 2)
+    plain = one_after_another(Placement.loop(1), 2)
     with pytest.raises(ValueError, match="only zbpipe's split frees them: keep split_backward='deferred'"):
-        runtime.adopt(with_copies(plain, Offload.PAIRS))
-    runtime.adopt(with_copies(plain, Offload.ACTIVATIONS))
+        runtime.adopt(copy_all(plain, Offload.PAIRS))
+    runtime.adopt(copy_all(plain, Offload.ACTIVATIONS))
     x = torch.randn(2, 4)
     runtime.step(x, target=x)
     with pytest.raises(ValueError, match="on the CPU for tests, not from meta"):
@@ -303,7 +274,7 @@ def test_what_cannot_offload_is_refused(one_rank: None) -> None:
 def test_copies_that_begin_in_a_recorded_step_last(one_rank: None) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     runtime: Any = zbpipe.build_pipeline_schedule("ZBH1", [PipelineStage(module, 0, 1, CPU)], 2, F.mse_loss)
-    runtime.adopt(with_copies(one_after_the_other(Placement.loop(1), 4), Offload.ALL))
+    runtime.adopt(copy_all(one_after_another(Placement.loop(1), 4), Offload.ALL))
     records: list[StepRecord] = []
     collect(runtime, [Wanted.TIMES], records.extend)
     x = torch.randn(4, 4)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
+from zbpipe import Placement
 from zbpipe.runtime._torch import compiler
 from zbpipe.runtime.measure.allocated import HostCounter
 from zbpipe.runtime.offload.copiers import Copier
@@ -21,6 +22,7 @@ from zbpipe.runtime.split import products, stage
 from zbpipe.runtime.split.compiled import _Region
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.verify import on_device
+from zbpipe.simulator.offloading import Offload, copy_all
 
 CPU = torch.device("cpu")
 LOOKS_AT_TWO = ("messages in one queue", "messages in a group per edge")
@@ -94,7 +96,7 @@ def test_a_plain_schedule_leaves_it_out(caplog: pytest.LogCaptureFixture, monkey
     with caplog.at_level(logging.WARNING):
         schedule = built("ZBV", stages, 4, nn.functional.mse_loss, plain=True)
     assert "plain: without events" in caplog.text
-    schedule.adopt(on_device._one_after_another(with_copies=True))
+    schedule.adopt(copy_all(on_device.one_after_another(Placement.v(1), 4), Offload.ALL))
     assert not schedule.schedule.has_copies
     assert not isinstance(compiler.find_compiled_call(modules[1]), _Region)
     assert {each.fsdp_mode for each in schedule.own_stages} == {"torch"}

@@ -17,13 +17,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import endings, run_ranks
 from test_faults import explode
-from test_offload_runtime import with_copies
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
-from zbpipe.simulator.offloading import Offload
+from zbpipe.simulator.offloading import Offload, copy_all
 
 MICROBATCHES, WIDTH = 4, 8
 LOOP = "loop"
@@ -210,7 +209,7 @@ def in_company() -> None:
         elif dist.get_world_size() > 1:
             check = zbpipe.GradientCheck(job.schedule, 2)
         else:
-            job.schedule.adopt(with_copies(job.schedule.schedule, Offload.ALL))
+            job.schedule.adopt(copy_all(job.schedule.schedule, Offload.ALL))
         for number, wrong in enumerate((None, short_batch, None, uneven_batch, no_input, None, None)):
             job.zero_grad()
             assert bool(job.step(number, wrong=wrong)) == (wrong is not None)

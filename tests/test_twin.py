@@ -1,27 +1,34 @@
-"""Copies to the host on a twin of a GPU: whatever the order in which its streams run, nothing is read too early."""
+"""Copies to the host, and events after computations, on a twin of a GPU: whatever the order in which its streams run,
+nothing is read too early."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
 import torch
-from test_offload_runtime import one_after_the_other, with_copies
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
-from twin import Twin
+from twin import Event, Twin
 
 import zbpipe
 from zbpipe import Placement, Schedule
-from zbpipe.runtime.offload.copiers import Copier, HostCopy
-from zbpipe.simulator.offloading import Offload
+from zbpipe.runtime._torch import hooks
+from zbpipe.runtime.measure import recording
+from zbpipe.runtime.offload.copiers import Copier
+from zbpipe.runtime.ranks import progress
+from zbpipe.runtime.verify.on_device import one_after_another
+from zbpipe.simulator.offloading import Offload, copy_all
 
 CPU = torch.device("cpu")
 MICROBATCHES = 4
 
 
-def train(schedule: Schedule, twin: Twin | None, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def train(
+    schedule: Schedule, twin: Twin | None, monkeypatch: pytest.MonkeyPatch, before: Callable[[Any], object] = bool
+) -> list[Tensor]:
     """Gradients of the second step, whose streams are the twin's."""
     torch.manual_seed(0)
     modules = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
@@ -30,6 +37,7 @@ def train(schedule: Schedule, twin: Twin | None, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr("zbpipe.runtime.schedules.make_copier", lambda device: Copier(twin))
     runtime: Any = zbpipe.build_pipeline_schedule("ZBV", stages, MICROBATCHES, nn.functional.mse_loss)
     runtime.adopt(schedule)
+    before(runtime)
     x, target = torch.randn(2, 2 * MICROBATCHES, 8)
     for _ in range(2):
         for module in modules:
@@ -43,7 +51,7 @@ def train(schedule: Schedule, twin: Twin | None, monkeypatch: pytest.MonkeyPatch
 
 
 ORDERS: dict[str, Callable[[], Schedule]] = {
-    "all F, all I, all W": lambda: one_after_the_other(Placement.v(1), MICROBATCHES),
+    "all F, all I, all W": lambda: one_after_another(Placement.v(1), MICROBATCHES),
     "ZBV": lambda: zbpipe.generate("ZBV", 1, MICROBATCHES),
 }
 
@@ -57,43 +65,38 @@ def test_every_order_of_the_streams_gives_the_same_gradients(
     plain = ORDERS[order]()
     expected = train(plain, None, monkeypatch)
     for seed in seeds:
-        found = train(with_copies(plain, what), Twin(seed), monkeypatch)
+        found = train(copy_all(plain, what), Twin(seed), monkeypatch)
         assert all(map(torch.equal, found, expected)), f"seed {seed}"
 
 
-def skip_wait_out(self: Copier, copy: HostCopy) -> None:
-    for storage in copy.storages:
-        self._device.resize(storage, 0)
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 40))])
+def test_a_device_behind_the_host_is_seen_as_it_is(one_rank: None, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress, by events that are used again, and times of ops."""
+    schedule = copy_all(zbpipe.generate("ZBV", 1, MICROBATCHES), Offload.ALL)
+    twin, records, own = Twin(seed), list[recording.StepRecord](), list[Event]()
+    launched = progress.Launched(lambda: own.append(twin.new_event()) or own[-1])
+    monkeypatch.setattr(progress, "MOST", 5)
+    monkeypatch.setattr(progress, "_launched_on", lambda device: launched)
+    monkeypatch.setattr(recording, "_HostClock", lambda: recording._DeviceClock(CPU))
+    monkeypatch.setattr(recording, "find_device", lambda device: twin)
 
+    def count_passed() -> int:
+        return max(sum(each in own for each in twin.passed), launched.count - progress.MOST)
 
-def skip_wait_back(self: Copier, copy: HostCopy) -> None:
-    copy.host.clear()
+    def compare(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+        result = compute()
+        before, found = count_passed(), launched.count_ended()
+        assert before <= found <= count_passed()
+        return result
 
+    def attach(runtime: Any) -> None:
+        recording.collect(runtime, [recording.Wanted.NOTHING, recording.Wanted.TIMES], records.extend)
+        compared.enter_context(hooks.hook(runtime, hooks.HookOrder.SCALE, compare))
 
-def without(waits: str) -> Callable[..., Any]:
-    """A stream that never waits for the computations."""
-    init = Copier.__init__
-
-    def make(self: Copier, device: Any) -> None:
-        init(self, device)
-        getattr(self, waits).wait_stream = lambda other: None
-
-    return make
-
-
-@pytest.mark.parametrize(
-    ("name", "faulty"),
-    [
-        pytest.param("release", skip_wait_out, id="memory is freed while it is copied"),
-        pytest.param("wait", skip_wait_back, id="W does not wait for its copy"),
-        pytest.param("__init__", without("_out"), id="the copy out does not wait for F"),
-        pytest.param("__init__", without("_back"), id="the copy back does not wait for who had the memory"),
-    ],
-)
-def test_a_wait_that_is_missing_is_found(
-    one_rank: None, name: str, faulty: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Copier, name, faulty)
-    schedule = with_copies(one_after_the_other(Placement.v(1), MICROBATCHES), Offload.ALL)
-    with pytest.raises(zbpipe.PipelineError, match="RaceError"):
-        train(schedule, Twin(0), monkeypatch)
+    with ExitStack() as compared:
+        train(schedule, twin, monkeypatch, attach)
+    ops = list(schedule.computations.ops[0])
+    assert launched.count == 2 * (len(ops) + MICROBATCHES), "the loss is a part of F"
+    assert [span.op for span in records[0].spans] == ops
+    times = [time for span in records[0].spans for time in (span.start, span.end)]
+    assert [*times, records[0].seconds] == sorted({*times, records[0].seconds})

@@ -1,10 +1,11 @@
 """A GPU's twin on the CPU: side streams that run late or early, and memory that is somebody else's once it is freed.
 
-Computations run at once. What goes to another stream waits in its queue, until the computations wait for it, or a
-seeded scheduler runs it. Memory that is freed or allocated is overwritten, as if another tensor had it in between.
-torch's own checker of races, `torch.cuda._sanitizer`, is told of every access, in the order of the host.
+Computations run at once, but events after them are over later, as if the device were behind the host. What goes to
+another stream waits in its queue, until the computations wait for it, or a seeded scheduler runs it. Memory that is
+freed or allocated is overwritten, as if another tensor had it in between. torch's own checker of races,
+`torch.cuda._sanitizer`, is told of every access, in the order of the host.
 
-Outside remain the streams of FSDP2, of NCCL and of torch itself, and computations that run behind the host.
+Outside remain the streams of FSDP2, of NCCL and of torch itself, and computations that themselves run behind the host.
 """
 
 from __future__ import annotations
@@ -38,14 +39,25 @@ class Event:
 
     def __init__(self, twin: Twin, number: int) -> None:
         self.twin, self.number = twin, number
-        self.is_over = False
+        self.is_over = True  # as that of a GPU before it is recorded
+        """Whether its stream has come so far."""
+        self.left = 0
+        """How often the device, behind the host, has still to pass it among the computations."""
+        self.time = 0.0
 
     def record(self) -> None:
         self.twin.record(self, self.twin.current)
 
     def query(self) -> bool:
         self.twin.go_on()
-        return self.is_over
+        return self.is_over and not self.left
+
+    def synchronize(self) -> None:
+        while self.left:
+            self.twin.pass_event()
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.time - self.time
 
 
 class Stream:
@@ -102,6 +114,10 @@ class Twin(Cpu):
         self.streams: list[Stream] = []
         self.current = self._new_stream(0)
         self.races: list[Any] = []
+        self.passed: list[Event] = []
+        """Events among the computations, as the device came to them."""
+        self._ahead: deque[Event] = deque()
+        """Events among the computations that it has not come to."""
 
     def _new_stream(self, number: int) -> Stream:
         stream = Stream(self, number)
@@ -124,6 +140,9 @@ class Twin(Cpu):
     def record(self, event: Event, stream: Stream) -> Event:
         self.checker._handle_event_record(event.number, stream.number)
         event.is_over = False
+        if stream.number == 0:
+            event.left += 1
+            self._ahead.append(event)
         stream.queue.append(event)
         self.drain_if_first(stream)
         return event
@@ -138,7 +157,19 @@ class Twin(Cpu):
     def go_on(self) -> None:
         """Run some of what may run."""
         for _ in range(self._random.choice((0, 0, 1, 3, 20))):
-            self._random.choice(self.streams).run_one()
+            stream = self._random.choice(self.streams)
+            if stream.number:
+                stream.run_one()
+            else:
+                self.pass_event()
+
+    def pass_event(self) -> None:
+        """The device comes to the next event among the computations."""
+        if self._ahead:
+            event = self._ahead.popleft()
+            event.left -= 1
+            event.time = float(len(self.passed))
+            self.passed.append(event)
 
     def touch(self, what: str, reads: set[int] = frozenset(), writes: set[int] = frozenset()) -> None:  # type: ignore[assignment]
         """Tell the checker of an operation of the current stream."""

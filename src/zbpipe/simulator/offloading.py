@@ -55,6 +55,25 @@ class LimitTooSmallError(ValueError):
         self.least = least
 
 
+_WAYS = {
+    Offload.ACTIVATIONS: (OpKind.OF, OpKind.RF, (OpKind.F,), (OpKind.I, OpKind.B)),
+    Offload.PAIRS: (OpKind.OI, OpKind.RI, (OpKind.I,), (OpKind.W,)),
+}
+"""Kinds of the copy out, of the copy back, of the ops that leave the memory, and of those that need it."""
+
+
+def copy_all(schedule: Schedule, what: Offload) -> Schedule:
+    """`schedule` with all copies of these kinds: out as soon as the memory is there, and back at the last moment."""
+    wanted = [way for each, way in _WAYS.items() if what in (each, Offload.ALL)]
+
+    def around(op: Op) -> Iterator[Op]:
+        yield from (op._replace(kind=back) for _, back, _, takers in wanted if op.kind in takers)
+        yield op
+        yield from (op._replace(kind=out) for out, _, makers, _ in wanted if op.kind in makers)
+
+    return replace(schedule, ops=tuple(tuple(each for op in ops for each in around(op)) for ops in schedule))
+
+
 # Callers need different subsets of the arguments. All but three are keyword-only.
 def offload(
     schedule: Schedule,

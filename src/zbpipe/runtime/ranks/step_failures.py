@@ -42,7 +42,7 @@ class StepFailures:
         self._told: tuple[BaseException, Failure] | None = None
         """The error with which this rank abandoned the present step, in the form known to other ranks."""
         self._heard: Failure | None = None
-        """Another rank's failure, found while the present step was stuck."""
+        """Another rank's failure before this one's: found while the present step was stuck, or when an op failed."""
 
     @contextmanager
     def begin_step(self) -> Iterator[None]:
@@ -65,8 +65,10 @@ class StepFailures:
 
     def tell(self, error: Exception, schedule: pipelining.OwnRuntime, name: str) -> None:
         """Report that an op of the present step failed with `error`, before it is raised."""
-        self._told = error, self._make_failure(schedule, name, error, frames.find_place(schedule))
-        self._board.notice.post(self._told[1])
+        failure = self._make_failure(schedule, name, error, frames.find_place(schedule))
+        self._told = error, failure
+        if (first := self._board.notice.exchange(failure)) != failure:
+            self._heard = first
         logger.error("%s. This rank continues without computing until all ranks of the pipeline know", self._told[1])
 
     def find_why_abandoned(self) -> Exception | None:
@@ -98,6 +100,7 @@ class StepFailures:
             if found is None or found.is_refusal:
                 raise RefusedStepError(f"{found or error}. All ranks have skipped this step") from None
             self._broken_by = f"another rank failed first: {found}"
+            self._board.notice.wait_for_readers()
             raise PipelineError(self._broken_by) from None
         except SHARED as error:
             told = self._told[1] if self._told is not None and self._told[0] is error else None
@@ -105,11 +108,11 @@ class StepFailures:
                 self._board.notice.wait_for_readers()
                 raise
             failure = told or self._make_failure(schedule, name, error)
-            first = self._first.exchange(failure)
-            self._broken_by = describe(failure, self._heard or first)
+            first = self._first.exchange(self._heard or failure)
+            self._broken_by = describe(failure, first)
             if first == failure:
                 self._board.notice.post(failure)
-                self._board.notice.wait_for_readers()
+            (self._board.notice if first == failure else self._first).wait_for_readers()
             if not isinstance(error, Exception):
                 raise
             raise PipelineError(self._broken_by) from error

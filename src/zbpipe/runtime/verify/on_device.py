@@ -38,6 +38,7 @@ from zbpipe.runtime.ranks.progress import MOST, Launched
 from zbpipe.runtime.split.stage import find_weight_work
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
 from zbpipe.schedule.registry import resolve
+from zbpipe.simulator.offloading import Offload, copy_all
 
 SECONDS = 120.0
 """Limit of a trial. Compilers take most of it."""
@@ -205,21 +206,24 @@ def _try_fused_w(device: torch.device) -> None:
 
 
 def _try_offload(device: torch.device) -> None:
-    plain, copied = (_one_after_another(with_copies) for with_copies in (False, True))
-    (expected, _), (gradients, _) = (_train(device, schedule=each) for each in (plain, copied))
+    plain = one_after_another(Placement.v(1), MICROBATCHES)
+    (expected, _), (gradients, _) = (_train(device, schedule=each) for each in (plain, copy_all(plain, Offload.ALL)))
     _require_same(gradients, expected, 0)
 
 
-def _one_after_another(with_copies: bool) -> Schedule:
-    """All F, all I, and all W on one rank. Copies take activations and deferred gradients to the host meanwhile."""
-    kinds = {"F": ("F", "OF"), "I": ("RF", "I", "OI"), "W": ("RI", "W")}
+def one_after_another(placement: Placement, microbatches: int, orders: Sequence[str] = ("F", "I", "W")) -> Schedule:
+    """A schedule of one rank: all ops of the kinds in the first of `orders`, then those of the next.
+
+    With all F, all I and all W, activations and deferred gradients stay as long as possible.
+    """
+    stages = range(placement.num_stages)
     row = [
-        Op(stage, OpKind(each), microbatch)
-        for kind, microbatch in product(kinds, range(MICROBATCHES))
-        for stage in ((1, 0) if kind == "I" else (0, 1))
-        for each in (kinds[kind] if with_copies else (kind,))
+        Op(stage, OpKind(kind), microbatch)
+        for order, microbatch in product(orders, range(microbatches))
+        for stage in (stages[::-1] if "I" in order else stages)
+        for kind in order
     ]
-    return Schedule("one after another", Placement.v(1), MICROBATCHES, (tuple(row),))
+    return Schedule("one after another", placement, microbatches, (tuple(row),))
 
 
 def _try_measuring(device: torch.device) -> None:

@@ -1,0 +1,55 @@
+"""A slice of tests/interleavings.py: whatever the order of the ranks' turns, all come to the right end."""
+
+from __future__ import annotations
+
+import re
+from ast import literal_eval
+from itertools import chain, islice
+from random import Random
+from typing import Any
+
+import pytest
+from interleavings import FAULTS, Case, FoundError, Search, count_sound, explore, fail, try_faults, try_out
+from turns import Choices, Store
+
+from zbpipe.runtime._torch import abandoned, pipelining
+
+SLOW = ("schedules are adopted", "Auto plans")
+
+
+@pytest.mark.parametrize("case", [Case("ZBH1", 3, 2, "fifo_queue_per_peer"), Case("ZBV", 2, 2)], ids=str)
+def test_steps_end_right_in_any_order(case: Case) -> None:
+    choices = chain((Choices(random=Random(seed)) for seed in range(60)), islice(Search(), 60))
+    orders = {tuple(each.made) for each in explore(case, choices)}
+    assert len(orders) > 110
+    assert count_sound(case, 200) == 200
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_fault_ends_all_ranks_with_its_cause(what: str) -> None:
+    seeds = range(1 if what in SLOW else 16)
+    assert try_faults(what, seeds) == len(seeds)
+
+
+def test_an_order_that_fails_is_told_with_few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks could both find that nobody has failed before, if the store let others come in between."""
+
+    def compare_set(self: Any, key: str, expected: str, desired: str) -> bytes:
+        found = self.check([key])
+        if not found:
+            self.set(key, desired)
+        return self.get(key)
+
+    monkeypatch.setattr(Store, "compare_set", compare_set)
+    for module in (pipelining, abandoned):
+        monkeypatch.setattr(module, "can_send_marks", lambda stage: False)
+
+    def try_many() -> None:
+        for seed in range(200):
+            try_out(Case("ZBV", 2, 2), Choices(random=Random(seed)), fail((0, "W", 1), (1, "W", 1)))
+
+    with pytest.raises(FoundError, match=r"rank \d ends with") as error:
+        try_many()
+    found = re.search(r"fails with Choices\((\{.*?\})\)", str(error.value))
+    assert found, error.value
+    assert 0 < len(literal_eval(found[1])) < 10, error.value
