@@ -187,12 +187,14 @@ ROWS: dict[str, Check] = {
     ),
     "gpt_oss": _trains(
         Cell(
-            "ZBVLean, GPT-OSS with attention sinks, bfloat16",
+            "ZBVLean, GPT-OSS with attention sinks, bfloat16, torch.compile",
             schedule="ZBVLean",
+            compiled=True,
             model="rows_config:gpt_oss_small",
             settings=(*_SHARDED, *_BFLOAT16),
             ranks_per_stage=2,
-            alone=_by_microbatch(8),
+            alone=(*_by_microbatch(8), "--compile.enable"),
+            tolerances={"losses": 1e-4, "norms": 1e-3},
         )
     ),
     "gpt_oss float32": _fails_in_titan(

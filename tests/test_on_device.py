@@ -15,11 +15,10 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe import Placement
-from zbpipe.runtime._torch import compiler
 from zbpipe.runtime.measure.allocated import HostCounter
 from zbpipe.runtime.offload.copiers import Copier
 from zbpipe.runtime.split import products, stage
-from zbpipe.runtime.split.compiled import _Region
+from zbpipe.runtime.split.layers import deferral_of
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.verify import on_device
 from zbpipe.simulator.offloading import Offload, copy_all
@@ -39,7 +38,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "fused W": (products, "_add_product", add_twice),
     "copies to the host": (Copier, "copy_out", lambda *_: pytest.fail("cannot copy")),
     "times and memory of ops": (HostCounter, "within_op", lambda *_: nullcontext()),
-    COMPILES: (stage, "defer_in_compiled_regions", lambda module: None),
+    COMPILES: (stage, "defer_in_compiled_regions", lambda module, gradients: None),
     "FSDP beside computations": (stage, "accumulate_and_reduce", lambda module, pending: None),
 }
 
@@ -98,7 +97,7 @@ def test_a_plain_schedule_leaves_it_out(caplog: pytest.LogCaptureFixture, monkey
     assert "plain: without events" in caplog.text
     schedule.adopt(copy_all(on_device.one_after_another(Placement.v(1), 4), Offload.ALL))
     assert not schedule.schedule.has_copies
-    assert not isinstance(compiler.find_compiled_call(modules[1]), _Region)
+    assert not deferral_of(modules[1]).is_region
     assert {each.fsdp_mode for each in schedule.own_stages} == {"torch"}
     for _ in range(2):
         schedule.step(torch.randn(4, 4), target=torch.zeros(4, 4))

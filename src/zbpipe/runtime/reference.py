@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zbpipe.runtime._torch import autograd, compiler, fsdp, hooks, pipelining
+from zbpipe.runtime._torch import autograd, compiled_backward, fsdp, pipelining
 from zbpipe.runtime.attributes import replaced
 from zbpipe.runtime.contents import Contents, keep_shared_generators
 from zbpipe.runtime.optimizer.backup import RandomState
@@ -101,8 +101,6 @@ class Microbatch:
         self._kwargs: dict[str, Any] = {}
         self._loss: Callable[[Any], Tensor] | None = None
         self._output_grads: Any = None
-        self._ran_eagerly: set[nn.Module] = set()
-        """Compiled modules that F called without the compiler."""
         self._copies: dict[int, Tensor] = {}
         """Copies of the inputs, by their ids, which are valid while the stage holds the inputs."""
         self._inputs: list[Any] = []
@@ -112,12 +110,9 @@ class Microbatch:
         """Whether the forward repeats its output from the same state; known after `compute_gradients`."""
 
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the stage's forward, `call`, and record its inputs and the modules that ran without the compiler."""
+        """Run the stage's forward, `call`, and record its inputs."""
         self._args, self._kwargs = autograd.tree_map_only(Tensor, self._copy, (args, kwargs))
-        with ExitStack() as watched:
-            for module, (compiled, eager) in _list_regions(self.stage.submod):
-                watched.enter_context(compiler.with_calls(module, compiled, partial(self._run_eagerly, module, eager)))
-            output = call(*args, **kwargs)
+        output = call(*args, **kwargs)
         tensors = [each.detach() for each in autograd.tree_leaves(output) if isinstance(each, Tensor)]
         self._outputs = [(each, autograd.version_of(each)) for each in tensors]
         return output
@@ -125,10 +120,6 @@ class Microbatch:
     def _copy(self, tensor: Tensor) -> Tensor:
         copy = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         return self._copies.setdefault(id(tensor), copy)
-
-    def _run_eagerly(self, module: nn.Module, eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self._ran_eagerly.add(module)
-        return eager(*args, **kwargs)
 
     def loss(self, call: Callable[..., Tensor], output: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Run the loss, `call`, and record all its arguments except the output."""
@@ -175,7 +166,7 @@ class Microbatch:
 
     def _run(self) -> tuple[Any, Sequence[Tensor | None]]:
         """Run the module forward and backward; returns its output and the gradients of its inputs."""
-        plain = partial(_plain, self.stage.submod, self._ran_eagerly)
+        plain = partial(_plain, self.stage.submod)
         with plain():
             output = of_module = pipelining.run_forward(self.stage, self.index, self._args, self._kwargs)
         if self._loss is not None:
@@ -217,19 +208,10 @@ def widen(gradient: Tensor, like: Tensor) -> Tensor:
 
 
 @contextmanager
-def _plain(module: nn.Module, eagerly: set[nn.Module]) -> Iterator[None]:
+def _plain(module: nn.Module) -> Iterator[None]:
     """Context in which layers and compiled regions run as if zbpipe had never prepared them."""
-    # Regions run with the compiler if F did: otherwise random numbers and rounding would differ.
     with ExitStack() as plain:
         for deferral in deferrals(module).values():
             plain.enter_context(replaced(deferral, linear=F.linear, products={}))
-        for part, (compiled, eager) in _list_regions(module):
-            plain.enter_context(compiler.without_region(part, eager if part in eagerly else compiled))
+        plain.enter_context(compiled_backward.as_torch_compiles())
         yield
-
-
-def _list_regions(module: nn.Module) -> Iterator[tuple[nn.Module, tuple[hooks.Call, hooks.Call]]]:
-    for part in module.modules():
-        calls = compiler.find_diverted_calls(part)
-        if calls is not None:
-            yield part, calls

@@ -30,7 +30,6 @@ from zbpipe.runtime.ranks.step_failures import StepFailures
 from zbpipe.runtime.ranks.step_sizes import StepSizes
 from zbpipe.runtime.schedules_by_size import SchedulesBySize
 from zbpipe.runtime.split import stage as split
-from zbpipe.runtime.split.compiled import forget_eager_calls
 from zbpipe.runtime.split.loss import defer_in_loss
 from zbpipe.runtime.split.products import WeightGradients
 from zbpipe.runtime.split.stage import SplitBackward
@@ -300,13 +299,12 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             # A loss or a layer that calls `backward` itself leaves gradients of uninitialized data.
             for stage in hooks.stages_of(self):
                 kept.enter_context(fsdp.without_gradients(stage.submod))
+                kept.enter_context(split.infer_without_compiler(stage))
             super().initialize_stages(*args, **kwargs)
         self.sizes.are_set_up = True
         if pipelining.trains(self) and not self._is_warm:
             self._is_warm = True
             warm_up(self, *args, **kwargs)
-        for stage in hooks.stages_of(self):
-            forget_eager_calls(stage.submod)
 
     def step(self, *args: Any, target: Any = None, microbatches: int | None = None, **kwargs: Any) -> Any:
         """One training step, with torch's arguments. The batch is split into equal microbatches.

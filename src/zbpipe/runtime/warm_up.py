@@ -18,7 +18,6 @@ from torch import Tensor
 
 from zbpipe.runtime._torch import autograd, compiler, fsdp, hooks, pipelining
 from zbpipe.runtime.reference import State
-from zbpipe.runtime.split.compiled import are_compiled
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +41,8 @@ def warm_up(
             continue
         state = State(stage.submod, pipelining.device_of(stage), weights=False)
         try:
-            # The first call with new shapes runs without the compiler.
-            for _ in range(2):
-                with fsdp.unshard(stage.submod), fsdp.without_gradients(stage.submod):
-                    _run(schedule, stage, inputs, _copy(kwargs or {}), target, loss_kwargs)
-                if are_compiled(stage.submod):
-                    break
+            with fsdp.unshard(stage.submod), fsdp.without_gradients(stage.submod):
+                _run(schedule, stage, inputs, _copy(kwargs or {}), target, loss_kwargs)
         finally:
             with torch.no_grad():
                 state.put_back()

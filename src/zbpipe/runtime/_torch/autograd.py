@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
 from zbpipe.runtime.attributes import replaced
+
+PLAIN = (Tensor, nn.Parameter)
+"""Types of weights whose gradient is only a product of x and dY."""
 
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
@@ -67,9 +69,6 @@ def without_base(output: Tensor) -> Tensor:
     """An autograd Function's output that can be changed in place."""
     # Before torch 2.15 `F.linear` returns a view for three-dimensional inputs with a bias. Autograd refuses in-place
     # changes of a Function's view.
-    if torch.compiler.is_compiling():
-        # The same memory, but not a view for autograd. In compiled code this is a no-op.
-        return cast(Tensor, torch.ops.aten._unsafe_view(output, output.shape))
     return output.data if output._is_view() else output
 
 
@@ -128,11 +127,6 @@ def will_run(node: Node) -> bool | None:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return None
-
-
-def is_in_backward() -> bool:
-    """Whether this is called from a backward."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def find_saving_hooks() -> object:
@@ -240,15 +234,6 @@ def list_holders(tensor: Tensor) -> list[Tensor]:
     if type(tensor) is not Tensor:
         return []
     return [tensor] if tensor._base is None else [tensor, tensor._base]
-
-
-Memory = tuple[ReferenceType[torch.UntypedStorage], ...]
-"""Weak references to storages: an address alone would soon be reused."""
-
-
-def refer_to_memory(tensors: Iterable[Tensor]) -> Memory:
-    """The storages of `tensors`, in order."""
-    return tuple(ref(_local(each).untyped_storage()) for each in tensors)
 
 
 def count_holders(storage: int) -> int:
@@ -439,6 +424,14 @@ def find_leaf_behind(node: Node | None) -> Tensor | None:
     return cast(Tensor | None, getattr(node, "variable", None))
 
 
+def number_edges(node: Any) -> dict[int, int]:
+    """Numbers of the edges of a Function's node that lead to gradients, by the places of its arguments."""
+    # A node has an edge for every tensor, which leads nowhere for one without a gradient.
+    numbers = [number for number, (source, _) in enumerate(node.next_functions) if source is not None]
+    places = [place for place, is_needed in enumerate(node.needs_input_grad) if is_needed]
+    return dict(zip(places, numbers, strict=True)) if len(places) == len(numbers) else {}
+
+
 def _pass_nodes(node: Node | None) -> list[Node | None]:
     """`node` and its successors, up to the first that does more than pass a gradient on; None if there is none."""
     nodes = [node]
@@ -446,29 +439,6 @@ def _pass_nodes(node: Node | None) -> list[Node | None]:
         node = node.next_functions[0][0]
         nodes.append(node)
     return nodes
-
-
-def find_permutation(tensor: Tensor) -> tuple[int, ...] | None:
-    """The leaf's dimensions in the order of `tensor`; None unless `tensor` is only a cast and a permutation."""
-    order = list(range(tensor.dim()))
-    *steps, _ = _pass_nodes(tensor.grad_fn)
-    for step in reversed(cast(list[Node], steps)):
-        kind, saved = step.name(), cast(Any, step)
-        if kind == "TBackward0":
-            order.reverse()
-        elif kind == "TransposeBackward0":
-            # Negative dimensions are saved as unsigned numbers.
-            first, second = (_sign(saved._saved_dim0), _sign(saved._saved_dim1))
-            order[first], order[second] = order[second], order[first]
-        elif kind == "PermuteBackward0":
-            order = [order[_sign(dim)] for dim in saved._saved_dims]
-        elif kind != "ToCopyBackward0":
-            return None
-    return tuple(order)
-
-
-def _sign(number: int) -> int:
-    return number - (1 << 64) if number >> 63 else number
 
 
 def find_edge(tensor: Tensor) -> GradientEdge | None:

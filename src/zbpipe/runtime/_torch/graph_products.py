@@ -5,7 +5,7 @@ Only names, edges and shapes of nodes are read. Reading saved tensors would make
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from zbpipe.runtime._torch.autograd import PASS_ON
+from zbpipe.runtime._torch.autograd import PASS_ON, number_edges
+from zbpipe.runtime._torch.compiled_backward import find_compiled_products
 
 _FACTORS = {
     "AddbmmBackward0": (1, 2),
@@ -35,8 +36,7 @@ _VIEWS = ("Clone", "Contiguous", "Expand", "ReshapeAlias", "Squeeze", "UnsafeVie
 _MATRIX = 2
 """Smallest number of dimensions of a weight. Below it, row selection is a lookup, and a parameter is a bias or a
 gain."""
-_REGIONS = ("CompiledFunction", "_Slots")
-"""Nodes of a compiled region, and of zbpipe's slots for the weights that are constants there."""
+_REGION = "CompiledFunction"
 
 
 class GraphProduct(NamedTuple):
@@ -55,8 +55,8 @@ class GraphProduct(NamedTuple):
 
     @property
     def is_region(self) -> bool:
-        """Whether the node is a whole compiled region, whose products are hidden."""
-        return self.kind in _REGIONS
+        """Whether the node is a whole compiled region."""
+        return self.kind == _REGION
 
     @property
     def is_plain(self) -> bool:
@@ -73,25 +73,19 @@ class _Weight(NamedTuple):
     """Whether it is larger than the parameters: expanded, or selected row by row."""
 
 
-def find_products(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> list[GraphProduct]:
-    """All products with weights on the paths from `inputs`, or from the leaves, to `outputs`."""
-    return find_products_behind(find_nodes(outputs), find_nodes(inputs))
+def find_products(outputs: Iterable[Any]) -> list[GraphProduct]:
+    """All products with weights on the paths from the leaves to `outputs`."""
+    return find_products_behind(find_nodes(outputs))
 
 
-def find_products_behind(nodes: Sequence[Node], inputs: Iterable[Node] = ()) -> list[GraphProduct]:
+def find_products_behind(nodes: Sequence[Node]) -> list[GraphProduct]:
     """All products with weights in the graphs of these nodes."""
     found: list[GraphProduct] = []
-    known: dict[Node, _Weight | None] = dict.fromkeys(inputs)
-    for node in sort_nodes(list(nodes), known):
+    known: dict[Node, _Weight | None] = {}
+    for node in sort_nodes(nodes):
         edges = [(known.get(each) if each else None, each, place) for each, place in node.next_functions]
         known[node] = _visit(node, edges, found)
     return found
-
-
-def find_leaves(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> list[Tensor]:
-    """All leaves that `outputs` depend on, other than by `inputs`."""
-    nodes = sort_nodes(find_nodes(outputs), find_nodes(inputs))
-    return [leaf for node in nodes if (leaf := getattr(node, "variable", None)) is not None]
 
 
 def find_nodes(tensors: Iterable[Any]) -> list[Node]:
@@ -99,9 +93,9 @@ def find_nodes(tensors: Iterable[Any]) -> list[Node]:
     return [each.grad_fn for each in tensors if isinstance(each, Tensor) and each.grad_fn is not None]
 
 
-def sort_nodes(roots: list[Node], known: Iterable[Node] = ()) -> Iterator[Node]:
-    """Nodes reachable from `roots`, inputs first; without `known` nodes and those reachable only through them."""
-    waiting, opened, done = list(roots), set[Node](), set(known)
+def sort_nodes(roots: Iterable[Node]) -> Iterator[Node]:
+    """Nodes reachable from `roots`, inputs first."""
+    waiting, opened, done = list(roots), set[Node](), set[Node]()
     while waiting:
         node = waiting[-1]
         if node in done:
@@ -124,6 +118,9 @@ def _visit(node: Node, edges: Sequence[_Edge], found: list[GraphProduct]) -> _We
     leaf = getattr(node, "variable", None)
     if leaf is not None:
         return _Weight((leaf,)) if isinstance(leaf, nn.Parameter) else None
+    if (known := find_compiled_products(node)) is not None:
+        found += _list_in_region(node, edges, known)
+        return None
     kind = node.name().rpartition("Backward")[0]
     if node.name() in _FACTORS:
         places: tuple[int, ...] = _FACTORS[node.name()]
@@ -146,6 +143,19 @@ def _visit(node: Node, edges: Sequence[_Edge], found: list[GraphProduct]) -> _We
     return _join(weights, kind) if is_weight else None
 
 
+def _list_in_region(
+    node: Node, edges: Sequence[_Edge], products: Mapping[int, tuple[float, float]]
+) -> Iterator[GraphProduct]:
+    """The products of a compiled backward that can wait, which belong to its deferral, and those in I."""
+    numbers = number_edges(node)
+    for place, (can_wait, in_i) in products.items():
+        weight = edges[numbers[place]][0] if place in numbers else None
+        if weight is not None and can_wait:
+            yield GraphProduct(_REGION, _find_deferral(node), weight.leaves, weight.made_by, can_wait)
+        if weight is not None and in_i:
+            yield GraphProduct(_REGION, None, weight.leaves, weight.made_by, in_i)
+
+
 def _find_deferral(node: Node) -> object:
     return getattr(node, "deferral", None) if isinstance(cast(object, node), BackwardCFunction) else None
 
@@ -159,7 +169,7 @@ def _is_function(node: Node, kind: str, edges: Sequence[_Edge]) -> bool:
     sources = [weight for weight, source, _ in edges if source is not None]
     weights = [weight for weight in sources if weight is not None]
     elements = {prod(_shape_of(source, number)) for weight, source, number in edges if weight is not None and source}
-    return kind in _REGIONS or len(weights) < len(sources) or prod(_shape_of(node, 0)) not in elements
+    return kind == _REGION or len(weights) < len(sources) or prod(_shape_of(node, 0)) not in elements
 
 
 def _is_matrix(weight: _Weight, source: Node, number: int) -> bool:

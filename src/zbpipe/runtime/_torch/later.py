@@ -23,7 +23,6 @@ from zbpipe.runtime._torch import autograd
 
 _MOST_NODES = 1000
 """Limit of nodes of a layer among which Functions are looked for."""
-_COMPILED = "CompiledFunction"
 _META = torch.device("meta")
 
 
@@ -100,6 +99,12 @@ def _postpone(call: _Call, at_once: bool) -> Any:
         _read((call.args, call.kwargs))
         return value
     return Later(spec, _find_device(call), call, value)
+
+
+def postpone(function: Callable[..., Any], args: Sequence[Any], like: Tensor, number: int, with_value: bool) -> Later:
+    """A `Later` for `function(*args)`, whose result is like the tensor `like`; on trial with its value."""
+    value = function(*args) if with_value else None
+    return Later(like, like.device, _Call(function, list(args), {}, number), value)
 
 
 def _find_device(call: _Call) -> torch.device:
@@ -213,9 +218,11 @@ def _is_wrapper(tensor: Any) -> bool:
 
 
 class Recipe:
-    """How to compute a `Later`, apart from the tensors."""
+    """How to compute a `Later`, apart from the tensors; it keeps those in the `memory` of weights itself."""
 
-    def __init__(self, later: Later) -> None:
+    def __init__(self, later: Tensor, memory: Collection[int] = ()) -> None:
+        self._memory = memory
+        self.reads_weights = False
         self.tensors: list[Tensor] = []
         """All tensors that it reads, detached."""
         self.flops = 0.0
@@ -248,8 +255,20 @@ class Recipe:
             names, context = tensor.__tensor_flatten__()
             inner = {name: self._note(getattr(tensor, name)) for name in names}
             return _Wrapper(type(tensor), inner, context, tensor.shape, tensor.stride())
+        if tensor.untyped_storage()._cdata in self._memory:
+            self.reads_weights = True
+            return tensor.detach()
         self.tensors.append(tensor.detach())
         return _At(len(self.tensors) - 1)
+
+    @property
+    def as_matrices(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """Computes from the tensors two matrices whose product is the result; None unless the result is that alone."""
+        if len(self._steps) != 1 or not isinstance(self._result, _Step):
+            return None
+        (call,) = self._steps
+        is_in_order = call.args == [_At(place) for place in range(len(self.tensors))]
+        return getattr(call.function, "as_matrices", None) if is_in_order else None
 
     def release_tensors(self) -> list[Tensor]:
         """The tensors, which the recipe forgets."""
@@ -285,6 +304,8 @@ class _Step(NamedTuple):
 
 
 def _count_flops(call: _Call) -> float:
+    if (known := getattr(call.function, "flops", None)) is not None:
+        return float(known)
     factors = [each for each in autograd.list_leaves((call.args, call.kwargs)) if isinstance(each, Tensor)][:2]
     if len(factors) < 2 or not factors[1].dim():
         return 0.0
@@ -315,8 +336,38 @@ class Context:
 
 def run_own_backward(node: Node, gradients: Sequence[Any], context: Context | None = None) -> tuple[Any, ...]:
     """The gradients that a Function's backward returns."""
-    returned = type(node).apply(node if context is None else context, *gradients)  # type: ignore[attr-defined]
+    kind: Any = type(node)
+    if _takes_a_list(node):
+        return cast(tuple[Any, ...], kind.apply_boxed(node, gradients))
+    returned = kind.apply(node if context is None else context, *gradients)
     return returned if isinstance(returned, tuple) else (returned,)
+
+
+def is_compiled(node: Node) -> bool:
+    """Whether the node is the backward of a compiled graph."""
+    return node.name() == "CompiledFunctionBackward"
+
+
+def _takes_a_list(node: Any) -> bool:
+    """Whether autograd gives the gradients as a list, which the backward empties: from torch 2.13 on if compiled."""
+    return getattr(node._forward_cls, "boxed_grads_call", False)
+
+
+def holds_later(gradient: Any) -> bool:
+    """Whether this is a `Later`, or a tensor that wraps one."""
+    if isinstance(gradient, Later) or not _is_wrapper(gradient):
+        return isinstance(gradient, Later)
+    return any(holds_later(getattr(gradient, name)) for name in gradient.__tensor_flatten__()[0])
+
+
+def compute(gradient: Any) -> Any:
+    """The gradient, without any `Later`."""
+    if isinstance(gradient, Later):
+        return gradient.now()
+    if not holds_later(gradient):
+        return gradient
+    recipe = Recipe(gradient)
+    return recipe.run(recipe.tensors)
 
 
 def list_functions(outputs: Iterable[Any], inputs: Iterable[Any]) -> Iterator[Node]:
@@ -336,9 +387,9 @@ def list_functions(outputs: Iterable[Any], inputs: Iterable[Any]) -> Iterator[No
 
 
 def _is_other(node: Any) -> bool:
-    """Whether the node belongs to zbpipe or the compiler, or only passes gradients on."""
+    """Whether the node belongs to zbpipe, or only passes gradients on."""
     name = node.name()
-    return "apply" in vars(node) or hasattr(node, "deferral") or _COMPILED in name or name in autograd.PASS_ON
+    return "apply" in vars(node) or hasattr(node, "deferral") or name in autograd.PASS_ON
 
 
 class Weight(NamedTuple):
@@ -354,13 +405,9 @@ class Weight(NamedTuple):
 
 def list_weights(node: Any, owns: Callable[[Tensor], bool]) -> list[Weight]:
     """The inputs of a Function that belong to leaves that `owns` accepts."""
-    # A node has an edge for every tensor, which leads nowhere for one without a gradient.
-    edges = [(number, each) for number, each in enumerate(node.next_functions) if each[0] is not None]
-    places = [place for place, is_needed in enumerate(node.needs_input_grad) if is_needed]
-    if len(places) != len(edges):
-        return []
     found = []
-    for place, (number, edge) in zip(places, edges, strict=True):
+    for place, number in autograd.number_edges(node).items():
+        edge = node.next_functions[number]
         leaf = autograd.find_leaf_behind(edge[0])
         if leaf is not None and owns(leaf):
             found.append(Weight(place, number, leaf, GradientEdge(*edge)))
@@ -374,6 +421,8 @@ def replace_backward(node: Any, run: Any) -> None:
     def apply(*gradients: Any) -> Any:
         return run(here(), gradients)
 
+    if _takes_a_list(node):
+        node.apply_boxed = lambda gradients: run(here(), gradients)
     node.deferral, node.weight_places = run.deferral, tuple(each.number for each in run.weights)  # for `graph_products`
     node.apply = apply
 

@@ -8,16 +8,16 @@ While nothing records, the same layers compute dW at once, as any layer does. So
 backward, in torch's metadata inference before the first step, in a loss that runs its own backward during F, and in a
 module without a pipeline.
 
-A compiled region allows no side effects. There x and dY leave as the gradients of two inputs, the slots, which
-`zbpipe.runtime.split.compiled` provides.
+The compiler sees the layers in a compiled region as they are. The region defers as a whole: its backward is an
+autograd Function, like those of others (`zbpipe.runtime.split.functions`).
 """
 
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, cast
 
@@ -29,12 +29,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from zbpipe.runtime._torch import autograd, compiler, fsdp, traced
-from zbpipe.runtime._torch.traced import Call, Spec
+from zbpipe.runtime._torch import autograd, compiler, fsdp
+from zbpipe.runtime._torch.autograd import PLAIN
 from zbpipe.runtime.attributes import declares
 from zbpipe.runtime.split.contents import Checks
 from zbpipe.runtime.split.functions import Functions
-from zbpipe.runtime.split.further import Further, separate_tensors, swap, with_factors_first
+from zbpipe.runtime.split.further import Further, swap, with_factors_first
 from zbpipe.runtime.split.products import (
     LINEAR,
     PendingGradient,
@@ -46,15 +46,6 @@ from zbpipe.runtime.split.products import (
     linear_input_gradient,
     name_of,
     rows,
-)
-from zbpipe.runtime.split.slots import (
-    SlotHandle,
-    Use,
-    layer_in_slots,
-    linear_in_slots,
-    make_use,
-    whole_layer,
-    without_slots,
 )
 from zbpipe.runtime.split.torchs_products import COMPOSITES, PRODUCTS, Factors, Reader, read_declared
 
@@ -69,18 +60,30 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
     subclasses other than DTensor. An already prepared layer defers to the new `gradients` from now on.
     """
     autograd.register_types()
-    compiled = find_compiled(module)
     is_sharded = any(map(fsdp.is_fsdp, module.modules()))
     for layer in module.modules():
         if compiler.is_optimized(layer):
             continue
-        products = _find_products(layer, id(layer) in compiled)
+        products = _find_products(layer)
         if layer.__dict__.get(_ATTRIBUTE) is not None:
             deferral_of(layer).gradients = gradients
             deferral_of(layer).products = products
         elif products:
             vars(layer)[_ATTRIBUTE] = Deferral(layer, products, gradients, is_sharded)
             _replace_forward(layer)
+
+
+def defer_in_compiled_regions(module: nn.Module, gradients: WeightGradients) -> None:
+    """The same for the parts of `module` that run in `torch.compile(m)` or after `m.compile()`, each as a whole."""
+    is_sharded = any(map(fsdp.is_fsdp, module.modules()))
+    for region in module.modules():
+        if compiler.is_compiled(region):
+            if vars(region).get(_ATTRIBUTE) is None:
+                vars(region)[_ATTRIBUTE] = Deferral(region, {}, gradients, is_sharded)
+            deferral = deferral_of(region)
+            deferral.gradients = gradients
+            deferral.is_region = True
+            compiler.divert_compiled_call(region, deferral.run_region)
 
 
 def catch_around(module: nn.Module, parameters: Iterable[str], gradients: WeightGradients) -> bool:
@@ -110,19 +113,12 @@ def find_compiled(module: nn.Module) -> set[int]:
     return {id(part) for each in module.modules() if compiler.is_compiled(each) for part in each.modules()}
 
 
-def _find_products(layer: nn.Module, is_compiled: bool) -> Mapping[Callable[..., Any], Reader]:
+def _find_products(layer: nn.Module) -> Mapping[Callable[..., Any], Reader]:
     """Readers of a layer's products, without a call of the layer's `__getattr__`."""
     if declares(layer, "weight_products"):
         declared = _read_declared_products(layer)
         return {**PRODUCTS, **declared} if declared else {}
-    if isinstance(layer, nn.Linear):
-        return PRODUCTS
-    return PRODUCTS if _owns_matrices(layer) and not (is_compiled and _has_weights_within(layer)) else {}
-
-
-def _has_weights_within(layer: nn.Module) -> bool:
-    """Whether modules in a layer have parameters. In a compiled region such a layer cannot be tried out by itself."""
-    return any(True for child in layer.children() for _ in child.parameters())
+    return PRODUCTS if isinstance(layer, nn.Linear) or _owns_matrices(layer) else {}
 
 
 def _owns_matrices(layer: nn.Module) -> bool:
@@ -204,30 +200,19 @@ class Deferral:
         self.makes_weights = False
         self._own: set[int] = set()
         """Ids of the layer's parameters."""
-        self._has_run = False
+        self.is_region = False
+        """Whether the layer is a compiled region, which defers the weight gradients of all layers in it."""
+        self.has_run = False
+        """Whether the layer has run with gradients."""
         self._plans: dict[tuple[Callable[..., Any], int], _Plan] = {}
         """Products in this step, by the function and the weight's id."""
-        self.handle: SlotHandle | None = None
-        """Slots for the next call in a compiled region, for a layer without its own forward."""
-        self.permits: defaultdict[str, Callable[[], str]] = defaultdict(compiler.make_slot_permit)
-        """Permits for a product to leave its region, by weight name, asked during the region's compilation."""
-        self.seen: list[Use] | None = None
-        """List that collects each product with a plain parameter; None if not requested."""
-        self.calls: list[Call | None] = []
-        """The calls in the meantime; None for a call that cannot be repeated without its tensors."""
-        self.may_use_stand_ins = True
-        """Whether the compiler has not yet failed with objects in the place of the layer's weights."""
-        self.twin: nn.Module | None = None
-        """The layer with its weight as a constant, for a call of the whole layer in a compiled region."""
 
     def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`F.linear` with one of the layer's weights."""
-        if torch.compiler.is_compiling():
-            return linear_in_slots(input, weight, bias, self.handle)
         target = self._find_target(input, weight)
-        if target is None and type(weight) not in PLAIN and self.functions.may_be_called and self.owns(weight):
-            self._has_run = True
-            return self.functions.watch(self, F.linear(input, weight, bias), input)
+        if target is None and type(weight) not in PLAIN and self.owns(weight):
+            self.has_run = True
+            return self.functions.watch(self, F.linear, (input, weight, bias), {})  # type: ignore[no-any-return]
         if target is None and (made := self._find_making(input, weight)) is not None:
             return self._multiply(F.linear, (input, weight, bias), {}, Factors(input, weight, LINEAR), made)  # type: ignore[no-any-return]
         if target is None or weight.dim() != 2 or (bias is not None and bias.dim() > 1):
@@ -236,15 +221,12 @@ class Deferral:
         x = input
         if autograd.any_autocast() and (dtype := _choose_dtype(x)) != x.dtype:
             x = _SharedCast.apply(x, dtype, self)
-        y: Tensor = _DeferredLinear.apply(x, weight, bias, self, target)
-        if self.seen is not None and (own := self._find_name(weight)):
-            self.seen.append(make_use(own, F.linear, LINEAR, (rows(input), rows(y))))
-        return y
+        return _DeferredLinear.apply(x, weight, bias, self, target)  # type: ignore[no-any-return]
 
     def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)`. If this is a product with a weight of the layer's, the gradient can wait."""
         plan = self._plans.get((function, id(args[1]))) if len(args) > 1 and not kwargs else None
-        if plan is not None and self.seen is None and plan.fits(args):
+        if plan is not None and plan.fits(args):
             return plan.run(function, args)
         for factors in _read(self.products[function], args, kwargs):
             if self.owns(factors.weight) and not self.owns(factors.x):  # both: a weight made from two
@@ -289,19 +271,7 @@ class Deferral:
             return _DeferredProduct.apply(x, weight, y, bias, rule, *others)
         if target is weight and args[0] is x and not factors.more:
             self._plan(function, args, kwargs, rule)
-        y = _DeferredProduct.apply(x, weight, y, bias, rule, *factors.more)
-        # Not under autocast, where the dtypes differ.
-        if (
-            self.seen is not None
-            and function not in self.applies
-            and y.dtype == x.dtype
-            and (own := self._find_name(weight))
-        ):
-            (_, second, *others), options = with_factors_first(args, kwargs)
-            if second is factors.weight:
-                rest, _ = separate_tensors(others, options)
-                self.seen.append(make_use(own, function, factors.product, (x, y), factors.further, factors.more, rest))
-        return y
+        return _DeferredProduct.apply(x, weight, y, bias, rule, *factors.more)
 
     def _plan(
         self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], rule: _Rule | None
@@ -312,6 +282,15 @@ class Deferral:
         x, weight, *rest = args
         bias = next((each for each in rest if isinstance(each, Tensor) and each.requires_grad), None)
         self._plans[function, id(weight)] = _Plan(self, weight, tuple(rest), x.dim(), bias, rule)
+
+    def run_region(self, compiled: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a compiled module."""
+        if torch.compiler.is_compiling() or self.gradients.is_inferring:
+            return eager(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            return compiled(*args, **kwargs)
+        self.has_run = True
+        return self.functions.watch(self, compiled, args, kwargs)
 
     def note_call(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
         """Note the name of a function that is called with one of the layer's weights."""
@@ -334,8 +313,17 @@ class Deferral:
     def owns_leaf(self, leaf: Tensor | None) -> bool:
         """Whether `leaf` is one of these parameters."""
         if id(leaf) not in self._own and isinstance(leaf, nn.Parameter):  # FSDP replaces parameters
-            self._own = {id(each) for each in self.layer.parameters(recurse=not self.is_declared)}
+            self._own = set(self._list_own())
         return id(leaf) in self._own
+
+    def _list_own(self) -> Iterable[int]:
+        if not self.is_region:
+            return map(id, self.layer.parameters(recurse=not self.is_declared))
+        # FSDP may have freed the parameters at the end of the region.
+        kept = [each for each in self.layer.modules() if declares(each, "weight_products") and not each.weight_products]
+        names = fsdp.find_parameter_names(self.layer)
+        kept_in_i = {name for each in kept for own in each.parameters(recurse=False) if (name := names.get(id(own)))}
+        return (number for number, name in names.items() if name not in kept_in_i)
 
     def begin_step(self) -> None:
         """Look for hooks on nodes. Hooks on the weight itself are checked at each use.
@@ -343,14 +331,15 @@ class Deferral:
         A layer in whose first step no product was found is left alone from now on.
         """
         self._plans.clear()  # FSDP replaces parameters
-        if self._has_run:
+        if self.has_run:
             self.functions.settle()
             self.may_make_weights = self.makes_weights
             if self.is_caught and not (self.is_declared or self.deferrable):
                 self.products = {}
         if not (self.products or self.functions.may_be_called):
             return
-        parameters = self.layer.parameters(recurse=self.is_caught and not self.is_declared)
+        recurse = self.is_region or (self.is_caught and not self.is_declared)
+        parameters = self.layer.parameters(recurse)
         self.has_node_hooks = any(p.requires_grad and autograd.has_hooks_on_node(p) for p in parameters)
 
     def is_due_now(self, pending: PendingGradient, *nodes: Node) -> bool:
@@ -401,49 +390,10 @@ class Deferral:
         self.makes_weights = True
         return made
 
-    def _find_name(self, weight: Tensor) -> tuple[str, tuple[int, ...]] | None:
-        """Name of the plain parameter of which `weight` is a cast or a transpose, and the order of its dimensions."""
-        leaf, permutation = autograd.find_leaf(weight), autograd.find_permutation(weight)
-        names = [name for name, own in self.layer.named_parameters(recurse=False) if own is leaf]
-        return (names[0], permutation) if names and permutation is not None and type(leaf) in PLAIN else None
-
-    def find_use_of_layer(self, backend: Any) -> Use | None:
-        """The layer's one call in a region as a product of x and its one matrix; None if W could not repeat it."""
-        own = {name: each for name, each in autograd.own_parameters(self.layer).items() if each is not None}
-        matrices = [name for name, each in own.items() if each.dim() > 1]
-        (call,) = self.calls if len(self.calls) == 1 else (None,)
-        if self.is_declared or not self._has_own_forward or len(matrices) != 1 or call is None:
-            return None
-        (name,), x, y = matrices, call.args[0] if len(call.args) == 1 else None, call.output
-        if call.kwargs or not (isinstance(x, Spec) and isinstance(y, Spec)):
-            return None
-        # FSDP may free the layer's parameters between I and W.
-        found = traced.trace_weight_gradient(self.layer, name, x, y, backend, not self.is_sharded)
-        if found is None:
-            return None
-        unchanged = tuple(range(own[name].dim()))
-        return Use(name, whole_layer, WeightProduct(found.of_weight), unchanged, x, y, inner=found.inner)
-
-    @property
-    def _has_own_forward(self) -> bool:
-        return isinstance(self.original, MethodType) and self.original.__func__ is type(self.layer).forward
-
-    def allows_stand_ins(self, uses: Sequence[Use]) -> bool:
-        """Whether other objects may stand in for the weights in a compiled region.
-
-        A layer that declares its products says so. Any other layer is tried out.
-        """
-        if self.is_declared:
-            return True
-        (call,) = self.calls if len(self.calls) == 1 else (None,)
-        if not self.may_use_stand_ins or call is None or not self._has_own_forward or _has_weights_within(self.layer):
-            return False
-        return traced.computes_the_same(self.layer, {each.weight_name: without_slots(each) for each in uses}, call)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferral:
         twin = object.__new__(Deferral)
         memo[id(self)], memo[id(self.products)] = twin, self.products
-        left_out: dict[str, Any] = {"handle": None, "seen": None, "twin": None, "_own": set(), "_plans": {}}
+        left_out: dict[str, Any] = {"_own": set(), "_plans": {}}
         vars(twin).update(deepcopy(vars(self) | left_out, memo))
         return twin
 
@@ -466,6 +416,8 @@ def _replace_forward(layer: nn.Module) -> None:
 
 
 def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return F.linear(input, layer.weight, layer.bias)
     return deferral_of(layer).linear(input, layer.weight, layer.bias)
 
 
@@ -476,13 +428,11 @@ _linear_forward.__name__ = "forward"
 def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Run the layer's own forward, and catch the products inside."""
     deferral = deferral_of(layer)
-    if torch.compiler.is_compiling():
-        handle, twin = deferral.handle, deferral.twin
-        if handle is not None and twin is not None and len(args) == 1 and not kwargs:
-            return layer_in_slots(twin, deferral.original, args[0], handle)
-        return deferral.original(*args, **kwargs)
-    if not torch.is_grad_enabled() or not (deferral.products or deferral.functions.may_be_called):
-        # Checkpointing allows no torch function mode in a compiled region: see `WeightWithSlots`.
+    if (
+        torch.compiler.is_compiling()
+        or not torch.is_grad_enabled()
+        or not (deferral.products or deferral.functions.may_be_called)
+    ):
         return deferral.original(*args, **kwargs)
     return _catch_products(deferral, args, kwargs)
 
@@ -493,21 +443,18 @@ _catching_forward.__name__ = "forward"
 # If the compiler gives up a region and runs it eagerly, it would still compile each call of the mode.
 @compiler.exclude_from_graphs
 def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    for name in deferral.permits:  # the stand-ins of a region that was given up
-        vars(deferral.layer).pop(name, None)
-    deferral._has_run = True
+    deferral.has_run = True
+    return deferral.functions.watch(deferral, partial(_run_caught, deferral), args, kwargs)
+
+
+def _run_caught(deferral: Deferral, *args: Any, **kwargs: Any) -> Any:
     if not deferral.products:
-        output = deferral.original(*args, **kwargs)
-    else:
-        with _CatchProducts(deferral) as mode:
-            if deferral.applies:
-                with autograd.catch_applies(deferral.applies, mode.__torch_function__):
-                    output = deferral.original(*args, **kwargs)
-            else:
-                output = deferral.original(*args, **kwargs)
-    if deferral.seen is not None:
-        deferral.calls.append(traced.find_call(args, kwargs, output))
-    return deferral.functions.watch(deferral, output, (args, kwargs))
+        return deferral.original(*args, **kwargs)
+    with _CatchProducts(deferral) as mode:
+        if not deferral.applies:
+            return deferral.original(*args, **kwargs)
+        with autograd.catch_applies(deferral.applies, mode.__torch_function__):
+            return deferral.original(*args, **kwargs)
 
 
 def _is_linears_own(function: object, layer: nn.Module) -> bool:
@@ -616,10 +563,6 @@ class _Plan(NamedTuple):
         if self.bias is not None:
             rest = [each.detach() if each is self.bias else each for each in rest]
         return _DeferredProduct.apply(x, weight, function(x, weight.detach(), *rest), self.bias, self.rule)
-
-
-PLAIN = (Tensor, nn.Parameter)
-"""Types of weights whose gradient is only a product of x and dY."""
 
 
 def _choose_dtype(x: Tensor) -> torch.dtype:

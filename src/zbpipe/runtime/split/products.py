@@ -321,6 +321,8 @@ class WeightGradients:
         # Plain attributes: autograd runs the backward of CUDA ops in its own threads.
         self._recording: list[PendingGradient] | None = None
         self.on_trial = False
+        self.is_inferring = False
+        """Whether torch infers shapes, one stage after the other. Compiled regions then run without the compiler."""
         self.step = self._run = 0
         """Counters of steps, and of every F and I within a step."""
         self._last_cast: _Cast | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any, Literal, cast, get_args
 
@@ -13,9 +14,16 @@ from torch import Tensor, nn
 
 from zbpipe.estimation.workload import ENOUGH
 from zbpipe.runtime._torch import autograd, compiler, fsdp, pipelining
-from zbpipe.runtime.split.compiled import defer_in_compiled_regions
+from zbpipe.runtime.attributes import replaced
 from zbpipe.runtime.split.last_w import accumulate, accumulate_and_reduce
-from zbpipe.runtime.split.layers import Deferral, catch_around, defer_weights, deferral_of, deferrals
+from zbpipe.runtime.split.layers import (
+    Deferral,
+    catch_around,
+    defer_in_compiled_regions,
+    defer_weights,
+    deferral_of,
+    deferrals,
+)
 from zbpipe.runtime.split.ownership import copy_if_shared
 from zbpipe.runtime.split.products import (
     Changes,
@@ -61,7 +69,7 @@ def split_backward(
     for stage in stages:
         _split(stage, stages, gradients)
         if in_compiled_regions:
-            defer_in_compiled_regions(stage.submod)
+            defer_in_compiled_regions(stage.submod, gradients)
         if not deferrals(stage.submod):
             _complain_of_nothing_to_defer(stage, how)
 
@@ -69,6 +77,12 @@ def split_backward(
 def is_split(stage: pipelining.Stage) -> bool:
     """Whether the stage's I and W run zbpipe's split."""
     return isinstance(stage, _SplitBackward)
+
+
+def infer_without_compiler(stage: pipelining.Stage) -> AbstractContextManager[None]:
+    """Context in which torch infers shapes: `stage` runs its compiled regions without the compiler."""
+    # Otherwise each stage would compile when the one before it has, and not all at once in `warm_up`.
+    return replaced(stage._gradients, is_inferring=True) if isinstance(stage, _SplitBackward) else nullcontext()
 
 
 def find_product_dtypes(stage: pipelining.Stage) -> frozenset[torch.dtype]:
@@ -308,8 +322,6 @@ class _SplitBackward(pipelining.OwnStage):
         copy_if_shared(pending)
         self._deferred[bwd_chunk_id] = pending
         self._num_split += 1
-        if self._num_split == _SETTLED_AFTER and self._work is not None:
-            self._work.recount(pending)
         if self._num_split >= _SETTLED_AFTER and self._has_looked_around and not self._has_reported:
             self._has_reported = True
             _report_what_stays_in_i(self)

@@ -13,16 +13,14 @@ from torch import nn
 
 from zbpipe.runtime._torch import autograd, fsdp, graph_products
 from zbpipe.runtime.attributes import plain_attribute, replaced
-from zbpipe.runtime.split.compiled import list_leaves_in_regions, list_products_in_regions
-from zbpipe.runtime.split.layers import Deferral, deferral_of, find_compiled
+from zbpipe.runtime.split.layers import Deferral, deferral_of
 from zbpipe.runtime.split.products import PendingGradient
 
 _MOST_NAMES = 8
 """Limit of names in a message."""
 _LEAST = 0.0005
-_IN_A_REGION = (
-    "in a compiled region, where the weight is multiplied more than once, or by a layer that does more with it"
-)
+_IN_A_REGION = "in a compiled region, where its product gives more than this gradient"
+_NEEDS_A_WEIGHT = "in a compiled region, where it needs a weight that FSDP may have freed by W"
 _CHANGED = "something changes x or dY in place during I"
 _PARTS = frozenset(("Index", "IndexSelect", "Gather", "Narrow", "Select", "Slice", "Split", "Unbind"))
 """Nodes that select a weight from a larger parameter."""
@@ -76,8 +74,9 @@ def look_at_graphs(on_trial: bool) -> Iterator[list[graph_products.GraphProduct]
     run = torch.autograd.backward
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-        found.extend(graph_products.find_products(tensors if isinstance(tensors, Sequence) else [tensors]))
         run(tensors, *args, **kwargs)
+        # Only then are the backwards of regions compiled.
+        found.extend(graph_products.find_products(tensors if isinstance(tensors, Sequence) else [tensors]))
 
     with replaced(torch.autograd, backward=backward):
         yield found
@@ -92,7 +91,6 @@ class WeightWork:
         """Count from the graph of a microbatch, and the gradients that its I deferred."""
         self._module = module
         self._names = fsdp.find_parameter_names(module)
-        self._compiled = find_compiled(module)
         self._waiting: defaultdict[str, float] = defaultdict(float)
         """Deferred FLOPs by parameter."""
         self._in_i: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -106,10 +104,10 @@ class WeightWork:
             for leaf in product.leaves:
                 self._count(id(leaf), product.flops / len(product.leaves))
         own: defaultdict[int, list[graph_products.GraphProduct]] = defaultdict(list)
-        for product in _replace_regions(module, products):
+        for product in products:
             if isinstance(product.deferral, Deferral):
                 own[id(product.leaves[0])].append(product)
-            elif not (product.is_region and id(product.leaves[0]) in self._calls):
+            else:
                 for leaf in product.leaves:
                     self._count(id(leaf), product.flops / len(product.leaves), self._explain(product))
         for parameter, found in own.items():
@@ -123,16 +121,6 @@ class WeightWork:
             self._in_i[name, reason] += flops
         else:
             self._waiting[name] += flops
-
-    def recount(self, pending: Sequence[PendingGradient]) -> None:
-        """Correct the counts after the second I, which runs compiled regions like all later ones."""
-        now = _count_calls(pending)
-        for leaf, calls in self._calls.items():
-            name = self._names.get(leaf, "")
-            missing = 1 - now[leaf] / calls
-            if missing > 0 and id(self._find_owner(name)) in self._compiled:
-                self._in_i[name, _IN_A_REGION] += missing * self._waiting[name]
-                self._waiting[name] *= 1 - missing
 
     @property
     def flops(self) -> float:
@@ -171,17 +159,17 @@ class WeightWork:
             return _CHANGED
         if deferral.has_node_hooks or autograd.has_hooks(product.leaves[0]):
             return "the weight has hooks"
+        if product.is_region:
+            return _NEEDS_A_WEIGHT if deferral.is_sharded else _IN_A_REGION
         if product.kind in deferral.functions.names:
             return f"an autograd Function of its own, {product.kind}"
-        return _IN_A_REGION if id(deferral.layer) in self._compiled else "a backward of its own computes it"
+        return "a backward of its own computes it"
 
     def _explain(self, product: graph_products.GraphProduct) -> str:
         if isinstance(product.deferral, Deferral):
             return self._explain_own(product.deferral, product)
         kind, made = product.kind, ", ".join(product.made_by)
         layer = self._find_owner(self._names.get(id(product.leaves[0]), ""))
-        if "Conv" in kind and id(layer) in self._compiled:
-            return _IN_A_REGION
         if not product.is_plain:
             named = next((words for word, words in _KINDS.items() if word in kind), "")
             return named or f"an autograd Function of its own, {kind}"
@@ -196,7 +184,6 @@ class WeightWork:
 
 _KINDS = {
     "CompiledFunction": _IN_A_REGION,
-    "_Slots": _IN_A_REGION,
     "Conv": "a convolution",
     "Rnn": "a recurrent layer",
     "Lstm": "a recurrent layer",
@@ -209,14 +196,3 @@ _KINDS = {
 def _count_calls(pending: Iterable[PendingGradient]) -> Counter[int]:
     """Number of deferred gradients by the parameter's id."""
     return Counter(id(autograd.find_leaf(gradient.weight)) for gradient in pending)
-
-
-def _replace_regions(
-    module: nn.Module, products: Sequence[graph_products.GraphProduct]
-) -> Iterator[graph_products.GraphProduct]:
-    """`products` with each region's node replaced by the products seen without the compiler."""
-    hidden = {id(leaf) for product in products if product.is_region for leaf in product.leaves}
-    learned = [each for each in list_products_in_regions(module) if hidden & {id(leaf) for leaf in each.leaves}]
-    shown = {id(leaf) for leaf in list_leaves_in_regions(module)}
-    yield from learned
-    yield from (each for each in products if not (each.is_region and shown & {id(leaf) for leaf in each.leaves}))
