@@ -18,10 +18,7 @@ _TENSOR_PARALLEL = ("--parallelism.tensor_parallel_degree", "2")
 _EVERY_SECOND_BLOCK = ("--activation_checkpoint.selective_ac_option", "2")
 _BF16_EXPERTS = {"losses": 1e-4, "norms": 1e-3}
 COMBINATIONS = {
-    **{
-        name: Cell(name, name, checkpointing="full")
-        for name in ("ZBH1", "ZB1P", "1F1B", "Interleaved1F1B")
-    },
+    **{name: Cell(name, name, checkpointing="full") for name in ("ZBH1", "ZB1P", "1F1B", "Interleaved1F1B")},
     **{
         name: Cell(f"torch's {name}, no checkpointing", name, checkpointing="none")
         for name in ("ZBVZeroBubble", "InterleavedZeroBubble", "DualPipeV")
