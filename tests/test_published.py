@@ -49,6 +49,7 @@ def test_messages_of_megatrons_interleaved_schedule_block() -> None:
         assert abs(error(row, predict(row))) < abs(error(row, hidden))
 
 
+@pytest.mark.long
 def test_published_speeds_of_jobs() -> None:
     """With and without a pipeline: bias, mean error, and four of five within the printed range. A third of the rows was
     used for no figure. Those never fitted are reported and have no bounds."""

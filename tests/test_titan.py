@@ -69,8 +69,8 @@ def wave(num_stages: int) -> zbpipe.Schedule:
     return zbpipe.plan(2, 4, zbpipe.CostModel.uniform(placement), placements=[placement], budget=0.2).schedule
 
 
-@pytest.mark.newest
-@pytest.mark.parametrize("num_stages", [4, pytest.param(6, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("num_stages", [4, 6])
 def test_a_table_of_any_placement(titan: Titan, tmp_path: Path, num_stages: int) -> None:
     """TorchTitan knows loops and V's alone; with 6 stages the last one is on rank 1."""
     schedule = wave(num_stages)
@@ -520,7 +520,6 @@ def test_metrics_of_the_pipeline_and_measured_costs(titan: Titan, tmp_path: Path
     assert zbpipe.load_costs(costs).placement == zbpipe.Placement.loop(2)
 
 
-@pytest.mark.newest
 @pytest.mark.long
 @pytest.mark.parametrize("shards", [1, 2])
 def test_a_job_offloads_by_measured_costs(titan: Titan, tmp_path: Path, shards: int) -> None:

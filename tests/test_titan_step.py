@@ -41,20 +41,20 @@ def trained(titan: Titan, *arguments: str, num_ranks: int = 2, model: str = LLAM
     return job
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("model", "num_ranks", "arguments", "kinds"),
     [
-        (LLAMA, 2, ("--training.max_norm", CLIPPING[LLAMA]), {"synchronous", "validated", "repeated"}),
         pytest.param(
-            *(DEEPSEEK, 2, ("--training.max_norm", CLIPPING[DEEPSEEK]), {"synchronous", "validated", "repeated"}),
-            marks=pytest.mark.long,
+            *(LLAMA, 2, ("--training.max_norm", CLIPPING[LLAMA]), {"synchronous", "validated", "repeated"}),
+            marks=pytest.mark.versions,
         ),
-        pytest.param(
+        (DEEPSEEK, 2, ("--training.max_norm", CLIPPING[DEEPSEEK]), {"synchronous", "validated", "repeated"}),
+        (
             LLAMA,
             4,
             ("--training.max_norm", NEVER_CLIPPING, "--parallelism.data_parallel_shard_degree", "2"),
             {"synchronous", "validated"},
-            marks=pytest.mark.long,
         ),
     ],
     ids=["llama", "experts", "fsdp"],
