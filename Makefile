@@ -85,7 +85,7 @@ mutants: $(VENV)/dev  ## put a fault at a time into a copy of the package: a tes
 	$(BIN)/python tests/mutants.py --part $(PART)
 
 SCALE := 1
-interleavings: $(VENV)/dev  ## run a million orders of the ranks' turns, in ten minutes of CPU; SCALE=0.1 takes a tenth
+interleavings: $(VENV)/dev  ## run a million orders of the ranks' turns, in six minutes; SCALE=0.1 takes a tenth
 	PYTHONPATH=benchmarks $(BIN)/python tests/interleavings.py --scale $(SCALE)
 
 compatibility: $(VENV)/dev  ## make docs/compatibility.md and the refusals of docs/the-split.md anew
