@@ -26,7 +26,6 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
@@ -379,8 +378,6 @@ def _by_stage(events: list[tuple[int, str]]) -> dict[int, list[str]]:
 
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-# Older FSDP2 (torch 2.13) accumulates beside `.grad`, into which each backward puts a gradient in bfloat16.
-ACCUMULATES_ASIDE = hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
 
 
 class Products(TorchFunctionMode):
