@@ -25,11 +25,18 @@ import torch
 import torch.distributed as dist
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed.pipelining", "zbpipe.runtime.build", "pytest"])
 
 _MEETINGS = 3
 """How often ranks try to join a group: gloo's connections fail once in thousands of groups, when many are made at a
 time."""
+
+
+def fork_from(*modules: str) -> None:
+    """Import these, too, into the process that ranks are forked from; before the first rank is."""
+    _CONTEXT.set_forkserver_preload(["torch.distributed.pipelining", "zbpipe.runtime.build", "pytest", *modules])
+
+
+fork_from()
 
 
 class RankError(AssertionError):
