@@ -23,7 +23,7 @@ import zbpipe
 from zbpipe.runtime._torch import hooks
 from zbpipe.runtime.split.stage import find_weight_work
 
-SAMPLES, LENGTH, MICROBATCHES, STEPS, BLOCKS = 8, 8, 4, 3, 8
+SAMPLES, LENGTH, MICROBATCHES, STEPS = 8, 8, 4, 2
 MAX_NORM = 0.5
 SAVED = ("saved", "LoRA", "FSDP2")
 """Trainings whose model is saved, loaded in one piece, and pipelined again."""
@@ -48,7 +48,7 @@ ARCHITECTURES: dict[str, tuple[str, Mapping[str, Any]]] = {
         "OPTConfig",
         SMALL | {"ffn_dim": 64, "word_embed_proj_dim": 16, "dropout": 0.0, "do_layer_norm_before": False},
     ),
-    "BLOOM": ("BloomConfig", SMALL | NO_DROPOUT | {"n_layer": BLOCKS, "n_head": 4}),
+    "BLOOM": ("BloomConfig", SMALL | NO_DROPOUT | {"n_head": 4}),
     "OLMo 2": ("Olmo2Config", SMALL),
     "GLM4": ("Glm4Config", SMALL | {"head_dim": 8}),
     "Granite": ("GraniteConfig", SMALL | {"embedding_multiplier": 3.0, "logits_scaling": 2.0}),
@@ -128,9 +128,10 @@ class Outcome(NamedTuple):
     """Share of the weight gradients' work that is deferred to W."""
 
 
-def build(name: str) -> nn.Module:
+def build(name: str, ranks: int) -> nn.Module:
+    """With a block for each stage of a V."""
     config, options = ARCHITECTURES[name]
-    blocks = {"n_layer" if config == "GPT2Config" else "num_hidden_layers": BLOCKS}
+    blocks = dict.fromkeys(("num_hidden_layers", "n_layer"), 2 * ranks)
     options = dict(options)
     more = {key: options.pop(key) for key in ("attn_implementation",) if key in options}
     torch.manual_seed(0)
@@ -176,7 +177,8 @@ def with_adapters(model: Any) -> nn.Module:
 def train(job: Job, mesh: DeviceMesh, folder: Path) -> Outcome:
     """Train on this rank's part, and the model in one piece beside it."""
     torch.compiler.reset()
-    model = with_adapters(build(job.name)) if job.how == "LoRA" else build(job.name)
+    model = build(job.name, job.ranks)
+    model = with_adapters(model) if job.how == "LoRA" else model
     plain = deepcopy(model)
     pipe = pipelined(job, model, mesh)
     trained = [each for each in plain.parameters() if each.requires_grad]
@@ -252,7 +254,7 @@ def load(job: Job, folder: Path) -> nn.Module:
         return loaded
     from peft import PeftModel
 
-    adapted: nn.Module = PeftModel.from_pretrained(build(job.name), folder, is_trainable=True)
+    adapted: nn.Module = PeftModel.from_pretrained(build(job.name, job.ranks), folder, is_trainable=True)
     return adapted
 
 
@@ -307,7 +309,7 @@ def write_model(folder: Path) -> None:
     from tokenizers.pre_tokenizers import Whitespace
     from transformers import PreTrainedTokenizerFast
 
-    model: Any = build("Llama")
+    model: Any = build("Llama", 2)
     model.save_pretrained(folder)
     known = {word: number for number, word in enumerate(dict.fromkeys(["<pad>", "<unk>", *WORDS]))}
     tokenizer = Tokenizer(WordLevel(known, unk_token="<unk>"))

@@ -38,14 +38,15 @@ SHARE = 0.95
 SCHEDULES = ("ZBV", "ZBVLean", "ZBH1", "plan")
 
 EVERYWHERE = ("Llama", "GPT-2, tied")
-"""Architectures that run with every schedule on two and four ranks; each of the others has two of these."""
+"""Architectures that run with every schedule on two and four ranks; each of the others has one of these."""
 
 
 def jobs() -> Iterator[Job]:
     for number, name in enumerate(ARCHITECTURES):
-        for ranks in (2, 4):
-            usual = SCHEDULES[(number + ranks // 2) % len(SCHEDULES)]
-            yield from (Job(name, each, ranks) for each in (SCHEDULES if name in EVERYWHERE else [usual]))
+        if name in EVERYWHERE:
+            yield from (Job(name, *each) for each in product(SCHEDULES, (2, 4)))
+        else:
+            yield Job(name, SCHEDULES[number // 2 % len(SCHEDULES)], 2 + number % 2 * 2)
     for how, names in WITH_MORE.items():
         for number, name in enumerate(names):
             yield Job(name, SCHEDULES[number % len(SCHEDULES)], 2, how)
