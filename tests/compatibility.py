@@ -272,7 +272,7 @@ on a GPU.
 """
 
 TITAN = """\
-"Works" means: in each of three optimizer steps the loss (within 1e-5) and the norm of the gradients (within 1e-4) are
+"Works" means: in each of two optimizer steps the loss (within 1e-5) and the norm of the gradients (within 1e-4) are
 those of the same job without a pipeline and without a compiler. The job is TorchTitan's debug model, started by
 `zbpipe.titan.train` from a seed checkpoint, on two pipeline ranks with four microbatches in float32. Nothing is
 compiled a second time for a later microbatch, no graph breaks, and no weight gradient is computed in I instead of W.

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from cells import Cell, row, train_as_without_a_pipeline
 from compatibility import Row
 from safetensors.torch import load_file
-from titan_jobs import DEEPSEEK, LLAMA, Job, Titan, assert_trains_alike, grad_norms, pipeline
+from titan_jobs import DEEPSEEK, LLAMA, STEPS, Job, Titan, assert_trains_alike, grad_norms, pipeline
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
@@ -21,12 +21,6 @@ Qwen, GPT-OSS, Kimi and Muse Glimmer are debug models. Qwen and Muse Glimmer hav
 have smaller experts. Attention with sinks and the attention of images and of packed conversations have dense masks in
 place of FlexAttention. LoRA has `--parallelism.spmd_backend partial_dtensor`: with its default, TorchTitan 0.3.0 also
 trains the frozen weights. With tensor parallelism the loss is parallel as well.
-
-With float8, LoRA and all weights trained, ZBVLean and 1F1B part in the second step; the third loss differs by 8e-5 and
-its norm by 4e-5. Float8 enlarges rounding there. The first gradients differ by 3e-7, from the order of their sums. So
-in the next forward one of 16,384 inputs of a layer is rounded to the next float8 number, which is 7 % away, and 115
-inputs of the next layer follow. 1F1B with random changes of 3e-7 in its first gradients differs from 1F1B by up to 1e-5
-and 3e-5.
 """
 """What the page says before the table of `ROWS`."""
 
@@ -83,7 +77,7 @@ def _exports(titan: Titan, folder: Path) -> Row:
     as_hf = ("--checkpoint.last_save_in_hf", "--checkpoint.last_save_model_only")
     _saved(titan, folder / "ZBV", *pipeline("ZBV"), *as_hf)
     _saved(titan, folder / "alone", *as_hf, num_ranks=1)
-    exported, expected = (_exported(folder / name / "step-3") for name in ("ZBV", "alone"))
+    exported, expected = (_exported(folder / name / f"step-{STEPS}") for name in ("ZBV", "alone"))
     assert exported.keys() == expected.keys()
     for name, weight in exported.items():
         assert (weight - expected[name]).norm() < 1e-4 * expected[name].norm(), name
@@ -109,7 +103,7 @@ def _plans_by_itself(titan: Titan, folder: Path) -> Row:
 def _has_equal_expert_biases(titan: Titan, folder: Path) -> Row:
     # Neither steps that are logged nor those before a checkpoint run ahead of their validation.
     settings = (
-        *("--training.steps", "6", "--metrics.log_freq", "3", "--checkpoint.interval", "10"),
+        *("--training.steps", "4", "--metrics.log_freq", "4", "--checkpoint.interval", "10"),
         *("--training.max_norm", "1e6"),
     )
     jobs = {
@@ -122,7 +116,7 @@ def _has_equal_expert_biases(titan: Titan, folder: Path) -> Row:
     assert jobs["ZBV"].steps[-1]["zbpipe/optimizer_steps/validated"] > 0
     for job in jobs.values():
         assert_trains_alike(job, jobs["alone"])
-    found = {name: _expert_biases(folder / name / "step-6") for name in jobs}
+    found = {name: _expert_biases(folder / name / "step-4") for name in jobs}
     assert len(found["alone"]) == 5
     for biases in found.values():
         assert biases.keys() == found["alone"].keys()
@@ -164,7 +158,7 @@ ROWS: dict[str, Check] = {
             schedule="ZBVLean",
             model="rows_config:llama3_lora_chat",
             settings=_FROZEN,
-            tolerances={"learned": 0.05},
+            tolerances={"learned": 0.02},
         )
     ),
     "float8": _trains(
@@ -182,7 +176,7 @@ ROWS: dict[str, Check] = {
             model="rows_config:llama3_float8_lora",
             settings=_FROZEN,
             alone=_by_microbatch(),
-            tolerances={"learned": 0.05},
+            tolerances={"learned": 0.02},
         )
     ),
     "gpt_oss": _trains(
@@ -191,9 +185,8 @@ ROWS: dict[str, Check] = {
             schedule="ZBVLean",
             compiled=True,
             model="rows_config:gpt_oss_small",
-            settings=(*_SHARDED, *_BFLOAT16),
-            ranks_per_stage=2,
-            alone=(*_by_microbatch(8), "--compile.enable"),
+            settings=_BFLOAT16,
+            alone=(*_by_microbatch(), "--compile.enable"),
             tolerances={"losses": 1e-4, "norms": 1e-3},
         )
     ),
@@ -218,7 +211,7 @@ ROWS: dict[str, Check] = {
             schedule="ZBVLean",
             model="rows_config:muse_glimmer_images",
             alone=_by_microbatch(),
-            tolerances={"learned": 0.2},
+            tolerances={"learned": 0.02},
         )
     ),
     "kimi": _trains(

@@ -34,7 +34,6 @@ COMBINATIONS = {
         ranks_per_stage=2,
         tolerances={"losses": 3e-4, "norms": 1e-3},
     ),
-    "hsdp": Cell("ZBV, FSDP2, sharded and replicated (HSDP)", settings=_HYBRID, ranks_per_stage=4),
     "tp": Cell("ZBV, tensor parallelism", settings=_TENSOR_PARALLEL, ranks_per_stage=2),
     "moe compiled": Cell(
         "ZBV, mixture of experts (DeepSeek V3), torch.compile",

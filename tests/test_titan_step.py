@@ -25,7 +25,8 @@ CLIPPING_OF_SIX = {"0.3.0": "2.82", "0.2.2": "720"}[FOUND]
 RESUMABLE = {"0.3.0": (), "0.2.2": ("--checkpoint.no_last_save_model_only",)}[FOUND]
 
 VALIDATED = ("--zbpipe.optimizer-step", "validated")
-EIGHT_STEPS = ("--training.steps", "8", "--metrics.log_freq", "4")
+WARM_UP = ("--lr_scheduler.warmup_steps", "2")
+EIGHT_STEPS = (*WARM_UP, "--training.steps", "8", "--metrics.log_freq", "4")
 
 
 def counts_of(job: Job) -> dict[str, int]:
@@ -77,7 +78,7 @@ def test_the_trainer_gets_the_same_numbers(
 @pytest.mark.versions
 def test_checkpoints_hold_validated_steps(titan: Titan, tmp_path: Path) -> None:
     """Saved after steps that have to be repeated, and resumed."""
-    clipping = (*pipeline("ZBV"), "--training.max_norm", CLIPPING_OF_SIX)
+    clipping = (*pipeline("ZBV"), *WARM_UP, "--training.max_norm", CLIPPING_OF_SIX)
 
     def in_two_parts(name: str, *more: str) -> list[Job]:
         return [

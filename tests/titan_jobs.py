@@ -21,14 +21,15 @@ from zbpipe.cli.demo.launch import METRICS, JobOutcome, demo_arguments, first_er
 from zbpipe.frameworks.titan.versions import find_installed
 
 LLAMA, DEEPSEEK = "llama3_python_stdlib", "deepseek_v3_python_stdlib"
-STEPS = 3
+STEPS = 2
 JOB_TIMEOUT = 400.0
 """Seconds. A job that compiles everything for the first time takes 30 on two cores of its own, and other suites run."""
 
 
 def short(data_ranks: int | None = None) -> tuple[str, ...]:
     """TorchTitan's arguments for a few small steps; with `data_ranks` those of a job without a pipeline."""
-    return ("--training.steps", str(STEPS), *find_installed().size(4, 64, data_ranks))
+    steps = ("--training.steps", str(STEPS), "--lr_scheduler.warmup_steps", "0")
+    return (*steps, *find_installed().size(4, 64, data_ranks))
 
 
 def require_titan(*names: str) -> str:
@@ -252,7 +253,7 @@ def _job(folder: Path, exit_codes: tuple[int, ...]) -> Job:
 
 
 def assert_trains_alike(
-    job: JobOutcome, expected: JobOutcome, losses: float = 1e-5, norms: float = 1e-4, learned: float = 0.5
+    job: JobOutcome, expected: JobOutcome, losses: float = 1e-5, norms: float = 1e-4, learned: float = 0.3
 ) -> None:
     """A pipeline has the loss and the norm of the gradients of a job without one, within these relative tolerances.
 
