@@ -281,7 +281,7 @@ def disagree(pipelines: Pipelines, choices: Choices) -> None:
 
 
 def swap(pipelines: Pipelines, choices: Choices) -> None:
-    """All ranks adopt another schedule between two steps, one of them another than the rest."""
+    """All ranks adopt another schedule between two steps; then one a new one, while the rest return to their first."""
     case = pipelines.case
 
     def step(rank: int, *names: str) -> None:
@@ -290,7 +290,7 @@ def swap(pipelines: Pipelines, choices: Choices) -> None:
 
     for error in pipelines.run(lambda rank: step(rank, "VMin", "VMin"), choices):
         assert error is None, error
-    ends = pipelines.run(lambda rank: step(rank, "VHalf", "ZBVLean"), Choices(choices.deviations))
+    ends = pipelines.run(lambda rank: step(rank, "VHalf", case.schedule), Choices(choices.deviations))
     _require_ends(ends, *["PipelineError: the ranks have different schedules"] * case.ranks)
 
 
