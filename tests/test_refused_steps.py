@@ -176,8 +176,7 @@ def sequences(names: tuple[str, ...], seeds: int, steps: int) -> list[list[tuple
     [
         (1, ("ZBH1", "ZBV"), 2),
         (2, ("ZBH1", "ZBV", LOOP), 2),
-        (3, ("ZBVLean", "ZBH1"), 1),
-        pytest.param(4, ("ZBH1", "ZBV", "VHalf", "ZBH2", "Auto", LOOP), 4, marks=pytest.mark.long),
+        pytest.param(4, ("ZBH2", "ZBVLean", "Auto", LOOP), 1, marks=pytest.mark.long),
     ],
 )
 def test_all_ranks_refuse_what_one_refuses(num_ranks: int, names: tuple[str, ...], seeds: int) -> None:
@@ -248,37 +247,26 @@ def test_refused_steps_beside_checks_copies_and_optimizer_steps() -> None:
     run_ranks(2, beside_others)
 
 
-def without_torchrun(port: int, where: str) -> None:
+def without_torchrun(port: int) -> None:
     """As srun and mpirun start ranks: the store ends with rank 0, which fails."""
     rank = dist.get_rank()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    job = Job("ZBV" if where == "refusal" else "ZBH1")
-    if where != "first step":
-        job.run(0, "step", None, None)
-    if rank == 0 and where != "refusal":
+    job = Job("ZBH1")
+    job.run(0, "step", None, None)
+    if rank == 0:
         job.parts[0].register_forward_pre_hook(explode)
-    job.run(1, "step", uneven_batch if where == "refusal" else None, None)
+    job.run(1, "step", None, None)
 
 
-@pytest.mark.parametrize(
-    ("where", "words"),
-    [
-        ("first step", "before step 0: ArithmeticError: too much"),
-        ("op", r"step 1 of \d+, 0F0: ArithmeticError: too much"),
-        ("refusal", r"before step 0: ValueError: a target of shape \(7, 8\)"),
-    ],
-)
-def test_rank_0_has_the_store_and_fails(where: str, words: str) -> None:
+def test_rank_0_has_the_store_and_fails() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    first, second = endings(2, without_torchrun, port, where, group_timeout=60)
-    assert first.error is not None
-    assert second.error is not None
-    assert "ValueError: a target of shape" in first.error or re.search(f"PipelineError: rank 0, .*{words}", first.error)
-    start = "RefusedStepError: rank 0" if where == "refusal" else "PipelineError: another rank failed first: rank 0"
-    assert re.search(f"{start}, schedule .*, {words}", second.error), second.error
+    words = r"rank 0, schedule .*, step 1 of \d+, 0F0: ArithmeticError: too much"
+    first, second = endings(2, without_torchrun, port, group_timeout=60)
+    assert re.search(f"PipelineError: {words}", first.error or ""), first
+    assert re.search(f"PipelineError: another rank failed first: {words}", second.error or ""), second
 
 
 def schedules_that_stay(kinds: tuple[str, ...]) -> list[str]:
