@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
+import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import VOCABULARY, WIDTH, batch
 from pipelines import on_one_rank
-from ranks import run_ranks
+from ranks import endings, run_ranks
 from test_faults import MICROBATCHES, Job, OnCall, explode, impatient_group, raised_by, renew_group
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
@@ -223,6 +227,55 @@ def test_the_lists_of_a_size_are_made_once(one_rank: None, monkeypatch: pytest.M
     with pytest.raises(ValueError, match="microbatches has to be a whole number"):
         schedule.step(x, target=x, microbatches=0)
     assert gc.isenabled()
+
+
+def without_torchrun(port: int) -> None:
+    """As srun and mpirun start ranks: the store ends with rank 0, which fails."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    job = Job("ZBH1")
+    job.step()
+    if rank == 0:
+        job.modules[0].register_forward_pre_hook(explode)
+    job.step()
+
+
+def test_rank_0_has_the_store_and_fails() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = r"rank 0, schedule .*, step 1 of \d+, 0F0: ArithmeticError: too much"
+    first, second = endings(2, without_torchrun, port, group_timeout=60)
+    assert re.search(f"PipelineError: {words}", first.error or ""), first
+    assert re.search(f"PipelineError: another rank failed first: {words}", second.error or ""), second
+
+
+def schedules_that_stay() -> list[str]:
+    """After which of these ends a schedule is still there, without a look for garbage: its group would outlive it."""
+    gc.collect()
+    gc.disable()
+    stay = []
+    for kind in ("good", "refused", "failed"):
+        schedule = ref(end(kind).schedule)
+        if schedule() is not None:
+            stay.append(kind)
+        dist.barrier()
+    return stay
+
+
+def end(kind: str) -> Job:
+    job = Job()
+    job.step()
+    if kind == "failed" and 1 in job.modules:
+        job.modules[1].register_forward_pre_hook(explode)
+    with suppress(ValueError, zbpipe.PipelineError):
+        take(job, 13 if kind == "refused" else 12)
+    return job
+
+
+def test_no_end_keeps_a_schedule_in_a_cycle() -> None:
+    assert run_ranks(2, schedules_that_stay) == [[], []]
 
 
 def alone(module: nn.Module, loss: Callable[..., Any], **like: Any) -> Any:
