@@ -60,6 +60,8 @@ WRONG = ("uneven", "empty", "no input", "no target", "uneven target")
 class Part(nn.Module):
     """A stage that hands on two tensors, and keeps what it has seen in a buffer."""
 
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
