@@ -59,6 +59,7 @@ class Lowering:
 
     def forget(self) -> None:
         """Discard lowered schedules, because the costs have changed."""
+        self.forget_agreement()
         self._known.clear()
 
     def forget_agreement(self) -> None:

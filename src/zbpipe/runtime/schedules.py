@@ -217,7 +217,6 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         self.by_size.adopt(schedule)
         # Another rank may have adopted a schedule that is new, where this one returns to a known one.
         self._lowering.forget_agreement()
-        self._running.is_agreed = False
 
     def load_table(self, file: str) -> None:
         self.adopt(Schedule.from_csv(read_text(file), name=str(file)))
