@@ -300,7 +300,8 @@ FOUND = [Event("train", 2), Event("eval", 4), Event("train", 2), Event("train", 
 SIZES = [Event("train", *size) for size in ((3, 2), (2, 2), (7, 2), (3, 2), (2, 2), (1, 1), (3, 1), (2, 1), (3, 2))]
 BEFORE = [Event("wrong", 2, wrong="no target"), Event("wrong", is_split=True, wrong="no input")]
 """Before torch has set up any messages."""
-REFUSED = [*(Event("wrong", is_split=True, wrong=wrong) for wrong in WRONG), Event("train", is_split=True)]
+OTHER = Event("train", 2, rows=1)
+REFUSED = [OTHER, *(Event("wrong", is_split=True, wrong=wrong) for wrong in WRONG), Event("train", is_split=True)]
 FIXED = [(name, bool(n), steps) for name in NAMES for n, steps in enumerate((SIZES, [*BEFORE, *FOUND, *REFUSED]))]
 
 
