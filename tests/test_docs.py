@@ -85,7 +85,7 @@ def commands(block: Block) -> list[list[str]]:
 
 def run_zbpipe(words: list[str], folder: Path) -> None:
     # The playground serves until somebody ends it, and plans for minutes before it writes a file. TorchTitan takes
-    # seconds to import; tests/test_titan_estimate.py runs what reads its configs, tests/test_doctor.py `doctor`.
+    # seconds to import; test_titan_integration.py runs what reads its configs, tests/test_doctor.py `doctor`.
     options = ["--help"] if words[1:2] in (["playground"], ["doctor"]) or "--module" in words else []
     result = CliRunner().invoke(cli.main, [*at_small_size(words[1:]), *options])
     assert result.exit_code == 0, result.output
