@@ -23,8 +23,8 @@ demo: $(VENV)/titan  ## set up, train TorchTitan's Llama with 1F1B, ZBVZeroBubbl
 	@$(ACTIVATE)
 
 test:  ## set up what is missing, then lint, type checks and the tests
-everything: SELECT := -m "" --hypothesis-profile=thorough --ignore=tests/test_torch.py
-everything:  ## the same with all tests, also those that are left to CI, and property tests with more examples
+everything: SELECT := -m "" --ignore=tests/test_torch.py
+everything:  ## the same with all tests, also those that are left to CI
 
 # The types are checked beside the tests, which often wait.
 test everything: $(VENV)/dev

@@ -6,7 +6,6 @@ from itertools import pairwise
 from typing import Any
 
 from click.testing import CliRunner, Result
-from hypothesis import settings
 
 from zbpipe import cli
 
@@ -24,8 +23,6 @@ def answer(line: str, code: int = 0) -> str:
 
 def at_small_size(words: list[str]) -> list[str]:
     """A command of the documents with a fifth of the ops, which takes a tenth of the time."""
-    if settings.get_current_profile_name() == "thorough":
-        return words
     smaller = {("-p", "8"): "4", ("-m", "32"): "12", ("-m", "16"): "12"}
     return [smaller.get((option, word), word) for option, word in pairwise(["", *words])]
 

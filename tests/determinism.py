@@ -9,11 +9,13 @@ from hypothesis import HealthCheck, settings
 from searching import searching_little
 
 # Searched schedules and random orders take a while to draw; a busy machine is no failure.
-_patient = settings(
-    deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile(
+    "zbpipe",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    max_examples=40,
 )
-settings.register_profile("zbpipe", _patient, max_examples=40)
-settings.register_profile("thorough", _patient, max_examples=60)
 settings.load_profile("zbpipe")
 
 

@@ -247,7 +247,7 @@ def fail(*places: tuple[int, str, int]) -> Trial:
 
 
 def refuse(pipelines: Pipelines, choices: Choices) -> None:
-    """Stage 0's batch cannot be split. All ranks tell so, and run the next step if messages have marks."""
+    """Stage 0's batch cannot be split. All ranks tell so, and with marks run on, to a failure with another cause."""
 
     def step(rank: int) -> Exception | None:
         try:
@@ -260,6 +260,7 @@ def refuse(pipelines: Pipelines, choices: Choices) -> None:
     _require_ends(ends, *["give every step a batch of the same size"] * len(ends))
     if all(isinstance(each, ValueError) for each in ends):
         pipelines.train(Choices())
+        fail((1, "F", 1))(pipelines, Choices())
     else:
         assert not abandoned.can_send_marks(pipelines.schedules[0].own_stages[0])
 
@@ -281,7 +282,7 @@ def disagree(pipelines: Pipelines, choices: Choices) -> None:
 
 
 def swap(pipelines: Pipelines, choices: Choices) -> None:
-    """All ranks adopt another schedule between two steps, one of them another than the rest."""
+    """All ranks adopt another schedule between two steps; then one a new one, while the rest return to their first."""
     case = pipelines.case
 
     def step(rank: int, *names: str) -> None:
@@ -290,8 +291,11 @@ def swap(pipelines: Pipelines, choices: Choices) -> None:
 
     for error in pipelines.run(lambda rank: step(rank, "VMin", "VMin"), choices):
         assert error is None, error
-    ends = pipelines.run(lambda rank: step(rank, "VHalf", "ZBVLean"), Choices(choices.deviations))
-    _require_ends(ends, *["PipelineError: the ranks have different schedules"] * case.ranks)
+    ends = pipelines.run(lambda rank: step(rank, "VHalf", case.schedule), Choices(choices.deviations))
+    found = (
+        rf"rank 0: VHalf with 3 microbatches \(table \w+\); rank 1: {case.schedule} with 3 microbatches \(table \w+\)"
+    )
+    _require_ends(ends, *[f"PipelineError: the ranks have different schedules: {found}$"] * case.ranks)
 
 
 def plan(pipelines: Pipelines, choices: Choices) -> None:

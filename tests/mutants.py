@@ -334,14 +334,14 @@ MUTANTS = (
         "runtime/ranks/step_board.py",
         "if any(each.microbatches != microbatches for each in answers.values()):",
         "if not answers:",
-        "test_step_sizes.py",
+        "test_steps.py -k 'alike or sizes'",
     ),
     Mutant(
         "a step has the messages of another size",
         "runtime/ranks/step_sizes.py",
         "pipelining.use_shapes(runtime, self._set_up[number])",
         "pipelining.use_shapes(runtime, self._set_up[-1])",
-        "test_step_sizes.py",
+        "test_steps.py -k 'alike or sizes'",
     ),
     Mutant(
         "a mark is taken for values",

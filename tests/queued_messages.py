@@ -1,18 +1,15 @@
-"""Tables of actions that were moved about, and what runs their messages: a machine made of tokens, and real ranks.
+"""Tables of actions that were moved about, and a machine made of tokens that runs their messages.
 
-Neither looks for cycles: they go on until all is over, or nothing more can be done.
+It looks for no cycles: it goes on until all is over, or nothing more can be done.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator
-from datetime import timedelta
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
 from fifo import BACKENDS
 from hypothesis import strategies as st
 
@@ -133,41 +130,6 @@ class Lists:
 def gets_stuck(rows: Rows, backend: str) -> bool:
     """Whether the lists do not come to their end."""
     return Lists(rows, backend).gets_stuck(Random(0))
-
-
-def run_messages(rows: Rows, backend: str, seconds: float) -> str:
-    """The messages of this rank's row on a group of `backend`; how that failed, "" if all came to its end.
-
-    Args:
-        rows: as many as there are ranks.
-        backend: of benchmarks/fifo.py.
-        seconds: the longest wait.
-    """
-    group: Any = dist.new_group(backend=backend, timeout=timedelta(seconds=seconds))
-    works: dict[Message, Any] = {}
-    buffers: dict[Message, torch.Tensor] = {}
-    own = [(action, message) for rank, action, message in messages_of(rows) if rank == dist.get_rank()]
-    try:
-        for action, message in own:
-            if message is None:
-                continue
-            if not posts(action):
-                works[message].wait()
-            elif action.kind.startswith("SEND"):
-                works[message] = dist.isend(content(message), message.receiver, group)
-            else:
-                buffers[message] = torch.empty(2)
-                works[message] = dist.irecv(buffers[message], message.sender, group)
-        for work in works.values():
-            work.wait()
-    except RuntimeError as error:
-        return str(error)
-    wrong = [message for message, buffer in buffers.items() if not torch.equal(buffer, content(message))]
-    return f"wrong contents of {wrong}" if wrong else ""
-
-
-def content(message: Message) -> torch.Tensor:
-    return torch.tensor([message.send.stage + 0.5 * (message.send.kind == "SEND_B"), message.send.microbatch])
 
 
 @st.composite

@@ -625,7 +625,6 @@ def test_a_mistake_of_zbpipe_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
 # The command itself
 
 
-@pytest.mark.sized
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_examples_in_the_help_work(here: Path, command: str) -> None:
     examples = re.findall(r"^ +zbpipe (.*)$", answer(f"{command} --help"), re.MULTILINE)

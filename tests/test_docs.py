@@ -85,7 +85,7 @@ def commands(block: Block) -> list[list[str]]:
 
 def run_zbpipe(words: list[str], folder: Path) -> None:
     # The playground serves until somebody ends it, and plans for minutes before it writes a file. TorchTitan takes
-    # seconds to import; tests/test_titan_estimate.py runs what reads its configs, tests/test_doctor.py `doctor`.
+    # seconds to import; test_titan_integration.py runs what reads its configs, tests/test_doctor.py `doctor`.
     options = ["--help"] if words[1:2] in (["playground"], ["doctor"]) or "--module" in words else []
     result = CliRunner().invoke(cli.main, [*at_small_size(words[1:]), *options])
     assert result.exit_code == 0, result.output
@@ -161,7 +161,6 @@ PROGRAMS: dict[str, Callable[[list[str], Path], object]] = {
 """By the first word of a command: what is tested of it. A command that begins with another word is an error."""
 
 
-@pytest.mark.sized
 @pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.language in ("sh", "bash", "diff")], ids=str)
 def test_the_commands_of_a_block(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,26 +180,6 @@ def test_launches_have_enough_microbatches() -> None:
     assert len(given) >= 5
     for each in given:
         assert int(each.get(batch, 1)) >= 2 * int(each[degree]), each
-
-
-@pytest.mark.long
-def test_titans_arguments() -> None:
-    """TorchTitan reads them, after zbpipe has taken its own."""
-    pytest.importorskip("torchtitan")
-    launched = [words for block in ALL_BLOCKS if block.language == "sh" for words in commands(block)]
-    of_titan = [arguments for words in launched if words[0] == "torchrun" for arguments in launches(words, ROOT)]
-    assert len(of_titan) > 3
-    program = (
-        "import json, sys; from torchtitan.train import ConfigManager\n"
-        "from zbpipe.frameworks.titan import command_line\n"
-        "for words in json.load(sys.stdin):\n"
-        "    model = [] if '--module' in words else ['--module', 'llama3', '--config', 'llama3_debugmodel']\n"
-        "    ConfigManager().parse_args([*model, *command_line.parse(words)[1]])"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", program], input=json.dumps(of_titan), capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
 
 
 @pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.language in ("toml", "csv", "yaml")], ids=str)

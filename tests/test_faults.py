@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -90,10 +87,6 @@ def test_a_rank_killed_in_the_middle_of_a_step() -> None:
         assert re.search(rf"PipelineError: (another rank failed first: )?{LOST}", ending.error or ""), ending.error
 
 
-def in_forward() -> None:
-    fail_in_the_second_step(explode)
-
-
 def in_backward() -> None:
     job = Job()
     if 4 in job.modules:
@@ -165,47 +158,30 @@ def on_slow_device() -> None:
         job.step()
 
 
-def another_schedule() -> None:
-    Job("VHalf" if dist.get_rank() == 1 else "ZBV").step()
-
-
 def other_receives() -> None:
     Job(receives="late" if dist.get_rank() == 1 else "early").step()
 
 
-def all_swap() -> None:
-    job = Job()
-    job.step()
-    job.schedule.adopt(zbpipe.generate("VHalf", 3, MICROBATCHES))
-    job.step()
-
-
-def one_swaps() -> None:
-    job = Job()
-    job.step()
-    job.schedule.adopt(zbpipe.generate("VHalf" if dist.get_rank() == 1 else "VMin", 3, MICROBATCHES))
-    job.step()
-
-
-FAULTS = (
-    *(in_forward, in_backward, in_weight_gradient, in_loss, too_slow, on_slow_device),
-    *(another_schedule, other_receives, all_swap, one_swaps),
-)
+FAULTS = (in_backward, in_weight_gradient, in_loss, too_slow, on_slow_device, other_receives)
 
 
 def all_faults(folder: Path) -> dict[str, str]:
-    """One after the other, each in a process group of its own, which it leaves broken; what this rank raised."""
-    errors = {}
     told: list[str] = []
     logging.getLogger(progress.__name__).addFilter(lambda record: told.append(record.getMessage()) or True)
-    for fault in FAULTS:
-        renew_group(folder / fault.__name__)
+    return raised_by(FAULTS, folder) | {"log": "; ".join(told)}
+
+
+def raised_by(cases: Sequence[Callable[[], None]], folder: Path) -> dict[str, str]:
+    """What this rank raises in each of these, in a process group of its own, which they may leave broken."""
+    errors = {}
+    for case in cases:
+        renew_group(folder / case.__name__)
         try:
-            fault()
-        except zbpipe.PipelineError as error:
-            errors[fault.__name__] = str(error)
+            case()
+        except (Exception, KeyboardInterrupt) as error:
+            errors[case.__name__] = f"{type(error).__name__}: {error}"
     renew_group(folder / "end")
-    return errors | {"log": "; ".join(told)}
+    return errors
 
 
 def renew_group(meeting_point: Path) -> None:
@@ -221,10 +197,9 @@ def test_faults_are_told_by_every_rank(tmp_path: Path) -> None:
     def assert_told(name: str, *patterns: str) -> None:
         """The error of each rank."""
         for errors, pattern in zip(per_rank, patterns, strict=True):
-            assert re.match(pattern, errors[name]), errors[name]
+            assert re.match(f"PipelineError: {pattern}", errors[name]), errors[name]
 
     for name, where in (
-        ("in_forward", r"rank 1, schedule ZBV, step \d+ of \d+, 4F2"),
         ("in_backward", r"rank 1, schedule ZBV, step \d+ of \d+, 4I\d"),
         ("in_weight_gradient", r"rank 1, schedule ZBV, step \d+ of \d+, 4W0"),
     ):
@@ -244,21 +219,12 @@ def test_faults_are_told_by_every_rank(tmp_path: Path) -> None:
     where = (
         r"rank 1, schedule ZBV, step \d+ of \d+, 4F4, on the device (\S+) ran last, (\S+) has not ended, nor have \d+"
     )
-    found = re.match(where, per_rank[1]["on_slow_device"])
+    found = re.search(where, per_rank[1]["on_slow_device"])
     assert found, per_rank[1]["on_slow_device"]
     assert found.groups() == tuple(map(str, list(zbpipe.generate("ZBV", 3, MICROBATCHES))[1][3:5]))
 
-    def differ(most: str, one: str) -> str:
-        one, most = (rf"{name} with 6 microbatches \(table \w{{8}}\)" for name in (one, most))
-        return f"the ranks have different schedules: ranks 0, 2: {most}; rank 1: {one}$"
-
-    for name, most, one in (
-        ("another_schedule", "ZBV", "VHalf"),
-        ("other_receives", "ZBV", "ZBV"),
-        ("one_swaps", "VMin", "VHalf"),
-    ):
-        assert_told(name, *3 * [differ(most, one)])
-    assert "all_swap" not in per_rank[0]
+    table = r"ZBV with 6 microbatches \(table \w{8}\)"
+    assert_told("other_receives", *3 * [f"the ranks have different schedules: ranks 0, 2: {table}; rank 1: {table}$"])
 
 
 def test_what_a_device_ran() -> None:
@@ -329,24 +295,3 @@ def test_a_store_that_is_gone_with_its_host(monkeypatch: pytest.MonkeyPatch, sto
     monkeypatch.setattr(failures, "_PATIENCE", 0.2)
     with pytest.raises(ArithmeticError), failures.share_with_other_ranks():
         explode()
-
-
-@pytest.mark.long
-def test_a_rank_killed_under_torchrun(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("killed_job.py")
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"),
-        # torchrun ends the other ranks when it sees that one is gone. Here it looks late, to let them speak first.
-        *("--monitor-interval", "15", "--log-dir", str(tmp_path), str(script), str(tmp_path)),
-    ]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=environment)
-    left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
-    assert left.stdout == ""
-    assert ended.returncode != 0
-    assert re.search(r"Signal 9 \(SIGKILL\)", ended.stderr), ended.stderr
-    files = sorted(tmp_path.rglob("error.json"))
-    errors = [json.loads(file.read_text())["message"]["message"] for file in files]
-    assert len(errors) == 2
-    for error in errors:
-        assert re.match(rf"PipelineError: (another rank failed first: )?{LOST}", error), error

@@ -9,10 +9,13 @@ from random import Random
 from typing import Any
 
 import pytest
+from fifo import BACKENDS
 from interleavings import FAULTS, Case, FoundError, Search, count_sound, explore, fail, try_faults, try_out
 from turns import Choices, Store
 
+from zbpipe.costs.transport import Receives
 from zbpipe.runtime._torch import abandoned, pipelining
+from zbpipe.schedule import registry
 
 SLOW = ("schedules are adopted", "Auto plans")
 
@@ -23,6 +26,17 @@ def test_steps_end_right_in_any_order(case: Case) -> None:
     orders = {tuple(each.made) for each in explore(case, choices)}
     assert len(orders) > 110
     assert count_sound(case, 200) == 200
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("short_search")
+@pytest.mark.parametrize("queues", BACKENDS)
+def test_every_schedule_on_all_queues(queues: str) -> None:
+    """Half of the ways to receive on each kind of queues."""
+    ours = [algorithm.name for algorithm in registry.schedules().values() if algorithm.source == "zbpipe"]
+    for number, name in enumerate(ours, [*BACKENDS].index(queues)):
+        for receives in [*Receives][number % 2 :: 2]:
+            assert len(list(explore(Case(name, 3, 4, queues, receives), [Choices(random=Random(number))]))) == 1
 
 
 @pytest.mark.parametrize("what", FAULTS)

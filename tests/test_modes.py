@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, get_args
 
@@ -24,6 +24,8 @@ from torch.utils.checkpoint import checkpoint
 
 import zbpipe
 from zbpipe.runtime._torch import fsdp, pipelining
+from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
+from zbpipe.simulator.offloading import Offload, copy_all
 
 WIDTH, USUAL = 4, 3
 NAMES = ("ZBH1", "ZBV", "ZBVLean", "ZB2P", "VHalf", "Auto", "Table", "Plan")
@@ -39,7 +41,7 @@ Grad = Literal["no_grad", "inference_mode", "enable_grad"]
 class Event:
     """What a loop does next, on all ranks."""
 
-    kind: Literal["train", "eval", "adopt", "prepare", "zero", "freeze", "freeze up to", "refuse"]
+    kind: Literal["train", "eval", "adopt", "prepare", "zero", "freeze", "freeze up to", "refuse", "wrong"]
     microbatches: int = USUAL
     rows: int = 2
     """Of a microbatch: another number is another shape."""
@@ -47,10 +49,18 @@ class Event:
     """Whether the microbatches are given instead of the batch."""
     grad: Grad = "no_grad"
     """Of an evaluation."""
+    wrong: str = "uneven"
+    """One of `WRONG`."""
+
+
+WRONG = ("uneven", "empty", "no input", "no target", "uneven target")
+"""What is wrong with a batch, on the ranks that have its input or its target."""
 
 
 class Part(nn.Module):
     """A stage that hands on two tensors, and keeps what it has seen in a buffer."""
+
+    seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +80,7 @@ def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
 class Loop:
     """A schedule, and the same model without one."""
 
-    def __init__(self, name: str, scale_grads: bool) -> None:
+    def __init__(self, name: str, scale_grads: bool = True, **options: Any) -> None:
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
         table: Any = zbpipe.generate("1F1B", num_ranks, USUAL) if name == "Table" else name
         if name == "Plan":
@@ -85,7 +95,8 @@ class Loop:
         self.parts = {index: parts[index] for index in self.indices}
         stages = [PipelineStage(part, i, num_stages, torch.device("cpu")) for i, part in self.parts.items()]
         self.name, self.scales, self.step = name, scale_grads, 0
-        options: dict[str, Any] = {"budget": 1e3, "profile_steps": 1} if name == "Auto" else {}
+        if name == "Auto":
+            options |= {"budget": 1e3, "profile_steps": 1}
         schedule: Any = zbpipe.build_pipeline_schedule(
             table, stages, USUAL, loss_fn, scale_grads=scale_grads, **options
         )
@@ -120,6 +131,44 @@ class Loop:
                 self._call("step", event, microbatches=0)
             with torch.no_grad(), pytest.raises((RuntimeError, ValueError), match="eval"):
                 self._call("step", event, microbatches=event.microbatches)
+        elif event.kind == "wrong":
+            self._refuse(event)
+
+    def _refuse(self, event: Event) -> None:
+        """What some ranks refuse, all do, and no gradient changes."""
+        before = [(each.grad, None if each.grad is None else each.grad.clone()) for each in self.parameters()]
+        words = self.step_wrongly(event)
+        for each, (grad, kept) in zip(self.parameters(), before, strict=True):
+            assert each.grad is grad
+            assert grad is None or torch.equal(grad, kept)  # type: ignore[arg-type]
+        for index, part in self.parts.items():  # forwards may have run before their rank learned of it
+            part.seen.copy_(self.whole[index].seen)
+        said = [""] * dist.get_world_size()
+        dist.all_gather_object(said, words)
+        own = [each for each in said if "All ranks have skipped" not in each and "refuses this step" not in each]
+        assert own, said
+        assert all(each in own or any(cause in each for cause in own) for each in said), said
+
+    def step_wrongly(self, event: Event) -> str:
+        """What this rank says to a wrong batch. The ranks do not compare a split one's step before it."""
+        compared = replace(event, microbatches=max(2, event.microbatches))
+        event = replace(event, microbatches=USUAL, rows=2) if event.is_split else compared
+        *inputs, target = self._batch(event)
+        rows = {"uneven": -1, "empty": 0}.get(event.wrong)
+        given: dict[str, Any] = {} if event.is_split else {"microbatches": event.microbatches}
+        given["target"] = target[: -1 if event.wrong == "uneven target" else rows]
+        if event.wrong == "no target" or len(self.whole) - 1 not in self.parts:
+            given["target"] = None
+        has_input = 0 in self.parts and event.wrong != "no input"
+        # An evaluation sends nothing back, so an early rank may be through before a late one refuses.
+        how = self.schedule.eval if event.rows == 1 else self.schedule.step
+        with pytest.raises(ValueError) as error:  # noqa: PT011 (the words are compared below)
+            how(*(each[:rows] for each in inputs if has_input), **given)
+        return str(error.value)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of this rank."""
+        return [each for part in self.parts.values() for each in part.parameters()]
 
     def _batch(self, event: Event) -> tuple[Tensor, Tensor, Tensor]:
         torch.manual_seed(100 + self.step)
@@ -207,12 +256,13 @@ events = st.lists(
         kind=st.sampled_from(
             ["train"] * 4
             + ["eval"] * 3
-            + ["adopt", "prepare", "zero", "zero", "freeze", *2 * ["freeze up to"], "refuse"]
+            + ["adopt", "prepare", "zero", "zero", "freeze", *2 * ["freeze up to"], "refuse", "wrong", "wrong"]
         ),
         microbatches=st.integers(1, 5),
         rows=st.sampled_from([2, 2, 2, 1]),
         is_split=st.booleans(),
         grad=st.sampled_from(["no_grad", "inference_mode", "enable_grad"]),
+        wrong=st.sampled_from(WRONG),
     ),
     min_size=2,
     max_size=10,
@@ -248,10 +298,14 @@ def drawn(number: int) -> list[tuple[str, bool, list[Event]]]:
 FOUND = [Event("train", 2), Event("eval", 4), Event("train", 2), Event("train", 4), Event("train", 4)]
 """What once gave zeros for the gradients of all stages but the last."""
 SIZES = [Event("train", *size) for size in ((3, 2), (2, 2), (7, 2), (3, 2), (2, 2), (1, 1), (3, 1), (2, 1), (3, 2))]
-FIXED = [(name, bool(n), steps) for name in NAMES for n, steps in enumerate((SIZES, FOUND))]
+BEFORE = [Event("wrong", 2, wrong="no target"), Event("wrong", is_split=True, wrong="no input")]
+"""Before torch has set up any messages."""
+OTHER = Event("train", 2, rows=1)
+REFUSED = [OTHER, *(Event("wrong", is_split=True, wrong=wrong) for wrong in WRONG), Event("train", is_split=True)]
+FIXED = [(name, bool(n), steps) for name in NAMES for n, steps in enumerate((SIZES, [*BEFORE, *FOUND, *REFUSED]))]
 
 
-@pytest.mark.parametrize(("num_ranks", "number"), [(2, 12), pytest.param(3, 50, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("num_ranks", "number"), [(2, 12), pytest.param(3, 25, marks=pytest.mark.long)])
 def test_any_sequence_on_several_ranks(num_ranks: int, number: int) -> None:
     run_ranks(num_ranks, run_all, [*FIXED, *drawn(number)], timeout=600)
 
@@ -303,19 +357,54 @@ def test_evaluation_leaves_fsdp_alone(mode: Grad) -> None:
     run_ranks(2, with_fsdp, mode)
 
 
-def test_a_refused_step_counts_for_no_check(one_rank: None) -> None:
-    stage = PipelineStage(nn.Linear(WIDTH, WIDTH), 0, 1, torch.device("cpu"))
-    schedule: Any = zbpipe.build_pipeline_schedule("ZBH1", stage, 2, mse_loss)
-    check, profiler = zbpipe.GradientCheck(schedule), zbpipe.Profiler(schedule, 1)
-    x = torch.ones(4, WIDTH)
-    for _ in range(4):
-        with pytest.raises(ValueError, match="cannot be split"):
-            schedule.step(x[:3], target=x[:3])
-    assert check.report is None
-    for _ in range(4):
-        schedule.step(x, target=x)
+class Always(Watcher):
+    """Watches every step."""
+
+    def before(self) -> Wanted:
+        return Wanted.TIMES
+
+    def after(self, record: StepRecord) -> None:
+        assert record.spans
+
+
+TRAIN = Event("train")
+
+
+def refused_in_company() -> None:
+    """Refused steps of schedules that others look at, or copy beside, or step."""
+    torch.set_default_dtype(torch.float64)
+    checked, watched, copied = Loop("ZBV"), Loop("ZBH1", split_backward="autograd"), Loop("VHalf")
+    check = zbpipe.GradientCheck(checked.schedule, 2)
+    watch(watched.schedule, Always())
+    copied.schedule.adopt(copy_all(copied.schedule.schedule, Offload.ALL))
+    for loop in (checked, watched, copied):
+        for event in (TRAIN, Event("wrong"), TRAIN, Event("wrong", is_split=True, wrong="no input"), TRAIN):
+            loop.run(event)
     assert check.report is not None
-    assert profiler.costs is not None
+    assert check.report.microbatches == 2 * USUAL
+    assert {stage for stage, _ in check.report.errors} == set(range(4)), "of all ranks"
+    for limit in ((1e-3, "repeated"), (100.0, "validated")):
+        torch.testing.assert_close(stepped(False, *limit), stepped(True, *limit), rtol=0, atol=0)
+
+
+def stepped(refuses: bool, max_norm: float, kind: str) -> list[Tensor]:
+    """The weights after some steps; with some refused ones in between, of which the optimizer must not know."""
+    loop = Loop("ZBV")
+    optimizer = torch.optim.SGD(loop.parameters(), lr=0.3)
+    step = zbpipe.OptimizerStep(loop.schedule, optimizer, max_norm=max_norm, predict=False)
+    for number in range(6):
+        if refuses and number % 2:
+            loop.step_wrongly(Event("wrong", is_split=True))
+        loop.step = number
+        loop._call("step", TRAIN)
+        step()
+    step.finish()
+    assert loop.schedule.optimizer_steps[kind] == 6
+    return [each.detach().clone() for each in loop.parameters()]
+
+
+def test_refused_steps_beside_checks_copies_and_optimizer_steps() -> None:
+    run_ranks(2, refused_in_company)
 
 
 class Checkpointed(nn.Module):

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import re
+import socket
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
+import torch.distributed as dist
 from models import VOCABULARY, WIDTH, batch
 from pipelines import on_one_rank
-from ranks import run_ranks
-from test_faults import MICROBATCHES, Job, OnCall, explode, renew_group
+from ranks import endings, run_ranks
+from test_faults import MICROBATCHES, Job, OnCall, explode, impatient_group, raised_by, renew_group
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -24,12 +31,13 @@ HAS_MICROBATCH_ARGUMENTS = hasattr(pipelining.PipelineSchedule, "_get_microbatch
 """Whether torch's `step` takes microbatches, too (since 2.14)."""
 
 
-def take(job: Job, rows: int, with_input: bool = True, with_target: bool = True) -> None:
+def take(job: Job, rows: int, with_input: bool = True, with_target: bool = True, **given: Any) -> None:
     """A step on so many sequences."""
     tokens, targets = (torch.cat(each)[:rows] for each in zip(batch(MICROBATCHES), batch(MICROBATCHES, 1), strict=True))
-    has_first, has_last = 0 in job.modules, job.num_stages - 1 in job.modules
     job.schedule.step(
-        *([tokens] if has_first and with_input else []), target=targets if has_last and with_target else None
+        *([tokens] if job.has_first and with_input else []),
+        target=targets if job.has_last and with_target else None,
+        **given,
     )
 
 
@@ -81,18 +89,6 @@ def after_a_failure() -> None:
     job.step()
 
 
-def after_a_refusal() -> None:
-    """Both ranks refuse and go on: what rank 0 said then does not explain what fails later."""
-    job = Job()
-    tokens = torch.cat([batch(MICROBATCHES)[0]] * 2)[:13]
-    with pytest.raises(ValueError, match="equal microbatches"):
-        job.schedule.step(tokens, target=tokens)
-    job.step()
-    if 1 in job.modules:
-        job.modules[1].register_forward_pre_hook(OnCall(3, explode))
-    job.step()
-
-
 def interrupt() -> None:
     raise KeyboardInterrupt
 
@@ -106,27 +102,13 @@ def interrupted() -> None:
 
 
 CASES: tuple[Callable[[], None], ...] = (
-    *(uneven, too_few, smaller, no_input, no_target, no_loss),
-    *(after_a_failure, after_a_refusal, interrupted),
+    *(uneven, too_few, smaller, no_input, no_target, no_loss, after_a_failure, interrupted),
     *((five_microbatches,) if HAS_MICROBATCH_ARGUMENTS else ()),
 )
 
 
-def all_cases(folder: Path) -> dict[str, str]:
-    """One after the other, each in a process group of its own; what this rank raised."""
-    errors = {}
-    for case in CASES:
-        renew_group(folder / case.__name__)
-        try:
-            case()
-        except (Exception, KeyboardInterrupt) as error:
-            errors[case.__name__] = f"{type(error).__name__}: {error}"
-    renew_group(folder / "end")
-    return errors
-
-
 def test_refusals_and_failures_of_steps(tmp_path: Path) -> None:
-    first, second = run_ranks(2, all_cases, tmp_path)
+    first, second = run_ranks(2, raised_by, CASES, tmp_path)
 
     def assert_refused(name: str, *words: str) -> None:
         """By rank 0 before anything is sent, and rank 1 learns of it."""
@@ -153,11 +135,154 @@ def test_refusals_and_failures_of_steps(tmp_path: Path) -> None:
         assert errors["after_a_failure"].startswith(again)
         assert "4F2: ArithmeticError: too much" in errors["after_a_failure"].replace("1F2", "4F2")
         assert "Build the process group and the schedule anew" in errors["after_a_failure"]
-    assert second["after_a_refusal"].startswith("PipelineError: rank 1, schedule ZBV, step ")
-    assert first["after_a_refusal"].startswith("PipelineError: another rank failed first: rank 1, schedule ZBV, step ")
     assert second["interrupted"] == "KeyboardInterrupt: "
     seen = "PipelineError: another rank failed first: rank 1 was interrupted (KeyboardInterrupt), schedule ZBV, step "
     assert first["interrupted"].startswith(seen)
+
+
+def refused(job: Job, rows: int, **given: Any) -> str:
+    try:
+        take(job, rows, **given)
+    except (ValueError, zbpipe.PipelineError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def refusals(folder: Path) -> dict[str, str]:
+    """What this rank, of two, says to steps that the ranks are not given alike."""
+    rank = dist.get_rank()
+    renew_group(folder / "alike")
+    job = Job("ZBH1")
+    take(job, 6)
+    found = {str(wrong): refused(job, 6, microbatches=wrong) for wrong in (0, True, "3", 2.0)}
+    found["different"] = refused(job, 6, microbatches=2 + rank)
+    # Rank 1 has the target, and nothing to refuse by itself.
+    found["uneven"] = refused(job, 7 - rank, microbatches=3)
+    take(job, 6, microbatches=3)
+    found["without"] = refused(job, 12, microbatches=None)
+    renew_group(folder / "table")
+    table: Any = zbpipe.generate("1F1B", 2, MICROBATCHES)
+    found["table"] = refused(Job(table), 6, microbatches=3)
+    renew_group(folder / "forgotten")
+    job = Job("ZBH1", group=impatient_group())
+    take(job, 6)
+    began = time.monotonic()
+    found["forgotten"] = refused(job, 6, **({} if rank else {"microbatches": 3}))
+    assert time.monotonic() - began < 30
+    found["next"] = refused(job, 6)
+    renew_group(folder / "end")
+    return found
+
+
+def test_what_ranks_are_not_given_alike_is_refused_on_all(tmp_path: Path) -> None:
+    first, second = run_ranks(2, refusals, tmp_path)
+    for found in (first, second):
+        for wrong in ("0", "True", "'3'", "2.0"):
+            words = f"ValueError: microbatches has to be a whole number from 1 on, got {wrong}"
+            assert found[wrong.strip("'")] == words
+        assert found["different"].startswith(
+            "RefusedStepError: the ranks were given different microbatches=: 2 on rank 0, 3 on rank 1. Give the same"
+        )
+        assert "is a table for 6 microbatches, but the job has 3: name a schedule" in found["table"]
+    assert first["uneven"].startswith("ValueError: microbatch 1 has inputs of the shapes (2, 6), but microbatch 0")
+    assert second["uneven"] == f"RefusedStepError: rank 0 refuses this step: {first['uneven']}"
+    assert "the microbatches have inputs of the shapes (2, 6), but those of the first step" in first["without"]
+    assert "or give step(microbatches=) on all ranks" in first["without"]
+    assert "3 on rank 0, none on rank 1" in first["forgotten"]
+    assert first["forgotten"] in second["forgotten"]
+    assert first["next"] == second["next"] == ""
+
+
+def test_the_lists_of_a_size_are_made_once(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile Python looks for no garbage, which takes longer than the lists; afterwards as before."""
+    indices = zbpipe.stage_indices("ZBV", rank=0, num_ranks=1)
+    stages = [PipelineStage(nn.Linear(2, 2), index, 2, torch.device("cpu")) for index in indices]
+    schedule: Any = zbpipe.build_pipeline_schedule("ZBV", stages, 4, nn.functional.mse_loss)
+    made: list[tuple[str, bool]] = []
+    lower = pipelining.lower
+
+    def recorded(runtime: Any, table: zbpipe.Schedule) -> Any:
+        made.append((str(table), gc.isenabled()))
+        return lower(runtime, table)
+
+    monkeypatch.setattr(pipelining, "lower", recorded)
+    x = torch.ones(6, 2)
+    schedule.prepare(2)
+    assert made.pop() == (str(zbpipe.generate("ZBV", 1, 2)), False)
+    assert pipelining.num_microbatches(schedule) == 4
+    assert schedule.schedule == zbpipe.generate("ZBV", 1, 4)
+    with pytest.raises(ValueError, match="microbatches has to be a whole number"):
+        schedule.prepare(2, 0)
+    assert pipelining.num_microbatches(schedule) == 4
+    for number in (3, None, 3, 6, 3, 6, 2):
+        schedule.step(x if number else x[:4], target=x if number else x[:4], microbatches=number)
+    assert made == [(str(zbpipe.generate("ZBV", 1, number)), False) for number in (3, 6)]
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        schedule.step(x[:5], target=x[:5], microbatches=5)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    with pytest.raises(ValueError, match="microbatches has to be a whole number"):
+        schedule.step(x, target=x, microbatches=0)
+    assert gc.isenabled()
+
+
+def without_torchrun(port: int, refuses: bool) -> None:
+    """As srun and mpirun start ranks: the store ends with rank 0, which fails."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    job = Job()
+    job.step()
+    if rank == 0 and not refuses:
+        job.modules[0].register_forward_pre_hook(explode)
+    take(job, 13 if refuses else 12)
+
+
+@pytest.mark.parametrize(
+    ("refuses", "first", "second"),
+    [
+        (False, "PipelineError: rank 0, {}", "PipelineError: another rank failed first: rank 0, {}"),
+        (True, "ValueError: ", "RefusedStepError: rank 0, {}"),
+    ],
+)
+def test_rank_0_has_the_store_and_fails(refuses: bool, first: str, second: str) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    place = "before step 0: ValueError: " if refuses else r"step \d of \d+, 0F0: ArithmeticError: too much"
+    both = endings(2, without_torchrun, port, refuses, group_timeout=60)
+    for ending, words in zip(both, (first, second), strict=True):
+        assert re.search(words.format(f"schedule ZBV, {place}"), ending.error or ""), ending
+
+
+def schedules_that_stay() -> list[str]:
+    """After which of these ends a schedule is still there, without a look for garbage: its group would outlive it."""
+    gc.collect()
+    gc.disable()
+    stay = []
+    for kind in ("good", "refused", "failed"):
+        schedule = ref(end(kind).schedule)
+        if schedule() is not None:
+            stay.append(kind)
+        dist.barrier()
+    return stay
+
+
+def end(kind: str) -> Job:
+    job = Job()
+    job.step()
+    if kind == "failed" and 1 in job.modules:
+        job.modules[1].register_forward_pre_hook(explode)
+    with suppress(ValueError, zbpipe.PipelineError):
+        take(job, 13 if kind == "refused" else 12)
+    return job
+
+
+def test_no_end_keeps_a_schedule_in_a_cycle() -> None:
+    assert run_ranks(2, schedules_that_stay) == [[], []]
 
 
 def alone(module: nn.Module, loss: Callable[..., Any], **like: Any) -> Any:

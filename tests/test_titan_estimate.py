@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from documents import blocks
 from titan_jobs import require_titan
 
 require_titan("0.3.0")
@@ -163,57 +160,3 @@ def test_what_titan_refuses_is_told_in_one_line(found: dict[str, Any]) -> None:
         assert code == 2
         assert words in line
     assert found["no decoder"].startswith("Linear has no tok_embeddings, layers, norm, lm_head: only TorchTitan's")
-
-
-PRINT = """
-import json, shlex, sys
-from click.testing import CliRunner
-from zbpipe.cli import main
-found = [CliRunner().invoke(main, shlex.split(line)) for line in sys.argv[1:]]
-print(json.dumps([[each.exit_code, each.stdout, each.stderr] for each in found]))
-"""
-
-
-def run(*lines: str) -> list[tuple[str, str]]:
-    """What `zbpipe` prints with each line's arguments, in one process that imports TorchTitan, and its warnings."""
-    command = [sys.executable, "-c", PRINT, *lines]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True)
-    answers = json.loads(result.stdout)
-    assert [code for code, *_ in answers] == [0] * len(lines), answers
-    return [(text, warnings) for _, text, warnings in answers]
-
-
-def alike(shown: str, printed: str) -> bool:
-    """Whether the printed line begins with what is shown."""
-    words, others = shown.split(), printed.split()
-    return len(words) <= len(others) and all(map(nearly_equal, words, others))
-
-
-def nearly_equal(one: str, other: str) -> bool:
-    """Whether these are the same words, or numbers within 2 %."""
-    try:
-        first, second = (float(re.sub("[%,]", "", each)) for each in (one, other))
-    except ValueError:
-        return one == other
-    return first == pytest.approx(second, rel=0.02)
-
-
-@pytest.mark.long
-def test_the_page_has_what_the_commands_print() -> None:
-    pairs = pairwise(blocks("docs/is-it-for-me.md"))
-    shown = [(one.code.replace("\\\n", "").removeprefix("zbpipe "), two.code) for one, two in pairs if not two.language]
-    assert len(shown) == 3
-    for (_, rows), (printed, warnings) in zip(shown, run(*(line for line, _ in shown)), strict=True):
-        assert all(line.startswith("skipped ") for line in warnings.splitlines())
-        for row in rows.splitlines():
-            assert any(alike(row, line) for line in printed.splitlines()), row
-
-
-@pytest.mark.long
-def test_measured_stages_are_planned_with(tmp_path: Path) -> None:
-    """`zbpipe measure` on the CPU, and an estimate with its file."""
-    job, file = "--module titan_integration.llama3 --config llama3_debug", tmp_path / "costs.toml"
-    commands = f"measure {job} --steps 1 -o {file}", f"estimate {job} --gpus 2 --costs-file {file} --json"
-    rows = json.loads(run(*commands)[-1][0])["schedules"]
-    assert {row["schedule"] for row in rows} >= {"ZBV", "1F1B", "plan"}
-    assert all(row["seconds"] > 0 and row["memory"]["activations"] + row["memory"]["waiting"] > 0 for row in rows)

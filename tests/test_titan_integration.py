@@ -16,14 +16,18 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import test_docs
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from documents import blocks
 from forks import on_forks
+from searching import searching_little
 from titan_jobs import require_titan
 
 from zbpipe import cli, estimate, generate
@@ -112,6 +116,8 @@ class Job:
     """Of the smallest GPU that the config is for."""
     doc: str
     num_layers: int
+    parameters: int
+    """Of the whole model."""
     estimated: JobMemory
     ranks: dict[int, Built]
     """By place in the pipeline."""
@@ -121,8 +127,8 @@ _config: Any = None
 _model: Any = None
 
 
-def build_job(name: str, places: Sequence[int] | None = None) -> Job:
-    """All pipeline ranks or those at some places, at the full size of the job, from meta tensors."""
+def build_job(name: str) -> Job:
+    """Pipeline ranks at the full size of the job, from meta tensors: those at both ends, or all of `BUILT_WHOLE`."""
     global _config, _model  # noqa: PLW0603 (the forks have no other way to it)
     from torchtitan.distributed import utils
 
@@ -142,7 +148,7 @@ def build_job(name: str, places: Sequence[int] | None = None) -> Job:
         _model = _config.model_spec.model.build()
     parallelism = _config.parallelism
     pp, tp = parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree
-    places = range(pp) if places is None else places
+    places = range(pp) if name in BUILT_WHOLE else (0, pp - 1)
     # The last of the ranks at each place of the pipeline, so that TP and FSDP are not at 0.
     ranks = [(hardware.gpus, (place + 1) * hardware.gpus // pp - 1) for place in places]
     return Job(
@@ -153,6 +159,7 @@ def build_job(name: str, places: Sequence[int] | None = None) -> Job:
         devices.DEVICES[hardware.kind].usable_bytes,
         function.__doc__,
         len(_config.model_spec.model.layers),
+        sum(parameter.numel() for parameter in _model.parameters()),
         estimated,
         dict(zip(places, on_forks(build_rank, ranks), strict=True)),
     )
@@ -208,22 +215,20 @@ def modules_of(part: Any) -> tuple[str, ...]:
     return (*ends[: "tok_embeddings" in ends], *layers, *ends["tok_embeddings" in ends :])
 
 
-# The configs of the 405B model differ in schedule, checkpointing and FSDP, not in how it is cut: all ranks of one.
-SOME = (0, 15)
-JOBS = [(name, None) for name in CONFIGS[:-2]] + [(name, SOME) for name in CONFIGS[-2:]]
+BUILT_WHOLE = ("llama3_debug", "llama3_8b")
+"""The others are larger, and cut in the same way: their ends show it, and that all ranks have all parameters."""
 
 
 @needs_03
-@pytest.mark.parametrize(("name", "at"), [pytest.param(*job, id=job[0]) for job in JOBS])
-def test_a_job_at_its_full_size(with_titan: Callable[..., Any], name: str, at: Sequence[int] | None) -> None:
-    job: Job = with_titan(build_job, name, at)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_job_at_its_full_size(with_titan: Callable[..., Any], name: str) -> None:
+    job: Job = with_titan(build_job, name)
     placement = resolve(job.schedule).place(job.pp)
-    assert {place: built.stages for place, built in job.ranks.items()} == {
-        place: placement.stages_on(place) for place in at or range(job.pp)
-    }
+    assert all(built.stages == placement.stages_on(place) for place, built in job.ranks.items())
+    assert sum(job.estimated.parameters) == job.parameters
     by_stage = {s: names for built in job.ranks.values() for s, names in zip(built.stages, built.modules, strict=True)}
     assert all(by_stage.values())
-    if at is None:
+    if name in BUILT_WHOLE:
         modules = [name for stage in sorted(by_stage) for name in by_stage[stage]]
         layers = [f"layers.{number}" for number in range(job.num_layers)]
         assert modules == ["tok_embeddings", *layers, "norm", "lm_head"]
@@ -307,13 +312,10 @@ def build_meshes(name: str) -> list[tuple[int, int, list[int], int]]:
 
 
 @needs_03
-@pytest.mark.parametrize(("name", "pp"), [("llama3_405b", 16)])
-def test_the_place_of_every_gpu(with_titan: Callable[..., Any], name: str, pp: int) -> None:
+def test_the_place_of_every_gpu(with_titan: Callable[..., Any]) -> None:
     """TP within a node of 8 GPUs, and neighbours in the pipeline as far apart as the job has GPUs for each place."""
-    found = with_titan(build_meshes, name)
-    each = len(found) // pp
-    expected = [(rank, rank // each, list(range(rank - rank % 8, rank - rank % 8 + 8)), 0) for rank in range(each * pp)]
-    assert found == expected
+    found = with_titan(build_meshes, "llama3_70b")
+    assert found == [(rank, rank // 8, list(range(rank - rank % 8, rank - rank % 8 + 8)), 0) for rank in range(32)]
 
 
 def kept_by_a_block(how: tuple[int, str]) -> tuple[float, float, float, float]:
@@ -520,14 +522,17 @@ def test_the_same_job_for_torchtitan_02(with_titan: Callable[..., Any], file: Pa
     assert {name: found[name] for name in expected} == expected
 
 
+@needs_02
 def test_training_on_the_cpu(tmp_path: Path) -> None:
-    """Two processes by the script, torchrun and TorchTitan's trainer; the platform is found, not given."""
+    """Two processes by the script, torchrun and TorchTitan's trainer; the platform is found, not given.
+
+    For TorchTitan 0.3, tests/test_first_run.py trains by the script.
+    """
     metrics = tmp_path / "metrics.jsonl"
-    folders = ["--job.dump_folder", str(tmp_path)] if IS_02 else ["--dump_folder", str(tmp_path)]
     result = subprocess.run(
         [
-            *(str(SCRIPT), *folders, *([] if IS_02 else ["--metrics.json_lines", str(metrics)])),
-            *("--training.steps", "4", "--training.local_batch_size", "4", "--training.seq_len", "64"),
+            *(str(SCRIPT), "--job.dump_folder", str(tmp_path), "--training.steps", "4"),
+            *("--training.local_batch_size", "4", "--training.seq_len", "64"),
         ],
         cwd=tmp_path,  # not the repository's folder
         # Which of the ranks fails is not known before.
@@ -637,3 +642,77 @@ def test_memory_of_auto(with_titan: Callable[..., Any]) -> None:
     (tight, unit), (ample, _) = activations("2 microbatches"), activations("12 microbatches")
     assert ample == pytest.approx([12 * unit] * 4, rel=0.01)
     assert min(tight) > 2 * unit
+
+
+# The pages of docs/.
+
+
+def print_line(line: str) -> tuple[str, str]:
+    """What `zbpipe` prints with these arguments, and its warnings."""
+    result = CliRunner().invoke(cli.main, shlex.split(line))
+    assert result.exit_code == 0, result.output
+    return result.stdout, result.stderr
+
+
+def alike(shown: str, printed: str) -> bool:
+    """Whether the printed line begins with what is shown."""
+    words, others = shown.split(), printed.split()
+    return len(words) <= len(others) and all(map(nearly_equal, words, others))
+
+
+def nearly_equal(one: str, other: str) -> bool:
+    """Whether these are the same words, or numbers within 2 %."""
+    try:
+        first, second = (float(re.sub("[%,]", "", each)) for each in (one, other))
+    except ValueError:
+        return one == other
+    return first == pytest.approx(second, rel=0.02)
+
+
+@needs_03
+def test_a_page_has_what_its_commands_print(with_titan: Callable[..., Any]) -> None:
+    pairs = pairwise(blocks("docs/is-it-for-me.md"))
+    shown = [(one.code.replace("\\\n", "").removeprefix("zbpipe "), two.code) for one, two in pairs if not two.language]
+    assert len(shown) == 3
+    for line, rows in shown:
+        printed, warnings = with_titan(print_line, line)
+        assert all(line.startswith("skipped ") for line in warnings.splitlines())
+        for row in rows.splitlines():
+            assert any(alike(row, line) for line in printed.splitlines()), row
+
+
+def estimate_measured(file: str) -> Any:
+    """`zbpipe measure` on the CPU, and an estimate with its file."""
+    job = "--module titan_integration.llama3 --config llama3_debug"
+    print_line(f"measure {job} --steps 1 -o {file}")
+    with searching_little():
+        return json.loads(print_line(f"estimate {job} --gpus 2 --costs-file {file} --json")[0])
+
+
+@needs_03
+def test_measured_stages_are_planned_with(with_titan: Callable[..., Any], tmp_path: Path) -> None:
+    (found,) = with_titan(on_forks, estimate_measured, [str(tmp_path / "costs.toml")])
+    rows = found["schedules"]
+    assert {row["schedule"] for row in rows} >= {"ZBV", "1F1B", "plan"}
+    assert all(row["seconds"] > 0 and row["memory"]["activations"] + row["memory"]["waiting"] > 0 for row in rows)
+
+
+def parse_options(launches: Sequence[list[str]]) -> None:
+    """TorchTitan reads a job's options, after zbpipe has taken its own."""
+    from torchtitan.train import ConfigManager
+
+    from zbpipe.frameworks.titan import command_line
+
+    for words in launches:
+        model = [] if "--module" in words else ["--module", "llama3", "--config", "llama3_debugmodel"]
+        there = ["ZBV" if word.endswith(".csv") else word for word in words]  # a table is still to be made
+        ConfigManager().parse_args([*model, *command_line.parse(there)[1]])
+
+
+@needs_03
+def test_titan_reads_the_options_of_the_pages(with_titan: Callable[..., Any]) -> None:
+    scripts = [block for block in test_docs.ALL_BLOCKS if block.language == "sh"]
+    launched = [words for block in scripts for words in test_docs.commands(block) if words[0] == "torchrun"]
+    options = [found for words in launched for found in test_docs.launches(words, ROOT)]
+    assert len(options) > 3
+    with_titan(parse_options, options)

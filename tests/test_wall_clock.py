@@ -1,11 +1,13 @@
 """The benchmark of step times runs every schedule, and its stages sleep as often and as long as they should."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import fsdp
 import pytest
 import wall_clock
 from ranks import run_ranks
+from searching import searching_little
 from wall_clock import Job, Result
 
 from zbpipe import CostModel, Op, OpKind
@@ -14,10 +16,20 @@ from zbpipe.cli.demo.sleeping import Ran, check
 JOB = Job(ranks=2, microbatches=4, unit=1e-3, rounds=1, times=((1, 1.2, 0.8),), timeout=60)
 
 
+def on_this_rank(job: Job, folder: Path) -> list[Result]:
+    with searching_little():
+        return wall_clock.on_this_rank(job, folder)
+
+
+def measure(job: Job, folder: Path) -> list[Result]:
+    """`wall_clock.measure` of plans that are not searched for long."""
+    return run_ranks(job.ranks, on_this_rank, job, folder, timeout=job.timeout, backend=job.backend)[0]  # type: ignore[no-any-return]
+
+
 @pytest.mark.long
-def test_every_schedule_sleeps_what_the_simulator_counts() -> None:
+def test_every_schedule_sleeps_what_the_simulator_counts(tmp_path: Path) -> None:
     """In every measured step each rank calls `check` with what ran."""
-    results = wall_clock.measure(JOB)
+    results = measure(JOB, tmp_path)
     assert [result.schedule for result in results] == [*wall_clock.NAMED, *wall_clock.PLANS]
     for result in results:
         # Sleeps are never too short, so no step is shorter than what a rank sleeps in it.
@@ -91,11 +103,11 @@ def test_a_step_that_is_off_is_marked() -> None:
 
 
 @pytest.mark.long
-def test_messages_come_late() -> None:
+def test_messages_come_late(tmp_path: Path) -> None:
     """Steps are longer by it, and are simulated to be; the plan for late messages runs."""
     names = ("1F1B", "robust plan, 2p")
     late = replace(JOB, schedules=names, late=50, robust_to=50, backend="fifo_queue_per_edge")
-    results = wall_clock.measure(late)
+    results = measure(late, tmp_path)
     assert [result.schedule for result in results] == list(names)
     for result in results:
         assert min(*result.measured, result.simulated) > 2 * 3 * (JOB.microbatches + 1) * JOB.unit

@@ -59,7 +59,13 @@ class Lowering:
 
     def forget(self) -> None:
         """Discard lowered schedules, because the costs have changed."""
+        self.forget_agreement()
         self._known.clear()
+
+    def forget_agreement(self) -> None:
+        """Let all ranks compare the lists of each schedule again, before they next run it."""
+        for lowered in self._known.values():
+            lowered.is_agreed = False
 
     def lower(self, runtime: pipelining.ScheduleRuntime, schedule: Schedule, costs: CostModel) -> Lowered:
         """The schedule as `runtime` runs it. `costs` place receives. This may replace the lists of `runtime`."""

@@ -215,6 +215,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         else:
             checks.require_runnable(schedule)
         self.by_size.adopt(schedule)
+        # Another rank may have adopted a schedule that is new, where this one returns to a known one.
+        self._lowering.forget_agreement()
 
     def load_table(self, file: str) -> None:
         self.adopt(Schedule.from_csv(read_text(file), name=str(file)))
