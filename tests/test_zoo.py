@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -29,7 +31,6 @@ LIMIT = 1500.0
 class Results(NamedTuple):
     """Of all models on so many ranks."""
 
-    num_ranks: int
     errors: dict[tuple[str, str], list[str | None]]
     """By model and setting: of each rank what is wrong there, if anything."""
     ending: str
@@ -37,36 +38,39 @@ class Results(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Runs the models that were asked for."""
-    num_ranks = request.param
-    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    wanted = {each["case"].name for each in parameters if each.get("results") == num_ranks}
-    names = [case.name for case in CASES if case.name in wanted]
-    folder = tmp_path_factory.mktemp(f"p{num_ranks}")
-    ending = ""
-    try:
-        run_ranks(num_ranks, run_all, names, folder, timeout=LIMIT)
-    except RankError as error:
-        ending = str(error)
-    errors: dict[tuple[str, str], list[str | None]] = defaultdict(list)
-    for file in sorted(folder.glob("*.jsonl")):
-        for name, setting, wrong in map(json.loads, file.read_text().splitlines()):
-            errors[name, setting].append(wrong)
-    return Results(num_ranks, errors, ending)
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Results]:
+    """Runs the models that were asked for, once on each number of ranks."""
+    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+
+    @cache
+    def run(num_ranks: int) -> Results:
+        names = [each["case"].name for each in asked if each.get("num_ranks") == num_ranks and "case" in each]
+        folder = tmp_path_factory.mktemp(f"p{num_ranks}")
+        ending = ""
+        try:
+            run_ranks(num_ranks, run_all, names, folder, timeout=LIMIT)
+        except RankError as error:
+            ending = str(error)
+        errors: dict[tuple[str, str], list[str | None]] = defaultdict(list)
+        for file in sorted(folder.glob("*.jsonl")):
+            for name, setting, wrong in map(json.loads, file.read_text().splitlines()):
+                errors[name, setting].append(wrong)
+        return Results(errors, ending)
+
+    return run
 
 
 @pytest.mark.parametrize(
-    ("results", "case"),
+    ("num_ranks", "case"),
     [pytest.param(p, case, id=f"p{p}-{case.name}") for p in SETTINGS for case in CASES if settings(case, p)],
-    indirect=["results"],
 )
-def test_like_plain_autograd(results: Results, case: Case) -> None:
+def test_like_plain_autograd(results: Callable[[int], Results], num_ranks: int, case: Case) -> None:
+    errors, ending = results(num_ranks)
     wrong = []
-    for setting in settings(case, results.num_ranks):
-        found = results.errors[case.name, str(setting)]
-        if len(found) < results.num_ranks:
-            wrong.append(f"{setting}: {results.num_ranks - len(found)} ranks gave no result. {results.ending}")
+    for setting in settings(case, num_ranks):
+        found = errors[case.name, str(setting)]
+        if len(found) < num_ranks:
+            wrong.append(f"{setting}: {num_ranks - len(found)} ranks gave no result. {ending}")
         wrong += [f"{setting}, rank {rank}: {error}" for rank, error in enumerate(found) if error]
     assert not wrong, "\n".join(wrong)
 
