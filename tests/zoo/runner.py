@@ -80,7 +80,7 @@ def settings(case: Case, num_ranks: int) -> list[Setting]:
     """Those in which this model is run on so many ranks.
 
     On one rank one of each pair that differs in the place of W alone. On two ranks one of all, for half of the models
-    and those that differ in what stages hand on; on four one of all, for a quarter of the models. By their names.
+    and those that differ in what stages hand on; on four one of all, for an eighth of the models. By their names.
     """
     suitable = [setting for setting in SETTINGS[num_ranks] if setting.suits(case) and num_ranks <= case.most_ranks]
     number = _number(case)
@@ -91,7 +91,7 @@ def settings(case: Case, num_ranks: int) -> list[Setting]:
         return suitable
     if num_ranks == 2 and number // 8 % 2 and case not in pipelines.CASES:
         return []
-    start = number % (len(suitable) or 1 if num_ranks == 2 else 8)
+    start = number % (len(suitable) or 1 if num_ranks == 2 else 16)
     return suitable[start : start + 1]
 
 
@@ -401,7 +401,7 @@ def _schedule(case: Case, name: str, stages: Sequence[PipelineStage]) -> Any:
 
 def _in_mode(case: Case, mode: Mode, index: int, module: nn.Module) -> nn.Module:
     # One of two stages is compiled: in a quarter of the models the first one, whose x needs no gradient.
-    if mode == "compiled" and index == (_number(case) % 8 > 1):
+    if mode == "compiled" and index == (0 if _number(case) % 8 < 2 else 1):
         module.compile(backend="aot_eager")
     return _Checkpointed(module) if mode == "checkpointed" else module
 
