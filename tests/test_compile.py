@@ -445,8 +445,13 @@ def test_autocast() -> None:
     assert {each.grad.dtype for each in block.parameters()} == {torch.float32}  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
-@pytest.mark.parametrize("checkpointing", IN_TURN)
+PIPELINES = [
+    ("selective", "aot_eager"),
+    *(pytest.param(*each, marks=pytest.mark.long) for each in (("selective", "inductor"), ("full", "aot_eager"))),
+]
+
+
+@pytest.mark.parametrize(("checkpointing", "backend"), PIPELINES)
 def test_a_pipeline_of_compiled_blocks(one_rank: None, checkpointing: Checkpointing, backend: str) -> None:
     modules = [build_stage(0, 2, checkpointing), build_stage(1, 2, checkpointing)]
     for module in modules:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -32,62 +31,54 @@ LIMIT = 1500.0
 class Results(NamedTuple):
     """Of all models on so many ranks."""
 
-    num_ranks: int
     errors: dict[tuple[str, str], list[str | None]]
     """By model and setting: of each rank what is wrong there, if anything."""
     ending: str
     """Why there are no more of them."""
 
 
-@pytest.fixture(scope="module", params=SETTINGS, ids=lambda num_ranks: f"p{num_ranks}")
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Runs the models that were asked for."""
-    num_ranks = request.param
-    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
-    wanted = {each["case"].name for each in parameters if each.get("results") == num_ranks}
-    names = [case.name for case in CASES if case.name in wanted]
-    # A rank keeps one core busy. Of pipelines of one rank, two run at a time.
-    parts = [names[0::2], names[1::2]] if num_ranks == 1 else [names]
-    folders = [tmp_path_factory.mktemp(f"p{num_ranks}") for _ in parts]
-    with ThreadPoolExecutor() as pool:
-        endings = list(pool.map(_run, [num_ranks] * len(parts), parts, folders))
-    return Results(num_ranks, _read(folders), "\n".join(endings))
+@pytest.fixture(scope="module")
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Results]:
+    """Runs the models that were asked for, once on each number of ranks."""
+    asked = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
 
-
-def _run(num_ranks: int, names: Sequence[str], folder: Path) -> str:
-    try:
-        run_ranks(num_ranks, run_all, names, folder, timeout=LIMIT)
-    except RankError as error:
-        return str(error)
-    return ""
-
-
-def _read(folders: Sequence[Path]) -> dict[tuple[str, str], list[str | None]]:
-    errors: dict[tuple[str, str], list[str | None]] = defaultdict(list)
-    for folder in folders:
+    @cache
+    def run(num_ranks: int) -> Results:
+        names = [each["case"].name for each in asked if each.get("num_ranks") == num_ranks and "case" in each]
+        folder = tmp_path_factory.mktemp(f"p{num_ranks}")
+        ending = ""
+        try:
+            run_ranks(num_ranks, run_all, names, folder, timeout=LIMIT)
+        except RankError as error:
+            ending = str(error)
+        errors: dict[tuple[str, str], list[str | None]] = defaultdict(list)
         for file in sorted(folder.glob("*.jsonl")):
-            for name, setting, error in map(json.loads, file.read_text().splitlines()):
-                errors[name, setting].append(error)
-    return errors
+            for name, setting, wrong in map(json.loads, file.read_text().splitlines()):
+                errors[name, setting].append(wrong)
+        return Results(errors, ending)
+
+    return run
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_like_plain_autograd(results: Results, case: Case) -> None:
+@pytest.mark.parametrize(
+    ("num_ranks", "case"),
+    [pytest.param(p, case, id=f"p{p}-{case.name}") for p in SETTINGS for case in CASES if settings(case, p)],
+)
+def test_like_plain_autograd(results: Callable[[int], Results], num_ranks: int, case: Case) -> None:
+    errors, ending = results(num_ranks)
     wrong = []
-    for setting in settings(case, results.num_ranks):
-        found = results.errors[case.name, str(setting)]
-        if len(found) < results.num_ranks:
-            wrong.append(f"{setting}: {results.num_ranks - len(found)} ranks gave no result. {results.ending}")
+    for setting in settings(case, num_ranks):
+        found = errors[case.name, str(setting)]
+        if len(found) < num_ranks:
+            wrong.append(f"{setting}: {num_ranks - len(found)} ranks gave no result. {ending}")
         wrong += [f"{setting}, rank {rank}: {error}" for rank, error in enumerate(found) if error]
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_model_is_run_on_several_ranks_and_on_one() -> None:
-    """Those that only one microbatch at a time suits are run on one rank alone, and most of those that compile."""
-    alone = [case.name for case in CASES if not settings(case, 2)]
+def test_every_model_is_run_on_one_rank_and_many_on_several() -> None:
     assert all(settings(case, 1) for case in CASES)
     assert len(CASES) >= 100
-    assert len(alone) < len(CASES) / 5, alone
+    assert sum(bool(settings(case, 2)) for case in CASES) > len(CASES) / 3
 
 
 @pytest.mark.parametrize("mode", ["eager", "checkpointed", "compiled"])
@@ -100,4 +91,4 @@ def test_the_comparison_sees_a_broken_weight_gradient(monkeypatch: pytest.Monkey
     monkeypatch.setattr(PendingGradient, "accumulate", lambda self: accumulate(replace(self, dy=(1 + 1e-6) * self.dy)))
     wrong, is_broken = outcome(case, setting)
     assert not is_broken
-    assert "the gradient of 0.a.weight is off by" in str(wrong)
+    assert "the gradient of 1.a.weight is off by" in str(wrong)  # the stage that is compiled

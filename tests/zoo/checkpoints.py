@@ -132,17 +132,12 @@ def compiled_block() -> nn.Module:
     return module
 
 
-def compiled_module() -> Any:
-    return torch.compile(two_layers(), backend="aot_eager")
-
-
 def wrapped(**options: Any) -> Callable[[], nn.Module]:
     return lambda: checkpoint_wrapper(two_layers(), **options)
 
 
 CASES = (
     Case("checkpointed block", stage(lambda s, x: again(block(s), x)), modes=EVERY_MODE),
-    Case("checkpointed layer", stage(lambda s, x: s.b(torch.tanh(again(s.a, x)))), modes=EVERY_MODE),
     Case("checkpoint without early stop", stage(without_early_stop)),
     Case(
         "checkpoint that keeps products",
@@ -151,7 +146,7 @@ CASES = (
     Case("checkpoint that keeps the rest", stage(selective(lambda op: op is torch.ops.aten.tanh.default))),
     Case("nested checkpoints", stage(nested)),
     Case("two checkpoints of the same layers", stage(two_that_share), modes=EVERY_MODE),
-    Case("two checkpoints of the same x", stage(same_input), modes=EVERY_MODE),
+    Case("two checkpoints of the same x", stage(same_input)),
     Case("checkpoint with a parameter", stage(with_parameter, pos=parameter(TOKENS, WIDTH)), modes=EVERY_MODE),
     Case("checkpoint with dropout", stage(dropped)),
     Case("checkpoint with a hook", stage(hooked)),
@@ -161,7 +156,6 @@ CASES = (
         lambda index: stage(under_autocast)(index).float(),
         batch=rows_in(torch.float32),
         tolerance=0.05,
-        modes=EVERY_MODE,
     ),
     Case("checkpoint of a changing number", stage(counted), modes=EVERY_MODE),
     Case(
@@ -179,23 +173,7 @@ CASES = (
         modes=ONLY_EAGER,
         shapes="given",
     ),
-    Case(
-        "reentrant checkpoint of a layer",
-        stage(lambda s, x: s.b(checkpoint(s.a, s.c(x), use_reentrant=True)), c=linear()),
-        modes=ONLY_EAGER,
-        shapes="given",
-    ),
     Case("reentrant checkpoint with dropout", stage(dropped_reentrant, c=linear()), modes=ONLY_EAGER, shapes="given"),
-    Case(
-        "reentrant checkpoint with pos",
-        stage(
-            lambda s, x: checkpoint(lambda x: s.b(s.a(x) + s.pos[None]), s.c(x), use_reentrant=True),
-            c=linear(),
-            pos=parameter(TOKENS, WIDTH),
-        ),
-        modes=ONLY_EAGER,
-        shapes="given",
-    ),
     Case(
         "reentrant checkpoint, shapes inferred",
         stage(lambda s, x: checkpoint(block(s), s.c(x), use_reentrant=True), c=linear()),
@@ -220,12 +198,6 @@ CASES = (
     Case(
         "checkpoint of a compiled block",
         stage(lambda s, x: again(s.c, s.a(x)), c=compiled_block),
-        modes=ONLY_EAGER,
-        no_gradient=("b.weight", "b.bias"),
-    ),
-    Case(
-        "checkpoint of a compiled module",
-        stage(lambda s, x: again(s.c, s.a(x)), c=compiled_module),
         modes=ONLY_EAGER,
         no_gradient=("b.weight", "b.bias"),
     ),

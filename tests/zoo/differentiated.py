@@ -238,7 +238,6 @@ CASES = (
     Case("an inner loop", stage(inner_loop)),
     Case("vmap", stage(lambda s, x: s.b(torch.tanh(vmap(s.a)(x))))),
     Case("vmap twice", stage(lambda s, x: s.b(torch.tanh(vmap(vmap(s.a))(x))))),
-    Case("vmap over a block", stage(lambda s, x: vmap(lambda each: s.b(torch.tanh(s.a(each))))(x))),
     Case("func.grad", stage(gradient_by_func, c=linear(bias=False)), modes=ONLY_EAGER, no_gradient=("b.bias",)),
     Case("vjp", stage(pulled_back), modes=ONLY_EAGER),
     Case("jvp", stage(pushed_forward)),

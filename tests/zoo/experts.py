@@ -201,11 +201,6 @@ def sparse_with_grad(s: Any, x: Tensor) -> Tensor:
 
 CASES = (
     Case(
-        "experts of their own",
-        stage(routed, router=linear(WIDTH, EXPERTS), experts=experts),
-        no_gradient=("a.weight", "a.bias", "b.weight", "b.bias"),
-    ),
-    Case(
         "experts that may not be called",
         stage(routed_if_any, router=linear(WIDTH, EXPERTS), experts=experts),
         no_gradient=(
@@ -227,9 +222,8 @@ CASES = (
         "soft experts",
         stage(soft, router=linear(WIDTH, EXPERTS), experts=experts),
         no_gradient=("a.weight", "a.bias", "b.weight", "b.bias"),
-        modes=EVERY_MODE,
     ),
-    Case("grouped experts", lambda index: Grouped(), modes=EVERY_MODE),
+    Case("grouped experts", lambda index: Grouped()),
     Case("grouped experts with biases", lambda index: GroupedWithBias(), modes=EVERY_MODE),
     *(
         Case(

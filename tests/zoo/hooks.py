@@ -251,9 +251,7 @@ def retained(s: Stage, x: Tensor) -> Tensor:
 
 CASES = (
     Case("a forward pre-hook", with_hooks(lambda s: s.b.register_forward_pre_hook(lambda m, args: (args[0] * 2,)))),
-    Case(
-        "a forward hook", with_hooks(lambda s: s.a.register_forward_hook(lambda m, args, y: y.sin())), modes=EVERY_MODE
-    ),
+    Case("a forward hook", with_hooks(lambda s: s.a.register_forward_hook(lambda m, args, y: y.sin()))),
     Case(
         "a forward hook with keywords",
         with_hooks(lambda s: s.a.register_forward_hook(lambda m, args, kwargs, y: y * 2, with_kwargs=True)),
@@ -297,25 +295,13 @@ CASES = (
             lambda s: s.c.register_full_backward_hook(replaced_gradients), lambda s, x: s.b(s.c(s.a(x))), c=Scales
         ),
     ),
-    Case("a tensor hook", stage(lambda s, x: s.b(hooked(torch.tanh(s.a(x)), doubled)))),
     Case("a tensor hook on y", stage(lambda s, x: s.b(hooked(s.a(x), doubled)))),
-    Case("a tensor hook in place", stage(lambda s, x: s.b(hooked(torch.tanh(s.a(x)), doubled_in_place)))),
     Case("a tensor hook in place on y", stage(lambda s, x: s.b(hooked(s.a(x), doubled_in_place)))),
     Case("a tensor hook in place on a fork", stage(lambda s, x: hooked(s.a(x), doubled_in_place) + s.b(torch.tanh(x)))),
-    Case("a tensor hook in place on the residual", stage(beside_a_residual(lambda h: hooked(h, doubled_in_place)))),
-    Case(
-        "a tensor hook that zeroes",
-        stage(lambda s, x: hooked(s.a(x), lambda g: g.zero_()) + s.b(torch.tanh(x))),
-        no_gradient=("a.weight", "a.bias"),
-    ),
     Case("a hook that clips", stage(lambda s, x: s.b(hooked(s.a(x), lambda g: g.clamp(-1e-2, 1e-2))))),
     Case("retained gradients", stage(retained)),
     Case("a hook on the weight", with_hooks(lambda s: s.a.weight.register_hook(doubled)), modes=EVERY_MODE),
-    Case("a hook on the weight in place", with_hooks(lambda s: s.a.weight.register_hook(doubled_in_place))),
-    Case("a hook on the bias", with_hooks(lambda s: s.a.bias.register_hook(doubled))),
-    Case(
-        "a hook on the bias in place", with_hooks(lambda s: s.a.bias.register_hook(doubled_in_place)), modes=EVERY_MODE
-    ),
+    Case("a hook on the bias in place", with_hooks(lambda s: s.a.bias.register_hook(doubled_in_place))),
     Case(
         "a hook on pos in place",
         with_hooks(lambda s: s.pos.register_hook(doubled_in_place), at_position, pos=POSITIONS),
@@ -327,10 +313,6 @@ CASES = (
         modes=EVERY_MODE,
     ),
     Case(
-        "a hook after accumulation on the bias",
-        with_hooks(lambda s: s.a.bias.register_post_accumulate_grad_hook(clipped)),
-    ),
-    Case(
         "a hook after accumulation on pos",
         with_hooks(lambda s: s.pos.register_post_accumulate_grad_hook(clipped), at_position, pos=POSITIONS),
     ),
@@ -338,7 +320,6 @@ CASES = (
     Case("a hook on several", with_hooks(several_at_once)),
     Case("a node hook", with_hooks(lambda s: on_node(s.a.weight, halves_after_accumulation(s.a.weight)))),
     Case("a node pre-hook", with_hooks(lambda s: on_node(s.a.weight, lambda grads: (2 * grads[0],), before=True))),
-    Case("a node hook on the bias", with_hooks(lambda s: on_node(s.a.bias, halves_after_accumulation(s.a.bias)))),
     Case(
         "a node pre-hook in place on pos",
         with_hooks(lambda s: on_node(s.pos, doubles_what_comes, before=True), at_position, pos=POSITIONS),
@@ -346,7 +327,6 @@ CASES = (
     Case("saved as copies", stage(saved_as_copies), modes=ONLY_EAGER),
     Case("saved on the CPU", stage(saved_on_cpu), modes=ONLY_EAGER),
     Case("saved with fewer digits", stage(saved_half), modes=ONLY_EAGER),
-    Case("a backward that overwrites", stage(lambda s, x: s.b(Overwrites.apply(s.a(x))))),
     Case("a backward that overwrites, on a fork", stage(lambda s, x: Overwrites.apply(s.a(x)) + s.b(torch.tanh(x)))),
     Case("a backward that overwrites, before a residual", stage(beside_a_residual(Overwrites.apply))),
     one_by_one(

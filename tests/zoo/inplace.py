@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from zoo.case import (
     EVERY_MODE,
     NOT_REPEATED,
-    ONLY_COMPILED,
     ONLY_EAGER,
     TOKENS,
     WIDTH,
@@ -189,9 +188,7 @@ class Memory:
 
 
 CASES = (
-    Case("dY scaled through .data", written(lambda dy: dy.data.mul_(0.5))),
     Case("dY negated through .data", written(lambda dy: dy.data.neg_())),
-    Case("dY emptied through .data", written(lambda dy: dy.data.zero_())),
     Case("dY turned round through .data", written(lambda dy: dy.data.copy_(dy.flip(-2)))),
     Case("dY full of NaN through .data", written(lambda dy: dy.data.fill_(torch.nan))),
     Case("dY scaled by NumPy", written(scaled_by_numpy)),
@@ -201,24 +198,18 @@ CASES = (
         "a workspace of NumPy's", stage(numpy_workspace, memory=lambda: Memory(1, TOKENS, WIDTH)), modes=ONLY_EAGER
     ),
     one_by_one("a NumPy view of x", stage(numpy_view, memory=Memory), modes=ONLY_EAGER),
-    Case("relu_", stage(lambda s, x: s.b(s.a(x).relu_()))),
-    Case("ReLU in place", stage(lambda s, x: s.b(s.act(s.a(x))), act=lambda: nn.ReLU(inplace=True)), modes=EVERY_MODE),
-    Case("SiLU in place", stage(lambda s, x: s.b(F.silu(1 * s.a(x), inplace=True)))),
+    Case("ReLU in place", stage(lambda s, x: s.b(s.act(s.a(x))), act=lambda: nn.ReLU(inplace=True))),
     Case("dropout in place", stage(lambda s, x: s.b(F.dropout(s.a(x), 0.2, inplace=True)))),
-    Case("a residual in place", stage(residual)),
     Case("two residuals in place", stage(residual_twice), modes=EVERY_MODE),
-    Case("y in place", stage(lambda s, x: s.b(s.a(x).mul_(2).add_(1)))),
     Case("y plus x in place", stage(lambda s, x: s.b(s.a(x).add_(x)))),
-    Case("y plus pos in place", stage(lambda s, x: s.b(s.a(x).add_(s.pos)), pos=parameter(TOKENS, WIDTH))),
     Case(
         "y plus pos.unsqueeze(0) in place",
         stage(lambda s, x: s.b(s.a(x).add_(s.pos.unsqueeze(0))), pos=parameter(TOKENS, WIDTH)),
         modes=EVERY_MODE,
     ),
-    Case("the last y in place", stage(lambda s, x: s.b(torch.tanh(s.a(x))).add_(x)), modes=EVERY_MODE),
+    Case("the last y in place", stage(lambda s, x: s.b(torch.tanh(s.a(x))).add_(x))),
     Case("a part of y in place", stage(part_of_y), modes=EVERY_MODE),
-    Case("written into zeros", stage(written_into_zeros), modes=EVERY_MODE),
-    Case("masked in place", stage(lambda s, x: s.b(s.a(x).masked_fill_(x > 1, 0.0)))),
+    Case("written into zeros", stage(written_into_zeros)),
     Case("indices added in place", stage(lambda s, x: s.b((1 * x).index_add_(1, torch.tensor([0, 1, 1, 3]), s.a(x))))),
     Case("a view of y in place", stage(view_in_place)),
     Case("a transposed y in place", stage(transposed_in_place), modes=EVERY_MODE),
@@ -227,11 +218,10 @@ CASES = (
         stage(lambda s, x: s.b(gated(s.c(x))), c=linear(WIDTH, 2 * WIDTH)),
         no_gradient=("a.weight", "a.bias"),
     ),
-    one_by_one("a workspace", stage(workspace, work=buffer(1, TOKENS, WIDTH)), modes=ONLY_EAGER),
+    one_by_one("a workspace", stage(workspace, work=buffer(1, TOKENS, WIDTH)), modes=NOT_REPEATED),
     one_by_one(
         "a workspace with gradients", stage(workspace_with_grad, work=buffer(1, TOKENS, WIDTH)), modes=ONLY_EAGER
     ),
-    one_by_one("a workspace, compiled", stage(workspace, work=buffer(1, TOKENS, WIDTH)), modes=ONLY_COMPILED),
     Case("a moved average", stage(moved_average, average=buffer(WIDTH)), modes=NOT_REPEATED),
     one_by_one("a queue", stage(queue, queue=buffer(4, WIDTH)), modes=ONLY_EAGER),
     Case(
@@ -240,7 +230,6 @@ CASES = (
         no_gradient=("c.weight", "c.bias"),
         modes=EVERY_MODE,
     ),
-    Case("an input marked dirty", stage(lambda s, x: s.b(DoublesInPlace.apply(s.a(x))))),
     Case(
         "an input marked dirty, of a fork",
         stage(lambda s, x: DoublesInPlace.apply(s.a(x)) + s.b(torch.tanh(x))),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from zoo.case import EVERY_MODE, ONLY_COMPILED, TOKENS, WIDTH, Batch, Case, Modes, parameter, plain, stage
+from zoo.case import EVERY_MODE, TOKENS, WIDTH, Batch, Case, Modes, parameter, plain, stage
 
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}
 """A few units of the last place, over four microbatches."""
@@ -89,11 +89,6 @@ def complex_inside(s: Any, x: Tensor) -> Tensor:
     return s.b(torch.tanh(s.c(torch.complex(x, s.a(x))).abs()))
 
 
-def spectral(s: Any, x: Tensor) -> Tensor:
-    """A Fourier layer."""
-    return s.b(torch.tanh(s.a(x) + torch.fft.ifft(s.c(torch.fft.fft(x))).real))
-
-
 class Complex(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +138,6 @@ CASES = (
         "float32 with pos",
         lambda s, x: s.b(torch.tanh(s.a(x) + s.pos[None])),
         pos=parameter(TOKENS, WIDTH),
-        modes=EVERY_MODE,
     ),
     Case(
         "autocast to bfloat16",
@@ -158,7 +152,7 @@ CASES = (
         batch=of(torch.float32),
         tolerance=0.01,
     ),
-    Case("autocast of float64", stage(autocast(torch.bfloat16)), tolerance=0.05, modes=EVERY_MODE),
+    Case("autocast of float64", stage(autocast(torch.bfloat16)), tolerance=0.05),
     Case(
         "autocast of a part",
         lambda index: stage(partly_autocast)(index).float(),
@@ -172,23 +166,7 @@ CASES = (
         batch=of(torch.float32),
         tolerance=1e-5,
     ),
-    Case("layers of two dtypes", mixed, batch=of(torch.float32), tolerance=0.05, modes=EVERY_MODE),
-    Case("complex", lambda index: Complex(), batch=complex_rows, loss=complex_loss, shapes="given"),
-    Case(
-        "complex, compiled",
-        lambda index: Complex(),
-        batch=complex_rows,
-        loss=complex_loss,
-        modes=ONLY_COMPILED,
-        shapes="given",
-    ),
-    Case("complex inside", stage(complex_inside, c=complex_linear), modes=EVERY_MODE),
-    Case("a Fourier layer", stage(spectral, c=complex_linear)),
-    Case(
-        "float32 weights in a float64 stage",
-        stage(lambda s, x: s.b(s.c(x.float()).double()), c=lambda: nn.Linear(WIDTH, WIDTH, dtype=torch.float32)),
-        tolerance=1e-5,
-        no_gradient=("a.weight", "a.bias"),
-        modes=EVERY_MODE,
-    ),
+    Case("layers of two dtypes", mixed, batch=of(torch.float32), tolerance=0.05),
+    Case("complex", lambda index: Complex(), batch=complex_rows, loss=complex_loss, shapes="given", modes=EVERY_MODE),
+    Case("complex inside", stage(complex_inside, c=complex_linear)),
 )
