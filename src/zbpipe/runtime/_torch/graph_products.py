@@ -143,17 +143,13 @@ def _visit(node: Node, edges: Sequence[_Edge], found: list[GraphProduct]) -> _We
     return _join(weights, kind) if is_weight else None
 
 
-def _list_in_region(
-    node: Node, edges: Sequence[_Edge], products: Mapping[int, tuple[float, float]]
-) -> Iterator[GraphProduct]:
-    """The products of a compiled backward that can wait, which belong to its deferral, and those in I."""
+def _list_in_region(node: Node, edges: Sequence[_Edge], products: Mapping[int, float]) -> Iterator[GraphProduct]:
+    """The products of a compiled backward that can wait, which belong to its deferral."""
     numbers = number_edges(node)
-    for place, (can_wait, in_i) in products.items():
+    for place, flops in products.items():
         weight = edges[numbers[place]][0] if place in numbers else None
-        if weight is not None and can_wait:
-            yield GraphProduct(_REGION, _find_deferral(node), weight.leaves, weight.made_by, can_wait)
-        if weight is not None and in_i:
-            yield GraphProduct(_REGION, None, weight.leaves, weight.made_by, in_i)
+        if weight is not None:
+            yield GraphProduct(_REGION, _find_deferral(node), weight.leaves, weight.made_by, flops)
 
 
 def _find_deferral(node: Node) -> object:

@@ -19,7 +19,7 @@ from zbpipe.runtime.split.products import PendingGradient
 _MOST_NAMES = 8
 """Limit of names in a message."""
 _LEAST = 0.0005
-_IN_A_REGION = "in a compiled region, where its product gives more than this gradient"
+_IN_A_REGION = "in a compiled region, whose backward computes it"
 _NEEDS_A_WEIGHT = "in a compiled region, where it needs a weight that FSDP may have freed by W"
 _CHANGED = "something changes x or dY in place during I"
 _PARTS = frozenset(("Index", "IndexSelect", "Gather", "Narrow", "Select", "Slice", "Split", "Unbind"))
