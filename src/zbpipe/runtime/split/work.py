@@ -13,6 +13,7 @@ from torch import nn
 
 from zbpipe.runtime._torch import autograd, fsdp, graph_products
 from zbpipe.runtime.attributes import plain_attribute, replaced
+from zbpipe.runtime.split.delaying import delays
 from zbpipe.runtime.split.layers import Deferral, deferral_of
 from zbpipe.runtime.split.products import PendingGradient
 
@@ -166,10 +167,13 @@ class WeightWork:
         return "a backward of its own computes it"
 
     def _explain(self, product: graph_products.GraphProduct) -> str:
+        """Reason why a product stays in I; none if its layer delays it."""
+        layer = self._find_owner(self._names.get(id(product.leaves[0]), ""))
+        if delays(layer):
+            return ""
         if isinstance(product.deferral, Deferral):
             return self._explain_own(product.deferral, product)
         kind, made = product.kind, ", ".join(product.made_by)
-        layer = self._find_owner(self._names.get(id(product.leaves[0]), ""))
         if not product.is_plain:
             named = next((words for word, words in _KINDS.items() if word in kind), "")
             return named or f"an autograd Function of its own, {kind}"
