@@ -593,9 +593,6 @@ class Store:
     def disable_delay_wgrad_compute(self) -> None:
         self.enabled = False
 
-    def delay_wgrad_compute(self) -> bool:
-        return self.enabled
-
 
 class LinearOfTransformerEngine(torch.autograd.Function):
     """Its kernels are not torch's. Either one for the weight computes the bias' gradient too, or the backward does."""
@@ -612,7 +609,7 @@ class LinearOfTransformerEngine(torch.autograd.Function):
         store, db = ctx.layer.wgrad_store, dy.sum(0) if ctx.layer.gives_bias_in_i else None
         with torch._C.DisableTorchFunction():
             dx = dy @ weight
-            if store.delay_wgrad_compute():
+            if store.enabled:
                 store.context.put((dy, x, db is None))
                 return None, dx, db, None
             return dy.t() @ x, dx, dy.sum(0) if db is None else db, None
@@ -628,7 +625,7 @@ class DelayingLinear(nn.Linear):
 
     def backward_dw(self) -> None:
         """For one backward: replaces the weight's gradient, and leaves the bias' alone if there is one."""
-        if self.wgrad_store.delay_wgrad_compute():
+        if self.wgrad_store.enabled:
             dy, x, has_bias = self.wgrad_store.context.get_nowait()
             self.weight.grad = dy.t() @ x
             if self.bias.grad is None:

@@ -7,8 +7,8 @@ computes the same gradients from the factors at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -180,25 +180,14 @@ class _Mode:
 _mode = _Mode()
 
 
-@contextmanager
-def deferring(is_trial: bool) -> Iterator[None]:
+def deferring(is_trial: bool) -> AbstractContextManager[None]:
     """Context in which compiled backwards return a `Later` for each gradient that can wait; on trial with its value."""
-    before = _mode.defers, _mode.is_trial
-    _mode.defers, _mode.is_trial = True, is_trial
-    try:
-        yield
-    finally:
-        _mode.defers, _mode.is_trial = before
+    return replaced(_mode, defers=True, is_trial=is_trial)
 
 
-@contextmanager
-def as_torch_compiles() -> Iterator[None]:
+def as_torch_compiles() -> AbstractContextManager[None]:
     """Context in which backwards run as torch compiles them, in one part."""
-    before, _mode.is_whole = _mode.is_whole, True
-    try:
-        yield
-    finally:
-        _mode.is_whole = before
+    return replaced(_mode, is_whole=True)
 
 
 class _Backward:

@@ -20,8 +20,6 @@ from zbpipe.runtime.split.products import PendingGradient
 _MOST_NAMES = 8
 """Limit of names in a message."""
 _LEAST = 0.0005
-_IN_A_REGION = "in a compiled region, whose backward computes it"
-_NEEDS_A_WEIGHT = "in a compiled region, where it needs a weight that FSDP may have freed by W"
 _CHANGED = "something changes x or dY in place during I"
 _PARTS = frozenset(("Index", "IndexSelect", "Gather", "Narrow", "Select", "Slice", "Split", "Unbind"))
 """Nodes that select a weight from a larger parameter."""
@@ -160,8 +158,8 @@ class WeightWork:
             return _CHANGED
         if deferral.has_node_hooks or autograd.has_hooks(product.leaves[0]):
             return "the weight has hooks"
-        if product.is_region:
-            return _NEEDS_A_WEIGHT if deferral.is_sharded else _IN_A_REGION
+        if product.kind in _KINDS:
+            return _KINDS[product.kind]
         if product.kind in deferral.functions.names:
             return f"an autograd Function of its own, {product.kind}"
         return "a backward of its own computes it"
@@ -187,7 +185,7 @@ class WeightWork:
 
 
 _KINDS = {
-    "CompiledFunction": _IN_A_REGION,
+    "CompiledFunction": "in a compiled region, whose backward computes it",
     "Conv": "a convolution",
     "Rnn": "a recurrent layer",
     "Lstm": "a recurrent layer",
