@@ -251,7 +251,7 @@ def _cut(module: GraphModule, weights: Collection[int], of_weights: Collection[s
     places = [
         place
         for place, each in enumerate(results)
-        if arguments[place] in weights and isinstance(each.meta.get("val"), Tensor) and len(_shape_of(each)) > 1
+        if arguments[place] in weights and isinstance(_example_of(each), Tensor) and len(_shape_of(each)) > 1
     ]
     if any(map(_changes_something, graph.nodes)):
         return [], len(results)
@@ -482,6 +482,10 @@ def _count(product: Node) -> float:
     return 2.0 * shapes[0].numel() * shapes[1][-1]
 
 
+def _example_of(value: Any) -> Any:
+    return value.meta.get("val") if isinstance(value, Node) else None
+
+
 def _shape_of(value: Any) -> torch.Size:
-    shape = getattr(value.meta.get("val"), "shape", ())
+    shape = getattr(_example_of(value), "shape", ())
     return torch.Size([each if isinstance(each, int) else 1 for each in shape])
