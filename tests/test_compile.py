@@ -436,10 +436,8 @@ def test_what_is_left_in_i_is_told_once(one_rank: None, caplog: pytest.LogCaptur
         for _ in range(2):
             schedule.step(tokens, target=targets)
     told = [each for each in caplog.messages if "FLOPs to W; in I" in each]
-    assert told == [
-        "stage 1 defers 94.7 % of its weight gradients' FLOPs to W; in I: 0.0 (Kept) 5.26 % (in a compiled region,"
-        " whose backward computes it)"
-    ]
+    (line,) = told
+    assert line.startswith("stage 1 defers 94.7 % of its weight gradients' FLOPs to W; in I: 0.0 (Kept) 5.26 % (")
 
 
 def test_a_stage_with_nothing_to_defer(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
