@@ -252,13 +252,13 @@ def test_compiled_regions(fresh_compiler: None, monkeypatch: pytest.MonkeyPatch)
     for block in stage:
         block.compile(fullgraph=True)
     x = torch.randn(3, WIDTH)
-    run, factor = compiled_backward.WeightGradient._run, 1
+    run, factor = compiled_backward.Part.run, 1
 
-    def multiplied(self: compiled_backward.WeightGradient, *factors: Any) -> tuple[Tensor, Tensor]:
+    def multiplied(self: compiled_backward.Part, *factors: Any) -> tuple[Tensor, Tensor]:
         one, other = run(self, *factors)
         return factor * one, other
 
-    monkeypatch.setattr(compiled_backward.WeightGradient, "_run", multiplied)
+    monkeypatch.setattr(compiled_backward.Part, "run", multiplied)
     zbpipe.check_gradients(stage, x, microbatches=3)
     factor = 2
     with pytest.raises(zbpipe.PipelineError) as error:

@@ -1,4 +1,4 @@
-"""Compiled backwards in two parts: I's, and one for each weight whose gradient can wait.
+"""Compiled backwards in parts: I's, and one for each weight, or weights with one product, whose gradients can wait.
 
 torch's compiler gets the graph of a region's backward without the products that only weight gradients need. It returns
 the factors of these products instead, whatever operations made them. A graph has no side effects, so the rest of it
@@ -7,8 +7,8 @@ computes the same gradients from the factors at any time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch._dynamo.backends import common
-from torch._functorch._aot_autograd.descriptors import GradAOTOutput, PlainAOTInput
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch._functorch.partitioners import default_partition
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch.fx import Graph, GraphModule, Node
@@ -117,30 +117,46 @@ def _compile_backward(
     return _Backward(run, number, parts, compile_whole)
 
 
-class _Part(NamedTuple):
+class _Gradient(NamedTuple):
     """The gradient of one weight."""
 
     place: int
     """Among the results of the backward."""
     argument: int
     """Number of the weight among the arguments of the region."""
-    run: WeightGradient | None
-    """None for a gradient in I."""
-    factors: tuple[int, ...]
-    """Places of the arguments of `run` among the factors."""
-    like: Any
+    like: Tensor
     """A fake tensor like the gradient."""
-    in_i: float
-    """FLOPs of products of the gradient in I."""
+    flops: float
+    """Its share of the FLOPs of the products."""
 
 
-class WeightGradient:
-    """Computes a weight gradient from its factors."""
+class Part(NamedTuple):
+    """Gradients of the same products, mostly one."""
 
-    def __init__(self, graph: GraphModule, flops: float, is_one_product: bool) -> None:
-        self._graph = graph
-        self.flops = flops
-        self.as_matrices: Callable[..., tuple[Tensor, Tensor]] | None = self._run if is_one_product else None
+    gradients: tuple[_Gradient, ...]
+    graph: GraphModule
+    """Computes them from the factors."""
+    is_one_product: bool
+    """Whether `graph` returns two matrices, whose product is the gradient."""
+    factors: tuple[int, ...]
+    """Places of the arguments of `graph` among the factors."""
+
+    def run(self, *factors: Any) -> Any:
+        """What `graph` returns."""
+        with torch._C._DisableAutocast(), torch.no_grad():
+            return self.graph(*factors)
+
+
+class _WeightGradient:
+    """Computes one gradient of a part from the factors."""
+
+    def __init__(self, part: Part, number: int, kept: dict[int, Tensor]) -> None:
+        self._part = part
+        self._number = number
+        self._kept = kept
+        """The part's other gradients, which are computed with the first."""
+        self.flops = part.gradients[number].flops
+        self.as_matrices: Callable[..., tuple[Tensor, Tensor]] | None = part.run if part.is_one_product else None
         """The two matrices whose product is the gradient."""
 
     def __call__(self, *factors: Any) -> Tensor:
@@ -149,11 +165,11 @@ class WeightGradient:
             one, other = self.as_matrices(*factors)
             with torch._C._DisableAutocast():
                 return one.mm(other)
-        return cast(Tensor, self._run(*factors))
-
-    def _run(self, *factors: Any) -> Any:
-        with torch._C._DisableAutocast(), torch.no_grad():
-            return self._graph(*factors)
+        if self._number not in self._kept:
+            found = self._part.run(*factors)
+            # Those of one product share its memory, to which the next microbatch adds.
+            self._kept.update(enumerate(found if len(found) == 1 else [each.clone() for each in found]))
+        return self._kept.pop(self._number)
 
 
 class _Mode:
@@ -164,25 +180,14 @@ class _Mode:
 _mode = _Mode()
 
 
-@contextmanager
-def deferring(is_trial: bool) -> Iterator[None]:
+def deferring(is_trial: bool) -> AbstractContextManager[None]:
     """Context in which compiled backwards return a `Later` for each gradient that can wait; on trial with its value."""
-    before = _mode.defers, _mode.is_trial
-    _mode.defers, _mode.is_trial = True, is_trial
-    try:
-        yield
-    finally:
-        _mode.defers, _mode.is_trial = before
+    return replaced(_mode, defers=True, is_trial=is_trial)
 
 
-@contextmanager
-def as_torch_compiles() -> Iterator[None]:
+def as_torch_compiles() -> AbstractContextManager[None]:
     """Context in which backwards run as torch compiles them, in one part."""
-    before, _mode.is_whole = _mode.is_whole, True
-    try:
-        yield
-    finally:
-        _mode.is_whole = before
+    return replaced(_mode, is_whole=True)
 
 
 class _Backward:
@@ -191,14 +196,14 @@ class _Backward:
     _boxed_call = True
 
     def __init__(
-        self, run: Callable[..., Any], number: int, parts: Sequence[_Part], compile_whole: Callable[[], Any]
+        self, run: Callable[..., Any], number: int, parts: Sequence[Part], compile_whole: Callable[[], Any]
     ) -> None:
         self._run = run
         self._number = number
-        self._parts = [each for each in parts if each.run is not None]
+        self._parts = parts
         self._compile_whole = compile_whole
         self._whole: Callable[..., Any] | None = None
-        self.products = {each.argument: (each.run.flops if each.run else 0.0, each.in_i) for each in parts}
+        self.products = {each.argument: each.flops for part in parts for each in part.gradients}
 
     def __call__(self, args: list[Any]) -> Any:
         if _mode.is_whole:
@@ -208,12 +213,12 @@ class _Backward:
         results = list(_run_boxed(self._run, args))
         results, factors = results[: self._number], results[self._number :]
         for part in self._parts:
-            assert part.run is not None
             own = [each.detach() if isinstance(each, Tensor) else each for each in (factors[n] for n in part.factors)]
-            if _mode.defers and _is_static(part.like):
-                results[part.place] = postpone(part.run, own, part.like, part.place, _mode.is_trial)
-            else:
-                results[part.place] = part.run(*own)
+            kept: dict[int, Tensor] = {}
+            for number, (place, _, like, _) in enumerate(part.gradients):
+                run = _WeightGradient(part, number, kept)
+                defers = _mode.defers and _is_static(like)
+                results[place] = postpone(run, own, like, place, _mode.is_trial) if defers else run(*own)
         return results
 
 
@@ -225,8 +230,8 @@ def _is_static(like: Tensor) -> bool:
     return all(isinstance(size, int) for size in (*like.shape, *like.stride()))
 
 
-def find_compiled_products(node: Any) -> Mapping[int, tuple[float, float]] | None:
-    """FLOPs of weight gradients that can wait and that cannot, by the weight's number among the region's arguments."""
+def find_compiled_products(node: Any) -> Mapping[int, float] | None:
+    """FLOPs of weight gradients that can wait, by the weight's number among the region's arguments."""
     # None unless the node is that of a backward in two parts that has run. torch keeps the last in the node's class.
     run = getattr(getattr(node, "_forward_cls", None), "compiled_bw", None)
     return run.products if isinstance(run, _Backward) else None
@@ -236,7 +241,7 @@ def _results(graph: Graph) -> list[Any]:
     return list(graph.output_node().args[0])  # type: ignore[arg-type]
 
 
-def _cut(module: GraphModule, weights: Collection[int], of_weights: Collection[str]) -> tuple[list[_Part], int]:
+def _cut(module: GraphModule, weights: Collection[int], of_weights: Collection[str]) -> tuple[list[Part], int]:
     """Cut the graph to what I computes; returns the parts, and the number of results before the factors."""
     graph = module.graph
     output = graph.output_node()
@@ -246,7 +251,7 @@ def _cut(module: GraphModule, weights: Collection[int], of_weights: Collection[s
     places = [
         place
         for place, each in enumerate(results)
-        if isinstance(each, Node) and arguments[place] in weights and len(_shape_of(each)) > 1
+        if arguments[place] in weights and isinstance(_example_of(each), Tensor) and len(_shape_of(each)) > 1
     ]
     if any(map(_changes_something, graph.nodes)):
         return [], len(results)
@@ -257,19 +262,19 @@ def _cut(module: GraphModule, weights: Collection[int], of_weights: Collection[s
     # Not products that I needs for others, as in a stage whose inputs need no gradient.
     in_i = _list_behind(factor for each in taken.values() for factor in each.factors)
     taken = {place: each for place, each in taken.items() if in_i.isdisjoint(each.products)}
-    shared = _find_shared(each.products for each in taken.values())
     factors: dict[Node, int] = {}
     parts = []
-    for place, each in taken.items():
-        like = results[place].meta.get("val")
-        argument = cast(int, arguments[place])
-        if shared.isdisjoint(each.products) and isinstance(like, Tensor):
-            run = _extract(module, results[place], each)
-            own = tuple([factors.setdefault(node, len(factors)) for node in each.factors])
-            parts.append(_Part(place, argument, run, own, like, 0.0))
+    for group, each in _join(taken):
+        elements = [_shape_of(results[place]).numel() for place in group]
+        flops = sum(map(_count, each.products)) / max(sum(elements), 1)
+        gradients = [
+            _Gradient(place, cast(int, arguments[place]), results[place].meta["val"], flops * size)
+            for place, size in zip(group, elements, strict=True)
+        ]
+        own = tuple([factors.setdefault(node, len(factors)) for node in each.factors])
+        parts.append(Part(tuple(gradients), *_extract(module, [results[place] for place in group], each), own))
+        for place in group:
             results[place] = None
-        else:
-            parts.append(_Part(place, argument, None, (), like, sum(map(_count, each.products))))
     number = len(results)
     if factors:
         output.args = ((*results, *factors),)
@@ -282,10 +287,10 @@ def _cut(module: GraphModule, weights: Collection[int], of_weights: Collection[s
 
 def _find_argument(described: Any) -> int | None:
     """Number of the argument to which a result of the backward belongs."""
-    each = described.grad_of if isinstance(described, GradAOTOutput) else described
-    while hasattr(each, "base"):  # of a tensor that wraps others
-        each = each.base
-    return each.idx if isinstance(each, PlainAOTInput) else None
+    # A gradient, and a part of a tensor that wraps others, in either order.
+    while (inner := getattr(described, "grad_of", None) or getattr(described, "base", None)) is not None:
+        described = inner
+    return described.idx if isinstance(described, PlainAOTInput) else None
 
 
 def _changes_something(node: Node) -> bool:
@@ -308,11 +313,14 @@ def _is_product(node: Node) -> bool:
 
 
 class _Taken(NamedTuple):
-    """What W computes for one weight."""
+    """What W computes for one weight, or for several."""
 
     nodes: dict[Node, None]
     products: set[Node]
     factors: dict[Node, None]
+
+    def with_all_of(self, other: _Taken) -> _Taken:
+        return _Taken(self.nodes | other.nodes, self.products | other.products, self.factors | other.factors)
 
 
 class _Found:
@@ -381,12 +389,17 @@ def _list_behind(nodes: Iterable[Node]) -> set[Node]:
     return seen
 
 
-def _find_shared(parts: Iterable[Collection[Node]]) -> set[Node]:
-    seen, shared = set[Node](), set[Node]()
-    for nodes in parts:
-        shared |= seen.intersection(nodes)
-        seen.update(nodes)
-    return shared
+def _join(taken: Mapping[int, _Taken]) -> list[tuple[list[int], _Taken]]:
+    """The places of gradients that share products, each with what W computes for them."""
+    groups: list[tuple[list[int], _Taken]] = []
+    for place, own in taken.items():
+        places, joined = [place], own
+        for group in [each for each in groups if not own.products.isdisjoint(each[1].products)]:
+            groups.remove(group)
+            places = [*group[0], *places]
+            joined = group[1].with_all_of(joined)
+        groups.append((places, joined))
+    return groups
 
 
 def _separate_convolutions(graph: Graph) -> None:
@@ -411,24 +424,24 @@ def _separate_convolutions(graph: Graph) -> None:
         node.args = (*node.args[:-1], [mask[0], False, False])
 
 
-def _extract(module: GraphModule, result: Node, taken: _Taken) -> WeightGradient:
-    """The part of the graph that computes a weight gradient from its factors."""
+def _extract(module: GraphModule, results: Sequence[Node], taken: _Taken) -> tuple[GraphModule, bool]:
+    """The part of the graph that computes these results from their factors, and whether it returns two matrices."""
     graph = Graph()
     copies = {node: graph.placeholder(f"factor_{number}") for number, node in enumerate(taken.factors)}
-    matrices = _find_matrices(result, taken)
+    matrices = _find_matrices(results, taken)
     product = next(iter(taken.products))
-    end = _list_behind([result] if matrices is None else product.all_input_nodes)
+    end = _list_behind(results if matrices is None else product.all_input_nodes)
     for node in module.graph.nodes:
         if node in taken.nodes and node in end:
             copies[node] = _copy(graph, node, copies)
     if matrices is None:
-        graph.output(copies[result])
+        graph.output([copies[each] for each in results])
     else:
         one, other = (copies[each] for each in cast(Sequence[Node], product.args))
         if matrices == "turned":
             one, other = (graph.call_function(_aten.t.default, (each,)) for each in (other, one))
         graph.output((one, other))
-    return WeightGradient(GraphModule(module, graph), sum(map(_count, taken.products)), matrices is not None)
+    return GraphModule(module, graph), matrices is not None
 
 
 def _copy(graph: Graph, node: Node, copies: dict[Node, Node]) -> Node:
@@ -444,14 +457,14 @@ def _copy(graph: Graph, node: Node, copies: dict[Node, Node]) -> Node:
     return new
 
 
-def _find_matrices(result: Node, taken: _Taken) -> str | None:
-    """Whether the gradient is one product of two matrices: "plain", or "turned"; None if it is not."""
-    is_turned, node = False, result
+def _find_matrices(results: Sequence[Node], taken: _Taken) -> str | None:
+    """Whether there is one gradient, a product of two matrices: "plain", or "turned"; None otherwise."""
+    is_turned, node = False, results[0]
     while node.target in _TURNS and len(node.meta["val"].shape) == 2:
         if node.target is _aten.t.default or tuple(cast(Any, node.args[1:])) != ([0, 1],):
             is_turned = not is_turned
         node = node.all_input_nodes[0]
-    if node.target is not _aten.mm.default or taken.products != {node} or len(node.args) != 2:
+    if node.target is not _aten.mm.default or taken.products != {node} or len(node.args) != 2 or results[1:]:
         return None
     return "turned" if is_turned else "plain"
 
@@ -469,6 +482,10 @@ def _count(product: Node) -> float:
     return 2.0 * shapes[0].numel() * shapes[1][-1]
 
 
+def _example_of(value: Any) -> Any:
+    return value.meta.get("val") if isinstance(value, Node) else None
+
+
 def _shape_of(value: Any) -> torch.Size:
-    shape = getattr(value.meta.get("val"), "shape", ())
+    shape = getattr(_example_of(value), "shape", ())
     return torch.Size([each if isinstance(each, int) else 1 for each in shape])

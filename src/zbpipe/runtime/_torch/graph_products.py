@@ -17,14 +17,11 @@ from zbpipe.runtime._torch.autograd import PASS_ON, number_edges
 from zbpipe.runtime._torch.compiled_backward import find_compiled_products
 
 _FACTORS = {
-    "AddbmmBackward0": (1, 2),
     "AddmmBackward0": (1, 2),
-    "AddmvBackward0": (1, 2),
     "BaddbmmBackward0": (1, 2),
     "BmmBackward0": (0, 1),
     "GroupedMmBackward0": (0, 1),
     "MmBackward0": (0, 1),
-    "MvBackward0": (0, 1),
 }
 """Positions of a product's two factors, per node."""
 _WEIGHT_SECOND = ("Convolution", "Linear", "Trilinear")
@@ -52,11 +49,6 @@ class GraphProduct(NamedTuple):
     """Operations that compute the weight from the leaves, except casts, transposes and views."""
     flops: float
     """FLOPs of the weight gradient."""
-
-    @property
-    def is_region(self) -> bool:
-        """Whether the node is a whole compiled region."""
-        return self.kind == _REGION
 
     @property
     def is_plain(self) -> bool:
@@ -143,17 +135,13 @@ def _visit(node: Node, edges: Sequence[_Edge], found: list[GraphProduct]) -> _We
     return _join(weights, kind) if is_weight else None
 
 
-def _list_in_region(
-    node: Node, edges: Sequence[_Edge], products: Mapping[int, tuple[float, float]]
-) -> Iterator[GraphProduct]:
-    """The products of a compiled backward that can wait, which belong to its deferral, and those in I."""
+def _list_in_region(node: Node, edges: Sequence[_Edge], products: Mapping[int, float]) -> Iterator[GraphProduct]:
+    """The products of a compiled backward that can wait, which belong to its deferral."""
     numbers = number_edges(node)
-    for place, (can_wait, in_i) in products.items():
+    for place, flops in products.items():
         weight = edges[numbers[place]][0] if place in numbers else None
-        if weight is not None and can_wait:
-            yield GraphProduct(_REGION, _find_deferral(node), weight.leaves, weight.made_by, can_wait)
-        if weight is not None and in_i:
-            yield GraphProduct(_REGION, None, weight.leaves, weight.made_by, in_i)
+        if weight is not None:
+            yield GraphProduct(_REGION, _find_deferral(node), weight.leaves, weight.made_by, flops)
 
 
 def _find_deferral(node: Node) -> object:
@@ -213,14 +201,12 @@ def _count_flops(node: Node, kind: str, is_first: bool, weight: tuple[int, ...],
     if isinstance(cast(object, node), BackwardCFunction) and hasattr(node, "inner"):  # zbpipe's own
         return 2.0 * prod(dy) * cast(float, node.inner)
     if kind == "Convolution":
-        return 2.0 * _count_convolved(node, dy, weight, edges) * prod(weight[1:])
+        return 2.0 * prod(dy) * prod(weight[1:])
     if kind == "Linear":
         return 2.0 * prod(dy) * weight[-1]
     if node.name() in _FACTORS:
-        inner = weight[-1] if is_first or len(weight) < _MATRIX else weight[-2]
-        times = weight[0] if kind == "Addbmm" else 1
         groups = dy[0] if kind == "GroupedMm" and len(weight) < len(dy) else 1
-        return 2.0 * prod(dy) * inner * times / max(groups, 1)
+        return 2.0 * prod(dy) * weight[-1 if is_first else -2] / max(groups, 1)
     activations = [
         _shape_of(source, number) for weight, source, number in edges if weight is None and source is not None
     ]
@@ -228,14 +214,3 @@ def _count_flops(node: Node, kind: str, is_first: bool, weight: tuple[int, ...],
         return 2.0 * prod(dy) * (activations[0][-1] if activations and activations[0] else weight[-2])
     # A Function may return a loss: its x has more rows than its dY.
     return 2.0 * max((prod(shape[:-1]) for shape in (dy, *activations) if shape), default=1) * prod(weight)
-
-
-def _count_convolved(node: Node, dy: tuple[int, ...], weight: tuple[int, ...], edges: Sequence[_Edge]) -> float:
-    """The elements of dY, or of x for a transposed convolution: each meets the weight's other dimensions."""
-    if not cast(Any, node)._saved_transposed:
-        return prod(dy)
-    _, source, number = edges[0]
-    if source is not None:
-        return prod(_shape_of(source, number))
-    strides: int = prod(cast(Any, node)._saved_stride)
-    return prod(dy) / max(dy[1] if len(dy) > 1 else 1, 1) * weight[0] / max(strides, 1)

@@ -434,6 +434,6 @@ def list_memory(tensors: Iterable[Any]) -> set[int]:
         if _is_wrapper(each):
             names, _ = each.__tensor_flatten__()
             found |= list_memory(getattr(each, name) for name in names)
-        else:
+        elif isinstance(each, Tensor):  # a DTensor has its mesh there, too
             found.add(each.untyped_storage()._cdata)
     return found

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zbpipe.estimation.workload import ENOUGH
 from zbpipe.runtime._torch import autograd, compiler, fsdp, pipelining
 from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime.split.delaying import delay_in_i_alone, delaying
 from zbpipe.runtime.split.last_w import accumulate, accumulate_and_reduce
 from zbpipe.runtime.split.layers import (
     Deferral,
@@ -264,7 +265,7 @@ def _split(stage: pipelining.Stage, on_rank: Sequence[pipelining.Stage], gradien
         stage.__class__ = split_class(type(stage))
         stage.__dict__.update(_deferred={}, _num_split=0, _work=None, _dtypes=frozenset(), _is_scaled=False)
         stage.__dict__.update(_has_looked_around=False, _has_reported=False)
-    stage.__dict__.update(_gradients=gradients, _on_rank=tuple(on_rank))
+    stage.__dict__.update(_gradients=gradients, _on_rank=tuple(on_rank), _delaying=delay_in_i_alone(stage.submod))
     defer_weights(stage.submod, gradients)
 
 
@@ -282,6 +283,8 @@ class _SplitBackward(pipelining.OwnStage):
     _gradients: WeightGradients
     _deferred: dict[int, list[PendingGradient]]
     """Deferred gradients by microbatch, from I to W."""
+    _delaying: Sequence[nn.Module]
+    """Layers that delay their weight gradients themselves."""
     _num_split: int
     _work: WeightWork | None
     """Weight work per microbatch, determined in the first I."""
@@ -309,7 +312,12 @@ class _SplitBackward(pipelining.OwnStage):
             return
         # The first I computes all weight gradients at once, and checks whether anything changes x or dY before W.
         on_trial = self._num_split == 0
-        with self._gradients.record(on_trial) as pending, look_at_graphs(on_trial) as products:
+        layers = () if on_trial else self._delaying
+        with (
+            self._gradients.record(on_trial) as pending,
+            look_at_graphs(on_trial) as products,
+            delaying(layers, pending),
+        ):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward=True)
         if on_trial:
             self._dtypes = frozenset(gradient.dy.dtype for gradient in pending)

@@ -13,14 +13,13 @@ from torch import nn
 
 from zbpipe.runtime._torch import autograd, fsdp, graph_products
 from zbpipe.runtime.attributes import plain_attribute, replaced
+from zbpipe.runtime.split.delaying import delays
 from zbpipe.runtime.split.layers import Deferral, deferral_of
 from zbpipe.runtime.split.products import PendingGradient
 
 _MOST_NAMES = 8
 """Limit of names in a message."""
 _LEAST = 0.0005
-_IN_A_REGION = "in a compiled region, where its product gives more than this gradient"
-_NEEDS_A_WEIGHT = "in a compiled region, where it needs a weight that FSDP may have freed by W"
 _CHANGED = "something changes x or dY in place during I"
 _PARTS = frozenset(("Index", "IndexSelect", "Gather", "Narrow", "Select", "Slice", "Split", "Unbind"))
 """Nodes that select a weight from a larger parameter."""
@@ -159,17 +158,20 @@ class WeightWork:
             return _CHANGED
         if deferral.has_node_hooks or autograd.has_hooks(product.leaves[0]):
             return "the weight has hooks"
-        if product.is_region:
-            return _NEEDS_A_WEIGHT if deferral.is_sharded else _IN_A_REGION
+        if product.kind in _KINDS:
+            return _KINDS[product.kind]
         if product.kind in deferral.functions.names:
             return f"an autograd Function of its own, {product.kind}"
         return "a backward of its own computes it"
 
     def _explain(self, product: graph_products.GraphProduct) -> str:
+        """Reason why a product stays in I; none if its layer delays it."""
+        layer = self._find_owner(self._names.get(id(product.leaves[0]), ""))
+        if delays(layer):
+            return ""
         if isinstance(product.deferral, Deferral):
             return self._explain_own(product.deferral, product)
         kind, made = product.kind, ", ".join(product.made_by)
-        layer = self._find_owner(self._names.get(id(product.leaves[0]), ""))
         if not product.is_plain:
             named = next((words for word, words in _KINDS.items() if word in kind), "")
             return named or f"an autograd Function of its own, {kind}"
@@ -183,7 +185,7 @@ class WeightWork:
 
 
 _KINDS = {
-    "CompiledFunction": _IN_A_REGION,
+    "CompiledFunction": "in a compiled region, whose backward computes it",
     "Conv": "a convolution",
     "Rnn": "a recurrent layer",
     "Lstm": "a recurrent layer",
