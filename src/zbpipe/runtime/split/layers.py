@@ -211,13 +211,10 @@ class Deferral:
     def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)`. If this is a product with a weight of the layer's, the gradient can wait."""
         place = self._places.get(function)
-        if place is not None and place < len(args) and not kwargs:
+        if place is not None and place < len(args):
             plan = self.plans.get((function, id(args[place]))) or self._find_plan_of_view(function, args[place])
-            if plan is not None and plan.fits(args):
-                x, weight, bias, rule = args[plan.x], args[place], plan.bias, plan.rule
-                if rule.is_whole and not autograd.any_autocast():
-                    return _DeferredWhole.apply(x, weight, bias, rule, function, args)
-                return rule.multiply(function, args, kwargs, x, weight, bias)
+            if plan is not None and plan.fits(args, kwargs):
+                return plan.rule.multiply(function, args, kwargs, args[plan.x], args[place], plan.bias)
         for factors in _read(self.products.get(function), args, kwargs):
             target = self._find_target(factors, function)
             if target is not None:
@@ -248,8 +245,8 @@ class Deferral:
         if y is None:
             return function(*args, **kwargs)
         self.deferrable.add(function)
-        if not kwargs and not factors.more and function in PRODUCTS:
-            self._plan(function, args, factors, bias, rule)
+        if not factors.more and function in PRODUCTS:
+            self._plan(function, args, kwargs, factors, bias, rule)
         return y
 
     def _find_plan_of_view(self, function: Callable[..., Any], weight: Any) -> _Plan | None:
@@ -257,7 +254,13 @@ class Deferral:
         return None if key is None else self.plans.get((function, *key))
 
     def _plan(
-        self, function: Callable[..., Any], args: Sequence[Any], factors: Factors, bias: Tensor | None, rule: _Rule
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        factors: Factors,
+        bias: Tensor | None,
+        rule: _Rule,
     ) -> None:
         """Know this product again in this step, for another x."""
         x, weight = factors.x, factors.weight
@@ -273,7 +276,7 @@ class Deferral:
         self._places[function] = own[1]
         owner = self if self.is_sharded else None
         self.plans[function, *key] = _Plan(
-            *own, rest, len(args), type(x), x.dim(), shape, weight, part, bias, owner, rule
+            *own, rest, kwargs, len(args), type(x), x.dim(), shape, weight, part, bias, owner, rule
         )
 
     def run_region(self, compiled: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -447,12 +450,11 @@ _catching_forward.__name__ = "forward"
 @compiler.exclude_from_graphs
 def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     deferral.has_run = True
-    return deferral.functions.watch(deferral, partial(_run_caught, deferral), args, kwargs)
+    run = partial(_run_caught, deferral) if deferral.products else deferral.original
+    return deferral.functions.watch(deferral, run, args, kwargs)
 
 
 def _run_caught(deferral: Deferral, *args: Any, **kwargs: Any) -> Any:
-    if not deferral.products:
-        return deferral.original(*args, **kwargs)
     with _CatchProducts(deferral) as mode:
         if not deferral.applies:
             return deferral.original(*args, **kwargs)
@@ -566,6 +568,7 @@ class _Plan(NamedTuple):
     weight: int
     rest: tuple[tuple[int, Any], ...]
     """All other arguments, with their places."""
+    options: dict[str, Any]
     number: int
     """Number of arguments."""
     kind: type[Tensor]
@@ -583,12 +586,15 @@ class _Plan(NamedTuple):
     """The layer, if FSDP would free an x that is itself a weight."""
     rule: _Rule
 
-    def fits(self, args: Sequence[Any]) -> bool:
+    def fits(self, args: Sequence[Any], options: dict[str, Any]) -> bool:
         """Whether a call with these arguments is the same product, of another x."""
-        if len(args) != self.number:
+        if len(args) != self.number or len(options) != len(self.options):
             return False
         for place, known in self.rest:
             if args[place] is not known:
+                return False
+        for name, option in options.items():
+            if self.options.get(name, self) is not option:
                 return False
         x, weight = args[self.x], args[self.weight]
         return (
@@ -652,7 +658,9 @@ class _DeferredWhole(torch.autograd.Function):
         product, further = cast(WholeProduct, rule.product), rule.further.values
         if product.lay_out is not None:
             dy = product.lay_out(dy, *further)
-        dx = product.of_input(dy, x, weight, *further).to(x.dtype) if of_x else None
+        dx = product.of_input(dy, x, weight, *further) if of_x else None
+        if dx is not None and dx.dtype != x.dtype:
+            dx = dx.to(x.dtype)
         x, kept_dy = _detach(x, dy)
         pending = PendingGradient(rule.deferral.layer, product, rule.target, x, kept_dy, rule.further, inner=rule.inner)
         dw = pending.gradient() if rule.deferral.is_due_now(pending, ctx.next_functions[1][0]) else None

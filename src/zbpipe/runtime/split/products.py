@@ -68,7 +68,7 @@ def rows(tensor: Tensor) -> Tensor:
 
 
 def _linear_as_matrices(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    return rows(dy).t(), rows(x).to(dy.dtype).conj()
+    return rows(dy).t(), rows(as_constant(x, dy))
 
 
 class WholeProduct(WeightProduct):

@@ -65,12 +65,17 @@ def read_declared(product: WeightProduct) -> Reader:
 
 
 def _rows_to_the_left(dy: Tensor, x: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
-    return rows(x).to(dy.dtype).conj().t(), rows(dy)
+    return rows(as_constant(x, dy)).t(), rows(dy)
+
+
+def _multiply(one: Tensor, other: Tensor, shape: Sequence[int]) -> Tensor:
+    """The matrix product, summed to this shape where it was broadcast."""
+    is_batch = one.dim() == other.dim() == len(shape) == 3 and one.shape[0] == other.shape[0] == shape[0]
+    return torch.bmm(one, other) if is_batch else one.matmul(other).sum_to_size(shape)
 
 
 def _right_input_gradient(dy: Tensor, x: Tensor, weight: Tensor, *shape: int) -> Tensor:
-    dx: Tensor = dy.matmul(as_constant(weight, dy).mT)
-    return lay_out_like(x, dx if dx.shape == x.shape else dx.sum_to_size(x.shape))
+    return lay_out_like(x, _multiply(dy, as_constant(weight, dy).mT, x.shape))
 
 
 _RIGHT = WholeProduct(as_matrices=_rows_to_the_left, of_input=_right_input_gradient)
@@ -78,14 +83,14 @@ _RIGHT = WholeProduct(as_matrices=_rows_to_the_left, of_input=_right_input_gradi
 
 
 def _batched_right(dy: Tensor, x: Tensor, *shape: int) -> Tensor:
-    return (x.to(dy.dtype).conj().mT @ dy).sum_to_size(*shape)
+    return _multiply(as_constant(x, dy).mT, dy, shape)
 
 
 def _left(dy: Tensor, x: Tensor, *shape: int) -> Tensor:
     if len(shape) > 2 or dy.dim() == x.dim() == 2:
-        return (dy @ x.to(dy.dtype).conj().mT).sum_to_size(*shape)
+        return _multiply(dy, as_constant(x, dy).mT, shape)
     summed = [n for n in range(dy.dim()) if n != dy.dim() - 2]
-    gradient: Tensor = torch.tensordot(dy, x.to(dy.dtype).conj(), (summed, summed))
+    gradient: Tensor = torch.tensordot(dy, as_constant(x, dy), (summed, summed))
     return gradient
 
 
@@ -117,11 +122,15 @@ def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> I
         yield Factors(input, weight, LINEAR, is_whole=bias is None or bias.dim() < 2, bias=bias)
 
 
-def _einsum(dy: Tensor, x: Tensor, equation: str) -> Tensor:
-    return torch.einsum(equation, dy, x.to(dy.dtype).conj())
+def _einsum(dy: Tensor, x: Tensor, of_weight: str, of_input: str) -> Tensor:
+    return torch.einsum(of_weight, dy, as_constant(x, dy))
 
 
-_EINSUM = WeightProduct(_einsum)
+def _einsum_input_gradient(dy: Tensor, x: Tensor, weight: Tensor, of_weight: str, of_input: str) -> Tensor:
+    return torch.einsum(of_input, dy, as_constant(weight, dy))
+
+
+_EINSUM = WholeProduct(_einsum, of_input=_einsum_input_gradient)
 
 
 def _read_einsum(equation: str, *operands: Any) -> Iterator[Factors]:
@@ -129,13 +138,14 @@ def _read_einsum(equation: str, *operands: Any) -> Iterator[Factors]:
         operands = tuple(operands[0])
     for place, further, inner in _find_factors(equation, tuple([each.shape for each in operands])):
         # Without a sum einsum multiplies elements, which autocast leaves alone.
-        yield Factors(operands[1 - place], operands[place], _EINSUM, further, inner=inner, is_cast=inner > 1)
+        x, weight = operands[1 - place], operands[place]
+        yield Factors(x, weight, _EINSUM, further, inner=inner, is_cast=inner > 1, is_whole=bool(further.values[1]))
 
 
 @lru_cache(1024)
 def _find_factors(equation: str, shapes: tuple[torch.Size, ...]) -> Sequence[tuple[int, Further, int]]:
-    """Places of operands that can be the weight, with the equation of their gradient and multiplications per element
-    of the result."""
+    """Places of operands that can be the weight, with the equations of its gradient and of that of x (empty if there
+    is none), and multiplications per element of the result."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     # An implicit output, a diagonal or an ellipsis is left alone.
@@ -151,7 +161,9 @@ def _find_factors(equation: str, shapes: tuple[torch.Size, ...]) -> Sequence[tup
         own, other = terms[place], terms[1 - place]
         if set(own) <= set(other + output):
             summed = set(own + other) - set(output)
-            found.append((place, Further((f"{output},{other}->{own}",)), prod(sizes[letter] for letter in summed)))
+            of_input = f"{output},{own}->{other}" if set(other) <= set(own + output) else ""
+            further = Further((f"{output},{other}->{own}", of_input))
+            found.append((place, further, prod(sizes[letter] for letter in summed)))
     return found
 
 
@@ -168,19 +180,19 @@ class _Convolution(NamedTuple):
 
 def _convolution(dy: Tensor, x: Tensor, call: _Convolution) -> Tensor:
     # The kernel reads only the shape of the weight.
-    return _differentiate(dy, x.to(dy.dtype), dy.new_empty(1).expand(call.shape), call, of_input=False)
+    return _differentiate(dy, as_constant(x, dy), dy.new_empty(1).expand(call.shape), call, of_input=False)
 
 
 def _convolution_input_gradient(dy: Tensor, x: Tensor, weight: Tensor, call: _Convolution) -> Tensor:
     # The kernel reads only the shape of x, but would first copy one that is not contiguous.
     like = x if x.is_contiguous() or call.format is not torch.contiguous_format else dy.new_empty(x.shape)
-    return _differentiate(dy, like.to(dy.dtype), weight.to(dy.dtype), call, of_input=True)
+    return _differentiate(dy, as_constant(like, dy), as_constant(weight, dy), call, of_input=True)
 
 
 def _differentiate(dy: Tensor, x: Tensor, weight: Tensor, call: _Convolution, of_input: bool) -> Tensor:
     if is_single := x.dim() < len(call.shape):
         x, dy = x.unsqueeze(0), dy.unsqueeze(0)
-    gradients = torch.ops.aten.convolution_backward(
+    gradients = torch.ops.aten.convolution_backward.default(
         dy, x, weight, None, *call.settings, output_mask=[of_input, not of_input, False]
     )
     gradient: Tensor = gradients[0 if of_input else 1]
