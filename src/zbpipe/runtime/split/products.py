@@ -17,7 +17,7 @@ from zbpipe.runtime._torch import autograd
 from zbpipe.runtime.arguments import require_callable
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.split.contents import RUNS, Checks, differ, fingerprints
-from zbpipe.runtime.split.further import NONE, Further, find_taken
+from zbpipe.runtime.split.further import NONE, Further
 
 
 class WeightProduct:
@@ -25,7 +25,7 @@ class WeightProduct:
 
     Args:
         weight_gradient: Maps (dy, x, ...) to the gradient of the weight, in the weight's shape. It also gets the
-            further arguments of f, except None values that it does not take.
+            further arguments of f, except None at the end or by name.
         as_matrices: Maps the same to two matrices whose product is that gradient. W can add such a product to `.grad`
             by one kernel.
 
@@ -42,12 +42,10 @@ class WeightProduct:
         self.as_matrices = as_matrices
         self.weight_gradient = weight_gradient or self._multiply
         require_callable(weight_gradient=self.weight_gradient)
-        # Checked here, because the compiler traces the rest.
-        self._taken = find_taken(as_matrices or self.weight_gradient)
 
     def of_weight(self, dy: Tensor, x: Tensor, further: Further = NONE, tensors: Sequence[Tensor] = ()) -> Tensor:
         """The gradient of the weight."""
-        args, options = further.taken(self._taken, tensors)
+        args, options = further.fill_in(tensors)
         return self.weight_gradient(dy, x, *args, **options)
 
     def _multiply(self, dy: Tensor, x: Tensor, *args: Any, **options: Any) -> Tensor:
