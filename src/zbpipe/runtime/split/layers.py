@@ -270,13 +270,27 @@ class Deferral:
             return
         own = places[id(x)], places[id(weight)]
         rest = tuple((place, each) for place, each in enumerate(args) if place not in own)
-        key = (id(weight),) if part is None else autograd.identify_view(weight)
+        others = (*(each for _, each in rest), *kwargs.values())
+        if any(isinstance(each, Tensor) and not isinstance(each, nn.Parameter) for each in others):
+            return  # the plan would keep an activation
+        key = autograd.identify_view(weight) if part is not None else (id(weight),)
         assert key is not None
         shape = x.shape if function is torch.einsum else None  # the equation may broadcast
         self._places[function] = own[1]
         owner = self if self.is_sharded else None
         self.plans[function, *key] = _Plan(
-            *own, rest, kwargs, len(args), type(x), x.dim(), shape, weight, part, bias, owner, rule
+            *own,
+            rest,
+            kwargs,
+            len(args),
+            type(x),
+            x.dim(),
+            shape,
+            weight if part is None else part.leaf,
+            part,
+            bias,
+            owner,
+            rule,
         )
 
     def run_region(self, compiled: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -578,7 +592,7 @@ class _Plan(NamedTuple):
     shape: torch.Size | None
     """The shape that x must have."""
     known: Tensor
-    """The weight."""
+    """The weight, or the leaf that it is a view of."""
     part: autograd.Part | None
     """The part of a leaf that the weight shows."""
     bias: Tensor | None
