@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 import zbpipe
 from zbpipe.runtime._torch import compiled_backward
 from zbpipe.runtime.split import layers
-from zbpipe.runtime.split.products import PendingGradient
+from zbpipe.runtime.split.products import LINEAR, PendingGradient
 from zbpipe.runtime.verify import GradientReport
 from zbpipe.runtime.verify.gradient_report import GradientMismatchError
 from zbpipe.runtime.verify.one_process import schedule_w_last
@@ -208,7 +208,7 @@ def test_a_gradient_changed_while_it_waits_is_named(monkeypatch: pytest.MonkeyPa
 
 def test_a_wrong_gradient_of_the_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """It belongs to no parameter of the stage, but to all of the stage before."""
-    monkeypatch.setattr(layers, "linear_input_gradient", lambda dy, weight: 1.01 * dy @ weight)
+    monkeypatch.setattr(LINEAR, "of_input", lambda dy, x, weight: 1.01 * dy @ weight)
     modules = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     with pytest.raises(zbpipe.PipelineError) as error:
         zbpipe.check_gradients(modules, torch.randn(2, WIDTH))
@@ -486,8 +486,8 @@ def test_what_cannot_be_put_back_is_no_alarm(one_rank: None, caplog: pytest.LogC
 
 def test_a_forward_that_the_split_changes_is_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives the same output once more, and another one without the split."""
-    linear = layers._DeferredLinear.forward
-    monkeypatch.setattr(layers._DeferredLinear, "forward", staticmethod(lambda *args: 1.01 * linear(*args)))
+    linear = layers._DeferredWhole.forward
+    monkeypatch.setattr(layers._DeferredWhole, "forward", staticmethod(lambda *args: 1.01 * linear(*args)))
     with pytest.raises(zbpipe.PipelineError) as error:
         zbpipe.check_gradients([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], torch.randn(2, WIDTH))
     assert mismatch(error).report.off()

@@ -12,7 +12,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -212,6 +211,6 @@ def _plain(module: nn.Module) -> Iterator[None]:
     """Context in which layers and compiled regions run as if zbpipe had never prepared them."""
     with ExitStack() as plain:
         for deferral in deferrals(module).values():
-            plain.enter_context(replaced(deferral, linear=F.linear, products={}))
+            plain.enter_context(replaced(deferral, products={}, plans={}))
         plain.enter_context(compiled_backward.as_torch_compiles())
         yield

@@ -65,6 +65,12 @@ def register_types() -> None:
         register(*_TYPED.popitem())
 
 
+def add_properties(function: type[torch.autograd.Function], **properties: Callable[[Any], Any]) -> None:
+    """Give the nodes of an autograd Function these properties."""
+    for name, read in properties.items():
+        setattr(cast(Any, function)._backward_cls, name, property(read))
+
+
 def without_base(output: Tensor) -> Tensor:
     """An autograd Function's output that can be changed in place."""
     # Before torch 2.15 `F.linear` returns a view for three-dimensional inputs with a bias. Autograd refuses in-place
@@ -295,6 +301,12 @@ class Part(NamedTuple):
     stride: tuple[int, ...]
     offset: int
     """Elements before the first."""
+    node: Node
+    """The node with which autograd adds to the leaf's `.grad`."""
+
+    def is_shown_by(self, tensor: Tensor) -> bool:
+        """Whether a view with the same offset into the leaf shows this part."""
+        return tensor.shape == self.size and tensor.stride() == self.stride and _leads_to(tensor.grad_fn, self.node)
 
     def fits(self, grad: Tensor) -> bool:
         """Whether `grad` lies in memory as the leaf does."""
@@ -313,17 +325,29 @@ def find_part(tensor: Tensor) -> Part | None:
     if tensor.is_conj() or tensor.is_neg() or has_hooks(leaf) or not leaf.is_contiguous():
         return None
     # For autograd, the view of a detached tensor belongs to that one.
-    node = tensor.grad_fn
-    while node is not None and not hasattr(node, "variable"):
-        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
-    if id(getattr(node, "variable", None)) != id(leaf):
+    end = get_gradient_edge(leaf).node if leaf.is_leaf and leaf.requires_grad else None
+    if end is None or not _leads_to(tensor.grad_fn, end):
         return None
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride <= reach:
             return None
         reach += stride * (size - 1)
-    return Part(leaf, tensor.shape, tensor.stride(), int(tensor.storage_offset() - leaf.storage_offset()))
+    return Part(leaf, tensor.shape, tensor.stride(), int(tensor.storage_offset() - leaf.storage_offset()), end)
+
+
+def _leads_to(node: Node | None, end: Node) -> bool:
+    """Whether all of the node's gradient goes to `end`, through nodes with one input."""
+    while node is not None and node is not end:
+        following = node.next_functions
+        node = following[0][0] if len(following) == 1 else None
+    return node is end
+
+
+def identify_view(tensor: Tensor) -> tuple[int, int] | None:
+    """The tensor that a view shows, by its id, and the place where the view begins; None if it is no view."""
+    base = tensor._base
+    return None if base is None else (id(base), int(tensor.storage_offset()))
 
 
 class Made(NamedTuple):

@@ -2,37 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from inspect import Parameter, signature
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from zbpipe.runtime._torch import autograd
-
-
-class Taken(NamedTuple):
-    """Further arguments that a function takes."""
-
-    number: float
-    """Number of positional arguments."""
-    names: frozenset[str] | None
-    """Names of keyword arguments; None for any."""
-
-
-def find_taken(function: Callable[..., Any]) -> Taken:
-    """The arguments that `function` takes after the first two."""
-    try:
-        parameters = signature(function).parameters.values()
-    except (TypeError, ValueError):  # a built-in function of torch has no signature
-        return Taken(float("inf"), None)
-    kinds = [each.kind for each in parameters]
-    by_position = kinds.count(Parameter.POSITIONAL_ONLY) + kinds.count(Parameter.POSITIONAL_OR_KEYWORD)
-    names = frozenset(each.name for each in parameters if each.kind is not Parameter.POSITIONAL_ONLY)
-    return Taken(
-        float("inf") if Parameter.VAR_POSITIONAL in kinds else by_position - 2,
-        None if Parameter.VAR_KEYWORD in kinds else names,
-    )
 
 
 class Further(NamedTuple):
@@ -50,23 +25,18 @@ class Further(NamedTuple):
         by_position = len(values) - len(self.names)
         return values[:by_position], dict(zip(self.names, values[by_position:], strict=True))
 
-    def taken(self, by: Taken, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Like `fill_in`, without None values that the function does not take, such as a missing bias."""
-        args, options = self.fill_in(tensors)
-        while args and args[-1] is None and len(args) > by.number:
-            args = args[:-1]
-        if by.names is not None:
-            options = {name: each for name, each in options.items() if each is not None or name in by.names}
-        return args, options
-
 
 NONE = Further()
 TENSOR = "tensor"
 
 
 def separate_tensors(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Further, list[Tensor]]:
-    """Further arguments of a product without tensors, and the tensors in order."""
+    """Further arguments of a product without tensors, and the tensors in order. None at the end or by name, such as a
+    missing bias, is left out."""
     tensors: list[Tensor] = []
+    options = {name: each for name, each in options.items() if each is not None}
+    while args and args[-1] is None:
+        args = args[:-1]
 
     def take(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):

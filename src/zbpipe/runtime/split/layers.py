@@ -14,7 +14,6 @@ autograd Function, like those of others (`zbpipe.runtime.split.functions`).
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
@@ -34,7 +33,7 @@ from zbpipe.runtime._torch.autograd import PLAIN
 from zbpipe.runtime.attributes import declares
 from zbpipe.runtime.split.contents import Checks
 from zbpipe.runtime.split.functions import Functions
-from zbpipe.runtime.split.further import Further, swap, with_factors_first
+from zbpipe.runtime.split.further import Further, swap
 from zbpipe.runtime.split.products import (
     LINEAR,
     PendingGradient,
@@ -42,10 +41,9 @@ from zbpipe.runtime.split.products import (
     Target,
     WeightGradients,
     WeightProduct,
+    WholeProduct,
     count_inner,
-    linear_input_gradient,
     name_of,
-    rows,
 )
 from zbpipe.runtime.split.torchs_products import COMPOSITES, PRODUCTS, Factors, Reader, read_declared
 
@@ -117,7 +115,7 @@ def _find_products(layer: nn.Module) -> Mapping[Callable[..., Any], Reader]:
     """Readers of a layer's products, without a call of the layer's `__getattr__`."""
     if declares(layer, "weight_products"):
         declared = _read_declared_products(layer)
-        return {**PRODUCTS, **declared} if declared else {}
+        return {**PRODUCTS, **declared} if layer.weight_products else {}
     return PRODUCTS if isinstance(layer, nn.Linear) or _owns_matrices(layer) else {}
 
 
@@ -143,6 +141,7 @@ def _read_declared_products(layer: nn.Module) -> Mapping[Callable[..., Any], Rea
             each if isinstance(each, WeightProduct) else WeightProduct(each)
         )
         for function, each in products.items()
+        if not (function is F.linear and each is LINEAR)
     }
 
 
@@ -204,45 +203,30 @@ class Deferral:
         """Whether the layer is a compiled region, which defers the weight gradients of all layers in it."""
         self.has_run = False
         """Whether the layer has run with gradients."""
-        self._plans: dict[tuple[Callable[..., Any], int], _Plan] = {}
-        """Products in this step, by the function and the weight's id."""
-
-    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`F.linear` with one of the layer's weights."""
-        target = self._find_target(input, weight)
-        if target is None and type(weight) not in PLAIN and self.owns(weight):
-            self.has_run = True
-            return self.functions.watch(self, F.linear, (input, weight, bias), {})  # type: ignore[no-any-return]
-        if target is None and (made := self._find_making(input, weight)) is not None:
-            return self._multiply(F.linear, (input, weight, bias), {}, Factors(input, weight, LINEAR), made)  # type: ignore[no-any-return]
-        if target is None or weight.dim() != 2 or (bias is not None and bias.dim() > 1):
-            return F.linear(input, weight, bias)
-        self.deferrable.add(F.linear)
-        x = input
-        if autograd.any_autocast() and (dtype := _choose_dtype(x)) != x.dtype:
-            x = _SharedCast.apply(x, dtype, self)
-        return _DeferredLinear.apply(x, weight, bias, self, target)  # type: ignore[no-any-return]
+        self.plans: dict[tuple[Any, ...], _Plan] = {}
+        """Products in this step, by the function and the weight's id, or where a view of a weight begins."""
+        self._places: dict[Callable[..., Any], int] = {}
+        """Place of the weight among a function's arguments."""
 
     def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)`. If this is a product with a weight of the layer's, the gradient can wait."""
-        plan = self._plans.get((function, id(args[1]))) if len(args) > 1 and not kwargs else None
-        if plan is not None and plan.fits(args):
-            return plan.run(function, args)
-        for factors in _read(self.products[function], args, kwargs):
-            if self.owns(factors.weight) and not self.owns(factors.x):  # both: a weight made from two
-                if function is F.linear:
-                    if len(args) == 2 or (len(args) == 3 and (args[2] is None or args[2].dim() == 1)):
-                        self._plan(function, args, kwargs, None)
-                    args, kwargs = with_factors_first(args, kwargs)
-                    return self.linear(*args, **kwargs)
-                target = self._find_target(factors.x, factors.weight)
-                if isinstance(factors.weight, DTensor) and not self.declares(function):  # its gradient may be partial
-                    break
-                if target is not None and not any(each.requires_grad for each in factors.more):
-                    return self._multiply(function, args, kwargs, factors, target)
-            elif (made := self._find_making(factors.x, factors.weight)) is not None and not factors.more:
-                return self._multiply(function, args, kwargs, factors, made)
+        place = self._places.get(function)
+        if place is not None and place < len(args):
+            plan = self.plans.get((function, id(args[place]))) or self._find_plan_of_view(function, args[place])
+            if plan is not None and plan.fits(args, kwargs):
+                return plan.rule.multiply(function, args, kwargs, args[plan.x], args[place], plan.bias)
+        for factors in _read(self.products.get(function), args, kwargs):
+            target = self._find_target(factors, function)
+            if target is not None:
+                return self._multiply(function, args, kwargs, factors, target)
+        if not self.is_caught and self._may_call_functions(args):
+            self.has_run = True
+            return self.functions.watch(self, function, args, kwargs)
         return function(*args, **kwargs)
+
+    def _may_call_functions(self, args: Sequence[Any]) -> bool:
+        """Whether the weight is of a class whose products may be autograd Functions, such as a quantised one."""
+        return any(isinstance(each, Tensor) and type(each) not in PLAIN and self.owns(each) for each in args[1:2])
 
     def _multiply(
         self,
@@ -252,36 +236,62 @@ class Deferral:
         factors: Factors,
         target: Target,
     ) -> Any:
-        x, weight = factors.x, factors.weight
-        known = {id(weight): weight.detach()}
         bias = factors.bias if factors.bias is not None and factors.bias.requires_grad else None
-        if bias is not None:
-            known[id(bias)] = bias.detach()
-        if factors.is_cast and autograd.any_autocast() and (dtype := _choose_dtype(x)) != x.dtype:
-            known[id(x)] = x = _SharedCast.apply(x, dtype, self)
-        # Autograd computes dX, with the weight as a constant, and the gradients of anything else.
-        y = function(*swap(args, known), **swap(kwargs, known))
-        if not isinstance(y, Tensor):
+        is_whole = factors.is_whole and not isinstance(target, autograd.Made)
+        inner = factors.inner or count_inner(factors.x)
+        bias_dtype = None if bias is None else bias.dtype
+        rule = _Rule(self, target, factors.product, factors.further, inner, factors.is_cast, is_whole, bias_dtype)
+        y = rule.multiply(function, args, kwargs, factors.x, factors.weight, bias, factors.more)
+        if y is None:
             return function(*args, **kwargs)
         self.deferrable.add(function)
-        channels = y.dim() - weight.dim() + 1
-        rule = _Rule(self, target, factors.product, factors.further, factors.inner or count_inner(x), channels)
-        if isinstance(target, autograd.Made):
-            weight, *others = target.leaves
-            return _DeferredProduct.apply(x, weight, y, bias, rule, *others)
-        if target is weight and args[0] is x and not factors.more:
-            self._plan(function, args, kwargs, rule)
-        return _DeferredProduct.apply(x, weight, y, bias, rule, *factors.more)
+        if not factors.more and function in PRODUCTS:
+            self._plan(function, args, kwargs, factors, bias, rule)
+        return y
+
+    def _find_plan_of_view(self, function: Callable[..., Any], weight: Any) -> _Plan | None:
+        key = autograd.identify_view(weight) if type(weight) is Tensor else None
+        return None if key is None else self.plans.get((function, *key))
 
     def _plan(
-        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], rule: _Rule | None
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        factors: Factors,
+        bias: Tensor | None,
+        rule: _Rule,
     ) -> None:
-        """Know torch's `function(x, weight, ...)` again in this step, if the weight is a leaf."""
-        if kwargs or function not in PRODUCTS or type(args[1]) not in PLAIN or not args[1].is_leaf:
+        """Know this product again in this step, for another x."""
+        x, weight = factors.x, factors.weight
+        places = {id(each): place for place, each in enumerate(args) if isinstance(each, Tensor)}
+        part = rule.target if isinstance(rule.target, autograd.Part) and not weight.is_complex() else None
+        if not {id(x), id(weight)} <= places.keys() or not (weight.is_leaf or part is not None):
             return
-        x, weight, *rest = args
-        bias = next((each for each in rest if isinstance(each, Tensor) and each.requires_grad), None)
-        self._plans[function, id(weight)] = _Plan(self, weight, tuple(rest), x.dim(), bias, rule)
+        own = places[id(x)], places[id(weight)]
+        rest = tuple((place, each) for place, each in enumerate(args) if place not in own)
+        others = (*(each for _, each in rest), *kwargs.values())
+        if any(isinstance(each, Tensor) and not isinstance(each, nn.Parameter) for each in others):
+            return  # the plan would keep an activation
+        key = autograd.identify_view(weight) if part is not None else (id(weight),)
+        assert key is not None
+        shape = x.shape if function is torch.einsum else None  # the equation may broadcast
+        self._places[function] = own[1]
+        owner = self if self.is_sharded else None
+        self.plans[function, *key] = _Plan(
+            *own,
+            rest,
+            kwargs,
+            len(args),
+            type(x),
+            x.dim(),
+            shape,
+            weight if part is None else part.leaf,
+            part,
+            bias,
+            owner,
+            rule,
+        )
 
     def run_region(self, compiled: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a compiled module."""
@@ -330,7 +340,7 @@ class Deferral:
 
         A layer in whose first step no product was found is left alone from now on.
         """
-        self._plans.clear()  # FSDP replaces parameters
+        self.plans.clear()  # FSDP replaces parameters
         if self.has_run:
             self.functions.settle()
             self.may_make_weights = self.makes_weights
@@ -360,16 +370,29 @@ class Deferral:
             return True
         return not self.gradients.defer(pending, self.checks)
 
-    def _find_target(self, x: Tensor, weight: Tensor) -> Target | None:
-        """Target for the gradient of `weight` in W; None if it cannot be deferred."""
-        if not (self.products and weight.requires_grad and torch.is_grad_enabled()):
+    def _find_target(self, factors: Factors, function: Callable[..., Any]) -> Target | None:
+        """Target for the gradient of the weight in W; None if it cannot be deferred."""
+        x, weight = factors.x, factors.weight
+        if not (weight.requires_grad and torch.is_grad_enabled()):
             return None
-        if type(x) in PLAIN and type(weight) in PLAIN:
-            if not (x.layout is weight.layout is torch.strided) or x.is_nested or autograd.is_transformed():
+        is_plain = type(x) in PLAIN and type(weight) in PLAIN
+        if is_plain and (not x.layout is weight.layout is torch.strided or x.is_nested or autograd.is_transformed()):
+            return None
+        target: Target | None = None
+        if not self.is_caught or self.owns(weight):
+            if self.owns(x) or any(each.requires_grad for each in factors.more):  # both: a weight made from two
                 return None
-            return weight if weight.is_leaf else autograd.find_edge(weight) or autograd.find_part(weight)
-        are_sharded = isinstance(x, DTensor) and isinstance(weight, DTensor)
-        return autograd.find_edge(weight) if are_sharded else None
+            if is_plain:
+                target = weight if weight.is_leaf else autograd.find_part(weight) or autograd.find_edge(weight)
+            elif (
+                isinstance(x, DTensor)
+                and isinstance(weight, DTensor)
+                and (function is F.linear or self.declares(function))
+            ):
+                target = autograd.find_edge(weight)  # other products of DTensors may give partial gradients
+        if target is None and is_plain and not factors.more:
+            target = self._find_making(x, weight)
+        return target
 
     def is_made(self, weight: Tensor) -> bool:
         """Whether `weight` is made from the layer's parameters alone."""
@@ -377,11 +400,7 @@ class Deferral:
 
     def _find_making(self, x: Tensor, weight: Tensor) -> autograd.Made | None:
         """How `weight` is made from the layer's parameters; None if its gradient cannot be deferred."""
-        if weight.is_leaf or not (self.may_make_weights and weight.requires_grad and self.products):
-            return None
-        if not torch.is_grad_enabled() or type(x) not in PLAIN or type(weight) not in PLAIN or self.owns(weight):
-            return None
-        if autograd.is_transformed() or not (x.layout is weight.layout is torch.strided) or x.is_nested:
+        if weight.is_leaf or not self.may_make_weights or self.owns(weight):
             return None
         made = autograd.find_making(weight, self.owns_leaf, not self.is_sharded)
         # An x that is also made from parameters alone makes a larger weight.
@@ -393,7 +412,7 @@ class Deferral:
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferral:
         twin = object.__new__(Deferral)
         memo[id(self)], memo[id(self.products)] = twin, self.products
-        left_out: dict[str, Any] = {"_own": set(), "_plans": {}}
+        left_out: dict[str, Any] = {"_own": set(), "plans": {}, "_places": {}}
         vars(twin).update(deepcopy(vars(self) | left_out, memo))
         return twin
 
@@ -418,7 +437,8 @@ def _replace_forward(layer: nn.Module) -> None:
 def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return F.linear(input, layer.weight, layer.bias)
-    return deferral_of(layer).linear(input, layer.weight, layer.bias)
+    deferral: Deferral = layer.__dict__[_ATTRIBUTE]
+    return deferral.multiply(F.linear, (input, layer.weight, layer.bias), {})  # type: ignore[no-any-return]
 
 
 # A pickled method is restored by its name: as the forward of the layer's class.
@@ -444,12 +464,11 @@ _catching_forward.__name__ = "forward"
 @compiler.exclude_from_graphs
 def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     deferral.has_run = True
-    return deferral.functions.watch(deferral, partial(_run_caught, deferral), args, kwargs)
+    run = partial(_run_caught, deferral) if deferral.products else deferral.original
+    return deferral.functions.watch(deferral, run, args, kwargs)
 
 
 def _run_caught(deferral: Deferral, *args: Any, **kwargs: Any) -> Any:
-    if not deferral.products:
-        return deferral.original(*args, **kwargs)
     with _CatchProducts(deferral) as mode:
         if not deferral.applies:
             return deferral.original(*args, **kwargs)
@@ -501,8 +520,10 @@ class _CatchProducts(TorchFunctionMode):
         return not torch.compiler.is_compiling() and autograd.find_saving_hooks() == self.hooks
 
 
-def _read(reader: Reader, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Factors]:
+def _read(reader: Reader | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Factors]:
     """All ways to read a call as a product of two different tensors."""
+    if reader is None:
+        return
     try:
         for factors in reader(*args, **kwargs):
             if factors.x is not factors.weight:
@@ -512,7 +533,7 @@ def _read(reader: Reader, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterat
 
 
 class _Rule(NamedTuple):
-    """How W and I get the gradients of a product."""
+    """How I and W get the gradients of a product."""
 
     deferral: Deferral
     target: Target
@@ -520,49 +541,88 @@ class _Rule(NamedTuple):
     further: Further
     inner: float
     """Multiplications per element of dY."""
-    channels: int
-    """The dimension of y along which a convolution adds its bias."""
+    is_cast: bool
+    """Whether autocast casts x."""
+    is_whole: bool
+    """Whether `product` gives all gradients. Otherwise autograd computes all but the weight's."""
+    bias_dtype: torch.dtype | None
+
+    def multiply(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        more: Sequence[Tensor] = (),
+    ) -> Any:
+        """The product, whose weight gradient can wait; None if its result is no tensor."""
+        if self.is_cast and autograd.any_autocast() and (dtype := _choose_dtype(x)) != x.dtype:
+            given, x = x, _SharedCast.apply(x, dtype, self.deferral)
+            args, kwargs = swap(args, {id(given): x}), swap(kwargs, {id(given): x})
+        if self.is_whole:
+            return _DeferredWhole.apply(
+                x, weight, bias, self, partial(function, **kwargs) if kwargs else function, args
+            )
+        constant = {id(weight): weight.detach()}
+        y = function(*swap(args, constant), **swap(kwargs, constant))
+        if not isinstance(y, Tensor):
+            return None
+        if isinstance(self.target, autograd.Made):
+            weight, *more = self.target.leaves
+        return _DeferredProduct.apply(x, weight, y, self, *more)
 
 
 class _Plan(NamedTuple):
-    """A product that the layer has computed before, as `function(x, weight, *rest)`."""
+    """A product that the layer has computed before, of another x."""
 
-    deferral: Deferral
-    weight: Tensor
-    rest: tuple[Any, ...]
+    x: int
+    """Its place among the arguments."""
+    weight: int
+    rest: tuple[tuple[int, Any], ...]
+    """All other arguments, with their places."""
+    options: dict[str, Any]
+    number: int
+    """Number of arguments."""
+    kind: type[Tensor]
+    """Class of x."""
     dimensions: int
     """Of x."""
+    shape: torch.Size | None
+    """The shape that x must have."""
+    known: Tensor
+    """The weight, or the leaf that it is a view of."""
+    part: autograd.Part | None
+    """The part of a leaf that the weight shows."""
     bias: Tensor | None
-    """A bias among `rest`, whose gradient I sums."""
-    rule: _Rule | None
-    """None for a linear layer's product."""
+    owner: Deferral | None
+    """The layer, if FSDP would free an x that is itself a weight."""
+    rule: _Rule
 
-    def fits(self, args: Sequence[Any]) -> bool:
+    def fits(self, args: Sequence[Any], options: dict[str, Any]) -> bool:
         """Whether a call with these arguments is the same product, of another x."""
-        x, weight, *rest = args
+        if len(args) != self.number or len(options) != len(self.options):
+            return False
+        for place, known in self.rest:
+            if args[place] is not known:
+                return False
+        for name, option in options.items():
+            if self.options.get(name, self) is not option:
+                return False
+        x, weight = args[self.x], args[self.weight]
         return (
-            weight is self.weight
-            and weight.requires_grad
-            and type(x) is Tensor
+            type(x) is self.kind
             and x.dim() == self.dimensions
+            and (self.shape is None or x.shape == self.shape)
             and x.layout is torch.strided
             and not x.is_nested
-            and (not self.rest or all(map(operator.is_, rest, self.rest)))
-            and len(rest) == len(self.rest)
+            and (weight is self.known if self.part is None else self.part.is_shown_by(weight))
+            and weight.requires_grad
             and torch.is_grad_enabled()
-            and not (autograd.any_autocast() or autograd.is_transformed())
-            # FSDP would free an x that is itself a weight.
-            and not (self.deferral.is_sharded and self.deferral.owns(x))
+            and not autograd.is_transformed()
+            and (self.owner is None or not self.owner.owns(x))
         )
-
-    def run(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """The product, whose weight gradient can wait."""
-        x, weight, *rest = args
-        if self.rule is None:
-            return _DeferredLinear.apply(x, weight, *(rest or (None,)), self.deferral, weight)
-        if self.bias is not None:
-            rest = [each.detach() if each is self.bias else each for each in rest]
-        return _DeferredProduct.apply(x, weight, function(x, weight.detach(), *rest), self.bias, self.rule)
 
 
 def _choose_dtype(x: Tensor) -> torch.dtype:
@@ -586,31 +646,40 @@ class _SharedCast(torch.autograd.Function):
         return dx.to(ctx.dtype), None, None
 
 
-class _DeferredLinear(torch.autograd.Function):
-    """y = x W^T + b, whose backward gives dX and db at once and defers dW if something records.
-
-    x: (..., in); W: (out, in); b: (out,) or None; y: (..., out).
-    """
+class _DeferredWhole(torch.autograd.Function):
+    """y = f(x, W, b), whose backward gives dX and db at once and defers dW if something records."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral, target: Target) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rule: _Rule,
+        function: Callable[..., Tensor],
+        args: Sequence[Any],
+    ) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         # Checkpointing may return a copy of a saved tensor. Only the target identifies the gradient's place.
-        ctx.deferral, ctx.target = deferral, target
-        if bias is not None:
-            ctx.bias_dtype = bias.dtype
-        return autograd.without_base(F.linear(x, weight, bias))
+        ctx.rule = rule
+        return autograd.without_base(function(*args))
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x, _, of_bias, *_ = ctx.needs_input_grad
-        dx = _lay_out_like(x, linear_input_gradient(dy, weight).to(x.dtype)) if of_x else None
-        x, dy = _detach(x, dy)
-        pending = PendingGradient(ctx.deferral.layer, LINEAR, ctx.target, x, dy)
-        dw = LINEAR.of_weight(dy, x) if ctx.deferral.is_due_now(pending, ctx.next_functions[1][0]) else None
-        db = rows(dy).sum(0, dtype=ctx.bias_dtype) if of_bias else None
-        return dx, dw, db, None, None
+        rule: _Rule = ctx.rule
+        product, further = cast(WholeProduct, rule.product), rule.further.values
+        if product.lay_out is not None:
+            dy = product.lay_out(dy, *further)
+        dx = product.of_input(dy, x, weight, *further) if of_x else None
+        if dx is not None and dx.dtype != x.dtype:
+            dx = dx.to(x.dtype)
+        x, kept_dy = _detach(x, dy)
+        pending = PendingGradient(rule.deferral.layer, product, rule.target, x, kept_dy, rule.further, inner=rule.inner)
+        dw = pending.gradient() if rule.deferral.is_due_now(pending, ctx.next_functions[1][0]) else None
+        db = product.of_bias(dy, rule.bias_dtype, *further) if of_bias else None
+        return dx, dw, db, None, None, None
 
 
 class _DeferredProduct(torch.autograd.Function):
@@ -618,48 +687,35 @@ class _DeferredProduct(torch.autograd.Function):
     records."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        y: Tensor,
-        bias: Tensor | None,
-        rule: _Rule,
-        *more: Tensor,
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, y: Tensor, rule: _Rule, *more: Tensor) -> Tensor:
         # For a weight made from parameters, `weight` is the largest of these, and `more` are the others.
         ctx.save_for_backward(x, *(() if isinstance(rule.target, autograd.Made) else more))
-        ctx.deferral, ctx.inner, ctx.rule = rule.deferral, rule.inner, rule
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.rule = rule
         return y.detach()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        deferral, target, product, further, inner, channels = ctx.rule
+        rule: _Rule = ctx.rule
         kept_dy, x, *more = _detach(dy, *ctx.saved_tensors)
-        pending = PendingGradient(deferral.layer, product, target, x, kept_dy, further, tuple(more), inner=inner)
+        pending = PendingGradient(
+            rule.deferral.layer, rule.product, rule.target, x, kept_dy, rule.further, tuple(more), inner=rule.inner
+        )
         _, of_weight, _, *after = [node for node, _ in ctx.next_functions]
-        made = target if isinstance(target, autograd.Made) else None
+        made = rule.target if isinstance(rule.target, autograd.Made) else None
         others = after[len(after) - len(made.leaves) + 1 :] if made is not None else []
         gradients: Sequence[Tensor | None] = [None for _ in (0, *(more if made is None else others))]
-        if deferral.is_due_now(pending, of_weight, *others):
+        if rule.deferral.is_due_now(pending, of_weight, *others):
             dw = pending.gradient()
             gradients = made.of_leaves(dw) if made is not None else [dw, *gradients[1:]]
-        db = None
-        if ctx.bias_dtype is not None:
-            db = dy.sum([each for each in range(dy.dim()) if each != channels], dtype=ctx.bias_dtype)
-        return None, gradients[0], dy, db, None, *gradients[1:]
+        return None, gradients[0], dy, None, *gradients[1:]
 
 
 autograd.copy_type(_DeferredProduct, lambda x, weight, y, *_: y)
 autograd.copy_type(_SharedCast, lambda x, dtype, *_: x.to(dtype))
-autograd.copy_type(_DeferredLinear, lambda x, weight, bias, *_: F.linear(x, weight, bias))
-
-
-def _lay_out_like(x: Tensor, dx: Tensor) -> Tensor:
-    """dX of a transposed x, transposed as autograd does: torch requires contiguous gradients between stages."""
-    is_transposed = x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
-    return dx.mT.contiguous().mT if is_transposed else dx
+autograd.copy_type(_DeferredWhole, lambda x, weight, bias, rule, function, args: function(*args))
+for _function in (_DeferredWhole, _DeferredProduct):
+    # For `graph_products` and `later`, instead of attributes that each call would set.
+    autograd.add_properties(_function, deferral=lambda node: node.rule.deferral, inner=lambda node: node.rule.inner)
 
 
 def _detach(*tensors: Tensor) -> list[Tensor]:

@@ -17,7 +17,7 @@ from zbpipe.runtime._torch import autograd
 from zbpipe.runtime.arguments import require_callable
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.split.contents import RUNS, Checks, differ, fingerprints
-from zbpipe.runtime.split.further import NONE, Further, find_taken
+from zbpipe.runtime.split.further import NONE, Further
 
 
 class WeightProduct:
@@ -25,7 +25,7 @@ class WeightProduct:
 
     Args:
         weight_gradient: Maps (dy, x, ...) to the gradient of the weight, in the weight's shape. It also gets the
-            further arguments of f, except None values that it does not take.
+            further arguments of f, except None at the end or by name.
         as_matrices: Maps the same to two matrices whose product is that gradient. W can add such a product to `.grad`
             by one kernel.
 
@@ -42,12 +42,10 @@ class WeightProduct:
         self.as_matrices = as_matrices
         self.weight_gradient = weight_gradient or self._multiply
         require_callable(weight_gradient=self.weight_gradient)
-        # Checked here, because the compiler traces the rest.
-        self._taken = find_taken(as_matrices or self.weight_gradient)
 
     def of_weight(self, dy: Tensor, x: Tensor, further: Further = NONE, tensors: Sequence[Tensor] = ()) -> Tensor:
         """The gradient of the weight."""
-        args, options = further.taken(self._taken, tensors)
+        args, options = further.fill_in(tensors)
         return self.weight_gradient(dy, x, *args, **options)
 
     def _multiply(self, dy: Tensor, x: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -68,15 +66,53 @@ def rows(tensor: Tensor) -> Tensor:
 
 
 def _linear_as_matrices(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    return rows(dy).t(), rows(x).to(dy.dtype).conj()
+    return rows(dy).t(), rows(as_constant(x, dy))
 
 
-def linear_input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
+class WholeProduct(WeightProduct):
+    """A product of x, a weight and at most a bias, whose other gradients zbpipe also knows.
+
+    `of_input` maps (dy, x, weight, ...) to the gradient of x, `of_bias` (dy, dtype, ...) to that of the bias, and
+    `lay_out` (dy, ...) to dY as the kernels of both halves read it. All get the further arguments of `weight_gradient`,
+    which are no tensors.
+    """
+
+    def __init__(
+        self,
+        weight_gradient: Callable[..., Tensor] | None = None,
+        *,
+        as_matrices: Callable[..., tuple[Tensor, Tensor]] | None = None,
+        of_input: Callable[..., Tensor],
+        of_bias: Callable[..., Tensor] | None = None,
+        lay_out: Callable[..., Tensor] | None = None,
+    ) -> None:
+        super().__init__(weight_gradient, as_matrices=as_matrices)
+        self.of_input, self.of_bias, self.lay_out = of_input, of_bias or sum_rows, lay_out
+
+
+def sum_rows(dy: Tensor, dtype: torch.dtype | None, *further: Any) -> Tensor:
+    """The gradient of a bias that is added to each row."""
+    return rows(dy).sum(0, dtype=dtype)
+
+
+def as_constant(factor: Tensor, dy: Tensor) -> Tensor:
+    """The factor by which dY is multiplied: conjugate, in the dtype of dY."""
+    factor = factor if factor.dtype == dy.dtype else factor.to(dy.dtype)
+    return factor.conj() if factor.is_complex() else factor
+
+
+def lay_out_like(x: Tensor, dx: Tensor) -> Tensor:
+    """dX of a transposed x, transposed as autograd does: torch requires contiguous gradients between stages."""
+    is_transposed = x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
+    return dx.mT.contiguous().mT if is_transposed else dx
+
+
+def linear_input_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """The gradient of x in `torch.nn.functional.linear`."""
-    return dy.matmul((weight if weight.dtype == dy.dtype else weight.to(dy.dtype)).conj())
+    return lay_out_like(x, dy.matmul(as_constant(weight, dy)))
 
 
-LINEAR = WeightProduct(as_matrices=_linear_as_matrices)
+LINEAR = WholeProduct(as_matrices=_linear_as_matrices, of_input=linear_input_gradient)
 """`torch.nn.functional.linear` of x: (..., in). A bias gets its gradient in I.
 
 >>> dy, x = torch.ones(5, 4), torch.ones(5, 3)

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from zbpipe.runtime._torch import autograd
 from zbpipe.runtime.split.further import NONE, Further, separate_tensors, with_factors_first
-from zbpipe.runtime.split.products import GROUPED_MM, LINEAR, WeightProduct, rows
+from zbpipe.runtime.split.products import (
+    GROUPED_MM,
+    LINEAR,
+    WeightProduct,
+    WholeProduct,
+    as_constant,
+    lay_out_like,
+    rows,
+)
 
 
 class Factors(NamedTuple):
@@ -34,8 +42,10 @@ class Factors(NamedTuple):
     """Multiplications per element of dY; 0 for as many as a row of x has elements."""
     is_cast: bool = True
     """Whether autocast casts x."""
+    is_whole: bool = False
+    """Whether `product` is a `WholeProduct` and the call has no factors but x and the weight, and no other summand than
+    `bias`."""
     bias: Tensor | None = None
-    """A bias whose gradient the kernel computes together with the weight's, if at all. I sums dY instead."""
 
 
 Reader = Callable[..., Iterator[Factors]]
@@ -55,26 +65,36 @@ def read_declared(product: WeightProduct) -> Reader:
 
 
 def _rows_to_the_left(dy: Tensor, x: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
-    return rows(x).to(dy.dtype).conj().t(), rows(dy)
+    return rows(as_constant(x, dy)).t(), rows(dy)
 
 
-_RIGHT = WeightProduct(as_matrices=_rows_to_the_left)
+def _multiply(one: Tensor, other: Tensor, shape: Sequence[int]) -> Tensor:
+    """The matrix product, summed to this shape where it was broadcast."""
+    is_batch = one.dim() == other.dim() == len(shape) == 3 and one.shape[0] == other.shape[0] == shape[0]
+    return torch.bmm(one, other) if is_batch else one.matmul(other).sum_to_size(shape)
+
+
+def _right_input_gradient(dy: Tensor, x: Tensor, weight: Tensor, *shape: int) -> Tensor:
+    return lay_out_like(x, _multiply(dy, as_constant(weight, dy).mT, x.shape))
+
+
+_RIGHT = WholeProduct(as_matrices=_rows_to_the_left, of_input=_right_input_gradient)
 """x @ weight, for x: (..., in) and one weight: (in, out)."""
 
 
 def _batched_right(dy: Tensor, x: Tensor, *shape: int) -> Tensor:
-    return (x.to(dy.dtype).conj().mT @ dy).sum_to_size(*shape)
+    return _multiply(as_constant(x, dy).mT, dy, shape)
 
 
 def _left(dy: Tensor, x: Tensor, *shape: int) -> Tensor:
     if len(shape) > 2 or dy.dim() == x.dim() == 2:
-        return (dy @ x.to(dy.dtype).conj().mT).sum_to_size(*shape)
+        return _multiply(dy, as_constant(x, dy).mT, shape)
     summed = [n for n in range(dy.dim()) if n != dy.dim() - 2]
-    gradient: Tensor = torch.tensordot(dy, x.to(dy.dtype).conj(), (summed, summed))
+    gradient: Tensor = torch.tensordot(dy, as_constant(x, dy), (summed, summed))
     return gradient
 
 
-_BATCHED_RIGHT, _LEFT = WeightProduct(_batched_right), WeightProduct(_left)
+_BATCHED_RIGHT, _LEFT = WholeProduct(_batched_right, of_input=_right_input_gradient), WeightProduct(_left)
 
 
 def _read_matmul(*args: Any, **options: Any) -> Iterator[Factors]:
@@ -82,28 +102,35 @@ def _read_matmul(*args: Any, **options: Any) -> Iterator[Factors]:
     if options:
         return
     if other.dim() == 2:
-        yield Factors(input, other, _RIGHT, inner=other.shape[0])
+        yield Factors(input, other, _RIGHT, inner=other.shape[0], is_whole=True)
     elif other.dim() > 2 and input.dim() > 1:
-        yield Factors(input, other, _BATCHED_RIGHT, Further(tuple(other.shape)), inner=other.shape[-2])
+        further = Further(tuple(other.shape))
+        yield Factors(input, other, _BATCHED_RIGHT, further, inner=other.shape[-2], is_whole=True)
     if input.dim() > 1 and other.dim() > 1:
         yield Factors(other, input, _LEFT, Further(tuple(input.shape)), inner=input.shape[-1])
 
 
 def _read_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Iterator[Factors]:
     if alpha == 1:
-        yield from _read_matmul(mat1, mat2)
+        for factors in _read_matmul(mat1, mat2):
+            is_whole = factors.is_whole and beta == 1 and input.dim() == 1
+            yield factors._replace(is_whole=is_whole, bias=input)
 
 
 def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Factors]:
     if weight.dim() == 2:
-        yield Factors(input, weight, LINEAR)
+        yield Factors(input, weight, LINEAR, is_whole=bias is None or bias.dim() < 2, bias=bias)
 
 
-def _einsum(dy: Tensor, x: Tensor, equation: str) -> Tensor:
-    return torch.einsum(equation, dy, x.to(dy.dtype).conj())
+def _einsum(dy: Tensor, x: Tensor, of_weight: str, of_input: str) -> Tensor:
+    return torch.einsum(of_weight, dy, as_constant(x, dy))
 
 
-_EINSUM = WeightProduct(_einsum)
+def _einsum_input_gradient(dy: Tensor, x: Tensor, weight: Tensor, of_weight: str, of_input: str) -> Tensor:
+    return torch.einsum(of_input, dy, as_constant(weight, dy))
+
+
+_EINSUM = WholeProduct(_einsum, of_input=_einsum_input_gradient)
 
 
 def _read_einsum(equation: str, *operands: Any) -> Iterator[Factors]:
@@ -111,13 +138,14 @@ def _read_einsum(equation: str, *operands: Any) -> Iterator[Factors]:
         operands = tuple(operands[0])
     for place, further, inner in _find_factors(equation, tuple([each.shape for each in operands])):
         # Without a sum einsum multiplies elements, which autocast leaves alone.
-        yield Factors(operands[1 - place], operands[place], _EINSUM, further, inner=inner, is_cast=inner > 1)
+        x, weight = operands[1 - place], operands[place]
+        yield Factors(x, weight, _EINSUM, further, inner=inner, is_cast=inner > 1, is_whole=bool(further.values[1]))
 
 
 @lru_cache(1024)
 def _find_factors(equation: str, shapes: tuple[torch.Size, ...]) -> Sequence[tuple[int, Further, int]]:
-    """Places of operands that can be the weight, with the equation of their gradient and multiplications per element
-    of the result."""
+    """Places of operands that can be the weight, with the equations of its gradient and of that of x (empty if there
+    is none), and multiplications per element of the result."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     # An implicit output, a diagonal or an ellipsis is left alone.
@@ -133,7 +161,9 @@ def _find_factors(equation: str, shapes: tuple[torch.Size, ...]) -> Sequence[tup
         own, other = terms[place], terms[1 - place]
         if set(own) <= set(other + output):
             summed = set(own + other) - set(output)
-            found.append((place, Further((f"{output},{other}->{own}",)), prod(sizes[letter] for letter in summed)))
+            of_input = f"{output},{own}->{other}" if set(other) <= set(own + output) else ""
+            further = Further((f"{output},{other}->{own}", of_input))
+            found.append((place, further, prod(sizes[letter] for letter in summed)))
     return found
 
 
@@ -142,27 +172,49 @@ class _Convolution(NamedTuple):
 
     shape: torch.Size
     """The weight's."""
-    stride: list[int]
-    padding: list[int]
-    dilation: list[int]
-    transposed: bool
-    output_padding: list[int]
-    groups: int
+    format: torch.memory_format
+    """Memory format in which the kernels read their tensors."""
+    settings: tuple[list[int], list[int], list[int], bool, list[int], int]
+    """Stride, padding, dilation, whether transposed, output padding, groups."""
 
 
 def _convolution(dy: Tensor, x: Tensor, call: _Convolution) -> Tensor:
-    is_single = x.dim() < len(call.shape)
-    x, dy = (each.unsqueeze(0) if is_single else each for each in (x.to(dy.dtype), dy))
     # The kernel reads only the shape of the weight.
-    weight = dy.new_empty(1).expand(call.shape)
-    gradient: Tensor
-    _, gradient, _ = torch.ops.aten.convolution_backward(
-        dy, x, weight, None, *call[1:], output_mask=[False, True, False]
+    return _differentiate(dy, as_constant(x, dy), dy.new_empty(1).expand(call.shape), call, of_input=False)
+
+
+def _convolution_input_gradient(dy: Tensor, x: Tensor, weight: Tensor, call: _Convolution) -> Tensor:
+    # The kernel reads only the shape of x, but would first copy one that is not contiguous.
+    like = x if x.is_contiguous() or call.format is not torch.contiguous_format else dy.new_empty(x.shape)
+    return _differentiate(dy, as_constant(like, dy), as_constant(weight, dy), call, of_input=True)
+
+
+def _differentiate(dy: Tensor, x: Tensor, weight: Tensor, call: _Convolution, of_input: bool) -> Tensor:
+    if is_single := x.dim() < len(call.shape):
+        x, dy = x.unsqueeze(0), dy.unsqueeze(0)
+    gradients = torch.ops.aten.convolution_backward.default(
+        dy, x, weight, None, *call.settings, output_mask=[of_input, not of_input, False]
     )
-    return gradient
+    gradient: Tensor = gradients[0 if of_input else 1]
+    return gradient.squeeze(0) if is_single and of_input else gradient
 
 
-_CONVOLUTION = WeightProduct(_convolution)
+def _convolution_bias_gradient(dy: Tensor, dtype: torch.dtype | None, call: _Convolution) -> Tensor:
+    # Kernels compute it together with the weight's gradient, if at all.
+    channels = dy.dim() - len(call.shape) + 1
+    return dy.sum([each for each in range(dy.dim()) if each != channels], dtype=dtype)
+
+
+def _lay_out_for_convolution(dy: Tensor, call: _Convolution) -> Tensor:
+    return dy.contiguous(memory_format=call.format) if dy.dim() == len(call.shape) else dy.contiguous()
+
+
+_CONVOLUTION = WholeProduct(
+    _convolution,
+    of_input=_convolution_input_gradient,
+    of_bias=_convolution_bias_gradient,
+    lay_out=_lay_out_for_convolution,
+)
 
 
 def _read_convolution(
@@ -215,8 +267,15 @@ def _convolve(
     """The product for a stride, padding, dilation and output padding. Complex ones have no kernel of their own."""
     if not weight.is_complex():
         stride, padding, dilation, end = (_per_dimension(each, weight.dim() - 2) for each in settings)
-        call = _Convolution(weight.shape, stride, padding, dilation, is_transposed, end, groups)
-        yield Factors(x, weight, _CONVOLUTION, Further((call,)), inner=inner, bias=bias)
+        numbers = stride, padding, dilation, is_transposed, end, groups
+        call = _Convolution(weight.shape, _find_format(x, weight), numbers)
+        yield Factors(x, weight, _CONVOLUTION, Further((call,)), inner=inner, is_whole=True, bias=bias)
+
+
+def _find_format(*factors: Tensor) -> torch.memory_format:
+    wanted = {4: torch.channels_last, 5: torch.channels_last_3d}.get(factors[0].dim(), torch.contiguous_format)
+    is_wanted = any(each.is_contiguous(memory_format=wanted) and not each.is_contiguous() for each in factors)
+    return wanted if is_wanted else torch.contiguous_format
 
 
 def _per_dimension(value: Any, size: int) -> list[int]:
