@@ -357,13 +357,17 @@ class Cell(NamedTuple):
     """Whether torch's sanitizer of streams looks on."""
     shards: int = 1
     """Number of ranks over which FSDP2 shards each stage."""
+    mode: str = "overlap"
+    """What FSDP2 does beside the computations."""
+    compiled: bool = False
 
     @property
     def processes(self) -> int:
         return self.ranks * self.shards
 
     def __str__(self) -> str:
-        how = [*([f"FSDP2 over {self.shards}"] if self.shards > 1 else [])]
+        how = [*([f"FSDP2 over {self.shards}, {self.mode}"] if self.shards > 1 else [])]
+        how += ["compiled"] if self.compiled else []
         how += [*(["W delayed"] if self.delayed else []), *(["under TORCH_CUDA_SANITIZER"] if self.sanitized else [])]
         return ", ".join([f"p = {self.ranks}, {self.schedule}, {self.backend}", *how])
 
@@ -377,6 +381,9 @@ PLAIN_CELLS = [
     Cell(4, "ZBV", "fifo_queue_per_edge"),
     Cell(2, "ZBV", shards=2),
     Cell(2, "ZBH1", shards=2),
+    Cell(2, "ZBV", shards=2, mode="reshard"),
+    Cell(2, "ZBV", compiled=True),
+    Cell(2, "ZBV", shards=2, compiled=True),
 ]
 GPU_CELLS = [
     *(cell._replace(delayed=True) for cell in PLAIN_CELLS),
@@ -481,8 +488,13 @@ def _train(cell: Cell, rank: int, device: torch.device, microbatches: int = 8) -
         for part in parts.values():
             fully_shard(part, mesh=DeviceMesh.from_group(shards, device.type))
             part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo has no reduction that scales
+    if cell.compiled:
+        for part in parts.values():
+            part.compile()
     stages = [PipelineStage(part, index, num_stages, device, group=group) for index, part in parts.items()]
-    schedule: Any = zbpipe.build_pipeline_schedule(cell.schedule, stages, microbatches, nn.functional.mse_loss)
+    schedule: Any = zbpipe.build_pipeline_schedule(
+        cell.schedule, stages, microbatches, nn.functional.mse_loss, fsdp_mode=cell.mode
+    )
     torch.manual_seed(1)
     x, target = torch.randn(2, microbatches, tokens, dim).to(device)
     with hooks.hook(schedule, hooks.HookOrder.RECORD, _late_w) if cell.delayed else nullcontext():
