@@ -207,6 +207,36 @@ def test_what_waits_gets_the_gradients_of_autograd(name: str, run: str) -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5 if "cast" in name else 1e-11, atol=1e-11)
 
 
+@pytest.mark.parametrize(
+    "name", ["@", "@ T", "linear", "mm by keyword of x", "select", "einsum", "batched @", "conv1d"]
+)
+def test_what_was_learned_of_a_call_holds_for_other_inputs(name: str) -> None:
+    """Of another shape, another dtype, without a gradient, in another layout."""
+    torch.manual_seed(0)
+    case = CASES.get(name) or Case(lambda s, x: torch.mm(input=x.flatten(0, 1), mat2=s.w).view(x.shape), SQUARE)
+    layer = Own(case)
+    plain, gradients = copy.deepcopy(layer), WeightGradients()
+    defer_weights(layer, gradients)
+    rows, *rest = case.x
+    inputs = [torch.randn(number, *rest) for number in (rows, rows + 2, 1)]
+    inputs += [torch.randn(*reversed(case.x)).permute(2, 1, 0), torch.randn(rows, 1, 1).expand(case.x)]
+    for dtype in (torch.float32, torch.float64):
+        for each in (layer, plain):
+            each.to(dtype).zero_grad()
+        for x in (each.to(dtype) for each in inputs):
+            with gradients.record() as pending:
+                layer(x).square().sum().backward()
+            plain(x).square().sum().backward()
+            with gradients.record() as more:
+                found = train(layer, x, RUNS["plain"])
+            assert len(pending) == len(more) == case.deferred
+            for waiting in (*pending, *more):
+                waiting.accumulate()
+            torch.testing.assert_close(found, train(plain, x, RUNS["plain"]))
+        for one, other in zip(layer.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["@", "@ T", "addmm", "select", "einsum", "conv1d", "batched @"])
 def test_under_autocast(name: str) -> None:
     """The same numbers in F, and x is kept in half precision."""
