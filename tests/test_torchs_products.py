@@ -81,6 +81,14 @@ def hooked_transpose(s: Any, x: Tensor) -> Tensor:
     return y
 
 
+def hooked_nodes(s: Any, x: Tensor) -> Tensor:
+    """Hooks on the nodes of views."""
+    one, other = s.w[0], s.w[1].T
+    for view in (one, other):
+        view.grad_fn.register_prehook(lambda gradients: (3 * gradients[0],) if gradients[0] is not None else None)
+    return x @ one + x @ other
+
+
 def normalised(s: Any, x: Tensor) -> Tensor:
     weight = F.normalize(s.w, dim=1)
     return torch.tanh(x @ weight) @ weight.T
@@ -166,6 +174,7 @@ CASES = {
     "detached": Case(lambda s, x: x @ s.w.detach().requires_grad_()[0] + x @ s.w[1], (2, *SQUARE)),
     "hook on a part": Case(hooked, (2, *SQUARE), 0),
     "hook on a transpose": Case(hooked_transpose, SQUARE, 0),
+    "hooks on nodes of views": Case(hooked_nodes, (2, *SQUARE), 2, in_checkpoint=0),
     "chosen by index": Case(lambda s, x: x @ s.w[torch.tensor([0, 1, 2])], (3, *SQUARE), in_checkpoint=0),
     "no product": Case(lambda s, x: (x * s.w).clamp(min=s.w.min()), (WIDTH, WIDTH), 0, x=(3, WIDTH, WIDTH)),
 }

@@ -115,7 +115,10 @@ def has_hooks(weight: Tensor) -> bool:
 
 def has_hooks_on_node(weight: Tensor) -> bool:
     """Whether the node with which autograd adds to `weight.grad` has hooks."""
-    node = get_gradient_edge(weight).node
+    return _is_hooked(get_gradient_edge(weight).node)
+
+
+def _is_hooked(node: Node) -> bool:
     # torch does not list them. But all hooks of a node share a dictionary, which the handle of a new hook knows.
     for register in (node.register_hook, node.register_prehook):
         handle = register(lambda *gradients: None)
@@ -326,7 +329,7 @@ def find_part(tensor: Tensor) -> Part | None:
         return None
     # For autograd, the view of a detached tensor belongs to that one.
     end = get_gradient_edge(leaf).node if leaf.is_leaf and leaf.requires_grad else None
-    if end is None or not _leads_to(tensor.grad_fn, end):
+    if end is None or not _leads_to(tensor.grad_fn, end, _is_hooked):
         return None
     reach = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -336,9 +339,11 @@ def find_part(tensor: Tensor) -> Part | None:
     return Part(leaf, tensor.shape, tensor.stride(), int(tensor.storage_offset() - leaf.storage_offset()), end)
 
 
-def _leads_to(node: Node | None, end: Node) -> bool:
-    """Whether all of the node's gradient goes to `end`, through nodes with one input."""
+def _leads_to(node: Node | None, end: Node, is_barred: Callable[[Node], bool] = lambda node: False) -> bool:
+    """Whether all of the node's gradient goes to `end`, through nodes with one input that are not barred."""
     while node is not None and node is not end:
+        if is_barred(node):
+            return False
         following = node.next_functions
         node = following[0][0] if len(following) == 1 else None
     return node is end

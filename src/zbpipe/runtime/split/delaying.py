@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from zbpipe.runtime._torch import autograd
+from zbpipe.runtime.attributes import declares, plain_attribute
 from zbpipe.runtime.split.products import LINEAR, PendingGradient
 
 
 def delays(layer: Any) -> bool:
     """Whether a layer was made to delay its weight gradients."""
-    store = getattr(layer, "wgrad_store", None)
-    return hasattr(layer, "backward_dw") and getattr(store, "context", None) is not None
+    store = plain_attribute(layer, "wgrad_store")
+    return declares(layer, "backward_dw") and getattr(store, "context", None) is not None
 
 
 def delay_in_i_alone(module: nn.Module) -> Sequence[nn.Module]:
