@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from compatibility import Row
+from compatibility import Row, Table, by_checkpointing
 from titan_jobs import LLAMA, Titan, assert_trains_alike, flavor, pipeline
 
 from zbpipe.frameworks.titan.versions import find_installed
 
-SCHEDULES = ("ZBV", "ZBH1", "VHalf")
 CHECKPOINTING = ("none", "selective", "full")
 COMPILING = ("eager", "compiled")
 
@@ -38,14 +37,25 @@ class Cell:
     """In all ranks together."""
 
 
-def matrix(schedules: Iterable[str] = SCHEDULES) -> dict[str, Cell]:
-    """Every schedule with every kind of checkpointing, with and without the compiler."""
-    return {
-        f"{schedule} {checkpointing} {COMPILING[compiled]}": Cell("", schedule, checkpointing, compiled)
-        for schedule in schedules
-        for checkpointing in CHECKPOINTING
-        for compiled in (False, True)
+MATRIX = {
+    f"ZBV {checkpointing} {COMPILING[compiled]}": Cell(checkpointing=checkpointing, compiled=compiled)
+    for checkpointing in CHECKPOINTING
+    for compiled in (False, True)
+}
+"""ZBV with every kind of checkpointing, with and without the compiler."""
+
+
+def table_of_matrix(seen: Mapping[str, str]) -> Table:
+    """The page's table of `MATRIX`, from what became of each cell."""
+    outcomes = {
+        (cell.schedule, cell.checkpointing, COMPILING[cell.compiled]): seen[name] for name, cell in MATRIX.items()
     }
+    return by_checkpointing(
+        "Schedule, activation checkpointing, torch.compile",
+        'Llama 3. "Compiled" means TorchTitan\'s `--compile.enable`: every block, by Inductor, and the loss.',
+        outcomes,
+        ["ZBV"],
+    )
 
 
 def train_as_without_a_pipeline(titan: Titan, cell: Cell) -> None:

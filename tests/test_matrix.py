@@ -14,7 +14,7 @@ import compatibility
 import pytest
 import torch
 import torch.distributed as dist
-from cells import COMPILING, Cell, matrix, row, train_as_without_a_pipeline
+from cells import MATRIX, Cell, row, table_of_matrix, train_as_without_a_pipeline
 from compatibility import Row, Section
 from models import build_stage, loss_fn
 from rows import ABOUT, ROWS
@@ -28,8 +28,6 @@ import zbpipe
 require_titan("0.3.0")
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
-SCHEDULES = ("ZBV",)
-MATRIX = matrix(SCHEDULES)
 _SHARDED = ("--parallelism.data_parallel_shard_degree", "2")
 _REPLICATED = (
     *("--parallelism.data_parallel_replicate_degree", "2"),
@@ -176,21 +174,13 @@ def test_the_page_says_what_was_seen(request: pytest.FixtureRequest) -> None:
 
 def section() -> Section:
     """This target's part of docs/compatibility.md, as it should be."""
-    outcomes = {
-        (cell.schedule, cell.checkpointing, COMPILING[cell.compiled]): seen[name] for name, cell in MATRIX.items()
-    }
     return Section(
         compatibility.target("torchtitan"),
         f"Tested with {compatibility.seen_with('torch', 'torchtitan')} by `make everything`, which CI runs;"
         " `make compatibility` writes this section. Not tried: CUDA graphs, which need a GPU.",
         compatibility.TITAN,
         [
-            compatibility.by_checkpointing(
-                "Schedule, activation checkpointing, torch.compile",
-                'Llama 3. "Compiled" means TorchTitan\'s `--compile.enable`: every block, by Inductor, and the loss.',
-                outcomes,
-                SCHEDULES,
-            ),
+            table_of_matrix(seen),
             compatibility.features(
                 "More features",
                 'All rows have selective checkpointing, TorchTitan\'s default. "Ranks" are processes.',

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import compatibility
 import pytest
-from cells import COMPILING, Cell, matrix, row, train_as_without_a_pipeline
+from cells import MATRIX, Cell, row, table_of_matrix, train_as_without_a_pipeline
 from compatibility import Row, Section
 from titan_jobs import DEEPSEEK, Titan, flavor, pipeline, require_titan
 
 require_titan("0.2.2")
 pytestmark = pytest.mark.timeout(900)
 
-MATRIX = matrix(["ZBV"])
 _SHARDED = ("--parallelism.data_parallel_shard_degree", "2")
 _HYBRID = ("--parallelism.data_parallel_replicate_degree", "2", *_SHARDED)
 _TENSOR_PARALLEL = ("--parallelism.tensor_parallel_degree", "2")
@@ -111,9 +110,6 @@ def test_the_page_says_what_was_seen(request: pytest.FixtureRequest) -> None:
 
 def section() -> Section:
     """This target's part of docs/compatibility.md, as it should be."""
-    outcomes = {
-        (cell.schedule, cell.checkpointing, COMPILING[cell.compiled]): seen[name] for name, cell in MATRIX.items()
-    }
     return Section(
         compatibility.target("torchtitan"),
         f"Tested with {compatibility.seen_with('torch', 'torchtitan')} by tests/test_titan02.py. CI runs it with torch"
@@ -126,12 +122,7 @@ def section() -> Section:
         " TorchTitan without a pipeline (torch 2.13, CPU).",
         compatibility.TITAN,
         [
-            compatibility.by_checkpointing(
-                "Schedule, activation checkpointing, torch.compile",
-                'Llama 3. "Compiled" means TorchTitan\'s `--compile.enable`: every block, by Inductor, and the loss.',
-                outcomes,
-                ["ZBV"],
-            ),
+            table_of_matrix(seen),
             compatibility.features(
                 "More features",
                 '"Ranks" are processes.',
