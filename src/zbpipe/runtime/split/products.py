@@ -87,10 +87,10 @@ class WholeProduct(WeightProduct):
         lay_out: Callable[..., Tensor] | None = None,
     ) -> None:
         super().__init__(weight_gradient, as_matrices=as_matrices)
-        self.of_input, self.of_bias, self.lay_out = of_input, of_bias or sum_rows, lay_out
+        self.of_input, self.of_bias, self.lay_out = of_input, of_bias or _sum_rows, lay_out
 
 
-def sum_rows(dy: Tensor, dtype: torch.dtype | None, *further: Any) -> Tensor:
+def _sum_rows(dy: Tensor, dtype: torch.dtype | None, *further: Any) -> Tensor:
     """The gradient of a bias that is added to each row."""
     return rows(dy).sum(0, dtype=dtype)
 
@@ -107,12 +107,12 @@ def lay_out_like(x: Tensor, dx: Tensor) -> Tensor:
     return dx.mT.contiguous().mT if is_transposed else dx
 
 
-def linear_input_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+def _linear_input_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """The gradient of x in `torch.nn.functional.linear`."""
     return lay_out_like(x, dy.matmul(as_constant(weight, dy)))
 
 
-LINEAR = WholeProduct(as_matrices=_linear_as_matrices, of_input=linear_input_gradient)
+LINEAR = WholeProduct(as_matrices=_linear_as_matrices, of_input=_linear_input_gradient)
 """`torch.nn.functional.linear` of x: (..., in). A bias gets its gradient in I.
 
 >>> dy, x = torch.ones(5, 4), torch.ones(5, 3)
