@@ -128,8 +128,9 @@ $(VENV)/dev: EXTRAS := titan,dev
 $(VENV)/titan $(VENV)/dev: pyproject.toml | $(BIN)/python
 	@echo "Installing torch and TorchTitan into $(VENV); this takes a few minutes."
 	$(BIN)/pip install --quiet 'torch>=2.14' 'torchtitan>=0.3,<0.4' --editable '.[$(EXTRAS)]'
-	@$(BIN)/python -c 'import zbpipe; zbpipe.plan(4, 6, (1, 1.2, 0.8), 2.5, placements=["v"])'  # compiles the search
-	@$(BIN)/python -c 'import $(IMPORTED), torchtitan.train' 2>/dev/null || true
+	@# At the same time the search is compiled.
+	@$(BIN)/python -c 'import zbpipe; zbpipe.plan(4, 6, (1, 1.2, 0.8), 2.5, placements=["v"])' & \
+		$(BIN)/python -c 'import $(IMPORTED), torchtitan.train' 2>/dev/null; wait
 	@touch $@
 
 $(VENV)-oldest/dev: pyproject.toml | $(VENV)-oldest/bin/python

@@ -20,7 +20,7 @@ def register() -> None:
 
 
 def _load(path: str) -> IterableDataset:
-    return IterableDataset.from_generator(_read, gen_kwargs={"files": list_files(path)})
+    return IterableDataset.from_generator(_read, gen_kwargs={"files": list(list_files(path))})
 
 
 def _read(files: list[str]) -> Iterator[dict[str, str]]:

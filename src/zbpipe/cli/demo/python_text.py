@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sysconfig
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,11 @@ FOLDER = sysconfig.get_path("stdlib")
 _BYTES = 256
 
 
-def list_files(folder: str) -> list[str]:
+@cache
+def list_files(folder: str) -> tuple[str, ...]:
     """All source files below a folder like the standard library's; ValueError if there are none."""
     parts = [part for part in Path(folder).iterdir() if part.name != "site-packages"]
-    files = sorted(str(file) for part in parts for file in _find_sources(part))
+    files = tuple(sorted(str(file) for part in parts for file in _find_sources(part)))
     if not files:
         raise ValueError(f"no Python sources below {folder}: set dataloader.dataset_path to a folder that has some")
     return files
