@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-_CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT = multiprocessing.get_context("forkserver")
+"""Forks processes from one that has imported torch."""
 
 _MEETINGS = 3
 """How often ranks try to join a group: gloo's connections fail once in thousands of groups, when many are made at a
@@ -33,7 +34,7 @@ time."""
 
 def fork_from(*modules: str) -> None:
     """Import these, too, into the process that ranks are forked from; before the first rank is."""
-    _CONTEXT.set_forkserver_preload(["torch.distributed.pipelining", "zbpipe.runtime.build", "pytest", *modules])
+    CONTEXT.set_forkserver_preload(["torch.distributed.pipelining", "zbpipe.runtime.build", "pytest", *modules])
 
 
 fork_from()
@@ -122,9 +123,9 @@ def _started(
         ends: list[Connection] = []
         processes = []
         for rank in range(num_ranks):
-            ours, theirs = _CONTEXT.Pipe(duplex=False)
+            ours, theirs = CONTEXT.Pipe(duplex=False)
             call = (theirs, rank, group, dict(os.environ), function, args)
-            process = _CONTEXT.Process(target=_main, args=call, daemon=True)
+            process = CONTEXT.Process(target=_main, args=call, daemon=True)
             process.start()
             theirs.close()
             ends.append(ours)

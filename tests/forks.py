@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import gc
+import io
 import multiprocessing
+import os
+import runpy
 import signal
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
 from typing import Any
+
+import ranks
+import torch
+import torch.distributed as dist
 
 TIMEOUT = 200
 """Seconds for all calls of a list."""
@@ -21,3 +31,28 @@ def on_forks(function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[A
         results = pool.map(function, arguments, chunksize=1)
     signal.alarm(0)
     return results
+
+
+def run_script(folder: Path, num_ranks: int, *command: str) -> str:
+    """What all ranks print of the script, or the module, and its arguments; run in `folder` as torchrun would."""
+    # As with torchrun, the store is held by none of the ranks.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    jobs = [(folder, rank, num_ranks, store.port, command) for rank in range(num_ranks)]
+    with ranks.CONTEXT.Pool(num_ranks, maxtasksperchild=1) as pool:
+        return "".join(pool.starmap_async(_run_rank, jobs, chunksize=1).get(TIMEOUT))
+
+
+def _run_rank(folder: Path, rank: int, num_ranks: int, port: int, command: tuple[str, ...]) -> str:
+    own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    os.environ |= {name: str(value) for name, value in (own | store).items()}
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    script, sys.argv = command[0], list(command)
+    with redirect_stdout(io.StringIO()) as printed:
+        if script.endswith(".py"):
+            sys.path.insert(0, str(Path(script).parent))
+            runpy.run_path(script, run_name="__main__")
+        else:
+            runpy.run_module(script, run_name="__main__", alter_sys=True)
+    return printed.getvalue()

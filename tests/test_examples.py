@@ -1,4 +1,4 @@
-"""The scripts in examples/, started as their first lines say: losses are those of the same model without a pipeline."""
+"""The scripts in examples/: losses are those of the same model without a pipeline."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 import plain_loop
 import pytest
 import torch
+from forks import run_script
 from titan_jobs import Titan, assert_trains_alike, require_titan, short, start_from
 from torch import nn
 
@@ -24,8 +25,8 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 TIMEOUT = 150
 """Seconds for a script. It takes 10 on two cores of its own."""
 RANKS = 2
-IN_SHORT = ("plain_loop",)
-"""The script that `make test` runs, too."""
+AS_USERS = "plain_loop"
+"""The script that is started as its first lines say, by `make test`, too."""
 STAGES = {"plain_loop": 4, "measure_and_plan": 4, "own_schedule": 2}
 """On two ranks, by script."""
 
@@ -44,10 +45,6 @@ def run(folder: Path, *command: str | Path) -> str:
         process.wait()
     assert process.returncode == 0, output
     return output
-
-
-def run_script(name: str, folder: Path) -> str:
-    return run(folder, "torchrun", "--standalone", "--nproc-per-node", str(RANKS), EXAMPLES / f"{name}.py")
 
 
 def losses_in(output: str) -> list[float]:
@@ -76,10 +73,14 @@ def test_all_scripts_are_tried_and_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in IN_SHORT else pytest.mark.long) for name in STAGES]
+    "name", [pytest.param(name, marks=() if name == AS_USERS else pytest.mark.long) for name in STAGES]
 )
 def test_losses_are_those_without_a_pipeline(name: str, tmp_path: Path) -> None:
-    output = run_script(name, tmp_path)
+    script = str(EXAMPLES / f"{name}.py")
+    if name == AS_USERS:
+        output = run(tmp_path, "torchrun", "--standalone", "--nproc-per-node", str(RANKS), script)
+    else:
+        output = run_script(tmp_path, RANKS, script)
     expected = losses_without_a_pipeline(plain_loop.build_part, STAGES[name])
     assert losses_in(output) == pytest.approx(expected, abs=2e-5)
     if name == "measure_and_plan":

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from forks import run_script
 from models import without_pipeline
 from pipelines import assert_like
 from ranks import run_ranks
@@ -271,15 +272,10 @@ def test_options_reach_the_schedule(tmp_path: Path) -> None:
     assert (tmp_path / "trace.json").exists()
 
 
-def run_module(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return subprocess.run(
-        [*command, "-m", "zbpipe.run", *arguments], capture_output=True, text=True, timeout=120, check=False, cwd=HERE
-    )
-
-
 def test_a_script_that_cannot_be_changed() -> None:
-    ended = run_module("--schedule", "ZBV", "--", str(HERE / "toy_framework.py"), "1F1B", "--its", "own")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command += ["zbpipe.run", "--schedule", "ZBV", "--", str(HERE / "toy_framework.py"), "1F1B", "--its", "own"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=HERE)
     assert ended.returncode == 0, ended.stderr
     assert "0 ('ScheduleZBV', (0, 3)) ['--its', 'own'] __main__" in ended.stdout
     assert "1 ('ScheduleZBV', (1, 2))" in ended.stdout
@@ -287,9 +283,8 @@ def test_a_script_that_cannot_be_changed() -> None:
 
 @pytest.mark.long
 def test_a_module_that_names_the_schedule_itself() -> None:
-    ended = run_module("--", "-m", "toy_framework", "zbh1")
-    assert ended.returncode == 0, ended.stderr
-    assert "0 ('ScheduleZBH1', (0,)) [] __main__" in ended.stdout
+    printed = run_script(HERE, 2, "zbpipe.run", "--", "-m", "toy_framework", "zbh1")
+    assert "0 ('ScheduleZBH1', (0,)) [] __main__" in printed
 
 
 @pytest.mark.parametrize(

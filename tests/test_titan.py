@@ -110,7 +110,6 @@ def test_a_toml_file_that_cuts_the_model_by_hand(titan: Titan, tmp_path: Path) -
 
 
 @pytest.mark.long
-@pytest.mark.versions
 def test_the_demo_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(comparison, "SCHEDULES", ("ZBV",))
 
