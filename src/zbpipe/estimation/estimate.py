@@ -17,6 +17,7 @@ from zbpipe.estimation.rates import Rates, rates
 from zbpipe.estimation.result import NO_PIPELINE, PLAN, Estimate, Memory, Step
 from zbpipe.estimation.workload import Workload
 from zbpipe.planner.plan import plan
+from zbpipe.schedule.garbage import without_collections
 from zbpipe.schedule.ir import OpKind, Placement, Schedule
 from zbpipe.schedule.registry import Algorithm, resolve, schedules
 from zbpipe.simulator.memory import Held, peak_parts
@@ -36,6 +37,7 @@ _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 _AT_LEAST_STAGES = ("1F1B", "DualPipeV")
 
 
+@without_collections()
 def estimate(
     workload: Workload,
     device: str | Device | None = None,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -83,18 +80,6 @@ class Lowering:
         lists = runtime.pipeline_order, runtime.pipeline_order_with_comms
         self._known[schedule] = lowered = Lowered(schedule, lists, receives)
         return lowered
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """Context without garbage collection, which tens of thousands of list objects would trigger."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def find_usual_transport(stage: pipelining.Stage) -> Transport:

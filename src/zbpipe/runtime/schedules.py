@@ -19,7 +19,7 @@ from zbpipe.planner.result import Plan
 from zbpipe.runtime import arguments, checks, tied_weights
 from zbpipe.runtime._torch import abandoned, fsdp, fsdp_overlap, hooks, pipelining, running_ahead
 from zbpipe.runtime._torch.fsdp_overlap import FsdpMode
-from zbpipe.runtime.lowering import Lowering, find_usual_transport, without_collections
+from zbpipe.runtime.lowering import Lowering, find_usual_transport
 from zbpipe.runtime.offload.beside import Copies
 from zbpipe.runtime.offload.copiers import make_copier
 from zbpipe.runtime.optimizer.backup import RandomState
@@ -35,6 +35,7 @@ from zbpipe.runtime.split.products import WeightGradients
 from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.runtime.warm_up import warm_up
 from zbpipe.schedule.files import read_text
+from zbpipe.schedule.garbage import without_collections
 from zbpipe.schedule.ir import OpKind, Schedule, require_whole
 from zbpipe.schedule.registry import Algorithm
 from zbpipe.simulator.offloading import Offload

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Receives
-from zbpipe.schedule.ir import Op, OpKind
+from zbpipe.schedule.ir import KINDS, Op
 from zbpipe.simulator.actions import COMPUTE, Action, Rows, op_of
 from zbpipe.simulator.passes import add_messages, add_waits, free_sends_early, messages_held, place_receives
 from zbpipe.simulator.timeline import Timeline
@@ -79,19 +79,25 @@ def rows_of(timeline: Timeline) -> Rows:
 
 def _worst(costs: CostModel, row: Iterable[tuple[Action, int]]) -> Held:
     """Peak of a rank, from its actions and the number of messages that it holds during each of them."""
-    activations = waiting = 0.0
-    worst = Held()
+    activations = waiting = most = 0.0
+    worst: tuple[float, float, float, float, Action | None] = (0.0, 0.0, 0.0, 0.0, None)
     for action, number in row:
+        stage, kind, _ = action
         messages = number * costs.message_bytes
-        if action.kind not in COMPUTE:
-            worst = max(worst, Held(activations, waiting, messages=messages), key=lambda held: held.total)
+        if kind not in COMPUTE:
+            if (total := activations + waiting + messages) > most:
+                most, worst = total, (activations, waiting, 0.0, messages, None)
             continue
-        op = op_of(action)
-        size, waits = costs.activations[op.stage], costs.waits(op.stage)
+        size, waits = costs.activations[stage], costs.waits(stage)
+        held, deferred = activations, waiting
         # I turns activations into deferred gradients. The larger of the two counts while it runs.
-        more = (size, 0.0) if op.kind is OpKind.F else (0.0, max(costs.adds(op.stage, op.kind), 0.0))
-        now = Held(activations + more[0], waiting + more[1], costs.working_of(op.stage, op.kind), messages, op)
-        worst = max(now, worst, key=lambda held: held.total)  # of equal ones the later, which names its op
-        activations += {OpKind.F: size, OpKind.W: 0.0}.get(op.kind, -size)
-        waiting += {OpKind.I: waits, OpKind.W: -waits}.get(op.kind, 0.0)
-    return worst
+        if kind == "F":
+            held = activations = activations + size
+        else:
+            deferred += max(costs.adds(stage, KINDS[kind]), 0.0)
+            activations -= 0.0 if kind == "W" else size
+            waiting += {"I": waits, "W": -waits}.get(kind, 0.0)
+        working = costs.working_of(stage, KINDS[kind])
+        if (total := held + deferred + working + messages) >= most:  # of equal ones the later, which names its op
+            most, worst = total, (held, deferred, working, messages, action)
+    return Held(*worst[:4], None if worst[4] is None else op_of(worst[4]))
