@@ -417,7 +417,8 @@ def _started_together(cells: Sequence[Cell]) -> list[list[Cell]]:
 def _on_ranks(cells: Sequence[Cell], device: torch.device, timeout: float = 300) -> list[float]:
     """The worst error of each cell, over all ranks. All processes are gone when this returns or raises.
 
-    They are no forks, as those of `ranks.run_ranks` are: torch reads the variable of its sanitizer when it is imported.
+    On a GPU they are no forks, as those of `ranks.run_ranks` are: torch reads the variable of its sanitizer when it is
+    imported.
 
     Raises:
         Exception: a rank's; or TimeoutError.
@@ -425,9 +426,10 @@ def _on_ranks(cells: Sequence[Cell], device: torch.device, timeout: float = 300)
     with tempfile.TemporaryDirectory() as directory:
         variables = {"TORCH_CUDA_SANITIZER": "1"} if cells[0].sanitized else {}
         os.environ.update(variables)
+        method = "spawn" if device.type == "cuda" else "forkserver"
         try:
-            processes = mp.spawn(
-                rank_main, (cells, device, directory), nprocs=cells[0].processes, join=False, daemon=True
+            processes = mp.start_processes(
+                rank_main, (cells, device, directory), cells[0].processes, join=False, daemon=True, start_method=method
             )
         finally:
             for name in variables:
@@ -490,7 +492,7 @@ def _train(cell: Cell, rank: int, device: torch.device, microbatches: int = 8) -
             part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo has no reduction that scales
     if cell.compiled:
         for part in parts.values():
-            part.compile()
+            part.compile(backend="inductor" if device.type == "cuda" else "aot_eager")
     stages = [PipelineStage(part, index, num_stages, device, group=group) for index, part in parts.items()]
     schedule: Any = zbpipe.build_pipeline_schedule(
         cell.schedule, stages, microbatches, nn.functional.mse_loss, fsdp_mode=cell.mode
@@ -577,6 +579,7 @@ def main() -> int:
     modes = list(starmap(Mode, product(arguments.execution, arguments.checkpointing)))
     machine = Machine(device, max(arguments.rounds, 1), modes, arguments.ranks)
     torch.set_num_threads(1)
+    mp.get_context("forkserver").set_forkserver_preload(["fifo", "torch._inductor.compile_fx", "zbpipe.runtime.build"])
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, no deterministic products
     print(", ".join(f"{name} {value}" for name, value in about(device).items()), flush=True)
     lines = []

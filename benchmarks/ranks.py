@@ -34,7 +34,9 @@ time."""
 
 def fork_from(*modules: str) -> None:
     """Import these, too, into the process that ranks are forked from; before the first rank is."""
-    CONTEXT.set_forkserver_preload(["torch.distributed.pipelining", "zbpipe.runtime.build", "pytest", *modules])
+    # Inductor, too: every compiler of torch's imports most of it, which takes a second.
+    imported = ["torch.distributed.pipelining", "torch._inductor.compile_fx", "zbpipe.runtime.build", "pytest"]
+    CONTEXT.set_forkserver_preload([*imported, *modules])
 
 
 fork_from()

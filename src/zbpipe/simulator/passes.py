@@ -14,7 +14,7 @@ from operator import attrgetter
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Receives
 from zbpipe.schedule.event_loop import EventLoop
-from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule, inputs
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule, inputs, users
 from zbpipe.simulator.actions import (
     COMPUTE,
     RECEIVES,
@@ -27,7 +27,6 @@ from zbpipe.simulator.actions import (
     message_of,
     other_end,
     send_of,
-    sends_by_action,
 )
 from zbpipe.simulator.rendezvous import receive_by_rendezvous
 from zbpipe.simulator.timeline import Timeline
@@ -47,24 +46,24 @@ def add_messages(schedule: Schedule) -> Rows:
         1RECV_F0 1F0 1B0 1SEND_B0
     """
     schedule = schedule.computations
-    rank_of = schedule.placement.rank_of
-    round_of: dict[Op, int] = {}
-    free = [0] * schedule.num_ranks
-    """First round in which each rank can run its next op."""
-    for rank, op, dependencies in schedule.order:
-        now = free[rank]
-        for each in dependencies:
-            # A rank that comes later in the round has its turn after this one's.
-            now = max(now, round_of[each] + (rank_of[each.stage] > rank))
-        round_of[op], free[rank] = now, now + 1
+    rank_of, num_stages = schedule.placement.rank_of, schedule.placement.num_stages
     rows: list[list[Action]] = [[] for _ in schedule]
-    sends = sends_by_action(rank_of)
-    for _, rank, op in sorted((round_of[op], rank, op) for rank, op, _ in schedule.order):
+    turn = (0, -1)
+    """Round and rank."""
+
+    def next_turn(rank: int, position: int) -> tuple[int, int]:
+        """The turn in this round if its rank comes later in it, else in the next."""
+        number, now = turn
+        return number + (rank <= now), rank
+
+    for rank, op, _ in EventLoop(schedule.ops, lambda op: inputs(op, num_stages), next_turn):
+        turn = next_turn(rank, 0)
         rows[rank].append(action_of(op))
-        if op.kind is not OpKind.W and (send := send_of(op))[:2] in sends:
-            receive = other_end(send)
+        taker = next((user for user in users(op, num_stages) if rank_of[user.stage] != rank), None)
+        if taker:
+            send = send_of(op)
             rows[rank].append(send)
-            rows[rank_of[receive.stage]].append(receive)
+            rows[rank_of[taker.stage]].append(other_end(send))
     return tuple(map(tuple, rows))
 
 
@@ -134,23 +133,23 @@ def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
     If more than `share` of the computation that runs when the message starts is over by then, the receive goes after
     it.
     """
-    place = {op: n for n, op in enumerate(sort_by_end(timeline))}
-    placed = {action_of(span.op): (place[span.op], span) for row in timeline.spans for span in row if not span.step}
-    made = {other_end(send_of(span.op)): (n, span.end) for n, span in placed.values() if span.op.kind is not OpKind.W}
-    """Place and end of the computation whose result each receive gets."""
+    spans = {action_of(span.op): span for row in timeline.spans for span in row if not span.step}
+    place = {action_of(op): n for n, op in enumerate(sort_by_end(timeline))}
+    maker = {other_end(send_of(span.op)): span for span in spans.values() if span.op.kind is not OpKind.W}
+    """Span of the computation whose result each receive gets."""
 
     def move_receives(row: tuple[Action, ...]) -> Iterator[Action]:
-        waiting = deque(sorted((*made[each], each) for each in row if each.kind in RECEIVES))
+        made = ((place[action_of(maker[each].op)], each) for each in row if each.kind in RECEIVES)
+        waiting = deque(sorted(made))
 
         def due(compute: Action) -> int:
             """Number of waiting receives that come before it."""
-            now, span = placed[compute]
-            needed = (message := message_of(compute)) and other_end(message)
-            most, number = share * (span.end - span.start), 0
-            for n, (maker, end, receive) in enumerate(waiting, start=1):
-                if maker > now:
+            span, number, now = spans[compute], 0, place[compute]
+            most = share * (span.end - span.start)
+            for n, (made, receive) in enumerate(waiting, start=1):
+                if made > now:
                     break
-                if end - span.start <= most or receive == needed:
+                if maker[receive].end - span.start <= most or message_of(receive) == message_of(compute):
                     number = n
             return number
 
@@ -160,11 +159,11 @@ def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
                 continue
             if each.kind in COMPUTE:
                 for _ in range(due(each)):
-                    yield waiting.popleft()[-1]
-                last = placed[each][0]
+                    yield waiting.popleft()[1]
+                last = place[each]
             elif each.kind in SENDS:
                 while waiting and waiting[0][0] < last:
-                    yield waiting.popleft()[-1]
+                    yield waiting.popleft()[1]
             yield each
 
     return tuple(tuple(move_receives(row)) for row in rows)
@@ -199,10 +198,9 @@ def _free_row_early(row: tuple[Action, ...], places: dict[Action, int], placemen
             continue
         needed = message_of(each) if each.kind in COMPUTE else None
         if needed and needed in places:
-            others, sent = owed[placement.rank_of[needed.stage]], places[needed]
-            received = [wait for posted, wait in others if posted < sent]
-            if received:
-                others[:] = [other for other in others if other[0] >= sent]
+            others = owed[placement.rank_of[needed.stage]]
+            received = [wait for posted, wait in others if posted < places[needed]]
+            others[:] = [other for other in others if other[0] >= places[needed]]
             for wait in received:
                 if wait in waits:
                     waits.remove(wait)
@@ -243,13 +241,13 @@ def messages_held(rows: Rows) -> tuple[tuple[int, ...], ...]:
 
 def _held(row: tuple[Action, ...], last_stage: int) -> Iterator[int]:
     held = 0
-    for stage, kind, _ in row:
-        is_forward, is_backward = kind == "F", kind in ("I", "B")
-        comes = (is_forward and stage > 0) or (is_backward and stage < last_stage)
-        goes = (is_forward and stage < last_stage) or (is_backward and stage > 0)
-        held += (kind in RECEIVES) - comes
+    for each in row:
+        is_forward, is_backward = each.kind == "F", each.kind in ("I", "B")
+        comes = (is_forward and each.stage > 0) or (is_backward and each.stage < last_stage)
+        goes = (is_forward and each.stage < last_stage) or (is_backward and each.stage > 0)
+        held += each.kind.startswith("RECV") - comes
         yield held
-        held += goes - (kind in WAITS)
+        held += goes - each.kind.startswith("WAIT_SEND")
 
 
 def sort_by_end(timeline: Timeline) -> Iterator[Op]:
