@@ -24,7 +24,10 @@ os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 pytest.register_assert_rewrite("titan_jobs", "cells", "compatibility")
 gc.disable()  # until all tests are collected: it takes a fifth of the time of the imports
 
-SLOWEST = ("matrix", "zoo", "titan", "gradient_check", "titan_integration", "gradients", "compile", "docs", "schedules")
+SLOWEST = (
+    *("matrix", "titan", "zoo", "published", "titan_step", "titan_integration", "data_parallel", "gradient_check"),
+    *("examples", "first_run", "modes", "split_memory", "gradients", "compile", "docs", "schedules"),
+)
 """Files of tests, the longest first."""
 _deselected = {"deselected": 0}
 """The number of tests that options deselected; each process of pytest-xdist counts all of them."""

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from architectures.case import VOCABULARY, transformer
 from architectures.texts import EXPERTS, GPT, LATENT, SMALL
+from searching import searching_little
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -271,6 +272,7 @@ def share_of(pipe: Any) -> float:
     return float(flops[0] / flops[1]) if flops[1] else 1.0
 
 
+@searching_little()  # else each rank searches for its plan for seconds
 def train_all(jobs: Sequence[Job], folder: Path) -> dict[str, Outcome | str]:
     """Outcomes on this rank, or what a job raised."""
     world = dist.get_world_size()

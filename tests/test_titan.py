@@ -83,15 +83,6 @@ def test_a_table_of_any_placement(titan: Titan, tmp_path: Path, num_stages: int)
     assert f"Using zbpipe's pipeline schedule {name} with 4 microbatches" in job.log
 
 
-@needs_02
-def test_torchs_own_gradients_are_of_the_sum_too(titan: Titan) -> None:
-    """So that zbpipe's schedules change nothing but the schedule."""
-    ours, torchs = (titan.train(*pipeline(name), num_ranks=2) for name in ("ZBV", "1F1B"))
-    for one, other in zip(ours.steps, torchs.steps, strict=True):
-        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
-        assert one["grad_norm"] > 300
-
-
 MODULES = [["tok_embeddings"], ["layers.0", "layers.1", "layers.2"], ["layers.3", "layers.4", "layers.5"]]
 
 
