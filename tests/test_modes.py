@@ -305,9 +305,13 @@ REFUSED = [OTHER, *(Event("wrong", is_split=True, wrong=wrong) for wrong in WRON
 FIXED = [(name, bool(n), steps) for name in NAMES for n, steps in enumerate((SIZES, [*BEFORE, *FOUND, *REFUSED]))]
 
 
-@pytest.mark.parametrize(("num_ranks", "number"), [(2, 12), pytest.param(3, 25, marks=pytest.mark.long)])
-def test_any_sequence_on_several_ranks(num_ranks: int, number: int) -> None:
-    run_ranks(num_ranks, run_all, [*FIXED, *drawn(number)], timeout=600)
+def test_any_sequence_on_two_ranks() -> None:
+    run_ranks(2, run_all, [*FIXED, *drawn(12)], timeout=600)
+
+
+@pytest.mark.long
+def test_any_sequence_on_three_ranks() -> None:
+    run_ranks(3, run_all, drawn(25), timeout=600)
 
 
 def with_fsdp(mode: Grad) -> None:
