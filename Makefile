@@ -38,7 +38,7 @@ types:
 tests:
 	$(PYTEST) $(SELECT)
 
-# Tests that wait, for ranks or a browser, run beside those that compute. Each process takes ten seconds to begin.
+# Tests that wait, for ranks or a browser, run beside those that compute. Each process takes four seconds to begin.
 WORKERS := 3
 SPREAD := -q --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 PYTEST := $(BIN)/pytest $(SPREAD)

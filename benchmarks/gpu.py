@@ -29,6 +29,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from harness import JSON, about, choose_device, meter, parser, seconds, single_rank, synchronize, write_json
 from llama import Block, Checkpointing, checkpointed
+from ranks import fork_from
 from split_backward import DTYPES, SIZES, Execution, Mode, compare
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -579,7 +580,7 @@ def main() -> int:
     modes = list(starmap(Mode, product(arguments.execution, arguments.checkpointing)))
     machine = Machine(device, max(arguments.rounds, 1), modes, arguments.ranks)
     torch.set_num_threads(1)
-    mp.get_context("forkserver").set_forkserver_preload(["fifo", "torch._inductor.compile_fx", "zbpipe.runtime.build"])
+    fork_from("fifo")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, no deterministic products
     print(", ".join(f"{name} {value}" for name, value in about(device).items()), flush=True)
     lines = []

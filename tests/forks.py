@@ -14,10 +14,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import ranks
-import torch
-import torch.distributed as dist
-
 TIMEOUT = 200
 """Seconds for all calls of a list."""
 
@@ -35,6 +31,9 @@ def on_forks(function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[A
 
 def run_script(folder: Path, num_ranks: int, *command: str) -> str:
     """What all ranks print of the script, or the module, and its arguments; run in `folder` as torchrun would."""
+    import ranks
+    import torch.distributed as dist
+
     # As with torchrun, the store is held by none of the ranks.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     jobs = [(folder, rank, num_ranks, store.port, command) for rank in range(num_ranks)]
@@ -42,10 +41,17 @@ def run_script(folder: Path, num_ranks: int, *command: str) -> str:
         return "".join(pool.starmap_async(_run_rank, jobs, chunksize=1).get(TIMEOUT))
 
 
-def _run_rank(folder: Path, rank: int, num_ranks: int, port: int, command: tuple[str, ...]) -> str:
+def torchrun_variables(rank: int, num_ranks: int, port: int) -> dict[str, str]:
+    """The environment that torchrun gives a rank, with the port of its store."""
     own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
-    os.environ |= {name: str(value) for name, value in (own | store).items()}
+    return {name: str(value) for name, value in (own | store).items()}
+
+
+def _run_rank(folder: Path, rank: int, num_ranks: int, port: int, command: tuple[str, ...]) -> str:
+    import torch
+
+    os.environ |= torchrun_variables(rank, num_ranks, port)
     os.chdir(folder)
     torch.set_num_threads(1)
     script, sys.argv = command[0], list(command)

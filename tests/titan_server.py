@@ -19,6 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from forks import torchrun_variables
 from searching import searching_little
 
 from zbpipe.cli.demo.launch import demo_arguments
@@ -45,7 +46,7 @@ def import_titan() -> None:
     # To parse a command line it imports more, and reads the options' comments from the sources.
     plug.ConfigManager().parse_args(demo_arguments(Path(), "llama3_python_stdlib"))  # type: ignore[attr-defined]
     python_text.list_files(python_text.FOLDER)
-    # In a rank, a look at the names of all modules copies the memory that it shares: a third of a second.
+    # In a rank, a look at the names of all modules copies the memory that it shares: a fifth of a second.
     found = list(installation._places(schedules.get_schedule_class))
     installation._places = lambda function: iter(found)
     # After the last step TorchTitan's rank 0 waits two seconds for the users of its store. Here it is not its own.
@@ -125,16 +126,8 @@ def _train(job: dict[str, Any], rank: int) -> None:
         os.dup2(log, stream)
     errors = folder / "errors" / str(rank)
     errors.mkdir(parents=True)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(job["num_ranks"]),
-        "LOCAL_WORLD_SIZE": str(job["num_ranks"]),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(job["port"]),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_ERROR_FILE": str(errors / "error.json"),
-    }
+    os.environ |= torchrun_variables(rank, job["num_ranks"], job["port"])
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(errors / "error.json")
     for name, value in job["functorch"].items():
         setattr(torch._functorch.config, name, value)
     sys.argv = ["zbpipe.titan.train", *job["arguments"]]

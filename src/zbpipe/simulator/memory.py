@@ -79,14 +79,14 @@ def rows_of(timeline: Timeline) -> Rows:
 
 def _worst(costs: CostModel, row: Iterable[tuple[Action, int]]) -> Held:
     """Peak of a rank, from its actions and the number of messages that it holds during each of them."""
-    activations = waiting = most = 0.0
-    worst: tuple[float, float, float, float, Action | None] = (0.0, 0.0, 0.0, 0.0, None)
+    activations = waiting = 0.0
+    worst = Held()
     for action, number in row:
         stage, kind, _ = action
         messages = number * costs.message_bytes
         if kind not in COMPUTE:
-            if (total := activations + waiting + messages) > most:
-                most, worst = total, (activations, waiting, 0.0, messages, None)
+            if activations + waiting + messages > worst.total:
+                worst = Held(activations, waiting, messages=messages)
             continue
         size, waits = costs.activations[stage], costs.waits(stage)
         held, deferred = activations, waiting
@@ -98,6 +98,6 @@ def _worst(costs: CostModel, row: Iterable[tuple[Action, int]]) -> Held:
             activations -= 0.0 if kind == "W" else size
             waiting += {"I": waits, "W": -waits}.get(kind, 0.0)
         working = costs.working_of(stage, KINDS[kind])
-        if (total := held + deferred + working + messages) >= most:  # of equal ones the later, which names its op
-            most, worst = total, (held, deferred, working, messages, action)
-    return Held(*worst[:4], None if worst[4] is None else op_of(worst[4]))
+        if held + deferred + working + messages >= worst.total:  # of equal ones the later, which names its op
+            worst = Held(held, deferred, working, messages, op_of(action))
+    return worst
