@@ -117,24 +117,32 @@ clean:  ## remove the environment and all caches
 	rm -rf $(VENV) $(VENV)-oldest $(VENV)-torch-* $(VENV)-titan02 $(VENV)-automodel $(VENV)-models $(VENV)-docs $(VENV)-wheel $(VENV)-without-torch
 	rm -rf dist .mypy_cache .ruff_cache .pytest_cache .hypothesis outputs site
 
-%/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "zbpipe needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
-	$(PYTHON) -m venv $*
-	@$*/bin/pip install --quiet --upgrade pip  # that of Python 3.11 takes a third longer
+CHECK_PYTHON := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "zbpipe needs Python 3.11 or newer; set PYTHON=..."; exit 1; }
+
+$(BIN)/python:
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --upgrade pip  # that of Python 3.11 takes a third longer
+
+# The pip of the first environment installs into the others, which need none.
+PIP = $(BIN)/pip --python $(@D)/bin/python install --quiet
+$(VENV)-%/bin/python: | $(BIN)/python
+	@$(CHECK_PYTHON)
+	$(PYTHON) -m venv --without-pip $(VENV)-$*
 
 # The marks are made again when pyproject.toml changes, so that new dependencies arrive.
 $(VENV)/titan: EXTRAS := titan
 $(VENV)/dev: EXTRAS := titan,dev
 $(VENV)/titan $(VENV)/dev: pyproject.toml | $(BIN)/python
 	@echo "Installing torch and TorchTitan into $(VENV); this takes a few minutes."
-	$(BIN)/pip install --quiet 'torch>=2.14' 'torchtitan>=0.3,<0.4' --editable '.[$(EXTRAS)]'
+	$(PIP) 'torch>=2.14' 'torchtitan>=0.3,<0.4' --editable '.[$(EXTRAS)]'
 	@# At the same time the search is compiled.
 	@$(BIN)/python -c 'import zbpipe; zbpipe.plan(4, 6, (1, 1.2, 0.8), 2.5, placements=["v"])' & \
 		$(BIN)/python -c 'import $(IMPORTED), torchtitan.train' 2>/dev/null; wait
 	@touch $@
 
 $(VENV)-oldest/dev: pyproject.toml | $(VENV)-oldest/bin/python
-	$(VENV)-oldest/bin/pip install --quiet torch==2.13.0 --editable '.[dev]'
+	$(PIP) torch==2.13.0 --editable '.[dev]'
 	@$(VENV)-oldest/bin/python -c 'import $(IMPORTED)'
 	@touch $@
 
@@ -142,7 +150,7 @@ $(VENV)-oldest/dev: pyproject.toml | $(VENV)-oldest/bin/python
 WITH_OLDEST := $(VENV)-titan02/dev $(VENV)-automodel/dev $(VENV)-models/dev
 $(WITH_OLDEST): %/dev: pyproject.toml $(VENV)-oldest/dev | %/bin/python
 	@$*/bin/python -c 'import sys, sysconfig; own = sysconfig.get_path("purelib"); open(own + "/oldest.pth", "w").write(own.replace(sys.prefix, "$(abspath $(VENV)-oldest)"))'
-	$*/bin/pip install --quiet torch==2.13.0 $(PACKAGES)
+	$(PIP) torch==2.13.0 $(PACKAGES)
 	@touch $@
 # The CPU's build of torch brings no triton, which torchtitan imports.
 $(VENV)-titan02/dev: PACKAGES := triton --editable '.[titan02,dev]'
@@ -153,20 +161,20 @@ $(VENV)-models/dev: PACKAGES = $(MODELS) --editable '.[dev]'
 # All that zbpipe depends on, but for torch.
 $(VENV)-without-torch/dev: pyproject.toml | $(VENV)-without-torch/bin/python
 	$(VENV)-without-torch/bin/python -c 'import tomllib; print(*[each for each in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"] if not each.startswith("torch")], sep="\n")' \
-		| $(VENV)-without-torch/bin/pip install --quiet hypothesis ortools pytest pytest-timeout hatchling editables --requirement /dev/stdin
-	$(VENV)-without-torch/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+		| $(PIP) hypothesis ortools pytest pytest-timeout hatchling editables --requirement /dev/stdin
+	$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 
 $(VENV)-torch-$(TORCH)/dev: pyproject.toml | $(VENV)-torch-$(TORCH)/bin/python
-	$(VENV)-torch-$(TORCH)/bin/pip install --quiet torch==$(TORCH) --editable '.[dev]'
+	$(PIP) torch==$(TORCH) --editable '.[dev]'
 	@touch $@
 
 # The extra `docs` alone: pip would bring zbpipe and torch with it.
 $(VENV)-docs/dev: pyproject.toml | $(VENV)-docs/bin/python
 	$| -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
-		| $| -m pip install --quiet --requirement /dev/stdin
+		| $(PIP) --requirement /dev/stdin
 	@touch $@
 
 $(VENV)-wheel/dev: pyproject.toml | $(VENV)-wheel/bin/python
-	$(VENV)-wheel/bin/pip install --quiet build 'hatchling>=1.25'
+	$(PIP) build 'hatchling>=1.25'
 	@touch $@
