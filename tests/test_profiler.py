@@ -30,6 +30,7 @@ from zbpipe.costs.transport import Receives
 from zbpipe.runtime import auto
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.auto import find_memory_limits
+from zbpipe.runtime.measure import host
 from zbpipe.runtime.measure.profiler import find_overhead, measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.measure.trace import write_trace
@@ -161,6 +162,38 @@ def profiled(name: str, steps: int) -> tuple[bool, Any, int]:
     return early, profiler.costs, len(told)
 
 
+class LinkToHost:
+    """A copier and its clock: 10 microseconds a copy, and a second for 2 GB out or for 1 GB back."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def copy_out(self, storages: list[torch.UntypedStorage]) -> int:
+        (size,) = map(len, storages)
+        self.now += 1e-5 + size / 2e9
+        return size
+
+    def copy_back(self, size: int) -> None:
+        self.now += 1e-5 + size / 1e9
+
+    def release(self, size: int) -> None:
+        pass
+
+    wait = release
+
+
+def test_the_link_to_the_host_is_that_of_the_slower_direction(monkeypatch: pytest.MonkeyPatch) -> None:
+    link = LinkToHost()
+    monkeypatch.setattr(host, "time", link)
+    monkeypatch.setattr(host, "make_copier", lambda device: link)
+    found = host.measure_host(torch.device("cpu"))
+    assert found is not None
+    assert found.bandwidth == pytest.approx(1e9)
+    assert found.latency == pytest.approx(1e-5 + host._SMALL / 1e9)
+
+
 def test_all_ranks_end_with_the_same_costs(tmp_path: Path) -> None:
     by_rank = run_ranks(2, each, profiled, ("ZBV", "ZBH1"), 2)
     for name in by_rank[0]:
@@ -182,8 +215,7 @@ def assert_alike(name: str, results: list[Any], tmp_path: Path) -> None:
     assert all(link.latency > 0 and link.bandwidth > 0 for link in model.links.values())
     assert model.message_bytes == 2 * WIDTH * 4
     assert model.host is not None
-    assert 1e8 < model.host.bandwidth < 1e12
-    assert model.host.latency < NAP
+    assert model.host.latency > 0
     file = tmp_path / "costs.toml"
     dump_costs(first, file)
     assert zbpipe.load_costs(file) == first
