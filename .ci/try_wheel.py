@@ -19,7 +19,7 @@ VERSION = importlib.metadata.version("zbpipe")
 def command(*arguments: str) -> str:
     """What the `zbpipe` command prints."""
     zbpipe_command = str(Path(sys.executable).with_name("zbpipe"))
-    return subprocess.run([zbpipe_command, *arguments], check=True, capture_output=True, text=True, timeout=60).stdout
+    return subprocess.run([zbpipe_command, *arguments], check=True, capture_output=True, text=True, timeout=240).stdout
 
 
 def check_files() -> None:

@@ -63,7 +63,7 @@ def test_every_block_is_in_a_language_that_is_checked() -> None:
 def failures(folder: Path) -> dict[str, str]:
     """What failed in the Python of each page. One process runs them all."""
     program = [sys.executable, documents.__file__]
-    result = subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
     assert result.returncode == 0, result.stderr
     found: dict[str, str] = json.loads(result.stderr.splitlines()[-1])
     return found
@@ -259,7 +259,7 @@ def test_all_pages_have_one_address() -> None:
 def run(program: str) -> str:
     """What a fresh interpreter prints."""
     return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240
     ).stdout
 
 

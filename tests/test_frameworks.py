@@ -275,7 +275,7 @@ def test_options_reach_the_schedule(tmp_path: Path) -> None:
 def test_a_script_that_cannot_be_changed() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
     command += ["zbpipe.run", "--schedule", "ZBV", "--", str(HERE / "toy_framework.py"), "1F1B", "--its", "own"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=HERE)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=HERE)
     assert ended.returncode == 0, ended.stderr
     assert "0 ('ScheduleZBV', (0, 3)) ['--its', 'own'] __main__" in ended.stdout
     assert "1 ('ScheduleZBV', (1, 2))" in ended.stdout
@@ -317,7 +317,7 @@ def test_run_says_when_the_schedule_was_not_used(tmp_path: Path) -> None:
     script.write_text("import sys, neighbour; print('started', sys.argv[1:], __name__)")
     (tmp_path / "neighbour.py").touch()
     command = [sys.executable, "-m", "zbpipe.run", "--schedule", "ZBV", str(script), "--mine"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "started ['--mine'] __main__" in ended.stdout
     assert "the job never asked torch for a schedule by name, so it did not use ZBV" in ended.stderr

@@ -102,7 +102,7 @@ def test_one_module_knows_accelerators() -> None:
 @pytest.mark.parametrize("module", ["zbpipe", "zbpipe.cli", "zbpipe.planner.plan", "zbpipe.planner.partition"])
 def test_importing_it_loads_no_torch(module: str) -> None:
     program = f"import sys, {module}; assert 'torch' not in sys.modules and 'numba' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=240)
 
 
 def test_nothing_imports_transformers() -> None:
