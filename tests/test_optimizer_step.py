@@ -205,15 +205,19 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+GROUPS = (("predicting", "usual", "zeroed by the job", "close"), ("NaN", "NaN, skipped", "unlimited"))
+"""One start of the processes serves all cases of a group, and those with the same ordinary training share it."""
+
+
 @cache
-def all_pairs() -> list[list[tuple[Outcome, Outcome]]]:
-    """By rank and case. One start of the processes serves all tests."""
-    return run_ranks(RANKS, pairs, "ZBV", [("AdamW", torch.float32, how) for how in CASES.values()], timeout=150)
+def run_group(names: tuple[str, ...]) -> list[list[tuple[Outcome, Outcome]]]:
+    """By rank and case."""
+    return run_ranks(RANKS, pairs, "ZBV", [("AdamW", torch.float32, CASES[name]) for name in names], timeout=150)
 
 
 def compare_case(name: str) -> tuple[Outcome, Outcome]:
-    number = list(CASES).index(name)
-    by_rank = [found[number] for found in all_pairs()]
+    (group,) = (each for each in GROUPS if name in each)
+    by_rank = [found[group.index(name)] for found in run_group(group)]
     require_as_ordinary(("AdamW", torch.float32, CASES[name]), by_rank)
     return by_rank[0]
 
