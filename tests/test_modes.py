@@ -277,6 +277,7 @@ def on_one_rank(drawn: tuple[str, bool, list[Event]]) -> None:
 
 
 def test_any_sequence_on_one_rank(one_rank: None) -> None:
+    run_all(FIXED)
     on_one_rank()
 
 
