@@ -16,10 +16,12 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -36,10 +38,17 @@ def fork_from(*modules: str) -> None:
     """Import these, too, into the process that ranks are forked from; before the first rank is."""
     # Inductor, too: every compiler of torch's imports most of it, which takes a second.
     imported = ["torch.distributed.pipelining", "torch._inductor.compile_fx", "zbpipe.runtime.build", "pytest"]
-    CONTEXT.set_forkserver_preload([*imported, *modules])
+    CONTEXT.set_forkserver_preload(["without_garbage", *imported, *modules])
 
 
 fork_from()
+
+
+def start_server() -> None:
+    """Start the process that ranks are forked from, unless it runs."""
+    folders = [str(Path(__file__).parent), *filter(None, [os.getenv("PYTHONPATH")])]
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(folders)):
+        forkserver.ensure_running()
 
 
 class RankError(AssertionError):
@@ -119,6 +128,7 @@ def _started(
     num_ranks: int, function: Callable[..., Any], args: tuple[Any, ...], group_timeout: float, backend: str = "gloo"
 ) -> Iterator[tuple[list[Connection], list[ForkServerProcess]]]:
     """The ranks, and for each the end of a pipe that brings its answer. Leaving ends them all."""
+    start_server()
     with tempfile.TemporaryDirectory() as directory:
         # A file as the meeting point needs no port.
         group = _Group(f"{directory}/rendezvous", num_ranks, group_timeout, backend)
@@ -186,6 +196,7 @@ def _main(
     args: tuple[Any, ...],
 ) -> None:
     gc.freeze()  # else this rank's collections look at all of torch's objects, and copy the memory that ranks share
+    gc.enable()
     os.environ.clear()  # it was that of the test that came first
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo"} | environment)
     torch.set_num_threads(1)

@@ -37,6 +37,7 @@ def run_script(folder: Path, num_ranks: int, *command: str) -> str:
     # As with torchrun, the store is held by none of the ranks.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     jobs = [(folder, rank, num_ranks, store.port, command) for rank in range(num_ranks)]
+    ranks.start_server()
     with ranks.CONTEXT.Pool(num_ranks, maxtasksperchild=1) as pool:
         return "".join(pool.starmap_async(_run_rank, jobs, chunksize=1).get(TIMEOUT))
 

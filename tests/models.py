@@ -82,10 +82,12 @@ class Experts(nn.Module):
         return torch._grouped_mm(x, weight, offs=ends)
 
 
-def build_stage(index: int, num_stages: int, checkpointing: Checkpointing = "none", seed: int = 0) -> nn.Module:
+def build_stage(
+    index: int, num_stages: int, checkpointing: Checkpointing = "none", seed: int = 0, num_blocks: int = 1
+) -> nn.Module:
     """One stage: embedding first, head last, blocks between; the same weights wherever it is built."""
     torch.manual_seed(1000 * seed + index)
-    layers: list[nn.Module] = [checkpointed(Block(), checkpointing), checkpointed(Block(), checkpointing)]
+    layers: list[nn.Module] = [checkpointed(Block(), checkpointing) for _ in range(num_blocks)]
     if index == 0:
         layers.insert(0, nn.Embedding(VOCABULARY, WIDTH))
     if index == num_stages - 1:

@@ -26,7 +26,9 @@ TIMEOUT = 150
 """Seconds for a script. It takes 10 on two cores of its own."""
 RANKS = 2
 AS_USERS = "plain_loop"
-"""The script that is started as its first lines say, by `make test`, too."""
+"""The script that is started as its first lines say."""
+SHORTEST = "own_schedule"
+"""The script of `make test`. It trains with the loop of the first one."""
 STAGES = {"plain_loop": 4, "measure_and_plan": 4, "own_schedule": 2}
 """On two ranks, by script."""
 
@@ -73,7 +75,7 @@ def test_all_scripts_are_tried_and_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == AS_USERS else pytest.mark.long) for name in STAGES]
+    "name", [pytest.param(name, marks=() if name == SHORTEST else pytest.mark.long) for name in STAGES]
 )
 def test_losses_are_those_without_a_pipeline(name: str, tmp_path: Path) -> None:
     script = str(EXAMPLES / f"{name}.py")

@@ -35,7 +35,7 @@ from zbpipe.simulator.message_queues import MessageLoop, find_blocked_queues
 ONE_QUEUE, PER_PEER, PER_EDGE = BACKENDS
 GROUP_PER_EDGE = "gloo"
 """Without queues, but with a group for each direction between two ranks, which torch makes if it is told to."""
-RANKS, MICROBATCHES = 3, 6
+RANKS, MICROBATCHES = 3, 4
 FEW = ("1F1B", "Interleaved1F1B", "ZBV", "ZBVLean")
 OURS = tuple(algorithm.name for algorithm in registry.schedules().values() if algorithm.source == "zbpipe")
 
@@ -223,7 +223,7 @@ def can_run(schedule: Schedule) -> bool:
     return 1 < schedule.num_ranks <= RANKS and losses == sorted(losses)
 
 
-UNAWAITED = [Cell("ZBH1", ONE_QUEUE, Receives.EARLY, unawaited=number) for number in (3, 9)]
+UNAWAITED = [Cell("ZBH1", ONE_QUEUE, Receives.EARLY, unawaited=number) for number in (2, 5)]
 
 
 class Trained(NamedTuple):

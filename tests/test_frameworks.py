@@ -273,17 +273,15 @@ def test_options_reach_the_schedule(tmp_path: Path) -> None:
 
 
 def test_a_script_that_cannot_be_changed() -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    command += ["zbpipe.run", "--schedule", "ZBV", "--", str(HERE / "toy_framework.py"), "1F1B", "--its", "own"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=HERE)
-    assert ended.returncode == 0, ended.stderr
-    assert "0 ('ScheduleZBV', (0, 3)) ['--its', 'own'] __main__" in ended.stdout
-    assert "1 ('ScheduleZBV', (1, 2))" in ended.stdout
+    script = [str(HERE / "toy_framework.py"), "1F1B", "--its", "own"]
+    printed = run_script(HERE, RANKS, "zbpipe.run", "--schedule", "ZBV", "--", *script)
+    assert "0 ('ScheduleZBV', (0, 3)) ['--its', 'own'] __main__" in printed
+    assert "1 ('ScheduleZBV', (1, 2))" in printed
 
 
 @pytest.mark.long
 def test_a_module_that_names_the_schedule_itself() -> None:
-    printed = run_script(HERE, 2, "zbpipe.run", "--", "-m", "toy_framework", "zbh1")
+    printed = run_script(HERE, RANKS, "zbpipe.run", "--", "-m", "toy_framework", "zbh1")
     assert "0 ('ScheduleZBH1', (0,)) [] __main__" in printed
 
 

@@ -62,7 +62,7 @@ def fresh_compiler() -> Iterator[None]:
 
 
 def model(num_stages: int = 2, checkpointing: Checkpointing = "none") -> list[nn.Module]:
-    return [build_stage(index, num_stages, checkpointing) for index in range(num_stages)]
+    return [build_stage(index, num_stages, checkpointing, num_blocks=2) for index in range(num_stages)]
 
 
 def zbv(modules: list[nn.Module], microbatches: int, **options: Any) -> zbpipe.ScheduleZBV:
@@ -291,7 +291,7 @@ class Restless(nn.Module):
 
 
 def restless(index: int, checkpointing: Checkpointing) -> nn.Module:
-    stage = build_stage(index, 2, checkpointing)
+    stage = build_stage(index, 2, checkpointing, num_blocks=2)
     stage.insert(1, Restless())  # type: ignore[operator]
     return stage
 
@@ -711,7 +711,7 @@ def checked_on_two_ranks(broken: bool) -> tuple[GradientReport | None, list[str]
     logger = logging.getLogger("zbpipe.runtime.verify.gradient_check")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    module: Any = build_stage(rank, 2)
+    module: Any = build_stage(rank, 2, num_blocks=2)
     schedule: Any = zbpipe.ScheduleZBH1(PipelineStage(module, rank, 2, CPU), 4, loss_fn)
     check = zbpipe.GradientCheck(schedule, 2)
     if broken and rank == 1:

@@ -96,8 +96,8 @@ def train_all(names: tuple[str, ...], microbatches: tuple[int, ...]) -> dict[str
     ("num_ranks", "microbatches"),
     [
         pytest.param(2, FEW, marks=pytest.mark.long),
-        pytest.param(4, (1,), marks=pytest.mark.long),
-        (4, (3, 8)),
+        pytest.param(4, FEW, marks=pytest.mark.long),
+        (4, MICROBATCHES[-1:]),
     ],
 )
 def test_every_schedule_class(num_ranks: int, microbatches: tuple[int, ...]) -> None:

@@ -31,7 +31,7 @@ from zbpipe.runtime.optimizer.norm import clip
 from zbpipe.runtime.optimizer.step import StepCounts
 
 MICROBATCHES, STEPS = 4, 6
-LIMIT, LIMIT_OF_REPLICAS, LIMIT_OF_WAVES = 0.65, 0.89, 0.755
+LIMIT, LIMIT_OF_REPLICAS, LIMIT_OF_WAVES = 0.6, 0.88, 0.64
 """About half of the steps exceed them. A job with replicas has larger batches, and a wave has more stages."""
 EXCEEDED = 1e-3
 """All steps exceed it."""

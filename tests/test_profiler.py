@@ -276,7 +276,9 @@ def test_ranks_with_messages_of_different_sizes_measure_their_link() -> None:
 
 
 def kept(name: str) -> Any:
-    pipeline = Pipeline(name, MICROBATCHES, lambda index, num_stages: build_stage(index, num_stages, "full"))
+    pipeline = Pipeline(
+        name, MICROBATCHES, lambda index, num_stages: build_stage(index, num_stages, "full", num_blocks=2)
+    )
     profiler = zbpipe.Profiler(pipeline.schedule, 1)
     tokens, targets = batch(MICROBATCHES)
     for _ in range(3):

@@ -443,7 +443,7 @@ def test_ties_across_ranks_are_told() -> None:
     assert between == [[]] * 7
     (tied,), (said,), *others = first
     assert tied.startswith(
-        "'0.weight' of stage 0 (rank 0) and '2.weight' of stage 2 (rank 2) are equal, as tied weights are; training"
+        "'0.weight' of stage 0 (rank 0) and '1.weight' of stage 2 (rank 2) are equal, as tied weights are; training"
         " will not keep them equal, since each rank adds only its own gradients: use a V schedule"
     )
     assert said.startswith("the model's config says tie_word_embeddings, but the embedding of stage 0 (rank 0) and")

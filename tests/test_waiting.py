@@ -277,8 +277,9 @@ def test_contents_are_compared_in_the_first_two_steps_alone(one_rank: None, monk
 
 def test_fingerprints() -> None:
     """They tell any change of content, in any dtype and layout, and nothing else."""
-    x = torch.randn(6, 8)
+    x, large = torch.randn(6, 8), torch.randn(3, 50, 40)
     kinds = [x, x.bfloat16(), x.half(), x.double(), x.to(torch.complex64), x.to(torch.complex128), x[0], x[0, 0]]
+    kinds += [large, large.mT, large.half(), large.flatten()]
     kinds += [x.T, x[:, ::2], x[:1].expand(4, 8), x.long(), x.int(), x > 0, x.to(torch.float8_e4m3fn), x.conj()]
     changes: list[Callable[[Tensor], Tensor]] = [lambda x: -x, lambda x: 2 * x, torch.zeros_like, lambda x: x.flip(-1)]
     for each in kinds:

@@ -28,7 +28,7 @@ from zbpipe.schedule import registry
 from zoo import CASES, pipelines
 from zoo.case import Case, Mode
 
-MICROBATCHES, STEPS = 4, 2
+MICROBATCHES, STEPS = 3, 2
 _PATIENCE = 20.0
 """Seconds that a rank waits for a message."""
 

@@ -204,15 +204,26 @@ def fingerprint(tensor: Tensor) -> Tensor:
     tensor = _local(tensor).detach()
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
         return torch.full((), HIDDEN, dtype=torch.int64, device=tensor.device)
-    bits = _bits(tensor)  # sums of integers do not depend on the order in which a device adds them up
-    if bits.dim() > 1:
-        columns = bits.sum(tuple(range(bits.dim() - 1)), dtype=torch.int64)
-        by_place = torch.cat([columns, bits.sum(-1, dtype=torch.int64).flatten()])
-    else:
-        by_place = bits.flatten().long()
-    # A different factor per row and per column detects numbers that change places.
-    factors = torch.arange(1, len(by_place) + 1, device=tensor.device) * -7046029254386353131
-    return (by_place * (factors ^ (factors >> 29))).sum()
+    by_place = _bits(tensor)  # sums of integers do not depend on the order in which a device adds them up
+    if by_place.dim() > 1 and by_place.numel() > _FEW:
+        columns = by_place.sum(tuple(range(by_place.dim() - 1)), dtype=torch.int64)
+        by_place = torch.cat([columns, by_place.sum(-1, dtype=torch.int64).flatten()])
+    number = by_place.numel()
+    factors = _FACTORS[:number] if tensor.is_cpu and number <= _FEW else _make_factors(number, tensor.device)
+    return (by_place.flatten() * factors).sum()
+
+
+_FEW = 1 << 12
+"""Number of elements up to which each has a factor."""
+
+
+def _make_factors(number: int, device: torch.device) -> Tensor:
+    """A different factor per element, or per row and column, detects numbers that change places."""
+    factors = torch.arange(1, number + 1, device=device) * -7046029254386353131
+    return factors ^ (factors >> 29)
+
+
+_FACTORS = _make_factors(_FEW, torch.device("cpu"))
 
 
 def same_content(one: Tensor, other: Tensor) -> bool:

@@ -73,7 +73,7 @@ class HostCounter:
     @contextmanager
     def within_step(self) -> Iterator[None]:
         os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as self._seen:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as self._seen:
             yield
 
     def within_op(self, op: Op) -> AbstractContextManager[object]:
