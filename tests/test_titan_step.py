@@ -128,17 +128,3 @@ def test_no_checkpoint_comes_before_the_validation(monkeypatch: pytest.MonkeyPat
     steps.validate_steps(Trainer, None, lambda trainer: 1.0)
     Trainer().train()
     assert done == ["finished", 2, "finished", 3, "finished"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ((), "--zbpipe.optimizer-step validated avoids a wait for other pipeline ranks, but this job has none"),
-        (pipeline("1F1B"), "needs one of zbpipe's schedules, and 1F1B is torch's own: use ZBV, or omit it"),
-        (pipeline("ZBH1"), "gains nothing (0.0% of a step) with ZBH1 on 2 ranks: use ZBV or ZB2P"),
-    ],
-)
-def test_refusals(titan: Titan, arguments: tuple[str, ...], error: str) -> None:
-    job = titan.train(*arguments, *VALIDATED, num_ranks=2 if arguments else 1)
-    assert error in (job.error or "")
-    assert not job.began
