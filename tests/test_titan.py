@@ -656,6 +656,8 @@ class Seen(NamedTuple):
     """See the function; of 0.2."""
     sizes: list[int | None]
     """See `sizes_of_other_lengths`."""
+    text: tuple[list[list[list[int]]], list[int], str, int]
+    """See `read_text`."""
 
 
 def look(wave_table: str) -> Seen:
@@ -667,6 +669,7 @@ def look(wave_table: str) -> Seen:
         refusals_of_a_model(),
         experts() if IS_02 else 0.0,
         sizes_of_other_lengths(),
+        read_text(),
     )
 
 
@@ -886,7 +889,6 @@ def test_only_steps_that_are_logged_are_told(
 
 def read_text() -> tuple[list[list[list[int]]], list[int], str, int]:
     """The first three sequences of the only data-parallel rank and of each of two; a tokenizer's round trip."""
-    prepare()
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
     from zbpipe.cli.demo import hugging_face_text, python_text
@@ -903,11 +905,9 @@ def read_text() -> tuple[list[list[list[int]]], list[int], str, int]:
     return shards, tokens, tokenizer.decode(tokens), tokenizer.get_vocab_size()
 
 
-@pytest.mark.long
-@pytest.mark.versions
-def test_the_text_is_the_standard_library_split_by_data_parallel_rank() -> None:
+def test_the_text_is_the_standard_library_split_by_data_parallel_rank(seen: Seen) -> None:
     """Byte by byte."""
-    (((whole, first, second), tokens, decoded, size),) = run_ranks(1, read_text)
+    (whole, first, second), tokens, decoded, size = seen.text
     first_file = Path(sys.modules["os"].__file__ or "").parent
     begin = bytes(token for token in whole[0] if token < 256).decode()
     assert whole[0][0] == 256  # beginning of a document
