@@ -130,8 +130,23 @@ def _train(job: dict[str, Any], rank: int) -> None:
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(errors / "error.json")
     for name, value in job["functorch"].items():
         setattr(torch._functorch.config, name, value)
+    _compile_in_turn(folder / "compiler.lock")
     sys.argv = ["zbpipe.titan.train", *job["arguments"]]
     train.main()
+
+
+def _compile_in_turn(lock: Path) -> None:
+    """Ranks compile the same graphs at the same time: here one compiles each, and the others find it in the cache."""
+    from filelock import FileLock  # torch needs it
+    from torch._inductor import compile_fx
+
+    compile_graph, turn = compile_fx._compile_fx_inner, FileLock(lock)
+
+    def compile_alone(*args: Any, **kwargs: Any) -> Any:
+        with turn:
+            return compile_graph(*args, **kwargs)
+
+    compile_fx._compile_fx_inner = compile_alone
 
 
 def main() -> None:
