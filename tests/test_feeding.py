@@ -43,16 +43,16 @@ def test_the_planner_repeats_the_rule(placement: Placement) -> None:
     """In flat numbers, with I and W only; that an I comes after its own F follows from the other stages."""
     num_stages, kinds = placement.num_stages, (OpKind.F, OpKind.I, OpKind.W)
     job = Problem("", placement, CostModel.uniform(placement), 1, (9.0,) * placement.num_ranks).job
-    assert len(job.feeder) == len(job.fed) == 3 * num_stages
-    for node in range(3 * num_stages):
-        stage, kind = divmod(node, 3)
+    assert len(job.nodes) == 3 * num_stages
+    for number, node in enumerate(job.nodes):
+        stage, kind = divmod(number, 3)
         op = Op(stage, kinds[kind], 0)
         groups = inputs(op, num_stages)
         feeder = groups[-1][0] if groups else None
-        assert job.feeder[node] == (-1 if feeder is None else 3 * feeder.stage + kinds.index(feeder.kind))
+        assert node.feeder == (-1 if feeder is None else 3 * feeder.stage + kinds.index(feeder.kind))
         other = [user for user in users(op, num_stages) if user.kind in kinds and user.kind is not OpKind.W]
         takers = [user for user in other if inputs(user, num_stages)[-1][0] == op]
-        assert [job.fed[node]] == ([3 * each.stage + kinds.index(each.kind) for each in takers] or [-1])
+        assert [node.fed] == ([3 * each.stage + kinds.index(each.kind) for each in takers] or [-1])
 
 
 @given(st.data())

@@ -1,6 +1,6 @@
 """The inner loops in Python or, with numba, as machine code. Both give bit-identical results.
 
-numba takes a third of a second to import and compiles once per installation, for some 15 seconds. So it is for searches
+numba takes a third of a second to import and compiles once per installation, for some 10 seconds. So it is for searches
 that take longer. Schedules by name do not use it.
 """
 
@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from types import FunctionType
-from typing import Any
+from typing import Any, get_type_hints
 
 from zbpipe.planner import kernel, rendezvous, samples
-from zbpipe.planner.kernel import Job
+from zbpipe.planner.kernel import Job, Node
 
 _ENTRIES = (
     kernel.list_schedule,
@@ -23,8 +24,8 @@ _ENTRIES = (
     rendezvous.anneal_by_rendezvous,
 )
 """The functions that a search calls. These call all others of their modules."""
-_FLOATS = ("lag", "seconds", "whole", "takes", "needs", "full", "reserve", "ahead", "limit", "origin")
-"""Fields of a `Job` with floating-point numbers."""
+_OPTIONS = {"error_model": "numpy"}
+"""Without checks for divisions by zero, which need code; the loops divide by numbers above zero."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Engine:
     anneal: Callable[..., tuple[float, list[int], int]]
     anneal_in_samples: Callable[..., tuple[float, list[int]]]
     anneal_by_rendezvous: Callable[..., tuple[float, list[int], int]]
+    nodes: Callable[[Sequence[Node]], Any]
     integers: Callable[[Sequence[int]], Any]
     floats: Callable[[Sequence[float]], Any]
     rows: Callable[[Sequence[Sequence[float]]], Any]
@@ -44,17 +46,14 @@ class Engine:
 
     def prepare(self, job: Job) -> Job:
         """The job with its sequences converted for the loops."""
-        return job._replace(
-            **{name: self.integers(getattr(job, name)) for name in ("rank", "feeder", "after", "fed")},
-            **{name: self.floats(getattr(job, name)) for name in _FLOATS},
-        )
+        return job._replace(nodes=self.nodes(job.nodes), limit=self.floats(job.limit), origin=self.floats(job.origin))
 
 
 def _lists(rows: Sequence[Sequence[float]]) -> list[list[float]]:
     return [list(row) for row in rows]
 
 
-PLAIN = Engine(*_ENTRIES, list, list, _lists, compiled=False)
+PLAIN = Engine(*_ENTRIES, list, list, list, _lists, compiled=False)
 
 
 def at_hand() -> Engine:
@@ -71,14 +70,37 @@ def fastest() -> Engine:
         return PLAIN
     import numpy as np
 
+    def dtype(record: type) -> Any:
+        """The record as it is in arrays."""
+        return np.dtype([(name, np.dtype(kind)) for name, kind in get_type_hints(record).items()], align=True)
+
+    def full(count: int, value: float) -> Any:
+        return np.full(count, value)
+
+    node, op, rank = dtype(Node), dtype(kernel.Linked), dtype(rendezvous.Rank)
+    values = attrgetter(*node.names)
+    numba.extending.overload(kernel.fill, strict=False)(lambda count, value: full)
+    numba.extending.overload(kernel.blank_ops)(lambda count: lambda count: np.zeros(count, op))
+    numba.extending.overload(rendezvous.blank_ranks)(lambda count: lambda count: np.zeros(count, rank))
+    others = (*_ENTRIES, kernel.fill, kernel.blank_ops, rendezvous.blank_ranks)
     for module in (kernel, samples, rendezvous):
         for each in vars(module).values():
-            if isinstance(each, FunctionType) and each.__module__ == module.__name__ and each not in _ENTRIES:
-                numba.extending.register_jitable(each)
-    jit = numba.njit(cache=True)
+            if isinstance(each, FunctionType) and each.__module__ == module.__name__ and each not in others:
+                numba.extending.register_jitable(**_OPTIONS)(each)
+
+    def compiled(entry: Callable[..., Any]) -> Callable[..., Any]:
+        loops = numba.njit(cache=True, **_OPTIONS)(entry)
+
+        def call(*args: Any) -> tuple[Any, ...]:
+            length, order, *work = loops(*args)
+            return length, order.tolist(), *work
+
+        return call
+
     return Engine(
-        *(jit(kernel.list_schedule), jit(kernel.justify), jit(kernel.anneal)),
-        *(jit(samples.anneal_in_samples), jit(rendezvous.anneal_by_rendezvous)),
+        *(compiled(kernel.list_schedule), compiled(kernel.justify), compiled(kernel.anneal)),
+        *(compiled(samples.anneal_in_samples), compiled(rendezvous.anneal_by_rendezvous)),
+        lambda nodes: np.array([*map(values, nodes)], node),
         lambda numbers: np.array(numbers, dtype=np.int64),
         lambda numbers: np.array(numbers, dtype=np.float64),
         lambda rows: np.array(rows, dtype=np.float64),

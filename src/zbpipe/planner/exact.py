@@ -7,7 +7,7 @@ order that it finds is simulated again, and its memory checked.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import floor
 from typing import Any, NamedTuple
 
@@ -80,29 +80,29 @@ class _Model:
         self.job = job = problem.job
         self.microbatches = microbatches = job.microbatches
         self.model = cp_model.CpModel()
-        self.second = _unit((*job.seconds, *job.whole, *job.lag))
-        nodes = range(len(job.rank))
-        self.seconds = [floor(seconds / self.second + 1e-6) for seconds in job.seconds]
-        self.whole = [floor(seconds / self.second + 1e-6) for seconds in job.whole]
-        self.lag = [floor(lag / self.second + 1e-6) for lag in job.lag]
+        self.second = _unit([seconds for node in job.nodes for seconds in (node.seconds, node.whole, node.lag)])
+        nodes = range(len(job.nodes))
+        self.seconds = [floor(node.seconds / self.second + 1e-6) for node in job.nodes]
+        self.whole = [floor(node.whole / self.second + 1e-6) for node in job.nodes]
+        self.lag = [floor(node.lag / self.second + 1e-6) for node in job.nodes]
         self.length = floor(known / self.second) + 1
         # For the period, a rank may begin its step so late that it ends after that time of the first rank.
         self.horizon = (2 if problem.by_period else 1) * self.length
         self.num_ops = len(nodes) * microbatches
         self.start = {op: self.model.new_int_var(0, self.horizon, "") for op in range(self.num_ops)}
         self.full = {
-            op: self.model.new_bool_var("") for node in nodes if job.full[node] < NEVER for op in self.ops(node)
+            op: self.model.new_bool_var("") for node in nodes if job.nodes[node].full < NEVER for op in self.ops(node)
         }
         """For each I that may be part of a B, whether it is one. Its W then starts at any time, and takes none."""
         self.end = {op: self.end_of(op) for op in self.start}
         for rank in range(job.ranks):
-            mine = [node for node in nodes if job.rank[node] == rank]
+            mine = [node for node in nodes if job.nodes[node].rank == rank]
             self.model.add_no_overlap(
                 interval for node in mine for op in self.ops(node) for interval in self.intervals(op)
             )
             self.limit_memory(problem, rank)
         for node in nodes:
-            feeder = job.feeder[node]
+            feeder = job.nodes[node].feeder
             if feeder >= 0:
                 for op, fed_by in zip(self.ops(node), self.ops(feeder), strict=True):
                     fed = self.model.add(self.start[op] >= self.end[fed_by] + self.lag[node])
@@ -113,9 +113,12 @@ class _Model:
                 self.model.add(self.start[later] >= self.end[earlier])
         length = self.model.new_int_var(floor(problem.lower_bound / self.second - 1e-6), self.length, "")
         # Steps can follow each other at any interval in which each rank completes all of its work for one.
-        first = {rank: self.start[self.ops(node)[0]] for node, rank in reversed(list(enumerate(job.rank)))}
+        first = {
+            rank: self.start[self.ops(node)[0]]
+            for node, rank in reversed(list(enumerate(node.rank for node in job.nodes)))
+        }
         for node in nodes:
-            begin = first[job.rank[node]] if problem.by_period else 0
+            begin = first[job.nodes[node].rank] if problem.by_period else 0
             self.model.add(length >= self.end[self.ops(node)[-1]] - begin)
         self.model.minimize(length)
 
@@ -169,8 +172,12 @@ class _Model:
 
     def hint(self, order: Sequence[int]) -> None:
         """Start the solver from a known order."""
-        rounded = self.job._replace(seconds=self.seconds, whole=self.whole, lag=self.lag, origin=[0] * self.job.ranks)
-        for code, begin in zip(order, starts(rounded, order), strict=True):
+        rounded = [
+            replace(node, seconds=seconds, whole=whole, lag=lag)
+            for node, seconds, whole, lag in zip(self.job.nodes, self.seconds, self.whole, self.lag, strict=True)
+        ]
+        job = self.job._replace(nodes=rounded, origin=[0] * self.job.ranks)
+        for code, begin in zip(order, starts(job, list(order)), strict=True):
             full, op = divmod(code, self.num_ops)
             if full and op not in self.full:  # a W that is part of a B
                 continue
@@ -190,8 +197,8 @@ class _Model:
     def depth(self, op: int) -> int:
         """Number of earlier ops of the same microbatch."""
         node, depth = op // self.microbatches, 0
-        while self.job.feeder[node] >= 0:
-            node, depth = self.job.feeder[node], depth + 1
+        while self.job.nodes[node].feeder >= 0:
+            node, depth = self.job.nodes[node].feeder, depth + 1
         return depth
 
 

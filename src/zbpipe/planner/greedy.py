@@ -109,24 +109,25 @@ class ListScheduler:
         placement = problem.placement
         self.leg = [placement.stages_on(rank).index(stage) for stage, rank in enumerate(placement.rank_of)]
         self.legs = max(self.leg) + 1
-        nodes = range(len(problem.job.rank))
+        nodes = problem.job.nodes
         self.interval = max(
-            sum(problem.job.seconds[node] for node in nodes if problem.job.rank[node] == rank)
-            for rank in range(placement.num_ranks)
+            sum(node.seconds for node in nodes if node.rank == rank) for rank in range(placement.num_ranks)
         )
-        self.weight = max(problem.job.seconds[2::3])
+        self.weight = max(node.seconds for node in nodes[2::3])
         self.merges = any(problem.merges)
 
     def run(self, shape: PriorityParams, cutoff: float = NEVER) -> tuple[float, list[int]]:
         """The length and the order for a shape. Infinity if the length is not below `cutoff`."""
         return self.engine.list_schedule(
-            self.job._replace(needs=self.engine.floats(self._needs(shape.spare))),
+            self.job,
+            self.engine.floats(self._needs(shape.spare)),
             self.engine.floats(self._urgency(shape)),
             self.interval,
             shape.patience * self.weight,
             shape.pace * self.interval,
             self.engine.floats(self._margin(shape.lean)),
             cutoff,
+            False,
         )
 
     def justify(self, order: Sequence[int]) -> tuple[float, list[int]]:
@@ -160,48 +161,49 @@ class ListScheduler:
         """The length and the order by kind alone. `ranking` has the places of F, I and W, `patience` is in W."""
         stages = range(self.problem.placement.num_stages)
         urgency = [float(place * len(stages) - stage) for stage in stages for place in ranking]
-        margin = self.engine.floats(self._margin((lean,) * self.legs))
+        needs, margin = (self.engine.floats(each) for each in (self._needs(0.0), self._margin((lean,) * self.legs)))
         return self.engine.list_schedule(
-            self.job, self.engine.floats(urgency), 0.0, patience * self.weight, 0.0, margin, NEVER, first
+            self.job, needs, self.engine.floats(urgency), 0.0, patience * self.weight, 0.0, margin, NEVER, first
         )
 
     def _margin(self, lean: Sequence[float]) -> list[float]:
-        takes = self.problem.job.takes
+        nodes = self.problem.job.nodes
         return [
             each
             for stage, leg in enumerate(self.leg)
-            for each in (0.0, lean[leg] if lean[leg] == NEVER else lean[leg] * takes[3 * stage], 0.0)
+            for each in (0.0, lean[leg] if lean[leg] == NEVER else lean[leg] * nodes[3 * stage].takes, 0.0)
         ]
 
     def _urgency(self, shape: PriorityParams) -> list[float]:
-        job, leg = self.problem.job, self.leg
+        nodes, leg = self.problem.job.nodes, self.leg
         last = len(leg) - 1
-        urgency = [0.0] * len(job.rank)
+        urgency = [0.0] * len(nodes)
         now = 0.0
         for stage in range(last + 1):
             urgency[3 * stage] = now
-            now += shape.forward[leg[stage]] * job.seconds[3 * stage]
+            now += shape.forward[leg[stage]] * nodes[3 * stage].seconds
             if stage < last:
-                now += job.lag[3 * stage + 3]
+                now += nodes[3 * stage + 3].lag
                 if leg[stage + 1] != leg[stage]:
-                    now += shape.turn_forward[leg[stage]] * job.seconds[3 * stage]
-        now += shape.turn_loss * job.seconds[3 * last + 1]
+                    now += shape.turn_forward[leg[stage]] * nodes[3 * stage].seconds
+        now += shape.turn_loss * nodes[3 * last + 1].seconds
         for stage in reversed(range(last + 1)):
             urgency[3 * stage + 1] = now
-            urgency[3 * stage + 2] = now + job.seconds[3 * stage + 1] + shape.weight[leg[stage]] * self.interval
-            now += shape.backward[leg[stage]] * job.seconds[3 * stage + 1]
+            urgency[3 * stage + 2] = now + nodes[3 * stage + 1].seconds + shape.weight[leg[stage]] * self.interval
+            now += shape.backward[leg[stage]] * nodes[3 * stage + 1].seconds
             if stage:
-                now += job.lag[3 * stage - 2]
+                now += nodes[3 * stage - 2].lag
                 if leg[stage - 1] != leg[stage]:
-                    now += shape.turn_backward[leg[stage]] * job.seconds[3 * stage + 1]
+                    now += shape.turn_backward[leg[stage]] * nodes[3 * stage + 1].seconds
         return urgency
 
     def _needs(self, spare: float) -> list[float]:
         """Memory that has to be free for an op, increased by `spare` where that leaves room for a microbatch."""
         job = self.problem.job
-        needs = list(job.needs)
+        needs = [node.needs for node in job.nodes]
         for stage, leg in enumerate(self.leg):
-            more = spare * job.takes[3 * stage]
-            if leg < self.legs - 1 and needs[3 * stage] + more <= job.limit[job.rank[3 * stage]]:
+            node = job.nodes[3 * stage]
+            more = spare * node.takes
+            if leg < self.legs - 1 and needs[3 * stage] + more <= job.limit[node.rank]:
                 needs[3 * stage] += more
         return needs

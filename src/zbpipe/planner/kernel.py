@@ -1,9 +1,10 @@
 """The inner loops of the search, on plain numbers: list scheduling, justifying, and annealing of an order of ops.
 
 These functions run in Python, and as machine code where numba is installed (`zbpipe.planner.engine`), with the same
-results. So they use only types that numba can compile: flat sequences, loops, no objects but the `Job`. So some
-functions are long and have many arguments: lists replace objects, and calls in the innermost loop cost time. `feeder`
-and `fed` repeat an op's dependencies in numbers. Tests compare the times with `zbpipe.simulate`.
+results. So they use only types that numba can compile: flat lists of numbers and of records, which are arrays there.
+Records replace parallel lists, because each list that a function gets makes the compilation longer. Some functions are
+long and have many arguments, because calls in the innermost loop cost time. `feeder` and `fed` repeat an op's
+dependencies in numbers. Tests compare the times with `zbpipe.simulate`.
 
 A *node* is 3 * stage + kind, kind being 0 for F, 1 for I and 2 for W. Number node * microbatches + microbatch stands
 for one op. An order of all ops is *sound* if no op comes before its dependencies. Then the ranks, which run their ops
@@ -16,11 +17,12 @@ place of that W has no meaning.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
-Floats = Sequence[float]
-Ints = Sequence[int]
+Number = TypeVar("Number", int, float, bool)
+Floats = list[float]
+Ints = list[int]
 
 NEVER = 1e300
 """A time later than all others."""
@@ -28,55 +30,75 @@ GONE = -1.0
 """Arrival time of a W that is part of a B."""
 
 
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What all microbatches of a node have in common."""
+
+    rank: int
+    feeder: int
+    """Node whose result it takes, -1 for the first stage's F."""
+    after: int
+    """Another node on its own rank that has to come first, -1 for none."""
+    fed: int
+    """Node of another stage that takes its result, or the last stage's I for its F; -1 for none."""
+    lag: float
+    """Seconds until the result that it takes arrives."""
+    seconds: float
+    whole: float
+    """Seconds of a full backward in place of an I; unused for other nodes."""
+    takes: float
+    """Memory that it adds to its rank, from then on: positive for F, negative for W, either sign for I."""
+    needs: float
+    """Memory that has to be free on its rank for it to run: what it takes, and its working memory."""
+    full: float
+    """Memory needed by a full backward in place of an I; `NEVER` for other nodes, and where it would save nothing."""
+    reserve: float
+    """Memory that list scheduling leaves free after it, so that the microbatch can continue."""
+    ahead: float
+    """Like `reserve`, for an F while no I of its microbatch is over and only F take memory there; else `NEVER`."""
+
+
 class Job(NamedTuple):
-    """The scheduling problem, with one number for each node unless stated otherwise."""
+    """The scheduling problem."""
 
     ranks: int
     microbatches: int
-    rank: Ints
-    """Rank of the node."""
-    feeder: Ints
-    """Node whose result it takes, -1 for the first stage's F."""
-    after: Ints
-    """Another node on its own rank that has to come first, -1 for none."""
-    lag: Floats
-    """Seconds until this result arrives."""
-    fed: Ints
-    """Node of another stage that takes its result, or the last stage's I for its F; -1 for none."""
-    seconds: Floats
-    whole: Floats
-    """Seconds of a full backward in place of an I; unused for other nodes."""
-    takes: Floats
-    """Memory that it adds to its rank, from then on: positive for F, negative for W, either sign for I."""
-    needs: Floats
-    """Memory that has to be free on its rank for it to run: what it takes, and its working memory."""
-    full: Floats
-    """Memory needed by a full backward in place of an I; `NEVER` for other nodes, and where it would save nothing."""
-    reserve: Floats
-    """Memory that list scheduling leaves free after it, so that the microbatch can continue."""
-    ahead: Floats
-    """Like `reserve`, for an F while no I of its microbatch is over and only F take memory there; else `NEVER`."""
+    merges: bool
+    """Whether a full backward saves memory on any stage."""
+    nodes: list[Node]
     limit: Floats
     """Memory limit of each rank."""
     origin: Floats
     """Start of each rank's step. The *length* of an order is the longest time from there to the end of a rank; with
     zeros it is the makespan."""
 
+    @property
+    def mean(self) -> float:
+        """Mean seconds of a node."""
+        return sum(node.seconds for node in self.nodes) / len(self.nodes)
+
+
+def fill(count: int, value: Number) -> list[Number]:
+    """A mutable sequence of equal numbers."""
+    return [value] * count
+
 
 def list_schedule(
     job: Job,
+    needs: Floats,
     urgency: Floats,
     period: float,
     patience: float,
     release: float,
     margin: Floats,
     cutoff: float,
-    first: bool = False,
-) -> tuple[float, list[int]]:
+    first: bool,
+) -> tuple[float, Ints]:
     """List scheduling: a clock runs, and each free rank starts the most urgent op that is ready and fits into memory.
 
     Args:
         job: the scheduling problem.
+        needs: memory that has to be free for each node, at least that of the job.
         urgency: urgency of each node for microbatch 0; the least is the most urgent. Microbatch m has m * `period`
             more.
         period: seconds between microbatches in `urgency`.
@@ -90,21 +112,23 @@ def list_schedule(
     Returns:
         The length, and the ops in the order of their starts. Infinity if it gave up or cannot continue.
     """
-    nodes, microbatches = len(job.rank), job.microbatches
-    mine, left, forwards, work = loads(job)
-    free = list(job.limit)
-    apart, room = rooms(job)
-    busy, wake = list(job.origin), list(job.origin)
-    ran, sent = [0] * nodes, [0] * nodes
-    arrival = [release * op if op < microbatches else 0.0 for op in range(nodes * microbatches)]
+    nodes, microbatches = job.nodes, job.microbatches
+    total = len(nodes) * microbatches
+    head, beside, left, forwards, work = loads(job)
+    free = job.limit.copy()
+    apart, room = rooms(job, needs)
+    busy, wake = job.origin.copy(), job.origin.copy()
+    ran, sent, arrival = fill(len(nodes), 0), fill(len(nodes), 0), fill(total, 0.0)
+    for op in range(microbatches):
+        arrival[op] = release * op
     sent[0] = microbatches
-    order, length = [0 for _ in range(0)], 0.0
+    order, count, length = fill(total, 0), 0, 0.0
     while True:
         rank, now = earliest(wake)
         if now >= NEVER:
             break
         chosen, start, wake[rank] = choose(
-            job, mine[rank], now, free[rank], room, urgency, period, patience, ran, sent, arrival, first
+            job, needs, head[rank], beside, now, free[rank], room, urgency, period, patience, ran, sent, arrival, first
         )
         if chosen < 0:
             continue
@@ -112,55 +136,59 @@ def list_schedule(
             wake[rank] = start
             continue
         if now + work[rank] - job.origin[rank] >= cutoff:
-            return NEVER, order
+            return NEVER, order[:count]
+        node = nodes[chosen]
         op = chosen * microbatches + ran[chosen]
-        end = now + job.seconds[chosen]
-        full = job.full[chosen] < NEVER and apart[chosen] + (margin[chosen] if forwards[rank] else 0.0) > free[rank]
-        if full:
+        end = now + node.seconds
+        if node.full < NEVER and apart[chosen] + (margin[chosen] if forwards[rank] else 0.0) > free[rank]:
             arrival[op + microbatches] = GONE
-            order.append(op + len(arrival))
-            op += microbatches
-            end = now + job.whole[chosen]
-            free[rank] -= job.takes[chosen + 1]
+            order[count], order[count + 1] = op + total, op + microbatches + total
+            count += 1
+            end = now + node.whole
+            free[rank] -= nodes[chosen + 1].takes
             left[rank] -= 1
-        order.append(op + len(arrival) if full else op)
-        length = max(length, end - job.origin[rank])
-        busy[rank] = end
-        work[rank] -= end - now
-        free[rank] -= job.takes[chosen]
+        else:
+            order[count] = op
+        count, length = count + 1, max(length, end - job.origin[rank])
+        busy[rank], work[rank] = end, work[rank] - (end - now)
+        free[rank] -= node.takes
         left[rank] -= 1
         forwards[rank] -= 1 if chosen % 3 == 0 else 0
         wake[rank] = end if left[rank] else NEVER
-        users = [job.fed[chosen], chosen + 1] if chosen % 3 == 1 else [job.fed[chosen]]
-        for user in users:
+        for user in (node.fed, chosen + 1 if chosen % 3 == 1 else -1):
             at = user * microbatches + ran[chosen]
             if user >= 0:
                 sent[user] += 1
             if user >= 0 and arrival[at] != GONE:
-                arrival[at] = end + job.lag[user]
-                receiver = job.rank[user]
+                arrival[at] = end + nodes[user].lag
+                receiver = nodes[user].rank
                 wake[receiver] = min(wake[receiver], max(arrival[at] - patience, busy[receiver]))
         ran[chosen] += 1
-        if job.full[chosen - chosen % 3 + 1] < NEVER:
+        if nodes[chosen - chosen % 3 + 1].full < NEVER:
             skip_gone(job, chosen - chosen % 3 + 2, ran, arrival)
-    return (length if len(order) == nodes * microbatches else NEVER), order
+    return (length if count == total else NEVER), order[:count]
 
 
-def loads(job: Job) -> tuple[list[list[int]], list[int], list[int], list[float]]:
-    """Nodes of each rank, its number of ops, how many of them are F, and the seconds that all take."""
-    mine = [[0 for _ in range(0)] for _ in range(job.ranks)]
-    left, forwards = [0] * job.ranks, [0] * job.ranks
-    work = [0.0] * job.ranks
-    for node in range(len(job.rank)):
-        rank = job.rank[node]
-        mine[rank].append(node)
+def loads(job: Job) -> tuple[Ints, Ints, Ints, Ints, Floats]:
+    """First node of each rank, next node of the same rank by node (-1: none), and each rank's ops, F, and seconds."""
+    nodes = job.nodes
+    head, latest, beside = fill(job.ranks, -1), fill(job.ranks, -1), fill(len(nodes), -1)
+    left, forwards, work = fill(job.ranks, 0), fill(job.ranks, 0), fill(job.ranks, 0.0)
+    for number in range(len(nodes)):
+        node = nodes[number]
+        rank = node.rank
+        if head[rank] < 0:
+            head[rank] = number
+        else:
+            beside[latest[rank]] = number
+        latest[rank] = number
         left[rank] += job.microbatches
-        forwards[rank] += job.microbatches if node % 3 == 0 else 0
+        forwards[rank] += job.microbatches if number % 3 == 0 else 0
         # The least that it can take: backwards may all be full ones.
-        merged = node % 3 == 1 and job.full[node] < NEVER
-        saved = job.seconds[node] + job.seconds[node + 1] - job.whole[node] if merged else 0.0
-        work[rank] += job.microbatches * (job.seconds[node] - saved)
-    return mine, left, forwards, work
+        merged = number % 3 == 1 and node.full < NEVER
+        saved = node.seconds + nodes[number + 1].seconds - node.whole if merged else 0.0
+        work[rank] += job.microbatches * (node.seconds - saved)
+    return head, beside, left, forwards, work
 
 
 def earliest(times: Floats) -> tuple[int, float]:
@@ -172,10 +200,14 @@ def earliest(times: Floats) -> tuple[int, float]:
     return least, times[least]
 
 
-def rooms(job: Job) -> tuple[list[float], list[float]]:
+def rooms(job: Job, needs: Floats) -> tuple[Floats, Floats]:
     """Memory that list scheduling needs free to start each node, with I apart from its W; and the same with B."""
-    apart = [max(job.needs[node], job.takes[node] + job.reserve[node]) for node in range(len(job.rank))]
-    return apart, [min(apart[node], job.full[node]) for node in range(len(job.rank))]
+    apart, room = fill(len(needs), 0.0), fill(len(needs), 0.0)
+    for number in range(len(needs)):
+        node = job.nodes[number]
+        apart[number] = max(needs[number], node.takes + node.reserve)
+        room[number] = min(apart[number], node.full)
+    return apart, room
 
 
 def skip_gone(job: Job, node: int, ran: list[int], arrival: Floats) -> None:
@@ -186,7 +218,9 @@ def skip_gone(job: Job, node: int, ran: list[int], arrival: Floats) -> None:
 
 def choose(
     job: Job,
-    nodes: Ints,
+    needs: Floats,
+    head: int,
+    beside: Ints,
     now: float,
     free: float,
     room: Floats,
@@ -198,15 +232,17 @@ def choose(
     arrival: Floats,
     first: bool,
 ) -> tuple[int, float, float]:
-    """The most urgent of a rank's `nodes` (-1: none), the arrival of its input, and when to look again for others."""
+    """The most urgent node from `head` on (-1: none), the arrival of its input, and when to look again for others."""
     chosen, least, start, wake = -1, NEVER, 0.0, NEVER
-    reserve = left_free(job, nodes, ran)
-    for node in nodes:
+    reserve = left_free(job, head, beside, ran)
+    following = head
+    while following >= 0:
+        node, following = following, beside[following]
         microbatch = ran[node]
         if microbatch >= sent[node]:
             continue
         # An F may take the last room if another microbatch needs none to continue.
-        if room[node] > free and (node % 3 or max(job.needs[node], job.takes[node] + reserve) > free):
+        if room[node] > free and (node % 3 or max(needs[node], job.nodes[node].takes + reserve) > free):
             continue
         arrived = arrival[node * job.microbatches + microbatch]
         urgent = urgency[node] + period * microbatch
@@ -218,39 +254,53 @@ def choose(
     return chosen, start, wake
 
 
-def left_free(job: Job, nodes: Ints, ran: Ints) -> float:
+def left_free(job: Job, head: int, beside: Ints, ran: Ints) -> float:
     """Memory to keep free on a rank so that one of its microbatches can continue, which then frees memory.
 
     The rank holds all that it has run of them, because no I of them is over. The one on the latest stage needs the
     least.
     """
-    least = NEVER
-    for node in nodes:
+    least, node = NEVER, head
+    while node >= 0:
         if node % 3 == 0 and ran[node] > ran[node + 1]:
-            least = min(least, job.ahead[node])
+            least = min(least, job.nodes[node].ahead)
+        node = beside[node]
     return least
 
 
-class Lists(NamedTuple):
-    """Mutable form of an order for annealing. Lists are by op unless stated otherwise."""
+class Linked:
+    """An op in a mutable order, and in the chain of its rank's ops. A constructor would take long."""
 
-    order: list[int]
-    """Ops by position."""
-    place: list[int]
-    """Position of each op."""
-    gone: list[int]
+    __slots__ = ("after", "before", "gone", "held", "needs", "place", "seconds", "takes")
+    place: int
+    """Its position in the order."""
+    gone: int
     """1 for a W that is part of a B. It keeps a place in the order, which has no meaning."""
-    seconds: list[float]
-    takes: list[float]
-    needs: list[float]
-    before: list[int]
+    before: int
     """Previous op on its rank, -1 for none."""
-    after: list[int]
-    held: list[float]
+    after: int
+    seconds: float
+    takes: float
+    needs: float
+    held: float
     """Memory of its rank from its start on."""
-    first: list[int]
+
+
+def blank_ops(count: int) -> list[Linked]:
+    """Ops without a place."""
+    return [Linked() for _ in range(count)]
+
+
+class Lists(NamedTuple):
+    """Mutable form of an order for annealing."""
+
+    order: Ints
+    """Ops by position."""
+    ops: list[Linked]
+    """By op."""
+    first: Ints
     """First op of each rank."""
-    last: list[int]
+    last: Ints
 
 
 class Move(NamedTuple):
@@ -277,7 +327,7 @@ class Move(NamedTuple):
 NONE, SHIFTED, MERGED, PARTED = 0, 1, 2, 3
 
 
-def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: int) -> tuple[float, list[int], int]:
+def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: int) -> tuple[float, Ints, int]:
     """Move ops of the critical path back and forth on their rank. Keep orders that are not longer, or not by much.
 
     Where a full backward saves memory, it also merges an I and its W, and separates them again.
@@ -294,21 +344,21 @@ def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: i
         The length of the best order, that order, and the amount of work done.
     """
     total = len(start)
-    merges = min(job.full) < NEVER
     lists = link(job, start)
-    order, gone = lists.order, lists.gone
-    end, backup, tail = [0.0] * total, [0.0] * total, [0.0] * total
-    lag = [job.lag[op // job.microbatches] for op in range(total)]
-    path = [0 for _ in range(0)]
+    order = lists.order
+    end, backup, tail = fill(total, 0.0), fill(total, 0.0), fill(total, 0.0)
+    lag, path = fill(total, 0.0), fill(total, 0)
+    for op in range(total):
+        lag[op] = job.nodes[op // job.microbatches].lag
     replay(job, lists, end, backup, tail, 0, total - 1, total - 1, NEVER)
     look_ahead(job, lists, tail, 0, total - 1)
     length = measure(job, lists.last, end)
-    critical_ops(job, lists, end, lag, path)
-    best, best_order, best_gone = length, list(order), list(gone)
+    steps = critical_ops(job, lists, end, lag, path)
+    best, best_codes = length, start.copy()
     done = 0
     while done < work and best > target:
         done += 10
-        move, seed = pick_move(job, lists, path, merges, seed)
+        move, seed = pick_move(job, lists, path, steps, seed)
         if move.kind == NONE:
             continue
         seed = seed * 48271 % 2147483647
@@ -317,154 +367,147 @@ def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: i
         done += until - move.left
         if good and measure(job, lists.last, end) <= allowed:
             length = measure(job, lists.last, end)
-            critical_ops(job, lists, end, lag, path)
-            done += len(path) + look_ahead(job, lists, tail, move.early, move.right)
+            steps = critical_ops(job, lists, end, lag, path)
+            done += steps + look_ahead(job, lists, tail, move.early, move.right)
             if length < best * (1 - 1e-9):
-                best = length
-                for position in range(total):
-                    best_order[position] = order[position]
-                    best_gone[position] = gone[position]
+                best, best_codes = length, fold(job, lists)
         else:
             for position in range(move.left, until):
                 end[order[position]] = backup[position]
             undo(job, lists, move)
-    return best, fold(job, best_order, best_gone), done
+    return best, best_codes, done
 
 
-def pick_move(job: Job, lists: Lists, path: Ints, merges: bool, seed: int) -> tuple[Move, int]:
-    """Move an op of `path`, or merge or split it where B `merges` I and W. Returns also the next seed."""
+def pick_move(job: Job, lists: Lists, path: Ints, steps: int, seed: int) -> tuple[Move, int]:
+    """Move one of the first `steps` ops of `path`, or merge or split it if B helps. Returns also the next seed."""
     seed = seed * 48271 % 2147483647
-    op = path[seed % len(path)]
+    op = path[seed % steps]
     seed = seed * 48271 % 2147483647
     share = seed / 2147483647.0
     jump = 1 + int(30 * share * share * share)  # mostly near; chosen by hand, not tuned
     seed = seed * 48271 % 2147483647
-    if merges and seed // 2 % 4 == 0:
+    if job.merges and seed // 2 % 4 == 0:
         return flip(job, lists, op), seed
     move = go(job, lists, op, seed % 2 == 0, jump)
-    if move.kind == NONE and merges:
+    if move.kind == NONE and job.merges:
         move = make_room(job, lists, op, jump)
     return move, seed
 
 
-def unfold(job: Job, codes: Ints) -> tuple[list[int], list[int], list[float], list[float], list[float]]:
-    """Ops of an order, and by op: 1 for a W that is part of a B, seconds, memory taken, and memory needed."""
-    total, microbatches = len(codes), job.microbatches
-    order, gone = list(codes), [0] * total
-    seconds, takes, needs = [0.0] * total, [0.0] * total, [0.0] * total
-    for node in range(len(job.rank)):
-        for op in range(node * microbatches, (node + 1) * microbatches):
-            seconds[op], takes[op], needs[op] = job.seconds[node], job.takes[node], job.needs[node]
-    for position in range(total):
+def unfold(job: Job, codes: Ints) -> tuple[Ints, list[Linked]]:
+    """Ops of an order, and by op: whether it is `gone`, seconds, memory taken, and memory needed."""
+    total, nodes, microbatches = len(codes), job.nodes, job.microbatches
+    order, ops = codes.copy(), blank_ops(total)
+    for number in range(len(nodes)):
+        node = nodes[number]
+        for each in range(number * microbatches, (number + 1) * microbatches):
+            op = ops[each]
+            op.gone, op.seconds, op.takes, op.needs = 0, node.seconds, node.takes, node.needs
+    for position in range(total if job.merges else 0):
         if codes[position] < total:
             continue
-        op = codes[position] - total
-        order[position] = op
-        node = op // microbatches
-        if node % 3 == 2:
-            gone[op] = 1
+        order[position] = codes[position] - total
+        op, number = ops[order[position]], order[position] // microbatches
+        if number % 3 == 2:
+            op.gone = 1
         else:
-            seconds[op] = job.whole[node]
-            takes[op] = job.takes[node] + job.takes[node + 1]
-            needs[op] = job.full[node]
-    return order, gone, seconds, takes, needs
+            node = nodes[number]
+            op.seconds, op.takes, op.needs = node.whole, node.takes + nodes[number + 1].takes, node.full
+    return order, ops
 
 
-def fold(job: Job, order: Ints, gone: Ints) -> list[int]:
-    """Reverse `unfold`."""
-    codes = list(order)
-    if min(job.full) == NEVER:
-        return codes
-    for position in range(len(order)):
-        op = order[position]
-        kind = op // job.microbatches % 3
-        if gone[op] or (kind == 1 and gone[op + job.microbatches]):
-            codes[position] = op + len(order)
+def fold(job: Job, lists: Lists) -> Ints:
+    """The order as numbers, the reverse of `unfold`."""
+    codes, ops, microbatches = lists.order.copy(), lists.ops, job.microbatches
+    for position in range(len(codes) if job.merges else 0):
+        op = codes[position]
+        if ops[op].gone or (op // microbatches % 3 == 1 and ops[op + microbatches].gone):
+            codes[position] = op + len(codes)
     return codes
 
 
 def link(job: Job, codes: Ints) -> Lists:
     """Linked lists of an order, for annealing."""
-    order, gone, seconds, takes, needs = unfold(job, codes)
-    total = len(order)
-    place, before, after, held = [0] * total, [-1] * total, [-1] * total, [0.0] * total
-    first, last = [-1] * job.ranks, [-1] * job.ranks
-    for position in range(total):
-        op = order[position]
-        place[op] = position
-        if gone[op]:
+    order, ops = unfold(job, codes)
+    first, last = fill(job.ranks, -1), fill(job.ranks, -1)
+    for position in range(len(order)):
+        number = order[position]
+        op = ops[number]
+        op.place, op.before, op.after = position, -1, -1
+        if op.gone:
             continue
-        rank = job.rank[op // job.microbatches]
-        previous = last[rank]
-        before[op] = previous
-        held[op] = takes[op]
+        rank = job.nodes[number // job.microbatches].rank
+        previous = op.before = last[rank]
+        op.held = op.takes
         if previous < 0:
-            first[rank] = op
+            first[rank] = number
         else:
-            after[previous] = op
-            held[op] += held[previous]
-        last[rank] = op
-    return Lists(order, place, gone, seconds, takes, needs, before, after, held, first, last)
+            ops[previous].after = number
+            op.held += ops[previous].held
+        last[rank] = number
+    return Lists(order, ops, first, last)
 
 
 def go(job: Job, lists: Lists, op: int, later: bool, jump: int) -> Move:
     """Move the op past others of its rank, as far as at most `jump` of them allow."""
-    place, before, after = lists.place, lists.before, lists.after
+    ops = lists.ops
     other = reach_later(job, lists, op, jump) if later else reach_earlier(job, lists, op, jump)
     if other == op:
         return Move(NONE, op, 0, 0, 0, 0, 0, 0)
-    position, anchor = place[op], before[op]
-    follower = after[other] if later else after[op]
-    left, right = min(position, place[other]), max(position, place[other])
-    shift(job, lists, op, other if later else before[other], place[other])
-    leader = anchor if later else before[op]
-    early = place[leader] if leader >= 0 else left
-    late = place[follower] if follower >= 0 else right
+    position, anchor, target = ops[op].place, ops[op].before, ops[other].place
+    follower = ops[other].after if later else ops[op].after
+    left, right = min(position, target), max(position, target)
+    shift(job, lists, op, other if later else ops[other].before, target)
+    leader = anchor if later else ops[op].before
+    early = ops[leader].place if leader >= 0 else left
+    late = ops[follower].place if follower >= 0 else right
     return Move(SHIFTED, op, anchor, position, left, right, early, late)
 
 
 def flip(job: Job, lists: Lists, op: int) -> Move:
     """Merge an I and its W to a B, or split it with the W right after the I. The op may be either of them."""
-    place, before, after = lists.place, lists.before, lists.after
-    node = op // job.microbatches
-    if node % 3 == 2:
-        op, node = op - job.microbatches, node - 1
-    if node % 3 == 0 or job.full[node] >= NEVER:
+    ops = lists.ops
+    number = op // job.microbatches
+    if number % 3 == 2:
+        op, number = op - job.microbatches, number - 1
+    node = job.nodes[number]
+    if number % 3 == 0 or node.full >= NEVER:
         return Move(NONE, op, 0, 0, 0, 0, 0, 0)
-    weight = op + job.microbatches
-    least = lists.held[before[op]] if before[op] >= 0 else 0.0
-    anchor, position = before[weight], place[weight]
-    if not lists.gone[weight]:
-        kind, follower = MERGED, after[weight]
-        if least + job.full[node] > job.limit[job.rank[node]]:
+    weight, before = op + job.microbatches, ops[op].before
+    least, limit = ops[before].held if before >= 0 else 0.0, job.limit[node.rank]
+    anchor, position = ops[weight].before, ops[weight].place
+    if not ops[weight].gone:
+        kind, follower = MERGED, ops[weight].after
+        if least + node.full > limit:
             return Move(NONE, op, 0, 0, 0, 0, 0, 0)
         merge(job, lists, op)
     else:
-        kind, follower = PARTED, after[op]
-        if least + max(job.needs[node], job.takes[node] + job.needs[node + 1]) > job.limit[job.rank[node]]:
+        kind, follower = PARTED, ops[op].after
+        if least + max(node.needs, node.takes + job.nodes[number + 1].needs) > limit:
             return Move(NONE, op, 0, 0, 0, 0, 0, 0)
-        part(job, lists, op, op, place[op] + 1 if position > place[op] else place[op])
+        part(job, lists, op, op, ops[op].place + 1 if position > ops[op].place else ops[op].place)
     # The I takes another time, which also affects those that it waits for.
-    early = place[op]
-    if before[op] >= 0:
-        early = min(early, place[before[op]])
-    if job.feeder[node] >= 0:
-        early = min(early, place[op + (job.feeder[node] - node) * job.microbatches])
-    late = place[follower] if follower >= 0 else place[weight]
-    return Move(kind, op, anchor, position, place[op], place[weight], early, late)
+    early = ops[op].place
+    if ops[op].before >= 0:
+        early = min(early, ops[ops[op].before].place)
+    if node.feeder >= 0:
+        early = min(early, ops[op + (node.feeder - number) * job.microbatches].place)
+    late = ops[follower].place if follower >= 0 else ops[weight].place
+    return Move(kind, op, anchor, position, ops[op].place, ops[weight].place, early, late)
 
 
 def make_room(job: Job, lists: Lists, op: int, jump: int) -> Move:
     """Merge the nearest I before this op, at most `jump` away, whose W comes after it."""
-    microbatches = job.microbatches
+    ops = lists.ops
     other = op
     for _ in range(jump):
-        other = lists.before[other]
+        other = ops[other].before
         if other < 0:
             break
-        weight = other + microbatches
-        if job.full[other // microbatches] < NEVER and not lists.gone[weight] and lists.place[weight] > lists.place[op]:
-            return flip(job, lists, other)
+        if job.nodes[other // job.microbatches].full < NEVER:
+            weight = ops[other + job.microbatches]
+            if not weight.gone and weight.place > ops[op].place:
+                return flip(job, lists, other)
     return Move(NONE, op, 0, 0, 0, 0, 0, 0)
 
 
@@ -481,132 +524,136 @@ def undo(job: Job, lists: Lists, move: Move) -> None:
 
 def reach_later(job: Job, lists: Lists, op: int, jump: int) -> int:
     """Farthest op on the same rank, at most `jump` away, after which `op` can go; `op` if none."""
-    place, after, held, required = lists.place, lists.after, lists.held, lists.needs
-    microbatches = job.microbatches
-    node, microbatch = op // microbatches, op % microbatches
-    takes, needs, limit = lists.takes[op], required[op], job.limit[job.rank[node]]
-    farthest, other = op, op
-    barrier = len(place)
-    if job.fed[node] >= 0:
-        barrier = place[job.fed[node] * microbatches + microbatch]
-    if node % 3 == 1 and not lists.gone[op + microbatches]:
-        barrier = min(barrier, place[op + microbatches])
+    ops, microbatches = lists.ops, job.microbatches
+    number = op // microbatches
+    node = job.nodes[number]
+    takes, needs, limit = ops[op].takes, ops[op].needs, job.limit[node.rank]
+    farthest = op
+    barrier = len(ops)
+    if node.fed >= 0:
+        barrier = ops[op + (node.fed - number) * microbatches].place
+    if number % 3 == 1 and not ops[op + microbatches].gone:
+        barrier = min(barrier, ops[op + microbatches].place)
+    passed = ops[op]
     for _ in range(jump):
-        least = held[other] - takes
-        other = after[other]
-        if other < 0 or place[other] >= barrier:
+        least = passed.held - takes
+        other = passed.after
+        if other < 0:
             break
-        if other // microbatches == node or least + required[other] > limit:
+        passed = ops[other]
+        if passed.place >= barrier or other // microbatches == number or least + passed.needs > limit:
             break
-        if held[other] - takes + needs <= limit:
+        if passed.held - takes + needs <= limit:
             farthest = other
     return farthest
 
 
 def reach_earlier(job: Job, lists: Lists, op: int, jump: int) -> int:
     """Farthest op on the same rank, at most `jump` away, before which `op` can go; `op` if none."""
-    place, before, held, required = lists.place, lists.before, lists.held, lists.needs
-    microbatches = job.microbatches
-    node, microbatch = op // microbatches, op % microbatches
-    takes, needs, limit = lists.takes[op], required[op], job.limit[job.rank[node]]
-    farthest, other = op, op
+    ops, microbatches = lists.ops, job.microbatches
+    number = op // microbatches
+    node = job.nodes[number]
+    takes, needs, limit = ops[op].takes, ops[op].needs, job.limit[node.rank]
+    farthest = op
     barrier = -1
-    if job.feeder[node] >= 0:
-        barrier = place[job.feeder[node] * microbatches + microbatch]
+    if node.feeder >= 0:
+        barrier = ops[op + (node.feeder - number) * microbatches].place
+    other = ops[op].before
     for _ in range(jump):
-        other = before[other]
-        if other < 0 or place[other] <= barrier:
+        if other < 0:
             break
-        least = held[before[other]] if before[other] >= 0 else 0.0
-        if other // microbatches == node or least + takes + required[other] > limit:
+        passed = ops[other]
+        least = ops[passed.before].held if passed.before >= 0 else 0.0
+        if passed.place <= barrier or other // microbatches == number or least + takes + passed.needs > limit:
             break
         if least + needs <= limit:
             farthest = other
+        other = passed.before
     return farthest
 
 
 def shift(job: Job, lists: Lists, op: int, anchor: int, position: int) -> None:
     """Move `op` to `position` of the order, which is right after `anchor` (-1: nothing) on its rank."""
-    after, rank = lists.after, job.rank[op // job.microbatches]
-    later = position > lists.place[op]
+    moved, rank = lists.ops[op], job.nodes[op // job.microbatches].rank
+    later = position > moved.place
     put(lists, op, position)
     # The memory changes for all ops between the old and the new place.
-    start, until = (after[op], anchor) if later else (op, after[op])
+    start, until = (moved.after, anchor) if later else (op, moved.after)
     take_out(lists, op, rank)
     put_in(lists, op, anchor, rank)
-    weigh(lists, start, after[op] if later else until)
+    weigh(lists, start, moved.after if later else until)
 
 
 def merge(job: Job, lists: Lists, op: int) -> None:
     """Merge this I and its W to a B. The W keeps its place in the order."""
-    node, weight = op // job.microbatches, op + job.microbatches
-    follower = lists.after[weight]
-    take_out(lists, weight, job.rank[node])
-    lists.gone[weight] = 1
-    lists.seconds[op] = job.whole[node]
-    lists.takes[op] = job.takes[node] + job.takes[node + 1]
-    lists.needs[op] = job.full[node]
+    number, weight = op // job.microbatches, op + job.microbatches
+    node, merged = job.nodes[number], lists.ops[op]
+    follower = lists.ops[weight].after
+    take_out(lists, weight, node.rank)
+    lists.ops[weight].gone = 1
+    merged.seconds, merged.takes, merged.needs = node.whole, node.takes + job.nodes[number + 1].takes, node.full
     weigh(lists, op, follower)
 
 
 def part(job: Job, lists: Lists, op: int, anchor: int, position: int) -> None:
     """Split a B: its W goes to `position` of the order, which is right after `anchor` on its rank."""
-    node, weight = op // job.microbatches, op + job.microbatches
+    number, weight = op // job.microbatches, op + job.microbatches
     put(lists, weight, position)
-    put_in(lists, weight, anchor, job.rank[node])
-    lists.gone[weight] = 0
-    lists.seconds[op], lists.takes[op], lists.needs[op] = job.seconds[node], job.takes[node], job.needs[node]
-    lists.seconds[weight], lists.takes[weight] = job.seconds[node + 1], job.takes[node + 1]
-    lists.needs[weight] = job.needs[node + 1]
-    weigh(lists, op, lists.after[weight])
+    put_in(lists, weight, anchor, job.nodes[number].rank)
+    lists.ops[weight].gone = 0
+    for each in range(2):
+        node, parted = job.nodes[number + each], lists.ops[op + each * job.microbatches]
+        parted.seconds, parted.takes, parted.needs = node.seconds, node.takes, node.needs
+    weigh(lists, op, lists.ops[weight].after)
 
 
 def put(lists: Lists, op: int, position: int) -> None:
     """Move an op to a position of the order."""
-    order, place = lists.order, lists.place
-    step = 1 if position > place[op] else -1
-    for at in range(place[op], position, step):
+    order, ops = lists.order, lists.ops
+    place = ops[op].place
+    step = 1 if position > place else -1
+    for at in range(place, position, step):
         order[at] = order[at + step]
-        place[order[at]] = at
+        ops[order[at]].place = at
     order[position] = op
-    place[op] = position
+    ops[op].place = position
 
 
 def take_out(lists: Lists, op: int, rank: int) -> None:
     """Remove an op from its rank's chain."""
-    before, after = lists.before, lists.after
-    if before[op] >= 0:
-        after[before[op]] = after[op]
+    before, after = lists.ops[op].before, lists.ops[op].after
+    if before >= 0:
+        lists.ops[before].after = after
     else:
-        lists.first[rank] = after[op]
-    if after[op] >= 0:
-        before[after[op]] = before[op]
+        lists.first[rank] = after
+    if after >= 0:
+        lists.ops[after].before = before
     else:
-        lists.last[rank] = before[op]
+        lists.last[rank] = before
 
 
 def put_in(lists: Lists, op: int, anchor: int, rank: int) -> None:
     """Insert an op into its rank's chain, after `anchor`."""
-    before, after = lists.before, lists.after
-    follower = after[anchor] if anchor >= 0 else lists.first[rank]
-    before[op], after[op] = anchor, follower
+    ops = lists.ops
+    follower = ops[anchor].after if anchor >= 0 else lists.first[rank]
+    ops[op].before, ops[op].after = anchor, follower
     if anchor >= 0:
-        after[anchor] = op
+        ops[anchor].after = op
     else:
         lists.first[rank] = op
     if follower >= 0:
-        before[follower] = op
+        ops[follower].before = op
     else:
         lists.last[rank] = op
 
 
 def weigh(lists: Lists, start: int, stop: int) -> None:
     """Update the memory of the rank from `start` on, until `stop`."""
-    takes, before, after, held = lists.takes, lists.before, lists.after, lists.held
-    each = start
+    ops, each = lists.ops, start
     while each != stop:
-        held[each] = takes[each] + (held[before[each]] if before[each] >= 0 else 0.0)
-        each = after[each]
+        op = ops[each]
+        op.held = op.takes + (ops[op.before].held if op.before >= 0 else 0.0)
+        each = op.after
 
 
 def replay(
@@ -628,32 +675,32 @@ def replay(
     Returns:
         The last position that it timed, and False if the length is sure to exceed `allowed`.
     """
-    order, place, before, after = lists.order, lists.place, lists.before, lists.after
-    gone, seconds = lists.gone, lists.seconds
-    microbatches = job.microbatches
+    order, ops, nodes, microbatches = lists.order, lists.ops, job.nodes, job.microbatches
     position = begin
     while position < len(order) and position <= horizon:
-        op = order[position]
-        if gone[op]:
-            backup[position] = end[op]
+        number = order[position]
+        op = ops[number]
+        if op.gone:
+            backup[position] = end[number]
             position += 1
             continue
-        node = op // microbatches
-        start = end[before[op]] if before[op] >= 0 else job.origin[job.rank[node]]
-        feeder = job.feeder[node]
+        node = nodes[number // microbatches]
+        base = number % microbatches
+        before, feeder = op.before, node.feeder
+        start = end[before] if before >= 0 else job.origin[node.rank]
         if feeder >= 0:
-            start = max(start, end[op + (feeder - node) * microbatches] + job.lag[node])
-        stop = start + seconds[op]
-        backup[position] = end[op]
+            start = max(start, end[base + feeder * microbatches] + node.lag)
+        stop = start + op.seconds
+        backup[position] = end[number]
         position += 1
-        if stop != end[op]:
-            end[op] = stop
-            if position > right + 1 and stop + tail[op] > allowed:
+        if stop != end[number]:
+            end[number] = stop
+            if position > right + 1 and stop + tail[number] > allowed:
                 return position, False
-            if after[op] >= 0:
-                horizon = max(horizon, place[after[op]])
-            if job.fed[node] >= 0:
-                horizon = max(horizon, place[op + (job.fed[node] - node) * microbatches])
+            if op.after >= 0:
+                horizon = max(horizon, ops[op.after].place)
+            if node.fed >= 0:
+                horizon = max(horizon, ops[base + node.fed * microbatches].place)
     return position, True
 
 
@@ -663,35 +710,33 @@ def look_ahead(job: Job, lists: Lists, tail: list[float], left: int, right: int)
     Returns:
         Number of ops that it visited.
     """
-    order, place, before, after = lists.order, lists.place, lists.before, lists.after
-    gone, seconds = lists.gone, lists.seconds
-    microbatches = job.microbatches
+    order, ops, nodes, microbatches = lists.order, lists.ops, job.nodes, job.microbatches
     horizon = left
     position = right
     while position >= 0 and position >= horizon:
-        op = order[position]
-        if gone[op]:
-            position -= 1
-            continue
-        node = op // microbatches
-        following, longest = after[op], -job.origin[job.rank[node]]
-        if following >= 0:
-            longest = max(longest, seconds[following] + tail[following])
-        user = job.fed[node]
-        if user >= 0:
-            result = op + (user - node) * microbatches
-            longest = max(longest, job.lag[user] + seconds[result] + tail[result])
-        if longest != tail[op]:
-            tail[op] = longest
-            if before[op] >= 0:
-                horizon = min(horizon, place[before[op]])
-            if job.feeder[node] >= 0:
-                horizon = min(horizon, place[op + (job.feeder[node] - node) * microbatches])
+        number = order[position]
+        op = ops[number]
         position -= 1
+        if op.gone:
+            continue
+        node = nodes[number // microbatches]
+        base = number % microbatches
+        after, user, longest = op.after, node.fed, -job.origin[node.rank]
+        if after >= 0:
+            longest = max(longest, ops[after].seconds + tail[after])
+        if user >= 0:
+            result = base + user * microbatches
+            longest = max(longest, nodes[user].lag + ops[result].seconds + tail[result])
+        if longest != tail[number]:
+            tail[number] = longest
+            if op.before >= 0:
+                horizon = min(horizon, ops[op.before].place)
+            if node.feeder >= 0:
+                horizon = min(horizon, ops[base + node.feeder * microbatches].place)
     return right - position
 
 
-def justify(job: Job, mirrored: Job, order: Ints) -> tuple[float, list[int]]:
+def justify(job: Job, mirrored: Job, order: Ints) -> tuple[float, Ints]:
     """Move all ops as late as possible, beginning at the end, and then all as early as possible.
 
     Known as forward-backward improvement in project scheduling with limited resources. Ops that move to the end open
@@ -704,118 +749,115 @@ def justify(job: Job, mirrored: Job, order: Ints) -> tuple[float, list[int]]:
     return squeeze(job, mirror(late, job.microbatches))
 
 
-def mirror(order: Ints, microbatches: int) -> list[int]:
+def mirror(order: Ints, microbatches: int) -> Ints:
     """The order in reversed time, in which the last microbatch is the first one."""
     total = len(order)
-    mirrored = [0] * total
+    mirrored = fill(total, 0)
     for position in range(total):
         op = order[position]
         mirrored[total - 1 - position] = op + microbatches - 1 - 2 * (op % microbatches)
     return mirrored
 
 
-def squeeze(job: Job, order: Ints) -> tuple[float, list[int]]:
+def squeeze(job: Job, order: Ints) -> tuple[float, Ints]:
     """Run each op in turn as soon as possible, also before placed ops of its rank. Returns the same as `justify`."""
-    total, microbatches = len(order), job.microbatches
-    ops, gone, seconds, takes, needs = unfold(job, order)
-    begin, end, held = [0.0] * total, [0.0] * total, [0.0] * total
-    before, after = [-1] * total, [-1] * total
-    first, last = [-1] * job.ranks, [-1] * job.ranks
-    lists = Lists(ops, [0] * total, gone, seconds, takes, needs, before, after, held, first, last)
+    total, nodes, microbatches = len(order), job.nodes, job.microbatches
+    numbers, ops = unfold(job, order)
+    begin, end = fill(total, 0.0), fill(total, 0.0)
+    lists = Lists(numbers, ops, fill(job.ranks, -1), fill(job.ranks, -1))
     length = 0.0
-    for op in ops:
-        if gone[op]:
+    for position in range(total):
+        number = numbers[position]
+        op = ops[number]
+        op.place = position
+        if op.gone:
             continue
-        node = op // microbatches
-        rank = job.rank[node]
-        ready = job.origin[rank]
-        if job.feeder[node] >= 0:
-            ready = max(ready, end[op + (job.feeder[node] - node) * microbatches] + job.lag[node])
-        if job.after[node] >= 0:
-            ready = max(ready, end[op + (job.after[node] - node) * microbatches])
-        behind = earliest_gap(job, lists, op, ready, begin, end)
-        begin[op] = max(ready, end[behind]) if behind >= 0 else ready
-        end[op] = begin[op] + seconds[op]
-        length = max(length, end[op] - job.origin[rank])
-        held[op] = takes[op] + (held[behind] if behind >= 0 else 0.0)
-        put_in(lists, op, behind, rank)
-        following = after[op]
+        node = nodes[number // microbatches]
+        base = number % microbatches
+        ready = job.origin[node.rank]
+        if node.feeder >= 0:
+            ready = max(ready, end[base + node.feeder * microbatches] + node.lag)
+        if node.after >= 0:
+            ready = max(ready, end[base + node.after * microbatches])
+        behind = earliest_gap(job, lists, number, ready, begin, end)
+        begin[number] = max(ready, end[behind]) if behind >= 0 else ready
+        end[number] = begin[number] + op.seconds
+        length = max(length, end[number] - job.origin[node.rank])
+        op.held = op.takes + (ops[behind].held if behind >= 0 else 0.0)
+        put_in(lists, number, behind, node.rank)
+        following = op.after
         while following >= 0:
-            held[following] += takes[op]
-            following = after[following]
-    return length, fold(job, sort_by_start(job, lists, begin, end), gone)
+            ops[following].held += op.takes
+            following = ops[following].after
+    sort_by_start(job, lists, begin, end)
+    return length, fold(job, lists)
 
 
-def earliest_gap(job: Job, lists: Lists, op: int, ready: float, begin: Floats, end: Floats) -> int:
-    """Placed op of its rank after which `op` can start the earliest; -1 to be the first.
+def earliest_gap(job: Job, lists: Lists, number: int, ready: float, begin: Floats, end: Floats) -> int:
+    """Placed op of its rank after which this op can start the earliest; -1 to be the first.
 
     Microbatches stay in order, so a stage sends them in the order in which the next one receives them.
     """
-    needs, held, before = lists.needs, lists.held, lists.before
-    node, seconds, takes = op // job.microbatches, lists.seconds[op], lists.takes[op]
-    limit = job.limit[job.rank[node]]
-    best = follower = lists.last[job.rank[node]]
-    while follower >= 0 and begin[follower] >= ready + seconds and follower // job.microbatches != node:
-        previous = before[follower]
-        least = held[previous] if previous >= 0 else 0.0
-        if least + takes + needs[follower] > limit:
+    ops, op, node = lists.ops, lists.ops[number], number // job.microbatches
+    rank = job.nodes[node].rank
+    limit = job.limit[rank]
+    best = follower = lists.last[rank]
+    while follower >= 0 and begin[follower] >= ready + op.seconds and follower // job.microbatches != node:
+        previous = ops[follower].before
+        least = ops[previous].held if previous >= 0 else 0.0
+        if least + op.takes + ops[follower].needs > limit:
             break
         start = max(ready, end[previous]) if previous >= 0 else ready
-        fits = least + needs[op] <= limit
+        fits = least + op.needs <= limit
         # It only moves if it gains time. Otherwise an op of no time could pass its dependency.
-        if fits and start < begin[follower] and start + seconds <= begin[follower]:
+        if fits and start < begin[follower] and start + op.seconds <= begin[follower]:
             best = previous
         follower = previous
     return best
 
 
-def sort_by_start(job: Job, lists: Lists, begin: Floats, end: Floats) -> list[int]:
-    """Ops of all ranks sorted by start. Ties: the earlier end first, then the previous order.
+def sort_by_start(job: Job, lists: Lists, begin: Floats, end: Floats) -> None:
+    """Sort the ops of all ranks by start. Ties: the earlier end first, then the previous order.
 
     A W that is part of a B comes right after its I.
     """
-    order, place = lists.order, lists.place
-    for position in range(len(order)):
-        place[order[position]] = position
-    heads = list(lists.first)
-    merged = [0] * len(order)
+    order, ops = lists.order, lists.ops
+    heads = lists.first.copy()
     position = 0
     while position < len(order):
-        chosen = -1
+        chosen, least = -1, (NEVER, NEVER, 0)
         for op in heads:
-            if op >= 0 and (
-                chosen < 0 or (begin[op], end[op], place[op]) < (begin[chosen], end[chosen], place[chosen])
-            ):
-                chosen = op
-        merged[position] = chosen
+            if op >= 0:
+                found = (begin[op], end[op], ops[op].place)
+                if found < least:
+                    chosen, least = op, found
+        order[position] = chosen
         position += 1
         node = chosen // job.microbatches
-        heads[job.rank[node]] = lists.after[chosen]
-        if node % 3 == 1 and lists.gone[chosen + job.microbatches]:
-            merged[position] = chosen + job.microbatches
+        heads[job.nodes[node].rank] = ops[chosen].after
+        if node % 3 == 1 and ops[chosen + job.microbatches].gone:
+            order[position] = chosen + job.microbatches
             position += 1
-    return merged
 
 
-def starts(job: Job, order: Ints) -> list[float]:
+def starts(job: Job, order: Ints) -> Floats:
     """Starts of the ops if the ranks run them in this order, by position. A W starts with its B."""
     microbatches = job.microbatches
-    ops, gone, seconds, _, _ = unfold(job, order)
-    clock = list(job.origin)
-    end = [0.0] * len(order)
-    begin = [0.0] * len(order)
+    numbers, ops = unfold(job, order)
+    clock = job.origin.copy()
+    begin, end = fill(len(order), 0.0), fill(len(order), 0.0)
     for position in range(len(order)):
-        op = ops[position]
-        node = op // microbatches
-        if gone[op]:
-            begin[position] = end[op - microbatches] - seconds[op - microbatches]
+        number = numbers[position]
+        if ops[number].gone:
+            begin[position] = end[number - microbatches] - ops[number - microbatches].seconds
             continue
-        feeder = job.feeder[node]
-        begin[position] = clock[job.rank[node]]
-        if feeder >= 0:
-            begin[position] = max(begin[position], end[op + (feeder - node) * microbatches] + job.lag[node])
-        end[op] = begin[position] + seconds[op]
-        clock[job.rank[node]] = end[op]
+        node = job.nodes[number // microbatches]
+        begin[position] = clock[node.rank]
+        if node.feeder >= 0:
+            source = number % microbatches + node.feeder * microbatches
+            begin[position] = max(begin[position], end[source] + node.lag)
+        end[number] = begin[position] + ops[number].seconds
+        clock[node.rank] = end[number]
     return begin
 
 
@@ -827,22 +869,25 @@ def measure(job: Job, last: Ints, end: Floats) -> float:
     return longest
 
 
-def critical_ops(job: Job, lists: Lists, end: Floats, lag: Floats, path: list[int]) -> None:
-    """Fill `path` with a chain of ops, each waiting for the next, from the one that ends last; `lag` is by op."""
-    before, last = lists.before, lists.last
-    microbatches = job.microbatches
+def critical_ops(job: Job, lists: Lists, end: Floats, lag: Floats, path: Ints) -> int:
+    """Write a chain of ops to `path`, each waiting for the next, from the one that ends last; `lag` is by op.
+
+    Returns:
+        Number of ops in the chain.
+    """
+    ops, last, microbatches = lists.ops, lists.last, job.microbatches
     worst, longest = 0, -1.0
     for rank in range(job.ranks):
         if end[last[rank]] - job.origin[rank] > longest:
             worst, longest = rank, end[last[rank]] - job.origin[rank]
-    path.clear()
-    op = last[worst]
+    steps, op = 0, last[worst]
     while op >= 0:
-        path.append(op)
-        node = op // microbatches
-        feeder = job.feeder[node]
-        source = op + (feeder - node) * microbatches if feeder >= 0 else -1
-        previous = before[op]
+        path[steps] = op
+        steps += 1
+        feeder = job.nodes[op // microbatches].feeder
+        source = op % microbatches + feeder * microbatches if feeder >= 0 else -1
+        previous = ops[op].before
         if previous < 0 or (source >= 0 and end[source] + lag[op] > end[previous]):
             previous = source
         op = previous
+    return steps

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import frexp, ldexp
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from zbpipe.costs.model import ROUNDING, CostModel, highest, most_room
-from zbpipe.planner.kernel import NEVER, Job, starts
+from zbpipe.planner.kernel import NEVER, Job, Node, starts
 from zbpipe.schedule.event_loop import EventLoop
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule, inputs
 from zbpipe.simulator import lower_bound as bound
@@ -89,32 +89,30 @@ class Problem:
         def transfer(sender: int, receiver: int) -> float:
             return exact(costs.transfer(rank_of[sender], rank_of[receiver]))
 
-        return Job(
-            ranks=self.placement.num_ranks,
-            microbatches=self.num_microbatches,
-            rank=[rank_of[stage] for stage in stages for _ in KINDS],
-            feeder=_flat(
+        columns: dict[str, Iterable[Any]] = {
+            "rank": [rank_of[stage] for stage in stages for _ in KINDS],
+            "feeder": _flat(
                 (3 * stage - 3 if stage else -1, 3 * stage + 4 if stage < last else 3 * stage, 3 * stage + 1)
                 for stage in stages
             ),
-            fed=_flat(
+            "fed": _flat(
                 (3 * stage + 3 if stage < last else 3 * stage + 1, 3 * stage - 2 if stage else -1, -1)
                 for stage in stages
             ),
-            after=[-1] * 3 * len(stages),
-            lag=_flat(
+            "after": [-1] * 3 * len(stages),
+            "lag": _flat(
                 (transfer(stage - 1, stage) if stage else 0.0, transfer(min(stage + 1, last), stage), 0.0)
                 for stage in stages
             ),
-            seconds=[exact(time) for time in seconds],
+            "seconds": [exact(time) for time in seconds],
             # Rounded part by part, like the ops that it replaces.
-            whole=_flat(
+            "whole": _flat(
                 (0.0, exact(seconds[3 * stage + 1]) + exact(seconds[3 * stage + 2]) - exact(costs.overhead), 0.0)
                 for stage in stages
             ),
-            takes=[costs.adds(stage, kind) for stage in stages for kind in KINDS],
-            needs=[costs.needs(stage, kind) for stage in stages for kind in KINDS],
-            full=_flat(
+            "takes": [costs.adds(stage, kind) for stage in stages for kind in KINDS],
+            "needs": [costs.needs(stage, kind) for stage in stages for kind in KINDS],
+            "full": _flat(
                 (NEVER, costs.needs(stage, OpKind.B) if merges else NEVER, NEVER)
                 for stage, merges in enumerate(self.merges)
             ),
@@ -122,8 +120,14 @@ class Problem:
             # up with microbatches that cannot continue. Another microbatch may use that room: any that can finish
             # leaves enough for the next, so the limit may be full. If ops other than F take memory, that is not
             # guaranteed.
-            reserve=_flat((self._to_come(stage), costs.needs(stage, OpKind.W), 0.0) for stage in stages),
-            ahead=_flat((self._to_come(stage) if self._plain(stage) else NEVER, NEVER, NEVER) for stage in stages),
+            "reserve": _flat((self._to_come(stage), costs.needs(stage, OpKind.W), 0.0) for stage in stages),
+            "ahead": _flat((self._to_come(stage) if self._plain(stage) else NEVER, NEVER, NEVER) for stage in stages),
+        }
+        return Job(
+            ranks=self.placement.num_ranks,
+            microbatches=self.num_microbatches,
+            merges=any(self.merges),
+            nodes=[Node(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)],
             limit=[limit * (1 + ROUNDING) for limit in self.limits],
             origin=self._first_starts(exact, transfer) if self.by_period else [0.0] * self.placement.num_ranks,
         )
@@ -134,15 +138,18 @@ class Problem:
         job = self.job
         return job._replace(
             origin=[max(job.origin) - origin for origin in job.origin],
-            feeder=job.fed,
-            after=_flat((-1, node + 2, -1) for node in range(0, len(job.rank), 3)),
-            lag=[job.lag[user] if user >= 0 else 0.0 for user in job.fed],
-            fed=[-1 if node % 3 == 2 else feeder for node, feeder in enumerate(job.feeder)],
-            takes=[-takes for takes in job.takes],
-            needs=[needs - takes for needs, takes in zip(job.needs, job.takes, strict=True)],
-            full=[
-                full if full == NEVER else full - job.takes[node] - job.takes[node + 1]
-                for node, full in enumerate(job.full)
+            nodes=[
+                replace(
+                    node,
+                    feeder=node.fed,
+                    after=number + 1 if number % 3 == 1 else -1,
+                    lag=job.nodes[node.fed].lag if node.fed >= 0 else 0.0,
+                    fed=-1 if number % 3 == 2 else node.feeder,
+                    takes=-node.takes,
+                    needs=node.needs - node.takes,
+                    full=NEVER if node.full == NEVER else node.full - node.takes - job.nodes[number + 1].takes,
+                )
+                for number, node in enumerate(job.nodes)
             ],
         )
 

@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from zbpipe.planner.kernel import NEVER, NONE, Ints, Job, Lists, fold, link, pick_move, undo
+from zbpipe.planner.kernel import NEVER, NONE, Ints, Job, Lists, fill, fold, link, pick_move, undo
 
 FREE, COMPUTES, SENDS, RECEIVES = 0, 1, 2, 3
 """States of a rank."""
 
 
-def anneal_by_rendezvous(job: Job, start: Ints, heat: float, work: int, seed: int) -> tuple[float, list[int], int]:
+def anneal_by_rendezvous(job: Job, start: Ints, heat: float, work: int, seed: int) -> tuple[float, Ints, int]:
     """Move ops of the critical path back and forth on their rank. Keep orders that are not longer, or not by much.
 
     Args:
@@ -30,16 +30,14 @@ def anneal_by_rendezvous(job: Job, start: Ints, heat: float, work: int, seed: in
         The makespan of the best order, that order, and the amount of work done.
     """
     total = len(start)
-    merges = min(job.full) < NEVER
     lists = link(job, start)
-    causes, trial = [-1] * total, [-1] * total
+    causes, trial, path = fill(total, -1), fill(total, -1), fill(total, 0)
     length, last = run(job, lists, causes, NEVER)
-    path = [0 for _ in range(0)]
-    follow(causes, last, path)
-    best, best_order, best_gone = length, list(lists.order), list(lists.gone)
+    steps = follow(causes, last, path)
+    best, best_codes = length, start.copy()
     done = total
     while done < work:
-        move, seed = pick_move(job, lists, path, merges, seed)
+        move, seed = pick_move(job, lists, path, steps, seed)
         done += 1
         if move.kind == NONE:
             continue
@@ -52,34 +50,42 @@ def anneal_by_rendezvous(job: Job, start: Ints, heat: float, work: int, seed: in
             continue
         length = found
         causes, trial = trial, causes
-        follow(causes, last, path)
+        steps = follow(causes, last, path)
         if length < best * (1 - 1e-9):
-            best = length
-            for position in range(total):
-                best_order[position] = lists.order[position]
-                best_gone[position] = lists.gone[position]
-    return best, fold(job, best_order, best_gone), done
+            best, best_codes = length, fold(job, lists)
+    return best, best_codes, done
 
 
-class Ranks(NamedTuple):
-    """State of a run, by rank unless stated otherwise."""
+class Rank:
+    """State of a rank in a run."""
 
-    state: list[int]
+    state: int = FREE
     """`FREE`, `COMPUTES`, `SENDS` or `RECEIVES`."""
-    until: list[float]
-    """End of that state."""
-    following: list[int]
+    following: int = 0
     """The op that runs, or the next one; -1 for none."""
-    left: list[float]
-    """Seconds of the ops that have not begun."""
-    cause: list[int]
+    cause: int = 0
     """The op whose end the next one waits for."""
-    sending: list[int]
+    sending: int = 0
     """The op whose result it has last sent, or is to send."""
-    held: list[bool]
-    """Whether it waits for a message that has not begun."""
-    sent: list[int]
-    """Senders of such messages, in the order in which the messages were made."""
+    held: int = 0
+    """1 while it waits for a message that has not begun."""
+    until: float = 0.0
+    """End of its state."""
+    left: float = 0.0
+    """Seconds of the ops that have not begun."""
+
+
+def blank_ranks(count: int) -> list[Rank]:
+    """Ranks at the time 0."""
+    return [Rank() for _ in range(count)]
+
+
+class Run(NamedTuple):
+    """State of a run."""
+
+    ranks: list[Rank]
+    sent: Ints
+    """Senders of messages that have not begun, in the order in which the messages were made. -1 ends them."""
     arrived: list[bool]
     """Whether its rank has the result that an op takes, by op."""
 
@@ -89,112 +95,110 @@ def run(job: Job, lists: Lists, causes: list[int], allowed: float) -> tuple[floa
 
     `causes` gets, by op, the op whose end it waited for, on its own rank or through messages; -1 for none.
     """
-    ranks = begin(job, lists)
-    state, until = ranks.state, ranks.until
+    state = begin(job, lists)
     now, length, last = 0.0, 0.0, -1
     while True:
-        begin_messages(job, ranks, now)
-        if not begin_computations(job, lists, ranks, causes, now, allowed):
+        begin_messages(job, state, now)
+        if not begin_computations(job, lists, state, causes, now, allowed):
             return NEVER, -1
         wake = NEVER
         for rank in range(job.ranks):
-            if state[rank] != FREE:
-                wake = min(wake, until[rank])
+            if state.ranks[rank].state != FREE:
+                wake = min(wake, state.ranks[rank].until)
         if wake >= NEVER:
             return length, last
         now = wake
         for rank in range(job.ranks):
-            if state[rank] == FREE or until[rank] > now:
+            each = state.ranks[rank]
+            if each.state == FREE or each.until > now:
                 continue
-            if state[rank] == COMPUTES:
-                length, last = now, ranks.following[rank]
-            end(job, lists, ranks, rank)
+            if each.state == COMPUTES:
+                length, last = now, each.following
+            end(job, lists, state, rank)
 
 
-def begin(job: Job, lists: Lists) -> Ranks:
+def begin(job: Job, lists: Lists) -> Run:
     """All ranks at the start of a step."""
-    left = [0.0] * job.ranks
-    for op in range(len(lists.seconds)):
-        if not lists.gone[op]:
-            left[job.rank[op // job.microbatches]] += lists.seconds[op]
-    nothing = [-1] * job.ranks
-    return Ranks(
-        [FREE] * job.ranks,
-        [0.0] * job.ranks,
-        list(lists.first),
-        left,
-        list(nothing),
-        list(nothing),
-        [False] * job.ranks,
-        [0 for _ in range(0)],
-        [False] * len(lists.seconds),
-    )
+    ranks = blank_ranks(job.ranks)
+    for rank in range(job.ranks):
+        ranks[rank].following, ranks[rank].cause, ranks[rank].sending = lists.first[rank], -1, -1
+    for op in range(len(lists.ops)):
+        if not lists.ops[op].gone:
+            ranks[job.nodes[op // job.microbatches].rank].left += lists.ops[op].seconds
+    return Run(ranks, fill(job.ranks + 1, -1), fill(len(lists.ops), False))
 
 
-def begin_messages(job: Job, ranks: Ranks, now: float) -> None:
+def begin_messages(job: Job, run: Run, now: float) -> None:
     """Begin the messages that can begin. Mark the ranks that wait for others as held."""
-    state, until, cause, held, sent = ranks.state, ranks.until, ranks.cause, ranks.held, ranks.sent
+    ranks, sent = run.ranks, run.sent
     for rank in range(job.ranks):
-        held[rank] = False
-    kept = 0
-    for sender in sent:
-        user = job.fed[ranks.sending[sender] // job.microbatches]
-        receiver = job.rank[user]
-        if state[sender] or state[receiver] or held[sender] or held[receiver]:
-            held[sender] = held[receiver] = True
-            sent[kept] = sender
+        ranks[rank].held = 0
+    kept = each = 0
+    while sent[each] >= 0:
+        sender = ranks[sent[each]]
+        user = job.nodes[job.nodes[sender.sending // job.microbatches].fed]
+        receiver = ranks[user.rank]
+        if sender.state or receiver.state or sender.held or receiver.held:
+            sender.held = receiver.held = 1
+            sent[kept] = sent[each]
             kept += 1
-            continue
-        # Both waited for the one that was free later.
-        latest = receiver if until[receiver] > until[sender] else sender
-        cause[sender] = cause[receiver] = cause[latest]
-        until[sender] = until[receiver] = now + job.lag[user]
-        state[sender], state[receiver] = SENDS, RECEIVES
-    while len(sent) > kept:
-        sent.pop()
+        else:
+            # Both waited for the one that was free later.
+            sender.cause = receiver.cause = receiver.cause if receiver.until > sender.until else sender.cause
+            sender.until = receiver.until = now + user.lag
+            sender.state, receiver.state = SENDS, RECEIVES
+        each += 1
+    for gone in range(kept, each):
+        sent[gone] = -1
 
 
-def begin_computations(job: Job, lists: Lists, ranks: Ranks, causes: list[int], now: float, allowed: float) -> bool:
+def begin_computations(job: Job, lists: Lists, run: Run, causes: Ints, now: float, allowed: float) -> bool:
     """Begin the computations that can begin. False if a rank has too much work left to end by `allowed`."""
-    for rank in range(job.ranks):
-        op = ranks.following[rank]
-        if ranks.state[rank] != FREE or ranks.held[rank] or op < 0:
+    for number in range(job.ranks):
+        rank = run.ranks[number]
+        op = rank.following
+        if rank.state != FREE or rank.held or op < 0:
             continue
-        if job.feeder[op // job.microbatches] >= 0 and not ranks.arrived[op]:
+        if job.nodes[op // job.microbatches].feeder >= 0 and not run.arrived[op]:
             continue
-        if now + ranks.left[rank] > allowed:
+        if now + rank.left > allowed:
             return False
-        ranks.state[rank], ranks.until[rank] = COMPUTES, now + lists.seconds[op]
-        ranks.left[rank] -= lists.seconds[op]
-        causes[op], ranks.cause[rank] = ranks.cause[rank], op
+        seconds = lists.ops[op].seconds
+        rank.state, rank.until = COMPUTES, now + seconds
+        rank.left -= seconds
+        causes[op], rank.cause = rank.cause, op
     return True
 
 
-def end(job: Job, lists: Lists, ranks: Ranks, rank: int) -> None:
+def end(job: Job, lists: Lists, run: Run, number: int) -> None:
     """End the rank's op or message, and pass on its result."""
-    microbatches = job.microbatches
-    was, ranks.state[rank] = ranks.state[rank], FREE
+    microbatches, rank = job.microbatches, run.ranks[number]
+    was, rank.state = rank.state, FREE
     if was == SENDS:
-        op = ranks.sending[rank]
-        ranks.arrived[job.fed[op // microbatches] * microbatches + op % microbatches] = True
+        op = rank.sending
+        run.arrived[job.nodes[op // microbatches].fed * microbatches + op % microbatches] = True
     elif was == COMPUTES:
-        op = ranks.following[rank]
-        ranks.following[rank] = lists.after[op]
+        op = rank.following
+        rank.following = lists.ops[op].after
         node = op // microbatches
         if node % 3 == 1:
-            ranks.arrived[op + microbatches] = True
-        user = job.fed[node]
-        if user >= 0 and job.rank[user] == rank:
-            ranks.arrived[user * microbatches + op % microbatches] = True
+            run.arrived[op + microbatches] = True
+        user = job.nodes[node].fed
+        if user >= 0 and job.nodes[user].rank == number:
+            run.arrived[user * microbatches + op % microbatches] = True
         elif user >= 0:
-            ranks.sending[rank] = op
-            ranks.sent.append(rank)
+            rank.sending = op
+            last = 0
+            while run.sent[last] >= 0:
+                last += 1
+            run.sent[last] = number
 
 
-def follow(causes: Ints, last: int, path: list[int]) -> None:
-    """Fill `path` with ops that each wait for the next in it, from `last` on."""
-    path.clear()
-    op = last
+def follow(causes: Ints, last: int, path: Ints) -> int:
+    """Write ops that each wait for the next to `path`, from `last` on. Returns their number."""
+    steps, op = 0, last
     while op >= 0:
-        path.append(op)
+        path[steps] = op
+        steps += 1
         op = causes[op]
+    return steps

@@ -155,7 +155,7 @@ class Annealing:
 
     def order(self, problem: Problem, start: Schedule, engine: Engine, work: float) -> tuple[float, list[int]]:
         """The least value of the objective, and its order."""
-        mean = sum(problem.job.seconds) / len(problem.job.seconds)
+        mean = problem.job.mean
         rows = [[0.0] * (ANNEALING_SAMPLES + 1)] * problem.num_ops
         return engine.anneal_in_samples(
             engine.prepare(problem.job),
@@ -173,8 +173,8 @@ class Annealing:
         job, costs, rank_of = problem.job, problem.costs, problem.placement.rank_of
         times = RandomTimes(problem.placement.num_ranks, self.jitter, ANNEALING_SAMPLES, ANNEALING_SEED)
         seconds, lag = [], []
-        for node, feeder in enumerate(job.feeder):
-            stage, kind = divmod(node, 3)
+        for number, node in enumerate(job.nodes):
+            (stage, kind), feeder = divmod(number, 3), node.feeder
             ranks = rank_of[feeder // 3], rank_of[stage]
             sent = feeder >= 0 and ranks[0] != ranks[1]
             usual, late = costs.seconds(stage, KINDS[kind]), costs.transfer(*ranks) if sent else 0.0

@@ -7,13 +7,12 @@ innermost loops go over the samples of one op, whose numbers are adjacent in mem
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from zbpipe.costs.model import ROUNDING
-from zbpipe.planner.kernel import NEVER, NONE, Floats, Ints, Job, Lists, critical_ops, fold, link, pick_move, undo
+from zbpipe.planner.kernel import NEVER, NONE, Floats, Ints, Job, Lists, critical_ops, fill, fold, link, pick_move, undo
 
-Rows = Sequence[Floats]
+Rows = list[Floats]
 
 
 class Samples(NamedTuple):
@@ -32,12 +31,12 @@ def anneal_in_samples(
     job: Job,
     samples: Samples,
     start: Ints,
-    end: list[list[float]],
-    trial: list[list[float]],
+    end: Rows,
+    trial: Rows,
     heat: float,
     work: int,
     seed: int,
-) -> tuple[float, list[int]]:
+) -> tuple[float, Ints]:
     """Move ops of the critical path of one sample after another. Keep orders that are not worse, or not by much.
 
     Args:
@@ -54,23 +53,24 @@ def anneal_in_samples(
         The least value of the objective, and its order.
     """
     total = len(start)
-    merges = min(job.full) < NEVER
     lists = link(job, start)
     count = len(samples.seconds[0])
-    path = [0 for _ in range(0)]
+    sampled, lag, path, steps = fill(total, 0.0), fill(total, 0.0), fill(total, 0), 0
     retime(job, samples, lists, 0, end, trial)
     copy_from(lists, 0, trial, end)
     length = judge(job, samples, lists, end)
-    best, best_order, best_gone = length, list(lists.order), list(lists.gone)
+    best, best_codes = length, start.copy()
     done, tries = total * count, 0
     while done < work:
         seed = seed * 48271 % 2147483647
         if tries % _TRIES == 0:
             sample = seed % count
-            critical_ops(job, lists, [row[sample] for row in end], [row[sample] for row in samples.lag], path)
-            done += len(path)
+            for op in range(total):
+                sampled[op], lag[op] = end[op][sample], samples.lag[op][sample]
+            steps = critical_ops(job, lists, sampled, lag, path)
+            done += steps
         tries += 1
-        move, seed = pick_move(job, lists, path, merges, seed)
+        move, seed = pick_move(job, lists, path, steps, seed)
         done += 10
         if move.kind == NONE:
             continue
@@ -84,46 +84,42 @@ def anneal_in_samples(
         length, tries = found, 0
         copy_from(lists, move.left, trial, end)
         if length < best * (1 - ROUNDING):
-            best = length
-            for position in range(total):
-                best_order[position] = lists.order[position]
-                best_gone[position] = lists.gone[position]
-    return best, fold(job, best_order, best_gone)
+            best, best_codes = length, fold(job, lists)
+    return best, best_codes
 
 
 _TRIES = 8
 """Number of moves on the same critical path, if none is kept. Chosen by hand."""
 
 
-def retime(
-    job: Job, samples: Samples, lists: Lists, left: int, end: list[list[float]], trial: list[list[float]]
-) -> None:
+def retime(job: Job, samples: Samples, lists: Lists, left: int, end: Rows, trial: Rows) -> None:
     """Write the ends of all ops from position `left` of the order on to `trial`. Earlier ends are in `end`."""
-    order, place, before, gone = lists.order, lists.place, lists.before, lists.gone
+    order, ops = lists.order, lists.ops
     microbatches, count = job.microbatches, len(samples.seconds[0])
     for position in range(left, len(order)):
         op = order[position]
-        if gone[op]:
+        if ops[op].gone:
             continue
-        node = op // microbatches
-        mine, previous, feeder = trial[op], before[op], job.feeder[node]
+        number = op // microbatches
+        node = job.nodes[number]
+        mine, previous = trial[op], ops[op].before
         if previous < 0:
             for sample in range(count):
                 mine[sample] = 0.0
         else:
-            ready = trial[previous] if place[previous] >= left else end[previous]
+            ready = trial[previous] if ops[previous].place >= left else end[previous]
             for sample in range(count):
                 mine[sample] = ready[sample]
-        if feeder >= 0:
-            source, lag = op + (feeder - node) * microbatches, samples.lag[op]
-            ready = trial[source] if place[source] >= left else end[source]
+        if node.feeder >= 0:
+            source, lag = op + (node.feeder - number) * microbatches, samples.lag[op]
+            ready = trial[source] if ops[source].place >= left else end[source]
             for sample in range(count):
                 mine[sample] = max(mine[sample], ready[sample] + lag[sample])
         seconds, share = samples.seconds[op], 1.0
-        if node % 3 == 1 and gone[op + microbatches]:
+        if number % 3 == 1 and ops[op + microbatches].gone:
             # A B varies like its I and its W, of which it saves an overhead.
-            apart = job.seconds[node] + job.seconds[node + 1]
-            share = job.whole[node] / apart if apart > 0 else 1.0
+            apart = node.seconds + job.nodes[number + 1].seconds
+            share = node.whole / apart if apart > 0 else 1.0
             weight = samples.seconds[op + microbatches]
             for sample in range(count):
                 mine[sample] += share * weight[sample]
@@ -148,7 +144,7 @@ def judge(job: Job, samples: Samples, lists: Lists, end: Rows) -> float:
     return mean + samples.deviations * math.sqrt(max(squares / (count - 1) - mean * mean, 0.0))
 
 
-def copy_from(lists: Lists, left: int, source: Rows, target: list[list[float]]) -> None:
+def copy_from(lists: Lists, left: int, source: Rows, target: Rows) -> None:
     """Copy the ends of all ops from position `left` of the order on."""
     for position in range(left, len(lists.order)):
         ends, row = source[lists.order[position]], target[lists.order[position]]

@@ -180,7 +180,7 @@ class Search:
     def anneal(self, start: Found, work: float) -> Found:
         """An order at least as good."""
         problem = start.problem
-        mean = sum(problem.job.seconds) / len(problem.job.seconds)
+        mean = problem.job.mean
         heat = mean * min(self.effort.heat * sqrt(max(work, 1) / problem.num_ops / 1000), _MOST_HEAT)
         job, mirrored = self.engine.prepare(problem.job), self.engine.prepare(problem.mirrored)
         _, order, done = self.engine.anneal(
@@ -214,7 +214,7 @@ class Search:
     def anneal_by_rendezvous(self, start: Found, work: float = 0) -> Found:
         """An order at least as good, with its makespan if messages block both of their ranks."""
         job = start.problem.job
-        heat = _HEAT_BY_RENDEZVOUS * sum(job.seconds) / len(job.seconds)
+        heat = _HEAT_BY_RENDEZVOUS * job.mean
         length, order, _ = self.engine.anneal_by_rendezvous(
             self.engine.prepare(job),
             self.engine.integers(start.order),
