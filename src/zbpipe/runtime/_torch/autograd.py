@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from zbpipe.runtime.attributes import replaced
 
@@ -223,7 +224,8 @@ def _make_factors(number: int, device: torch.device) -> Tensor:
     return factors ^ (factors >> 29)
 
 
-_FACTORS = _make_factors(_FEW, torch.device("cpu"))
+with _disable_current_modes():  # a job may import this among fake tensors
+    _FACTORS = _make_factors(_FEW, torch.device("cpu"))
 
 
 def same_content(one: Tensor, other: Tensor) -> bool:
