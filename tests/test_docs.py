@@ -69,6 +69,7 @@ def failures(folder: Path) -> dict[str, str]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")])
 def test_the_python_of_a_page_runs(failures: dict[str, str], page: str) -> None:
     assert not failures[page], failures[page]
@@ -161,8 +162,15 @@ PROGRAMS: dict[str, Callable[[list[str], Path], object]] = {
 """By the first word of a command: what is tested of it. A command that begins with another word is an error."""
 
 
+WITH_COMMANDS = [
+    pytest.param(block, id=str(block), marks=() if block.page == "README.md" else pytest.mark.long)
+    for block in ALL_BLOCKS
+    if block.language in ("sh", "bash", "diff")
+]
+
+
 @pytest.mark.usefixtures("short_search")
-@pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.language in ("sh", "bash", "diff")], ids=str)
+@pytest.mark.parametrize("block", WITH_COMMANDS)
 def test_the_commands_of_a_block(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = block.code.replace("<", "").replace(">", "")  # placeholders such as <the address of your copy>
     if block.language != "diff":

@@ -10,6 +10,8 @@ import pytest
 from zbpipe import generate
 from zbpipe.cli.demo import emulated
 
+pytestmark = pytest.mark.long
+
 
 def test_every_rank_runs_its_list_and_takes_at_least_what_it_sleeps() -> None:
     done: list[int] = []

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 JOBS, AT_A_TIME, RANKS = 6, 3, 2
 """An end that goes wrong in one job of ten goes wrong here in seven runs of ten."""
 PATIENCE = 120.0
@@ -29,9 +31,7 @@ raise ArithmeticError("too much")
 """
 
 
-@pytest.mark.parametrize(
-    "backend", [pytest.param("cuda:nccl", marks=pytest.mark.long), "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"]
-)
+@pytest.mark.parametrize("backend", ["cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
 def test_an_error_over_nccl_ends_the_process_without_its_communicators(tmp_path: Path, backend: str) -> None:
     script = tmp_path / "failing.py"
     script.write_text(FAILING)
@@ -44,7 +44,6 @@ def test_an_error_over_nccl_ends_the_process_without_its_communicators(tmp_path:
     assert "Traceback" in ended.stderr
 
 
-@pytest.mark.long
 def test_every_process_ends_well(tmp_path: Path) -> None:
     """C++ ends a process by "terminate called without an active exception" if threads outlive the interpreter."""
     command = [sys.executable, str(SCRIPT), str(tmp_path), *map(str, (JOBS, AT_A_TIME, RANKS, int(PATIENCE)))]

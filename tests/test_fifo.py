@@ -32,6 +32,8 @@ from zbpipe.schedule import registry
 from zbpipe.simulator.actions import Rows, parse, validate_lowered
 from zbpipe.simulator.message_queues import MessageLoop, find_blocked_queues
 
+pytestmark = pytest.mark.long
+
 ONE_QUEUE, PER_PEER, PER_EDGE = BACKENDS
 GROUP_PER_EDGE = "gloo"
 """Without queues, but with a group for each direction between two ranks, which torch makes if it is told to."""

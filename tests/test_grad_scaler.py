@@ -17,6 +17,8 @@ from torch.nn.functional import mse_loss
 
 import zbpipe
 
+pytestmark = pytest.mark.long
+
 WIDTH, MICROBATCHES, STEPS = 8, 4, 8
 OVERFLOWS = {3: 0, 4: 0, 6: 1}
 """By step the stage whose weight gets an infinite gradient."""

@@ -13,6 +13,7 @@ import pytest
 from titan_jobs import require_titan
 
 require_titan("0.3.0")
+pytestmark = pytest.mark.long
 ROOT = Path(__file__).parent.parent
 
 PROGRAM = """

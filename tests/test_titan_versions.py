@@ -128,6 +128,7 @@ def test_none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         comparison.run_demo(2, progress=None)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 def test_the_trainer_says_it_and_imports_nothing(tmp_path: Path) -> None:
     path = os.pathsep.join([str(source_tree(tmp_path, "another", "0.4.0")), *sys.path])
     done = subprocess.run(

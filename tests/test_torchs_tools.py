@@ -156,5 +156,6 @@ def dumped_and_read(folder: str) -> None:
         torch.testing.assert_close(found, {name: each for name, each in expected.items() if name.startswith(own)})
 
 
+@pytest.mark.long
 def test_what_was_dumped_runs_right(tmp_path: Path) -> None:
     run_ranks(2, dumped_and_read, str(tmp_path))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from models import WIDTH
@@ -104,6 +105,8 @@ def train_in_all_ways() -> list[tuple[Any, Any]]:
     return found
 
 
+@pytest.mark.long
+@pytest.mark.versions
 def test_compiled_before_the_first_message() -> None:
     for found in run_ranks(RANKS, train_in_all_ways):
         for warm, cold in found:
