@@ -196,7 +196,6 @@ def _main(
     args: tuple[Any, ...],
 ) -> None:
     gc.freeze()  # else this rank's collections look at all of torch's objects, and copy the memory that ranks share
-    gc.enable()
     os.environ.clear()  # it was that of the test that came first
     os.environ.update({"GLOO_SOCKET_IFNAME": "lo"} | environment)
     torch.set_num_threads(1)

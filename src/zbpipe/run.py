@@ -10,7 +10,6 @@ valid names. The options are those of `zbpipe.install`.
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import runpy
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 from zbpipe.frameworks.installation import install_with, list_asked
 from zbpipe.runtime.options import add_arguments, from_arguments
 from zbpipe.runtime.ranks.failures import end_at_once, share_with_other_ranks
-from zbpipe.schedule.garbage import without_collections
+from zbpipe.schedule.garbage import importing
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -35,9 +34,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"there is no script {target[0]!r}; for a module write -m in front of it")
     options = from_arguments(parser, vars(found))
     try:
-        with without_collections():  # they take a fifth of the time of the imports
+        with importing():
             install_with(options, found.schedule, everywhere=found.schedule is not None)
-            gc.freeze()  # nor do later ones look at what was imported
     except ValueError as error:
         parser.error(str(error))
     with end_at_once(), share_with_other_ranks():

@@ -17,3 +17,12 @@ def without_collections() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Context for large imports: no garbage collection, which takes a fifth of their time, nor do later ones look at
+    what was imported."""
+    with without_collections():
+        yield
+        gc.freeze()

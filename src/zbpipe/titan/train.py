@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 import zbpipe.titan
 from zbpipe.frameworks.titan.command_line import asks_for_help, help_text, parse
 from zbpipe.runtime.ranks.failures import end_at_once, share_with_other_ranks
-from zbpipe.schedule.garbage import without_collections
+from zbpipe.schedule.garbage import importing
 
 
 def main() -> None:
@@ -38,11 +38,9 @@ def _train() -> None:
     options, sys.argv[1:] = parse(sys.argv[1:])
     if asks_for_help(sys.argv) and os.environ.get("RANK", "0") == "0":
         print(help_text(), flush=True)  # TorchTitan's own help comes after it
-    with without_collections():  # they take a sixth of the time of the imports
+    with importing():
         zbpipe.titan.plug_in(options)
         from zbpipe.frameworks.titan import plug  # not before: TorchTitan chooses its device when it is imported
-
-        gc.freeze()  # nor do later ones look at what was imported
     with share_with_other_ranks():
         plug.train()
     # TorchTitan turns garbage collection off and leaves its trainer in reference cycles. The interpreter would free the

@@ -7,7 +7,6 @@ torch.
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import sys
@@ -20,7 +19,7 @@ from typing import Any
 
 from zbpipe.cli.demo.launch import run_watched
 from zbpipe.costs.model import CostModel
-from zbpipe.schedule.garbage import without_collections
+from zbpipe.schedule.garbage import importing
 from zbpipe.schedule.ir import Op
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.simulation import simulate
@@ -113,12 +112,10 @@ def _run(folder: Path, arguments: tuple[float, ...], on_step: Callable[[int], No
 
 def main() -> None:
     """Fork the ranks and wait for them. The first failure ends them all."""
-    with without_collections():  # they take a fifth of the time of the imports
+    with importing():
         from torch.multiprocessing.spawn import start_processes
 
         from zbpipe.cli.demo import sleeping  # noqa: F401
-
-        gc.freeze()  # nor do later ones look at what was imported
 
     folder, (ranks, microbatches, seconds, rounds) = Path(sys.argv[1]), map(float, sys.argv[2:])
     job = folder, int(ranks), int(microbatches), seconds, int(rounds)
