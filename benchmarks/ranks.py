@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -28,10 +28,6 @@ import torch.distributed as dist
 
 CONTEXT = multiprocessing.get_context("forkserver")
 """Forks processes from one that has imported torch."""
-
-_MEETINGS = 3
-"""How often ranks try to join a group: gloo's connections fail once in thousands of groups, when many are made at a
-time."""
 
 
 def fork_from(*modules: str) -> None:
@@ -53,10 +49,6 @@ def start_server() -> None:
 
 class RankError(AssertionError):
     """A rank raised; the message is its traceback."""
-
-
-class _MeetingError(RankError):
-    """A rank did not get to its function, because the group could not be made."""
 
 
 class Ending(NamedTuple):
@@ -87,15 +79,6 @@ def run_ranks(
     `function` has to be importable. All processes are gone when this returns or raises, also after `timeout` seconds.
     `backend` may be one of benchmarks/fifo.py.
     """
-    for _ in range(_MEETINGS - 1):
-        with suppress(_MeetingError):
-            return _run_once(num_ranks, function, args, timeout, backend)
-    return _run_once(num_ranks, function, args, timeout, backend)
-
-
-def _run_once(
-    num_ranks: int, function: Callable[..., Any], args: tuple[Any, ...], timeout: float, backend: str
-) -> list[Any]:
     with _started(num_ranks, function, args, timeout, backend) as (ends, _):
         return _collect(ends, timeout)
 
@@ -168,8 +151,7 @@ def _collect(ends: list[Connection], timeout: float) -> list[Any]:
             except EOFError:
                 raise RankError(f"rank {rank} died") from None
             if failed:
-                kind = _MeetingError if "connectFullMesh" in value else RankError
-                raise kind(f"rank {rank}:\n{value}")
+                raise RankError(f"rank {rank}:\n{value}")
             results[rank] = value
     return [results[rank] for rank in range(len(ends))]
 
@@ -185,6 +167,7 @@ def join_group(meeting_point: Path | str, rank: int, num_ranks: int, timeout: fl
         world_size=num_ranks,
         timeout=datetime.timedelta(seconds=timeout),
     )
+    dist.barrier()  # who leaves a group while another rank still joins it breaks the other's connections
 
 
 def _main(
