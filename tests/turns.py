@@ -7,13 +7,14 @@ after both ends have met. Time passes only when nothing else can happen, so each
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from random import Random
-from threading import Lock, Thread
+from threading import Lock
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -84,7 +85,7 @@ class Actor:
         self.baton = Lock()
         self.baton.acquire()
         self._turns = turns
-        Thread(target=self._live, daemon=True).start()
+        threading.Thread(target=self._live, daemon=True).start()
 
     def _live(self) -> None:
         while True:
@@ -143,6 +144,9 @@ class Turns:
     @contextmanager
     def instead_of_processes(self) -> Iterator[Turns]:
         """Context in which `run` may be called."""
+        for each in threading.enumerate():
+            if each.name == "zbpipe progress":  # of an earlier test: it would take turns, too
+                each.join()
         clock = SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep)
         thread = lambda target, args=(), **_: _Thread(self, target, args)  # noqa: E731
         patches: list[tuple[Any, dict[str, Any]]] = [
