@@ -25,7 +25,6 @@ from zbpipe.frameworks.installation import uninstall
 pytest.importorskip("nemo_automodel")
 yaml = pytest.importorskip("yaml")
 
-pytestmark = pytest.mark.timeout(600)
 fork_from("nemo_automodel._transformers.infrastructure", "nemo_automodel.components.models.qwen3_moe.model")
 
 # Both add the same float32 numbers in another order.
