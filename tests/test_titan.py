@@ -232,6 +232,7 @@ def checked(
     mode: str = "default",
     options: Options | None = None,
     fields: Mapping[str, Any] | None = None,
+    chunks: int = 0,
     **given: Any,
 ) -> None:
     parallelism = {
@@ -245,6 +246,7 @@ def checked(
         training=SimpleNamespace(local_batch_size=batch, steps=10),
         compile=SimpleNamespace(enable=compiles),
         comm=SimpleNamespace(init_timeout_seconds=seconds, mode=mode),
+        loss=SimpleNamespace(num_chunks=chunks),
     )
     check(config, options or Options(**given))
 
@@ -265,6 +267,19 @@ def test_a_dry_run_measures_nothing() -> None:
         checked(schedule, options=options)
         with pytest.raises(ValueError, match=r"measures all ranks, and with --comm.mode fake_backend there is one"):
             checked(schedule, mode="fake_backend", options=options)
+
+
+def test_torchs_split_is_not_for_a_loss_in_chunks(caplog: pytest.LogCaptureFixture) -> None:
+    checked("ZBV", chunks=8)
+    checked("1F1B", chunks=8)
+    checked("ZBV", options=Options(split_backward="autograd"))
+    checked("ZBVZeroBubble")
+    assert not caplog.records
+    with pytest.raises(ValueError, match=r"--zbpipe.split-backward autograd loses gradients .*: omit the option"):
+        checked("ZBV", chunks=8, options=Options(split_backward="autograd"))
+    checked("ZBVZeroBubble", chunks=8)
+    (record,) = caplog.records
+    assert "torch's ZBVZeroBubble loses gradients of the stage with the head" in record.getMessage()
 
 
 def test_too_few_microbatches_are_told_before_the_launch(caplog: pytest.LogCaptureFixture) -> None:
@@ -726,7 +741,9 @@ def help_without_a_model() -> str:
 
 
 def refusals_of_a_model() -> list[str]:
-    """The errors of a model that is not cut by TorchTitan, and of names of modules that it does not have."""
+    """The errors of a model that is not cut by TorchTitan, and of wrong names of modules."""
+    from torchtitan.distributed import pipeline_parallel
+
     from zbpipe.frameworks.titan import plug
 
     model = nn.Module()
@@ -735,10 +752,14 @@ def refusals_of_a_model() -> list[str]:
         setattr(model, name, nn.Linear(1, 1))
 
     def cut(*args: Any, **kwargs: Any) -> Any:
+        if modules == without_norm:
+            (name,) = plug._find_names(pipeline_parallel, "pipeline_module_split")
+            getattr(pipeline_parallel, name)(model, None, "ZBV", "cpu", modules)
         return SimpleNamespace(), [], True, True
 
     said = []
-    for modules in (None, [*MODULES, ["lm_head"]], [["norm"]]):
+    without_norm = [*MODULES, ["output"]]
+    for modules in (None, [*MODULES, ["lm_head"]], without_norm, [["norm"]]):
         parallelism = SimpleNamespace(
             pipeline_parallel_schedule="ZBV",
             pipeline_parallel_degree=2,
@@ -774,11 +795,12 @@ def given_to_a_model(parallelism: Any, training: Any) -> tuple[tuple[Any, ...], 
 
 
 def test_a_model_that_is_not_cut(seen: Seen) -> None:
-    cuts_itself, leaves_out, too_few = seen.refusals
+    cuts_itself, unknown, leaves_out, too_few = seen.refusals
     assert (
         "test_titan.refusals_of_a_model.<locals>.cut cuts into stages without asking torch for the sch" in cuts_itself
     )
-    assert "names ['lm_head'], which the model does not have, and leaves out ['norm', 'output']" in leaves_out
+    assert "names ['lm_head'], which the model does not have: the head is 'output' in torchtitan 0.2" in unknown
+    assert "no stage has ['norm'], and TorchTitan would train the model without: give each stage's" in leaves_out
     assert "ZBV" in too_few
 
 

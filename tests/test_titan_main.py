@@ -118,11 +118,11 @@ def test_what_is_refused_before_the_ranks_meet() -> None:
 def refuse(jobs: Sequence[tuple[str, int]]) -> list[str | None]:
     """The errors of the command lines of jobs with ZBV, validated optimizer steps, and so many pipeline ranks."""
     train([], ("--zbpipe.optimizer-step", "validated"))
-    import torchtitan.train
+    from torchtitan.config import ConfigManager
 
     errors: list[str | None] = []
     for toy, ranks in jobs:
-        manager = torchtitan.train.ConfigManager()
+        manager = ConfigManager()
         words = ("--parallelism.pipeline_parallel_degree", str(ranks), "--parallelism.num_pp_microbatches", "16")
         named = ("--module", "torchtitan.experiments.toys", "--config", toy)
         try:

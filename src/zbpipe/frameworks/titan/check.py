@@ -12,6 +12,7 @@ from zbpipe.frameworks.installation import find_algorithm
 from zbpipe.frameworks.titan import batches
 from zbpipe.runtime.job import require_sense, require_size
 from zbpipe.runtime.options import Options
+from zbpipe.schedule.ir import OpKind
 from zbpipe.schedule.registry import Algorithm
 from zbpipe.simulator.passes import default_costs
 from zbpipe.simulator.post_validation import LEAST_GAIN, gain
@@ -48,6 +49,7 @@ def check(config: Any, options: Options) -> None:
         _check_validated_step(algorithm, config)
     if has_pipeline:
         _check_schedule(algorithm, config)
+        _check_torchs_split(algorithm, options, config)
         if config.comm.mode == "fake_backend":
             _require_no_measuring(algorithm, options)
         ranks, steps = config.parallelism.pipeline_parallel_degree, config.training.steps
@@ -130,6 +132,28 @@ def _check_schedule(algorithm: Algorithm, config: Any) -> None:
         )
     if algorithm.placement == "table":
         require_valid(algorithm.make(config.parallelism.pipeline_parallel_degree, batches.microbatches(config)))
+
+
+def _check_torchs_split(algorithm: Algorithm, options: Options, config: Any) -> None:
+    """Refuse torch's split with a loss in chunks, or warn of it with torch's own schedules."""
+    # Such a loss frees the parameters that FSDP has gathered for the head. torch's split then looks for the sharded
+    # ones in the autograd graph (seen with TorchTitan 0.3.0 on torch 2.14).
+    if not getattr(getattr(config, "loss", None), "num_chunks", 0):
+        return
+    lost = "loses gradients of the stage with the head, because TorchTitan's ChunkedLossWrapper runs a backward in F"
+    if options.split_backward == "autograd":
+        raise ValueError(
+            f"{_spell('split_backward')} autograd {lost}: omit the option (zbpipe's split loses none), or set"
+            " config.loss to CrossEntropyLoss.Config()"
+        )
+    if algorithm.source == "torch":
+        ranks = config.parallelism.pipeline_parallel_degree
+        schedule = algorithm.make(ranks, batches.microbatches(config))
+        if any(op.kind is OpKind.I for row in schedule for op in row):
+            _warn_once(
+                f"torch's {algorithm.name} {lost}: use one of zbpipe's schedules, or set config.loss to"
+                " CrossEntropyLoss.Config()"
+            )
 
 
 def _warn_of_idle_ranks(config: Any) -> None:

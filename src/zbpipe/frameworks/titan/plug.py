@@ -67,7 +67,8 @@ logger = logging.getLogger(__name__)
 def plug_in(options: Options, on_cpu: bool) -> None:
     """Make zbpipe's schedules known to TorchTitan in this process, and make it run on the CPU if `on_cpu`."""
     installation.install_with(options, torchs_too=True)
-    torchtitan.train.ConfigManager = _config_manager(options, on_cpu)
+    manager = _config_manager(options, on_cpu)
+    torchtitan.config.ConfigManager = torchtitan.train.ConfigManager = manager  # programs import it from either
     if HAS_JOB_CONFIG:
         _replace_train_specs(options, on_cpu)
     _report_loss_where_it_is()
@@ -256,7 +257,7 @@ def _helpers(
 ) -> Iterator[tuple[ModuleType, dict[str, Callable[..., Any]]]]:
     """Replacements of each module's functions, which cut the model and place the stages as the schedule requires.
 
-    ValueError if the user's cut has another number of stages, or lacks a module.
+    ValueError if the user's cut has another number of stages, or if a cut lacks a module.
     """
     placement = algorithm.place(job.parallelism.pipeline_parallel_degree)
     by_hand = job.parallelism.module_fqns_per_model_part
@@ -264,7 +265,7 @@ def _helpers(
         _require_layers_per_stage(algorithm, placement, job)
     else:
         checks.require_parts(algorithm.name, placement, len(by_hand))
-        _require_modules(model, by_hand)
+        _require_known(model, by_hand)
     whole = layer_split.Model(model, job.model_config, batches.length(job.training))
     inside: list[bool] = []
     modules = _modules_of(pipelining_fn)
@@ -275,10 +276,13 @@ def _helpers(
             cut = layer_split.make_cut(original, placement, job.parallelism, whole, job.checkpointing)
             # TorchTitan gives a rank one or two stages; a schedule may have more.
             helpers[name] = _outermost(original, partial(_call_with, cut, placement.num_stages), inside)
-        if not is_placed_by_frameworks(algorithm, placement):
-            for name in _find_names(module, "pipeline_module_split"):
-                original = getattr(module, name)
-                helpers[name] = _outermost(original, _make_split(original, placement, modules), inside)
+        for name in _find_names(module, "pipeline_module_split"):
+            original = split = getattr(module, name)
+            if not is_placed_by_frameworks(algorithm, placement):
+                split = _make_split(original, placement, modules)
+            if original is getattr(pipeline_parallel, name, None):
+                split = _with_all_modules(split)
+            helpers[name] = _outermost(original, split, inside)
         yield module, helpers
 
 
@@ -321,17 +325,29 @@ def _require_layers_per_stage(algorithm: Algorithm, placement: Placement, job: _
     checks.require_cut(algorithm.name, placement, num_layers, cut, f"pipeline_parallel_layers_per_stage={per_stage}")
 
 
-def _require_modules(model: nn.Module, modules: Sequence[Sequence[str]]) -> None:
-    """Refuse a list that lacks a module with weights: TorchTitan would train without it."""
-    named = {name for part in modules for name in part}
-    known = layer_split.modules_of(model)
-    unknown = named - known.keys()
-    left = {name for name, each in known.items() if name not in named and any(True for _ in each.parameters())}
-    if unknown or left:
+def _require_known(model: nn.Module, modules: Sequence[Sequence[str]]) -> None:
+    """Refuse a list with modules that the model does not have."""
+    if unknown := {name for part in modules for name in part} - layer_split.modules_of(model).keys():
         raise ValueError(
-            f"module_fqns_per_model_part names {sorted(unknown)}, which the model does not have, and leaves out"
-            f" {sorted(left)}: the head is 'output' in torchtitan 0.2, and 'lm_head' in 0.3"
+            f"module_fqns_per_model_part names {sorted(unknown)}, which the model does not have: the head is 'output'"
+            " in torchtitan 0.2, and 'lm_head' in 0.3"
         )
+
+
+def _with_all_modules(split: Callable[..., Any]) -> Callable[..., Any]:
+    """TorchTitan's function that builds the stages of a rank. It refuses stages that lack a module with weights."""
+
+    def call(whole_model: nn.Module, mesh: Any, schedule: str, device: Any, modules: Any, **more: Any) -> Any:
+        named = {name for part in modules for name in part}
+        known = layer_split.modules_of(whole_model).items()
+        if left := [name for name, each in known if name not in named and any(True for _ in each.parameters())]:
+            raise ValueError(
+                f"no stage has {left}, and TorchTitan would train the model without: give each stage's modules, with"
+                " these, in parallelism.module_fqns_per_model_part"
+            )
+        return split(whole_model, mesh, schedule, device, modules, **more)
+
+    return call
 
 
 def _make_split(
