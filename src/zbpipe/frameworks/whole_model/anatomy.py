@@ -116,6 +116,11 @@ def _refuse_by_config(model: nn.Module) -> None:
             f"{_title(model)} adds a loss over the routers of all blocks, which are on different ranks: set"
             " model.config.output_router_logits = False"
         )
+    for name in ("layerdrop", "decoder_layerdrop"):
+        if plain_attribute(config, name):
+            raise ValueError(
+                f"{_title(model)} skips blocks at random, and each rank would skip others: load it with {name}=0.0"
+            )
     adapters: Any = getattr(model, "peft_config", None) or {}
     for adapter, about in adapters.items():
         if getattr(about, "is_prompt_learning", False):
