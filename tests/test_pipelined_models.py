@@ -129,6 +129,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
         causal("MixtralConfig", EXPERTS | {"num_local_experts": 4, "output_router_logits": True}),
         "a loss over the routers of all blocks",
     ),
+    "OPT with layer drop": (causal("OPTConfig", SMALL | {"layerdrop": 0.5}), "skips blocks at random"),
     "XLNet": (causal("XLNetConfig", XLNET), "around its blocks"),
     "too few blocks": (causal("LlamaConfig", SMALL | {"num_hidden_layers": 1}), "has one block"),
 }

@@ -1,16 +1,18 @@
-"""A model's blocks, and the modules before and after them, found by running the model up to its second block."""
+"""A model's blocks, and the modules before and after them, found by running the model with its first block alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.modules import module as hooks
 
-from zbpipe.runtime._torch.autograd import tree_leaves
+from zbpipe.runtime._torch.autograd import tree_leaves, tree_map_only
 from zbpipe.runtime._torch.module_views import view_of
 from zbpipe.runtime.attributes import plain_attribute
 
@@ -46,8 +48,13 @@ class Anatomy:
     """Names of all other modules with own parameters outside the blocks."""
 
 
-def examine(model: nn.Module, example: Mapping[str, Any]) -> Anatomy:
-    """The anatomy of `model`, which runs its first block with `example` as keyword arguments.
+def examine(model: nn.Module, example: Mapping[str, Any], *, loss_takes_all: bool) -> Anatomy:
+    """The anatomy of `model`, which runs with `example` as keyword arguments, and with its first block alone.
+
+    Args:
+        model: the whole model.
+        example: keyword arguments of two samples.
+        loss_takes_all: whether the loss may use all results of the model. Otherwise it uses the logits.
 
     Raises:
         ValueError: the model cannot be cut into stages that hand on one tensor.
@@ -68,7 +75,7 @@ def examine(model: nn.Module, example: Mapping[str, Any]) -> Anatomy:
             f"{_title(model)} has parameters in {each or 'itself'!r}, around its blocks, and it is not known which"
             f" stage needs them: put them into a module. {BY_HAND}"
         )
-    ran, more = _run_first_block(model, name, blocks, example)
+    ran, more = _run_example(model, name, blocks, example, loss_takes_all)
     return Anatomy(name, len(blocks), more, frozenset(outside) & ran, frozenset(outside) - ran)
 
 
@@ -109,6 +116,11 @@ def _refuse_by_config(model: nn.Module) -> None:
             f"{_title(model)} adds a loss over the routers of all blocks, which are on different ranks: set"
             " model.config.output_router_logits = False"
         )
+    for name in ("layerdrop", "decoder_layerdrop"):
+        if plain_attribute(config, name):
+            raise ValueError(
+                f"{_title(model)} skips blocks at random, and each rank would skip others: load it with {name}=0.0"
+            )
     adapters: Any = getattr(model, "peft_config", None) or {}
     for adapter, about in adapters.items():
         if getattr(about, "is_prompt_learning", False):
@@ -145,33 +157,110 @@ class StandIn(nn.Module):
         vars(self).update((name, value) for name, value in vars(block).items() if isinstance(value, (str, int, float)))
 
 
-class _Recording(StandIn):
-    """Records the arguments of a block. Runs it, or ends the forward."""
+class _HandedOn(Tensor):
+    """A block's output for the next block. Any operation with it raises: a later rank would not have it."""
 
-    def __init__(self, block: nn.Module, *, is_end: bool) -> None:
+    refuse: Callable[[object], ValueError]
+    """The error for another user of it than the next block."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        used = next(each for each in tree_leaves([args, kwargs]) if isinstance(each, cls))
+        raise used.refuse(func)
+
+
+class _Recording(StandIn):
+    """In the place of a block while the example runs."""
+
+    def __init__(self, block: nn.Module, position: int, example: _Example) -> None:
         super().__init__(block)
-        self._block = (block,)  # not a part of this module
-        self._is_end = is_end
-        self.inputs: list[Any] = []
-        self.output: Any = None
+        self._position, self._example = position, (example, block)  # not parts of this module
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.inputs = tree_leaves([args, kwargs])
-        if self._is_end:
-            raise ReachedError
-        self.output = self._block[0](*args, **kwargs)
-        return self.output
+        example, block = self._example
+        return example.take(self._position, block, args, kwargs)
 
 
-def _run_first_block(
-    model: nn.Module, name: str, blocks: Blocks, example: Mapping[str, Any]
+class _Example:
+    """A forward of the model that checks each call of a block. Later blocks return the output of the first one."""
+
+    def __init__(self, model: nn.Module, name: str, blocks: Blocks, batch: int) -> None:
+        self._title, self._name, self._batch = _title(model), name, batch
+        self._order = [*(f"{name}.{key}" for key, _ in blocks.named_children()), f"what follows {name}"]
+        self.recordings = {
+            self._order[position]: _Recording(block, position, self) for position, block in enumerate(blocks.children())
+        }
+        self.reached = 0
+        """Number of blocks that have been called."""
+        self.output: Any = None
+        """Of the first block."""
+        self._handed_on: Any = None
+
+    def take(self, position: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        """The output of a block, called with these arguments."""
+        self.require_next(position)
+        self.reached += 1
+        hidden = first_argument(args, kwargs)
+        if position == 0:
+            self.output = _run(block, args, kwargs)
+            self._require_same_shape(hidden)
+        elif hidden is not self._handed_on:
+            raise self._error(
+                f"gives {self._order[position]} another first argument than the output of {self._order[position - 1]}"
+            )
+        for each in tree_leaves([args, kwargs]):
+            if isinstance(each, Tensor) and each is not hidden and (each.requires_grad or isinstance(each, _HandedOn)):
+                raise ValueError(
+                    f"the blocks {self._name} of {self._title} take a second tensor that needs a gradient, of shape"
+                    f" {tuple(each.shape)}, and zbpipe.pipeline hands on the hidden states alone. {BY_HAND}"
+                )
+        if position == len(self.recordings) - 1:
+            return self.output
+        output = tree_map_only(Tensor, partial(self._hand_on, position), self.output)
+        self._handed_on = _hidden_of(output)
+        return output
+
+    def require_next(self, position: int) -> None:
+        """Refuse a block that is not the next one, or what follows them if there is a next one."""
+        if position != self.reached:
+            raise self._error(f"runs {self._order[position]} where {self._order[self.reached]} is next")
+
+    def _error(self, reason: str) -> ValueError:
+        return ValueError(
+            f"{self._title} {reason}: zbpipe.pipeline runs each block once, in order, and gives its output to the next"
+            f" block alone. If the model skips blocks at random (layer drop), turn that off. {BY_HAND}"
+        )
+
+    def _require_same_shape(self, hidden: Any) -> None:
+        result = _hidden_of(self.output)
+        if (
+            not isinstance(hidden, Tensor)
+            or not hidden.is_floating_point()
+            or len(hidden) != self._batch
+            or not isinstance(result, Tensor)
+            or result.shape != hidden.shape
+        ):
+            raise ValueError(
+                f"the blocks {self._name} of {self._title} do not map (batch, ...) to the same shape. {BY_HAND}"
+            )
+
+    def _hand_on(self, position: int, output: Tensor) -> Tensor:
+        handed = output.as_subclass(_HandedOn)
+        handed.refuse = lambda user: self._error(f"uses the output of {self._order[position]} in {user}")
+        return handed
+
+
+def _run_example(
+    model: nn.Module, name: str, blocks: Blocks, example: Mapping[str, Any], loss_takes_all: bool
 ) -> tuple[frozenset[str], int | None]:
     """Names of the modules outside the blocks that ran before the second block, and `more_results`."""
     names = {id(module): each for each, module in model.named_modules()}
     ran: set[str] = set()
+    run = _Example(model, name, blocks, next(len(each) for each in example.values() if isinstance(each, Tensor)))
 
     def record(module: nn.Module, args: Any) -> None:
-        ran.add(names.get(id(module), ""))
+        if run.reached < 2:
+            ran.add(names.get(id(module), ""))
 
     def track(module: nn.Module, args: Any, output: Any) -> Any:
         """Have all that depends on an embedding require a gradient, also with frozen weights."""
@@ -180,46 +269,33 @@ def _run_first_block(
             return output.requires_grad_() + 0  # a leaf could not be changed in place
         return None
 
-    (key, block), (next_key, next_block), *_ = blocks.named_children()
-    first, second = _Recording(block, is_end=False), _Recording(next_block, is_end=True)
-    view = view_of(model, {f"{name}.{key}": first, f"{name}.{next_key}": second})
     handles = [hooks.register_module_forward_pre_hook(record), hooks.register_module_forward_hook(track)]
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
     kind = "cpu" if accelerator is None else accelerator.type
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices, device_type=kind):
-            view(**example)
-    except ReachedError:
-        pass
+            torch.default_generator.manual_seed(0)  # blocks skipped at random are the same on all ranks
+            output = _run(view_of(model, run.recordings), (), dict(example))
     finally:
         for handle in handles:
             handle.remove()
-    if not second.inputs:
-        raise ValueError(f"the forward of {_title(model)} does not run {name} one by one. {BY_HAND}")
-    batch = next(len(each) for each in example.values() if isinstance(each, Tensor))
-    hidden = _find_hidden(first.inputs)
-    result = first.output[0] if isinstance(first.output, (tuple, list)) else first.output
-    if hidden is None or len(hidden) != batch or not isinstance(result, Tensor) or result.shape != hidden.shape:
-        raise ValueError(f"the blocks {name} of {_title(model)} do not map (batch, ...) to the same shape. {BY_HAND}")
-    passed = _find_hidden(second.inputs)
-    if passed is None or passed.shape != result.shape or not torch.equal(passed, result):
-        raise ValueError(
-            f"{_title(model)} changes the hidden states between two blocks of {name}, which a stage would leave out."
-            f" {BY_HAND}"
-        )
-    for recording, given in ((first, hidden), (second, passed)):
-        for each in recording.inputs:
-            if isinstance(each, Tensor) and each.requires_grad and each is not given:
-                raise ValueError(
-                    f"the blocks {name} of {_title(model)} take a second tensor that needs a gradient, of shape"
-                    f" {tuple(each.shape)}, and zbpipe.pipeline hands on the hidden states alone. {BY_HAND}"
-                )
-    return frozenset(ran), len(first.output) - 1 if isinstance(first.output, (tuple, list)) else None
+    run.require_next(len(blocks))
+    for each in tree_leaves(output) if loss_takes_all else ():
+        if isinstance(each, _HandedOn):
+            raise each.refuse("its results")
+    return frozenset(ran), len(run.output) - 1 if isinstance(run.output, (tuple, list)) else None
 
 
-def _find_hidden(inputs: list[Any]) -> Tensor | None:
-    """The first argument with numbers."""
-    found = (each for each in inputs if isinstance(each, Tensor))
-    hidden = next(found, None)
-    return hidden if hidden is not None and hidden.is_floating_point() else None
+def _run(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The module's output. Its buffers, such as the statistics of a batch norm, stay as they are."""
+    return functional_call(module, {name: each.clone() for name, each in module.named_buffers()}, args, kwargs)
+
+
+def first_argument(args: Any, kwargs: Any) -> Any:
+    """The hidden states among the arguments of a block."""
+    return args[0] if args else next(iter(kwargs.values()), None)
+
+
+def _hidden_of(output: Any) -> Any:
+    return output[0] if isinstance(output, (tuple, list)) else output

@@ -84,7 +84,7 @@ def pipeline(
     placement = algorithm.place(mesh.size())
     if example is None:
         example = {"input_ids": torch.arange(6, device=next(model.parameters()).device).view(2, 3)}
-    anatomy = examine(model, {**_usual(model), **example})
+    anatomy = examine(model, {**_usual(model), **example}, loss_takes_all=loss is not None)
     build = partial(
         build_pipeline_schedule,
         schedule,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpipe.frameworks.whole_model.anatomy import Anatomy, ReachedError, StandIn
+from zbpipe.frameworks.whole_model.anatomy import Anatomy, ReachedError, StandIn, first_argument
 from zbpipe.runtime._torch.module_views import view_of, without_parameters
 
 Loss = Callable[[Any, Tensor, Any], Tensor]
@@ -78,8 +78,7 @@ class _Absent(StandIn):
         """Whether the forward of the stage ends here."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = args[0] if args else next(iter(kwargs.values()))
-        hidden = given if self.received is None else self.received
+        hidden = first_argument(args, kwargs) if self.received is None else self.received
         if self.is_end:
             raise ReachedError(hidden)
         return hidden if self._more_results is None else (hidden, *[None] * self._more_results)
