@@ -299,8 +299,9 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         if pipelining.is_set_up(self):
             return
         with ExitStack() as kept:
-            # A loss or a layer that calls `backward` itself leaves gradients of uninitialized data.
+            # A loss or a layer that calls `backward` itself leaves gradients of zeros.
             for stage in hooks.stages_of(self):
+                kept.enter_context(pipelining.keeping_buffers(stage))
                 kept.enter_context(fsdp.without_gradients(stage.submod))
                 kept.enter_context(split.infer_without_compiler(stage))
             super().initialize_stages(*args, **kwargs)

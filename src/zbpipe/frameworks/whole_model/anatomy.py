@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as hooks
 
-from zbpipe.runtime._torch.autograd import tree_leaves
+from zbpipe.runtime._torch.autograd import restored, tree_leaves
 from zbpipe.runtime._torch.module_views import view_of
 from zbpipe.runtime.attributes import plain_attribute
 
@@ -169,9 +170,11 @@ def _run_first_block(
     """Names of the modules outside the blocks that ran before the second block, and `more_results`."""
     names = {id(module): each for each, module in model.named_modules()}
     ran: set[str] = set()
+    kept = ExitStack()
 
     def record(module: nn.Module, args: Any) -> None:
         ran.add(names.get(id(module), ""))
+        kept.enter_context(restored(module.buffers(recurse=False)))
 
     def track(module: nn.Module, args: Any, output: Any) -> Any:
         """Have all that depends on an embedding require a gradient, also with frozen weights."""
@@ -188,7 +191,7 @@ def _run_first_block(
     devices = [] if accelerator is None else [torch.accelerator.current_device_index()]
     kind = "cpu" if accelerator is None else accelerator.type
     try:
-        with torch.enable_grad(), torch.random.fork_rng(devices, device_type=kind):
+        with kept, torch.enable_grad(), torch.random.fork_rng(devices, device_type=kind):
             view(**example)
     except ReachedError:
         pass

@@ -277,6 +277,18 @@ def has_hooks_after_accumulation(weight: Tensor) -> bool:
     return bool(weight._post_accumulate_grad_hooks)
 
 
+@contextmanager
+def restored(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Context that restores the values of `tensors`."""
+    kept = [(each, each.clone()) for each in tensors if not each.is_inference()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, copy in kept:
+                tensor.copy_(copy)
+
+
 def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Context in which autograd does not notice writes to `tensors`. The caller restores their values."""
     counted = tuple(each for each in tensors if not each.is_inference())
