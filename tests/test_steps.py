@@ -323,8 +323,12 @@ def test_a_target_that_torch_cannot_split(one_rank: None, target: Any, run: str)
     name = type(target).__name__
     with pytest.raises(ValueError, match=rf"target of type {name} cannot be split .*step\(target_mbs=\[\.\.\.\]"):
         getattr(schedule, run)(x, target=target)
+    in_lists = {"arg_mbs": [(each,) for each in x.chunk(2)], "target_mbs": [target, target]}
     if pipelining.TAKES_MICROBATCHES:
-        getattr(schedule, run)(arg_mbs=[(each,) for each in x.chunk(2)], target_mbs=[target, target])
+        getattr(schedule, run)(**in_lists)
+    else:
+        with pytest.raises(ValueError, match=r"^arg_mbs, target_mbs: microbatches as lists need torch 2\.14"):
+            getattr(schedule, run)(**in_lists)
     schedule.step(x, target=x)
 
 

@@ -331,6 +331,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             try:
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
                 with self._refuse_with_all():
+                    checks.require_no_lists(kwargs)
                     checks.require_loss_and_batch(self, (*args, *kwargs.values()), target)
                     if pipelining.trains(self) and not self._models_are_checked:
                         checks.require_trainable(hooks.stages_of(self))
