@@ -72,7 +72,7 @@ class _Group(NamedTuple):
 
 
 def run_ranks(
-    num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120, backend: str = "gloo"
+    num_ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 300, backend: str = "gloo"
 ) -> list[Any]:
     """`function(*args)` on every rank of a group; what each returned, by rank.
 
@@ -84,7 +84,7 @@ def run_ranks(
 
 
 def endings(
-    num_ranks: int, function: Callable[..., Any], *args: Any, group_timeout: float, timeout: float = 120
+    num_ranks: int, function: Callable[..., Any], *args: Any, group_timeout: float, timeout: float = 300
 ) -> list[Ending]:
     """The same for ranks that fail: how each of them ended within `timeout` seconds."""
     with _started(num_ranks, function, args, group_timeout) as (ends, processes):

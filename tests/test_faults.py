@@ -80,7 +80,7 @@ LOST = rf"{at('[02]', '1')}.*by peer"
 
 
 def test_a_rank_killed_in_the_middle_of_a_step() -> None:
-    first, killed, last = endings(3, fail_in_the_second_step, end_suddenly, group_timeout=60, timeout=60)
+    first, killed, last = endings(3, fail_in_the_second_step, end_suddenly, group_timeout=60)
     assert killed.exit_code == -signal.SIGKILL
     for ending in (first, last):
         assert ending.exit_code == 0, ending

@@ -734,7 +734,7 @@ def test_two_ranks_end_with_the_same_report() -> None:
 
 
 def test_all_ranks_hear_of_a_mismatch() -> None:
-    first, second = endings(2, checked_on_two_ranks, True, group_timeout=60, timeout=60)
+    first, second = endings(2, checked_on_two_ranks, True, group_timeout=60)
     wrong = (
         r"rank 1, schedule ZBH1, step \d+ of \d+, 1W0: GradientMismatchError: stage 1, microbatch 0: .*"
         r" above 1e-04: 2\.weight 2\. If this layer declares weight_products itself"

@@ -29,10 +29,6 @@ from zbpipe.simulator.offloading import Offload, copy_all
 
 WIDTH, USUAL = 4, 3
 NAMES = ("ZBH1", "ZBV", "ZBVLean", "ZB2P", "VHalf", "Auto", "Table", "Plan")
-KEEPS_BUFFERS = hasattr(PipelineStage, "_pre_metadata_inference_backup")
-"""Whether torch's inference of shapes leaves buffers as they are (since 2.14)."""
-HAS_MICROBATCH_ARGUMENTS = hasattr(pipelining.PipelineSchedule, "_get_microbatch_inputs")
-"""Whether torch's `step` takes microbatches, too (since 2.14)."""
 
 Grad = Literal["no_grad", "inference_mode", "enable_grad"]
 
@@ -178,7 +174,7 @@ class Loop:
         x, y, target = self._batch(event)
         first, last = 0 in self.parts, len(self.whole) - 1 in self.parts
         losses: list[Tensor] = []
-        if event.is_split and HAS_MICROBATCH_ARGUMENTS:
+        if event.is_split and pipelining.TAKES_MICROBATCHES:
             chunks = [each.chunk(event.microbatches) for each in (x, y, target)]
             given["arg_mbs"] = list(zip(*chunks[:2], strict=True)) if first else None
             given["target_mbs"] = list(chunks[2]) if last else None
@@ -209,8 +205,7 @@ class Loop:
         if losses:
             torch.testing.assert_close(losses, expected, rtol=1e-9, atol=1e-12)
         for index, part in self.parts.items():
-            if KEEPS_BUFFERS:
-                torch.testing.assert_close(part.seen, self.whole[index].seen, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(part.seen, self.whole[index].seen, rtol=1e-9, atol=1e-9)
             for (name, found), wanted in zip(part.named_parameters(), self.whole[index].parameters(), strict=True):
                 where = f"{name} of stage {index} after {event}"
                 assert (found.grad is None) == (wanted.grad is None), where

@@ -303,7 +303,7 @@ def one_is_killed_before_its_vote() -> None:
 
 
 def test_a_rank_killed_while_others_wait_for_its_vote() -> None:
-    first, second = endings(2, one_is_killed_before_its_vote, group_timeout=20, timeout=60)
+    first, second = endings(2, one_is_killed_before_its_vote, group_timeout=20)
     assert second.exit_code == -signal.SIGKILL
     assert first.error is not None
     assert "PipelineError" in first.error
@@ -326,7 +326,7 @@ def one_is_killed_when_it_should_drain() -> None:
 
 def test_a_rank_killed_when_all_have_to_drain() -> None:
     """Rank 0 has sent it what it does not receive any more, and rank 2 waits for its clipping."""
-    first, second, third = endings(3, one_is_killed_when_it_should_drain, group_timeout=20, timeout=60)
+    first, second, third = endings(3, one_is_killed_when_it_should_drain, group_timeout=20)
     assert second.exit_code == -signal.SIGKILL
     for survivor in (first, third):
         assert "PipelineError" in (survivor.error or "")
@@ -339,7 +339,7 @@ def different_calls() -> None:
 
 
 def test_ranks_with_different_arguments() -> None:
-    for ending in endings(2, different_calls, group_timeout=20, timeout=60):
+    for ending in endings(2, different_calls, group_timeout=20):
         assert "the ranks do not validate the same optimizer step" in (ending.error or "")
 
 

@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -26,9 +27,6 @@ from torch.distributed.pipelining import PipelineStage
 import zbpipe
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.ranks.failures import share_with_other_ranks
-
-HAS_MICROBATCH_ARGUMENTS = hasattr(pipelining.PipelineSchedule, "_get_microbatch_inputs")
-"""Whether torch's `step` takes microbatches, too (since 2.14)."""
 
 
 def take(job: Job, rows: int, with_input: bool = True, with_target: bool = True, **given: Any) -> None:
@@ -103,7 +101,7 @@ def interrupted() -> None:
 
 CASES: tuple[Callable[[], None], ...] = (
     *(uneven, too_few, smaller, no_input, no_target, no_loss, after_a_failure, interrupted),
-    *((five_microbatches,) if HAS_MICROBATCH_ARGUMENTS else ()),
+    *((five_microbatches,) if pipelining.TAKES_MICROBATCHES else ()),
 )
 
 
@@ -121,7 +119,7 @@ def test_refusals_and_failures_of_steps(tmp_path: Path) -> None:
     assert_refused("smaller", "shapes (1, 6), but those of the first step", "had (2, 6)", "drop_last=True")
     assert_refused("no_input", "stage 0 is on this rank, and the step got no input for it")
     assert_refused("no_target", "the last stage is on this rank, and the step got no target")
-    if HAS_MICROBATCH_ARGUMENTS:
+    if pipelining.TAKES_MICROBATCHES:
         assert "6 arg_mbs but got 5" in first["five_microbatches"]
         assert first["five_microbatches"] in second["five_microbatches"]
     assert "microbatch 1 has inputs of the shapes (2, 6), but microbatch 0 has (3, 6)" in first["uneven"]
@@ -325,9 +323,45 @@ def test_a_target_that_torch_cannot_split(one_rank: None, target: Any, run: str)
     name = type(target).__name__
     with pytest.raises(ValueError, match=rf"target of type {name} cannot be split .*step\(target_mbs=\[\.\.\.\]"):
         getattr(schedule, run)(x, target=target)
-    if HAS_MICROBATCH_ARGUMENTS:
-        getattr(schedule, run)(arg_mbs=[(each,) for each in x.chunk(2)], target_mbs=[target, target])
+    in_lists = {"arg_mbs": [(each,) for each in x.chunk(2)], "target_mbs": [target, target]}
+    if pipelining.TAKES_MICROBATCHES:
+        getattr(schedule, run)(**in_lists)
+    else:
+        with pytest.raises(ValueError, match=r"^arg_mbs, target_mbs: microbatches as lists need torch 2\.14"):
+            getattr(schedule, run)(**in_lists)
     schedule.step(x, target=x)
+
+
+class Embedding(nn.Module):
+    """A stage that embeds the tokens again, and passes them on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        *hidden, tokens = inputs
+        return self.norm(sum(hidden, self.table(tokens))), tokens
+
+
+def test_inference_of_shapes_takes_zeros_and_keeps_buffers(one_rank: None) -> None:
+    parts = nn.ModuleList([Embedding(), Embedding()])
+    whole = deepcopy(parts)
+    schedule = on_one_rank([*parts], 2, loss=lambda outputs, target: nn.functional.mse_loss(outputs[0], target))
+    tokens, target = torch.arange(4), torch.ones(4, 3)
+    torch.use_deterministic_algorithms(True)  # new memory then has NaN and the largest integers
+    try:
+        schedule.step(tokens, target=target)
+        with torch.no_grad():
+            schedule.eval(tokens, target=target)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for each in 2 * tokens.chunk(2):
+        passed: tuple[Tensor, ...] = (each,)
+        for part in whole:
+            passed = part(*passed)
+    torch.testing.assert_close(dict(parts.named_buffers()), dict(whole.named_buffers()))
 
 
 def test_evaluation_on_neighbouring_stages_without_i(one_rank: None) -> None:

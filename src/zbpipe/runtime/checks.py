@@ -147,6 +147,16 @@ def require_matching_messages(runtime: pipelining.PipelineSchedule, name: str, o
         )
 
 
+def require_no_lists(arguments: Iterable[str]) -> None:
+    """Refuse lists of microbatches where torch would take them for keyword inputs, and split them."""
+    lists = sorted({"arg_mbs", "kwarg_mbs", "target_mbs"}.intersection(arguments))
+    if lists and not pipelining.TAKES_MICROBATCHES:
+        raise ValueError(
+            f"{', '.join(lists)}: microbatches as lists need torch 2.14 or newer, and this is {torch.__version__}:"
+            " call step(input, target=target), which splits both"
+        )
+
+
 def require_loss_and_batch(runtime: pipelining.ScheduleRuntime, inputs: Iterable[Any], target: Any) -> None:
     """Refuse a training step without a loss, an empty batch, and a target that does not split into equal
     microbatches."""
@@ -163,8 +173,8 @@ def require_loss_and_batch(runtime: pipelining.ScheduleRuntime, inputs: Iterable
         raise ValueError(f"a training step computes gradients, but it is called under torch.{how}(): call eval there")
     if target is not None and not isinstance(target, Tensor):
         raise ValueError(
-            f"a target of type {type(target).__name__} cannot be split into microbatches: give a tensor, or one target"
-            " for each microbatch, of any type: step(target_mbs=[...], arg_mbs=[...]), with torch 2.14 or newer"
+            f"a target of type {type(target).__name__} cannot be split into microbatches: give a tensor, or from torch"
+            " 2.14 on one target of any type for each microbatch: step(target_mbs=[...], arg_mbs=[...])"
         )
     n_microbatches = pipelining.num_microbatches(runtime)
     if isinstance(target, Tensor) and (not target.dim() or not target.size(0) or target.size(0) % n_microbatches):

@@ -299,8 +299,9 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         if pipelining.is_set_up(self):
             return
         with ExitStack() as kept:
-            # A loss or a layer that calls `backward` itself leaves gradients of uninitialized data.
+            # A loss or a layer that calls `backward` itself leaves gradients of zeros.
             for stage in hooks.stages_of(self):
+                kept.enter_context(pipelining.keeping_buffers(stage))
                 kept.enter_context(fsdp.without_gradients(stage.submod))
                 kept.enter_context(split.infer_without_compiler(stage))
             super().initialize_stages(*args, **kwargs)
@@ -330,6 +331,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             try:
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
                 with self._refuse_with_all():
+                    checks.require_no_lists(kwargs)
                     checks.require_loss_and_batch(self, (*args, *kwargs.values()), target)
                     if pipelining.trains(self) and not self._models_are_checked:
                         checks.require_trainable(hooks.stages_of(self))

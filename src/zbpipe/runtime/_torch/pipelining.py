@@ -56,6 +56,9 @@ _NO_OPTIONS = {"self", "stages", "n_microbatches", "defer_pp_recv"}
 SCHEDULE_OPTIONS = frozenset(inspect.signature(ScheduleZBVZeroBubble.__init__).parameters) - _NO_OPTIONS
 """Keyword arguments of the installed torch's multi-stage schedules. zbpipe places the receives itself."""
 
+TAKES_MICROBATCHES = hasattr(_PipelineSchedule, "_get_microbatch_inputs")
+"""Whether torch's `step` also takes lists of microbatches (from 2.14 on)."""
+
 _SETS_UP_ANEW = hasattr(_PipelineSchedule, "_initialize_pp_stages")
 """Whether torch (from 2.13 on) sets up messages again between training and evaluation."""
 
@@ -305,8 +308,11 @@ class OwnStage(ReceivesOnDemand):
     def _to_tensor(self, arg: Any) -> Any:
         """The value from which torch infers shapes. Targets of single microbatches may have any type."""
         as_tensor = super()._to_tensor  # type: ignore[misc, unused-ignore]
-        if isinstance(arg, Tensor) or hasattr(arg, "to_tensor"):
+        if isinstance(arg, Tensor):
             return as_tensor(arg)
+        if hasattr(arg, "to_tensor"):
+            with torch.no_grad():
+                return as_tensor(arg).zero_()  # as integers, what is left in memory is no valid index
         return tree_map_only(Tensor, as_tensor, arg)
 
     # torch's list of actions is the same in evaluation, which must not scale gradients of earlier steps.
@@ -543,11 +549,7 @@ def zeros_for(stage: _PipelineStageBase) -> tuple[Tensor, ...] | None:
     metas = getattr(getattr(stage, "_stage_meta", None), "inputs", None)
     if metas is None or not isinstance(stage, PipelineStage):
         return None
-    inputs = tuple(stage._to_tensor(meta) for meta in metas)
-    with torch.no_grad():
-        for each in inputs:
-            each.zero_()
-    return inputs
+    return tuple(stage._to_tensor(meta) for meta in metas)
 
 
 def has_split_backward(runtime: _PipelineScheduleRuntime) -> bool:
@@ -619,6 +621,18 @@ def use_shapes(schedule: _PipelineScheduleRuntime, shapes: Shapes) -> None:
     schedule._stages_forward_initialized, schedule._stages_backward_initialized, stages = shapes
     for stage, known in zip(schedule._stages, stages, strict=True):
         vars(stage).update(known)
+
+
+@contextmanager
+def keeping_buffers(stage: _PipelineStageBase) -> Iterator[None]:
+    """Context of torch's inference of shapes that restores the buffers of `stage`, as torch does from 2.14 on."""
+    is_done_by_torch = hasattr(stage, "_pre_metadata_inference_backup")
+    buffers = () if is_done_by_torch else stage.submod.buffers()
+    kept = [(each, each.clone()) for each in buffers if not each.is_inference()]
+    yield
+    with torch.no_grad():
+        for buffer, before in kept:
+            buffer.copy_(before)
 
 
 def forget_shapes(schedule: OwnRuntime) -> None:
