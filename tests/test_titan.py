@@ -751,15 +751,19 @@ def refusals_of_a_model() -> list[str]:
     for name in ("tok_embeddings", "norm", "output"):
         setattr(model, name, nn.Linear(1, 1))
 
+    without_norm = [*MODULES, ["output"]]
+
     def cut(*args: Any, **kwargs: Any) -> Any:
-        if modules == without_norm:
-            (name,) = plug._find_names(pipeline_parallel, "pipeline_module_split")
-            getattr(pipeline_parallel, name)(model, None, "ZBV", "cpu", modules)
         return SimpleNamespace(), [], True, True
 
+    def split(*args: Any, **kwargs: Any) -> Any:
+        (name,) = plug._find_names(pipeline_parallel, "pipeline_module_split")
+        titans = {"whole_model": model, "pp_mesh": None, "pp_schedule": "ZBV", "device": "cpu"}
+        return getattr(pipeline_parallel, name)(**titans, module_names_per_stage=without_norm)
+
     said = []
-    without_norm = [*MODULES, ["output"]]
-    for modules in (None, [*MODULES, ["lm_head"]], without_norm, [["norm"]]):
+    by_hand = ([*MODULES, ["lm_head"]], without_norm, [["norm"]])
+    for function, modules in ((cut, None), *((cut, each) for each in by_hand), (split, None)):
         parallelism = SimpleNamespace(
             pipeline_parallel_schedule="ZBV",
             pipeline_parallel_degree=2,
@@ -773,7 +777,7 @@ def refusals_of_a_model() -> list[str]:
         training = SimpleNamespace(local_batch_size=4, steps=10, seq_len=8)
         args, kwargs = given_to_a_model(parallelism, training)
         with pytest.raises(ValueError, match=r"stages|module") as refused:
-            plug.make_pipelining(cut, Options())(model, *args, **kwargs)
+            plug.make_pipelining(function, Options())(model, *args, **kwargs)
         said.append(str(refused.value))
     return said
 
@@ -795,12 +799,13 @@ def given_to_a_model(parallelism: Any, training: Any) -> tuple[tuple[Any, ...], 
 
 
 def test_a_model_that_is_not_cut(seen: Seen) -> None:
-    cuts_itself, unknown, leaves_out, too_few = seen.refusals
+    cuts_itself, unknown, leaves_out, too_few, split_without = seen.refusals
     assert (
         "test_titan.refusals_of_a_model.<locals>.cut cuts into stages without asking torch for the sch" in cuts_itself
     )
     assert "names ['lm_head'], which the model does not have: the head is 'output' in torchtitan 0.2" in unknown
     assert "no stage has ['norm'], and TorchTitan would train the model without: give each stage's" in leaves_out
+    assert split_without == leaves_out
     assert "ZBV" in too_few
 
 

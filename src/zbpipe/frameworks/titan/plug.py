@@ -266,6 +266,7 @@ def _helpers(
     else:
         checks.require_parts(algorithm.name, placement, len(by_hand))
         _require_known(model, by_hand)
+        _require_all(model, by_hand)
     whole = layer_split.Model(model, job.model_config, batches.length(job.training))
     inside: list[bool] = []
     modules = _modules_of(pipelining_fn)
@@ -280,7 +281,7 @@ def _helpers(
             original = split = getattr(module, name)
             if not is_placed_by_frameworks(algorithm, placement):
                 split = _make_split(original, placement, modules)
-            if original is getattr(pipeline_parallel, name, None):
+            if by_hand is None and original is getattr(pipeline_parallel, name, None):
                 split = _with_all_modules(split)
             helpers[name] = _outermost(original, split, inside)
         yield module, helpers
@@ -334,20 +335,33 @@ def _require_known(model: nn.Module, modules: Sequence[Sequence[str]]) -> None:
         )
 
 
-def _with_all_modules(split: Callable[..., Any]) -> Callable[..., Any]:
-    """TorchTitan's function that builds the stages of a rank. It refuses stages that lack a module with weights."""
+def _require_all(model: nn.Module, modules: Sequence[Sequence[str]]) -> None:
+    """Refuse stages that lack a module with weights: TorchTitan would train without it."""
+    named, known = {name for part in modules for name in part}, layer_split.modules_of(model)
+    if left := [name for name, each in known.items() if name not in named and any(True for _ in each.parameters())]:
+        raise ValueError(
+            f"no stage has {left}, and TorchTitan would train the model without: give each stage's modules, with"
+            " these, in parallelism.module_fqns_per_model_part"
+        )
 
-    def call(whole_model: nn.Module, mesh: Any, schedule: str, device: Any, modules: Any, **more: Any) -> Any:
-        named = {name for part in modules for name in part}
-        known = layer_split.modules_of(whole_model).items()
-        if left := [name for name, each in known if name not in named and any(True for _ in each.parameters())]:
-            raise ValueError(
-                f"no stage has {left}, and TorchTitan would train the model without: give each stage's modules, with"
-                " these, in parallelism.module_fqns_per_model_part"
-            )
-        return split(whole_model, mesh, schedule, device, modules, **more)
 
-    return call
+def _with_all_modules(titans_split: Callable[..., Any]) -> Callable[..., Any]:
+    """TorchTitan's function that builds the stages of a rank, for stages that have all modules with weights."""
+
+    def split(
+        whole_model: nn.Module,
+        pp_mesh: DeviceMesh,
+        pp_schedule: str,
+        device: torch.device,
+        module_names_per_stage: list[list[str]],
+        **more: Any,
+    ) -> tuple[list[PipelineStage], list[nn.Module]]:
+        _require_all(whole_model, module_names_per_stage)
+        built: tuple[list[PipelineStage], list[nn.Module]]
+        built = titans_split(whole_model, pp_mesh, pp_schedule, device, module_names_per_stage, **more)
+        return built
+
+    return split
 
 
 def _make_split(

@@ -629,10 +629,12 @@ def keeping_buffers(stage: _PipelineStageBase) -> Iterator[None]:
     is_done_by_torch = hasattr(stage, "_pre_metadata_inference_backup")
     buffers = () if is_done_by_torch else stage.submod.buffers()
     kept = [(each, each.clone()) for each in buffers if not each.is_inference()]
-    yield
-    with torch.no_grad():
-        for buffer, before in kept:
-            buffer.copy_(before)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, before in kept:
+                buffer.copy_(before)
 
 
 def forget_shapes(schedule: OwnRuntime) -> None:
