@@ -149,8 +149,9 @@ def require_matching_messages(runtime: pipelining.PipelineSchedule, name: str, o
 
 def require_no_lists(arguments: Iterable[str]) -> None:
     """Refuse lists of microbatches where torch would take them for keyword inputs, and split them."""
-    lists = sorted({"arg_mbs", "kwarg_mbs", "target_mbs"}.intersection(arguments))
-    if lists and not pipelining.TAKES_MICROBATCHES:
+    if pipelining.TAKES_MICROBATCHES:
+        return
+    if lists := sorted({"arg_mbs", "kwarg_mbs", "target_mbs"}.intersection(arguments)):
         raise ValueError(
             f"{', '.join(lists)}: microbatches as lists need torch 2.14 or newer, and this is {torch.__version__}:"
             " call step(input, target=target), which splits both"

@@ -58,3 +58,8 @@ def accumulates(config: Any, data_degree: int) -> bool:
         tokens = training.num_tokens_per_microbatch_per_dp_rank * microbatches(config)
         return bool(training.num_tokens_per_train_step > tokens * data_degree)
     return bool(training.global_batch_size > training.local_batch_size * data_degree)
+
+
+def chunks_of_loss(config: Any) -> int:
+    """Number of chunks in which the loss runs the head's backward in F; 0 if the head runs like any other layer."""
+    return getattr(getattr(config, "loss", None), "num_chunks", 0)  # 0.2 has no `loss`

@@ -7,12 +7,12 @@ from functools import cache
 from math import prod
 from typing import Any
 
+from zbpipe.costs.torchs_split import has_torchs_split
 from zbpipe.estimation.workload import few_microbatches
 from zbpipe.frameworks.installation import find_algorithm
 from zbpipe.frameworks.titan import batches
 from zbpipe.runtime.job import require_sense, require_size
 from zbpipe.runtime.options import Options
-from zbpipe.schedule.ir import OpKind
 from zbpipe.schedule.registry import Algorithm
 from zbpipe.simulator.passes import default_costs
 from zbpipe.simulator.post_validation import LEAST_GAIN, gain
@@ -138,7 +138,7 @@ def _check_torchs_split(algorithm: Algorithm, options: Options, config: Any) -> 
     """Refuse torch's split with a loss in chunks, or warn of it with torch's own schedules."""
     # Such a loss frees the parameters that FSDP has gathered for the head. torch's split then looks for the sharded
     # ones in the autograd graph (seen with TorchTitan 0.3.0 on torch 2.14).
-    if not getattr(getattr(config, "loss", None), "num_chunks", 0):
+    if not batches.chunks_of_loss(config):
         return
     lost = "loses gradients of the stage with the head, because TorchTitan's ChunkedLossWrapper runs a backward in F"
     if options.split_backward == "autograd":
@@ -146,14 +146,12 @@ def _check_torchs_split(algorithm: Algorithm, options: Options, config: Any) -> 
             f"{_spell('split_backward')} autograd {lost}: omit the option (zbpipe's split loses none), or set"
             " config.loss to CrossEntropyLoss.Config()"
         )
-    if algorithm.source == "torch":
-        ranks = config.parallelism.pipeline_parallel_degree
-        schedule = algorithm.make(ranks, batches.microbatches(config))
-        if any(op.kind is OpKind.I for row in schedule for op in row):
-            _warn_once(
-                f"torch's {algorithm.name} {lost}: use one of zbpipe's schedules, or set config.loss to"
-                " CrossEntropyLoss.Config()"
-            )
+    schedule = algorithm.make(config.parallelism.pipeline_parallel_degree, batches.microbatches(config))
+    if has_torchs_split(schedule, algorithm.source):
+        _warn_once(
+            f"torch's {algorithm.name} {lost}: use one of zbpipe's schedules, or set config.loss to"
+            " CrossEntropyLoss.Config()"
+        )
 
 
 def _warn_of_idle_ranks(config: Any) -> None:

@@ -204,11 +204,6 @@ def arguments_of_blocks(model: nn.Module) -> tuple[Any, ...]:
     return (model.freqs_cis, None, None) if HAS_JOB_CONFIG else (None,)
 
 
-def chunks_of_loss(config: Any) -> int:
-    """Number of chunks in which the loss runs the head's backward in F; 0 if the head runs like any other layer."""
-    return 0 if HAS_JOB_CONFIG else getattr(config.loss, "num_chunks", 0)
-
-
 def stage_under_test(config: Any, names: list[str], device: torch.device) -> StageUnderTest:
     """One stage of a `Trainer.Config` with these modules, as its `Trainer` builds it for one GPU."""
     from torchtitan.components.loss import ChunkedLossWrapper

@@ -415,7 +415,7 @@ def _count(config: Any) -> _Counted:
         heads, experts = _heads_share(block), _experts_per_token(block)
         found.append(_Layer((f"layers.{name}",), operations, parameters[name], products[name], size, heads, experts))
     embedding = _first_layer(model, tokens)
-    chunks = models.chunks_of_loss(config)
+    chunks = batches.chunks_of_loss(config)
     head = _head(model, models.HEAD, tokens, chunks)
     heads, is_tied = models.key_heads(whole.config), bool(getattr(whole.config, "enable_weight_tying", False))
     return _Counted(*(embedding, tuple(found), head, chunks, whole.config.dim, heads, is_tied, float8, how, per_token))

@@ -24,14 +24,6 @@ BY_HAND = (
 )
 
 
-class ReachedError(Exception):
-    """Leaves the forward of a model at one of its blocks. Not an error: nothing else leaves other people's code."""
-
-    def __init__(self, hidden: Any = None) -> None:
-        super().__init__("the forward of a stage ends here")
-        self.hidden = hidden
-
-
 @dataclass(frozen=True)
 class Anatomy:
     """The parts of a model that stages are made of."""

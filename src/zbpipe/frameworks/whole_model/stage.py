@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpipe.frameworks.whole_model.anatomy import Anatomy, ReachedError, StandIn, first_argument
+from zbpipe.frameworks.whole_model.anatomy import Anatomy, StandIn, first_argument
 from zbpipe.runtime._torch.module_views import view_of, without_parameters
 
 Loss = Callable[[Any, Tensor, Any], Tensor]
@@ -59,12 +59,20 @@ class Stage(nn.Module):
         entry.received = hidden
         try:
             output = self.model(**batch)
-        except ReachedError as reached:
+        except _ReachedError as reached:
             return reached.hidden
         finally:
             entry.received = None
         assert labels is not None
         return self._loss(output, labels, self.count).reshape(1)
+
+
+class _ReachedError(Exception):
+    """Leaves the forward of a model at one of its blocks. Not an error: nothing else leaves other people's code."""
+
+    def __init__(self, hidden: Any) -> None:
+        super().__init__("the forward of a stage ends here")
+        self.hidden = hidden
 
 
 class _Absent(StandIn):
@@ -80,5 +88,5 @@ class _Absent(StandIn):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = first_argument(args, kwargs) if self.received is None else self.received
         if self.is_end:
-            raise ReachedError(hidden)
+            raise _ReachedError(hidden)
         return hidden if self._more_results is None else (hidden, *[None] * self._more_results)
