@@ -242,7 +242,7 @@ class Trained(NamedTuple):
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """One start of the processes serves all cells."""
     cells = [*named_cells(), *table_cells(tmp_path_factory.mktemp("tables")), *UNAWAITED]
-    return Trained(cells, run_ranks(RANKS, train_all, cells, timeout=240))
+    return Trained(cells, run_ranks(RANKS, train_all, cells))
 
 
 def test_schedules_by_name(trained: Trained) -> None:

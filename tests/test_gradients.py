@@ -64,7 +64,7 @@ def train_with_checkpointing() -> dict[str, list[Result]]:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_zbv(num_ranks: int) -> None:
-    per_rank = run_ranks(num_ranks, train_with_checkpointing, timeout=240)
+    per_rank = run_ranks(num_ranks, train_with_checkpointing)
     for kind, microbatches in CHECKPOINTED.items():
         assert_like_reference([results[kind] for results in per_rank], 2 * num_ranks, microbatches)
 
@@ -75,7 +75,7 @@ def train_with_late_receives() -> dict[str, list[Result]]:
 
 def test_late_receives() -> None:
     """With torch's own way to do so, ZBV takes activations for gradients."""
-    assert_all_like_reference(run_ranks(4, train_with_late_receives, timeout=240), FEW)
+    assert_all_like_reference(run_ranks(4, train_with_late_receives), FEW)
 
 
 OTHERS = tuple(
@@ -101,14 +101,12 @@ def train_all(names: tuple[str, ...], microbatches: tuple[int, ...]) -> dict[str
     ],
 )
 def test_every_schedule_class(num_ranks: int, microbatches: tuple[int, ...]) -> None:
-    assert_all_like_reference(run_ranks(num_ranks, train_all, OTHERS, microbatches, timeout=240), microbatches)
+    assert_all_like_reference(run_ranks(num_ranks, train_all, OTHERS, microbatches), microbatches)
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_torchs_own_classes_under_their_names(num_ranks: int) -> None:
-    assert_all_like_reference(
-        run_ranks(num_ranks, train_all, TORCHS, MICROBATCHES[-1:], timeout=240), MICROBATCHES[-1:]
-    )
+    assert_all_like_reference(run_ranks(num_ranks, train_all, TORCHS, MICROBATCHES[-1:]), MICROBATCHES[-1:])
 
 
 def evaluate_and_accumulate(names: tuple[str, ...], microbatches: int) -> dict[str, Result]:

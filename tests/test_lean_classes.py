@@ -36,7 +36,7 @@ def train_all(checkpointing: Checkpointing) -> dict[str, Any]:
     "checkpointing", ["selective", *(pytest.param(each, marks=pytest.mark.long) for each in ("none", "full"))]
 )
 def test_gradients(checkpointing: Checkpointing) -> None:
-    per_rank = run_ranks(2, train_all, checkpointing, timeout=240)
+    per_rank = run_ranks(2, train_all, checkpointing)
     for name in (*LEAN, "Auto"):
         num_stages = registry.resolve(name).place(2).num_stages
         assert_like_reference([results[name] for results in per_rank], num_stages, MICROBATCHES)

@@ -177,7 +177,7 @@ def pairs(name: str, cases: list[Case]) -> list[tuple[Outcome, Outcome]]:
 
 def compare(name: str, *cases: Case) -> list[tuple[Outcome, Outcome]]:
     """By case, what rank 0 found in both ways. All ranks decide alike."""
-    by_rank = run_ranks(RANKS, pairs, name, cases, timeout=150)
+    by_rank = run_ranks(RANKS, pairs, name, cases)
     for number, case in enumerate(cases):
         require_as_ordinary(case, [found[number] for found in by_rank])
     return by_rank[0]  # type: ignore[no-any-return]
@@ -212,7 +212,7 @@ GROUPS = (("predicting", "usual", "zeroed by the job", "close"), ("NaN", "NaN, s
 @cache
 def run_group(names: tuple[str, ...]) -> list[list[tuple[Outcome, Outcome]]]:
     """By rank and case."""
-    return run_ranks(RANKS, pairs, "ZBV", [("AdamW", torch.float32, CASES[name]) for name in names], timeout=150)
+    return run_ranks(RANKS, pairs, "ZBV", [("AdamW", torch.float32, CASES[name]) for name in names])
 
 
 def compare_case(name: str) -> tuple[Outcome, Outcome]:

@@ -172,7 +172,7 @@ def test_checkpointing_compiler_and_tables(tmp_path: Path) -> None:
     table = tmp_path / "wave.csv"
     found = zbpipe.plan(2, MICROBATCHES, (1, 1.2, 0.8), placements=["wave"], objective="period", budget=2e5)
     table.write_text(found.schedule.to_csv())
-    for counts in chain(*run_ranks(2, with_checkpointing_and_compiler, str(table), timeout=200)):
+    for counts in chain(*run_ranks(2, with_checkpointing_and_compiler, str(table))):
         assert counts.repeated > 0
         assert counts.validated > 0
 

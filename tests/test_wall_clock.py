@@ -43,7 +43,7 @@ def test_every_schedule_sleeps_what_the_simulator_counts(tmp_path: Path) -> None
 @pytest.mark.long
 def test_fsdp_is_measured_with_and_without_overlap() -> None:
     job = fsdp.Job(2, ("plan", "1F1B"), ((1, 1, 1),), (1.0,), layers=2, unit=1e-2, rounds=1, modes=("reshard", "torch"))
-    results = run_ranks(4, fsdp.on_this_rank, job, timeout=240)[0]
+    results = run_ranks(4, fsdp.on_this_rank, job)[0]
     for each in results:
         work = 3 * job.microbatches * job.unit
         assert min(*each.measured, *each.simulated) >= work

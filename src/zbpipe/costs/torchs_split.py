@@ -15,7 +15,7 @@ NOTE = (
 
 def has_torchs_split(schedule: Schedule, source: str) -> bool:
     """Whether torch splits the backwards of a schedule whose class comes from `source`."""
-    return source == "torch" and any(op.kind is OpKind.I for ops in schedule for op in ops)
+    return source == "torch" and OpKind.I in schedule.kinds
 
 
 def runs_torchs_split(checkpointing: Checkpointing | None, compiled: bool = False) -> bool:

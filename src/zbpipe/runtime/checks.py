@@ -324,8 +324,7 @@ def require_offload(what: Offload | None, split_backward: SplitBackward, spell: 
 
 def require_pairs(schedule: Schedule, stages: Sequence[pipelining.Stage]) -> None:
     """Refuse to offload deferred gradients of torch's own split, which keeps them in autograd's graph."""
-    pairs = any(op.kind is OpKind.OI for ops in schedule for op in ops)
-    if pairs and not all(map(is_split, stages)):
+    if OpKind.OI in schedule.kinds and not all(map(is_split, stages)):
         raise ValueError(
             f"schedule {schedule.name} offloads deferred gradients, and only zbpipe's split frees them: keep"
             " split_backward='deferred', or use offload='activations'"

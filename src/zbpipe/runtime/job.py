@@ -84,8 +84,7 @@ def require_size(
         costs = known.on(placement) if known else CostModel.uniform(placement)
         with limit.explain(costs, num_ranks, n_microbatches):
             require_room(placement, costs, limit.resolve(costs, num_ranks, n_microbatches), f" for {algorithm.name}")
-    rows = algorithm.make(num_ranks, n_microbatches) if options.profile_steps else ()
-    if options.profile_steps and all(op.kind is not OpKind.I for ops in rows for op in ops):
+    if options.profile_steps and OpKind.I not in algorithm.make(num_ranks, n_microbatches).kinds:
         raise ValueError(
             f"{spell('profile_steps')} times I and W, but {algorithm.name} runs whole backwards: measure with Auto,"
             " which stays within about 1F1B's memory"

@@ -281,7 +281,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         schedule = schedule.computations if self._is_plain else schedule
         stages, costs = hooks.stages_of(self), self.by_size.simulated_costs
         lowered = self._lowering.lower(self, schedule, costs)
-        if self._split and any(op.kind is OpKind.I for ops in schedule for op in ops):
+        if self._split and OpKind.I in schedule.kinds:
             self._split()
             self._split = None
         checks.require_pairs(schedule, stages)

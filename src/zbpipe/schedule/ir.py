@@ -322,13 +322,22 @@ class Schedule:
         return len(self.ops)
 
     @cached_property
+    def kinds(self) -> frozenset[OpKind]:
+        """The kinds of op in it.
+
+        >>> sorted(Schedule.from_csv("0F0,0B0").kinds)
+        [<OpKind.B: 'B'>, <OpKind.F: 'F'>]
+        """
+        return frozenset(op.kind for row in self.ops for op in row)
+
+    @cached_property
     def computations(self) -> Schedule:
         """The schedule without copies to the host and back. torch runs it and reads its table.
 
         >>> print(*Schedule.from_csv("0F0,0OF0,0RF0,0B0").computations)
         (Op(stage=0, kind=<OpKind.F: 'F'>, microbatch=0), Op(stage=0, kind=<OpKind.B: 'B'>, microbatch=0))
         """
-        if all(op.kind in COMPUTATIONS for row in self.ops for op in row):
+        if self.kinds.issubset(COMPUTATIONS):
             return self
         rows = tuple(tuple(op for op in row if op.kind in COMPUTATIONS) for row in self.ops)
         return replace(self, ops=rows)
