@@ -29,6 +29,7 @@ SLOWEST = (
     *("examples", "first_run", "modes", "split_memory", "gradients", "compile", "docs", "schedules"),
 )
 """Files of tests, the longest first."""
+LAST = "test_the_page_says_what_was_seen"
 _deselected = {"deselected": 0}
 """The number of tests that options deselected; each process of pytest-xdist counts all of them."""
 
@@ -47,13 +48,17 @@ def pytest_configure(config: pytest.Config) -> None:
             os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache.mkdir("inductor")))
 
 
+@pytest.hookimpl(trylast=True)  # also after a plugin that shuffles
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest come first, so that the processes of pytest-xdist end at the same time."""
+    """The files that take longest come first, so that the processes of pytest-xdist end at the same time.
+
+    Tests that look at what the others of their file have seen come last.
+    """
     import torch
 
     torch.set_num_threads(1)
     places = {f"test_{name}": place for place, name in enumerate(SLOWEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(places)))
+    items.sort(key=lambda item: (places.get(item.path.stem, len(places)), item.name == LAST))
 
 
 def pytest_collection_finish() -> None:
