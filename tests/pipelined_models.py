@@ -10,6 +10,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 import torch.distributed as dist
 from architectures.case import VOCABULARY, transformer
@@ -219,7 +220,11 @@ def run_step(job: Job, pipe: Any, data: dict[str, Tensor], replicas: DeviceMesh)
     halves: list[dict[str, Any]] = [{key: each.chunk(2)[half] for key, each in data.items()} for half in range(2)]
     number = (data["labels"][:, 1:] != -100).sum()
     if job.how == "accumulated":
-        return sum((pipe.step(**half, num_items_in_batch=number) for half in halves), torch.zeros(()))
+        first = pipe.step(**halves[0], num_items_in_batch=number)
+        with pytest.raises(ValueError, match="microbatches"):
+            pipe.step(**{key: each[1:] for key, each in data.items()})
+        second: Tensor = pipe.step(**halves[1], num_items_in_batch=number)
+        return first + second
     if job.how == "FSDP2":  # which averages the gradients of the replicas
         loss: Tensor = pipe.step(**halves[replicas.get_local_rank()], num_items_in_batch=number / 2)
         dist.all_reduce(loss, group=replicas.get_group())

@@ -196,6 +196,20 @@ class OwnLinear(torch.autograd.Function):
         return dy @ weight, dy.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
+class GradientPerSample(torch.autograd.Function):
+    """The same with a gradient for each sample, which autograd sums."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return dy @ weight, dy.mT @ x
+
+
 def memory() -> nn.Buffer:
     return nn.Buffer(torch.zeros(1, TOKENS, WIDTH), persistent=False)
 
@@ -353,5 +367,11 @@ CASES = (
         stage(lambda s, x: s.b(torch.tanh(OwnLinear.apply(x, s.a.weight)))),
         no_gradient=("a.bias",),
         modes=EVERY_MODE,
+    ),
+    Case(
+        "a product whose backward leaves a sum to autograd",
+        stage(lambda s, x: s.b(torch.tanh(GradientPerSample.apply(x, s.a.weight)))),
+        no_gradient=("a.bias",),
+        samples=2,
     ),
 )

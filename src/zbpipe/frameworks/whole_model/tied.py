@@ -49,7 +49,12 @@ class TiedWeights:
         earlier = [weight.grad for weight in weights]  # these are sums already
         for weight in weights:
             weight.grad = None
-        yield
+        try:
+            yield
+        except BaseException:  # such as a batch that is refused: the next step adds to the same gradients
+            for weight, before in zip(weights, earlier, strict=True):
+                weight.grad = before
+            raise
         for pair in pairs:
             self._add_up([_gradient(weight) for weight in pair])
         for weight, before in zip(weights, earlier, strict=True):

@@ -138,6 +138,8 @@ class _Backward:
 
     def _defer(self, gradient: Tensor, weight: later.Weight, numbers: frozenset[int]) -> bool:
         """Whether W computes the gradient, or nobody."""
+        if gradient.shape != autograd.find_shape(weight.edge):  # autograd sums what is larger
+            return False
         recipe = later.Recipe(gradient, self._memory)
         if recipe.is_read or not recipe.numbers <= numbers:
             return False

@@ -98,7 +98,7 @@ def catch_around(module: nn.Module, parameters: Iterable[str], gradients: Weight
             pass
         if not declares(modules.get(name.rpartition(".")[0], module), "weight_products"):
             around[path] = modules[path]
-    found = [each for each in around.values() if _ATTRIBUTE not in vars(each) and id(each) not in compiled]
+    found = [each for each in around.values() if vars(each).get(_ATTRIBUTE) is None and id(each) not in compiled]
     is_sharded = any(map(fsdp.is_fsdp, modules.values()))
     for layer in found:
         vars(layer)[_ATTRIBUTE] = Deferral(layer, PRODUCTS, gradients, is_sharded)
