@@ -320,6 +320,7 @@ def test_a_plan_that_offloads_is_shorter_within_the_same_limit() -> None:
     assert all(peak <= limit * (1 + 1e-9) for peak in found.timeline.peak_memory)
     assert found.found_by.endswith(", offload")
     assert simulate(found.schedule, costs).makespan == found.makespan
+    assert len({found.bounds, found.bounds}) == 1, "they have a hash"
 
 
 def test_a_plan_can_be_a_named_schedule_with_copies() -> None:

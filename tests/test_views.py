@@ -97,6 +97,7 @@ def test_the_legend_tells_the_kinds_without_colours() -> None:
     assert "F10" not in low
     assert "number: microbatch, where there is room" in " ".join(low.split())
     lines = grid(timeline("1F1B", 2, 999), 80, colours=False).plain.splitlines()
+    assert grid(simulate(generate("GPipe", 80, 1), (0, 0, 0)), 80).plain.count("\nrank") == 79, "nothing takes time"
     assert lines[0] == f"rank 0 {'B' * len(lines[0].removeprefix('rank 0 '))}"
     assert lines[3].startswith("F mostly forward   B mostly full backward   + a mixture   · idle")
 

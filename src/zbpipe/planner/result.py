@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from zbpipe.costs.layers import LayerCosts, Split
-from zbpipe.costs.model import ROUNDING
+from zbpipe.costs.model import ROUNDING, set_fields
 from zbpipe.planner.request import Objective
+from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.post_validation import period_of
 from zbpipe.simulator.timeline import Timeline
@@ -47,6 +48,9 @@ class Plan:
     """Plan of the same search for TorchTitan's even split. None without layers, or if the split breaks the limit."""
     step_times: StepTimes | None = None
     """Step times of a robust plan, where times vary. None for other plans."""
+
+    def __post_init__(self) -> None:
+        set_fields(self, bounds=FrozenDict(self.bounds))
 
     def __repr__(self) -> str:
         """Without its ops."""

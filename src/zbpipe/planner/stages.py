@@ -9,7 +9,7 @@ from math import inf
 from zbpipe.costs.baseline import CostsOf
 from zbpipe.costs.model import CostModel, least_room, most_room, require_room, too_small
 from zbpipe.costs.transport import Transport
-from zbpipe.planner.engine import PLAIN, Engine, fastest
+from zbpipe.planner.engine import Engine, fastest
 from zbpipe.planner.exact import prove
 from zbpipe.planner.lean import fit_within
 from zbpipe.planner.problem import Problem
@@ -18,7 +18,6 @@ from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Found, Progress, Search, report_nothing
 from zbpipe.planner.tails import hide_reductions
 from zbpipe.schedule import registry
-from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import Placement, require_size
 from zbpipe.simulator.post_validation import period_of
 from zbpipe.simulator.simulation import simulate
@@ -53,10 +52,10 @@ def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report
         best = search.race_by_rendezvous(budget)[:_MOST_BY_RENDEZVOUS]
         candidates = [found, *(replace(each, length=each.problem.length(each.order)) for each in best)]
     found, timeline = _find_shortest(candidates, request.transport, request.objective)
-    return Plan(timeline, found.problem.name, found.by, request.objective, request.limits, FrozenDict(bounds))
+    return Plan(timeline, found.problem.name, found.by, request.objective, request.limits, bounds)
 
 
-def default_budget(problems: Sequence[Problem], engine: Engine = PLAIN) -> float:
+def default_budget(problems: Sequence[Problem], engine: Engine) -> float:
     """About a second of one core for 8 ranks and 32 microbatches, and no less. Larger jobs get more."""
     most = max(problem.num_ops for problem in problems)
     return max(1e8, 7e4 * float(most**0.85)) / (1 if engine.compiled else 30)

@@ -106,7 +106,7 @@ def _overview(timeline: Timeline, columns: int, width: int, label: int, colours:
     Without colours it has the letter of that kind, in lower case where the rank is busy for less than half of the
     column.
     """
-    scale = _Scale(columns / timeline.makespan, columns, columns)
+    scale = _Scale(columns / (timeline.makespan or 1.0), columns, columns)
     lines = [
         Text(f"rank {rank} ".ljust(label)).append_text(_line(list(_busy(spans, scale, colours))))
         for rank, spans in enumerate(timeline.spans)
