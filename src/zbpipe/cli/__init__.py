@@ -1,7 +1,7 @@
 """The `zbpipe` command.
 
-Each command imports inside its functions, so that the other commands start fast. None of these imports hides a cycle. A
-command has one parameter per option, so some have more than 7.
+Each command imports what `import zbpipe` has not loaded inside its functions, so that the other commands start fast.
+None of these imports hides a cycle. A command has one parameter per option, so some have more than 7.
 """
 
 import click

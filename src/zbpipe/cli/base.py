@@ -14,6 +14,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from zbpipe.costs.transport import Transport
+from zbpipe.schedule.registry import schedules
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -127,8 +128,6 @@ COUNT = _Count(min=1)
 
 def complete_name(context: click.Context, option: click.Parameter, typed: str) -> list[CompletionItem]:
     """Shell completions: names of schedules, in any case, and files."""
-    from zbpipe.schedule.registry import schedules
-
     fitting = [each for name, each in schedules().items() if name.startswith(typed.lower())]
     files = [CompletionItem(typed, type="file")] if typed else []
     return [*(CompletionItem(each.name, help=each.summary) for each in fitting), *files]

@@ -6,29 +6,23 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
 from zbpipe.cli.base import options, parse_with
+from zbpipe.costs.baseline import CostsOf, memory_of_1f1b
+from zbpipe.costs.file import load_costs
+from zbpipe.costs.job import JobCosts
+from zbpipe.costs.layers import LayerCosts
 from zbpipe.costs.memory_limit import SPELLINGS, MemoryLimit
-from zbpipe.costs.model import MOST, Link, amount, is_amount
-
-if TYPE_CHECKING:
-    from zbpipe.costs.baseline import CostsOf
-    from zbpipe.costs.job import JobCosts
-    from zbpipe.costs.layers import LayerCosts
-    from zbpipe.costs.model import CostModel
-    from zbpipe.costs.transformer import Checkpointing
-    from zbpipe.costs.transport import Transport
-    from zbpipe.schedule.ir import Placement
+from zbpipe.costs.model import MOST, CostModel, Link, amount, is_amount
+from zbpipe.costs.transformer import Checkpointing, typical_costs, typical_times
+from zbpipe.costs.transport import Transport
+from zbpipe.schedule.ir import Placement
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-CHECKPOINTING = ("none", "selective", "full")
-"""The names of `zbpipe.costs.transformer.Checkpointing`, which `--help` need not import."""
-
-
 Times = tuple[float, float, float]
 """Seconds per rank for F, I and W of one microbatch."""
 
@@ -83,26 +77,14 @@ class Costs:
 
     def baseline(self, ranks: int, microbatches: int) -> float | None:
         """1F1B's memory in the unit of the costs; None if its stages cannot be put together from those of the file."""
-        from zbpipe.costs.baseline import memory_of_1f1b
-        from zbpipe.costs.model import CostModel
-
         costs = self.for_limits
         if isinstance(costs, CostModel) and costs.num_stages % ranks:
             return None
         return memory_of_1f1b(costs, ranks, microbatches)
 
 
-def equal() -> Costs:
-    """Costs as in the papers: equal times, and memory counted in activations."""
-    from zbpipe.costs.model import CostModel
-
-    return Costs(CostModel.uniform, "F 1, I 1, W 1, activations as the papers count them")
-
-
 def typical(times: Times | None, comm: float, checkpointing: str, host: Link | None) -> Costs:
     """Costs of a transformer with these times, or with typical ones."""
-    from zbpipe.costs.transformer import Checkpointing, typical_costs, typical_times
-
     f, i, w = typical_times(checkpointing) if times is None else times
     copies = "" if host is None else f"; {host.bandwidth:.6g} to the host"
     what = "times and memory" if times is None else "memory"
@@ -121,8 +103,6 @@ def is_given(context: click.Context, name: str) -> bool:
 
 def _from_file(file: Path, context: click.Context) -> Costs:
     """The cost file, unless other options contradict it."""
-    from zbpipe.costs.file import load_costs
-
     reasons = {
         "costs": ("--costs", "times"),
         "comm": ("--comm", "the times of messages"),
@@ -172,7 +152,7 @@ def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
         ),
         click.option(
             "--checkpointing",
-            type=click.Choice(CHECKPOINTING),
+            type=click.Choice([str(each) for each in Checkpointing]),
             default="selective",
             show_default=True,
             help="Activation checkpointing of a typical transformer, which decides the memory; selective is"

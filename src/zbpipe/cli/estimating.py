@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,6 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from zbpipe.cli.base import COUNT, Command, OutputFile, in_one_line, json_option, print_json
+from zbpipe.costs.file import dump_costs, load_costs, require_ending
+from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.schedule.garbage import importing
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -96,7 +98,6 @@ def estimate(
       zbpipe estimate --layers model.toml --gpus 64 --device H100 --html estimate.html
       zbpipe estimate --ranks --gpus 64 --module titan_integration.llama3 --config llama3_70b
     """
-    from zbpipe.costs.file import load_costs
     from zbpipe.estimation.devices import find
     from zbpipe.estimation.estimate import estimate as estimated
     from zbpipe.estimation.search import search as searched
@@ -136,7 +137,7 @@ def _workload(layers: Path | None, gpus: int, arguments: Sequence[str]) -> Workl
     from zbpipe.frameworks.titan.workload import read
 
     _require_job(arguments)
-    with in_one_line(ImportError), _without_warnings_or_collections():
+    with in_one_line(ImportError), _without_warnings(), importing():
         return read(arguments, gpus)
 
 
@@ -147,7 +148,6 @@ def _require_job(arguments: Sequence[str]) -> None:
 
 def _show_ranks(workload: Workload, arguments: Sequence[str], as_json: bool) -> None:
     from zbpipe.cli.estimates import rank_lines, rank_record
-    from zbpipe.costs.memory_limit import MemoryLimit
     from zbpipe.estimation.ranks import memory_by_rank
     from zbpipe.frameworks.titan.command_line import parse
 
@@ -159,20 +159,14 @@ def _show_ranks(workload: Workload, arguments: Sequence[str], as_json: bool) -> 
 
 
 @contextmanager
-def _without_warnings_or_collections() -> Iterator[None]:
-    """Silence TorchTitan's warnings, which concern running jobs, and collect no garbage among its objects.
-
-    They stay until the command ends. Looking at them again and again took a third of the import.
-    """
+def _without_warnings() -> Iterator[None]:
+    """Silence TorchTitan's warnings, which concern running jobs."""
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)
-    gc.disable()
     try:
         yield
     finally:
         logging.disable(disabled)
-        gc.freeze()
-        gc.enable()
 
 
 def _require(holds: bool, otherwise: str) -> None:
@@ -210,7 +204,6 @@ def measure(steps: int, output: Path, arguments: tuple[str, ...]) -> None:
     Example:
       zbpipe measure --module titan_integration.llama3 --config llama3_debug -o costs.toml
     """
-    from zbpipe.costs.file import dump_costs, require_ending
     from zbpipe.views.report import costs as costs_table
 
     _require_job(arguments)

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zbpipe.cli.base import COUNT, parse_with
+from zbpipe.simulator.timeline import Timeline
 
 if TYPE_CHECKING:
     from zbpipe.simulator.jitter import Jitter
-    from zbpipe.simulator.timeline import Timeline
     from zbpipe.views.report import Vary
 
 

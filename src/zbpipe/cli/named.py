@@ -6,20 +6,20 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from zbpipe.cli.base import name_argument, one_line, options, progress_line, size_options, stages_option
 from zbpipe.cli.costs import Costs, cost_options, fitted_limit_option
-
-if TYPE_CHECKING:
-    from zbpipe.costs.memory_limit import MemoryLimit
-    from zbpipe.costs.model import CostModel
-    from zbpipe.costs.transport import Transport
-    from zbpipe.schedule.ir import Schedule
-    from zbpipe.schedule.registry import Algorithm
-    from zbpipe.simulator.timeline import Timeline
+from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.model import CostModel
+from zbpipe.costs.transport import Transport
+from zbpipe.schedule.ir import Schedule
+from zbpipe.schedule.registry import Algorithm, resolve, schedules
+from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.timeline import Timeline
+from zbpipe.simulator.validation import validate
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,6 @@ class Request:
 
     def make(self, transport: Transport | None = None) -> tuple[Schedule, CostModel]:
         """The schedule, not validated, and the costs of its stages."""
-        from zbpipe.costs.memory_limit import MemoryLimit
-        from zbpipe.schedule.registry import resolve
-
         algorithm = resolve(self.name)
         ranks, microbatches = self.ranks, self.microbatches
         if algorithm.table is not None:
@@ -68,8 +65,6 @@ class Request:
 
     def make_valid(self, transport: Transport | None = None) -> tuple[Schedule, CostModel]:
         """The validated schedule, and the costs of its stages."""
-        from zbpipe.simulator.validation import validate
-
         schedule, costs = self.make(transport)
         if findings := validate(schedule):
             more = f" (the first of {len(findings)} findings)" if len(findings) > 1 else ""
@@ -78,9 +73,6 @@ class Request:
 
     def simulate(self, transport: Transport | None = None, **how: Any) -> Timeline:
         """Timeline of a schedule made for this transport. `how` goes to `zbpipe.simulate`."""
-        from zbpipe.schedule.registry import resolve
-        from zbpipe.simulator.simulation import simulate
-
         overlaps = resolve(self.name).source != "torch"  # torch's own classes do not
         return simulate(*self.make_valid(transport), transport=transport or "ideal", overlaps_fsdp=overlaps, **how)
 
@@ -128,8 +120,6 @@ def simulate_all(
     Schedules that adapt to a memory limit use the given one. Schedules that take any number of stages use the given
     one. A schedule that cannot have these sizes, or fails in any other way, is omitted with a line on stderr.
     """
-    from zbpipe.schedule.registry import schedules
-
     with progress_line() as show:
         known = [each for each in schedules().values() if searched in (None, "costs" in each.keywords)]
         for number, algorithm in enumerate(known):

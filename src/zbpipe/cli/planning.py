@@ -18,12 +18,13 @@ from zbpipe.cli.costs import Costs, cost_options, is_given, memory_limit_option
 from zbpipe.cli.jitter import jitter_option, vary
 from zbpipe.cli.named import simulate_all
 from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.transport import Transport
+from zbpipe.schedule.ir import Placement
+from zbpipe.simulator.timeline import Timeline
 
 if TYPE_CHECKING:
     from zbpipe.planner.result import Plan
-    from zbpipe.schedule.ir import Placement
     from zbpipe.simulator.jitter import Jitter
-    from zbpipe.simulator.timeline import Timeline
     from zbpipe.views.report import ComparedSchedule
 
 _STANDARD_OUTPUT = Path("-")
@@ -38,7 +39,6 @@ _SAMPLES = 1000
 def _placements(context: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> list[str | Placement]:
     """Parse `--placement`: names, or the rank of each stage."""
     from zbpipe.planner.request import PLACEMENTS
-    from zbpipe.schedule.ir import Placement
 
     found: list[str | Placement] = []
     for text in texts:
@@ -216,8 +216,6 @@ class _Neighbours:
 
     def compare(self, **which: bool) -> Iterator[ComparedSchedule]:
         """Named schedules for the same stages, or the even split of the layers. `which` goes to `simulate_all`."""
-        from zbpipe.costs.transport import Transport
-
         ranks, microbatches, limit = (self.asked[name] for name in ("ranks", "microbatches", "memory_limit"))
         transport = self.asked["transport"] or (self.costs.job and self.costs.job.transport) or Transport.IDEAL
         for timeline in simulate_all(ranks, microbatches, self.costs, limit, transport=transport, **which):

@@ -20,12 +20,14 @@ from zbpipe.cli.base import (
 from zbpipe.cli.costs import Costs, cost_options, memory_limit_option
 from zbpipe.cli.jitter import jitter_options, vary
 from zbpipe.cli.named import Request, request_options, simulate_all, simulate_one
+from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.transport import Transport
+from zbpipe.schedule.ir import require_size
+from zbpipe.schedule.registry import resolve, schedules
+from zbpipe.simulator.timeline import Timeline
 
 if TYPE_CHECKING:
-    from zbpipe.costs.memory_limit import MemoryLimit
-    from zbpipe.costs.transport import Transport
     from zbpipe.simulator.jitter import Jitter
-    from zbpipe.simulator.timeline import Timeline
 
 
 @click.command("list", cls=Command)
@@ -43,8 +45,6 @@ def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> 
       zbpipe list
       zbpipe list --checkpointing full
     """
-    from zbpipe.schedule.ir import require_size
-    from zbpipe.schedule.registry import resolve, schedules
     from zbpipe.views import report
 
     ranks = costs.require_ranks(ranks or (None if costs.ranks(None) else 4))
@@ -210,8 +210,6 @@ def compare(
       zbpipe compare -p 8 -m 32 --checkpointing full --memory-limit 1.2x
       zbpipe compare -p 8 -m 32 --costs 1,1.2,0.8 --memory-limit 6
     """
-    from zbpipe.costs.memory_limit import MemoryLimit
-    from zbpipe.schedule.ir import require_size
     from zbpipe.views import report
 
     ranks = costs.require_ranks(ranks)

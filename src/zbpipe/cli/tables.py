@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from zbpipe.cli.base import Command, OutputFile, one_line, size_options, stages_option
-from zbpipe.cli.costs import equal, limit_option
+from zbpipe.cli.costs import Costs, limit_option
 from zbpipe.cli.named import Request, request_options
-from zbpipe.costs.memory_limit import RELATIVE
-
-if TYPE_CHECKING:
-    from zbpipe.costs.memory_limit import MemoryLimit
-    from zbpipe.schedule.ir import Schedule
-
+from zbpipe.costs.memory_limit import RELATIVE, MemoryLimit
+from zbpipe.costs.model import CostModel
+from zbpipe.schedule.files import read_text
+from zbpipe.schedule.ir import Schedule
+from zbpipe.simulator.actions import check_table
+from zbpipe.simulator.validation import validate as findings_of
 
 _IN_SHARES = f"{RELATIVE}, or a number in units of a rank's share of one microbatch"
 """Form of a limit for `validate`."""
@@ -75,9 +74,6 @@ def validate(
       zbpipe validate mine.csv --memory-limit 4
       zbpipe validate ZBV -p 4 -m 8
     """
-    from zbpipe.schedule.files import read_text
-    from zbpipe.simulator.actions import check_table
-    from zbpipe.simulator.validation import validate as findings_of
     from zbpipe.views.style import count_noun
 
     if memory_limit is not None and memory_limit.unit == "bytes":
@@ -85,7 +81,7 @@ def validate(
             f"memory_limit = {memory_limit.written!r} is in bytes, but these costs are not: write {_IN_SHARES}"
         )
     if isinstance(name, str):
-        schedule, _ = Request(name, ranks, microbatches, equal(), stages_per_rank).make()
+        schedule, _ = Request(name, ranks, microbatches, Costs(CostModel.uniform, words=""), stages_per_rank).make()
         findings, how = findings_of(schedule, memory_limit), ""
     else:
         try:

@@ -41,7 +41,6 @@ def train_on_cpu(
     num_ranks: int,
     folder: Path,
     timeout: float,
-    model: str = "llama3_python_stdlib",
     on_step: Callable[[dict[str, Any]], None] = lambda step: None,
 ) -> JobOutcome:
     """Train a model of the demo on `num_ranks` processes, without an accelerator.
@@ -51,7 +50,6 @@ def train_on_cpu(
         num_ranks: processes; they share the cores evenly.
         folder: folder for all output: `metrics.jsonl`, `output.log` with the ranks' output, and checkpoints.
         timeout: seconds after which the job is ended.
-        model: its name in `zbpipe.cli.demo.models03`, or for torchtitan 0.2 in `zbpipe.cli.demo.models02`.
         on_step: called with the metrics of each step.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,7 +57,7 @@ def train_on_cpu(
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)),
         *("--log-dir", str(folder / "errors"), "-m", "zbpipe.titan.train"),
-        *demo_arguments(folder, model),
+        *demo_arguments(folder, "llama3_python_stdlib"),
         *arguments,
     ]
     steps: list[dict[str, Any]] = []
