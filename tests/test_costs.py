@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from zbpipe import CostModel, OpKind, Placement
 from zbpipe.costs import Link
-from zbpipe.costs.model import as_cost_model, rank_shares
+from zbpipe.costs.job import as_cost_model
+from zbpipe.costs.model import rank_shares
 from zbpipe.schedule.frozendict import FrozenDict
 
 ONES = dict.fromkeys(("f", "i", "w", "activations"), (1, 1))

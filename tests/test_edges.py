@@ -8,7 +8,8 @@ import traceback
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
@@ -100,6 +101,7 @@ def test_all_else_is_refused_by_name(name: str, value: object) -> None:
             lambda: simulate(ANYTHING[0], (1, 1, 1)),
             r"^'ZBV' is not a zbpipe.Schedule: make one with zbpipe.generate\('ZBV', 4, 8",
         ),
+        (lambda: simulate(ZBV, cast(Any, SimpleNamespace(on=len))), r"^costs have to be .*, got namespace"),
         (lambda: simulate(ZBV, (1, 1)), r"^costs have to be .* \(f, i, w\), for example \(1, 1, 1\), got \(1, 1\)$"),
         (
             lambda: Schedule.from_csv(ANYTHING[1]),

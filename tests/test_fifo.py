@@ -85,7 +85,7 @@ def test_what_is_called_blocked_gets_stuck_and_nothing_else() -> None:
 @given(tables())
 def test_so_it_is_with_a_queue_for_each_peer(rows: Rows) -> None:
     ranks = {action.stage: rank for rank, row in enumerate(rows) for action in row}
-    loop = MessageLoop(rows, [ranks[stage] for stage in sorted(ranks)], lambda peer: peer)
+    loop = MessageLoop(rows, [ranks[stage] for stage in sorted(ranks)], queue_per_peer=True)
     for _ in loop:
         pass
     assert loop.is_stuck() == bool(loop.find_cycle()) == gets_stuck(rows, PER_PEER)

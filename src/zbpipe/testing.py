@@ -38,7 +38,6 @@ except ImportError:
     raise ImportError("zbpipe.testing needs hypothesis, which is not installed: pip install hypothesis") from None
 
 _MOST_STAGES_PER_RANK = 4
-_Rows = list[list[Op]]
 
 
 def check_schedule(
@@ -175,7 +174,7 @@ def runnable_schedules(
         for microbatch in range(num_microbatches):
             backward = (OpKind.I, OpKind.W) if draw(st.booleans()) else (OpKind.B,)
             ops += [Op(stage, kind, microbatch) for kind in (OpKind.F, *backward)]
-    rows: _Rows = [[] for _ in range(placement.num_ranks)]
+    rows: list[list[Op]] = [[] for _ in range(placement.num_ranks)]
     for op in _any_order(draw, ops, placement.num_stages):
         rows[placement.rank_of[op.stage]].append(op)
     return Schedule("any order", placement, num_microbatches, tuple(map(tuple, rows)))

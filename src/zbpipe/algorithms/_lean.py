@@ -24,7 +24,7 @@ BUDGET = 5e5
 
 
 def resolve_limits(
-    name: str, placement: Placement, costs: CostModel, microbatches: int, limit: MemoryLimit | None = None
+    name: str, placement: Placement, costs: CostModel, microbatches: int, limit: MemoryLimit | None
 ) -> tuple[float, ...]:
     """Memory limit of each rank: the given one, or slightly more than the peak of 1F1B's worst rank.
 

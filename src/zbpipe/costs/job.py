@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 from zbpipe.costs.layers import LayerCosts
 from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
-from zbpipe.costs.model import CostModel, as_cost_model, set_fields
+from zbpipe.costs.model import CostModel, set_fields
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Placement
 
@@ -76,3 +78,26 @@ class JobCosts:
 def _require(value: Any, name: str, kinds: tuple[type, ...], expected: str) -> None:
     if not isinstance(value, kinds):
         raise TypeError(f"a job cannot have {name} = {value!r}: give {expected}")
+
+
+def as_cost_model(costs: CostModel | JobCosts | Sequence[float], placement: Placement) -> CostModel:
+    """`costs` itself, those of a job on this placement, or for `(f, i, w)` equal costs on every rank."""
+    if isinstance(costs, JobCosts):
+        return costs.on(placement)
+    if isinstance(costs, CostModel):
+        if costs.num_stages != placement.num_stages:
+            raise ValueError(
+                f"the costs are for {costs.num_stages} stages, but the placement has {placement.num_stages}: give one"
+                " number per stage"
+            )
+        return costs
+    # A TypeError with the way out, for untyped values from callers.
+    numbers = tuple(costs) if isinstance(costs, (tuple, list)) else ()
+    if len(numbers) != 3 or not all(isinstance(each, (int, float)) and type(each) is not bool for each in numbers):
+        if isinstance(costs, (str, PathLike)):
+            raise TypeError(f"costs = {costs!r} names a file: read it with zbpipe.load_costs({str(costs)!r})")
+        raise TypeError(
+            "costs have to be a zbpipe.CostModel, a zbpipe.costs.JobCosts, for zbpipe.plan also"
+            f" zbpipe.costs.LayerCosts, or three numbers (f, i, w), for example (1, 1, 1), got {costs!r}"
+        )
+    return CostModel.uniform(placement, *numbers)

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import inf
-from os import PathLike
-from typing import Any, Protocol, SupportsFloat, runtime_checkable
+from typing import Any, SupportsFloat
 
 from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement, users
@@ -483,33 +482,3 @@ def highest(costs: CostModel, ops: Iterable[tuple[int, OpKind]]) -> float:
 def rank_shares(placement: Placement, costs: CostModel) -> tuple[float, ...]:
     """Memory that each rank keeps of one microbatch after all its F, in the unit of `costs.activations`."""
     return placement.sum_by_rank(costs.activations)
-
-
-@runtime_checkable
-class Placeable(Protocol):
-    """An object with costs for the stages of a placement: `zbpipe.costs.JobCosts`."""
-
-    def on(self, placement: Placement) -> CostModel: ...
-
-
-def as_cost_model(costs: CostModel | Placeable | Sequence[float], placement: Placement) -> CostModel:
-    """`costs` itself, those of a job on this placement, or for `(f, i, w)` equal costs on every rank."""
-    if isinstance(costs, Placeable):
-        return costs.on(placement)
-    if isinstance(costs, CostModel):
-        if costs.num_stages != placement.num_stages:
-            raise ValueError(
-                f"the costs are for {costs.num_stages} stages, but the placement has {placement.num_stages}: give one"
-                " number per stage"
-            )
-        return costs
-    # A TypeError with the way out, for untyped values from callers.
-    numbers = tuple(costs) if isinstance(costs, (tuple, list)) else ()
-    if len(numbers) != 3 or not all(isinstance(each, (int, float)) and type(each) is not bool for each in numbers):
-        if isinstance(costs, (str, PathLike)):
-            raise TypeError(f"costs = {costs!r} names a file: read it with zbpipe.load_costs({str(costs)!r})")
-        raise TypeError(
-            "costs have to be a zbpipe.CostModel, a zbpipe.costs.JobCosts, for zbpipe.plan also"
-            f" zbpipe.costs.LayerCosts, or three numbers (f, i, w), for example (1, 1, 1), got {costs!r}"
-        )
-    return CostModel.uniform(placement, *numbers)

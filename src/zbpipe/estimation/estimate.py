@@ -17,6 +17,7 @@ from zbpipe.estimation.rates import Rates, rates
 from zbpipe.estimation.result import NO_PIPELINE, PLAN, Estimate, Memory, Step
 from zbpipe.estimation.workload import Workload
 from zbpipe.planner.plan import plan
+from zbpipe.planner.request import PLACEMENTS
 from zbpipe.schedule.garbage import without_collections
 from zbpipe.schedule.ir import OpKind, Placement, Schedule
 from zbpipe.schedule.registry import Algorithm, resolve, schedules
@@ -25,8 +26,8 @@ from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
 
 _STAGES_PER_RANK = (1, 2, 4)
-_PLANNED = (("single", Placement.loop), ("v", Placement.v), ("wave", lambda ranks: Placement.v(ranks, 4)))
-"""Placements to plan for, by name: the best for each number of stages per rank."""
+_PLANNED = ("single", "v", "wave")
+"""Placements to plan for: the best for each number of stages per rank."""
 _BUDGET = 2e7
 """Budget of one plan's search in timed ops: a fraction of a second."""
 _SEARCHED = 1024
@@ -96,8 +97,8 @@ def estimate(
     for algorithm, stages in _variants(wanted, own, workload, stages_per_rank):
         steps += kept(f"{algorithm.name}, {stages} stages per rank", job.named, algorithm, stages)
     if plans and workload.degrees.pipeline > 1:
-        for name, place in _PLANNED:
-            steps += kept(f"plan, {name}", job.planned, name, place, budget)
+        for name in _PLANNED:
+            steps += kept(f"plan, {name}", job.planned, name, budget)
     if job.rates is not None:
         steps += kept(NO_PIPELINE, job.without_pipeline)
     steps.sort(key=lambda step: (not step.runs, not step.fits, step.seconds, step.has_torchs_split))
@@ -155,9 +156,9 @@ class _Job:
             return costs
         return self.workload.usual_costs(algorithm, placement)
 
-    def planned(self, name: str, place: Callable[[int], Placement], budget: float) -> Step:
+    def planned(self, name: str, budget: float) -> Step:
         """The best plan found that leaves room for the weights."""
-        placement = place(self.workload.degrees.pipeline)
+        placement = PLACEMENTS[name](self.workload.degrees.pipeline)
         split = self.workload.split(placement)
         costs = self.costs(placement, split)
         room = self._room(placement, split)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd, inf
 from typing import Any
@@ -59,7 +59,7 @@ def _layouts(workload: Workload, gpus_per_node: int) -> Iterator[Workload]:
                 continue
 
 
-def search(workload: Workload, device: str | Device, *, names: Sequence[str] = FEW, **how: Any) -> list[Estimate]:
+def search(workload: Workload, device: str | Device, **how: Any) -> list[Estimate]:
     """Estimates of the best layout for each choice of degrees, best first.
 
     The tokens of a step stay the same. The best layout with a pipeline and the best one without have all schedules,
@@ -68,7 +68,6 @@ def search(workload: Workload, device: str | Device, *, names: Sequence[str] = F
     Args:
         workload: the job.
         device: as for `zbpipe.estimate`.
-        names: schedules for comparing layouts.
         how: the rates, as for `zbpipe.estimate`.
     """
     device = find(device) if isinstance(device, str) else device
@@ -83,7 +82,7 @@ def search(workload: Workload, device: str | Device, *, names: Sequence[str] = F
         has_pipeline = each.degrees.pipeline > 1
         if least >= shortest[has_pipeline] or _least_bytes(each) > device.usable_bytes:
             continue
-        there = estimate(each, likely, only=names, stages_per_rank=_stages(each), plans=False)
+        there = estimate(each, likely, only=FEW, stages_per_rank=_stages(each), plans=False)
         if each.degrees not in found or _order(there) < _order(found[each.degrees]):
             found[each.degrees] = there
         if (step := there.on_these_degrees) is not None:

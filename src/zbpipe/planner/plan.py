@@ -9,10 +9,10 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from zbpipe.costs.baseline import CostsOf
-from zbpipe.costs.job import JobCosts
+from zbpipe.costs.job import JobCosts, as_cost_model
 from zbpipe.costs.layers import LayerCosts
 from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
-from zbpipe.costs.model import CostModel, as_cost_model
+from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Transport
 from zbpipe.planner.offloaded import plan_offloaded
 from zbpipe.planner.partition import plan_layers

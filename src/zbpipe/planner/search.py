@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, sqrt
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from random import Random
 
 from zbpipe.costs.model import ROUNDING, CostModel, least_room, rank_shares
@@ -80,10 +80,6 @@ class Found:
     """Seconds of the minimised time."""
     by: str
     """Searches that led to it."""
-
-
-def _length_of(found: Found) -> float:
-    return found.length
 
 
 class Search:
@@ -203,11 +199,14 @@ class Search:
         Their length is the makespan with such messages. Without a budget it only times the known orders.
         """
         known = {(each.problem.name, each.order): each for each in self.kept}
-        found = sorted((self.anneal_by_rendezvous(each) for each in known.values()), key=_length_of)
+        by_length = attrgetter("length")
+        found = sorted((self.anneal_by_rendezvous(each) for each in known.values()), key=by_length)
         for rest in reversed(range(self.effort.rounds + 1) if budget else ()):
             best = found[: 2**rest]
             work = budget / (self.effort.rounds + 1) / len(best)
-            found = sorted([*(self.anneal_by_rendezvous(each, work) for each in best), *found], key=_length_of)
+            found = sorted(
+                [*(self.anneal_by_rendezvous(each, work) for each in best), *found], key=attrgetter("length")
+            )
             self.progress(1.0, self.shortest)
         return found
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
+from zbpipe.costs.job import as_cost_model
 from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
-from zbpipe.costs.model import CostModel, as_cost_model
+from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.planner.result import Plan
 from zbpipe.runtime import arguments, checks, tied_weights

@@ -20,9 +20,7 @@ from zbpipe.simulator.validation import Finding, Rule, find_deadlocks, find_diso
 
 SENDS = ("SEND_F", "SEND_B")
 RECEIVES = ("RECV_F", "RECV_B")
-WAIT_OF = {send: f"WAIT_{send}" for send in SENDS}
-"""Kind of the wait for each kind of send."""
-WAITS = tuple(WAIT_OF.values())
+WAITS = tuple(f"WAIT_{send}" for send in SENDS)
 _LEFT_OUT = {
     **dict.fromkeys((*SENDS, *RECEIVES), "sends and receives"),
     **dict.fromkeys(WAITS, "waits for sends"),

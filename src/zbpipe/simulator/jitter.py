@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from zbpipe.costs.model import CostModel, Placeable, amount, as_cost_model, set_fields
+from zbpipe.costs.job import JobCosts, as_cost_model
+from zbpipe.costs.model import CostModel, amount, set_fields
 from zbpipe.schedule.event_loop import Clock
 from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import COMPUTATIONS, Op, Schedule, require_whole
@@ -192,7 +193,7 @@ class StepTimes:
 
 def step_times(
     schedule: Schedule,
-    costs: CostModel | Placeable | Sequence[float],
+    costs: CostModel | JobCosts | Sequence[float],
     jitter: Jitter,
     *,
     samples: int = 1000,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from zbpipe.schedule import tables
@@ -21,10 +21,6 @@ from zbpipe.simulator.actions import (
     sends_by_action,
 )
 from zbpipe.simulator.validation import Finding
-
-QueueOf = Callable[[int], Hashable]
-"""Queue of a message, by the rank at the other end. Messages of one queue go one after the other."""
-
 
 _ENDS = frozenset((*SENDS, *RECEIVES))
 _MESSAGES = frozenset(tables.MESSAGES)
@@ -48,17 +44,14 @@ class _Queue:
         return self.before.popleft()
 
 
-def one_queue(peer: int) -> Hashable:
-    """One queue for all messages of a rank: the strictest reading of NCCL and RCCL."""
-    return 0
-
-
 class MessageLoop:
     """Runs lists with messages, and returns each computation and message with all that it waits for.
 
     A message is one node for both ends, named like its send. It waits for the computations before it and the previous
     message in its queue, at both ends. A computation waits for the previous one and for its message. With
     `holds_up_compute`, computations also wait for the messages before them.
+
+    All messages of a rank are in one queue, the strictest reading of NCCL and RCCL, or in a `queue_per_peer`.
 
     >>> from zbpipe.simulator.actions import parse
     >>> loop = MessageLoop(parse("0F0,0SEND_F0\\n1RECV_F0,1F0"), (0, 1))
@@ -67,18 +60,18 @@ class MessageLoop:
     """
 
     def __init__(
-        self, rows: Rows, rank_of: Sequence[int], queue_of: QueueOf = one_queue, holds_up_compute: bool = False
+        self, rows: Rows, rank_of: Sequence[int], queue_per_peer: bool = False, holds_up_compute: bool = False
     ) -> None:
         self._rank_of = rank_of
         self._holds_up_compute = holds_up_compute
         self._sends = sends_by_action(rank_of)
-        queues: dict[tuple[int, Hashable], _Queue] = {}
+        queues: dict[tuple[int, int | None], _Queue] = {}
         self._queue: dict[tuple[int, str], _Queue] = {}
         """Queue of each end of a message, by stage and kind."""
         for stage, kind in self._sends:
             if kind in _ENDS:
                 rank, peer = rank_of[stage], rank_of[other_end(Action(stage, kind, 0)).stage]
-                self._queue[stage, kind] = queues.setdefault((rank, queue_of(peer)), _Queue(rank))
+                self._queue[stage, kind] = queues.setdefault((rank, peer if queue_per_peer else None), _Queue(rank))
         self._queues = list(queues.values())
         self._first: dict[Action, _Queue] = {}
         """The queue of each message that is first in only one of its queues."""

@@ -10,7 +10,7 @@ from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import KINDS, Placement
 from zbpipe.simulator.actions import COMPUTE, SENDS, Action, Rows, other_end
-from zbpipe.simulator.message_queues import MessageLoop, one_queue
+from zbpipe.simulator.message_queues import MessageLoop
 
 
 class Times(NamedTuple):
@@ -42,8 +42,7 @@ def run(
     No action starts before its `earliest` time. After those in `waits` their rank waits before it computes again.
     """
     rank_of = placement.rank_of
-    queue_of = (lambda peer: peer) if transport is Transport.QUEUE_PER_PEER else one_queue
-    loop = MessageLoop(rows, rank_of, queue_of, holds_up_compute=transport is Transport.SHARED)
+    loop = MessageLoop(rows, rank_of, transport is Transport.QUEUE_PER_PEER, transport is Transport.SHARED)
     start: dict[Action, float] = {}
     end: dict[Action, float] = {}
     behind: dict[Action, Action] = {}

@@ -14,8 +14,9 @@ from enum import StrEnum
 from math import inf
 from typing import NamedTuple, Self
 
+from zbpipe.costs.job import JobCosts, as_cost_model
 from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
-from zbpipe.costs.model import ROUNDING, CostModel, Placeable, amount, as_cost_model
+from zbpipe.costs.model import ROUNDING, CostModel, amount
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Op, OpKind, Schedule
 from zbpipe.simulator.simulation import simulate
@@ -56,20 +57,21 @@ class LimitTooSmallError(ValueError):
 
 
 _WAYS = {
-    Offload.ACTIVATIONS: (OpKind.OF, OpKind.RF, (OpKind.F,), (OpKind.I, OpKind.B)),
-    Offload.PAIRS: (OpKind.OI, OpKind.RI, (OpKind.I,), (OpKind.W,)),
+    OpKind.F: (Offload.ACTIVATIONS, OpKind.OF, OpKind.RF, (OpKind.I, OpKind.B)),
+    OpKind.I: (Offload.PAIRS, OpKind.OI, OpKind.RI, (OpKind.W,)),
 }
-"""Kinds of the copy out, of the copy back, of the ops that leave the memory, and of those that need it."""
+"""By the op that leaves memory: which memory, the copies out and back, and the ops that need it."""
 
 
 def copy_all(schedule: Schedule, what: Offload) -> Schedule:
     """`schedule` with all copies of these kinds: out as soon as the memory is there, and back at the last moment."""
-    wanted = [way for each, way in _WAYS.items() if what in (each, Offload.ALL)]
+    wanted = {maker: way for maker, way in _WAYS.items() if what in (way[0], Offload.ALL)}
 
     def around(op: Op) -> Iterator[Op]:
-        yield from (op._replace(kind=back) for _, back, _, takers in wanted if op.kind in takers)
+        yield from (op._replace(kind=back) for _, _, back, takers in wanted.values() if op.kind in takers)
         yield op
-        yield from (op._replace(kind=out) for out, _, makers, _ in wanted if op.kind in makers)
+        if op.kind in wanted:
+            yield op._replace(kind=wanted[op.kind][1])
 
     return replace(schedule, ops=tuple(tuple(each for op in ops for each in around(op)) for ops in schedule))
 
@@ -77,7 +79,7 @@ def copy_all(schedule: Schedule, what: Offload) -> Schedule:
 # Callers need different subsets of the arguments. All but three are keyword-only.
 def offload(
     schedule: Schedule,
-    costs: CostModel | Placeable | Sequence[float],
+    costs: CostModel | JobCosts | Sequence[float],
     memory_limit: MemoryLimitLike | None = None,
     *,
     what: Offload | str | bool = Offload.ALL,
@@ -261,14 +263,10 @@ def _things(timeline: Timeline, rank: int, wanted: Offload | None, longer: float
     """All memory that could be copied out and back while it waits."""
     spans, costs = timeline.spans[rank], timeline.costs
     places = {span.op: position for position, span in enumerate(spans)}
-    ways = {
-        OpKind.F: (Offload.ACTIVATIONS, OpKind.OF, OpKind.RF, (OpKind.I, OpKind.B)),
-        OpKind.I: (Offload.PAIRS, OpKind.OI, OpKind.RI, (OpKind.W,)),
-    }
     for made, (op, _, since, _) in enumerate(spans):
-        if op.kind not in ways:
+        if op.kind not in _WAYS:
             continue
-        kind, there, back, takers = ways[op.kind]
+        kind, there, back, takers = _WAYS[op.kind]
         taken = next(places[taker] for each in takers if (taker := op._replace(kind=each)) in places)
         copy, until = costs.seconds(op.stage, there), spans[taken].start
         most = copy * longer

@@ -19,7 +19,6 @@ from zbpipe.simulator.actions import (
     COMPUTE,
     RECEIVES,
     SENDS,
-    WAIT_OF,
     WAITS,
     Action,
     Rows,
@@ -219,7 +218,7 @@ def add_waits(rows: Rows) -> Rows:
 
 def wait_of(send: Action) -> Action:
     """The wait for a send."""
-    return Action(send.stage, WAIT_OF[send.kind], send.microbatch)
+    return Action(send.stage, f"WAIT_{send.kind}", send.microbatch)
 
 
 def messages_held(rows: Rows) -> tuple[tuple[int, ...], ...]:

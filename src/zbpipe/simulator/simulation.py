@@ -13,7 +13,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from math import inf
 
-from zbpipe.costs.model import CostModel, Placeable, as_cost_model, message_seconds
+from zbpipe.costs.job import JobCosts, as_cost_model
+from zbpipe.costs.model import CostModel, message_seconds
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.event_loop import Clock
 from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Schedule, require_whole
@@ -43,7 +44,7 @@ _WORTH_IT = 1 - 1e-3
 
 def simulate(
     schedule: Schedule,
-    costs: CostModel | Placeable | Sequence[float] = (1.0, 1.0, 1.0),
+    costs: CostModel | JobCosts | Sequence[float] = (1.0, 1.0, 1.0),
     *,
     num_steps: int = 1,
     synchronous: bool = True,
@@ -158,10 +159,10 @@ def _simulate_without_queues(
     return Timeline(
         schedule,
         costs,
-        _freeze(spans),
+        tuple(map(tuple, spans)),
         num_steps,
         transport,
-        copies=_freeze(copies),
+        copies=tuple(map(tuple, copies)),
         gathers=tuple(map(tuple, gathers)),
         overlaps_fsdp=overlaps_fsdp,
     )
@@ -204,10 +205,6 @@ def _step(timeline: Timeline, costs: CostModel) -> float:
 def _direction(op: Op) -> bool | None:
     """Direction of a copy: whether it goes to the host. There is one stream for each direction."""
     return None if op.kind in COMPUTATIONS else op.kind in OFFLOADS
-
-
-def _freeze(spans: list[list[Span]]) -> tuple[tuple[Span, ...], ...]:
-    return tuple(map(tuple, spans))
 
 
 def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) -> Receives:

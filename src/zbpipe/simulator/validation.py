@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from itertools import islice, product
 from typing import Literal, NamedTuple, TypeVar
 
+from zbpipe.costs.job import as_cost_model
 from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
-from zbpipe.costs.model import ROUNDING, CostModel, as_cost_model
+from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.schedule.event_loop import EventLoop
 from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Schedule, Turn, inputs, reload_before
 

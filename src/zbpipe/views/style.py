@@ -135,8 +135,7 @@ def most_stages(placement: Placement) -> int:
 
 def kinds(timeline: Timeline) -> tuple[OpKind, ...]:
     """The kinds of ops that occur."""
-    present = {op.kind for ops in timeline.schedule for op in ops}
-    return tuple(kind for kind in OpKind if kind in present)
+    return tuple(kind for kind in OpKind if kind in timeline.schedule.kinds)
 
 
 def lanes(timeline: Timeline, rank: int) -> tuple[tuple[str, tuple[Span | Collective, ...]], ...]:
