@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import pytest
@@ -35,7 +35,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zbpipe
 from zbpipe.runtime.split.layers import defer_in_compiled_regions, defer_weights
-from zbpipe.runtime.split.products import PendingGradient, WeightGradients, WeightProducts
+from zbpipe.runtime.split.products import PendingGradient, WeightGradients
 from zbpipe.runtime.split.stage import require_memory_that_lasts
 
 Call = Callable[[nn.Module, Tensor], Tensor]
@@ -238,7 +238,7 @@ def test_fsdp_around_a_region(one_rank: None, build: Callable[[], Any], products
 class PerHead(nn.Module):
     """A layer of the user's own, whose weight is used for something else, too, in all ways that Python knows."""
 
-    weight_products: ClassVar[WeightProducts] = {torch.bmm: lambda dy, x: x.mT @ dy}
+    weight_products: ClassVar[Mapping[Any, Any]] = {torch.bmm: lambda dy, x: x.mT @ dy}
 
     def __init__(self) -> None:
         super().__init__()
@@ -306,7 +306,7 @@ class Concatenated(nn.Module):
 
 
 class Kept(nn.Linear):
-    weight_products: ClassVar[WeightProducts] = {}
+    weight_products: ClassVar[Mapping[Any, Any]] = {}
 
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], int]] = {

@@ -66,10 +66,8 @@ def test_gradients_are_the_same_to_the_bit(one_rank: None, checkpointing: Checkp
     found, runtime = train(checkpointing, what)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    copier = runtime._copies.copier
-    assert copier.copied > 10_000
-    assert copier.num_bytes == 0, "all came back"
-    assert not runtime._copies._copies
+    assert runtime._copies.copier.copied > 10_000
+    assert not runtime._copies._copies, "all came back"
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -43,7 +43,6 @@ from zbpipe.runtime.split.products import (
     LINEAR,
     PendingGradient,
     WeightGradients,
-    WeightProducts,
 )
 from zbpipe.runtime.split.stage import is_split
 
@@ -136,7 +135,7 @@ def test_a_layer_whose_forward_was_wrapped(x: Tensor, kind: type[nn.Linear], tim
 class Batched(nn.Module):
     """A layer that zbpipe does not know, one weight for each of its groups."""
 
-    weight_products: ClassVar[WeightProducts] = {torch.bmm: lambda dy, x: x.mT @ dy}
+    weight_products: ClassVar[Mapping[Any, Any]] = {torch.bmm: lambda dy, x: x.mT @ dy}
 
     def __init__(self) -> None:
         super().__init__()

@@ -300,9 +300,10 @@ PASS_ON = {
 
 def let_pass_nothing(node: Node | None) -> None:
     """Have the Functions between a product and its leaf pass on that there is no gradient, instead of zeros."""
-    for each in _pass_nodes(node):
-        if each is not None and each.name() in _IDENTITIES:
-            cast(Any, each).set_materialize_grads(False)
+    while node is not None and node.name() in PASS_ON:
+        if node.name() in _IDENTITIES:
+            cast(Any, node).set_materialize_grads(False)
+        node = node.next_functions[0][0]
 
 
 _IDENTITIES = {"_UnwrapWeightBackward"}
@@ -474,15 +475,6 @@ def number_edges(node: Any) -> dict[int, int]:
     return dict(zip(places, numbers, strict=True)) if len(places) == len(numbers) else {}
 
 
-def _pass_nodes(node: Node | None) -> list[Node | None]:
-    """`node` and its successors, up to the first that does more than pass a gradient on; None if there is none."""
-    nodes = [node]
-    while node is not None and node.name() in PASS_ON:
-        node = node.next_functions[0][0]
-        nodes.append(node)
-    return nodes
-
-
 def find_edge(tensor: Tensor) -> GradientEdge | None:
     """The edge at which a later backward can pass a gradient of `tensor` to its leaf; None if the leaf has hooks."""
     edge = get_gradient_edge(tensor)
@@ -503,13 +495,6 @@ def find_shape(weight: Tensor | GradientEdge | Part | Made) -> torch.Size:
 
 grouped_mm = torch._grouped_mm
 """Groups of rows, each multiplied by its own weight: (x, weight, offs=...). TorchTitan's experts call it."""
-
-_DISPATCHED = {getattr(torch.nn.functional, "grouped_mm", grouped_mm): grouped_mm}
-
-
-def find_dispatched(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that torch function modes see when `function` is called."""
-    return _DISPATCHED.get(function, function)
 
 
 def find_grad_dtype(weight: Tensor, gradient: Tensor) -> torch.dtype:

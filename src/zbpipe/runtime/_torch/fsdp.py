@@ -75,8 +75,6 @@ def settle_group(group: Any) -> None:
 
 def sums_beside_grad(module: nn.Module) -> dict[int, Tensor]:
     """Sums that `settle_gradients` keeps outside `.grad`, by the ids of the weights. W adds to them directly."""
-    if not _SUMS_BESIDE_GRAD:
-        return {}
     sums = ((each._unsharded_param, each.unsharded_accumulated_grad) for each in _list_kept_beside_grad(module))
     return {id(weight): total for weight, total in sums if total is not None}
 
@@ -128,7 +126,7 @@ class Accumulated(NamedTuple):
 def iterate_accumulated(module: nn.Module) -> Iterator[Accumulated]:
     """The gradients so far, wherever stored. FSDP2 may have both unreduced and reduced gradients of one parameter."""
     views = _index_parameters(module)
-    beside = {id(each._unsharded_param): each.unsharded_accumulated_grad for each in _list_kept_beside_grad(module)}
+    beside = sums_beside_grad(module)
     for name, parameter in module.named_parameters():
         fsdp = views.get(id(parameter))
         leaves = {name: parameter}

@@ -89,7 +89,7 @@ class OwnRuntime(_PipelineScheduleRuntime):
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """Infer shapes by torch's run of the stages, before the first step and between training and evaluation."""
-        if _SETS_UP_ANEW and self._stages_forward_initialized and not is_set_up(self):
+        if _SETS_UP_ANEW and self._stages_forward_initialized:
             for stage in self.own_stages:
                 stage.forget_receives()
         super()._initialize_stages(*args, **kwargs)

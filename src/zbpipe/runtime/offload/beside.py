@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -27,9 +27,6 @@ class Copies:
             logger.warning("offload is untried on %s: compare the losses with a job without it", device.type)
         self.copier = copier
         self._stages = {stage.stage_index: stage for stage in stages}
-        self._ops: frozenset[Op] = frozenset()
-        self._issued: Mapping[Op, list[Op]] = {}
-        self._released: Mapping[Op, list[Op]] = {}
         self._logged: set[tuple[int, OpKind]] = set()
 
     def follow(self, timeline: Timeline) -> None:
@@ -127,7 +124,7 @@ def _group_by_release(timeline: Timeline, rank: int) -> dict[Op, list[Op]]:
     """Copies out, by the computation that frees their memory: the last one to begin before the copy ends."""
     found: dict[Op, list[Op]] = defaultdict(list)
     spans = timeline.spans[rank]
-    for copy in timeline.copies[rank] if timeline.copies else ():
+    for copy in timeline.copies[rank]:
         if copy.op.kind in OFFLOADS:
             # A copy without a duration has unknown costs.
             begun = [span.op for span in spans if span.start < copy.end or copy.end == copy.start == span.start]

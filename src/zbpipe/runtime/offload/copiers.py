@@ -49,8 +49,6 @@ class Copier:
     def __init__(self, device: Accelerator) -> None:
         self._device = device
         self._out, self._back = device.new_stream(), device.new_stream()
-        self.num_bytes = 0
-        """Bytes on the host now."""
         self.copied = 0
         """Bytes copied out so far."""
 
@@ -65,7 +63,6 @@ class Copier:
         with self._out:
             host = [self._device.copy_to_host(storage) for storage in storages]
         copy = HostCopy(storages, tuple(each.nbytes() for each in storages), host, self._out.record_event())
-        self.num_bytes += copy.num_bytes
         self.copied += copy.num_bytes
         return copy
 
@@ -90,4 +87,3 @@ class Copier:
         """Make computations from now on wait until the copy back ends, and free the host's memory."""
         self._device.current_stream().wait_event(copy.event)
         copy.host.clear()
-        self.num_bytes -= copy.num_bytes

@@ -108,7 +108,7 @@ class OptimizerStep:
                 f" got {schedule!r}"
             )
         _refuse_scalers(optimizers, clip, step, pipelining.loss_fn_of(schedule))
-        self._optimizers = _as_tuple("optimizers", optimizers, Optimizer)
+        self._optimizers = _as_tuple(optimizers)
         _refuse_what_cannot_step_again(self._optimizers)
         if max_norm is None:
             raise ValueError("max_norm=None is not a limit: give a number above 0, or math.inf for no clipping")
@@ -274,10 +274,10 @@ class OptimizerStep:
         self.counts = replace(self.counts, **{which: getattr(self.counts, which) + 1})
 
 
-def _as_tuple(name: str, given: Optimizer | Sequence[Optimizer], kind: type) -> tuple[Optimizer, ...]:
-    found = (given,) if isinstance(given, kind) else given
-    if not isinstance(found, (list, tuple)) or not found or not all(isinstance(each, kind) for each in found):
-        raise TypeError(f"OptimizerStep takes {name} of torch.optim, for example [optimizer], got {given!r}")
+def _as_tuple(given: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
+    found = (given,) if isinstance(given, Optimizer) else given
+    if not isinstance(found, (list, tuple)) or not found or not all(isinstance(each, Optimizer) for each in found):
+        raise TypeError(f"OptimizerStep takes optimizers of torch.optim, for example [optimizer], got {given!r}")
     return tuple(found)
 
 

@@ -28,8 +28,8 @@ class Functions:
         self.may_be_called = True
         """Whether the layer may call any. Known after its first step."""
         self.found: set[type] = set()
-        self._numbers: dict[type, frozenset[int]] = {}
-        """Numbers of the products that can wait, in the backward of each kind of node."""
+        self.numbers: dict[type, frozenset[int]] = {}
+        """Numbers of the products that can wait, in the backward of each kind of node that has had one."""
 
     def watch(self, deferral: Deferral, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`run(*args, **kwargs)`; all Functions between its arguments and its result defer their weight gradients."""
@@ -39,7 +39,7 @@ class Functions:
             output = run(*args, **kwargs)
         for node in later.list_functions(autograd.tree_leaves(output), autograd.tree_leaves((args, kwargs))):
             weights = later.list_weights(node, deferral.owns_leaf)
-            if weights and self._numbers.get(type(node)) != frozenset():
+            if weights and self.numbers.get(type(node)) != frozenset():
                 self.found.add(type(node))
                 later.replace_backward(node, _Backward(self, deferral, weights))
                 for each in weights:
@@ -48,20 +48,12 @@ class Functions:
 
     def settle(self) -> None:
         """Look for no more Functions after a step without any whose products can wait."""
-        self.may_be_called = any(self._numbers.get(each) != frozenset() for each in self.found)
+        self.may_be_called = any(self.numbers.get(each) != frozenset() for each in self.found)
 
     @property
     def names(self) -> frozenset[str]:
         """Names of the Functions found."""
         return frozenset(each.__name__.removesuffix("Backward") for each in self.found)
-
-    def find_numbers(self, kind: type) -> frozenset[int] | None:
-        """Numbers of the products that can wait; None before the first backward."""
-        return self._numbers.get(kind)
-
-    def learn(self, kind: type, numbers: frozenset[int]) -> None:
-        """Let the products with these numbers wait from now on."""
-        self._numbers[kind] = numbers
 
 
 class _Backward:
@@ -74,7 +66,7 @@ class _Backward:
         self._memory = later.list_memory(each.leaf for each in weights)
 
     def __call__(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
-        numbers = self._functions.find_numbers(type(node))
+        numbers = self._functions.numbers.get(type(node))
         if numbers == frozenset() or torch.is_grad_enabled() or not self.deferral.gradients.is_recording:
             return later.run_own_backward(node, gradients)
         if later.is_compiled(node):
@@ -106,7 +98,7 @@ class _Backward:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of any kind: it may read a tensor in a way that no `Later` allows
-            self._functions.learn(type(node), frozenset())
+            self._functions.numbers[type(node)] = frozenset()
             if inner or mode.has_seen_parameters:  # a second run would add those gradients again
                 raise RuntimeError(
                     f"the backward of {node.name()} in a {type(self.deferral.layer).__name__} runs another backward and"
@@ -121,7 +113,7 @@ class _Backward:
         gradients = [returned[each.place] for each in self.weights]
         numbers = [self._try_out(each) for each in gradients if later.holds_later(each)]
         found = frozenset[int]().union(*numbers)
-        self._functions.learn(type(node), found)
+        self._functions.numbers[type(node)] = found
         return found
 
     def _try_out(self, gradient: Tensor) -> frozenset[int]:

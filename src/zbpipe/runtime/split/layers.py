@@ -90,7 +90,7 @@ def catch_around(module: nn.Module, parameters: Iterable[str], gradients: Weight
     A module may multiply with the weight of a child, which it does not call.
     """
     modules = dict(module.named_modules())
-    compiled = find_compiled(module)
+    compiled = {id(part) for each in modules.values() if compiler.is_compiled(each) for part in each.modules()}
     around = {}
     for name in parameters:
         path = name.rpartition(".")[0]
@@ -104,11 +104,6 @@ def catch_around(module: nn.Module, parameters: Iterable[str], gradients: Weight
         vars(layer)[_ATTRIBUTE] = Deferral(layer, PRODUCTS, gradients, is_sharded)
         _replace_forward(layer)
     return bool(found)
-
-
-def find_compiled(module: nn.Module) -> set[int]:
-    """Ids of the modules in compiled regions of `module`."""
-    return {id(part) for each in module.modules() if compiler.is_compiled(each) for part in each.modules()}
 
 
 def _find_products(layer: nn.Module) -> Mapping[Callable[..., Any], Reader]:
@@ -137,7 +132,8 @@ def _read_declared_products(layer: nn.Module) -> Mapping[Callable[..., Any], Rea
             f" {products!r}"
         )
     return {
-        autograd.find_dispatched(function): read_declared(
+        # torch function modes see the private one
+        autograd.grouped_mm if function is F.grouped_mm else function: read_declared(
             each if isinstance(each, WeightProduct) else WeightProduct(each)
         )
         for function, each in products.items()
@@ -168,7 +164,7 @@ class Deferral:
         layer: nn.Module,
         products: Mapping[Callable[..., Any], Reader],
         gradients: WeightGradients,
-        is_sharded: bool = False,
+        is_sharded: bool,
     ) -> None:
         self.layer = layer
         self.is_sharded = is_sharded
@@ -282,7 +278,6 @@ class Deferral:
             *own,
             rest,
             kwargs,
-            len(args),
             type(x),
             x.dim(),
             shape,
@@ -583,8 +578,6 @@ class _Plan(NamedTuple):
     rest: tuple[tuple[int, Any], ...]
     """All other arguments, with their places."""
     options: dict[str, Any]
-    number: int
-    """Number of arguments."""
     kind: type[Tensor]
     """Class of x."""
     dimensions: int
@@ -602,7 +595,7 @@ class _Plan(NamedTuple):
 
     def fits(self, args: Sequence[Any], options: dict[str, Any]) -> bool:
         """Whether a call with these arguments is the same product, of another x."""
-        if len(args) != self.number or len(options) != len(self.options):
+        if len(args) != len(self.rest) + 2 or len(options) != len(self.options):
             return False
         for place, known in self.rest:
             if args[place] is not known:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from zbpipe.runtime._torch import autograd
-from zbpipe.runtime.arguments import require_callable
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.split.contents import RUNS, Checks, differ, fingerprints
 from zbpipe.runtime.split.further import NONE, Further
@@ -28,9 +27,6 @@ class WeightProduct:
             further arguments of f, except None at the end or by name.
         as_matrices: Maps the same to two matrices whose product is that gradient. W can add such a product to `.grad`
             by one kernel.
-
-    Raises:
-        ValueError: `weight_gradient` is not callable.
     """
 
     def __init__(
@@ -41,7 +37,6 @@ class WeightProduct:
     ) -> None:
         self.as_matrices = as_matrices
         self.weight_gradient = weight_gradient or self._multiply
-        require_callable(weight_gradient=self.weight_gradient)
 
     def of_weight(self, dy: Tensor, x: Tensor, further: Further = NONE, tensors: Sequence[Tensor] = ()) -> Tensor:
         """The gradient of the weight."""
@@ -52,10 +47,6 @@ class WeightProduct:
         assert self.as_matrices is not None
         one, other = self.as_matrices(dy, x, *args, **options)
         return one.mm(other)
-
-
-WeightProducts = Mapping[Callable[..., Any], Callable[..., Tensor] | WeightProduct]
-"""What a layer declares: gradients of its weights, by the functions that it calls."""
 
 
 def rows(tensor: Tensor) -> Tensor:

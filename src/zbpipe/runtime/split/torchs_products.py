@@ -64,7 +64,7 @@ def read_declared(product: WeightProduct) -> Reader:
     return read
 
 
-def _rows_to_the_left(dy: Tensor, x: Tensor, *shape: int) -> tuple[Tensor, Tensor]:
+def _rows_to_the_left(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     return rows(as_constant(x, dy)).t(), rows(dy)
 
 

@@ -94,10 +94,12 @@ class WeightWork:
         """Deferred FLOPs by parameter."""
         self._in_i: defaultdict[tuple[str, str], float] = defaultdict(float)
         """FLOPs in I by parameter and reason."""
-        self._calls = _count_calls(pending)
+        calls = Counter[int]()
         for gradient in pending:
+            parameter = id(autograd.find_leaf(gradient.weight))
+            calls[parameter] += 1
             stays = deferral_of(gradient.layer).stays_in_i
-            self._count(id(autograd.find_leaf(gradient.weight)), gradient.flops, _CHANGED if stays else "")
+            self._count(parameter, gradient.flops, _CHANGED if stays else "")
         making = [each.weight.edge.node for each in pending if isinstance(each.weight, autograd.Made)]
         for product in graph_products.find_products_behind(list(dict.fromkeys(making))):
             for leaf in product.leaves:
@@ -110,7 +112,7 @@ class WeightWork:
                 for leaf in product.leaves:
                     self._count(id(leaf), product.flops / len(product.leaves), self._explain(product))
         for parameter, found in own.items():
-            rest = len(found) - self._calls[parameter]
+            rest = len(found) - calls[parameter]
             if rest > 0:
                 self._count(parameter, rest * found[0].flops, self._explain(found[0]))
 
@@ -193,8 +195,3 @@ _KINDS = {
     "Trilinear": "a bilinear layer",
 }
 """Reasons by a word in the name of autograd's node."""
-
-
-def _count_calls(pending: Iterable[PendingGradient]) -> Counter[int]:
-    """Number of deferred gradients by the parameter's id."""
-    return Counter(id(autograd.find_leaf(gradient.weight)) for gradient in pending)
