@@ -38,11 +38,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import zbpipe
-from zbpipe import Placement
 from zbpipe.runtime._torch import hooks
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import WeightGradients
-from zbpipe.runtime.verify.on_device import one_after_another
+from zbpipe.runtime.verify.one_process import schedule_w_last
 from zbpipe.schedule import registry
 from zbpipe.simulator.offloading import Offload, copy_all
 
@@ -321,7 +320,7 @@ def _offloaded(
     modules = [nn.Sequential(*(checkpointed(block(), "full") for _ in range(2))).to(**options) for _ in range(2)]
     stages = [PipelineStage(module, index, 2, machine.device) for index, module in enumerate(modules)]
     schedule: Any = zbpipe.build_pipeline_schedule("ZBV", stages, microbatches, nn.functional.mse_loss)
-    plain = one_after_another(Placement.v(1), microbatches, orders)
+    plain = schedule_w_last(2, microbatches, orders)
     schedule.adopt(plain if what is None else copy_all(plain, what))
     x, target = torch.randn(2, microbatches, size.seq, size.dim, **options)
 

@@ -27,7 +27,7 @@ from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.offload import beside
 from zbpipe.runtime.offload.copiers import Copier, HostCopy, Storages, make_copier
 from zbpipe.runtime.offload.memory import Saved, find_unshared
-from zbpipe.runtime.verify.on_device import one_after_another
+from zbpipe.runtime.verify.one_process import schedule_w_last
 from zbpipe.simulator import offload
 from zbpipe.simulator.offloading import Offload, copy_all
 
@@ -44,7 +44,7 @@ def train(
             block.compile(fullgraph=True, backend=backend)
     stages = [PipelineStage(module, index, 2, CPU) for index, module in modules.items()]
     runtime: Any = zbpipe.build_pipeline_schedule("ZBV", stages, 4, loss_fn)
-    plain = one_after_another(Placement.v(1), 4)
+    plain = schedule_w_last(2, 4)
     runtime.adopt(plain if what is None else copy_all(plain, what))
     for _ in range(3):
         for module in modules.values():
@@ -137,7 +137,7 @@ def peak(schedule: Schedule) -> float:
 
 def test_live_bytes_drop_as_simulated(one_rank: None) -> None:
     """F leaves the inputs of all layers but the first, which is the user's. W needs an x and a dY of all of them."""
-    plain = one_after_another(Placement.loop(1), 6)
+    plain = schedule_w_last(1, 6)
     kept, waits = LAYERS - 1, 2 * LAYERS
     costs = CostModel((1,), (1,), (1,), (kept,), freed_by_i=1 - waits / kept, working={OpKind.I: 2})
     measured, simulated = {}, {}
@@ -233,7 +233,7 @@ def test_memory_is_freed_behind_the_computation_that_the_copy_outlasts_not(
 
     monkeypatch.setattr("zbpipe.runtime.schedules.make_copier", lambda device: Logged(log))
     monkeypatch.setattr(beside.Copies, "around", logged)
-    runtime.adopt(copy_all(one_after_another(Placement.loop(1), 2), Offload.ALL))
+    runtime.adopt(copy_all(schedule_w_last(1, 2), Offload.ALL))
     schedule = Schedule.from_csv("0F0,0OF0,0F1,0I1,0RF0,0I0,0W1,0W0")  # in place of that
     runtime.adopt(schedule, CostModel.uniform(schedule.placement, host=Link(bandwidth=bandwidth)))
     x = torch.randn(2, 4)
@@ -263,7 +263,7 @@ def test_the_option_plans_the_copies(one_rank: None) -> None:
 def test_what_cannot_offload_is_refused(one_rank: None) -> None:
     stages = [PipelineStage(nn.Linear(4, 4), 0, 1, CPU)]
     runtime: Any = zbpipe.build_pipeline_schedule("ZBH1", stages, 2, F.mse_loss, split_backward="autograd")
-    plain = one_after_another(Placement.loop(1), 2)
+    plain = schedule_w_last(1, 2)
     with pytest.raises(ValueError, match="only zbpipe's split frees them: keep split_backward='deferred'"):
         runtime.adopt(copy_all(plain, Offload.PAIRS))
     runtime.adopt(copy_all(plain, Offload.ACTIVATIONS))
@@ -278,7 +278,7 @@ def test_what_cannot_offload_is_refused(one_rank: None) -> None:
 def test_copies_that_begin_in_a_recorded_step_last(one_rank: None) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     runtime: Any = zbpipe.build_pipeline_schedule("ZBH1", [PipelineStage(module, 0, 1, CPU)], 2, F.mse_loss)
-    runtime.adopt(copy_all(one_after_another(Placement.loop(1), 4), Offload.ALL))
+    runtime.adopt(copy_all(schedule_w_last(1, 4), Offload.ALL))
     records: list[StepRecord] = []
     collect(runtime, [Wanted.TIMES], records.extend)
     x = torch.randn(4, 4)

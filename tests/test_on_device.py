@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe import Placement
 from zbpipe.runtime.measure.allocated import HostCounter
 from zbpipe.runtime.offload.copiers import Copier
 from zbpipe.runtime.split import products, stage
 from zbpipe.runtime.split.layers import deferral_of
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.verify import on_device
+from zbpipe.runtime.verify.one_process import schedule_w_last
 from zbpipe.simulator.offloading import Offload, copy_all
 
 CPU = torch.device("cpu")
@@ -95,7 +95,7 @@ def test_a_plain_schedule_leaves_it_out(caplog: pytest.LogCaptureFixture, monkey
     with caplog.at_level(logging.WARNING):
         schedule = built("ZBV", stages, 4, nn.functional.mse_loss, plain=True)
     assert "plain: without events" in caplog.text
-    schedule.adopt(copy_all(on_device.one_after_another(Placement.v(1), 4), Offload.ALL))
+    schedule.adopt(copy_all(schedule_w_last(2, 4), Offload.ALL))
     assert not schedule.schedule.has_copies
     assert not deferral_of(modules[1]).is_region
     assert {each.fsdp_mode for each in schedule.own_stages} == {"torch"}

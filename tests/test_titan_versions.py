@@ -151,12 +151,9 @@ SIZES = {
         *("--training.num_tokens_per_microbatch_per_dp_rank", "64"),
     ],
 }
-IN_ONE = {"main of August 2026": ["--training.num_tokens_per_train_step", "256"]}
-"""Further ones without a pipeline, which has no microbatches."""
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_the_size_of_a_step(name: str) -> None:
     (version,) = (each for each in versions.KNOWN if each.name == name)
     assert version.size(4, 64) == SIZES[name]
-    assert version.size(4, 64, data_ranks=1) == SIZES[name] + IN_ONE.get(name, [])

@@ -14,12 +14,12 @@ from torch.distributed.pipelining import PipelineStage
 from twin import Event, Twin
 
 import zbpipe
-from zbpipe import Placement, Schedule
+from zbpipe import Schedule
 from zbpipe.runtime._torch import hooks
 from zbpipe.runtime.measure import recording
 from zbpipe.runtime.offload.copiers import Copier
 from zbpipe.runtime.ranks import progress
-from zbpipe.runtime.verify.on_device import one_after_another
+from zbpipe.runtime.verify.one_process import schedule_w_last
 from zbpipe.simulator.offloading import Offload, copy_all
 
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def train(
 
 
 ORDERS: dict[str, Callable[[], Schedule]] = {
-    "all F, all I, all W": lambda: one_after_another(Placement.v(1), MICROBATCHES),
+    "all F, all I, all W": lambda: schedule_w_last(2, MICROBATCHES),
     "ZBV": lambda: zbpipe.generate("ZBV", 1, MICROBATCHES),
 }
 

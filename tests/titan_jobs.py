@@ -29,7 +29,9 @@ JOB_TIMEOUT = 400.0
 def short(data_ranks: int | None = None) -> tuple[str, ...]:
     """TorchTitan's arguments for a few small steps; with `data_ranks` those of a job without a pipeline."""
     steps = ("--training.steps", str(STEPS), "--lr_scheduler.warmup_steps", "0")
-    return (*steps, *find_installed().size(4, 64, data_ranks))
+    tokens = 4 * 64 * (data_ranks or 1)
+    accumulated = () if data_ranks is None else (each.format(tokens=tokens) for each in flavor().accumulated)
+    return (*steps, *find_installed().size(4, 64), *accumulated)
 
 
 def require_titan(*names: str) -> str:
@@ -57,6 +59,8 @@ class Flavor:
     """The argument for a module with models."""
     has_mean_loss: bool
     """Whether a pipeline's gradients are those of the mean of the loss, not of its sum over all tokens of a step."""
+    accumulated: tuple[str, ...] = ()
+    """Further arguments of a job without a pipeline, with {tokens} for the tokens per step."""
 
 
 # Gradients of the sum are clipped to the same norm as those of the mean. By default 0.2 checkpoints every second block.
@@ -85,7 +89,9 @@ _FLAVORS = {
 }
 
 
-_FLAVORS["main of August 2026"] = replace(_FLAVORS["0.3.0"], validation=())
+_FLAVORS["main of August 2026"] = replace(
+    _FLAVORS["0.3.0"], validation=(), accumulated=("--training.num_tokens_per_train_step", "{tokens}")
+)
 
 
 def flavor() -> Flavor:

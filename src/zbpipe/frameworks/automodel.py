@@ -11,7 +11,7 @@ import inspect
 import math
 import sys
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch.distributed as dist
@@ -48,8 +48,8 @@ def adapt(algorithm: Algorithm) -> None:
         return
     _require_known(functional, algorithm)
     _require_all_buffers(algorithm)
-    _replace(functional, "calculate_virtual_stages", _Stages(algorithm).how_many)
-    _replace(functional, "stage_ids_this_rank", _Stages(algorithm).on_rank)
+    _replace(functional, "calculate_virtual_stages", partial(_count_stages, algorithm))
+    _replace(functional, "stage_ids_this_rank", partial(_stages_on_rank, algorithm))
     recipe = getattr(sys.modules.get(_RECIPES), "BaseRecipe", None)
     if recipe is not None and hasattr(recipe, "_dp_allreduce"):
         _replace(recipe, "_dp_allreduce", _send_to_all_ranks(algorithm, recipe._dp_allreduce))
@@ -86,29 +86,30 @@ def _require_all_buffers(algorithm: Algorithm) -> None:
         )
 
 
-class _Stages:
-    """Replacements of AutoModel's functions, with the same arguments."""
+def _count_stages(
+    algorithm: Algorithm,
+    num_layers: int,
+    layers_per_stage: int | None,
+    pp_size: int,
+    *unused: Any,
+    **also_unused: Any,
+) -> tuple[int, int]:
+    """The number of stages: in total, and on each rank. Takes AutoModel's arguments."""
+    cut = None if layers_per_stage is None else math.ceil(num_layers / layers_per_stage)
+    chosen = cut // pp_size if cut and cut % pp_size == 0 and algorithm.any_stages_per_rank else None
+    placement = algorithm.place(pp_size, chosen)
+    checks.require_cut(algorithm.name, placement, num_layers, cut, f"layers_per_stage={layers_per_stage}")
+    return placement.num_stages, placement.num_stages // pp_size
 
-    def __init__(self, algorithm: Algorithm) -> None:
-        self._algorithm = algorithm
 
-    def how_many(
-        self, num_layers: int, layers_per_stage: int | None, pp_size: int, *unused: Any, **also_unused: Any
-    ) -> tuple[int, int]:
-        """The number of stages: in total, and on each rank."""
-        algorithm = self._algorithm
-        cut = None if layers_per_stage is None else math.ceil(num_layers / layers_per_stage)
-        chosen = cut // pp_size if cut and cut % pp_size == 0 and algorithm.any_stages_per_rank else None
-        placement = algorithm.place(pp_size, chosen)
-        checks.require_cut(algorithm.name, placement, num_layers, cut, f"layers_per_stage={layers_per_stage}")
-        return placement.num_stages, placement.num_stages // pp_size
-
-    def on_rank(self, pp_rank: int, pp_size: int, num_stages: int, style: str = "loop") -> tuple[int, ...]:
-        """The stages on a rank."""
-        chosen = num_stages // pp_size if self._algorithm.any_stages_per_rank else None
-        placement = self._algorithm.place(pp_size, chosen)
-        checks.require_parts(self._algorithm.name, placement, num_stages)
-        return placement.stages_on(pp_rank)
+def _stages_on_rank(
+    algorithm: Algorithm, pp_rank: int, pp_size: int, num_stages: int, style: str = "loop"
+) -> tuple[int, ...]:
+    """The stages on a rank. Takes AutoModel's arguments."""
+    chosen = num_stages // pp_size if algorithm.any_stages_per_rank else None
+    placement = algorithm.place(pp_size, chosen)
+    checks.require_parts(algorithm.name, placement, num_stages)
+    return placement.stages_on(pp_rank)
 
 
 def _send_to_all_ranks(algorithm: Algorithm, reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:

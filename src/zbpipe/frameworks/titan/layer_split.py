@@ -42,7 +42,8 @@ def make_cut(titans: Cut, placement: Placement, parallelism: Any, model: Model, 
 
     def cut(num_stages: int, num_layers: int, input_weight: int = 1, output_weight: int = 1) -> list[list[str]]:
         if ends_of_user(parallelism) is not None:
-            parts = titans(num_stages, num_layers, input_weight, output_weight)
+            # TorchTitan asks for one or two stages on each rank; a schedule may have more.
+            parts = titans(placement.num_stages, num_layers, input_weight, output_weight)
             _log(parts, f"the embedding counts as {input_weight} and the head as {output_weight} blocks")
             return parts
         (names,) = titans(1, num_layers)

@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from math import prod
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,12 +23,14 @@ from zbpipe.costs.job import JobCosts
 from zbpipe.costs.layers import Split
 from zbpipe.estimation.workload import Degrees
 from zbpipe.frameworks.titan import cpu
-from zbpipe.frameworks.titan.stage_under_test import StageUnderTest
 from zbpipe.frameworks.titan.workload import parse, read_config
 from zbpipe.runtime.build import build_pipeline_schedule
 from zbpipe.runtime.measure.profiler import RankTable, average_by_kind, combine, find_overhead
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.schedule.registry import resolve
+
+if TYPE_CHECKING:  # what imports torchtitan comes later: it chooses its device at import
+    from zbpipe.frameworks.titan.models import StageUnderTest
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +69,7 @@ def measure(arguments: Sequence[str], steps: int = 3) -> JobCosts:
     names = [[name for layer in stage for name in workload.layers[layer].modules] for stage in split]
     with _process_group() as device:
         tables = [_table(models.stage_under_test(found, each, device), n, split, steps) for n, each in enumerate(names)]
-    return replace(combine(tables, placement), transport=None)
+    return combine(tables, placement)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -14,7 +14,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
 from torchtitan.distributed import ParallelDims, activation_checkpoint
 from torchtitan.distributed import utils as dist_utils
@@ -29,7 +29,6 @@ from zbpipe.frameworks.titan.plug import (
     ask_for_causal_attention,
     checkpointing_of,
 )
-from zbpipe.frameworks.titan.stage_under_test import StageUnderTest
 
 _NO_CUDA_GRAPHS = "--training.disable_cuda_graphs"
 _SIZES = {"bfloat16": 2, "float32": 4}
@@ -202,6 +201,22 @@ def apply_checkpointing(config: Any, model: nn.Module) -> Checkpointing:
 def arguments_of_blocks(model: nn.Module) -> tuple[Any, ...]:
     """Arguments of a block's forward after its input."""
     return (model.freqs_cis, None, None) if HAS_JOB_CONFIG else (None,)
+
+
+class StageUnderTest(NamedTuple):
+    """A stage of a job, ready to train."""
+
+    module: nn.Module
+    device: torch.device
+    tokens: tuple[int, ...]
+    """The shape of a microbatch's token ids."""
+    vocabulary: int
+    hidden: tuple[int, torch.dtype]
+    """Width and dtype of the stages' outputs."""
+    keywords: Mapping[str, Any]
+    """Keyword arguments of its forward."""
+    loss: Callable[[Tensor, Tensor], Tensor]
+    """Loss of the model's last stage."""
 
 
 def stage_under_test(config: Any, names: list[str], device: torch.device) -> StageUnderTest:

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, get_args
@@ -191,7 +190,7 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> Pipe
                 for module, helpers in _helpers(pipelining_fn, algorithm, model, job):
                     stack.enter_context(replaced(module, **helpers))
             if dry_run.is_running():
-                make_stages = dry_run.make_stages(job, _dtype_between_stages(job.training, args, kwargs))
+                make_stages = dry_run.make_stages(job, _dtype_between_stages(job.training, args))
                 for module in _modules_of(pipelining_fn):
                     if "PipelineStage" in vars(module):
                         stack.enter_context(replaced(module, PipelineStage=make_stages))
@@ -211,7 +210,7 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> Pipe
     return pipeline
 
 
-def _dtype_between_stages(training: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.dtype:
+def _dtype_between_stages(training: Any, args: Sequence[Any]) -> torch.dtype:
     """0.2 shards, and so computes in mixed precision, only with several data-parallel ranks."""
     is_mixed = not HAS_JOB_CONFIG or args[0].fsdp_enabled
     dtype: torch.dtype = getattr(torch, training.mixed_precision_param if is_mixed else training.dtype)
@@ -275,8 +274,7 @@ def _helpers(
         for name in _find_names(module, "generate_llm_fqn_per_model_part"):
             original = getattr(module, name)
             cut = layer_split.make_cut(original, placement, job.parallelism, whole, job.checkpointing)
-            # TorchTitan gives a rank one or two stages; a schedule may have more.
-            helpers[name] = _outermost(original, partial(_call_with, cut, placement.num_stages), inside)
+            helpers[name] = _outermost(original, cut, inside)
         for name in _find_names(module, "pipeline_module_split"):
             original = split = getattr(module, name)
             if not is_placed_by_frameworks(algorithm, placement):
@@ -285,11 +283,6 @@ def _helpers(
                 split = _with_all_modules(split)
             helpers[name] = _outermost(original, split, inside)
         yield module, helpers
-
-
-def _call_with(function: Callable[..., Any], first: int, _: int, *more: Any) -> Any:
-    """Call a function with its first argument replaced."""
-    return function(first, *more)
 
 
 def _outermost(original: Callable[..., Any], replacement: Callable[..., Any], inside: list[bool]) -> Callable[..., Any]:

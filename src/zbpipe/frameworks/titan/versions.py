@@ -32,22 +32,14 @@ class Version:
     batch: tuple[str, ...]
     """Its arguments for the size of a pipeline's step, with {m} for the number of one-sequence microbatches, and
     {length}."""
-    accumulated: tuple[str, ...] = ()
-    """Further arguments for a job without a pipeline, with {tokens} for the tokens per step."""
 
     def checkpoint(self, kind: str) -> list[str]:
         """Its arguments for activation checkpointing of this kind: "none", "selective" or "full"."""
         return [argument.format(kind) for argument in self.checkpointing]
 
-    def size(self, microbatches: int, length: int, data_ranks: int | None = None) -> list[str]:
-        """Its arguments for a pipeline's step of sequences with `length` tokens, one sequence per microbatch.
-
-        With `data_ranks`, arguments of a job without a pipeline that takes the same step on that many data-parallel
-        ranks.
-        """
-        arguments = (*self.batch, *(() if data_ranks is None else self.accumulated))
-        tokens = microbatches * length * (data_ranks or 1)
-        return [each.format(m=microbatches, length=length, tokens=tokens) for each in arguments]
+    def size(self, microbatches: int, length: int) -> list[str]:
+        """Its arguments for a pipeline's step of sequences with `length` tokens, one sequence per microbatch."""
+        return [each.format(m=microbatches, length=length) for each in self.batch]
 
 
 def find_installed() -> Version:
@@ -146,6 +138,5 @@ KNOWN = (
             *("--parallelism.num_pp_microbatches", "{m}", "--training.max_context_length", "{length}"),
             *("--training.num_tokens_per_microbatch_per_dp_rank", "{length}"),
         ),
-        accumulated=("--training.num_tokens_per_train_step", "{tokens}"),
     ),
 )

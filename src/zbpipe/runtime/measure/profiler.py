@@ -233,7 +233,7 @@ def measure_links(stages: Sequence[pipelining.Stage], message_bytes: int) -> Lin
     """The links of this rank with its neighbours in the pipeline. All ranks of the pipeline have to call this."""
     # One pair of neighbours after the other sends a small and a large message there and back. Each direction counts as
     # half of the time.
-    group, ranks = stages[0].group or dist.group.WORLD, find_placement(stages[0]).rank_of
+    group, ranks = stages[0].group, find_placement(stages[0]).rank_of
     me, device = stages[0].group_rank, pipelining.device_of(stages[0])
     # Both ends of a link need the same size, and the last stage sends nothing.
     most = torch.tensor(message_bytes, device=device)
@@ -244,8 +244,7 @@ def measure_links(stages: Sequence[pipelining.Stage], message_bytes: int) -> Lin
     for one, other in pairs:
         if me not in (one, other):
             continue
-        assert group is not None, "a pipeline of several ranks has a process group"
-        peer = dist.get_global_rank(group, other if me == one else one)
+        peer = other if me == one else one
         small_seconds, large_seconds = (_time_one_way(peer, me == one, size, device, group) for size in (1, large))
         bandwidth = (large - 1) / max(large_seconds - small_seconds, 1e-9)
         links[one, other] = links[other, one] = Link(small_seconds, bandwidth)
@@ -257,7 +256,7 @@ def _time_one_way(peer: int, leads: bool, size: int, device: torch.device, group
     message = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def transfer(operation: Callable[..., Any]) -> None:
-        for work in dist.batch_isend_irecv([dist.P2POp(operation, message, peer, group)]):
+        for work in dist.batch_isend_irecv([dist.P2POp(operation, message, group=group, group_peer=peer)]):
             work.wait()
 
     def go_and_return() -> None:

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
-from itertools import product
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -36,7 +35,8 @@ from zbpipe.runtime.measure.profiler import Profiler
 from zbpipe.runtime.ranks.failures import end_at_once
 from zbpipe.runtime.ranks.progress import MOST, Launched
 from zbpipe.runtime.split.stage import find_weight_work
-from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
+from zbpipe.runtime.verify.one_process import schedule_w_last
+from zbpipe.schedule.ir import Op, OpKind, Schedule
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.offloading import Offload, copy_all
 
@@ -206,24 +206,9 @@ def _try_fused_w(device: torch.device) -> None:
 
 
 def _try_offload(device: torch.device) -> None:
-    plain = one_after_another(Placement.v(1), MICROBATCHES)
+    plain = schedule_w_last(2, MICROBATCHES)
     (expected, _), (gradients, _) = (_train(device, schedule=each) for each in (plain, copy_all(plain, Offload.ALL)))
     _require_same(gradients, expected, 0)
-
-
-def one_after_another(placement: Placement, microbatches: int, orders: Sequence[str] = ("F", "I", "W")) -> Schedule:
-    """A schedule of one rank: all ops of the kinds in the first of `orders`, then those of the next.
-
-    With all F, all I and all W, activations and deferred gradients stay as long as possible.
-    """
-    stages = range(placement.num_stages)
-    row = [
-        Op(stage, OpKind(kind), microbatch)
-        for order, microbatch in product(orders, range(microbatches))
-        for stage in (stages[::-1] if "I" in order else stages)
-        for kind in order
-    ]
-    return Schedule("one after another", placement, microbatches, (tuple(row),))
 
 
 def _try_measuring(device: torch.device) -> None:

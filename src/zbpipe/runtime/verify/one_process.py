@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined, unused-ignore]
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.runtime import arguments
@@ -110,11 +110,18 @@ def _list_modules(parts: nn.Module | PipelineStage | Sequence[nn.Module | Pipeli
     return [each.submod if isinstance(each, PipelineStage) else each for each in listed]
 
 
-def schedule_w_last(num_stages: int, microbatches: int) -> Schedule:
-    """A schedule on a single rank: all F, then all I, then all W."""
-    upwards = range(num_stages)
-    order = ((OpKind.F, upwards), (OpKind.I, upwards[::-1]), (OpKind.W, upwards))
-    ops = [Op(stage, kind, n) for kind, row in order for n in range(microbatches) for stage in row]
+def schedule_w_last(num_stages: int, microbatches: int, orders: Sequence[str] = ("F", "I", "W")) -> Schedule:
+    """A schedule on a single rank: all ops of the kinds in the first of `orders`, then those of the next.
+
+    With all F, all I and all W, activations and deferred gradients stay as long as possible.
+    """
+    stages = range(num_stages)
+    ops = [
+        Op(stage, OpKind(kind), microbatch)
+        for order, microbatch in product(orders, range(microbatches))
+        for stage in (stages[::-1] if "I" in order else stages)
+        for kind in order
+    ]
     return Schedule.from_rows([ops], "all W last")
 
 
@@ -136,7 +143,7 @@ def _alone() -> Iterator[None]:
             )
         yield
         return
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
     finally:
