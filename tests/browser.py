@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
@@ -104,9 +103,6 @@ class Browser:
     def point(self, x: float, y: float) -> None:
         """Move the mouse there."""
         self.devtools("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
-    def screenshot(self, file: Path) -> None:
-        file.write_bytes(base64.b64decode(self.devtools("Page.captureScreenshot", format="png")["data"]))
 
     def console(self) -> list[str]:
         """What the console has got since the last call."""

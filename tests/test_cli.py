@@ -645,7 +645,6 @@ def test_without_a_command_the_help_is_shown() -> None:
     "line",
     [
         "list",
-        "show ZBV -p 4 -m 8",
         "show ZBV -p 4 -m 8 --svg a.svg --html a.html --perfetto a.json",
         "simulate ZBV -p 4 -m 8",
         "compare -p 4 -m 8",

@@ -5,7 +5,7 @@ The queues are those of benchmarks/fifo.py, over gloo. tests/test_interleavings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
 from itertools import count, islice
@@ -40,15 +40,6 @@ GROUP_PER_EDGE = "gloo"
 RANKS, MICROBATCHES = 3, 4
 FEW = ("1F1B", "Interleaved1F1B", "ZBV", "ZBVLean")
 OURS = tuple(algorithm.name for algorithm in registry.schedules().values() if algorithm.source == "zbpipe")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Two that share a busy core take minutes for a small model."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int32, torch.bool])
@@ -174,7 +165,6 @@ def train_all(cells: Sequence[Cell]) -> list[Result | None]:
         key: dist.new_group(list(range(key[1])), timedelta(seconds=30), key[0])
         for key in dict.fromkeys((cell.backend, cell.ranks) for cell in cells)
     }
-    torch.set_num_threads(1)
     return [train(cell, groups[cell.backend, cell.ranks]) if dist.get_rank() < cell.ranks else None for cell in cells]
 
 

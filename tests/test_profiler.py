@@ -513,8 +513,10 @@ def test_auto_plans_and_keeps_the_better() -> None:
 
 
 def with_activations(naps: int) -> nn.Module:
-    """One keeps something that is neither its input nor its output, which others hold, for so long that it can be copied
-    on a busy machine."""
+    """One keeps something that is neither its input nor its output, which others hold.
+
+    It keeps it for so long that it can be copied on a busy machine.
+    """
     return nn.Sequential(Sleepy(4 * naps), nn.Tanh(), nn.Tanh())
 
 

@@ -95,7 +95,6 @@ FIGURES = {
     "ZBH1": Figure(lambda p, m: p - 1, lambda p, m: p),
     "ZBH2": Figure(lambda p, m: p - 1, lambda p, m: 2 * p - 1),
     "ZBV": Figure(lambda p, m: (p - 1) / 2, lambda p, m: p),
-    "VMin": Figure(lambda p, m: 2 * p - 2.5, lambda p, m: (p + 4) // 3),
 }
 """For synchronous steps; with m >= p the bubble is exactly this. A bubble of ZBH2 or ZBV is nothing but start skew."""
 
@@ -106,14 +105,8 @@ def test_bubble_and_memory(name: str, ranks: int, microbatches: int) -> None:
     timeline = uniform(name, ranks, microbatches)
     figure = FIGURES[name]
     assert timeline.makespan - 3 * microbatches == figure.bubble(ranks, microbatches)
-    assert max(timeline.peak_activations) <= figure.activations(ranks, microbatches)
-
-
-@at_sizes
-@pytest.mark.parametrize("name", ["GPipe", "1F1B", "LoopedBFS"])
-def test_schedules_that_hold_exactly_so_much(name: str, ranks: int, microbatches: int) -> None:
-    figure = FIGURES[name]
-    assert max(uniform(name, ranks, microbatches).peak_activations) == figure.activations(ranks, microbatches)
+    held, most = max(timeline.peak_activations), figure.activations(ranks, microbatches)
+    assert held == most if name in ("GPipe", "1F1B", "LoopedBFS") else held <= most
 
 
 @pytest.mark.parametrize("stages_per_rank", [1, 3, 4])

@@ -11,6 +11,7 @@ import pytest
 from commands import answer
 from hypothesis import given
 from hypothesis import strategies as st
+from test_schedules import stub_stages
 from torch.distributed.pipelining import _schedule_visualizer, schedules
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
@@ -25,22 +26,10 @@ def torchs(name: str, ranks: int, microbatches: int) -> Any:
     """One of torch's schedules that can dump its tables, and not run."""
     ops = _schedule_visualizer.get_schedule_ops(schedules.get_schedule_class(name), ranks, microbatches)
     runtime: Any = object.__new__(_PipelineScheduleRuntime)
-    _PipelineScheduleRuntime.__init__(runtime, _Stages(ranks), microbatches)
+    _PipelineScheduleRuntime.__init__(runtime, stub_stages(ranks, 2), microbatches)
     runtime.pipeline_order = dict(enumerate(ops))
     runtime._prepare_schedule_with_comms(runtime.pipeline_order)
     return runtime
-
-
-class _Stages(list[Any]):
-    def __init__(self, ranks: int) -> None:
-        super().__init__([_Stage(2 * ranks, ranks)])
-
-
-class _Stage:
-    submod, group_rank = None, 0
-
-    def __init__(self, num_stages: int, group_size: int) -> None:
-        self.num_stages, self.group_size = num_stages, group_size
 
 
 def computations(row: list[Any]) -> Iterator[str]:
