@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zbpipe
 from zbpipe.runtime.split.layers import defer_weights, deferrals
-from zbpipe.runtime.split.products import WeightGradients
+from zbpipe.runtime.split.products import LINEAR, WeightGradients
 
 WIDTH = 6
 Forward = Callable[[Any, Tensor], Tensor]
@@ -386,20 +386,45 @@ def of_doubling(dy: Tensor, x: Tensor, factor: float, bias: Tensor) -> Tensor:
     return factor * x.flatten(0, 1).mT @ dy.flatten(0, 1)
 
 
+class OwnLinear(torch.autograd.Function):
+    """That of torch, by a kernel of one's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        return dy @ weight, dy.flatten(0, 1).mT @ x.flatten(0, 1) if ctx.needs_input_grad[1] else None, None
+
+
+def double(s: Any, x: Tensor) -> Tensor:
+    return Doubling.apply(x, s.w, 2.0, s.b.detach()) + s.b  # type: ignore[no-any-return]
+
+
+def own_linear(s: Any, x: Tensor) -> Tensor:
+    return OwnLinear.apply(x, s.w, s.b.detach()) + s.b  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("declared", [True, False])
-def test_a_function_of_ones_own(declared: bool, run: str) -> None:
+@pytest.mark.parametrize(
+    ("forward", "declared"),
+    [(double, {Doubling.apply: of_doubling}), (own_linear, {OwnLinear.apply: LINEAR}), (double, {})],
+)
+def test_a_function_of_ones_own(forward: Callable[..., Tensor], declared: dict[Any, Any], run: str) -> None:
     torch.manual_seed(0)
-    layer = Own(Case(lambda s, x: Doubling.apply(x, s.w, 2.0, s.b.detach()) + s.b, SQUARE)).double()
+    layer = Own(Case(forward, SQUARE)).double()
     plain, gradients = copy.deepcopy(layer), WeightGradients()
     if declared:
-        layer.weight_products = {Doubling.apply: of_doubling}  # type: ignore[assignment]
+        layer.weight_products = declared  # type: ignore[assignment]
     defer_weights(layer, gradients)
     for step in range(2):
         x = torch.randn(3, 4, WIDTH, dtype=torch.float64)
         with gradients.record(on_trial=not step) as pending:
             found = train(layer, x, RUNS[run])
-        assert len(pending) == declared
+        assert len(pending) == bool(declared)
         while step and pending:
             pending.pop().accumulate()
         torch.testing.assert_close(found, train(plain, x, RUNS[run]), rtol=1e-12, atol=1e-12)

@@ -56,7 +56,8 @@ def rows(tensor: Tensor) -> Tensor:
     return tensor.flatten(0, -2) if tensor.dim() > 2 else tensor.unsqueeze(0)
 
 
-def _linear_as_matrices(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def _linear_as_matrices(dy: Tensor, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    # Another library's function may get a bias without a gradient, which changes nothing.
     return rows(dy).t(), rows(as_constant(x, dy))
 
 
