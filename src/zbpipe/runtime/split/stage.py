@@ -263,7 +263,8 @@ def _split(stage: pipelining.Stage, on_rank: Sequence[pipelining.Stage], gradien
     if not is_split(stage):
         pipelining.own(stage)
         stage.__class__ = split_class(type(stage))
-        stage.__dict__.update(_deferred={})
+        stage.__dict__.update(_deferred={}, _num_split=0, _work=None, _dtypes=frozenset(), _is_scaled=False)
+        stage.__dict__.update(_has_looked_around=False, _has_reported=False)
     stage.__dict__.update(_gradients=gradients, _on_rank=tuple(on_rank), _delaying=delay_in_i_alone(stage.submod))
     defer_weights(stage.submod, gradients)
 
@@ -284,18 +285,18 @@ class _SplitBackward(pipelining.OwnStage):
     """Deferred gradients by microbatch, from I to W."""
     _delaying: Sequence[nn.Module]
     """Layers that delay their weight gradients themselves."""
-    _num_split = 0
-    _work: WeightWork | None = None
+    _num_split: int
+    _work: WeightWork | None
     """Weight work per microbatch, determined in the first I."""
-    _dtypes: frozenset[torch.dtype] = frozenset()
+    _dtypes: frozenset[torch.dtype]
     """Dtypes of the deferred products, determined in the first I."""
     _on_rank: tuple[pipelining.Stage, ...]
     """All stages of this rank."""
-    _has_looked_around = False
+    _has_looked_around: bool
     """Whether products were also looked for in the modules around the layers."""
-    _has_reported = False
+    _has_reported: bool
     """Whether the log has told what stays in I."""
-    _is_scaled = False
+    _is_scaled: bool
     """Whether this step's gradients were divided by the number of microbatches."""
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
