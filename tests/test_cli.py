@@ -558,6 +558,7 @@ def test_a_file_knows_its_size_and_insists_on_it(here: Path) -> None:
         ("simulate ZBV -p 2 -m 2 --costs-file mine.toml", "the costs are for 3 stages, but the placement has 4"),
         ("simulate ZBV -p 2 -m 2 --steps 0", "0 is not in the range"),
         ("show none.csv", "'none.csv' cannot be read"),
+        ("show mine.py::mine -p 2 -m 2", "'mine.py::mine' does not name a function: give file.py:function"),
         ("show mine.csv -p 2", "mine.csv is a table for 3 ranks, but the job has 2"),
         ("show mine.csv -m 5", "mine.csv is a table for 4 microbatches, but the job has 5"),
         ("show bad.csv", "bad.csv cannot run: deadlock"),

@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
     "AdamW": lambda parameters: AdamW(parameters, lr=3e-3, weight_decay=0.1, foreach=True),
     "fused AdamW": lambda parameters: AdamW(parameters, lr=3e-3, weight_decay=0.1, fused=True),
     "Adam": lambda parameters: Adam(parameters, lr=3e-3, foreach=False, amsgrad=True),
-    "SGD": lambda parameters: SGD(parameters, lr=3e-2, momentum=0.9, nesterov=True),
+    "SGD": lambda parameters: SGD(parameters, lr=3e-2, momentum=0.9, nesterov=True, foreach=True),
     "Adafactor": lambda parameters: Adafactor(parameters, lr=3e-3),
 }
 

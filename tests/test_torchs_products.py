@@ -432,6 +432,26 @@ def test_a_function_of_ones_own(forward: Callable[..., Tensor], declared: dict[A
     assert "apply" not in vars(Doubling)
 
 
+def test_a_declared_gradient_may_be_dy_itself() -> None:
+    """Others read it: it does not become `.grad`, to which the next product adds."""
+    layer = Own(Case(lambda s, x: torch.add(torch.add(x, s.w).tanh(), s.w) @ x, SQUARE))
+    plain, gradients = copy.deepcopy(layer), WeightGradients()
+    layer.weight_products = {torch.add: lambda dy, x: dy}  # type: ignore[assignment]
+    defer_weights(layer, gradients)
+    for step in range(2):
+        x = torch.randn(WIDTH, WIDTH)
+        with gradients.record(on_trial=not step) as pending:
+            train(layer, x, RUNS["plain"])
+        assert len(pending) == 2
+        given = [each.dy.clone() for each in pending]
+        layer.w.grad = plain.w.grad = None
+        for each in pending:
+            each.accumulate()
+        assert all(map(torch.equal, given, (each.dy for each in pending)))
+        train(plain, x, RUNS["plain"])
+        torch.testing.assert_close(layer.w.grad, plain.w.grad)
+
+
 class OneWeight(nn.Module):
     """Multiplies one weight in many ways by the same functions."""
 
@@ -492,11 +512,13 @@ class LinearOfOthers(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
+        ctx.kept = x
         return torch.ops.zbpipe_stand_in.gemm(x, weight, False, True)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
+        del ctx.kept
         product = torch.ops.zbpipe_stand_in.gemm
         return product(dy, weight, False, False), product(dy, x, True, False)
 

@@ -135,3 +135,13 @@ def test_the_example_changes_neither_buffers_nor_random_numbers() -> None:
         was, value = before[name]
         assert each is was
         assert torch.equal(each, value), name
+
+
+def test_an_evaluation_leaves_the_modes_as_they_are() -> None:
+    model = Model(lambda blocks, x: outputs(blocks, x)[-1:])
+    model.blocks[1].eval()
+    pipe = pipelined(model)
+    before = [each.training for each in model.modules()]
+    pipe.evaluate(tokens=TOKENS, labels=TOKENS)
+    assert [each.training for each in model.modules()] == before
+    assert not pipelined(Model(lambda blocks, x: outputs(blocks, x)[-1:]).eval()).stages[0].training

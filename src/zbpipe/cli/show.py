@@ -155,14 +155,11 @@ def simulate(
     from zbpipe.views.report import record, report
     from zbpipe.views.style import number
 
-    if jitter and (no_sync or steps > 1 or transport is not transport.IDEAL):
-        raise click.UsageError("--jitter is for one synchronous step with the ideal transport: omit the others")
     costs = request.costs
-    timeline = request.simulate(
-        num_steps=steps,
-        synchronous=not no_sync,
-        transport=costs.transport(transport, click.get_current_context()),
-    )
+    transport = costs.transport(transport, click.get_current_context())
+    if jitter and (no_sync or steps > 1 or transport is not Transport.IDEAL):
+        raise click.UsageError("--jitter is for one synchronous step with the ideal transport: omit the others")
+    timeline = request.simulate(num_steps=steps, synchronous=not no_sync, transport=transport)
     schedule = timeline.schedule
     baseline = costs.baseline(schedule.num_ranks, schedule.num_microbatches)
     varied = vary(jitter, samples)(timeline) if jitter else None

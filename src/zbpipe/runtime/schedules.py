@@ -211,7 +211,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         checks.require_same_placement(schedule, self.placement)
         checks.require_pairs(schedule, hooks.stages_of(self))
         if costs is not None:
-            self._use_costs(costs)
+            self._use_costs(as_cost_model(costs, self.placement))
         if schedule.num_microbatches == pipelining.num_microbatches(self):
             self._use(schedule)
         else:

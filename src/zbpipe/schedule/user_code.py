@@ -38,6 +38,8 @@ def import_from_here() -> None:
 def function_of(source: str) -> Any:
     """The function that `file.py:function` names. The file runs once, for all calls."""
     path, _, function = source.rpartition(":")
+    if not path.endswith(".py"):
+        raise ValueError(f"{source!r} does not name a function: give file.py:function")
     module = _module(str(Path(path).resolve()))
     if not callable(found := getattr(module, function, None)):
         raise ValueError(f"{path} has no function {function!r}: give file.py:function")

@@ -163,14 +163,14 @@ class Pipeline:
 
     def evaluate(self, *, labels: Tensor, num_items_in_batch: Any = None, **batch: Any) -> Tensor:
         """The loss of a batch on all ranks, in evaluation mode and without gradients."""
-        modes = [stage.training for stage in self.stages]
+        modes = {part: part.training for stage in self.stages for part in stage.modules()}
         self.train(False)
         try:
             with torch.no_grad():
                 return self._run("eval", labels, num_items_in_batch, batch)
         finally:
-            for stage, mode in zip(self.stages, modes, strict=True):
-                stage.train(mode)
+            for part, mode in modes.items():
+                part.training = mode
 
     def _run(self, how: str, labels: Tensor, number: Any, batch: dict[str, Any]) -> Tensor:
         given = {name: each for name, each in {**self._usual, **batch}.items() if each is not None}
@@ -180,7 +180,9 @@ class Pipeline:
             number = (counted != IGNORED).sum()
         for stage in self.stages:
             stage.count = number
-        inputs = next(each for each in given.values() if isinstance(each, Tensor))
+        inputs = next((each for each in given.values() if isinstance(each, Tensor)), None)
+        if inputs is None:
+            raise ValueError("the batch has labels alone: give the model's inputs, for example input_ids=...")
         losses: list[Tensor] = []
         with self._tied.summed() if how == "step" else nullcontext():
             getattr(self.schedule, how)(
@@ -192,15 +194,15 @@ class Pipeline:
                 **given,
                 **self._size(given),
             )
+        self._first_shapes = self._first_shapes or _shapes_of(given)
         loss = torch.stack(losses).sum().detach() if self._has_last else torch.zeros((), device=self._device)
         dist.broadcast(loss, group=self._group, group_src=self._loss_rank)
         return loss
 
     def _size(self, batch: Mapping[str, Any]) -> dict[str, int]:
         """The argument of zbpipe's schedules that announces a batch of other shapes than the first one."""
-        shapes = [each.shape for each in batch.values() if isinstance(each, Tensor)]
-        self._first_shapes = self._first_shapes or shapes
-        if shapes == self._first_shapes or not isinstance(self.schedule, RegisteredSchedule):
+        is_usual = self._first_shapes in (None, _shapes_of(batch))
+        if is_usual or not isinstance(self.schedule, RegisteredSchedule):
             return {}
         return {"microbatches": self.schedule.sizes.usual}
 
@@ -254,6 +256,10 @@ class Pipeline:
             if dist.get_rank() == 0 and tensor is not None:
                 whole[name] = tensor.cpu()
         return whole
+
+
+def _shapes_of(batch: Mapping[str, Any]) -> list[torch.Size]:
+    return [each.shape for each in batch.values() if isinstance(each, Tensor)]
 
 
 def _take_loss(output: Tensor, labels: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ class Stage(nn.Module):
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, own: range, loss: Loss, device: torch.device) -> None:
         super().__init__()
+        self.training = model.training
         self._is_last = own.stop == anatomy.count
         self._loss = loss
         blocks = dict(model.get_submodule(anatomy.blocks).named_children())

@@ -236,7 +236,7 @@ def same_content(one: Tensor, other: Tensor) -> bool:
 def is_torchs_own(tensor: Tensor) -> bool:
     """Whether only torch has the tensor's memory: it is neither lent to nor borrowed from others, such as NumPy."""
     tensor = _local(tensor)
-    return type(tensor) is not Tensor or tensor.untyped_storage().resizable()
+    return not _shows_storage(tensor) or tensor.untyped_storage().resizable()
 
 
 def find_memory(tensor: Tensor) -> tuple[int | None, int, int]:
@@ -245,10 +245,14 @@ def find_memory(tensor: Tensor) -> tuple[int | None, int, int]:
     # No storage for tensors that hide it, such as results of pending collectives.
     tensor = _local(tensor)
     number = 1 if tensor._base is None else 2
-    if type(tensor) is not Tensor:
+    if not _shows_storage(tensor):
         return None, number, 0
     storage = tensor.untyped_storage()
     return storage._cdata, number, storage.nbytes()
+
+
+def _shows_storage(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout is torch.strided
 
 
 def list_holders(tensor: Tensor) -> list[Tensor]:

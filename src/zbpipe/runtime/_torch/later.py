@@ -333,6 +333,9 @@ class Context:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._node, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        delattr(self._node, name)
+
 
 def run_own_backward(node: Node, gradients: Sequence[Any], context: Context | None = None) -> tuple[Any, ...]:
     """The gradients that a Function's backward returns."""

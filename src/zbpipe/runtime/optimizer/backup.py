@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from zbpipe.runtime._torch import autograd
 from zbpipe.runtime.device import find_device
@@ -53,7 +53,8 @@ class Backup:
     """Parameters, gradients, optimizers, learning rates, buffers and random state before a step.
 
     It takes as much memory as the parameters, the optimizers' state and the modules' buffers. Gradients are kept by
-    reference, so `zero_grad()` in between is safe, but not `zero_grad(set_to_none=False)`.
+    reference, unless the optimizer writes into them. So `zero_grad()` in between is safe, but not
+    `zero_grad(set_to_none=False)`.
     """
 
     def __init__(
@@ -66,9 +67,15 @@ class Backup:
         self._optimizers = optimizers
         self._schedulers = schedulers
         parameters = [each for optimizer in optimizers for each in parameters_of(optimizer)]
-        buffers = [buffer for module in modules for buffer in module.buffers()]
-        self._tensors = [_Copy(each) for each in (*parameters, *buffers)]
-        self._gradients = [(each, each.grad) for each in parameters]
+        owners = [autograd.own_buffers(part) for module in modules for part in module.modules()]
+        self._buffers = [(owner, dict(owner)) for owner in owners]  # a forward may replace them
+        buffers = {id(each): each for owner in owners for each in owner.values() if each is not None}
+        self._tensors = [_Copy(each) for each in (*parameters, *buffers.values())]
+        self._gradients = [
+            (each, _save(each.grad) if _writes_gradients(optimizer) else each.grad)
+            for optimizer in optimizers
+            for each in parameters_of(optimizer)
+        ]
         self._states = [_save(dict(optimizer.state)) for optimizer in optimizers]
         self._groups = [
             [{name: _save(value) for name, value in group.items() if name != "params"} for group in each.param_groups]
@@ -79,10 +86,12 @@ class Backup:
 
     def restore(self) -> None:
         """Make everything as it was."""
+        for owner, before in self._buffers:
+            owner.update(before)
         for copy in self._tensors:
             copy.restore()
         for parameter, gradient in self._gradients:
-            parameter.grad = gradient
+            parameter.grad = gradient.restore() if isinstance(gradient, _Copy) else gradient
         for optimizer, state, groups in zip(self._optimizers, self._states, self._groups, strict=True):
             optimizer.state.clear()
             optimizer.state.update(autograd.tree_map_only(_Copy, _Copy.restore, state))
@@ -96,6 +105,13 @@ class Backup:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """All parameters that the optimizer steps."""
     return [each for group in optimizer.param_groups for each in group["params"]]
+
+
+def _writes_gradients(optimizer: Optimizer) -> bool:
+    """Whether a step may change `.grad`, as torch's SGD with Nesterov's momentum does for all parameters at once."""
+    return isinstance(optimizer, SGD) and any(
+        group["nesterov"] and group["foreach"] is not False for group in optimizer.param_groups
+    )
 
 
 def _save(state: Any) -> Any:

@@ -130,7 +130,6 @@ class OptimizerStep:
         self._modules = [stage.submod for stage in stages]
         self._pipeline = stages[0].group
         self._device = pipelining.device_of(stages[0])
-        self._parameters = list({id(each): each for of in self._optimizers for each in parameters_of(of)}.values())
         self._pending: tuple[Future[float], Backup] | None = None
         """The pending norm, and the state that the last step changed."""
         self._last: Tensor | float | None = None
@@ -147,6 +146,11 @@ class OptimizerStep:
     @property
     def _validates(self) -> bool:
         return self._max_norm < inf or self._on_nonfinite != "propagate"
+
+    @property
+    def _parameters(self) -> list[Tensor]:
+        # A job may add a group of parameters later.
+        return list({id(each): each for of in self._optimizers for each in parameters_of(of)}.values())
 
     @property
     def is_pending(self) -> bool:

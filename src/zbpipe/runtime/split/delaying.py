@@ -32,6 +32,13 @@ def delay_in_i_alone(module: nn.Module) -> Sequence[nn.Module]:
     return layers
 
 
+def forget(layers: Iterable[Any]) -> None:
+    """Empty the stores, as after a step that failed between an I and its W."""
+    for each in layers:
+        while each.wgrad_store.context.qsize():
+            each.wgrad_store.context.get_nowait()
+
+
 @contextmanager
 def delaying(layers: Sequence[Any], pending: list[PendingGradient]) -> Iterator[None]:
     """Context of an I in which these layers delay; afterwards `pending` also has their gradients."""

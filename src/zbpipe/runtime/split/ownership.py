@@ -60,7 +60,7 @@ def _count(tensor: Tensor, memory: dict[int | None, _Memory]) -> int | None:
     if found is None:
         found = memory[storage] = _Memory(size, not autograd.is_torchs_own(tensor))
     found.accounted += number
-    if tensor.nbytes < size:
+    if size and tensor.nbytes < size:
         found.parts[_identify_part(tensor)] = tensor.nbytes
     else:
         found.size = 0

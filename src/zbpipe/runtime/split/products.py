@@ -201,11 +201,19 @@ class PendingGradient:
             return
         gradient = self.gradient()
         if grad is None:
-            weight.grad = gradient.to(autograd.find_grad_dtype(weight, gradient))
+            own = gradient.to(autograd.find_grad_dtype(weight, gradient))
+            weight.grad = own.clone() if self._may_be_an_operand(own) else own
         elif grad.is_sparse:  # from an embedding that shares this weight
             weight.grad = gradient + grad
         else:
             grad.add_(gradient)
+
+    def _may_be_an_operand(self, gradient: Tensor) -> bool:
+        """Whether a declared gradient shares memory with dY or x: the next use would be added into these."""
+        if self.product.as_matrices is not None:
+            return False
+        memory, _, _ = autograd.find_memory(gradient)
+        return memory is None or any(memory == autograd.find_memory(each)[0] for each in self.tensors)
 
     def _accumulate_part(self, part: autograd.Part) -> None:
         """Add to a part of `.grad`."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from zbpipe.estimation.workload import ENOUGH
 from zbpipe.runtime._torch import autograd, compiler, fsdp, pipelining
 from zbpipe.runtime.attributes import replaced
-from zbpipe.runtime.split.delaying import delay_in_i_alone, delaying
+from zbpipe.runtime.split.delaying import delay_in_i_alone, delaying, forget
 from zbpipe.runtime.split.last_w import accumulate, accumulate_and_reduce
 from zbpipe.runtime.split.layers import (
     Deferral,
@@ -375,6 +375,7 @@ class _SplitBackward(pipelining.OwnStage):
 
     def clear_runtime_states(self) -> None:
         self._deferred.clear()
+        forget(self._delaying)
         self._is_scaled = False
         if self.has_backward:
             self._gradients.step += 1

@@ -131,7 +131,7 @@ class WeightWork:
     @property
     def share(self) -> float:
         """Share of the FLOPs that is deferred to W; 1 without any FLOPs."""
-        return 1 - sum(self._in_i.values()) / self.flops if self._in_i else 1.0
+        return 1 - sum(self._in_i.values()) / self.flops if self.flops else 1.0
 
     @property
     def in_i(self) -> Sequence[StaysInI]:
