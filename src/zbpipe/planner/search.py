@@ -204,9 +204,7 @@ class Search:
         for rest in reversed(range(self.effort.rounds + 1) if budget else ()):
             best = found[: 2**rest]
             work = budget / (self.effort.rounds + 1) / len(best)
-            found = sorted(
-                [*(self.anneal_by_rendezvous(each, work) for each in best), *found], key=attrgetter("length")
-            )
+            found = sorted([*(self.anneal_by_rendezvous(each, work) for each in best), *found], key=by_length)
             self.progress(1.0, self.shortest)
         return found
 

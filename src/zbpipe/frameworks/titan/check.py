@@ -146,6 +146,8 @@ def _check_torchs_split(algorithm: Algorithm, options: Options, config: Any) -> 
             f"{_spell('split_backward')} autograd {lost}: omit the option (zbpipe's split loses none), or set"
             " config.loss to CrossEntropyLoss.Config()"
         )
+    if algorithm.source != "torch":  # others are not made here: some need a search
+        return
     schedule = algorithm.make(config.parallelism.pipeline_parallel_degree, batches.microbatches(config))
     if has_torchs_split(schedule, algorithm.source):
         _warn_once(

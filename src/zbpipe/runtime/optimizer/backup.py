@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from typing import Any, Protocol
 
@@ -61,16 +61,16 @@ class Backup:
         self,
         optimizers: Sequence[Optimizer],
         schedulers: Sequence[Scheduler],
-        modules: Iterable[nn.Module],
+        modules: Sequence[nn.Module],
         device: torch.device,
     ) -> None:
         self._optimizers = optimizers
         self._schedulers = schedulers
         parameters = [each for optimizer in optimizers for each in parameters_of(optimizer)]
+        buffers = [buffer for module in modules for buffer in module.buffers()]
+        self._tensors = [_Copy(each) for each in (*parameters, *buffers)]
         owners = [autograd.own_buffers(part) for module in modules for part in module.modules()]
         self._buffers = [(owner, dict(owner)) for owner in owners]  # a forward may replace them
-        buffers = {id(each): each for owner in owners for each in owner.values() if each is not None}
-        self._tensors = [_Copy(each) for each in (*parameters, *buffers.values())]
         self._gradients = [
             (each, _save(each.grad) if _writes_gradients(optimizer) else each.grad)
             for optimizer in optimizers
