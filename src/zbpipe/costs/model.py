@@ -426,16 +426,19 @@ def too_small(least: Sequence[float], limits: Sequence[float]) -> list[int]:
 
 
 class LimitTooSmallError(ValueError):
-    """Error for a memory limit that cannot hold even one microbatch."""
+    """Error for a memory limit that cannot hold even one microbatch.
 
-    def __init__(
-        self, limit: float, least: float, rank: int, more: str, spell: Callable[[float], str] = "{:.12g}".format
-    ) -> None:
-        super().__init__(
-            f"memory_limit = {spell(limit)} is too small{more}: one microbatch peaks at {spell(least)} on rank {rank};"
-            " give at least that, or cut the batch into more microbatches"
+    Its arguments are the limit and the least sufficient one (numbers, or text in the user's unit), the rank, and an
+    addition to the message. Pickle copies them.
+    """
+
+    def __str__(self) -> str:
+        limit, least, rank, more = self.args
+        limit, least = (each if isinstance(each, str) else f"{each:.12g}" for each in (limit, least))
+        return (
+            f"memory_limit = {limit} is too small{more}: one microbatch peaks at {least} on rank {rank}; give at least"
+            " that, or cut the batch into more microbatches"
         )
-        self.parts = limit, least, rank, more
 
 
 def require_room(placement: Placement, costs: CostModel, limits: Sequence[float], more: str = "") -> None:
