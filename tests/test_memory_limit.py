@@ -30,6 +30,7 @@ from zbpipe.testing import cost_models
 GB = 1e9
 IN_BYTES = CostModel((1,) * 4, (1,) * 4, (1,) * 4, (GB, 2 * GB, 2 * GB, GB), working={OpKind.B: GB / 4})
 """Of four stages on a V of two ranks: 3 GB a microbatch on each, of which 1F1B holds two, and a quarter of one."""
+NOTHING_KEPT = replace(IN_BYTES, activations=(0,) * 4, working={OpKind.F: GB})
 HOST = CostModel.uniform(Placement.v(2), host=Link(bandwidth=1))
 
 
@@ -116,18 +117,19 @@ def test_what_is_no_limit(limit: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limit", "offload", "least"),
+    ("costs", "limit", "least"),
     [
-        (1e9, None, "one microbatch peaks at 4000000000 on rank 1"),
-        ("1GiB", None, "one microbatch peaks at 3.726GiB on rank 1"),
-        (MemoryLimit(1e9, "bytes"), None, "one microbatch peaks at 4e.09B on rank 1"),
-        (MemoryLimit(0.01, "x"), None, "one microbatch peaks at 0.64x on rank 1"),
-        ("0.01 microbatches", None, "one microbatch peaks at 1.334 microbatches on rank 1"),
-        (1e9, "all", "rank 1 of .* may hold 1e.09, but needs 6e.09"),
+        (IN_BYTES, 1e9, "one microbatch peaks at 4000000000 on rank 1"),
+        (IN_BYTES, "1GiB", "one microbatch peaks at 3.726GiB on rank 1"),
+        (IN_BYTES, MemoryLimit(1e9, "bytes"), "one microbatch peaks at 4e.09B on rank 1"),
+        (IN_BYTES, MemoryLimit(0.01, "x"), "one microbatch peaks at 0.64x on rank 1"),
+        (IN_BYTES, "0.01 microbatches", "one microbatch peaks at 1.334 microbatches on rank 1"),
+        (NOTHING_KEPT, "2 microbatches", "memory_limit = 0 is too small: one microbatch peaks at 1000000000 on rank 0"),
+        (replace(IN_BYTES, host=Link(bandwidth=1)), 1e9, "rank 1 of .* may hold 1e.09, but needs 6e.09"),
     ],
 )
-def test_what_is_too_small_is_refused_with_the_least_limit(limit: Any, offload: str | None, least: str) -> None:
-    costs = replace(IN_BYTES, host=Link(bandwidth=1))
+def test_what_is_too_small_is_refused_with_the_least_limit(costs: CostModel, limit: Any, least: str) -> None:
+    offload = None if costs.host is None else "all"
     with pytest.raises(ValueError, match=least) as error:
         zbpipe.plan(2, 4, costs, limit, placements="v", offload=offload, budget=1e4)
     copy = pickle.loads(pickle.dumps(error.value))

@@ -107,7 +107,7 @@ class MemoryLimit:
         self.require_ranks(ranks)
         amounts = self.amount if isinstance(self.amount, tuple) else (self.amount,) * ranks
         factor = self._factor(costs, ranks, microbatches) if self.unit else 1.0
-        return tuple(amount * factor for amount in amounts)
+        return tuple(inf if amount == inf else amount * factor for amount in amounts)
 
     @contextmanager
     def explain(self, costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> Iterator[None]:
@@ -122,6 +122,8 @@ class MemoryLimit:
             assert match is not None, "it was parsed"
             suffix = match[2]
             factor = _BYTES.get(suffix.lower()) or self._factor(costs, ranks, microbatches)
+            if not factor:  # F keeps nothing, and only working memory is too large
+                raise
             gap = " " if self.unit == "microbatches" else ""
             spelled = (f"{_round_up(amount / factor):.6g}{gap}{suffix}" for amount in error.args[:2])
             raise LimitTooSmallError(*spelled, *error.args[2:]) from None
