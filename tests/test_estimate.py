@@ -9,6 +9,7 @@ from dataclasses import replace
 from html import escape
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import commands
 import pytest
@@ -47,6 +48,10 @@ def workload(layers: int = 4, degrees: Degrees | None = None, microbatches: int 
     blocks = tuple(replace(block, modules=(f"layers.{n}",)) for n in range(layers))
     degrees = degrees or Degrees(pipeline=2)
     return Workload("toy", blocks, degrees, microbatches, 10, message_bytes=0, operations=1.2, words="made up")
+
+
+def measured(placement: Placement, *, placed: bool = False, **times: float) -> JobCosts:
+    return JobCosts(CostModel.uniform(placement, **times), placement if placed else None)
 
 
 def row(found: Estimate, name: str, stages: int = 1) -> Step:
@@ -208,6 +213,30 @@ def test_what_cannot_be_made_is_left_out_with_the_reason() -> None:
     assert "3 layers cannot be cut into 4 stages" in dict(found.left_out)["ZBV, 2 stages per rank"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"device": 5}, "a device is named by a string, for example 'H100', or is a Device, got 5"),
+        ({"costs": (1, 1, 1)}, "costs = (1, 1, 1): give zbpipe.costs.JobCosts"),
+        ({"costs": measured(Placement.loop(4), placed=True)}, "which is for 4 ranks, got 2: use 4"),
+        ({"costs": measured(Placement.loop(3))}, "3 stages, which 2 ranks cannot share equally: measure them on 2"),
+        ({"only": "ZBV"}, "only = 'ZBV': give a list"),
+        ({"stages_per_rank": 2}, "stages_per_rank = 2: give a list"),
+        ({"stages_per_rank": [0]}, "stages_per_rank has to be a whole number from 1 on, got 0"),
+    ],
+)
+def test_what_an_estimate_refuses(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
+        estimate(workload(), **{"device": ONE_A_SECOND} | arguments)
+
+
+def test_steps_of_no_time_are_left_out() -> None:
+    found = estimate(workload(), costs=measured(Placement.v(2), f=0, i=0, w=0), only=("ZBV",), plans=False)
+    assert found.left_out == (("ZBV, 2 stages per rank", "its step takes 0 seconds: give times above 0"),)
+    work = replace(workload(), layers=(replace(workload().layers[0], f=0, i=0, w=0, parameters=0),) * 2)
+    assert estimate(work, ONE_A_SECOND, plans=False).steps == ()
+
+
 def test_measured_costs_take_the_place_of_counted_ones() -> None:
     placement = Placement.v(2)
     costs = JobCosts(CostModel((1,) * 4, (1,) * 4, (1,) * 4, (1e9,) * 4), placement)
@@ -339,8 +368,9 @@ def test_a_file_of_layers(file: Path) -> None:
     assert work.layers[5].modules == ("layers.4",)
     assert work.degrees == Degrees(pipeline=4, fsdp=4)
     assert work.layers[5].waits > work.layers[5].activations
-    with pytest.raises(ValueError, match="6 GPUs are not a multiple"):
-        load_layers(file, gpus=6)
+    for gpus, words in ((6, "6 GPUs are not a multiple"), (-4, "gpus has to be a whole number from 1 on, got -4")):
+        with pytest.raises(ValueError, match=words):
+            load_layers(file, gpus=gpus)
 
 
 @pytest.mark.parametrize(

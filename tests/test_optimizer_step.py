@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from hashlib import sha256
 from math import inf
+from threading import get_ident
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -23,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import zbpipe
 from zbpipe.runtime._torch import running_ahead
-from zbpipe.runtime.optimizer.norm import clip
+from zbpipe.runtime.optimizer.norm import Votes, clip
 from zbpipe.runtime.optimizer.step import StepCounts
 
 RANKS, MICROBATCHES, WIDTH = 3, 6, 8
@@ -278,3 +280,13 @@ def test_without_a_limit_nothing_is_validated() -> None:
     _, found = compare_case("unlimited")
     assert found.counts == StepCounts(unlimited=STEPS)
     assert [each for each in found.reductions if not each.startswith("torch.distributed.pipelining.")] == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_vote_reads_the_norm_on_the_stream_that_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    there: set[int] = set()
+    stream = mock.MagicMock(__enter__=lambda _: there.add(get_ident()), __exit__=lambda *_: there.remove(get_ident()))
+    device = SimpleNamespace(current_stream=lambda: stream)
+    monkeypatch.setattr("zbpipe.runtime.optimizer.norm.find_device", lambda of: device)
+    square = mock.MagicMock(__float__=lambda _: float(get_ident() in there))
+    assert Votes(0, 1, dist.group.WORLD).cast(square, "one step").result() == 1.0  # type: ignore[arg-type]

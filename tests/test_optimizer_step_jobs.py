@@ -346,7 +346,11 @@ def test_ranks_with_different_arguments() -> None:
 def refusals() -> Iterator[tuple[str, Callable[[], Any]]]:
     zbv, one = Job(), Job("ZBH1")
     adam, embedding = zbv.optimizer, nn.Embedding(4, 4, sparse=True)
-    yield "ZBH1 gains nothing (0.0% of a step)", lambda: zbpipe.OptimizerStep(one.schedule, one.optimizer)
+    yield (
+        "ZBH1 gains nothing (0.0% of a step) from an optimizer step that no rank waits for: use ZBV, ZBH2 or ZB2P with"
+        " twice as many microbatches as ranks, or clip",
+        lambda: zbpipe.OptimizerStep(one.schedule, one.optimizer),
+    )
     yield "takes a schedule of zbpipe's", lambda: zbpipe.OptimizerStep(zbv.modules, adam)  # type: ignore[arg-type]
     yield (
         "takes optimizers of torch.optim, for example [optimizer], got []",

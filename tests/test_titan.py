@@ -197,7 +197,11 @@ def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence
         ("1F1B", "defer-loss", "torch's 1F1B takes only the options that torch also has: omit the others"),
         ("1F1B", "max-active-stages 2", "1F1B on this torch has no option 'max_active_stages'; it takes: args_chunk"),
         ("1F1B", "optimizer-step validated", "needs one of zbpipe's schedules, and 1F1B is torch's own: use ZBV, or"),
-        ("ZBH1", "optimizer-step validated", "gains nothing (0.0% of a step) with ZBH1 on 2 ranks: use ZBV or ZB2P"),
+        (
+            "ZBH1",
+            "optimizer-step validated",
+            "gains nothing (0.0% of a step) with ZBH1 on 2 ranks: use ZBV or ZB2P with at least 4 microbatches, or",
+        ),
     ],
 )
 def test_settings_that_cannot_run(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -179,12 +180,15 @@ CASES = {
     "no product": Case(lambda s, x: (x * s.w).clamp(min=s.w.min()), (WIDTH, WIDTH), 0, x=(3, WIDTH, WIDTH)),
 }
 
+OF_COMPLEX_NUMBERS = ("@", "T @", "batched @", "@ batched", "bmm", "linear", "einsum")
+"""Cases for each conjugate in a gradient."""
+
 
 def train(layer: nn.Module, x: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """The layer's output and the gradient of its input."""
     x = x.clone().requires_grad_()
     y = run(layer, torch.tanh(x))
-    y.square().sum().backward()
+    y.abs().square().sum().backward()
     assert x.grad is not None
     return y.detach(), x.grad
 
@@ -195,16 +199,20 @@ RUNS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("name", CASES)
-def test_what_waits_gets_the_gradients_of_autograd(name: str, run: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*product(CASES, [torch.float64]), *product(OF_COMPLEX_NUMBERS, [torch.complex128])], ids=str
+)
+def test_what_waits_gets_the_gradients_of_autograd(name: str, dtype: torch.dtype, run: str) -> None:
     torch.manual_seed(0)
     case = CASES[name]
-    layer = Own(case).double()
+    layer = Own(case).to(dtype)
+    nn.init.normal_(layer.w, std=1 / 3)  # complex numbers, too
     plain, gradients = copy.deepcopy(layer), WeightGradients()
     defer_weights(layer, gradients)
     for _ in range(2):  # the second adds to `.grad`
-        x = torch.randn(case.x, dtype=torch.float64)
+        x = torch.randn(case.x, dtype=dtype)
         with gradients.record() as pending:
             found = train(layer, x, RUNS[run])
         in_checkpoint = case.deferred if case.in_checkpoint is None else case.in_checkpoint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,13 +33,14 @@ class Model(nn.Module):
         return [self.head(x), *results]
 
 
-def pipelined(model: nn.Module) -> Any:
+def pipelined(model: nn.Module, schedule: str = "ZBV", **more: Any) -> Any:
     return zbpipe.pipeline(
         model,
-        schedule="ZBV",
+        schedule=schedule,
         microbatches=2,
         loss=lambda output, labels, number: output[0].square().sum() / number,
         example={"tokens": TOKENS},
+        **more,
     )
 
 
@@ -113,6 +115,19 @@ REFUSED = {
 def test_a_model_whose_stages_would_compute_something_else(run: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match=rf"^Model {re.escape(REFUSED[run])}: .* To cut it by hand"):
         pipelined(Model(run))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "advice"),
+    [
+        ("ZBH1", "use fewer ranks"),
+        ("ZBV", "use fewer ranks, or a schedule with one stage per rank, such as ZBH1Lean"),
+    ],
+)
+def test_too_few_blocks(schedule: str, advice: str) -> None:
+    mesh = SimpleNamespace(ndim=1, size=lambda: 5, get_group=lambda: None, device_type="cpu")
+    with pytest.raises(ValueError, match=f"4 blocks, and each of the .* stages needs one: {advice}$"):
+        pipelined(Model(lambda blocks, x: outputs(blocks, x)[-1:]), schedule, mesh=mesh)
 
 
 def test_blocks_that_are_skipped_at_random_are_the_same_on_all_ranks() -> None:

@@ -174,7 +174,7 @@ def build(
     """The schedule with `options`. The job's own arguments, `more`, take precedence."""
     own = options.select_for("torch", "zbpipe")
     if options.costs_file is not None:
-        _, placement = checks.place_stages(stages, algorithm)
+        stages, placement = checks.place_stages(stages, algorithm)
         known = read_costs(options, placement)
         assert known is not None
         own = {"transport": known.transport, **own, "costs": known.costs}

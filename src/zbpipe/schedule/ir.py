@@ -297,6 +297,7 @@ class Schedule:
 
     Raises:
         TypeError: a list contains something other than ops, or another field has the wrong type.
+        ValueError: there are fewer lists than ranks.
     """
 
     name: str
@@ -316,6 +317,11 @@ class Schedule:
                 f"schedule {self.name}: num_microbatches has to be a whole number, got {self.num_microbatches!r}"
             )
         object.__setattr__(self, "ops", _freeze(self.ops, self.name))
+        if len(self.ops) < self.placement.num_ranks:
+            raise ValueError(
+                f"schedule {self.name}: ops has to be one list of ops per rank, got {len(self.ops)} for"
+                f" {self.placement.num_ranks} ranks"
+            )
 
     @property
     def num_ranks(self) -> int:

@@ -314,9 +314,10 @@ def _cut(model: nn.Module, anatomy: Anatomy, placement: Placement) -> tuple[rang
     """Blocks of each stage, such that ranks have about equal work."""
     blocks = list(model.get_submodule(anatomy.blocks).named_children())
     if len(blocks) < placement.num_stages:
+        has_several = placement.num_stages > placement.num_ranks
         raise ValueError(
             f"{type(model).__name__} has {len(blocks)} blocks, and each of the {placement.num_stages} stages needs one:"
-            " use fewer ranks, or a schedule with fewer stages per rank, such as ZBH1Lean"
+            f" use fewer ranks{', or a schedule with one stage per rank, such as ZBH1Lean' if has_several else ''}"
         )
     work = [products(block) for _, block in blocks]
     for names, end in ((anatomy.before, 0), (anatomy.after, -1)):

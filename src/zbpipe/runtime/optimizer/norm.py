@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from zbpipe.runtime.device import Stream, find_device
+
 
 def group_by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """Parameters with a gradient, grouped by device mesh, because torch computes norms of one mesh at a time."""
@@ -74,10 +76,12 @@ class Votes:
     def cast(self, square: Tensor, about: str) -> Future[float]:
         """Send this rank's squared norm; returns the norm over all ranks, infinite if one is not finite."""
         # What the vote is `about` has to be the same on all ranks.
-        return self._thread.submit(self._run, square, float(crc32(about.encode())))
+        stream = find_device(square.device).current_stream()
+        return self._thread.submit(self._run, square, float(crc32(about.encode())), stream)
 
-    def _run(self, square: Tensor, about: float) -> float:
-        mine = float(square)
+    def _run(self, square: Tensor, about: float, stream: Stream) -> float:
+        with stream:  # another one, such as the thread's default, may be ahead of it
+            mine = float(square)
         # The maximum of every number. Replicas' numbers are equal, or almost equal.
         ballot = torch.zeros(self._num_ranks + 2, dtype=torch.float64)
         ballot[self._rank] = mine if isfinite(mine) else inf

@@ -311,7 +311,7 @@ def _require_gain(schedule: RegisteredSchedule) -> None:
     if gained < LEAST_GAIN:
         raise ValueError(
             f"{schedule.schedule.name} gains nothing ({gained:.1%} of a step) from an optimizer step that no rank waits"
-            " for: use it with ZBV, ZBH2 or ZB2P, or clip and step as usual"
+            " for: use ZBV, ZBH2 or ZB2P with twice as many microbatches as ranks, or clip and step as usual"
         )
 
 
