@@ -109,6 +109,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     changes_by_itself: ClassVar[bool] = False
     """Whether the schedule may switch to other lists later."""
     _optimizer_step: OptimizerStep | None = None
+    tied_copies: Sequence[Tensor] = ()
+    """Parameters with the same values and gradients as others of the pipeline, which the norm of all gradients counts."""
     _copies: Copies | None = None
     _models_are_checked = False
     _is_warm = False
@@ -334,6 +336,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                 with self._refuse_with_all():
                     checks.require_no_lists(kwargs)
                     checks.require_loss_and_batch(self, (*args, *kwargs.values()), target)
+                    if self._optimizer_step is not None:
+                        self._optimizer_step.require_unchanged()
                     if pipelining.trains(self) and not self._models_are_checked:
                         checks.require_trainable(hooks.stages_of(self))
                     return super().step(*args, target=target, **kwargs)
@@ -374,20 +378,18 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         stages, last, trains = hooks.stages_of(self), self._optimizer_step, pipelining.trains(self)
         kept: list[Tensor] = []
         if self.scale_grads and trains:  # then the end of the step also divides the gradients of earlier steps
-            pending = set(map(id, last.pending_gradients)) if last else set()
-            found = fsdp.find_kept_gradients(stage.submod for stage in stages)
-            kept = [gradient for gradient in found if id(gradient) not in pending]
-        cut = self._cut() if last is not None and last.is_pending and trains and not kept else None
-        if last is None or cut is None:
-            self.finish_optimizer_step()
-            with pipelining.saved_from_scaling(self, kept):
+            kept = fsdp.find_kept_gradients(stage.submod for stage in stages)
+        cut = self._cut() if last is not None and last.is_pending and trains else None
+        with pipelining.saved_from_scaling(self, kept):
+            if last is None or cut is None:
+                self.finish_optimizer_step()
                 run()
-            return
-        random = RandomState(pipelining.device_of(stages[0]))
-        if not running_ahead.run_ahead(self, cut, last.verdict, run):
-            last.redo()
-            random.restore()
-            run()
+                return
+            random = RandomState(pipelining.device_of(stages[0]))
+            if not running_ahead.run_ahead(self, cut, last.verdict, run):
+                last.redo()
+                random.restore()
+                run()
 
     @contextmanager
     def _refuse_with_all(self) -> Iterator[None]:

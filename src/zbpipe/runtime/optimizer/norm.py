@@ -27,10 +27,13 @@ def group_by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(found.values())
 
 
-def square_on_rank(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Squared norm of a pipeline rank's gradients, a float32 scalar, the same on all processes that share them."""
-    square = torch.zeros((), device=device)
-    for group in group_by_mesh(parameters):
+def square_on_rank(parameters: Iterable[Tensor], device: torch.device, *, copies: Sequence[Tensor] = ()) -> Tensor:
+    """Squared norm of a pipeline rank's gradients, a float32 scalar, the same on all processes that share them.
+
+    Parameters that are also `copies` of others do not count.
+    """
+    square, uncounted = torch.zeros((), device=device), set(map(id, copies))
+    for group in group_by_mesh(each for each in parameters if id(each) not in uncounted):
         norm = get_total_norm([each.grad for each in group if each.grad is not None])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         square += norm.to(square.dtype) ** 2
@@ -45,12 +48,8 @@ def clip(
     *,
     copies: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Clip the gradients of a pipeline with a barrier over its ranks; returns their norm, a scalar.
-
-    Parameters that are also `copies` of others do not count in the norm.
-    """
-    uncounted = set(map(id, copies))
-    total = square_on_rank((each for each in parameters if id(each) not in uncounted), device)
+    """Clip the gradients of a pipeline with a barrier over its ranks; returns their norm, a scalar, without `copies`."""
+    total = square_on_rank(parameters, device, copies=copies)
     dist.all_reduce(total, group=pipeline)
     total = total.sqrt()
     if max_norm < inf:
