@@ -29,6 +29,8 @@ _WEIGHT_SECOND = ("Convolution", "Linear", "Trilinear")
 _RECURRENT = ("Rnn", "Lstm", "Gru")
 _LOOKUPS = ("Embedding", "EmbeddingBag")
 _CHOICES = ("Index", "IndexSelect", "Gather")
+_PLACINGS = ("IndexPut", "CopySlices", "Scatter", "ScatterAdd", "SliceScatter", "SelectScatter", "IndexAdd", "IndexCopy")
+"""Nodes that write a weight into a larger tensor, which is a constant if it needs no gradient."""
 _VIEWS = ("Clone", "Contiguous", "Expand", "ReshapeAlias", "Squeeze", "UnsafeView", "ToCopy")
 _MATRIX = 2
 """Smallest number of dimensions of a weight. Below it, row selection is a lookup, and a parameter is a bias or a
@@ -170,11 +172,13 @@ def _make(node: Node, kind: str, edges: Sequence[_Edge]) -> _Weight | None:
     if not weights or None in weights or kind in _LOOKUPS:
         return None
     result = _join(cast(list[_Weight], weights), "" if kind in _VIEWS or node.name() in PASS_ON else kind)
-    elements = max(leaf.numel() for leaf in result.leaves)
+    shapes = [_shape_of(source, number) for _, source, number in edges if source is not None]
+    elements = max(map(prod, shapes))
     grows = max(prod(_shape_of(node, number)) for number in range(len(cast(Any, node)._input_metadata))) > elements
+    grows &= kind not in _PLACINGS
     if grows and len(weights) < len(edges):  # the other operand, which needs no gradient, is an activation
         return None
-    if kind in _CHOICES and all(leaf.dim() <= _MATRIX for leaf in result.leaves):
+    if kind in _CHOICES and len(shapes[0]) == _MATRIX:  # a lookup of rows
         return None
     return result._replace(is_larger=result.is_larger or grows)
 
