@@ -72,13 +72,15 @@ def find_products(outputs: Iterable[Any]) -> list[GraphProduct]:
     return find_products_behind(find_nodes(outputs))
 
 
-def find_products_behind(nodes: Sequence[Node]) -> list[GraphProduct]:
-    """All products with weights in the graphs of these nodes."""
+def find_products_behind(nodes: Sequence[Node], make_weights: bool = False) -> list[GraphProduct]:
+    """All products with weights in the graphs of these nodes, which `make_weights` or also activations."""
     found: list[GraphProduct] = []
     known: dict[Node, _Weight | None] = {}
     for node in sort_nodes(nodes):
         edges = [(known.get(each) if each else None, each, place) for each, place in node.next_functions]
         known[node] = _visit(node, edges, found)
+        if make_weights and known[node] is None:
+            known[node] = _join([weight for weight, _, _ in edges if weight is not None], "")
     return found
 
 
@@ -132,6 +134,8 @@ def _visit(node: Node, edges: Sequence[_Edge], found: list[GraphProduct]) -> _We
         if weight is not None and source is not None and _is_matrix(weight, source, number):
             flops = _count_flops(node, kind, place == places[0], _shape_of(source, number), edges)
             found.append(GraphProduct(kind, _find_deferral(node), weight.leaves, weight.made_by, flops))
+    if kind == "Convolution" and edges[0][0] is not None:  # a filter on a weight
+        return _join([edges[0][0]], kind)
     weights = [weight for weight, _, _ in factors if weight is not None]
     is_weight = node.name() in _FACTORS and len(weights) == len(places) and not any(each.is_larger for each in weights)
     return _join(weights, kind) if is_weight else None
@@ -178,8 +182,8 @@ def _make(node: Node, kind: str, edges: Sequence[_Edge]) -> _Weight | None:
     grows &= kind not in _PLACINGS
     if grows and len(weights) < len(edges):  # the other operand, which needs no gradient, is an activation
         return None
-    if kind in _CHOICES and len(shapes[0]) == _MATRIX:  # a lookup of rows
-        return None
+    if kind in _CHOICES and len(shapes[0]) == _MATRIX and all(leaf.dim() <= _MATRIX for leaf in result.leaves):
+        return None  # a lookup of rows
     return result._replace(is_larger=result.is_larger or grows)
 
 

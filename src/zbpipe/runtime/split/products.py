@@ -396,7 +396,9 @@ class WeightGradients:
         assert self._recording is not None
         self._recording.append(gradient)
         if self.on_trial:
+            recording, self._recording = self._recording, None  # products that make a weight do not wait
             gradient.accumulate()
+            self._recording = recording
 
     @contextmanager
     def collect(self, into: list[PendingGradient]) -> Iterator[None]:
