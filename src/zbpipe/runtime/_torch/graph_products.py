@@ -5,7 +5,7 @@ Only names, edges and shapes of nodes are read. Reading saved tensors would make
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -76,8 +76,9 @@ def find_products_behind(nodes: Sequence[Node], make_weights: bool = False) -> l
     """All products with weights in the graphs of these nodes, which `make_weights` or also activations."""
     found: list[GraphProduct] = []
     known: dict[Node, _Weight | None] = {}
-    for node in sort_nodes(nodes):
-        edges = [(known.get(each) if each else None, each, place) for each, place in node.next_functions]
+    edges_of = _edges_behind if make_weights else _edges_before
+    for node in sort_nodes(nodes, edges_of):
+        edges = [(known.get(each) if each else None, each, place) for each, place in edges_of(node)]
         known[node] = _visit(node, edges, found)
         if make_weights and known[node] is None:
             known[node] = _join([weight for weight, _, _ in edges if weight is not None], "")
@@ -89,7 +90,22 @@ def find_nodes(tensors: Iterable[Any]) -> list[Node]:
     return [each.grad_fn for each in tensors if isinstance(each, Tensor) and each.grad_fn is not None]
 
 
-def sort_nodes(roots: Iterable[Node]) -> Iterator[Node]:
+_PlainEdge = tuple[Node | None, int]
+
+
+def _edges_before(node: Node) -> Sequence[_PlainEdge]:
+    return node.next_functions
+
+
+def _edges_behind(node: Any) -> Sequence[_PlainEdge]:
+    """For a product of zbpipe's with a made weight, that weight itself instead of its parameters."""
+    made = getattr(node, "made", None)
+    return node.next_functions if made is None else (node.next_functions[0], (made.edge.node, made.edge.output_nr))
+
+
+def sort_nodes(
+    roots: Iterable[Node], edges_of: Callable[[Node], Sequence[_PlainEdge]] = _edges_before
+) -> Iterator[Node]:
     """Nodes reachable from `roots`, inputs first."""
     waiting, opened, done = list(roots), set[Node](), set[Node]()
     while waiting:
@@ -102,7 +118,7 @@ def sort_nodes(roots: Iterable[Node]) -> Iterator[Node]:
             yield node
         else:
             opened.add(node)
-            waiting += [each for each, _ in node.next_functions if each is not None and each not in done]
+            waiting += [each for each, _ in edges_of(node) if each is not None and each not in done]
 
 
 _Edge = tuple[_Weight | None, Node | None, int]

@@ -709,7 +709,12 @@ autograd.copy_type(_SharedCast, lambda x, dtype, *_: x.to(dtype))
 autograd.copy_type(_DeferredWhole, lambda x, weight, bias, rule, function, args: function(*args))
 for _function in (_DeferredWhole, _DeferredProduct):
     # For `graph_products` and `later`, instead of attributes that each call would set.
-    autograd.add_properties(_function, deferral=lambda node: node.rule.deferral, inner=lambda node: node.rule.inner)
+    autograd.add_properties(
+        _function,
+        deferral=lambda node: node.rule.deferral,
+        inner=lambda node: node.rule.inner,
+        made=lambda node: node.rule.target if isinstance(node.rule.target, autograd.Made) else None,
+    )
 
 
 def _detach(*tensors: Tensor) -> list[Tensor]:
