@@ -29,7 +29,7 @@ _WEIGHT_SECOND = ("Convolution", "Linear", "Trilinear")
 _RECURRENT = ("Rnn", "Lstm", "Gru")
 _LOOKUPS = ("Embedding", "EmbeddingBag")
 _CHOICES = ("Index", "IndexSelect", "Gather")
-_PLACINGS = ("IndexPut", "CopySlices", "Scatter", "ScatterAdd", "SliceScatter", "SelectScatter", "IndexAdd", "IndexCopy")
+_PLACINGS = ("IndexPut", "CopySlices", "Scatter")
 """Nodes that write a weight into a larger tensor, which is a constant if it needs no gradient."""
 _VIEWS = ("Clone", "Contiguous", "Expand", "ReshapeAlias", "Squeeze", "UnsafeView", "ToCopy")
 _MATRIX = 2
