@@ -17,8 +17,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import zbpipe
+from zbpipe.runtime.split.last_w import accumulate
 from zbpipe.runtime.split.layers import defer_weights, deferrals
 from zbpipe.runtime.split.products import FROM_BACKWARD, LINEAR, WeightGradients
 
@@ -149,7 +151,14 @@ CASES = {
     "einsum, weight first": Case(lambda s, x: torch.einsum("hkd,bsd->bshk", [s.w, x]).flatten(2), (2, 3, WIDTH)),
     "einsum that sums the weight": Case(lambda s, x: torch.einsum("bsd,edk->bsk", x, s.w), (2, *SQUARE), 0),
     "einsum that broadcasts": Case(lambda s, x: torch.einsum("bsd,sdk->bsk", x, s.w), (1, *SQUARE), 0),
-    "einsum with an ellipsis": Case(lambda s, x: torch.einsum("...d,dk->...k", x, s.w), SQUARE, 0),
+    "einsum with an ellipsis": Case(lambda s, x: torch.einsum("...d,dk->...k", x, s.w), SQUARE),
+    "einsum of parts, by a made weight": Case(
+        lambda s, x: torch.einsum("...rk,rkc->...rc", x.unflatten(-1, (3, 2)), s.w @ s.w).flatten(-2),
+        (3, 2, 2),
+        in_checkpoint=0,
+    ),
+    "einsum with an ellipsis in the weight": Case(lambda s, x: torch.einsum("...d,...dk->...k", x, s.w), SQUARE, 0),
+    "made by products with constants": Case(lambda s, x: x @ (s.w.detach() @ (s.w.detach() @ s.w)), SQUARE),
     "conv1d": Case(lambda s, x: F.conv1d(x, s.w, padding=1), (4, 4, 3)),
     "conv1d of one sample": Case(lambda s, x: F.conv1d(x[0], s.w, padding=1) + x, (4, 4, 3)),
     "conv1d, same": Case(lambda s, x: F.conv1d(x.mT, s.w, s.b, padding="same", dilation=2).mT, (WIDTH, WIDTH, 3)),
@@ -222,6 +231,22 @@ def test_what_waits_gets_the_gradients_of_autograd(name: str, dtype: torch.dtype
         torch.testing.assert_close(found, train(plain, x, RUNS[run]), rtol=1e-12, atol=1e-12)
     for one, other in zip(layer.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5 if "cast" in name else 1e-11, atol=1e-11)
+
+
+def test_w_runs_once_what_makes_several_weights() -> None:
+    layer = Own(Case(lambda s, x: sum(x @ each for each in (s.w @ s.w).unbind()), (3, *SQUARE)))
+    plain, gradients = copy.deepcopy(layer), WeightGradients()
+    defer_weights(layer, gradients)
+    x = torch.randn(3, 4, WIDTH)
+    with FlopCounterMode(display=False) as in_i_and_w:
+        with gradients.record() as pending:
+            train(layer, x, RUNS["plain"])
+        assert len(pending) == 3
+        accumulate(pending)
+    with FlopCounterMode(display=False) as in_b:
+        train(plain, x, RUNS["plain"])
+    torch.testing.assert_close(layer.w.grad, plain.w.grad)
+    assert in_i_and_w.get_total_flops() == in_b.get_total_flops()
 
 
 @pytest.mark.parametrize(
