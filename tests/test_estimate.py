@@ -51,7 +51,7 @@ def workload(layers: int = 4, degrees: Degrees | None = None, microbatches: int 
     return Workload("toy", blocks, degrees, microbatches, 10, message_bytes=0, operations=1.2, words="made up")
 
 
-def measured(placement: Placement, *, placed: bool = False, **times: float) -> JobCosts:
+def measured(placement: Placement, *, placed: bool = False, **times: Any) -> JobCosts:
     return JobCosts(CostModel.uniform(placement, **times), placement if placed else None)
 
 

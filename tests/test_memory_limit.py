@@ -36,7 +36,7 @@ HOST = CostModel.uniform(Placement.v(2), host=Link(bandwidth=1))
 
 def built(schedule: str, **options: Any) -> Any:
     # A generator, because some schedules read the stages more than once.
-    stages = (PipelineStage(nn.Linear(4, 4), index, 2, torch.device("cpu")) for index in range(2))
+    stages: Any = (PipelineStage(nn.Linear(4, 4), index, 2, torch.device("cpu")) for index in range(2))
     return zbpipe.build_pipeline_schedule(schedule, stages, 4, nn.functional.mse_loss, **options)
 
 
