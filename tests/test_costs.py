@@ -76,7 +76,7 @@ def test_what_makes_no_sense_is_refused(make: Callable[[], object], words: str) 
 
 
 @pytest.mark.parametrize("array", [np.array, torch.tensor])
-def test_arrays_are_lists_of_numbers(array: Callable[[list[float]], Any]) -> None:
+def test_arrays_are_lists_of_numbers(array: Callable[[Any], Any]) -> None:
     given, several = array([1.0, 1.0]), array([0.5, 0.25])
     costs = CostModel(given, given, given, given, several, working={OpKind.I: several}, gather=several)
     more = {"freed_by_i": (0.5, 0.25), "working": {OpKind.I: (0.5, 0.25)}, "gather": (0.5, 0.25)}

@@ -34,6 +34,7 @@ from zbpipe.runtime.measure.counts import count_bytes, count_operations
 from zbpipe.schedule.ir import OpKind, Placement
 from zbpipe.simulator.memory import peak_bytes, peak_parts
 
+GIB = 2**30
 _FREE = Device("toy", 2.0, 0.5, 0.5, hbm=1e30, inside=1e30, gib=100, source="", share_from="", between=1e30)
 ONE_A_SECOND = replace(_FREE, latency=0.0, overhead=0.0)
 """One operation a second in training, and messages that take no time."""
@@ -47,7 +48,7 @@ def workload(layers: int = 4, degrees: Degrees | None = None, microbatches: int 
     return Workload("toy", blocks, degrees, microbatches, 10, message_bytes=0, operations=1.2, words="made up")
 
 
-def measured(placement: Placement, *, placed: bool = False, **times: float) -> JobCosts:
+def measured(placement: Placement, *, placed: bool = False, **times: Any) -> JobCosts:
     return JobCosts(CostModel.uniform(placement, **times), placement if placed else None)
 
 
@@ -67,6 +68,7 @@ def test_a_step_by_hand() -> None:
     assert usual.memory.activations == 4 * GIB
     assert usual.memory.weights + usual.memory.optimizer == ParameterBytes().total(1) * 2000
     assert usual.fits
+    assert re.search(r"^1F1B .* 4\.5 .* 4\.0 ", "\n".join(lines(found)), re.MULTILINE), "in GiB"
     zbh1 = row(found, "ZBH1")
     assert found.relative(zbh1, usual) == pytest.approx(zbh1.seconds / usual.seconds)
     assert zbh1.memory.waiting > usual.memory.waiting == 0
@@ -195,6 +197,8 @@ def test_plans_leave_room_for_the_weights() -> None:
     free = estimate(heavy, replace(ONE_A_SECOND, gib=1000), only=("1F1B",), budget=1e5)
     assert row(free, PLAN).memory.total > 0.85 * 40 * GIB
     assert row(free, PLAN).seconds < row(limited, "1F1B").seconds
+    full = estimate(heavy, replace(ONE_A_SECOND, gib=20), only=("1F1B",))
+    assert ("plan, single", "weights and optimizer of a rank take more than the usable 17 GiB") in full.left_out
 
 
 def test_what_does_not_fit_comes_last() -> None:
@@ -261,6 +265,7 @@ def test_the_search_keeps_the_tokens_of_a_step() -> None:
 def test_the_table_of_devices(name: str) -> None:
     device = find(name.lower())
     assert device is DEVICES[name]
+    assert device.usable_bytes == pytest.approx(0.85 * device.gib * GIB)
     assert 0.7 >= device.products > device.attention > 0.2
     assert device.range is not None
     assert device.range[0] < 1 < device.range[1]

@@ -36,7 +36,7 @@ HOST = CostModel.uniform(Placement.v(2), host=Link(bandwidth=1))
 
 def built(schedule: str, **options: Any) -> Any:
     # A generator, because some schedules read the stages more than once.
-    stages = (PipelineStage(nn.Linear(4, 4), index, 2, torch.device("cpu")) for index in range(2))
+    stages: Any = (PipelineStage(nn.Linear(4, 4), index, 2, torch.device("cpu")) for index in range(2))
     return zbpipe.build_pipeline_schedule(schedule, stages, 4, nn.functional.mse_loss, **options)
 
 
@@ -81,6 +81,8 @@ def test_a_job_without_costs_refuses_a_limit_in_their_unit(schedule: str, limit:
         ([4 * GB, math.inf], (4 * GB, math.inf)),
         ("4gb", (4 * GB, 4 * GB)),
         (["1MiB", "2 KiB"], (2.0**20, 2.0**11)),
+        (["1.5GiB", "3MB"], (1.5 * 2.0**30, 3e6)),
+        (["2KB", "5B"], (2e3, 5.0)),
         ("1.5x", (1.5 * 6.25 * GB,) * 2),
         ("2 microbatches", (6 * GB, 6 * GB)),
         ("1Microbatch", (3 * GB, 3 * GB)),

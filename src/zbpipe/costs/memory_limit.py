@@ -37,7 +37,7 @@ class MemoryLimit:
     - `"1.2x"`: multiple of the peak of 1F1B's worst rank under the same costs;
     - `"4 microbatches"`: multiple of an average rank's activations of one microbatch, of which 1F1B on p ranks holds
       p;
-    - `"6.5GiB"`, also `KiB`, `MiB`, `KB`, `MB` and `GB`: for costs that are measured in bytes;
+    - `"6.5GiB"`, also `KiB`, `MiB`, `KB`, `MB`, `GB` and `B`: for costs that are measured in bytes;
     - a number in the unit of the costs' activations: bytes if measured, else a rank's share of one microbatch. A job
       without known costs refuses a bare number.
 
@@ -59,8 +59,8 @@ class MemoryLimit:
 
     def __post_init__(self) -> None:
         if self.written is None:
-            is_list = isinstance(self.amount, (tuple, list))
-            written = tuple(map(self._write, self.amount)) if is_list else self._write(self.amount)
+            given = self.amount
+            written = tuple(map(self._write, given)) if isinstance(given, (tuple, list)) else self._write(given)
             set_fields(self, **vars(self._new(written)))
 
     def _write(self, amount: object) -> object:
