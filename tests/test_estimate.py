@@ -24,7 +24,7 @@ from zbpipe.cli.estimates import compare, lines, record
 from zbpipe.costs import JobCosts
 from zbpipe.costs.transformer import Checkpointing, usual_costs
 from zbpipe.estimation import Estimate, Workload, load_layers
-from zbpipe.estimation.devices import DEVICES, GIB, Device, find
+from zbpipe.estimation.devices import DEVICES, Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.rates import rates
 from zbpipe.estimation.result import NO_PIPELINE, PLAN, Memory, Step

@@ -110,7 +110,7 @@ def sparse(s: Any, x: Tensor) -> Tensor:
 def between_constants(s: Any, x: Tensor) -> Tensor:
     """As BOFT: products whose weight gradients could wait make the weight."""
     constant = torch.ones(WIDTH, WIDTH)
-    return x @ (constant @ (constant @ s.v)) + F.linear(x, constant @ s.w[0])
+    return x @ (constant @ (constant @ (2 * s.v))) + F.linear(x, constant @ s.w[0].exp())
 
 
 def filtered(s: Any, x: Tensor) -> Tensor:
@@ -220,6 +220,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     **{name: (own(forward), (TOKENS, WIDTH), reason) for name, (forward, reason) in OF_PARTS.items()},
     **{name: (partial(Adapter, forward), (2, TOKENS, WIDTH), "") for name, forward in OF_ADAPTERS.items()},
     "gathered in a checkpoint": (own_in_checkpoint(gathered), (TOKENS, WIDTH), "a part of a parameter (Index)"),
+    "constants in a checkpoint": (own_in_checkpoint(between_constants), (TOKENS, WIDTH), "parameter (Mm)"),
     "a gain in a checkpoint": (own_in_checkpoint(gained), (TOKENS, WIDTH), "more than a view of a parameter (Mul)"),
 }
 """Models, the shape of their x, and one of the reasons why a weight gradient of theirs stays in I."""

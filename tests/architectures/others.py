@@ -119,10 +119,10 @@ def adapted(kind: str, **options: Any) -> nn.Module:
 with_lora = partial(adapted, "Lora", r=4, init_lora_weights=False)
 
 
-def with_lora_on_experts(**how: str) -> nn.Module:
+def with_lora_on_experts(experts: str | None = None) -> nn.Module:
     import peft
 
-    model: Any = text("MixtralConfig", **how, **EXPERTS | {"num_local_experts": 4})()
+    model: Any = text("MixtralConfig", experts=experts, **EXPERTS | {"num_local_experts": 4})()
     names = ["gate_up_proj", "down_proj"]
     config = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=names, init_lora_weights=False)
     model.model = peft.get_peft_model(model.model, config)

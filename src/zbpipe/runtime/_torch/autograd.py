@@ -452,8 +452,7 @@ def find_making(
 
     `through_products`: also by products whose own gradient could wait.
     """
-    if find_saving_hooks() is not None:  # a checkpoint would repeat its forward in W
-        return None
+    can_last = find_saving_hooks() is None  # a checkpoint would repeat its forward in W
     seen, waiting, leaves = set[Node](), [tensor.grad_fn], dict[int, Tensor]()
     looks_up = False
     while waiting:
@@ -467,23 +466,29 @@ def find_making(
             if not (owns(leaf) and leaf.requires_grad) or has_hooks(leaf):
                 return None
             leaves[id(leaf)] = leaf
-        elif len(seen) > _MOST_MAKING or not _may_make(node, may_keep_weights, through_products):
+        elif len(seen) > _MOST_MAKING or not _may_make(node, through_products):
             return None
+        can_last &= may_keep_weights or leaf is not None or node.name() in _KEEP_NO_WEIGHTS or passes_on(node)
         looks_up |= node.name() in _CHOICES and len(find_shape(GradientEdge(*node.next_functions[0]))) == _MATRIX
     if not leaves or (looks_up and all(leaf.dim() <= _MATRIX for leaf in leaves.values())):
         return None
-    return Made(get_gradient_edge(tensor), tuple(sorted(leaves.values(), key=lambda leaf: -leaf.numel())))
+    made = Made(get_gradient_edge(tensor), tuple(sorted(leaves.values(), key=lambda leaf: -leaf.numel())))
+    if can_last:
+        return made
+    cast(Any, tensor.grad_fn).metadata[MADE] = made.leaves  # for `graph_products`
+    return None
 
 
-def _may_make(node: Any, may_keep_weights: bool, through_products: bool) -> bool:
-    """Whether the node may belong to the computation of a weight, whose graph lasts until W."""
-    name, function = node.name(), getattr(node, "_forward_cls", None)
-    is_ours = hasattr(node, "deferral")
-    if (is_ours and not through_products) or any(word in name for word in _NOT_MAKING):
+MADE = "zbpipe: made from"
+"""Key of the leaves in the metadata of a node that makes a weight."""
+
+
+def _may_make(node: Any, through_products: bool) -> bool:
+    """Whether the node may belong to the computation of a weight."""
+    function, is_ours = getattr(node, "_forward_cls", None), hasattr(node, "deferral")
+    if (is_ours and not through_products) or any(word in node.name() for word in _NOT_MAKING):
         return False
-    if function is not None and not (is_ours or is_known(function) or passes_on(node)):
-        return False
-    return may_keep_weights or name in _KEEP_NO_WEIGHTS or passes_on(node)
+    return function is None or is_ours or is_known(function) or passes_on(node)
 
 
 def find_leaf(tensor: Tensor | GradientEdge | Part | Made) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from zbpipe.runtime._torch.autograd import number_edges, passes_on
+from zbpipe.runtime._torch.autograd import MADE, number_edges, passes_on
 from zbpipe.runtime._torch.compiled_backward import find_compiled_products
 
 _FACTORS = {
@@ -80,6 +80,9 @@ def find_products_behind(nodes: Sequence[Node], make_weights: bool = False) -> l
     for node in sort_nodes(nodes, edges_of):
         edges = [(known.get(each) if each else None, each, place) for each, place in edges_of(node)]
         known[node] = _visit(node, edges, found)
+        if known[node] is None and (leaves := cast(Any, node).metadata.get(MADE)):
+            kind = "a product" if _find_deferral(node) else node.name().rpartition("Backward")[0]
+            known[node] = _Weight(leaves, (kind,))
         if make_weights and known[node] is None:
             known[node] = _join([weight for weight, _, _ in edges if weight is not None], "")
     return found

@@ -342,13 +342,13 @@ class Deferral:
         kept_in_i = {name for each in kept for own in each.parameters(recurse=False) if (name := names.get(id(own)))}
         return (number for number, name in names.items() if name not in kept_in_i)
 
-    def begin_step(self) -> None:
+    def begin_step(self, is_settled: bool = True) -> None:
         """Look for hooks on nodes. Hooks on the weight itself are checked at each use.
 
-        A layer in whose first step no product was found is left alone from now on.
+        A layer in whose first step no product was found is left alone from now on, unless another trial follows.
         """
         self.plans.clear()  # FSDP replaces parameters
-        if self.has_run:
+        if self.has_run and is_settled:
             self.functions.settle()
             self.may_make_weights = self.makes_weights
             if self.is_caught and not (self.is_declared or self.deferrable):
