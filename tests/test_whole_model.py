@@ -37,7 +37,7 @@ class Model(nn.Module):
         self.head = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(8, 10))
 
     def forward(self, tokens: Tensor) -> Any:
-        self.calls += 1
+        self.calls = self.calls + 1
         x, *results = self.run(self.blocks, self.embedding(tokens))
         return [self.head(x), *results]
 
