@@ -1,5 +1,4 @@
-"""`zbpipe.pipeline` on small modules: which it refuses, and buffers, tied weights and files as of the model in one piece.
-"""
+"""`zbpipe.pipeline` on small modules: which it refuses, and buffers, tied weights and files of those that it trains."""
 
 from __future__ import annotations
 
