@@ -281,7 +281,7 @@ def changed_while_pending() -> None:
         assert losses[0] == losses[1]
     assert step.counts.repeated > 0
     with torch.no_grad():
-        job.trained[0] += 1
+        job.trained[0].add_(1)
     with pytest.raises(ValueError, match=r"changed before its last optimizer step was validated.* finish\(\)"):
         job.train(step)
 

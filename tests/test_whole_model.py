@@ -1,5 +1,4 @@
-"""`zbpipe.pipeline` on small modules: which it refuses, and buffers, tied weights and files as of the model in one piece.
-"""
+"""`zbpipe.pipeline` on small modules: which it refuses, and buffers, tied weights and files of those that it trains."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ class Model(nn.Module):
         self.head = nn.Sequential(nn.BatchNorm1d(6), nn.Linear(8, 10))
 
     def forward(self, tokens: Tensor) -> Any:
-        self.calls += 1
+        self.calls = self.calls + 1
         x, *results = self.run(self.blocks, self.embedding(tokens))
         return [self.head(x), *results]
 

@@ -110,7 +110,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     """Whether the schedule may switch to other lists later."""
     _optimizer_step: OptimizerStep | None = None
     tied_copies: Sequence[Tensor] = ()
-    """Parameters with the same values and gradients as others of the pipeline, which the norm of all gradients counts."""
+    """This rank's copies of tied weights: the norm of all gradients counts only the other copy."""
     _copies: Copies | None = None
     _models_are_checked = False
     _is_warm = False

@@ -609,13 +609,19 @@ def use_shapes(schedule: _PipelineScheduleRuntime, shapes: Shapes) -> None:
 
 @contextmanager
 def keeping_buffers(stage: _PipelineStageBase) -> Iterator[None]:
-    """Context of torch's inference of shapes that restores the buffers of `stage`, as torch does from 2.14 on."""
+    """Context of torch's inference of shapes that restores the buffers of `stage`.
+
+    torch restores them from 2.14 on, but not those that a forward replaces.
+    """
     is_done_by_torch = hasattr(stage, "_pre_metadata_inference_backup")
     buffers = () if is_done_by_torch else stage.submod.buffers()
     kept = [(each, each.clone()) for each in buffers if not each.is_inference()]
+    owners = [(part._buffers, part._buffers.copy()) for part in stage.submod.modules()]
     try:
         yield
     finally:
+        for owner, own in owners:
+            owner.update(own)
         with torch.no_grad():
             for buffer, before in kept:
                 buffer.copy_(before)

@@ -98,16 +98,22 @@ class Backup:
                 )
 
     def save_new_settings(self) -> Callable[[], None]:
-        """Save the optimizers' settings, such as learning rates, that the job has changed since the step.
+        """Save the settings, such as learning rates, that the job has changed since the step.
 
         Returns a function that restores them.
         """
-        found = [
-            (group, _save({name: value for name, value in _settings_of(group).items() if _differ(value, result[name])}))
-            for optimizer, results in zip(self._optimizers, self._results, strict=True)
-            for group, result in zip(optimizer.param_groups, results, strict=False)
-        ]
-        return lambda: [group.update(_restore(saved)) for group, saved in found] and None
+        changed = []
+        for optimizer, results in zip(self._optimizers, self._results, strict=True):
+            for group, result in zip(optimizer.param_groups, results, strict=False):
+                settings = _settings_of(group).items()
+                new = {name: value for name, value in settings if name not in result or _differ(value, result[name])}
+                changed.append((group, _save(new)))
+
+        def restore() -> None:
+            for group, saved in changed:
+                group.update(_restore(saved))
+
+        return restore
 
     def restore(self) -> None:
         """Make everything as it was."""
@@ -140,6 +146,7 @@ def _writes_gradients(optimizer: Optimizer) -> bool:
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a group of parameters, such as its learning rate."""
     return {name: value for name, value in group.items() if name != "params"}
 
 

@@ -48,7 +48,7 @@ def clip(
     *,
     copies: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Clip the gradients of a pipeline with a barrier over its ranks; returns their norm, a scalar, without `copies`."""
+    """Clip the gradients of a pipeline with a barrier over its ranks; returns their norm without `copies`."""
     total = square_on_rank(parameters, device, copies=copies)
     dist.all_reduce(total, group=pipeline)
     total = total.sqrt()

@@ -110,8 +110,8 @@ class OptimizerStep:
             )
         if schedule.optimizer_steps:
             raise ValueError(
-                f"{schedule.schedule.name} already has an OptimizerStep, which steps and validates for the whole schedule:"
-                " make one with all optimizers, zbpipe.OptimizerStep(schedule, [first, second])"
+                f"{schedule.schedule.name} already has an OptimizerStep, and one validates all gradients of a schedule:"
+                " give it all optimizers, zbpipe.OptimizerStep(schedule, [first, second])"
             )
         _refuse_scalers(optimizers, clip, step, pipelining.loss_fn_of(schedule))
         self._optimizers = _as_tuple(optimizers)
