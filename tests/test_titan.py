@@ -902,9 +902,9 @@ def read_text() -> tuple[list[list[list[int]]], list[int], str, int]:
     """The first three sequences of the only data-parallel rank and of each of two; a tokenizer's round trip."""
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
-    from zbpipe.cli.demo import hugging_face_text, python_text
+    from zbpipe.cli.demo import python_text
 
-    hugging_face_text.register()
+    python_text.register()
     tokenizer = python_text.ByteTokenizer()
     shards = []
     for rank, num_shards in ((0, 1), (0, 2), (1, 2)):
