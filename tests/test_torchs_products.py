@@ -642,7 +642,9 @@ class Writes(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         x, rows = x.flatten(0, 1).clone(), dy.flatten(0, 1)
         Writes.calls += 1
-        if ctx.how in AT_ONCE:
+        if ctx.how == "times the weight":
+            dw = x.mT @ rows * weight
+        elif ctx.how in AT_ONCE:
             dw = AT_ONCE[ctx.how](x, rows, weight)
         else:
             dw = x.mT @ rows
@@ -681,6 +683,7 @@ AT_ONCE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "adds": lambda x, rows, weight: torch.zeros_like(weight).addmm_(x.mT, rows),
     "into a given one": lambda x, rows, weight: torch.mm(x.mT, rows, out=torch.zeros_like(weight)),
     "has lent": lends,
+    "of the weight alone": lambda x, rows, weight: weight.mm(weight),
 }
 READS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "writes": writes(lambda x: x.data.zero_(), 0),
@@ -704,7 +707,7 @@ WAITS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("how", [*AT_ONCE, *READS, *WAITS])
+@pytest.mark.parametrize("how", [*AT_ONCE, *READS, *WAITS, "times the weight"])
 def test_what_a_backward_does_with_a_product_decides_whether_it_waits(how: str) -> None:
     torch.manual_seed(0)
     layer = declare(Own(Case(lambda s, x: Writes.apply(x, s.w, how), SQUARE)).double(), Writes)
@@ -721,6 +724,18 @@ def test_what_a_backward_does_with_a_product_decides_whether_it_waits(how: str) 
         Writes.calls = step
         torch.testing.assert_close(found, train(plain, x, RUNS["plain"]), rtol=0, atol=0)
         torch.testing.assert_close(layer.w.grad, plain.w.grad, rtol=0, atol=0)
+
+
+def test_a_gradient_that_depends_on_the_weight_needs_the_same_in_w() -> None:
+    layer = declare(Own(Case(lambda s, x: Writes.apply(x, s.w, "times the weight"), SQUARE)), Writes)
+    gradients = WeightGradients()
+    defer_weights(layer, gradients)
+    with gradients.record() as pending:
+        train(layer, torch.randn(3, 4, WIDTH), RUNS["plain"])
+    with torch.no_grad():
+        layer.w.mul_(2)  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=r"weight was changed in place before W.* set weight_products = {}"):
+        pending[0].accumulate()
 
 
 def test_a_backward_that_fails_with_a_result_that_waits_is_named() -> None:
