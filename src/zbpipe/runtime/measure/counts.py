@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from zbpipe.runtime._torch import autograd, graph_products, live, on_meta
+from zbpipe.runtime.split.last_w import accumulate
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients
 from zbpipe.runtime.split.work import WeightWork
@@ -63,13 +64,8 @@ def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations
             given = [torch.empty_like(leaf) for leaf in results]
             _, backward, in_i = _count(lambda: torch.autograd.backward(results, given))
         work = WeightWork(module, products, pending)
-        _, weights, _ = _count(lambda: _accumulate(pending))
+        _, weights, _ = _count(lambda: accumulate(pending))
     return Operations(forward, backward, weights, work.flops * (1 - work.share), (in_f, in_i))
-
-
-def _accumulate(pending: list[PendingGradient]) -> None:
-    for gradient in pending:
-        gradient.accumulate()
 
 
 def _count(run: Callable[[], _Result]) -> tuple[_Result, float, float]:
