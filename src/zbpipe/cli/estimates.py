@@ -149,18 +149,14 @@ def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]
         " alone is longer than the best step are left out:"
     )
     rows = [
-        (str(each.workload.degrees), _checkpointing(each), str(each.workload.microbatches), *_cells(each, step))
+        (str(work.degrees), str(work.checkpointing or ""), str(work.microbatches), *_cells(each, step))
         for each in searched
-        if (step := each.on_these_degrees)
+        if (step := each.on_these_degrees) and (work := each.workload)
     ]
     yield from table(("degrees", "checkpointing", "microbatches", *_HEADS, *_PARTS.values()), rows, left=2)
     yield ""
     yield from _verdict_of_search(searched)
     yield from lines(best, searched=True)
-
-
-def _checkpointing(found: Estimate) -> str:
-    return "" if found.workload.checkpointing is None else str(found.workload.checkpointing)
 
 
 def record(found: Estimate) -> dict[str, Any]:

@@ -196,12 +196,10 @@ class AutoSchedule(RegisteredSchedule):
         job = replace(job, placement=self.placement, memory_limit=limits, transport=self.transport)
         objective: Objective = "period" if self.optimizer_steps and not self._offload else "makespan"
         size = self.placement.num_ranks, num_microbatches, job
-        wanted = {"budget": self._find_budget(num_microbatches), "objective": objective, "offload": self._offload}
+        is_large = 3 * self.placement.num_stages * num_microbatches > _MANY_OPS
+        budget = self._budget or (_WORK if is_large else None)
+        wanted = {"budget": budget, "objective": objective, "offload": self._offload}
         return agreement.find_once(f"Auto {size} {wanted}", lambda: _make_proposal(*size, **wanted))
-
-    def _find_budget(self, num_microbatches: int) -> float | None:
-        num_ops = 3 * self.placement.num_stages * num_microbatches
-        return self._budget or (_WORK if num_ops > _MANY_OPS else None)
 
     def _step_seconds(self, records: Records) -> float:
         """Median step time over all ranks; each step takes as long as its slowest rank."""

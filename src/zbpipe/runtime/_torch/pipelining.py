@@ -426,13 +426,9 @@ def torch_class(name: str) -> type[_PipelineSchedule]:
     return cast(type[_PipelineSchedule], get_schedule_class(name))
 
 
-def _order_of(schedule: Schedule) -> dict[int, list[_Action | None]]:
-    return {rank: [_action(*op) for op in ops] for rank, ops in enumerate(schedule)}
-
-
 def lower(runtime: _PipelineScheduleRuntime, schedule: Schedule) -> None:
     """Load `schedule` into torch, which checks the order, adds the communication and keeps both lists."""
-    runtime.pipeline_order = _order_of(schedule)
+    runtime.pipeline_order = {rank: [_action(*op) for op in ops] for rank, ops in enumerate(schedule)}
     with replaced(pipelining_schedules, _add_unshard_reshard=_gather):
         runtime._prepare_schedule_with_comms(runtime.pipeline_order)
 
