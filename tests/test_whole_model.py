@@ -39,6 +39,7 @@ class Model(nn.Module):
     def forward(self, tokens: Tensor) -> Any:
         self.calls = self.calls + 1
         x, *results = self.run(self.blocks, self.embedding(tokens))
+        self.calls = self.calls + 10
         return [self.head(x), *results]
 
 
