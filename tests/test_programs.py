@@ -1,0 +1,246 @@
+"""Random autograd Functions and layers (`programs`): ZBH1 gives the gradients of plain autograd, or an error with a name.
+
+`python tests/test_programs.py --count 20000 --seed 1` runs more of them, and counts what came of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import re
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from programs import LENGTH, Program, choices, write
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+import zbpipe
+from zbpipe.runtime.split import stage as split_stage
+
+try:
+    from zbpipe.runtime.split import FROM_BACKWARD
+except ImportError:
+    FROM_BACKWARD = None
+
+MICROBATCHES, STEPS, ROWS, WIDTH = 4, 3, 3, 4
+TOLERANCE = {"float64": 1e-9, "float32": 2e-2}
+"""Relative to a gradient's norm; in float32 the products are in bfloat16."""
+
+Gradients = list[dict[str, Tensor | None]]
+"""By step."""
+
+
+class Outcome(NamedTuple):
+    """What came of a program."""
+
+    kind: str
+    """deferred: right, all weight gradients in W; in I: right, some in I; refused; wrong; void: also wrong without us."""
+    reason: str = ""
+
+
+def batch(step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The microbatches differ in the signs of their sums, and in the first number, by which programs choose."""
+    generator = torch.Generator().manual_seed(step)
+    x, target = (torch.randn(MICROBATCHES * ROWS, WIDTH, generator=generator, dtype=dtype) for _ in range(2))
+    x[:, 0] = torch.arange(len(x)) / (ROWS + step)
+    return x, target
+
+
+def build(code: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """The names of a program, and its `stage`: nothing is shared with another run."""
+    names: dict[str, Any] = {"FROM_BACKWARD": FROM_BACKWARD}
+    exec(code, names)
+    torch.default_generator.manual_seed(0)
+    names["stage"] = names["Stage"]().to(dtype)
+    return names
+
+
+def note(stage: nn.Module) -> dict[str, Tensor | None]:
+    """Gradients and weights."""
+    found = {name: None if each.grad is None else each.grad.clone() for name, each in stage.named_parameters()}
+    return found | {f"weight {name}": each.detach().clone() for name, each in stage.named_parameters()}
+
+
+def run_plainly(code: Any, dtype: torch.dtype) -> Gradients:
+    """Without a pipeline."""
+    names = build(code, dtype)
+    stage, found = names["stage"], []
+    for step in range(STEPS):
+        for x, target in zip(*(each.chunk(MICROBATCHES) for each in batch(step, dtype)), strict=True):
+            F.mse_loss(stage(x), target).backward()
+        found.append(note(stage))
+        names["between"](stage, step)
+    return found
+
+
+def run_split(code: Any, dtype: torch.dtype, schedule: str) -> Iterator[tuple[dict[str, Tensor | None], float]]:
+    """The same by a schedule, and the share of the weight gradients that W computes."""
+    names = build(code, dtype)
+    module = names["stage"]
+    like = torch.zeros(ROWS, WIDTH, dtype=dtype)
+    stage = PipelineStage(module, 0, 1, torch.device("cpu"), input_args=(like,), output_args=(like,))
+    pipeline = zbpipe.build_pipeline_schedule(schedule, [stage], MICROBATCHES, F.mse_loss, scale_grads=False)
+    for step in range(STEPS):
+        x, target = batch(step, dtype)
+        pipeline.step(x, target=target)
+        work = split_stage.find_weight_work(stage)
+        yield note(module), work.share if work is not None and work.flops else 0.0
+        names["between"](module, step)
+
+
+def compare(program: Program, *, is_declared: bool, schedule: str = "ZBH1") -> Outcome:
+    dtype = getattr(torch, program.dtype)
+    plain = compile(program.undeclared, "program", "exec")
+    try:
+        expected = run_plainly(plain, dtype)
+    except Exception as error:  # a program may be wrong in any way
+        return Outcome("void", f"{type(error).__name__}: {error}")
+    if not all(each is None or each.isfinite().all() for step in expected for each in step.values()):
+        return Outcome("void", "not finite")
+    if not any(each is not None and each.any() for name, each in expected[0].items() if "weight " not in name):
+        return Outcome("void", "no gradients")
+    code = compile(program.source, "program", "exec") if is_declared else plain
+    share = 0.0
+    try:
+        for step, (found, share) in enumerate(run_split(code, dtype, schedule)):
+            for name, gradient in expected[step].items():
+                if wrong := difference(found[name], gradient, TOLERANCE[program.dtype]):
+                    return Outcome("wrong", f"step {step}, {name}: {wrong}")
+    except Exception as error:
+        if is_named(error):
+            return Outcome("refused", f"{type(error).__name__}: {error}")
+        return Outcome("wrong", "".join(traceback.format_exception(error)))
+    return Outcome("deferred" if share == 1 else "in I", f"{share:.2f}")
+
+
+def difference(found: Tensor | None, expected: Tensor | None, tolerance: float) -> str:
+    """How they differ; empty if they do not."""
+    if found is None or expected is None:
+        return "" if found is expected else f"{found} instead of {expected}"
+    error = float((found - expected).norm() / (expected.norm() + 1e-3))
+    return "" if error < tolerance else f"error {error:.2g}"
+
+
+def is_named(error: BaseException | None) -> bool:
+    """Whether zbpipe itself raised the error, or one of its causes, for a reason that it tells."""
+    while error is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        if (
+            isinstance(error, (RuntimeError, ValueError))
+            and not isinstance(error, zbpipe.PipelineError)
+            and Path(zbpipe.__file__).parent in Path(frames[-1].filename).parents
+            and "raise" in str(frames[-1].line)
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@pytest.fixture(autouse=True)
+def _quiet(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("zbpipe.runtime.split.stage"), "disabled", True)
+    warnings.simplefilter("ignore")
+
+
+@settings(max_examples=100)
+@given(choices=choices)
+def test_programs(choices: bytes) -> None:
+    program = write(choices)
+    outcome = compare(program, is_declared=False)
+    assert outcome.kind not in ("wrong", "refused"), outcome.reason + "\n" + repr(program)
+
+
+# Many programs
+
+
+def shrink(made_from: bytes, is_wrong: Callable[[bytes], bool]) -> bytes:
+    """Fewer and smaller choices of which `is_wrong` still holds."""
+    best = made_from.rstrip(b"\0")
+    size = len(best)
+    while size:
+        place = 0
+        while place < len(best):
+            rest = best[place + size :]
+            for shorter in (best[:place] + rest, best[:place] + bytes(size) + rest):
+                if shorter != best and is_wrong(shorter):
+                    best = shorter
+                    break
+            else:
+                place += size
+        size //= 2
+    for place in range(len(best)):
+        for smaller in range(min(best[place], 12)):
+            if is_wrong(tried := best[:place] + bytes([smaller]) + best[place + 1 :]):
+                best = tried
+                break
+    return best
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare random programs with plain autograd.")
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--mode", choices=("undeclared", "declared", "plain"), default="undeclared")
+    parser.add_argument("--schedule", default="ZBH1")
+    parser.add_argument("--choices", help="those of one program, in hexadecimal")
+    parser.add_argument("--shrunk", type=int, default=3, help="number of wrong programs of one reason to make smaller")
+    parser.add_argument("--no-hidden", action="store_true", help="leave out programs with writes that torch does not count")
+    parser.add_argument("--void", action="store_true", help="print why programs fail in plain autograd")
+    args = parser.parse_args()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+
+    def run(made_from: bytes) -> tuple[Program, Outcome]:
+        program = write(made_from, args.mode == "plain")
+        return program, compare(program, is_declared=args.mode == "declared", schedule=args.schedule)
+
+    if args.choices is not None:
+        program, outcome = run(bytes.fromhex(args.choices))
+        print(program.source, outcome, sep="\n")
+        return
+    counted: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    chooser = random.Random(args.seed)
+    for number in range(args.count):
+        made_from = chooser.randbytes(LENGTH)
+        if args.no_hidden and write(made_from).is_hidden:
+            counted["left out"] += 1
+            continue
+        program, outcome = run(made_from)
+        kind = outcome.kind + (" (hidden)" if outcome.kind == "wrong" and program.is_hidden else "")
+        counted[kind] += 1
+        if outcome.kind == "void":
+            reasons[outcome.reason[:90]] += args.void
+        if outcome.kind in ("refused", "wrong"):
+            key = kind + ": " + re.sub(r"[\d.e+-]+|\bF\d|\bL\d", "#", outcome.reason.strip().split("\n")[-1])[:150]
+            reasons[key] += 1
+            if outcome.kind == "wrong" and reasons[key] <= args.shrunk:
+
+                def is_as_wrong(tried: bytes, hidden: bool = program.is_hidden) -> bool:
+                    program, outcome = run(tried)
+                    return outcome.kind == "wrong" and (hidden or not program.is_hidden)
+
+                small = shrink(made_from, is_as_wrong)
+                program, outcome = run(small)
+                print(f"---- {args.mode}, seed {args.seed}, program {number}: --choices {small.hex()}\n{outcome.reason}")
+                print(program.source.split("mul_(2)\n", 1)[1], flush=True)
+    for reason, times in reasons.most_common(40):
+        print(times, reason)
+    print(dict(counted))
+
+
+if __name__ == "__main__":
+    main()
