@@ -300,11 +300,24 @@ PASS_ON = {
     "_UnsafeViewBackward0",
 }
 """Nodes that save no tensors of the forward, so that a second backward can run them at almost no cost."""
+_VIEWS = frozenset(
+    "Alias AsStrided Diagonal Permute ReshapeAlias Select Slice Split SplitWithSizes Squeeze T Transpose Unbind Unfold"
+    " UnsafeView Unsqueeze View".split()
+)
+"""Nodes of torch's own views, without what follows in their names."""
+
+
+def passes_on(node: Node) -> bool:
+    """Whether the node is in `PASS_ON`, or one of torch's or torchao's Functions of such a name."""
+    if node.name() not in PASS_ON:
+        return False
+    function = getattr(node, "_forward_cls", None)
+    return function is None or function.__module__.partition(".")[0] in ("torch", "torchao")
 
 
 def let_pass_nothing(node: Node | None) -> None:
     """Have the Functions between a product and its leaf pass on that there is no gradient, instead of zeros."""
-    while node is not None and node.name() in PASS_ON:
+    while node is not None and passes_on(node):
         if node.name() in _IDENTITIES:
             cast(Any, node).set_materialize_grads(False)
         node = node.next_functions[0][0]
@@ -358,12 +371,11 @@ def find_part(tensor: Tensor) -> Part | None:
 
 
 def _leads_to(node: Node | None, end: Node, is_barred: Callable[[Node], bool] = lambda node: False) -> bool:
-    """Whether all of the node's gradient goes to `end`, through nodes with one input that are not barred."""
+    """Whether all of the node's gradient goes to `end`, through torch's own views, none of them barred."""
     while node is not None and node is not end:
-        if is_barred(node):
+        if node.name().rstrip("0123456789").removesuffix("Backward") not in _VIEWS or is_barred(node):
             return False
-        following = node.next_functions
-        node = following[0][0] if len(following) == 1 else None
+        node = node.next_functions[0][0]
     return node is end
 
 
@@ -444,7 +456,7 @@ def _may_make(node: Any, may_keep_weights: bool) -> bool:
     name = node.name()
     if hasattr(node, "deferral") or any(word in name for word in _NOT_MAKING):
         return False
-    return may_keep_weights or name in _KEEP_NO_WEIGHTS or name in PASS_ON
+    return may_keep_weights or name in _KEEP_NO_WEIGHTS or passes_on(node)
 
 
 def find_leaf(tensor: Tensor | GradientEdge | Part | Made) -> Tensor | None:
@@ -466,7 +478,7 @@ def find_leaf(tensor: Tensor | GradientEdge | Part | Made) -> Tensor | None:
 
 def find_leaf_behind(node: Node | None) -> Tensor | None:
     """The leaf to which `node` passes a gradient on without saved tensors."""
-    while node is not None and node.name() in PASS_ON:
+    while node is not None and passes_on(node):
         node = node.next_functions[0][0]
     return cast(Tensor | None, getattr(node, "variable", None))
 

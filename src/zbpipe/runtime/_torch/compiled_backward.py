@@ -174,15 +174,15 @@ class _WeightGradient:
 
 class _Mode:
     # Not one for each thread: autograd runs the backward of CUDA ops in its own threads.
-    defers = is_trial = is_whole = False
+    defers = is_whole = False
 
 
 _mode = _Mode()
 
 
-def deferring(is_trial: bool) -> AbstractContextManager[None]:
-    """Context in which compiled backwards return a `Later` for each gradient that can wait; on trial with its value."""
-    return replaced(_mode, defers=True, is_trial=is_trial)
+def deferring() -> AbstractContextManager[None]:
+    """Context in which compiled backwards return a `Later` for each gradient that can wait."""
+    return replaced(_mode, defers=True)
 
 
 def as_torch_compiles() -> AbstractContextManager[None]:
@@ -218,7 +218,7 @@ class _Backward:
             for number, (place, _, like, _) in enumerate(part.gradients):
                 run = _WeightGradient(part, number, kept)
                 defers = _mode.defers and _is_static(like)
-                results[place] = postpone(run, own, like, place, _mode.is_trial) if defers else run(*own)
+                results[place] = postpone(run, own, like) if defers else run(*own)
         return results
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from zbpipe.runtime._torch.autograd import PASS_ON, number_edges
+from zbpipe.runtime._torch.autograd import number_edges, passes_on
 from zbpipe.runtime._torch.compiled_backward import find_compiled_products
 
 _FACTORS = {
@@ -150,7 +150,7 @@ def _find_deferral(node: Node) -> object:
 
 def _is_function(node: Node, kind: str, edges: Sequence[_Edge]) -> bool:
     """Whether the node is a custom Function that takes more than weights."""
-    if not isinstance(cast(object, node), BackwardCFunction) or node.name() in PASS_ON:
+    if not isinstance(cast(object, node), BackwardCFunction) or passes_on(node):
         return False
     if _find_deferral(node) is not None:  # with an x that needs no gradient, its result may be as large as its weight
         return True
@@ -169,7 +169,7 @@ def _make(node: Node, kind: str, edges: Sequence[_Edge]) -> _Weight | None:
     weights = [weight for weight, source, _ in edges if source is not None]
     if not weights or None in weights or kind in _LOOKUPS:
         return None
-    result = _join(cast(list[_Weight], weights), "" if kind in _VIEWS or node.name() in PASS_ON else kind)
+    result = _join(cast(list[_Weight], weights), "" if kind in _VIEWS or passes_on(node) else kind)
     elements = max(leaf.numel() for leaf in result.leaves)
     grows = max(prod(_shape_of(node, number)) for number in range(len(cast(Any, node)._input_metadata))) > elements
     if grows and len(weights) < len(edges):  # the other operand, which needs no gradient, is an activation

@@ -1,18 +1,21 @@
-"""Products in the backward of somebody else's autograd Function, computed only when their result is read.
+"""Products in the backward of an autograd Function, computed only when their result is read.
 
 I runs the Function's own backward. A product there returns a `Later`: a tensor without memory that knows its operands.
-Whatever reads it computes it. A weight gradient that nothing reads until the end of the backward can wait for W, which
-multiplies the same operands by the same kernel. The operands of quantised products are smaller than x and dY.
+Whatever reads it computes it, and whatever may change an operand computes it before. A weight gradient that nothing
+reads until the end of the backward can wait for W, which multiplies the same operands by the same kernel. The operands
+of quantised products are smaller than x and dY.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import lru_cache
 from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
@@ -20,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_traceable
 
 from zbpipe.runtime._torch import autograd
+from zbpipe.runtime.attributes import replaced
 
 _MOST_NODES = 1000
 """Limit of nodes of a layer among which Functions are looked for."""
@@ -30,86 +34,96 @@ class _Call(NamedTuple):
     function: Callable[..., Any]
     args: Any
     kwargs: Any
-    number: int = -1
-    """Number of the product in its backward; -1 for other operations."""
+    is_product: bool = True
 
 
 class Later(Tensor):
     """The result of a product, or of operations on such results, that is computed when something reads it."""
 
     call: _Call
+    operands: list[tuple[Tensor, int]]
+    """The tensors of the call, each with the number of its in-place changes then."""
+    mode: LaterProducts | None
+    """The mode of the backward that calls it; None for a compiled one."""
     value: Tensor | None
-    is_read: bool
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, spec: Tensor, device: torch.device, call: _Call, value: Tensor | None) -> Later:
+    def __new__(cls, spec: Tensor, device: torch.device, call: _Call, mode: LaterProducts | None) -> Later:
         size, stride = spec.shape, spec.stride()
         made: Later = Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=spec.dtype, device=device)
-        made.call, made.value, made.is_read = call, value, False
+        tensors = _list_tensors((call.args, call.kwargs))
+        made.operands = [(each, autograd.version_of(each)) for each in tensors if not isinstance(each, Later)]
+        made.call, made.mode, made.value = call, mode, None
+        if mode is not None:
+            mode.waiting.append(made)
         return made
 
     def now(self) -> Tensor:
         """The tensor's value."""
-        if not self.is_read:
-            self.is_read = True
-            args, kwargs = _read((self.call.args, self.call.kwargs))
-            if self.value is None:
-                self.value = self.call.function(*args, **kwargs)
-        assert self.value is not None
+        if self.value is None:
+            self.require_unchanged()
+            with nullcontext() if self.mode is None else replaced(self.mode, is_computing=True):
+                self.value = self.call.function(*_read(self.call.args), **_read(self.call.kwargs))
         return self.value
 
-    def data_ptr(self) -> int:  # for kernels that are not torch's
+    def require_unchanged(self) -> None:
+        """Refuse operands that were changed since the call."""
+        if any(autograd.version_of(tensor) != version for tensor, version in self.operands):
+            raise RuntimeError(
+                f"a backward changes an operand of {self.call.function.__name__} after the call, in a way that zbpipe"
+                " does not see: do not declare its Function as FROM_BACKWARD"
+            )
+
+    def find_memory(self) -> set[int]:
+        """The storages that the value is computed from."""
+        found = list_memory(tensor for tensor, _ in self.operands)
+        for each in _list_tensors((self.call.args, self.call.kwargs)):
+            if isinstance(each, Later):
+                found |= each.find_memory() if each.value is None else list_memory([each.value])
+        return found
+
+    def data_ptr(self) -> int:  # for kernels that are not torch's, which may write
+        _compute_all([self])
         return self.now().data_ptr()
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        own = [each for each in _list_tensors((args, kwargs)) if isinstance(each, Later)]
         if func._schema.is_mutable:
-            return func(*_read(args), **_read(kwargs or {}))
-        return _postpone(_Call(func, args, kwargs or {}), _any_value(args))
+            _compute_all(own)
+        elif func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags:
+            return _postpone(_Call(func, args, kwargs, is_product=False), own[0].mode)
+        return func(*_read(args), **_read(kwargs))
 
 
-def _any_value(args: Any) -> bool:
-    """Whether a `Later` in `args` has its value already, as on trial."""
-    return any(isinstance(each, Later) and each.value is not None for each in autograd.list_leaves(args))
+def _compute_all(changed: Iterable[Later]) -> None:
+    """Compute all results of the backwards that call these, one of which changes."""
+    for later in changed:
+        for each in (later,) if later.mode is None else later.mode.waiting:
+            each.now()
+
+
+def _list_tensors(value: Any) -> list[Tensor]:
+    return [each for each in autograd.list_leaves(value) if isinstance(each, Tensor)]
 
 
 def _read(args: Any) -> Any:
     return autograd.map_leaves(args, lambda leaf: leaf.now() if isinstance(leaf, Later) else leaf)
 
 
-def _peek(args: Any) -> Any:
-    """`args` with values in the place of `Later`, which do not count as read."""
-    return autograd.map_leaves(args, lambda leaf: _peek_at(leaf) if isinstance(leaf, Later) else leaf)
-
-
-def _peek_at(later: Later) -> Tensor:
-    return later.now() if later.value is None else later.value
-
-
-def _postpone(call: _Call, at_once: bool) -> Any:
+def _postpone(call: _Call, mode: LaterProducts | None) -> Any:
     """A `Later` for a call; the result itself if its shape is unknown before it is computed."""
     spec = _infer(call)
     if spec is None:
         return call.function(*_read(call.args), **_read(call.kwargs))
-    if not at_once:
-        return Later(spec, _find_device(call), call, None)
-    value = call.function(*_peek(call.args), **_peek(call.kwargs))
-    if not isinstance(value, Tensor) or (value.shape, value.dtype) != (spec.shape, spec.dtype):
-        _read((call.args, call.kwargs))
-        return value
-    return Later(spec, _find_device(call), call, value)
+    return Later(spec, _list_tensors((call.args, call.kwargs))[0].device, call, mode)
 
 
-def postpone(function: Callable[..., Any], args: Sequence[Any], like: Tensor, number: int, with_value: bool) -> Later:
-    """A `Later` for `function(*args)`, whose result is like the tensor `like`; on trial with its value."""
-    value = function(*args) if with_value else None
-    return Later(like, like.device, _Call(function, list(args), {}, number), value)
-
-
-def _find_device(call: _Call) -> torch.device:
-    tensors = (each for each in autograd.list_leaves((call.args, call.kwargs)) if isinstance(each, Tensor))
-    return next(tensors).device
+def postpone(function: Callable[..., Any], args: Sequence[Any], like: Tensor) -> Later:
+    """A `Later` for `function(*args)`, whose result is like the tensor `like`."""
+    return Later(like, like.device, _Call(function, list(args), {}), None)
 
 
 def _infer(call: _Call) -> Tensor | None:
@@ -157,44 +171,71 @@ def _without_memory(like: Any) -> Any:
 
 
 class LaterProducts(TorchFunctionMode):
-    """Products that return a `Later`: those with these numbers, or all of them with their values, as a trial."""
+    """Products that return a `Later`."""
 
-    def __init__(self, numbers: Collection[int] | None) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._numbers = numbers
-        self._count = -1
+        self.waiting: list[Later] = []
+        self.is_computing = False
+        """Whether the value of a `Later` is computed."""
+        self._lent: set[int] = set()
+        """Storages that others than torch may write to from now on, without a call that the mode sees."""
         self._backward = torch._C._current_graph_task_id()
-        self.has_seen_parameters = False
-        """Whether the backward runs a forward of its own with parameters, whose backward adds to their gradients."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.is_grad_enabled():
-            self.has_seen_parameters |= any(isinstance(each, nn.Parameter) for each in args)
-        if not (_is_product(func) and self._is_in_same_backward()):
-            return func(*args, **kwargs)
-        self._count += 1
-        if autograd.any_autocast() or (self._numbers is not None and self._count not in self._numbers):
-            return func(*args, **kwargs)
-        return _postpone(_Call(func, args, kwargs, self._count), self._numbers is None)
+        kind = "" if self.is_computing else _classify(func)
+        if kind in ("points", "lends"):
+            self._compute_before(args, lends=kind == "lends")
+            return func(*_read(args), **_read(kwargs))
+        if kind == "writes":
+            self._compute_before(args[:1] or kwargs)
+        elif kind == "may write" or kwargs.get("out") is not None:
+            self._compute_before((args, kwargs))
+        elif kind == "product" and self._is_in_same_backward() and not autograd.any_autocast():
+            if not self._lent or self._lent.isdisjoint(list_memory(_list_tensors((args, kwargs)))):
+                return _postpone(_Call(func, args, kwargs), self)
+        return func(*args, **kwargs)
+
+    def _compute_before(self, changed: Any, lends: bool = False) -> None:
+        """Compute all results that depend on tensors which a call may change now; or later, if it lends them."""
+        tensors = _list_tensors(changed)
+        _compute_all(each for each in tensors if isinstance(each, Later))
+        memory = list_memory(tensors)
+        if lends:
+            self._lent |= memory
+        for each in self.waiting:
+            if each.value is None and not memory.isdisjoint(each.find_memory()):
+                each.now()
 
     def _is_in_same_backward(self) -> bool:
         """Whether the backward itself calls, not a forward or another backward that it runs."""
         return not torch.is_grad_enabled() and torch._C._current_graph_task_id() == self._backward
 
 
-def _is_product(function: Callable[..., Any]) -> bool:
-    """Whether the name is that of a product: mm, scaled_grouped_mm, gemm, matmul, linear, einsum and the like."""
-    name = getattr(function, "__name__", "")
-    known = _PRODUCTS.get(name)
-    if known is None:
-        known = _PRODUCTS[name] = any(word in name for word in ("mm", "matmul", "linear", "einsum"))
-    return known
+@lru_cache(4096)
+def _classify(function: Any) -> str:
+    """What a call does: "product"; "writes" into its first argument, or "may write" into any; "lends" memory to others
+    than torch, or "points" them to it; "" for anything else."""
+    name, _, overload = getattr(function, "__name__", "").partition(".")
+    overloads = [function] if overload else [getattr(function, each) for each in getattr(function, "overloads", list)()]
+    if any(each._schema.is_mutable for each in overloads if overload or "out" not in each._schema.overload_name):
+        return "may write"
+    if name in _LENDING or function == Tensor.__cuda_array_interface__.__get__:  # type: ignore[attr-defined]
+        return "lends"
+    if name in ("data_ptr", "tolist"):
+        return "points"
+    is_method = name.startswith("__") and name.endswith("__")
+    if name.endswith("_") and (not is_method or name in ("__set__", "__setitem__") or name[3:] in _IN_PLACE):
+        return "writes"
+    # mm, scaled_grouped_mm, gemm, matmul, linear, einsum and the like
+    return "product" if any(word in name for word in ("mm", "matmul", "linear", "einsum")) else ""
 
 
-_PRODUCTS: dict[str, bool] = {}
+_LENDING = frozenset(("__array__", "__dlpack__", "numpy", "storage", "_typed_storage", "untyped_storage"))
+_IN_PLACE = frozenset(f"{name}__" for name in "add and div floordiv matmul mod mul or pow sub truediv xor".split())
 
 
 class _At(NamedTuple):
@@ -225,12 +266,13 @@ class Recipe:
         self.reads_weights = False
         self.tensors: list[Tensor] = []
         """All tensors that it reads, detached."""
+        self.versions: list[int] = []
+        """The number of in-place changes of each, when the backward called the product."""
         self.flops = 0.0
         self.is_read = False
         """Whether the backward has read it, or a result that it is made from."""
-        self.numbers: set[int] = set()
-        """Numbers of its products in their backward."""
         self._known: dict[int, Any] = {}
+        self._noted: dict[int, int] = {}
         self._steps: list[_Call] = []
         self._result = self._note(later)
 
@@ -244,10 +286,11 @@ class Recipe:
     def _note_new(self, tensor: Any) -> Any:
         if isinstance(tensor, Later):
             call = tensor.call
-            self.is_read |= tensor.is_read
+            self.is_read |= tensor.value is not None
+            for operand, version in tensor.operands:
+                self._noted.setdefault(id(operand), version)
             args, kwargs = autograd.map_leaves((call.args, call.kwargs), self._note)
-            if call.number >= 0:
-                self.numbers.add(call.number)
+            if call.is_product:
                 self.flops += _count_flops(call)
             self._steps.append(_Call(call.function, args, kwargs))
             return _Step(len(self._steps) - 1)
@@ -259,6 +302,7 @@ class Recipe:
             self.reads_weights = True
             return tensor.detach()
         self.tensors.append(tensor.detach())
+        self.versions.append(self._noted.get(id(tensor), autograd.version_of(tensor)))
         return _At(len(self.tensors) - 1)
 
     @property
@@ -346,6 +390,11 @@ def run_own_backward(node: Node, gradients: Sequence[Any], context: Context | No
     return returned if isinstance(returned, tuple) else (returned,)
 
 
+def function_of(node: Any) -> type:
+    """The autograd Function of a node."""
+    return cast(type, node._forward_cls)
+
+
 def is_compiled(node: Node) -> bool:
     """Whether the node is the backward of a compiled graph."""
     return node.name() == "CompiledFunctionBackward"
@@ -391,8 +440,7 @@ def list_functions(outputs: Iterable[Any], inputs: Iterable[Any]) -> Iterator[No
 
 def _is_other(node: Any) -> bool:
     """Whether the node belongs to zbpipe, or only passes gradients on."""
-    name = node.name()
-    return "apply" in vars(node) or hasattr(node, "deferral") or name in autograd.PASS_ON
+    return "apply" in vars(node) or hasattr(node, "deferral") or autograd.passes_on(node)
 
 
 class Weight(NamedTuple):
@@ -437,6 +485,6 @@ def list_memory(tensors: Iterable[Any]) -> set[int]:
         if _is_wrapper(each):
             names, _ = each.__tensor_flatten__()
             found |= list_memory(getattr(each, name) for name in names)
-        elif isinstance(each, Tensor):  # a DTensor has its mesh there, too
-            found.add(each.untyped_storage()._cdata)
+        elif isinstance(each, Tensor) and not isinstance(each, Later) and each.layout is torch.strided:
+            found.add(each.untyped_storage()._cdata)  # a DTensor has its mesh among its parts
     return found

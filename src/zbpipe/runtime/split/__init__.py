@@ -1,5 +1,5 @@
 """The backward split: I computes the gradient of a stage's input, W later those of its weights."""
 
-from zbpipe.runtime.split.products import GROUPED_MM, LINEAR
+from zbpipe.runtime.split.products import FROM_BACKWARD, GROUPED_MM, LINEAR
 
-__all__ = ["GROUPED_MM", "LINEAR"]
+__all__ = ["FROM_BACKWARD", "GROUPED_MM", "LINEAR"]

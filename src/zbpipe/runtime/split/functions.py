@@ -1,7 +1,7 @@
-"""Weight gradients from the backwards of autograd Functions: compiled graphs, and others' such as torchao's.
+"""Weight gradients from the backwards of autograd Functions: compiled graphs, torchao's, and those that a user declares.
 
 I runs the Function's own backward, without the products that only a weight gradient needs. W runs these: the same
-kernels on the same operands.
+kernels on the same operands. All other Functions compute their weight gradients in I, because a backward may do anything.
 """
 
 from __future__ import annotations
@@ -20,120 +20,105 @@ from zbpipe.runtime.split.products import PendingGradient, WeightProduct
 if TYPE_CHECKING:
     from zbpipe.runtime.split.layers import Deferral
 
+_KNOWN: Mapping[str, frozenset[str]] = {
+    "torchao": frozenset(
+        (
+            "matmul_with_hp_or_float8_args",
+            "mx_mm",
+            "nvfp4_mm_triton",
+            "_BitNetTrainingLinear",
+            "_Int8MixedPrecisionTrainingLinearFunction",
+            "_Int8WeightOnlyLinear",
+            "_MXFP8GroupedMM",
+        )
+    )
+}
+"""Functions of libraries whose gradients the tests compare, by package. Their backwards only quantise and multiply."""
+
 
 class Functions:
     """The autograd Functions that a layer or a compiled region calls with its weights."""
 
-    def __init__(self) -> None:
+    def __init__(self, declared: frozenset[type]) -> None:
+        self.declared = declared
+        """Those of which the layer says that zbpipe may defer products of their backwards."""
         self.may_be_called = True
-        """Whether the layer may call any. Known after its first step."""
-        self.found: set[type] = set()
-        self.numbers: dict[type, frozenset[int]] = {}
-        """Numbers of the products that can wait, in the backward of each kind of node that has had one."""
+        """Whether the layer may call any whose products can wait. Known after its first step."""
+        self.names: set[str] = set()
+        """Names of the Functions called with the layer's weights."""
+        self.called: set[type] = set()
+        """Those whose products can wait."""
 
     def watch(self, deferral: Deferral, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`run(*args, **kwargs)`; all Functions between its arguments and its result defer their weight gradients."""
+        """`run(*args, **kwargs)`; the known Functions between its arguments and its result defer weight gradients."""
         if not self.may_be_called:
             return run(*args, **kwargs)
         with compiled_backward.cut_backwards():
             output = run(*args, **kwargs)
         for node in later.list_functions(autograd.tree_leaves(output), autograd.tree_leaves((args, kwargs))):
             weights = later.list_weights(node, deferral.owns_leaf)
-            if weights and self.numbers.get(type(node)) != frozenset():
-                self.found.add(type(node))
-                later.replace_backward(node, _Backward(self, deferral, weights))
+            if not weights:
+                continue
+            function = later.function_of(node)
+            self.names.add(function.__name__)
+            if later.is_compiled(node) or function in self.declared or _is_known(function):
+                self.called.add(function)
+                later.replace_backward(node, _Backward(deferral, weights))
                 for each in weights:
                     autograd.let_pass_nothing(each.edge.node)
         return output
 
     def settle(self) -> None:
         """Look for no more Functions after a step without any whose products can wait."""
-        self.may_be_called = any(self.numbers.get(each) != frozenset() for each in self.found)
+        self.may_be_called = bool(self.called)
 
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of the Functions found."""
-        return frozenset(each.__name__.removesuffix("Backward") for each in self.found)
+
+def _is_known(function: type) -> bool:
+    return function.__qualname__ in _KNOWN.get(function.__module__.partition(".")[0], ())
 
 
 class _Backward:
     """Runs the backward of one node."""
 
-    def __init__(self, functions: Functions, deferral: Deferral, weights: Sequence[later.Weight]) -> None:
-        self._functions = functions
+    def __init__(self, deferral: Deferral, weights: Sequence[later.Weight]) -> None:
         self.deferral = deferral
         self.weights = weights
         self._memory = later.list_memory(each.leaf for each in weights)
 
     def __call__(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
-        numbers = self._functions.numbers.get(type(node))
-        if numbers == frozenset() or torch.is_grad_enabled() or not self.deferral.gradients.is_recording:
+        if torch.is_grad_enabled() or not self.deferral.gradients.is_recording:
             return later.run_own_backward(node, gradients)
-        if later.is_compiled(node):
-            with compiled_backward.deferring(is_trial=numbers is None):
-                returned = later.run_own_backward(node, gradients)
-            if numbers is None:
-                numbers = self._learn(node, returned)
-        else:
-            returned, numbers = self._run_without_products(node, gradients, numbers)
-        kept = list(returned)
+        returned = list(self._run_without_products(node, gradients))
         for weight in self.weights:
             gradient = returned[weight.place]
-            if later.holds_later(gradient) and self._defer(gradient, weight, numbers):
-                kept[weight.place] = None
-        return tuple(map(later.compute, kept))
+            if later.holds_later(gradient) and self._defer(gradient, weight):
+                returned[weight.place] = None
+        return tuple(map(later.compute, returned))
 
-    def _run_without_products(
-        self, node: Node, gradients: Sequence[Any], numbers: frozenset[int] | None
-    ) -> tuple[tuple[Any, ...], frozenset[int]]:
-        """The gradients that the backward returns, and the numbers of the products that can wait."""
-        context = later.Context(node)
-        mode = later.LaterProducts(numbers)
-        inner: list[PendingGradient] = []
+    def _run_without_products(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        if later.is_compiled(node):
+            with compiled_backward.deferring():
+                return later.run_own_backward(node, gradients)
         try:
-            with self.deferral.gradients.collect(inner), mode:
-                returned = later.run_own_backward(node, gradients, context)
-            if numbers is None:
-                numbers = self._learn(node, returned)
+            with later.LaterProducts():
+                return later.run_own_backward(node, gradients, later.Context(node))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of any kind: it may read a tensor in a way that no `Later` allows
-            self._functions.numbers[type(node)] = frozenset()
-            if inner or mode.has_seen_parameters:  # a second run would add those gradients again
-                raise RuntimeError(
-                    f"the backward of {node.name()} in a {type(self.deferral.layer).__name__} runs another backward and"
-                    f" fails: {error}. If it does not without zbpipe, set weight_products = {{}} on this layer"
-                ) from error
-            return later.run_own_backward(node, gradients, context), frozenset()
-        for each in inner:
-            self.deferral.gradients.keep(each)
-        return returned, numbers
+            # It is not run again without: it may have written into tensors.
+            kind = type(self.deferral.layer).__name__
+            raise RuntimeError(
+                f"the backward of {node.name()} in a {kind} fails: {error}. If it does not without zbpipe, set"
+                " weight_products = {} on this layer"
+            ) from error
 
-    def _learn(self, node: Node, returned: Sequence[Any]) -> frozenset[int]:
-        gradients = [returned[each.place] for each in self.weights]
-        numbers = [self._try_out(each) for each in gradients if later.holds_later(each)]
-        found = frozenset[int]().union(*numbers)
-        self._functions.numbers[type(node)] = found
-        return found
-
-    def _try_out(self, gradient: Tensor) -> frozenset[int]:
-        """Numbers of the products behind a weight gradient, if W can compute it: empty if it cannot."""
-        # It cannot if the backward has written into an operand since, or reads a weight that FSDP may free before W.
-        recipe = later.Recipe(gradient, self._memory)
-        if recipe.is_read or (recipe.reads_weights and self.deferral.is_sharded):
-            return frozenset()
-        if isinstance(gradient, later.Later):
-            again = recipe.run(recipe.tensors)
-            if gradient.value is None or not autograd.same_content(again, gradient.value):
-                return frozenset()
-        return frozenset(recipe.numbers)
-
-    def _defer(self, gradient: Tensor, weight: later.Weight, numbers: frozenset[int]) -> bool:
+    def _defer(self, gradient: Tensor, weight: later.Weight) -> bool:
         """Whether W computes the gradient, or nobody."""
         if gradient.shape != autograd.find_shape(weight.edge):  # autograd sums what is larger
             return False
         recipe = later.Recipe(gradient, self._memory)
-        if recipe.is_read or not recipe.numbers <= numbers:
+        # W cannot if the backward has read it, or if it needs a weight that FSDP may free before W.
+        if recipe.is_read or (recipe.reads_weights and self.deferral.is_sharded):
             return False
         pending = _make_pending(self.deferral, recipe, weight)
         return pending is not None and not self.deferral.is_due_now(pending, weight.edge.node)
@@ -157,9 +142,10 @@ def _make_pending(deferral: Deferral, recipe: later.Recipe, weight: later.Weight
     if getattr(weight.edge.node, "variable", None) is weight.leaf and type(weight.leaf) in autograd.PLAIN:
         target = weight.leaf
     product = _Replay(recipe)
+    versions = tuple(recipe.versions)
     x, *rest = recipe.release_tensors()
     if not rest:
         return None
     dy, *more = rest
     inner = recipe.flops / 2 / max(dy.numel(), 1)
-    return PendingGradient(deferral.layer, product, target, x, dy, NONE, tuple(more), inner=inner)
+    return PendingGradient(deferral.layer, product, target, x, dy, NONE, tuple(more), versions, inner=inner)

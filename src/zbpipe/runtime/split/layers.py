@@ -35,6 +35,7 @@ from zbpipe.runtime.split.contents import Checks
 from zbpipe.runtime.split.functions import Functions
 from zbpipe.runtime.split.further import Further, swap
 from zbpipe.runtime.split.products import (
+    FROM_BACKWARD,
     LINEAR,
     PendingGradient,
     Sharing,
@@ -125,11 +126,11 @@ def _owns_matrices(layer: nn.Module) -> bool:
 def _read_declared_products(layer: nn.Module) -> Mapping[Callable[..., Any], Reader]:
     products: Any = layer.weight_products
     pairs = products.items() if isinstance(products, Mapping) else [(None, products)]
-    if not all(callable(function) and (isinstance(each, WeightProduct) or callable(each)) for function, each in pairs):
+    if not all(callable(function) and _is_gradient(each, function) for function, each in pairs):
         raise ValueError(
             f"weight_products of {type(layer).__name__} has to be a mapping of functions to the gradients of their"
-            " weights, such as {torch.bmm: lambda dy, x: x.mT @ dy}, or {} for a layer that defers nothing, got"
-            f" {products!r}"
+            " weights, such as {torch.bmm: lambda dy, x: x.mT @ dy} or {MyFunction.apply: FROM_BACKWARD}, or {} for a"
+            f" layer that defers nothing, got {products!r}"
         )
     return {
         # torch function modes see the private one
@@ -137,8 +138,14 @@ def _read_declared_products(layer: nn.Module) -> Mapping[Callable[..., Any], Rea
             each if isinstance(each, WeightProduct) else WeightProduct(each)
         )
         for function, each in products.items()
-        if not (function is F.linear and each is LINEAR)
+        if not (function is F.linear and each is LINEAR) and each is not FROM_BACKWARD
     }
+
+
+def _is_gradient(declared: object, function: object) -> bool:
+    if declared is FROM_BACKWARD:
+        return autograd.is_apply(function)
+    return isinstance(declared, WeightProduct) or callable(declared)
 
 
 def deferral_of(layer: nn.Module) -> Deferral:
@@ -185,7 +192,8 @@ class Deferral:
         self.stays_in_i = False
         """Whether the first I saw x or dY change, so that W could not use them."""
         self.checks, self.sharing = Checks(), Sharing()
-        self.functions = Functions()
+        own = layer.weight_products if self.is_declared else {}  # type: ignore[union-attr]
+        self.functions = Functions(frozenset(each.__self__ for each, how in own.items() if how is FROM_BACKWARD))  # type: ignore
         self.has_node_hooks = False
         """Whether hooks on autograd's own node of a weight wait for its gradient."""
         self.has_hooks_on_views = False
@@ -284,6 +292,7 @@ class Deferral:
             weight if part is None else part.leaf,
             part,
             bias,
+            tuple(isinstance(each, Tensor) and each.requires_grad for _, each in rest),
             owner,
             rule,
         )
@@ -589,6 +598,8 @@ class _Plan(NamedTuple):
     part: autograd.Part | None
     """The part of a leaf that the weight shows."""
     bias: Tensor | None
+    trained: tuple[bool, ...]
+    """Which of `rest` need gradients."""
     owner: Deferral | None
     """The layer, if FSDP would free an x that is itself a weight."""
     rule: _Rule
@@ -597,8 +608,8 @@ class _Plan(NamedTuple):
         """Whether a call with these arguments is the same product, of another x."""
         if len(args) != len(self.rest) + 2 or len(options) != len(self.options):
             return False
-        for place, known in self.rest:
-            if args[place] is not known:
+        for (place, known), is_trained in zip(self.rest, self.trained, strict=True):
+            if args[place] is not known or (known is not None and getattr(known, "requires_grad", False) is not is_trained):
                 return False
         for name, option in options.items():
             if self.options.get(name, self) is not option:

@@ -132,6 +132,16 @@ torch.Size([2, 16, 16])
 """
 
 
+FROM_BACKWARD = "from backward"
+"""Declares an autograd Function: W runs the products of its own backward that nothing else there reads.
+
+Whoever declares it promises that every write in this backward is one that torch counts.
+
+>>> layer = torch.nn.Module()
+>>> layer.weight_products = {torch.autograd.Function.apply: FROM_BACKWARD}
+"""
+
+
 @dataclass(slots=True)
 class PendingGradient:
     """Inputs of W for one use of one weight. Autograd waits while it is made, so this has to be cheap."""
@@ -166,6 +176,7 @@ class PendingGradient:
     def tensors(self, tensors: Sequence[Tensor]) -> None:
         self.x, self.dy, *more = tensors
         self.more = tuple(more)
+        self.versions = tuple([autograd.version_of(each) for each in tensors])
 
     def name_where(self, marks: Iterable[bool]) -> str:
         """Names of the marked `tensors`, each once; empty for none."""
@@ -385,28 +396,13 @@ class WeightGradients:
         if self._recording is None:
             return False
         gradient.may_fuse = self._may_fuse
-        gradient.versions = tuple([autograd.version_of(each) for each in gradient.tensors])
+        gradient.versions = gradient.versions or tuple([autograd.version_of(each) for each in gradient.tensors])
         if checks is not None and self.step and checks.is_due(self.step, self._run):
             gradient.contents = fingerprints(gradient.tensors)
-        self.keep(gradient)
-        return True
-
-    def keep(self, gradient: PendingGradient) -> None:
-        """Keep a deferred gradient for W; on trial, add it at once."""
-        assert self._recording is not None
         self._recording.append(gradient)
         if self.on_trial:
             gradient.accumulate()
-
-    @contextmanager
-    def collect(self, into: list[PendingGradient]) -> Iterator[None]:
-        """Context in which deferred gradients go into this list, for a backward that may fail."""
-        recording, on_trial = self._recording, self.on_trial
-        self._recording, self.on_trial = into, False
-        try:
-            yield
-        finally:
-            self._recording, self.on_trial = recording, on_trial
+        return True
 
     def cast(self, x: Tensor, dtype: torch.dtype, sharing: Sharing) -> Tensor:
         """`x` in `dtype`, without a graph. Consecutive calls with the same `x` share the memory."""

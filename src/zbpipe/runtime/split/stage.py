@@ -223,6 +223,7 @@ def _explain_what_stays_in_i(stage: _SplitBackward, deferral: Deferral) -> None:
     """Log functions that a layer declares without effect."""
     declared = filter(deferral.declares, deferral.products)
     never = [name_of(function) for function in declared if function not in deferral.deferrable]
+    never += [f"{each.__name__}.apply" for each in deferral.functions.declared - deferral.functions.called]
     if never:
         called = [*deferral.called, *(f"{each}.apply" for each in sorted(deferral.functions.names))]
         logger.warning(
@@ -338,7 +339,8 @@ class _SplitBackward(pipelining.OwnStage):
         if not self.has_backward:
             return
         pending = self._deferred.pop(bwd_chunk_id)
-        _require_unchanged(self, bwd_chunk_id, find_changed_contents(pending), "between I and W")
+        changes = find_changed_versions(pending) or find_changed_contents(pending)
+        _require_unchanged(self, bwd_chunk_id, changes, "between I and W")
         if sums := fsdp.sums_beside_grad(self.submod):
             for gradient in pending:
                 gradient.beside = sums.get(id(autograd.find_leaf(gradient.weight)))
