@@ -70,6 +70,8 @@ class Program(NamedTuple):
     """Whether a backward writes in a way that torch does not count."""
     is_plain: bool
     """Whether all weight gradients can wait, as the page on the split says."""
+    length: int = 0
+    """Number of choices that it takes."""
 
     @property
     def undeclared(self) -> str:
@@ -247,14 +249,18 @@ class _Writer:
     """Writes a program, line by line. The simplest comes first in each list, and failures shrink to it."""
 
     def __init__(self, choices: bytes, is_plain: bool) -> None:
-        self._choices = iter(choices)
+        self._choices = choices
+        self.place = 0
+        """Number of choices made."""
         self.is_plain = is_plain
         self.is_hidden = False
         self.functions: list[str] = []
         self.has_autocast = False
 
     def number(self, least: int, most: int) -> int:
-        return least + next(self._choices, 0) % (most - least + 1)
+        choice = self._choices[self.place] if self.place < len(self._choices) else 0
+        self.place += 1
+        return least + choice % (most - least + 1)
 
     def pick(self, options: Any) -> Any:
         return options[self.number(0, len(options) - 1)]
@@ -375,7 +381,7 @@ class _Writer:
     def function(self) -> str:
         """Writes an autograd Function of x and a weight; returns its name."""
         name = f"F{len(self.functions)}"
-        known = {"a": ["dy", "x"], "m": ["w"]}
+        known = {"a": ["x", "dy"], "m": ["w"]}
         body: list[str] = []
         for place in range(self.number(0, 4)):
             body += self.statement(name, f"t{place}", known)
@@ -408,6 +414,8 @@ class _Writer:
         kind = self.pick(kinds)
         has_rows = bool(known["a"])
         shape = self.pick(("m", "a")) if has_rows else "m"
+        if kind in ("write", "hidden") and known[shape] == ["w"]:
+            shape = "a"
         if kind == "write":
             return self.guarded(self.fill(self.pick(WRITES), shape, known), function, known)
         if kind == "hidden":
@@ -435,8 +443,8 @@ class _Writer:
         for letter in sorted(set(re.findall(r"{(\w)}", template))):
             options = known[{"a": "a", "b": "a", "c": "a", "m": "m", "n": "m"}.get(letter, shape)]
             if letter == "v" and template in WRITES + HIDDEN_WRITES:
-                options = [each for each in options if each != "w"] or known["a"]
-            names[letter] = self.pick(options[::-1])
+                options = [each for each in options if each != "w"]
+            names[letter] = self.pick(options[::-1] if letter in "avm" else options)
         return template.format(**names)
 
     def guarded(self, line: str, function: str, known: dict[str, list[str]], always: bool = False) -> list[str]:
@@ -515,7 +523,7 @@ def write(choices: bytes, is_plain: bool = False) -> Program:
     writer.has_autocast = not is_plain and writer.one_in(8)
     source = writer.stage()
     dtype = "float32" if writer.has_autocast else "float64"
-    return Program(f"{PRELUDE}\n\n{source}", dtype, writer.is_hidden, is_plain)
+    return Program(f"{PRELUDE}\n\n{source}", dtype, writer.is_hidden, is_plain, writer.place)
 
 
 choices = st.binary(min_size=LENGTH, max_size=LENGTH)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
-from programs import LENGTH, Program, choices, write
+from programs import LENGTH, PRELUDE, Program, choices, write
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -36,6 +36,9 @@ except ImportError:
 MICROBATCHES, STEPS, ROWS, WIDTH = 4, 3, 3, 4
 TOLERANCE = {"float64": 1e-9, "float32": 2e-2}
 """Relative to a gradient's norm; in float32 the products are in bfloat16."""
+
+OF_TORCH = ("activation checkpoint has been mutated", "has been modified by an inplace operation")
+"""Errors of torch, which notices there that a backward wrote into what another needs."""
 
 Gradients = list[dict[str, Tensor | None]]
 """By step."""
@@ -72,16 +75,28 @@ def note(stage: nn.Module) -> dict[str, Tensor | None]:
     return found | {f"weight {name}": each.detach().clone() for name, each in stage.named_parameters()}
 
 
-def run_plainly(code: Any, dtype: torch.dtype) -> Gradients:
-    """Without a pipeline."""
+def run_plainly(code: Any, dtype: torch.dtype, *, clones: bool = False) -> Gradients:
+    """Without a pipeline; with `clones`, backwards return copies."""
     names = build(code, dtype)
     stage, found = names["stage"], []
+    for each in names.values() if clones else ():
+        if isinstance(each, type) and issubclass(each, torch.autograd.Function):
+            each.backward = staticmethod(_cloning(each.backward))
     for step in range(STEPS):
         for x, target in zip(*(each.chunk(MICROBATCHES) for each in batch(step, dtype)), strict=True):
             F.mse_loss(stage(x), target).backward()
         found.append(note(stage))
         names["between"](stage, step)
     return found
+
+
+def _cloning(backward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        returned = backward(*args)
+        many = returned if isinstance(returned, tuple) else (returned,)
+        return tuple(each.clone() if isinstance(each, Tensor) else each for each in many)
+
+    return run
 
 
 def run_split(code: Any, dtype: torch.dtype, schedule: str) -> Iterator[tuple[dict[str, Tensor | None], float]]:
@@ -110,7 +125,17 @@ def compare(program: Program, *, is_declared: bool, schedule: str = "ZBH1") -> O
         return Outcome("void", "not finite")
     if not any(each is not None and each.any() for name, each in expected[0].items() if "weight " not in name):
         return Outcome("void", "no gradients")
-    code = compile(program.source, "program", "exec") if is_declared else plain
+    outcome = _compare(program, expected, is_declared=is_declared, schedule=schedule)
+    if outcome.kind == "wrong":
+        others = run_plainly(plain, dtype, clones=True)
+        if any(difference(one[name], other[name], 1e-9) for one, other in zip(expected, others, strict=True) for name in one):
+            return Outcome("aliased", outcome.reason)
+    return outcome
+
+
+def _compare(program: Program, expected: Gradients, *, is_declared: bool, schedule: str) -> Outcome:
+    dtype = getattr(torch, program.dtype)
+    code = compile(program.source if is_declared else program.undeclared, "program", "exec")
     share = 0.0
     try:
         for step, (found, share) in enumerate(run_split(code, dtype, schedule)):
@@ -120,6 +145,8 @@ def compare(program: Program, *, is_declared: bool, schedule: str = "ZBH1") -> O
     except Exception as error:
         if is_named(error):
             return Outcome("refused", f"{type(error).__name__}: {error}")
+        if any(words in str(error) for words in OF_TORCH):
+            return Outcome("torch's error", str(error))
         return Outcome("wrong", "".join(traceback.format_exception(error)))
     return Outcome("deferred" if share == 1 else "in I", f"{share:.2f}")
 
@@ -164,26 +191,36 @@ def test_programs(choices: bytes) -> None:
 # Many programs
 
 
-def shrink(made_from: bytes, is_wrong: Callable[[bytes], bool]) -> bytes:
-    """Fewer and smaller choices of which `is_wrong` still holds."""
-    best = made_from.rstrip(b"\0")
-    size = len(best)
-    while size:
-        place = 0
-        while place < len(best):
-            rest = best[place + size :]
-            for shorter in (best[:place] + rest, best[:place] + bytes(size) + rest):
-                if shorter != best and is_wrong(shorter):
-                    best = shorter
-                    break
-            else:
-                place += size
-        size //= 2
-    for place in range(len(best)):
-        for smaller in range(min(best[place], 12)):
-            if is_wrong(tried := best[:place] + bytes([smaller]) + best[place + 1 :]):
-                best = tried
-                break
+def shrink(best: bytes, is_wrong: Callable[[bytes], bool], most: int = 300) -> bytes:
+    """Fewer and smaller choices of which `is_wrong` still holds, after at most `most` tries."""
+    tried = set()
+
+    def take(shorter: bytes) -> bool:
+        nonlocal best, most
+        program = write(shorter)
+        shorter = shorter[: program.length].rstrip(b"\0")
+        if most <= 0 or program.source in tried or (len(shorter), shorter) >= (len(best), best):
+            return False
+        tried.add(program.source)
+        most -= 1
+        if is_wrong(shorter):
+            best = shorter
+            return True
+        return False
+
+    best = best[: write(best).length]
+    again = True
+    while again and most > 0:
+        again = False
+        for size in (64, 32, 16, 8, 5, 3, 2, 1):
+            place = 0
+            while place < len(best):
+                if any(take(best[:place] + each + best[place + size :]) for each in (b"", bytes(size))):
+                    again = True
+                else:
+                    place += max(1, size // 2)
+        for place, choice in enumerate(best):
+            again |= any(take(best[:place] + bytes([each]) + best[place + 1 :]) for each in range(min(choice, 8)))
     return best
 
 
@@ -194,6 +231,8 @@ def main() -> None:
     parser.add_argument("--mode", choices=("undeclared", "declared", "plain"), default="undeclared")
     parser.add_argument("--schedule", default="ZBH1")
     parser.add_argument("--choices", help="those of one program, in hexadecimal")
+    parser.add_argument("--dtype", default="float64", help="of --file")
+    parser.add_argument("--file", type=Path, help="one program, as printed for another")
     parser.add_argument("--shrunk", type=int, default=3, help="number of wrong programs of one reason to make smaller")
     parser.add_argument("--no-hidden", action="store_true", help="leave out programs with writes that torch does not count")
     parser.add_argument("--void", action="store_true", help="print why programs fail in plain autograd")
@@ -210,6 +249,12 @@ def main() -> None:
     if args.choices is not None:
         program, outcome = run(bytes.fromhex(args.choices))
         print(program.source, outcome, sep="\n")
+        return
+    if args.file is not None:
+        source = args.file.read_text()
+        program = Program(source if PRELUDE in source else PRELUDE + source, args.dtype, False, False)
+        for is_declared in (False, True):
+            print(["undeclared", "declared"][is_declared], compare(program, is_declared=is_declared, schedule=args.schedule))
         return
     counted: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
@@ -236,7 +281,7 @@ def main() -> None:
                 small = shrink(made_from, is_as_wrong)
                 program, outcome = run(small)
                 print(f"---- {args.mode}, seed {args.seed}, program {number}: --choices {small.hex()}\n{outcome.reason}")
-                print(program.source.split("mul_(2)\n", 1)[1], flush=True)
+                print(program.source.removeprefix(PRELUDE), flush=True)
     for reason, times in reasons.most_common(40):
         print(times, reason)
     print(dict(counted))
