@@ -95,7 +95,7 @@ PRODUCTS = {
         "torch.zeros_like({a}).addmm_({b}, {m})",
         "torch.zeros_like({a})[None].baddbmm_({b}[None], {m}[None])[0]",
         "torch.mm({a}, {m}, out=torch.empty({a}.shape, dtype={a}.dtype))",
-        'torch.mm({a}, {m}, out=workspace("a", {a}))',
+        'torch.mm({a}, {m}, out=workspace((ctx.site, "a"), {a}))',
         "torch.addbmm({b}, {a}[None], {m}[None])",
         "torch.from_numpy({a}.detach().numpy() @ {m}.detach().numpy())",
     ),
@@ -111,7 +111,7 @@ PRODUCTS = {
         "torch.zeros_like({m}).addmm_({a}.t(), {b})",
         "torch.zeros_like({m})[None].baddbmm_({a}.t()[None], {b}[None])[0]",
         "torch.mm({a}.t(), {b}, out=torch.empty({m}.shape, dtype={m}.dtype))",
-        'torch.mm({a}.t(), {b}, out=workspace("m", {m}))',
+        'torch.mm({a}.t(), {b}, out=workspace((ctx.site, "m"), {m}))',
         "torch.stack([{a}.t() @ {b}, {m}]).sum(0)",
         "torch.outer({a}[0], {b}[1])",
     ),
@@ -129,7 +129,7 @@ OTHERS = (
     "torch.where({v} > 0, {v}, {u})",
     "{v}.masked_fill({v} > 1, 0)",
     "torch.empty_like({v}).copy_({u})",
-    'workspace("{v}", {v}).copy_({u})',
+    'workspace((ctx.site, "{v}"), {v}).copy_({u})',
     "{v}.sum() * {u}",
     "{v} / (1 + {v}.norm())",
     "torch.mul({v}, {u}, out=torch.empty({v}.shape, dtype={v}.dtype))",
@@ -137,6 +137,8 @@ OTHERS = (
     "torch.from_numpy(numpy.from_dlpack({v}.detach()) * 0.5)",
     "torch.from_numpy({v}.detach().numpy().copy())",
 )
+ALIASES = ("{v}.detach()", "{v}.view_as({v})", "torch.from_dlpack({v}.detach())")
+"""Those of OTHERS that share memory."""
 WRITES = (
     "{v}.mul_(0.5)",
     "{v}.clamp_(-0.5, 0.5)",
@@ -180,7 +182,7 @@ GUARDS = (
     "{a}.sum() > 0",
     'count("{function}") % 2',
     'count("{function}") > 4',
-    "ctx.mode",
+    "ctx.site % 2",
     "ctx.training",
     "{a}.is_contiguous()",
     "ctx.needs_input_grad[0]",
@@ -256,6 +258,8 @@ class _Writer:
         self.is_hidden = False
         self.functions: list[str] = []
         self.has_autocast = False
+        self.sites = 0
+        """Number of calls of Functions. Each has workspaces of its own, as an engine would sum up what it returns."""
 
     def number(self, least: int, most: int) -> int:
         choice = self._choices[self.place] if self.place < len(self._choices) else 0
@@ -370,13 +374,15 @@ class _Writer:
             return self.pick(MADE)
         name = self.function_of_a_weight()
         functions.add(name)
-        return f"{name}.apply({self.pick(WEIGHTS)})"
+        self.sites += 1
+        return f"{name}.apply({self.pick(WEIGHTS)}, {self.sites})"
 
     def call_function(self, x: str, weight: str, functions: set[str]) -> str:
         known = sorted(each for each in functions if each.startswith("F"))
         name = self.pick(known) if known and self.one_in(2) else self.function()
         functions.add(name)
-        return f"{name}.apply({x}, {weight}, [self.w], {self.pick(('True', 'False'))}, self.training)"
+        self.sites += 1
+        return f"{name}.apply({x}, {weight}, [self.w], {self.sites}, self.training)"
 
     def function(self) -> str:
         """Writes an autograd Function of x and a weight; returns its name."""
@@ -387,9 +393,9 @@ class _Writer:
             body += self.statement(name, f"t{place}", known)
         returned = self.returned(known)
         forward = [
-            "def forward(ctx, x, w, owner, mode, training):",
+            "def forward(ctx, x, w, owner, site, training):",
             "    ctx.save_for_backward(x, w)",
-            "    ctx.owner, ctx.mode, ctx.training = owner[0], mode, training",
+            "    ctx.owner, ctx.site, ctx.training = owner[0], site, training",
             f"    return {self.pick(FORWARDS)}",
         ]
         backward = ["def backward(ctx, dy):", "    x, w = ctx.saved_tensors", *(f"    {each}" for each in [*body, *returned])]
@@ -402,9 +408,9 @@ class _Writer:
         body: list[str] = []
         for place in range(self.number(0, 2)):
             body += self.statement(name, f"t{place}", known)
-        forward = ["def forward(ctx, w):", f"    return {self.pick(FORWARDS_OF_VIEWS)}"]
+        forward = ["def forward(ctx, w, site):", "    ctx.site = site", f"    return {self.pick(FORWARDS_OF_VIEWS)}"]
         last = self.pick(("dy * 0.1", "{m}", "{m}.t()", "{m} @ {n}")).format(m=known["m"][-1], n=self.pick(known["m"]))
-        backward = ["def backward(ctx, dy):", *(f"    {each}" for each in [*body, f"return {last}"])]
+        backward = ["def backward(ctx, dy):", *(f"    {each}" for each in [*body, f"return {last}, None"])]
         self.functions.append(_function(name, forward, backward, self.has_autocast))
         return name
 
@@ -444,6 +450,8 @@ class _Writer:
             options = known[{"a": "a", "b": "a", "c": "a", "m": "m", "n": "m"}.get(letter, shape)]
             if letter == "v" and template in WRITES + HIDDEN_WRITES:
                 options = [each for each in options if each != "w"]
+            if letter == "v" and template in ALIASES:  # which the engine may add to
+                options = [each for each in options if each != "w"] or ["(w * 0.5)"]
             names[letter] = self.pick(options[::-1] if letter in "avm" else options)
         return template.format(**names)
 
@@ -496,7 +504,9 @@ class _Writer:
                 f"{owner}.grad{add.format(p=product)}",
                 "return dx, None, None, None, None",
             ]
-        last = {"last": m, "alias": f"{m}.view_as({m})", "transposed": f"{m}.t()"}[how]
+        if how != "last":  # of memory that it alone holds: the engine may add to it
+            m = f"{m}.clone()"
+        last = {"last": m, "alias": f"{m}.view(-1).view_as(w)", "transposed": f"{m}.t()"}[how]
         return [f"return {dx}, {last}, None, None, None"]
 
     def late_write(self, known: dict[str, list[str]]) -> list[str]:
