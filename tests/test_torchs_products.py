@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zbpipe
 from zbpipe.runtime.split.layers import defer_weights, deferrals
-from zbpipe.runtime.split.products import LINEAR, WeightGradients
+from zbpipe.runtime.split.products import FROM_BACKWARD, LINEAR, WeightGradients
 
 WIDTH = 6
 Forward = Callable[[Any, Tensor], Tensor]
@@ -523,8 +523,13 @@ class LinearOfOthers(torch.autograd.Function):
         return product(dy, weight, False, False), product(dy, x, True, False)
 
 
+def declare(layer: nn.Module, function: type[torch.autograd.Function]) -> nn.Module:
+    layer.weight_products = {function.apply: FROM_BACKWARD}  # type: ignore[assignment]
+    return layer
+
+
 def test_a_product_by_an_operator_of_another_library_waits() -> None:
-    layer = Own(Case(lambda s, x: LinearOfOthers.apply(x.flatten(0, 1), s.w), SQUARE))
+    layer = declare(Own(Case(lambda s, x: LinearOfOthers.apply(x.flatten(0, 1), s.w), SQUARE)), LinearOfOthers)
     plain, gradients = copy.deepcopy(layer), WeightGradients()
     defer_weights(layer, gradients)
     for step in range(3):
@@ -539,12 +544,12 @@ def test_a_product_by_an_operator_of_another_library_waits() -> None:
 
 
 class RunsBackward(torch.autograd.Function):
-    """Its backward runs that of a layer, then fails with a `Later`, or in any case."""
+    """Its backward runs that of a layer."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, inner: nn.Module, fails: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, inner: nn.Module) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.inner, ctx.fails = inner, fails
+        ctx.inner = inner
         return inner(x) @ weight
 
     @staticmethod
@@ -554,39 +559,30 @@ class RunsBackward(torch.autograd.Function):
             given = x.detach().requires_grad_()
             h = ctx.inner(given)
         h.backward(dy @ weight.mT)
-        dw = h.detach().flatten(0, 1).mT @ dy.flatten(0, 1)
-        return given.grad, torch.from_numpy(dw.numpy().copy()) if ctx.fails else dw, None, None
+        return given.grad, h.detach().flatten(0, 1).mT @ dy.flatten(0, 1), None
 
 
 class WithInner(nn.Module):
-    def __init__(self, fails: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.w, self.inner = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
-        self.fails = fails
 
     def forward(self, x: Tensor) -> Tensor:
-        return RunsBackward.apply(x, self.w, self.inner, self.fails)
+        return RunsBackward.apply(x, self.w, self.inner)
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_backward_within_a_backward_adds_its_gradients_once(fails: bool) -> None:
-    layer = WithInner(fails)
+@pytest.mark.parametrize("is_declared", [False, True])
+def test_a_backward_within_a_backward_adds_its_gradients_once(is_declared: bool) -> None:
+    layer: nn.Module = WithInner()
+    if is_declared:
+        declare(layer, RunsBackward)
     plain, gradients = copy.deepcopy(layer), WeightGradients()
     defer_weights(layer, gradients)
     for step in range(2):
         x = torch.randn(3, 4, WIDTH)
         with gradients.record(on_trial=not step) as pending:
-            if fails and not step:
-                with pytest.raises(
-                    RuntimeError, match=r"in a WithInner runs another backward and fails: .* weight_prod"
-                ):
-                    train(layer, x, RUNS["plain"])
-                assert pending == []
-                assert layer.inner.weight.grad is None
-                layer.zero_grad()
-                continue
             train(layer, x, RUNS["plain"])
-        assert len(pending) == (1 if fails else 2)
+        assert len(pending) == (2 if is_declared else 1)
         while step and pending:
             pending.pop().accumulate()
         train(plain, x, RUNS["plain"])
@@ -598,7 +594,9 @@ def gradients_of(module: nn.Module) -> list[Tensor | None]:
 
 
 class Writes(torch.autograd.Function):
-    """Its backward writes into an operand of the weight's product, or reads the result, or fails with a `Later`."""
+    """Its backward does something with the operands or the result of a weight's product, mostly in its third call."""
+
+    calls = 0
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, how: str) -> Tensor:
@@ -610,40 +608,103 @@ class Writes(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
         x, rows = x.flatten(0, 1).clone(), dy.flatten(0, 1)
-        dw = x.mT @ rows
-        if ctx.how == "writes":
-            x.data.zero_()
-        elif ctx.how == "reads":
-            dw = dw * (1 + float(dw.sum() > 1e9))
-        elif ctx.how == "by NumPy":
-            dw = torch.from_numpy(dw.numpy() * 2) / 2
-        elif ctx.how == "a kernel":
-            assert dw.data_ptr() != 0
-        elif ctx.how == "many steps":
-            dw = (dw.t() * 2).to(torch.float32).to(torch.float64).t().contiguous() / 2 + weight.square().sum()
-        elif ctx.how == "in place":
-            dw.mul_(1)
+        Writes.calls += 1
+        if ctx.how in AT_ONCE:
+            dw = AT_ONCE[ctx.how](x, rows, weight)
+        else:
+            dw = x.mT @ rows
+            if ctx.how and Writes.calls == 3:
+                dw = (WAITS | READS)[ctx.how](x, rows, dw)
         return dy @ weight.mT, dw, None
 
 
-HOW = {"": 1, "writes": 0, "reads": 0, "by NumPy": 0, "a kernel": 0, "many steps": 1, "in place": 0}
+def sets(x: Tensor, rows: Tensor, dw: Tensor) -> Tensor:
+    x[0] = 0
+    return dw
 
 
-@pytest.mark.parametrize("how", HOW)
+def writes(function: Callable[..., Any], *which: int) -> Callable[..., Tensor]:
+    def run(x: Tensor, rows: Tensor, dw: Tensor) -> Tensor:
+        function(*((x, rows, dw)[each] for each in which))
+        return dw
+
+    return run
+
+
+def after_a_sum(x: Tensor, rows: Tensor, dw: Tensor) -> Tensor:
+    more = dw + 1
+    dw *= 2
+    return dw / 2 + (more - more)
+
+
+def lends(x: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+    lent = rows.numpy()
+    dw = x.mT @ rows
+    lent[:] = 0
+    return dw
+
+
+AT_ONCE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "adds": lambda x, rows, weight: torch.zeros_like(weight).addmm_(x.mT, rows),
+    "into a given one": lambda x, rows, weight: torch.mm(x.mT, rows, out=torch.zeros_like(weight)),
+    "has lent": lends,
+}
+READS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "writes": writes(lambda x: x.data.zero_(), 0),
+    "sets": sets,
+    "into dY": writes(torch.relu_, 1),
+    "by an operator": writes(lambda x: torch.ops.aten.mul_.Tensor(x, x), 0),
+    "into the result": writes(lambda dw: dw.mul_(1), 2),
+    "into a part of the result": writes(lambda dw: dw[0].mul_(2), 2),
+    "after a sum": after_a_sum,
+    "reads": lambda x, rows, dw: dw * (1 + float(dw.sum() > 1e9)),
+    "by NumPy": lambda x, rows, dw: torch.from_numpy(dw.numpy() * 2) / 2,
+    "by DLPack": lambda x, rows, dw: torch.from_dlpack(dw),
+    "a kernel": writes(lambda dw: dw.data_ptr(), 2),
+    "a random one": lambda x, rows, dw: dw + 0 * torch.rand_like(dw),
+}
+WAITS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "": lambda x, rows, dw: dw,
+    "many steps": lambda x, rows, dw: (
+        (dw.t() * 2).to(torch.float32).to(torch.float64).t().contiguous() / 2 + rows.square().sum()
+    ),
+}
+
+
+@pytest.mark.parametrize("how", [*AT_ONCE, *READS, *WAITS])
 def test_what_a_backward_does_with_a_product_decides_whether_it_waits(how: str) -> None:
     torch.manual_seed(0)
-    layer = Own(Case(lambda s, x: Writes.apply(x, s.w, how), SQUARE)).double()
+    layer = declare(Own(Case(lambda s, x: Writes.apply(x, s.w, how), SQUARE)).double(), Writes)
     plain, gradients = copy.deepcopy(layer), WeightGradients()
     defer_weights(layer, gradients)
     for step in range(3):
         x = torch.randn(3, 4, WIDTH, dtype=torch.float64)
+        Writes.calls = step
         with gradients.record(on_trial=not step) as pending:
             found = train(layer, x, RUNS["plain"])
-        assert len(pending) == HOW[how]
+        assert len(pending) == (0 if how in AT_ONCE or (how in READS and step == 2) else 1)
         while step and pending:
             pending.pop().accumulate()
+        Writes.calls = step
         torch.testing.assert_close(found, train(plain, x, RUNS["plain"]), rtol=0, atol=0)
         torch.testing.assert_close(layer.w.grad, plain.w.grad, rtol=0, atol=0)
+
+
+def test_a_backward_that_fails_with_a_result_that_waits_is_named() -> None:
+    def read_without_torch(x: Tensor, rows: Tensor, dw: Tensor) -> Tensor:
+        with torch._C.DisableTorchFunction():
+            return torch.from_numpy(dw.numpy())
+
+    READS["by C"] = read_without_torch
+    layer = declare(Own(Case(lambda s, x: Writes.apply(x, s.w, "by C"), SQUARE)), Writes)
+    gradients = WeightGradients()
+    defer_weights(layer, gradients)
+    Writes.calls = 2
+    with (
+        gradients.record(),
+        pytest.raises(RuntimeError, match=r"WritesBackward in a Own fails: .* weight_products = {}"),
+    ):
+        train(layer, torch.randn(3, 4, WIDTH), RUNS["plain"])
 
 
 class Around(nn.Module):

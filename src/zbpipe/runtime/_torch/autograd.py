@@ -300,19 +300,38 @@ PASS_ON = {
     "_UnsafeViewBackward0",
 }
 """Nodes that save no tensors of the forward, so that a second backward can run them at almost no cost."""
+_KNOWN = {
+    "torchao": frozenset(
+        (
+            *("matmul_with_hp_or_float8_args", "mx_mm", "nvfp4_mm_triton", "_BitNetTrainingLinear"),
+            *("_Int8MixedPrecisionTrainingLinearFunction", "_Int8WeightOnlyLinear", "_MXFP8GroupedMM"),
+        )
+    ),
+    "peft": frozenset(("HadaWeight", "HadaWeightCP", "UniqueBaseGrad")),
+}
+"""Functions of libraries whose gradients the tests compare, by package. Their backwards have no side effects."""
 _VIEWS = frozenset(
-    "Alias AsStrided Diagonal Permute ReshapeAlias Select Slice Split SplitWithSizes Squeeze T Transpose Unbind Unfold"
-    " UnsafeView Unsqueeze View".split()
+    (
+        *("Alias", "AsStrided", "Diagonal", "Permute", "ReshapeAlias", "Select", "Slice", "Split", "SplitWithSizes"),
+        *("Squeeze", "T", "Transpose", "Unbind", "Unfold", "UnsafeView", "Unsqueeze", "View"),
+    )
 )
 """Nodes of torch's own views, without what follows in their names."""
 
 
 def passes_on(node: Node) -> bool:
-    """Whether the node is in `PASS_ON`, or one of torch's or torchao's Functions of such a name."""
-    if node.name() not in PASS_ON:
-        return False
+    """Whether the node is in `PASS_ON`, and not somebody's Function of such a name."""
     function = getattr(node, "_forward_cls", None)
-    return function is None or function.__module__.partition(".")[0] in ("torch", "torchao")
+    return node.name() in PASS_ON and (function is None or _package_of(function) in ("torch", "torchao"))
+
+
+def is_known(function: type) -> bool:
+    """Whether the backward of this autograd Function has no side effects, so that a part of it may run in W."""
+    return function.__qualname__ in _KNOWN.get(_package_of(function), ())
+
+
+def _package_of(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def let_pass_nothing(node: Node | None) -> None:
@@ -440,7 +459,7 @@ def find_making(tensor: Tensor, owns: Callable[[Tensor], bool], may_keep_weights
         waiting += [each for each, _ in node.next_functions]
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            if not owns(leaf) or has_hooks(leaf):
+            if not (owns(leaf) and leaf.requires_grad) or has_hooks(leaf):
                 return None
             leaves[id(leaf)] = leaf
         elif len(seen) > _MOST_MAKING or not _may_make(node, may_keep_weights):
@@ -453,8 +472,10 @@ def find_making(tensor: Tensor, owns: Callable[[Tensor], bool], may_keep_weights
 
 def _may_make(node: Any, may_keep_weights: bool) -> bool:
     """Whether the node may belong to the computation of a weight, whose graph lasts until W."""
-    name = node.name()
+    name, function = node.name(), getattr(node, "_forward_cls", None)
     if hasattr(node, "deferral") or any(word in name for word in _NOT_MAKING):
+        return False
+    if function is not None and not (is_known(function) or passes_on(node)):
         return False
     return may_keep_weights or name in _KEEP_NO_WEIGHTS or passes_on(node)
 

@@ -43,27 +43,27 @@ class Later(Tensor):
     call: _Call
     operands: list[tuple[Tensor, int]]
     """The tensors of the call, each with the number of its in-place changes then."""
-    mode: LaterProducts | None
-    """The mode of the backward that calls it; None for a compiled one."""
+    within: LaterProducts | None
+    """That of the backward that calls it; None for a compiled one."""
     value: Tensor | None
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, spec: Tensor, device: torch.device, call: _Call, mode: LaterProducts | None) -> Later:
+    def __new__(cls, spec: Tensor, device: torch.device, call: _Call, within: LaterProducts | None) -> Later:
         size, stride = spec.shape, spec.stride()
         made: Later = Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=spec.dtype, device=device)
         tensors = _list_tensors((call.args, call.kwargs))
         made.operands = [(each, autograd.version_of(each)) for each in tensors if not isinstance(each, Later)]
-        made.call, made.mode, made.value = call, mode, None
-        if mode is not None:
-            mode.waiting.append(made)
+        made.call, made.within, made.value = call, within, None
+        if within is not None:
+            within.waiting.append(made)
         return made
 
     def now(self) -> Tensor:
         """The tensor's value."""
         if self.value is None:
             self.require_unchanged()
-            with nullcontext() if self.mode is None else replaced(self.mode, is_computing=True):
+            with nullcontext() if self.within is None else replaced(self.within, is_computing=True):
                 self.value = self.call.function(*_read(self.call.args), **_read(self.call.kwargs))
         return self.value
 
@@ -94,14 +94,14 @@ class Later(Tensor):
         if func._schema.is_mutable:
             _compute_all(own)
         elif func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags:
-            return _postpone(_Call(func, args, kwargs, is_product=False), own[0].mode)
+            return _postpone(_Call(func, args, kwargs, is_product=False), own[0].within)
         return func(*_read(args), **_read(kwargs))
 
 
 def _compute_all(changed: Iterable[Later]) -> None:
     """Compute all results of the backwards that call these, one of which changes."""
     for later in changed:
-        for each in (later,) if later.mode is None else later.mode.waiting:
+        for each in (later,) if later.within is None else later.within.waiting:
             each.now()
 
 
@@ -113,12 +113,16 @@ def _read(args: Any) -> Any:
     return autograd.map_leaves(args, lambda leaf: leaf.now() if isinstance(leaf, Later) else leaf)
 
 
-def _postpone(call: _Call, mode: LaterProducts | None) -> Any:
+def _postpone(call: _Call, within: LaterProducts | None) -> Any:
     """A `Later` for a call; the result itself if its shape is unknown before it is computed."""
     spec = _infer(call)
     if spec is None:
         return call.function(*_read(call.args), **_read(call.kwargs))
-    return Later(spec, _list_tensors((call.args, call.kwargs))[0].device, call, mode)
+    return Later(spec, _find_device(call), call, within)
+
+
+def _find_device(call: _Call) -> torch.device:
+    return _list_tensors((call.args, call.kwargs))[0].device
 
 
 def postpone(function: Callable[..., Any], args: Sequence[Any], like: Tensor) -> Later:
@@ -171,10 +175,11 @@ def _without_memory(like: Any) -> Any:
 
 
 class LaterProducts(TorchFunctionMode):
-    """Products that return a `Later`."""
+    """Products that return a `Later`: those whose result has one of these numbers of elements, as weights have."""
 
-    def __init__(self) -> None:
+    def __init__(self, elements: Collection[int]) -> None:
         super().__init__()
+        self._elements = elements
         self.waiting: list[Later] = []
         self.is_computing = False
         """Whether the value of a `Later` is computed."""
@@ -195,8 +200,11 @@ class LaterProducts(TorchFunctionMode):
         elif kind == "may write" or kwargs.get("out") is not None:
             self._compute_before((args, kwargs))
         elif kind == "product" and self._is_in_same_backward() and not autograd.any_autocast():
-            if not self._lent or self._lent.isdisjoint(list_memory(_list_tensors((args, kwargs)))):
-                return _postpone(_Call(func, args, kwargs), self)
+            call = _Call(func, args, kwargs)
+            spec = _infer(call)
+            is_lent = self._lent and not self._lent.isdisjoint(list_memory(_list_tensors((args, kwargs))))
+            if spec is not None and spec.numel() in self._elements and not is_lent:
+                return Later(spec, _find_device(call), call, self)
         return func(*args, **kwargs)
 
     def _compute_before(self, changed: Any, lends: bool = False) -> None:
@@ -223,7 +231,7 @@ def _classify(function: Any) -> str:
     overloads = [function] if overload else [getattr(function, each) for each in getattr(function, "overloads", list)()]
     if any(each._schema.is_mutable for each in overloads if overload or "out" not in each._schema.overload_name):
         return "may write"
-    if name in _LENDING or function == Tensor.__cuda_array_interface__.__get__:  # type: ignore[attr-defined]
+    if name in _LENDING or function == Tensor.__cuda_array_interface__.__get__:
         return "lends"
     if name in ("data_ptr", "tolist"):
         return "points"
@@ -235,7 +243,10 @@ def _classify(function: Any) -> str:
 
 
 _LENDING = frozenset(("__array__", "__dlpack__", "numpy", "storage", "_typed_storage", "untyped_storage"))
-_IN_PLACE = frozenset(f"{name}__" for name in "add and div floordiv matmul mod mul or pow sub truediv xor".split())
+_IN_PLACE = frozenset(
+    f"{name}__"
+    for name in ("add", "and", "div", "floordiv", "matmul", "mod", "mul", "or", "pow", "sub", "truediv", "xor")
+)
 
 
 class _At(NamedTuple):
@@ -269,8 +280,7 @@ class Recipe:
         self.versions: list[int] = []
         """The number of in-place changes of each, when the backward called the product."""
         self.flops = 0.0
-        self.is_read = False
-        """Whether the backward has read it, or a result that it is made from."""
+        """Of its products; 0 if the backward has read their results."""
         self._known: dict[int, Any] = {}
         self._noted: dict[int, int] = {}
         self._steps: list[_Call] = []
@@ -284,9 +294,10 @@ class Recipe:
         return self._known[id(tensor)]
 
     def _note_new(self, tensor: Any) -> Any:
+        if isinstance(tensor, Later) and tensor.value is not None:
+            return self._note_new(tensor.value)
         if isinstance(tensor, Later):
             call = tensor.call
-            self.is_read |= tensor.value is not None
             for operand, version in tensor.operands:
                 self._noted.setdefault(id(operand), version)
             args, kwargs = autograd.map_leaves((call.args, call.kwargs), self._note)
@@ -393,6 +404,21 @@ def run_own_backward(node: Node, gradients: Sequence[Any], context: Context | No
 def function_of(node: Any) -> type:
     """The autograd Function of a node."""
     return cast(type, node._forward_cls)
+
+
+def run_without_products(node: Node, gradients: Sequence[Any], weights: Iterable[Weight]) -> tuple[Any, ...]:
+    """The same, with a `Later` for each gradient of `weights` that only products lead to."""
+    elements = frozenset(autograd.find_shape(each.edge).numel() for each in weights)
+    with LaterProducts(elements), replaced(torch.autograd, _engine_run_backward=_run_engine):
+        return run_own_backward(node, gradients, Context(node))
+
+
+def _run_engine(tensors: Any, gradients: Any, *more: Any, **options: Any) -> Any:
+    """A backward within a backward, which could keep a `Later` in `.grad`."""
+    return _run_torchs_engine(tensors, _read(gradients), *more, **options)
+
+
+_run_torchs_engine: Callable[..., Any] = torch.autograd._engine_run_backward
 
 
 def is_compiled(node: Node) -> bool:

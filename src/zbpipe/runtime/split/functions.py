@@ -1,7 +1,7 @@
-"""Weight gradients from the backwards of autograd Functions: compiled graphs, torchao's, and those that a user declares.
+"""Weight gradients from the backwards of autograd Functions: compiled graphs, torchao's, and those that users declare.
 
 I runs the Function's own backward, without the products that only a weight gradient needs. W runs these: the same
-kernels on the same operands. All other Functions compute their weight gradients in I, because a backward may do anything.
+kernels on the same operands. All other Functions compute their weight gradients in I: a backward may do anything.
 """
 
 from __future__ import annotations
@@ -19,21 +19,6 @@ from zbpipe.runtime.split.products import PendingGradient, WeightProduct
 
 if TYPE_CHECKING:
     from zbpipe.runtime.split.layers import Deferral
-
-_KNOWN: Mapping[str, frozenset[str]] = {
-    "torchao": frozenset(
-        (
-            "matmul_with_hp_or_float8_args",
-            "mx_mm",
-            "nvfp4_mm_triton",
-            "_BitNetTrainingLinear",
-            "_Int8MixedPrecisionTrainingLinearFunction",
-            "_Int8WeightOnlyLinear",
-            "_MXFP8GroupedMM",
-        )
-    )
-}
-"""Functions of libraries whose gradients the tests compare, by package. Their backwards only quantise and multiply."""
 
 
 class Functions:
@@ -61,7 +46,7 @@ class Functions:
                 continue
             function = later.function_of(node)
             self.names.add(function.__name__)
-            if later.is_compiled(node) or function in self.declared or _is_known(function):
+            if later.is_compiled(node) or function in self.declared or autograd.is_known(function):
                 self.called.add(function)
                 later.replace_backward(node, _Backward(deferral, weights))
                 for each in weights:
@@ -71,10 +56,6 @@ class Functions:
     def settle(self) -> None:
         """Look for no more Functions after a step without any whose products can wait."""
         self.may_be_called = bool(self.called)
-
-
-def _is_known(function: type) -> bool:
-    return function.__qualname__ in _KNOWN.get(function.__module__.partition(".")[0], ())
 
 
 class _Backward:
@@ -88,20 +69,19 @@ class _Backward:
     def __call__(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
         if torch.is_grad_enabled() or not self.deferral.gradients.is_recording:
             return later.run_own_backward(node, gradients)
-        returned = list(self._run_without_products(node, gradients))
+        returned = list(self._run(node, gradients))
         for weight in self.weights:
             gradient = returned[weight.place]
             if later.holds_later(gradient) and self._defer(gradient, weight):
                 returned[weight.place] = None
         return tuple(map(later.compute, returned))
 
-    def _run_without_products(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
+    def _run(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
         if later.is_compiled(node):
             with compiled_backward.deferring():
                 return later.run_own_backward(node, gradients)
         try:
-            with later.LaterProducts():
-                return later.run_own_backward(node, gradients, later.Context(node))
+            return later.run_without_products(node, gradients, self.weights)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of any kind: it may read a tensor in a way that no `Later` allows
@@ -117,8 +97,8 @@ class _Backward:
         if gradient.shape != autograd.find_shape(weight.edge):  # autograd sums what is larger
             return False
         recipe = later.Recipe(gradient, self._memory)
-        # W cannot if the backward has read it, or if it needs a weight that FSDP may free before W.
-        if recipe.is_read or (recipe.reads_weights and self.deferral.is_sharded):
+        # W cannot if it needs a weight that FSDP may free before.
+        if not recipe.flops or (recipe.reads_weights and self.deferral.is_sharded):
             return False
         pending = _make_pending(self.deferral, recipe, weight)
         return pending is not None and not self.deferral.is_due_now(pending, weight.edge.node)

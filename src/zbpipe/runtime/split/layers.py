@@ -142,6 +142,10 @@ def _read_declared_products(layer: nn.Module) -> Mapping[Callable[..., Any], Rea
     }
 
 
+def _find_declared_functions(layer: Any) -> frozenset[type]:
+    return frozenset(each.__self__ for each, how in layer.weight_products.items() if how is FROM_BACKWARD)
+
+
 def _is_gradient(declared: object, function: object) -> bool:
     if declared is FROM_BACKWARD:
         return autograd.is_apply(function)
@@ -192,8 +196,7 @@ class Deferral:
         self.stays_in_i = False
         """Whether the first I saw x or dY change, so that W could not use them."""
         self.checks, self.sharing = Checks(), Sharing()
-        own = layer.weight_products if self.is_declared else {}  # type: ignore[union-attr]
-        self.functions = Functions(frozenset(each.__self__ for each, how in own.items() if how is FROM_BACKWARD))  # type: ignore
+        self.functions = Functions(_find_declared_functions(layer) if self.is_declared else frozenset())
         self.has_node_hooks = False
         """Whether hooks on autograd's own node of a weight wait for its gradient."""
         self.has_hooks_on_views = False
@@ -292,7 +295,7 @@ class Deferral:
             weight if part is None else part.leaf,
             part,
             bias,
-            tuple(isinstance(each, Tensor) and each.requires_grad for _, each in rest),
+            tuple(getattr(each, "requires_grad", False) for _, each in rest),
             owner,
             rule,
         )
@@ -609,7 +612,7 @@ class _Plan(NamedTuple):
         if len(args) != len(self.rest) + 2 or len(options) != len(self.options):
             return False
         for (place, known), is_trained in zip(self.rest, self.trained, strict=True):
-            if args[place] is not known or (known is not None and getattr(known, "requires_grad", False) is not is_trained):
+            if args[place] is not known or getattr(known, "requires_grad", False) is not is_trained:
                 return False
         for name, option in options.items():
             if self.options.get(name, self) is not option:
