@@ -203,6 +203,7 @@ WEIGHTS = (
     "self.flat.view(WIDTH, WIDTH)",
     "self.linear.weight",
 )
+LEAVES = ("self.w", "self.v", "self.linear.weight")
 MADE = (
     "self.w * self.g",
     "self.w / self.w.norm()",
@@ -258,6 +259,7 @@ class _Writer:
         self.is_hidden = False
         self.functions: list[str] = []
         self.has_autocast = False
+        self.with_workspace: set[str] = set()
         self.sites = 0
         """Number of calls of Functions. Each has workspaces of its own, as an engine would sum up what it returns."""
 
@@ -382,7 +384,9 @@ class _Writer:
         name = self.pick(known) if known and self.one_in(2) else self.function()
         functions.add(name)
         self.sites += 1
-        return f"{name}.apply({x}, {weight}, [self.w], {self.sites}, self.training)"
+        if name in self.with_workspace and weight not in LEAVES:  # `.grad` would become a view of the workspace
+            weight = LEAVES[0]
+        return f"{name}.apply({x}, {weight}, [{weight}], {self.sites}, self.training)"
 
     def function(self) -> str:
         """Writes an autograd Function of x and a weight; returns its name."""
@@ -398,6 +402,8 @@ class _Writer:
             "    ctx.owner, ctx.site, ctx.training = owner[0], site, training",
             f"    return {self.pick(FORWARDS)}",
         ]
+        if "workspace" in "".join([*body, *returned]):
+            self.with_workspace.add(name)
         backward = ["def backward(ctx, dy):", "    x, w = ctx.saved_tensors", *(f"    {each}" for each in [*body, *returned])]
         self.functions.append(_function(name, forward, backward, self.has_autocast))
         return name
@@ -498,7 +504,7 @@ class _Writer:
             if "{p}" in add:
                 product = self.expression("m", known)
             return [
-                f"if {owner}.grad is None:",
+                f"if {owner}.grad is None or not ctx.needs_input_grad[1]:",
                 f"    return {dx}, {product}, None, None, None",
                 f"dx = {dx}",
                 f"{owner}.grad{add.format(p=product)}",

@@ -224,6 +224,12 @@ def shrink(best: bytes, is_wrong: Callable[[bytes], bool], most: int = 300) -> b
     return best
 
 
+def summarize(outcome: Outcome) -> str:
+    """The same for programs of one kind."""
+    last = re.sub(r"[\d.]+|\bF\d", "#", outcome.reason.strip().split("\n")[-1])[:150]
+    return f"{outcome.kind}: {last if 'Error' in last else 'None' if 'None' in outcome.reason else 'other numbers'}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare random programs with plain autograd.")
     parser.add_argument("--count", type=int, default=1000)
@@ -269,14 +275,13 @@ def main() -> None:
         counted[kind] += 1
         if outcome.kind == "void":
             reasons[outcome.reason[:90]] += args.void
-        if outcome.kind in ("refused", "wrong"):
-            key = kind + ": " + re.sub(r"[\d.e+-]+|\bF\d|\bL\d", "#", outcome.reason.strip().split("\n")[-1])[:150]
-            reasons[key] += 1
-            if outcome.kind == "wrong" and reasons[key] <= args.shrunk:
+        if outcome.kind in ("refused", "wrong", "torch's error"):
+            reasons[reason := summarize(outcome)] += 1
+            if outcome.kind == "wrong" and reasons[reason] <= args.shrunk:
 
-                def is_as_wrong(tried: bytes, hidden: bool = program.is_hidden) -> bool:
+                def is_as_wrong(tried: bytes, reason: str = reason, hidden: bool = program.is_hidden) -> bool:
                     program, outcome = run(tried)
-                    return outcome.kind == "wrong" and (hidden or not program.is_hidden)
+                    return summarize(outcome) == reason and (hidden or not program.is_hidden)
 
                 small = shrink(made_from, is_as_wrong)
                 program, outcome = run(small)
