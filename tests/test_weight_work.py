@@ -160,7 +160,7 @@ OF_PARTS = {
     "gathered": (gathered, ""),
     "a gain": (gained, ""),
     "looked up": (looked_up, ""),
-    "a Function": (by_a_function, "an autograd Function of its own, Doubling"),
+    "a Function": (by_a_function, "the autograd Function Doubling, which is not declared"),
     "a Function with torch's products": (lambda s, x: Tripling.apply(x, s.v), ""),
     "reentrant": (reentrant, ""),
     "checkpointed": (checkpointed, ""),
@@ -250,7 +250,7 @@ def test_the_log_of_a_good_job_does_not_warn(caplog: pytest.LogCaptureFixture) -
     assert logged(large, torch.randn(4 * TOKENS, WIDTH), caplog) == [everything]
     _, (level, words) = logged(nn.Sequential(large, own(by_a_function)()), torch.randn(4 * TOKENS, WIDTH), caplog)
     assert level == logging.INFO
-    assert "97.1 % of its weight gradients' FLOPs to W; in I: 1.1 (Own) v 2.86 % (an autograd Function of" in words
+    assert "97.1 % of its weight gradients' FLOPs to W; in I: 1.1 (Own) v 2.86 % (the autograd Function" in words
 
 
 class Tied(nn.Module):
@@ -285,7 +285,7 @@ def test_a_report_of_several_stages(caplog: pytest.LogCaptureFixture) -> None:
     assert report.share == pytest.approx(3 / 4)
     assert (
         "3 weight gradients waited for W, 1 did not; 75 % of the weight gradients' FLOPs are deferred to W; in I:"
-        " 1.v of stage 1 25 % (an autograd Function of its own, Doubling); largest relative error"
+        " 1.v of stage 1 25 % (the autograd Function Doubling, which is not declared); largest relative error"
     ) in str(report)
 
 

@@ -122,7 +122,8 @@ def _postpone(call: _Call, within: LaterProducts | None) -> Any:
 
 
 def _find_device(call: _Call) -> torch.device:
-    return _list_tensors((call.args, call.kwargs))[0].device
+    # A number may be on the CPU.
+    return max(_list_tensors((call.args, call.kwargs)), key=Tensor.dim).device
 
 
 def postpone(function: Callable[..., Any], args: Sequence[Any], like: Tensor) -> Later:
@@ -236,6 +237,8 @@ def _classify(function: Any) -> str:
     if name in ("data_ptr", "tolist"):
         return "points"
     is_method = name.startswith("__") and name.endswith("__")
+    if "inplace" in getattr(getattr(function, "__code__", None), "co_varnames", ()):
+        return "writes"
     if name.endswith("_") and (not is_method or name in ("__set__", "__setitem__") or name[3:] in _IN_PLACE):
         return "writes"
     # mm, scaled_grouped_mm, gemm, matmul, linear, einsum and the like
@@ -408,9 +411,11 @@ def function_of(node: Any) -> type:
 
 def run_without_products(node: Node, gradients: Sequence[Any], weights: Iterable[Weight]) -> tuple[Any, ...]:
     """The same, with a `Later` for each gradient of `weights` that only products lead to."""
-    elements = frozenset(autograd.find_shape(each.edge).numel() for each in weights)
-    with LaterProducts(elements), replaced(torch.autograd, _engine_run_backward=_run_engine):
-        return run_own_backward(node, gradients, Context(node))
+    mode = LaterProducts(frozenset(autograd.find_shape(each.edge).numel() for each in weights))
+    with mode, replaced(torch.autograd, _engine_run_backward=_run_engine):
+        returned = run_own_backward(node, gradients, Context(node))
+    mode.waiting.clear()  # a cycle, which would hold the operands
+    return returned
 
 
 def _run_engine(tensors: Any, gradients: Any, *more: Any, **options: Any) -> Any:

@@ -176,7 +176,7 @@ class WeightWork:
         kind, made = product.kind, ", ".join(product.made_by)
         if not product.is_plain:
             named = next((words for word, words in _KINDS.items() if word in kind), "")
-            return named or f"an autograd Function of its own, {kind}"
+            return named or f"the autograd Function {kind}, which is not declared"
         if made:
             is_part = _PARTS.issuperset(product.made_by)
             return f"its weight is {'a part' if is_part else 'more than a view'} of a parameter ({made})"
