@@ -70,6 +70,7 @@ class Program(NamedTuple):
     """Whether a backward writes in a way that torch does not count."""
     is_plain: bool
     """Whether all weight gradients can wait, as the page on the split says."""
+    schedule: str
     length: int = 0
     """Number of choices that it takes."""
 
@@ -487,7 +488,9 @@ class _Writer:
     def returned(self, known: dict[str, list[str]]) -> list[str]:
         """Lines that end a backward."""
         dx = self.pick((*known["a"][::-1], "dy.mm(w)", "dy @ w"))
-        how = self.pick(("direct", "last", "needed", "larger", "none", "accumulate", "alias", "transposed"))
+        how = self.pick(
+            ("direct", "last", "needed", "larger", "none", "accumulate", "alias", "transposed", "direct", "direct", "direct")
+        )
         m = known["m"][-1]
         if how == "direct" or (m == "w" and how in ("last", "alias", "transposed")):
             return [f"dw = {self.expression('m', known)}", *self.late_write(known), f"return {dx}, dw, None, None, None"]
@@ -537,9 +540,10 @@ def write(choices: bytes, is_plain: bool = False) -> Program:
     """The program of these choices, 0 for those after the last one; plain if all of its weight gradients can wait."""
     writer = _Writer(choices, is_plain)
     writer.has_autocast = not is_plain and writer.one_in(8)
+    schedule = writer.pick(("WeightsLast", "ZBH1"))
     source = writer.stage()
     dtype = "float32" if writer.has_autocast else "float64"
-    return Program(f"{PRELUDE}\n\n{source}", dtype, writer.is_hidden, is_plain, writer.place)
+    return Program(f"{PRELUDE}\n\n{source}", dtype, writer.is_hidden, is_plain, schedule, writer.place)
 
 
 choices = st.binary(min_size=LENGTH, max_size=LENGTH)
