@@ -161,7 +161,7 @@ $(VENV)-models/dev: PACKAGES = $(MODELS) --editable '.[dev]'
 # All that zbpipe depends on, but for torch.
 $(VENV)-without-torch/dev: pyproject.toml | $(VENV)-without-torch/bin/python
 	$(VENV)-without-torch/bin/python -c 'import tomllib; print(*[each for each in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"] if not each.startswith("torch")], sep="\n")' \
-		| $(PIP) hypothesis ortools pytest pytest-timeout hatchling editables --requirement /dev/stdin
+		| $(PIP) hypothesis pytest pytest-timeout hatchling editables --requirement /dev/stdin
 	$(PIP) --no-deps --no-build-isolation --editable .
 	@touch $@
 

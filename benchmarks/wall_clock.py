@@ -38,26 +38,11 @@ Times = tuple[float, float, float] | Checkpointing
 transformer's, whose memory decides what lean schedules run."""
 
 
-@dataclass(frozen=True)
-class Planned:
-    """Request for a plan."""
+Limit = Callable[[int], float]
+"""Microbatches that a rank may hold in a plan, by the number of ranks."""
 
-    limit: Callable[[int], float]
-    """Microbatches that a rank may hold, by the number of ranks."""
-    robust: bool = False
-    """Whether it has to tolerate late messages."""
-    most_loss: float | None = None
-
-
-PLANS = {"plan, p": Planned(lambda p: p), "plan, p/2+1.5": Planned(lambda p: p / 2 + 1.5)}
-MORE_PLANS = {
-    "plan, 2p": Planned(lambda p: 2 * p),
-    "robust plan, p": Planned(lambda p: p, robust=True),
-    "robust plan, p, 1 %": Planned(lambda p: p, robust=True, most_loss=0.01),
-    "robust plan, 2p": Planned(lambda p: 2 * p, robust=True),
-    "robust plan, 2p, 1 %": Planned(lambda p: 2 * p, robust=True, most_loss=0.01),
-}
-PLANNED = PLANS | MORE_PLANS
+PLANS: dict[str, Limit] = {"plan, p": lambda p: p, "plan, p/2+1.5": lambda p: p / 2 + 1.5}
+PLANNED: dict[str, Limit] = PLANS | {"plan, 2p": lambda p: 2 * p}
 NAMED = ("1F1B", "Interleaved1F1B", "ZBVZeroBubble", "ZBH1", "ZBH2", "ZB1P", "ZB2P", "ZBV", "VHalf", "VMin")
 BASELINE = "1F1B"
 TIMES: tuple[Times, ...] = ((1, 1, 1), (1, 1.2, 0.8), (1, 2, 1))
@@ -83,8 +68,6 @@ class Job:
     """Or one of benchmarks/fifo.py, where messages wait for each other."""
     late: float = 0.0
     """By how much each message comes late on average, exponentially. For the backends of benchmarks/fifo.py."""
-    robust_to: float = 0.0
-    """What robust plans are made for, in the same way."""
 
 
 @dataclass(frozen=True)
@@ -131,16 +114,7 @@ def source_of(name: str, job: Job, costs: Callable[[Placement], CostModel], dire
         return name
     file = directory / f"{re.sub('[^a-z0-9.+]+', '-', name)}.csv"
     if dist.get_rank() == 0:
-        asked = PLANNED[name]
-        robust = Jitter(delay=job.robust_to * job.unit) if asked.robust else None
-        found = zbpipe.plan(
-            job.ranks,
-            job.microbatches,
-            costs,
-            asked.limit(job.ranks),
-            robust=robust,
-            most_loss=asked.most_loss,
-        )
+        found = zbpipe.plan(job.ranks, job.microbatches, costs, PLANNED[name](job.ranks))
         file.write_text(found.schedule.to_csv())
     dist.barrier()
     return str(file)
@@ -287,12 +261,10 @@ def parse_arguments() -> argparse.Namespace:
     add("--times", nargs="+", type=read_times, default=list(TIMES), metavar="F,I,W", help=times)
     late = "mean delay of messages, with --backend fifo_queue_per_edge; the simulated time is the median"
     add("--late", type=float, default=0.0, help=late)
-    add("--robust-to", type=float, help="mean delay that robust plans are made for; --late without it")
     add("--timeout", type=float, default=1800, help="seconds for each p")
     add("--json", **JSON)
     chosen = arguments.parse_args()
     chosen.microbatches = chosen.microbatches or [2 * ranks for ranks in chosen.ranks]
-    chosen.robust_to = chosen.late if chosen.robust_to is None else chosen.robust_to
     if chosen.late and not chosen.backend.startswith("fifo"):
         arguments.error("--late needs a backend of benchmarks/fifo.py: --backend fifo_queue_per_edge")
     if len(chosen.microbatches) != len(chosen.ranks):
@@ -321,7 +293,7 @@ def main() -> int:
         print(f"measuring on {ranks} ranks ...", file=sys.stderr)
         times = tuple(arguments.times)
         how = arguments.unit, arguments.steps, tuple(names), times, arguments.timeout
-        job = Job(ranks, microbatches, *how, arguments.backend, arguments.late, arguments.robust_to)
+        job = Job(ranks, microbatches, *how, arguments.backend, arguments.late)
         found = measure(job)
         overhead = statistics.median(result.overhead for result in found)
         print(

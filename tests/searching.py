@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from zbpipe.algorithms import _lean
-from zbpipe.planner import robust, stages
+from zbpipe.planner import stages
 
 
 @contextmanager
@@ -16,6 +16,5 @@ def searching_little() -> Iterator[None]:
     """Lean schedules and plans take little search, for what holds however good they are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_lean, "BUDGET", 2e4)
-        for module in (stages, robust):
-            patch.setattr(module, "default_budget", lambda *_: 2e5)
+        patch.setattr(stages, "default_budget", lambda *_: 2e5)
         yield

@@ -160,14 +160,6 @@ def test_plans_are_close_to_a_bound_that_counts_them(reduce: float) -> None:
     assert found.timeline.exposed_reduction <= max(reduce - 0.5, 0.0)
 
 
-def test_robust_plans_count_them() -> None:
-    costs = replace(CostModel.uniform(V), gather=2.0, reduce=3.0)
-    found = plan(2, 4, costs, placements=["v"], budget=1e3, robust=Jitter(), most_loss=0.0)
-    assert found.step_times is not None
-    assert found.step_times.p50 == pytest.approx(found.makespan)
-    assert found.makespan == pytest.approx(plan(2, 4, costs, placements=["v"], budget=1e3).makespan)
-
-
 def test_layers_add_up_in_a_stage(tmp_path: Any) -> None:
     layer = Layer(("layers.0",), f=1, i=1, w=1, activations=1, gather=0.5, reduce=0.25)
     plain = replace(layer, modules=("layers.1",), gather=0.0)

@@ -9,7 +9,9 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -45,6 +47,7 @@ def test_what_is_no_list_of_numbers_is_refused(wrong: Any) -> None:
         (lambda: CostModel(**ONES, freed_by_i=(0, None)), "freed_by_i = None: give a number up to 1"),
         (lambda: CostModel(**ONES, working=3), "working = 3: give numbers by zbpipe.OpKind"),
         (lambda: CostModel(**ONES, working={"I": 3}), "working = {'I': 3}: give numbers by zbpipe.OpKind"),
+        (lambda: CostModel(**ONES, working={OpKind.OF: 3}), "give numbers by zbpipe.OpKind F, I, W or B, for example"),
         (lambda: CostModel(**ONES, working={OpKind.I: -3}), "working[I] = -3: give a number from 0"),
         (lambda: CostModel(**ONES, working={OpKind.I: (3, None)}), "working[I] = None: give a number from 0"),
         (lambda: CostModel(**ONES, working={OpKind.I: (3, 3, 3)}), "working[I] has to be one number, or one for each"),
@@ -70,6 +73,17 @@ def test_what_is_no_list_of_numbers_is_refused(wrong: Any) -> None:
 def test_what_makes_no_sense_is_refused(make: Callable[[], object], words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(words)):
         make()
+
+
+@pytest.mark.parametrize("array", [np.array, torch.tensor])
+def test_arrays_are_lists_of_numbers(array: Callable[[Any], Any]) -> None:
+    given, several = array([1.0, 1.0]), array([0.5, 0.25])
+    costs = CostModel(given, given, given, given, several, working={OpKind.I: several}, gather=several)
+    more = {"freed_by_i": (0.5, 0.25), "working": {OpKind.I: (0.5, 0.25)}, "gather": (0.5, 0.25)}
+    assert costs == CostModel(**ONES, **more)
+    for wrong in (array([[1.0, 1.0]]), array(1.0)):
+        with pytest.raises(TypeError, match=r"the costs of stages cannot have f = \[?(\[1.0, 1.0\]|1.0)"):
+            CostModel(wrong, given, given, given)
 
 
 def test_costs_do_not_change_with_what_they_were_made_of() -> None:

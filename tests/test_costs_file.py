@@ -37,7 +37,7 @@ shared = st.fixed_dictionaries(
     },
 )
 names = st.lists(
-    st.sampled_from(["norm", "lm_head", "layers.0", "layers.1", "layers.2", "layers.02", "3", 'a "b" \\ é']),
+    st.sampled_from(["norm", "lm_head", "layers.0", "layers.1", "layers.2", "layers.02", "3", 'a "b" \\ é\x7f\n']),
     min_size=1,
     max_size=2,
 ).map(tuple)
@@ -81,6 +81,9 @@ def test_a_byte_order_mark_is_no_mistake(tmp_path: Path, ending: str) -> None:
 def test_costs_alone_can_be_written(tmp_path: Path) -> None:
     layers = LayerCosts((Layer(("a",), 1, 1, 1, 1),))
     dump_costs(layers, tmp_path / "a.toml")
+    assert load_costs(tmp_path / "a.toml") == JobCosts(layers)
+    with pytest.raises(UnicodeEncodeError):
+        dump_costs(LayerCosts((Layer(("\ud800",), 1, 1, 1, 1),)), tmp_path / "a.toml")
     assert load_costs(tmp_path / "a.toml") == JobCosts(layers)
     with pytest.raises(TypeError, match=re.escape("a job cannot have costs = (1, 1, 1): give a zbpipe.CostModel")):
         dump_costs((1, 1, 1), tmp_path / "b.toml")  # type: ignore[arg-type]

@@ -108,6 +108,7 @@ def test_all_else_is_refused_by_name(name: str, value: object) -> None:
             "^a table is the text of a CSV file, got 5: zbpipe.generate takes the path",
         ),
         (lambda: replace(ZBV, ops=ANYTHING[1]), "^schedule ZBV: ops has to be one list of ops per rank, got 5$"),
+        (lambda: replace(ZBV, ops=()), "^schedule ZBV: ops has to be one list of ops per rank, got 0 for . ranks$"),
         (
             lambda: replace(ZBV, ops=((Op(0, ANYTHING[2], 0),),)),
             r"^schedule ZBV: rank 0, position 0 has Op\(stage=0, kind='F', microbatch=0\), whose kind is not a zbpipe",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import pickle
 import random
 import re
 from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -74,6 +76,7 @@ def zbv(modules: list[nn.Module], microbatches: int, **options: Any) -> zbpipe.S
 def mismatch(error: pytest.ExceptionInfo[zbpipe.PipelineError]) -> GradientMismatchError:
     cause = error.value.__cause__
     assert isinstance(cause, GradientMismatchError)
+    assert str(pickle.loads(pickle.dumps(cause))) == str(cause)
     return cause
 
 
@@ -343,6 +346,10 @@ class Slotted:
         self.n = 0
 
 
+class Bound(partial):  # type: ignore[type-arg]
+    """Of the user's own, with read-only slots."""
+
+
 @dataclass
 class Numbers:
     n: int = 0
@@ -418,6 +425,7 @@ COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], int]]] = {
     "a cycle": (cycle, in_cycle),
     "dataclass": (Numbers, in_slots),
     "slots": (Slotted, in_slots),
+    "read-only slots": (lambda: Bound(len, {"n": 0}), lambda held: in_dict(held.args[0])),
     "namespace": (lambda: SimpleNamespace(n=0), in_slots),
     "object in a dict": (lambda: {"one": Numbers()}, lambda held: in_slots(held["one"])),
     "numpy array": (lambda: np.zeros(2), in_array),

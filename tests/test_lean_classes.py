@@ -118,9 +118,13 @@ def test_another_schedule_on_another_rank_is_an_error_on_both() -> None:
         assert "VHalf with 8 microbatches" in message
 
 
+def of_iterator(name: str, stages: Any, *more: Any, **options: Any) -> Any:
+    return zbpipe.build_pipeline_schedule(name, iter(stages), *more, **options)
+
+
 def said() -> list[Any]:
     """What the caller says wins over what the modules show, and needs no exchange."""
-    full = build("ZBVLean", "none", checkpointing="full").schedule
+    full = build("ZBVLean", "none", checkpointing="full", make=of_iterator).schedule
     times = CostModel.uniform(Placement.v(1), 1, 2, 3)
     measured = build("ZBVLean", "full", costs=times).schedule
     try:

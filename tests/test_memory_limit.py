@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +30,13 @@ from zbpipe.testing import cost_models
 GB = 1e9
 IN_BYTES = CostModel((1,) * 4, (1,) * 4, (1,) * 4, (GB, 2 * GB, 2 * GB, GB), working={OpKind.B: GB / 4})
 """Of four stages on a V of two ranks: 3 GB a microbatch on each, of which 1F1B holds two, and a quarter of one."""
+NOTHING_KEPT = replace(IN_BYTES, activations=(0,) * 4, working={OpKind.F: GB})
 HOST = CostModel.uniform(Placement.v(2), host=Link(bandwidth=1))
 
 
 def built(schedule: str, **options: Any) -> Any:
-    stages = [PipelineStage(nn.Linear(4, 4), index, 2, torch.device("cpu")) for index in range(2)]
+    # A generator, because some schedules read the stages more than once.
+    stages: Any = (PipelineStage(nn.Linear(4, 4), index, 2, torch.device("cpu")) for index in range(2))
     return zbpipe.build_pipeline_schedule(schedule, stages, 4, nn.functional.mse_loss, **options)
 
 
@@ -77,15 +81,22 @@ def test_a_job_without_costs_refuses_a_limit_in_their_unit(schedule: str, limit:
         ([4 * GB, math.inf], (4 * GB, math.inf)),
         ("4gb", (4 * GB, 4 * GB)),
         (["1MiB", "2 KiB"], (2.0**20, 2.0**11)),
+        (["1.5GiB", "3MB"], (1.5 * 2.0**30, 3e6)),
+        (["2KB", "5B"], (2e3, 5.0)),
         ("1.5x", (1.5 * 6.25 * GB,) * 2),
         ("2 microbatches", (6 * GB, 6 * GB)),
         ("1Microbatch", (3 * GB, 3 * GB)),
+        (MemoryLimit(4 * GB, ""), (4 * GB, 4 * GB)),
+        (MemoryLimit((3 * GB, math.inf), "bytes"), (3 * GB, math.inf)),
+        (MemoryLimit(1.5, "x"), (1.5 * 6.25 * GB,) * 2),
+        (MemoryLimit(2, "microbatches"), (6 * GB, 6 * GB)),
     ],
 )
 def test_the_spellings(limit: Any, expected: tuple[float, ...]) -> None:
     found = MemoryLimit.parse(MemoryLimit.parse(limit))
     assert found is not None
     assert found.resolve(IN_BYTES, 2, 8) == expected
+    assert MemoryLimit.parse(found.written) == found
 
 
 @pytest.mark.parametrize(
@@ -100,11 +111,32 @@ def test_the_spellings(limit: Any, expected: tuple[float, ...]) -> None:
         ("x", "'x' is not an amount"),
         (["1x", 2], r"memory_limit = \['1x', 2\] mixes units"),
         ([], r"memory_limit = \[\] mixes units"),
+        (lambda: MemoryLimit(-1, "x"), "memory_limit = '-1x' is not an amount: write 1.2x"),
     ],
 )
 def test_what_is_no_limit(limit: Any, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
-        MemoryLimit.parse(limit)
+        MemoryLimit.parse(limit() if callable(limit) else limit)
+
+
+@pytest.mark.parametrize(
+    ("costs", "limit", "least"),
+    [
+        (IN_BYTES, 1e9, "one microbatch peaks at 4000000000 on rank 1"),
+        (IN_BYTES, "1GiB", "one microbatch peaks at 3.726GiB on rank 1"),
+        (IN_BYTES, MemoryLimit(1e9, "bytes"), "one microbatch peaks at 4e.09B on rank 1"),
+        (IN_BYTES, MemoryLimit(0.01, "x"), "one microbatch peaks at 0.64x on rank 1"),
+        (IN_BYTES, "0.01 microbatches", "one microbatch peaks at 1.334 microbatches on rank 1"),
+        (NOTHING_KEPT, "2 microbatches", "memory_limit = 0 is too small: one microbatch peaks at 1000000000 on rank 0"),
+        (replace(IN_BYTES, host=Link(bandwidth=1)), 1e9, "rank 1 of .* may hold 1e.09, but needs 6e.09"),
+    ],
+)
+def test_what_is_too_small_is_refused_with_the_least_limit(costs: CostModel, limit: Any, least: str) -> None:
+    offload = None if costs.host is None else "all"
+    with pytest.raises(ValueError, match=least) as error:
+        zbpipe.plan(2, 4, costs, limit, placements="v", offload=offload, budget=1e4)
+    copy = pickle.loads(pickle.dumps(error.value))
+    assert (type(copy), str(copy)) == (type(error.value), str(error.value))
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import cache, partial
 from hashlib import sha256
 from math import inf
+from threading import get_ident
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -23,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import zbpipe
 from zbpipe.runtime._torch import running_ahead
-from zbpipe.runtime.optimizer.norm import clip
+from zbpipe.runtime.optimizer.norm import Votes, clip
 from zbpipe.runtime.optimizer.step import StepCounts
 
 RANKS, MICROBATCHES, WIDTH = 3, 6, 8
@@ -43,18 +45,21 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], Optimizer]] = {
 
 
 class Part(nn.Module):
-    """A stage with random numbers, and with a buffer that each forward changes."""
+    """A stage with random numbers, and with buffers that each forward changes and replaces."""
 
     count: Tensor
+    replaced: Tensor
 
     def __init__(self, index: int) -> None:
         super().__init__()
         torch.manual_seed(100 + index)
         self.up, self.down, self.drop = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.1)
         self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("replaced", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
+        self.replaced = self.replaced + 1
         return x + self.down(self.drop(torch.tanh(self.up(x))))
 
 
@@ -138,7 +143,7 @@ def train(
     ):
         for number, (x, y) in enumerate(batches(dtype)):
             if zeroed_by_the_job:
-                made.zero_grad()
+                made.zero_grad(set_to_none=False)
             losses.append(str(pipeline.run(x, target=y)))
             if nan and number == NAN_ON_ONE_RANK and rank == 1:
                 parameters[0].grad[0] = torch.nan  # type: ignore[index]
@@ -212,13 +217,17 @@ GROUPS = (("predicting", "usual", "zeroed by the job", "close"), ("NaN", "NaN, s
 @cache
 def run_group(names: tuple[str, ...]) -> list[list[tuple[Outcome, Outcome]]]:
     """By rank and case."""
-    return run_ranks(RANKS, pairs, "ZBV", [("AdamW", torch.float32, CASES[name]) for name in names])
+    return run_ranks(RANKS, pairs, "ZBV", [case_of(name) for name in names])
+
+
+def case_of(name: str) -> Case:
+    return "SGD" if name == "zeroed by the job" else "AdamW", torch.float32, CASES[name]
 
 
 def compare_case(name: str) -> tuple[Outcome, Outcome]:
     (group,) = (each for each in GROUPS if name in each)
     by_rank = [found[group.index(name)] for found in run_group(group)]
-    require_as_ordinary(("AdamW", torch.float32, CASES[name]), by_rank)
+    require_as_ordinary(case_of(name), by_rank)
     return by_rank[0]
 
 
@@ -262,7 +271,8 @@ def test_nan_on_one_rank(name: str) -> None:
     assert found.counts.repeated > len(CLIPPED)
 
 
-def test_a_job_may_set_gradients_to_none_itself() -> None:
+def test_a_job_may_set_gradients_to_0_itself() -> None:
+    """And SGD with Nesterov's momentum, which writes into gradients, repeats steps with the same ones."""
     _, found = compare_case("zeroed by the job")
     assert found.counts.repeated >= len(CLIPPED)
 
@@ -278,3 +288,13 @@ def test_without_a_limit_nothing_is_validated() -> None:
     _, found = compare_case("unlimited")
     assert found.counts == StepCounts(unlimited=STEPS)
     assert [each for each in found.reductions if not each.startswith("torch.distributed.pipelining.")] == []
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_vote_reads_the_norm_on_the_stream_that_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    there: set[int] = set()
+    stream = mock.MagicMock(__enter__=lambda _: there.add(get_ident()), __exit__=lambda *_: there.remove(get_ident()))
+    device = SimpleNamespace(current_stream=lambda: stream)
+    monkeypatch.setattr("zbpipe.runtime.optimizer.norm.find_device", lambda of: device)
+    square = mock.MagicMock(__float__=lambda _: float(get_ident() in there))
+    assert Votes(0, 1, dist.group.WORLD).cast(square, "one step").result() == 1.0  # type: ignore[arg-type]

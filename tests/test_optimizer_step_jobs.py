@@ -24,6 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import LBFGS, SGD, AdamW
+from torch.optim.lr_scheduler import ReduceLROnPlateau as Plateau
 
 import zbpipe
 from zbpipe.planner.result import Plan
@@ -263,6 +264,28 @@ def logged_steps_wait() -> None:
     assert step.counts == StepCounts(synchronous=2, validated=4)
 
 
+def changed_while_pending() -> None:
+    """Learning rates and groups may change, weights may not. One rank has a parameter that no optimizer steps."""
+    usual, job = Job(), Job()
+    if usual.has_first:
+        for each in (usual, job):
+            each.optimizer.param_groups[0]["params"].pop()
+            each.trained.pop()
+    step, ordinary = job.ahead(EXCEEDED, predict=False), usual.ordinary(EXCEEDED)
+    for number in range(4):
+        for each in (usual, job):
+            each.optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)
+            if number == 2:
+                each.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
+        losses = [each.train(how, range(number, number + 1)) for each, how in ((usual, ordinary), (job, step))]
+        assert losses[0] == losses[1]
+    assert step.counts.repeated > 0
+    with torch.no_grad():
+        job.trained[0].add_(1)
+    with pytest.raises(ValueError, match=r"changed before its last optimizer step was validated.* finish\(\)"):
+        job.train(step)
+
+
 def raises_on_all_ranks() -> str:
     job = Job()
     step = job.ahead(1e6, on_nonfinite="raise", predict=False)
@@ -281,6 +304,7 @@ def all_at_once() -> str:
     saved_and_resumed()
     evaluated_while_pending()
     logged_steps_wait()
+    changed_while_pending()
     made_again_for_running_ahead()
     return raises_on_all_ranks()
 
@@ -346,13 +370,18 @@ def test_ranks_with_different_arguments() -> None:
 def refusals() -> Iterator[tuple[str, Callable[[], Any]]]:
     zbv, one = Job(), Job("ZBH1")
     adam, embedding = zbv.optimizer, nn.Embedding(4, 4, sparse=True)
-    yield "ZBH1 gains nothing (0.0% of a step)", lambda: zbpipe.OptimizerStep(one.schedule, one.optimizer)
+    yield (
+        "ZBH1 gains nothing (0.0% of a step) from an optimizer step that no rank waits for: use ZBV, ZBH2 or ZB2P with"
+        " twice as many microbatches as ranks, or clip",
+        lambda: zbpipe.OptimizerStep(one.schedule, one.optimizer),
+    )
     yield "takes a schedule of zbpipe's", lambda: zbpipe.OptimizerStep(zbv.modules, adam)  # type: ignore[arg-type]
     yield (
         "takes optimizers of torch.optim, for example [optimizer], got []",
         lambda: zbpipe.OptimizerStep(zbv.schedule, []),
     )
     yield "cannot step LBFGS", lambda: zbpipe.OptimizerStep(zbv.schedule, LBFGS(zbv.trained))
+    yield "cannot step <torch.optim.lr_scheduler.ReduceLROnPlateau", lambda: zbv.ahead(1.0, lr_schedulers=Plateau(adam))
     yield "max_norm has to be a number above 0", lambda: zbv.ahead(0.0)
     yield "max_norm=None is not a limit: give a number above 0, or math.inf", lambda: zbv.ahead(None)  # type: ignore[arg-type]
     yield (
@@ -362,6 +391,7 @@ def refusals() -> Iterator[tuple[str, Callable[[], Any]]]:
     sparse = zbpipe.OptimizerStep(zbv.schedule, SGD(embedding.parameters(), lr=1))
     embedding(torch.tensor([1])).sum().backward()
     yield "has a sparse gradient", sparse
+    yield "ZBV already has an OptimizerStep", lambda: zbv.ahead(1.0)
 
 
 def refuse_all() -> None:

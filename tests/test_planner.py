@@ -24,9 +24,8 @@ from zbpipe.costs import JobCosts, Link
 from zbpipe.costs.baseline import memory_of_1f1b
 from zbpipe.costs.model import least_room, rank_shares
 from zbpipe.costs.transformer import Checkpointing, typical_costs
-from zbpipe.costs.transport import Receives, Transport
+from zbpipe.costs.transport import Transport
 from zbpipe.planner.engine import PLAIN, Engine, fastest
-from zbpipe.planner.exact import solve
 from zbpipe.planner.greedy import ListScheduler, PriorityParams
 from zbpipe.planner.kernel import NEVER
 from zbpipe.planner.plan import plan
@@ -162,73 +161,6 @@ def test_the_bound_knows_warm_up_cool_down_and_littles_law() -> None:
     )
 
 
-exact_cases = st.tuples(
-    st.sampled_from([Placement.loop(2), Placement.loop(3), Placement.v(2), Placement.loop(2, 2), Placement.v(1)]),
-    st.integers(1, 3),
-    st.sampled_from([1.0, 1.5, 2.0, 3.0]),
-)
-
-
-@draw_fewer(4)
-@given(exact_cases, st.booleans(), st.data())
-def test_the_exact_solver_finds_nothing_below_the_bound(
-    case: tuple[Placement, int, float], by_period: bool, data: st.DataObject
-) -> None:
-    pytest.importorskip("ortools")
-    placement, microbatches, limit = case
-    costs = data.draw(cost_models(placement))
-    tested = replace(problem(placement, costs, microbatches, limit), by_period=by_period)
-    scheduler = ListScheduler(tested, PLAIN)
-    known = min((each for each in scheduler.list_by_kind()), key=lambda each: each[0])[1]
-    # The solver is told the bound, so that it can stop there: give it none.
-    object.__setattr__(blind := replace(tested), "lower_bound", 0.0)
-    proof = solve(blind, known, effort=1.0)
-    assert proof.lower_bound <= tested.length(known) * (1 + 1e-6)
-    if proof.order is None:  # the solver overlooks the memory of ops that take no time
-        assert 0 in (*costs.f, *costs.i, *costs.w)
-        return
-    best = tested.schedule("exact", proof.order)
-    check_schedule(best)
-    assert tested.fits(best)
-    length = tested.length(proof.order)
-    assert tested.lower_bound <= length * (1 + 1e-9)
-    assert proof.lower_bound <= length * (1 + 1e-6)
-    assert length <= tested.length(known) * (1 + 1e-6)
-
-
-def test_the_exact_solver_returns_no_order_that_does_not_fit() -> None:
-    """It overlooks that the last stage's I, which takes no time, needs memory that its B does not."""
-    pytest.importorskip("ortools")
-    eighths = (1 / 8,) * 3
-    working = {OpKind.I: eighths}
-    costs = CostModel(eighths, (1 / 8, 1 / 8, 0.0), eighths, eighths, working=working, in_bytes=True)
-    tested = problem(Placement.loop(3), costs, microbatches=1, limit=1)
-    known = tested.list_one_by_one()
-    assert tested.fits(tested.schedule("", known))
-    object.__setattr__(tested, "lower_bound", 0.0)
-    assert solve(tested, known, effort=2.0).order is None
-
-
-def test_the_exact_order_frees_first_what_it_counts_on() -> None:
-    """A W that takes no time starts together with the F that needs its room."""
-    pytest.importorskip("ortools")
-    ones = (1.0,) * 4
-    tested = problem(Placement.v(2), CostModel(ones, ones, (1, 1, 1, 0), ones), microbatches=2, limit=1)
-    known = ListScheduler(tested, PLAIN).list_by_kind()[0][1]
-    order = solve(tested, known, effort=2.0).order
-    assert order is not None
-    assert tested.fits(tested.schedule("exact", order))
-
-
-def test_the_exact_solver_finds_what_the_search_missed() -> None:
-    pytest.importorskip("ortools")
-    searched = plan(2, 4, (1, 2, 1), 1.5, placements=["v"], budget=1)
-    solved = plan(2, 4, (1, 2, 1), 1.5, placements=["v"], budget=1, exact=True)
-    assert (solved.makespan, solved.optimal, solved.found_by) == (18, True, "CP-SAT")
-    assert searched.makespan > 18
-    check_schedule(solved.schedule, memory_limit=1.5)
-
-
 # --- plans ---
 
 
@@ -286,25 +218,6 @@ def test_where_messages_hold_up_ranks_plans_are_never_longer_than_1f1b(
     usual = simulate(generate("1F1B", ranks, microbatches), costs(Placement.loop(ranks)), transport=Transport.SHARED)
     found = plan(ranks, microbatches, costs, "1.0x", budget=LITTLE, transport=Transport.SHARED)
     assert found.makespan <= usual.makespan * (1 + 1e-3)
-
-
-def test_messages_that_hold_up_ranks_are_counted_in_the_search() -> None:
-    """With only a choice at the end a step takes 47.1."""
-    costs = partial(typical_costs, checkpointing="selective", comm=0.05)
-    found = plan(4, 12, costs, "1.02x", placements="v", budget=3e6, transport="shared with compute")
-    assert found.makespan < 46
-    assert found.timeline.receives is Receives.RENDEZVOUS
-
-
-@given(schedules(max_ranks=6, max_microbatches=10) | runnable_schedules(), st.data())
-def test_the_search_and_the_simulator_hold_up_ranks_alike(schedule: Schedule, data: st.DataObject) -> None:
-    costs = data.draw(cost_models(schedule.placement))
-    tested = Problem("tested", schedule.placement, costs, schedule.num_microbatches, held(schedule, costs))
-    order = tested.order(schedule)
-    expected = simulate(tested.schedule("timed", order), costs, transport="shared with compute", receives="rendezvous")
-    length, same, _ = PLAIN.anneal_by_rendezvous(tested.job, order, 0.0, 0, 1)
-    assert length == pytest.approx(expected.makespan, rel=1e-6)
-    assert same == order
 
 
 def test_a_transport_can_ask_for_another_schedule() -> None:
@@ -684,7 +597,6 @@ def test_impossible_plans_are_refused_with_the_way_out(call: Callable[[], object
         ({"progress": 3}, "progress = 3 is not a function (share, best)"),
         ({"placements": 3}, "placements = 3: give zbpipe.Placements, or some of single, loop, v, wave"),
         ({"budget": "1e8"}, "budget = '1e8' is not a number"),
-        ({"exact": 1}, "exact = 1: give True or False"),
         ({"transport": 1}, "transport=1 is not a string: use one of"),
     ],
 )
@@ -714,7 +626,6 @@ def test_a_limit_above_all_microbatches_is_none(limit: float | None) -> None:
     limits = None if limit is None else (limit, limit)
     placement = Placement.loop(2)
     request = Request(2, 3, {"single": placement}, limits)
-    # The solver counts in whole numbers.
     assert max(make_problem(request, "single", placement, CostModel.uniform(placement)).limits) <= 1e9
 
 
@@ -729,10 +640,10 @@ def test_plans_are_equal_and_have_a_hash() -> None:
 
 
 def test_the_plain_import_is_light() -> None:
-    """Neither the package nor a picture of a searched schedule loads the compiler, the solver or torch."""
+    """Neither the package nor a picture of a searched schedule loads the compiler or torch."""
     script = (
         "import sys, zbpipe; zbpipe.generate('ZB1P', 4, 8); zbpipe.plan;"
-        "sys.exit(', '.join({'numba', 'ortools', 'torch', 'numpy'} & sys.modules.keys()) or 0)"
+        "sys.exit(', '.join({'numba', 'torch', 'numpy'} & sys.modules.keys()) or 0)"
     )
     ran = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
     assert (ran.returncode, ran.stderr) == (0, "")

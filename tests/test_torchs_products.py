@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import product
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -16,8 +17,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 import zbpipe
+from zbpipe.runtime.split.last_w import accumulate
 from zbpipe.runtime.split.layers import defer_weights, deferrals
 from zbpipe.runtime.split.products import FROM_BACKWARD, LINEAR, WeightGradients
 
@@ -148,7 +151,14 @@ CASES = {
     "einsum, weight first": Case(lambda s, x: torch.einsum("hkd,bsd->bshk", [s.w, x]).flatten(2), (2, 3, WIDTH)),
     "einsum that sums the weight": Case(lambda s, x: torch.einsum("bsd,edk->bsk", x, s.w), (2, *SQUARE), 0),
     "einsum that broadcasts": Case(lambda s, x: torch.einsum("bsd,sdk->bsk", x, s.w), (1, *SQUARE), 0),
-    "einsum with an ellipsis": Case(lambda s, x: torch.einsum("...d,dk->...k", x, s.w), SQUARE, 0),
+    "einsum with an ellipsis": Case(lambda s, x: torch.einsum("...d,dk->...k", x, s.w), SQUARE),
+    "einsum of parts, by a made weight": Case(
+        lambda s, x: torch.einsum("...rk,rkc->...rc", x.unflatten(-1, (3, 2)), s.w @ s.w).flatten(-2),
+        (3, 2, 2),
+        in_checkpoint=0,
+    ),
+    "einsum with an ellipsis in the weight": Case(lambda s, x: torch.einsum("...d,...dk->...k", x, s.w), SQUARE, 0),
+    "made by products with constants": Case(lambda s, x: x @ (s.w.detach() @ (s.w.detach() @ s.w)), SQUARE),
     "conv1d": Case(lambda s, x: F.conv1d(x, s.w, padding=1), (4, 4, 3)),
     "conv1d of one sample": Case(lambda s, x: F.conv1d(x[0], s.w, padding=1) + x, (4, 4, 3)),
     "conv1d, same": Case(lambda s, x: F.conv1d(x.mT, s.w, s.b, padding="same", dilation=2).mT, (WIDTH, WIDTH, 3)),
@@ -179,12 +189,15 @@ CASES = {
     "no product": Case(lambda s, x: (x * s.w).clamp(min=s.w.min()), (WIDTH, WIDTH), 0, x=(3, WIDTH, WIDTH)),
 }
 
+OF_COMPLEX_NUMBERS = ("@", "T @", "batched @", "@ batched", "bmm", "linear", "einsum")
+"""Cases for each conjugate in a gradient."""
+
 
 def train(layer: nn.Module, x: Tensor, run: Callable[[nn.Module, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
     """The layer's output and the gradient of its input."""
     x = x.clone().requires_grad_()
     y = run(layer, torch.tanh(x))
-    y.square().sum().backward()
+    y.abs().square().sum().backward()
     assert x.grad is not None
     return y.detach(), x.grad
 
@@ -195,16 +208,20 @@ RUNS: dict[str, Callable[[nn.Module, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature")
 @pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("name", CASES)
-def test_what_waits_gets_the_gradients_of_autograd(name: str, run: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*product(CASES, [torch.float64]), *product(OF_COMPLEX_NUMBERS, [torch.complex128])], ids=str
+)
+def test_what_waits_gets_the_gradients_of_autograd(name: str, dtype: torch.dtype, run: str) -> None:
     torch.manual_seed(0)
     case = CASES[name]
-    layer = Own(case).double()
+    layer = Own(case).to(dtype)
+    nn.init.normal_(layer.w, std=1 / 3)  # complex numbers, too
     plain, gradients = copy.deepcopy(layer), WeightGradients()
     defer_weights(layer, gradients)
     for _ in range(2):  # the second adds to `.grad`
-        x = torch.randn(case.x, dtype=torch.float64)
+        x = torch.randn(case.x, dtype=dtype)
         with gradients.record() as pending:
             found = train(layer, x, RUNS[run])
         in_checkpoint = case.deferred if case.in_checkpoint is None else case.in_checkpoint
@@ -214,6 +231,22 @@ def test_what_waits_gets_the_gradients_of_autograd(name: str, run: str) -> None:
         torch.testing.assert_close(found, train(plain, x, RUNS[run]), rtol=1e-12, atol=1e-12)
     for one, other in zip(layer.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5 if "cast" in name else 1e-11, atol=1e-11)
+
+
+def test_w_runs_once_what_makes_several_weights() -> None:
+    layer = Own(Case(lambda s, x: sum(x @ each for each in (s.w @ s.w).unbind()), (3, *SQUARE)))
+    plain, gradients = copy.deepcopy(layer), WeightGradients()
+    defer_weights(layer, gradients)
+    x = torch.randn(3, 4, WIDTH)
+    with FlopCounterMode(display=False) as in_i_and_w:
+        with gradients.record() as pending:
+            train(layer, x, RUNS["plain"])
+        assert len(pending) == 3
+        accumulate(pending)
+    with FlopCounterMode(display=False) as in_b:
+        train(plain, x, RUNS["plain"])
+    torch.testing.assert_close(layer.w.grad, plain.w.grad)
+    assert in_i_and_w.get_total_flops() == in_b.get_total_flops()
 
 
 @pytest.mark.parametrize(
@@ -609,7 +642,9 @@ class Writes(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         x, rows = x.flatten(0, 1).clone(), dy.flatten(0, 1)
         Writes.calls += 1
-        if ctx.how in AT_ONCE:
+        if ctx.how == "times the weight":
+            dw = x.mT @ rows * weight
+        elif ctx.how in AT_ONCE:
             dw = AT_ONCE[ctx.how](x, rows, weight)
         else:
             dw = x.mT @ rows
@@ -648,6 +683,7 @@ AT_ONCE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "adds": lambda x, rows, weight: torch.zeros_like(weight).addmm_(x.mT, rows),
     "into a given one": lambda x, rows, weight: torch.mm(x.mT, rows, out=torch.zeros_like(weight)),
     "has lent": lends,
+    "of the weight alone": lambda x, rows, weight: weight.mm(weight),
 }
 READS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "writes": writes(lambda x: x.data.zero_(), 0),
@@ -671,7 +707,7 @@ WAITS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("how", [*AT_ONCE, *READS, *WAITS])
+@pytest.mark.parametrize("how", [*AT_ONCE, *READS, *WAITS, "times the weight"])
 def test_what_a_backward_does_with_a_product_decides_whether_it_waits(how: str) -> None:
     torch.manual_seed(0)
     layer = declare(Own(Case(lambda s, x: Writes.apply(x, s.w, how), SQUARE)).double(), Writes)
@@ -688,6 +724,18 @@ def test_what_a_backward_does_with_a_product_decides_whether_it_waits(how: str) 
         Writes.calls = step
         torch.testing.assert_close(found, train(plain, x, RUNS["plain"]), rtol=0, atol=0)
         torch.testing.assert_close(layer.w.grad, plain.w.grad, rtol=0, atol=0)
+
+
+def test_a_gradient_that_depends_on_the_weight_needs_the_same_in_w() -> None:
+    layer = declare(Own(Case(lambda s, x: Writes.apply(x, s.w, "times the weight"), SQUARE)), Writes)
+    gradients = WeightGradients()
+    defer_weights(layer, gradients)
+    with gradients.record() as pending:
+        train(layer, torch.randn(3, 4, WIDTH), RUNS["plain"])
+    with torch.no_grad():
+        layer.w.mul_(2)  # type: ignore[operator]
+    with pytest.raises(RuntimeError, match=r"weight was changed in place before W.* set weight_products = {}"):
+        pending[0].accumulate()
 
 
 def test_a_backward_that_fails_with_a_result_that_waits_is_named() -> None:

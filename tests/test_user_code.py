@@ -47,8 +47,9 @@ def test_a_function_in_a_file_is_a_schedule(own: Path) -> None:
     assert result.output.startswith("MineOfTest, 2 ranks, 4 microbatches")
 
 
-def test_a_module_is_imported_first() -> None:
-    result = run("--import own_for_test simulate mineoftest -p 2 -m 4")
+@pytest.mark.parametrize("name", ["mineoftest", "own_for_test.py:mine"])
+def test_a_module_is_imported_first(name: str) -> None:
+    result = run(f"--import own_for_test simulate {name} -p 2 -m 4")
     assert result.output.startswith("MineOfTest, 2 ranks, 4 microbatches")
 
 

@@ -41,6 +41,18 @@ class Own(nn.Module):
         return self.function(self, self.lin(x))
 
 
+class Adapter(nn.Module):
+    """The same with its parameters in a dictionary, as those of peft: the layer itself has none."""
+
+    def __init__(self, forward: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.lin, self.held = nn.Linear(WIDTH, WIDTH), nn.ParameterDict(Own(forward).named_parameters(recurse=False))
+        self.function = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self.held, self.lin(x))
+
+
 def select(s: Any, x: Tensor) -> Tensor:
     return sum(F.linear(x[n::EXPERTS], s.w[n]).sum() for n in range(EXPERTS)) + x  # type: ignore[no-any-return]
 
@@ -73,6 +85,37 @@ def looked_up(s: Any, x: Tensor) -> Tensor:
     """Rows of a table are no product, and what is made of them is no weight."""
     rows = s.v[torch.arange(len(x)) % WIDTH]
     return F.linear(rows + F.embedding(torch.arange(len(x)) % WIDTH, s.v) + x, s.w[0])
+
+
+def kronecker(s: Any, x: Tensor) -> Tensor:
+    """As LoKr, with a factor, which is a constant and no activation."""
+    block = s.scale.view(4, 4)
+    return F.linear(x, 2 * torch.kron(block, block))
+
+
+def spectral(s: Any, x: Tensor) -> Tensor:
+    """As FourierFT: a few frequencies, at their places in a larger matrix."""
+    frequencies = torch.zeros(WIDTH, WIDTH)
+    frequencies[torch.arange(WIDTH), torch.arange(WIDTH)] = s.scale
+    return F.linear(x, torch.fft.ifft2(frequencies).real * 3)
+
+
+def sparse(s: Any, x: Tensor) -> Tensor:
+    """As SHiRA."""
+    weight = torch.ones(WIDTH, WIDTH)
+    weight += torch.sparse_coo_tensor(torch.arange(WIDTH).expand(2, -1), 2 * s.scale, (WIDTH, WIDTH))
+    return F.linear(x, weight)
+
+
+def between_constants(s: Any, x: Tensor) -> Tensor:
+    """As BOFT: products whose weight gradients could wait make the weight."""
+    constant = torch.ones(WIDTH, WIDTH)
+    return x @ (constant @ (constant @ (2 * s.v))) + F.linear(x, constant @ s.w[0].exp())
+
+
+def filtered(s: Any, x: Tensor) -> Tensor:
+    """As WaveFT."""
+    return F.linear(x, F.conv1d(s.v.unsqueeze(1), torch.ones(1, 1, 1)).squeeze(1))
 
 
 class Doubling(torch.autograd.Function):
@@ -165,10 +208,19 @@ OF_PARTS = {
     "reentrant": (reentrant, ""),
     "checkpointed": (checkpointed, ""),
 }
+OF_ADAPTERS = {
+    "Kronecker product": kronecker,
+    "inverse FFT": spectral,
+    "sparse matrix": sparse,
+    "products with constants": between_constants,
+    "filtered weight": filtered,
+}
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     **{name: (partial(BY_NAME[name].build, 0), (1, 4, 8), reason) for name, reason in OF_THE_ZOO.items()},
     **{name: (own(forward), (TOKENS, WIDTH), reason) for name, (forward, reason) in OF_PARTS.items()},
+    **{name: (partial(Adapter, forward), (2, TOKENS, WIDTH), "") for name, forward in OF_ADAPTERS.items()},
     "gathered in a checkpoint": (own_in_checkpoint(gathered), (TOKENS, WIDTH), "a part of a parameter (Index)"),
+    "constants in a checkpoint": (own_in_checkpoint(between_constants), (TOKENS, WIDTH), "parameter (Mm)"),
     "a gain in a checkpoint": (own_in_checkpoint(gained), (TOKENS, WIDTH), "more than a view of a parameter (Mul)"),
 }
 """Models, the shape of their x, and one of the reasons why a weight gradient of theirs stays in I."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from architectures.case import LENGTH, SAMPLES, VOCABULARY, Case, Takes, tokens, transformer
-from architectures.texts import SMALL
+from architectures.texts import EXPERTS, SMALL, text
 
 
 def unet() -> nn.Module:
@@ -108,11 +108,25 @@ def logits(model: nn.Module) -> nn.Module:
     return Takes(model, ("input_ids",), "logits", use_cache=False)
 
 
-def with_lora(**options: Any) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
+def adapted(kind: str, **options: Any) -> nn.Module:
+    """With an adapter of peft."""
+    import peft
 
-    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, **options)
-    return logits(get_peft_model(llama(), config))
+    config = getattr(peft, f"{kind}Config")(target_modules="all-linear", **options)
+    return logits(peft.get_peft_model(llama(num_key_value_heads=4), config))
+
+
+with_lora = partial(adapted, "Lora", r=4, init_lora_weights=False)
+
+
+def with_lora_on_experts(experts: str | None = None) -> nn.Module:
+    import peft
+
+    model: Any = text("MixtralConfig", experts=experts, **EXPERTS | {"num_local_experts": 4})()
+    names = ["gate_up_proj", "down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], target_parameters=names, init_lora_weights=False)
+    model.model = peft.get_peft_model(model.model, config)
+    return cast(nn.Module, model)
 
 
 def float8(recipe: str = "tensorwise") -> nn.Module:
@@ -165,6 +179,19 @@ CASES = (
     Case("Whisper", whisper, lambda: (torch.randn(SAMPLES, 8, 32), tokens())),
     Case("LoRA", with_lora, tokens),
     Case("DoRA", partial(with_lora, use_dora=True), tokens),
+    Case("LoRA on experts", with_lora_on_experts, tokens),
+    Case("LoRA on experts in a loop", partial(with_lora_on_experts, experts="eager"), tokens),
+    *(
+        Case(kind, partial(adapted, kind, **options), tokens)
+        for kind, options in {
+            "LoKr": {"r": 4},
+            "OFT": {"oft_block_size": 8},
+            "BOFT": {"boft_block_size": 8},
+            "FourierFT": {"n_frequency": 100},
+            "Shira": {"r": 4},
+            "HRA": {"r": 4},
+        }.items()
+    ),
     Case("float8, tensorwise", float8, tokens),
     Case("float8, rowwise", partial(float8, "rowwise"), tokens),
     Case("float8, rowwise_with_gw_hp", partial(float8, "rowwise_with_gw_hp"), tokens),

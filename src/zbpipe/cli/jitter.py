@@ -21,7 +21,7 @@ def _parse(text: str) -> Jitter:
     return Jitter.parse(text)
 
 
-jitter_option = click.option(
+_jitter_option = click.option(
     "--jitter",
     callback=parse_with(_parse),
     metavar="WORDS",
@@ -42,7 +42,7 @@ _samples_option = click.option(
 
 def jitter_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """--jitter and --samples."""
-    return jitter_option(_samples_option(command))
+    return _jitter_option(_samples_option(command))
 
 
 def vary(jitter: Jitter, samples: int) -> Vary:

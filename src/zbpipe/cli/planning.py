@@ -15,7 +15,6 @@ import click
 
 from zbpipe.cli.base import Command, OutputFile, compared_size, transport_option
 from zbpipe.cli.costs import Costs, cost_options, is_given, memory_limit_option
-from zbpipe.cli.jitter import jitter_option, vary
 from zbpipe.cli.named import simulate_all
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.transport import Transport
@@ -24,7 +23,6 @@ from zbpipe.simulator.timeline import Timeline
 
 if TYPE_CHECKING:
     from zbpipe.planner.result import Plan
-    from zbpipe.simulator.jitter import Jitter
     from zbpipe.views.report import ComparedSchedule
 
 _STANDARD_OUTPUT = Path("-")
@@ -32,8 +30,6 @@ _SHORT = 2e7
 """Budget of the search for a wave, in timed ops: a fraction of a second."""
 _WORTH_A_LINE = 0.995
 """Largest step time of a wave, relative to the plan's, at which the wave is mentioned."""
-_SAMPLES = 1000
-"""Number of random steps for the quantiles of the table."""
 
 
 def _placements(context: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> list[str | Placement]:
@@ -88,23 +84,6 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
     help="Memory that may be offloaded to the host: deferred gradients (pairs), activations, or both. It needs"
     " --host-bandwidth, or [host] in the cost file.",
 )
-@jitter_option
-@click.option(
-    "--quantile",
-    type=click.FloatRange(0, 1, min_open=True, max_open=True),
-    default=0.95,
-    show_default=True,
-    metavar="Q",
-    help="With --jitter: quantile of the step time to minimise (0.95 = 95th percentile).",
-)
-@click.option(
-    "--most-loss",
-    type=click.FloatRange(0),
-    metavar="SHARE",
-    help="With --jitter: by how much the plan's step without jitter may exceed the shortest known one, for example"
-    " 0.01 for 1 %; default: any amount.",
-)
-@click.option("--exact", is_flag=True, help="Look for the provably best schedule, in small cases (needs OR-Tools).")
 @click.option(
     "-o",
     "--output",
@@ -127,7 +106,6 @@ def plan(
     /,
     *,
     costs: Costs,
-    jitter: Jitter | None,
     output: Path | None,
     json_file: Path | None,
     **asked: Any,
@@ -135,25 +113,23 @@ def plan(
     """Search for the best schedule for these times and this memory.
 
     Prints it next to the named schedules, with its largest possible distance from the best schedule. With costs of
-    layers it also shows which layers each stage should get. Where times vary (--jitter), it minimises the 95th
-    percentile of the step time (--quantile).
+    layers it also shows which layers each stage should get.
 
     \b
     Examples:
       zbpipe plan -p 8 -m 32 --memory-limit 1.0x -o plan.csv
       zbpipe plan -p 4 -m 8 --costs 1,2,1 --placement v --placement wave --json plan.json
-      zbpipe plan -p 8 -m 32 --jitter ops=0.1,delay=0.5 -o plan.csv
     """
     from zbpipe.views.style import number
 
     asked = _complete(context, costs, asked)
-    named = _Neighbours(costs, jitter, asked)
+    named = _Neighbours(costs, asked)
     others = list(named.compare(searched=False))
     fitting = [each for each in others if each.runs and each.broken is None]
     if json_file is None and fitting:
         first = min(fitting, key=lambda each: each.sort_key).figures
         click.echo(f"best without a search: {first['schedule']}, makespan {number(first['makespan'])}\n")
-    found = _search(costs, jitter, asked)
+    found = _search(costs, asked)
     if output is not None:
         output.write_text(found.schedule.to_csv(), encoding="utf-8")
     if json_file is None:
@@ -198,12 +174,12 @@ def _complete(context: click.Context, costs: Costs, asked: dict[str, Any]) -> di
     }
 
 
-def _search(costs: Costs, jitter: Jitter | None, asked: Mapping[str, Any]) -> Plan:
+def _search(costs: Costs, asked: Mapping[str, Any]) -> Plan:
     """Best schedule found."""
     from zbpipe.planner.plan import plan
 
     with _progress_bar() as progress:
-        return plan(costs=costs.job or costs.of, **asked, robust=jitter, progress=progress)
+        return plan(costs=costs.job or costs.of, **asked, progress=progress)
 
 
 @dataclass(frozen=True)
@@ -211,7 +187,6 @@ class _Neighbours:
     """The named schedules that a plan is compared with."""
 
     costs: Costs
-    jitter: Jitter | None
     asked: Mapping[str, Any]
 
     def compare(self, **which: bool) -> Iterator[ComparedSchedule]:
@@ -232,13 +207,12 @@ class _Neighbours:
             ComparedSchedule.of,
             limits=limit.resolve(self.costs.for_limits, ranks, microbatches) if limit else None,
             baseline=self.costs.baseline(ranks, microbatches),
-            vary=vary(self.jitter, _SAMPLES) if self.jitter else None,
             checkpointing=self.costs.checkpointing,
         )
 
     def around(self, found: Plan, others: Sequence[ComparedSchedule]) -> _Named:
         """The plan with all named schedules, of which `others` are known."""
-        searches_wave = not (self.costs.job or self.jitter or self.asked["offload"])
+        searches_wave = not (self.costs.job or self.asked["offload"])
         return _Named(
             self.row(found.timeline),
             [*others, *self.compare(searched=True)],
@@ -255,9 +229,7 @@ def _better_wave(found: Plan, costs: Costs, **asked: Any) -> Plan | None:
     if asked["placements"]:
         return None
     try:
-        wave = plan(
-            costs=costs.of, **asked | {"placements": "wave", "budget": asked["budget"] or _SHORT, "exact": False}
-        )
+        wave = plan(costs=costs.of, **asked | {"placements": "wave", "budget": asked["budget"] or _SHORT})
     except ValueError:  # too large for four stages per rank, or for the limit
         return None
     return wave if wave.reached < found.reached * _WORTH_A_LINE else None
@@ -291,7 +263,6 @@ def _record(found: Plan, named: _Named) -> dict[str, Any]:
         "objective": found.objective,
         "found_by": found.found_by,
         "bounds": dict(found.bounds),
-        **({} if named.plan.jitter is None else {"jitter": dict(named.plan.jitter)}),
         "wave": None if named.wave is None else named.wave.reached,
         **({} if parts is None else {"module_fqns_per_model_part": parts}),
         "named": [standing.record() for standing in named.others],

@@ -88,7 +88,7 @@ def dump_costs(costs: JobCosts | CostModel | LayerCosts, path: str | Path) -> No
     job = costs if isinstance(costs, JobCosts) else JobCosts(costs)
     data = to_data(job)
     text = _toml(data) if Path(path).suffix == ".toml" else json.dumps(data, indent=2) + "\n"
-    Path(path).write_text(text, encoding="utf-8")
+    Path(path).write_bytes(text.encode())  # encoded first: a name that UTF-8 has no bytes for keeps the old file
 
 
 def from_data(data: Any) -> JobCosts:
@@ -253,4 +253,5 @@ def _toml(data: Mapping[str, Any]) -> str:
 
 
 def _line(pair: tuple[str, Any]) -> str:
-    return f"{pair[0]} = {json.dumps(pair[1], ensure_ascii=False)}"
+    text = json.dumps(pair[1], ensure_ascii=False).replace("\x7f", "\\u007f")  # the only character that JSON may leave
+    return f"{pair[0]} = {text}"

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from zbpipe.costs.baseline import CostsOf, memory_of_1f1b, one_stage_a_rank
 from zbpipe.costs.layers import LayerCosts
-from zbpipe.costs.model import CostModel, LimitTooSmallError, number
+from zbpipe.costs.model import CostModel, LimitTooSmallError, number, set_fields
 
 RELATIVE = (
     "1.2x (times the memory of 1F1B's worst rank under the same costs), '4 microbatches' (of an average rank's share of"
@@ -24,8 +24,8 @@ SPELLINGS = (
 _WITHOUT_MEASURING = f"write it as {RELATIVE}, or give measured costs (--costs-file, zbpipe.load_costs)"
 
 _Unit = Literal["", "x", "microbatches", "bytes"]
-_BYTES = {"kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
-_WRITTEN = re.compile(r"\s*(.*?)\s*([kmg]i?b|x|microbatch(?:es)?)?\s*", re.IGNORECASE | re.DOTALL)
+_BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
+_WRITTEN = re.compile(r"\s*(.*?)\s*([kmg]i?b|b|x|microbatch(?:es)?)?\s*", re.IGNORECASE | re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class MemoryLimit:
     - `"1.2x"`: multiple of the peak of 1F1B's worst rank under the same costs;
     - `"4 microbatches"`: multiple of an average rank's activations of one microbatch, of which 1F1B on p ranks holds
       p;
-    - `"6.5GiB"`, also `KiB`, `MiB`, `KB`, `MB` and `GB`: for costs that are measured in bytes;
+    - `"6.5GiB"`, also `KiB`, `MiB`, `KB`, `MB`, `GB` and `B`: for costs that are measured in bytes;
     - a number in the unit of the costs' activations: bytes if measured, else a rank's share of one microbatch. A job
       without known costs refuses a bare number.
 
@@ -56,6 +56,16 @@ class MemoryLimit:
     """Unit: that of the costs (empty), the peak of 1F1B's worst rank, an average rank's microbatch, or bytes."""
     written: Any = field(default=None, compare=False, repr=False)
     """The limit as given, for messages and files. `parse` reads it back."""
+
+    def __post_init__(self) -> None:
+        if self.written is None:
+            given = self.amount
+            written = tuple(map(self._write, given)) if isinstance(given, (tuple, list)) else self._write(given)
+            set_fields(self, **vars(self._new(written)))
+
+    def _write(self, amount: object) -> object:
+        suffix = {"bytes": "B", "microbatches": " microbatches"}.get(self.unit, self.unit)
+        return f"{amount}{suffix}" if suffix else amount
 
     @classmethod
     def parse(cls, given: MemoryLimitLike | None, *, costs_are_known: bool = True) -> Self | None:
@@ -97,7 +107,7 @@ class MemoryLimit:
         self.require_ranks(ranks)
         amounts = self.amount if isinstance(self.amount, tuple) else (self.amount,) * ranks
         factor = self._factor(costs, ranks, microbatches) if self.unit else 1.0
-        return tuple(amount * factor for amount in amounts)
+        return tuple(inf if amount == inf else amount * factor for amount in amounts)
 
     @contextmanager
     def explain(self, costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> Iterator[None]:
@@ -112,10 +122,11 @@ class MemoryLimit:
             assert match is not None, "it was parsed"
             suffix = match[2]
             factor = _BYTES.get(suffix.lower()) or self._factor(costs, ranks, microbatches)
+            if not factor:  # F keeps nothing, and only working memory is too large
+                raise
             gap = " " if self.unit == "microbatches" else ""
-            raise LimitTooSmallError(
-                *error.parts, lambda amount: f"{_round_up(amount / factor):.6g}{gap}{suffix}"
-            ) from None
+            spelled = (f"{_round_up(amount / factor):.6g}{gap}{suffix}" for amount in error.args[:2])
+            raise LimitTooSmallError(*spelled, *error.args[2:]) from None
 
     def _factor(self, costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> float:
         if self.unit == "x":

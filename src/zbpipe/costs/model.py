@@ -37,9 +37,15 @@ def amount(what: str, name: str, value: Any) -> float:
 
 def amounts(what: str, name: str, values: Any, each: str) -> tuple[float, ...]:
     """Several costs, a number for `each` item."""
+    values = as_python(values)
     if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
         raise TypeError(f"{what} cannot have {name} = {values!r}: give one number for each {each}, for example (1, 1)")
     return tuple(amount(what, name, value) for value in values)
+
+
+def as_python(values: Any) -> Any:
+    """The numbers of an array of numpy or torch, as a list. All else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 def share(what: str, value: Any) -> float:
@@ -125,13 +131,16 @@ def check_messages(what: str, link: Any, links: Any, message_bytes: Any, host: A
 
 def check_working(what: str, working: Any, count: int, each: str) -> FrozenDict[OpKind, tuple[float, ...]]:
     """Working memory by kind of op, with a number for `each` of `count` stages or layers."""
-    if not isinstance(working, Mapping) or not all(isinstance(kind, OpKind) for kind in working):
+    if not isinstance(working, Mapping) or not all(
+        isinstance(kind, OpKind) and kind in COMPUTATIONS for kind in working
+    ):
         raise TypeError(
-            f"{what} cannot have working = {working!r}: give numbers by zbpipe.OpKind, for example {{OpKind.I: 2e9}}"
+            f"{what} cannot have working = {working!r}: give numbers by zbpipe.OpKind F, I, W or B, for example"
+            " {OpKind.I: 2e9}"
         )
     found = {}
-    for kind, given in working.items():
-        name = f"working[{kind}]"
+    for kind in working:
+        name, given = f"working[{kind}]", as_python(working[kind])
         if isinstance(given, (tuple, list)):
             found[kind] = amounts(what, name, given, each)
             if len(found[kind]) != count:
@@ -222,14 +231,14 @@ class CostModel:
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"f, i, w and activations need one number for each stage, got {lengths}")
-        if not self.f:
+        if not columns["f"]:
             raise ValueError("the costs of stages need at least one stage: f, i, w and activations are empty")
         shared: dict[str, Callable[[Any], float]] = {"freed_by_i": partial(share, what)}
         shared |= {name: partial(amount, what, name) for name in OF_DATA_PARALLELISM}
         set_fields(
             self,
             **columns,
-            **{name: _one_or_each(name, getattr(self, name), self.num_stages, read) for name, read in shared.items()},
+            **{name: _one_or_each(name, getattr(self, name), lengths["f"], read) for name, read in shared.items()},
             overhead=amount(what, "overhead", self.overhead),
             working=check_working(what, self.working, lengths["f"], "stage"),
             **check_messages(what, self.link, self.links, self.message_bytes, self.host),
@@ -397,6 +406,7 @@ class CostModel:
 
 def _one_or_each(name: str, given: Any, stages: int, read: Callable[[Any], float]) -> float | tuple[float, ...]:
     """One number for all stages, or one for each."""
+    given = as_python(given)
     if not isinstance(given, (tuple, list)):
         return read(given)
     if len(given) != stages:
@@ -426,16 +436,19 @@ def too_small(least: Sequence[float], limits: Sequence[float]) -> list[int]:
 
 
 class LimitTooSmallError(ValueError):
-    """Error for a memory limit that cannot hold even one microbatch."""
+    """Error for a memory limit that cannot hold even one microbatch.
 
-    def __init__(
-        self, limit: float, least: float, rank: int, more: str, spell: Callable[[float], str] = "{:.12g}".format
-    ) -> None:
-        super().__init__(
-            f"memory_limit = {spell(limit)} is too small{more}: one microbatch peaks at {spell(least)} on rank {rank};"
-            " give at least that, or cut the batch into more microbatches"
+    Its arguments are the limit and the least sufficient one (numbers, or text in the user's unit), the rank, and an
+    addition to the message. Pickle copies them.
+    """
+
+    def __str__(self) -> str:
+        limit, least, rank, more = self.args
+        limit, least = (each if isinstance(each, str) else f"{each:.12g}" for each in (limit, least))
+        return (
+            f"memory_limit = {limit} is too small{more}: one microbatch peaks at {least} on rank {rank}; give at least"
+            " that, or cut the batch into more microbatches"
         )
-        self.parts = limit, least, rank, more
 
 
 def require_room(placement: Placement, costs: CostModel, limits: Sequence[float], more: str = "") -> None:

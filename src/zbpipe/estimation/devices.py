@@ -245,10 +245,12 @@ DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device
 """Devices by user-facing name."""
 
 
-def find(name: str) -> Device:
-    """The device with this name, in any case. The ValueError for unknown names lists the known ones."""
+def find(name: str | Device) -> Device:
+    """The device with this name, in any case, or itself. The ValueError for unknown names lists the known ones."""
+    if isinstance(name, Device):
+        return name
     if not isinstance(name, str):
-        raise TypeError(f"a device is named by a string, for example 'H100', got {name!r}")
+        raise TypeError(f"a device is named by a string, for example 'H100', or is a Device, got {name!r}")
     known = {each.lower(): device for each, device in DEVICES.items()}
     if (device := known.get(name.lower())) is not None:
         return device

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from zbpipe.estimation.workload import Workload
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import PLACEMENTS
 from zbpipe.schedule.garbage import without_collections
-from zbpipe.schedule.ir import OpKind, Placement, Schedule
+from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
 from zbpipe.schedule.registry import Algorithm, resolve, schedules
 from zbpipe.simulator.memory import Held, peak_parts
 from zbpipe.simulator.simulation import simulate
@@ -66,7 +66,7 @@ def estimate(
         budget: number of ops that the search of one plan may time.
 
     Raises:
-        TypeError: the workload or the device has another type.
+        TypeError: an argument has another type.
         ValueError: the device or schedule is unknown, a rate is invalid, or the costs are for another number of ranks.
     """
     if not isinstance(workload, Workload):
@@ -74,9 +74,15 @@ def estimate(
             f"an estimate takes a zbpipe.estimation.Workload, for example from zbpipe.frameworks.titan.workload.read,"
             f" got {workload!r}"
         )
-    found = find(device) if isinstance(device, str) else device
-    if found is None and costs is None:
+    if device is None and costs is None:
         raise ValueError("an estimate needs a device, for example 'H100', or measured costs")
+    found = None if device is None else find(device)
+    if costs is not None:
+        _require_ranks(costs, workload.degrees.pipeline)
+    for name, given in (("only", () if only is None else only), ("stages_per_rank", stages_per_rank)):
+        if not isinstance(given, Iterable) or isinstance(given, str):
+            raise TypeError(f"an estimate cannot have {name} = {given!r}: give a list")
+    stages_per_rank = [require_whole(1, stages_per_rank=each)[0] for each in stages_per_rank]
     job = _Job(workload, None if found is None else rates(found, tflops, link), costs)
     own = resolve(workload.schedule)
     names = None if only is None else {resolve(name).name for name in only}
@@ -104,6 +110,18 @@ def estimate(
     steps.sort(key=lambda step: (not step.runs, not step.fits, step.seconds, step.has_torchs_split))
     device = None if job.rates is None else job.rates.device
     return Estimate(workload, device, tuple(steps), tuple(left_out), tuple(job.words(tflops, link)))
+
+
+def _require_ranks(costs: JobCosts, ranks: int) -> None:
+    """Refuse costs that are not of this number of ranks."""
+    if not isinstance(costs, JobCosts):
+        raise TypeError(f"an estimate cannot have costs = {costs!r}: give zbpipe.costs.JobCosts, as zbpipe.load_costs")
+    costs.require_ranks(ranks)
+    if isinstance(costs.costs, CostModel) and costs.costs.num_stages % ranks:
+        raise ValueError(
+            f"the costs are for {costs.costs.num_stages} stages, which {ranks} ranks cannot share equally: measure them"
+            f" on {ranks} ranks"
+        )
 
 
 def _variants(
@@ -192,6 +210,8 @@ class _Job:
         source: str = "",
         timeline: Timeline | None = None,
     ) -> Step:
+        if not seconds:
+            raise ValueError("its step takes 0 seconds: give times above 0")
         speed = self.workload.global_tokens / seconds / self.workload.degrees.gpus
         device = None if self.rates is None else self.rates.device
         mfu = speed * self.workload.operations / device.peak if device else None
@@ -257,7 +277,7 @@ class _Job:
         """A step with the same tokens and GPUs, with FSDP over all of them and no pipeline."""
         assert self.rates is not None
         seconds, exposed, memory = step_without_pipeline(self.workload, self.rates)
-        row = self._row(NO_PIPELINE, "", 1, seconds, exposed / seconds, memory)
+        row = self._row(NO_PIPELINE, "", 1, seconds, exposed / (seconds or 1.0), memory)
         others = (job.rates for job in self._extremes)
         ends = tuple(step_without_pipeline(self.workload, each).seconds for each in others if each is not None)
         return replace(row, range=_pair(ends))

@@ -31,6 +31,7 @@ def load_layers(path: str | Path, gpus: int) -> Workload:
             not a multiple of its degrees.
     """
     data = read_data(path)
+    (gpus,) = require_whole(1, gpus=gpus)
     try:
         return _workload(data, gpus, Path(path).stem)
     except (TypeError, ValueError) as error:
@@ -65,7 +66,7 @@ def _degrees(given: Any, gpus: int) -> Degrees:
     found = table_of(given, "[degrees]", optional=_DEGREES)
     require_whole(1, **{f"[degrees] {key}": value for key, value in found.items()})
     each = Degrees(**found).gpus
-    if gpus % each or not gpus:
+    if gpus % each:
         raise ValueError(f"{gpus} GPUs are not a multiple of the degrees' product {each}")
     return Degrees(**found, fsdp=gpus // each)
 

@@ -70,7 +70,7 @@ def search(workload: Workload, device: str | Device, **how: Any) -> list[Estimat
         device: as for `zbpipe.estimate`.
         how: the rates, as for `zbpipe.estimate`.
     """
-    device = find(device) if isinstance(device, str) else device
+    device = find(device)
     known = rates(device, how.get("tflops"), how.get("link"))
     likely = replace(known.device, range=None)
     layouts = [(_computing(each, known.layer_costs(each)), each) for each in _layouts(workload, device.gpus_per_node)]

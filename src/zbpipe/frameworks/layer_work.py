@@ -17,18 +17,21 @@ def layer(names: Sequence[str], forward: float, how: Checkpointing = Checkpointi
     return Layer(tuple(names), forward, forward * (1 + again), forward, 0.0)
 
 
-def products(module: nn.Module) -> float:
+def products(module: nn.Module, *, recurse: bool = True) -> float:
     """Number of weight elements with which each token is multiplied. Only the experts that a token visits count.
+
+    Without `recurse`, parts of the module do not count.
 
     >>> products(nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 16), nn.LayerNorm(16)))
     128.0
     """
-    sizes = [[plain_attribute(each, name) for name in ("top_k", "num_experts")] for each in module.modules()]
+    modules = list(module.modules()) if recurse else [module]
+    sizes = [[plain_attribute(each, name) for name in ("top_k", "num_experts")] for each in modules]
     share = next((top_k / experts for top_k, experts in sizes if top_k and experts), 1.0)
     return float(
         sum(
             parameter.numel() * (share if parameter.dim() == _GROUPED else 1.0)
-            for each in module.modules()
+            for each in modules
             if not isinstance(each, nn.Embedding)
             for parameter in each.parameters(recurse=False)
             if parameter.dim() > 1

@@ -13,35 +13,25 @@ from operator import attrgetter
 from types import FunctionType
 from typing import Any, get_type_hints
 
-from zbpipe.planner import kernel, rendezvous, samples
+from zbpipe.planner import kernel
 from zbpipe.planner.kernel import Job, Node
 
-_ENTRIES = (
-    kernel.list_schedule,
-    kernel.justify,
-    kernel.anneal,
-    samples.anneal_in_samples,
-    rendezvous.anneal_by_rendezvous,
-)
-"""The functions that a search calls. These call all others of their modules."""
+_ENTRIES = kernel.list_schedule, kernel.justify, kernel.anneal
+"""The functions that a search calls. These call all others of the module."""
 _OPTIONS = {"error_model": "numpy"}
 """Without checks for divisions by zero, which need code; the loops divide by numbers above zero."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The functions that a search calls, from `kernel` and similar modules, and the conversion of lists for them."""
+    """The functions of `kernel` that a search calls, and the conversion of lists for them."""
 
     list_schedule: Callable[..., tuple[float, list[int]]]
     justify: Callable[..., tuple[float, list[int]]]
     anneal: Callable[..., tuple[float, list[int], int]]
-    anneal_in_samples: Callable[..., tuple[float, list[int]]]
-    anneal_by_rendezvous: Callable[..., tuple[float, list[int], int]]
     nodes: Callable[[Sequence[Node]], Any]
     integers: Callable[[Sequence[int]], Any]
     floats: Callable[[Sequence[float]], Any]
-    rows: Callable[[Sequence[Sequence[float]]], Any]
-    """Rows of equal length. The result is mutable."""
     compiled: bool
 
     def prepare(self, job: Job) -> Job:
@@ -49,11 +39,7 @@ class Engine:
         return job._replace(nodes=self.nodes(job.nodes), limit=self.floats(job.limit), origin=self.floats(job.origin))
 
 
-def _lists(rows: Sequence[Sequence[float]]) -> list[list[float]]:
-    return [list(row) for row in rows]
-
-
-PLAIN = Engine(*_ENTRIES, list, list, list, _lists, compiled=False)
+PLAIN = Engine(*_ENTRIES, list, list, list, compiled=False)
 
 
 def at_hand() -> Engine:
@@ -77,16 +63,14 @@ def fastest() -> Engine:
     def full(count: int, value: float) -> Any:
         return np.full(count, value)
 
-    node, op, rank = dtype(Node), dtype(kernel.Linked), dtype(rendezvous.Rank)
+    node, op = dtype(Node), dtype(kernel.Linked)
     values = attrgetter(*node.names)
     numba.extending.overload(kernel.fill, strict=False)(lambda count, value: full)
     numba.extending.overload(kernel.blank_ops)(lambda count: lambda count: np.zeros(count, op))
-    numba.extending.overload(rendezvous.blank_ranks)(lambda count: lambda count: np.zeros(count, rank))
-    others = (*_ENTRIES, kernel.fill, kernel.blank_ops, rendezvous.blank_ranks)
-    for module in (kernel, samples, rendezvous):
-        for each in vars(module).values():
-            if isinstance(each, FunctionType) and each.__module__ == module.__name__ and each not in others:
-                numba.extending.register_jitable(**_OPTIONS)(each)
+    others = (*_ENTRIES, kernel.fill, kernel.blank_ops)
+    for each in vars(kernel).values():
+        if isinstance(each, FunctionType) and each.__module__ == kernel.__name__ and each not in others:
+            numba.extending.register_jitable(**_OPTIONS)(each)
 
     def compiled(entry: Callable[..., Any]) -> Callable[..., Any]:
         loops = numba.njit(cache=True, **_OPTIONS)(entry)
@@ -99,10 +83,8 @@ def fastest() -> Engine:
 
     return Engine(
         *(compiled(kernel.list_schedule), compiled(kernel.justify), compiled(kernel.anneal)),
-        *(compiled(samples.anneal_in_samples), compiled(rendezvous.anneal_by_rendezvous)),
         lambda nodes: np.array([*map(values, nodes)], node),
         lambda numbers: np.array(numbers, dtype=np.int64),
         lambda numbers: np.array(numbers, dtype=np.float64),
-        lambda rows: np.array(rows, dtype=np.float64),
         compiled=True,
     )

@@ -44,7 +44,7 @@ def plan_offloaded(
             refusals.append(error)
     if not found:
         known = [error for error in refusals if isinstance(error, LimitTooSmallError)]
-        raise min(known, key=lambda error: error.least) if known else refusals[0]
+        raise min(known, key=lambda error: error.args[1]) if known else refusals[0]
     best = min(found, key=lambda each: (each.reached, sum(map(len, each.timeline.copies))))
     # With copies, the only known lower bound of a step is the one without any limit.
     return replace(best, bounds={name: bounds[name] for name in request.placements if name in bounds} or best.bounds)

@@ -83,8 +83,8 @@ class _Trials:
     """Step times of splits on one placement. Each split is searched once."""
 
     def __init__(self, request: Request, layers: LayerCosts, placement: Placement, tries: int) -> None:
-        # Queues and proofs apply only to the final plan.
-        self.request = replace(request, placements={"": placement}, transport=Transport.IDEAL, exact=False)
+        # Queues apply only to the final plan.
+        self.request = replace(request, placements={"": placement}, transport=Transport.IDEAL)
         self.costs = layers
         self.placement = placement
         self.tries = tries

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zbpipe.costs.baseline import CostsOf
 from zbpipe.costs.job import JobCosts, as_cost_model
@@ -23,9 +22,6 @@ from zbpipe.planner.stages import plan_stages
 from zbpipe.schedule.ir import Placement
 from zbpipe.simulator.offloading import Offload
 
-if TYPE_CHECKING:
-    from zbpipe.simulator.jitter import Jitter
-
 Costs = JobCosts | CostModel | LayerCosts | Sequence[float] | Callable[[Placement], CostModel]
 
 
@@ -40,12 +36,8 @@ def plan(
     objective: Objective = "makespan",
     budget: float | None = None,
     seed: int = 0,
-    exact: bool = False,
     transport: Transport | str | None = None,
     offload: Offload | str | bool | None = None,
-    robust: Jitter | None = None,
-    quantile: float = 0.95,
-    most_loss: float | None = None,
     progress: Progress | None = None,
 ) -> Plan:
     """Search for the schedule with the shortest step that keeps to the memory limit.
@@ -81,24 +73,14 @@ def plan(
             second. Layers get it once for the split found and once for TorchTitan's even split. The short searches that
             compare splits are additional.
         seed: seed of the search's random numbers.
-        exact: whether to search for the provably best schedule with OR-Tools afterwards. For small cases.
-        transport: which messages wait for each other (see `zbpipe.costs.transport`), by default none. With "shared with
-            compute", half of the budget is for a search that counts the delays by messages. Other searches ignore
-            queues: of all orders found, and the named schedules, the plan has the shortest step under this transport.
-            The bounds hold for every transport.
+        transport: which messages wait for each other (see `zbpipe.costs.transport`), by default none. The search
+            ignores queues. Of all orders found, and the named schedules, the plan has the shortest step under this
+            transport. The bounds hold for every transport.
         offload: memory that may be offloaded to the host: "pairs" (deferred gradients), "activations" or "all"
             (also True). The costs need `host`. Then the plan is the best of the named schedules and of several
             searches, some of them with looser limits. Copies that delay no op make these fit (see
             `zbpipe.simulator.offload`). The searches share the budget. Without a limit, the plan holds as little as
             costs no time.
-        robust: varying times (see `zbpipe.simulator.jitter`). Then the plan is the schedule with the least `quantile`
-            of the step times. Several searches that share the budget leave more and more slack. The best of their
-            results and of the named schedules are then annealed in many random steps at once, which takes two to three
-            times as long. `step_times` of the plan has its samples. The bounds are those of times that do not vary. For
-            stages, not for layers.
-        quantile: with `robust`, the quantile of the step time to minimise: 0.95 is the 95th percentile.
-        most_loss: with `robust`, how much longer the plan's step may be than the shortest known one without jitter:
-            0.01 is one percent. Default: any amount.
         progress: called with the completed share of the work, and the shortest time so far.
 
     Raises:
@@ -126,7 +108,6 @@ def plan(
         objective,
         budget,
         seed,
-        exact,
         Transport.IDEAL if transport is None else Transport.parse(transport),
     )
     report = progress or report_nothing
@@ -148,33 +129,9 @@ def plan(
             return plan_layers(request, costs, report)
         return plan_stages(request, _costs_of(costs), report)
 
-    if robust is not None:
-        return _robust(request, costs, robust, quantile, most_loss, wanted, report)
-    if most_loss is not None:
-        raise ValueError(f"most_loss = {most_loss!r} is for plans that tolerate jitter: also give robust=Jitter(...)")
     if wanted is None:
         return search(request)
     return plan_offloaded(request, wanted, search, None if isinstance(costs, LayerCosts) else _costs_of(costs))
-
-
-def _robust(
-    request: Request,
-    costs: Any,
-    jitter: Any,
-    quantile: float,
-    most_loss: float | None,
-    offload: Offload | None,
-    report: Progress,
-) -> Plan:
-    # These need numpy, which other plans do not.
-    from zbpipe.planner.robust import plan_robust
-    from zbpipe.simulator.jitter import Jitter
-
-    if not isinstance(jitter, Jitter):
-        raise TypeError(f"robust = {jitter!r} is not a zbpipe.simulator.jitter.Jitter, for example Jitter(ops=0.1)")
-    if isinstance(costs, LayerCosts) or offload is not None:
-        raise ValueError("a robust plan is for stages that stay on the device: omit offload, and cut layers first")
-    return plan_robust(request, jitter, quantile, inf if most_loss is None else most_loss, _costs_of(costs), report)
 
 
 def _keep_stages(request: Request, num_stages: int) -> Request:

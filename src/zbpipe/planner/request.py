@@ -44,7 +44,6 @@ class Request:
     budget: float | None = None
     """Number of ops that the search may time. None means about a second."""
     seed: int = 0
-    exact: bool = False
     transport: Transport = Transport.IDEAL
     share: float = 1.0
     """Share of the default budget for one of several searches."""
@@ -53,8 +52,6 @@ class Request:
         if self.objective not in get_args(Objective):
             raise ValueError(f"objective has to be 'makespan' or 'period', got {self.objective!r}")
         require_whole(seed=self.seed)
-        if not isinstance(self.exact, bool):
-            raise TypeError(f"exact = {self.exact!r}: give True or False")
         if self.budget is not None:
             _require_budget(self.budget)
         if not self.placements:

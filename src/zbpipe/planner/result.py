@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from zbpipe.costs.layers import LayerCosts, Split
 from zbpipe.costs.model import ROUNDING, set_fields
@@ -14,9 +13,6 @@ from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.post_validation import period_of
 from zbpipe.simulator.timeline import Timeline
-
-if TYPE_CHECKING:
-    from zbpipe.simulator.jitter import StepTimes
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,8 +42,6 @@ class Plan:
     """Layers of each stage. None without layers."""
     even: Plan | None = None
     """Plan of the same search for TorchTitan's even split. None without layers, or if the split breaks the limit."""
-    step_times: StepTimes | None = None
-    """Step times of a robust plan, where times vary. None for other plans."""
 
     def __post_init__(self) -> None:
         set_fields(self, bounds=FrozenDict(self.bounds))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, sqrt
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from random import Random
 
 from zbpipe.costs.model import ROUNDING, CostModel, least_room, rank_shares
@@ -39,13 +39,8 @@ _SHARE_OF_SHAPES = 0.4
 """Share of the budget for list scheduling."""
 _WORTH = 1.1
 """Ratio to the best order up to which an order is annealed."""
-_WHOLE_RUN = 20
-"""Work of timing one op in a run by rendezvous, in ops that annealing times. Timed with numba: 15 to 25."""
 _MOST_PERIODS = 4
 """Number of schedules whose period is computed where milliseconds count."""
-_BY_RENDEZVOUS = ", by rendezvous"
-_HEAT_BY_RENDEZVOUS = 0.05
-"""Loss allowed for a move at the start of annealing by rendezvous, in mean times of an op."""
 _MOST_HEAT = 0.4
 """Largest loss allowed for a move of annealing, in mean times of an op."""
 
@@ -103,8 +98,6 @@ class Search:
         self.effort = effort
         self.progress = progress
         self.best: Found | None = None
-        self.by_placement: dict[str, Found] = {}
-        """Best order on each placement."""
         self.kept: list[Found] = []
         """All orders whose time was simulated."""
 
@@ -193,39 +186,9 @@ class Search:
         better = self.keep(problem, order, by)
         return better if better.length < start.length else start
 
-    def race_by_rendezvous(self, budget: float) -> list[Found]:
-        """Orders for messages that block both of their ranks, best first: all known orders, and better ones.
-
-        Their length is the makespan with such messages. Without a budget it only times the known orders.
-        """
-        known = {(each.problem.name, each.order): each for each in self.kept}
-        by_length = attrgetter("length")
-        found = sorted((self.anneal_by_rendezvous(each) for each in known.values()), key=by_length)
-        for rest in reversed(range(self.effort.rounds + 1) if budget else ()):
-            best = found[: 2**rest]
-            work = budget / (self.effort.rounds + 1) / len(best)
-            found = sorted([*(self.anneal_by_rendezvous(each, work) for each in best), *found], key=by_length)
-            self.progress(1.0, self.shortest)
-        return found
-
-    def anneal_by_rendezvous(self, start: Found, work: float = 0) -> Found:
-        """An order at least as good, with its makespan if messages block both of their ranks."""
-        job = start.problem.job
-        heat = _HEAT_BY_RENDEZVOUS * job.mean
-        length, order, _ = self.engine.anneal_by_rendezvous(
-            self.engine.prepare(job),
-            self.engine.integers(start.order),
-            heat,
-            int(work / _WHOLE_RUN),
-            self.random.randrange(1, 2**31 - 1),
-        )
-        by = f"{start.by.removesuffix(_BY_RENDEZVOUS)}{_BY_RENDEZVOUS}" if work else start.by
-        return Found(start.problem, tuple(order), length, by)
-
     def reached(self, problem: Problem) -> float:
         """Seconds of the best order on its placement. Infinite before the first."""
-        known = self.by_placement.get(problem.name)
-        return known.length if known else inf
+        return min((each.length for each in self.kept if each.problem is problem), default=inf)
 
     @property
     def shortest(self) -> float:
@@ -238,9 +201,6 @@ class Search:
         self.kept.append(found)
         if found.length < self.shortest:
             self.best = found
-        known = self.by_placement.setdefault(problem.name, found)
-        if found.length < known.length:
-            self.by_placement[problem.name] = found
         return found
 
     def spend(self, work: float) -> None:

@@ -10,7 +10,6 @@ from zbpipe.costs.baseline import CostsOf
 from zbpipe.costs.model import CostModel, least_room, most_room, require_room, too_small
 from zbpipe.costs.transport import Transport
 from zbpipe.planner.engine import Engine, fastest
-from zbpipe.planner.exact import prove
 from zbpipe.planner.lean import fit_within
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.request import Objective, Request
@@ -25,8 +24,6 @@ from zbpipe.simulator.timeline import Timeline
 
 _MOST_CANDIDATES = 64
 """Number of candidates simulated with a transport that has queues. Chosen by hand: each takes tens of milliseconds."""
-_MOST_BY_RENDEZVOUS = 12
-"""Number of candidates simulated where messages block both ranks and a search accounts for it."""
 
 
 def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report_nothing) -> Plan:
@@ -39,19 +36,10 @@ def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report
     ]
     engine = fastest()
     budget = request.budget or request.share * default_budget(problems, engine)
-    by_rendezvous = request.transport is Transport.SHARED and request.objective == "makespan"
-    budget /= 2 if by_rendezvous else 1
     search = Search(problems, budget, engine, seed=request.seed, progress=progress)
     found = search.run(make_named_schedules(problems))
     bounds = {problem.name: problem.bound_with_fsdp for problem in problems}
-    if request.exact:
-        found, proven = prove(search.by_placement)
-        bounds = {name: max(bound, proven[name]) for name, bound in bounds.items()}
-    candidates = [found, *search.kept]
-    if by_rendezvous:
-        best = search.race_by_rendezvous(budget)[:_MOST_BY_RENDEZVOUS]
-        candidates = [found, *(replace(each, length=each.problem.length(each.order)) for each in best)]
-    found, timeline = _find_shortest(candidates, request.transport, request.objective)
+    found, timeline = _find_shortest([found, *search.kept], request.transport, request.objective)
     return Plan(timeline, found.problem.name, found.by, request.objective, request.limits, bounds)
 
 

@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from types import MemberDescriptorType, SimpleNamespace
 from typing import Any
@@ -95,7 +96,9 @@ class Contents:
                 held = slot.__get__(value)
             except AttributeError:  # it has no value yet
                 continue
-            self._put_back.append(partial(slot.__set__, value, held))
+            with suppress(AttributeError, TypeError):  # those of classes in C may be read-only
+                slot.__set__(value, held)
+                self._put_back.append(partial(slot.__set__, value, held))
             yield held
         own = getattr(value, "__dict__", None)
         if type(own) is dict:

@@ -53,8 +53,8 @@ class LeanSchedule(RegisteredSchedule):
         found = None if checkpointing is None else Checkpointing.parse(checkpointing)
         is_sure = costs is not None or found is not None
         if costs is None:
-            ordered, placement = checks.place_stages(stages, self.algorithm)
-            found = found or checkpointing_of(ordered)
+            stages, placement = checks.place_stages(stages, self.algorithm)
+            found = found or checkpointing_of(stages)
             costs = usual_costs(placement, found)
         super().__init__(stages, n_microbatches, loss_fn, *args, costs=costs, memory_limit=limit, **options)
         self.checkpointing = found

@@ -109,16 +109,12 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     changes_by_itself: ClassVar[bool] = False
     """Whether the schedule may switch to other lists later."""
     _optimizer_step: OptimizerStep | None = None
+    tied_copies: Sequence[Tensor] = ()
+    """This rank's copies of tied weights: the norm of all gradients counts only the other copy."""
     _copies: Copies | None = None
     _models_are_checked = False
     _is_warm = False
     """Whether the compiler has seen the stages."""
-
-    def __new__(cls, stages: Any = (), n_microbatches: int = 1, *args: Any, **options: Any) -> Any:
-        """A new schedule; for torch's schedule visualizer, whose stages are mocks, only the list of computations."""
-        if pipelining.are_mocks(stages):
-            return list_for_visualizer(cls.algorithm, stages, n_microbatches)
-        return super().__new__(cls)
 
     # More than seven parameters: these are the keywords that users write, as torch's own schedules have them.
     def __init__(
@@ -334,6 +330,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                 with self._refuse_with_all():
                     checks.require_no_lists(kwargs)
                     checks.require_loss_and_batch(self, (*args, *kwargs.values()), target)
+                    if self._optimizer_step is not None:
+                        self._optimizer_step.require_unchanged()
                     if pipelining.trains(self) and not self._models_are_checked:
                         checks.require_trainable(hooks.stages_of(self))
                     return super().step(*args, target=target, **kwargs)
@@ -374,20 +372,18 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         stages, last, trains = hooks.stages_of(self), self._optimizer_step, pipelining.trains(self)
         kept: list[Tensor] = []
         if self.scale_grads and trains:  # then the end of the step also divides the gradients of earlier steps
-            pending = set(map(id, last.pending_gradients)) if last else set()
-            found = fsdp.find_kept_gradients(stage.submod for stage in stages)
-            kept = [gradient for gradient in found if id(gradient) not in pending]
-        cut = self._cut() if last is not None and last.is_pending and trains and not kept else None
-        if last is None or cut is None:
-            self.finish_optimizer_step()
-            with pipelining.saved_from_scaling(self, kept):
+            kept = fsdp.find_kept_gradients(stage.submod for stage in stages)
+        cut = self._cut() if last is not None and last.is_pending and trains else None
+        with pipelining.saved_from_scaling(self, kept):
+            if last is None or cut is None:
+                self.finish_optimizer_step()
                 run()
-            return
-        random = RandomState(pipelining.device_of(stages[0]))
-        if not running_ahead.run_ahead(self, cut, last.verdict, run):
-            last.redo()
-            random.restore()
-            run()
+                return
+            random = RandomState(pipelining.device_of(stages[0]))
+            if not running_ahead.run_ahead(self, cut, last.verdict, run):
+                last.redo()
+                random.restore()
+                run()
 
     @contextmanager
     def _refuse_with_all(self) -> Iterator[None]:
@@ -460,12 +456,3 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     def _cut(self) -> RunAhead | None:
         return self._running.cut(self, self.by_size.simulated_costs)
-
-
-def list_for_visualizer(algorithm: Algorithm, mocks: Any, n_microbatches: int) -> pipelining.ScheduleRuntime:
-    """The schedule for torch's schedule visualizer, on mocks of its stages. It cannot run."""
-    # There are at least two mocks per rank for any schedule, unless the class is for one stage.
-    stages = list(mocks) if isinstance(mocks, (list, tuple)) else [mocks]
-    is_asked = algorithm.any_stages_per_rank or len(stages) > 2
-    made = algorithm.make(stages[0].group_size, n_microbatches, stages_per_rank=len(stages) if is_asked else None)
-    return pipelining.list_only(stages, made)

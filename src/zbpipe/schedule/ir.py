@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from importlib import import_module
 from itertools import count, pairwise
 from operator import index
 from typing import NamedTuple, TypeAlias
 
 from zbpipe.schedule import tables
 from zbpipe.schedule.event_loop import EventLoop
-from zbpipe.schedule.painter import painter
 
 _MOST_SHOWN = 64
 """Number of ops in the `repr` of a schedule."""
@@ -297,6 +297,7 @@ class Schedule:
 
     Raises:
         TypeError: a list contains something other than ops, or another field has the wrong type.
+        ValueError: there are fewer lists than ranks.
     """
 
     name: str
@@ -316,6 +317,11 @@ class Schedule:
                 f"schedule {self.name}: num_microbatches has to be a whole number, got {self.num_microbatches!r}"
             )
         object.__setattr__(self, "ops", _freeze(self.ops, self.name))
+        if len(self.ops) < self.placement.num_ranks:
+            raise ValueError(
+                f"schedule {self.name}: ops has to be one list of ops per rank, got {len(self.ops)} for"
+                f" {self.placement.num_ranks} ranks"
+            )
 
     @property
     def num_ranks(self) -> int:
@@ -381,7 +387,8 @@ class Schedule:
 
     def _repr_html_(self) -> str:
         """The picture with one second for each of F, I and W, in notebooks."""
-        page: str = painter().draw_in_notebook(self)
+        # By name, because views import schedules.
+        page: str = import_module("zbpipe.views.pictures").draw_in_notebook(self)
         return page
 
     def to_csv(self) -> str:

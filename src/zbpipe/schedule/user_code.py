@@ -36,7 +36,7 @@ def import_from_here() -> None:
 
 
 def function_of(source: str) -> Any:
-    """The function that `file.py:function` names. The file runs once, for all calls."""
+    """The function that `file.py:function` names. The file runs once, unless it is already imported."""
     path, _, function = source.rpartition(":")
     if not path.endswith(".py"):
         raise ValueError(f"{source!r} does not name a function: give file.py:function")
@@ -48,6 +48,10 @@ def function_of(source: str) -> Any:
 
 @cache
 def _module(path: str) -> ModuleType:
+    for imported in list(sys.modules.values()):
+        file = getattr(imported, "__file__", None)
+        if isinstance(file, str) and Path(file).name == Path(path).name and Path(file).resolve() == Path(path):
+            return imported
     name = f"_zbpipe_{Path(path).stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, "the name ends with .py"

@@ -49,11 +49,13 @@ class Offload(StrEnum):
 
 
 class LimitTooSmallError(ValueError):
-    """No copies that cost no time keep to the limit. `least` is the peak of the rank that exceeds it the most."""
+    """No copies that cost no time keep to the limit.
 
-    def __init__(self, message: str, least: float) -> None:
-        super().__init__(message)
-        self.least = least
+    Its arguments are the message and the peak of the rank that exceeds the limit the most.
+    """
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 _WAYS = {

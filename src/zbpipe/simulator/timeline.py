@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib import import_module
 from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zbpipe.costs.model import ROUNDING, CostModel, message_seconds, rank_shares
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import Op, OpKind, Schedule, inputs
-from zbpipe.schedule.painter import painter
 from zbpipe.simulator.collectives import Collective, find_reductions, find_waits
 from zbpipe.simulator.lower_bound import lower_bound
 
@@ -80,22 +80,27 @@ class Timeline:
         size = f"p={schedule.num_ranks}, m={schedule.num_microbatches}"
         return f"Timeline({schedule.name!r}, {size}, makespan={self.makespan:g})"
 
+    @property
+    def _pictures(self) -> Any:
+        """Functions that draw it. They import this module, so the first picture imports them by name."""
+        return import_module("zbpipe.views.pictures")
+
     def _repr_html_(self) -> str:
         """The picture, in notebooks."""
-        page: str = painter().draw_in_notebook(self)
+        page: str = self._pictures.draw_in_notebook(self)
         return page
 
     def show(self) -> None:
         """Draw it in the terminal, as `zbpipe show` does."""
-        painter().show(self)
+        self._pictures.show(self)
 
     def svg(self, file: str | Path) -> None:
         """Draw it into an SVG file."""
-        painter().write_svg(self, file)
+        self._pictures.write_svg(self, file)
 
     def html(self, file: str | Path) -> None:
         """Write an interactive page with zoom and tooltips, which needs no network and no other file."""
-        painter().write_html(self, file)
+        self._pictures.write_html(self, file)
 
     @cached_property
     def makespan(self) -> float:

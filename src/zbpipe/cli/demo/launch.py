@@ -94,6 +94,18 @@ def run_watched(
     return code
 
 
+def write_steps(logger: Any, file: Path) -> None:
+    """Have TorchTitan's logger of metrics also append one JSON object per step to `file`."""
+    log = logger.log
+
+    def log_both(metrics: dict[str, Any], step: int) -> None:
+        log(metrics, step)
+        with file.open("a") as lines:
+            lines.write(json.dumps({"step": step, **metrics}) + "\n")
+
+    logger.log = log_both
+
+
 def _read_steps(file: Path, steps: list[dict[str, Any]], on_step: Callable[[dict[str, Any]], None]) -> None:
     """Add the new lines of `file` to `steps`."""
     lines = file.read_text().splitlines() if file.exists() else []

@@ -101,8 +101,8 @@ def _check_validated_step(algorithm: Algorithm, config: Any) -> None:
     saved = gain(schedule, default_costs(schedule.placement))
     if saved < LEAST_GAIN:
         raise ValueError(
-            f"{what} gains nothing ({saved:.1%} of a step) with {algorithm.name} on {ranks} ranks: use ZBV or ZB2P, or"
-            " omit it"
+            f"{what} gains nothing ({saved:.1%} of a step) with {algorithm.name} on {ranks} ranks: use ZBV or ZB2P with"
+            f" at least {2 * ranks} microbatches, or omit it"
         )
 
 
@@ -118,7 +118,7 @@ def _require_no_measuring(algorithm: Algorithm, options: Options) -> None:
         )
 
 
-_MEASURING = ("check_gradients", "profile_steps", "costs_out", "plan_out", "trace")
+_MEASURING = ("check_gradients", "profile_steps", "costs_out", "trace")
 
 
 def _check_schedule(algorithm: Algorithm, config: Any) -> None:

@@ -35,9 +35,9 @@ class Anatomy:
     more_results: int | None
     """Number of results of a block besides the hidden states, if it returns a tuple."""
     before: frozenset[str]
-    """Names of modules with own parameters that run before the blocks."""
+    """Names of modules that run before the blocks, in the first stage. Their parameters and buffers are its own."""
     after: frozenset[str]
-    """Names of all other modules with own parameters outside the blocks."""
+    """Names of all other modules outside the blocks. Their parameters and buffers are the last stage's."""
 
 
 def examine(model: nn.Module, example: Mapping[str, Any], *, loss_takes_all: bool) -> Anatomy:
@@ -57,18 +57,16 @@ def examine(model: nn.Module, example: Mapping[str, Any], *, loss_takes_all: boo
         raise ValueError(f"{_title(model)} has one block, {name}, so it cannot be cut")
     _refuse_shared(model, name)
     path = set(_list_path(name))
-    outside = [
-        each
-        for each, module in model.named_modules()
-        if any(True for _ in module.parameters(recurse=False)) and not each.startswith(f"{name}.")
-    ]
-    for each in path.intersection(outside):
-        raise ValueError(
-            f"{_title(model)} has parameters in {each or 'itself'!r}, around its blocks, and it is not known which"
-            f" stage needs them: put them into a module. {BY_HAND}"
-        )
+    for each in path:
+        if any(True for _ in model.get_submodule(each).parameters(recurse=False)):
+            raise ValueError(
+                f"{_title(model)} has parameters in {each or 'itself'!r}, around its blocks, and it is not known which"
+                f" stage needs them: put them into a module. {BY_HAND}"
+            )
     ran, more = _run_example(model, name, blocks, example, loss_takes_all)
-    return Anatomy(name, len(blocks), more, frozenset(outside) & ran, frozenset(outside) - ran)
+    outside = frozenset(each for each, _ in model.named_modules() if not f"{each}.".startswith(f"{name}."))
+    before = (outside & ran) - path
+    return Anatomy(name, len(blocks), more, before, outside - before)
 
 
 def find_blocks(model: nn.Module) -> tuple[str, Blocks]:

@@ -8,6 +8,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cached_property, partial
 from os import PathLike
 from typing import Any
@@ -29,7 +30,6 @@ from zbpipe.planner.result import Plan
 from zbpipe.runtime._torch.module_views import move, release_parameters
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
 from zbpipe.runtime.optimizer.norm import clip
-from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule.ir import Placement, Schedule, require_whole
 from zbpipe.schedule.registry import Algorithm, resolve
 
@@ -62,7 +62,8 @@ def pipeline(
 
     Args:
         model: the whole model, with its weights, usually on the CPU.
-        schedule: a name, a file, a Schedule or a Plan, as for `zbpipe.build_pipeline_schedule`.
+        schedule: a name, a file, a Schedule or a Plan, as for `zbpipe.build_pipeline_schedule`, but always for a class
+            of zbpipe, which takes batches of any length.
         microbatches: the number of microbatches into which a batch is split.
         mesh: the mesh of the pipeline's ranks, of one dimension. Default: all ranks of the job, which join a process
             group if they have none.
@@ -77,6 +78,8 @@ def pipeline(
     """
     (microbatches,) = require_whole(1, microbatches=microbatches)
     algorithm = resolve(schedule)
+    if algorithm.source == "torch":  # torch's own classes take only batches of one length
+        schedule = algorithm = replace(algorithm, source="zbpipe")
     require_options(algorithm, options)
     mesh = mesh or _mesh_of_all_ranks()
     if mesh.ndim != 1:
@@ -144,7 +147,9 @@ class Pipeline:
             PipelineStage(stage, index, self._num_stages, self._device, group=self._group)
             for index, stage in zip(self._indices, self.stages, strict=True)
         ]
-        return self._build(stages=stages)
+        built = self._build(stages=stages)
+        built.tied_copies = self._tied.copies
+        return built
 
     def step(self, *, labels: Tensor, num_items_in_batch: Any = None, **batch: Any) -> Tensor:
         """Forward and backward of a batch, added to the gradients; returns the loss of the whole batch on all ranks.
@@ -195,16 +200,16 @@ class Pipeline:
                 **self._size(given),
             )
         self._first_shapes = self._first_shapes or _shapes_of(given)
-        loss = torch.stack(losses).sum().detach() if self._has_last else torch.zeros((), device=self._device)
+        loss = torch.zeros((), device=self._device)  # of the default dtype, which all ranks know
+        if self._has_last:
+            loss += torch.stack(losses).sum().detach()
         dist.broadcast(loss, group=self._group, group_src=self._loss_rank)
         return loss
 
     def _size(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """The argument of zbpipe's schedules that announces a batch of other shapes than the first one."""
+        """The argument that announces a batch of other shapes than the first one."""
         is_usual = self._first_shapes in (None, _shapes_of(batch))
-        if is_usual or not isinstance(self.schedule, RegisteredSchedule):
-            return {}
-        return {"microbatches": self.schedule.sizes.usual}
+        return {} if is_usual else {"microbatches": self.schedule.sizes.usual}
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters, for the optimizer."""
@@ -228,12 +233,32 @@ class Pipeline:
         return {name: each for stage in self.stages for name, each in stage.model.state_dict().items()}
 
     def save_pretrained(self, folder: str | PathLike[str], **options: Any) -> None:
-        """Save the whole model as its own `save_pretrained` does, from the first process of the job."""
+        """Save the whole model as its own `save_pretrained` does, from the first process of the job.
+
+        A model without one gets a file `pytorch_model.bin` with its state dict.
+
+        Raises:
+            RuntimeError: on all ranks, if the first process fails to save.
+        """
         state = self._gather_state_dict()
+        failure: list[str | None] = [None]
         if dist.get_rank() == 0:
-            model: Any = self.model
+            try:
+                self._save(folder, state, options)
+            except Exception as error:  # the other ranks wait
+                logger.exception("The model is not saved")
+                failure = [f"{type(error).__name__}: {error}"]
+        dist.broadcast_object_list(failure, device=self._device)
+        if failure[0]:
+            raise RuntimeError(f"the first process of the job could not save the model in {folder}: {failure[0]}")
+
+    def _save(self, folder: str | PathLike[str], state: dict[str, Tensor], options: dict[str, Any]) -> None:
+        model: Any = self.model
+        if hasattr(model, "save_pretrained"):
             model.save_pretrained(folder, state_dict=state, **options)
-        dist.barrier()
+        else:
+            os.makedirs(folder, exist_ok=True)
+            torch.save(state, os.path.join(folder, "pytorch_model.bin"), **options)
 
     def _gather_state_dict(self) -> dict[str, Tensor]:
         """The whole model's state dict on the CPU of the job's first process; empty on the others."""
@@ -314,13 +339,14 @@ def _cut(model: nn.Module, anatomy: Anatomy, placement: Placement) -> tuple[rang
     """Blocks of each stage, such that ranks have about equal work."""
     blocks = list(model.get_submodule(anatomy.blocks).named_children())
     if len(blocks) < placement.num_stages:
+        has_several = placement.num_stages > placement.num_ranks
         raise ValueError(
             f"{type(model).__name__} has {len(blocks)} blocks, and each of the {placement.num_stages} stages needs one:"
-            " use fewer ranks, or a schedule with fewer stages per rank, such as ZBH1Lean"
+            f" use fewer ranks{', or a schedule with one stage per rank, such as ZBH1Lean' if has_several else ''}"
         )
     work = [products(block) for _, block in blocks]
     for names, end in ((anatomy.before, 0), (anatomy.after, -1)):
-        work[end] += sum(products(model.get_submodule(name)) for name in names)
+        work[end] += sum(products(model.get_submodule(name), recurse=False) for name in names)
     layers = [layer([f"{anatomy.blocks}.{name}"], each) for (name, _), each in zip(blocks, work, strict=True)]
     found = split_of(balance(LayerCosts(tuple(layers)), placement))
     logger.info("Blocks %s by stage: %s", anatomy.blocks, " | ".join(f"{each[0]}-{each[-1]}" for each in found))

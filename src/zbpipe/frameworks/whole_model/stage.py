@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpipe.frameworks.whole_model.anatomy import Anatomy, StandIn, first_argument
-from zbpipe.runtime._torch.module_views import view_of, without_parameters
+from zbpipe.runtime._torch.module_views import view_of, without_own_state
 
 Loss = Callable[[Any, Tensor, Any], Tensor]
 """`(output of the model, labels, number of labels in the whole batch) -> loss`: a sum divided by that number."""
@@ -18,7 +18,8 @@ Loss = Callable[[Any, Tensor, Any], Tensor]
 class Stage(nn.Module):
     """A stage. Its parameters are the model's own.
 
-    Later stages also run the modules before the blocks, for masks and positions, with embeddings that take no memory.
+    Later stages also run the modules before the blocks, for masks and positions, with embeddings that take no memory,
+    and with buffers of their own.
 
     Args:
         model: the whole model.
@@ -43,7 +44,7 @@ class Stage(nn.Module):
             others[own.stop].is_end = True
         self._entry = (others[0],)  # not a part of this module
         replacements: dict[str, nn.Module] = {
-            name: without_parameters(model.get_submodule(name), device) for name in absent
+            name: without_own_state(model.get_submodule(name), device) for name in absent
         }
         for position, key in enumerate(blocks):
             if position not in own:

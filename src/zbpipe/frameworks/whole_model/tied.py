@@ -44,7 +44,7 @@ class TiedWeights:
     @contextmanager
     def summed(self) -> Iterator[None]:
         """Context of a step, after which both weights of a pair have the sum of the step's gradients."""
-        pairs = self._find()
+        pairs = [pair for pair in self._find() if pair[0].requires_grad]
         weights = [weight for pair in pairs for weight in pair]
         earlier = [weight.grad for weight in weights]  # these are sums already
         for weight in weights:
@@ -62,7 +62,7 @@ class TiedWeights:
                 _gradient(weight).add_(_local(before))
 
     def _find(self) -> list[list[nn.Parameter]]:
-        """This rank's trainable weights of each pair of two tensors. FSDP2 replaces the parameters of a module."""
+        """This rank's weights of each pair of two tensors. FSDP2 replaces the parameters of a module."""
         ends = [stage for stage in (self._first, self._last) if stage is not None]
         if not ends:
             return []
@@ -70,7 +70,7 @@ class TiedWeights:
         for names in self._names:
             used = names if len(ends) == 2 else [names[0 if self._first is not None else 1]]
             weights = [stage.get_parameter(name) for stage, name in zip(ends, used, strict=True)]
-            if weights[0].requires_grad and (len(weights) == 1 or weights[0] is not weights[1]):
+            if len(weights) == 1 or weights[0] is not weights[1]:
                 found.append(weights)
         return found
 

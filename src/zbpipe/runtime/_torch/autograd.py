@@ -327,7 +327,7 @@ def passes_on(node: Node) -> bool:
 
 def is_known(function: type) -> bool:
     """Whether the backward of this autograd Function has no side effects, so that a part of it may run in W."""
-    return function.__qualname__ in _KNOWN.get(_package_of(function), ())
+    return function.__qualname__ in _KNOWN.get(_package_of(function), ()) or _package_of(function) == "zbpipe"
 
 
 def _package_of(kind: type) -> str:
@@ -445,12 +445,16 @@ _KEEP_NO_WEIGHTS = {
 """Nodes that keep no weight for their backward. FSDP may have freed its memory by W."""
 
 
-def find_making(tensor: Tensor, owns: Callable[[Tensor], bool], may_keep_weights: bool) -> Made | None:
-    """How the tensor is made, if from parameters alone that `owns` accepts, and if its graph can last until W."""
-    if find_saving_hooks() is not None:  # a checkpoint would repeat its forward in W
-        return None
+def find_making(
+    tensor: Tensor, owns: Callable[[Tensor], bool], may_keep_weights: bool, through_products: bool = False
+) -> Made | None:
+    """How the tensor is made, if from parameters alone that `owns` accepts, and if its graph can last until W.
+
+    `through_products`: also by products whose own gradient could wait.
+    """
+    can_last = find_saving_hooks() is None  # a checkpoint would repeat its forward in W
     seen, waiting, leaves = set[Node](), [tensor.grad_fn], dict[int, Tensor]()
-    chooses_rows = False
+    looks_up = False
     while waiting:
         node = cast(Any, waiting.pop())
         if node is None or node in seen:
@@ -462,22 +466,29 @@ def find_making(tensor: Tensor, owns: Callable[[Tensor], bool], may_keep_weights
             if not (owns(leaf) and leaf.requires_grad) or has_hooks(leaf):
                 return None
             leaves[id(leaf)] = leaf
-        elif len(seen) > _MOST_MAKING or not _may_make(node, may_keep_weights):
+        elif len(seen) > _MOST_MAKING or not _may_make(node, through_products):
             return None
-        chooses_rows |= node.name() in _CHOICES
-    if not leaves or (chooses_rows and all(leaf.dim() <= _MATRIX for leaf in leaves.values())):  # a lookup
+        can_last &= may_keep_weights or leaf is not None or node.name() in _KEEP_NO_WEIGHTS or passes_on(node)
+        looks_up |= node.name() in _CHOICES and len(find_shape(GradientEdge(*node.next_functions[0]))) == _MATRIX
+    if not leaves or (looks_up and all(leaf.dim() <= _MATRIX for leaf in leaves.values())):
         return None
-    return Made(get_gradient_edge(tensor), tuple(sorted(leaves.values(), key=lambda leaf: -leaf.numel())))
+    made = Made(get_gradient_edge(tensor), tuple(sorted(leaves.values(), key=lambda leaf: -leaf.numel())))
+    if can_last:
+        return made
+    cast(Any, tensor.grad_fn).metadata[MADE] = made.leaves  # for `graph_products`
+    return None
 
 
-def _may_make(node: Any, may_keep_weights: bool) -> bool:
-    """Whether the node may belong to the computation of a weight, whose graph lasts until W."""
-    name, function = node.name(), getattr(node, "_forward_cls", None)
-    if hasattr(node, "deferral") or any(word in name for word in _NOT_MAKING):
+MADE = "zbpipe: made from"
+"""Key of the leaves in the metadata of a node that makes a weight."""
+
+
+def _may_make(node: Any, through_products: bool) -> bool:
+    """Whether the node may belong to the computation of a weight."""
+    function, is_ours = getattr(node, "_forward_cls", None), hasattr(node, "deferral")
+    if (is_ours and not through_products) or any(word in node.name() for word in _NOT_MAKING):
         return False
-    if function is not None and not (is_known(function) or passes_on(node)):
-        return False
-    return may_keep_weights or name in _KEEP_NO_WEIGHTS or passes_on(node)
+    return function is None or is_ours or is_known(function) or passes_on(node)
 
 
 def find_leaf(tensor: Tensor | GradientEdge | Part | Made) -> Tensor | None:

@@ -5,7 +5,7 @@ Only names, edges and shapes of nodes are read. Reading saved tensors would make
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from zbpipe.runtime._torch.autograd import number_edges, passes_on
+from zbpipe.runtime._torch.autograd import MADE, number_edges, passes_on
 from zbpipe.runtime._torch.compiled_backward import find_compiled_products
 
 _FACTORS = {
@@ -29,6 +29,8 @@ _WEIGHT_SECOND = ("Convolution", "Linear", "Trilinear")
 _RECURRENT = ("Rnn", "Lstm", "Gru")
 _LOOKUPS = ("Embedding", "EmbeddingBag")
 _CHOICES = ("Index", "IndexSelect", "Gather")
+_PLACINGS = ("IndexPut", "CopySlices", "Scatter")
+"""Nodes that write a weight into a larger tensor, which is a constant if it needs no gradient."""
 _VIEWS = ("Clone", "Contiguous", "Expand", "ReshapeAlias", "Squeeze", "UnsafeView", "ToCopy")
 _MATRIX = 2
 """Smallest number of dimensions of a weight. Below it, row selection is a lookup, and a parameter is a bias or a
@@ -70,13 +72,19 @@ def find_products(outputs: Iterable[Any]) -> list[GraphProduct]:
     return find_products_behind(find_nodes(outputs))
 
 
-def find_products_behind(nodes: Sequence[Node]) -> list[GraphProduct]:
-    """All products with weights in the graphs of these nodes."""
+def find_products_behind(nodes: Sequence[Node], make_weights: bool = False) -> list[GraphProduct]:
+    """All products with weights in the graphs of these nodes, which `make_weights` or also activations."""
     found: list[GraphProduct] = []
     known: dict[Node, _Weight | None] = {}
-    for node in sort_nodes(nodes):
-        edges = [(known.get(each) if each else None, each, place) for each, place in node.next_functions]
+    edges_of = _edges_behind if make_weights else _edges_before
+    for node in sort_nodes(nodes, edges_of):
+        edges = [(known.get(each) if each else None, each, place) for each, place in edges_of(node)]
         known[node] = _visit(node, edges, found)
+        if known[node] is None and (leaves := cast(Any, node).metadata.get(MADE)):
+            kind = "a product" if _find_deferral(node) else node.name().rpartition("Backward")[0]
+            known[node] = _Weight(leaves, (kind,))
+        if make_weights and known[node] is None:
+            known[node] = _join([weight for weight, _, _ in edges if weight is not None], "")
     return found
 
 
@@ -85,7 +93,22 @@ def find_nodes(tensors: Iterable[Any]) -> list[Node]:
     return [each.grad_fn for each in tensors if isinstance(each, Tensor) and each.grad_fn is not None]
 
 
-def sort_nodes(roots: Iterable[Node]) -> Iterator[Node]:
+_PlainEdge = tuple[Node | None, int]
+
+
+def _edges_before(node: Node) -> Sequence[_PlainEdge]:
+    return node.next_functions
+
+
+def _edges_behind(node: Any) -> Sequence[_PlainEdge]:
+    """For a product of zbpipe's with a made weight, that weight itself instead of its parameters."""
+    made = getattr(node, "made", None)
+    return node.next_functions if made is None else (node.next_functions[0], (made.edge.node, made.edge.output_nr))
+
+
+def sort_nodes(
+    roots: Iterable[Node], edges_of: Callable[[Node], Sequence[_PlainEdge]] = _edges_before
+) -> Iterator[Node]:
     """Nodes reachable from `roots`, inputs first."""
     waiting, opened, done = list(roots), set[Node](), set[Node]()
     while waiting:
@@ -98,7 +121,7 @@ def sort_nodes(roots: Iterable[Node]) -> Iterator[Node]:
             yield node
         else:
             opened.add(node)
-            waiting += [each for each, _ in node.next_functions if each is not None and each not in done]
+            waiting += [each for each, _ in edges_of(node) if each is not None and each not in done]
 
 
 _Edge = tuple[_Weight | None, Node | None, int]
@@ -130,6 +153,8 @@ def _visit(node: Node, edges: Sequence[_Edge], found: list[GraphProduct]) -> _We
         if weight is not None and source is not None and _is_matrix(weight, source, number):
             flops = _count_flops(node, kind, place == places[0], _shape_of(source, number), edges)
             found.append(GraphProduct(kind, _find_deferral(node), weight.leaves, weight.made_by, flops))
+    if kind == "Convolution" and edges[0][0] is not None:  # a filter on a weight
+        return _join([edges[0][0]], kind)
     weights = [weight for weight, _, _ in factors if weight is not None]
     is_weight = node.name() in _FACTORS and len(weights) == len(places) and not any(each.is_larger for each in weights)
     return _join(weights, kind) if is_weight else None
@@ -170,12 +195,14 @@ def _make(node: Node, kind: str, edges: Sequence[_Edge]) -> _Weight | None:
     if not weights or None in weights or kind in _LOOKUPS:
         return None
     result = _join(cast(list[_Weight], weights), "" if kind in _VIEWS or passes_on(node) else kind)
-    elements = max(leaf.numel() for leaf in result.leaves)
+    shapes = [_shape_of(source, number) for _, source, number in edges if source is not None]
+    elements = max(map(prod, shapes))
     grows = max(prod(_shape_of(node, number)) for number in range(len(cast(Any, node)._input_metadata))) > elements
+    grows &= kind not in _PLACINGS
     if grows and len(weights) < len(edges):  # the other operand, which needs no gradient, is an activation
         return None
-    if kind in _CHOICES and all(leaf.dim() <= _MATRIX for leaf in result.leaves):
-        return None
+    if kind in _CHOICES and len(shapes[0]) == _MATRIX and all(leaf.dim() <= _MATRIX for leaf in result.leaves):
+        return None  # a lookup of rows
     return result._replace(is_larger=result.is_larger or grows)
 
 

@@ -62,18 +62,10 @@ class Later(Tensor):
     def now(self) -> Tensor:
         """The tensor's value."""
         if self.value is None:
-            self.require_unchanged()
+            _require_unchanged(self.operands, getattr(self.call.function, "__name__", "a product"))
             with nullcontext() if self.within is None else replaced(self.within, is_computing=True):
                 self.value = self.call.function(*_read(self.call.args), **_read(self.call.kwargs))
         return self.value
-
-    def require_unchanged(self) -> None:
-        """Refuse operands that were changed since the call."""
-        if any(autograd.version_of(tensor) != version for tensor, version in self.operands):
-            raise RuntimeError(
-                f"a backward changes an operand of {self.call.function.__name__} after the call, in a way that zbpipe"
-                " does not see: do not declare its Function as FROM_BACKWARD"
-            )
 
     def find_memory(self) -> set[int]:
         """The storages that the value is computed from."""
@@ -96,6 +88,14 @@ class Later(Tensor):
         elif func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags:
             return _postpone(_Call(func, args, kwargs, is_product=False), own[0].within)
         return func(*_read(args), **_read(kwargs))
+
+
+def _require_unchanged(operands: Iterable[tuple[Tensor, int]], product: str) -> None:
+    if any(autograd.version_of(tensor) != version for tensor, version in operands):
+        raise RuntimeError(
+            f"an operand of {product} was changed in place before W, or in a backward that does not show it to zbpipe:"
+            " set weight_products = {} on this layer"
+        )
 
 
 def _compute_all(changed: Iterable[Later]) -> None:
@@ -277,7 +277,8 @@ class Recipe:
 
     def __init__(self, later: Tensor, memory: Collection[int] = ()) -> None:
         self._memory = memory
-        self.reads_weights = False
+        self._weights: list[tuple[Tensor, int]] = []
+        """Weights that it reads, each with the number of its in-place changes so far."""
         self.tensors: list[Tensor] = []
         """All tensors that it reads, detached."""
         self.versions: list[int] = []
@@ -313,11 +314,16 @@ class Recipe:
             inner = {name: self._note(getattr(tensor, name)) for name in names}
             return _Wrapper(type(tensor), inner, context, tensor.shape, tensor.stride())
         if tensor.untyped_storage()._cdata in self._memory:
-            self.reads_weights = True
-            return tensor.detach()
+            self._weights.append((tensor.detach(), autograd.version_of(tensor)))
+            return self._weights[-1][0]
         self.tensors.append(tensor.detach())
         self.versions.append(self._noted.get(id(tensor), autograd.version_of(tensor)))
         return _At(len(self.tensors) - 1)
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether the result depends on a weight itself."""
+        return bool(self._weights)
 
     @property
     def as_matrices(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -336,6 +342,7 @@ class Recipe:
 
     def run(self, tensors: Sequence[Tensor]) -> Tensor:
         """The result for these tensors."""
+        _require_unchanged(self._weights, "a backward that depends on a weight")
         results: list[Tensor] = []
 
         def fill_in(leaf: Any) -> Any:

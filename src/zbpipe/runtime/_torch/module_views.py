@@ -23,12 +23,16 @@ def view_of(module: nn.Module, replacements: Mapping[str, nn.Module], name: str 
     return view
 
 
-def without_parameters(module: _Module, device: torch.device) -> _Module:
-    """A view of `module` whose own parameters are plain tensors that take no memory.
+def without_own_state(module: _Module, device: torch.device) -> _Module:
+    """A view of `module` with an empty state dict of its own, to be run for its children and for shapes.
 
-    They are NaN, so that a stage that uses them by mistake shows it.
+    Its own parameters are plain tensors that take no memory. They are NaN, so that a stage that uses them by mistake
+    shows it. Its buffers are copies, so that such a NaN reaches no other view.
     """
     view = _copy(module)
+    for name, buffer in module._buffers.items():
+        view._buffers[name] = None if buffer is None else buffer.clone()
+        view._non_persistent_buffers_set.add(name)
     constants = {}
     for name, parameter in module.named_parameters(recurse=False):
         del view._parameters[name]
@@ -36,7 +40,8 @@ def without_parameters(module: _Module, device: torch.device) -> _Module:
         constants[name] = number.to(device).expand(parameter.shape)
     # Attributes of a class: those of a module, and its buffers, would be copied and moved with it.
     kind = type(module)
-    view.__class__ = type(kind.__name__, (kind,), {"__module__": __name__, **constants})
+    if constants:
+        view.__class__ = type(kind.__name__, (kind,), {"__module__": __name__, **constants})
     return view
 
 

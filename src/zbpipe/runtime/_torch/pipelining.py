@@ -426,22 +426,6 @@ def torch_class(name: str) -> type[_PipelineSchedule]:
     return cast(type[_PipelineSchedule], get_schedule_class(name))
 
 
-def are_mocks(stages: Any) -> bool:
-    """Whether these are mocks of torch's schedule visualizer, which have a rank and no index."""
-    first = stages[0] if isinstance(stages, (list, tuple)) and stages else stages
-    return isinstance(first, _PipelineStageBase) and not hasattr(first, "stage_index")
-
-
-def list_only(stages: list[Any], schedule: Schedule) -> _PipelineScheduleRuntime:
-    """torch's runtime with the computations of `schedule` on mocks of stages. It cannot run."""
-    for stage in stages:
-        # The visualizer adds messages for this number of stages afterwards.
-        stage.num_stages = schedule.placement.num_stages
-    runtime = _PipelineScheduleRuntime(stages, schedule.num_microbatches)  # type: ignore[no-untyped-call]
-    runtime.pipeline_order = _order_of(schedule.computations)
-    return runtime
-
-
 def _order_of(schedule: Schedule) -> dict[int, list[_Action | None]]:
     return {rank: [_action(*op) for op in ops] for rank, ops in enumerate(schedule)}
 
@@ -625,13 +609,19 @@ def use_shapes(schedule: _PipelineScheduleRuntime, shapes: Shapes) -> None:
 
 @contextmanager
 def keeping_buffers(stage: _PipelineStageBase) -> Iterator[None]:
-    """Context of torch's inference of shapes that restores the buffers of `stage`, as torch does from 2.14 on."""
+    """Context of torch's inference of shapes that restores the buffers of `stage`.
+
+    torch restores them from 2.14 on, but not those that a forward replaces.
+    """
     is_done_by_torch = hasattr(stage, "_pre_metadata_inference_backup")
     buffers = () if is_done_by_torch else stage.submod.buffers()
     kept = [(each, each.clone()) for each in buffers if not each.is_inference()]
+    owners = [(part._buffers, part._buffers.copy()) for part in stage.submod.modules()]
     try:
         yield
     finally:
+        for owner, own in owners:
+            owner.update(own)
         with torch.no_grad():
             for buffer, before in kept:
                 buffer.copy_(before)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any, Protocol
 
@@ -53,8 +53,7 @@ class Backup:
     """Parameters, gradients, optimizers, learning rates, buffers and random state before a step.
 
     It takes as much memory as the parameters, the optimizers' state and the modules' buffers. Gradients are kept by
-    reference, unless the optimizer writes into them. So `zero_grad()` in between is safe, but not
-    `zero_grad(set_to_none=False)`.
+    reference, unless the optimizer writes into them.
     """
 
     def __init__(
@@ -67,8 +66,8 @@ class Backup:
         self._optimizers = optimizers
         self._schedulers = schedulers
         parameters = [each for optimizer in optimizers for each in parameters_of(optimizer)]
-        buffers = [buffer for module in modules for buffer in module.buffers()]
-        self._tensors = [_Copy(each) for each in (*parameters, *buffers)]
+        self._parameters = [_Copy(each) for each in parameters]
+        self._contents = [_Copy(buffer) for module in modules for buffer in module.buffers()]
         owners = [autograd.own_buffers(part) for module in modules for part in module.modules()]
         self._buffers = [(owner, dict(owner)) for owner in owners]  # a forward may replace them
         self._gradients = [
@@ -77,26 +76,58 @@ class Backup:
             for each in parameters_of(optimizer)
         ]
         self._states = [_save(dict(optimizer.state)) for optimizer in optimizers]
-        self._groups = [
-            [{name: _save(value) for name, value in group.items() if name != "params"} for group in each.param_groups]
-            for each in optimizers
-        ]
+        self._groups = [[_save(_settings_of(group)) for group in each.param_groups] for each in optimizers]
         self._of_schedulers = [deepcopy(each.state_dict()) for each in schedulers]
         self._random = RandomState(device)
+        self._versions: list[int] = []
+        self._results: list[list[dict[str, Any]]] = []
+
+    def note_result(self) -> None:
+        """Note parameters and settings after the step, to detect what the job changes later."""
+        self._versions = [autograd.version_of(each.tensor) for each in self._parameters]
+        self._results = [[deepcopy(_settings_of(group)) for group in each.param_groups] for each in self._optimizers]
+
+    def require_unchanged(self) -> None:
+        """Refuse changes of parameters and gradients since the step: `restore` would undo them."""
+        for copy, version in zip(self._parameters, self._versions, strict=True):
+            if copy.tensor.grad is not None or autograd.version_of(copy.tensor) != version:
+                raise ValueError(
+                    f"a parameter of shape {tuple(copy.tensor.shape)}, or its gradient, has changed before its last"
+                    " optimizer step was validated, and a repeated step would undo that: call the finish() of"
+                    " zbpipe.OptimizerStep first"
+                )
+
+    def save_new_settings(self) -> Callable[[], None]:
+        """Save the settings, such as learning rates, that the job has changed since the step.
+
+        Returns a function that restores them.
+        """
+        changed = []
+        for optimizer, results in zip(self._optimizers, self._results, strict=True):
+            for group, result in zip(optimizer.param_groups, results, strict=False):
+                settings = _settings_of(group).items()
+                new = {name: value for name, value in settings if name not in result or _differ(value, result[name])}
+                changed.append((group, _save(new)))
+
+        def restore() -> None:
+            for group, saved in changed:
+                group.update(_restore(saved))
+
+        return restore
 
     def restore(self) -> None:
         """Make everything as it was."""
         for owner, before in self._buffers:
             owner.update(before)
-        for copy in self._tensors:
+        for copy in (*self._parameters, *self._contents):
             copy.restore()
         for parameter, gradient in self._gradients:
             parameter.grad = gradient.restore() if isinstance(gradient, _Copy) else gradient
         for optimizer, state, groups in zip(self._optimizers, self._states, self._groups, strict=True):
             optimizer.state.clear()
-            optimizer.state.update(autograd.tree_map_only(_Copy, _Copy.restore, state))
-            for group, saved in zip(optimizer.param_groups, groups, strict=True):
-                group.update(autograd.tree_map_only(_Copy, _Copy.restore, saved))
+            optimizer.state.update(_restore(state))
+            for group, saved in zip(optimizer.param_groups, groups, strict=False):  # the job may have added a group
+                group.update(_restore(saved))
         for scheduler, saved in zip(self._schedulers, self._of_schedulers, strict=True):
             scheduler.load_state_dict(saved)
         self._random.restore()
@@ -112,6 +143,19 @@ def _writes_gradients(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, SGD) and any(
         group["nesterov"] and group["foreach"] is not False for group in optimizer.param_groups
     )
+
+
+def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
+    """Settings of a group of parameters, such as its learning rate."""
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _differ(one: Any, other: Any) -> bool:
+    return not bool(torch.as_tensor(one == other).all())
+
+
+def _restore(saved: Any) -> Any:
+    return autograd.tree_map_only(_Copy, _Copy.restore, saved)
 
 
 def _save(state: Any) -> Any:

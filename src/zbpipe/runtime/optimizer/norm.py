@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from zbpipe.runtime.device import Stream, find_device
+
 
 def group_by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     """Parameters with a gradient, grouped by device mesh, because torch computes norms of one mesh at a time."""
@@ -25,10 +27,13 @@ def group_by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
     return list(found.values())
 
 
-def square_on_rank(parameters: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Squared norm of a pipeline rank's gradients, a float32 scalar, the same on all processes that share them."""
-    square = torch.zeros((), device=device)
-    for group in group_by_mesh(parameters):
+def square_on_rank(parameters: Iterable[Tensor], device: torch.device, *, copies: Sequence[Tensor] = ()) -> Tensor:
+    """Squared norm of a pipeline rank's gradients, a float32 scalar, the same on all processes that share them.
+
+    Parameters that are also `copies` of others do not count.
+    """
+    square, uncounted = torch.zeros((), device=device), set(map(id, copies))
+    for group in group_by_mesh(each for each in parameters if id(each) not in uncounted):
         norm = get_total_norm([each.grad for each in group if each.grad is not None])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         square += norm.to(square.dtype) ** 2
@@ -43,12 +48,8 @@ def clip(
     *,
     copies: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Clip the gradients of a pipeline with a barrier over its ranks; returns their norm, a scalar.
-
-    Parameters that are also `copies` of others do not count in the norm.
-    """
-    uncounted = set(map(id, copies))
-    total = square_on_rank((each for each in parameters if id(each) not in uncounted), device)
+    """Clip the gradients of a pipeline with a barrier over its ranks; returns their norm without `copies`."""
+    total = square_on_rank(parameters, device, copies=copies)
     dist.all_reduce(total, group=pipeline)
     total = total.sqrt()
     if max_norm < inf:
@@ -74,10 +75,12 @@ class Votes:
     def cast(self, square: Tensor, about: str) -> Future[float]:
         """Send this rank's squared norm; returns the norm over all ranks, infinite if one is not finite."""
         # What the vote is `about` has to be the same on all ranks.
-        return self._thread.submit(self._run, square, float(crc32(about.encode())))
+        stream = find_device(square.device).current_stream()
+        return self._thread.submit(self._run, square, float(crc32(about.encode())), stream)
 
-    def _run(self, square: Tensor, about: float) -> float:
-        mine = float(square)
+    def _run(self, square: Tensor, about: float, stream: Stream) -> float:
+        with stream:  # another one, such as the thread's default, may be ahead of it
+            mine = float(square)
         # The maximum of every number. Replicas' numbers are equal, or almost equal.
         ballot = torch.zeros(self._num_ranks + 2, dtype=torch.float64)
         ballot[self._rank] = mine if isfinite(mine) else inf

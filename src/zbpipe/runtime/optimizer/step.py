@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from inspect import getclosurevars, isfunction, unwrap
+from inspect import getclosurevars, isfunction, signature, unwrap
 from math import inf
 from typing import Literal, get_args
 from weakref import ref
@@ -85,7 +85,8 @@ class OptimizerStep:
 
     Raises:
         TypeError: `schedule` is not a zbpipe schedule, or a list has an item of another type.
-        ValueError: a schedule without a gain, an optimizer that cannot repeat a step, or a bad argument.
+        ValueError: a schedule without a gain or with another OptimizerStep, an optimizer that cannot repeat a step, a
+            scheduler that needs an argument (ReduceLROnPlateau), or a bad argument.
     """
 
     # More than seven parameters: these are keywords that users write.
@@ -107,6 +108,11 @@ class OptimizerStep:
                 f"OptimizerStep takes a schedule of zbpipe's, as zbpipe.build_pipeline_schedule('ZBV', ...) returns it,"
                 f" got {schedule!r}"
             )
+        if schedule.optimizer_steps:
+            raise ValueError(
+                f"{schedule.schedule.name} already has an OptimizerStep, and one validates all gradients of a schedule:"
+                " give it all optimizers, zbpipe.OptimizerStep(schedule, [first, second])"
+            )
         _refuse_scalers(optimizers, clip, step, pipelining.loss_fn_of(schedule))
         self._optimizers = _as_tuple(optimizers)
         _refuse_what_cannot_step_again(self._optimizers)
@@ -122,7 +128,10 @@ class OptimizerStep:
         self._step = self._step_each if step is None else step
         arguments.require_callable(clip=self._clip, step=self._step)
         self._schedulers = tuple(lr_schedulers) if isinstance(lr_schedulers, (list, tuple)) else (lr_schedulers,)
+        if step is None:
+            _refuse_schedulers_with_arguments(self._schedulers)
         self._schedule = ref(schedule)  # the step refers to this object, and keeps process groups alive
+        self._copies = schedule.tied_copies
         self._max_norm = max_norm
         self._on_nonfinite = on_nonfinite
         self._predict = predict
@@ -156,11 +165,6 @@ class OptimizerStep:
     def is_pending(self) -> bool:
         """Whether the last step is still to be validated."""
         return self._pending is not None
-
-    @property
-    def pending_gradients(self) -> list[Tensor]:
-        """Gradients of a pending step. They are freed before the next backward."""
-        return [each.grad for each in self._parameters if self.is_pending and each.grad is not None]
 
     @property
     def last_norm(self) -> float | None:
@@ -199,9 +203,18 @@ class OptimizerStep:
         return self.last_norm if now else None
 
     def finish(self) -> None:
-        """Wait until the last step is validated. Call it before a checkpoint, an evaluation, and the end of the job."""
+        """Wait until the last step is validated.
+
+        Call it before a checkpoint, an evaluation, the end of the job, and before you change weights or gradients.
+        """
+        self.require_unchanged()
         if self._pending is not None and not self.verdict():
             self.redo()
+
+    def require_unchanged(self) -> None:
+        """Refuse parameters and gradients that have changed since a pending step."""
+        if self._pending is not None:
+            self._pending[1].require_unchanged()
 
     def verdict(self) -> bool:
         """Wait for the norm. Without clipping the step counts, and the gradients are freed."""
@@ -210,7 +223,6 @@ class OptimizerStep:
         if self._clips(norm):
             return False
         self._pending = None
-        self._drop_gradients()
         self._count("validated")
         return True
 
@@ -219,19 +231,23 @@ class OptimizerStep:
         """Repeat a rejected step as an ordinary one, with a pipeline-wide barrier."""
         assert self._pending is not None
         _, backup = self._pending
-        random = RandomState(self._device)
+        random, restore_settings = RandomState(self._device), backup.save_new_settings()
         backup.restore()
         self._pending = None
         self._step_synchronously()
         random.restore()
+        restore_settings()
         self._count("repeated")
 
     def _step_ahead(self) -> None:
         assert self._votes is not None, "else it has to wait"
         about = f"step {self._number}, {self._max_norm}, {self._on_nonfinite}"
-        norm = self._votes.cast(square_on_rank(self._parameters, self._device), about)
-        self._pending = norm, Backup(self._optimizers, self._schedulers, self._modules, self._device)
+        norm = self._votes.cast(square_on_rank(self._parameters, self._device, copies=self._copies), about)
+        backup = Backup(self._optimizers, self._schedulers, self._modules, self._device)
+        self._pending = norm, backup
         self._step()
+        self._drop_gradients()  # the backup keeps them
+        backup.note_result()
 
     def _step_synchronously(self) -> None:
         self._last = self._clip()
@@ -249,7 +265,7 @@ class OptimizerStep:
             each.step()
 
     def _clip_by_torch(self) -> Tensor:
-        return clip(self._parameters, self._max_norm, self._pipeline, self._device)
+        return clip(self._parameters, self._max_norm, self._pipeline, self._device, copies=self._copies)
 
     def _clips(self, norm: float) -> bool:
         """Whether gradients of this norm are clipped, or so close to the limit that the order of the sum matters."""
@@ -306,12 +322,23 @@ def _refuse_what_cannot_step_again(optimizers: Sequence[Optimizer]) -> None:
             raise ValueError(_NO_SCALER)
 
 
+def _refuse_schedulers_with_arguments(schedulers: Sequence[Scheduler]) -> None:
+    for each in schedulers:
+        try:
+            signature(each.step).bind()
+        except (AttributeError, TypeError) as error:
+            raise ValueError(
+                f"OptimizerStep steps learning rates without an argument, and cannot step {each!r} ({error}): leave it"
+                " out of lr_schedulers, and step it yourself after step.finish()"
+            ) from error
+
+
 def _require_gain(schedule: RegisteredSchedule) -> None:
     gained = schedule.gain_of_running_ahead()
     if gained < LEAST_GAIN:
         raise ValueError(
             f"{schedule.schedule.name} gains nothing ({gained:.1%} of a step) from an optimizer step that no rank waits"
-            " for: use it with ZBV, ZBH2 or ZB2P, or clip and step as usual"
+            " for: use ZBV, ZBH2 or ZB2P with twice as many microbatches as ranks, or clip and step as usual"
         )
 
 

@@ -123,9 +123,9 @@ def _make_pending(deferral: Deferral, recipe: later.Recipe, weight: later.Weight
         target = weight.leaf
     product = _Replay(recipe)
     versions = tuple(recipe.versions)
-    x, *rest = recipe.release_tensors()
-    if not rest:
+    tensors = recipe.release_tensors()
+    if len(tensors) < 2:
         return None
-    dy, *more = rest
+    x, dy, *more = tensors
     inner = recipe.flops / 2 / max(dy.numel(), 1)
     return PendingGradient(deferral.layer, product, target, x, dy, NONE, tuple(more), versions, inner=inner)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
 from zbpipe.runtime._torch import autograd, fsdp_overlap
 from zbpipe.runtime._torch.fsdp_overlap import Unit
@@ -15,8 +18,25 @@ from zbpipe.runtime.split.products import PendingGradient
 def accumulate(pending: list[PendingGradient]) -> None:
     """Compute the deferred gradients, and add each to `.grad`."""
     # From the last pair to the first, freeing each: the latest pairs of I are still in the cache.
+    # Weights made from the same parameters, such as those of experts, share a graph that runs once.
+    left = Counter(_makers_of(each) for each in pending)
+    made: defaultdict[Sequence[int], list[tuple[GradientEdge, Tensor]]] = defaultdict(list)
     while pending:
-        pending.pop().accumulate()
+        gradient = pending.pop()
+        makers = _makers_of(gradient)
+        if not isinstance(gradient.weight, autograd.Made):
+            gradient.accumulate()
+            continue
+        made[makers].append((gradient.weight.edge, gradient.gradient()))
+        left[makers] -= 1
+        if not left[makers]:
+            edges, gradients = zip(*made.pop(makers), strict=True)
+            torch.autograd.backward(edges, gradients, retain_graph=True)
+
+
+def _makers_of(gradient: PendingGradient) -> tuple[int, ...]:
+    """The parameters that make the weight, by their ids; none for a weight that is a parameter."""
+    return tuple(map(id, gradient.weight.leaves)) if isinstance(gradient.weight, autograd.Made) else ()
 
 
 def accumulate_and_reduce(module: nn.Module, pending: list[PendingGradient]) -> None:

@@ -342,13 +342,13 @@ class Deferral:
         kept_in_i = {name for each in kept for own in each.parameters(recurse=False) if (name := names.get(id(own)))}
         return (number for number, name in names.items() if name not in kept_in_i)
 
-    def begin_step(self) -> None:
+    def begin_step(self, is_settled: bool = True) -> None:
         """Look for hooks on nodes. Hooks on the weight itself are checked at each use.
 
-        A layer in whose first step no product was found is left alone from now on.
+        A layer in whose first step no product was found is left alone from now on, unless another trial follows.
         """
         self.plans.clear()  # FSDP replaces parameters
-        if self.has_run:
+        if self.has_run and is_settled:
             self.functions.settle()
             self.may_make_weights = self.makes_weights
             if self.is_caught and not (self.is_declared or self.deferrable):
@@ -385,9 +385,11 @@ class Deferral:
         is_plain = type(x) in PLAIN and type(weight) in PLAIN
         if is_plain and (not x.layout is weight.layout is torch.strided or x.is_nested or autograd.is_transformed()):
             return None
+        if any(each.requires_grad for each in factors.more):
+            return None
         target: Target | None = None
         if not self.is_caught or self.owns(weight):
-            if self.owns(x) or any(each.requires_grad for each in factors.more):  # both: a weight made from two
+            if self.owns(x):  # both: a weight made from two
                 return None
             if is_plain:
                 target = weight if weight.is_leaf else autograd.find_part(weight) or autograd.find_edge(weight)
@@ -397,19 +399,20 @@ class Deferral:
                 and (function is F.linear or self.declares(function))
             ):
                 target = autograd.find_edge(weight)  # other products of DTensors may give partial gradients
-        if target is None and is_plain and not factors.more:
-            target = self._find_making(x, weight)
+        if target is None and is_plain:
+            # The result of a product may also be an activation, which has a batch.
+            target = self._find_making(x, weight, through_products=factors.is_named or weight.dim() == 2)
         return target
 
     def is_made(self, weight: Tensor) -> bool:
         """Whether `weight` is made from the layer's parameters alone."""
         return autograd.find_making(weight, self.owns_leaf, may_keep_weights=True) is not None
 
-    def _find_making(self, x: Tensor, weight: Tensor) -> autograd.Made | None:
+    def _find_making(self, x: Tensor, weight: Tensor, through_products: bool) -> autograd.Made | None:
         """How `weight` is made from the layer's parameters; None if its gradient cannot be deferred."""
         if weight.is_leaf or not self.may_make_weights or self.owns(weight):
             return None
-        made = autograd.find_making(weight, self.owns_leaf, not self.is_sharded)
+        made = autograd.find_making(weight, self.owns_leaf, not self.is_sharded, through_products)
         # An x that is also made from parameters alone makes a larger weight.
         if made is None or (x.requires_grad and self.is_made(x)):
             return None
@@ -576,9 +579,8 @@ class _Rule(NamedTuple):
         y = function(*swap(args, constant), **swap(kwargs, constant))
         if not isinstance(y, Tensor):
             return None
-        if isinstance(self.target, autograd.Made):
-            weight, *more = self.target.leaves
-        return _DeferredProduct.apply(x, weight, y, self, *more)
+        leaves = self.target.leaves if isinstance(self.target, autograd.Made) else (weight,)
+        return _DeferredProduct.apply(x, leaves[0], y, self, *leaves[1:], *more)
 
 
 class _Plan(NamedTuple):
@@ -695,8 +697,9 @@ class _DeferredProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, y: Tensor, rule: _Rule, *more: Tensor) -> Tensor:
-        # For a weight made from parameters, `weight` is the largest of these, and `more` are the others.
-        ctx.save_for_backward(x, *(() if isinstance(rule.target, autograd.Made) else more))
+        # For a weight made from parameters, `weight` is the largest of these, and `more` begins with the others.
+        ctx.others = len(rule.target.leaves) - 1 if isinstance(rule.target, autograd.Made) else 0
+        ctx.save_for_backward(x, *more[ctx.others :])
         ctx.rule = rule
         return y.detach()
 
@@ -708,13 +711,11 @@ class _DeferredProduct(torch.autograd.Function):
             rule.deferral.layer, rule.product, rule.target, x, kept_dy, rule.further, tuple(more), inner=rule.inner
         )
         _, of_weight, _, *after = [node for node, _ in ctx.next_functions]
-        made = rule.target if isinstance(rule.target, autograd.Made) else None
-        others = after[len(after) - len(made.leaves) + 1 :] if made is not None else []
-        gradients: Sequence[Tensor | None] = [None for _ in (0, *(more if made is None else others))]
-        if rule.deferral.is_due_now(pending, of_weight, *others):
+        gradients: Sequence[Tensor | None] = [None] * (1 + ctx.others)
+        if rule.deferral.is_due_now(pending, of_weight, *after[: ctx.others]):
             dw = pending.gradient()
-            gradients = made.of_leaves(dw) if made is not None else [dw, *gradients[1:]]
-        return None, gradients[0], dy, None, *gradients[1:]
+            gradients = rule.target.of_leaves(dw) if isinstance(rule.target, autograd.Made) else [dw]
+        return None, gradients[0], dy, None, *gradients[1:], *(None for _ in more)
 
 
 autograd.copy_type(_DeferredProduct, lambda x, weight, y, *_: y)
@@ -722,7 +723,12 @@ autograd.copy_type(_SharedCast, lambda x, dtype, *_: x.to(dtype))
 autograd.copy_type(_DeferredWhole, lambda x, weight, bias, rule, function, args: function(*args))
 for _function in (_DeferredWhole, _DeferredProduct):
     # For `graph_products` and `later`, instead of attributes that each call would set.
-    autograd.add_properties(_function, deferral=lambda node: node.rule.deferral, inner=lambda node: node.rule.inner)
+    autograd.add_properties(
+        _function,
+        deferral=lambda node: node.rule.deferral,
+        inner=lambda node: node.rule.inner,
+        made=lambda node: node.rule.target if isinstance(node.rule.target, autograd.Made) else None,
+    )
 
 
 def _detach(*tensors: Tensor) -> list[Tensor]:

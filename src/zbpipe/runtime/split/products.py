@@ -401,7 +401,9 @@ class WeightGradients:
             gradient.contents = fingerprints(gradient.tensors)
         self._recording.append(gradient)
         if self.on_trial:
+            recording, self._recording = self._recording, None  # products that make a weight do not wait
             gradient.accumulate()
+            self._recording = recording
         return True
 
     def cast(self, x: Tensor, dtype: torch.dtype, sharing: Sharing) -> Tensor:

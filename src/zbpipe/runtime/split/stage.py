@@ -366,14 +366,17 @@ class _SplitBackward(pipelining.OwnStage):
             if parameter.grad is not None and id(parameter) not in later:
                 parameter.grad.div_(grad_scale_factor)
 
-    def _look_around(self) -> None:
-        """After the first step, catch weight gradients that stayed in I in the modules around their layers."""
+    def _look_around(self) -> bool:
+        """After the first step, catch weight gradients that stayed in I in the modules around their layers; returns
+        whether the next I is a trial again."""
         # Not within a step, because a checkpoint has to repeat in I what it did in F.
         if self._work is None or self._has_looked_around:
-            return
+            return False
         self._has_looked_around = True
-        if catch_around(self.submod, {each.parameter for each in self._work.in_i}, self._gradients):
-            self._num_split = 0
+        if not catch_around(self.submod, {each.parameter for each in self._work.in_i}, self._gradients):
+            return False
+        self._num_split = 0
+        return True
 
     def clear_runtime_states(self) -> None:
         self._deferred.clear()
@@ -382,7 +385,7 @@ class _SplitBackward(pipelining.OwnStage):
         if self.has_backward:
             self._gradients.step += 1
             autograd.register_types()  # a job may have imported spmd_types since
-            self._look_around()
+            is_settled = not self._look_around()
             for deferral in deferrals(self.submod).values():
-                deferral.begin_step()
+                deferral.begin_step(is_settled)
         super().clear_runtime_states()

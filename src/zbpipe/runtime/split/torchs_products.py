@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from math import prod
+from string import ascii_letters
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,8 @@ class Factors(NamedTuple):
     """Whether `product` is a `WholeProduct` and the call has no factors but x and the weight, and no other summand than
     `bias`."""
     bias: Tensor | None = None
+    is_named: bool = False
+    """Whether the function itself calls this argument the weight."""
 
 
 Reader = Callable[..., Iterator[Factors]]
@@ -59,7 +62,7 @@ def read_declared(product: WeightProduct) -> Reader:
         x, weight, *rest = factors_first
         if isinstance(x, Tensor) and isinstance(weight, Tensor):
             further, more = separate_tensors(rest, options)
-            yield Factors(x, weight, product, further, more, is_cast=False)
+            yield Factors(x, weight, product, further, more, is_cast=False, is_named=True)
 
     return read
 
@@ -119,7 +122,8 @@ def _read_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, a
 
 def _read_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Iterator[Factors]:
     if weight.dim() == 2:
-        yield Factors(input, weight, LINEAR, is_whole=bias is None or bias.dim() < 2, bias=bias)
+        is_whole = bias is None or bias.dim() < 2
+        yield Factors(input, weight, LINEAR, is_whole=is_whole, bias=bias, is_named=True)
 
 
 def _einsum(dy: Tensor, x: Tensor, of_weight: str, of_input: str) -> Tensor:
@@ -130,6 +134,7 @@ def _einsum_input_gradient(dy: Tensor, x: Tensor, weight: Tensor, of_weight: str
     return torch.einsum(of_input, dy, as_constant(weight, dy))
 
 
+_DOTS = "..."
 _EINSUM = WholeProduct(_einsum, of_input=_einsum_input_gradient)
 
 
@@ -148,9 +153,14 @@ def _find_factors(equation: str, shapes: tuple[torch.Size, ...]) -> Sequence[tup
     is none), and multiplications per element of the result."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
-    # An implicit output, a diagonal or an ellipsis is left alone.
-    if not arrow or len(shapes) != len(terms) or len(terms) != 2 or "." in equation:
+    # An implicit output or a diagonal is left alone.
+    if not arrow or len(shapes) != len(terms) or len(terms) != 2:
         return ()
+    more = {len(shape) - len(term) + len(_DOTS) for term, shape in zip(terms, shapes, strict=True) if _DOTS in term}
+    if bool(more) != (_DOTS in output) or len(more) > 1:
+        return ()
+    unused = [each for each in ascii_letters if each not in equation]
+    *terms, output = (each.replace(_DOTS, "".join(unused[: sum(more)])) for each in (*terms, output))
     letters = "".join(terms)
     sizes = dict(zip(letters, (*shapes[0], *shapes[1]), strict=True))
     is_broadcast = any(sizes[letter] != size for letter, size in zip(letters, (*shapes[0], *shapes[1]), strict=True))
@@ -269,7 +279,8 @@ def _convolve(
         stride, padding, dilation, end = (_per_dimension(each, weight.dim() - 2) for each in settings)
         numbers = stride, padding, dilation, is_transposed, end, groups
         call = _Convolution(weight.shape, _find_format(x, weight), numbers)
-        yield Factors(x, weight, _CONVOLUTION, Further((call,)), inner=inner, is_whole=True, bias=bias)
+        further = Further((call,))
+        yield Factors(x, weight, _CONVOLUTION, further, inner=inner, is_whole=True, bias=bias, is_named=True)
 
 
 def _find_format(*factors: Tensor) -> torch.memory_format:

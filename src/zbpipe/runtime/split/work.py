@@ -101,7 +101,7 @@ class WeightWork:
             stays = deferral_of(gradient.layer).stays_in_i
             self._count(parameter, gradient.flops, _CHANGED if stays else "")
         making = [each.weight.edge.node for each in pending if isinstance(each.weight, autograd.Made)]
-        for product in graph_products.find_products_behind(list(dict.fromkeys(making))):
+        for product in graph_products.find_products_behind(list(dict.fromkeys(making)), make_weights=True):
             for leaf in product.leaves:
                 self._count(id(leaf), product.flops / len(product.leaves))
         own: defaultdict[int, list[graph_products.GraphProduct]] = defaultdict(list)

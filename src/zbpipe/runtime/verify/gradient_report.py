@@ -109,12 +109,16 @@ class GradientMismatchError(RuntimeError):
     """The split's gradients differ from an ordinary backward's. The step raises a `PipelineError` with this cause."""
 
     def __init__(self, report: GradientReport, stage: int, microbatch: int) -> None:
+        super().__init__(report, stage, microbatch)  # pickle copies these
         self.report = report
         """The report for this stage and this microbatch."""
+
+    def __str__(self) -> str:
+        report, stage, microbatch = self.args
         off = report.off()
         named = ", ".join(f"{name} {report.errors[stage, name]:.2g}" for _, name in off[:_MOST_NAMES])
         more = f" and {len(off) - _MOST_NAMES} more" if len(off) > _MOST_NAMES else ""
-        super().__init__(
+        return (
             f"stage {stage}, microbatch {microbatch}: the split's gradients differ from those of an ordinary backward,"
             f" with relative errors above {report.tolerances[stage]:.0e}: {named}{more}. If this layer declares"
             " weight_products itself, look at the function there; else report this. Until it is fixed, set"
