@@ -1,0 +1,337 @@
+"""Random autograd Functions and layers (`programs`): ZBH1 gives the gradients of plain autograd, or a named error.
+
+`python tests/test_programs.py --count 20000 --seed 1` runs more of them, and counts what came of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+import re
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs import LENGTH, PRELUDE, Program, choices, write
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+import zbpipe
+from zbpipe.runtime.split import FROM_BACKWARD
+from zbpipe.runtime.split import stage as split_stage
+from zbpipe.schedule import registry
+
+MICROBATCHES, STEPS, ROWS, WIDTH = 4, 3, 3, 4
+TOLERANCE = {"float64": 1e-9, "float32": 2e-2}
+"""Relative to a gradient's norm; in float32 the products are in bfloat16."""
+
+OF_TORCH = ("activation checkpoint has been mutated", "has been modified by an inplace operation")
+"""Errors of torch, which notices there that a backward wrote into what another needs."""
+
+Gradients = list[dict[str, Tensor | None]]
+"""By step."""
+
+
+MODES = ("undeclared", "declared", "plain")
+"""Whether layers declare their Functions; plain programs have none."""
+RIGHT = frozenset({"in W", "in I and W", "in I", "void", "aliased"})
+
+
+class Outcome(NamedTuple):
+    """What came of a program."""
+
+    kind: str
+    """Where right programs have their weight gradients, or what became of the others."""
+    reason: str = ""
+
+
+def batch(step: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The microbatches differ in the signs of their sums, and in the first number, by which programs choose."""
+    generator = torch.Generator().manual_seed(step)
+    x, target = (torch.randn(MICROBATCHES * ROWS, WIDTH, generator=generator, dtype=dtype) for _ in range(2))
+    x[:, 0] = torch.arange(len(x)) / (ROWS + step)
+    return x, target
+
+
+def build(code: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """The names of a program, and its `stage`: nothing is shared with another run."""
+    names: dict[str, Any] = {"FROM_BACKWARD": FROM_BACKWARD}
+    exec(code, names)
+    torch.default_generator.manual_seed(0)
+    names["stage"] = names["Stage"]().to(dtype)
+    return names
+
+
+def note(stage: nn.Module) -> dict[str, Tensor | None]:
+    """Gradients and weights."""
+    found = {name: None if each.grad is None else each.grad.clone() for name, each in stage.named_parameters()}
+    return found | {f"weight {name}": each.detach().clone() for name, each in stage.named_parameters()}
+
+
+def run_plainly(code: Any, dtype: torch.dtype, *, clones: bool = False) -> Gradients:
+    """Without a pipeline; with `clones`, backwards return copies."""
+    names = build(code, dtype)
+    stage, found = names["stage"], []
+    for each in names.values() if clones else ():
+        if isinstance(each, type) and issubclass(each, torch.autograd.Function):
+            each.backward = staticmethod(_cloning(each.backward))
+    for step in range(STEPS):
+        for x, target in zip(*(each.chunk(MICROBATCHES) for each in batch(step, dtype)), strict=True):
+            F.mse_loss(stage(x), target).backward()
+        found.append(note(stage))
+        names["between"](stage, step)
+    return found
+
+
+def _cloning(backward: Callable[..., Any]) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        returned = backward(*args)
+        many = returned if isinstance(returned, tuple) else (returned,)
+        return tuple(each.clone() if isinstance(each, Tensor) else each for each in many)
+
+    return run
+
+
+def run_split(code: Any, dtype: torch.dtype, schedule: str) -> Iterator[tuple[dict[str, Tensor | None], float]]:
+    """The same by a schedule, and the share of the weight gradients that W computes."""
+    names = build(code, dtype)
+    module = names["stage"]
+    like = torch.zeros(ROWS, WIDTH, dtype=dtype)
+    stage = PipelineStage(module, 0, 1, torch.device("cpu"), input_args=(like,), output_args=(like,))
+    pipeline = zbpipe.build_pipeline_schedule(schedule, [stage], MICROBATCHES, F.mse_loss, scale_grads=False)
+    for step in range(STEPS):
+        x, target = batch(step, dtype)
+        pipeline.step(x, target=target)
+        work = split_stage.find_weight_work(stage)
+        yield note(module), work.share if work is not None and work.flops else 0.0
+        names["between"](module, step)
+
+
+def register_weights_last() -> None:
+    """Make ZBH1 known with the W of all microbatches after all I, when much can have changed."""
+
+    @zbpipe.register("WeightsLast", placement="loop", stages_per_rank=1, listed=False)
+    def weights_last(ranks: int, microbatches: int) -> zbpipe.Schedule:
+        whole = zbpipe.generate("ZBH1", ranks, microbatches)
+        rows = tuple(tuple(sorted(ops, key=lambda op: op.kind is zbpipe.OpKind.W)) for ops in whole.ops)
+        return zbpipe.Schedule("WeightsLast", whole.placement, microbatches, rows)
+
+
+def compare(program: Program, *, is_declared: bool) -> Outcome:
+    dtype = getattr(torch, program.dtype)
+    plain = compile(program.undeclared, "program", "exec")
+    try:
+        expected = run_plainly(plain, dtype)
+    except Exception as error:  # a program may be wrong in any way
+        return Outcome("void", f"{type(error).__name__}: {error}")
+    if not all(each is None or each.isfinite().all() for step in expected for each in step.values()):
+        return Outcome("void", "not finite")
+    if not any(each is not None and each.any() for name, each in expected[0].items() if "weight " not in name):
+        return Outcome("void", "no gradients")
+    outcome = _compare(program, expected, is_declared=is_declared)
+    if outcome.kind == "wrong":
+        others = run_plainly(plain, dtype, clones=True)
+        if any(
+            difference(one[name], other[name], 1e-9)
+            for one, other in zip(expected, others, strict=True)
+            for name in one
+        ):
+            return Outcome("aliased", outcome.reason)
+    return outcome
+
+
+def run(made_from: bytes, mode: str) -> tuple[Program, Outcome]:
+    program = write(made_from, mode == "plain")
+    return program, compare(program, is_declared=mode == "declared")
+
+
+def _compare(program: Program, expected: Gradients, *, is_declared: bool) -> Outcome:
+    dtype = getattr(torch, program.dtype)
+    code = compile(program.source if is_declared else program.undeclared, "program", "exec")
+    share = 0.0
+    try:
+        for step, (found, share) in enumerate(run_split(code, dtype, program.schedule)):  # noqa: B007
+            for name, gradient in expected[step].items():
+                if wrong := difference(found[name], gradient, TOLERANCE[program.dtype]):
+                    return Outcome("wrong", f"step {step}, {name}: {wrong}")
+    except Exception as error:
+        if is_named(error):
+            return Outcome("refused", f"{type(error).__name__}: {error}")
+        if any(words in str(error) for words in OF_TORCH):
+            return Outcome("torch's error", str(error))
+        return Outcome("wrong", "".join(traceback.format_exception(error)))
+    return Outcome("in W" if share == 1 else "in I and W" if share else "in I")
+
+
+def difference(found: Tensor | None, expected: Tensor | None, tolerance: float) -> str:
+    """How they differ; empty if they do not."""
+    if found is None or expected is None:
+        return "" if found is expected else f"{found} instead of {expected}"
+    error = float((found - expected).norm() / (expected.norm() + 1e-3))
+    return "" if error < tolerance else f"error {error:.2g}"
+
+
+def is_named(error: BaseException | None) -> bool:
+    """Whether zbpipe itself raised the error, or one of its causes, for a reason that it tells."""
+    while error is not None:
+        frames = traceback.extract_tb(error.__traceback__)
+        if (
+            isinstance(error, (RuntimeError, ValueError))
+            and not isinstance(error, zbpipe.PipelineError)
+            and Path(zbpipe.__file__).parent in Path(frames[-1].filename).parents
+            and "raise" in str(frames[-1].line)
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@pytest.fixture(autouse=True)
+def _quiet(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger("zbpipe.runtime.split.stage"), "disabled", True)
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    register_weights_last()
+    warnings.simplefilter("ignore")
+
+
+def check(made_from: bytes, mode: str) -> None:
+    program, outcome = run(made_from, mode)
+    if mode == "declared" and program.is_hidden:  # the page says when such writes are noticed
+        return
+    allowed = {
+        "undeclared": RIGHT | {"torch's error"},
+        "declared": RIGHT | {"torch's error", "refused"},
+        "plain": {"in W"},
+    }
+    assert outcome.kind in allowed[mode], f"{outcome}: {mode}, --choices {made_from.hex()}\n{program.source}"
+
+
+@settings(max_examples=100)
+@given(choices, st.sampled_from(MODES))
+def test_programs(made_from: bytes, mode: str) -> None:
+    check(made_from, mode)
+
+
+@pytest.mark.long
+@settings(max_examples=1000)
+@given(choices, st.sampled_from(MODES))
+def test_many_programs(made_from: bytes, mode: str) -> None:
+    check(made_from, mode)
+
+
+# Many programs
+
+
+def shrink(best: bytes, is_wrong: Callable[[bytes], bool], most: int = 300) -> bytes:
+    """Fewer and smaller choices of which `is_wrong` still holds, after at most `most` tries."""
+    tried = set()
+
+    def take(shorter: bytes) -> bool:
+        nonlocal best, most
+        program = write(shorter)
+        shorter = shorter[: program.length].rstrip(b"\0")
+        if most <= 0 or program.source in tried or (len(shorter), shorter) >= (len(best), best):
+            return False
+        tried.add(program.source)
+        most -= 1
+        if is_wrong(shorter):
+            best = shorter
+            return True
+        return False
+
+    best = best[: write(best).length]
+    again = True
+    while again and most > 0:
+        again = False
+        for size in (64, 32, 16, 8, 5, 3, 2, 1):
+            place = 0
+            while place < len(best):
+                if any(take(best[:place] + each + best[place + size :]) for each in (b"", bytes(size))):
+                    again = True
+                else:
+                    place += max(1, size // 2)
+        for place, choice in enumerate(best):
+            again |= any(take(best[:place] + bytes([each]) + best[place + 1 :]) for each in range(min(choice, 8)))
+    return best
+
+
+def summarize(outcome: Outcome) -> str:
+    """The same for programs of one kind."""
+    last = re.sub(r"[\d.]+|\bF\d", "#", outcome.reason.strip().split("\n")[-1])[:150]
+    return f"{outcome.kind}: {last if 'Error' in last else 'None' if 'None' in outcome.reason else 'other numbers'}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Compare random programs with plain autograd.")
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--mode", choices=MODES, default="undeclared")
+    parser.add_argument("--choices", help="those of one program, in hexadecimal")
+    parser.add_argument("--dtype", default="float64", help="of --file")
+    parser.add_argument("--file", type=Path, help="one program, as printed for another")
+    parser.add_argument("--shrunk", type=int, default=3, help="number of wrong programs of one reason to make smaller")
+    parser.add_argument(
+        "--no-hidden", action="store_true", help="leave out programs with writes that torch does not count"
+    )
+    parser.add_argument("--void", action="store_true", help="print why programs fail in plain autograd")
+    args = parser.parse_args()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    register_weights_last()
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
+    warnings.simplefilter("ignore")
+
+    if args.choices is not None:
+        program, outcome = run(bytes.fromhex(args.choices), args.mode)
+        print(program.source, outcome, sep="\n")
+        return
+    if args.file is not None:
+        source = args.file.read_text()
+        program = Program(source if PRELUDE in source else PRELUDE + source, args.dtype, False, False, "WeightsLast")
+        for is_declared in (False, True):
+            print(["undeclared", "declared"][is_declared], compare(program, is_declared=is_declared))
+        return
+    counted: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
+    chooser = random.Random(args.seed)
+    for number in range(args.count):
+        made_from = chooser.randbytes(LENGTH)
+        if args.no_hidden and write(made_from).is_hidden:
+            counted["left out"] += 1
+            continue
+        program, outcome = run(made_from, args.mode)
+        kind = outcome.kind + (" (hidden)" if outcome.kind == "wrong" and program.is_hidden else "")
+        counted[kind] += 1
+        if outcome.kind == "void":
+            reasons[outcome.reason[:90]] += args.void
+        if outcome.kind in ("refused", "wrong", "torch's error"):
+            reasons[reason := summarize(outcome)] += 1
+            if outcome.kind == "wrong" and reasons[reason] <= args.shrunk:
+
+                def is_as_wrong(tried: bytes, reason: str = reason, hidden: bool = program.is_hidden) -> bool:
+                    program, outcome = run(tried, args.mode)
+                    return summarize(outcome) == reason and (hidden or not program.is_hidden)
+
+                small = shrink(made_from, is_as_wrong)
+                program, outcome = run(small, args.mode)
+                print(
+                    f"---- {args.mode}, seed {args.seed}, program {number}: --choices {small.hex()}\n{outcome.reason}"
+                )
+                print(program.source.removeprefix(PRELUDE), flush=True)
+    for reason, times in reasons.most_common(40):
+        print(times, reason)
+    print(dict(counted))
+
+
+if __name__ == "__main__":
+    main()
