@@ -13,6 +13,9 @@ from zbpipe.costs.model import CostModel, set_fields
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Placement
 
+ENOUGH = 0.8
+"""Share of weight gradients in W below which people are warned."""
+
 
 @dataclass(frozen=True)
 class JobCosts:

@@ -6,14 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from zbpipe.costs.balance import balance
+from zbpipe.costs.job import ENOUGH
 from zbpipe.costs.layers import Layer, LayerCosts, Split, even_sizes, split_of
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import Checkpointing, usual_costs
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 from zbpipe.schedule.registry import Algorithm
 
-ENOUGH = 0.8
-"""Share of weight gradients in W below which people are warned."""
 ASYNC_TENSOR = 0.48
 """Share of tensor parallelism's communication that torch's asynchronous tensor parallelism hides.
 

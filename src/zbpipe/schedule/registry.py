@@ -21,16 +21,11 @@ from difflib import get_close_matches
 from functools import cache, partial
 from importlib.metadata import entry_points
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 from zbpipe.schedule.files import read_text
 from zbpipe.schedule.ir import Placement, Schedule, require_size, require_whole
 from zbpipe.schedule.user_code import SEPARATOR, function_of
-
-if TYPE_CHECKING:
-    from zbpipe.costs.memory_limit import MemoryLimit
-    from zbpipe.costs.model import CostModel
-    from zbpipe.costs.transport import Transport
 
 Generate = Callable[..., Schedule]
 
@@ -118,12 +113,14 @@ class Algorithm:
         microbatches: int,
         *,
         stages_per_rank: int | None = None,
-        costs: CostModel | None = None,
-        memory_limit: MemoryLimit | None = None,
+        costs: object = None,
+        memory_limit: object = None,
         runs_ahead: bool = False,
-        transport: Transport | None = None,
+        transport: object = None,
     ) -> Schedule:
-        """The schedule of this size. `zbpipe.generate` takes a name, and costs and limits as users write them."""
+        """The schedule of this size, which the function makes for `costs`, `memory_limit` and `transport` if it takes
+        them. `zbpipe.generate` takes a name, and costs and limits as users write them.
+        """
         ranks, microbatches = require_whole(1, ranks=ranks, microbatches=microbatches)
         placement = self.place(ranks, stages_per_rank)
         if self.table is None:
@@ -136,7 +133,7 @@ class Algorithm:
         _require_as_asked(schedule, self.name, placement, microbatches)
         return schedule
 
-    def make_on(self, placement: Placement, microbatches: int, costs: CostModel | None = None) -> Schedule | None:
+    def make_on(self, placement: Placement, microbatches: int, costs: object = None) -> Schedule | None:
         """The schedule on this placement. None if it has another one."""
         stages = len(placement.stages_on(0)) if self.any_stages_per_rank else None
         if self.place(placement.num_ranks, stages) != placement:

@@ -7,18 +7,29 @@ kernels on the same operands. All other Functions compute their weight gradients
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from zbpipe.runtime._torch import autograd, compiled_backward, later
 from zbpipe.runtime.split.further import NONE, Further
-from zbpipe.runtime.split.products import PendingGradient, WeightProduct
+from zbpipe.runtime.split.products import PendingGradient, WeightGradients, WeightProduct
 
-if TYPE_CHECKING:
-    from zbpipe.runtime.split.layers import Deferral
+
+class Deferral(Protocol):
+    """The deferral of the layer that calls the Functions: `zbpipe.runtime.split.layers.Deferral`."""
+
+    layer: nn.Module
+    gradients: WeightGradients
+    is_sharded: bool
+
+    def owns_leaf(self, leaf: Tensor | None) -> bool:
+        """Whether this is a parameter of the layer's."""
+
+    def is_due_now(self, pending: PendingGradient, *nodes: Node) -> bool:
+        """Whether the gradient has to be computed now. Otherwise W computes it, or nobody."""
 
 
 class Functions:

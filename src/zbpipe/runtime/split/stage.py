@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zbpipe.estimation.workload import ENOUGH
+from zbpipe.costs.job import ENOUGH
 from zbpipe.runtime._torch import autograd, compiler, fsdp, pipelining
 from zbpipe.runtime.attributes import replaced
 from zbpipe.runtime.split.delaying import delay_in_i_alone, delaying, forget
