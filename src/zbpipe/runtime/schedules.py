@@ -323,11 +323,11 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         Raises:
             ValueError: before anything is sent, for a batch not divisible by the number of microbatches, new shapes
             without `microbatches=`, no input for stage 0, no target for the last stage, no loss_fn, or a `microbatches`
-            that differs between ranks. PipelineError: this step, or an earlier one, failed on this rank or on another
-            one.
+            that differs between ranks. The next step can follow if all ranks refuse this one. PipelineError: this step,
+            or an earlier one, failed on any rank, or another rank refuses this one alone.
         """
         microbatches = self.sizes.find_number(microbatches, kwargs.get("kwarg_mbs"))
-        with self._failures.begin_step(self.schedule.name, is_compared=microbatches is not None):
+        with self._failures.begin_step(self, self.schedule.name, is_compared=microbatches is not None):
             try:
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
                 checks.require_no_lists(kwargs)

@@ -46,7 +46,7 @@ class PipelineError(RuntimeError):
             print(error)    # rank 3, schedule ZBV, step 17 of 90, 5F2: OutOfMemoryError: ...
             raise
 
-    End the job after it: the other ranks may wait for messages of this one.
+    The schedule runs no step after it, on any rank: end the job, or build the process group and the schedule anew.
     """
 
 

@@ -101,6 +101,7 @@ class Progress:
         self._has_events = has_events
         self._launched: Launched | None = None
         """Launched computations; None without events, as on the CPU, where host and device are the same."""
+        self._is_started = False
         self._runs = False
         """Whether a step is running."""
         self._steps = 0
@@ -111,18 +112,22 @@ class Progress:
         self._is_logged = False
         """Whether the present standstill was logged."""
 
+    def start(self, schedule: pipelining.OwnRuntime) -> None:
+        """Start the other thread, before the first step."""
+        if not self._is_started:
+            self._is_started = True
+            device = pipelining.device_of(hooks.stages_of(schedule)[0])
+            self._launched = _launched_on(device) if self._has_events else None
+            Thread(target=_watch, args=(ref(self), ref(schedule)), daemon=True, name="zbpipe progress").start()
+
     @contextmanager
     def follow(self, schedule: pipelining.OwnRuntime) -> Iterator[None]:
-        """Context of a step of `schedule`."""
-        device = pipelining.device_of(hooks.stages_of(schedule)[0])
+        """Context of a step of `schedule`, after `start`."""
         # A captured step runs later, many times, and events in it would become part of the graph.
-        if find_device(device).is_capturing():
+        if find_device(pipelining.device_of(hooks.stages_of(schedule)[0])).is_capturing():
             yield
             return
         self._steps += 1
-        if self._steps == 1:
-            self._launched = _launched_on(device) if self._has_events else None
-            Thread(target=_watch, args=(ref(self), ref(schedule)), daemon=True, name="zbpipe progress").start()
         launched = self._launched
         self._runs = True
         try:
@@ -148,14 +153,16 @@ class Progress:
         timeout = pipelining.timeout_of(hooks.stages_of(schedule)[0])
         if timeout is None:
             return _LONGEST_PAUSE
-        # Query the device only while the host is idle, and has work there: a query would break the capture of a graph.
-        launched, ended = self._launched.count if self._launched else 0, self._seen[1] if is_idle else None
-        if is_idle and (self._runs or ended != launched):
-            ended = self._count_ended()
+        # A query breaks the capture of a graph, so outside of steps the device is asked late, and not once it is done.
+        launched, before = self._launched.count if self._launched else 0, self._seen[1] if is_idle else None
+        asks = is_idle and (self._runs or now - self._since > _SHARE * timeout / 2) and before != launched
+        ended = self._count_ended() if asks else before
+        has_moved = not is_idle or (before is not None and ended != before)
+        self._seen = host, ended
         is_waiting = self._runs or (ended is not None and ended < launched)
-        if not is_waiting or (host, ended) != self._seen:
-            self._seen, self._since, self._is_logged = (host, ended), now, False
-        elif now - self._since > _SHARE * timeout and not self._is_logged:
+        if has_moved:
+            self._since, self._is_logged = now, False
+        elif is_waiting and now - self._since > _SHARE * timeout and not self._is_logged:
             self._is_logged = True
             place = frames.find_place(schedule) if self._runs else "the end of its step"
             logger.error(

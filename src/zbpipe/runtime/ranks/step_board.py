@@ -108,8 +108,10 @@ class StepBoard:
             self._refused = key = self._report(failure)
             store.set(f"{key}/{self._me}", "")
             if pipelining.has_store():  # it ends with this process
-                with suppress(PipelineError):
-                    self._wait_for({rank: f"{key}/{rank}" for rank in self._ranks}, "", _LINGER)
+                deadline = time.monotonic() + _LINGER
+                while not _are_there(store, [f"{key}/{rank}" for rank in self._ranks]) and not self.ended_by:
+                    if time.monotonic() > deadline:
+                        break
 
     def find_other_refusal(self) -> Failure | None:
         """The report on a step that another rank does not run like this one. Called from another thread."""
@@ -201,20 +203,23 @@ class StepBoard:
         found = store.multi_get([*keys.values()]) if store.has_extended_api() else map(store.get, keys.values())
         return {rank: _Answer(**json.loads(each)) for rank, each in zip(keys, found, strict=True)}
 
-    def _wait_for(self, keys: Mapping[int, str], what: str, timeout: float | None = None) -> None:
+    def _wait_for(self, keys: Mapping[int, str], what: str) -> None:
         """Wait until the ranks' keys are in the store.
 
         Raises:
             PipelineError: the pipeline has ended, or a rank has not done `what` in time.
         """
         store = pipelining.default_store()
-        timeout = timeout or pipelining.timeout_of(self._stage) or _PATIENCE
+        timeout = pipelining.timeout_of(self._stage) or _PATIENCE
         deadline = time.monotonic() + timeout
         while not _are_there(store, [*keys.values()]):
             self._require_running()
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in keys.items() if not store.check([key])]
-                raise PipelineError(f"in {timeout:.0f} seconds, {name_ranks(missing)} has not {what}")
+                self.ended_by = f"{name_ranks(missing)} has not {what}, and {timeout:.0f} seconds are over"
+                self._events += 1
+                self._report(Failure(self._me, f", before step 0: {self.ended_by}"))
+                raise PipelineError(self.ended_by)
 
     def _answer(self, answer: _Answer) -> None:
         self._events += 1

@@ -42,12 +42,13 @@ class StepFailures:
         """Whether the failure that ended the pipeline was raised on this rank."""
 
     @contextmanager
-    def begin_step(self, name: str, *, is_compared: bool) -> Iterator[None]:
-        """Context of one whole step of the schedule called `name`.
+    def begin_step(self, schedule: pipelining.OwnRuntime, name: str, *, is_compared: bool) -> Iterator[None]:
+        """Context of one whole step of the `schedule` with this name.
 
         Raises:
             PipelineError: an earlier step failed, on any rank.
         """
+        self._progress.start(schedule)
         try:
             self._board.begin_step(is_compared=is_compared)
             yield
