@@ -326,7 +326,7 @@ def on_accelerators(folder: Path) -> None:
         try:
             job.step()
         finally:
-            while "rank 1 ends" not in (folder / "1").read_text():  # over gloo rank 1 would see this rank's end
+            while "Rank 1 ends" not in (folder / "1").read_text():  # over gloo rank 1 would see this rank's end
                 time.sleep(0.1)
 
 

@@ -187,8 +187,8 @@ class Turns:
         """By rank what its job returned, or the exception with which it ended; None for one that was killed."""
         self._choices, self._error, self.dead, self.closed = choices, None, set(), set()
         self.taken = [0] * self.ranks
-        self._results: list[Any]
-        self._results = results = [None] * self.ranks
+        results: list[Any] = [None] * self.ranks
+        self._results = results
 
         def run(rank: int) -> None:
             try:

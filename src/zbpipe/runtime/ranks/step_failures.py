@@ -116,6 +116,6 @@ class StepFailures:
         while not self._is_raised and self._notice.is_current:
             if time.monotonic() > until:
                 # The host waits for a device, a collective, or a disk. Without the other rank it may wait forever.
-                reason = f"rank {dist.get_rank()} ends, because it reached no other op within {_GRACE:.0f} seconds"
+                reason = f"Rank {dist.get_rank()} ends, because it reached no other op within {_GRACE:.0f} seconds"
                 end_process(PipelineError(f"{failure.description}. {reason}"))
             time.sleep(_GLANCE)
