@@ -14,7 +14,8 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from itertools import cycle, islice, product
 from multiprocessing import get_context
 from random import Random
@@ -31,7 +32,6 @@ import zbpipe
 from zbpipe import simulate
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.runtime import auto
-from zbpipe.runtime._torch import abandoned, pipelining
 from zbpipe.schedule import registry
 from zbpipe.simulator.passes import add_messages, add_waits, default_costs, free_sends_early, place_receives
 from zbpipe.simulator.simulation import best_receives
@@ -51,6 +51,8 @@ class Case(NamedTuple):
     receives: Receives | None = None
     store_ends: bool = False
     """Whether the job's store ends with rank 0, as without torchrun."""
+    interrupts: bool = True
+    """Whether waits can be interrupted, as over gloo. Over NCCL a process ends instead."""
 
 
 class FoundError(AssertionError):
@@ -64,6 +66,7 @@ class Pipelines:
         self.case, self._options = case, options
         self.turns = Turns(case.ranks, BACKENDS[case.queues])
         self.turns.store_is_in_rank_0 = case.store_ends
+        self.turns.interrupts = case.interrupts
         self.turns.most = 1000 * (case.microbatches + 10) * case.ranks
         self.rank_of = registry.resolve(case.schedule).place(case.ranks).rank_of
         self.schedules: list[Any] = []
@@ -247,22 +250,29 @@ def fail(*places: tuple[int, str, int]) -> Trial:
 
 
 def refuse(pipelines: Pipelines, choices: Choices) -> None:
-    """Stage 0's batch cannot be split. All ranks tell so, and with marks run on, to a failure with another cause."""
+    """All ranks refuse a step and run the next one. Then one refuses its batch alone, and all tell so."""
 
-    def step(rank: int) -> Exception | None:
+    def step(rank: int, is_alone: bool) -> Exception | None:
         try:
+            if not is_alone:
+                pipelines.step(rank, microbatches=0)
             pipelines.step(rank, rows=pipelines.case.microbatches + (rank == pipelines.rank_of[0]))
         except (ValueError, zbpipe.PipelineError) as error:
             return error
         return None
 
-    ends = pipelines.run(step, choices)
+    said = pipelines.run(partial(step, is_alone=False), choices)
+    assert all("microbatches has to be a whole number" in str(each) for each in said), said
+    pipelines.train(Choices())
+    ends = pipelines.run(partial(step, is_alone=True), Choices(choices.deviations))
     _require_ends(ends, *["give every step a batch of the same size"] * len(ends))
-    if all(isinstance(each, ValueError) for each in ends):
-        pipelines.train(Choices())
-        fail((1, "F", 1))(pipelines, Choices())
-    else:
-        assert not abandoned.can_send_marks(pipelines.schedules[0].own_stages[0])
+
+
+def forget(pipelines: Pipelines, choices: Choices) -> None:
+    """The last rank alone is given a number of microbatches."""
+    last = pipelines.case.ranks - 1
+    ends = pipelines.run(lambda rank: pipelines.step(rank, **({"microbatches": 2} if rank == last else {})), choices)
+    _require_ends(ends, *["PipelineError: .*it got microbatches=2; give all ranks of the pipeline"] * len(ends))
 
 
 def disagree(pipelines: Pipelines, choices: Choices) -> None:
@@ -320,6 +330,7 @@ FAULTS: dict[str, tuple[Case, Callable[[Random], Trial]]] = {
     "two ops fail": (Case("ZBV", 3, 3), lambda random: fail(*_draw_two(random))),
     "a batch is refused": (Case("ZBH2", 3, 2), lambda random: refuse),
     "sizes differ": (Case("VMin", 3, 2), lambda random: disagree),
+    "a size is forgotten": (Case("ZBV", 3, 3), lambda random: forget),
     "schedules are adopted": (Case("ZBV", 2, 3), lambda random: swap),
     "Auto plans": (Case("Auto", 2, 3), lambda random: plan),
 }
@@ -341,12 +352,9 @@ def try_faults(what: str, seeds: Sequence[int]) -> int:
         case, draw = FAULTS[what]
         options = {"profile_steps": 1} if case.schedule == "Auto" else {}
         trial = draw(random)
-        with ExitStack() as settings:
-            if seed % 3 == 1:  # as on accelerators, where messages have no marks
-                for module in (pipelining, abandoned):
-                    settings.enter_context(mock.patch.object(module, "can_send_marks", return_value=False))
-            case = case._replace(queues=[*BACKENDS][seed % 3], store_ends=seed % 2 == 1)
-            try_out(case, Choices(random=random), trial, **options)
+        interrupts = seed % 3 != 1 or what == "a rank is killed"
+        case = case._replace(queues=[*BACKENDS][seed % 3], store_ends=seed % 2 == 1, interrupts=interrupts)
+        try_out(case, Choices(random=random), trial, **options)
     return len(seeds)
 
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zbpipe
 from zbpipe.costs.transport import Transport
-from zbpipe.runtime._torch import abandoned, hooks, pipelining
+from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.split import products
 
 CUDA = torch.device("cuda", 0)
@@ -58,7 +58,6 @@ def test_steps_stay_on_the_device(rank: int, dtype: torch.dtype) -> None:
         stage = pipelining.StageOfKnownShapes(module, rank, 2, CUDA, input_args=ends[0], output_args=ends[1])
         schedule: Any = zbpipe.build_pipeline_schedule("ZBH1", [stage], MICROBATCHES, loss_fn, plain=True)
         assert schedule.transport is Transport.ONE_QUEUE
-        assert not abandoned.can_send_marks(stage)
         given: Any = {"target": batch} if rank else {}
         losses: list[Tensor] = []
         output = schedule.eval(*([] if rank else [batch]), **given)

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,9 +20,11 @@ import torch.distributed as dist
 from models import batch, loss_fn
 from pipelines import Pipeline
 from ranks import endings, join_group, run_ranks
+from torch import nn
+from twin import Twin
 
 import zbpipe
-from zbpipe.runtime._torch import frames, pipelining
+from zbpipe.runtime._torch import frames, pipelining, waits
 from zbpipe.runtime.ranks import failures, progress
 from zbpipe.runtime.split.products import PendingGradient
 
@@ -247,6 +250,34 @@ def test_what_a_device_ran() -> None:
     assert launched.describe() == f"on the device 2F{device.runs - 1} ran last, 2F{device.runs} has not ended"
 
 
+def test_a_device_that_is_stuck_after_its_step_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Its host waits in the training loop."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
+    device, x = Events(0), torch.zeros(1, 8, requires_grad=True)
+    stage = pipelining.StageOfKnownShapes(nn.Linear(8, 8), 1, 2, torch.device("cpu"), input_args=x, output_args=x)
+    schedule: Any = zbpipe.build_pipeline_schedule("ZBH1", [stage], 2, nn.functional.mse_loss)
+    followed = progress.Progress()
+    with (
+        mock.patch.object(progress, "_launched_on", return_value=progress.Launched(device.new)),
+        mock.patch.object(progress, "_watch"),
+        mock.patch.object(pipelining, "timeout_of", return_value=100),
+    ):
+        followed.start(schedule)
+        with followed.follow(schedule):
+            schedule.step(target=torch.zeros(2, 8))
+        device.runs = 3
+        for seconds in range(90):
+            followed.look(schedule, seconds)
+        (record,) = caplog.records
+        assert "nothing has moved for 71 seconds" in record.getMessage()
+        assert "rank 1 is at the end of its step, on the device 1F0 ran last, 1F0 has not ended" in record.getMessage()
+        device.runs = 100
+        for seconds in range(90, 300):
+            followed.look(schedule, seconds)
+    dist.destroy_process_group()
+    assert len(caplog.records) == 1
+
+
 def places() -> list[str]:
     """Where the step is while this rank's ops run, and once it has ended; ranks wait for each other."""
     found = []
@@ -278,13 +309,49 @@ def test_no_thread_reads_the_frames_of_another() -> None:
     assert not [path for path in sources if "_current_frames" in path.read_text()]
 
 
+def on_accelerators(folder: Path) -> None:
+    """Rank 0 fails in its second step. Rank 1's host is through with it, and waits for ever."""
+    sys.stderr = (folder / str(dist.get_rank())).open("w")  # the end of the process shows it
+    twin = Twin(dist.get_rank())
+    with (
+        mock.patch.object(waits, "interrupt"),  # as over NCCL
+        mock.patch.object(progress, "_launched_on", return_value=progress.Launched(twin.new_event)),
+    ):
+        job = Job()
+        job.step()
+        dist.barrier()
+        if not job.has_first:
+            dist.recv(torch.zeros(1), 0, tag=1)
+        job.modules[0].register_forward_pre_hook(OnCall(3, explode))
+        try:
+            job.step()
+        finally:
+            while "Rank 1 ends" not in (folder / "1").read_text():  # over gloo rank 1 would see this rank's end
+                time.sleep(0.1)
+
+
+def test_a_host_that_waits_for_its_device_ends_with_the_first_error(tmp_path: Path) -> None:
+    failed, other = endings(2, on_accelerators, tmp_path, group_timeout=120, timeout=100)
+    here = r"rank 0, schedule ZBV, step \d+ of \d+, 0F2, .*device.*: ArithmeticError: too much"
+    assert re.search(f"PipelineError: {here}", failed.error or ""), failed
+    assert other.exit_code == 1
+    assert re.search(f"PipelineError: another rank failed first: {here}", (tmp_path / "1").read_text())
+
+
 class SilentStore:
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(60)
+        return False
+
     def compare_set(self, *args: str) -> bytes:
         time.sleep(60)
         return b""
 
 
 class BrokenStore:
+    def check(self, keys: list[str]) -> bool:
+        raise dist.DistNetworkError("Broken pipe")
+
     def compare_set(self, *args: str) -> bytes:
         raise dist.DistNetworkError("Broken pipe")
 

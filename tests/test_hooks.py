@@ -19,7 +19,7 @@ from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime._torch.hooks import HookOrder
 from zbpipe.runtime.attributes import replaced
 
-ORDERS = (HookOrder.ABANDON, HookOrder.CHECK, HookOrder.COPY)
+ORDERS = (HookOrder.FOLLOW, HookOrder.CHECK, HookOrder.COPY)
 
 
 def pipeline(name: str) -> Any:

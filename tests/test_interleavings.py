@@ -14,7 +14,6 @@ from interleavings import FAULTS, Case, FoundError, Search, count_sound, explore
 from turns import Choices, Store
 
 from zbpipe.costs.transport import Receives
-from zbpipe.runtime._torch import abandoned, pipelining
 from zbpipe.schedule import registry
 
 SLOW = ("schedules are adopted", "Auto plans")
@@ -55,8 +54,6 @@ def test_an_order_that_fails_is_told_with_few_choices(monkeypatch: pytest.Monkey
         return self.get(key)
 
     monkeypatch.setattr(Store, "compare_set", compare_set)
-    for module in (pipelining, abandoned):
-        monkeypatch.setattr(module, "can_send_marks", lambda stage: False)
 
     def try_many() -> None:
         for seed in range(200):

@@ -141,22 +141,20 @@ class Loop:
             part.seen.copy_(self.whole[index].seen)
         said = [""] * dist.get_world_size()
         dist.all_gather_object(said, words)
-        own = [each for each in said if "All ranks have skipped" not in each and "refuses this step" not in each]
+        own = [each for each in said if "All ranks skip" not in each]
         assert own, said
         assert all(each in own or any(cause in each for cause in own) for each in said), said
 
     def step_wrongly(self, event: Event) -> str:
-        """What this rank says to a wrong batch. The ranks do not compare a split one's step before it."""
-        compared = replace(event, microbatches=max(2, event.microbatches))
-        event = replace(event, microbatches=USUAL, rows=2) if event.is_split else compared
+        """What this rank says to a wrong batch. The ranks compare its step, so all refuse it."""
+        event = replace(event, microbatches=max(2, event.microbatches))
         *inputs, target = self._batch(event)
         rows = {"uneven": -1, "empty": 0}.get(event.wrong)
-        given: dict[str, Any] = {} if event.is_split else {"microbatches": event.microbatches}
+        given: dict[str, Any] = {"microbatches": event.microbatches}
         given["target"] = target[: -1 if event.wrong == "uneven target" else rows]
         if event.wrong == "no target" or len(self.whole) - 1 not in self.parts:
             given["target"] = None
         has_input = 0 in self.parts and event.wrong != "no input"
-        # An evaluation sends nothing back, so an early rank may be through before a late one refuses.
         how = self.schedule.eval if event.rows == 1 else self.schedule.step
         with pytest.raises(ValueError) as error:  # noqa: PT011 (the words are compared below)
             how(*(each[:rows] for each in inputs if has_input), **given)
@@ -293,10 +291,10 @@ def drawn(number: int) -> list[tuple[str, bool, list[Event]]]:
 FOUND = [Event("train", 2), Event("eval", 4), Event("train", 2), Event("train", 4), Event("train", 4)]
 """What once gave zeros for the gradients of all stages but the last."""
 SIZES = [Event("train", *size) for size in ((3, 2), (2, 2), (7, 2), (3, 2), (2, 2), (1, 1), (3, 1), (2, 1), (3, 2))]
-BEFORE = [Event("wrong", 2, wrong="no target"), Event("wrong", is_split=True, wrong="no input")]
+BEFORE = [Event("wrong", 2, wrong="no target"), Event("wrong", wrong="no input")]
 """Before torch has set up any messages."""
 OTHER = Event("train", 2, rows=1)
-REFUSED = [OTHER, *(Event("wrong", is_split=True, wrong=wrong) for wrong in WRONG), Event("train", is_split=True)]
+REFUSED = [OTHER, *(Event("wrong", wrong=wrong) for wrong in WRONG), Event("train", is_split=True)]
 FIXED = [
     (name, bool(n), steps)
     for name in NAMES
@@ -382,7 +380,7 @@ def refused_in_company() -> None:
     watch(watched.schedule, Always())
     copied.schedule.adopt(copy_all(copied.schedule.schedule, Offload.ALL))
     for loop in (checked, watched, copied):
-        for event in (TRAIN, Event("wrong"), TRAIN, Event("wrong", is_split=True, wrong="no input"), TRAIN):
+        for event in (TRAIN, Event("wrong"), TRAIN, Event("wrong", wrong="no input"), TRAIN):
             loop.run(event)
     assert check.report is not None
     assert check.report.microbatches == 2 * USUAL
@@ -398,7 +396,7 @@ def stepped(refuses: bool, max_norm: float, kind: str) -> list[Tensor]:
     step = zbpipe.OptimizerStep(loop.schedule, optimizer, max_norm=max_norm, predict=False)
     for number in range(6):
         if refuses and number % 2:
-            loop.step_wrongly(Event("wrong", is_split=True))
+            loop.step_wrongly(Event("wrong"))
         loop.step = number
         loop._call("step", TRAIN)
         step()

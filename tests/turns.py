@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from zbpipe.runtime._torch import pipelining
+from zbpipe.runtime._torch import pipelining, waits
 from zbpipe.runtime.measure import recording
-from zbpipe.runtime.ranks import agreement, failures, progress, step_board
+from zbpipe.runtime.ranks import agreement, failures, progress, step_board, step_failures
 
 TIMEOUT = 60.0
 """Of the process group, in seconds that pass when nothing else can happen."""
@@ -108,6 +108,10 @@ class Turns:
         self.ranks = ranks
         self.now = 0.0
         self.dead: set[int] = set()
+        self.closed: set[int] = set()
+        """Ranks whose connections are closed."""
+        self.interrupts = True
+        """Whether waits can be interrupted, and see the end of another process: over gloo, not over NCCL."""
         self.kill: tuple[int, int] | None = None
         """A rank, and the turn of its main thread at which it is killed."""
         self.store_is_in_rank_0 = False
@@ -155,6 +159,8 @@ class Turns:
             (failures, {"time": clock, "Thread": thread}),
             (progress, {"time": clock, "Thread": thread}),
             (step_board, {"time": clock}),
+            (step_failures, {"time": clock, "end_process": self._end_process}),
+            (waits, {"interrupt": self._interrupt}),
             (schedules, {"record_function": lambda name: nullcontext()}),  # takes a third of the time
             (recording, {"make_counter": lambda device: None}),  # only one per process
             (pipelining, {"has_store": lambda: self.store_is_in_rank_0 and self._running.rank == 0}),
@@ -179,16 +185,18 @@ class Turns:
 
     def run(self, jobs: Sequence[Job], choices: Choices) -> list[Any]:
         """By rank what its job returned, or the exception with which it ended; None for one that was killed."""
-        self._choices, self._error, self.dead = choices, None, set()
+        self._choices, self._error, self.dead, self.closed = choices, None, set(), set()
         self.taken = [0] * self.ranks
         results: list[Any] = [None] * self.ranks
+        self._results = results
 
         def run(rank: int) -> None:
             try:
                 results[rank] = jobs[rank]()
             except Exception as error:
                 results[rank] = error
-                self.die(rank)  # its process ends
+                if self.interrupts:
+                    self.die(rank)  # its process ends
 
         for rank, actor in enumerate(self._main):
             actor.run, actor.is_over = partial(run, rank), False
@@ -254,9 +262,24 @@ class Turns:
     def die(self, rank: int) -> None:
         """End the process of this rank, and its connections."""
         self.dead.add(rank)
-        self.network.close(rank)
+        self._close(rank)
         self.store.is_gone = self.store_is_in_rank_0 and 0 in self.dead
         self.has_changed = True
+
+    def _close(self, rank: int) -> None:
+        self.closed.add(rank)
+        self.network.close(rank)
+        self.has_changed = True
+
+    def _interrupt(self) -> None:
+        if self.interrupts:
+            self._close(self._running.rank)
+
+    def _end_process(self, error: Exception) -> None:
+        self._results[self._running.rank] = error
+        self.dead.add(self._running.rank)
+        self.has_changed = True
+        raise _DiedError
 
     def _choose(self) -> Actor:
         """Whose turn is next. Messages end before, if that is chosen."""
@@ -338,7 +361,7 @@ class Network:
 
     def post(self, end: End) -> End:
         self._turns.wait()
-        if end.peer in self._turns.dead:
+        if self._turns.closed & {end.peer, end.rank}:
             end.is_over, end.error = True, CLOSED
             return end
         queue = self._queue(end)
@@ -396,11 +419,11 @@ class Collective(dist.Work):
         turns = self._group.turns
 
         def is_ready() -> bool:
-            return len(self._given) == turns.ranks or bool(turns.dead - self._given.keys())
+            return len(self._given) == turns.ranks or bool(turns.closed)
 
         turns.wait(is_ready, turns.now + TIMEOUT)
         if len(self._given) < turns.ranks:
-            raise RuntimeError(CLOSED if turns.dead else LATE)
+            raise RuntimeError(CLOSED if turns.closed else LATE)
         self._take([self._given[rank] for rank in range(turns.ranks)])
         return True
 
@@ -466,6 +489,9 @@ class Store:
         self._turns.has_changed = True
         if self.is_gone:
             raise dist.DistNetworkError("Broken pipe")
+
+    def clone(self) -> Store:
+        return self
 
     def has_extended_api(self) -> bool:
         return True

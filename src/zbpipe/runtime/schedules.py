@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -18,14 +18,13 @@ from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.planner.result import Plan
 from zbpipe.runtime import arguments, checks, tied_weights
-from zbpipe.runtime._torch import abandoned, fsdp, fsdp_overlap, hooks, pipelining, running_ahead
+from zbpipe.runtime._torch import fsdp, fsdp_overlap, hooks, pipelining, running_ahead
 from zbpipe.runtime._torch.fsdp_overlap import FsdpMode
 from zbpipe.runtime.lowering import Lowering, find_usual_transport
 from zbpipe.runtime.offload.beside import Copies
 from zbpipe.runtime.offload.copiers import make_copier
 from zbpipe.runtime.optimizer.backup import RandomState
 from zbpipe.runtime.ranks import agreement
-from zbpipe.runtime.ranks.failures import PipelineError, RefusedStepError
 from zbpipe.runtime.ranks.step_board import StepBoard
 from zbpipe.runtime.ranks.step_failures import StepFailures
 from zbpipe.runtime.ranks.step_sizes import StepSizes
@@ -320,23 +319,21 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         Raises:
             ValueError: before anything is sent, for a batch not divisible by the number of microbatches, new shapes
             without `microbatches=`, no input for stage 0, no target for the last stage, no loss_fn, or a `microbatches`
-            that differs between ranks. PipelineError: this step, or an earlier one, failed on this rank or on another
-            one.
+            that differs between ranks. The next step can follow if all ranks refuse this one. PipelineError: this step,
+            or an earlier one, failed on any rank, or another rank refuses this one alone.
         """
         microbatches = self.sizes.find_number(microbatches, kwargs.get("kwarg_mbs"))
-        with self._failures.begin_step(), self._board.begin_step(is_compared=microbatches is not None):
+        with self._failures.begin_step(self, self.schedule.name, is_compared=microbatches is not None):
             try:
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
-                with self._refuse_with_all():
-                    checks.require_no_lists(kwargs)
-                    checks.require_loss_and_batch(self, (*args, *kwargs.values()), target)
-                    if self._optimizer_step is not None:
-                        self._optimizer_step.require_unchanged()
-                    if pipelining.trains(self) and not self._models_are_checked:
-                        checks.require_trainable(hooks.stages_of(self))
-                    return super().step(*args, target=target, **kwargs)
+                checks.require_no_lists(kwargs)
+                checks.require_loss_and_batch(self, (*args, *kwargs.values()), target)
+                if self._optimizer_step is not None:
+                    self._optimizer_step.require_unchanged()
+                if pipelining.trains(self) and not self._models_are_checked:
+                    checks.require_trainable(hooks.stages_of(self))
+                return super().step(*args, target=target, **kwargs)
             finally:
-                self.abandoned_by = None
                 self._take_microbatches(self.sizes.usual)
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
@@ -346,8 +343,10 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         if self.sizes.agree(self, args):
             self._is_warm = False
         checks.require_known_shapes(self, args)
+        self._board.begin_messages()
         with self._failures.explain_failures(self, self.schedule.name):
-            if self._begins_with_agreement:
+            # The ranks compare their lists before their messages are set up.
+            if not (self._running.is_agreed and pipelining.is_set_up(self)):
                 if not self._running.is_agreed:
                     self.settle()
                 agreement.require_same(self, self.schedule.name, stages[0].group, stages[0].device)
@@ -358,14 +357,10 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                     split.require_memory_that_lasts(stages)
                 tied_weights.warn_if_parted(stages, self.placement)
                 self._models_are_checked = True
-            self._run_lists(args, kwargs, targets, *more, **more_by_name)
-
-    def _run_lists(self, *args: Any, **kwargs: Any) -> None:
-        """Run the lists that all ranks have agreed on."""
-        self._board.pass_on_unfreezing(self)
-        run = partial(super().run_microbatches, *args, **kwargs)
-        with self._copies.run_beside(self) if self._copies and self.schedule.has_copies else nullcontext():
-            self._run_ahead(run)
+            self._board.pass_on_unfreezing(self)
+            run = partial(super().run_microbatches, args, kwargs, targets, *more, **more_by_name)
+            with self._copies.run_beside(self) if self._copies and self.schedule.has_copies else nullcontext():
+                self._run_ahead(run)
 
     def _run_ahead(self, run: Callable[[], None]) -> None:
         """Run a step ahead of a pending validation of the last optimizer step. Repeat it if that step did not count."""
@@ -384,49 +379,6 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                 last.redo()
                 random.restore()
                 run()
-
-    @contextmanager
-    def _refuse_with_all(self) -> Iterator[None]:
-        """Context in which this rank's refusal of a step, before its messages begin, makes the others refuse it
-        also."""
-        try:
-            yield
-        except (PipelineError, RefusedStepError):
-            raise
-        except Exception as error:
-            board = self._board
-            # If all ranks compare the step's size, they learn of it there.
-            if not board.is_alone and (board.has_answered or not board.is_compared):
-                self._refuse(error)
-            raise
-
-    def _refuse(self, error: Exception) -> None:
-        stage, name = hooks.stages_of(self)[0], self.schedule.name
-        self._failures.refuse(error, name)
-        # The others run a usual step, or all refuse this one.
-        self._take_microbatches(self.sizes.usual)
-        self.sizes.return_to_usual(self)
-        if self._begins_with_agreement:
-            agreement.refuse(stage.group, stage.device)
-        elif abandoned.can_send_marks(stage):
-            self.abandoned_by = error
-            del error  # its traceback refers to this frame
-            self.leave_out_all()
-            with suppress(Exception), self._failures.explain_failures(self, name):
-                self._run_lists(None, None, None)
-        else:
-            self._failures.end_by_refusal()
-
-    @property
-    def _begins_with_agreement(self) -> bool:
-        """Whether all ranks compare their lists before the next step's messages, because torch has set up none yet."""
-        return not (self._running.is_agreed and pipelining.is_set_up(self))
-
-    def tell_why_abandoned(self, error: Exception) -> None:
-        self._failures.tell(error, self, self.schedule.name)
-
-    def ask_why_abandoned(self) -> Exception | None:
-        return self._failures.find_why_abandoned()
 
     def run_ahead_of(self, optimizer_step: OptimizerStep) -> None:
         """Begin steps from now on while the validation of the last optimizer step is pending."""

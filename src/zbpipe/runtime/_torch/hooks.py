@@ -22,17 +22,15 @@ Around = Callable[[str, int, int, Callable[[], Any]], Any]
 class HookOrder(IntEnum):
     """Order of hooks, from the outermost to the innermost. An outer hook sees the effects of inner ones."""
 
-    ABANDON = 0
-    """Skips the computations of a step that this rank has abandoned, and all other hooks."""
-    SCALE = 1
+    SCALE = 0
     """Scales the gradients of earlier steps before the first computation that adds to them."""
-    FOLLOW = 2
+    FOLLOW = 1
     """Records the computations that the host has launched."""
-    CHECK = 3
+    CHECK = 2
     """Runs a microbatch once more. The recorded times exclude it."""
-    RECORD = 4
+    RECORD = 3
     """Measures times and memory."""
-    COPY = 5
+    COPY = 4
     """Issues copies to the host and back."""
 
 

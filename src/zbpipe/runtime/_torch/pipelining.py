@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -29,7 +29,6 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from zbpipe.runtime._torch import fsdp_overlap
-from zbpipe.runtime._torch.abandoned import can_send_marks, is_marked, mark_input_gradients, mark_outputs
 from zbpipe.runtime._torch.autograd import tree_map_only
 from zbpipe.runtime._torch.buffers import (
     WAIT_KINDS,
@@ -66,19 +65,12 @@ _SETS_UP_ANEW = hasattr(_PipelineSchedule, "_initialize_pp_stages")
 class OwnRuntime(_PipelineScheduleRuntime):
     """Base class of zbpipe's schedules: torch's runtime, with public names for the private methods to override."""
 
-    abandoned_by: BaseException | None
-    """Reason why this rank skips all computations of the running step; None otherwise, and between steps.
-
-    Its traceback refers to the schedule, which must not keep it for longer.
-    """
-
     def __init__(self, stages: Sequence[_PipelineStageBase], *args: Any, **kwargs: Any) -> None:
         for stage in stages:
             own(stage)
         super().__init__(stages, *args, **kwargs)  # type: ignore[no-untyped-call]
         self.own_stages = cast(list[OwnStage], self._stages)
         self._has_backward = True  # `step` is a training step even without a loss_fn; torch would treat it as `eval`
-        self.abandoned_by = None
         self.place = Place()
         self.fwd_recv_ops, self.bwd_recv_ops = Receives(self.place), Receives(self.place)
         if not WAITS_FOR_SENDS:
@@ -98,22 +90,12 @@ class OwnRuntime(_PipelineScheduleRuntime):
         """Run one step on already split microbatches."""
         for stage in self.own_stages:
             stage.is_reduced = getattr(self, "_finalize_gradients", True)  # an argument of steps from torch 2.15 on
-        # If an op fails, or a message has a mark instead of values, the rest of the step runs without computations (see
-        # `zbpipe.runtime._torch.abandoned`). Then this raises the error.
         with ExitStack() as around:
             around.enter_context(self.place.follow(self))
             for stage in self.own_stages:
                 if stage.reshards:
                     around.enter_context(fsdp_overlap.resharding(stage.submod))
-            if can_send_marks(self._stages[0]):
-                by_index = {stage.stage_index: stage for stage in self.own_stages}
-                leave_out = partial(self._compute_or_leave_out, by_index)
-                around.enter_context(hook(self, HookOrder.ABANDON, leave_out))
             super()._step_microbatches(args, kwargs, targets, *more, **more_by_name)
-        if self.abandoned_by is not None:
-            for stage in self.own_stages:
-                stage.forget_step()
-            raise self.abandoned_by
         for stage in self.own_stages:
             stage.finish_reduction()
 
@@ -124,45 +106,6 @@ class OwnRuntime(_PipelineScheduleRuntime):
             if stage.gathering:
                 self.unsharded_stages.add(stage.stage_index)
         super()._assert_unsharded(stage)
-
-    def leave_out_all(self) -> None:
-        """Skip all computations of the step that begins, which this rank has abandoned."""
-        for stage in self.own_stages:
-            stage.has_backward = self._has_backward
-            stage.forget_step()
-            stage.is_left_out = True
-
-    def tell_why_abandoned(self, error: Exception) -> None:
-        """Tell the other ranks that an op failed with `error`, before they receive marks."""
-
-    def ask_why_abandoned(self) -> Exception | None:
-        """The reason that other ranks report for a message with a mark; None if values only look like one."""
-        return None
-
-    def _compute_or_leave_out(
-        self, stages: Mapping[int, OwnStage], kind: str, index: int, microbatch: int, compute: Callable[[], Any]
-    ) -> Any:
-        stage = stages[index]
-        if self.abandoned_by is None and is_marked(stage, kind, microbatch):
-            self.abandoned_by = self.ask_why_abandoned()
-        if self.abandoned_by is None:
-            try:
-                return compute()
-            except Exception as error:
-                self.abandoned_by = error
-                self.tell_why_abandoned(error)
-        for each in stages.values():
-            each.is_left_out = True
-        return stage.leave_out(kind, microbatch)
-
-    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
-        if self.abandoned_by is not None:
-            return None
-        return super()._maybe_get_loss(stage, mb_index)  # type: ignore[no-untyped-call]
-
-    def _update_losses(self, stages: Any, losses: Any) -> None:
-        kept = None if self.abandoned_by is not None else losses
-        super()._update_losses(stages, kept)  # type: ignore[no-untyped-call]
 
     def load_table(self, file: str) -> None:
         """Run the computations of a CSV file from the next step on."""
@@ -192,8 +135,6 @@ class OwnStage(ReceivesOnDemand):
     Mixed in before the class of an existing stage.
     """
 
-    is_left_out = False
-    """Whether the running step skips its computations."""
     is_reduced = True
     """Whether the running step reduces FSDP2's gradients, or leaves that to a later one."""
     fsdp_mode: fsdp_overlap.FsdpMode = "overlap"
@@ -220,23 +161,8 @@ class OwnStage(ReceivesOnDemand):
                     )
         return output
 
-    def leave_out(self, kind: str, microbatch: int) -> Any:
-        """Replace a computation: free received tensors and prepare marks to send. Returns the outputs of F."""
-        if kind == "F":
-            self.finish_gathering()
-            outputs = mark_outputs(self)
-            if hasattr(self, "_make_forward_chunk_state"):  # torch from 2.15 on
-                known: Any = self
-                known._forward_chunk_states[microbatch] = known._make_forward_chunk_state(outputs, [])
-            else:
-                self.fwd_cache[microbatch] = outputs, []
-            return outputs
-        if kind != "W" and self.has_backward:
-            self.bwd_cache[microbatch] = () if self.is_first else mark_input_gradients(self)
-        return None
-
     def forget_step(self) -> None:
-        """Reset the stage to its state before an abandoned step."""
+        """Reset the stage to its state before a step that does not count."""
         self.finish_gathering()
         self.clear_runtime_states()
         for left in (self.bwd_cache, self.backward_state, self.dw_runner):
@@ -244,7 +170,7 @@ class OwnStage(ReceivesOnDemand):
         release_receives(self)
 
     def clear_runtime_states(self) -> None:
-        self.is_left_out = self.is_reducing = False
+        self.is_reducing = False
         super().clear_runtime_states()
 
     @property
@@ -321,7 +247,7 @@ class OwnStage(ReceivesOnDemand):
         # The other stages of the rank may still have to compute, and the end of the reduction can wait for them.
         if self.is_reducing:
             self._scale = grad_scale_factor
-        elif self.has_backward and not self.is_left_out:
+        elif self.has_backward:
             super().perform_reduce_grad(grad_scale_factor)  # type: ignore[no-untyped-call, unused-ignore]
 
     # torch 2.15 calls these two in place of `perform_reduce_grad`.
@@ -478,7 +404,7 @@ def write_lowered(runtime: _PipelineScheduleRuntime) -> str:
 def saved_from_scaling(runtime: _PipelineScheduleRuntime, kept: Sequence[Tensor]) -> Iterator[None]:
     """Context of a step that multiplies `kept` gradients by the number of microbatches, by which the step's end divides
     all."""
-    # Just before the step adds to them, so that a step abandoned earlier does not change them. A separate copy would
+    # Just before the step adds to them, so that a step that fails earlier does not change them. A separate copy would
     # double their memory. Dividing the loss instead would miss the gradients of a loss with its own backwards, and
     # round differently from torch's schedules.
     left = list(kept)

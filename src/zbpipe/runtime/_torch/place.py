@@ -15,6 +15,10 @@ import torch.distributed as dist
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 
+class StoppedError(Exception):
+    """Another thread has stopped the executor."""
+
+
 class Place:
     """Position of one executor. Its thread writes, others may read."""
 
@@ -23,6 +27,8 @@ class Place:
         """Number of actions of this step that have begun; one more than the number of actions when all have ended."""
         self.action: _Action | None = None
         """The last action that has begun."""
+        self.is_stopped = False
+        """Whether the executor must not begin another action. Another thread sets it."""
         self._awaited: tuple[int, Sequence[dist.Work]] = 0, ()
         """`begun` at the last wait for messages, and these messages."""
 
@@ -71,6 +77,8 @@ class _Row(list[_Action]):
     def __iter__(self) -> Iterator[_Action]:
         place = self._place
         for place.begun, place.action in enumerate(self._row, 1):
+            if place.is_stopped:
+                raise StoppedError
             yield place.action
         place.begun += 1
 

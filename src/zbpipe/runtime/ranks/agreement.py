@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from hashlib import sha256
 from typing import TypeVar
 
@@ -14,14 +13,11 @@ import torch.distributed as dist
 
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.logs import group_ranks, name_ranks
-from zbpipe.runtime.ranks.failures import PipelineError, RefusedStepError
+from zbpipe.runtime.ranks.failures import PipelineError
 
 Answer = TypeVar("Answer")
 _WIDTH = 256
 """Bytes that a rank sends: its digest, then as much of the description as fits."""
-
-_REFUSED = bytes(sha256().digest_size)
-"""Sent instead of a digest."""
 
 _num_keys: Counter[str] = Counter()
 """Number of keys that this process has made of each kind for the same ranks."""
@@ -47,7 +43,6 @@ def require_same(
 
     Raises:
         PipelineError: the schedules differ. The message names the ranks with each schedule.
-        RefusedStepError: another rank refuses the step.
     """
     if is_alone(group):
         return
@@ -65,18 +60,11 @@ def gather_answers(
 
     Raises:
         PipelineError: a rank has another question.
-        RefusedStepError: another rank refuses the step.
     """
     if is_alone(group):
         return [answer]
     texts = _exchange(sha256(question.encode()).digest(), question + answer, group, device)
     return [each.removeprefix(question) for each in texts]
-
-
-def refuse(group: dist.ProcessGroup | None, device: torch.device | str) -> None:
-    """Join the next comparison only to refuse the step, so that all other ranks also refuse it."""
-    with suppress(RefusedStepError):
-        _exchange(_REFUSED, "", group, device)
 
 
 def find_once(question: str, find: Callable[[], Answer]) -> Answer:
@@ -115,8 +103,6 @@ def _exchange(digest: bytes, text: str, group: dist.ProcessGroup | None, device:
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     everything = [bytes(each.tolist()) for each in gathered]
-    if any(each.startswith(_REFUSED) for each in everything):
-        raise RefusedStepError("another rank refused this step")
     texts = [each[len(digest) :].rstrip(b"\0").decode(errors="replace") for each in everything]
     if any(each[: len(digest)] != digest for each in everything):
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD)

@@ -1,13 +1,9 @@
-"""Errors that name the first failure of the job, on any rank.
+"""One policy for failures on every device: the first error of any rank ends the pipeline on all ranks.
 
-If another rank fails, a rank sees only marks instead of values, a closed connection or a timeout. So the rank that
-fails first writes its error to the job's key-value store, and the others read it before they raise theirs. torchrun
-keeps the store alive after its ranks have ended. Without torchrun rank 0 has the store, and waits until the others have
-read. None of this runs unless a step fails.
-
-torch >= 2.14 lets an exception leave a step only after its pending sends have been received (with gloo; NCCL does not
-wait). Ranks post receives in the order of the sends, so this takes until the receivers get there: about 10 ms if no
-rank is slow.
+A rank that fails posts its error to the job's key-value store and raises it. On all other ranks the thread that follows
+the steps (see `zbpipe.runtime.ranks.progress`) reads the store while nothing moves. A good step sends nothing for this,
+and no host waits for its device. torchrun keeps the store alive after its ranks have ended. Without torchrun rank 0 has
+the store, and waits until the others have read.
 """
 
 from __future__ import annotations
@@ -20,15 +16,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from threading import Thread
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from zbpipe.runtime._torch import pipelining
 
-_FIRST = "zbpipe/first_failure"
-_LINGER = 15.0
-"""Longest wait in seconds of the rank with the store for its readers. A stuck rank reads every 2 seconds."""
+_FAILURE = "zbpipe/failure/"
+_LINGER = 5.0
+"""Longest wait in seconds of the rank with the store for its readers."""
 _PATIENCE = 5.0
 """Seconds to wait for the store: its host may be the rank that died."""
 _LONGEST = 2000
@@ -50,7 +46,7 @@ class PipelineError(RuntimeError):
             print(error)    # rank 3, schedule ZBV, step 17 of 90, 5F2: OutOfMemoryError: ...
             raise
 
-    End the job after it: the other ranks may wait for messages of this one.
+    The schedule runs no step after it, on any rank: end the job, or build the process group and the schedule anew.
     """
 
 
@@ -63,69 +59,62 @@ class Failure(NamedTuple):
 
     rank: int
     words: str
-    is_refusal: bool = False
-    """Whether it was raised before the step began, so that the next step can follow."""
 
     def __str__(self) -> str:
         return f"rank {self.rank}{self.words}"
 
+    @property
+    def description(self) -> str:
+        """The failure as an error of this rank."""
+        return str(self) if self.rank == _own_rank() else f"another rank failed first: {self}"
+
 
 class Notice:
-    """A failure in the job's store, under one key. The first posted failure stays, and its readers are counted.
+    """A failure of the job in its store. The first posted one stays, and its readers are counted.
 
-    `others` is the number of other ranks that read it.
+    By default it is the next failure: earlier ones ended schedules that were built before.
     """
 
-    def __init__(self, key: str, others: int) -> None:
-        self._key = key
-        self._readers = f"{key}/readers"
-        self._others = others
-        self._is_counted = False
+    def __init__(self, number: int | None = None) -> None:
+        self._store = pipelining.default_store()
+        self._own_store: Any = None
+        self._key = f"{_FAILURE}{_count_failures(self._store) if number is None else number}"
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the job's process group is still that of the notice."""
+        return dist.is_initialized() and pipelining.default_store() is self._store
 
     def post(self, failure: Failure) -> Failure:
         """Post `failure` if there is none yet. Returns the posted failure; `failure` if the store is gone."""
-        store = pipelining.default_store()
+        store = self._store
         if store is None:
             return failure
-        found = _answer_in_time(lambda: store.compare_set(self._key, "", json.dumps(failure)))
+        found = answer_in_time(lambda: store.compare_set(self._key, "", json.dumps(failure)))
         return failure if found is None else Failure(*json.loads(found))
 
-    def exchange(self, failure: Failure) -> Failure:
-        """Like `post`, and counts another rank's failure as read."""
-        first = self.post(failure)
-        if first != failure:
-            _answer_in_time(self._count)
-        return first
-
     def read(self) -> Failure | None:
-        """The failure posted by another rank; None if there is none."""
-        store = pipelining.default_store()
-        if store is None or not store.check([self._key]):
+        """The posted failure; None if there is none. Called from another thread."""
+        if self._own_store is None:  # calls on one connection wait for each other
+            self._own_store = self._store.clone()
+        if not self._own_store.check([self._key]):
             return None
-        failure = Failure(*json.loads(store.get(self._key)))
-        if failure.rank == dist.get_rank():
-            return None
-        self._count()
-        return failure
+        return Failure(*json.loads(self._own_store.get(self._key)))
+
+    def count_as_reader(self) -> None:
+        """Allow the rank with the store to end. Call it once, when this rank's threads know the failure."""
+        answer_in_time(lambda: self._store.add(f"{self._key}/readers", 1))
 
     def wait_for_readers(self) -> None:
-        """If the store ends with this process, wait until all others have read, but not for long."""
+        """If the store ends with this process, wait until all ranks have read, but not for long."""
         if not pipelining.has_store():
             return
-        store, deadline = pipelining.default_store(), time.monotonic() + _LINGER
+        deadline = time.monotonic() + _LINGER
         with suppress(RuntimeError):  # the store may be gone
-            while store.add(self._readers, 0) < self._others and time.monotonic() < deadline:
+            while self._store.add(f"{self._key}/readers", 0) < dist.get_world_size():
+                if time.monotonic() > deadline:
+                    return
                 time.sleep(_GLANCE)
-
-    def _count(self) -> None:
-        if not self._is_counted:
-            self._is_counted = True
-            pipelining.default_store().add(self._readers, 1)
-
-
-def make_first_notice() -> Notice:
-    """The job's first failure."""
-    return Notice(_FIRST, dist.get_world_size() - 1 if dist.is_initialized() else 0)
 
 
 @contextmanager
@@ -143,14 +132,15 @@ def share_with_other_ranks() -> Iterator[None]:
     except SHARED as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
-        failure, notice = make_failure(error, ""), make_first_notice()
-        first = notice.exchange(failure)
-        if first == failure:
-            notice.wait_for_readers()
+        posted = answer_in_time(lambda: _count_failures(pipelining.default_store()))
+        failure, notice = make_failure(error, ""), Notice(max(0, (posted or 0) - 1))
+        first = notice.post(failure)
+        notice.count_as_reader()
+        notice.wait_for_readers()
         # A refusal by ValueError does not concern the others.
         if failure.words == first.words or isinstance(error, ValueError) or not isinstance(error, Exception):
             raise
-        raise PipelineError(describe(failure, first)) from error
+        raise PipelineError(first.description) from error
 
 
 @contextmanager
@@ -165,12 +155,17 @@ def end_at_once() -> Iterator[None]:
         # A process group that uses NCCL (RCCL goes by that name) can hang when a peer ends.
         if not (dist.is_initialized() and "ccl" in dist.get_backend_config()):
             raise
-        sys.excepthook(type(error), error, error.__traceback__)
-        with suppress(Exception):
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-        os._exit(1)
+        end_process(error)
+
+
+def end_process(error: BaseException) -> None:
+    """Print `error` and end the process, without destroying communicators: they can wait for ranks that are gone."""
+    sys.excepthook(type(error), error, error.__traceback__)
+    with suppress(Exception):
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(1)
 
 
 def make_failure(error: BaseException, where: str, explained: str | None = None) -> Failure:
@@ -181,16 +176,21 @@ def make_failure(error: BaseException, where: str, explained: str | None = None)
     text = ": ".join(filter(None, (type(error).__name__, explained or " ".join(str(error).split()))))
     interrupted = not isinstance(error, Exception)
     words = f" was interrupted ({text}){where}" if interrupted else f"{where}: {text[:_LONGEST]}"
-    return Failure(dist.get_rank() if dist.is_initialized() else 0, words)
+    return Failure(_own_rank(), words)
 
 
-def describe(failure: Failure, first: Failure) -> str:
-    if first.rank == failure.rank:
-        return str(failure)
-    return f"another rank failed first: {first}. Then this one: {failure}"
+def _count_failures(store: Any) -> int:
+    number = 0
+    while store is not None and store.check([f"{_FAILURE}{number}"]):
+        number += 1
+    return number
 
 
-def _answer_in_time(ask: Callable[[], Answer]) -> Answer | None:
+def _own_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def answer_in_time(ask: Callable[[], Answer]) -> Answer | None:
     """The store's answer; None without one: its host may have died, so that calls fail or hang."""
     answers: list[Answer] = []
 

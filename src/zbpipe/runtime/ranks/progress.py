@@ -3,6 +3,7 @@
 On an accelerator torch's executor launches computations far ahead of their execution. If a message never comes, the
 host may be many ops past the waiting one, and NCCL ends the process by itself. So an event follows each computation.
 When a step fails, or stands still for most of the process group's timeout, the events show the device's progress.
+The thread that looks at it also learns of other ranks' failures, wherever the host waits.
 
 NCCL's own hooks before such an end (torch >= 2.15) are not used. They need Python's lock in NCCL's watchdog. A thread
 that holds the lock while it waits for a full launch queue would keep the process from ending.
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 import logging
 import time
+from atexit import register
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 from weakref import ref
 
@@ -30,7 +32,7 @@ _SHARE = 0.7
 """Share of the process group's timeout after which the log reports the place of a stuck rank."""
 _LOOKS = 20
 """Checks per timeout."""
-_LONGEST_PAUSE = 2.0
+_LONGEST_PAUSE = 0.5
 """Longest interval between two checks, in seconds."""
 
 logger = logging.getLogger(__name__)
@@ -86,13 +88,20 @@ class Launched:
 
 
 class Progress:
-    """Progress of one schedule's steps on this rank. While a step is stuck, another thread calls `when_stuck`."""
+    """Progress of one schedule's steps on this rank.
 
-    def __init__(self, when_stuck: Callable[[], None] = lambda: None, *, has_events: bool = True) -> None:
-        self._when_stuck = when_stuck
+    Another thread looks at it, also between steps: on an accelerator the host is far ahead of the device. While nothing
+    moves on the host, the thread calls `when_idle`.
+    """
+
+    def __init__(
+        self, when_idle: Callable[[pipelining.OwnRuntime], None] = lambda schedule: None, *, has_events: bool = True
+    ) -> None:
+        self._when_idle = when_idle
         self._has_events = has_events
         self._launched: Launched | None = None
         """Launched computations; None without events, as on the CPU, where host and device are the same."""
+        self._is_started = False
         self._runs = False
         """Whether a step is running."""
         self._steps = 0
@@ -103,18 +112,22 @@ class Progress:
         self._is_logged = False
         """Whether the present standstill was logged."""
 
+    def start(self, schedule: pipelining.OwnRuntime) -> None:
+        """Start the other thread, before the first step."""
+        if not self._is_started:
+            self._is_started = True
+            device = pipelining.device_of(hooks.stages_of(schedule)[0])
+            self._launched = _launched_on(device) if self._has_events else None
+            Thread(target=_watch, args=(ref(self), ref(schedule)), daemon=True, name="zbpipe progress").start()
+
     @contextmanager
     def follow(self, schedule: pipelining.OwnRuntime) -> Iterator[None]:
-        """Context of a step of `schedule`."""
-        device = pipelining.device_of(hooks.stages_of(schedule)[0])
+        """Context of a step of `schedule`, after `start`."""
         # A captured step runs later, many times, and events in it would become part of the graph.
-        if find_device(device).is_capturing():
+        if find_device(pipelining.device_of(hooks.stages_of(schedule)[0])).is_capturing():
             yield
             return
         self._steps += 1
-        if self._steps == 1:
-            self._launched = _launched_on(device) if self._has_events else None
-            Thread(target=_watch, args=(ref(self), ref(schedule)), daemon=True, name="zbpipe progress").start()
         launched = self._launched
         self._runs = True
         try:
@@ -130,24 +143,32 @@ class Progress:
         return ""
 
     def look(self, schedule: pipelining.OwnRuntime, now: float) -> float:
-        """Log once that the step has been stuck for most of the timeout. Returns the seconds until the next check."""
+        """Log once that host or device have been stuck for most of the timeout. Returns the seconds until the next
+        check."""
+        host = self._steps, self._runs, schedule.place.begun
+        is_idle = host == self._seen[0]
+        if is_idle:
+            with suppress(RuntimeError):  # the store may be gone; the process group notices first
+                self._when_idle(schedule)
         timeout = pipelining.timeout_of(hooks.stages_of(schedule)[0])
         if timeout is None:
             return _LONGEST_PAUSE
-        host = (self._steps, schedule.place.begun) if self._runs else None
-        if host is not None and host == self._seen[0]:
-            with suppress(RuntimeError):  # the store may be gone; the process group notices first
-                self._when_stuck()
-        # Query the device only if the host is stuck: a query would break the capture of a graph.
-        seen = host, self._count_ended() if host is not None and host == self._seen[0] else None
-        if host is None or seen != self._seen:
-            self._seen, self._since, self._is_logged = seen, now, False
-        elif now - self._since > _SHARE * timeout and not self._is_logged:
+        # A query breaks the capture of a graph, so outside of steps the device is asked late, and not once it is done.
+        launched, before = self._launched.count if self._launched else 0, self._seen[1] if is_idle else None
+        asks = is_idle and (self._runs or now - self._since > _SHARE * timeout / 2) and before != launched
+        ended = self._count_ended() if asks else before
+        has_moved = not is_idle or (before is not None and ended != before)
+        self._seen = host, ended
+        is_waiting = self._runs or (ended is not None and ended < launched)
+        if has_moved:
+            self._since, self._is_logged = now, False
+        elif is_waiting and now - self._since > _SHARE * timeout and not self._is_logged:
             self._is_logged = True
+            place = frames.find_place(schedule) if self._runs else "the end of its step"
             logger.error(
                 "nothing has moved for %.0f seconds, and the process group gives up after %.0f: rank %d is at %s",
                 *(now - self._since, timeout, dist.get_rank()),
-                ", ".join(filter(None, (frames.find_place(schedule), self.describe_device()))),
+                ", ".join(filter(None, (place, self.describe_device()))),
             )
         return min(timeout / _LOOKS, _LONGEST_PAUSE)
 
@@ -161,9 +182,16 @@ def _launched_on(device: torch.device) -> Launched | None:
     return None if device.type == "cpu" else Launched(find_device(device).new_event)
 
 
+_is_ending = Event()
+"""Whether the interpreter ends: a thread that is in a call of the store then would abort it."""
+register(_is_ending.set)
+
+
 def _watch(progress: ref[Progress], schedule: ref[pipelining.OwnRuntime]) -> None:
     """Check while the schedule and its process group exist. This thread keeps neither alive."""
     while (watched := progress()) is not None and (of := schedule()) is not None and dist.is_initialized():
+        if _is_ending.is_set():
+            return
         pause = watched.look(of, time.monotonic())
         del watched, of
         time.sleep(pause)

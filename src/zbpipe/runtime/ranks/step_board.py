@@ -1,17 +1,19 @@
-"""Reports of the ranks on their present step in the job's key-value store: its size, and why it is abandoned.
+"""Reports of the ranks on steps that are not as usual, in the job's key-value store: their sizes, and refusals.
 
 With lists of different lengths ranks would wait for each other's messages forever, and only the rank with stage 0 sees
 the input. So the ranks compare the size of a step with `microbatches=`. A collective is not possible: a rank whose
-program passed no `microbatches=` is already in the messages of its step. Such a rank answers from the thread that
-checks its progress. All other steps compare nothing.
+program passed no `microbatches=` is already in the messages of its step.
+
+A rank that refuses a step reports it and goes on. If all ranks refuse, their next step follows. If one does not, it is
+in messages that will not come: it finds the report, and ends the pipeline. Usual steps access no store.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,12 +23,14 @@ import torch.distributed as dist
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.logs import group_ranks, name_ranks
 from zbpipe.runtime.ranks.agreement import is_alone, make_key
-from zbpipe.runtime.ranks.failures import Notice, PipelineError, RefusedStepError
+from zbpipe.runtime.ranks.failures import Failure, PipelineError, RefusedStepError
 
 _LOOK = timedelta(seconds=1)
 """Interval at which a waiting rank checks its timeout."""
 _PATIENCE = 1800.0
 """Timeout in seconds if the process group does not report one."""
+_LINGER = 5.0
+"""Longest wait in seconds of a refusing rank with the store for the other ranks."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +46,7 @@ class StepSize:
 class _Answer:
     """Answer of one rank."""
 
-    microbatches: int | None = None
-    """None if the step got no `microbatches=`, or was refused."""
+    microbatches: int = 0
     shapes: int | None = None
     """Known on the rank with stage 0."""
     refused: str = ""
@@ -51,9 +54,10 @@ class _Answer:
 
 
 class StepBoard:
-    """Reports of a pipeline's ranks on the present step of one schedule. All ranks number the steps in the same way."""
+    """Reports of a pipeline's ranks on the steps of one schedule. All ranks number the steps in the same way."""
 
     def __init__(self, stage: pipelining.Stage) -> None:
+        self._stage = stage
         self._ranks = tuple(dist.get_process_group_ranks(stage.group or dist.group.WORLD))
         self.is_alone = is_alone(stage.group)
         self._me = dist.get_rank()
@@ -61,49 +65,82 @@ class StepBoard:
         self._step = 0
         self.is_compared = False
         """Whether the present step got `microbatches=`, so that all ranks compare its size."""
-        self.notice = self._make_notice()
+        self.ended_by = ""
+        """The failure after which no step can follow."""
+        self._run = 0
+        """The last step whose messages this rank began."""
+        self._events = 0
+        """Number of comparisons and refusals on this rank, the same on all ranks that were given alike steps."""
+        self._refused: str | None = None
+        """Prefix of the keys by which ranks report that they refuse the last step; None if this rank did not."""
         self._answered = 0
         """The last step in which this rank has answered."""
         self._old: str | None = None
         """Key of this rank's last answer, until all have read it."""
+        self._own_store: Any = None
 
-    @contextmanager
-    def begin_step(self, is_compared: bool) -> Iterator[None]:
-        """Context of a step: if it is refused before the comparison, the waiting ranks learn why."""
+    def begin_step(self, *, is_compared: bool) -> None:
+        """Begin a step, after all ranks have refused the last one if this rank has.
+
+        Raises:
+            PipelineError: the pipeline has ended.
+        """
+        self._require_running()
+        if (refused := self._refused) is not None:
+            self._refused = None
+            self._wait_for({rank: f"{refused}/{rank}" for rank in self._ranks}, "refused the last step, like this one")
         self._step += 1
-        self.is_compared = is_compared
-        self.notice = self._make_notice()
-        try:
-            yield
-        except Exception as error:
-            if not self.is_alone and not self.has_answered:
-                with suppress(RuntimeError):  # the store may be gone, and the original error says more
-                    self._answer(_Answer(refused=f"{type(error).__name__}: {error}"))
-            raise
-        finally:
-            self.is_compared = False
+        self.is_compared = is_compared and not self.is_alone
 
-    def agree_on_size(self, microbatches: int, shapes: int | None, timeout: float | None) -> StepSize:
+    def begin_messages(self) -> None:
+        """Report to the other thread of this process that the step is not refused."""
+        self._run = self._step
+
+    def refuse(self, failure: Failure) -> None:
+        """Report that this rank refuses the present step with `failure`."""
+        if self.is_alone or (store := pipelining.default_store()) is None:
+            return
+        with suppress(RuntimeError):  # the store may be gone, and the original error says more
+            if self.is_compared and self._answered != self._step:
+                self._answer(_Answer(refused=failure.words))
+                self._report(failure)
+            self._events += 1
+            self._refused = key = self._report(failure)
+            store.set(f"{key}/{self._me}", "")
+            if pipelining.has_store():  # it ends with this process
+                deadline = time.monotonic() + _LINGER
+                while not _are_there(store, [f"{key}/{rank}" for rank in self._ranks]) and not self.ended_by:
+                    if time.monotonic() > deadline:
+                        break
+
+    def find_other_refusal(self) -> Failure | None:
+        """The report on a step that another rank does not run like this one. Called from another thread."""
+        if self.is_alone:
+            return None
+        if self._own_store is None:
+            self._own_store = pipelining.default_store().clone()
+        store, key = self._own_store, f"{self._name}/event/{self._events}"
+        if not store.check([key]):
+            return None
+        step, (rank, words) = json.loads(store.get(key))
+        return Failure(rank, f"{words} (rank {self._me} runs this step)") if step <= self._run else None
+
+    def agree_on_size(self, microbatches: int, shapes: int | None) -> StepSize:
         """The size of this step, after all ranks of the pipeline have called this. Stage 0's rank knows the `shapes`.
 
         Raises:
-            ValueError: the ranks got different numbers.
-            RefusedStepError: the ranks got different numbers and all know it, or another rank refuses the step.
-            PipelineError: another rank does not reach the step.
+            RefusedStepError: the ranks got different numbers, or another rank refuses the step.
+            PipelineError: another rank does not reach the step, or runs it without `microbatches=`.
         """
-        if self.is_alone:
-            return StepSize(microbatches, shapes or 0)
         self._answer(_Answer(microbatches, shapes))
-        answers = self._wait_for_answers(timeout or _PATIENCE)
+        answers = self._wait_for_answers(microbatches)
         for rank, each in answers.items():
             if each.refused:
-                raise RefusedStepError(f"rank {rank} refuses this step: {each.refused}")
+                raise RefusedStepError(f"{Failure(rank, each.refused)}. All ranks skip this step")
         if any(each.microbatches != microbatches for each in answers.values()):
-            # Ranks without a number are in the messages of a usual step, and learn of it there.
-            know = all(each.microbatches is not None for each in answers.values())
             groups = group_ranks({rank: each.microbatches for rank, each in answers.items()})
-            found = ", ".join(f"{number or 'none'} on {name_ranks(of)}" for number, of in groups.items())
-            raise (RefusedStepError if know else ValueError)(
+            found = ", ".join(f"{number} on {name_ranks(of)}" for number, of in groups.items())
+            raise RefusedStepError(
                 f"the ranks were given different microbatches=: {found}. Give the same number to step on all ranks of"
                 " the pipeline, or none"
             )
@@ -111,15 +148,6 @@ class StepBoard:
             pipelining.default_store().delete_key(self._old)
         self._old = self._key(self._me)
         return StepSize(microbatches, next(each.shapes for each in answers.values() if each.shapes is not None))
-
-    def answer_for_stuck_step(self) -> None:
-        """Tell waiting ranks that this rank's step got no `microbatches=`. Called from another thread."""
-        # Call it when a step is stuck, after its comparison if there is one.
-        store = pipelining.default_store()
-        if self.is_alone or store is None or self.has_answered:
-            return
-        if any(store.check([self._key(rank)]) for rank in self._ranks if rank != self._me):
-            self._answer(_Answer())
 
     def pass_on_unfreezing(self, schedule: pipelining.OwnRuntime) -> None:
         """Before a step's messages, request gradients for newly unfrozen parameters."""
@@ -138,6 +166,8 @@ class StepBoard:
                 is_unfrozen = False
                 if has_none and not self.is_alone:
                     key = self._key(f"unfrozen/{index}")
+                    before = self._ranks[schedule.stage_index_to_group_rank[index - 1]]
+                    self._wait_for({before: key}, "reached this step")
                     is_unfrozen = store.get(key) == b"1"
                     store.delete_key(key)
             if has_none and is_unfrozen:
@@ -148,32 +178,53 @@ class StepBoard:
                 if index + 1 not in own and not self.is_alone:
                     store.set(self._key(f"unfrozen/{index + 1}"), str(int(is_unfrozen)))
 
-    @property
-    def has_answered(self) -> bool:
-        """Whether this rank has reported the size of the present step, or why it refuses the step."""
-        return self._answered == self._step
+    def _require_running(self) -> None:
+        if self.ended_by:
+            raise PipelineError(
+                f"this schedule runs no other step, because one failed ({self.ended_by}). Build the process group and"
+                " the schedule anew, or end the job"
+            )
 
-    def _wait_for_answers(self, timeout: float) -> dict[int, _Answer]:
-        store, keys = pipelining.default_store(), [self._key(rank) for rank in self._ranks]
+    def _report(self, failure: Failure) -> str:
+        """Report the last event. Ranks that run this step as usual then end the pipeline. Returns the report's key."""
+        key = f"{self._name}/event/{self._events - 1}"
+        pipelining.default_store().compare_set(key, "", json.dumps((self._step, failure)))
+        return key
+
+    def _wait_for_answers(self, microbatches: int) -> dict[int, _Answer]:
+        store, keys = pipelining.default_store(), {rank: self._key(rank) for rank in self._ranks}
+        if not _are_there(store, [*keys.values()]):
+            words = (
+                f", before step 0: it got microbatches={microbatches}; give all ranks of the pipeline the same, or none"
+            )
+            reported = self._report(Failure(self._me, words))
+            self._wait_for(keys, "reached this step, but all ranks have to give its microbatches=")
+            store.delete_key(reported)
+        found = store.multi_get([*keys.values()]) if store.has_extended_api() else map(store.get, keys.values())
+        return {rank: _Answer(**json.loads(each)) for rank, each in zip(keys, found, strict=True)}
+
+    def _wait_for(self, keys: Mapping[int, str], what: str) -> None:
+        """Wait until the ranks' keys are in the store.
+
+        Raises:
+            PipelineError: the pipeline has ended, or a rank has not done `what` in time.
+        """
+        store = pipelining.default_store()
+        timeout = pipelining.timeout_of(self._stage) or _PATIENCE
         deadline = time.monotonic() + timeout
-        while not _are_there(store, keys):
+        while not _are_there(store, [*keys.values()]):
+            self._require_running()
             if time.monotonic() > deadline:
-                missing = [rank for rank in self._ranks if not store.check([self._key(rank)])]
-                raise PipelineError(
-                    f"{name_ranks(missing)} did not reach this step in {timeout:.0f} seconds, but all ranks have to"
-                    " give its microbatches="
-                )
-        found = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
-        return {rank: _Answer(**json.loads(each)) for rank, each in zip(self._ranks, found, strict=True)}
+                missing = [rank for rank, key in keys.items() if not store.check([key])]
+                self.ended_by = f"{name_ranks(missing)} has not {what}, and {timeout:.0f} seconds are over"
+                self._events += 1
+                self._report(Failure(self._me, f", before step 0: {self.ended_by}"))
+                raise PipelineError(self.ended_by)
 
     def _answer(self, answer: _Answer) -> None:
-        if (store := pipelining.default_store()) is not None:
-            store.set(self._key(self._me), json.dumps(asdict(answer)))
+        self._events += 1
+        pipelining.default_store().set(self._key(self._me), json.dumps(asdict(answer)))
         self._answered = self._step
-
-    def _make_notice(self) -> Notice:
-        """The notice of why the present step is abandoned."""
-        return Notice(self._key("abandoned"), len(self._ranks) - 1)
 
     def _key(self, of: int | str) -> str:
         """A key in the store for the present step, the same on all ranks."""

@@ -60,17 +60,12 @@ class StepSizes:
         if stage.is_first:
             number = self._inputs.index(shapes) if shapes in self._inputs else len(self._inputs)
         if self._board.is_compared:
-            size = self._board.agree_on_size(size.microbatches, number, pipelining.timeout_of(stage))
+            size = self._board.agree_on_size(size.microbatches, number)
         is_new = self._use_shapes(runtime, size.shapes)
         if size.shapes == len(self._inputs):
             self._inputs.append(shapes)
         self.last = size
         return is_new
-
-    def return_to_usual(self, runtime: pipelining.OwnRuntime) -> None:
-        """Set up the shapes of the first step, as `agree` does for a step that is not compared."""
-        self._use_shapes(runtime, 0)
-        self.last = StepSize(self.usual)
 
     def _use_shapes(self, runtime: pipelining.OwnRuntime, number: int) -> bool:
         if not self.are_set_up or number == self.last.shapes:
