@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
@@ -42,14 +42,34 @@ from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.post_validation import RunAhead, gain
 from zbpipe.simulator.simulation import simulate
 
-if TYPE_CHECKING:
-    from zbpipe.runtime.optimizer.step import OptimizerStep
-
 
 PLAIN = "without events after computations, fused W, W of compiled regions, FSDP beside computations, and offload"
 """What a plain schedule leaves out."""
 
 logger = logging.getLogger(__name__)
+
+
+class ValidatedStep(Protocol):
+    """What a schedule asks of a `zbpipe.OptimizerStep`."""
+
+    counts: Any
+    """Numbers of its steps by kind, a dataclass."""
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the last step is still to be validated."""
+
+    def verdict(self) -> bool:
+        """Wait for the validation; whether the step counts."""
+
+    def redo(self) -> None:
+        """Repeat a rejected step."""
+
+    def finish(self) -> None:
+        """Wait until the last step is validated."""
+
+    def require_unchanged(self) -> None:
+        """Refuse weights that have changed since a pending step."""
 
 
 class RegisteredSchedule(pipelining.OwnRuntime):
@@ -107,7 +127,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     algorithm: ClassVar[Algorithm]
     changes_by_itself: ClassVar[bool] = False
     """Whether the schedule may switch to other lists later."""
-    _optimizer_step: OptimizerStep | None = None
+    _optimizer_step: ValidatedStep | None = None
     tied_copies: Sequence[Tensor] = ()
     """This rank's copies of tied weights: the norm of all gradients counts only the other copy."""
     _copies: Copies | None = None
@@ -380,7 +400,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                 random.restore()
                 run()
 
-    def run_ahead_of(self, optimizer_step: OptimizerStep) -> None:
+    def run_ahead_of(self, optimizer_step: ValidatedStep) -> None:
         """Begin steps from now on while the validation of the last optimizer step is pending."""
         self._optimizer_step = optimizer_step
         if (schedule := self.by_size.make_to_run_ahead(self.schedule)) != self.schedule:

@@ -305,6 +305,7 @@ _KNOWN = {
         (
             *("matmul_with_hp_or_float8_args", "mx_mm", "nvfp4_mm_triton", "_BitNetTrainingLinear"),
             *("_Int8MixedPrecisionTrainingLinearFunction", "_Int8WeightOnlyLinear", "_MXFP8GroupedMM"),
+            *("_Round", "_RoundToFloat8", "_ToAffineFakeQuantized"),
         )
     ),
     "peft": frozenset(("HadaWeight", "HadaWeightCP", "UniqueBaseGrad")),
