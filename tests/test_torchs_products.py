@@ -755,6 +755,28 @@ def test_a_backward_that_fails_with_a_result_that_waits_is_named() -> None:
         train(layer, torch.randn(3, 4, WIDTH), RUNS["plain"])
 
 
+class Gate(nn.Module):
+    """A weight made from what it multiplies, if the stage's input needs no gradient, or from what also goes elsewhere."""
+
+    def __init__(self, is_x: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH, bias=False), nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.is_x = is_x
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_x:
+            h = self.a(x)
+            return h @ (torch.tanh(h).mean(0).unsqueeze(-1) * self.b)
+        square = self.b * self.b
+        return x @ torch.tanh(square) + square.sum()
+
+
+@pytest.mark.parametrize("is_x", [False, True])
+def test_a_weight_whose_making_runs_in_i_does_not_wait(is_x: bool) -> None:
+    report = zbpipe.check_gradients(Gate(is_x), torch.randn(4, WIDTH))
+    assert report.share == (0.5 if is_x else 0)
+
+
 class Around(nn.Module):
     """Multiplies with the weight of a child that it never calls."""
 

@@ -412,6 +412,8 @@ class Made(NamedTuple):
     """Where autograd takes the gradient of the weight. It keeps the graph of the computation alive."""
     leaves: tuple[Tensor, ...]
     """The parameters, the largest first."""
+    nodes: tuple[Node, ...]
+    """All nodes of the computation."""
 
     def of_leaves(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of the parameters, for one of the weight."""
@@ -454,26 +456,27 @@ def find_making(
     `through_products`: also by products whose own gradient could wait.
     """
     can_last = find_saving_hooks() is None  # a checkpoint would repeat its forward in W
-    seen, waiting, leaves = set[Node](), [tensor.grad_fn], dict[int, Tensor]()
+    seen, waiting, leaves = dict[Node, None](), [tensor.grad_fn], dict[int, Tensor]()
     looks_up = False
     while waiting:
         node = cast(Any, waiting.pop())
         if node is None or node in seen:
             continue
-        seen.add(node)
-        waiting += [each for each, _ in node.next_functions]
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
+        if (leaf := getattr(node, "variable", None)) is not None:
             if not (owns(leaf) and leaf.requires_grad) or has_hooks(leaf):
                 return None
             leaves[id(leaf)] = leaf
-        elif len(seen) > _MOST_MAKING or not _may_make(node, through_products):
+            continue
+        if len(seen) >= _MOST_MAKING or not _may_make(node, through_products):
             return None
-        can_last &= may_keep_weights or leaf is not None or node.name() in _KEEP_NO_WEIGHTS or passes_on(node)
+        seen[node] = None
+        waiting += [each for each, _ in node.next_functions]
+        can_last &= may_keep_weights or node.name() in _KEEP_NO_WEIGHTS or passes_on(node)
         looks_up |= node.name() in _CHOICES and len(find_shape(GradientEdge(*node.next_functions[0]))) == _MATRIX
     if not leaves or (looks_up and all(leaf.dim() <= _MATRIX for leaf in leaves.values())):
         return None
-    made = Made(get_gradient_edge(tensor), tuple(sorted(leaves.values(), key=lambda leaf: -leaf.numel())))
+    ordered = sorted(leaves.values(), key=lambda leaf: -leaf.numel())
+    made = Made(get_gradient_edge(tensor), tuple(ordered), tuple(seen))
     if can_last:
         return made
     cast(Any, tensor.grad_fn).metadata[MADE] = made.leaves  # for `graph_products`

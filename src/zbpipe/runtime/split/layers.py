@@ -369,7 +369,7 @@ class Deferral:
         wanted = None not in answers
         hooked = self.has_node_hooks or self.has_hooks_on_views
         made = pending.weight if isinstance(pending.weight, autograd.Made) else None
-        if made is not None and autograd.will_run(made.edge.node):  # this backward frees what W needs
+        if made is not None and any(map(autograd.will_run, made.nodes)):  # this backward frees what W needs
             return True
         for leaf in (autograd.find_leaf(pending.weight),) if made is None else made.leaves:
             hooked |= leaf is not None and autograd.has_hooks(leaf)
