@@ -13,11 +13,10 @@ from zbpipe.schedule.registry import Algorithm, resolve, schedules
 from zbpipe.simulator.jitter import Jitter, step_times
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
-from zbpipe.views.scatter import Axis, Point, scatter
 from zbpipe.views.svg import svg
 
 SIZES = ((2, 4), (4, 8), (8, 16))
-PICTURED, COMPARED = (4, 8), (8, 32)
+PICTURED = (4, 8)
 
 INTRODUCTION = """# The schedules
 
@@ -49,10 +48,6 @@ checkpointing (the lean ones) or equal times (ZB1P, ZB2P). `make gallery` writes
 
 ![1F1B and ZBV on one time scale](1F1B-and-ZBV.svg)
 
-Step and memory of all of them, with 8 ranks, 32 microbatches and selective checkpointing:
-
-![Memory against step time, relative to 1F1B](memory-and-step.svg)
-
 | schedule | from | stages | bubble | none: step | memory | selective: step | memory | full: step | memory | jitter |
 |---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|
 """
@@ -69,29 +64,7 @@ def files() -> dict[str, str]:
             result[f"{each.name}-p{size[0]}-m{size[1]}.csv"] = generate(each.name, *size).to_csv()
         result[f"{each.name}.svg"] = svg(_drawn(each.name), drawn_with=DRAWN_WITH)
     result["1F1B-and-ZBV.svg"] = svg(_drawn("1F1B"), _drawn("ZBV"), drawn_with=DRAWN_WITH)
-    result["memory-and-step.svg"] = _scatter(known)
     return result
-
-
-def _scatter(known: list[Algorithm]) -> str:
-    """Memory against step time, relative to 1F1B; the recommended schedule is bold."""
-
-    def run(name: str) -> Timeline:
-        costs = typical_costs(resolve(name).place(COMPARED[0]))
-        return simulate(generate(name, *COMPARED, costs=costs), costs)
-
-    usual = run("1F1B")
-    points = [
-        Point(
-            each.name,
-            found.makespan / usual.makespan,
-            max(found.peak_memory) / max(usual.peak_memory),
-            best=each.name == "ZBVLean",
-        )
-        for each in known
-        if (found := run(each.name))
-    ]
-    return scatter(points, Axis("step, 1F1B = 1", "{:.2f}".format), Axis("memory, 1F1B = 1", "{:.1f}x".format))
 
 
 def _drawn(name: str) -> Timeline:

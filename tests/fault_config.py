@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +11,6 @@ import torch
 from torchtitan.trainer import Trainer
 
 from zbpipe.cli.demo.models03 import llama3_python_stdlib
-
-_SLOW = 0.05
-"""Seconds in which a slow block sleeps in each forward."""
 
 
 def other_schedule() -> Trainer.Config:
@@ -25,22 +21,6 @@ def other_schedule() -> Trainer.Config:
 
 def killed_in_step_3() -> Trainer.Config:
     return _rank_1_in_step(3, lambda trainer: _in_forward(lambda: os.kill(os.getpid(), signal.SIGKILL)))
-
-
-def slow_at_both_ends() -> Trainer.Config:
-    """A job for which a V is a bad placement: rank 0 has both slow stages. Rank 1 is killed in step 7."""
-    train_step = Trainer.train_step
-
-    def train_step_with_slow_blocks(trainer: Trainer, data: Any) -> None:
-        last = str(len(trainer.model_config.layers) - 1)
-        for part in trainer.model_parts if trainer.step == 1 else ():
-            for name, block in part.layers.items():
-                if name in ("0", last):
-                    block.register_forward_pre_hook(lambda *_: time.sleep(_SLOW))
-        train_step(trainer, data)
-
-    Trainer.train_step = train_step_with_slow_blocks
-    return _rank_1_in_step(7, lambda trainer: _in_forward(lambda: os.kill(os.getpid(), signal.SIGKILL)))
 
 
 def raises_in_step_2() -> Trainer.Config:

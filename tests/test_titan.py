@@ -617,26 +617,6 @@ def assert_values(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, 
         assert values == pytest.approx(wanted, rel=1e-4 if name == "grad_norm" else 1e-5)
 
 
-@needs_03
-@pytest.mark.long
-def test_resuming_with_the_plan_for_another_placement(titan: Titan, tmp_path: Path) -> None:
-    """What `Auto` writes with --zbpipe.plan-out where the first and the last stage, on one rank, are made to sleep."""
-    steps = ("--training.steps", "8")
-    plan, checkpoints = tmp_path / "plan.csv", tmp_path / "checkpoints"
-    options = ("--zbpipe.plan-out", str(plan), "--zbpipe.profile-steps", "2")
-    job = titan.train(
-        *pipeline("Auto"), *steps, *options, *faulty("slow_at_both_ends"), num_ranks=2, checkpoints=checkpoints
-    )
-    assert job.exit_codes == (1, -signal.SIGKILL), job.log
-    assert "shorter than now" in job.log
-    assert "wrote that plan to" in job.log
-    assert zbpipe.Schedule.from_csv(plan.read_text()).placement != zbpipe.Placement.v(2)
-    resumed = titan.train(*pipeline(str(plan)), *steps, num_ranks=2, checkpoints=checkpoints)
-    assert resumed.error is None, resumed.log
-    assert "Training starts at step 7" in resumed.log
-    assert_values(resumed.steps, titan.without_pipeline(*steps).steps[6:])
-
-
 def test_accumulation_and_validation(titan: Titan) -> None:
     settings = (
         *("--training.global_batch_size", "8"),  # twice the local one
@@ -918,9 +898,9 @@ def read_text() -> tuple[list[list[list[int]]], list[int], str, int]:
     """The first three sequences of the only data-parallel rank and of each of two; a tokenizer's round trip."""
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataset
 
-    from zbpipe.cli.demo import hugging_face_text, python_text
+    from zbpipe.cli.demo import python_text
 
-    hugging_face_text.register()
+    python_text.register()
     tokenizer = python_text.ByteTokenizer()
     shards = []
     for rank, num_shards in ((0, 1), (0, 2), (1, 2)):

@@ -19,7 +19,7 @@ from ranks import run_ranks
 import zbpipe
 from zbpipe import CostModel, Placement
 from zbpipe.cli.demo.launch import JobOutcome
-from zbpipe.frameworks.titan import batches, interface
+from zbpipe.frameworks.titan import batches, versions
 from zbpipe.frameworks.titan.check import check, require_processes
 from zbpipe.frameworks.titan.command_line import parse
 from zbpipe.runtime.options import Options
@@ -144,36 +144,36 @@ def titan(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     package.part = part  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "torchtitan", package)
     monkeypatch.setitem(sys.modules, "torchtitan.part", part)
-    monkeypatch.setattr(interface, "describe_installed", lambda: "torchtitan 0.4.0 in /clone")
+    monkeypatch.setattr(versions, "describe_installed", lambda: "torchtitan 0.4.0 in /clone")
     return part
 
 
 def test_names_that_are_missing_are_all_told(titan: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     titan.moved = lambda first, new_name: None  # type: ignore[attr-defined]
     needed = (
-        interface.Needed("part:old or part:moved", ("first", "old_name or new_name")),
-        interface.Needed("part:moved", ("second",)),
-        interface.Needed("part:gone or other:gone"),
+        versions.Needed("part:old or part:moved", ("first", "old_name or new_name")),
+        versions.Needed("part:moved", ("second",)),
+        versions.Needed("part:gone or other:gone"),
     )
-    monkeypatch.setattr(interface, "NEEDED", needed[:1])
-    interface.require_names()
-    monkeypatch.setattr(interface, "NEEDED", needed)
+    monkeypatch.setattr(versions, "NEEDED", needed[:1])
+    versions.require_names()
+    monkeypatch.setattr(versions, "NEEDED", needed)
     said = (
         "torchtitan 0.4.0 in /clone lacks second of part.moved, part.gone or other.gone, which zbpipe needs; it"
         " knows 0.2.2, 0.3.0, main of August 2026: use zbpipe.install()"
     )
     with pytest.raises(ImportError, match=re.escape(said)):
-        interface.require_names()
+        versions.require_names()
 
 
 def test_a_package_that_a_clone_needs_is_told(titan: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     def find_no_grain(name: str) -> Any:
         raise ModuleNotFoundError("No module named 'grain'", name="grain")
 
-    monkeypatch.setattr(interface, "resolve_name", find_no_grain)
+    monkeypatch.setattr(versions, "resolve_name", find_no_grain)
     said = "torchtitan 0.4.0 in /clone cannot be imported: No module named 'grain': install its dependencies"
     with pytest.raises(ImportError, match=re.escape(said)):
-        interface.require_names()
+        versions.require_names()
 
 
 # Sizes and degrees.

@@ -1,8 +1,7 @@
-"""torch's own tools on zbpipe's schedules: the visualizer of schedules, its dumps of lists, and its simulation."""
+"""torch's dumps of lists from zbpipe's schedules, and what each reads of the other."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,73 +12,14 @@ import torch.distributed as dist
 from models import batch, loss_fn, reference
 from pipelines import Pipeline
 from ranks import run_ranks
-from torch.distributed.pipelining import PipelineStage, schedules
-from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zbpipe
-from zbpipe.frameworks.installation import uninstall
-from zbpipe.runtime.auto import AutoSchedule
-from zbpipe.runtime.classes import class_of
 from zbpipe.schedule import registry
 
-NAMED = (each for name in zbpipe.__all__ if hasattr(each := getattr(zbpipe, name), "algorithm"))
-CLASSES = [*NAMED, AutoSchedule]
 MICROBATCHES = 4
-
-
-def listed(ops: list[list[Any]]) -> list[str]:
-    return [" ".join(map(str, row)) for row in ops]
-
-
-@pytest.mark.parametrize("given", CLASSES, ids=lambda each: each.__name__)
-def test_the_visualizer_lists_every_class(given: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Without a process group, as for torch's own classes."""
-    assert not dist.is_initialized()
-    schedule = zbpipe.generate(given.algorithm.name, 4, 8)
-    with caplog.at_level(logging.WARNING):
-        found = get_schedule_ops(given, 4, 8)
-    assert listed(found) == [" ".join(map(str, row)) for row in schedule]
-    assert not caplog.records
-    messages = get_schedule_ops(given, 4, 8, with_comms=True)
-    assert [[action for action in row if action and action.is_compute_op] for row in messages] == found
-    assert "SEND_F" in str(messages)
-
-
-def test_there_are_classes() -> None:
-    assert {"ScheduleZBV", "ScheduleZBH1", "ScheduleVMinLean", "AutoSchedule"} <= {each.__name__ for each in CLASSES}
-
-
-@pytest.fixture
-def installed() -> Iterator[None]:
-    zbpipe.install()
-    yield
-    uninstall()
-
-
-@pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("name", ["ZBV", "ZBH1", "ZBVLean", "Auto", "Interleaved1F1B", "table.csv"])
-def test_the_visualizer_lists_installed_names(name: str, tmp_path: Path) -> None:
-    path = str(tmp_path / name) if name.endswith(".csv") else name
-    if path != name:
-        Path(path).write_text(zbpipe.generate("ZBV", 4, 8).to_csv())
-    found = get_schedule_ops(schedules.get_schedule_class(path), 4, 8)
-    computations = [[each for each in row if each] for row in found]
-    assert listed(computations) == [" ".join(map(str, row)) for row in zbpipe.generate(path, 4, 8)]
-
-
-def test_the_visualizer_of_a_schedule_with_any_number_of_stages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    zbpipe.register("Any", stages_per_rank=2)(registry.resolve("Interleaved1F1B").generate)
-    found = get_schedule_ops(class_of("Any"), 2, 4, 3)
-    expected = zbpipe.generate("Interleaved1F1B", 2, 4, stages_per_rank=3)
-    assert listed(found) == [" ".join(map(str, row)) for row in expected]
-
-
-def test_the_visualizer_with_another_number_of_stages_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"ZBV runs 2 stage\(s\) per rank, got stages_per_rank=3"):
-        get_schedule_ops(zbpipe.ScheduleZBV, 2, 4, 3)
 
 
 @pytest.fixture

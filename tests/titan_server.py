@@ -37,7 +37,6 @@ def import_titan() -> None:
     from torch.distributed.pipelining import schedules
 
     import zbpipe.titan.train  # noqa: F401
-    from zbpipe.cli.demo import python_text
     from zbpipe.frameworks import installation
     from zbpipe.frameworks.titan import plug, versions
 
@@ -45,7 +44,6 @@ def import_titan() -> None:
     importlib.import_module(f"zbpipe.cli.demo.{models}")
     # To parse a command line it imports more, and reads the options' comments from the sources.
     plug.ConfigManager().parse_args(demo_arguments(Path(), "llama3_python_stdlib"))  # type: ignore[attr-defined]
-    python_text.list_files(python_text.FOLDER)
     # In a rank, a look at the names of all modules copies the memory that it shares: a fifth of a second.
     found = list(installation._places(schedules.get_schedule_class))
     installation._places = lambda function: iter(found)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from zbpipe import algorithms  # noqa: F401 -- registers them
 from zbpipe.algorithms.generate import generate
 from zbpipe.costs import CostModel
-from zbpipe.schedule import painter as _painter
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
 from zbpipe.schedule.registry import register, stage_indices
 from zbpipe.simulator import simulate, validate
@@ -44,8 +43,6 @@ if TYPE_CHECKING:
     from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleZBH2
     from zbpipe.runtime.schedules import RegisteredSchedule as ScheduleZBV
     from zbpipe.runtime.verify import GradientCheck, check_gradients
-
-_painter.set_painter(lambda: import_module("zbpipe.views.pictures"))
 
 try:
     __version__ = version("zbpipe")

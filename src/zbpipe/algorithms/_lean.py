@@ -17,8 +17,8 @@ from zbpipe.planner.search import Effort, Search
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.simulator.simulation import simulate
 
-_MOST_BY_RENDEZVOUS = 3
-"""Number of candidates simulated if a message blocks both of its ranks. Chosen by hand: each takes 0.2 seconds."""
+_MOST_WITH_QUEUES = 3
+"""Number of orders simulated if messages share queues with compute. Chosen by hand: each takes 0.2 seconds."""
 BUDGET = 5e5
 """Budget of one search, in ops placed and timed: some 0.2 seconds without numba."""
 
@@ -61,7 +61,8 @@ def find_best(
     )
     search.run((problem, problem.order(form), form.name) for form in dict.fromkeys(forms) if problem.fits(form))
     if transport is Transport.SHARED:
-        best = [problem.schedule(name, each.order) for each in search.race_by_rendezvous(0)[:_MOST_BY_RENDEZVOUS]]
+        found = sorted({each.order: each for each in search.kept}.values(), key=lambda each: each.length)
+        best = [problem.schedule(name, each.order) for each in found[:_MOST_WITH_QUEUES]]
         fitting = (*best, *(replace(each, name=name) for each in leanest if problem.fits(each)))
         return min(fitting, key=lambda each: simulate(each, costs, transport=transport).makespan)
     shortest = [each.order for each in search.kept if each.length <= search.shortest * (1 + ROUNDING)]

@@ -1,21 +1,16 @@
-"""Estimates for people: a table in the terminal, records for JSON, and a page with pictures."""
+"""Estimates for people: a table in the terminal, and records for JSON."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
-from html import escape
 from typing import Any
 
 from zbpipe.costs.torchs_split import NOTE
 from zbpipe.estimation.devices import GIB, USABLE
-from zbpipe.estimation.flips import flips
 from zbpipe.estimation.ranks import JobMemory
 from zbpipe.estimation.result import DECIDED, Answer, Estimate, Memory, Step, answer
-from zbpipe.simulator.timeline import Timeline
-from zbpipe.views.html import fill, pictures
 from zbpipe.views.report import longer, table
-from zbpipe.views.scatter import Axis, Point, scatter
 from zbpipe.views.style import count_noun, percent
 
 _HEADS = (
@@ -30,8 +25,6 @@ LEGEND = (
     " activations; deferred gradients; messages; working memory or logits. vs: the step relative to that of 1F1B, or of"
     " FSDP without a pipeline; -5.0% is a 5 % shorter step"
 )
-_DRAWN = 5
-"""Number of schedules in the page's picture."""
 
 
 def lines(found: Estimate, searched: bool = False) -> Iterator[str]:
@@ -83,7 +76,7 @@ def compare(best: Step, alone: Step, name: str) -> str:
 
 
 def _verdict_of_search(searched: Sequence[Estimate]) -> Iterator[str]:
-    """The best pipeline against the best job without one, and what would change that."""
+    """The best pipeline against the best job without one."""
     sides = {each.workload.degrees.pipeline > 1: each for each in reversed(searched) if each.on_these_degrees}
     if len(sides) < 2:
         yield "No pipeline fits." if False in sides else "Without a pipeline it does not fit."
@@ -92,8 +85,6 @@ def _verdict_of_search(searched: Sequence[Estimate]) -> Iterator[str]:
     assert best is not None, "it fits"
     assert alone is not None, "it fits"
     yield compare(best, alone, f"{best.schedule} on {sides[True].workload.degrees}")
-    for change, then in flips(sides[True], sides[False]):
-        yield f"{then.capitalize()} with {change}."
 
 
 def _notes(found: Estimate) -> Iterator[str]:
@@ -158,18 +149,14 @@ def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]
         " alone is longer than the best step are left out:"
     )
     rows = [
-        (str(each.workload.degrees), _checkpointing(each), str(each.workload.microbatches), *_cells(each, step))
+        (str(work.degrees), str(work.checkpointing or ""), str(work.microbatches), *_cells(each, step))
         for each in searched
-        if (step := each.on_these_degrees)
+        if (step := each.on_these_degrees) and (work := each.workload)
     ]
     yield from table(("degrees", "checkpointing", "microbatches", *_HEADS, *_PARTS.values()), rows, left=2)
     yield ""
     yield from _verdict_of_search(searched)
     yield from lines(best, searched=True)
-
-
-def _checkpointing(found: Estimate) -> str:
-    return "" if found.workload.checkpointing is None else str(found.workload.checkpointing)
 
 
 def record(found: Estimate) -> dict[str, Any]:
@@ -218,51 +205,3 @@ def rank_record(found: JobMemory) -> dict[str, Any]:
         for count, memory in zip(found.parameters, found.memories, strict=True)
     ]
     return {"ranks": ranks, "unit_of_memory_limit": found.unit, "fits": found.fits}
-
-
-def page(found: Estimate) -> str:
-    """One HTML page: the table, a plot of memory against step time, and the best schedules one above the other."""
-    heads = "".join(f'<th scope="col">{escape(head)}</th>' for head in (*_HEADS, *_PARTS.values(), ""))
-    rows = "\n".join(_row(_cells(found, step), step is found.best) for step in found.steps)
-    drawn = _drawn(found)
-    return fill(
-        "estimates.html",
-        title=escape(_job(found)),
-        table=f"<table><thead><tr>{heads}</tr></thead><tbody>\n{rows}\n</tbody></table>",
-        plot=_plot(found) if found.steps else "",
-        schedules=pictures(drawn) if drawn else "<p>No schedule can run on these GPUs.</p>",
-        words="\n".join(f"<p>{escape(line)}</p>" for line in (*_warnings(found), *_notes(found))),
-    )
-
-
-def _row(cells: Sequence[str], is_best: bool) -> str:
-    kind = ' class="best"' if is_best else ""
-    return f"<tr{kind}>" + "".join(f"<td>{escape(cell.strip())}</td>" for cell in cells) + "</tr>"
-
-
-def _drawn(found: Estimate) -> dict[str, Timeline]:
-    """The best schedules, the job's own, and 1F1B, by name."""
-    own = [step for step in found.steps if step.schedule in (found.workload.schedule, "1F1B")]
-    best = [step for step in found.steps if step.timeline is not None and step.is_usable and step not in own]
-    return {
-        f"{step.schedule}, {step.placement}, {count_noun(step.stages_per_rank, 'stage')} per rank": step.timeline
-        for step in (*best[: _DRAWN - len(own)], *own)
-        if step.timeline is not None
-    }
-
-
-def _plot(found: Estimate) -> str:
-    """Plot of memory against step time."""
-    points = [
-        Point(
-            step.schedule,
-            step.seconds,
-            step.memory.total / GIB,
-            fits=step.is_usable,
-            best=step is found.best,
-            tip=f"{step.schedule} {step.placement}: {step.seconds:.4g} s, {_gib(step.memory.total)} GiB",
-        )
-        for step in found.steps
-    ]
-    limit = found.device.usable_bytes / GIB if found.device else None
-    return scatter(points, Axis("seconds per step", "{:.4g} s".format), Axis("memory", "{:.0f} GiB".format, limit))

@@ -66,7 +66,6 @@ def _link(context: click.Context, option: click.Parameter, text: str | None) -> 
 @click.option("--float8", is_flag=True, help="Estimate products of blocks in float8.")
 @click.option("--async-tp", is_flag=True, help="Estimate asynchronous tensor parallelism.")
 @json_option
-@click.option("--html", "html_file", type=OutputFile(), metavar="FILE", help="Write a page with pictures.")
 @_titan_arguments
 def estimate(
     layers: Path | None,
@@ -81,7 +80,6 @@ def estimate(
     float8: bool,
     async_tp: bool,
     as_json: bool,
-    html_file: Path | None,
     arguments: tuple[str, ...],
 ) -> None:
     """Estimate the gain of a job before it is launched, without a GPU.
@@ -95,7 +93,7 @@ def estimate(
     Examples:
       zbpipe estimate --module titan_integration.llama3 --config llama3_70b --gpus 64 --device MI300X
       zbpipe estimate --module llama3 --config llama3_8b --gpus 64 --device H100 --search
-      zbpipe estimate --layers model.toml --gpus 64 --device H100 --html estimate.html
+      zbpipe estimate --layers model.toml --gpus 64 --device H100
       zbpipe estimate --ranks --gpus 64 --module titan_integration.llama3 --config llama3_70b
     """
     from zbpipe.estimation.devices import find
@@ -125,7 +123,7 @@ def estimate(
         all_found = [
             estimated(workload, device, tflops=tflops, link=link, costs=costs, only=("1F1B", *only) if only else None)
         ]
-    _show(all_found, as_json, html_file, search)
+    _show(all_found, as_json, search)
 
 
 def _workload(layers: Path | None, gpus: int, arguments: Sequence[str]) -> Workload:
@@ -174,20 +172,16 @@ def _require(holds: bool, otherwise: str) -> None:
         raise click.UsageError(otherwise, click.get_current_context())
 
 
-def _show(found: Sequence[Estimate], as_json: bool, html_file: Path | None, search: bool) -> None:
-    from zbpipe.cli.estimates import lines, list_searched, page, record
+def _show(found: Sequence[Estimate], as_json: bool, search: bool) -> None:
+    from zbpipe.cli.estimates import lines, list_searched, record
 
     best = found[0]
-    if html_file is not None:
-        html_file.write_text(page(best), encoding="utf-8")
     if as_json:
         print_json([record(each) for each in found] if search else record(best))
     else:
         click.echo("\n".join(list_searched(found, best) if search else lines(best)))
     for name, reason in best.left_out:
         click.echo(f"skipped {name}: {reason}", err=True)
-    if html_file is not None:
-        click.echo(f"wrote {html_file}", err=as_json)
 
 
 @click.command(cls=Command, context_settings=_TITANS)

@@ -20,7 +20,6 @@ from torch.distributed.pipelining.schedules import (
 from zbpipe.runtime import checks, job
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.options import Options
-from zbpipe.runtime.schedules import list_for_visualizer
 from zbpipe.schedule.ir import Placement
 from zbpipe.schedule.registry import Algorithm
 
@@ -36,8 +35,6 @@ class Proxy(ABCMeta):
         torchs = cls.__bases__[0]
         names = list(inspect.signature(torchs).parameters)
         given = dict(zip(names, args, strict=False)) | kwargs
-        if pipelining.are_mocks(given.get(names[0])):
-            return list_for_visualizer(cls.algorithm, given[names[0]], given["n_microbatches"])
         stages = checks.sort_stages(given.pop(names[0], ()), cls.algorithm.name)
         n_microbatches, loss_fn = given.pop("n_microbatches", None), given.pop("loss_fn", None)
         job.require_size(cls.algorithm, cls.options, stages[0].group_size, n_microbatches, None, str)

@@ -1,11 +1,10 @@
-"""`Auto`: start with a schedule that surely fits, measure the job, plan, and run the plan if it is faster."""
+"""`Auto`: start with a schedule that surely fits, measure the job, plan once, and keep the plan if it is faster."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -14,11 +13,9 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.algorithms.zbv_lean import find_shortest
-from zbpipe.costs.drift import Drift, causes
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit, MemoryLimitLike
 from zbpipe.costs.model import CostModel, least_room
-from zbpipe.planner.placement_advice import advise_placement, uneven_stages
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import Objective
 from zbpipe.runtime import arguments, checks
@@ -26,7 +23,6 @@ from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.measure.profiler import Profiler
 from zbpipe.runtime.measure.recording import Collector, StepRecord, Wanted, watch
-from zbpipe.runtime.measure.watching import DriftWatcher
 from zbpipe.runtime.offload.copiers import make_copier
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -91,10 +87,6 @@ class AutoSchedule(RegisteredSchedule):
     placement of the stages (two per rank, in a V) never change, so neither do the losses. With
     `zbpipe.OptimizerStep` it plans for the shortest period. Timed steps do not run ahead.
 
-    Afterwards it monitors step times. If they change permanently, it measures and plans again, and logs the rank or
-    link that has changed. If another placement of the stages would be more than 1 % faster, it logs this, and writes
-    the plan for the next start.
-
     Args:
         stages: as for every zbpipe schedule, like `n_microbatches`, `loss_fn`, `args` and `options`.
         offload: tensors that the plan and ZBVLean may copy to the host: "pairs", "activations" or "all".
@@ -104,8 +96,6 @@ class AutoSchedule(RegisteredSchedule):
         budget: for the search, see `zbpipe.plan`.
         group: all ranks that run this schedule, including other replicas. Default: all ranks of the job.
         measured: called on every rank with the measured costs.
-        plan_out: CSV file for a plan with another placement, written by the first rank.
-        keep_watching: whether to monitor step times after the choice.
 
     Raises:
         ValueError: as for every schedule, and for a limit below one microbatch's memory.
@@ -127,16 +117,12 @@ class AutoSchedule(RegisteredSchedule):
         budget: float | None = None,
         group: dist.ProcessGroup | None = None,
         measured: Callable[[JobCosts], None] = lambda costs: None,
-        plan_out: str | Path | None = None,
-        keep_watching: bool = True,
         **options: Any,
     ) -> None:
         arguments.require_above_0("budget", budget)
         (profile_steps,) = require_whole(1, profile_steps=profile_steps)
         arguments.require_group(group)
         arguments.require_callable(measured=measured)
-        arguments.require_path("plan_out", plan_out)
-        arguments.require_yes_or_no("keep_watching", keep_watching)
         super().__init__(stages, n_microbatches, loss_fn, *args, memory_limit=memory_limit, **options)
         self.outcome: AutoOutcome | None = None
         self._offload = Offload.parse(offload)
@@ -147,31 +133,16 @@ class AutoSchedule(RegisteredSchedule):
         self._budget = budget
         self._measured = measured
         self._num_steps = profile_steps
-        self._plan_out = plan_out
-        self._keep_watching = keep_watching
         self._known: CostModel | None = None
-        """Costs behind the present choice; None before it."""
-        self._chose_lean = True
-        self._to_beat: Schedule | None = None
-        """The schedule that ran before the new measurement."""
-        self._for_measuring = self.schedule
+        """The measured costs."""
         self._profiler = Profiler(self, profile_steps, group=group, done=self._plan)
-
-    def measure_again(self, drift: Drift) -> None:
-        """Measure and plan again from the next step on. All ranks have to call this between two steps."""
-        self._log(
-            f"for about {drift.steps} steps a step has taken {drift.ratio:.2f} times as long as usual: measures again"
-        )
-        self._to_beat = self.schedule
-        self.adopt(self._for_measuring)
-        self._profiler = Profiler(self, self._num_steps, group=self._group, done=self._plan)
 
     def make_for_microbatches(self, number: int) -> Schedule:
         """The schedule for measurements before the plan, afterwards the better one of plan and ZBVLean."""
         if self._known is None:
             return super().make_for_microbatches(number)
         lean = self._make_lean(number, self._known)
-        if self._chose_lean:
+        if self.outcome is None or self.outcome.chosen == lean.name:
             return lean
         found = self._search(JobCosts(self._known), self._find_limits(number, self._known), number)
         is_better = found.expected < simulate(lean, self._known, transport=self.transport).makespan * _WORTH_IT
@@ -190,19 +161,14 @@ class AutoSchedule(RegisteredSchedule):
         model = costs.costs
         assert isinstance(model, CostModel), "the profiler measures stages"
         self._measured(costs)
-        if self._known is not None:
-            self._log(f"compared with the costs for which it planned, {causes(self._known, model, self.placement)}")
         number = self.sizes.usual
         limits = self._find_limits(number, model)
-        start = self._to_beat or self._make_lean(number, model)
+        start = self._make_lean(number, model)
         self._known = model
         self.adopt(start, model)
         expected = simulate(start, model, transport=self.transport, receives=self.receives).makespan
         measured = self._step_seconds(records)
         proposal = self._search(costs, limits, number)
-        self._advise_placement(
-            replace(costs, placement=self.placement, memory_limit=limits), min(proposal.expected, expected)
-        )
         outcome = AutoOutcome(start.name, start.name, expected, proposal.expected, measured, None)
         self._log(
             f"a step took {measured:.4g} s while it was measured; {start.name} should take {expected:.4g} s;"
@@ -210,7 +176,7 @@ class AutoSchedule(RegisteredSchedule):
         )
         if proposal.expected > expected * _WORTH_IT:
             self._log(f"stays with {start.name}")
-            self._settle_for(outcome)
+            self.outcome = outcome
             return
 
         def decide(records: Records) -> None:
@@ -220,47 +186,20 @@ class AutoSchedule(RegisteredSchedule):
                 f"in turn, the plan takes {after:.4g} s per step (simulated {proposal.expected:.4g} s) and {start.name}"
                 f" {before:.4g} s (simulated {expected:.4g} s); continues with {self.schedule.name}"
             )
-            chosen = replace(outcome, chosen=self.schedule.name, measured_before=before, measured_after=after)
-            self._settle_for(chosen)
+            self.outcome = replace(outcome, chosen=self.schedule.name, measured_before=before, measured_after=after)
 
         planned = Schedule.from_csv(proposal.table, "plan")
         watch(self, _InTurn(self, planned, start, self._num_steps, decide))
-
-    def _settle_for(self, outcome: AutoOutcome) -> None:
-        self.outcome = outcome
-        self._chose_lean = self.schedule.name == "ZBVLean"
-        if self._keep_watching and dist.get_backend(self._group) != "fake":
-            seconds = min(filter(None, (outcome.measured_before, outcome.measured_after)))
-            watch(self, DriftWatcher(self, self._group, seconds, AutoSchedule.measure_again))
-
-    def _advise_placement(self, job: JobCosts, here: float) -> None:
-        """Log on the first rank a placement that would be faster than `here` seconds, and write its plan."""
-        if dist.get_rank(self._group) != 0 or self._offload:
-            return
-        if words := uneven_stages(job):
-            self._log(words)
-        found = advise_placement(self.sizes.usual, job, here, self._find_budget(self.sizes.usual))
-        if found is None:
-            return
-        self._log(found.words)
-        if self._plan_out is not None:
-            try:
-                Path(self._plan_out).write_text(found.schedule.to_csv())
-                self._log(f"wrote that plan to {self._plan_out}: name the file as the schedule of the next start")
-            except OSError as error:
-                logger.warning("the plan for another placement cannot be written: %s", error)
 
     def _search(self, job: JobCosts, limits: tuple[float, ...], num_microbatches: int) -> _Proposal:
         """The plan, the same on all ranks."""
         job = replace(job, placement=self.placement, memory_limit=limits, transport=self.transport)
         objective: Objective = "period" if self.optimizer_steps and not self._offload else "makespan"
         size = self.placement.num_ranks, num_microbatches, job
-        wanted = {"budget": self._find_budget(num_microbatches), "objective": objective, "offload": self._offload}
+        is_large = 3 * self.placement.num_stages * num_microbatches > _MANY_OPS
+        budget = self._budget or (_WORK if is_large else None)
+        wanted = {"budget": budget, "objective": objective, "offload": self._offload}
         return agreement.find_once(f"Auto {size} {wanted}", lambda: _make_proposal(*size, **wanted))
-
-    def _find_budget(self, num_microbatches: int) -> float | None:
-        num_ops = 3 * self.placement.num_stages * num_microbatches
-        return self._budget or (_WORK if num_ops > _MANY_OPS else None)
 
     def _step_seconds(self, records: Records) -> float:
         """Median step time over all ranks; each step takes as long as its slowest rank."""

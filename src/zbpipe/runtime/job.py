@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *, will_run: bool = True) -> None:
     """Refuse options that do not fit the schedule, or name a file that cannot be written."""
     # A job without a pipeline (not `will_run`) writes no file.
-    name, is_auto = algorithm.name, algorithm is AutoSchedule.algorithm
+    name = algorithm.name
     require_options(algorithm, options.select_for("torch"))
     if options.memory_limit is not None:
         algorithm.require_limits(spell("memory_limit"))
@@ -52,15 +52,10 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
         Transport.parse(options.transport)
     if not will_run:
         return
-    if options.costs_out and not (options.profile_steps or is_auto):
+    if options.costs_out and not (options.profile_steps or algorithm is AutoSchedule.algorithm):
         raise ValueError(
             f"{spell('costs_out')} {options.costs_out} needs measured costs: set {spell('profile_steps')} to the number"
             f" of steps to measure with {name}, or use the schedule Auto"
-        )
-    if options.plan_out and not is_auto:
-        raise ValueError(
-            f"{spell('plan_out')} {options.plan_out} needs the schedule Auto, but the job has {name}: omit it, or"
-            " use Auto"
         )
     _require_files(options, spell)
     if options.offload:
@@ -147,15 +142,13 @@ def read_costs(options: Options, placement: Placement, spell: checks.Spell = str
 
 
 def _require_files(options: Options, spell: checks.Spell) -> None:
-    files = {"costs_out": options.costs_out, "trace": options.trace, "plan_out": options.plan_out}
+    files = {"costs_out": options.costs_out, "trace": options.trace}
     for option, file in files.items():
         if file is None:
             continue
         try:
             if option == "costs_out":
                 costs_file.require_ending(file)
-            if option == "plan_out" and not file.lower().endswith(".csv"):
-                raise ValueError(f"{file!r} is not the name of a schedule file: give one that ends in .csv")
             # Only the first rank writes. The others may be on machines without that folder.
             if os.environ.get("RANK", "0") == "0":
                 checks.require_writable(file)

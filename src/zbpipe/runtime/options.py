@@ -127,11 +127,6 @@ class Options:
         " plan` (docs/costs-file.md).",
         **_FILE,
     )
-    plan_out: str | None = _autos(
-        "For Auto: if another placement of the stages would be faster by more than 1 %, write its plan to this CSV"
-        " file, which the next start takes as its schedule (docs/measure-and-plan.md).",
-        **_FILE,
-    )
     memory_limit: MemoryLimitLike | None = _zbpipes(
         f"For ZBVLean, ZBH1Lean and Auto, the memory limit of a rank: {SPELLINGS}. Without a cost file no costs are"
         f" known, and it has to be one of the first two. Default: {AS_1F1B.written}.",

@@ -114,12 +114,6 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     _is_warm = False
     """Whether the compiler has seen the stages."""
 
-    def __new__(cls, stages: Any = (), n_microbatches: int = 1, *args: Any, **options: Any) -> Any:
-        """A new schedule; for torch's schedule visualizer, whose stages are mocks, only the list of computations."""
-        if pipelining.are_mocks(stages):
-            return list_for_visualizer(cls.algorithm, stages, n_microbatches)
-        return super().__new__(cls)
-
     # More than seven parameters: these are the keywords that users write, as torch's own schedules have them.
     def __init__(
         self,
@@ -460,12 +454,3 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     def _cut(self) -> RunAhead | None:
         return self._running.cut(self, self.by_size.simulated_costs)
-
-
-def list_for_visualizer(algorithm: Algorithm, mocks: Any, n_microbatches: int) -> pipelining.ScheduleRuntime:
-    """The schedule for torch's schedule visualizer, on mocks of its stages. It cannot run."""
-    # There are at least two mocks per rank for any schedule, unless the class is for one stage.
-    stages = list(mocks) if isinstance(mocks, (list, tuple)) else [mocks]
-    is_asked = algorithm.any_stages_per_rank or len(stages) > 2
-    made = algorithm.make(stages[0].group_size, n_microbatches, stages_per_rank=len(stages) if is_asked else None)
-    return pipelining.list_only(stages, made)

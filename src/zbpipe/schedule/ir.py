@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from importlib import import_module
 from itertools import chain, count, pairwise
 from operator import index
 from typing import NamedTuple
 
 from zbpipe.schedule import tables
 from zbpipe.schedule.graph import Graph
-from zbpipe.schedule.painter import painter
 
 _MOST_SHOWN = 64
 """Number of ops in the `repr` of a schedule."""
@@ -418,7 +418,8 @@ class Schedule:
 
     def _repr_html_(self) -> str:
         """The picture with one second for each of F, I and W, in notebooks."""
-        page: str = painter().draw_in_notebook(self)
+        # By name, because views import schedules.
+        page: str = import_module("zbpipe.views.pictures").draw_in_notebook(self)
         return page
 
     def to_csv(self) -> str:

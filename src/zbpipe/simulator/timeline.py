@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from zbpipe.costs.model import CostModel, rank_shares
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Schedule
-from zbpipe.schedule.painter import painter
 from zbpipe.simulator.graph import TimeGraph
 from zbpipe.simulator.lower_bound import lower_bound
 from zbpipe.simulator.times import durations
@@ -92,22 +92,27 @@ class Timeline:
         size = f"p={schedule.num_ranks}, m={schedule.num_microbatches}"
         return f"Timeline({schedule.name!r}, {size}, makespan={self.makespan:g})"
 
+    @property
+    def _pictures(self) -> Any:
+        """Functions that draw it. They import this module, so the first picture imports them by name."""
+        return import_module("zbpipe.views.pictures")
+
     def _repr_html_(self) -> str:
         """The picture, in notebooks."""
-        page: str = painter().draw_in_notebook(self)
+        page: str = self._pictures.draw_in_notebook(self)
         return page
 
     def show(self) -> None:
         """Draw it in the terminal, as `zbpipe show` does."""
-        painter().show(self)
+        self._pictures.show(self)
 
     def svg(self, file: str | Path) -> None:
         """Draw it into an SVG file."""
-        painter().write_svg(self, file)
+        self._pictures.write_svg(self, file)
 
     def html(self, file: str | Path) -> None:
         """Write an interactive page with zoom and tooltips, which needs no network and no other file."""
-        painter().write_html(self, file)
+        self._pictures.write_html(self, file)
 
     @cached_property
     def makespan(self) -> float:

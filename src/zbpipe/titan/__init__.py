@@ -34,7 +34,7 @@ def plug_in(options: Options | None = None) -> None:
     import os
     import sys
 
-    from zbpipe.frameworks.titan import cpu, interface, versions
+    from zbpipe.frameworks.titan import cpu, versions
     from zbpipe.runtime.options import Options
 
     if options is not None and not isinstance(options, Options):
@@ -47,7 +47,7 @@ def plug_in(options: Options | None = None) -> None:
         if os.environ.get("RANK", "0") == "0":
             print(cpu.NOTICE, file=sys.stderr, flush=True)
         cpu.stand_in()
-    interface.require_names()
+    versions.require_names()
     _plugged.append(options or Options())
     from zbpipe.frameworks.titan import plug  # not before: TorchTitan chooses its device when it is imported
 

@@ -17,7 +17,7 @@ from math import isclose
 from pathlib import Path
 
 from zbpipe.cli.demo.launch import JobOutcome, train_on_cpu
-from zbpipe.frameworks.titan import cpu, interface, versions
+from zbpipe.frameworks.titan import cpu, versions
 
 _RANKS = 2
 _SECONDS = 300.0
@@ -34,11 +34,11 @@ def main() -> int:
         version = versions.find_installed()
         print(f"{versions.describe_installed()}: zbpipe treats it as {version.name}", flush=True)
         cpu.stand_in()
-        interface.require_names()
+        versions.require_names()
     except ImportError as error:
         print(f"failed: {error}")
         return 1
-    print(f"names and signatures: all {len(interface.NEEDED)} found", flush=True)
+    print(f"names and signatures: all {len(versions.NEEDED)} found", flush=True)
     with tempfile.TemporaryDirectory(prefix="zbpipe-check-") as folder:
         wrong = _compare_losses(version, Path(folder))
     print("zbpipe works with this TorchTitan" if wrong is None else f"failed: {wrong}")

@@ -40,17 +40,12 @@ def html(timeline: Timeline, drawn_with: str = "") -> str:
 
 
 def join(title: str, timelines: Mapping[str, Timeline]) -> str:
-    """A page with several timelines, as drawn by `pictures`."""
-    return fill("several.html", title=escape(title), pictures=pictures(timelines))
-
-
-def pictures(timelines: Mapping[str, Timeline]) -> str:
-    """Part of a page: timelines below their headings, on one time scale, which zoom and move together."""
+    """A page with timelines below their headings, on one time scale, which zoom and move together."""
     all_drawn = [
         {"heading": heading, "outcome": style.outcome(timeline), "drawing": drawing(timeline)}
         for heading, timeline in timelines.items()
     ]
-    return fill("pictures.html", data=pack(all_drawn))
+    return fill("several.html", title=escape(title), data=pack(all_drawn))
 
 
 def fill(name: str, **parts: str) -> str:

@@ -61,7 +61,7 @@ def svg(timeline: Timeline, *below: Timeline, drawn_with: str = "") -> str:
     tops = accumulate((picture.height for picture in pictures), initial=0.0)
     lines = [line for picture, y in zip(pictures, tops, strict=False) for line in picture.lines(y)]
     paper = f'<rect class="paper" width="{_px(width)}" height="{_px(height)}"/>'
-    return "\n".join([f"{opening(width, height)}>", paper, *lines, "</svg>\n"])
+    return "\n".join([f"{_opening(width, height)}>", paper, *lines, "</svg>\n"])
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ class _Picture:
     def lines(self, y: float = 0.0) -> list[str]:
         """The lines of the picture as a separate element, `y` below the top of its parent."""
         shifted = f' y="{_px(y)}"' if y else ""
-        return [f"{opening(self.width, self.height)}{shifted}>", *self.content, "</svg>"]
+        return [f"{_opening(self.width, self.height)}{shifted}>", *self.content, "</svg>"]
 
 
-def opening(width: float, height: float, kind: str = "zbp") -> str:
-    """The element's tag, without its end, so that attributes can follow. `kind` is its class."""
+def _opening(width: float, height: float) -> str:
+    """The element's tag, without its end, so that attributes can follow."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="{kind}" width="{_px(width)}" height="{_px(height)}"'
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="zbp" width="{_px(width)}" height="{_px(height)}"'
         f' viewBox="0 0 {_px(width)} {_px(height)}" font-family="{_FAMILY}" font-size="{_FONT}"'
     )
 

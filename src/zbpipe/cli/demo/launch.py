@@ -94,6 +94,18 @@ def run_watched(
     return code
 
 
+def write_steps(logger: Any, file: Path) -> None:
+    """Have TorchTitan's logger of metrics also append one JSON object per step to `file`."""
+    log = logger.log
+
+    def log_both(metrics: dict[str, Any], step: int) -> None:
+        log(metrics, step)
+        with file.open("a") as lines:
+            lines.write(json.dumps({"step": step, **metrics}) + "\n")
+
+    logger.log = log_both
+
+
 def _read_steps(file: Path, steps: list[dict[str, Any]], on_step: Callable[[dict[str, Any]], None]) -> None:
     """Add the new lines of `file` to `steps`."""
     lines = file.read_text().splitlines() if file.exists() else []
@@ -104,11 +116,11 @@ def _read_steps(file: Path, steps: list[dict[str, Any]], on_step: Callable[[dict
 
 def demo_arguments(folder: Path, model: str) -> list[str]:
     """The installed TorchTitan's command line for a model of the demo, with all output in `folder`."""
-    make = _arguments_02 if find_installed().name.startswith("0.2") else _arguments_03
-    return make(folder, model)
-
-
-def _arguments_02(folder: Path, model: str) -> list[str]:
+    if not find_installed().name.startswith("0.2"):
+        return [
+            *("--module", "zbpipe.cli.demo.models03", "--config", model, "--dump_folder", str(folder)),
+            *("--metrics.json_lines", str(folder / METRICS), "--metrics.disable_color_printing"),
+        ]
     return [
         *("--experimental.custom_import", "zbpipe.cli.demo.models02", "--model.name", model),
         *("--model.flavor", "debugmodel", "--model.hf_assets_path", str(Path(__file__).parent)),
@@ -116,13 +128,6 @@ def _arguments_02(folder: Path, model: str) -> list[str]:
         *("--training.mixed_precision_param", "float32", "--training.steps", "10"),
         *("--lr_scheduler.warmup_steps", "2", "--lr_scheduler.decay_ratio", "0.8"),
         *("--job.dump_folder", str(folder), "--metrics.log_freq", "1", "--metrics.disable_color_printing"),
-    ]
-
-
-def _arguments_03(folder: Path, model: str) -> list[str]:
-    return [
-        *("--module", "zbpipe.cli.demo.models03", "--config", model, "--dump_folder", str(folder)),
-        *("--metrics.json_lines", str(folder / METRICS), "--metrics.disable_color_printing"),
     ]
 
 

@@ -16,9 +16,8 @@ from torchtitan.config import JobConfig
 from torchtitan.models import deepseek_v3, llama3
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
-from zbpipe.cli.demo import hugging_face_text, python_text
-from zbpipe.cli.demo.json_lines import JsonLines
-from zbpipe.cli.demo.launch import METRICS
+from zbpipe.cli.demo import python_text
+from zbpipe.cli.demo.launch import METRICS, write_steps
 from zbpipe.frameworks.titan import plug
 
 
@@ -27,7 +26,7 @@ def _json_lines_metrics(job_config: JobConfig, parallel_dims: Any, *args: Any, *
     processor = MetricsProcessor(job_config, parallel_dims)
     name = job_config.parallelism.pipeline_parallel_schedule
     if dist.get_rank() == plug.rank_with_loss(parallel_dims, name):
-        processor.logger = JsonLines(processor.logger, Path(job_config.job.dump_folder) / METRICS)
+        write_steps(processor.logger, Path(job_config.job.dump_folder) / METRICS)
     return processor
 
 
@@ -39,6 +38,6 @@ def on_python_stdlib(spec: TrainSpec) -> TrainSpec:
     )
 
 
-hugging_face_text.register()
+python_text.register()
 register_train_spec("llama3_python_stdlib", on_python_stdlib(llama3.get_train_spec()))
 register_train_spec("deepseek_v3_python_stdlib", on_python_stdlib(deepseek_v3.get_train_spec()))

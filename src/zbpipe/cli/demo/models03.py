@@ -18,7 +18,7 @@ from torchtitan.models.llama3.config_registry import llama3_debugmodel
 from torchtitan.trainer import Trainer
 
 from zbpipe.cli.demo import python_text
-from zbpipe.cli.demo.json_lines import JsonLines
+from zbpipe.cli.demo.launch import write_steps
 from zbpipe.frameworks.titan import batches, plug
 
 
@@ -35,7 +35,7 @@ class JsonLinesMetrics(MetricsProcessor):  # type: ignore[misc]
         super().__init__(config, parallel_dims=parallel_dims, pp_schedule=pp_schedule, **kwargs)
         has_loss = dist.get_rank() == plug.rank_with_loss(parallel_dims, pp_schedule)
         if config.json_lines and has_loss:
-            self.logger = JsonLines(self.logger, Path(config.json_lines))
+            write_steps(self.logger, Path(config.json_lines))
 
 
 class ByteTokenizer(python_text.ByteTokenizer):
@@ -81,13 +81,15 @@ _LENGTH = 256
 
 def make_dataloader_config() -> Any:
     """Config of TorchTitan's loader for the text of the standard library."""
-    if find_spec("torchtitan.components.data") is not None:
-        from zbpipe.cli.demo import grain_text
+    if find_spec("torchtitan.components.data") is None:
+        from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 
-        return grain_text.make_dataloader_config()
-    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+        python_text.register()
+        return HuggingFaceTextDataLoader.Config(dataset=python_text.NAME)
+    # The main branch.
+    from torchtitan.components import data
+    from torchtitan.hf_datasets.text_datasets import TextProcessor
 
-    from zbpipe.cli.demo import hugging_face_text
-
-    hugging_face_text.register()
-    return HuggingFaceTextDataLoader.Config(dataset=python_text.NAME)
+    source = data.HuggingFaceStreamingSource.Config(path="text", split="train", load_dataset_kwargs=python_text.READER)
+    files = data.SingleDatasetConfig(source=source, processor=TextProcessor.Config())
+    return data.GrainDataLoader.Config(dataset=data.ConcatThenSplitPackingConfig(dataset=files), shuffle=False)

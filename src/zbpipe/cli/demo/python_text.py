@@ -1,42 +1,38 @@
-"""A text that every machine has: the source code of Python's standard library, byte by byte.
-
-`zbpipe.cli.demo.hugging_face_text` and `zbpipe.cli.demo.grain_text` pass it to TorchTitan.
-"""
+"""A text that every machine has: the source code of Python's standard library, byte by byte."""
 
 from __future__ import annotations
 
 import sysconfig
-from collections.abc import Iterator
-from functools import cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from torchtitan.components.tokenizer import BaseTokenizer
 
 NAME = "python_stdlib"
-FOLDER = sysconfig.get_path("stdlib")
+READER: dict[str, Any] = {
+    "data_files": sorted(map(str, Path(sysconfig.get_path("stdlib")).glob("*.py"))),
+    "sample_by": "document",
+    "encoding_errors": "replace",
+}
+"""Arguments of the reader "text" of Hugging Face's datasets: one file per sample, without a download."""
 _BYTES = 256
 
 
-@cache
-def list_files(folder: str) -> tuple[str, ...]:
-    """All source files below a folder like the standard library's; ValueError if there are none."""
-    parts = [part for part in Path(folder).iterdir() if part.name != "site-packages"]
-    files = tuple(sorted(str(file) for part in parts for file in _find_sources(part)))
-    if not files:
-        raise ValueError(f"no Python sources below {folder}: set dataloader.dataset_path to a folder that has some")
-    return files
+def register() -> None:
+    """Add the data set "python_stdlib" to those of TorchTitan 0.2 and 0.3.
 
+    Like their other data sets it is streamed, split by data-parallel rank, and resumed from a checkpoint.
+    """
+    from datasets import load_dataset
+    from torchtitan.hf_datasets import DatasetConfig
+    from torchtitan.hf_datasets.text_datasets import DATASETS
 
-def read(file: str) -> dict[str, str]:
-    """A sample in the format of TorchTitan's data sets."""
-    return {"text": Path(file).read_text(encoding="utf-8", errors="replace")}
-
-
-def _find_sources(part: Path) -> Iterator[Path]:
-    for file in part.rglob("*.py") if part.is_dir() else [part]:
-        if file.suffix == ".py" and file.stat().st_size:
-            yield file
+    DATASETS[NAME] = DatasetConfig(
+        path="text",
+        loader=lambda path: load_dataset(path, split="train", streaming=True, **READER),
+        sample_processor=itemgetter("text"),
+    )
 
 
 class ByteTokenizer(BaseTokenizer):  # type: ignore[misc]

@@ -118,7 +118,7 @@ def _require_no_measuring(algorithm: Algorithm, options: Options) -> None:
         )
 
 
-_MEASURING = ("check_gradients", "profile_steps", "costs_out", "plan_out", "trace")
+_MEASURING = ("check_gradients", "profile_steps", "costs_out", "trace")
 
 
 def _check_schedule(algorithm: Algorithm, config: Any) -> None:

@@ -2,7 +2,7 @@
 
 TorchTitan asks torch for schedules by name, so it gets zbpipe's from `zbpipe.install`. This module replaces the other
 functions: the cut of the model into stages, their placement where it is neither a loop nor a V, the rank that reports
-the loss, and the metrics. Names and signatures show which TorchTitan it is; see `zbpipe.frameworks.titan.interface`.
+the loss, and the metrics. Names and signatures show which TorchTitan it is; see `zbpipe.frameworks.titan.versions`.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from torch import nn
 from zbpipe.costs.transformer import LLAMA_3_8B, Block, Checkpointing
 from zbpipe.estimation.workload import ASYNC_TENSOR, Degrees, LayerWork, Workload
 from zbpipe.frameworks import layer_work
-from zbpipe.frameworks.titan import batches, command_line, cpu, interface, layer_split
-from zbpipe.frameworks.titan.versions import find_installed
+from zbpipe.frameworks.titan import batches, command_line, cpu, layer_split
+from zbpipe.frameworks.titan.versions import find_installed, require_names
 from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.runtime.measure.counts import LayerBytes, Operations, count_bytes, count_operations
 from zbpipe.runtime.split.work import percent
@@ -68,7 +68,7 @@ def parse(arguments: Sequence[str], *, allow_float8: bool = False) -> Any:
     find_installed()
     if cpu.is_needed():
         cpu.stand_in()  # TorchTitan asks for a device when it is imported
-    interface.require_names()
+    require_names()
     from zbpipe.frameworks.titan import models
 
     try:

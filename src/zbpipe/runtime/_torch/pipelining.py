@@ -426,29 +426,9 @@ def torch_class(name: str) -> type[_PipelineSchedule]:
     return cast(type[_PipelineSchedule], get_schedule_class(name))
 
 
-def are_mocks(stages: Any) -> bool:
-    """Whether these are mocks of torch's schedule visualizer, which have a rank and no index."""
-    first = stages[0] if isinstance(stages, (list, tuple)) and stages else stages
-    return isinstance(first, _PipelineStageBase) and not hasattr(first, "stage_index")
-
-
-def list_only(stages: list[Any], schedule: Schedule) -> _PipelineScheduleRuntime:
-    """torch's runtime with the computations of `schedule` on mocks of stages. It cannot run."""
-    for stage in stages:
-        # The visualizer adds messages for this number of stages afterwards.
-        stage.num_stages = schedule.placement.num_stages
-    runtime = _PipelineScheduleRuntime(stages, schedule.num_microbatches)  # type: ignore[no-untyped-call]
-    runtime.pipeline_order = _order_of(schedule.computations)
-    return runtime
-
-
-def _order_of(schedule: Schedule) -> dict[int, list[_Action | None]]:
-    return {rank: [_action(*op) for op in ops] for rank, ops in enumerate(schedule)}
-
-
 def lower(runtime: _PipelineScheduleRuntime, schedule: Schedule) -> None:
     """Load `schedule` into torch, which checks the order, adds the communication and keeps both lists."""
-    runtime.pipeline_order = _order_of(schedule)
+    runtime.pipeline_order = {rank: [_action(*op) for op in ops] for rank, ops in enumerate(schedule)}
     with replaced(pipelining_schedules, _add_unshard_reshard=_gather):
         runtime._prepare_schedule_with_comms(runtime.pipeline_order)
 
