@@ -71,8 +71,8 @@ class TimeGraph(Graph[Cell]):
         """Gathers and reductions of each rank, in order."""
         self._first: list[list[int]] = [[] for _ in schedule]
         """Node for which each rank's first op waits, if any."""
-        self._arrival: dict[int, int] = {}
-        """Message that blocks a rank, by the op that sends it."""
+        self.arrivals: dict[int, int] = {}
+        """Message for which a rank waits before it goes on, by the op that sends it."""
         if ahead is not None:
             self._add_begins(ahead)
         if transport is Transport.BLOCKING:
@@ -82,7 +82,7 @@ class TimeGraph(Graph[Cell]):
         if has_fsdp:
             self._add_collectives(overlaps_fsdp)
         if len(self.nodes) == len(base.nodes) and not transport.has_queues:
-            sent = self._arrival
+            sent = self.arrivals
             # Each message right after its op.
             followed = ((op, sent[op]) if op in sent else (op,) for op in base.order if op < self.ops[-1].stop)
             self.order = list(chain.from_iterable(followed)) if sent else base.order
@@ -138,10 +138,10 @@ class TimeGraph(Graph[Cell]):
     def _add_blocking(self) -> None:
         """After an op, its rank waits for its message."""
         first = self.ops[-1].stop
-        self._arrival = {giver: message for message, (giver,) in enumerate(self.schedule.graph.before[first:], first)}
+        self.arrivals = {giver: message for message, (giver,) in enumerate(self.schedule.graph.before[first:], first)}
         for ops in self.ops:
-            for op in self._arrival.keys() & ops[:-1]:
-                self._wait_from(range(op + 1, ops.stop), self._arrival[op])
+            for op in self.arrivals.keys() & ops[:-1]:
+                self._wait_from(range(op + 1, ops.stop), self.arrivals[op])
 
     def _add_queues(self, rows: Rows, transport: Transport) -> None:
         """The messages of `rows` wait for each other. Waits for sends are nodes."""
@@ -181,7 +181,7 @@ class TimeGraph(Graph[Cell]):
             last = {self.nodes[op][0]: op for op in ops if self.nodes[op][1] in ("W", "B")}
             reduced: list[int] = []
             for stage, op in sorted(last.items(), key=lambda each: each[1]):
-                waits = self.before[op] if overlaps else [self._arrival.get(op, op)]
+                waits = self.before[op] if overlaps else [self.arrivals.get(op, op)]
                 reduction = self._add((stage, REDUCE, -1), [*waits, *reduced])
                 if not overlaps:
                     self._wait_from(range(op + 1, ops.stop), reduction)
