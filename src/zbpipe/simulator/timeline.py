@@ -232,20 +232,22 @@ def _memory_changes(spans: tuple[Span, ...], costs: CostModel) -> Iterator[tuple
 
 def _critical_path(timeline: Timeline) -> Iterator[Span]:
     """The critical path, from its end to its beginning."""
-    graph, last_step = timeline.graph or TimeGraph(timeline.schedule), timeline.num_steps - 1
+    graph = timeline.graph or TimeGraph(timeline.schedule)
+    last_step = timeline.num_steps - 1
     seconds, spans = durations(graph, timeline.costs), dict[int, Span]()
     for rank, ops in enumerate(graph.ops):
         row = [span for span in timeline.spans[rank] if span.step == last_step]
         spans |= zip((op for op in ops if graph.nodes[op][1] in COMPUTATIONS), row, strict=True)
-    for begin, *rows in zip(graph.begins, timeline.spans, timeline.collectives, strict=False):
-        seconds[begin] = max((each.end for row in rows for each in row if each.step < last_step), default=0.0)
+    for begin, ran, collectives in zip(graph.begins, timeline.spans, timeline.collectives, strict=False):
+        earlier: list[Span | Collective] = [*ran, *collectives]
+        seconds[begin] = max((each.end for each in earlier if each.step < last_step), default=0.0)
     ends = [0.0] * len(graph.nodes)
     for node in graph.order:
         waits = (ends[each] for each in graph.before[node])
         ends[node] = spans[node].end if node in spans else max(waits, default=0.0) + seconds[node]
-    found: int | None = max(range(len(ends)), key=ends.__getitem__)
+    last = max(range(len(ends)), key=ends.__getitem__)
     beside = {node: op for row in graph.collectives for node, op in row if ends[node] > ends[op]}
-    found = beside.get(found, found)
+    found: int | None = beside.get(last, last)
     while found is not None:
         if found in spans:
             yield spans[found]
