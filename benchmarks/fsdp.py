@@ -33,7 +33,7 @@ from zbpipe.cli.demo.sleeping import SleepingLayer, mean_loss, run_together, sle
 from zbpipe.runtime._torch import hooks
 from zbpipe.runtime._torch.fsdp_overlap import FsdpMode
 from zbpipe.schedule.registry import resolve
-from zbpipe.simulator.collectives import gather_in_each_op
+from zbpipe.simulator.simulation import gather_in_each_op
 
 DATA = 2
 

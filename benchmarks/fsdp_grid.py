@@ -19,8 +19,8 @@ from harness import JSON, markdown, parser, write_json
 
 import zbpipe
 from zbpipe import CostModel, Op, OpKind, Placement, Schedule
+from zbpipe.simulator.actions import other_end
 from zbpipe.simulator.simulation import exposed_fsdp
-from zbpipe.simulator.validation import find_order
 
 Times = tuple[float, float, float]
 TIMES: tuple[Times, ...] = ((1, 1, 1), (1, 1.2, 0.8), (1, 1.6, 0.9))
@@ -86,13 +86,18 @@ def run_as_torch(
     Before each op, a rank frees stages that are not among the next ones, and gathers those that are. The number of the
     next ones is `lookahead` + 1, and at most `most_active`.
     """
-    ends: dict[Op, float] = {}
+    ends: dict[int, float] = {}
     free, wire = [0.0] * schedule.num_ranks, [0.0] * schedule.num_ranks
     gathered: list[dict[int, float]] = [{} for _ in free]
     """By rank and stage, the end of the gather."""
     left, rank_of = [list(row) for row in schedule], schedule.placement.rank_of
     backwards: dict[int, int] = defaultdict(int)
-    for rank, op, inputs in find_order(schedule):
+    for node in schedule.graph.order:
+        op, before = schedule.graph.nodes[node], schedule.graph.before[node]
+        if not isinstance(op, Op):  # a message
+            ends[node] = ends[before[0]] + costs.transfer(rank_of[op[0]], rank_of[other_end(op).stage])
+            continue
+        rank = rank_of[op.stage]
         stages = list(dict.fromkeys(each.stage for each in left[rank]))[:most_active]
         wanted = stages if lookahead is None else stages[: lookahead + 1]
         left[rank].pop(0)
@@ -102,9 +107,8 @@ def run_as_torch(
             if stage not in gathered[rank]:
                 wire[rank] = max(wire[rank], free[rank]) + costs.gathering(stage)
                 gathered[rank][stage] = wire[rank]
-        arrivals = (ends[each] + costs.transfer(rank_of[each.stage], rank) for each in inputs)
-        start = max(free[rank], gathered[rank][op.stage], *arrivals)
-        ends[op] = free[rank] = start + costs.seconds(op.stage, op.kind)
+        start = max(free[rank], gathered[rank][op.stage], *(ends[each] for each in before))
+        ends[node] = free[rank] = start + costs.seconds(op.stage, op.kind)
         backwards[op.stage] += op.kind in (OpKind.B, OpKind.W)
         if op.kind in (OpKind.B, OpKind.W) and backwards[op.stage] == schedule.num_microbatches:
             wire[rank] = max(wire[rank], free[rank]) + costs.reduction(op.stage)

@@ -424,10 +424,31 @@ MUTANTS = (
     ),
     Mutant(
         "messages arrive at once",
-        "simulator/simulation.py",
-        "(giver, taker): costs.transfer(rank_of[giver], rank_of[taker])",
-        "(giver, taker): 0.0",
+        "simulator/times.py",
+        "return costs.transfer(rank_of[stage], rank_of[taker])",
+        "return 0.0 * costs.transfer(rank_of[stage], rank_of[taker])",
         "test_simulation.py",
+    ),
+    Mutant(
+        "a message does not wait for the previous one of its queue",
+        "simulator/graph.py",
+        "self._wait(node, [*blocking, *last[peer]])",
+        "self._wait(node, blocking)",
+        "test_transport.py",
+    ),
+    Mutant(
+        "the rank does not wait for its message",
+        "simulator/graph.py",
+        "self._wait_from(range(op + 1, ops.stop), self._arrival[op])",
+        "pass",
+        "test_transport.py",
+    ),
+    Mutant(
+        "a reduction starts before its last W",
+        "simulator/graph.py",
+        "[*waits, *reduced])",
+        "reduced)",
+        "test_collectives.py",
     ),
 )
 

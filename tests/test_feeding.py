@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import chain
+from itertools import chain, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpipe import CostModel, Op, OpKind, Placement, Schedule, simulate
 from zbpipe.planner.problem import Problem
-from zbpipe.schedule.event_loop import EventLoop
+from zbpipe.schedule.graph import CycleError, Graph
 from zbpipe.schedule.ir import inputs, users
 from zbpipe.simulator import lower_bound as bound
 from zbpipe.testing import cost_models, placements, runnable_schedules
@@ -74,49 +74,26 @@ def test_the_bound_repeats_the_rule(data: st.DataObject) -> None:
             assert (span.start, span.end) == (path.input_start[span.op.stage], path.input_end[span.op.stage])
 
 
-@given(runnable_schedules(), st.sampled_from([None, "static", "dynamic"]))
-def test_each_item_has_its_turn_after_its_inputs(schedule: Schedule, priority: str | None) -> None:
-    num_stages = schedule.placement.num_stages
-    seen: set[Op] = set()
-    orders = {"static": lambda rank, position: -rank, "dynamic": lambda rank, position: (len(seen) + rank) % 3}
-    loop = EventLoop(schedule.ops, lambda op: inputs(op, num_stages), orders[priority] if priority else None)
-    done: list[list[Op]] = [[] for _ in schedule]
-    for rank, op, feeders in loop:
-        assert seen.issuperset(feeders)
-        assert all(feeder in group for feeder, group in zip(feeders, inputs(op, num_stages), strict=True))
-        seen.add(op)
-        done[rank].append(op)
-    assert tuple(map(tuple, done)) == schedule.ops
-    assert not loop.waiting
-    assert loop.position == [len(ops) for ops in schedule]
+@given(runnable_schedules())
+def test_each_op_and_message_comes_after_what_it_waits_for(schedule: Schedule) -> None:
+    graph, num_stages = schedule.graph, schedule.placement.num_stages
+    assert sorted(graph.order) == list(range(len(graph.nodes)))
+    place = {graph.nodes[node]: n for n, node in enumerate(graph.order)}
+    for row in schedule:
+        assert [place[op] for op in row] == sorted(place[op] for op in row)
+        for op in row:
+            for group in inputs(op, num_stages):
+                assert min(place[each] for each in group if each in place) < place[op]
 
 
-def test_of_those_that_can_go_on_the_first_by_priority_does() -> None:
-    rows = [["a", "b"], ["c", "d"], ["e"]]
-    needs = {"a": [["d"]], "e": [["b", "c"]]}
-    order = [item for _, item, _ in EventLoop(rows, lambda item: needs.get(item, []), lambda rank, position: -rank)]
-    assert order == ["c", "e", "d", "a", "b"]
-
-
-def test_who_waits_for_what_never_comes() -> None:
-    rows = [["a", "b"], ["c"], ["d"]]
-    needs = {"b": [["a"], ["c", "x"]], "c": [["b"]], "d": [["a"]]}
-    loop = EventLoop(rows, lambda item: needs.get(item, []))
-    assert [item for _, item, _ in loop] == ["a", "d"]
-    assert loop.waiting == {0: ["c", "x"], 1: ["b"]}
-    assert loop.position == [1, 0, 1]
-
-
-def test_a_rank_that_several_items_could_wake_wakes_once() -> None:
-    """Otherwise it would have two turns when `a` is done, and `z` would come before `e`."""
-    rows = [["a", "z"], ["b", "c"], ["d"], ["e"]]
-    needs = {"a": [["b", "c"], ["d"]], "d": [["c"]], "e": [["a"]]}
-    loop = EventLoop(rows, lambda item: needs.get(item, []), lambda rank, position: 5 if rank else 10 * position)
-    assert [item for _, item, _ in loop] == ["b", "c", "d", "a", "e", "z"]
-
-
-@given(st.lists(st.lists(st.integers()).map(sorted), max_size=6))
-def test_priorities_merge_rows(rows: list[list[int]]) -> None:
-    items = [[(number, rank, position) for position, number in enumerate(row)] for rank, row in enumerate(rows)]
-    loop = EventLoop(items, lambda item: [], lambda rank, position: items[rank][position])
-    assert [item for _, item, _ in loop] == sorted(chain.from_iterable(items))
+@given(st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=8, max_size=8))
+def test_a_graph_has_an_order_or_a_cycle(before: list[list[int]]) -> None:
+    graph = Graph(list(range(8)), before)
+    try:
+        order = graph.order
+    except CycleError as error:
+        for one, other in pairwise([*error.cycle, error.cycle[0]]):
+            assert one in before[other]
+    else:
+        assert sorted(order) == list(range(8))
+        assert all(order.index(each) < order.index(node) for node in order for each in before[node])

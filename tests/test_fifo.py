@@ -27,10 +27,11 @@ from torch.distributed.pipelining import schedules
 
 import zbpipe
 from zbpipe import OpKind, Schedule, testing
-from zbpipe.costs.transport import Receives
+from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule import registry
 from zbpipe.simulator.actions import Rows, parse, validate_lowered
-from zbpipe.simulator.message_queues import MessageLoop, find_blocked_queues
+from zbpipe.simulator.graph import TimeGraph
+from zbpipe.simulator.message_queues import find_blocked_queues
 
 pytestmark = pytest.mark.long
 
@@ -75,11 +76,8 @@ def test_what_is_called_blocked_gets_stuck_and_nothing_else() -> None:
 @example(TURNS)
 @given(tables())
 def test_so_it_is_with_a_queue_for_each_peer(rows: Rows) -> None:
-    ranks = {action.stage: rank for rank, row in enumerate(rows) for action in row}
-    loop = MessageLoop(rows, [ranks[stage] for stage in sorted(ranks)], queue_per_peer=True)
-    for _ in loop:
-        pass
-    assert loop.is_stuck() == bool(loop.find_cycle()) == gets_stuck(rows, PER_PEER)
+    graph = TimeGraph(Schedule.from_actions(rows, ""), Transport.QUEUE_PER_PEER, rows)
+    assert bool(graph.find_cycle()) == gets_stuck(rows, PER_PEER)
 
 
 @example(TURNS)

@@ -158,7 +158,7 @@ def test_copies_keep_to_their_rules_in_time(data: st.DataObject) -> None:
     schedule = with_copies(data.draw(runnable_schedules()), data)
     assert validate(schedule) == []
     costs = replace(data.draw(cost_models(schedule.placement)), host=SLOW)
-    transport = data.draw(st.sampled_from([Transport.IDEAL, Transport.QUEUE_PER_PEER]))
+    transport = data.draw(st.sampled_from([Transport.IDEAL, Transport.QUEUE_PER_PEER, Transport.BLOCKING]))
     timeline = simulate(schedule, costs, transport=transport)
     assert timeline.makespan >= simulate(schedule.computations, costs, transport=transport).makespan * (1 - 1e-9)
     for rank, spans in enumerate(timeline.copies):
@@ -194,7 +194,7 @@ def test_nothing_waits_for_an_offload(data: st.DataObject) -> None:
     schedule = data.draw(runnable_schedules())
     costs = data.draw(cost_models(schedule.placement))
     costs = replace(costs, host=Link(data.draw(st.sampled_from([0, 0.125])), data.draw(st.sampled_from([0.5, 2, 16]))))
-    transport = data.draw(st.sampled_from([Transport.IDEAL, Transport.QUEUE_PER_PEER]))
+    transport = data.draw(st.sampled_from([Transport.IDEAL, Transport.QUEUE_PER_PEER, Transport.BLOCKING]))
     before = simulate(schedule, costs, transport=transport)
     margin = data.draw(st.sampled_from([0, 0.1, 1]))
     found = offload(schedule, costs, transport=transport, margin=margin)

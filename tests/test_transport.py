@@ -12,12 +12,12 @@ from zbpipe import CostModel, Schedule, generate, simulate, testing
 from zbpipe.costs.model import Link
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.ir import Op, OpKind, Placement
-from zbpipe.simulator import simulation
-from zbpipe.simulator.actions import parse
-from zbpipe.simulator.message_times import run
+from zbpipe.simulator.actions import Action, Rows, parse
+from zbpipe.simulator.graph import TimeGraph
 from zbpipe.simulator.passes import add_messages, sort_by_end
 from zbpipe.simulator.rendezvous import receive_by_rendezvous
 from zbpipe.simulator.timeline import Timeline
+from zbpipe.simulator.times import durations, longest_path
 
 TIMES = (1.0, 1.2, 0.8)
 QUEUES = (Transport.ONE_QUEUE, Transport.QUEUE_PER_PEER)
@@ -31,29 +31,32 @@ def loss(name: str, transport: Transport, receives: Receives | None, ranks: int 
     return 100 * (with_queues.makespan / simulate(schedule, costs).makespan - 1)
 
 
+def ends(rows: Rows, costs: CostModel, transport: Transport) -> dict[str, float]:
+    """Ends of computations and messages."""
+    graph = TimeGraph(Schedule.from_actions(rows, "table"), transport, rows)
+    _, found = longest_path(graph, durations(graph, costs).__getitem__)
+    return {str(Action(*node)): end for node, end in zip(graph.nodes, found, strict=True)}
+
+
 def test_one_queue_by_hand() -> None:
     """Rank 1 posts its receive of F1 before it sends B0, which so has to wait until F1 is made."""
-    rows = parse("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1RECV_F1,1SEND_B0")
-    costs = CostModel((3.0, 1.0), (1.0, 1.0), (0.0, 0.0), (1.0, 1.0))
-    placement = Placement.loop(2)
-    ends = {str(each): end for each, end in run(rows, placement, costs, Transport.ONE_QUEUE).end.items()}
+    rows = parse("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1RECV_F1,1SEND_B0,1F1")
+    found = ends(rows, CostModel((3.0, 1.0), (1.0, 1.0), (0.0, 0.0), (1.0, 1.0)), Transport.ONE_QUEUE)
     # Made at 5, on its way from 6 on.
-    assert (ends["1B0"], ends["0SEND_F1"], ends["1SEND_B0"], ends["0B0"]) == (5.0, 6.0, 6.0, 7.0)
+    assert (found["1B0"], found["0SEND_F1"], found["1SEND_B0"], found["0B0"]) == (5.0, 6.0, 6.0, 7.0)
 
 
 def test_a_message_that_waits_holds_up_what_shares_its_queue() -> None:
     costs = CostModel((3.0, 1.0), (0.0, 0.0), (0.0, 0.0), (1.0, 1.0))
     rows = parse("0F0,0SEND_F0,0F1,0SEND_F1\n1RECV_F0,1RECV_F1,1F0,1F1")
     for transport, expected in ((Transport.ONE_QUEUE, 4.0), (Transport.SHARED, 7.0)):
-        times = run(rows, Placement.loop(2), costs, transport)
-        assert {str(each): end for each, end in times.end.items()}["1F0"] == expected
+        assert ends(rows, costs, transport)["1F0"] == expected
 
 
 def test_a_cycle_is_told() -> None:
     rows = parse("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1")
-    costs = CostModel.uniform(Placement.loop(2))
-    with pytest.raises(ValueError, match=r"with one queue messages wait for each other: .*1SEND_B0 before"):
-        run(rows, Placement.loop(2), costs, Transport.ONE_QUEUE)
+    cycle = TimeGraph(Schedule.from_actions(rows, "table"), Transport.ONE_QUEUE, rows).find_cycle()
+    assert list(map(str, cycle)) == ["0SEND_F1", "1SEND_B0", "0SEND_F1"]
 
 
 @pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "ZBH1", "ZBH2", "ZBV", "VHalf", "VMin", "DualPipeV"])
@@ -141,8 +144,8 @@ def test_a_rendezvous_by_hand() -> None:
     costs = CostModel((2.0, 3.0), (1.0, 1.0), (1.0, 1.0), (1.0, 1.0), link=Link(latency=1.0))
     placed = receive_by_rendezvous(rows, Placement.loop(2), costs)
     assert [str(each) for each in placed[1][:5]] == ["1RECV_F0", "1F0", "1RECV_F1", "1B0", "1SEND_B0"]
-    ends = {str(each): end for each, end in run(placed, Placement.loop(2), costs, Transport.SHARED).end.items()}
-    assert (ends["0SEND_F0"], ends["0F1"], ends["1F0"], ends["0SEND_F1"], ends["1B0"]) == (3.0, 5.0, 6.0, 7.0, 9.0)
+    found = ends(placed, costs, Transport.SHARED)
+    assert (found["0SEND_F0"], found["0F1"], found["1F0"], found["0SEND_F1"], found["1B0"]) == (3.0, 5.0, 6.0, 7.0, 9.0)
 
 
 def test_steps_in_a_row() -> None:
@@ -169,18 +172,6 @@ def test_words() -> None:
         simulate(schedule, costs, receives="soon")
     assert simulate(schedule, costs).receives is None
     assert sum(map(len, add_messages(schedule))) == 2 * 2 * 4 * 3 + 2 * 2 * 2 * 4
-
-
-def test_only_cycles_count_as_cycles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault in the placing of receives is told, not taken for messages that wait for each other."""
-
-    def explode(*args: object) -> None:
-        raise ValueError("a fault")
-
-    schedule = generate("ZBH1", 2, 4)
-    monkeypatch.setattr(simulation, "place_receives", explode)
-    with pytest.raises(ValueError, match="a fault"):
-        simulation.best_receives(schedule, CostModel.uniform(schedule.placement, comm=0.1), Transport.ONE_QUEUE)
 
 
 def test_a_blocking_message_keeps_its_sender_from_computing() -> None:

@@ -182,7 +182,6 @@ def runnable_schedules(
 
 def _any_order(draw: st.DrawFn, ops: list[Op], num_stages: int) -> Iterator[Op]:
     """A global order of ops, each after its dependencies. Lists that agree with one order cannot deadlock."""
-    # No `EventLoop`: there are no lists yet.
     unmet = {op: len(inputs(op, num_stages)) for op in ops}
     ready = [op for op in ops if not unmet[op]]
     while ready:

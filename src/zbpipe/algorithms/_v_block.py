@@ -75,7 +75,7 @@ def _reorder_cooldown(rows: list[list[Op]], num_stages: int) -> tuple[tuple[Op, 
 
     All ops take one unit here. Each rank keeps its order up to its last F, so memory does not grow.
     """
-    # No `EventLoop`: these ranks choose their next op, and a clock shows which ops are ready.
+    # These ranks choose their next op, and a clock shows which ops are ready.
     steady = [max(n for n, op in enumerate(row) if op.kind is F) + 1 for row in rows]
     waiting = [list(row) for row in rows]
     done: dict[Op, int] = {}

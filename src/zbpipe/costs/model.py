@@ -13,7 +13,7 @@ from math import inf
 from typing import Any, SupportsFloat
 
 from zbpipe.schedule.frozendict import FrozenDict
-from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement, users
+from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 
 MOST = 1e100
 """Largest cost. No sum or product of such numbers is infinite."""
@@ -317,6 +317,11 @@ class CostModel:
             case OpKind.OF | OpKind.RF | OpKind.OI | OpKind.RI:
                 return 0.0 if self.host is None else self.host.seconds(abs(self.adds(stage, kind)))
 
+    @property
+    def has_fsdp(self) -> bool:
+        """Whether data-parallel ranks gather parameters or reduce gradients."""
+        return bool(self.gather or self.reduce)
+
     def gathering(self, stage: int) -> float:
         """Seconds of the gather of a stage's parameters."""
         return _of_stage(self.gather, stage)
@@ -416,13 +421,6 @@ def _one_or_each(name: str, given: Any, stages: int, read: Callable[[Any], float
 
 def _of_stage(given: float | tuple[float, ...], stage: int) -> float:
     return given[stage] if isinstance(given, tuple) else given
-
-
-def message_seconds(op: Op, placement: Placement, costs: CostModel) -> float:
-    """Seconds of the message with the result of an op. 0 without a message."""
-    rank_of = placement.rank_of
-    takers = (user.stage for user in users(op, placement.num_stages))
-    return max((costs.transfer(rank_of[op.stage], rank_of[taker]) for taker in takers), default=0.0)
 
 
 def least_room(placement: Placement, costs: CostModel) -> tuple[float, ...]:

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from zbpipe.costs.model import ROUNDING, CostModel, highest, most_room
 from zbpipe.planner.kernel import NEVER, Job, Node, starts
-from zbpipe.schedule.event_loop import EventLoop
-from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule, inputs
+from zbpipe.schedule.graph import CycleError
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
 from zbpipe.simulator import lower_bound as bound
 from zbpipe.simulator.post_validation import period
 from zbpipe.simulator.simulation import simulate
@@ -167,11 +167,13 @@ class Problem:
 
     def order(self, schedule: Schedule) -> list[int]:
         """Ops of a valid schedule in the order of their starts. A B that cannot help becomes an I and a W."""
-        num_stages = self.placement.num_stages
-        rows = [list(self._as_run(ops)) for ops in schedule]
-        loop = EventLoop(rows, lambda op: inputs(op, num_stages))
-        order = [number for _, op, _ in loop for number in self._numbers(op)]
-        if loop.waiting or not len(order) == len(set(order)) == self.num_ops:
+        graph = replace(schedule, ops=tuple(tuple(self._as_run(ops)) for ops in schedule)).graph
+        try:
+            ops = (graph.nodes[each] for each in graph.order)
+            order = [number for op in ops if isinstance(op, Op) for number in self._numbers(op)]
+        except CycleError:
+            order = []
+        if not len(order) == len(set(order)) == self.num_ops:
             raise ValueError(f"schedule {schedule.name} cannot run; zbpipe.validate lists the findings")
         return self.sort_by_start(order)
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 from importlib import import_module
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from operator import index
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from zbpipe.schedule import tables
-from zbpipe.schedule.event_loop import EventLoop
+from zbpipe.schedule.graph import Graph
 
 _MOST_SHOWN = 64
 """Number of ops in the `repr` of a schedule."""
@@ -137,6 +137,10 @@ RELOADS = (RF, RI)
 _COPY_FED_BY = {OF: F, RF: OF, OI: I, RI: OI}
 _COPIES_FED = {feeder: copy for copy, feeder in _COPY_FED_BY.items()}
 _RELOAD_BEFORE = {I: RF, B: RF, W: RI}
+_LANE = {**dict.fromkeys(COMPUTATIONS, 0), **dict.fromkeys(OFFLOADS, 1), **dict.fromkeys(RELOADS, 2)}
+"""A rank runs one op at a time in each lane: computations, copies to the host, copies back."""
+_UNKNOWN = ((),)
+"""Dependencies of an op of a stage that does not exist: none of no op is ever over."""
 
 
 def inputs(op: Op, num_stages: int) -> tuple[tuple[Op, ...], ...]:
@@ -191,10 +195,6 @@ def reload_before(op: Op) -> Op | None:
     """
     kind = _RELOAD_BEFORE.get(op.kind)
     return None if kind is None else Op(op.stage, kind, op.microbatch)
-
-
-Turn: TypeAlias = tuple[int, Op, list[Op]]
-"""A rank, its op, and the dependencies of that op."""
 
 
 @dataclass(frozen=True)
@@ -354,22 +354,59 @@ class Schedule:
         return self.computations is not self
 
     @cached_property
-    def order(self) -> tuple[Turn, ...]:
-        """Its ops in an order in which ranks can run them, each with its rank and its dependencies.
+    def graph(self) -> Graph[tables.Cell]:
+        """What its ops wait for. The nodes are the ops, rank by rank, then the messages, named like torch's sends.
 
-        Ops that can never run are omitted.
+        An op waits for the previous one of its rank and for its `inputs`, a copy for the computation before it and the
+        previous copy in its direction. An op that cannot run, or is there twice, waits for itself.
 
-        >>> [str(op) for _, op, _ in Schedule.from_csv("0F0,0B0\\n1F0,1B0").order]
-        ['0F0', '1F0', '1B0', '0B0']
+        >>> graph = Schedule.from_csv("0F0,0B0\n1F0,1B0").graph
+        >>> ["".join(map(str, graph.nodes[each])) for each in graph.order]
+        ['0F0', '0SEND_F0', '1F0', '1B0', '1SEND_B0', '0B0']
         """
-        num_stages = self.placement.num_stages
-        reloads = {op for row in self.ops for op in row if op.kind in RELOADS}
-
-        def with_reload(op: Op) -> tuple[tuple[Op, ...], ...]:
-            needed, reload = inputs(op, num_stages), reload_before(op)
-            return (*needed, (reload,)) if reload in reloads else needed
-
-        return tuple(EventLoop(self.ops, with_reload if reloads else lambda op: inputs(op, num_stages)))
+        rank_of, num_stages = self.placement.rank_of, self.placement.num_stages
+        ops = list(chain.from_iterable(self.ops))
+        number: dict[tables.Cell, int] = dict(zip(ops, count(), strict=False))
+        needed: dict[tuple[int, str], list[list[tuple[int, str]]]] = {
+            (stage, kind): [[each[:2] for each in group] for group in inputs(Op(stage, kind, 0), num_stages)]
+            for stage in range(num_stages)
+            for kind in self.kinds
+        }
+        before: list[list[int]] = []
+        messages: list[tables.Cell] = []
+        givers: list[list[int]] = []
+        for rank, row in enumerate(self.ops):
+            first, last = len(before), [-1, -1, -1]
+            for stage, kind, microbatch in row:
+                place, lane = len(before), _LANE[kind]
+                waits = [last[0]] if last[0] >= 0 else []
+                for group in needed.get((stage, kind), _UNKNOWN):
+                    for giver_stage, giver_kind in group:
+                        giver = number.get((giver_stage, giver_kind, microbatch))
+                        if giver is not None:
+                            break
+                    else:
+                        waits.append(place)
+                        continue
+                    if rank_of[giver_stage] != rank:
+                        waits.append(len(ops) + len(messages))
+                        messages.append((giver_stage, "SEND_F" if giver_kind is F else "SEND_B", microbatch))
+                        givers.append([giver])
+                    elif lane or not first <= giver < place:  # else it is before the previous op
+                        waits.append(giver)
+                if self.has_copies:
+                    if lane and last[lane] >= 0:
+                        waits.append(last[lane])
+                    if kind in _RELOAD_BEFORE and (stage, _RELOAD_BEFORE[kind], microbatch) in number:
+                        waits.append(number[stage, _RELOAD_BEFORE[kind], microbatch])
+                last[lane] = place
+                before.append(waits)
+        if len(number) < len(ops):
+            before = [
+                [place] if number[op] != place else waits
+                for place, (op, waits) in enumerate(zip(ops, before, strict=True))
+            ]
+        return Graph([*ops, *messages], before + givers)
 
     def __iter__(self) -> Iterator[tuple[Op, ...]]:
         return iter(self.ops)

@@ -80,7 +80,7 @@ def send_of(op: Op) -> Action:
     return new_tuple(Action, (op.stage, "SEND_F" if op.kind is OpKind.F else "SEND_B", op.microbatch))
 
 
-def other_end(action: Action) -> Action:
+def other_end(action: tables.Cell) -> Action:
     """The receive of a send, or the send of a receive.
 
     >>> print(other_end(Action(0, "SEND_F", 3)), other_end(Action(0, "RECV_B", 3)))

@@ -6,9 +6,9 @@ Every sample keeps the schedule's order of ops, as torch runs it. All samples ar
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from math import log1p, sqrt
 from statistics import median
 from typing import Any
@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 
 from zbpipe.costs.job import JobCosts, as_cost_model
 from zbpipe.costs.model import CostModel, amount, set_fields
-from zbpipe.schedule.event_loop import Clock
 from zbpipe.schedule.frozendict import FrozenDict
-from zbpipe.schedule.ir import COMPUTATIONS, Op, Schedule, require_whole
-from zbpipe.simulator.collectives import find_earliest, find_reductions
-from zbpipe.simulator.timeline import Span, Timeline
-from zbpipe.simulator.validation import find_order, require_schedule
+from zbpipe.schedule.ir import KINDS, Schedule, require_whole
+from zbpipe.schedule.tables import Cell
+from zbpipe.simulator.actions import SENDS, other_end
+from zbpipe.simulator.graph import TimeGraph
+from zbpipe.simulator.timeline import Timeline
+from zbpipe.simulator.times import durations, longest_path
+from zbpipe.simulator.validation import require_runnable, require_schedule
 
 Seconds = NDArray[np.floating[Any]]
 """One number for each sample."""
@@ -226,7 +228,7 @@ def step_times(
         raise ValueError(f"{schedule.name} copies to the host, which varies in a way that is not known")
     _require_ranks(schedule.num_ranks, jitter)
     costs = as_cost_model(costs, schedule.placement)
-    return StepTimes(_simulate(schedule, costs, RandomTimes(schedule.num_ranks, jitter, samples, seed)))
+    return StepTimes(_simulate(schedule, costs, RandomTimes(schedule.placement.rank_of, jitter, samples, seed)))
 
 
 def _require_ranks(num_ranks: int, jitter: Jitter) -> None:
@@ -238,30 +240,41 @@ def _require_ranks(num_ranks: int, jitter: Jitter) -> None:
 class RandomTimes:
     """The random times of all samples. Each op and message has its own, independent of other samples."""
 
-    def __init__(self, num_ranks: int, jitter: Jitter, samples: int, seed: int) -> None:
+    def __init__(self, rank_of: Sequence[int], jitter: Jitter, samples: int, seed: int) -> None:
+        self._rank_of = rank_of
         self._jitter = jitter
         self.samples = samples
         self._seed = seed
         self._factors = np.array(jitter.factors)
-        self._rank = [self._of_rank(rank) for rank in range(num_ranks)]
+        self._rank = [self._of_rank(rank) for rank in range(max(rank_of) + 1)]
         self._burst_of_link: dict[tuple[int, int], Seconds | float] = {}
 
-    def seconds(self, op: Op, rank: int, usual: float) -> Seconds | float:
-        """Seconds of `op` on `rank`, which takes `usual` seconds without jitter."""
-        jitter = self._jitter
-        factor = self._rank[rank]
-        if usual and jitter.factors:
-            factor = factor * self._random(0, op).choice(self._factors, self.samples)
-        elif usual and jitter.ops:
-            factor = factor * _lognormal(self._random(0, op), jitter.ops, self.samples)
-        return usual * factor
+    def seconds(self, node: Cell, usual: float) -> Seconds | float:
+        """Seconds of a node of a `TimeGraph`, which takes `usual` seconds without jitter."""
+        stage, kind, microbatch = node
+        if kind in KINDS:
+            return usual * self._factor(self._rank_of[stage], (0, stage, "FIWB".index(kind), microbatch), usual)
+        if kind in SENDS:
+            taker = other_end(node).stage
+            key = (1, taker, SENDS.index(kind), microbatch)
+            return self._message(key, (self._rank_of[stage], self._rank_of[taker]), usual)
+        return usual
 
-    def transfer(self, op: Op, ranks: tuple[int, int], usual: float) -> Seconds | float:
-        """Seconds of the message that `op` waits for, which takes `usual` seconds without jitter."""
+    def _factor(self, rank: int, key: tuple[int, ...], usual: float) -> Seconds | float:
+        """Factor on the seconds of an op."""
+        jitter, factor = self._jitter, self._rank[rank]
+        if usual and jitter.factors:
+            factor = factor * self._random(key).choice(self._factors, self.samples)
+        elif usual and jitter.ops:
+            factor = factor * _lognormal(self._random(key), jitter.ops, self.samples)
+        return factor
+
+    def _message(self, key: tuple[int, ...], ranks: tuple[int, int], usual: float) -> Seconds | float:
+        """Seconds of a message between two ranks."""
         jitter = self._jitter
         link = _link(*ranks)
         seconds: Seconds | float = usual + jitter.late_by(*ranks)
-        random = self._random(1, op) if jitter.links or jitter.delay else None
+        random = self._random(key) if jitter.links or jitter.delay else None
         if random is not None and jitter.links:
             seconds = seconds * _lognormal(random, jitter.links, self.samples)
         if random is not None and jitter.delay:
@@ -283,8 +296,8 @@ class RandomTimes:
     def _bursts(self, *key: int) -> NDArray[np.bool_]:
         return np.random.default_rng([self._seed, *key]).random(self.samples) < self._jitter.burst
 
-    def _random(self, what: int, op: Op) -> np.random.Generator:
-        return np.random.default_rng([self._seed, what, op.stage, COMPUTATIONS.index(op.kind), op.microbatch])
+    def _random(self, key: tuple[int, ...]) -> np.random.Generator:
+        return np.random.default_rng([self._seed, *key])
 
 
 def _lognormal(random: np.random.Generator, deviation: float, samples: int) -> Seconds:
@@ -294,30 +307,9 @@ def _lognormal(random: np.random.Generator, deviation: float, samples: int) -> S
 
 
 def _simulate(schedule: Schedule, costs: CostModel, times: RandomTimes) -> Seconds:
-    """The ends of a step: as in `zbpipe.simulator.simulation`, with an array in place of each time."""
-    rank_of = schedule.placement.rank_of
-
-    def transfer(feeder: Op, op: Op) -> Seconds | float:
-        ranks = rank_of[feeder.stage], rank_of[op.stage]
-        return 0.0 if ranks[0] == ranks[1] else times.transfer(op, ranks, costs.transfer(*ranks))
-
-    def seconds(rank: int, op: Op) -> Seconds | float:
-        return times.seconds(op, rank, costs.seconds(op.stage, op.kind))
-
-    free: list[Seconds | float] = [0.0] * schedule.num_ranks
-    earliest = find_earliest(schedule, costs, overlaps=True)
-    clock = Clock(free, seconds, transfer, np.maximum, earliest)
-    last: list[dict[int, Span]] = [{} for _ in free]
-    """By rank, the last op so far of each stage, in order."""
-    order = find_order(schedule)
-    uses = Counter(feeder for _, _, feeders in order for feeder in feeders)
-    for (rank, op, feeders), (_, _, start, end) in zip(order, clock.run(order), strict=True):
-        last[rank].pop(op.stage, None)
-        last[rank][op.stage] = Span(op, start, end)
-        uses.subtract(feeders)
-        for each in (op, *feeders):
-            if not uses[each]:
-                del clock.ends[each]  # large jobs have tens of thousands of ops
-    for row in last:
-        free += [each.end for each in find_reductions(row.values(), costs, latest=np.maximum)]
-    return np.broadcast_to(np.maximum.reduce(np.broadcast_arrays(*free)), (times.samples,)).astype(np.float64)
+    """The ends of a step: as in `zbpipe.simulate`, with an array in place of each time."""
+    require_runnable(schedule)
+    graph = TimeGraph(schedule, has_fsdp=costs.has_fsdp)
+    usual = durations(graph, costs)
+    _, ends = longest_path(graph, lambda node: times.seconds(graph.nodes[node], usual[node]), np.maximum, frees=True)
+    return np.broadcast_to(reduce(np.maximum, ends), (times.samples,)).astype(np.float64)

@@ -28,9 +28,8 @@ from math import floor, inf
 from typing import NamedTuple
 
 from zbpipe.costs.model import ROUNDING, CostModel
-from zbpipe.schedule.event_loop import Clock, EventLoop
 from zbpipe.schedule.frozendict import FrozenDict
-from zbpipe.schedule.ir import Op, OpKind, Placement, inputs
+from zbpipe.schedule.ir import Op, OpKind, Placement
 
 
 def lower_bound(
@@ -185,13 +184,11 @@ def _alone(placement: Placement, costs: CostModel, earliest: Mapping[Op, float] 
     """F down all stages and I up again, none before its `earliest` time."""
     rank_of, stages = placement.rank_of, range(costs.num_stages)
     ops = [*(Op(stage, OpKind.F, 0) for stage in stages), *(Op(stage, OpKind.I, 0) for stage in reversed(stages))]
-    clock: Clock[Op] = Clock(
-        [0.0],
-        lambda rank, op: costs.seconds(op.stage, op.kind),
-        lambda giver, taker: costs.transfer(rank_of[giver.stage], rank_of[taker.stage]),
-        earliest=earliest,
-    )
-    times = [(start, end) for _, _, start, end in clock.run(EventLoop([ops], lambda op: inputs(op, len(stages))))]
+    times: list[tuple[float, float]] = []
+    for before, op in zip([ops[0], *ops], ops, strict=False):
+        arrival = costs.transfer(rank_of[before.stage], rank_of[op.stage]) + (times[-1][1] if times else 0.0)
+        start = max(arrival, earliest.get(op, 0.0))
+        times.append((start, start + costs.seconds(op.stage, op.kind)))
     down, up = times[: len(stages)], times[: len(stages) - 1 : -1]
     return _Path(
         [start for start, _ in down], [end for _, end in down], [start for start, _ in up], [end for _, end in up]

@@ -21,6 +21,7 @@ from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Op, OpKind, Schedule
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Span, Timeline
+from zbpipe.simulator.times import durations
 from zbpipe.simulator.validation import require_schedule, require_valid
 
 
@@ -179,8 +180,10 @@ class _Rank:
         self.timeline = timeline
         self.rank = rank
         self.spans = timeline.spans[rank]
-        self.ends = [span.end for span in self.spans]
-        self.things = sorted(_things(timeline, rank, wanted, 1 + margin), key=lambda thing: -thing.waits)
+        self.ends = list(_ends(timeline, rank))
+        """When the rank goes on after each op, which is when copies are issued."""
+        things = _things(timeline, rank, self.ends, wanted, 1 + margin)
+        self.things = sorted(things, key=lambda thing: -thing.waits)
         self.chosen: list[_Thing] = []
 
     def offload(self, limit: float) -> float:
@@ -261,11 +264,21 @@ def _out(chosen: Sequence[_Thing], seconds: Sequence[float]) -> Iterator[Span]:
         yield Span(thing.op(thing.there), start, free)
 
 
-def _things(timeline: Timeline, rank: int, wanted: Offload | None, longer: float) -> Iterator[_Thing]:
+def _ends(timeline: Timeline, rank: int) -> Iterator[float]:
+    """Ends of a rank's ops, with the messages that it waits for."""
+    assert timeline.graph, "it was simulated"
+    seconds, arrivals = durations(timeline.graph, timeline.costs), timeline.graph.arrivals
+    for op, span in zip(timeline.graph.ops[rank], timeline.spans[rank], strict=True):
+        yield span.end + (seconds[arrivals[op]] if op in arrivals else 0.0)
+
+
+def _things(
+    timeline: Timeline, rank: int, ends: Sequence[float], wanted: Offload | None, longer: float
+) -> Iterator[_Thing]:
     """All memory that could be copied out and back while it waits."""
     spans, costs = timeline.spans[rank], timeline.costs
     places = {span.op: position for position, span in enumerate(spans)}
-    for made, (op, _, since, _) in enumerate(spans):
+    for made, ((op, *_), since) in enumerate(zip(spans, ends, strict=True)):
         if op.kind not in _WAYS:
             continue
         kind, there, back, takers = _WAYS[op.kind]

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Iterator
 from itertools import chain
-from operator import attrgetter
 
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Receives
-from zbpipe.schedule.event_loop import EventLoop
-from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule, inputs, users
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
 from zbpipe.simulator.actions import (
     COMPUTE,
     RECEIVES,
@@ -45,24 +43,20 @@ def add_messages(schedule: Schedule) -> Rows:
         1RECV_F0 1F0 1B0 1SEND_B0
     """
     schedule = schedule.computations
-    rank_of, num_stages = schedule.placement.rank_of, schedule.placement.num_stages
+    graph, rank_of = schedule.graph, schedule.placement.rank_of
+    turns = [-1] * len(graph.nodes)
+    """Turn of each node. In turn n, rank n modulo their number may compute, and send the result."""
     rows: list[list[Action]] = [[] for _ in schedule]
-    turn = (0, -1)
-    """Round and rank."""
-
-    def next_turn(rank: int, position: int) -> tuple[int, int]:
-        """The turn in this round if its rank comes later in it, else in the next."""
-        number, now = turn
-        return number + (rank <= now), rank
-
-    for rank, op, _ in EventLoop(schedule.ops, lambda op: inputs(op, num_stages), next_turn):
-        turn = next_turn(rank, 0)
-        rows[rank].append(action_of(op))
-        taker = next((user for user in users(op, num_stages) if rank_of[user.stage] != rank), None)
-        if taker:
-            send = send_of(op)
-            rows[rank].append(send)
-            rows[rank_of[taker.stage]].append(other_end(send))
+    for node in graph.order:
+        turns[node] = max((turns[each] for each in graph.before[node]), default=-1)
+        if graph.nodes[node][1] in COMPUTE:
+            turns[node] += 1 + (rank_of[graph.nodes[node][0]] - turns[node] - 1) % len(rows)
+    for node in sorted(graph.order, key=turns.__getitem__):
+        action = Action(*graph.nodes[node])
+        rows[rank_of[action.stage]].append(action)
+        if action.kind in SENDS:
+            receive = other_end(action)
+            rows[rank_of[receive.stage]].append(receive)
     return tuple(map(tuple, rows))
 
 
@@ -249,12 +243,8 @@ def _held(row: tuple[Action, ...], last_stage: int) -> Iterator[int]:
         held += goes - each.kind.startswith("WAIT_SEND")
 
 
-def sort_by_end(timeline: Timeline) -> Iterator[Op]:
+def sort_by_end(timeline: Timeline) -> list[Op]:
     """All ops of one step by their ends. Of equal ends, no op precedes its dependency."""
-    schedule, spans = timeline.schedule.computations, timeline.spans
-    if all(span.start < span.end for row in spans for span in row):
-        # Then all ends precede the ops that take their results, and the order of the ends is the order.
-        return (span.op for span in sorted(chain.from_iterable(spans), key=attrgetter("end")))
-    num_stages = schedule.placement.num_stages
-    loop = EventLoop(schedule.ops, lambda op: inputs(op, num_stages), lambda rank, position: spans[rank][position].end)
-    return (op for _, op, _ in loop)
+    ends = {span.op: span.end for span in chain.from_iterable(timeline.spans)}
+    graph = timeline.schedule.computations.graph
+    return sorted((node for each in graph.order if (node := graph.nodes[each]) in ends), key=ends.__getitem__)

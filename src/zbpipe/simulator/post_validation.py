@@ -13,28 +13,25 @@ come.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from math import inf
 from operator import add
-from typing import Any
 
 from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.costs.transport import Transport
-from zbpipe.schedule.event_loop import Clock, EventLoop
-from zbpipe.schedule.ir import Op, Schedule
+from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.actions import COMPUTE, Action, Rows, dependencies, other_end
-from zbpipe.simulator.collectives import find_earliest, find_reductions
+from zbpipe.simulator.graph import TimeGraph
 from zbpipe.simulator.passes import wait_of
 from zbpipe.simulator.simulation import simulate
-from zbpipe.simulator.timeline import Span, Timeline
-from zbpipe.simulator.validation import find_order
+from zbpipe.simulator.timeline import Timeline
+from zbpipe.simulator.times import durations, longest_path
+from zbpipe.simulator.validation import require_runnable
 
 LEAST_GAIN = 1e-3
 """Least gain of a schedule, as a share of a step, that justifies a copy of the weights."""
-_NEVER = -inf
 
 
 def ahead_of(schedule: Schedule, costs: CostModel) -> tuple[int, ...]:
@@ -49,10 +46,13 @@ def ahead_of(schedule: Schedule, costs: CostModel) -> tuple[int, ...]:
     """
     # These are forwards, and none of the last stage: all other ops depend on every rank in the same step. The
     # dependencies of each start before it.
-    path = _Paths.through(schedule, costs)
-    begin = path.rhythm()
-    over = max(begin) - ROUNDING * path.period
-    return tuple(sum(max(map(add, start, begin)) < over for start in row) for row in path.starts)
+    graph = _step(schedule)
+    delays = _delays(graph, costs)
+    length = _mean_step(delays)
+    begin = _rhythm(delays, length)
+    starts, _ = _times(graph, costs, begin)
+    over = max(begin) - ROUNDING * length
+    return tuple(sum(starts[op] < over for op in ops) for ops in graph.ops)
 
 
 def period(schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = None) -> float:
@@ -63,7 +63,7 @@ def period(schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = N
     24.0
     """
     # `ahead_of` guarantees that validation never delays an op.
-    return _Paths.through(schedule, costs, ahead).period
+    return _mean_step(_delays(_step(schedule, ahead), costs))
 
 
 def period_of(timeline: Timeline) -> float:
@@ -85,84 +85,57 @@ def gain(schedule: Schedule, costs: CostModel) -> float:
     return max(0.0, 1 - period(schedule, costs) / synchronous) if synchronous else 0.0
 
 
-class _After(tuple[float, ...]):
-    """A time by rank: its least delay after that rank's end of the last step."""
-
-    def __add__(self, seconds: float) -> _After:  # type: ignore[override]
-        return _After([each + seconds for each in self])
-
-
-def _later(one: Any, other: Any) -> _After:
-    return _After(map(max, one, other))
+def _step(schedule: Schedule, ahead: Sequence[int] | None = None) -> TimeGraph:
+    """One step. After `ahead` ops, a rank waits for all ranks' end of the last step. Default: for none."""
+    schedule = schedule.computations
+    require_runnable(schedule)
+    return TimeGraph(schedule, ahead=list(map(len, schedule)) if ahead is None else ahead, has_fsdp=True)
 
 
-@dataclass(frozen=True)
-class _Paths:
-    """Dependence of a step on the end of the previous step: longest paths from the times at which the ranks were done.
+def _times(graph: TimeGraph, costs: CostModel, begin: Iterable[float]) -> tuple[list[float], list[float]]:
+    """Starts and ends where each rank begins the step at its time of `begin`."""
+    seconds = durations(graph, costs)
+    for node, time in zip(graph.begins, begin, strict=True):
+        seconds[node] = time
+    return longest_path(graph, seconds.__getitem__)
 
-    An op starts at the latest of those times plus their paths to the op. So does the next step. The mean step time is
-    the largest mean of a cycle of ranks, each of which begins where the path of the previous one ends (the eigenvalue
-    of a matrix in max-plus algebra: Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity, 1992, section
-    3.2).
+
+def _delays(graph: TimeGraph, costs: CostModel) -> list[list[float]]:
+    """Least delay from one rank's end of the last step (column) to another's end of this step (row).
+
+    They are longest paths. The next step depends on this one in the same way, so the mean step time is the largest mean
+    of a cycle of ranks, each of which begins where the path of the previous one ends (the eigenvalue of a matrix in
+    max-plus algebra: Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity, 1992, section 3.2).
     """
+    columns = []
+    for begin in graph.begins:
+        _, ends = _times(graph, costs, [0.0 if each == begin else -inf for each in graph.begins])
+        columns.append([max(ends[node] for node in lasts) for lasts in graph.begins.values()])
+    return [list(row) for row in zip(*columns, strict=True)]
 
-    starts: tuple[tuple[_After, ...], ...]
-    """Start of each op, by rank and op."""
-    ends: tuple[_After, ...]
-    """End of this step, by rank."""
 
-    @classmethod
-    def through(cls, schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = None) -> _Paths:
-        """One step. After `ahead` ops, a rank waits for all ranks' end of the last step. Default: for none."""
-        ranks, rank_of = range(schedule.num_ranks), schedule.placement.rank_of
-        free = [_After(0.0 if other == rank else _NEVER for other in ranks) for rank in ranks]
-        starts: list[list[_After]] = [[] for _ in ranks]
-        schedule = schedule.computations
-        last: list[list[Span]] = [[] for _ in ranks]
-        clock: Clock[Op] = Clock(
-            free,
-            lambda rank, op: costs.seconds(op.stage, op.kind),
-            lambda giver, taker: costs.transfer(rank_of[giver.stage], rank_of[taker.stage]),
-            latest=_later,
-            earliest={
-                op: free[rank_of[op.stage]] + time for op, time in find_earliest(schedule, costs, overlaps=True).items()
-            },
-        )
-        gate = None if ahead is None else (ahead, _After(0.0 for _ in ranks))
-        for rank, op, start, end in clock.run(find_order(schedule), gate):
-            starts[rank].append(start)
-            last[rank].append(Span(op, start, end))
-        for rank, row in enumerate(last):
-            for each in find_reductions(row, costs, latest=_later):
-                free[rank] = _later(free[rank], each.end)
-        return cls(tuple(map(tuple, starts)), tuple(free))
+def _mean_step(delays: Sequence[Sequence[float]]) -> float:
+    """The mean time of a step."""
+    # Karp's algorithm: the longest paths of each number of steps, here to all ranks from the first one.
+    reached = [[0.0, *(-inf for _ in delays[1:])]]
+    for _ in delays:
+        reached.append([max(map(add, row, reached[-1])) for row in delays])
+    last, number = reached[-1], len(delays)
+    return max(
+        min((last[rank] - each[rank]) / (number - steps) for steps, each in enumerate(reached[:-1]))
+        for rank in range(number)
+    )
 
-    @cached_property
-    def period(self) -> float:
-        """The mean time of a step."""
-        # Karp's algorithm: the longest paths of each number of steps, here to all ranks from the first one.
-        reached = [[0.0, *(_NEVER for _ in self.ends[1:])]]
-        for _ in self.ends:
-            reached.append(self._next(reached[-1]))
-        last, number = reached[-1], len(self.ends)
-        return max(
-            min((last[rank] - each[rank]) / (number - steps) for steps, each in enumerate(reached[:-1]))
-            for rank in range(number)
-        )
 
-    def rhythm(self) -> list[float]:
-        """Times at which each rank is done with a step, after many equal steps that all ranks began together."""
-        ranks = range(len(self.ends))
-        longest = [[each - self.period for each in row] for row in self.ends]
-        for via in ranks:
-            for row in longest:
-                row[:] = [max(each, row[via] + more) for each, more in zip(row, longest[via], strict=True)]
-        critical = [rank for rank in ranks if longest[rank][rank] >= -ROUNDING * self.period]
-        return [max(longest[rank][via] + max(0.0, *longest[via]) for via in critical) for rank in ranks]
-
-    def _next(self, done: Sequence[float]) -> list[float]:
-        """Times at which the ranks end a step after they were `done` with the previous one."""
-        return [max(map(add, row, done)) for row in self.ends]
+def _rhythm(delays: Sequence[Sequence[float]], length: float) -> list[float]:
+    """Times at which each rank is done with a step, after many steps of this mean time from a common begin."""
+    ranks = range(len(delays))
+    longest = [[each - length for each in row] for row in delays]
+    for via in ranks:
+        for row in longest:
+            row[:] = [max(each, row[via] + more) for each, more in zip(row, longest[via], strict=True)]
+    critical = [rank for rank in ranks if longest[rank][rank] >= -ROUNDING * length]
+    return [max(longest[rank][via] + max(0.0, *longest[via]) for via in critical) for rank in ranks]
 
 
 @dataclass(frozen=True)
@@ -233,10 +206,20 @@ def _drain(before: Sequence[Action], after: Sequence[Action], sent: Set[Action])
 
 def _stuck(rows: Rows, rank_of: Sequence[int]) -> Iterator[str]:
     """Ranks that do not reach the end of these rows."""
-    loop = EventLoop(rows, lambda action: dependencies(action, rank_of))
-    deque(loop, maxlen=0)
-    for rank, choices in loop.waiting.items():
-        yield f"rank {rank} waits for {choices[0]}, which no rank runs ahead of the validation"
+    done: set[Action] = set()
+    heads = [deque(row) for row in rows]
+    moved = True
+    while moved:
+        moved = False
+        for row in heads:
+            while row and all(done.intersection(choices) for choices in dependencies(row[0], rank_of)):
+                done.add(row.popleft())
+                moved = True
+    for rank, row in enumerate(heads):
+        for choices in dependencies(row[0], rank_of) if row else ():
+            if not done.intersection(choices):
+                yield f"rank {rank} waits for {choices[0]}, which no rank runs ahead of the validation"
+                break
 
 
 def _find_left_over(rows: Rows) -> Iterator[str]:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
-from itertools import chain
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from zbpipe.costs.model import ROUNDING, CostModel, message_seconds, rank_shares
+from zbpipe.costs.model import CostModel, rank_shares
 from zbpipe.costs.transport import Receives, Transport
-from zbpipe.schedule.frozendict import FrozenDict
-from zbpipe.schedule.ir import Op, OpKind, Schedule, inputs
-from zbpipe.simulator.collectives import Collective, find_reductions, find_waits
+from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Schedule
+from zbpipe.simulator.graph import TimeGraph
 from zbpipe.simulator.lower_bound import lower_bound
+from zbpipe.simulator.times import durations
 
 
 class Span(NamedTuple):
@@ -26,7 +25,20 @@ class Span(NamedTuple):
     start: float
     end: float
     step: int = 0
-    """Index of the step, in a timeline of several steps."""
+    """Index of the step, in a timeline of several graph."""
+
+
+class Collective(NamedTuple):
+    """A collective of a stage, from `start` to `end` in seconds."""
+
+    kind: Literal["gather", "reduce"]
+    stage: int
+    start: float
+    end: float
+    step: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.stage} {self.kind}"
 
 
 class Idle(NamedTuple):
@@ -61,19 +73,19 @@ class Timeline:
     transport: Transport = Transport.IDEAL
     receives: Receives | None = None
     """When ranks post receives. None where that makes no difference."""
-    waited_for: Mapping[tuple[int, Op], tuple[int, Op]] = field(default_factory=lambda: FrozenDict({}))
-    """By step and op, the op whose end it waited for, on its rank or behind messages. Empty for the ideal transport."""
     copies: tuple[tuple[Span, ...], ...] = ()
     """Copies of each rank to its host and back, in list order. Empty without offloading."""
-    gathers: tuple[tuple[Collective, ...], ...] = ()
-    """Gathers of parameters on each rank (`costs.gather`), in order."""
+    collectives: tuple[tuple[Collective, ...], ...] = ()
+    """Gathers of parameters and reductions of gradients on each rank, by their start."""
     overlaps_fsdp: bool = True
     """Whether gathers run beside the first F of a stage, and reductions beside its last W or B."""
+    graph: TimeGraph | None = field(default=None, compare=False)
+    """What waited for what. None if it was measured."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "waited_for", FrozenDict(self.waited_for))
         if not any(self.copies):
             object.__setattr__(self, "copies", ())
+        object.__setattr__(self, "collectives", self.collectives or ((),) * len(self.spans))
 
     def __repr__(self) -> str:
         schedule = self.schedule
@@ -105,27 +117,24 @@ class Timeline:
     @cached_property
     def makespan(self) -> float:
         """End of the last rank, with its reductions."""
-        return max([self._end_of_computations, *(row[-1].end for row in self.reductions if row)])
+        return max([self._end_of_computations, *(each.end for row in self.collectives for each in row)])
 
     @property
     def _end_of_computations(self) -> float:
         return max((spans[-1].end for spans in self.spans if spans), default=0.0)
 
-    @cached_property
-    def waits(self) -> Mapping[Op, float]:
-        """Seconds for which ranks wait for reductions, by the op before. Empty if FSDP overlaps."""
-        return find_waits(self.schedule, self.costs, overlaps=self.overlaps_fsdp)
+    @property
+    def gathers(self) -> tuple[tuple[Collective, ...], ...]:
+        """Gathers of parameters on each rank (`costs.gather`), in order."""
+        return self._find_collectives("gather")
 
-    @cached_property
+    @property
     def reductions(self) -> tuple[tuple[Collective, ...], ...]:
-        """Reductions of gradients on each rank (`costs.reduce`). They run beside the computations, one at a time."""
-        return tuple(find_reductions(spans, self.costs, overlaps=self.overlaps_fsdp) for spans in self.spans)
+        """Reductions of gradients on each rank (`costs.reduce`), in order."""
+        return self._find_collectives("reduce")
 
-    @cached_property
-    def collectives(self) -> tuple[tuple[Collective, ...], ...]:
-        """Gathers and reductions of each rank, in order."""
-        rows = zip(self.gathers or ((),) * len(self.spans), self.reductions, strict=True)
-        return tuple(tuple(sorted((*gathers, *others), key=lambda each: each.start)) for gathers, others in rows)
+    def _find_collectives(self, kind: str) -> tuple[tuple[Collective, ...], ...]:
+        return tuple(tuple(each for each in row if each.kind == kind) for row in self.collectives)
 
     @property
     def exposed_reduction(self) -> float:
@@ -223,56 +232,23 @@ def _memory_changes(spans: tuple[Span, ...], costs: CostModel) -> Iterator[tuple
 
 def _critical_path(timeline: Timeline) -> Iterator[Span]:
     """The critical path, from its end to its beginning."""
-    places = {
-        (span.step, span.op): (rank, position)
-        for rank, spans in enumerate(timeline.spans)
-        for position, span in enumerate(spans)
-    }
-    place: tuple[int, int] | None = _last_place(timeline)
+    graph = timeline.graph or TimeGraph(timeline.schedule)
     last_step = timeline.num_steps - 1
-    while place is not None:
-        span = timeline.spans[place[0]][place[1]]
-        if span.step != last_step:
-            return
-        yield span
-        if not timeline.transport.has_queues:
-            place = _latest_before(timeline, place, places)
-        else:
-            before = timeline.waited_for.get((span.step, span.op))
-            place = None if before is None else places[before]
-
-
-def _last_place(timeline: Timeline) -> tuple[int, int]:
-    """The place of the op that ends last, or of the last one before the reduction that ends last."""
-    if not timeline.exposed_reduction:
-        rank = max(range(len(timeline.spans)), key=lambda r: timeline.spans[r][-1].end)
-        return rank, len(timeline.spans[rank]) - 1
-    rank = max((r for r, row in enumerate(timeline.reductions) if row), key=lambda r: timeline.reductions[r][-1].end)
-    stage, spans = timeline.reductions[rank][-1].stage, timeline.spans[rank]
-    return rank, max(position for position, span in enumerate(spans) if span.op.stage == stage)
-
-
-def _latest_before(
-    timeline: Timeline, place: tuple[int, int], places: Mapping[tuple[int, Op], tuple[int, int]]
-) -> tuple[int, int] | None:
-    """The place of the op that the one at `place` waited for."""
-    schedule, costs = timeline.schedule, timeline.costs
-    rank_of = schedule.placement.rank_of
-    rank, position = place
-    span = timeline.spans[rank][position]
-    before = (rank, position - 1) if position else None
-    free = 0.0
-    if before is not None:
-        previous = timeline.spans[rank][position - 1]
-        free = previous.end + timeline.waits.get(previous.op, 0.0)
-        if timeline.transport is Transport.BLOCKING:
-            free += message_seconds(previous.op, schedule.placement, costs)
-    for op in chain.from_iterable(inputs(span.op, schedule.placement.num_stages)):
-        found = places.get((span.step, op))
-        if found is None:
-            continue
-        arrival = timeline.spans[found[0]][found[1]].end + costs.transfer(found[0], rank_of[span.op.stage])
-        if before is None or arrival > free:
-            before, free = found, arrival
-    waited_for_gather = any(timeline.gathers) and span.start > free * (1 + ROUNDING)
-    return None if waited_for_gather else before
+    seconds, spans = durations(graph, timeline.costs), dict[int, Span]()
+    for rank, ops in enumerate(graph.ops):
+        row = [span for span in timeline.spans[rank] if span.step == last_step]
+        spans |= zip((op for op in ops if graph.nodes[op][1] in COMPUTATIONS), row, strict=True)
+    for begin, ran, collectives in zip(graph.begins, timeline.spans, timeline.collectives, strict=False):
+        earlier: list[Span | Collective] = [*ran, *collectives]
+        seconds[begin] = max((each.end for each in earlier if each.step < last_step), default=0.0)
+    ends = [0.0] * len(graph.nodes)
+    for node in graph.order:
+        waits = (ends[each] for each in graph.before[node])
+        ends[node] = spans[node].end if node in spans else max(waits, default=0.0) + seconds[node]
+    last = max(range(len(ends)), key=ends.__getitem__)
+    beside = {node: op for row in graph.collectives for node, op in row if ends[node] > ends[op]}
+    found: int | None = beside.get(last, last)
+    while found is not None:
+        if found in spans:
+            yield spans[found]
+        found = max(graph.before[found], key=ends.__getitem__, default=None)

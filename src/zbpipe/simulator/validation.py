@@ -6,14 +6,14 @@ import reprlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, product
+from itertools import islice, pairwise, product
 from typing import Literal, NamedTuple, TypeVar
 
 from zbpipe.costs.job import as_cost_model
 from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.costs.model import ROUNDING, CostModel
-from zbpipe.schedule.event_loop import EventLoop
-from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Schedule, Turn, inputs, reload_before
+from zbpipe.schedule.graph import CycleError, Graph
+from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, RELOADS, Op, OpKind, Schedule, inputs, reload_before
 
 N = TypeVar("N", bound=NamedTuple)
 Rule = Literal["missing", "doubled", "foreign", "placement", "order", "deadlock", "memory"]
@@ -103,23 +103,29 @@ def _is_sound(schedule: Schedule) -> bool:
     num_ops = sum(map(len, schedule))
     if schedule.has_copies or num_ops < 2 * len(stages) * len(microbatches):
         return False  # also because a wrong number may be too large for what follows
+    try:
+        schedule.graph.order  # noqa: B018 -- which raises if there is none
+    except CycleError:
+        return False
     rank_of = dict(enumerate(schedule.placement.rank_of))
     ran: dict[OpKind, set[tuple[int, int]]] = {kind: set() for kind in OpKind}
-    for rank, (stage, kind, microbatch), _ in schedule.order:
-        if rank_of.get(stage) != rank:
-            return False
-        ran[kind].add((stage, microbatch))
+    for rank, row in enumerate(schedule):
+        for stage, kind, microbatch in row:
+            if rank_of.get(stage) != rank:
+                return False
+            ran[kind].add((stage, microbatch))
     whole = set(product(stages, microbatches))
     f, i, w, b = (ran[kind] for kind in COMPUTATIONS)
     return len(f) + len(i) + len(w) + len(b) == num_ops and f == whole == i | b and i == w and i.isdisjoint(b)
 
 
-def find_order(schedule: Schedule) -> tuple[Turn, ...]:
-    """`schedule.order`, with all ops in it. A ValueError with all findings if an op never runs, or runs again."""
-    if len({op for _, op, _ in schedule.order}) < sum(map(len, schedule)):
+def require_runnable(schedule: Schedule) -> None:
+    """Raise ValueError with all findings if an op never runs, or runs again."""
+    try:
+        schedule.graph.order  # noqa: B018 -- which raises if there is none
+    except CycleError:
         require_valid(schedule)
-        raise ValueError(f"schedule {schedule.name} cannot run")
-    return schedule.order
+        raise ValueError(f"schedule {schedule.name} cannot run") from None
 
 
 def require_schedule(schedule: Schedule) -> None:
@@ -240,46 +246,34 @@ def find_deadlocks(
     places: Mapping[N, Sequence[tuple[int, int]]],
     dependencies: Callable[[N], Iterable[tuple[N, ...]]],
 ) -> Iterator[Finding]:
-    """Run all rows without a clock. Returns the ranks that end up waiting for each other in a cycle.
+    """The first ranks that wait for each other in a cycle.
 
     Only waiting between ranks counts. An item that is missing, or late on its own rank, has a separate finding.
     `places` are the ranks and positions of every item. `dependencies` are groups, of which one item each has to be
     over.
     """
-
-    def from_other_ranks(item: N) -> Iterator[tuple[N, ...]]:
-        rank = places[item][0][0]
-        for choices in dependencies(item):
-            known = tuple(choice for choice in choices if choice in places)
-            if known and all(places[choice][0][0] != rank for choice in known):
-                yield known
-
-    loop = EventLoop(rows, from_other_ranks)
-    for _ in loop:
-        pass
-    waiting_for = {rank: choices[0] for rank, choices in loop.waiting.items()}
-    giver = {rank: places[item][0][0] for rank, item in waiting_for.items()}
-    for cycle in _cycles({rank: other for rank, other in giver.items() if other != rank}):
-        text = ", ".join(
-            f"rank {rank} (position {loop.position[rank]}, {rows[rank][loop.position[rank]]}) waits for"
-            f" {waiting_for[rank]} on rank {giver[rank]} (position {places[waiting_for[rank]][0][1]})"
-            for rank in cycle
+    nodes = [(rank, position) for rank, row in enumerate(rows) for position in range(len(row))]
+    number = {place: n for n, place in enumerate(nodes)}
+    before = []
+    for rank, position in nodes:
+        known = (
+            [places[each][0] for each in choices if each in places] for choices in dependencies(rows[rank][position])
         )
-        position = loop.position[cycle[0]]
-        yield Finding("deadlock", cycle[0], position, rows[cycle[0]][position], text)
-
-
-def _cycles(successor: dict[int, int]) -> Iterator[list[int]]:
-    """The cycles in "rank waits for rank", each once, starting at its lowest rank."""
-    seen: set[int] = set()
-    for start in sorted(successor):
-        path: list[int] = []
-        rank = start
-        while rank in successor and rank not in seen:
-            seen.add(rank)
-            path.append(rank)
-            rank = successor[rank]
-        if rank in path:
-            cycle = path[path.index(rank) :]
-            turn = cycle.index(min(cycle))
-            yield cycle[turn:] + cycle[:turn]
+        others = [min(choices) for choices in known if choices and all(place[0] != rank for place in choices)]
+        before.append([number[each] for each in [*([(rank, position - 1)] if position else []), *others]])
+    try:
+        Graph(nodes, before).order  # noqa: B018 -- which raises if there is none
+        return
+    except CycleError as error:
+        cycle = error.cycle[::-1]
+    # Each waits for the next one, and the ops of one rank follow each other.
+    hops = [(one, other) for one, other in pairwise([*cycle, cycle[0]]) if one[0] != other[0]]
+    first = hops.index(min(hops))
+    hops = [*hops[first:], *hops[:first]]
+    text = ", ".join(
+        f"rank {rank} (position {position}, {rows[rank][position]}) waits for {rows[giver][place]} on rank {giver}"
+        f" (position {place})"
+        for (rank, position), (giver, place) in hops
+    )
+    rank, position = hops[0][0]
+    yield Finding("deadlock", rank, position, rows[rank][position], text)

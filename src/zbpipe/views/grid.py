@@ -10,8 +10,7 @@ from itertools import chain, groupby
 from rich.text import Text
 
 from zbpipe.schedule.ir import OpKind
-from zbpipe.simulator.collectives import Collective
-from zbpipe.simulator.timeline import Span, Timeline
+from zbpipe.simulator.timeline import Collective, Span, Timeline
 from zbpipe.views import style
 
 IDLE = "·"

@@ -14,8 +14,7 @@ from typing import Any
 
 from zbpipe.costs.model import rank_shares
 from zbpipe.schedule.ir import OpKind
-from zbpipe.simulator.collectives import Collective
-from zbpipe.simulator.timeline import Span, Timeline
+from zbpipe.simulator.timeline import Collective, Span, Timeline
 from zbpipe.views import style
 
 _TICKS = 2**32

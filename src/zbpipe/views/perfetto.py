@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zbpipe.schedule.ir import OpKind, users
-from zbpipe.simulator.collectives import Collective
-from zbpipe.simulator.timeline import Span, Timeline
+from zbpipe.simulator.timeline import Collective, Span, Timeline
 from zbpipe.views.style import lanes, memory_profile, summary
 
 _MICROSECONDS = 1e6

@@ -9,8 +9,7 @@ from typing import NamedTuple
 
 from zbpipe.costs.model import rank_shares
 from zbpipe.schedule.ir import OFFLOADS, RELOADS, OpKind, Placement
-from zbpipe.simulator.collectives import Collective
-from zbpipe.simulator.timeline import Span, Timeline
+from zbpipe.simulator.timeline import Collective, Span, Timeline
 
 KIND_WORDS = {
     OpKind.F: "forward",

@@ -9,8 +9,7 @@ from itertools import accumulate
 
 from zbpipe.costs.model import CostModel
 from zbpipe.schedule.ir import Placement
-from zbpipe.simulator.collectives import Collective
-from zbpipe.simulator.timeline import Span, Timeline
+from zbpipe.simulator.timeline import Collective, Span, Timeline
 from zbpipe.views import style
 
 # All lengths are pixels.
