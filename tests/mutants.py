@@ -253,8 +253,8 @@ MUTANTS = (
     Mutant(
         "a receive is swapped with its neighbour",
         PASSES,
-        "rows[rank_of[taker.stage]].append(other_end(send))",
-        "rows[rank_of[taker.stage]].insert(-1, other_end(send))",
+        "rows[rank_of[receive.stage]].append(receive)",
+        "rows[rank_of[receive.stage]].insert(-1, receive)",
         "test_actions.py -k torch_puts",
     ),
     Mutant(
@@ -439,7 +439,7 @@ MUTANTS = (
     Mutant(
         "the rank does not wait for its message",
         "simulator/graph.py",
-        "self._wait_from(range(op + 1, ops.stop), self._arrival[op])",
+        "self._wait_from(range(op + 1, ops.stop), self.arrivals[op])",
         "pass",
         "test_transport.py",
     ),

@@ -756,7 +756,7 @@ def test_a_backward_that_fails_with_a_result_that_waits_is_named() -> None:
 
 
 class Gate(nn.Module):
-    """A weight made from what it multiplies, if the stage's input needs no gradient, or from what also goes elsewhere."""
+    """A weight made from what it multiplies (the first stage needs no dX), or from what also goes elsewhere."""
 
     def __init__(self, is_x: bool) -> None:
         super().__init__()

@@ -42,7 +42,6 @@ from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.post_validation import RunAhead, gain
 from zbpipe.simulator.simulation import simulate
 
-
 PLAIN = "without events after computations, fused W, W of compiled regions, FSDP beside computations, and offload"
 """What a plain schedule leaves out."""
 
