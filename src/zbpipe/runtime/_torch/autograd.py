@@ -308,7 +308,7 @@ _KNOWN = {
             *("_Round", "_RoundToFloat8", "_ToAffineFakeQuantized"),
         )
     ),
-    "peft": frozenset(("HadaWeight", "HadaWeightCP", "UniqueBaseGrad")),
+    "peft": frozenset(("BlockCircularConvolution", "HadaWeight", "HadaWeightCP", "UniqueBaseGrad")),
 }
 """Functions of libraries whose gradients the tests compare, by package. Their backwards have no side effects."""
 _VIEWS = frozenset(

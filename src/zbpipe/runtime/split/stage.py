@@ -196,7 +196,11 @@ def _complain_of_nothing_to_defer(stage: pipelining.Stage, how: SplitBackward) -
 def _report_what_stays_in_i(stage: _SplitBackward) -> None:
     """Log once the deferred share of the weight gradients, and the largest exceptions with their reasons."""
     work = stage._work
-    if work is None or not work.flops:
+    if work is None:
+        return
+    if not work.flops:
+        complaint = "stage %d: no product with a weight that trains was found, so its W does nothing"
+        logger.warning(complaint, stage.stage_index)
         return
     share, is_enough = work.share, work.share >= ENOUGH
     in_i = describe((_name(each), each.share, each.reason) for each in work.in_i) if work.in_i else ""
