@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
+from collections import Counter
 from collections.abc import Mapping
 from functools import cache
 from graphlib import TopologicalSorter
@@ -16,6 +19,26 @@ NEED_TORCH = ("runtime", "frameworks", "titan", "run")
 """What may import torch, and what imports these."""
 FORMALITIES = {"zbpipe", "zbpipe.__main__"}
 """Every package has these, and what `zbpipe` names it loads late."""
+
+
+BUDGETS = {
+    "src/zbpipe": 290,
+    "src/zbpipe/algorithms": 620,
+    "src/zbpipe/cli": 2100,
+    "src/zbpipe/costs": 960,
+    "src/zbpipe/estimation": 1070,
+    "src/zbpipe/frameworks": 2550,
+    "src/zbpipe/planner": 1760,
+    "src/zbpipe/runtime": 8680,
+    "src/zbpipe/schedule": 730,
+    "src/zbpipe/simulator": 1870,
+    "src/zbpipe/titan": 110,
+    "src/zbpipe/views": 1280,
+    "tests": 27300,
+    "benchmarks": 3020,
+}
+"""Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
+NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
 
 
 def name_of(path: Path) -> str:
@@ -104,3 +127,24 @@ def test_few_public_names_besides_the_classes() -> None:
     assert len(functions) <= 23
     assert zbpipe.__all__ == sorted(zbpipe.__all__, key=lambda name: (not name[0].isupper(), name))
     assert all(hasattr(zbpipe, name) for name in zbpipe.__all__)
+
+
+def count_code(path: Path) -> int:
+    """Lines of code in a file."""
+    text = path.read_text()
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    lines = {line for each in tokens if each.type not in NO_CODE for line in range(each.start[0], each.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def test_budgets() -> None:
+    found = Counter[str]()
+    for folder in ("src/zbpipe", "tests", "benchmarks"):
+        for path in (ROOT.parent.parent / folder).rglob("*.py"):
+            inner = path.relative_to(ROOT.parent.parent).parts[:-1]
+            found["/".join(inner[:3] if folder.startswith("src") else inner[:1])] += count_code(path)
+    over = {folder: lines for folder, lines in found.items() if lines > BUDGETS[folder]}
+    assert not over, f"more lines of code than the budgets: {over}"
