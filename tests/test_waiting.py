@@ -49,7 +49,7 @@ WEIGHTS_LAST = Schedule(
 """For one rank with one stage: every W waits for all I."""
 
 QUICK = (
-    *("pos.unsqueeze(0)", "pos[None]", "pos.view", "pos as it is", "a backward that keeps", "a node hook"),
+    *("pos.unsqueeze(0)", "a backward that keeps", "a node hook"),
     *("a backward that keeps a part of its gradient", "a workspace", "complex inside", "a hook on the weight"),
     *("recomputed by autograd.grad", "recomputed for inputs", "torch.jit.trace", "a copy for an average", "pickle"),
     *("vmap", "func.grad", "jvp", "forward-mode AD", "forces", "no output features", "no tokens", "sparse x"),
