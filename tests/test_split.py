@@ -18,11 +18,9 @@ from models import (
     Block,
     Checkpointing,
     DoubledLinear,
-    Experts,
     TiedStage,
     batch,
     build_stage,
-    checkpointed,
     loss_fn,
     reference,
 )
@@ -173,17 +171,6 @@ def test_a_product_that_gives_another_shape_is_named(result: Any, got: str, is_l
     run = both.train if records else partial(train, both.module)
     with pytest.raises(ValueError, match=of_weight):
         run(torch.randn(3, 4, WIDTH))
-
-
-@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
-def test_grouped_experts(checkpointing: Checkpointing) -> None:
-    experts = Experts(3, WIDTH, 2 * WIDTH)
-    # The same products of the same bfloat16 numbers.
-    both = Compared(checkpointed(experts, checkpointing), of_y={"rtol": 0, "atol": 0})
-    for _ in range(2):
-        ends = torch.tensor([5, 5, 9], dtype=torch.int32)  # nothing for the second expert
-        assert len(both.train(torch.randn(9, WIDTH), ends)) == 3
-    assert not experts.up.grad[1].any()  # type: ignore[index]
 
 
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
