@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +31,9 @@ CALLS: dict[str, Call] = {
 class Compared:
     """With what their gradients may differ by, or their norms; `of_y` is for their outputs and the gradients of x."""
 
-    def __init__(
-        self, module: nn.Module, *, of_norm: float = 0.0, of_y: dict[str, float] | None = None, **tolerance: float
-    ) -> None:
+    def __init__(self, module: nn.Module, *, of_norm: float = 0.0, of_y: Any = None, **tolerance: Any) -> None:
         self.module, self.plain, self.gradients = module, copy.deepcopy(module), WeightGradients()
-        self.tolerance = tolerance or {"rtol": 1e-5, "atol": 1e-6}
+        self.tolerance: Any = tolerance or {"rtol": 1e-5, "atol": 1e-6}
         self.of_y, self.of_norm = self.tolerance if of_y is None else of_y, of_norm
         defer_weights(module, self.gradients)
         defer_in_compiled_regions(module, self.gradients)

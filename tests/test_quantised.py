@@ -135,7 +135,7 @@ LAYERS = {
 }
 
 
-EXACT = {"rtol": 0.0, "atol": 0.0}
+EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 0.0}
 
 
 @pytest.mark.parametrize("how", CALLS)

@@ -271,17 +271,12 @@ def test_i_computes_no_weight_gradient_for_the_bias_of_a_convolution() -> None:
     assert kernels.computed[1:] == [[False, True, False]]
 
 
-def test_packed_projections_of_multihead_attention_wait() -> None:
-    both = Compared(nn.MultiheadAttention(WIDTH, 2, batch_first=True).double())
-    x = torch.randn(2, 4, WIDTH, dtype=torch.float64)
-    assert len(both.train(x, call=lambda layer, x: layer(x, x, x, need_weights=False)[0])) == 2
-
-
 def test_a_full_backward_and_an_evaluation_are_ordinary() -> None:
     both, x = Compared(Own(CASES["select"])), torch.randn(3, 4, WIDTH)
     torch.testing.assert_close(train(both.module, x), train(both.plain, x), rtol=0, atol=0)
     both.compare()
-    (mine,), (theirs,) = (torch.autograd.grad(each(x).sum(), each.w) for each in (both.module, both.plain))
+    layers: Any = both.module, both.plain
+    (mine,), (theirs,) = (torch.autograd.grad(each(x).sum(), each.w) for each in layers)
     torch.testing.assert_close(mine, theirs)
     with torch.no_grad():
         torch.testing.assert_close(both.module(x), both.plain(x), rtol=0, atol=0)
@@ -384,8 +379,8 @@ def test_a_declared_gradient_may_be_dy_itself() -> None:
             train(layer, torch.randn(WIDTH, WIDTH))
         given = [each.dy.clone() for each in pending]
         layer.w.grad = None
-        for each in pending:
-            each.accumulate()
+        for gradient in pending:
+            gradient.accumulate()
         assert len(given) == 2
         assert all(map(torch.equal, given, (each.dy for each in pending)))
         both.module.zero_grad()

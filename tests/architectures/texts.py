@@ -26,8 +26,8 @@ QWEN3_NEXT: dict[str, Any] = {
     **{"head_dim": 8, "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 8, "linear_value_head_dim": 8},
 }
-LLAMA_4 = {"head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 64, "num_experts_per_tok": 1}
-RWKV = {
+LLAMA_4: dict[str, Any] = {"head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 64, "num_experts_per_tok": 1}
+RWKV: dict[str, Any] = {
     **{"vocab_size": VOCABULARY, "hidden_size": 32, "context_length": 32},
     **{"attention_hidden_size": 32, "intermediate_size": 64},
 }

@@ -106,7 +106,7 @@ CASES = (
                 lambda s, x: checkpoint(lambda x: s.b(F.dropout(s.a(x), 0.3)), s.c(x), use_reentrant=True), c=linear()
             ),
             ONLY_EAGER,
-            shapes=shapes,
+            shapes=shapes,  # type: ignore[arg-type]
             refused=refused,
             most_ranks=1 if refused else 4,
         )
