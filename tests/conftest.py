@@ -102,7 +102,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture
 def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The two tables of the zoo under their names, float64, and no word of what stays in I."""
+    """The table of the zoo under its name, float64, and no word of what stays in I."""
     import torch
     from zoo.runner import register_tables
 

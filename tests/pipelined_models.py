@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from architectures.case import VOCABULARY, transformer
-from architectures.texts import EXPERTS, GPT, LATENT, SMALL
+from architectures.texts import EXPERTS, GPT, LATENT, LLAMA_4, QWEN3_NEXT, RWKV, SMALL
 from searching import searching_little
 from torch import Tensor, nn, optim
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -63,43 +63,13 @@ ARCHITECTURES: dict[str, tuple[str, Mapping[str, Any]]] = {
     "Qwen3-MoE": ("Qwen3MoeConfig", EXPERTS | {"head_dim": 8}),
     "DeepSeek V3": ("DeepseekV3Config", EXPERTS | LATENT),
     "GPT-OSS": ("GptOssConfig", EXPERTS | {"num_local_experts": 4, "head_dim": 8, "sliding_window": 4}),
-    "Qwen3-Next": (
-        "Qwen3NextConfig",
-        EXPERTS
-        | {
-            "head_dim": 8,
-            "shared_expert_intermediate_size": 32,
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 8,
-            "linear_value_head_dim": 8,
-        },
-    ),
-    "Llama 4": (
-        "Llama4TextConfig",
-        EXPERTS | {"head_dim": 8, "num_local_experts": 4, "intermediate_size_mlp": 64, "num_experts_per_tok": 1},
-    ),
-    "RWKV": (
-        "RwkvConfig",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "context_length": 32,
-            "attention_hidden_size": 32,
-            "intermediate_size": 64,
-        },
-    ),
+    "Qwen3-Next": ("Qwen3NextConfig", EXPERTS | QWEN3_NEXT),
+    "Llama 4": ("Llama4TextConfig", EXPERTS | LLAMA_4),
+    "RWKV": ("RwkvConfig", RWKV),
     "Mamba 2": (
         "Mamba2Config",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "state_size": 8,
-            "num_heads": 4,
-            "head_dim": 16,
-            "n_groups": 2,
-            "chunk_size": 4,
-        },
+        {"vocab_size": VOCABULARY, "hidden_size": 32, "state_size": 8, "num_heads": 4, "head_dim": 16}
+        | {"n_groups": 2, "chunk_size": 4},
     ),
 }
 

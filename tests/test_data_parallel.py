@@ -15,8 +15,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from models import Block, Checkpointing, batch, build_stage, loss_fn
 from pipelines import TOLERANCE, Pipeline, on_one_rank
 from ranks import run_ranks
@@ -24,11 +22,10 @@ from torch import Tensor, nn
 from torch.distributed._composable.replicate import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.overrides import TorchFunctionMode
 
 import zbpipe
 from zbpipe import CostModel, Placement
@@ -48,7 +45,6 @@ class Training(NamedTuple):
     schedule: Any
     microbatches: int = 3
     steps: int = 2
-    policy: MixedPrecisionPolicy = MixedPrecisionPolicy()
     reshard_after_forward: bool = False
     options: dict[str, Any] = {}  # noqa: RUF012
     checkpointing: Checkpointing = "none"
@@ -130,27 +126,21 @@ LONG = {name: training for is_long, name, training in _combinations() if is_long
 TRAININGS |= {name: training for is_long, name, training in _combinations() if not is_long}
 
 
+Runs = dict[DataParallel, dict[str, Run]]
+
+
 @cache
-def all_runs() -> list[dict[DataParallel, dict[str, Run]]]:
+def all_runs(is_long: bool) -> list[Runs]:
     """By rank. One start of the processes serves all tests."""
-    return run_ranks(PIPELINE * DATA, train_in_all_ways, TRAININGS)
+    return run_ranks(PIPELINE * DATA, train_in_all_ways, LONG if is_long else TRAININGS, timeout=600)
 
 
-@cache
-def long_runs() -> list[dict[DataParallel, dict[str, Run]]]:
-    return run_ranks(PIPELINE * DATA, train_in_all_ways, LONG, timeout=600)
-
-
-def train_in_all_ways(trainings: dict[str, Training]) -> dict[DataParallel, dict[str, Run]]:
+def train_in_all_ways(trainings: dict[str, Training]) -> Runs:
+    meshes = {parallel: _mesh(parallel) for parallel in WAYS}
     return {
-        parallel: train_all(parallel, {name: each for name, each in trainings.items() if parallel in each.ways})
-        for parallel in WAYS
+        parallel: {name: train(parallel, mesh, each) for name, each in trainings.items() if parallel in each.ways}
+        for parallel, mesh in meshes.items()
     }
-
-
-def train_all(parallel: DataParallel, trainings: dict[Any, Training]) -> dict[Any, Run]:
-    mesh = _mesh(parallel)
-    return {name: train(parallel, mesh, training) for name, training in trainings.items()}
 
 
 def _mesh(parallel: DataParallel) -> DeviceMesh:
@@ -223,12 +213,11 @@ def _parallelize(parallel: DataParallel, mesh: DeviceMesh, training: Training, g
     if training.has_experts and isinstance(group, Block):
         _shard_experts(group, mesh)
     elif parallel == "replicate":
-        replicate(group, mesh=mesh["dp"], mp_policy=training.policy)
+        replicate(group, mesh=mesh["dp"])
     else:
         fully_shard(
             group,
             mesh=mesh["dp"] if parallel == "fully_shard" else mesh["dp_replicate", "dp_shard"],
-            mp_policy=training.policy,
             reshard_after_forward=training.reshard_after_forward,
         )
     for module in group if isinstance(group, list) else [group]:
@@ -302,21 +291,15 @@ def _microbatches(count: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
     yield from zip(tokens.chunk(DATA * count), targets.chunk(DATA * count), strict=True)
 
 
-@pytest.mark.parametrize(("parallel", "name"), [(way, name) for name, each in TRAININGS.items() for way in each.ways])
+@pytest.mark.parametrize(
+    ("parallel", "name"),
+    [
+        *((way, name) for name, each in TRAININGS.items() for way in each.ways),
+        *(pytest.param(*each.ways, name, marks=pytest.mark.long) for name, each in LONG.items()),
+    ],
+)
 def test_gradients_equal_those_of_the_model_in_one_piece(parallel: DataParallel, name: str) -> None:
-    assert_gradients(all_runs(), parallel, name, TRAININGS[name])
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", LONG)
-def test_gradients_with_combinations_of_options(name: str) -> None:
-    (parallel,) = LONG[name].ways
-    assert_gradients(long_runs(), parallel, name, LONG[name])
-
-
-def assert_gradients(
-    by_rank: list[dict[DataParallel, dict[str, Run]]], parallel: DataParallel, name: str, training: Training
-) -> None:
+    training, by_rank = (TRAININGS | LONG)[name], all_runs(name in LONG)
     for step in range(training.steps):
         expected = plain_gradients(training.size(step), step)
         for before in range(step) if training.accumulates else ():
@@ -343,7 +326,7 @@ def test_every_weight_of_a_linear_layer_is_left_to_w(parallel: DataParallel, nam
     model = _module(0, 1)
     linear = {f"{path}.weight" for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
     trained = {path for path, parameter in model.named_parameters() if parameter.requires_grad}
-    for runs in all_runs():
+    for runs in all_runs(False):
         run = runs[parallel][name]
         held = run.gradients[0].keys()
         assert set().union(*run.left_to_w.values()) == linear & trained & held
@@ -357,7 +340,7 @@ def test_each_group_is_reduced_once_a_step_with_its_last_product(parallel: DataP
     for step in range(TRAININGS[name].steps):
         reduced: list[str] = []
         unsplit: list[str] = []
-        for runs in all_runs():
+        for runs in all_runs(False):
             for of_stage in _by_stage(runs[parallel][name].events[step]).values():
                 assert of_stage.count("I") == of_stage.count("W") == count
                 *_, before = (place for place, event in enumerate(of_stage[:-1]) if event in "IW")
@@ -383,112 +366,6 @@ def _by_stage(events: list[tuple[int, str]]) -> dict[int, list[str]]:
     return by_stage
 
 
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-
-class Products(TorchFunctionMode):
-    """Adds up the weight gradients of linear layers in float64, from the very inputs and gradients that they see."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sums: defaultdict[Tensor, Tensor | float] = defaultdict(float)
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
-        if func is F.linear and args[1].requires_grad:
-            output.register_hook(partial(self._add, args[1], args[0].detach()))
-        return output
-
-    def _add(self, weight: Tensor, x: Tensor, dy: Tensor) -> None:
-        self.sums[weight] += dy.flatten(0, -2).double().t() @ x.flatten(0, -2).double()
-
-
-class Exact(NamedTuple):
-    """The gradients of bfloat16 forwards and backwards, added up exactly and one after the other in bfloat16."""
-
-    exact: Gradients
-    in_bf16: Gradients
-
-
-COUNTS = {"ZBV": 64, "ZBH1": 2}
-"""Microbatches, by schedule."""
-BF16_TRAININGS = {
-    (name, count): Training(name, count, steps=1, policy=BF16)
-    for split, count in COUNTS.items()
-    for name in (split, "1F1B")
-}
-
-
-@cache
-def bf16_runs() -> tuple[dict[tuple[str, int], Gradients], dict[int, Exact]]:
-    """By schedule and number of microbatches the gradients of the whole model, and what they should be."""
-    results = run_ranks(PIPELINE * DATA, train_with_bf16)
-    found: Any = defaultdict(dict)
-    for runs, _ in results:
-        for case, run in runs.items():
-            found[case] |= run.gradients[0]
-    return found, results[0][1]
-
-
-def train_with_bf16() -> tuple[dict[tuple[str, int], Run], dict[int, Exact]]:
-    """On rank 0 what it should have been, too: with one thread, as in training, products round in the same way."""
-    runs = train_all("fully_shard", BF16_TRAININGS)
-    return runs, {count: exact_gradients(count) for count in COUNTS.values() if dist.get_rank() == 0}
-
-
-def exact_gradients(count: int) -> Exact:
-    model = _module(0, 1).bfloat16()
-    products = Products()
-    exact: Any = defaultdict(float)
-    in_bf16: Any = {}
-    for tokens, targets in _microbatches(count, step=0):
-        with products:
-            output = model(tokens)
-        model.zero_grad()
-        loss_fn(output, targets).backward()
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                exact[name] += parameter.grad.double()
-                in_bf16[name] = in_bf16.get(name, torch.zeros_like(parameter)) + parameter.grad
-    # Only the weights of linear layers have more exact gradients than the ones that autograd hands out in bfloat16.
-    exact |= {name: products.sums[p] for name, p in model.named_parameters() if p in products.sums}
-    total = DATA * count
-    return Exact({n: g / total for n, g in exact.items()}, {n: g / total for n, g in in_bf16.items()})
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "count"), COUNTS.items())
-def test_bf16_weights_with_fp32_gradients_lose_no_bits_over_many_microbatches(name: str, count: int) -> None:
-    """Every product rounds to bfloat16; what an unsplit schedule is off by is that, and what is allowed here."""
-    found, exactly = bf16_runs()
-    exact, in_bf16 = exactly[count]
-    assert found[name, count].keys() == exact.keys()
-    for parameter, truth in exact.items():
-        gradient, unsplit = found[name, count][parameter], found["1F1B", count][parameter]
-        assert gradient.dtype == torch.float32
-        allowed = 1.01 * distance(unsplit, truth) + 1e-7
-        assert distance(gradient, truth) <= allowed, parameter
-        if count == 64:
-            assert 4 * allowed < distance(in_bf16[parameter], truth), f"{parameter}: the test could not tell"
-
-
-def distance(found: Tensor, truth: Tensor) -> float:
-    """Relative, over the whole tensor."""
-    return ((found.double() - truth.double()).norm() / truth.double().norm()).item()
-
-
-def by_ddp(stage: nn.Sequential) -> None:
-    replicate_by_ddp(stage)
-
-
-def part_by_ddp(stage: nn.Sequential) -> None:
-    replicate_by_ddp(stage[1])
-
-
-def part_in_ddp(stage: nn.Sequential) -> None:
-    stage[1] = DistributedDataParallel(stage[1])
-
-
 @pytest.mark.parametrize("split", ["deferred", "autograd"])
 def test_parts_that_fsdp_would_reduce_before_w_are_refused(one_rank: None, split: str) -> None:
     """torch's stages put the reduction off for a stage that is an FSDP module as a whole, and for nothing else."""
@@ -500,8 +377,16 @@ def test_parts_that_fsdp_would_reduce_before_w_are_refused(one_rank: None, split
         schedule.step(tokens, target=tokens)
 
 
-@pytest.mark.parametrize("wrap", [by_ddp, part_by_ddp, part_in_ddp])
-def test_ddp_which_would_reduce_before_w_is_refused(one_rank: None, wrap: Callable[[nn.Sequential], None]) -> None:
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        replicate_by_ddp,
+        lambda stage: replicate_by_ddp(stage[1]),
+        lambda stage: setattr(stage, "1", DistributedDataParallel(stage[1])),
+    ],
+    ids=["by DDP", "in part by DDP", "in part in DDP"],
+)
+def test_ddp_which_would_reduce_before_w_is_refused(one_rank: None, wrap: Callable[[Any], object]) -> None:
     modules: list[Any] = [build_stage(0, 2), build_stage(1, 2)]
     wrap(modules[0])
     for split in ("deferred", "autograd"):

@@ -20,7 +20,7 @@ from typing import Any
 import pipelined_models
 import pytest
 from architectures.case import transformer
-from architectures.texts import EXPERTS, SMALL
+from architectures.texts import EXPERTS, SMALL, T5, XLNET
 from pipelined_models import ARCHITECTURES, WORDS, Job, Outcome, train_all, write_model
 from ranks import run_ranks
 from torch import nn
@@ -91,26 +91,13 @@ def test_each_schedule_runs_on_two_and_four_ranks() -> None:
     assert len({job.name for job in JOBS}) > 20
 
 
-T5 = {"vocab_size": 48, "d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
-XLNET = {"vocab_size": 48, "d_model": 32, "n_layer": 2, "n_head": 4, "d_inner": 64}
 GEMMA_3N = SMALL | {
-    "head_dim": 8,
-    "vocab_size_per_layer_input": 48,
-    "hidden_size_per_layer_input": 8,
-    "layer_types": ["sliding_attention", "full_attention"],
-    "num_kv_shared_layers": 0,
-    "laurel_rank": 4,
-    "activation_sparsity_pattern": None,
+    **{"head_dim": 8, "vocab_size_per_layer_input": 48, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 0},
+    **{"layer_types": ["sliding_attention", "full_attention"], "laurel_rank": 4, "activation_sparsity_pattern": None},
 }
 ZAMBA_2 = SMALL | {
-    "layers_block_type": ["mamba", "hybrid"],
-    "hybrid_layer_ids": [1],
-    "mamba_ngroups": 1,
-    "n_mamba_heads": 4,
-    "mamba_headdim": 16,
-    "mamba_d_state": 8,
-    "num_mem_blocks": 1,
-    "num_key_value_heads": 4,
+    **{"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1], "mamba_ngroups": 1, "n_mamba_heads": 4},
+    **{"mamba_headdim": 16, "mamba_d_state": 8, "num_mem_blocks": 1, "num_key_value_heads": 4},
 }
 
 

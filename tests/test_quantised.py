@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -10,17 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from compared import CALLS, Compared, call, train
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.overrides import handle_torch_function, has_torch_function
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import zbpipe
-from zbpipe.runtime.split.layers import defer_weights
-from zbpipe.runtime.split.products import WeightGradients
+from zbpipe.runtime.split.last_w import accumulate
 
 pytest.importorskip("torchao")
 
@@ -37,30 +35,14 @@ def float8(recipe: str) -> nn.Module:
     return convert_to_float8_training(stack(), config=config)  # type: ignore[no-any-return]
 
 
-def quantised(config: Callable[[], Any]) -> nn.Module:
+def quantised(config: str | Callable[[], Any], **options: Any) -> nn.Module:
+    """By a configuration, or by one of torchao's prototypes of this name."""
+    from torchao.prototype import quantized_training
     from torchao.quantization import quantize_
 
     model = stack()
-    quantize_(model, config())
+    quantize_(model, (getattr(quantized_training, config) if isinstance(config, str) else config)(**options))
     return model
-
-
-def int8() -> Any:
-    from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
-
-    return Int8MixedPrecisionTrainingConfig(module_swap=True)
-
-
-def int8_weights() -> Any:
-    from torchao.prototype.quantized_training import int8_weight_only_quantized_training
-
-    return int8_weight_only_quantized_training()
-
-
-def bitnet() -> Any:
-    from torchao.prototype.quantized_training import bitnet_training
-
-    return bitnet_training()
 
 
 def mxfp8_config(with_hp: bool = False) -> Any:
@@ -73,10 +55,8 @@ def mxfp8_layers() -> nn.Module:
     from torchao.prototype.moe_training.mxfp8_linear import MXFP8Linear
     from torchao.quantization.quantize_.common import KernelPreference
 
-    def linear() -> nn.Module:
-        return MXFP8Linear(WIDTH, WIDTH, kernel_preference=KernelPreference.EMULATED)
-
-    return nn.Sequential(linear(), nn.Tanh(), linear())
+    one, other = (MXFP8Linear(WIDTH, WIDTH, kernel_preference=KernelPreference.EMULATED) for _ in range(2))
+    return nn.Sequential(one, nn.Tanh(), other)
 
 
 class Experts(nn.Module):
@@ -134,7 +114,7 @@ def stand_in_for_kernels_of_nvfp4(patch: pytest.MonkeyPatch) -> None:
 
 def test_nvfp4_leaves_its_weight_gradients_to_w(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in_for_kernels_of_nvfp4(monkeypatch)
-    assert_same_to_the_bit(nn.Sequential(NVFP4(), nn.Tanh(), NVFP4()), 2, is_checkpointed=False, width=BLOCK)
+    train_exactly(nn.Sequential(NVFP4(), nn.Tanh(), NVFP4()), 2, width=BLOCK)
 
 
 def stack() -> nn.Sequential:
@@ -145,9 +125,9 @@ LAYERS = {
     "float8, tensorwise": (partial(float8, "tensorwise"), 2),
     "float8, rowwise": (partial(float8, "rowwise"), 2),
     "float8, rowwise_with_gw_hp": (partial(float8, "rowwise_with_gw_hp"), 2),
-    "int8": (partial(quantised, int8), 2),
-    "int8 weights": (partial(quantised, int8_weights), 2),
-    "BitNet": (partial(quantised, bitnet), 2),
+    "int8": (partial(quantised, "Int8MixedPrecisionTrainingConfig", module_swap=True), 2),
+    "int8 weights": (partial(quantised, "int8_weight_only_quantized_training"), 2),
+    "BitNet": (partial(quantised, "bitnet_training"), 2),
     "MXFP8": (mxfp8_layers, 2),
     "MXFP8 weights": (partial(quantised, mxfp8_config), 2),
     "MXFP8 experts": (partial(mxfp8_experts, False), 1),
@@ -155,41 +135,24 @@ LAYERS = {
 }
 
 
-def run(layer: nn.Module, x: Tensor, is_checkpointed: bool) -> tuple[Tensor, Tensor]:
-    x = x.clone().requires_grad_()
-    y = checkpoint(layer, x, use_reentrant=False) if is_checkpointed else layer(x)
-    torch.tanh(y).square().sum().backward()
-    assert x.grad is not None
-    return y.detach(), x.grad
+EXACT: dict[str, Any] = {"rtol": 0.0, "atol": 0.0}
 
 
-@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize("how", CALLS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_w_computes_the_gradients_of_the_layer_to_the_bit(name: str, is_checkpointed: bool) -> None:
-    torch.manual_seed(0)
+def test_w_computes_the_gradients_of_the_layer_to_the_bit(name: str, how: str) -> None:
     build, number = LAYERS[name]
-    assert_same_to_the_bit(build(), number, is_checkpointed)
+    train_exactly(build(), number, CALLS[how])
 
 
-def assert_same_to_the_bit(layer: nn.Module, number: int, is_checkpointed: bool, width: int = WIDTH) -> None:
+def train_exactly(layer: nn.Module, number: int, call: Any = call, width: int = WIDTH) -> None:
     """In three steps, each of which leaves this number of weight gradients to W."""
-    plain, gradients = copy.deepcopy(layer), WeightGradients()
-    defer_weights(layer, gradients)
+    both = Compared(layer, **EXACT)
     for step in range(3):
         x = torch.randn(max(ROWS, width), width)
-        with gradients.record(on_trial=step == 0) as pending:
-            found = run(layer, x, is_checkpointed)
-        expected = run(plain, x, is_checkpointed)
-        assert len(pending) == number
-        if step == 0:
-            pending.clear()
-        while pending:
-            pending.pop().accumulate()
-        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-        for one, other in zip(layer.parameters(), plain.parameters(), strict=True):
-            # With a wrapped weight, torchao's MXFP8 leaves the bias out.
-            assert one.grad is other.grad is None or torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
-            one.grad = other.grad = None
+        assert len(both.train(x, call=call, on_trial=not step)) == number
+        for each in (both.module, both.plain):
+            each.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -224,20 +187,15 @@ def test_sharded_weights(one_rank: None, name: str, is_compiled: bool) -> None:
     "name", ["float8, tensorwise", "float8, rowwise_with_gw_hp", "int8 weights", "BitNet", "MXFP8"]
 )
 def test_i_and_w_multiply_as_much_as_a_full_backward(name: str) -> None:
-    torch.manual_seed(0)
-    layer = LAYERS[name][0]()
-    plain, gradients = copy.deepcopy(layer), WeightGradients()
-    defer_weights(layer, gradients)
-    x = torch.randn(ROWS, WIDTH)
-    with gradients.record(on_trial=True):
-        run(layer, x, is_checkpointed=False)
-    with FlopCounterMode(display=False) as in_i, gradients.record() as pending:
-        run(layer, x, is_checkpointed=False)
-    assert sum(each.flops for each in pending) == 2 * 2 * ROWS * WIDTH * WIDTH
+    both, x = Compared(LAYERS[name][0](), **EXACT), torch.randn(ROWS, WIDTH)
+    of_products = 2 * 2 * ROWS * WIDTH * WIDTH
+    both.train(x, on_trial=True)
+    with FlopCounterMode(display=False) as in_i, both.gradients.record() as pending:
+        train(both.module, x)
+    assert sum(each.flops for each in pending) == of_products
     with FlopCounterMode(display=False) as in_w:
-        while pending:
-            pending.pop().accumulate()
+        accumulate(pending)
     with FlopCounterMode(display=False) as in_b:
-        run(plain, x, is_checkpointed=False)
-    assert in_w.get_total_flops() == 2 * 2 * ROWS * WIDTH * WIDTH
+        train(both.plain, x)
+    assert in_w.get_total_flops() == of_products
     assert in_i.get_total_flops() + in_w.get_total_flops() == in_b.get_total_flops()

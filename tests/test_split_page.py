@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_waiting import TOKENS, WIDTH, Fork
+from test_waiting import TOKENS, WIDTH, Fork, overwrite
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from zoo.hooks import Overwrites
 
 import zbpipe
 
@@ -96,10 +95,10 @@ def reentrant() -> None:
 
 
 def changed_later() -> None:
-    schedule = build(Fork())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Overwrites, "backward", staticmethod(lambda ctx, dy: 2 * dy))
-        step(schedule)
+    module = Fork(lambda dy: 2 * dy)
+    schedule = build(module)
+    step(schedule)
+    module.back = overwrite
     step(schedule)
 
 

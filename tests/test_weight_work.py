@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from zoo import BY_NAME
+from zoo.case import function
 
 import zbpipe
 from zbpipe.runtime.attributes import replaced
@@ -118,37 +119,27 @@ def filtered(s: Any, x: Tensor) -> Tensor:
     return F.linear(x, F.conv1d(s.v.unsqueeze(1), torch.ones(1, 1, 1)).squeeze(1))
 
 
-class Doubling(torch.autograd.Function):
-    """A product of somebody's own, by a kernel that no torch function mode sees."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return 2 * x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        with torch._C.DisableTorchFunction():
-            return 2 * dy @ weight, 2 * dy.t() @ x if ctx.needs_input_grad[1] else None
+def multiply_back(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+    x, weight = ctx.saved_tensors
+    return 2 * dy @ weight, 2 * dy.t() @ x if ctx.needs_input_grad[1] else None
 
 
-class Tripling(torch.autograd.Function):
-    """A product of somebody's own, by a kernel of torch's."""
+def by_own_kernels(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+    """That no torch function mode sees."""
+    with torch._C.DisableTorchFunction():
+        return multiply_back(ctx, dy)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return 3 * x @ weight.t()
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, weight = ctx.saved_tensors
-        return 3 * dy @ weight, 3 * dy.t() @ x if ctx.needs_input_grad[1] else None
+def multiply(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+    ctx.save_for_backward(x, weight)
+    return 2 * x @ weight.t()
+
+
+ByOwnKernels, ByTorch = function(by_own_kernels, multiply), function(multiply_back, multiply)
 
 
 def by_a_function(s: Any, x: Tensor) -> Tensor:
-    return Doubling.apply(x, s.v)  # type: ignore[no-any-return]
+    return ByOwnKernels.apply(x, s.v)  # type: ignore[no-any-return]
 
 
 def reentrant(s: Any, x: Tensor) -> Tensor:
@@ -168,21 +159,15 @@ class Checkpointed(nn.Module):
 
     def __init__(self, forward: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.inner = Own(forward)
+        self.before, self.inner = nn.Linear(WIDTH, WIDTH), Own(forward)
 
     def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-def own_in_checkpoint(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Checkpointed(forward))
+        return checkpoint(self.inner, self.before(x), use_reentrant=False)  # type: ignore[no-any-return]
 
 
 OF_THE_ZOO = {
     "plain": "",
     "a part of the weight": "",
-    "a weight in two halves": "",
-    "called by the parent": "",
     "merged LoRA": "",
     "folded weights": "",
     "weight norm": "",
@@ -203,8 +188,8 @@ OF_PARTS = {
     "gathered": (gathered, ""),
     "a gain": (gained, ""),
     "looked up": (looked_up, ""),
-    "a Function": (by_a_function, "the autograd Function Doubling, which is not declared"),
-    "a Function with torch's products": (lambda s, x: Tripling.apply(x, s.v), ""),
+    "a Function": (by_a_function, "the autograd Function Own, which is not declared"),
+    "a Function with torch's products": (lambda s, x: ByTorch.apply(x, s.v), ""),
     "reentrant": (reentrant, ""),
     "checkpointed": (checkpointed, ""),
 }
@@ -219,9 +204,14 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     **{name: (partial(BY_NAME[name].build, 0), (1, 4, 8), reason) for name, reason in OF_THE_ZOO.items()},
     **{name: (own(forward), (TOKENS, WIDTH), reason) for name, (forward, reason) in OF_PARTS.items()},
     **{name: (partial(Adapter, forward), (2, TOKENS, WIDTH), "") for name, forward in OF_ADAPTERS.items()},
-    "gathered in a checkpoint": (own_in_checkpoint(gathered), (TOKENS, WIDTH), "a part of a parameter (Index)"),
-    "constants in a checkpoint": (own_in_checkpoint(between_constants), (TOKENS, WIDTH), "parameter (Mm)"),
-    "a gain in a checkpoint": (own_in_checkpoint(gained), (TOKENS, WIDTH), "more than a view of a parameter (Mul)"),
+    **{
+        f"{forward.__name__} in a checkpoint": (partial(Checkpointed, forward), (TOKENS, WIDTH), reason)
+        for forward, reason in (
+            (gathered, "a part of a parameter (Index)"),
+            (between_constants, "parameter (Mm)"),
+            (gained, "more than a view of a parameter (Mul)"),
+        )
+    },
 }
 """Models, the shape of their x, and one of the reasons why a weight gradient of theirs stays in I."""
 
@@ -287,10 +277,10 @@ def logged(module: nn.Module, x: Tensor, caplog: pytest.LogCaptureFixture) -> li
 
 
 def test_the_log_warns_if_little_waits(caplog: pytest.LogCaptureFixture) -> None:
-    ((level, words),) = logged(own_in_checkpoint(gathered)(), torch.randn(4 * TOKENS, WIDTH), caplog)
+    ((level, words),) = logged(Checkpointed(gathered), torch.randn(4 * TOKENS, WIDTH), caplog)
     assert level == logging.WARNING
     assert words == (
-        "stage 0 defers 66.7 % of its weight gradients' FLOPs to W; in I: 1.inner (Own) w 33.3 % (its weight is a part"
+        "stage 0 defers 66.7 % of its weight gradients' FLOPs to W; in I: inner (Own) w 33.3 % (its weight is a part"
         " of a parameter (Index)). So its schedule gains less. docs/the-split.md shows how to declare a layer's"
         " products"
     )
@@ -337,55 +327,44 @@ def test_a_report_of_several_stages(caplog: pytest.LogCaptureFixture) -> None:
     assert report.share == pytest.approx(3 / 4)
     assert (
         "3 weight gradients waited for W, 1 did not; 75 % of the weight gradients' FLOPs are deferred to W; in I:"
-        " 1.v of stage 1 25 % (the autograd Function Doubling, which is not declared); largest relative error"
+        " 1.v of stage 1 25 % (the autograd Function Own, which is not declared); largest relative error"
     ) in str(report)
+
+
+def watched(module: nn.Module, **shapes: Any) -> GradientReport:
+    stage = PipelineStage(module, 0, 1, torch.device("cpu"), **shapes)
+    schedule = zbpipe.build_pipeline_schedule("ZBH1", [stage], 3, nn.functional.mse_loss)
+    check = zbpipe.GradientCheck(schedule, 2)
+    for _ in range(2):
+        schedule.step(torch.randn(3 * TOKENS, WIDTH), target=torch.randn(3 * TOKENS, WIDTH))
+    assert check.report is not None
+    return check.report
 
 
 @pytest.mark.parametrize("given", [False, True])
 def test_compiled_regions(one_rank: None, given: bool) -> None:
     """They also defer a product of an autograd Function."""
-
-    def build() -> nn.Module:
-        return nn.Sequential(
-            nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), Own(by_a_function)
-        )
-
-    shares = []
+    example = torch.zeros(TOKENS, WIDTH)
+    shapes: dict[str, Any] = {"input_args": example, "output_args": example.clone().requires_grad_()} if given else {}
+    reports = []
     for compiled in (False, True):
         torch.compiler.reset()
-        module = build()
-        if compiled:
-            for layer in module.children():
-                layer.compile(backend="aot_eager")
-        example = torch.zeros(TOKENS, WIDTH)
-        shapes: dict[str, Any] = (
-            {"input_args": example, "output_args": example.clone().requires_grad_()} if given else {}
-        )
-        stage = PipelineStage(module, 0, 1, torch.device("cpu"), **shapes)
-        schedule = zbpipe.build_pipeline_schedule("ZBH1", [stage], 3, nn.functional.mse_loss)
-        check = zbpipe.GradientCheck(schedule, 2)
-        for _ in range(2):
-            schedule.step(torch.randn(3 * TOKENS, WIDTH), target=torch.randn(3 * TOKENS, WIDTH))
-        assert check.report is not None
-        shares.append((check.report.shares[0], check.report.flops[0]))
+        layers = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), Own(by_a_function)
+        for layer in layers if compiled else ():
+            layer.compile(backend="aot_eager")
+        reports.append(watched(nn.Sequential(*layers), **shapes))
     torch.compiler.reset()
-    (eager, flops), (in_regions, flops_in_regions) = shares
-    assert flops == pytest.approx(flops_in_regions)
-    assert eager == pytest.approx(5 / 6)
-    assert in_regions == 1
+    eager, in_regions = reports
+    assert eager.flops[0] == pytest.approx(in_regions.flops[0])
+    assert eager.shares[0] == pytest.approx(5 / 6)
+    assert in_regions.shares[0] == 1
 
 
 def test_fully_sharded_weights_have_names(one_rank: None) -> None:
     module = own(by_a_function)()
     fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
     module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-    schedule = zbpipe.build_pipeline_schedule(
-        "ZBH1", [PipelineStage(module, 0, 1, torch.device("cpu"))], 3, nn.functional.mse_loss
-    )
-    check = zbpipe.GradientCheck(schedule, 2)
-    for _ in range(2):
-        schedule.step(torch.randn(3 * TOKENS, WIDTH), target=torch.randn(3 * TOKENS, WIDTH))
-    assert check.report is not None
-    assert check.report.shares[0] == pytest.approx(2 / 3)
-    assert [each.parameter for _, each in check.report.in_i] == ["1.v"]
-    assert check.report.not_deferred == {(0, "1.v")}
+    report = watched(module)
+    assert report.shares[0] == pytest.approx(2 / 3)
+    assert [each.parameter for _, each in report.in_i] == ["1.v"]
+    assert report.not_deferred == {(0, "1.v")}

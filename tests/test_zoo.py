@@ -11,11 +11,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import NamedTuple
 
 import pytest
 import torch
-from ranks import RankError, run_ranks
+from ranks import endings
 from zoo import BY_NAME, CASES
 from zoo.case import Case, Mode
 from zoo.runner import SETTINGS, Setting, outcome, run_all, settings
@@ -28,13 +27,10 @@ LIMIT = 1500.0
 """Seconds for all models on one number of ranks, beside other suites on two cores."""
 
 
-class Results(NamedTuple):
-    """Of all models on so many ranks."""
-
-    errors: dict[tuple[str, str], list[str | None]]
-    """By model and setting: of each rank what is wrong there, if anything."""
-    ending: str
-    """Why there are no more of them."""
+PATIENCE = 20.0
+"""Seconds that a rank waits for a message."""
+Results = dict[tuple[str, str], list[str | None]]
+"""By model and setting: of each rank what is wrong there, if anything."""
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +40,19 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
     @cache
     def run(num_ranks: int) -> Results:
-        names = [each["case"].name for each in asked if each.get("num_ranks") == num_ranks and "case" in each]
-        folder = tmp_path_factory.mktemp(f"p{num_ranks}")
-        ending = ""
-        try:
-            run_ranks(num_ranks, run_all, names, folder, timeout=LIMIT)
-        except RankError as error:
-            ending = str(error)
-        errors: dict[tuple[str, str], list[str | None]] = defaultdict(list)
-        for file in sorted(folder.glob("*.jsonl")):
-            for name, setting, wrong in map(json.loads, file.read_text().splitlines()):
-                errors[name, setting].append(wrong)
-        return Results(errors, ending)
+        left = [each["case"].name for each in asked if each.get("num_ranks") == num_ranks and "case" in each]
+        errors: Results = {}
+        while left:
+            folder = tmp_path_factory.mktemp(f"p{num_ranks}")
+            endings(num_ranks, run_all, left, folder, group_timeout=PATIENCE, timeout=LIMIT)
+            found: Results = defaultdict(list)
+            for file in sorted(folder.glob("*.jsonl")):
+                for name, setting, wrong in map(json.loads, file.read_text().splitlines()):
+                    found[name, setting].append(wrong)
+            errors |= found
+            done = {name for name, _ in found}
+            left = [name for name in left if name not in done] if done else []
+        return errors
 
     return run
 
@@ -65,12 +62,11 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     [pytest.param(p, case, id=f"p{p}-{case.name}") for p in SETTINGS for case in CASES if settings(case, p)],
 )
 def test_like_plain_autograd(results: Callable[[int], Results], num_ranks: int, case: Case) -> None:
-    errors, ending = results(num_ranks)
-    wrong = []
+    errors, wrong = results(num_ranks), []
     for setting in settings(case, num_ranks):
-        found = errors[case.name, str(setting)]
+        found = errors.get((case.name, str(setting)), [])
         if len(found) < num_ranks:
-            wrong.append(f"{setting}: {num_ranks - len(found)} ranks gave no result. {ending}")
+            wrong.append(f"{setting}: {num_ranks - len(found)} ranks gave no result")
         wrong += [f"{setting}, rank {rank}: {error}" for rank, error in enumerate(found) if error]
     assert not wrong, "\n".join(wrong)
 

@@ -17,57 +17,26 @@ from architectures.texts import EXPERTS, SMALL, text
 def unet() -> nn.Module:
     from diffusers import UNet2DConditionModel
 
-    model = UNet2DConditionModel(
-        sample_size=8,
-        block_out_channels=(16, 32),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=32,
-        attention_head_dim=8,
-        norm_num_groups=8,
-    )
+    blocks = {
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    }
+    sizes = {"sample_size": 8, "block_out_channels": (16, 32), "layers_per_block": 1, "cross_attention_dim": 32}
+    model = UNet2DConditionModel(**blocks, **sizes, attention_head_dim=8, norm_num_groups=8)
     return Takes(model, ("sample", "timestep", "encoder_hidden_states"), "sample")
 
 
-def latents(channels: int = 4) -> Tensor:
-    return torch.randn(SAMPLES, channels, 8, 8)
+def latents() -> Tensor:
+    return torch.randn(SAMPLES, 4, 8, 8)
 
 
 def sd3() -> nn.Module:
     from diffusers import SD3Transformer2DModel
 
-    model = SD3Transformer2DModel(
-        sample_size=8,
-        patch_size=2,
-        in_channels=4,
-        num_layers=2,
-        attention_head_dim=8,
-        num_attention_heads=4,
-        caption_projection_dim=32,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        out_channels=4,
-        pos_embed_max_size=8,
-    )
+    sizes = {"sample_size": 8, "patch_size": 2, "in_channels": 4, "out_channels": 4, "pos_embed_max_size": 8}
+    sizes |= dict.fromkeys(("caption_projection_dim", "joint_attention_dim", "pooled_projection_dim"), 32)
+    model = SD3Transformer2DModel(**sizes, num_layers=2, attention_head_dim=8, num_attention_heads=4)
     return Takes(model, ("hidden_states", "timestep", "encoder_hidden_states", "pooled_projections"), "sample")
-
-
-def flux() -> nn.Module:
-    from diffusers import FluxTransformer2DModel
-
-    model = FluxTransformer2DModel(
-        in_channels=4,
-        num_layers=1,
-        num_single_layers=1,
-        attention_head_dim=16,
-        num_attention_heads=2,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-    )
-    names = ("hidden_states", "timestep", "encoder_hidden_states", "pooled_projections")
-    return Takes(model, names, "sample", img_ids=torch.randn(16, 3), txt_ids=torch.randn(LENGTH, 3))
 
 
 def states(*shape: int) -> Tensor:
@@ -76,28 +45,6 @@ def states(*shape: int) -> Tensor:
 
 def times() -> Tensor:
     return torch.rand(SAMPLES)
-
-
-def whisper() -> nn.Module:
-    options = {
-        "vocab_size": VOCABULARY,
-        "num_mel_bins": 8,
-        "d_model": 32,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 64,
-        "decoder_ffn_dim": 64,
-        "max_source_positions": 16,
-        "max_target_positions": 16,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "decoder_start_token_id": 1,
-    }
-    model = transformer("WhisperConfig", "AutoModelForSpeechSeq2Seq", options)
-    return Takes(model, ("input_features", "decoder_input_ids"), "logits", use_cache=False)
 
 
 def llama(**options: Any) -> nn.Module:
@@ -129,10 +76,10 @@ def with_lora_on_experts(experts: str | None = None) -> nn.Module:
     return cast(nn.Module, model)
 
 
-def float8(recipe: str = "tensorwise") -> nn.Module:
+def float8() -> nn.Module:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=True)  # no CPU multiplies float8
+    config = replace(Float8LinearConfig.from_recipe_name("tensorwise"), emulate=True)  # no CPU multiplies float8
     return logits(convert_to_float8_training(llama(), config=config))
 
 
@@ -144,13 +91,10 @@ def quantised(config: Callable[[], Any], **options: Any) -> nn.Module:
     return logits(model)
 
 
-def quantised_training(name: str, **options: Any) -> nn.Module:
-    def config() -> Any:
-        from torchao.prototype import quantized_training
+def bitnet() -> Any:
+    from torchao.prototype.quantized_training import bitnet_training
 
-        return getattr(quantized_training, name)(**options)
-
-    return quantised(config)
+    return bitnet_training()
 
 
 def mxfp8() -> Any:
@@ -175,8 +119,6 @@ def aware_of_quantisation() -> Any:
 CASES = (
     Case("UNet", unet, lambda: (latents(), times(), states(LENGTH, 32))),
     Case("SD3", sd3, lambda: (latents(), times(), states(LENGTH, 32), states(32))),
-    Case("Flux", flux, lambda: (states(16, 4), times(), states(LENGTH, 32), states(32))),
-    Case("Whisper", whisper, lambda: (torch.randn(SAMPLES, 8, 32), tokens())),
     Case("LoRA", with_lora, tokens),
     Case("DoRA", partial(with_lora, use_dora=True), tokens),
     Case("LoRA on experts", with_lora_on_experts, tokens),
@@ -193,11 +135,7 @@ CASES = (
         }.items()
     ),
     Case("float8, tensorwise", float8, tokens),
-    Case("float8, rowwise", partial(float8, "rowwise"), tokens),
-    Case("float8, rowwise_with_gw_hp", partial(float8, "rowwise_with_gw_hp"), tokens),
-    Case("int8", partial(quantised_training, "Int8MixedPrecisionTrainingConfig", module_swap=True), tokens),
-    Case("int8 weights", partial(quantised_training, "int8_weight_only_quantized_training"), tokens),
-    Case("BitNet", partial(quantised_training, "bitnet_training"), tokens),
+    Case("BitNet", partial(quantised, bitnet), tokens),
     Case("MXFP8", partial(quantised, mxfp8, vocab_size=64, num_key_value_heads=4), long_tokens),
     Case("QAT", partial(quantised, aware_of_quantisation), tokens),
 )

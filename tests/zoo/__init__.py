@@ -1,45 +1,14 @@
-"""Small models of every kind that users write."""
+"""Small models, one for each way in which autograd and its users treat weights and gradients.
 
-from itertools import chain
+Products, views and Functions of any kind are generated: test_zoo_generated, test_programs.
+"""
 
-from zoo import (
-    attention,
-    attributes,
-    checkpoints,
-    compiled,
-    differentiated,
-    experts,
-    hooks,
-    inplace,
-    layers,
-    linears,
-    pipelines,
-    precision,
-    shared,
-    views,
+from importlib import import_module
+
+_MODULES = (
+    *("layers", "hooks", "inplace", "attributes", "shared", "differentiated"),
+    *("precision", "experts", "checkpoints", "compiled", "pipelines"),
 )
-
-CASES = tuple(
-    chain.from_iterable(
-        module.CASES
-        for module in (
-            linears,
-            views,
-            attention,
-            layers,
-            hooks,
-            inplace,
-            attributes,
-            shared,
-            differentiated,
-            precision,
-            experts,
-            checkpoints,
-            compiled,
-            pipelines,
-        )
-    )
-)
-
+CASES = tuple(case for name in _MODULES for case in import_module(f"zoo.{name}").CASES)
 BY_NAME = {case.name: case for case in CASES}
 assert len(BY_NAME) == len(CASES), "two models of one name"

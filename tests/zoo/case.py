@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
@@ -15,7 +15,6 @@ Mode = Literal["eager", "checkpointed", "compiled"]
 Modes = tuple[Mode, ...]
 EVERY_MODE: Modes = ("eager", "checkpointed", "compiled")
 ONLY_EAGER: Modes = ("eager",)
-ONLY_CHECKPOINTED: Modes = ("checkpointed",)
 ONLY_COMPILED: Modes = ("compiled",)
 NOT_REPEATED: Modes = ("eager", "compiled")
 WIDTH, TOKENS = 8, 4
@@ -49,9 +48,7 @@ class Case:
     no_gradient: tuple[str, ...] = ()
     """Ends of the names of parameters that get no gradient, or zeros."""
     refused: str | None = None
-    """What the error has to say that this model ends in, where torch's 1F1B fails as well."""
-    refused_from_ranks: int = 1
-    """With so many ranks, or more; with fewer it trains."""
+    """What the error has to say that this model ends in."""
     schedules: tuple[str, ...] | None = None
     """Only with these."""
     most_ranks: int = 4
@@ -60,19 +57,17 @@ class Case:
     """How torch learns what the stages hand on, if not either way."""
     share: Callable[[Mapping[int, nn.Module]], None] = lambda stages: None
     """Ties stages, by index, that are on one rank; in a V these are the first and the last one."""
-    prepared: Callable[[Sequence[nn.Module]], None] = lambda stages: None
-    """What is done with the stages once a schedule is built on them."""
-    between: Callable[[Sequence[nn.Module]], None] = lambda stages: None
-    """What is done with the stages between the first and the second step, in the reference as well."""
+    prepared: Callable[[nn.Module], object] = lambda stage: None
+    """What is done with each stage once a schedule is built on it."""
+    between: Callable[[nn.Module], object] = lambda stage: None
+    """What is done with each stage between the first and the second step, in the reference as well."""
     accumulates: bool = False
     """Whether the gradients of the first step stay for the second one, with `scale_grads`, too."""
-    evaluates: Literal["no_grad", "inference_mode", "enable_grad"] | None = None
-    """The mode of torch in which the first step's batch is evaluated after that step: gradients stay as they are."""
     second_schedule: str | None = None
     """Runs the second step, on the same stages."""
 
 
-ONE_BY_ONE = ("1F1B", "WeightsLast", "WeightsNext", "ZBH1")
+ONE_BY_ONE = ("WeightsLast", "ZBH1")
 """On one rank they finish F and I of a microbatch before the next: what is changed in F is needed by the I before."""
 
 
@@ -102,6 +97,17 @@ def stage(forward: Callable[..., Any], **parts: Callable[[], Any]) -> Callable[[
     return lambda index: Stage(forward, {"a": linear(), "b": linear(), **parts})
 
 
+def function(backward: Callable[..., Any], forward: Callable[..., Any] | None = None) -> Any:
+    """An autograd Function: the identity of its first argument, which keeps the others in `ctx.given`, or `forward`."""
+
+    def identity(ctx: Any, x: Tensor, *given: Any) -> Tensor:
+        ctx.given = given
+        return x.view_as(x)
+
+    methods = {"forward": staticmethod(forward or identity), "backward": staticmethod(backward)}
+    return type("Own", (torch.autograd.Function,), methods)
+
+
 def plain(s: Any, x: Tensor) -> Tensor:
     return s.b(torch.tanh(s.a(x)))  # type: ignore[no-any-return]
 
@@ -117,10 +123,6 @@ def linear(inputs: int = WIDTH, outputs: int = WIDTH, bias: bool = True) -> Call
 
 def parameter(*shape: int) -> Callable[[], nn.Parameter]:
     return lambda: nn.Parameter(torch.randn(shape))
-
-
-def frozen(make: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: make().requires_grad_(False)
 
 
 def buffer(*shape: int) -> Callable[[], nn.Buffer]:

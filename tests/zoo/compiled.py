@@ -10,7 +10,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from zoo.case import ONLY_EAGER, TOKENS, WIDTH, Case, bare, linear, parameter, stage
+from zoo.case import ONLY_EAGER, WIDTH, Case, bare, linear, stage
 
 
 class Block(nn.Module):
@@ -69,13 +69,6 @@ class Deep(nn.Module):
         return self.last(self.inner(torch.tanh(self.first(x))))
 
 
-class Twice(Deep):
-    """The inner block twice."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.inner(self.inner(self.first(x))))
-
-
 class Around(Deep):
     """Graph breaks before and after the inner block."""
 
@@ -99,8 +92,8 @@ class Beside(Deep):
         return self.last(self.fast(h) + self.inner(h.tanh()))
 
 
-def compiled(module: nn.Module, backend: str = "aot_eager") -> Any:
-    module.compile(backend=backend)
+def compiled(module: nn.Module) -> Any:
+    module.compile(backend="aot_eager")
     return module
 
 
@@ -138,19 +131,8 @@ def first_without_grad(s: Any, x: Tensor) -> Tensor:
     return s.a(s.c(x) + y)
 
 
-def to_eval(stages: Any) -> None:
-    for module in stages:
-        module.train(not module.training)
-
-
-def freeze(stages: Any) -> None:
-    for module in stages:
-        module.c.up.weight.requires_grad_(False)
-
-
-def unfreeze(stages: Any) -> None:
-    for module in stages:
-        module.c.up.weight.requires_grad_(True)
+def set_trained(trained: bool) -> Callable[[Any], object]:
+    return lambda stage: stage.c.up.weight.requires_grad_(trained)
 
 
 def frozen_up() -> nn.Module:
@@ -166,38 +148,31 @@ def hooked_in_forward(s: Any, x: Tensor) -> Tensor:
     return s.a(y) + y
 
 
-_IN_STAGES: dict[str, Callable[[], Any]] = {
-    "a compiled block": lambda: compiled(Block()),
-    "compiled by inductor": lambda: compiled(Block(), "inductor"),
-    "compiled in compiled": lambda: compiled(Deep(compiled(Block()))),
-    "compiled in eager": lambda: Deep(compiled(Block())),
-    "a compiled layer in compiled": lambda: compiled(Deep(compiled(nn.Linear(WIDTH, WIDTH)))),
-    "compiled with breaks in compiled": lambda: compiled(Deep(compiled(Broken()))),
-    "optimized in optimized, with breaks": lambda: optimized(Around(optimized(Block()))),
-    "compiled beside itself": lambda: Beside(Block()),
-    "compiled beside itself in compiled": lambda: compiled(Beside(Block())),
-    "compiled in compiled, twice": lambda: compiled(Twice(compiled(Block()))),
-    "a graph break": lambda: compiled(Broken()),
-}
-"""Blocks between two eager layers."""
-
-_OF_STAGES: dict[str, Callable[..., Any]] = {
-    "a compiled block twice": lambda s, x: s.a(s.c(s.c(x))),
-    "a compiled block and function": region_and_function,
-    "a compiled block and its layer": lambda s, x: s.a(s.c(x)) + s.c.up(torch.tanh(x))[..., :WIDTH],
-    "a compiled block without grad first": first_without_grad,
-    "a compiled block with a hook on y": hooked_in_forward,
-}
-"""What stages do with a compiled block."""
-
-
 def a_dictionary(s: Any, x: Tensor) -> Tensor:
     return s.a(sum(s.c({str(n): x for n in range(1 + s.microbatch)}).values()))  # type: ignore[no-any-return]
 
 
 _ALL = (
-    *(Case(name, around(make)) for name, make in _IN_STAGES.items()),
-    *(Case(name, around(lambda: compiled(Block()), forward)) for name, forward in _OF_STAGES.items()),
+    *(
+        Case(name, around(make))
+        for name, make in {
+            "a compiled block": lambda: compiled(Block()),
+            "compiled in compiled": lambda: compiled(Deep(compiled(Block()))),
+            "compiled with breaks in compiled": lambda: compiled(Deep(compiled(Broken()))),
+            "optimized in optimized, with breaks": lambda: optimized(Around(optimized(Block()))),
+            "compiled beside itself": lambda: Beside(Block()),
+        }.items()
+    ),
+    *(
+        Case(name, around(lambda: compiled(Block()), forward))
+        for name, forward in {
+            "a compiled block twice": lambda s, x: s.a(s.c(s.c(x))),
+            "a compiled block and function": region_and_function,
+            "a compiled block and its layer": lambda s, x: s.a(s.c(x)) + s.c.up(torch.tanh(x))[..., :WIDTH],
+            "a compiled block without grad first": first_without_grad,
+            "a compiled block with a hook on y": hooked_in_forward,
+        }.items()
+    ),
     Case("an optimized stage with a compiled block", lambda index: optimized(Deep(compiled(Block())))),
     Case("a compiled function", stage(compiled_function)),
     Case(
@@ -205,22 +180,13 @@ _ALL = (
         around(lambda: compiled(Looped()), lambda s, x: s.a(s.c(x, 1 + s.microbatch))),
     ),
     Case("a dictionary that grows", around(lambda: compiled(Named()), a_dictionary)),
-    Case("from training to evaluation", around(lambda: compiled(Trained())), between=to_eval),
-    Case("a compiled block, frozen later", around(lambda: compiled(Block())), between=freeze),
-    Case("a compiled block, thawed later", around(frozen_up), between=unfreeze, no_gradient=("c.up.weight",)),
-    Case(
-        "a compiled block and pos",
-        around(lambda: compiled(Block()), lambda s, x: s.a(s.c(x) + s.pos[None]), pos=parameter(TOKENS, WIDTH)),
-    ),
+    Case("from training to evaluation", around(lambda: compiled(Trained())), between=nn.Module.eval),
+    Case("a compiled block, frozen later", around(lambda: compiled(Block())), between=set_trained(False)),
+    Case("a compiled block, thawed later", around(frozen_up), between=set_trained(True), no_gradient=("c.up.weight",)),
 )
 
 CASES = tuple(
-    replace(
-        case,
-        modes=ONLY_EAGER,
-        most_ranks=1,
-        schedules=("ZBV" if number % 4 == 0 else "WeightsLast",),
-    )
+    replace(case, modes=ONLY_EAGER, most_ranks=1, schedules=("ZBV" if number % 4 == 0 else "WeightsLast",))
     for number, case in enumerate(_ALL)
 )
 """Every run compiles anew, and so does every rank: one is enough."""

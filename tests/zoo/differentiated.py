@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.func import functional_call, grad, jvp, vmap
 
-from zoo.case import ONLY_CHECKPOINTED, ONLY_EAGER, WIDTH, Case, linear, stage
+from zoo.case import ONLY_EAGER, Case, function, linear, stage
 
 
 def energy(s: Any, x: Tensor) -> Tensor:
@@ -23,15 +23,6 @@ def forces(s: Any, x: Tensor) -> Tensor:
         x = x if x.requires_grad else x.detach().requires_grad_()
         (force,) = torch.autograd.grad(energy(s, x), x, create_graph=True)
     return x + s.c(force)
-
-
-def energy_and_forces(s: Any, x: Tensor) -> Tensor:
-    with torch.enable_grad():
-        x = x if x.requires_grad else x.detach().requires_grad_()
-        e = energy(s, x)
-        force, missing = torch.autograd.grad(e, [x, s.unused], create_graph=True, allow_unused=True)
-    assert missing is None
-    return x + force + e
 
 
 def sensitivities(s: Any, x: Tensor) -> Tensor:
@@ -63,90 +54,42 @@ def solved(s: Any, x: Tensor) -> Tensor:
     return s.b(z)
 
 
-class Recomputed(torch.autograd.Function):
-    """Keeps x alone; its backward runs the layers again, and asks for the gradient of x and of named weights."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.run, ctx.weights = run, weights
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return run(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            gradients = torch.autograd.grad(ctx.run(x), [x, *ctx.weights], dy)
-        return None, *gradients
+def run_without_graph(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], *weights: Tensor) -> Tensor:
+    """Keeps x alone: the backward runs the layers again."""
+    ctx.run, ctx.weights = run, weights
+    ctx.save_for_backward(x)
+    with torch.no_grad():
+        return run(x)
 
 
-class RecomputedForInputs(torch.autograd.Function):
-    """Gives the gradient of x alone, though the layers have weights."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        ctx.run = run
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return run(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            return None, torch.autograd.grad(ctx.run(x), x, dy)[0]
+@torch.enable_grad()
+def run_again(ctx: Any) -> tuple[Tensor, Tensor]:
+    x = ctx.saved_tensors[0].detach().requires_grad_()
+    return x, ctx.run(x)
 
 
-class RunsBackward(torch.autograd.Function):
-    """Its backward runs the layers again, and a backward that adds to `.grad`, as Megatron's checkpoints do."""
-
-    @staticmethod
-    def forward(ctx: Any, run: Callable[[Tensor], Tensor], x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.run = run
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return run(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        (x,) = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            torch.autograd.backward(ctx.run(x), dy)
-        return None, x.grad, *(None for _ in ctx.needs_input_grad[2:])
+def of_named_weights(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, y = run_again(ctx)
+    dx, *of_weights = torch.autograd.grad(y, [x, *ctx.weights], dy)
+    return dx, None, *of_weights
 
 
-class Reversible(torch.autograd.Function):
-    """y1 = x1 + a(x2), y2 = x2 + b(y1): the backward computes x from y, and the layers once more."""
+def of_input_alone(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    """Though the layers have weights."""
+    x, y = run_again(ctx)
+    return torch.autograd.grad(y, x, dy)[0], None
 
-    @staticmethod
-    def forward(ctx: Any, s: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.s = s
-        with torch.no_grad():
-            x1, x2 = x.chunk(2, -1)
-            y1 = x1 + torch.tanh(s.f(x2))
-            y2 = x2 + torch.tanh(s.g(y1))
-            y = torch.cat([y1, y2], -1)
-        ctx.save_for_backward(y.clone())
-        return y
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        s = ctx.s
-        y1, y2 = ctx.saved_tensors[0].chunk(2, -1)
-        dy1, dy2 = dy.chunk(2, -1)
-        with torch.enable_grad():
-            y1 = y1.detach().requires_grad_()
-            gy = torch.tanh(s.g(y1))
-            gy.backward(dy2)
-        x2 = (y2 - gy).detach().requires_grad_()
-        dx1 = dy1 + y1.grad  # type: ignore[operator]
-        with torch.enable_grad():
-            torch.tanh(s.f(x2)).backward(dx1)
-        return None, torch.cat([dx1, dy2 + x2.grad], -1), *(None for _ in ctx.needs_input_grad[2:])  # type: ignore[operator]
+def by_backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    """Adds to `.grad`, as Megatron's checkpoints do."""
+    x, y = run_again(ctx)
+    torch.autograd.backward(y, dy)
+    return x.grad, None, *(None for _ in ctx.weights)
+
+
+Recomputed, RecomputedForInputs, RunsBackward = (
+    function(each, run_without_graph) for each in (of_named_weights, of_input_alone, by_backward)
+)
 
 
 def inner_loop(s: Any, x: Tensor) -> Tensor:
@@ -163,11 +106,6 @@ def gradient_by_func(s: Any, x: Tensor) -> Tensor:
     return x + s.c(grad(lambda x: energy(s, x))(x))
 
 
-def pulled_back(s: Any, x: Tensor) -> Tensor:
-    y, back = vjp(lambda x: s.b(torch.tanh(s.a(x))), x)  # type: ignore[misc]
-    return y + back(torch.ones_like(y))[0]
-
-
 def pushed_forward(s: Any, x: Tensor) -> Tensor:
     y, dy = jvp(lambda x: s.b(torch.tanh(s.a(x))), (x,), (torch.ones_like(x),))  # type: ignore[misc]
     return y + dy
@@ -180,19 +118,6 @@ def with_dual_numbers(s: Any, x: Tensor) -> Tensor:
     return y + dy
 
 
-def jacobian(s: Any, x: Tensor) -> Tensor:
-    by_row = vmap(jacrev(lambda row: torch.tanh(s.a(row))))(x.flatten(0, 1))
-    return s.b(x) + by_row.sum(1).view_as(x)
-
-
-def ensemble(s: Any, x: Tensor) -> Tensor:
-    """Layers stacked, and run as one."""
-    weights, buffers = stack_module_state(list(s.members))
-    stacked = {name: torch.stack([dict(m.named_parameters())[name] for m in s.members]) for name in weights}
-    ys = vmap(lambda w: functional_call(s.members[0], (w, buffers), (x,)))(stacked)
-    return s.b(torch.tanh(ys.mean(0)))
-
-
 def both(s: Any) -> tuple[Tensor, ...]:
     return tuple(each for layer in (s.a, s.b) for each in layer.parameters())
 
@@ -203,49 +128,24 @@ def layers(s: Any) -> Callable[[Tensor], Tensor]:
 
 CASES = (
     Case("forces", stage(forces, c=linear(bias=False)), no_gradient=("b.bias",)),
-    Case(
-        "energy and forces",
-        stage(energy_and_forces, unused=lambda: nn.Parameter(torch.ones(3))),
-        no_gradient=("unused",),
-    ),
     Case("a gradient used as a number", stage(sensitivities)),
     Case("deep equilibrium", stage(solved)),
-    Case("recomputed by autograd.grad", stage(lambda s, x: Recomputed.apply(layers(s), x, *both(s))), modes=ONLY_EAGER),
+    Case("recomputed by autograd.grad", stage(lambda s, x: Recomputed.apply(x, layers(s), *both(s))), ONLY_EAGER),
     Case(
         "recomputed for inputs",
-        stage(lambda s, x: s.a(x) + RecomputedForInputs.apply(layers(s), s.c(x)), c=linear()),
-        modes=ONLY_EAGER,
+        stage(lambda s, x: s.a(x) + RecomputedForInputs.apply(s.c(x), layers(s)), c=linear()),
+        ONLY_EAGER,
         no_gradient=("b.weight", "b.bias"),
     ),
     Case(
         "recomputed by backward",
-        stage(lambda s, x: s.c(RunsBackward.apply(layers(s), x, *both(s))), c=linear()),
-        modes=ONLY_EAGER,
-        shapes="given",
-    ),
-    Case(
-        "reversible",
-        stage(lambda s, x: s.b(Reversible.apply(s, s.a(x), *s.f.parameters())), f=linear(4, 4), g=linear(4, 4)),
-        modes=ONLY_EAGER,
-        shapes="given",
-    ),
-    Case(
-        "reversible, checkpointed",
-        stage(lambda s, x: Reversible.apply(s, s.b(s.a(x)), *s.f.parameters()), f=linear(4, 4), g=linear(4, 4)),
-        modes=ONLY_CHECKPOINTED,
+        stage(lambda s, x: s.c(RunsBackward.apply(x, layers(s), *both(s))), c=linear()),
+        ONLY_EAGER,
         shapes="given",
     ),
     Case("an inner loop", stage(inner_loop)),
     Case("vmap", stage(lambda s, x: s.b(torch.tanh(vmap(s.a)(x))))),
-    Case("vmap twice", stage(lambda s, x: s.b(torch.tanh(vmap(vmap(s.a))(x))))),
-    Case("func.grad", stage(gradient_by_func, c=linear(bias=False)), modes=ONLY_EAGER, no_gradient=("b.bias",)),
-    Case("vjp", stage(pulled_back), modes=ONLY_EAGER),
+    Case("func.grad", stage(gradient_by_func, c=linear(bias=False)), ONLY_EAGER, no_gradient=("b.bias",)),
     Case("jvp", stage(pushed_forward)),
     Case("forward-mode AD", stage(with_dual_numbers)),
-    Case("a Jacobian", stage(jacobian), modes=ONLY_EAGER),
-    Case(
-        "an ensemble",
-        stage(ensemble, members=lambda: nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))),
-        no_gradient=("a.weight", "a.bias"),
-    ),
 )

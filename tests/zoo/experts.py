@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -11,24 +10,13 @@ from torch import Tensor, nn
 
 from zbpipe.runtime.split import GROUPED_MM
 from zoo.case import EVERY_MODE, ONE_BY_ONE, ONLY_COMPILED, ONLY_EAGER, TOKENS, WIDTH, Case, linear, one_by_one, stage
-from zoo.precision import of
+from zoo.precision import rows_in
 
 EXPERTS = 5
 
 
 def experts() -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
-
-
-def routed(s: Any, x: Tensor) -> Tensor:
-    """The two best experts of each token, some of which get no tokens."""
-    rows = x.flatten(0, 1)
-    weights, chosen = s.router(rows).softmax(-1).topk(2)
-    y = torch.zeros_like(rows)
-    for number, expert in enumerate(s.experts):
-        row, place = (chosen == number).nonzero(as_tuple=True)
-        y = y.index_add(0, row, weights[row, place, None] * expert(rows[row]))
-    return x + y.view_as(x)
 
 
 def routed_if_any(s: Any, x: Tensor) -> Tensor:
@@ -43,29 +31,6 @@ def routed_if_any(s: Any, x: Tensor) -> Tensor:
     return x + y.view_as(x)
 
 
-def shared_and_routed(s: Any, x: Tensor) -> Tensor:
-    return routed(s, x) + s.b(torch.tanh(s.a(x)))
-
-
-def expert_choice(s: Any, x: Tensor) -> Tensor:
-    """Each expert takes the two tokens that it likes best."""
-    rows = x.flatten(0, 1)
-    scores = s.router(rows).softmax(-1)
-    y = torch.zeros_like(rows)
-    for number, expert in enumerate(s.experts):
-        weight, row = scores[:, number].topk(2)
-        y = y.scatter_add(0, row[:, None].expand(-1, WIDTH), weight[:, None] * expert(rows[row]))
-    return x + y.view_as(x)
-
-
-def soft(s: Any, x: Tensor) -> Tensor:
-    """Every expert gets a mixture of tokens."""
-    mix = s.router(x)
-    slots = torch.einsum("bte,btd->bed", mix.softmax(1), x)
-    out = torch.stack([expert(slots[:, n]) for n, expert in enumerate(s.experts)], 1)
-    return torch.einsum("bte,bed->btd", mix.softmax(2), out)
-
-
 class Grouped(nn.Module):
     """All experts in one tensor, multiplied in one go, as a layer of its own."""
 
@@ -73,21 +38,11 @@ class Grouped(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.randn(TOKENS, WIDTH, 2 * WIDTH))
-        self.down = nn.Parameter(torch.randn(TOKENS, WIDTH, 2 * WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Token t goes to expert t."""
-        h = F.silu(torch.bmm(x.transpose(0, 1), self.up))
-        return torch.bmm(h, self.down.transpose(1, 2)).transpose(0, 1).contiguous()
-
-
-class GroupedWithBias(Grouped):
-    def __init__(self) -> None:
-        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(TOKENS, WIDTH, 2 * WIDTH)) for _ in range(2))
         self.bias = nn.Parameter(torch.randn(TOKENS, 2 * WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Token t goes to expert t."""
         h = torch.tanh(torch.bmm(x.transpose(0, 1), self.up) + self.bias.unsqueeze(1))
         return torch.bmm(h, self.down.transpose(1, 2)).transpose(0, 1).contiguous()
 
@@ -112,10 +67,6 @@ class Ragged(nn.Module):
         return x + torch.zeros_like(rows).index_add(0, order, self.multiply(self, h, self.down.mT, ends)).view_as(x)
 
 
-def ragged(multiply: Any, products: Any) -> Callable[[int], nn.Module]:
-    return lambda index: Ragged(multiply, products).float()
-
-
 def in_buffer(s: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """The ends of the groups lie in a buffer that the next microbatch overwrites."""
     return torch._grouped_mm(x, weight, offs=s.ends)
@@ -125,17 +76,9 @@ def in_buffer_by_position(s: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Te
     return torch._grouped_mm(x, weight, s.ends, None, None)
 
 
-def in_part_of_buffer(s: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return F.grouped_mm(x, weight, offs=s.ends[:], bias=None, out_dtype=x.dtype)
-
-
 def in_half(multiply: Any) -> Any:
     """The compiler refuses grouped_mm in float32 on the CPU."""
     return lambda s, x, weight, ends: multiply(s, x.bfloat16(), weight.bfloat16(), ends).type_as(x)
-
-
-def public(s: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    return F.grouped_mm(x, weight, offs=ends)
 
 
 def public_by_keyword(s: Any, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -204,57 +147,29 @@ CASES = (
         "experts that may not be called",
         stage(routed_if_any, router=linear(WIDTH, EXPERTS), experts=experts),
         no_gradient=(
-            "a.weight",
-            "a.bias",
-            "b.weight",
-            "b.bias",
+            *("a.weight", "a.bias", "b.weight", "b.bias"),
             *(f"experts.{n}.{p}" for n in range(EXPERTS) for p in ("weight", "bias")),
         ),
     ),
-    Case("experts and a shared one", stage(shared_and_routed, router=linear(WIDTH, EXPERTS), experts=experts)),
-    Case(
-        "experts that choose",
-        stage(expert_choice, router=linear(WIDTH, EXPERTS), experts=experts),
-        no_gradient=("a.weight", "a.bias", "b.weight", "b.bias"),
-        modes=EVERY_MODE,
-    ),
-    Case(
-        "soft experts",
-        stage(soft, router=linear(WIDTH, EXPERTS), experts=experts),
-        no_gradient=("a.weight", "a.bias", "b.weight", "b.bias"),
-    ),
-    Case("grouped experts", lambda index: Grouped()),
-    Case("grouped experts with biases", lambda index: GroupedWithBias(), modes=EVERY_MODE),
+    Case("grouped experts", lambda index: Grouped(), EVERY_MODE),
     *(
         Case(
             name,
-            ragged(multiply, products),
-            batch=of(torch.float32),
-            tolerance=0.05 if "half" in name else 1e-4,
-            modes=modes,
+            lambda index, of=(multiply, products): Ragged(*of).float(),  # type: ignore[misc]
+            modes,
+            0.05 if modes in (EVERY_MODE, ONLY_COMPILED) else 1e-4,
+            batch=rows_in(torch.float32),
             schedules=ONE_BY_ONE if "buffer" in name else None,
             most_ranks=1 if "buffer" in name else 4,
             samples=3,
         )
         for name, multiply, products, modes in (
             ("ends of groups in a buffer", in_buffer, None, ONLY_EAGER),
-            ("ends of groups in a buffer, by position", in_buffer_by_position, None, ONLY_EAGER),
-            ("ends of groups in a part of a buffer", in_part_of_buffer, None, ONLY_EAGER),
             ("ends of groups in a buffer, declared without", in_buffer_by_position, OWN, ONLY_EAGER),
-            ("grouped_mm by its public name", public, None, Case.modes),
-            ("grouped_mm in half precision, compiled", in_half(public), {torch._grouped_mm: GROUPED_MM}, ONLY_COMPILED),
+            ("ends of groups in a buffer, compiled", in_half(in_buffer), None, ONLY_COMPILED),
             ("grouped_mm by keywords", public_by_keyword, None, Case.modes),
             ("grouped_mm in half precision, by keywords", in_half(private_by_keyword), None, EVERY_MODE),
-            ("grouped_mm in half precision, declared without a bias", in_half(public), OWN, EVERY_MODE),
         )
-    ),
-    one_by_one(
-        "ends of groups in a buffer, compiled",
-        lambda index: Ragged(in_half(in_buffer)).float(),
-        batch=of(torch.float32),
-        tolerance=0.05,
-        modes=ONLY_COMPILED,
-        samples=3,
     ),
     one_by_one("tensors in a list, in buffers", lambda index: Gathered(), modes=ONLY_EAGER),
     Case("nested, strided", stage(nested(torch.strided)), modes=ONLY_EAGER),

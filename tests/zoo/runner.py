@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import re
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 import torch._dynamo.guards
 import torch.distributed as dist
-from ranks import join_group
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
@@ -29,8 +27,6 @@ from zoo import CASES, pipelines
 from zoo.case import Case, Mode
 
 MICROBATCHES, STEPS = 3, 2
-_PATIENCE = 20.0
-"""Seconds that a rank waits for a message."""
 
 
 class Setting(NamedTuple):
@@ -54,40 +50,32 @@ class Setting(NamedTuple):
 
 SETTINGS: Mapping[int, tuple[Setting, ...]] = {
     1: (
-        Setting("1F1B"),  # torch's own: what is the same there as in plain autograd is to be the same everywhere
         Setting("ZBV", inferred=True),
         Setting("ZBV", "checkpointed", inferred=True),
         Setting("ZBV", "compiled", inferred=True),
         Setting("WeightsLast"),
         Setting("WeightsLast", "checkpointed"),
         Setting("WeightsLast", "compiled"),
-        Setting("WeightsNext"),
-        Setting("ZBH1"),
     ),
     2: (Setting("ZBH1"), Setting("ZBV", "checkpointed"), Setting("WeightsLast", inferred=True)),
     4: (Setting("ZBV"), Setting("ZBH1", "checkpointed")),
 }
 """By the number of ranks."""
 
-ALIKE: tuple[frozenset[Setting], ...] = (
-    *(frozenset(each for each in SETTINGS[1] if each.mode == mode) for mode in ("checkpointed", "compiled")),
-    frozenset({Setting("WeightsNext"), Setting("ZBH1")}),
-)
-"""Pairs on one rank."""
-
 
 def settings(case: Case, num_ranks: int) -> list[Setting]:
     """Those in which this model is run on so many ranks.
 
-    On one rank one of each pair that differs in the place of W alone. On two ranks one of all, for half of the models
-    and those that differ in what stages hand on; on four one of all, for an eighth of the models. By their names.
+    On one rank both eager ones, and one of each pair that differs in the place of W alone. On two ranks one of all, for
+    half of the models and those that differ in what stages hand on; on four one of all, for an eighth of the models. By
+    their names.
     """
     suitable = [setting for setting in SETTINGS[num_ranks] if setting.suits(case) and num_ranks <= case.most_ranks]
     number = _number(case)
     if num_ranks == 1:
-        for pair in ALIKE:
-            if pair <= set(suitable):
-                suitable.remove(sorted(pair)[number % 2])
+        for mode in ("checkpointed", "compiled"):
+            if len(pair := [each for each in suitable if each.mode == mode]) == 2:
+                suitable.remove(pair[number % 2])
         return suitable
     if num_ranks == 2 and number // 8 % 2 and case not in pipelines.CASES:
         return []
@@ -100,37 +88,18 @@ def _number(case: Case) -> int:
     return zlib.crc32(case.name.encode())
 
 
-def _one_by_one(ranks: int, microbatches: int) -> Schedule:
-    """ZBV's order, or on one rank each microbatch by itself, which models need that keep something of the last F."""
-    if ranks > 1:
-        return zbpipe.generate("ZBV", ranks, microbatches)
-    kinds = ((0, OpKind.F), (1, OpKind.F), (1, OpKind.I), (0, OpKind.I), (1, OpKind.W), (0, OpKind.W))
-    row = tuple(Op(stage, kind, m) for m in range(microbatches) for stage, kind in kinds)
-    return Schedule("", Placement.v(1), microbatches, (row,))
-
-
 def register_tables() -> None:
-    """Make the two tables known that differ in nothing but the place of W."""
+    """Make a table known in which all W come last."""
 
     @zbpipe.register("WeightsLast", placement="v", stages_per_rank=2, listed=False)
     def weights_last(ranks: int, microbatches: int) -> Schedule:
-        whole = _one_by_one(ranks, microbatches)
-        rows = tuple(tuple(sorted(ops, key=lambda op: op.kind is OpKind.W)) for ops in whole)
-        return Schedule("WeightsLast", whole.placement, microbatches, rows)
-
-    @zbpipe.register("WeightsNext", placement="v", stages_per_rank=2, listed=False)
-    def weights_next(ranks: int, microbatches: int) -> Schedule:
-        whole = _one_by_one(ranks, microbatches)
-        rows = tuple(
-            tuple(
-                each
-                for op in ops
-                if op.kind is not OpKind.W
-                for each in ((op, op._replace(kind=OpKind.W)) if op.kind is OpKind.I else (op,))
-            )
-            for ops in whole
-        )
-        return Schedule("WeightsNext", whole.placement, microbatches, rows)
+        """In ZBV's order, or on one rank each microbatch by itself: models may keep something of the last F."""
+        rows = tuple(map(tuple, zbpipe.generate("ZBV", ranks, microbatches)))
+        if ranks == 1:
+            kinds = ((0, OpKind.F), (1, OpKind.F), (1, OpKind.I), (0, OpKind.I), (1, OpKind.W), (0, OpKind.W))
+            rows = (tuple(Op(stage, kind, m) for m in range(microbatches) for stage, kind in kinds),)
+        rows = tuple(tuple(sorted(ops, key=lambda op: op.kind is OpKind.W)) for ops in rows)
+        return Schedule("WeightsLast", Placement.v(ranks), microbatches, rows)
 
 
 class Outcome(NamedTuple):
@@ -144,7 +113,7 @@ class Outcome(NamedTuple):
 def run_all(names: Iterable[str], folder: Path) -> None:
     """Train these models in all settings of this number of ranks; each rank writes a file of its outcomes.
 
-    After a failure the ranks may be out of step, so they go on in another process group.
+    After a failure the ranks may be out of step: several ranks end then, and others go on in their place.
     """
     torch.set_default_dtype(torch.float64)
     logging.disable(logging.CRITICAL)
@@ -152,63 +121,32 @@ def run_all(names: Iterable[str], folder: Path) -> None:
     # torch times the guards of each graph, with the processor's caches emptied: an eighth of the compilation.
     torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     register_tables()
-    ranks = _Ranks(dist.get_rank(), dist.get_world_size(), folder)
-    ranks.meet()  # the group that was here first is not left by a rank that fails
-    with (folder / f"{ranks.rank}.jsonl").open("w") as file:
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    with (folder / f"{rank}.jsonl").open("a") as file:
         for case in (case for case in CASES if case.name in names):
             torch.compiler.reset()
-            for setting in settings(case, ranks.num_ranks):
+            for setting in settings(case, num_ranks):
                 error, is_broken = outcome(case, setting)
                 file.write(json.dumps([case.name, str(setting), error]) + "\n")
                 file.flush()
-                ranks.go_on(is_broken)
-
-
-class _Ranks:
-    """The ranks, which talk beside their process group, too."""
-
-    def __init__(self, rank: int, num_ranks: int, folder: Path) -> None:
-        self.rank, self.num_ranks, self.folder = rank, num_ranks, folder
-        self.store = dist.FileStore(str(folder / "store"), num_ranks)
-        self.talks = 0
-
-    def hear(self, word: str) -> list[str]:
-        """What each rank says, after all have said it."""
-        self.talks += 1
-        self.store.set(f"{self.talks} {self.rank}", word)
-        return [self.store.get(f"{self.talks} {rank}").decode() for rank in range(self.num_ranks)]
-
-    def meet(self) -> None:
-        """In another process group."""
-        # Who is still connecting takes it for a failure if another rank is gone already.
-        self.hear("leave")
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        gc.collect()
-        join_group(self.folder / f"group {self.talks}", self.rank, self.num_ranks, _PATIENCE)
-        self.hear("met")
-
-    def go_on(self, is_broken: bool) -> None:
-        """In the same group if it is not broken on any rank."""
-        if is_broken:  # the others, who may wait for a message, notice once nothing holds the connections
-            dist.destroy_process_group()
-            gc.collect()
-        if "broken" in self.hear("broken" if is_broken else "whole"):
-            self.meet()
+                if is_broken and num_ranks > 1:
+                    return
+                if is_broken:
+                    dist.destroy_process_group()
+                    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 def outcome(case: Case, setting: Setting) -> tuple[str | None, bool]:
     """What is wrong with it, if anything, and whether the ranks may be out of step now."""
-    refused = case.refused if dist.get_world_size() >= case.refused_from_ranks else None
     try:
         wrong = compare(case, setting)
     except Exception as error:
         told = f"{type(error).__name__}: {error}"
-        if refused and (setting.schedule == "1F1B" or re.search(refused, told)):
+        if case.refused and re.search(case.refused, told):
             return None, True
         return f"{told}\n{traceback.format_exc()}", True
-    if refused:
-        wrong = f"was not refused with {refused!r}"
+    if case.refused:
+        wrong = f"was not refused with {case.refused!r}"
     return wrong, False
 
 
@@ -334,8 +272,8 @@ def _finish(stages: Iterable[nn.Module]) -> None:
 
 
 def _prepare_next(case: Case, stages: Mapping[int, nn.Module], step: int) -> None:
-    if step == 0:
-        case.between(list(stages.values()))
+    for module in stages.values() if step == 0 else ():
+        case.between(module)
     if _scales(case) and not case.accumulates:  # else gradients are summed up over the steps
         for module in stages.values():
             module.zero_grad()
@@ -377,16 +315,14 @@ def train(case: Case, setting: Setting, num_stages: int, examples: Sequence[Any]
         ]
     ]
     schedule = _schedule(case, setting.schedule, stages)
-    case.prepared(list(modules.values()))
+    for module in modules.values():
+        case.prepared(module)
     outcomes = []
     for step in range(STEPS):
         inputs, target = _batch(case, step)
         losses: list[Tensor] = []
         args, wanted = inputs if 0 in modules else (), target if num_stages - 1 in modules else None
         schedule.step(*args, target=wanted, losses=losses)
-        if step == 0 and case.evaluates is not None:
-            with getattr(torch, case.evaluates)():
-                schedule.eval(*args, target=wanted)
         _finish(modules.values())
         outcomes.append(_outcome(modules, [loss.item() for loss in losses]))
         _prepare_next(case, modules, step)

@@ -23,13 +23,6 @@ def looped(s: Any, x: Tensor) -> Tensor:
     return h
 
 
-def looped_less(s: Any, x: Tensor) -> Tensor:
-    h = s.a(x)
-    for _ in range(4 - s.microbatch):
-        h = torch.tanh(s.b(h))
-    return h
-
-
 def early_exit(s: Any, x: Tensor) -> Tensor:
     """The second half runs only in some microbatches."""
     h = s.a(x)
@@ -38,30 +31,6 @@ def early_exit(s: Any, x: Tensor) -> Tensor:
 
 def late_start(s: Any, x: Tensor) -> Tensor:
     return s.b(torch.tanh(s.a(x))) if s.microbatch > 1 else s.b(x)
-
-
-def until_small(s: Any, x: Tensor) -> Tensor:
-    """As often as the numbers themselves say."""
-    h = s.a(x)
-    for _ in range(5):
-        h = torch.tanh(s.b(h))
-        if h.detach().norm() < 2.5:
-            break
-    return h
-
-
-class Recurrent(nn.Module):
-    """Recurrent depth: a block of layers again and again."""
-
-    def __init__(self, depth: int) -> None:
-        super().__init__()
-        self.depth = depth
-        self.block = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(self.depth):
-            x = x + self.block(x)
-        return x
 
 
 def tied(index: int) -> nn.Module:
@@ -74,11 +43,6 @@ def one_module_two_names(index: int) -> nn.Module:
     module = stage(lambda s, x: s.again(torch.tanh(s.a(s.b(x)))))(index)
     module.again = module.a
     return module
-
-
-def by_functional_call(s: Any, x: Tensor) -> Tensor:
-    weights = {name: 2 * each for name, each in s.a.named_parameters()}
-    return s.b(functional_call(s.a, weights, (x,)))
 
 
 def swapped(s: Any, x: Tensor) -> Tensor:
@@ -121,10 +85,6 @@ def tokens(samples: int) -> Batch:
     return (torch.randint(VOCABULARY, (samples, TOKENS)),), torch.randint(VOCABULARY, (samples, TOKENS))
 
 
-def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-
 class Language(nn.Module):
     """Embedding on the first stage, head on the last; the middle has neither."""
 
@@ -153,37 +113,27 @@ def share_layer(stages: Mapping[int, nn.Module]) -> None:
         stages[max(stages)].a = stages[0].a
 
 
-V_SHAPED = ("ZBV", "WeightsLast", "WeightsNext")
+V_SHAPED = ("ZBV", "WeightsLast")
 
 CASES = (
-    Case("a layer used twice", stage(lambda s, x: s.b(torch.tanh(s.b(s.a(x))))), modes=EVERY_MODE),
-    Case("a layer used five times", lambda index: Recurrent(5)),
     Case("a layer used more often later", stage(looped), modes=EVERY_MODE),
-    Case("a layer used less often later", stage(looped_less)),
     Case("an early exit", stage(early_exit), modes=EVERY_MODE),
     Case("a layer that joins later", stage(late_start)),
-    Case("as often as the numbers say", stage(until_small), modes=EVERY_MODE),
     Case("tied weights", tied, modes=EVERY_MODE),
     Case("one module under two names", one_module_two_names),
-    Case("functional_call", stage(by_functional_call)),
     Case("functional_call with other parameters", stage(swapped, c=linear()), modes=EVERY_MODE),
     Case("swapped parameters", lambda index: Swapping(), modes=ONLY_EAGER, options={"scale_grads": False}),
-    Case(
-        "embedding and head tied over stages",
-        Language,
-        batch=tokens,
-        loss=cross_entropy,
-        share=tie_ends,
-        schedules=V_SHAPED,
-    ),
-    Case(
-        "embedding and head tied, not scaled",
-        Language,
-        batch=tokens,
-        loss=cross_entropy,
-        share=tie_ends,
-        schedules=V_SHAPED,
-        options={"scale_grads": False},
+    *(
+        Case(
+            f"embedding and head tied{words}",
+            Language,
+            batch=tokens,
+            loss=lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
+            share=tie_ends,
+            schedules=V_SHAPED,
+            options={"scale_grads": scales},
+        )
+        for words, scales in ((" over stages", True), (", not scaled", False))
     ),
     Case("a layer of two stages", stage(plain), share=share_layer, schedules=V_SHAPED),
 )
