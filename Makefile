@@ -73,7 +73,7 @@ test-models: $(VENV)-models/dev  ## models of transformers, timm, diffusers, pef
 	$(VENV)-models/bin/python -m pytest $(SPREAD) --dist worksteal tests/test_models.py
 	$(VENV)-models/bin/python -m pytest -q tests/test_pipelined_models.py
 
-WITHOUT_TORCH := costs costs_file edges feeding jitter lean pictures planner published registry simulation testing transport validation views
+WITHOUT_TORCH := costs costs_file edges feeding jitter lean planner published registry simulation testing transport validation views
 test-python: $(VENV)-without-torch/dev  ## what needs no torch, on another Python: PYTHON=python3.14
 	PYTHONPATH=tests $(VENV)-without-torch/bin/pytest --noconftest -p determinism $(WITHOUT_TORCH:%=tests/test_%.py)
 
