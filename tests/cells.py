@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 from compatibility import Row, Table, by_checkpointing
-from titan_jobs import LLAMA, Titan, assert_trains_alike, flavor, pipeline
+from titan_jobs import LLAMA, STEPS, Job, Titan, assert_trains_alike, flavor, pipeline
 
 from zbpipe.frameworks.titan.versions import find_installed
 
-CHECKPOINTING = ("none", "selective", "full")
 COMPILING = ("eager", "compiled")
 
 
@@ -29,17 +29,22 @@ class Cell:
     ranks_per_stage: int = 1
     alone: tuple[str, ...] = ()
     """Settings that only the job without a pipeline has."""
+    options: tuple[str, ...] = ()
+    """Settings that only the pipeline has."""
+    says: tuple[str, ...] = ()
+    """Patterns of what the pipeline logs."""
     pipeline_ranks: int = 2
     microbatches: int = 4
     model: str = LLAMA
     tolerances: dict[str, float] = field(default_factory=dict)
     recompilations: int = 0
     """In all ranks together."""
+    steps: int = STEPS
 
 
 MATRIX = {
     f"ZBV {checkpointing} {COMPILING[compiled]}": Cell(checkpointing=checkpointing, compiled=compiled)
-    for checkpointing in CHECKPOINTING
+    for checkpointing in ("none", "selective", "full")
     for compiled in (False, True)
 }
 """ZBV with every kind of checkpointing, with and without the compiler."""
@@ -58,34 +63,34 @@ def table_of_matrix(seen: Mapping[str, str]) -> Table:
     )
 
 
-def train_as_without_a_pipeline(titan: Titan, cell: Cell) -> None:
+def train_as_without_a_pipeline(titan: Titan, cell: Cell) -> Job:
     """Run the job of `cell`, and compare it."""
-    settings = cell.settings
+    longer = () if cell.steps == STEPS else ("--training.steps", str(cell.steps))
+    settings = (*longer, *cell.settings)
     expected = titan.without_pipeline(*settings, *cell.alone, num_ranks=cell.ranks_per_stage, model=cell.model)
     job = titan.train(
         *settings,
         *pipeline(cell.schedule, cell.pipeline_ranks),
+        *cell.options,
         *(["--compile.enable"] if cell.compiled else []),
         *find_installed().checkpoint(cell.checkpointing),
         num_ranks=cell.pipeline_ranks * cell.ranks_per_stage,
         model=cell.model,
     )
     print(job.log)
-    assert_trains_alike(job, expected, **cell.tolerances)
-    _assert_is_what_was_asked_for(job.log, cell)
+    assert_trains_alike(job, expected, **cell.tolerances, steps=cell.steps)
+    applied = flavor().applied.get(cell.checkpointing)
+    assert re.search(rf"pipeline schedule {re.escape(cell.schedule)} with {cell.microbatches} microbatches", job.log)
+    assert ("Compiling each TransformerBlock" in job.log) == cell.compiled
+    assert (f"Applied {applied} activation checkpointing" in job.log) == (applied is not None)
+    assert ("activation checkpointing to the model" in job.log) == (applied is not None)
     # The blocks are compiled with fullgraph=True, so a graph break would have been an error.
     assert job.log.count("Recompiling function") == cell.recompilations
     assert "recompile_limit" not in job.log
     assert "FLOPs to W; in I:" not in job.log
-
-
-def _assert_is_what_was_asked_for(log: str, cell: Cell) -> None:
-    source = "zbpipe's pipeline" if f"Using zbpipe's pipeline schedule {cell.schedule}" in log else "pipeline"
-    assert f"Using {source} schedule {cell.schedule} with {cell.microbatches} microbatches" in log
-    assert ("Compiling each TransformerBlock" in log) == cell.compiled
-    applied = flavor().applied.get(cell.checkpointing)
-    assert (f"Applied {applied} activation checkpointing" in log) == (applied is not None)
-    assert ("activation checkpointing to the model" in log) == (applied is not None)
+    for pattern in cell.says:
+        assert re.search(pattern, job.log), pattern
+    return job
 
 
 def row(cell: Cell, outcome: str) -> Row:

@@ -141,10 +141,6 @@ def is_a_script(words: list[str], folder: Path) -> None:
     assert (ROOT / words[0]).is_file()
 
 
-def is_of_others(words: list[str], folder: Path) -> None:
-    """Nothing that can be looked up here."""
-
-
 PROGRAMS: dict[str, Callable[[list[str], Path], object]] = {
     "zbpipe": run_zbpipe,
     "make": is_a_target,
@@ -156,7 +152,7 @@ PROGRAMS: dict[str, Callable[[list[str], Path], object]] = {
     "titan_integration/first_run.sh": is_a_script,
     **dict.fromkeys(
         (".", "cd", "docker", "export", "git", "srun", "pre-commit", "primus-cli", "./runner/primus-cli"),
-        is_of_others,
+        lambda words, folder: None,  # nothing that can be looked up here
     ),
 }
 """By the first word of a command: what is tested of it. A command that begins with another word is an error."""
@@ -220,6 +216,7 @@ def test_the_reference_has_everything(capsys: pytest.CaptureFixture[str]) -> Non
     assert sorted((*documented, *classes)) == sorted({*zbpipe.__all__, "testing"})
     page = (ROOT / "docs/command-line.md").read_text()
     assert [name for name in cli.main.commands if f"zbpipe {name}" not in page] == []
+    assert all(algorithm.summary for algorithm in registry.schedules().values())
     runpy.run_path(str(ROOT / "docs/_options.py"))
     printed = capsys.readouterr().out
     assert (ROOT / "docs/options.md").read_text() == printed, "python docs/_options.py > docs/options.md"
@@ -227,7 +224,7 @@ def test_the_reference_has_everything(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_every_relative_link_leads_to_a_file() -> None:
-    """`make docs` also looks for the places within pages."""
+    """`make docs` also looks for the places within pages. The code names pages that exist, too."""
     missing = [
         f"{page}: {target}"
         for page in PAGES
@@ -235,9 +232,6 @@ def test_every_relative_link_leads_to_a_file() -> None:
         if not os.path.isfile((ROOT / page).parent / target)
     ]
     assert missing == []
-
-
-def test_the_code_names_pages_that_exist() -> None:
     sources = [path for folder in ("src", "examples") for path in (ROOT / folder).rglob("*.py")]
     named = {page for path in sources for page in re.findall(r"\bdocs/[\w-]+\.md", path.read_text())}
     assert len(named) > 5
@@ -264,22 +258,9 @@ def test_all_pages_have_one_address() -> None:
     assert all(found[page] for page in ("README.md", "docs/trouble.md", "mkdocs.yml"))
 
 
-def run(program: str) -> str:
-    """What a fresh interpreter prints."""
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=240
-    ).stdout
-
-
-def test_adding_a_schedule() -> None:
-    """The page's function and its table give the schedules that they look like."""
-    (function,) = blocks("docs/adding-a-schedule.md", "python")
-    shown = "print(zbpipe.generate('lateweights', 2, 1), zbpipe.stage_indices('LateWeights', rank=1, num_ranks=2))"
-    assert run(f"{function.code}\n{shown}") == "rank 0: 0F0 0I0 0W0\nrank 1: 1F0 1I0 1W0 (1,)\n"
-
-
-def test_an_installed_package_adds_a_schedule(tmp_path: Path) -> None:
-    """By the entry point that the page shows."""
+def test_adding_a_schedule(tmp_path: Path) -> None:
+    """The page's function and its table give the schedules that they look like, also in a package with the entry point
+    that the page shows."""
     (function,) = blocks("docs/adding-a-schedule.md", "python")
     (entry_point,) = blocks("docs/adding-a-schedule.md", "toml")
     name, module = re.findall(r'(\w+) = "([\w.]+)"', entry_point.code)[0]
@@ -290,8 +271,11 @@ def test_an_installed_package_adds_a_schedule(tmp_path: Path) -> None:
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-package\nVersion: 1.0\n")
     (metadata / "entry_points.txt").write_text(f"[zbpipe.algorithms]\n{name} = {module}\n")
-    added = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import zbpipe"
-    assert run(f"{added}; print(zbpipe.generate('LateWeights', 1, 1))") == "rank 0: 0F0 0I0 0W0\n"
+    shown = "print(zbpipe.generate('lateweights', 2, 1), zbpipe.stage_indices('LateWeights', rank=1, num_ranks=2))"
+    for begin in (function.code, f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import zbpipe"):
+        program = [sys.executable, "-c", f"{begin}\n{shown}"]
+        printed = subprocess.run(program, capture_output=True, text=True, check=True, timeout=240).stdout
+        assert printed == "rank 0: 0F0 0I0 0W0\nrank 1: 1F0 1I0 1W0 (1,)\n"
 
 
 def test_deferring_a_layer() -> None:
@@ -314,10 +298,6 @@ def test_deferring_a_layer() -> None:
     torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
 
 
-def test_every_schedule_has_a_summary() -> None:
-    assert all(algorithm.summary for algorithm in registry.schedules().values())
-
-
 def test_the_page_of_what_works_together_is_complete() -> None:
     """No line is lost between the full tables and the differences of older versions."""
     sections = read(PAGE.read_text())
@@ -329,8 +309,6 @@ def test_the_page_of_what_works_together_is_complete() -> None:
     older = newest._replace(title="torchtitan 0.1 with torch 2.1", tables=shorter)
     found = read(render({each.title: each for each in (newest, older)}))[older.title]
     assert [table.outcomes for table in found.tables] == [table.outcomes for table in older.tables]
-
-
-def test_a_patch_release_does_not_change_what_works_together() -> None:
+    # A patch release changes nothing.
     assert without_patches("torch 2.14.1\nand torchtitan 0.3.0: works") == "torch 2.14 and torchtitan 0.3: works"
     assert without_patches("torch 2.14.1") != without_patches("torch 2.15.0")

@@ -48,8 +48,13 @@ def workload(layers: int = 4, degrees: Degrees | None = None, microbatches: int 
     return Workload("toy", blocks, degrees, microbatches, 10, message_bytes=0, operations=1.2, words="made up")
 
 
-def measured(placement: Placement, *, placed: bool = False, **times: Any) -> JobCosts:
-    return JobCosts(CostModel.uniform(placement, **times), placement if placed else None)
+def named(work: Workload, *names: str, device: Device = ONE_A_SECOND, **more: Any) -> Estimate:
+    """Of these schedules, without plans."""
+    return estimate(work, device, only=names, plans=False, **more)
+
+
+def measured(placement: Placement, **times: Any) -> JobCosts:
+    return JobCosts(CostModel.uniform(placement, **times))
 
 
 def row(found: Estimate, name: str, stages: int = 1) -> Step:
@@ -58,18 +63,16 @@ def row(found: Estimate, name: str, stages: int = 1) -> Step:
 
 def test_a_step_by_hand() -> None:
     """1F1B on 2 ranks, 8 microbatches: 9 times what a rank works on one, 2 layers of 6 seconds."""
-    found = estimate(workload(), ONE_A_SECOND, only=("1F1B", "ZBH1"), plans=False)
-    usual = row(found, "1F1B")
-    assert usual.seconds == pytest.approx(9 * 12)
-    assert usual.bubble == pytest.approx(1 / 9)
-    assert usual.tokens_per_second == pytest.approx(80 / (9 * 12) / 2)
-    assert usual.mfu == pytest.approx(80 / (9 * 12) / 2 * 1.2 / 2)
+    found = named(workload(), "1F1B", "ZBH1")
+    usual, zbh1 = row(found, "1F1B"), row(found, "ZBH1")
+    speed = 80 / (9 * 12) / 2
+    figures = (usual.seconds, usual.bubble, usual.tokens_per_second, usual.mfu)
+    assert figures == pytest.approx((9 * 12, 1 / 9, speed, speed * 1.2 / 2))
     # Two microbatches, and what F of a layer needs while it runs. 1000 parameters of 2 layers.
     assert usual.memory.activations == 4 * GIB
     assert usual.memory.weights + usual.memory.optimizer == ParameterBytes().total(1) * 2000
     assert usual.fits
     assert re.search(r"^1F1B .* 4\.5 .* 4\.0 ", "\n".join(lines(found)), re.MULTILINE), "in GiB"
-    zbh1 = row(found, "ZBH1")
     assert found.relative(zbh1, usual) == pytest.approx(zbh1.seconds / usual.seconds)
     assert zbh1.memory.waiting > usual.memory.waiting == 0
     assert zbh1.timeline is not None
@@ -86,7 +89,7 @@ def test_a_step_by_hand() -> None:
 )
 def test_what_costs_much_is_told_first(microbatches: int, share: float | None, told: str) -> None:
     work = replace(workload(microbatches=microbatches), microbatch_size=2, batch_option="--batch", deferred=share)
-    found = estimate(work, ONE_A_SECOND, only=("1F1B",), plans=False)
+    found = named(work, "1F1B")
     first = next(lines(found))
     assert first.startswith(told)
     assert (first in record(found)["words"]) == (not first.startswith("toy"))
@@ -96,7 +99,7 @@ def test_what_costs_much_is_told_first(microbatches: int, share: float | None, t
 @pytest.mark.parametrize("checkpointing", [*Checkpointing, None])
 def test_torchs_split_is_last_where_it_fails(checkpointing: Checkpointing | None, compiled: bool) -> None:
     work = replace(workload(), checkpointing=checkpointing, compiled=compiled)
-    found = estimate(work, ONE_A_SECOND, only=("1F1B", "DualPipeV", "DualPipeVSplit"), plans=False)
+    found = named(work, "1F1B", "DualPipeV", "DualPipeVSplit")
     runs = checkpointing is Checkpointing.NONE and not compiled
     order = ["DualPipeVSplit", "DualPipeV", "1F1B"] if runs else ["DualPipeVSplit", "1F1B", "DualPipeV"]
     assert [step.schedule for step in found.steps if step.timeline] == order
@@ -104,8 +107,7 @@ def test_torchs_split_is_last_where_it_fails(checkpointing: Checkpointing | None
     text = "\n".join(lines(found))
     assert "DualPipeV* " in text
     assert "* torch's own split: it fails under selective checkpointing and torch.compile" in text
-    alone = estimate(work, ONE_A_SECOND, only=("DualPipeV",), plans=False)
-    assert (alone.on_these_degrees is not None) == runs
+    assert (named(work, "DualPipeV").on_these_degrees is not None) == runs
 
 
 @draw_fewer(2)
@@ -161,11 +163,14 @@ def test_collectives_of_a_layer(degrees: Degrees, sizes: dict[str, float], share
 
 
 def test_neighbours_on_other_nodes_are_farther_apart() -> None:
+    """A collective uses the cards of all its GPUs in a node."""
     device = replace(ONE_A_SECOND, inside=100.0, between=10.0)
     work, placement = workload(degrees=Degrees(pipeline=4, fsdp=4)), Placement.loop(4)
     known = rates(device)
     costs = known.costs(work, known.layer_costs(work), placement, work.split(placement))
     assert [costs.links[pair].bandwidth for pair in ((0, 1), (1, 2), (2, 3))] == [100, 10, 100]
+    groups = (8, 1), (16, 1), (8, 2), (8, 8)
+    assert [find("H100").bandwidth(*group) / 1e9 for group in groups] == [450, 400, 200, 50]
 
 
 def test_fsdp_without_a_pipeline_waits_for_what_takes_longer() -> None:
@@ -201,24 +206,12 @@ def test_plans_leave_room_for_the_weights() -> None:
     assert ("plan, single", "weights and optimizer of a rank take more than the usable 17 GiB") in full.left_out
 
 
-def test_what_does_not_fit_comes_last() -> None:
-    found = estimate(workload(), replace(ONE_A_SECOND, gib=10), only=("1F1B", "GPipe"), plans=False)
-    assert [step.fits for step in found.steps] == sorted((step.fits for step in found.steps), reverse=True)
-    assert not row(found, "GPipe").fits
-
-
-def test_what_cannot_be_made_is_left_out_with_the_reason() -> None:
-    found = estimate(workload(layers=3), ONE_A_SECOND, only=("1F1B", "ZBV"), plans=False)
-    assert [step.schedule for step in found.steps if step.schedule != NO_PIPELINE] == ["1F1B"]
-    assert "3 layers cannot be cut into 4 stages" in dict(found.left_out)["ZBV, 2 stages per rank"]
-
-
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         ({"device": 5}, "a device is named by a string, for example 'H100', or is a Device, got 5"),
         ({"costs": (1, 1, 1)}, "costs = (1, 1, 1): give zbpipe.costs.JobCosts"),
-        ({"costs": measured(Placement.loop(4), placed=True)}, "which is for 4 ranks, got 2: use 4"),
+        ({"costs": replace(measured(Placement.loop(4)), placement=Placement.loop(4))}, "for 4 ranks, got 2: use 4"),
         ({"costs": measured(Placement.loop(3))}, "3 stages, which 2 ranks cannot share equally: measure them on 2"),
         ({"only": "ZBV"}, "only = 'ZBV': give a list"),
         ({"stages_per_rank": 2}, "stages_per_rank = 2: give a list"),
@@ -230,11 +223,18 @@ def test_what_an_estimate_refuses(arguments: dict[str, Any], words: str) -> None
         estimate(workload(), **{"device": ONE_A_SECOND} | arguments)
 
 
-def test_steps_of_no_time_are_left_out() -> None:
-    found = estimate(workload(), costs=measured(Placement.v(2), f=0, i=0, w=0), only=("ZBV",), plans=False)
-    assert found.left_out == (("ZBV, 2 stages per rank", "its step takes 0 seconds: give times above 0"),)
-    work = replace(workload(), layers=(replace(workload().layers[0], f=0, i=0, w=0, parameters=0),) * 2)
-    assert estimate(work, ONE_A_SECOND, plans=False).steps == ()
+def test_what_cannot_be_is_left_out_with_the_reason() -> None:
+    """And what does not fit comes last."""
+    few = named(workload(layers=3), "1F1B", "ZBV")
+    assert [step.schedule for step in few.steps if step.schedule != NO_PIPELINE] == ["1F1B"]
+    assert "3 layers cannot be cut into 4 stages" in dict(few.left_out)["ZBV, 2 stages per rank"]
+    no_time = estimate(workload(), costs=measured(Placement.v(2), f=0, i=0, w=0), only=("ZBV",), plans=False)
+    assert no_time.left_out == (("ZBV, 2 stages per rank", "its step takes 0 seconds: give times above 0"),)
+    nothing = replace(workload().layers[0], f=0, i=0, w=0, parameters=0)
+    assert estimate(replace(workload(), layers=(nothing,) * 2), ONE_A_SECOND, plans=False).steps == ()
+    found = named(workload(), "1F1B", "GPipe", device=replace(ONE_A_SECOND, gib=10))
+    assert [step.fits for step in found.steps] == sorted((step.fits for step in found.steps), reverse=True)
+    assert not row(found, "GPipe").fits
 
 
 def test_measured_costs_take_the_place_of_counted_ones() -> None:
@@ -274,11 +274,6 @@ def test_the_table_of_devices(name: str) -> None:
     assert device.share_from
 
 
-def test_a_collective_uses_the_cards_of_all_its_gpus_in_a_node() -> None:
-    groups = (8, 1), (16, 1), (8, 2), (8, 8)
-    assert [find("H100").bandwidth(*group) / 1e9 for group in groups] == [450, 400, 200, 50]
-
-
 # Counted on meta tensors.
 
 DIM, HIDDEN, LENGTH, HEADS = 64, 128, 32, 4
@@ -314,19 +309,14 @@ def test_operations_of_f_i_and_w() -> None:
     again = count_operations(*on_meta(checkpointed=True))
     assert (again.f, again.w) == (found.f, found.w)
     assert again.i == found.i + found.f
-
-
-def test_weight_gradients_that_i_computes_are_counted_there() -> None:
     with torch.device("meta"):
         layers, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.empty(4, 8, requires_grad=True)
+        q = torch.empty(1, HEADS, LENGTH, DIM // HEADS, requires_grad=True)
+    # Weight gradients that I computes are counted there.
     layers[0].weight_products = {}  # type: ignore[assignment]
     found = count_operations(layers, x)
     assert (found.i, found.w, found.in_i) == (3 * 512, 512, 512)
-
-
-def test_attention_without_a_mask_costs_twice() -> None:
-    with torch.device("meta"):
-        q = torch.empty(1, HEADS, LENGTH, DIM // HEADS, requires_grad=True)
+    # Attention without a mask costs twice.
     attend = nn.Module()
     attend.forward = lambda x: nn.functional.scaled_dot_product_attention(x, x, x)  # type: ignore[misc]
     found = count_operations(attend, q)
@@ -369,24 +359,22 @@ def test_a_file_of_layers(file: Path) -> None:
     assert work.layers[5].modules == ("layers.4",)
     assert work.degrees == Degrees(pipeline=4, fsdp=4)
     assert work.layers[5].waits > work.layers[5].activations
-    for gpus, words in ((6, "6 GPUs are not a multiple"), (-4, "gpus has to be a whole number from 1 on, got -4")):
-        with pytest.raises(ValueError, match=words):
-            load_layers(file, gpus=gpus)
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "words"),
+    ("changes", "gpus", "words"),
     [
-        ("tokens", "0", "tokens has to be a whole number from 1 on, got 0"),
-        ("microbatch", "8", "microbatch = 8: unknown key; did you mean microbatches?"),
-        ("message_bytes", "-1", "cannot have message_bytes = -1"),
+        ({}, 6, "6 GPUs are not a multiple"),
+        ({}, -4, "gpus has to be a whole number from 1 on, got -4"),
+        ({"tokens": "0"}, 16, r"model\.toml.*tokens has to be a whole number from 1 on, got 0"),
+        ({"microbatch": "8"}, 16, r"model\.toml.*microbatch = 8: unknown key; did you mean microbatches\?"),
+        ({"message_bytes": "-1"}, 16, r"model\.toml.*cannot have message_bytes = -1"),
     ],
 )
-def test_a_wrong_file_is_refused(file: Path, key: str, value: str, words: str) -> None:
-    file.write_text(toml(**{key: value}))
-    with pytest.raises(ValueError, match=r"model\.toml") as caught:
-        load_layers(file, gpus=16)
-    assert words in str(caught.value)
+def test_a_wrong_file_is_refused(file: Path, changes: dict[str, str], gpus: int, words: str) -> None:
+    file.write_text(toml(**changes))
+    with pytest.raises(ValueError, match=words):
+        load_layers(file, gpus)
 
 
 def run(*arguments: object, code: int = 0) -> str:
@@ -394,7 +382,8 @@ def run(*arguments: object, code: int = 0) -> str:
 
 
 def test_the_command(file: Path) -> None:
-    text = run("--layers", file, "--gpus", 16, "--device", "h100", "--schedule", "ZBV")
+    job = ("--layers", file, "--gpus", 16, "--device", "h100", "--schedule", "ZBV")
+    text = run(*job)
     for words in ("1F1B", "ZBV", "plan", NO_PIPELINE, "deferred", "TFLOP/s", "NVLink"):
         assert words in text, words
     assert re.search(
@@ -403,10 +392,14 @@ def test_the_command(file: Path) -> None:
         text,
         re.M,
     )
-    data = json.loads(run("--layers", file, "--gpus", 16, "--device", "h100", "--schedule", "ZBV", "--json"))
+    data = json.loads(run(*job, "--json"))
     assert data["degrees"] == {"pipeline": 4, "tensor": 1, "context": 1, "fsdp": 4, "replicas": 1, "experts": 1}
     for each in data["schedules"]:
         assert each["memory"]["total"] == pytest.approx(sum(each["memory"].values()) - each["memory"]["total"])
+    # A job without a pipeline is sent to the search.
+    alone = named(workload(degrees=Degrees(pipeline=1)))
+    assert "This job has no pipeline: --search compares pipelines with it." in "\n".join(lines(alone))
+    assert "--search" not in "\n".join(lines(alone, searched=True))
 
 
 @pytest.mark.parametrize(
@@ -429,18 +422,12 @@ def test_what_is_refused(file: Path, arguments: tuple[str, ...], words: str) -> 
     assert len(output.strip().splitlines()) == 1
 
 
-def test_a_job_without_a_pipeline_is_sent_to_the_search() -> None:
-    found = estimate(workload(degrees=Degrees(pipeline=1)), ONE_A_SECOND, only=())
-    assert "This job has no pipeline: --search compares pipelines with it." in "\n".join(lines(found))
-    assert "--search" not in "\n".join(lines(found, searched=True))
-
-
 @pytest.mark.parametrize(("name", "placement"), [("ZBVLean", Placement.v(2)), ("ZB1P", Placement.loop(2))])
 def test_schedules_are_made_as_in_a_job(name: str, placement: Placement) -> None:
     """Without measured costs ZBVLean is made for a typical transformer's memory, ZB1P for equal times, and neither for
     this job's costs."""
     work = replace(workload(layers=8), checkpointing=Checkpointing.FULL)
-    step = row(estimate(work, ONE_A_SECOND, only=(name,), plans=False), name, len(placement.stages_on(0)))
+    step = row(named(work, name), name, len(placement.stages_on(0)))
     assert step.timeline is not None
     usual = usual_costs(placement, Checkpointing.FULL) if name == "ZBVLean" else None
     made = generate(name, 2, 8, costs=usual)
@@ -478,17 +465,17 @@ def test_a_pipeline_has_to_be_clearly_shorter(seconds: float, ends: tuple[float,
 
 
 @pytest.mark.parametrize(
-    ("name", "ranks", "stages", "microbatches", "refused"),
+    ("name", "stages", "microbatches", "refused"),
     [
-        ("Interleaved1F1B", 4, 2, 9, True),
-        ("Interleaved1F1B", 4, 2, 10, False),
-        ("1F1B", 4, 1, 3, True),
-        ("DualPipeV", 4, 2, 7, True),
-        ("ZBV", 4, 2, 3, False),
+        ("Interleaved1F1B", 2, 9, True),
+        ("Interleaved1F1B", 2, 10, False),
+        ("1F1B", 1, 3, True),
+        ("DualPipeV", 2, 7, True),
+        ("ZBV", 2, 3, False),
     ],
 )
-def test_what_torch_refuses_is_left_out(name: str, ranks: int, stages: int, microbatches: int, refused: bool) -> None:
-    work = workload(layers=8, degrees=Degrees(pipeline=ranks), microbatches=microbatches)
-    found = estimate(work, ONE_A_SECOND, only=[name], plans=False, stages_per_rank=[stages])
+def test_what_torch_refuses_is_left_out(name: str, stages: int, microbatches: int, refused: bool) -> None:
+    work = workload(layers=8, degrees=Degrees(pipeline=4), microbatches=microbatches)
+    found = named(work, name, stages_per_rank=[stages])
     assert ("torch refuses" in "".join(reason for _, reason in found.left_out)) == refused
     assert any(step.schedule == name for step in found.steps) != refused

@@ -4,10 +4,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import replace
-
 import pytest
 from determinism import draw_fewer
 from hypothesis import assume, given
@@ -180,56 +176,6 @@ def test_an_even_split_that_does_not_fit_is_no_rival() -> None:
     assert max(found.timeline.peak_memory) <= 5.5 * (1 + 1e-6)
     with pytest.raises(ValueError, match=r"memory_limit = 3.5 is too small: one microbatch peaks at \d on rank"):
         plan(2, 4, costs, 3.5, placements=["single"], budget=LITTLE)
-
-
-def test_stages_have_no_split() -> None:
-    found = plan(2, 2, (1, 1, 1), placements=["single"], budget=LITTLE)
-    assert (found.layers, found.split, found.even, found.module_fqns_per_model_part) == (None,) * 4
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: Layer("norm", 1, 1, 1, 1), "modules = 'norm': give a list of names"),  # type: ignore[arg-type]
-        (lambda: Layer((3,), 1, 1, 1, 1), r"modules = \(3,\): give a list of names"),  # type: ignore[arg-type]
-        (lambda: Layer((), 1, 1, 1, 1), r"modules = \(\): give at least one name"),
-        (lambda: Layer(("a",), "1", 1, 1, 1), "the layer a cannot have f = '1': give a number"),  # type: ignore[arg-type]
-        (lambda: Layer(("a",), 1, None, 1, 1), "the layer a cannot have i = None: give a number"),  # type: ignore[arg-type]
-        (lambda: Layer(("a",), 1, 1, True, 1), "the layer a cannot have w = True: give a number"),
-        (lambda: LayerCosts(()), "at least one layer, got none"),
-        (lambda: LayerCosts((3,)), r"layers = \(3,\): give a list of zbpipe.costs.Layer"),  # type: ignore[arg-type]
-        (lambda: replace(llm(1, 1), link=3), "link = 3: give a zbpipe.costs.Link"),  # type: ignore[arg-type]
-        (lambda: replace(llm(1, 1), links={0: Link()}), "links = {0: Link"),  # type: ignore[dict-item]
-    ],
-)
-def test_what_is_no_layer_is_refused(make: Callable[[], object], words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=words):
-        make()
-
-
-def test_equal_costs_of_layers_have_equal_hashes() -> None:
-    links = {(0, 1): Link(0.5)}
-    costs = replace(llm(2, 1), links=links)
-    same = replace(llm(2, 1), links=dict(links))
-    links.clear()
-    assert costs == same
-    assert hash(costs) == hash(same)
-
-
-@pytest.mark.parametrize("number", [-1.0, math.nan, math.inf])
-def test_costs_of_layers_are_amounts(number: float) -> None:
-    layer = Layer(("norm",), 1, 1, 1, 1)
-    for name in ("f", "i", "w", "activations"):
-        with pytest.raises(ValueError, match=f"the layer norm cannot have {name} = {number}"):
-            replace(layer, **{name: number})
-    with pytest.raises(ValueError, match=f"the costs of layers cannot have message_bytes = {number}"):
-        LayerCosts((layer,), message_bytes=number)
-    with pytest.raises(ValueError, match=f"the costs of layers cannot have freed_by_i = {3 + number}"):
-        LayerCosts((layer,), freed_by_i=3 + number)
-
-
-def test_progress_goes_from_nothing_to_all() -> None:
-    shares: list[float] = []
-    plan(2, 4, llm(6, 2.0), budget=LITTLE, progress=lambda share, best: shares.append(share))
-    assert shares == sorted(shares)
-    assert 0 <= shares[0] < shares[-1] <= 1
+    of_stages = plan(2, 2, (1, 1, 1), placements=["single"], budget=LITTLE)
+    nothing = (of_stages.layers, of_stages.split, of_stages.even, of_stages.module_fqns_per_model_part)
+    assert nothing == (None,) * 4

@@ -45,32 +45,33 @@ def test_gradients(checkpointing: Checkpointing) -> None:
 # --- what the modules show ---
 
 
-def seen(*modules: nn.Module) -> str:
-    stages: list[Any] = [type("Stage", (), {"submod": module}) for module in modules]
-    return checkpointing_of(stages)
-
-
-@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
-def test_it_finds_the_checkpointing(checkpointing: Checkpointing) -> None:
-    assert seen(build_stage(0, 4, checkpointing)) == checkpointing
-    assert seen(nn.Embedding(2, 2), build_stage(3, 4, checkpointing)) == checkpointing
-
-
-def test_some_layers_wrapped_are_selective() -> None:
-    """Every second block, as TorchTitan 0.2 can have it; or on one stage only."""
-    assert seen(nn.Sequential(checkpointed(Block(), "full"), Block())) == "selective"
-    assert seen(checkpointed(Block(), "full"), Block()) == "selective"
-    assert seen(nn.Sequential(checkpointed(Block(), "full"), nn.Linear(2, 2))) == "full", "a head is no block"
-
-
-def test_compiled_blocks() -> None:
-    assert seen(nn.ModuleList([torch.compile(checkpointed(Block(), "full"))])) == "full"  # type: ignore[list-item]
-
-
-def test_models_of_transformers_say_it() -> None:
+def of_transformers() -> nn.Module:
+    """Whose models say it."""
     model = nn.Sequential(Block())
     setattr(model[0], "gradient_checkpointing", True)  # noqa: B010
-    assert seen(model) == "full"
+    return model
+
+
+def full() -> nn.Module:
+    return checkpointed(Block(), "full")
+
+
+@pytest.mark.parametrize(
+    ("checkpointing", "modules"),
+    [
+        *((each, [build_stage(0, 4, each)]) for each in CHECKPOINTING),
+        *((each, [nn.Embedding(2, 2), build_stage(3, 4, each)]) for each in CHECKPOINTING),
+        # Every second block, as TorchTitan 0.2 can have it; or on one stage only. A head is no block.
+        ("selective", [nn.Sequential(full(), Block())]),
+        ("selective", [full(), Block()]),
+        ("full", [nn.Sequential(full(), nn.Linear(2, 2))]),
+        ("full", [nn.ModuleList([torch.compile(full())])]),  # type: ignore[list-item]
+        ("full", [of_transformers()]),
+    ],
+)
+def test_it_finds_the_checkpointing(checkpointing: str, modules: list[nn.Module]) -> None:
+    stages: list[Any] = [type("Stage", (), {"submod": module}) for module in modules]
+    assert checkpointing_of(stages) == checkpointing
 
 
 # --- one schedule on all ranks ---
@@ -85,34 +86,27 @@ def step(pipeline: Pipeline) -> None:
     pipeline.run(tokens, target=tokens)
 
 
-def agree_on_the_leanest() -> list[tuple[str, str]]:
-    """Rank 0 sees full checkpointing, rank 1 none: both run what full needs."""
+def agree_on_the_leanest() -> tuple[list[tuple[str, str]], str]:
+    """Rank 0 sees full checkpointing, rank 1 none: both run what full needs. Then they have different schedules."""
     seen: Checkpointing = "full" if dist.get_rank() == 0 else "none"
     pipeline = build("ZBVLean", seen)
     runtime = pipeline.schedule
     before = str(runtime.checkpointing)
     step(pipeline)
     step(pipeline)
-    return [(before, str(runtime.checkpointing)), (str(runtime.schedule), runtime.schedule.name)]
+    found = [(before, str(runtime.checkpointing)), (str(runtime.schedule), runtime.schedule.name)]
+    try:
+        step(build("ZBVLean" if dist.get_rank() == 0 else "VHalf", "none"))
+    except zbpipe.PipelineError as error:
+        return found, str(error)
+    return found, "it ran"
 
 
-def test_ranks_agree_on_what_keeps_least() -> None:
-    first, second = run_ranks(2, agree_on_the_leanest)
+def test_ranks_agree_on_what_keeps_least_and_refuse_another_schedule() -> None:
+    (first, said), (second, too) = run_ranks(2, agree_on_the_leanest)
     assert (first[0], second[0]) == (("full", "full"), ("none", "full"))
     assert first[1] == second[1]
-
-
-def with_another_schedule() -> str:
-    name = "ZBVLean" if dist.get_rank() == 0 else "VHalf"
-    try:
-        step(build(name, "none"))
-    except zbpipe.PipelineError as error:
-        return str(error)
-    return "it ran"
-
-
-def test_another_schedule_on_another_rank_is_an_error_on_both() -> None:
-    for message in run_ranks(2, with_another_schedule):
+    for message in (said, too):
         assert "the ranks have different schedules" in message
         assert "ZBVLean with 8 microbatches, checkpointing: none" in message
         assert "VHalf with 8 microbatches" in message
@@ -152,8 +146,7 @@ def test_public_classes(name: str) -> None:
     assert kind.algorithm.name == name
     assert issubclass(kind, LeanSchedule)
     assert class_of(name.upper()) is kind
-
-
-def test_typical_costs_of_each_checkpointing_differ() -> None:
-    tables = {zbpipe.generate("ZBVLean", 4, 16, costs=typical_costs(Placement.v(4), each)) for each in CHECKPOINTING}
+    tables = {
+        zbpipe.generate(name, 4, 16, costs=typical_costs(kind.algorithm.place(4), each)) for each in CHECKPOINTING
+    }
     assert len(tables) == len(CHECKPOINTING)

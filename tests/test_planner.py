@@ -5,13 +5,10 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from determinism import draw_fewer
@@ -19,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers import Cell, cells
 
-from zbpipe import CostModel, Op, OpKind, Placement, Plan, Schedule, generate, simulate
-from zbpipe.costs import JobCosts, Link
+from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, simulate
+from zbpipe.costs import JobCosts, Layer, LayerCosts, Link
 from zbpipe.costs.baseline import memory_of_1f1b
 from zbpipe.costs.model import least_room, rank_shares
 from zbpipe.costs.transformer import Checkpointing, typical_costs
@@ -55,11 +52,41 @@ def problem(placement: Placement, costs: CostModel | None = None, microbatches: 
     return Problem("tested", placement, costs, microbatches, limits)
 
 
+def assert_sound(tested: Problem, order: list[int], length: float) -> Schedule:
+    """A valid schedule within the limits, whose length the inner loops know, and which is not below the bound."""
+    schedule = tested.schedule("tested", order)
+    check_schedule(schedule)
+    assert tested.fits(schedule)
+    assert length == pytest.approx(tested.length(order), rel=1e-6)
+    assert tested.lower_bound <= length * (1 + 1e-9)
+    return schedule
+
+
+@draw_fewer(2)
+@given(st.data())
+def test_searches_keep_orders_sound_within_the_limit_and_above_the_bound(data: st.DataObject) -> None:
+    """Neither justifying nor annealing makes an order longer, and justifying keeps the microbatches sorted."""
+    placement = data.draw(placements(max_ranks=4))
+    limit = data.draw(st.sampled_from([1.0, 1.5, 2.0, 3.5, 99.0]))
+    tested = problem(placement, data.draw(cost_models(placement)), data.draw(st.integers(1, 7)), limit)
+    scheduler = ListScheduler(tested, PLAIN)
+    plain = scheduler.run(PriorityParams.plain(scheduler.legs))
+    for before, order in (plain, *scheduler.list_by_kind()):
+        assert_sound(tested, order, before)
+        justified, moved = scheduler.justify(order)
+        for ops in tested.schedule("justified", moved):
+            by_stage = sorted(ops, key=lambda op: (op.stage, op.kind))
+            assert by_stage == sorted(ops, key=lambda op: (op[:2], op.microbatch))
+        assert justified <= before
+        assert tested.length(moved) <= justified * (1 + 1e-6)
+        check_schedule(tested.schedule("justified", moved))
+        assert tested.fits(tested.schedule("justified", moved))
+    annealed, better, _ = PLAIN.anneal(tested.job, plain[1], 0.0, 0.2, 20_000, data.draw(st.integers(1, 99)))
+    assert_sound(tested, better, annealed)
+    assert annealed <= plain[0]
+
+
 # --- the bound ---
-
-
-def held(schedule: Schedule, costs: CostModel) -> tuple[float, ...]:
-    return simulate(schedule, costs).peak_memory
 
 
 @settings(max_examples=150)
@@ -72,23 +99,6 @@ def test_no_schedule_beats_the_bound_for_the_memory_that_it_takes(data: st.DataO
     arguments = schedule.placement, costs, schedule.num_microbatches, timeline.peak_memory
     assert lower_bound(*arguments) <= timeline.makespan * (1 + 1e-9)
     assert period_bound(*arguments) <= period(schedule, costs) * (1 + 1e-9)
-
-
-@draw_fewer(2)
-@given(st.data())
-def test_no_plan_beats_the_bound(data: st.DataObject) -> None:
-    placement = data.draw(placements(max_ranks=4))
-    costs = data.draw(cost_models(placement))
-    limit = data.draw(st.sampled_from([1.0, 1.5, 2.0, 3.5]))
-    microbatches = data.draw(st.integers(1, 8))
-    tested = problem(placement, costs, microbatches, limit)
-    scheduler = ListScheduler(tested, PLAIN)
-    for length, order in (scheduler.run(PriorityParams.plain(scheduler.legs)), *scheduler.list_by_kind()):
-        schedule = tested.schedule("listed", order)
-        check_schedule(schedule)
-        assert tested.fits(schedule)
-        assert tested.lower_bound <= tested.length(order) * (1 + 1e-9)
-        assert length == pytest.approx(tested.length(order), rel=1e-6)
 
 
 @given(st.data())
@@ -116,32 +126,22 @@ def test_list_scheduling_fills_the_limit_if_another_microbatch_can_go_on() -> No
     assert tested.lower_bound == 29.5
 
 
-class Reached(NamedTuple):
-    """A case in which a schedule of this length is known."""
-
-    schedule: str
-    costs: tuple[float, float, float]
-    limit: float
-    makespan: float
-
-
 @pytest.mark.parametrize(
-    "case",
+    ("name", "costs", "makespan"),
     [
         # ZBV fills the time before its first I with F for all its memory, and that is too little if I takes long.
-        Reached("ZBV", (1, 1, 1), 8, 99.5),
-        Reached("ZBV", (1, 1.2, 0.8), 8, 100.2),
-        Reached("ZBV", (1, 2, 1), 8, 135),
-        Reached("ZBH1", (1, 1, 1), 8, 103),
+        ("ZBV", (1, 1, 1), 99.5),
+        ("ZBV", (1, 1.2, 0.8), 100.2),
+        ("ZBV", (1, 2, 1), 135),
+        ("ZBH1", (1, 1, 1), 103),
     ],
-    ids=str,
 )
-def test_the_bound_is_reached(case: Reached) -> None:
-    schedule = generate(case.schedule, 8, 32)
-    costs = CostModel.uniform(schedule.placement, *case.costs)
-    bound = lower_bound(schedule.placement, costs, 32, microbatches_of(case.limit, schedule.placement, costs))
-    assert bound == pytest.approx(case.makespan)
-    assert simulate(schedule, costs).makespan == pytest.approx(case.makespan)
+def test_the_bound_is_reached(name: str, costs: tuple[float, float, float], makespan: float) -> None:
+    schedule = generate(name, 8, 32)
+    model = CostModel.uniform(schedule.placement, *costs)
+    bound = lower_bound(schedule.placement, model, 32, microbatches_of(8, schedule.placement, model))
+    assert bound == pytest.approx(makespan)
+    assert simulate(schedule, model).makespan == pytest.approx(makespan)
 
 
 def test_the_bound_knows_warm_up_cool_down_and_littles_law() -> None:
@@ -182,29 +182,20 @@ def test_plans_are_valid_and_keep_to_the_limit(data: st.DataObject) -> None:
     assert found.lower_bound <= found.makespan * (1 + 1e-9)
 
 
-@draw_fewer(4)
+@draw_fewer(2)
 @given(st.sampled_from(["1F1B", "ZBH1", "Interleaved1F1B", "ZBV", "VHalf", "VMin"]), st.data())
 def test_plans_are_never_longer_than_named_schedules_in_the_same_memory(name: str, data: st.DataObject) -> None:
+    """Nor are they where messages wait for each other."""
     known = data.draw(schedules(name, max_ranks=4, max_microbatches=8))
-    costs = data.draw(cost_models(known.placement))
-    limits = list(simulate(known, costs).peak_memory)
-    found = plan(known.num_ranks, known.num_microbatches, costs, limits, placements=[known.placement], budget=LITTLE)
-    assert found.makespan <= simulate(known, costs).makespan * (1 + 1e-9)
-
-
-@draw_fewer(4)
-@given(st.sampled_from(["ZBH1", "ZBV", "VHalf", "VMin"]), st.sampled_from(Transport), st.data())
-def test_nor_are_they_where_messages_wait_for_each_other(name: str, transport: Transport, data: st.DataObject) -> None:
-    known = data.draw(schedules(name, max_ranks=4, max_microbatches=8))
-    costs = data.draw(cost_models(known.placement))
-    limits = list(simulate(known, costs).peak_memory)
-    size = known.num_ranks, known.num_microbatches
+    costs, transport = data.draw(cost_models(known.placement)), data.draw(st.sampled_from(Transport))
+    limits, size = list(simulate(known, costs).peak_memory), (known.num_ranks, known.num_microbatches)
     found = plan(*size, costs, limits, placements=[known.placement], budget=LITTLE, transport=transport)
     check_schedule(found.schedule)
     assert found.timeline.transport is transport
     assert found.makespan == simulate(found.schedule, costs, transport=transport).makespan
     # Of two ways to receive that differ by less than a thousandth the one that is usually better is taken.
-    assert found.makespan <= simulate(known, costs, transport=transport).makespan * (1 + 1e-3)
+    close = 1e-9 if transport is Transport.IDEAL else 1e-3
+    assert found.makespan <= simulate(known, costs, transport=transport).makespan * (1 + close)
     assert found.lower_bound <= found.makespan * (1 + 1e-9)
 
 
@@ -302,6 +293,10 @@ def test_the_period_can_be_the_objective() -> None:
     assert found.period == found.lower_bound == 24
     assert found.optimal
     assert found.makespan >= 27
+    # With queues the longest time of a rank stands for the period.
+    costs = CostModel.uniform(Placement.v(2), comm=0.1)
+    queued = plan(2, 4, costs, placements=["v"], objective="period", transport="one queue", budget=LITTLE)
+    assert queued.period == queued.timeline.longest_rank_span
 
 
 def test_the_bound_of_the_period_knows_what_other_ranks_do_meanwhile() -> None:
@@ -324,17 +319,6 @@ def test_plans_come_within_a_percent_of_the_best_period(placement: str, gap: flo
     assert found.gap < gap
     assert found.period < found.makespan
     assert max(found.timeline.peak_memory) <= limit * (1 + 1e-9)
-
-
-def test_what_offloads_has_no_period_of_its_own() -> None:
-    with pytest.raises(ValueError, match="offload = 'all' and objective = 'period' exclude each other"):
-        plan(2, 4, (1, 1, 1), 2, offload="all", objective="period")
-
-
-def test_with_queues_the_longest_time_of_a_rank_stands_for_the_period() -> None:
-    costs = CostModel.uniform(Placement.v(2), comm=0.1)
-    found = plan(2, 4, costs, placements=["v"], objective="period", transport="one queue", budget=LITTLE)
-    assert found.period == found.timeline.longest_rank_span
 
 
 @draw_fewer(4)
@@ -368,14 +352,18 @@ def test_same_seed_and_budget_same_plan() -> None:
     assert len({schedule(seed) for seed in range(4)}) > 1
 
 
-def test_progress_goes_from_nothing_to_all_and_the_time_falls() -> None:
+@pytest.mark.parametrize("of_layers", [False, True])
+def test_progress_goes_from_nothing_to_all_and_the_time_falls(of_layers: bool) -> None:
     calls: list[tuple[float, float]] = []
-    found = plan(3, 6, (1, 1.2, 0.8), 2, budget=1e6, progress=lambda share, best: calls.append((share, best)))
+    costs = LayerCosts(tuple(Layer((f"layers.{n}",), 1, 1.2, 0.8, 1) for n in range(8))) if of_layers else (1, 1.2, 0.8)
+    limit, budget = (None, 3e4) if of_layers else (2, 1e6)
+    found = plan(3, 6, costs, limit, budget=budget, progress=lambda share, best: calls.append((share, best)))
     shares, best = zip(*calls, strict=True)
     assert list(shares) == sorted(shares)
-    assert 0 < shares[0] < shares[-1] <= 1
-    assert list(best) == sorted(best, reverse=True)
-    assert best[-1] == found.makespan
+    assert 0 <= shares[0] < shares[-1] <= 1
+    if not of_layers:  # else each search has its own
+        assert list(best) == sorted(best, reverse=True)
+        assert best[-1] == found.makespan
 
 
 # --- the inner loops ---
@@ -396,26 +384,6 @@ def test_machine_code_gives_the_same_results(freed_by_i: float) -> None:
         return length, order, scheduler.justify(order), annealed
 
     assert results(fastest()) == results(PLAIN)
-
-
-@draw_fewer(2)
-@given(st.data())
-def test_justifying_keeps_orders_sound_and_within_the_limit_and_makes_none_longer(data: st.DataObject) -> None:
-    placement = data.draw(placements(max_ranks=4))
-    limit = data.draw(st.sampled_from([1.0, 1.5, 2.0, 99.0]))
-    tested = problem(placement, data.draw(cost_models(placement)), data.draw(st.integers(1, 5)), limit)
-    scheduler = ListScheduler(tested, PLAIN)
-    for before, order in scheduler.list_by_kind():
-        length, justified = scheduler.justify(order)
-        schedule = tested.schedule("justified", justified)
-        check_schedule(schedule)
-        assert tested.fits(schedule)
-        for ops in schedule:  # the microbatches stay in their order
-            assert sorted(ops, key=lambda op: (op.stage, op.kind)) == sorted(
-                ops, key=lambda op: (op[:2], op.microbatch)
-            )
-        assert length <= before
-        assert tested.length(justified) <= length * (1 + 1e-6)
 
 
 def test_what_an_op_needs_while_it_runs_has_to_fit() -> None:
@@ -519,21 +487,6 @@ def test_justifying_fills_gaps_from_both_ends() -> None:
     assert " ".join(map(str, tested.schedule("", justified).ops[1])) == "1F0 1I0 1F1 1I1 1W0 1W1"
 
 
-@draw_fewer(2)
-@given(st.data())
-def test_annealing_keeps_orders_sound_and_within_the_limit(data: st.DataObject) -> None:
-    placement = data.draw(placements(max_ranks=3))
-    tested = problem(placement, data.draw(cost_models(placement)), data.draw(st.integers(1, 6)), 2.0)
-    scheduler = ListScheduler(tested, PLAIN)
-    before, order = scheduler.run(PriorityParams.plain(scheduler.legs))
-    length, better, _ = PLAIN.anneal(tested.job, order, 0.0, 0.2, 20_000, data.draw(st.integers(1, 99)))
-    schedule = tested.schedule("annealed", better)
-    check_schedule(schedule)
-    assert tested.fits(schedule)
-    assert length <= before
-    assert length == pytest.approx(tested.length(better), rel=1e-6)
-
-
 @given(schedules(max_ranks=5, max_microbatches=8) | runnable_schedules(), st.booleans())
 def test_orders_and_schedules_are_the_same_thing(schedule: Schedule, merges: bool) -> None:
     """With an I and a W for each B where a B saves nothing."""
@@ -556,52 +509,52 @@ def in_two(schedule: Schedule) -> Schedule:
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
-    [
-        (lambda: plan(0, 4, (1, 1, 1)), "ranks has to be a whole number from 1 on, got 0"),
-        (lambda: plan(2, 4, (1, 1, 1), 0.5), "memory_limit = 0.5 is too small: one microbatch peaks at 1 on rank 0; "),
-        (
-            lambda: plan(2, 4, lambda placed: CostModel.uniform(placed, freed_by_i=-0.5), 0.75, placements=["v"]),
-            "memory_limit = 0.75 is too small: one microbatch peaks at 1 on rank 0; ",
-        ),
-        (lambda: plan(2, 4, (1, 1, 1), [2, 0.9]), "memory_limit = 0.9 .* on rank 1"),
-        (lambda: plan(2, 4, (1, 1, -1)), "cannot have w = -1: give a number from 0 to 1e"),
-        (lambda: plan(2, 4, (1, 1, 1), transport="wire"), "transport='wire' is unknown: use one of 'ideal'"),
-        (lambda: plan("2", 4, (1, 1, 1)), "ranks has to be a whole number from 1 on, got '2'"),  # type: ignore[arg-type]
-        (lambda: plan(2, True, (1, 1, 1)), "microbatches has to be a whole number from 1 on, got True"),
-        (lambda: plan(2, 4, (1, 1, 1), seed=0.5), "seed has to be a whole number, got 0.5"),  # type: ignore[arg-type]
-        (lambda: plan(2, 4, (1, 1, 1), placements=["spiral"]), "unknown placement 'spiral'.*single, loop, v, wave"),
-        (lambda: plan(2, 4, (1, 1, 1), placements=[Placement.v(3)]), "for 3 ranks, but the job has 2"),
-        (lambda: plan(2, 4, (1, 1, 1), placements=[]), "no placement"),
-        (lambda: plan(2, 4, (1, 1, 1), budget=0), "budget=0"),
-        (lambda: plan(2, 4, CostModel.uniform(Placement.loop(3))), "for 3 stages.*on 2 ranks"),
-        (lambda: plan(2, 4, (1, 1, 1), objective="speed"), "'makespan' or 'period', got 'speed'"),  # type: ignore[arg-type]
-    ],
-)
-def test_impossible_plans_are_refused_with_the_way_out(call: Callable[[], object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        call()
-
-
-@pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ({"ranks": 0}, "ranks has to be a whole number from 1 on, got 0"),
+        ({"ranks": "2"}, "ranks has to be a whole number from 1 on, got '2'"),
+        ({"microbatches": True}, "microbatches has to be a whole number from 1 on, got True"),
+        ({"memory_limit": 0.5}, "memory_limit = 0.5 is too small: one microbatch peaks at 1 on rank 0; "),
+        (
+            {
+                "costs": lambda placed: CostModel.uniform(placed, freed_by_i=-0.5),
+                "memory_limit": 0.75,
+                "placements": "v",
+            },
+            "memory_limit = 0.75 is too small: one microbatch peaks at 1 on rank 0; ",
+        ),
+        ({"memory_limit": [2, 0.9]}, "memory_limit = 0.9 is too small: one microbatch peaks at 1 on rank 1"),
+        ({"costs": (1, 1, -1)}, "cannot have w = -1: give a number from 0 to 1e"),
+        (
+            {"costs": CostModel.uniform(Placement.loop(3))},
+            "are for 3 stages, and no placement has that number on 2 ranks",
+        ),
         ({"costs": (1, 1)}, "three numbers (f, i, w), for example (1, 1, 1), got (1, 1)"),
         ({"costs": (1, 1, "1")}, "got (1, 1, '1')"),
         ({"costs": (1, 1, True)}, "got (1, 1, True)"),
         ({"costs": None}, "got None"),
-        ({"costs": lambda placement: 3}, "got 3"),
         ({"costs": lambda placement: 3}, "the function given as costs, called with a placement: costs have to be"),
         ({"costs": "costs.toml"}, "costs = 'costs.toml' names a file: read it with zbpipe.load_costs('costs.toml')"),
         ({"costs": 3}, "a zbpipe.costs.JobCosts, for zbpipe.plan also zbpipe.costs.LayerCosts, or three numbers"),
-        ({"progress": 3}, "progress = 3 is not a function (share, best)"),
-        ({"placements": 3}, "placements = 3: give zbpipe.Placements, or some of single, loop, v, wave"),
-        ({"budget": "1e8"}, "budget = '1e8' is not a number"),
+        ({"transport": "wire"}, "transport='wire' is unknown: use one of 'ideal'"),
         ({"transport": 1}, "transport=1 is not a string: use one of"),
+        ({"seed": 0.5}, "seed has to be a whole number, got 0.5"),
+        (
+            {"placements": ["spiral"]},
+            "unknown placement 'spiral'; give a zbpipe.Placement or one of single, loop, v, wave",
+        ),
+        ({"placements": [Placement.v(3)]}, "for 3 ranks, but the job has 2"),
+        ({"placements": []}, "no placement"),
+        ({"placements": 3}, "placements = 3: give zbpipe.Placements, or some of single, loop, v, wave"),
+        ({"budget": 0}, "budget=0"),
+        ({"budget": "1e8"}, "budget = '1e8' is not a number"),
+        ({"progress": 3}, "progress = 3 is not a function (share, best)"),
+        ({"objective": "speed"}, "'makespan' or 'period', got 'speed'"),
+        ({"objective": "period", "offload": "all"}, "offload = 'all' and objective = 'period' exclude each other"),
     ],
 )
-def test_arguments_of_another_type_are_refused(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(TypeError, match=re.escape(words)):
+def test_impossible_plans_are_refused_with_the_way_out(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
         plan(**{"ranks": 2, "microbatches": 4, "costs": (1, 1, 1)} | arguments)
 
 
@@ -627,26 +580,6 @@ def test_a_limit_above_all_microbatches_is_none(limit: float | None) -> None:
     placement = Placement.loop(2)
     request = Request(2, 3, {"single": placement}, limits)
     assert max(make_problem(request, "single", placement, CostModel.uniform(placement)).limits) <= 1e9
-
-
-def test_plans_are_equal_and_have_a_hash() -> None:
-    def found() -> Plan:
-        return plan(2, 3, (1, 1, 1), placements=["single"], budget=LITTLE)
-
-    assert found() == found()
-    assert len({found().bounds, found().bounds}) == 1
-    with pytest.raises(TypeError, match="does not support item assignment"):
-        found().bounds["single"] = 0.0  # type: ignore[index]
-
-
-def test_the_plain_import_is_light() -> None:
-    """Neither the package nor a picture of a searched schedule loads the compiler or torch."""
-    script = (
-        "import sys, zbpipe; zbpipe.generate('ZB1P', 4, 8); zbpipe.plan;"
-        "sys.exit(', '.join({'numba', 'torch', 'numpy'} & sys.modules.keys()) or 0)"
-    )
-    ran = subprocess.run([sys.executable, "-c", script], check=False, capture_output=True, text=True)
-    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("table", ["1F0,1I0,1W0", "0F0,0I0,0W0,0W0", "0I0,0F0,0W0"])

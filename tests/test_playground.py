@@ -74,9 +74,8 @@ def test_the_server_answers_what_the_simulator_says(address: str, name: str, sta
     if name == "Interleaved1F1B":
         assert len(schedule.placement.stages_on(0)) == stages
     said = on_the_command_line(found["command"])
-    assert {key: found[key] for key in ("makespan", "bubble", "memory_to_1f1b", "lower_bound")} == {
-        key: said[key] for key in ("makespan", "bubble", "memory_to_1f1b", "lower_bound")
-    }
+    for key in ("makespan", "bubble", "memory_to_1f1b", "lower_bound"):
+        assert found[key] == said[key]
 
 
 @pytest.mark.parametrize("limit", [None, 0.9])
@@ -104,15 +103,19 @@ def test_a_plan_keeps_to_the_limit_and_is_that_of_the_command(address: str, limi
         ({"comm": "nan"}, "give numbers from zero to"),
         ({"f": "0", "i": "0", "w": "0"}, "a time above zero"),
         ({"limit": "0"}, "limit = 0.0 has to be above zero"),
+        ({"limit": "0.01"}, "limit"),  # too small for any plan
         ({"checkpointing": "some"}, "checkpointing = 'some' is not one of none, selective, full"),
         ({"more": "1"}, "more is unknown"),
         ({"name": "no"}, "'no' is not a schedule; there are"),
     ],
 )
 def test_bad_input_is_refused_by_name(address: str, changed: dict[str, str], message: str) -> None:
-    status, found = asked(address, "/schedule?" + urlencode({"name": "ZBV", **SMALL.texts(), **changed}))
+    path, name = ("/plan?", {}) if "0.01" in changed.values() else ("/schedule?", {"name": "ZBV"})
+    status, found = asked(address, path + urlencode({**name, **SMALL.texts(), **changed}))
     assert status == 400
     assert message in found["error"]
+    for setting in presets().values():
+        assert Setting.parse(setting.texts()) == setting
 
 
 def test_the_server_serves_this_machine_and_nothing_else(address: str, tmp_path: Path) -> None:
@@ -128,14 +131,8 @@ def test_the_server_serves_this_machine_and_nothing_else(address: str, tmp_path:
         urllib.request.urlopen(urllib.request.Request(address + "/", b"{}"), timeout=60)
 
 
-def test_a_taken_port_is_refused(address: str) -> None:
-    port = address.rsplit(":", 1)[1]
-    outcome = CliRunner().invoke(cli.main, ["playground", "--port", port])
-    assert outcome.exit_code == 2
-    assert f"--port {port} cannot be used" in outcome.output
-
-
-def test_the_command_serves_until_it_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_serves_until_it_is_ended(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And refuses a port that is taken."""
     opened: list[str] = []
 
     def ended(self: Any) -> None:
@@ -146,17 +143,10 @@ def test_the_command_serves_until_it_is_ended(monkeypatch: pytest.MonkeyPatch) -
     outcome = CliRunner().invoke(cli.main, ["playground"])
     assert outcome.exit_code == 0
     assert f"the playground is at {opened[0]}; Ctrl-C ends it" in outcome.output
-
-
-def test_a_limit_too_small_for_any_plan_is_an_answer(address: str) -> None:
-    status, found = asked(address, "/plan?" + urlencode(replace(SMALL, limit=0.01).texts()))
-    assert status == 400
-    assert "limit" in found["error"]
-
-
-def test_presets_can_be_asked_for() -> None:
-    for setting in presets().values():
-        assert Setting.parse(setting.texts()) == setting
+    port = address.rsplit(":", 1)[1]
+    outcome = CliRunner().invoke(cli.main, ["playground", "--port", port])
+    assert outcome.exit_code == 2
+    assert f"--port {port} cannot be used" in outcome.output
 
 
 @pytest.fixture(scope="module")

@@ -56,45 +56,47 @@ def set_up(primus: ModuleType, **params: Any) -> None:
 
 
 def test_the_patch_comes_last(primus: ModuleType, plugged: list[Options]) -> None:
+    """And leaves other backends and phases alone."""
+    primus.run_patches("megatron", "setup", SimpleNamespace())
+    primus.run_patches("torchtitan", "before_train", SimpleNamespace())
+    assert plugged == []
+    primus.log.clear()
     set_up(primus)
     assert primus.log == ["applied theirs", "applied torchtitan.zbpipe.schedules"]
     assert plugged == [Options()]
 
 
-def test_other_backends_and_phases_are_left_alone(primus: ModuleType, plugged: list[Options]) -> None:
-    primus.run_patches("megatron", "setup", SimpleNamespace())
-    primus.run_patches("torchtitan", "before_train", SimpleNamespace())
-    assert plugged == []
-
-
 def test_options_of_the_experiment(primus: ModuleType, plugged: list[Options]) -> None:
     set_up(primus, zbpipe="--zbpipe.split-backward strict --zbpipe.trace 'a b.json' --zbpipe.trace-step 5")
     set_up(primus, zbpipe=None)
-    assert plugged == [Options(split_backward="strict", trace="a b.json", trace_step=5), Options()]
+    (line,) = re.findall(r"^ *# (zbpipe: --.*)$", EXAMPLE.read_text(), re.MULTILINE)
+    set_up(primus, **yaml.safe_load(line))
+    first = Options(split_backward="strict", trace="a b.json", trace_step=5)
+    assert plugged == [first, Options(), Options(profile_steps=5, costs_out="/shared/costs.json")]
 
 
-@pytest.mark.parametrize("said", ["strict", "--zbpipe.trace-step 5 --steps 3", SimpleNamespace(trace_step=5)])
-def test_what_is_no_line_of_arguments(primus: ModuleType, plugged: list[Options], said: object) -> None:
-    with pytest.raises(SystemExit, match=r"zbpipe: .*has to be a line such as --zbpipe.trace-step 5, got"):
-        set_up(primus, zbpipe=said)
-    assert plugged == []
+LINE = "zbpipe: .*has to be a line such as --zbpipe.trace-step 5, got"
 
 
-def test_an_unknown_argument_ends_the_job(primus: ModuleType, plugged: list[Options]) -> None:
-    with pytest.raises(SystemExit):
-        set_up(primus, zbpipe="--zbpipe.split strict")
-    assert plugged == []
-
-
-def test_an_unknown_torchtitan_ends_the_job(primus: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Primus would log it and train without the patch."""
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("strict", LINE),
+        ("--zbpipe.trace-step 5 --steps 3", LINE),
+        (SimpleNamespace(trace_step=5), LINE),
+        ("--zbpipe.split strict", "2"),
+        (None, "zbpipe: torchtitan 0.4.0 is unknown"),
+    ],
+)
+def test_what_ends_the_job(primus: ModuleType, monkeypatch: pytest.MonkeyPatch, said: object, words: str) -> None:
+    """Primus would log errors and train without the patch."""
 
     def refuse(options: Options) -> None:
-        raise ImportError("torchtitan 0.4.0 is unknown")
+        raise ImportError("torchtitan 0.4.0 is unknown" if said is None else "it was plugged in")
 
     monkeypatch.setattr(titan, "plug_in", refuse, raising=False)
-    with pytest.raises(SystemExit, match=re.escape("zbpipe: torchtitan 0.4.0 is unknown")):
-        set_up(primus)
+    with pytest.raises(SystemExit, match=words):
+        set_up(primus, zbpipe=said)
 
 
 def test_as_the_script_of_primus_cli(primus: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +117,13 @@ def experiment(primus: ModuleType) -> ModuleType:
     return importlib.import_module("primus.core.experiment")
 
 
+try:
+    IS_02 = version("torchtitan").startswith("0.2.")
+except PackageNotFoundError:
+    IS_02 = False
+needs_torchtitan_02 = pytest.mark.skipif(not IS_02, reason="needs torchtitan 0.2")
+
+
 def test_the_format_of_the_example(experiment: ModuleType) -> None:
     written = yaml.safe_load(EXAMPLE.read_text())
     assert written.keys() == {"work_group", "user_name", "exp_name", "workspace", "modules"}
@@ -123,22 +132,6 @@ def test_the_format_of_the_example(experiment: ModuleType) -> None:
     assert module.keys() == {"framework", "config", "model", "overrides"}
     assert module["framework"] == "torchtitan"
     assert sections["parallelism"] == {"pipeline_parallel_degree": 8, "pipeline_parallel_schedule": "ZBH1Lean"}
-
-
-def test_the_line_in_the_comment(primus: ModuleType, plugged: list[Options]) -> None:
-    (line,) = re.findall(r"^ *# (zbpipe: --.*)$", EXAMPLE.read_text(), re.MULTILINE)
-    set_up(primus, **yaml.safe_load(line))
-    assert plugged == [Options(profile_steps=5, costs_out="/shared/costs.json")]
-
-
-def has_torchtitan_02() -> bool:
-    try:
-        return version("torchtitan").startswith("0.2.")
-    except PackageNotFoundError:
-        return False
-
-
-needs_torchtitan_02 = pytest.mark.skipif(not has_torchtitan_02(), reason="needs torchtitan 0.2")
 
 
 def wrong_keys(kind: type, values: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[str]:

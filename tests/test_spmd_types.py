@@ -65,31 +65,25 @@ def given(module: nn.Module, axis: Any, name: str, dtype: torch.dtype) -> tuple[
     return module, typed(torch.randn(8, 8, dtype=dtype, requires_grad=True), axis, of_x), ends
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("autocast", [False, True])
-def test_a_linear_layer(axis: Any, name: str, autocast: bool) -> None:
-    plain = nn.Linear(8, 8)
+@pytest.mark.parametrize(
+    ("kind", "name", "autocast"),
+    [
+        *(("linear", name, autocast) for name in NAMES for autocast in (False, True)),
+        *(("product", n, False) for n in "RV"),
+    ],
+)
+def test_a_layer(axis: Any, kind: str, name: str, autocast: bool) -> None:
+    plain, dtype = (nn.Linear(8, 8), torch.float32) if kind == "linear" else (Experts(), torch.bfloat16)
     deferred = copy.deepcopy(plain)
     defer_weights(deferred, WeightGradients())
     found = []
     for layer in (plain, deferred):
-        module, x, _ = given(layer, axis, name, torch.float32)
+        module, *inputs = given(layer, axis, name, dtype)
+        inputs = inputs[:1] if kind == "linear" else inputs
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            found.append(types(lambda module=module, x=x: module(x), axis))
+            found.append(types(lambda module=module, inputs=inputs: module(*inputs), axis))
     assert found[0] == found[1]
-    assert name == "S(0)" or isinstance(found[0], dict)
-
-
-@pytest.mark.parametrize("name", ["R", "V"])
-def test_a_product(axis: Any, name: str) -> None:
-    plain = Experts()
-    deferred = copy.deepcopy(plain)
-    defer_weights(deferred, WeightGradients())
-    found = []
-    for layer in (plain, deferred):
-        module, x, ends = given(layer, axis, name, torch.bfloat16)
-        found.append(types(lambda module=module, x=x, ends=ends: module(x, ends), axis))
-    assert found[0] == found[1]
+    assert kind == "product" or name == "S(0)" or isinstance(found[0], dict)
 
 
 def test_gradients_under_the_check(axis: Any) -> None:

@@ -12,25 +12,27 @@ import subprocess
 import sys
 import zlib
 from base64 import b64decode
-from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from cells import Cell, train_as_without_a_pipeline
 from click.testing import CliRunner
 from pipelines import on_one_rank
 from ranks import run_ranks
 from titan_jobs import (
+    LOSS,
     STEPS,
+    VALIDATED,
     Titan,
     assert_trains_alike,
+    assert_values,
     flavor,
-    grad_norms,
     pipeline,
     require_titan,
 )
@@ -53,32 +55,99 @@ IS_02 = require_titan("0.3.0", "0.2.2") == "0.2.2"
 needs_02 = pytest.mark.skipif(not IS_02, reason="of torchtitan 0.2")
 needs_03 = pytest.mark.skipif(IS_02, reason="of torchtitan 0.3")
 TIMEOUT = 200
+SHARD = ("--parallelism.data_parallel_shard_degree", "2")
+TORCHS_OPTIONS = inspect.signature(ScheduleInterleaved1F1B.__init__).parameters
+RUNTIME = ("max-active-stages 1", "unshard-lookahead auto", "defer-reduce-grad-wait")
+LONG, NEWEST = pytest.mark.long, pytest.mark.newest
 
 
-def table(file: Path, schedule: zbpipe.Schedule) -> str:
-    file.write_text(schedule.to_csv())
-    return str(file)
+def options(*each: str) -> tuple[str, ...]:
+    """zbpipe's, on a command line of TorchTitan's."""
+    return tuple(word for option in each for word in f"--zbpipe.{option}".split())
 
 
-def wave(num_stages: int) -> zbpipe.Schedule:
-    """A table for 2 ranks and 4 microbatches whose stages go down, up, and down again."""
-    rank_of = tuple((0, 1, 1, 0)[stage % 4] for stage in range(num_stages))
-    placement = Placement(rank_of)
-    return zbpipe.plan(2, 4, zbpipe.CostModel.uniform(placement), placements=[placement], budget=0.2).schedule
+def wave(folder: Path, num_stages: int) -> tuple[str, zbpipe.Schedule]:
+    """A table for 2 ranks and 4 microbatches whose stages go down, up, and down again; the name of its file, too."""
+    placement = Placement(tuple((0, 1, 1, 0)[stage % 4] for stage in range(num_stages)))
+    planned = zbpipe.plan(2, 4, zbpipe.CostModel.uniform(placement), placements=[placement], budget=0.2)
+    (folder / "wave.csv").write_text(planned.schedule.to_csv())
+    return str(folder / "wave.csv"), planned.schedule
+
+
+# Real jobs, each compared with the same job without a pipeline.
+
+FOR_AUTO = 7
+"""Steps that are enough for Auto to measure one step, and to try the plan."""
+OF_THIS_TORCH = options(*(each for each in RUNTIME if each.split()[0].replace("-", "_") in TORCHS_OPTIONS))
+MEASURES = options("profile-steps 1")
+HOST = " MiB to the host"
+JOBS = {
+    # TorchTitan's chunked loss runs the head's backward in F.
+    "the lm_head waits for W": Cell(options=options("defer-loss")),
+    "accumulation and validation": Cell(
+        settings=("--training.global_batch_size", "8", *flavor().validation),  # twice the local batch
+        says=("gradient accumulation steps 2",),
+    ),
+    # Lean schedules take the checkpointing from the config.
+    **{
+        f"lean {how}": Cell(
+            schedule="ZBVLean", checkpointing=how, says=(f"is made for {how} activation checkpointing",)
+        )
+        for how in ("none", "full")
+    },
+    # Options of this torch reach zbpipe's schedules and torch's own, to which TorchTitan does not pass them. torch's
+    # split takes no checkpointing.
+    "VHalf with options": Cell(
+        schedule="VHalf",
+        checkpointing="none",
+        options=(*OF_THIS_TORCH, *options("receives late")),
+        says=("Messages: late receives, for the transport 'ideal'",),
+    ),
+    **{
+        f"{name} with options": Cell(schedule=name, checkpointing="none", options=OF_THIS_TORCH)
+        for name in ("Interleaved1F1B", "DualPipeV")
+    },
+    # TorchTitan's policy for gathered parameters keeps its meaning.
+    "reshard always": Cell(
+        settings=SHARD,
+        ranks_per_stage=2,
+        options=("--parallelism.fsdp_reshard_after_forward", "always"),
+        says=(r"; (\d+) of \1 modules free",),
+    ),
+    "reshard by zbpipe": Cell(
+        settings=SHARD,
+        ranks_per_stage=2,
+        options=options("fsdp-mode reshard"),
+        says=("FSDP: each module gathers for each F and backward",),
+    ),
+    "Auto offloads": Cell(
+        schedule="Auto", steps=FOR_AUTO, options=(*MEASURES, *options("offload activations")), says=(HOST,)
+    ),
+}
+MARKS: dict[str, Any] = {"lean none": LONG, "lean full": NEWEST} | dict.fromkeys(
+    ("reshard always", "reshard by zbpipe", "Auto offloads"), LONG
+)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in JOBS])
+def test_a_job_trains_as_without_a_pipeline(titan: Titan, name: str) -> None:
+    cell = JOBS[name]
+    if name.endswith("with options") and not OF_THIS_TORCH:
+        pytest.skip(f"torch {torch.__version__} has no such option")
+    job = train_as_without_a_pipeline(titan, cell)
+    if flavor().validation[0] in cell.settings:
+        assert sum(VALIDATED in step for step in job.steps) == STEPS
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_stages", [4, 6])
 def test_a_table_of_any_placement(titan: Titan, tmp_path: Path, num_stages: int) -> None:
     """TorchTitan knows loops and V's alone; with 6 stages the last one is on rank 1."""
-    schedule = wave(num_stages)
-    name = table(tmp_path / "wave.csv", schedule)
-    job = titan.train(*pipeline(name), num_ranks=2)
-    assert_trains_alike(job, titan.without_pipeline())
+    name, schedule = wave(tmp_path, num_stages)
+    job = train_as_without_a_pipeline(titan, Cell(schedule=name))
     for stage, rank in enumerate(schedule.placement.rank_of):
         assert f"PP rank {rank} is building stage_idx {stage} with modules" in job.log
     assert job.log.count("is building stage_idx") == num_stages
-    assert f"Using zbpipe's pipeline schedule {name} with 4 microbatches" in job.log
 
 
 MODULES = [["tok_embeddings"], ["layers.0", "layers.1", "layers.2"], ["layers.3", "layers.4", "layers.5"]]
@@ -129,102 +198,162 @@ def test_an_error_by_torchrun(tmp_path: Path) -> None:
     assert outcome.steps == ()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (
-            [*pipeline("ZBV"), "--parallelism.pipeline_parallel_layers_per_stage", "4"],
-            "cuts the model's 6 layers into 2 stages, but ZBV on 2 ranks has 4: omit the field",
-        ),
-        (pipeline("deadlock.csv"), "deadlock: "),
-    ],
-)
-def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, arguments: Sequence[str], error: str) -> None:
-    tables = wrong_tables()
-    for name, table in tables.items():
-        (tmp_path / name).write_text(table)
+# Jobs that end with an error, on both ranks.
+
+
+def faulty(config: str) -> tuple[str, ...]:
+    return "--module", "job_configs", "--config", config
+
+
+COMPLAINT = r"RuntimeError: Loss is not finite \(global_avg_loss=nan\) at step 2. Stopping training."
+HERE = r"rank 1, schedule ZBV, step \d+ of \d+, \dF\d: ArithmeticError: too much"
+CUTS = "cuts the model's 6 layers into 2 stages, but ZBV on 2 ranks has 4: omit the field"
+DIFFER = r"PipelineError: .*: rank 0: ZBV with 4 microbatches \(table \w+\); rank 1: 1F1B with 4 .*\)"
+OTHER = "PipelineError: another rank failed first: "
+
+
+REFUSALS = {
+    "too few stages": ((*pipeline("ZBV"), "--parallelism.pipeline_parallel_layers_per_stage", "4"), CUTS, CUTS),
+    "a deadlock": (pipeline("deadlock.csv"), "deadlock: ", "deadlock: "),
+    "different schedules": ((*pipeline("ZBV")[:2], *faulty("other_schedule")), DIFFER, DIFFER),
+    "raises in a step": (
+        (*pipeline("ZBV"), *faulty("raises_in_step_2")),
+        f"^{OTHER}{HERE}$",
+        f"^PipelineError: {HERE}$",
+    ),
+    # TorchTitan sees a loss that is not finite on the rank with the last stage.
+    "step is not finite on rank 0": (
+        (*pipeline("ZBV"), *faulty("nan_in_step_2")),
+        f"^{COMPLAINT}$",
+        f"^{OTHER}rank 0: {COMPLAINT}$",
+    ),
+    "step is not finite on rank 1": (
+        (*pipeline("1F1B"), *faulty("nan_in_step_2")),
+        f"^{OTHER}rank 1: {COMPLAINT}$",
+        f"^{COMPLAINT}$",
+    ),
+}
+"""Arguments, and patterns of the errors of both ranks."""
+OF_03: dict[str, Any] = {"raises in a step": (), "different schedules": NEWEST}
+OF_03 |= {"step is not finite on rank 0": NEWEST, "step is not finite on rank 1": LONG}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=OF_03.get(name, ())) for name in REFUSALS])
+def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, name: str) -> None:
+    (arguments, *patterns), tables = REFUSALS[name], wrong_tables()
+    if IS_02 and name in OF_03:
+        pytest.skip("of torchtitan 0.3")
+    for file, content in tables.items():
+        (tmp_path / file).write_text(content)
     job = titan.train(*(str(tmp_path / each) if each in tables else each for each in arguments), num_ranks=2)
     assert len(job.errors) == 2
-    assert all(error in each for each in job.errors), job.errors
-    assert not job.began
-    assert "is building stage_idx" not in job.log
-    if arguments[-1] in tables:  # known before the ranks meet
+    for error, pattern in zip(job.errors, patterns, strict=True):
+        assert re.search(pattern, error), job.errors
+    assert job.began == ("step" in name)
+    if name in ("too few stages", "a deadlock"):
+        assert "is building stage_idx" not in job.log
+    if name == "a deadlock":  # known before the ranks meet
         assert job.log.count("Error: ") == 2
         assert "Building" not in job.log
 
 
 @pytest.mark.parametrize(
-    ("schedule", "options", "error"),
+    ("job", "error"),
     [
-        ("ZBVV", "", "unknown schedule 'ZBVV'; did you mean 'ZBV'?"),
-        ("four_ranks.csv", "", "four_ranks.csv is a table for 4 ranks, but the job has 2"),
-        ("eight_microbatches.csv", "", "is a table for 8 microbatches, but the job has 4"),
-        ("no_schedule.csv", "", "no_schedule.csv' holds no schedule: row 1 (rank 0), column 1: 'garbage' is not an op"),
-        ("missing.csv", "", "missing: rank 1, 1B3: no rank runs this backward"),
-        ("ZBV", "memory-limit 2x", "memory-limit is for the schedules that adapt to one, Auto, ZBH1Lean"),
-        ("ZBVLean", "memory-limit 3e9 costs-file four.toml", "memory_limit = 3000000000 is too small for ZBVLean"),
-        ("ZBV", "costs-out a.toml", "costs-out a.toml needs measured costs: set --zbpipe.profile-steps"),
-        ("ZBV", "profile-steps 9", "profile-steps needs 11 steps, but training.steps=10: lower it, or train longer"),
-        ("ZBV", "trace a.json trace-step 11", "--zbpipe.trace-step needs 11 steps"),
-        ("1F1B", "profile-steps 1", "1F1B runs whole backwards"),
-        ("1F1B", "check-gradients 1", "check-gradients, or use one of zbpipe's schedules, for example ZBVLean"),
-        ("ZBV", "check-gradients 11", "--zbpipe.check-gradients needs 11 steps"),
-        ("Auto", "memory-limit 0.5microbatches", "memory_limit = 0.5 microbatches is too small for Auto: one mic"),
-        ("ZBV", "offload all", "the times of the stages and of copies to the host: give --zbpipe.costs-file a file"),
-        ("ZBV", "costs-file no.toml", "cost file 'no.toml' cannot be read: No such file or directory"),
-        (
-            "ZBV",
-            "costs-file two_stages.toml",
-            "stages.toml is for stages on the ranks [0, 1], but the schedule has its stages on the ranks [0, 1, 1, 0]",
-        ),
-        ("ZBV", "costs-file layers.toml", "layers.toml has the costs of layers, and a schedule needs those of its"),
-        (
-            "ZBH1",
-            "costs-file two_stages.toml offload pairs",
-            "two_stages.toml has no bandwidth to the host, which --zbpipe.offload needs: measure it again with",
-        ),
-        (
-            "Auto",
-            "offload pairs split-backward autograd",
-            "offload pairs takes deferred gradients, and only zbpipe's split frees them: omit --zbpipe.split",
-        ),
-        (
-            "Auto",
-            "offload pairs optimizer-step validated",
-            "--zbpipe.offload pairs and --zbpipe.optimizer-step validated exclude each other",
-        ),
-        ("1F1B", "costs-file two_stages.toml", "torch's 1F1B takes only the options that torch also has"),
-        ("1F1B", "defer-loss", "torch's 1F1B takes only the options that torch also has: omit the others"),
-        ("1F1B", "max-active-stages 2", "1F1B on this torch has no option 'max_active_stages'; it takes: args_chunk"),
-        ("1F1B", "optimizer-step validated", "needs one of zbpipe's schedules, and 1F1B is torch's own: use ZBV, or"),
-        (
-            "ZBH1",
-            "optimizer-step validated",
-            "gains nothing (0.0% of a step) with ZBH1 on 2 ranks: use ZBV or ZB2P with at least 4 microbatches, or",
-        ),
+        ("ZBVV", "unknown schedule 'ZBVV'; did you mean 'ZBV'?"),
+        ("four_ranks.csv", "four_ranks.csv is a table for 4 ranks, but the job has 2"),
+        ("eight_microbatches.csv", "is a table for 8 microbatches, but the job has 4"),
+        ("no_schedule.csv", "no_schedule.csv' holds no schedule: row 1 (rank 0), column 1: 'garbage' is not an op"),
+        ("missing.csv", "missing: rank 1, 1B3: no rank runs this backward"),
+        ("ZBV memory-limit 2x", "memory-limit is for the schedules that adapt to one, Auto, ZBH1Lean"),
+        ("ZBVLean memory-limit 3e9 costs-file four.toml", "memory_limit = 3000000000 is too small for ZBVLean"),
+        ("ZBV costs-out a.toml", "costs-out a.toml needs measured costs: set --zbpipe.profile-steps"),
+        ("ZBV profile-steps 9", "profile-steps needs 11 steps, but training.steps=10: lower it, or train longer"),
+        ("ZBV trace a.json trace-step 11", "--zbpipe.trace-step needs 11 steps"),
+        ("1F1B profile-steps 1", "1F1B runs whole backwards"),
+        ("1F1B check-gradients 1", "check-gradients, or use one of zbpipe's schedules, for example ZBVLean"),
+        ("ZBV check-gradients 11", "--zbpipe.check-gradients needs 11 steps"),
+        ("Auto memory-limit 0.5microbatches", "memory_limit = 0.5 microbatches is too small for Auto: one mic"),
+        ("ZBV offload all", "the times of the stages and of copies to the host: give --zbpipe.costs-file a file"),
+        ("ZBV costs-file no.toml", "cost file 'no.toml' cannot be read: No such file or directory"),
+        ("ZBV costs-file two_stages.toml", "stages on the ranks [0, 1], but the schedule has its stages on the ranks"),
+        ("ZBV costs-file layers.toml", "layers.toml has the costs of layers, and a schedule needs those of its"),
+        ("ZBH1 costs-file two_stages.toml offload pairs", "two_stages.toml has no bandwidth to the host, which --zbpi"),
+        ("Auto offload pairs split-backward autograd", "only zbpipe's split frees them: omit --zbpipe.split"),
+        ("Auto offload pairs optimizer-step validated", "offload pairs and --zbpipe.optimizer-step validated exclude"),
+        ("1F1B costs-file two_stages.toml", "torch's 1F1B takes only the options that torch also has"),
+        ("1F1B defer-loss", "torch's 1F1B takes only the options that torch also has: omit the others"),
+        ("1F1B max-active-stages 2", "1F1B on this torch has no option 'max_active_stages'; it takes: args_chunk"),
+        ("1F1B optimizer-step validated", "needs one of zbpipe's schedules, and 1F1B is torch's own: use ZBV, or"),
+        ("ZBH1 optimizer-step validated", "gains nothing (0.0% of a step) with ZBH1 on 2 ranks: use ZBV or ZB2P with"),
     ],
 )
-def test_settings_that_cannot_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, schedule: str, options: str, error: str
-) -> None:
+def test_settings_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: str, error: str) -> None:
     """As the job checks them before its ranks meet."""
+    schedule, *words = job.split()
     monkeypatch.chdir(tmp_path)
     for name, content in (wrong_tables() | wrong_costs()).items():
         (tmp_path / name).write_text(content)
     names = {each.name.replace("_", "-") for each in fields(Options)}
-    found, rest = parse([f"--zbpipe.{each}" if each in names else each for each in options.split()])
+    found, rest = parse([f"--zbpipe.{each}" if each in names else each for each in words])
     assert not rest
     with pytest.raises(ValueError, match=re.escape(error)):
         checked(schedule, options=found)
 
 
-def test_fields_that_do_not_fit() -> None:
-    with pytest.raises(ValueError, match=r"schedule_csv='a.csv' and the schedule ZBV exclude each other"):
-        checked(fields={"pipeline_parallel_schedule_csv": "a.csv"})
-    with pytest.raises(ValueError, match=r"local_batch_size=4 is not a multiple of .*parallel_microbatch_size=3"):
-        checked(fields={"pipeline_parallel_microbatch_size": 3})
-    with pytest.raises(ValueError, match=r"validated avoids a wait for other pipeline ranks, but this job has none"):
-        checked(ranks=1, optimizer_step="validated")
+IDLE = "with 15 microbatches, 8 pipeline ranks are idle for much of each step: set --training.local_batch_size 16 or"
+FIRST_STEP = "1F1B compiles 8 stages one after the other in .*init_timeout_seconds=300, .*: set --comm.init_timeout_s"
+IN_TIME = "; 1F1B compiles=1; 1F1B ranks=8 batch=16 compiles=1 seconds=1800; ZBV ranks=8 batch=16 compiles=1"
+
+
+@pytest.mark.parametrize(
+    ("job", "fits", "words"),
+    [
+        ("ZBV csv=a.csv", "ZBV", "pipeline_parallel_schedule_csv='a.csv' and the schedule ZBV exclude each other"),
+        ("ZBV size=3", "ZBV size=2 batch=8", "local_batch_size=4 is not a multiple of .*parallel_microbatch_size=3"),
+        ("ZBV ranks=1 optimizer_step=validated", "", "avoids a wait for other pipeline ranks, but this job has none"),
+        ("ZBV trace=a.json mode=fake_backend", "ZBV trace=a.json", "measures all ranks, and with --comm.mode fake_b"),
+        (
+            "Auto mode=fake_backend",
+            "Auto; ZBVLean mode=fake_backend defer_loss=yes",
+            "measures all ranks, and with --com",
+        ),
+        # torch's split is not for a loss in chunks.
+        (
+            "ZBV chunks=8 split_backward=autograd",
+            "ZBV chunks=8; ZBV split_backward=autograd",
+            "loses gradients .*: omit",
+        ),
+        (
+            "warns: ZBVZeroBubble chunks=8",
+            "ZBVZeroBubble; 1F1B chunks=8",
+            "torch's ZBVZeroBubble loses gradients of the",
+        ),
+        # What is told before the launch. With zbpipe's schedules all ranks compile at the same time.
+        ("warns: ZBV ranks=8 batch=15", "ZBV ranks=8 batch=16", IDLE),
+        ("warns: 1F1B ranks=8 batch=16 compiles=1", "1F1B ranks=8 batch=16" + IN_TIME, FIRST_STEP),
+    ],
+)
+def test_what_is_refused_or_told_before_the_launch(
+    caplog: pytest.LogCaptureFixture, job: str, fits: str, words: str
+) -> None:
+    def check_each(jobs: str) -> None:
+        for schedule, *settings in (each.split() for each in jobs.split("; ") if each):
+            given: dict[str, Any] = dict(each.split("=") for each in settings)
+            given |= {
+                name: value == "yes" or int(value) for name, value in given.items() if value == "yes" or value.isdigit()
+            }
+            checked(schedule, **given)
+
+    check_each(fits)
+    assert not caplog.records
+    if not job.startswith("warns: "):
+        with pytest.raises(ValueError, match=words):
+            check_each(job)
+        return
+    check_each("; ".join([job.removeprefix("warns: ")] * 2))
+    (record,) = caplog.records
+    assert re.search(words, record.getMessage())
 
 
 def checked(
@@ -235,18 +364,19 @@ def checked(
     seconds: int = 300,
     mode: str = "default",
     options: Options | None = None,
-    fields: Mapping[str, Any] | None = None,
+    csv: str | None = None,
+    size: int = 1,
     chunks: int = 0,
     **given: Any,
 ) -> None:
-    parallelism = {
-        "pipeline_parallel_schedule": schedule,
-        "pipeline_parallel_degree": ranks,
-        "pipeline_parallel_schedule_csv": None,
-        "pipeline_parallel_microbatch_size": 1,
-    }
+    parallelism = SimpleNamespace(
+        pipeline_parallel_schedule=schedule,
+        pipeline_parallel_degree=ranks,
+        pipeline_parallel_schedule_csv=csv,
+        pipeline_parallel_microbatch_size=size,
+    )
     config = SimpleNamespace(
-        parallelism=SimpleNamespace(**parallelism | dict(fields or {})),
+        parallelism=parallelism,
         training=SimpleNamespace(local_batch_size=batch, steps=10),
         compile=SimpleNamespace(enable=compiles),
         comm=SimpleNamespace(init_timeout_seconds=seconds, mode=mode),
@@ -263,50 +393,6 @@ def test_the_checkpointing_of_a_config() -> None:
 
     configs = None, SelectiveAC.Config(), FullAC.Config()
     assert list(map(checkpointing_of, configs)) == [Checkpointing.NONE, Checkpointing.SELECTIVE, Checkpointing.FULL]
-
-
-def test_a_dry_run_measures_nothing() -> None:
-    checked("ZBVLean", mode="fake_backend", defer_loss=True)
-    for schedule, options in (("ZBV", Options(trace="a.json")), ("Auto", Options())):
-        checked(schedule, options=options)
-        with pytest.raises(ValueError, match=r"measures all ranks, and with --comm.mode fake_backend there is one"):
-            checked(schedule, mode="fake_backend", options=options)
-
-
-def test_torchs_split_is_not_for_a_loss_in_chunks(caplog: pytest.LogCaptureFixture) -> None:
-    checked("ZBV", chunks=8)
-    checked("1F1B", chunks=8)
-    checked("ZBV", options=Options(split_backward="autograd"))
-    checked("ZBVZeroBubble")
-    assert not caplog.records
-    with pytest.raises(ValueError, match=r"--zbpipe.split-backward autograd loses gradients .*: omit the option"):
-        checked("ZBV", chunks=8, options=Options(split_backward="autograd"))
-    checked("ZBVZeroBubble", chunks=8)
-    (record,) = caplog.records
-    assert "torch's ZBVZeroBubble loses gradients of the stage with the head" in record.getMessage()
-
-
-def test_too_few_microbatches_are_told_before_the_launch(caplog: pytest.LogCaptureFixture) -> None:
-    checked("ZBV", 8, batch=16)
-    assert not caplog.records
-    checked("ZBV", 8, batch=15)
-    (record,) = caplog.records
-    assert "with 15 microbatches, 8 pipeline ranks are idle for much of each step" in record.getMessage()
-    assert "set --training.local_batch_size 16 or more" in record.getMessage()
-
-
-def test_a_first_step_that_may_take_too_long_is_told_before_the_launch(caplog: pytest.LogCaptureFixture) -> None:
-    checked("1F1B", 8, batch=16)
-    checked("1F1B", 2, compiles=True)
-    checked("1F1B", 8, batch=16, compiles=True, seconds=1800)
-    checked("ZBV", 8, batch=16, compiles=True)  # on all ranks at the same time
-    assert not caplog.records
-    checked("1F1B", 8, batch=16, compiles=True)
-    checked("1F1B", 8, batch=16, compiles=True)
-    (record,) = caplog.records
-    assert "1F1B compiles 8 stages one after the other in the first step" in record.getMessage()
-    assert "comm.init_timeout_seconds=300, the job ends" in record.getMessage()
-    assert "set --comm.init_timeout_seconds 1800" in record.getMessage()
 
 
 def test_files_are_tried_before_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,65 +491,22 @@ def test_each_option_has_a_sentence_in_the_help(
     assert capsys.readouterr().out == "TorchTitan's own help\n"
 
 
-def test_the_lm_head_may_wait_for_w(titan: Titan) -> None:
-    """TorchTitan's chunked loss runs the head's backward in F."""
-    expected = titan.without_pipeline()
-    assert_trains_alike(titan.train(*pipeline("ZBV"), "--zbpipe.defer-loss", num_ranks=2), expected)
-
-
-@pytest.mark.newest
-@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.long), "full"])
-def test_lean_schedules_take_the_checkpointing_from_the_config(titan: Titan, checkpointing: str) -> None:
-    job = titan.train(*pipeline("ZBVLean"), *versions.find_installed().checkpoint(checkpointing), num_ranks=2)
-    assert_trains_alike(job, titan.without_pipeline())
-    assert f"ZBVLean is made for {checkpointing} activation checkpointing" in job.log
-
-
-TORCHS_OPTIONS = inspect.signature(ScheduleInterleaved1F1B.__init__).parameters
-RUNTIME = ("max-active-stages 1", "unshard-lookahead auto", "defer-reduce-grad-wait")
-
-
-@pytest.mark.parametrize("schedule", ["VHalf", "Interleaved1F1B", "DualPipeV"])
-def test_options_of_torchs_schedules(titan: Titan, schedule: str) -> None:
-    """Those of this torch reach zbpipe's schedules and torch's own, to which TorchTitan does not pass them."""
-    options = [each for each in RUNTIME if each.split()[0].replace("-", "_") in TORCHS_OPTIONS]
-    if not options:
-        pytest.skip(f"torch {torch.__version__} has no such option")
-    if schedule == "VHalf":
-        options.append("receives late")
-    given = [word for each in options for word in f"--zbpipe.{each}".split()]
-    no_checkpointing = versions.find_installed().checkpoint("none")  # torch's split takes no other
-    job = titan.train(*pipeline(schedule), *given, *no_checkpointing, num_ranks=2)
-    assert_trains_alike(job, titan.without_pipeline())
-    assert f"pipeline schedule {schedule} with" in job.log
-    if schedule == "VHalf":
-        assert "Messages: late receives, for the transport 'ideal'" in job.log
-
-
-FOR_AUTO = ("--training.steps", "7")
-"""Enough for Auto to measure one step, and to try the plan."""
-
-
 @pytest.mark.newest
 def test_auto_learns_and_measures_while_it_trains(titan: Titan, tmp_path: Path) -> None:
     """Losses are those without a pipeline, in every step, whatever schedule it ran."""
     costs, trace = tmp_path / "costs.toml", tmp_path / "trace.json"
-    files = ("--zbpipe.costs-out", str(costs), "--zbpipe.trace", str(trace), "--zbpipe.trace-step", "7")
-    job = titan.train(*FOR_AUTO, *pipeline("Auto"), "--zbpipe.profile-steps", "1", *files, num_ranks=2)
-    expected = titan.without_pipeline(*FOR_AUTO)
-    assert (job.error, expected.error) == (None, None), job.log
-    assert len(job.losses) == 7
-    assert job.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert grad_norms(job) == pytest.approx([step["grad_norm"] for step in expected.steps], rel=1e-4)
-    assert "Auto: a step took" in job.log
-    assert "Auto: in turn, the plan takes" in job.log or "Auto: stays with ZBVLean" in job.log
-    assert "MiB after F" in job.log
+    files = options(f"costs-out {costs}", f"trace {trace}", "trace-step 7")
+    says = ("Auto: a step took", "Auto: in turn, the plan takes|Auto: stays with ZBVLean", "MiB after F")
+    job = train_as_without_a_pipeline(
+        titan, Cell(schedule="Auto", steps=FOR_AUTO, options=(*MEASURES, *files), says=says)
+    )
     measured = zbpipe.load_costs(costs)
     assert measured.placement == zbpipe.Placement.v(2)
-    assert min(*measured.costs.f, *measured.costs.i, *measured.costs.w) > 0  # type: ignore[union-attr]
-    assert min(measured.costs.activations) > 64 * 256 * 4  # type: ignore[union-attr]
-    assert not measured.costs.gather  # type: ignore[union-attr]
-    assert not measured.costs.reduce  # type: ignore[union-attr]
+    stages: Any = measured.costs
+    assert min(*stages.f, *stages.i, *stages.w) > 0
+    assert min(stages.activations) > 64 * 256 * 4
+    assert not stages.gather
+    assert not stages.reduce
     assert "exposed FSDP" not in job.log
     rows = [e["args"]["name"] for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "process_name"]
     assert rows == ["rank 0", "rank 0 measured", "rank 1", "rank 1 measured"]
@@ -492,42 +535,37 @@ def test_metrics_of_the_pipeline_and_measured_costs(titan: Titan, tmp_path: Path
 def test_a_job_offloads_by_measured_costs(titan: Titan, tmp_path: Path) -> None:
     """One job writes the costs, with the way to the host, and the next one is made for them."""
     costs = tmp_path / "costs.toml"
-    shard = ("--parallelism.data_parallel_shard_degree", "2")
-    kind = (*pipeline("ZBV"), *shard, *versions.find_installed().checkpoint("none"))
-    measure = ("--training.steps", "3", "--zbpipe.profile-steps", "1", "--zbpipe.costs-out", str(costs))
+    kind = (*pipeline("ZBV"), *SHARD, *versions.find_installed().checkpoint("none"))
+    measure = ("--training.steps", "3", *MEASURES, *options(f"costs-out {costs}"))
     assert titan.train(*measure, *kind, num_ranks=4).error is None
-    measured = zbpipe.load_costs(costs).costs
-    assert isinstance(measured, zbpipe.CostModel)
+    measured: Any = zbpipe.load_costs(costs).costs
     assert measured.gather
     assert measured.reduce
-    offload = ("--zbpipe.costs-file", str(costs), "--zbpipe.offload", "all")
-    job = titan.train(*kind, *offload, num_ranks=4)
-    assert_trains_alike(job, titan.without_pipeline(*shard, num_ranks=2))
-    assert " MiB to the host" in job.log
-    assert "  exposed FSDP: " in job.log
+    offload, says = options(f"costs-file {costs}", "offload all"), (HOST, "  exposed FSDP: ")
+    cell = Cell(checkpointing="none", settings=SHARD, ranks_per_stage=2, options=offload, says=says)
+    train_as_without_a_pipeline(titan, cell)
 
 
+VARYING = (
+    *("--module", "job_configs", "--config", "varying", "--training.steps", "6"),
+    *("--validator.enable", "--validator.freq", "3", "--validator.steps", "1"),
+    *("--validator.dataloader.dataset", "python_stdlib"),
+)
+
+
+@needs_03
 @pytest.mark.long
-def test_titans_policy_for_gathered_parameters_keeps_its_meaning(titan: Titan) -> None:
-    shard = ("--parallelism.data_parallel_shard_degree", "2")
-    expected = titan.without_pipeline(*shard, num_ranks=2)
-    for arguments, words in (
-        (("--parallelism.fsdp_reshard_after_forward", "always"), r"; (\d+) of \1 modules free"),
-        (("--zbpipe.fsdp-mode", "reshard"), "FSDP: each module gathers for each F and backward"),
-    ):
-        job = titan.train(*pipeline("ZBV"), *shard, *arguments, num_ranks=4)
-        assert_trains_alike(job, expected)
-        assert re.search(words, job.log), job.log
-
-
-@pytest.mark.long
-def test_auto_offloads_by_what_it_measures(titan: Titan) -> None:
-    offload = ("--zbpipe.profile-steps", "1", "--zbpipe.offload", "activations")
-    job = titan.train(*FOR_AUTO, *pipeline("Auto"), *offload, num_ranks=2)
-    expected = titan.without_pipeline(*FOR_AUTO)
+@pytest.mark.parametrize("schedule", ["ZBH1", "Auto"])
+def test_steps_of_different_sizes(titan: Titan, schedule: str) -> None:
+    """Without a pipeline TorchTitan's trainer takes what it accumulates from the loader one batch after the other."""
+    job = titan.train(*VARYING, *pipeline(schedule), num_ranks=2)
+    expected = titan.without_pipeline(*VARYING, "--training.local_batch_size", "1")
     assert (job.error, expected.error) == (None, None), job.log
-    assert job.losses == pytest.approx(expected.losses, rel=1e-5)
-    assert " MiB to the host" in job.log
+    assert [sum(name in step for step in job.steps) for name in (LOSS, VALIDATED)] == [
+        6,
+        3,
+    ]  # also after the first step
+    assert_values(job.steps, expected.steps)
 
 
 @pytest.mark.long
@@ -547,42 +585,6 @@ def test_a_job_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert outcome.error == "not finished after 3 seconds"
     left = subprocess.run(["pgrep", "-f", str(tmp_path)], capture_output=True, text=True, check=False)
     assert left.stdout == ""
-
-
-def faulty(config: str) -> tuple[str, ...]:
-    return "--module", "fault_config", "--config", config
-
-
-@needs_03
-def test_a_stage_that_raises(titan: Titan) -> None:
-    job = titan.train(*pipeline("ZBV"), *faulty("raises_in_step_2"), num_ranks=2)
-    here = r"rank 1, schedule ZBV, step \d+ of \d+, \dF\d: ArithmeticError: too much"
-    assert len(job.errors) == 2
-    assert re.fullmatch(f"PipelineError: another rank failed first: {here}", job.errors[0])
-    assert re.fullmatch(f"PipelineError: {here}", job.errors[1])
-
-
-@pytest.mark.newest
-@needs_03
-@pytest.mark.parametrize(("schedule", "with_loss"), [("ZBV", 0), pytest.param("1F1B", 1, marks=pytest.mark.long)])
-def test_a_loss_that_is_not_finite(titan: Titan, schedule: str, with_loss: int) -> None:
-    """TorchTitan sees it on the rank with the last stage."""
-    job = titan.train(*pipeline(schedule), *faulty("nan_in_step_2"), num_ranks=2)
-    assert len(job.errors) == 2
-    complaint = r"RuntimeError: Loss is not finite \(global_avg_loss=nan\) at step 2. Stopping training."
-    assert re.fullmatch(complaint, job.errors[with_loss])
-    first = f"PipelineError: another rank failed first: rank {with_loss}: {complaint}"
-    assert re.fullmatch(first, job.errors[1 - with_loss]), job.errors
-
-
-@pytest.mark.newest
-@needs_03
-def test_ranks_with_different_schedules(titan: Titan) -> None:
-    job = titan.train(*pipeline("ZBV")[:2], *faulty("other_schedule"), num_ranks=2)
-    differ = r"PipelineError: .*: rank 0: ZBV with 4 microbatches \(table \w+\); rank 1: 1F1B with 4 .*\)"
-    assert len(job.errors) == 2
-    assert all(re.fullmatch(differ, error) for error in job.errors), job.errors
-    assert not job.began
 
 
 LONGER = ("--training.steps", "4")
@@ -613,88 +615,50 @@ def test_resuming_also_into_another_schedule(titan: Titan, stopped: Path, tmp_pa
     assert_values(job.steps, titan.without_pipeline(*LONGER).steps[2:])
 
 
-def assert_values(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) -> None:
-    """The same steps, with the same losses and norms of the gradients."""
-    assert [step["step"] for step in found] == [step["step"] for step in expected]
-    for name in ("loss_metrics/global_avg_loss", "grad_norm"):
-        values, wanted = ([step[name] for step in steps] for steps in (found, expected))
-        assert values == pytest.approx(wanted, rel=1e-4 if name == "grad_norm" else 1e-5)
-
-
-def test_accumulation_and_validation(titan: Titan) -> None:
-    settings = (
-        *("--training.global_batch_size", "8"),  # twice the local one
-        *flavor().validation,
-    )
-    job = titan.train(*pipeline("ZBV"), *settings, num_ranks=2)
-    assert_trains_alike(job, titan.without_pipeline(*settings))
-    assert "gradient accumulation steps 2" in job.log
-    assert sum("validation_metrics/loss" in step for step in job.steps) == STEPS
-
-
-def prepare() -> None:
+def look(wave_table: str) -> SimpleNamespace:
+    """What is seen in a process that zbpipe is plugged into; importing TorchTitan takes seconds."""
     from zbpipe.frameworks.titan import cpu
 
     cpu.stand_in()
     from zbpipe.frameworks.titan import plug
 
     plug.plug_in(Options(), on_cpu=True)
-
-
-class Seen(NamedTuple):
-    """What was seen in a process that zbpipe is plugged into; importing TorchTitan takes seconds."""
-
-    with_loss: dict[str, int]
-    """By schedule, the rank that reports."""
-    warned: dict[str, bool]
-    """By schedule, whether TorchTitan warns that the loss is not visible."""
-    help_text: str
-    """What `--help` without a model prints."""
-    refusals: list[str]
-    experts: float
-    """See the function; of 0.2."""
-    sizes: list[int | None]
-    """See `sizes_of_other_lengths`."""
-    text: tuple[list[list[list[int]]], list[int], str, int]
-    """See `read_text`."""
-
-
-def look(wave_table: str) -> Seen:
-    prepare()
-    return Seen(
-        ranks_with_loss(wave_table),
-        ranks_that_warn(),
-        help_without_a_model(),
-        refusals_of_a_model(),
-        experts() if IS_02 else 0.0,
-        sizes_of_other_lengths(),
-        read_text(),
+    return SimpleNamespace(
+        with_loss=ranks_with_loss(wave_table),
+        warned=ranks_that_warn(),
+        help_text="" if IS_02 else help_without_a_model(),
+        refusals=refusals_of_a_model(),
+        experts=experts() if IS_02 else 0.0,
+        sizes=sizes_of_other_lengths(),
+        text=read_text(),
     )
 
 
-def ranks_with_loss(wave_table: str) -> dict[str, int]:
+DIMS: Any = SimpleNamespace(pp_enabled=True, world_size=8, pp=4)
+
+
+def ranks_with_loss(wave_table: str) -> list[int]:
     from zbpipe.frameworks.titan import plug
 
-    dims: Any = SimpleNamespace(pp_enabled=True, world_size=8, pp=4)
     two: Any = SimpleNamespace(pp_enabled=True, world_size=2, pp=2)
-    names = ("ZBV", "zbvzerobubble", "DualPipeV", "1F1B", "Interleaved1F1B", "PipelineScheduleMulti", wave_table)
-    return {name: plug.rank_with_loss(two if name == wave_table else dims, name) for name in names}
+    names = ("ZBV", "zbvzerobubble", "DualPipeV", "1F1B", "Interleaved1F1B", "PipelineScheduleMulti")
+    return [*(plug.rank_with_loss(DIMS, name) for name in names), plug.rank_with_loss(two, wave_table)]
 
 
 def ranks_that_warn() -> dict[str, bool]:
+    """By schedule, whether TorchTitan warns that the loss is not visible."""
     from torchtitan.components import metrics
     from torchtitan.tools.utils import NoColor
 
     from zbpipe.frameworks.titan import plug
 
-    dims: Any = SimpleNamespace(pp_enabled=True, world_size=8, pp=4)
     ensure_visible = sys.modules[plug.Trainer.__module__].ensure_pp_loss_visible  # type: ignore[attr-defined]
     warned = {}
     for name in ("ZBV", "1F1B"):
         config = SimpleNamespace(parallelism=SimpleNamespace(pipeline_parallel_schedule=name))
         job = {"job_config": config} if IS_02 else {"pp_schedule": name}
         with mock.patch.object(metrics.logger, "warning") as warning:
-            ensure_visible(parallel_dims=dims, color=NoColor(), **job)
+            ensure_visible(parallel_dims=DIMS, color=NoColor(), **job)
         warned[name] = warning.called
     return warned
 
@@ -713,10 +677,9 @@ def sizes_of_other_lengths() -> list[int | None]:
 
 
 def help_without_a_model() -> str:
+    """What `--help` prints."""
     import torchtitan.train
 
-    if IS_02:
-        return ""
     words = io.StringIO()
     with redirect_stdout(words), pytest.raises(SystemExit) as end:
         torchtitan.train.ConfigManager().parse_args(["--help"])
@@ -748,26 +711,20 @@ def refusals_of_a_model() -> list[str]:
     said = []
     by_hand = ([*MODULES, ["lm_head"]], without_norm, [["norm"]])
     for function, modules in ((cut, None), *((cut, each) for each in by_hand), (split, None)):
-        parallelism = SimpleNamespace(
-            pipeline_parallel_schedule="ZBV",
-            pipeline_parallel_degree=2,
-            pipeline_parallel_schedule_csv=None,
-            pipeline_parallel_microbatch_size=1,
-            pipeline_parallel_layers_per_stage=None,
-            pipeline_parallel_first_stage_less_layers=1,
-            pipeline_parallel_last_stage_less_layers=1,
-            module_fqns_per_model_part=modules,
-        )
-        training = SimpleNamespace(local_batch_size=4, steps=10, seq_len=8)
-        args, kwargs = given_to_a_model(parallelism, training)
+        args, kwargs = given_to_a_model(modules)
         with pytest.raises(ValueError, match=r"stages|module") as refused:
             plug.make_pipelining(function, Options())(model, *args, **kwargs)
         said.append(str(refused.value))
     return said
 
 
-def given_to_a_model(parallelism: Any, training: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def given_to_a_model(modules: list[list[str]] | None) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a function that cuts a model."""
+    numbers = {"degree": 2, "microbatch_size": 1, "first_stage_less_layers": 1, "last_stage_less_layers": 1}
+    names = {"schedule": "ZBV", "schedule_csv": None, "layers_per_stage": None, **numbers}
+    parallelism = SimpleNamespace(**{f"pipeline_parallel_{name}": value for name, value in names.items()})
+    parallelism.module_fqns_per_model_part = modules
+    training = SimpleNamespace(local_batch_size=4, steps=10, seq_len=8)
     if not IS_02:
         model_config = SimpleNamespace(layers=[None] * 6)
         job = {"parallelism": parallelism, "training": training, "ac_config": None}
@@ -782,7 +739,7 @@ def given_to_a_model(parallelism: Any, training: Any) -> tuple[tuple[Any, ...], 
     return (None, config, "cpu", SimpleNamespace(n_layers=6)), {}
 
 
-def test_a_model_that_is_not_cut(seen: Seen) -> None:
+def test_a_model_that_is_not_cut(seen: SimpleNamespace) -> None:
     cuts_itself, unknown, leaves_out, too_few, split_without = seen.refusals
     assert (
         "test_titan.refusals_of_a_model.<locals>.cut cuts into stages without asking torch for the sch" in cuts_itself
@@ -824,28 +781,21 @@ def experts() -> float:
     return max(map(float, errors))
 
 
-@needs_02
-def test_grouped_experts_wait_for_w(seen: Seen) -> None:
-    """As on GPUs; on the CPU TorchTitan multiplies expert by expert."""
-    assert seen.experts < 1e-2
-
-
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    (found,) = run_ranks(1, look, table(tmp_path_factory.mktemp("wave") / "wave.csv", wave(6)))
+def seen(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    (found,) = run_ranks(1, look, wave(tmp_path_factory.mktemp("wave"), 6)[0])
     return found
 
 
-def test_loss_and_metrics_come_from_the_rank_with_the_last_stage(seen: Seen) -> None:
-    """And help without a model, which TorchTitan 0.3 refuses by itself, says what is missing."""
-    assert list(seen.with_loss.values()) == [0, 0, 0, 6, 6, 6, 1]
+def test_loss_and_metrics_come_from_the_rank_with_the_last_stage(seen: SimpleNamespace) -> None:
+    """Help without a model, which TorchTitan 0.3 refuses by itself, says what is missing. Ranks compare steps of other
+    lengths, though TorchTitan gives all of them the positions of the tokens. On GPUs grouped experts wait for W; on the
+    CPU TorchTitan 0.2 multiplies expert by expert."""
+    assert seen.with_loss == [0, 0, 0, 6, 6, 6, 1]
     assert seen.warned == {"ZBV": False, "1F1B": True}
     assert IS_02 or "add --module and --config" in seen.help_text
-
-
-def test_ranks_compare_steps_of_other_lengths(seen: Seen) -> None:
-    """TorchTitan gives all of them the positions of the tokens."""
     assert seen.sizes == [None, None, 4]
+    assert seen.experts < 1e-2
 
 
 class _Processor:
@@ -916,7 +866,7 @@ def read_text() -> tuple[list[list[list[int]]], list[int], str, int]:
     return shards, tokens, tokenizer.decode(tokens), tokenizer.get_vocab_size()
 
 
-def test_the_text_is_the_standard_library_split_by_data_parallel_rank(seen: Seen) -> None:
+def test_the_text_is_the_standard_library_split_by_data_parallel_rank(seen: SimpleNamespace) -> None:
     """Byte by byte."""
     (whole, first, second), tokens, decoded, size = seen.text
     first_file = Path(sys.modules["os"].__file__ or "").parent
@@ -1025,17 +975,15 @@ def test_the_demo_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_the_first_error_is_told(tmp_path: Path) -> None:
+    """Also of a rank that left no exception."""
+    signals = [(15, "SIGTERM", 6), (11, "SIGSEGV", 7)]
+    lines = [f"  exitcode  : -{n}\n  traceback : Signal {n} ({name}) received by PID {pid}" for n, name, pid in signals]
+    root = "Root Cause (first observed failure):"
+    log = "\n".join(["torch.distributed.elastic.ChildFailedError: ", "Failures:", lines[0], root, lines[1]])
+    (tmp_path / "output.log").write_text(log)
+    assert launch.first_error(tmp_path) == "Signal 11 (SIGSEGV) received by PID 7"
     for rank, (time, text) in enumerate([("20", "RuntimeError: later"), ("10", "ValueError: first\n  and why")]):
         file = tmp_path / "errors" / str(rank) / "error.json"
         file.parent.mkdir(parents=True)
         file.write_text(json.dumps({"message": {"message": text, "extraInfo": {"timestamp": time}}}))
     assert launch.first_error(tmp_path) == "ValueError: first and why"
-
-
-def test_a_rank_that_left_no_exception_is_told(tmp_path: Path) -> None:
-    summary = (
-        "Root Cause (first observed failure):\n  exitcode  : -11\n  traceback : Signal 11 (SIGSEGV) received by PID 7\n"
-    )
-    others = "Failures:\n  exitcode  : -15\n  traceback : Signal 15 (SIGTERM) received by PID 6\n"
-    (tmp_path / "output.log").write_text("torch.distributed.elastic.ChildFailedError: \n" + others + summary)
-    assert launch.first_error(tmp_path) == "Signal 11 (SIGSEGV) received by PID 7"

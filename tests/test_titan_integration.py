@@ -35,6 +35,7 @@ from zbpipe.costs.transformer import Block
 from zbpipe.estimation import devices
 from zbpipe.estimation.ranks import JobMemory, memory_by_rank
 from zbpipe.estimation.result import Step
+from zbpipe.estimation.workload import Workload
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.options import Options
 from zbpipe.schedule.registry import resolve
@@ -43,7 +44,6 @@ from zbpipe.simulator.validation import validate
 
 pytestmark = [pytest.mark.long, pytest.mark.versions]
 IS_02 = require_titan("0.3.0", "0.2.2") == "0.2.2"
-needs_02 = pytest.mark.skipif(not IS_02, reason="of torchtitan 0.2")
 needs_03 = pytest.mark.skipif(IS_02, reason="of torchtitan 0.3")
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "titan_integration" / "run_train.sh"
@@ -85,23 +85,25 @@ def with_titan() -> Iterator[Callable[..., Any]]:
         yield lambda function, *arguments: pool.submit(function, *arguments).result()
 
 
-@dataclass(frozen=True)
-class Built:
+def read_config(name: str, config: Any = None) -> Workload:
+    """What `zbpipe estimate` reads of one of our configs."""
+    from titan_integration import llama3
+    from zbpipe.frameworks.titan import workload
+
+    job = config or getattr(llama3, name)()
+    return workload.read_config(job, workload.degrees_of(job, llama3.HARDWARE[name].gpus), name)
+
+
+class Built(NamedTuple):
     """What a pipeline rank has when TorchTitan has cut the model."""
 
-    stages: tuple[int, ...]
-    modules: tuple[tuple[str, ...], ...]
+    modules: dict[int, tuple[str, ...]]
     """By stage."""
     parameters: int
     on_one_gpu: int
     """The same, of those that one GPU keeps after TP and FSDP."""
     lowered: str
     """A hash of the table with sends, receives and unshards."""
-    findings: tuple[str, ...]
-    """What is wrong with that table; looked for on rank 0."""
-    microbatches: int
-    gathered: bool
-    """Whether FSDP leaves the blocks gathered after a forward."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +118,6 @@ class Job:
     """Of the smallest GPU that the config is for."""
     doc: str
     num_layers: int
-    parameters: int
-    """Of the whole model."""
     estimated: JobMemory
     ranks: dict[int, Built]
     """By place in the pipeline."""
@@ -128,38 +128,36 @@ _model: Any = None
 
 
 def build_job(name: str) -> Job:
-    """Pipeline ranks at the full size of the job, from meta tensors: those at both ends, or all of `BUILT_WHOLE`."""
+    """Pipeline ranks at the full size of the job, from meta tensors: all of the small jobs, else those at both ends."""
     global _config, _model  # noqa: PLW0603 (the forks have no other way to it)
     from torchtitan.distributed import utils
 
     from titan_integration import llama3
-    from zbpipe.frameworks.titan import check, plug, workload
+    from zbpipe.frameworks.titan import check, plug
 
-    function = getattr(llama3, name)
-    hardware = llama3.HARDWARE[name]
+    function, hardware = getattr(llama3, name), llama3.HARDWARE[name]
     _config = replace(function())  # TorchTitan's own checks, which the CPU's adaption would satisfy
     check.check(_config, Options())
-    job = function()
-    estimated = memory_by_rank(workload.read_config(job, workload.degrees_of(job, hardware.gpus), name))
+    estimated = memory_by_rank(read_config(name))
     plug.adapt_to_cpu(_config)
-    utils.set_spmd_backend(_config.parallelism.spmd_backend)
+    parallelism = _config.parallelism
+    utils.set_spmd_backend(parallelism.spmd_backend)
     _config.model_spec.model.update_from_config(config=_config)
     with torch.device("meta"):
         _model = _config.model_spec.model.build()
-    parallelism = _config.parallelism
-    pp, tp = parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree
-    places = range(pp) if name in BUILT_WHOLE else (0, pp - 1)
+    assert sum(estimated.parameters) == sum(parameter.numel() for parameter in _model.parameters())
+    pp = parallelism.pipeline_parallel_degree
+    places = range(pp) if name in ("llama3_debug", "llama3_8b") else (0, pp - 1)
     # The last of the ranks at each place of the pipeline, so that TP and FSDP are not at 0.
     ranks = [(hardware.gpus, (place + 1) * hardware.gpus // pp - 1) for place in places]
     return Job(
         parallelism.pipeline_parallel_schedule,
         pp,
-        tp,
+        parallelism.tensor_parallel_degree,
         hardware.gpus,
         devices.DEVICES[hardware.kind].usable_bytes,
         function.__doc__,
         len(_config.model_spec.model.layers),
-        sum(parameter.numel() for parameter in _model.parameters()),
         estimated,
         dict(zip(places, on_forks(build_rank, ranks), strict=True)),
     )
@@ -190,22 +188,23 @@ def build_rank(job: tuple[int, int]) -> Built:
         parallelize_fn=spec.parallelize_fn,
         loss_fn=_config.loss.build(compile_config=_config.compile),
     )
-    place = dims.get_mesh("pp").get_local_rank()
+    place, stages = dims.get_mesh("pp").get_local_rank(), [stage.stage_index for stage in hooks.stages_of(schedule)]
     assert rank // (num_gpus // dims.pp) == place
-    stages = tuple(stage.stage_index for stage in hooks.stages_of(schedule))
+    assert tuple(stages) == resolve(_config.parallelism.pipeline_parallel_schedule).place(dims.pp).stages_on(place)
     assert (has_first, has_last) == (0 in stages, 2 * dims.pp - 1 in stages)
+    assert schedule._n_microbatches == 4 * dims.pp
     table = pipelining.write_lowered(schedule)  # type: ignore[arg-type]
-    blocks = [block for part in parts for block in part.layers.values()]
-    assert all(isinstance(block, FSDPModule) for block in blocks)
+    if place == 0:
+        assert validate_lowered(parse(table)) == []
+    for block in (block for part in parts for block in part.layers.values()):
+        assert isinstance(block, FSDPModule)
+        assert not block._get_fsdp_state()._fsdp_param_group._reshard_after_forward, "FSDP gathers it once"
+    parameters = [parameter for part in parts for parameter in part.parameters()]
     return Built(
-        stages,
-        tuple(modules_of(part) for part in parts),
-        sum(parameter.numel() for part in parts for parameter in part.parameters()),
-        sum(parameter.to_local().numel() for part in parts for parameter in part.parameters()),
+        dict(zip(stages, map(modules_of, parts), strict=True)),
+        sum(parameter.numel() for parameter in parameters),
+        sum(parameter.to_local().numel() for parameter in parameters),
         hashlib.sha256(table.encode()).hexdigest(),
-        tuple(map(str, validate_lowered(parse(table)))) if place == 0 else (),
-        schedule._n_microbatches,
-        not any(block._get_fsdp_state()._fsdp_param_group._reshard_after_forward for block in blocks),
     )
 
 
@@ -215,59 +214,19 @@ def modules_of(part: Any) -> tuple[str, ...]:
     return (*ends[: "tok_embeddings" in ends], *layers, *ends["tok_embeddings" in ends :])
 
 
-BUILT_WHOLE = ("llama3_debug", "llama3_8b")
-"""The others are larger, and cut in the same way: their ends show it, and that all ranks have all parameters."""
-
-
 @needs_03
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_job_at_its_full_size(with_titan: Callable[..., Any], name: str) -> None:
+    """The estimated parameters are those of the modules that were built, and the docstring tells the sum."""
     job: Job = with_titan(build_job, name)
-    placement = resolve(job.schedule).place(job.pp)
-    assert all(built.stages == placement.stages_on(place) for place, built in job.ranks.items())
-    assert sum(job.estimated.parameters) == job.parameters
-    by_stage = {s: names for built in job.ranks.values() for s, names in zip(built.stages, built.modules, strict=True)}
+    by_stage = {stage: modules for built in job.ranks.values() for stage, modules in built.modules.items()}
     assert all(by_stage.values())
-    if name in BUILT_WHOLE:
+    if len(job.ranks) == job.pp:
         modules = [name for stage in sorted(by_stage) for name in by_stage[stage]]
         layers = [f"layers.{number}" for number in range(job.num_layers)]
         assert modules == ["tok_embeddings", *layers, "norm", "lm_head"]
-
-    schedule = generate(job.schedule, job.pp, 4 * job.pp)
-    assert validate(schedule) == []
-    for built in job.ranks.values():
-        assert (built.microbatches, built.findings, built.gathered) == (4 * job.pp, (), True)
+    assert validate(generate(job.schedule, job.pp, 4 * job.pp)) == []
     assert len({built.lowered for built in job.ranks.values()}) == 1
-    require_memory_as_told(name, job)
-
-
-def estimate_steps(name: str) -> tuple[str, dict[str, float]]:
-    """The config's schedule, and by schedule that fits and runs the tokens per second and GPU."""
-    from titan_integration import llama3
-    from zbpipe.frameworks.titan import workload
-
-    job, hardware = getattr(llama3, name)(), llama3.HARDWARE[name]
-    work = workload.read_config(job, workload.degrees_of(job, hardware.gpus), name)
-    steps = estimate(work, hardware.kind, plans=False).steps
-
-    def runs(step: Step) -> bool:
-        """With the stages that a config gets by default; torch's own split does not work under checkpointing."""
-        if step.timeline is None or step.stages_per_rank != resolve(step.schedule).stages_per_rank:
-            return False
-        return not step.has_torchs_split
-
-    return work.schedule, {step.schedule: step.tokens_per_second for step in steps if step.fits and runs(step)}
-
-
-@needs_03
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("llama3_debug", "llama3_8b_no_downloads")])
-def test_a_job_has_the_best_schedule_that_fits(with_titan: Callable[..., Any], name: str) -> None:
-    schedule, speeds = with_titan(estimate_steps, name)
-    assert speeds[schedule] >= 0.95 * max(speeds.values()), speeds  # the estimate is no more exact
-
-
-def require_memory_as_told(name: str, job: Job) -> None:
-    """The parameters are those of the modules that were built, and the docstring tells the sum."""
     fsdp = job.gpus // (job.pp * job.tp)
     computed = 4 if name == "llama3_debug" else 2
     for place, built in job.ranks.items():
@@ -284,37 +243,54 @@ def require_memory_as_told(name: str, job: Job) -> None:
         assert int(told[1]) == round(job.estimated.worst / 2**30)
 
 
-def places(shard: tuple[int, int]) -> list[tuple[int, int, list[int], int]]:
+def estimate_steps(name: str) -> tuple[str, dict[str, float]]:
+    """The config's schedule, and by schedule that fits and runs the tokens per second and GPU."""
+    from titan_integration import llama3
+
+    work = read_config(name)
+    steps = estimate(work, llama3.HARDWARE[name].kind, plans=False).steps
+
+    def runs(step: Step) -> bool:
+        """With the stages that a config gets by default; torch's own split does not work under checkpointing."""
+        usual = resolve(step.schedule).stages_per_rank
+        return step.timeline is not None and step.stages_per_rank == usual and not step.has_torchs_split
+
+    return work.schedule, {step.schedule: step.tokens_per_second for step in steps if step.fits and runs(step)}
+
+
+@needs_03
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("llama3_debug", "llama3_8b_no_downloads")])
+def test_a_job_has_the_best_schedule_that_fits(with_titan: Callable[..., Any], name: str) -> None:
+    schedule, speeds = with_titan(estimate_steps, name)
+    assert speeds[schedule] >= 0.95 * max(speeds.values()), speeds  # the estimate is no more exact
+
+
+def places(shard: tuple[str, int]) -> list[tuple[int, int, list[int], int]]:
     """Of a half of the ranks: rank, place in the pipeline, the TP group, the rank that reports the loss."""
     from torchtitan.distributed import ParallelDims
 
+    from titan_integration import llama3
     from zbpipe.frameworks.titan import plug
 
-    num_gpus, first = shard
+    name, first = shard
+    config, num_gpus = getattr(llama3, name)(), llama3.HARDWARE[name].gpus
     found = []
     for rank in range(first, num_gpus, 2):
         dist.init_process_group("fake", rank=rank, world_size=num_gpus)
-        dims = ParallelDims.from_config(_config.parallelism, num_gpus)
+        dims = ParallelDims.from_config(config.parallelism, num_gpus)
         dims.build_mesh()
         tp = dist.get_process_group_ranks(dims.get_mesh("tp").get_group())
-        reports = plug.rank_with_loss(dims, _config.parallelism.pipeline_parallel_schedule)
+        reports = plug.rank_with_loss(dims, config.parallelism.pipeline_parallel_schedule)
         found.append((rank, dims.get_mesh("pp").get_local_rank(), tp, reports))
         dist.destroy_process_group()
     return found
 
 
-def build_meshes(name: str) -> list[tuple[int, int, list[int], int]]:
-    global _config
-    from titan_integration import llama3
-
-    _config, num_gpus = getattr(llama3, name)(), llama3.HARDWARE[name].gpus
-    return sorted(place for half in on_forks(places, [(num_gpus, 0), (num_gpus, 1)]) for place in half)
-
-
 @needs_03
 def test_the_place_of_every_gpu(with_titan: Callable[..., Any]) -> None:
     """TP within a node of 8 GPUs, and neighbours in the pipeline as far apart as the job has GPUs for each place."""
-    found = with_titan(build_meshes, "llama3_70b")
+    halves = with_titan(on_forks, places, [("llama3_70b", 0), ("llama3_70b", 1)])
+    found = sorted(place for half in halves for place in half)
     assert found == [(rank, rank // 8, list(range(rank - rank % 8, rank - rank % 8 + 8)), 0) for rank in range(32)]
 
 
@@ -421,14 +397,10 @@ def inner(leaf: Any) -> Any:
     return getattr(leaf, "_local_tensor", getattr(leaf, "elem", leaf))
 
 
-def ask_for_blocks(hows: Sequence[tuple[int, str]]) -> list[tuple[float, float, float, float]]:
-    return on_forks(kept_by_a_block, hows)
-
-
 def test_what_a_block_keeps(with_titan: Callable[..., Any]) -> None:
     """The arithmetic of activations, against what TorchTitan's block under zbpipe's split leaves alive."""
     hows = [(tp, checkpointing) for tp in (1, 8) for checkpointing in ("selective", "full")]
-    for counted_f, told_f, counted_i, told_i in with_titan(ask_for_blocks, hows):
+    for counted_f, told_f, counted_i, told_i in with_titan(on_forks, kept_by_a_block, hows):
         assert counted_f == told_f
         assert counted_i == told_i
 
@@ -436,50 +408,37 @@ def test_what_a_block_keeps(with_titan: Callable[..., Any]) -> None:
 # The TOML files for TorchTitan 0.2.
 
 
-class Told(NamedTuple):
-    """What the first lines of a file say."""
-
-    pp: int
-    tp: int
-    fsdp: int
-    smallest: str
-    gib: int
-
-
-def told_by(file: Path) -> Told:
-    text = " ".join(line.removeprefix("# ") for line in file.read_text().split("\n\n")[0].splitlines())
-    found = re.search(r"PP (\d+)(?: x TP (\d+))?(?: x FSDP (\d+))? on .*?(MI\d+X).*GiB on the worst GPU: (\d+)\.", text)
-    assert found is not None
-    pp, tp, fsdp, smallest, gib = found.groups(default="1")
-    return Told(int(pp), int(tp), int(fsdp), smallest, int(gib))
-
-
-def estimated(arguments: Sequence[str], gpus: int) -> JobMemory:
+def estimate_of(arguments: Sequence[str], gpus: int) -> JobMemory:
     from zbpipe.frameworks.titan import workload
 
     return memory_by_rank(workload.read(arguments, gpus))
 
 
-@needs_02
+SAID = r"PP (\d+)(?: x TP (\d+))?(?: x FSDP (\d+))? on .*?(MI\d+X).*GiB on the worst GPU: (\d+)\."
+
+
+@pytest.mark.skipif(not IS_02, reason="of torchtitan 0.2")
 @pytest.mark.parametrize(
     "file", [file for file in TOML_FILES if file.stem != "llama3_debug"], ids=lambda file: file.stem
 )
 def test_a_file(with_titan: Callable[..., Any], file: Path) -> None:
     """Its first lines tell what the worst GPU needs, and the smallest GPU is large enough."""
-    told = told_by(file)
-    found: JobMemory = with_titan(estimated, ["--job.config_file", str(file)], told.pp * told.tp * told.fsdp)
-    assert len(found.memories) == told.pp
-    assert round(found.worst / 2**30) == told.gib
-    assert told.smallest in found.fits
-
-
-@needs_02
-def test_float32_for_want_of_fsdp(with_titan: Callable[..., Any]) -> None:
-    file = ROOT / "titan_integration" / "titan02" / "llama3_8b.toml"
-    arguments = ["--job.config_file", str(file), "--training.dtype", "float32"]
-    assert with_titan(estimated, arguments, 16)
-    with pytest.raises(ValueError, match=r"only with FSDP.* take twice as many GPUs, or --training.dtype bfloat16$"):
-        with_titan(estimated, arguments, 8)
+    text = " ".join(line.removeprefix("# ") for line in file.read_text().split("\n\n")[0].splitlines())
+    found = re.search(SAID, text)
+    assert found is not None
+    *degrees, smallest, gib = found.groups(default="1")
+    pp, tp, fsdp = map(int, degrees)
+    arguments = ["--job.config_file", str(file)]
+    memory: JobMemory = with_titan(estimate_of, arguments, pp * tp * fsdp)
+    assert (len(memory.memories), round(memory.worst / 2**30)) == (pp, int(gib))
+    assert smallest in memory.fits
+    if file.stem == "llama3_8b":  # float32 for want of FSDP
+        arguments += ["--training.dtype", "float32"]
+        assert with_titan(estimate_of, arguments, 16)
+        with pytest.raises(
+            ValueError, match=r"only with FSDP.* take twice as many GPUs, or --training.dtype bfloat16$"
+        ):
+            with_titan(estimate_of, arguments, 8)
 
 
 def settings_of(name: str) -> dict[str, Any]:
@@ -487,22 +446,19 @@ def settings_of(name: str) -> dict[str, Any]:
     from titan_integration import llama3
 
     config = getattr(llama3, name)()
-    parallelism, training = config.parallelism, config.training
     (parameters,) = config.optimizer.param_groups
-    return {
+    same = (
+        (config.training, ("local_batch_size", "seq_len", "steps")),
+        (config.parallelism, ("pipeline_parallel_degree", "pipeline_parallel_schedule", "tensor_parallel_degree")),
+        (config.comm, ("init_timeout_seconds",)),
+        (config.dataloader, ("dataset",)),
+        (config.lr_scheduler, ("warmup_steps",)),
+        (config.model_spec, ("flavor",)),
+    )
+    return {name: getattr(section, name) for section, names in same for name in names} | {
         "optimizer": {"lr": parameters.optimizer_kwargs["lr"]},
-        "warmup_steps": config.lr_scheduler.warmup_steps,
-        "dataset": config.dataloader.dataset,
-        "local_batch_size": training.local_batch_size,
-        "seq_len": training.seq_len,
-        "steps": training.steps,
-        "pipeline_parallel_degree": parallelism.pipeline_parallel_degree,
-        "pipeline_parallel_schedule": parallelism.pipeline_parallel_schedule,
-        "tensor_parallel_degree": parallelism.tensor_parallel_degree,
         "mode": "selective" if "Selective" in type(config.activation_checkpoint).__qualname__ else "full",
         "compile": config.compile.enable,
-        "flavor": config.model_spec.flavor,
-        "init_timeout_seconds": config.comm.init_timeout_seconds,
     }
 
 
@@ -511,42 +467,29 @@ def settings_of(name: str) -> dict[str, Any]:
 def test_the_same_job_for_torchtitan_02(with_titan: Callable[..., Any], file: Path) -> None:
     toml = tomllib.loads(file.read_text())
     found = {name: value for section in ("training", "parallelism", "comm") for name, value in toml[section].items()}
-    found |= {
-        "optimizer": toml["optimizer"],
-        "warmup_steps": toml["lr_scheduler"]["warmup_steps"],
-        "mode": toml["activation_checkpoint"]["mode"],
-        "compile": toml.get("compile", {}).get("enable", False),
-        "flavor": toml["model"]["flavor"],
-    }
+    found |= toml["lr_scheduler"] | toml["model"] | toml["activation_checkpoint"] | {"optimizer": toml["optimizer"]}
+    found["compile"] = toml.get("compile", {}).get("enable", False)
     expected = with_titan(settings_of, file.stem)
     assert {name: found[name] for name in expected} == expected
 
 
-@needs_02
+@pytest.mark.skipif(not IS_02, reason="of torchtitan 0.2")
 def test_training_on_the_cpu(tmp_path: Path) -> None:
     """Two processes by the script, torchrun and TorchTitan's trainer; the platform is found, not given.
 
     For TorchTitan 0.3, tests/test_first_run.py trains by the script.
     """
-    metrics = tmp_path / "metrics.jsonl"
-    result = subprocess.run(
-        [
-            *(str(SCRIPT), "--job.dump_folder", str(tmp_path), "--training.steps", "4"),
-            *("--training.local_batch_size", "4", "--training.seq_len", "64"),
-        ],
-        cwd=tmp_path,  # not the repository's folder
-        # Which of the ranks fails is not known before.
-        env=os.environ
-        | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "LOG_RANK": "0,1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    size = ("--training.steps", "4", "--training.local_batch_size", "4", "--training.seq_len", "64")
+    # Which of the ranks fails is not known before.
+    settings = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "LOG_RANK": "0,1"}
+    command = [str(SCRIPT), "--job.dump_folder", str(tmp_path), *size]
+    how: Any = {"cwd": tmp_path, "env": os.environ | settings, "timeout": 200}  # not the repository's folder
+    result = subprocess.run(command, **how, capture_output=True, text=True, check=False)
     print(result.stdout, result.stderr)
     assert result.returncode == 0
     assert "Using zbpipe's pipeline schedule ZBV with 4 microbatches" in result.stdout + result.stderr
-    losses = [json.loads(line)["loss_metrics/global_avg_loss"] for line in metrics.read_text().splitlines()]
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss_metrics/global_avg_loss"] for line in lines]
     assert len(losses) == 4
     assert losses[-1] < losses[0] - 0.5  # and so none is NaN
 

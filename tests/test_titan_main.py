@@ -30,8 +30,11 @@ NEEDS_TORCH = pytest.mark.skipif(torch.__version__ < "2.14", reason="TorchTitan'
 RANKS, MICROBATCHES = 2, 4
 
 
-def train(jobs: Sequence[tuple[str, str]], options: Sequence[str] = ()) -> list[tuple[list[float], list[str]] | str]:
-    """For each job of a toy with a schedule, the losses on this rank and what zbpipe said, or the error."""
+def train(jobs: Sequence[tuple[str, str]], options: Sequence[str] = (), *, only_read: bool = False) -> list[Any]:
+    """For each job of a toy with a schedule, the losses on this rank and what zbpipe said, or the error.
+
+    If the command lines are `only_read`, None or the error.
+    """
     sys.path.insert(0, str(STAND_IN))
     os.environ["WORLD_SIZE"] = str(RANKS)
     import zbpipe.titan
@@ -39,18 +42,28 @@ def train(jobs: Sequence[tuple[str, str]], options: Sequence[str] = ()) -> list[
     zbpipe.titan.plug_in(parse(options)[0])
     import torchtitan.train
 
-    return [_train(torchtitan.train, toy, schedule) for toy, schedule in jobs]
+    found: list[Any] = []
+    for toy, schedule in jobs:
+        name, _, degree = schedule.partition(" ")
+        arguments = {
+            "--module": "torchtitan.experiments.toys",
+            "--config": toy,
+            "--parallelism.pipeline_parallel_degree": degree or str(RANKS),
+            "--parallelism.pipeline_parallel_schedule": name,
+            "--parallelism.num_pp_microbatches": "16" if only_read else str(MICROBATCHES),
+        }
+        sys.argv = ["train", *(word for pair in arguments.items() for word in pair)]
+        try:
+            found.append(_train(torchtitan.train, only_read))
+        except ValueError as error:
+            found.append(str(error))
+    return found
 
 
-def _train(titan: Any, toy: str, schedule: str) -> tuple[list[float], list[str]] | str:
-    arguments = {
-        "--module": "torchtitan.experiments.toys",
-        "--config": toy,
-        "--parallelism.pipeline_parallel_degree": str(RANKS),
-        "--parallelism.pipeline_parallel_schedule": schedule,
-        "--parallelism.num_pp_microbatches": str(MICROBATCHES),
-    }
-    sys.argv = ["train", *(word for pair in arguments.items() for word in pair)]
+def _train(titan: Any, only_read: bool) -> tuple[list[float], list[str]] | None:
+    if only_read:
+        titan.ConfigManager().parse_args()
+        return None
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -58,8 +71,6 @@ def _train(titan: Any, toy: str, schedule: str) -> tuple[list[float], list[str]]
     logging.getLogger("zbpipe").setLevel(logging.INFO)
     try:
         titan.main()
-    except ValueError as error:
-        return str(error)
     finally:
         logging.getLogger("zbpipe").removeHandler(handler)
     metrics = titan.Trainer.trained[-1].metrics_processor
@@ -105,8 +116,8 @@ def test_another_runtime_is_left_alone_and_knows_no_schedule_of_zbpipes() -> Non
 
 @NEEDS_TORCH
 def test_what_is_refused_before_the_ranks_meet() -> None:
-    jobs = [("own_trainer", RANKS), ("llm", RANKS), ("llm", RANKS + 1)]
-    (refused, trained, unfit), *_ = run_ranks(RANKS, refuse, jobs)
+    jobs = [("own_trainer", "ZBV"), ("llm", "ZBV"), ("llm", f"ZBV {RANKS + 1}")]
+    (refused, trained, unfit), *_ = run_ranks(RANKS, read, jobs)
     assert "pipeline_parallel_degree=3 needs a multiple of 3 processes, and this job has 2: start" in str(unfit)
     assert refused == (
         "--zbpipe.optimizer-step validated has no effect in torchtitan.experiments.toys.OwnTrainer, which overrides"
@@ -115,22 +126,9 @@ def test_what_is_refused_before_the_ranks_meet() -> None:
     assert trained is None
 
 
-def refuse(jobs: Sequence[tuple[str, int]]) -> list[str | None]:
-    """The errors of the command lines of jobs with ZBV, validated optimizer steps, and so many pipeline ranks."""
-    train([], ("--zbpipe.optimizer-step", "validated"))
-    from torchtitan.config import ConfigManager
-
-    errors: list[str | None] = []
-    for toy, ranks in jobs:
-        manager = ConfigManager()
-        words = ("--parallelism.pipeline_parallel_degree", str(ranks), "--parallelism.num_pp_microbatches", "16")
-        named = ("--module", "torchtitan.experiments.toys", "--config", toy)
-        try:
-            manager.parse_args([*named, *words, "--parallelism.pipeline_parallel_schedule", "ZBV"])
-            errors.append(None)
-        except ValueError as error:
-            errors.append(str(error))
-    return errors
+def read(jobs: Sequence[tuple[str, str]]) -> list[str | None]:
+    """The errors of command lines with validated optimizer steps."""
+    return train(jobs, ("--zbpipe.optimizer-step", "validated"), only_read=True)
 
 
 # What TorchTitan lacks.
@@ -217,29 +215,30 @@ def test_the_sizes_of_a_step(given: dict[str, int], caplog: pytest.LogCaptureFix
     assert f"set {asked} or more" in caplog.text
 
 
+TWO = "pipeline_parallel_degree=2 x "
+
+
 @pytest.mark.parametrize(
-    ("number", "degrees", "said"),
+    ("number", "name", "degree", "said"),
     [
-        (
-            2,
-            {"pipeline_parallel_degree": 3},
-            "pipeline_parallel_degree=3 needs a multiple of 3 processes, and this job",
-        ),
+        (2, "pipeline_parallel_degree", 3, "pipeline_parallel_degree=3 needs a multiple of 3 processes, and this job"),
         (
             6,
-            {"tensor_parallel_degree": 2},
-            "pipeline_parallel_degree=2 x tensor_parallel_degree=2 needs a multiple of 4 processes, and this job has 6",
+            "tensor_parallel_degree",
+            2,
+            f"{TWO}tensor_parallel_degree=2 needs a multiple of 4 processes, and this job ",
         ),
         (
             8,
-            {"data_parallel_shard_degree": 2},
-            "pipeline_parallel_degree=2 x data_parallel_shard_degree=2 needs 4 processes, and this job has 8: start",
+            "data_parallel_shard_degree",
+            2,
+            f"{TWO}data_parallel_shard_degree=2 needs 4 processes, and this job has 8",
         ),
     ],
 )
-def test_degrees_that_do_not_fit_the_processes(number: int, degrees: dict[str, int], said: str) -> None:
+def test_degrees_that_do_not_fit_the_processes(number: int, name: str, degree: int, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
-        require_processes(config(**degrees), number)
+        require_processes(config(**{name: degree}), number)
     job = config()
     require_processes(job, 8)
     job.parallelism.pipeline_parallel_degree, job.comm.mode = 3, "fake_backend"

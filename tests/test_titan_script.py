@@ -66,6 +66,55 @@ ON_ROCM = {
 }
 
 
+SLURM = {"SLURM_STEP_NUM_NODES": "16", "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP_NODELIST": "node[07-22]"}
+SLURM |= {"SLURM_NODEID": "3", "SLURM_JOB_ID": "1234567"}
+NODES = {"NNODES": "4", "NODE_RANK": "2", "MASTER_ADDR": "node-0", "MASTER_PORT": "1234"}
+HALF_THE_CORES = str(max(1, (os.cpu_count() or 1) // 2))
+ON_CUDA = {
+    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+    PER_EDGE: "1" if hasattr(dist.config, "pipeline_per_edge_p2p") else None,
+    **dict.fromkeys(ON_ROCM),
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "settings", "words"),
+    [
+        # What the user has set stays.
+        (
+            {"PLATFORM": "rocm", "NCCL_IB_GID_INDEX": "1", "HSA_ENABLE_SDMA": ""},
+            {**ON_ROCM, "NCCL_IB_GID_INDEX": "1", "HSA_ENABLE_SDMA": ""},
+            [],
+        ),
+        (
+            {"PLATFORM": "cuda", "NGPU": "4", "LOG_RANK": "0,3", "MODULE": "llama3", **NODES},
+            ON_CUDA,
+            [
+                " --nproc-per-node 4 --nnodes 4 --node-rank 2 --master-addr node-0 --master-port 1234 ",
+                " --local-ranks-filter 0\\,3 ",
+                " --module llama3 ",
+            ],
+        ),
+        (
+            {"PLATFORM": "cpu"},  # whose cores the ranks share
+            {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": HALF_THE_CORES},
+            [" --nproc-per-node 2 "],
+        ),
+        (
+            {"PLATFORM": "cuda", "COMM_MODE": "fake_backend", "NGPU": "32", "NNODES": "4"},  # one process for all
+            {"NGPU": "32", "LOCAL_RANK": "0"},
+            [f"{sys.executable} -m zbpipe.titan.train ", " --comm.mode fake_backend --training.steps 1 --a"],
+        ),
+    ],
+)
+def test_the_environment_and_the_command(
+    tmp_path: Path, variables: dict[str, str], settings: dict[str, str | None], words: list[str]
+) -> None:
+    found, command = dry_run(tmp_path, "--a", **variables)
+    assert {name: found.get(name) for name in settings} == settings
+    assert [each for each in words if each not in command] == []
+
+
 def test_one_node_of_rocm(tmp_path: Path) -> None:
     arguments = ("--training.steps", "7", "--dump_folder", "a b")
     settings, command = dry_run(tmp_path, *arguments, PLATFORM="rocm", CONFIG="llama3_8b")
@@ -76,31 +125,6 @@ def test_one_node_of_rocm(tmp_path: Path) -> None:
         " --tee 3 -m zbpipe.titan.train --module titan_integration.llama3 --config llama3_8b --training.steps 7"
         " --dump_folder a\\ b"
     )
-
-
-def test_what_the_user_set_stays(tmp_path: Path) -> None:
-    settings, _ = dry_run(tmp_path, PLATFORM="rocm", NCCL_IB_GID_INDEX="1", HSA_ENABLE_SDMA="")
-    assert {**ON_ROCM, "NCCL_IB_GID_INDEX": "1", "HSA_ENABLE_SDMA": ""}.items() <= settings.items()
-
-
-def test_several_nodes_of_cuda(tmp_path: Path) -> None:
-    nodes = {"NNODES": "4", "NODE_RANK": "2", "MASTER_ADDR": "node-0", "MASTER_PORT": "1234"}
-    settings, command = dry_run(tmp_path, PLATFORM="cuda", NGPU="4", LOG_RANK="0,3", MODULE="llama3", **nodes)
-    assert settings["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    assert settings.get(PER_EDGE) == ("1" if hasattr(dist.config, "pipeline_per_edge_p2p") else None)
-    assert not ON_ROCM.keys() & settings.keys()
-    assert " --nproc-per-node 4 --nnodes 4 --node-rank 2 --master-addr node-0 --master-port 1234 " in command
-    assert " --local-ranks-filter 0\\,3 " in command
-    assert " --module llama3 " in command
-
-
-SLURM = {
-    "SLURM_STEP_NUM_NODES": "16",
-    "SLURM_STEP_NUM_TASKS": "16",
-    "SLURM_STEP_NODELIST": "node[07-22]",
-    "SLURM_NODEID": "3",
-    "SLURM_JOB_ID": "1234567",
-}
 
 
 def test_under_slurm(tmp_path: Path) -> None:
@@ -114,27 +138,10 @@ def test_under_slurm(tmp_path: Path) -> None:
     assert " --master-addr other --master-port 9 " in command
 
 
-def test_the_cpu_shares_its_cores(tmp_path: Path) -> None:
-    settings, command = dry_run(tmp_path, PLATFORM="cpu")
-    assert (settings["CUDA_VISIBLE_DEVICES"], settings["HIP_VISIBLE_DEVICES"]) == ("", "")
-    assert settings["OMP_NUM_THREADS"] == str(max(1, (os.cpu_count() or 1) // 2))
-    assert " --nproc-per-node 2 " in command
-
-
-def test_one_process_for_all(tmp_path: Path) -> None:
-    settings, command = dry_run(tmp_path, "--a", PLATFORM="cuda", COMM_MODE="fake_backend", NGPU="32", NNODES="4")
-    assert (settings["NGPU"], settings["LOCAL_RANK"]) == ("32", "0")
-    assert command.startswith(f"{sys.executable} -m zbpipe.titan.train ")
-    assert command.endswith(" --comm.mode fake_backend --training.steps 1 --a")
-
-
 @pytest.mark.parametrize(
     ("variables", "complaint"),
     [
-        (
-            {"MASTER_ADDR": "n0", "NODE_RANK": "3"},
-            "NODE_RANK='3' and MASTER_ADDR='n0' are of several nodes",
-        ),
+        ({"MASTER_ADDR": "n0", "NODE_RANK": "3"}, "NODE_RANK='3' and MASTER_ADDR='n0' are of several nodes"),
         ({"PLATFORM": "tpu"}, "PLATFORM='tpu' is unknown: use cuda, rocm or cpu"),
         ({"COMM_MODE": "fake"}, "COMM_MODE='fake' is unknown: use fake_backend or local_tensor"),
         ({"NGPU": "08"}, "NGPU='08' has to be a whole number from 1 to"),
@@ -144,23 +151,22 @@ def test_one_process_for_all(tmp_path: Path) -> None:
         ({"NNODES": "2", "NODE_RANK": "0"}, "NNODES='2' needs MASTER_ADDR: set it to the name or address of node 0"),
         ({"NNODES": "2", "MASTER_ADDR": "a"}, "NNODES='2' needs NODE_RANK: set it to 0 on the node MASTER_ADDR"),
         ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK='2' has to be a whole number from 0 to 1"),
-        (
-            {"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "1", "MASTER_PORT": "99999"},
-            "MASTER_PORT='99999' has to be a whole number from 1 to 65535",
-        ),
+        ({**NODES, "MASTER_PORT": "99999"}, "MASTER_PORT='99999' has to be a whole number from 1 to 65535"),
         ({"SLURM_JOB_NUM_NODES": "16"}, "SLURM_JOB_NUM_NODES='16', but without srun this trains on one node"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "128"}, "started SLURM_STEP_NUM_TASKS='128' tasks on 16 nodes: use"),
         ({"MODULE": "titan_integration.llama4"}, "MODULE='titan_integration.llama4' is no Python module"),
-        (
-            {"TRAIN_FILE": "zbpipe.frameworks.titan.tain"},
-            "TRAIN_FILE='zbpipe.frameworks.titan.tain' is no Python module",
-        ),
+        ({"TRAIN_FILE": "zbpipe.titan.tain"}, "TRAIN_FILE='zbpipe.titan.tain' is no Python module"),
         ({"PYTHON": "no-python"}, "PYTHON='no-python' is not there: activate your environment"),
         ({"PLATFORM": "cuda", "DRY_RUN": "0"}, "build that sees 0 GPUs: install the build for cuda"),
     ],
 )
 def test_what_the_script_refuses(tmp_path: Path, variables: dict[str, str], complaint: str) -> None:
-    result = run_script(tmp_path, **{"PLATFORM": "cpu", "DRY_RUN": "1", **variables})
+    assert_refused(tmp_path, complaint, **{"PLATFORM": "cpu", **variables})
+
+
+def assert_refused(folder: Path, complaint: str, **variables: str) -> None:
+    """In one line."""
+    result = run_script(folder, **{"DRY_RUN": "1", **variables})
     assert result.returncode == 2
     assert complaint in result.stderr
     assert result.stdout == ""
@@ -190,33 +196,17 @@ def python_with(
 
 
 def test_a_queue_for_each_edge_where_torch_has_it(tmp_path: Path) -> None:
+    """And the platform is what torch finds."""
     variables = python_with(tmp_path, "2.14.0", gpus=8)
     settings, _ = dry_run(tmp_path, **variables)
     assert settings["PLATFORM"] == "cuda"
     assert PER_EDGE not in settings
     (tmp_path / "packages" / "torch" / "distributed").mkdir()
     (tmp_path / "packages" / "torch" / "distributed" / "config.py").write_text(f"# {PER_EDGE}\n")
-    settings, _ = dry_run(tmp_path, **variables)
-    assert settings[PER_EDGE] == "1"
-    settings, _ = dry_run(tmp_path, **variables, **{PER_EDGE: "0"})
-    assert settings[PER_EDGE] == "0"
-
-
-@pytest.mark.parametrize(("hip", "platform"), [("7.2", "rocm"), (None, "cuda")])
-def test_the_platform_is_what_torch_finds(tmp_path: Path, hip: str | None, platform: str) -> None:
-    settings, _ = dry_run(tmp_path, **python_with(tmp_path, "2.14.0+any", gpus=8, hip=hip))
-    assert settings["PLATFORM"] == platform
-
-
-def test_what_has_to_be_installed(tmp_path: Path) -> None:
-    variables = python_with(tmp_path, "2.12.0+rocm7.15", gpus=4, hip="7.15")
-    for others, complaint in (
-        ({"PYTHONPATH": ""}, "has no module torch: install the build for this platform first"),
-        ({}, "torch 2.12.0+rocm7.15 is too old for TorchTitan 0.3, which needs 2.14 or newer"),
-    ):
-        result = run_script(tmp_path, **{**variables, **others, "DRY_RUN": "1"})
-        assert result.returncode == 2
-        assert complaint in result.stderr
+    for given, expected in (({}, "1"), ({PER_EDGE: "0"}, "0")):
+        settings, _ = dry_run(tmp_path, **variables, **given)
+        assert settings[PER_EDGE] == expected
+    assert_refused(tmp_path, "NGPU='16', but torch sees 8 GPUs: use NGPU=8", **variables, DRY_RUN="0", NGPU="16")
 
 
 def test_torchtitan_02(tmp_path: Path) -> None:
@@ -227,24 +217,16 @@ def test_torchtitan_02(tmp_path: Path) -> None:
         settings, command = dry_run(tmp_path, "--training.steps", "5", **variables, CONFIG=config)
         assert settings["PLATFORM"] == "rocm"
         assert command.endswith(f" -m zbpipe.titan.train --job.config_file {file} --training.steps 5")
+    packages = tmp_path / "packages"
     for others, complaint in (
         ({"CONFIG": "llama3_9b"}, "CONFIG='llama3_9b' is neither a TOML file nor the name of one in"),
         ({"MODULE": "llama3"}, "MODULE='llama3' is for TorchTitan 0.3, and this is 0.2: omit it"),
+        ({"PYTHONPATH": ""}, "has no module torch: install the build for this platform first"),
     ):
-        result = run_script(tmp_path, **{**variables, **others, "DRY_RUN": "1"})
-        assert result.returncode == 2
-        assert complaint in result.stderr
-
-
-def test_torchtitan_that_is_not_installed(tmp_path: Path) -> None:
-    variables = python_with(tmp_path, "2.12.0", titan_version="0.2.2")
-    shutil.rmtree(tmp_path / "packages" / "torchtitan-0.2.2.dist-info")
-    result = run_script(tmp_path, **variables, DRY_RUN="1")
-    assert result.returncode == 2
-    assert "torchtitan is in Python's path, but not installed: pip install --no-deps --editable" in result.stderr
-
-
-def test_more_processes_than_gpus(tmp_path: Path) -> None:
-    result = run_script(tmp_path, **python_with(tmp_path, "2.15.0", gpus=4), NGPU="8")
-    assert result.returncode == 2
-    assert "NGPU='8', but torch sees 4 GPUs: use NGPU=4" in result.stderr
+        assert_refused(tmp_path, complaint, **{**variables, **others})
+    info = (packages / "torchtitan-0.2.2.dist-info").rename(packages / "torchtitan-0.3.0.dist-info") / "METADATA"
+    info.write_text(info.read_text().replace("0.2.2", "0.3.0"))
+    assert_refused(tmp_path, "torch 2.12.0+rocm7.15 is too old for TorchTitan 0.3, which needs 2.14 or", **variables)
+    shutil.rmtree(info.parent)
+    complaint = "torchtitan is in Python's path, but not installed: pip install --no-deps --editable"
+    assert_refused(tmp_path, complaint, **variables)

@@ -41,32 +41,27 @@ def trained(titan: Titan, *arguments: str, num_ranks: int = 2, model: str = LLAM
     return job
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("model", "num_ranks", "arguments", "kinds"),
-    [
-        (DEEPSEEK, 2, ("--training.max_norm", CLIPPING_EXPERTS), {"synchronous", "validated", "repeated"}),
-        (
-            LLAMA,
-            4,
-            ("--training.max_norm", NEVER_CLIPPING, "--parallelism.data_parallel_shard_degree", "2"),
-            {"synchronous", "validated"},
-        ),
-    ],
-    ids=["experts", "fsdp"],
-)
-def test_the_trainer_gets_the_same_numbers(
-    titan: Titan, model: str, num_ranks: int, arguments: tuple[str, ...], kinds: set[str]
-) -> None:
-    usual = trained(titan, *pipeline("ZBV"), *arguments, num_ranks=num_ranks, model=model)
-    job = trained(titan, *pipeline("ZBV"), *arguments, *VALIDATED, num_ranks=num_ranks, model=model)
+def assert_same(job: Job, usual: Job, logged: int, tolerance: float = 0) -> None:
+    """To the bit if there is no tolerance."""
     for name in ("loss_metrics/global_avg_loss", "grad_norm"):
         found = [step[name] for step in job.steps]
-        assert len(found) == 3  # TorchTitan logs the first step, too
-        assert found == pytest.approx([step[name] for step in usual.steps], rel=TOLERANCE.get((FOUND, model), 0), abs=0)
-    assert counts_of(job).keys() == kinds
-    assert sum(counts_of(job).values()) == 8
-    assert job.steps[-1]["zbpipe/optimizer_steps/validated"] == counts_of(job)["validated"]
+        assert len(found) == logged  # TorchTitan logs the first step, too
+        assert found == pytest.approx([step[name] for step in usual.steps], rel=tolerance, abs=0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["experts", "fsdp"])
+def test_the_trainer_gets_the_same_numbers(titan: Titan, name: str) -> None:
+    is_fsdp = name == "fsdp"
+    shard = ("--parallelism.data_parallel_shard_degree", "2") if is_fsdp else ()
+    job = (*pipeline("ZBV"), "--training.max_norm", NEVER_CLIPPING if is_fsdp else CLIPPING_EXPERTS, *shard)
+    how: Any = {"num_ranks": 4, "model": LLAMA} if is_fsdp else {"num_ranks": 2, "model": DEEPSEEK}
+    usual, validated = trained(titan, *job, **how), trained(titan, *job, *VALIDATED, **how)
+    assert_same(validated, usual, 3, TOLERANCE.get((FOUND, how["model"]), 0))
+    counts = counts_of(validated)
+    assert counts.keys() == {"synchronous", "validated"} | (set() if is_fsdp else {"repeated"})
+    assert sum(counts.values()) == 8
+    assert validated.steps[-1]["zbpipe/optimizer_steps/validated"] == counts["validated"]
 
 
 @pytest.mark.long
@@ -88,10 +83,7 @@ def test_checkpoints_hold_validated_steps(titan: Titan, tmp_path: Path) -> None:
     first, resumed = in_two_parts("ahead", *VALIDATED)
     for job, usual in zip((first, resumed), in_two_parts("usual"), strict=True):
         assert (usual.error, job.error) == (None, None)
-        for name in ("loss_metrics/global_avg_loss", "grad_norm"):
-            found = [step[name] for step in job.steps]
-            assert len(found) == 2  # TorchTitan logs the first step, too
-            assert found == [step[name] for step in usual.steps]
+        assert_same(job, usual, 2)
     counts = counts_of(first)
     assert counts.keys() == {"synchronous", "validated", "repeated"}
     assert sum(counts.values()) == 6

@@ -6,9 +6,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,17 +28,23 @@ SOURCES = {
 
 
 @pytest.fixture
-def packages(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What pip knows; to be filled."""
-    known: dict[str, str] = {}
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Sets what pip knows, and what is on Python's path."""
 
-    def version(package: str) -> str:
-        if package not in known:
-            raise PackageNotFoundError(package)
-        return known[package]
+    def set_up(like: str, clone: str | None, torch: str, pip: str | None = None) -> None:
+        known = {"torch": torch} | ({"torchtitan": pip} if pip else {})
+        spec = ModuleSpec("torchtitan", None, is_package=True)
+        spec.submodule_search_locations = [str(source_tree(tmp_path, like, clone) / "torchtitan")]
+        monkeypatch.setattr(versions, "find_spec", lambda name: spec)
+        monkeypatch.setattr(versions, "version", partial(version, known))
 
-    monkeypatch.setattr(versions, "version", version)
-    return known
+    return set_up
+
+
+def version(known: dict[str, str], package: str) -> str:
+    if package not in known:
+        raise PackageNotFoundError(package)
+    return known[package]
 
 
 def source_tree(folder: Path, like: str, release: str | None = None) -> Path:
@@ -51,34 +60,29 @@ def source_tree(folder: Path, like: str, release: str | None = None) -> Path:
     return folder
 
 
-def put_on_path(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    spec = ModuleSpec("torchtitan", None, is_package=True)
-    spec.submodule_search_locations = [str(folder / "torchtitan")]
-    monkeypatch.setattr(versions, "find_spec", lambda name: spec)
+SIZE_02 = ["--training.local_batch_size", "4", "--training.seq_len", "64"]
+SIZE_MAIN = [
+    *("--parallelism.num_pp_microbatches", "4", "--training.max_context_length", "64"),
+    *("--training.num_tokens_per_microbatch_per_dp_rank", "64"),
+]
 
 
 @pytest.mark.parametrize(
-    ("like", "clone", "pip", "torch"),
+    ("like", "clone", "pip", "torch", "size"),
     [
-        ("0.2.2", None, "0.2.2", "2.12.0+rocm7.15"),
-        ("0.2.2", "0.2.2", "0.3.0", "2.11.0a0+git1234"),
-        ("0.3.0", None, "0.3.0", "2.14.0"),
-        ("0.3.0", None, "0.4.0.dev20261101", "2.15.0"),
-        ("main of August 2026", "0.2.2", None, "2.14.0"),
+        ("0.2.2", None, "0.2.2", "2.12.0+rocm7.15", SIZE_02),
+        ("0.2.2", "0.2.2", "0.3.0", "2.11.0a0+git1234", SIZE_02),
+        ("0.3.0", None, "0.3.0", "2.14.0", SIZE_02),
+        ("0.3.0", None, "0.4.0.dev20261101", "2.15.0", SIZE_02),
+        ("main of August 2026", "0.2.2", None, "2.14.0", SIZE_MAIN),
     ],
 )
 def test_names_show_the_version_and_numbers_do_not(
-    monkeypatch: pytest.MonkeyPatch,
-    packages: dict[str, str],
-    tmp_path: Path,
-    like: str,
-    clone: str | None,
-    pip: str | None,
-    torch: str,
+    install: Any, tmp_path: Path, like: str, clone: str | None, pip: str | None, torch: str, size: list[str]
 ) -> None:
-    packages |= {"torch": torch} | ({"torchtitan": pip} if pip else {})
-    put_on_path(monkeypatch, source_tree(tmp_path, like, clone))
+    install(like, clone, torch, pip)
     assert versions.find_installed().name == like
+    assert versions.find_installed().size(4, 64) == size
     assert versions.describe_installed() == f"torchtitan {clone or pip} in {tmp_path / 'torchtitan'}"
 
 
@@ -105,17 +109,8 @@ NO_NAMES = (
         ("another", None, "2.15.0", "torchtitan of an unknown version in "),
     ],
 )
-def test_others_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-    packages: dict[str, str],
-    tmp_path: Path,
-    like: str,
-    release: str | None,
-    torch: str,
-    said: str,
-) -> None:
-    packages |= {"torch": torch}
-    put_on_path(monkeypatch, source_tree(tmp_path, like, release))
+def test_others_are_refused(install: Any, like: str, release: str | None, torch: str, said: str) -> None:
+    install(like, release, torch)
     with pytest.raises(ImportError, match=re.escape(said)):
         versions.find_installed()
 
@@ -142,18 +137,3 @@ def test_the_trainer_says_it_and_imports_nothing(tmp_path: Path) -> None:
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith(f"ImportError: torchtitan 0.4.0 in {tmp_path / 'torchtitan'} has none of the names")
     assert "it was imported" not in done.stderr
-
-
-SIZES = {
-    "0.2.2": ["--training.local_batch_size", "4", "--training.seq_len", "64"],
-    "main of August 2026": [
-        *("--parallelism.num_pp_microbatches", "4", "--training.max_context_length", "64"),
-        *("--training.num_tokens_per_microbatch_per_dp_rank", "64"),
-    ],
-}
-
-
-@pytest.mark.parametrize("name", SIZES)
-def test_the_size_of_a_step(name: str) -> None:
-    (version,) = (each for each in versions.KNOWN if each.name == name)
-    assert version.size(4, 64) == SIZES[name]

@@ -8,7 +8,7 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -108,6 +108,8 @@ def pipeline(schedule: str, num_ranks: int = 2) -> tuple[str, ...]:
 
 
 _DEGREE = "--parallelism.pipeline_parallel_degree"
+Steps = Sequence[Mapping[str, Any]]
+"""TorchTitan's metrics, step by step."""
 
 
 def start_from(seed: Path) -> tuple[str, ...]:
@@ -258,31 +260,36 @@ def _job(folder: Path, exit_codes: tuple[int, ...]) -> Job:
     )
 
 
+LOSS, VALIDATED = "loss_metrics/global_avg_loss", "validation_metrics/loss"
+
+
 def assert_trains_alike(
-    job: JobOutcome, expected: JobOutcome, losses: float = 1e-5, norms: float = 1e-4, learned: float = 0.3
+    job: JobOutcome,
+    expected: JobOutcome,
+    losses: float = 1e-5,
+    norms: float = 1e-4,
+    learned: float = 0.3,
+    steps: int = STEPS,
 ) -> None:
     """A pipeline has the loss and the norm of the gradients of a job without one, within these relative tolerances.
 
     Float32 differs by the order of its sums: by less than 1e-6 in these jobs, compiled or not. The loss falls by more
     than `learned`, so equal losses mean something.
     """
-    assert (job.error, expected.error) == (None, None)
-    found, wanted = _values(job, "loss_metrics/global_avg_loss"), _values(expected, "loss_metrics/global_avg_loss")
-    assert len(found) == STEPS
-    assert found == pytest.approx(wanted, rel=losses)
-    # The optimizer does not mind a wrong scale of all gradients, so the losses alone would not show it.
-    assert grad_norms(job) == pytest.approx(_values(expected, "grad_norm"), rel=norms)
-    validation = "validation_metrics/loss"
-    assert _values(job, validation) == pytest.approx(_values(expected, validation), rel=losses)
+    assert (job.error, expected.error) == (None, None), getattr(job, "log", "")
+    found = [step[LOSS] for step in job.steps if LOSS in step]  # validations are steps of their own
+    assert len(found) == steps
+    assert_values(job.steps, expected.steps, losses, norms)
     assert found[-1] < found[0] - learned
 
 
-def grad_norms(job: JobOutcome) -> list[float]:
-    """Of the gradients of the mean of the loss, in all steps of a pipeline."""
-    scale = 1 if flavor().has_mean_loss else job.steps[0]["n_tokens_seen"]
-    return [norm / scale for norm in _values(job, "grad_norm")]
+def assert_values(found: Steps, expected: Steps, losses: float = 1e-5, norms: float = 1e-4) -> None:
+    """The same steps of a pipeline and of a job without one: losses, also of validation, and norms of the gradients.
 
-
-def _values(outcome: JobOutcome, name: str) -> list[float]:
-    """One of TorchTitan's metrics, from all steps that have it."""
-    return [step[name] for step in outcome.steps if name in step]
+    The optimizer does not mind a wrong scale of all gradients, so the losses alone would not show it.
+    """
+    assert [step["step"] for step in found] == [step["step"] for step in expected]
+    scale = 1 if flavor().has_mean_loss else found[0]["n_tokens_seen"]
+    for name, unit, tolerance in ((LOSS, 1, losses), (VALIDATED, 1, losses), ("grad_norm", scale, norms)):
+        wanted = [step[name] for step in expected if name in step]
+        assert [step[name] / unit for step in found if name in step] == pytest.approx(wanted, rel=tolerance), name
