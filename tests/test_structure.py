@@ -34,8 +34,8 @@ BUDGETS = {
     "src/zbpipe/simulator": 1870,
     "src/zbpipe/titan": 110,
     "src/zbpipe/views": 1280,
-    "tests": 27300,
-    "benchmarks": 3020,
+    "tests": 24700,
+    "benchmarks": 3030,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}

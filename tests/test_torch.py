@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cells import CHECKPOINTING, COMPILING
+from cells import COMPILING
 from compatibility import Section, Table, compare_when_all_ran, seen_with
 from models import batch, build_stage, reference
 from pipelines import Pipeline
@@ -28,6 +28,7 @@ from zbpipe.schedule import registry
 pytestmark = [pytest.mark.long, pytest.mark.versions, pytest.mark.timeout(900)]
 
 RANKS, MICROBATCHES = 4, 4
+CHECKPOINTING = ("none", "selective", "full")
 SCHEDULES = ("ZBV", "ZBH1", "VHalf")
 NAMES = tuple(algorithm.name for algorithm in registry.schedules().values() if algorithm.source == "zbpipe")
 
