@@ -252,8 +252,9 @@ def estimate_steps(name: str) -> tuple[str, dict[str, float]]:
 
     def runs(step: Step) -> bool:
         """With the stages that a config gets by default; torch's own split does not work under checkpointing."""
-        usual = resolve(step.schedule).stages_per_rank
-        return step.timeline is not None and step.stages_per_rank == usual and not step.has_torchs_split
+        if step.timeline is None or step.has_torchs_split:
+            return False
+        return step.stages_per_rank == resolve(step.schedule).stages_per_rank
 
     return work.schedule, {step.schedule: step.tokens_per_second for step in steps if step.fits and runs(step)}
 
