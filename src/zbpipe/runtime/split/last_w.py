@@ -19,24 +19,25 @@ def accumulate(pending: list[PendingGradient]) -> None:
     """Compute the deferred gradients, and add each to `.grad`."""
     # From the last pair to the first, freeing each: the latest pairs of I are still in the cache.
     # Weights made from the same parameters, such as those of experts, share a graph that runs once.
-    left = Counter(_makers_of(each) for each in pending)
+    left = Counter(_makers_of(each.weight) for each in pending if isinstance(each.weight, autograd.Made))
     made: defaultdict[Sequence[int], list[tuple[GradientEdge, Tensor]]] = defaultdict(list)
     while pending:
         gradient = pending.pop()
-        makers = _makers_of(gradient)
-        if not isinstance(gradient.weight, autograd.Made):
+        weight = gradient.weight
+        if not isinstance(weight, autograd.Made):
             gradient.accumulate()
             continue
-        made[makers].append((gradient.weight.edge, gradient.gradient()))
+        makers = _makers_of(weight)
+        made[makers].append((weight.edge, gradient.gradient()))
         left[makers] -= 1
         if not left[makers]:
             edges, gradients = zip(*made.pop(makers), strict=True)
             torch.autograd.backward(edges, gradients, retain_graph=True)
 
 
-def _makers_of(gradient: PendingGradient) -> tuple[int, ...]:
-    """The parameters that make the weight, by their ids; none for a weight that is a parameter."""
-    return tuple(map(id, gradient.weight.leaves)) if isinstance(gradient.weight, autograd.Made) else ()
+def _makers_of(weight: autograd.Made) -> tuple[int, ...]:
+    """The parameters that make the weight, by their ids."""
+    return tuple(map(id, weight.leaves))
 
 
 def accumulate_and_reduce(module: nn.Module, pending: list[PendingGradient]) -> None:
