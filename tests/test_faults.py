@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -276,6 +277,39 @@ def test_a_device_that_is_stuck_after_its_step_is_logged_once(caplog: pytest.Log
             followed.look(schedule, seconds)
     dist.destroy_process_group()
     assert len(caplog.records) == 1
+
+
+ENDS_IN_A_CALL = """
+import time
+from datetime import timedelta
+import torch.distributed as dist
+from zbpipe.runtime.ranks import progress
+
+store = dist.TCPStore("localhost", 0, is_master=True)
+dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+class Progress(progress.Progress):
+    def look(self, schedule, now):
+        own = store.clone()
+        print("calls", flush=True)
+        try:
+            own.wait(["never"], timedelta(seconds=0.3))
+        except RuntimeError:
+            return 0.0
+
+followed, schedule = Progress(has_events=False), Progress()
+progress.pipelining.device_of = progress.hooks.stages_of = lambda of: [None]
+followed.start(schedule)
+time.sleep(0.1)
+"""
+
+
+@pytest.mark.long
+def test_a_job_may_end_while_the_thread_reads_the_store() -> None:
+    """Python ends the thread where the call returns, within C++: that aborted the process."""
+    ended = subprocess.run([sys.executable, "-c", ENDS_IN_A_CALL], capture_output=True, text=True, timeout=100)
+    assert "calls" in ended.stdout
+    assert ended.returncode == 0, ended.stderr
 
 
 def places() -> list[str]:

@@ -157,7 +157,7 @@ class Turns:
             (distributed_c10d, {"_world": self._worlds[0]}),
             (agreement, {"_num_keys": self._num_keys[0]}),
             (failures, {"time": clock, "Thread": thread}),
-            (progress, {"time": clock, "Thread": thread}),
+            (progress, {"time": clock, "Thread": thread, "_is_ending": SimpleNamespace(wait=self.sleep)}),
             (step_board, {"time": clock}),
             (step_failures, {"time": clock, "end_process": self._end_process}),
             (waits, {"interrupt": self._interrupt}),

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from threading import Event, Thread
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -118,7 +118,9 @@ class Progress:
             self._is_started = True
             device = pipelining.device_of(hooks.stages_of(schedule)[0])
             self._launched = _launched_on(device) if self._has_events else None
-            Thread(target=_watch, args=(ref(self), ref(schedule)), daemon=True, name="zbpipe progress").start()
+            thread = Thread(target=_watch, args=(ref(self), ref(schedule)), daemon=True, name="zbpipe progress")
+            thread.start()
+            _threads.add(thread)
 
     @contextmanager
     def follow(self, schedule: pipelining.OwnRuntime) -> Iterator[None]:
@@ -183,15 +185,23 @@ def _launched_on(device: torch.device) -> Launched | None:
 
 
 _is_ending = Event()
-"""Whether the interpreter ends: a thread that is in a call of the store then would abort it."""
-register(_is_ending.set)
+_threads = WeakSet[Thread]()
+_PATIENCE = 5.0
+"""Longest wait in seconds for a thread: the store's host may have died."""
+
+
+@register
+def _end_threads() -> None:
+    # A thread whose call of the store returns while the interpreter ends would abort the process.
+    _is_ending.set()
+    for thread in list(_threads):
+        thread.join(_PATIENCE)
 
 
 def _watch(progress: ref[Progress], schedule: ref[pipelining.OwnRuntime]) -> None:
     """Check while the schedule and its process group exist. This thread keeps neither alive."""
     while (watched := progress()) is not None and (of := schedule()) is not None and dist.is_initialized():
-        if _is_ending.is_set():
-            return
         pause = watched.look(of, time.monotonic())
         del watched, of
-        time.sleep(pause)
+        if _is_ending.wait(pause):
+            return
