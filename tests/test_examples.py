@@ -37,7 +37,13 @@ def run(folder: Path, *command: str | Path) -> str:
     """What the command prints, started in `folder`. It ends well, and none of its processes is left."""
     settings = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
     process = subprocess.Popen(
-        command, cwd=folder, env=os.environ | settings, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=folder,
+        env=os.environ | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
     )
     try:
         output, _ = process.communicate(timeout=TIMEOUT)
