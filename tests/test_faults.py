@@ -307,7 +307,7 @@ time.sleep(0.1)
 @pytest.mark.long
 def test_a_job_may_end_while_the_thread_reads_the_store() -> None:
     """Python ends the thread where the call returns, within C++: that aborted the process."""
-    ended = subprocess.run([sys.executable, "-c", ENDS_IN_A_CALL], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run([sys.executable, "-c", ENDS_IN_A_CALL], check=False, capture_output=True, text=True)
     assert "calls" in ended.stdout
     assert ended.returncode == 0, ended.stderr
 

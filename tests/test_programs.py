@@ -288,6 +288,25 @@ class Stage(nn.Module):
         self.l.bias.requires_grad_(True)
         return self.l(y)
 {BETWEEN}""",
+    "a hook within what the first stage makes from weights alone": f"""
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.flat = nn.Parameter(torch.randn(WIDTH * WIDTH) / 2)
+    def forward(self, x):
+        y = x.mm(self.flat.view(WIDTH, WIDTH))
+        y.register_hook(lambda g: 2 * g)
+        return y
+class Second(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(WIDTH, WIDTH) / 2), nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)
+    def forward(self, x):
+        return x.mm(self.a + self.b)
+class Stage(nn.Sequential):
+    def __init__(self):
+        super().__init__(First(), Second())
+{BETWEEN}""",
     "addmm_": linear("return dy.mm(w), torch.zeros_like(w).addmm_(dy.t(), x)"),
     "adds to .grad": linear("""if w.grad is None: return dy.mm(w), dy.t().mm(x)
         dx = dy.mm(w); w.grad.addmm_(dy.t(), x); return dx, None"""),

@@ -404,13 +404,14 @@ class Deferral:
             target = self._find_making(x, weight, through_products=factors.is_named or weight.dim() == 2)
         return target
 
-    def is_made(self, weight: Tensor) -> bool:
-        """Whether `weight` is made from the layer's parameters alone."""
-        return autograd.find_making(weight, self.owns_leaf, may_keep_weights=True) is not None
+    def is_made(self, weight: Tensor, through_products: bool = False) -> bool:
+        """Whether `weight` is made from the layer's parameters alone (see `find_making`)."""
+        return autograd.find_making(weight, self.owns_leaf, True, through_products) is not None
 
     def _find_making(self, x: Tensor, weight: Tensor, through_products: bool) -> autograd.Made | None:
         """How `weight` is made from the layer's parameters; None if its gradient cannot be deferred."""
-        if weight.is_leaf or not self.may_make_weights or self.owns(weight):
+        # In a nested backward, hooks would run twice or miss gradients.
+        if weight.is_leaf or not self.may_make_weights or self.has_hooks_on_views or self.owns(weight):
             return None
         made = autograd.find_making(weight, self.owns_leaf, not self.is_sharded, through_products)
         # An x that is also made from parameters alone makes a larger weight.
@@ -521,7 +522,7 @@ class _CatchProducts(TorchFunctionMode):
             with self, autograd.without_torch_functions():
                 return func(*args, **(kwargs or {}))
         if func is Tensor.register_hook and not args[0].is_leaf:
-            owns = self.deferral.owns(args[0]) or self.deferral.is_made(args[0])
+            owns = self.deferral.owns(args[0]) or self.deferral.is_made(args[0], through_products=True)
             self.deferral.has_hooks_on_views |= owns
         return func(*args, **kwargs) if kwargs else func(*args)
 
