@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     # `zbpipe.runtime.classes` makes these classes by calls, so type checkers get their bases.
     from zbpipe.runtime.lean import LeanSchedule as ScheduleVHalfLean
     from zbpipe.runtime.lean import LeanSchedule as ScheduleVMinLean
+    from zbpipe.runtime.lean import LeanSchedule as ScheduleZB
     from zbpipe.runtime.lean import LeanSchedule as ScheduleZBH1Lean
+    from zbpipe.runtime.lean import LeanSchedule as ScheduleZBLoop
     from zbpipe.runtime.lean import LeanSchedule as ScheduleZBVLean
     from zbpipe.runtime.measure.profiler import Profiler
     from zbpipe.runtime.optimizer.step import OptimizerStep
@@ -63,7 +65,8 @@ _LATER = {
     "runtime.classes": (
         *("ScheduleDualPipeVSplit", "ScheduleInterleavedZeroBubbleSplit"),
         *("ScheduleVHalf", "ScheduleVHalfLean", "ScheduleVMin", "ScheduleVMinLean", "ScheduleZB1P", "ScheduleZB2P"),
-        *("ScheduleZBH1", "ScheduleZBH1Lean", "ScheduleZBH2", "ScheduleZBV", "ScheduleZBVLean"),
+        *("ScheduleZB", "ScheduleZBH1", "ScheduleZBH1Lean", "ScheduleZBH2", "ScheduleZBLoop"),
+        *("ScheduleZBV", "ScheduleZBVLean"),
     ),
     "runtime.verify": ("GradientCheck", "check_gradients"),
 }
@@ -86,11 +89,13 @@ __all__ = [
     "ScheduleVHalfLean",
     "ScheduleVMin",
     "ScheduleVMinLean",
+    "ScheduleZB",
     "ScheduleZB1P",
     "ScheduleZB2P",
     "ScheduleZBH1",
     "ScheduleZBH1Lean",
     "ScheduleZBH2",
+    "ScheduleZBLoop",
     "ScheduleZBV",
     "ScheduleZBVLean",
     "build_pipeline_schedule",

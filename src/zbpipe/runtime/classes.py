@@ -35,6 +35,8 @@ def _make_class(algorithm: Algorithm) -> type[RegisteredSchedule]:
     return type(name, (base,), {"algorithm": algorithm, "__module__": __name__, "__doc__": doc})
 
 
+ScheduleZB = class_of("ZB")
+ScheduleZBLoop = class_of("ZBLoop")
 ScheduleZBH1 = class_of("ZBH1")
 ScheduleZBH2 = class_of("ZBH2")
 ScheduleZB1P = class_of("ZB1P")

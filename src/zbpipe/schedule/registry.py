@@ -52,8 +52,9 @@ class Algorithm:
     """
 
     name: str
-    placement: Literal["loop", "v", "table"]
-    """Position of stages on ranks; "table" for an existing schedule, such as a CSV file, which has its placement."""
+    placement: Literal["loop", "v", "wave", "table"]
+    """Position of stages on ranks: see `register`; "table" for an existing schedule, such as a CSV file, which has its
+    placement."""
     stages_per_rank: int
     """Default number of stages per rank."""
     generate: Generate
@@ -101,7 +102,8 @@ class Algorithm:
         if stages != self.stages_per_rank and not self.any_stages_per_rank:
             raise ValueError(f"{self.name} runs {self.stages_per_rank} stage(s) per rank, got stages_per_rank={stages}")
         if self.table is None:
-            return (Placement.v if self.placement == "v" else Placement.loop)(num_ranks, stages)
+            is_loop = self.placement == "loop" or (self.placement == "wave" and stages % 2)
+            return (Placement.loop if is_loop else Placement.v)(num_ranks, stages)
         placement = self.table.placement
         if num_ranks != placement.num_ranks:
             raise ValueError(f"{self.name} is a table for {placement.num_ranks} ranks, but the job has {num_ranks}")
@@ -163,7 +165,7 @@ _registered: dict[str, Algorithm] = {}
 def register(
     name: str,
     *,
-    placement: Literal["loop", "v"] = "loop",
+    placement: Literal["loop", "v", "wave"] = "loop",
     stages_per_rank: int = 1,
     source: Literal["torch", "zbpipe"] = "zbpipe",
     summary: str = "",
@@ -180,7 +182,8 @@ def register(
 
     Args:
         name: the user-facing name.
-        placement: "loop" (stage s on rank s modulo ranks) or "v" (down the ranks and up again).
+        placement: "loop" (stage s on rank s modulo ranks), "v" (down the ranks and up again), or "wave" (a V for even
+            numbers of stages per rank, and a loop for odd ones).
         stages_per_rank: stages of each rank, unless the caller chooses and the function takes the keyword.
         source: "torch" keeps torch's class as the one that runs the schedule.
         summary: one line for listings.
@@ -194,8 +197,10 @@ def register(
     """
     _require_name(name)
     require_whole(1, stages_per_rank=stages_per_rank)
-    if placement not in ("loop", "v"):
-        raise ValueError(f"{name!r} with placement={placement!r} cannot be registered: a placement is 'loop' or 'v'")
+    if placement not in ("loop", "v", "wave"):
+        raise ValueError(
+            f"{name!r} with placement={placement!r} cannot be registered: a placement is 'loop', 'v' or 'wave'"
+        )
     if source not in ("torch", "zbpipe") or not isinstance(summary, str):
         raise ValueError(
             f"{name!r} with source={source!r} and summary={summary!r} cannot be registered: a source is 'torch' or"

@@ -1,0 +1,176 @@
+"""ZB: F and I in slots, W in the gaps between them, for any number of stages per rank.
+
+In the steady state a rank runs one F and one I in each *slot*, and a message goes on by one stage per slot. With
+S = v p stages, stage s runs the k-th microbatch of the g-th group of p microbatches in
+
+    F: slot g S + d k + s          I: slot g S + d k + 2 (S - 1) - s
+
+In a loop d is 1, and the order of F and I is that of Interleaved1F1B (Megatron-LM, arXiv 2104.04473, section 2.2). In a
+wave (down the ranks and up again, with an even v; Hanayo, arXiv 2308.15762) d is 2: the way down takes every other slot
+of a rank, and the way up the slots between. All messages go to later slots, so ranks never wait for each other. Each
+slot is a building block of Pipeline Parallelism with Controllable Memory (arXiv 2405.15362, section 3).
+
+Without deferred gradients a loop keeps p + (p - 2) / v microbatches on the first rank, a wave p - 1 / v on each. With a
+shorter warm-up a loop keeps p, too (GIS: PipeOffload, arXiv 2503.01328, section 3). W then runs in gaps, or where
+memory is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+from zbpipe.algorithms._fill import Filler, Order
+from zbpipe.algorithms._lean import find_best, resolve_limits
+from zbpipe.algorithms.interleaved_1f1b import in_groups, split_into_groups
+from zbpipe.algorithms.one_f_one_b import b_f
+from zbpipe.algorithms.v_half import v_half
+from zbpipe.algorithms.v_min import v_min
+from zbpipe.algorithms.zbv import zbv
+from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.model import CostModel, least_room
+from zbpipe.costs.transformer import typical_costs
+from zbpipe.costs.transport import Transport
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
+from zbpipe.schedule.registry import register
+from zbpipe.simulator.simulation import simulate
+
+_MOST_SEARCHED = 6000
+"""Largest number of ops for which a search follows. For more it takes seconds, and finds next to nothing."""
+_SEEDS = 3
+"""Number of filled orders from which the search starts."""
+_AS_1F1B = MemoryLimit(1.0, "x", "1x")
+
+
+@register(
+    "ZB",
+    placement="wave",
+    stages_per_rank=2,
+    summary="any number of stages per rank, even ones in a wave: the shortest known in 1F1B's memory",
+    by_checkpointing=True,
+)
+def zb(
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int = 2,
+    costs: CostModel | None = None,
+    memory_limit: MemoryLimit | None = None,
+    transport: Transport | None = None,
+) -> Schedule:
+    """The shortest of some ways to fill W into the slots, and of a short search from these.
+
+    Even numbers of stages per rank run in a wave, odd ones in a loop. Costs default to typical ones under selective
+    checkpointing. The limit defaults to the memory of 1F1B's worst rank, or to that of one microbatch if that is more.
+
+    >>> print(zb(2, 2))
+    rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
+    rank 1: 1F0 2F0 1F1 2F1 2B0 1I0 1W0 2I1 2W1 1I1 1W1
+    """
+    placement = (Placement.loop if stages_per_rank % 2 else Placement.v)(ranks, stages_per_rank)
+    return _find("ZB", placement, microbatches, costs, memory_limit, transport)
+
+
+@register(
+    "ZBLoop",
+    stages_per_rank=2,
+    summary="in place of Interleaved1F1B, with as many stages per rank: never longer, in 1F1B's memory",
+    by_checkpointing=True,
+)
+def zb_loop(
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int = 2,
+    costs: CostModel | None = None,
+    memory_limit: MemoryLimit | None = None,
+    transport: Transport | None = None,
+) -> Schedule:
+    """ZB in a loop for all numbers of stages. Interleaved1F1B is a candidate where it fits into the limit.
+
+    Take it under full checkpointing, where a loop's step is shorter than a wave's.
+
+    >>> print(zb_loop(2, 2))
+    rank 0: 0F0 0F1 2F0 2F1 2B0 2I1 2W1 0I0 0W0 0I1 0W1
+    rank 1: 1F0 1F1 3F0 3I0 3W0 3F1 3I1 3W1 1I0 1W0 1I1 1W1
+    """
+    return _find("ZBLoop", Placement.loop(ranks, stages_per_rank), microbatches, costs, memory_limit, transport)
+
+
+def _find(
+    name: str,
+    placement: Placement,
+    microbatches: int,
+    costs: CostModel | None,
+    memory_limit: MemoryLimit | None,
+    transport: Transport | None,
+) -> Schedule:
+    costs = costs or typical_costs(placement)
+    limits = resolve_limits(name, placement, costs, microbatches, memory_limit or _AS_1F1B)
+    limits = tuple(map(max, limits, least_room(placement, costs)))
+    found = _fill_all(placement, microbatches, costs, limits)
+    if not found or 3 * placement.num_stages * microbatches <= _MOST_SEARCHED:
+        seeds = (found or _fill_all(placement, microbatches, costs, (inf,) * len(limits)))[:_SEEDS]
+        if placement == Placement.v(placement.num_ranks):
+            seeds += [form(placement.num_ranks, microbatches) for form in (zbv, v_half, v_min)]
+        found.insert(1, find_best(name, seeds, costs, limits, transport))
+    transport = transport or Transport.IDEAL
+    candidates = found[:2] if transport is Transport.IDEAL else found
+    return replace(min(candidates, key=lambda each: simulate(each, costs, transport=transport).makespan), name=name)
+
+
+def _fill_all(placement: Placement, microbatches: int, costs: CostModel, limits: Sequence[float]) -> list[Schedule]:
+    """The shortest ways to fill W into the orders within the limits, the best first, and last the one without W."""
+    filler = Filler(placement, microbatches, costs, limits)
+    orders = [in_slots(placement, microbatches), in_slots(placement, microbatches, delay=1)]
+    if not _is_wave(placement):
+        orders.append(with_short_warm_up(placement, microbatches))
+    ways = (0, 0.0), (placement.num_ranks, 0.0), (microbatches, 0.5), (microbatches, 1.0)
+    filled = [filler.fill(order, apart, patience) for order in orders for apart, patience in ways]
+    whole = [each.schedule for each in filled[:1] if each]
+    return [each.schedule for each in sorted(filter(None, filled), key=lambda each: each.seconds)[:_SEEDS]] + whole
+
+
+def with_short_warm_up(placement: Placement, microbatches: int) -> Order:
+    """Interleaved1F1B's order in a loop, with (v - 1) g + p - r forwards before the first I of rank r."""
+    groups = split_into_groups(microbatches, placement.num_ranks)
+    rows = []
+    for rank in range(placement.num_ranks):
+        stages = placement.stages_on(rank)
+        forwards, inputs = list(in_groups(stages, OpKind.F, groups)), in_groups(stages[::-1], OpKind.I, groups)
+        rows.append(b_f(forwards, inputs, (len(stages) - 1) * len(groups[0]) + placement.num_ranks - rank))
+    return rows
+
+
+def in_slots(placement: Placement, microbatches: int, delay: int = 0) -> Order:
+    """F and I of each rank by their slots, F first within a slot.
+
+    `delay` makes all I that many slots later. That takes more memory, and leaves more time for messages.
+    """
+    ranks, num_stages = placement.num_ranks, placement.num_stages
+    stages_per_rank = num_stages // ranks
+    is_wave = _is_wave(placement)
+    groups = split_into_groups(microbatches, ranks)
+
+    def pass_stage(number: int, size: int) -> int:
+        """The slot in which a group's first microbatch passes its stage with this number, forth or back."""
+        leg, way = divmod(number, ranks)
+        return leg // 2 * 2 * size + leg % 2 * ranks + way if is_wave else leg * size + way
+
+    rows: list[list[tuple[int, bool, Op]]] = [[] for _ in range(ranks)]
+    turn = pass_stage(num_stages - 1, max(ranks, len(groups[0]))) + delay
+    for group in groups:
+        begin, size = group.start * stages_per_rank, max(ranks, len(group))
+        for stage, rank in enumerate(placement.rank_of):
+            forth = begin + pass_stage(stage, size)
+            back = begin + turn + pass_stage(num_stages - 1 - stage, size)
+            for entered, microbatch in enumerate(group):
+                later = entered * (2 if is_wave else 1)
+                rows[rank] += [
+                    (forth + later, False, Op(stage, OpKind.F, microbatch)),
+                    (back + later, True, Op(stage, OpKind.I, microbatch)),
+                ]
+    return [[op for _, _, op in sorted(row)] for row in rows]
+
+
+def _is_wave(placement: Placement) -> bool:
+    return placement != Placement.loop(placement.num_ranks, placement.num_stages // placement.num_ranks)

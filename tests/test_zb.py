@@ -1,0 +1,133 @@
+"""ZB: the closed form of its slots, and what is promised of the schedules made from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from determinism import draw_fewer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zbpipe import OpKind, Placement, generate, simulate
+from zbpipe.algorithms._fill import Filler
+from zbpipe.algorithms.zb import in_slots, with_short_warm_up
+from zbpipe.costs.baseline import memory_of_1f1b
+from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.model import least_room
+from zbpipe.costs.transformer import Checkpointing, typical_costs
+from zbpipe.costs.transport import Transport
+from zbpipe.schedule.registry import resolve
+from zbpipe.testing import check_schedule, cost_models
+
+sizes = st.tuples(st.integers(1, 6), st.integers(1, 13), st.integers(1, 4))
+"""Ranks, microbatches, stages per rank."""
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> tuple[Placement, int, list[list[object]]]:
+    """A placement, a number of microbatches, and an order of F and I."""
+    ranks, microbatches, stages = draw(sizes)
+    placement = draw(st.sampled_from([Placement.loop, Placement.v]))(ranks, stages)
+    kinds = [in_slots(placement, microbatches, delay) for delay in (0, 1)]
+    if placement == Placement.loop(ranks, stages):
+        kinds.append(with_short_warm_up(placement, microbatches))
+    return placement, microbatches, draw(st.sampled_from(kinds))
+
+
+@pytest.mark.parametrize("placement", [Placement.loop(4, 2), Placement.loop(3, 3), Placement.v(4), Placement.v(3, 4)])
+def test_slots_are_those_of_the_formula(placement: Placement) -> None:
+    """Where p divides m: all ops of a rank have slots of their own, in this order, an F before an I."""
+    ranks, stages, microbatches = placement.num_ranks, placement.num_stages, 2 * placement.num_ranks
+    step = 1 if placement == Placement.loop(ranks, stages // ranks) else 2
+
+    def slot(stage: int, kind: OpKind, microbatch: int) -> int:
+        group, entered = divmod(microbatch, ranks)
+        passed = stage if kind is OpKind.F else 2 * (stages - 1) - stage
+        return group * stages + step * entered + passed
+
+    for row in in_slots(placement, microbatches):
+        keys = [(slot(*op), op.kind is OpKind.I) for op in row]
+        assert len(keys) == 2 * microbatches * (stages // ranks)
+        assert all(one < other for one, other in pairwise(keys))
+
+
+def test_a_loop_has_the_order_of_interleaved_1f1b() -> None:
+    for ranks, microbatches, stages in ((4, 8, 2), (3, 7, 3), (5, 2, 2)):
+        placement = Placement.loop(ranks, stages)
+        whole = [
+            [op._replace(kind=OpKind.B) if op.kind is OpKind.I else op for op in row]
+            for row in in_slots(placement, microbatches)
+        ]
+        assert whole == list(map(list, generate("Interleaved1F1B", ranks, microbatches, stages_per_rank=stages)))
+
+
+@given(orders(), st.data())
+def test_filled_orders_run_and_are_timed_as_simulated(
+    drawn: tuple[Placement, int, list[list[object]]], data: st.DataObject
+) -> None:
+    """Also where memory makes a B of an I. Nothing exceeds the limit."""
+    placement, microbatches, order = drawn
+    costs = data.draw(cost_models(placement))
+    limits = [data.draw(st.floats(1, 8)) * least for least in least_room(placement, costs)]
+    filled = Filler(placement, microbatches, costs, limits).fill(
+        order, data.draw(st.integers(0, microbatches)), data.draw(st.sampled_from([0.0, 0.5, 1.0]))
+    )
+    if filled is None:
+        return
+    check_schedule(filled.schedule)
+    kept = [
+        [op._replace(kind=OpKind.I) if op.kind is OpKind.B else op for op in row if op.kind is not OpKind.W]
+        for row in filled.schedule
+    ]
+    assert kept == list(map(list, order))
+    timeline = simulate(filled.schedule, replace(costs, gather=0.0, reduce=0.0))
+    assert timeline.makespan == pytest.approx(filled.seconds)
+    assert all(peak <= limit * (1 + 1e-8) for peak, limit in zip(timeline.peak_memory, limits, strict=True))
+
+
+@draw_fewer(2)
+@given(
+    sizes,
+    st.sampled_from(list(Transport)),
+    st.sampled_from(list(Checkpointing)),
+    st.sampled_from([0.0, 0.05]),
+    st.data(),
+)
+def test_never_longer_than_interleaved_1f1b_in_its_memory(
+    size: tuple[int, int, int], transport: Transport, checkpointing: Checkpointing, comm: float, data: st.DataObject
+) -> None:
+    ranks, microbatches, stages = size
+    placement = Placement.loop(ranks, stages)
+    costs = data.draw(st.one_of(st.just(typical_costs(placement, checkpointing, comm=comm)), cost_models(placement)))
+    usual = simulate(
+        generate("Interleaved1F1B", ranks, microbatches, stages_per_rank=stages), costs, transport=transport
+    )
+    limit = MemoryLimit.parse([float(peak) for peak in usual.peak_memory])
+    found = resolve("ZBLoop").make(
+        ranks, microbatches, stages_per_rank=stages, costs=costs, memory_limit=limit, transport=transport
+    )
+    timeline = simulate(found, costs, transport=transport)
+    check_schedule(found)
+    assert timeline.makespan <= usual.makespan * (1 + 1e-9)
+    assert all(peak <= most * (1 + 1e-8) for peak, most in zip(timeline.peak_memory, usual.peak_memory, strict=True))
+
+
+@pytest.mark.parametrize("checkpointing", Checkpointing)
+@pytest.mark.parametrize("name", ["ZB", "ZBLoop"])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_in_1f1bs_memory_no_step_is_longer_than_interleaved_1f1bs(
+    name: str, stages: int, checkpointing: Checkpointing
+) -> None:
+    """Where p divides m. In a wave under full checkpointing it may be, which is why there is the loop."""
+    algorithm = resolve(name)
+    for ranks, microbatches in ((4, 8), (4, 16), (3, 9)):
+        placement = algorithm.place(ranks, stages)
+        costs = typical_costs(placement, checkpointing)
+        timeline = simulate(algorithm.make(ranks, microbatches, stages_per_rank=stages, costs=costs), costs)
+        assert max(timeline.peak_memory) <= memory_of_1f1b(costs, ranks, microbatches) * (1 + 1e-8)
+        loop = Placement.loop(ranks, stages)
+        usual = generate("Interleaved1F1B", ranks, microbatches, stages_per_rank=stages)
+        if placement == loop or checkpointing is not Checkpointing.FULL:
+            assert timeline.makespan <= simulate(usual, typical_costs(loop, checkpointing)).makespan * (1 + 1e-9)
