@@ -32,8 +32,8 @@ from zbpipe.runtime.split import stage as split_stage
 from zbpipe.schedule import registry
 
 MICROBATCHES, STEPS, ROWS, WIDTH = 4, 3, 3, 4
-TOLERANCE = {"float64": 1e-9, "float32": 2e-2}
-"""Relative to a gradient's norm; in float32 the products are in bfloat16."""
+TOLERANCE = {"float64": 1e-9, "float32": 4e-2}
+"""Relative to a gradient's norm. In float32 the products are in bfloat16, and sums over microbatches may cancel."""
 
 OF_TORCH = ("activation checkpoint has been mutated", "has been modified by an inplace operation")
 """Errors of torch, which notices there that a backward wrote into what another needs."""
