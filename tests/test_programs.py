@@ -307,6 +307,20 @@ class Stage(nn.Sequential):
     def __init__(self):
         super().__init__(First(), Second())
 {BETWEEN}""",
+    "a weight that is frozen between its use and the backward": f"""
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)
+    def forward(self, x):
+        self.w.requires_grad_()
+        y = F.linear(x, self.w)
+        self.w.requires_grad_(False)
+        return y
+class Stage(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, WIDTH), Layer())
+{BETWEEN}""",
     "addmm_": linear("return dy.mm(w), torch.zeros_like(w).addmm_(dy.t(), x)"),
     "adds to .grad": linear("""if w.grad is None: return dy.mm(w), dy.t().mm(x)
         dx = dy.mm(w); w.grad.addmm_(dy.t(), x); return dx, None"""),
