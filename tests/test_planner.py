@@ -18,7 +18,7 @@ from peers import Cell, cells
 
 from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, simulate
 from zbpipe.costs import JobCosts, Layer, LayerCosts, Link
-from zbpipe.costs.baseline import memory_of_1f1b
+from zbpipe.costs.memory_limit import memory_of_1f1b
 from zbpipe.costs.model import least_room, rank_shares
 from zbpipe.costs.transformer import Checkpointing, typical_costs
 from zbpipe.costs.transport import Transport

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from zbpipe.costs.baseline import CostsOf
+from zbpipe.costs.memory_limit import CostsOf
 from zbpipe.planner.request import Request
 from zbpipe.planner.result import Plan
 from zbpipe.schedule import registry

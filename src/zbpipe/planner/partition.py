@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 
-from zbpipe.costs.balance import Sizes, balance, move_layer
-from zbpipe.costs.layers import LayerCosts, Split, even_sizes, require_enough, split_of
+from zbpipe.costs.layers import LayerCosts, Sizes, Split, balance, even_sizes, move_layer, require_enough, split_of
 from zbpipe.costs.model import ROUNDING
 from zbpipe.costs.transport import Transport
 from zbpipe.planner.request import Request

@@ -7,10 +7,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from zbpipe.costs.baseline import CostsOf
 from zbpipe.costs.job import JobCosts, as_cost_model
 from zbpipe.costs.layers import LayerCosts
-from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
+from zbpipe.costs.memory_limit import CostsOf, MemoryLimit, MemoryLimitLike
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Transport
 from zbpipe.planner.offloaded import plan_offloaded

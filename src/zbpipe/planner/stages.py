@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
-from zbpipe.costs.baseline import CostsOf
+from zbpipe.costs.memory_limit import CostsOf
 from zbpipe.costs.model import CostModel, least_room, most_room, require_room, too_small
 from zbpipe.costs.transport import Transport
 from zbpipe.planner.engine import Engine, fastest

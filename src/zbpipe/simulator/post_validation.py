@@ -23,11 +23,10 @@ from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.actions import COMPUTE, Action, Rows, dependencies, other_end
-from zbpipe.simulator.graph import TimeGraph
+from zbpipe.simulator.graph import TimeGraph, durations, longest_path
 from zbpipe.simulator.passes import wait_of
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
-from zbpipe.simulator.times import durations, longest_path
 from zbpipe.simulator.validation import require_runnable
 
 LEAST_GAIN = 1e-3
@@ -97,7 +96,7 @@ def _times(graph: TimeGraph, costs: CostModel, begin: Iterable[float]) -> tuple[
     seconds = durations(graph, costs)
     for node, time in zip(graph.begins, begin, strict=True):
         seconds[node] = time
-    return longest_path(graph, seconds.__getitem__)
+    return longest_path(graph, seconds)
 
 
 def _delays(graph: TimeGraph, costs: CostModel) -> list[list[float]]:
