@@ -137,10 +137,13 @@ class _Possible(NamedTuple):
 
     def of(self, stage: int, kind: OpKind) -> OpCosts:
         """As `CostModel.of`. A W has no overhead, so I and W take no longer than B."""
-        f, i, b = (self.costs.of(stage, each) for each in (kind, OpKind.I, OpKind.B))
+        if stage in self.forced and kind in (OpKind.I, OpKind.W):
+            return self.costs.of(stage, OpKind.B) if kind is OpKind.I else OpCosts(0.0)
+        cost = self.costs.of(stage, kind)
         if kind is not OpKind.W:
-            return b if stage in self.forced and kind is OpKind.I else f
-        return OpCosts(0.0) if stage in self.forced else f._replace(seconds=b.seconds - i.seconds)
+            return cost
+        i, b = (self.costs.of(stage, each).seconds for each in (OpKind.I, OpKind.B))
+        return cost._replace(seconds=cost.seconds - (i + cost.seconds - b))
 
     def saves_by_b(self, stage: int) -> bool:
         return stage not in self.forced and self.costs.saves_by_b(stage)
@@ -252,7 +255,7 @@ def _room(stages: tuple[int, ...], least: _Possible, limit: float) -> _Room:
         return max(0.0, limit - min(least.of(stage, kind).working for stage in stages for kind in kinds))
 
     sizes = [least.of(stage, OpKind.F).adds for stage in stages]
-    kinds = ((stage, OpKind.B if least.saves_by_b(stage) else OpKind.I) for stage in stages)
+    kinds = ((stage, OpKind.B if least.saves_by_b(stage) else OpKind.W) for stage in stages)
     first = min(min(least.of(stage, OpKind.I).needs, least.of(stage, kind).needs) for stage, kind in kinds)
     before_backward = max(0.0, min(limit - first, room_during(OpKind.F)))
     # Before its first I a rank holds whole activations only, and if I changes nothing it always does.
