@@ -20,7 +20,7 @@ from zbpipe.costs.layers import Layer, LayerCosts
 from zbpipe.costs.model import GATHER, REDUCE
 from zbpipe.costs.transport import Transport
 from zbpipe.planner.plan import plan
-from zbpipe.planner.tails import hide_reductions
+from zbpipe.planner.stages import hide_reductions
 from zbpipe.schedule.ir import OpKind
 from zbpipe.simulator.jitter import Jitter, step_times
 from zbpipe.simulator.lower_bound import period_bound

@@ -210,7 +210,7 @@ class Problem:
         """Whether no rank exceeds its limit if I and W replace each B that saves no memory."""
 
         def peak(ops: Iterable[Op]) -> float:
-            return highest(self.costs, ((op.stage, op.kind) for op in self._as_run(ops)))
+            return highest(self.costs, self._as_run(ops))
 
         return all(peak(ops) <= limit for ops, limit in zip(schedule, self.job.limit, strict=True))
 

@@ -22,7 +22,7 @@ from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import KINDS, Schedule, require_whole
 from zbpipe.schedule.tables import Cell
 from zbpipe.simulator.actions import SENDS, other_end
-from zbpipe.simulator.graph import TimeGraph, durations, last_ends
+from zbpipe.simulator.time_graph import TimeGraph, durations, last_ends
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.simulator.validation import require_runnable, require_schedule
 

@@ -19,8 +19,8 @@ from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.costs.model import ROUNDING, CostModel, amount
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Op, OpKind, Schedule
-from zbpipe.simulator.graph import durations
 from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.time_graph import durations
 from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.simulator.validation import require_schedule, require_valid
 

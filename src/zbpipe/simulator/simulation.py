@@ -4,7 +4,7 @@ Every rank runs its list in order. An op starts when its rank is free and its in
 from another rank arrives after the link's time, one from the same rank at once. Sends cost the rank no time. That is
 the ideal transport. With the blocking one the sender waits for the arrival, and with the others messages wait for each
 other (`zbpipe.costs.transport`). Copies to the host and back run parallel to the computations, one at a time in each
-direction. So do FSDP's collectives. All of it is one graph (`zbpipe.simulator.graph`).
+direction. So do FSDP's collectives. All of it is one graph (`zbpipe.simulator.time_graph`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.ir import COMPUTATIONS, Schedule, require_whole
 from zbpipe.schedule.tables import Cell
 from zbpipe.simulator.actions import Rows
-from zbpipe.simulator.graph import TimeGraph, durations, longest_path
 from zbpipe.simulator.passes import add_messages, place_receives
+from zbpipe.simulator.time_graph import TimeGraph, durations, longest_path
 from zbpipe.simulator.timeline import Collective, Span, Timeline
 from zbpipe.simulator.validation import require_runnable, require_schedule, require_valid
 

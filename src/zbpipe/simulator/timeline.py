@@ -13,8 +13,8 @@ from typing import Any, Literal, NamedTuple
 from zbpipe.costs.model import CostModel, rank_shares
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Schedule
-from zbpipe.simulator.graph import TimeGraph, durations
 from zbpipe.simulator.lower_bound import lower_bound
+from zbpipe.simulator.time_graph import TimeGraph, durations
 
 
 class Span(NamedTuple):
