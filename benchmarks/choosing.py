@@ -15,8 +15,7 @@ from typing import NamedTuple
 from harness import markdown, parser
 
 from zbpipe import plan, simulate
-from zbpipe.costs.baseline import memory_of_1f1b
-from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.memory_limit import MemoryLimit, memory_of_1f1b
 from zbpipe.costs.transformer import Checkpointing, typical_costs
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.registry import resolve

@@ -19,6 +19,7 @@ from harness import JSON, markdown, parser, write_json
 
 import zbpipe
 from zbpipe import CostModel, Op, OpKind, Placement, Schedule
+from zbpipe.costs.model import GATHER, REDUCE
 from zbpipe.simulator.actions import other_end
 from zbpipe.simulator.simulation import exposed_fsdp
 
@@ -105,13 +106,13 @@ def run_as_torch(
             gathered[rank] = {stage: end for stage, end in gathered[rank].items() if stage in stages}
         for stage in wanted:
             if stage not in gathered[rank]:
-                wire[rank] = max(wire[rank], free[rank]) + costs.gathering(stage)
+                wire[rank] = max(wire[rank], free[rank]) + costs.of(stage, GATHER).seconds
                 gathered[rank][stage] = wire[rank]
         start = max(free[rank], gathered[rank][op.stage], *(ends[each] for each in before))
-        ends[node] = free[rank] = start + costs.seconds(op.stage, op.kind)
+        ends[node] = free[rank] = start + costs.of(op.stage, op.kind).seconds
         backwards[op.stage] += op.kind in (OpKind.B, OpKind.W)
         if op.kind in (OpKind.B, OpKind.W) and backwards[op.stage] == schedule.num_microbatches:
-            wire[rank] = max(wire[rank], free[rank]) + costs.reduction(op.stage)
+            wire[rank] = max(wire[rank], free[rank]) + costs.of(op.stage, REDUCE).seconds
             free[rank] = free[rank] if is_deferred else wire[rank]
     return max(*free, *wire)
 

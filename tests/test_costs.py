@@ -124,7 +124,7 @@ def test_what_makes_no_sense_is_refused(make: Callable[[], object], words: str) 
 @pytest.mark.parametrize("array", [np.array, torch.tensor])
 def test_arrays_are_lists_of_numbers(array: Callable[[Any], Any]) -> None:
     given, several = array([1.0, 1.0]), array([0.5, 0.25])
-    costs = CostModel(given, given, given, given, several, working={OpKind.I: several}, gather=several)
+    costs = CostModel(given, given, given, given, freed_by_i=several, working={OpKind.I: several}, gather=several)
     more = {"freed_by_i": (0.5, 0.25), "working": {OpKind.I: (0.5, 0.25)}, "gather": (0.5, 0.25)}
     assert costs == CostModel(**ONES, **more)
     for wrong in (array([[1.0, 1.0]]), array(1.0)):
@@ -175,4 +175,4 @@ def test_shares_are_what_a_rank_keeps_of_a_microbatch() -> None:
     costs = CostModel((1,) * 4, (1,) * 4, (1,) * 4, (1, 2, 3, 5))
     assert rank_shares(Placement.v(2), costs) == (6, 5)
     assert rank_shares(Placement.v(2), CostModel.uniform(Placement.v(2))) == (1, 1)
-    assert costs.adds(3, OpKind.F) == 5
+    assert costs.of(3, OpKind.F).adds == 5

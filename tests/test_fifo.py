@@ -29,9 +29,9 @@ import zbpipe
 from zbpipe import OpKind, Schedule, testing
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule import registry
-from zbpipe.simulator.actions import Rows, parse, validate_lowered
-from zbpipe.simulator.graph import TimeGraph
-from zbpipe.simulator.message_queues import find_blocked_queues
+from zbpipe.simulator.actions import Rows, parse
+from zbpipe.simulator.message_checks import find_blocked_queues, validate_lowered
+from zbpipe.simulator.time_graph import TimeGraph
 
 pytestmark = pytest.mark.long
 

@@ -12,11 +12,10 @@ from titan_jobs import require_titan
 
 from zbpipe import Placement, plan, simulate, validate
 from zbpipe.costs import Link
-from zbpipe.costs.balance import balance
-from zbpipe.costs.layers import Layer, LayerCosts, Split, even_sizes, split_of
+from zbpipe.costs.layers import Layer, LayerCosts, Split, balance, even_sizes, split_of
 from zbpipe.costs.model import least_room
-from zbpipe.planner.partition import split_layers
 from zbpipe.planner.request import PLACEMENTS, Request
+from zbpipe.planner.stages import split_layers
 
 LITTLE = 3e4
 

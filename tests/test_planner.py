@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from random import Random
 from typing import Any
 
@@ -18,13 +19,13 @@ from peers import Cell, cells
 
 from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, simulate
 from zbpipe.costs import JobCosts, Layer, LayerCosts, Link
-from zbpipe.costs.baseline import memory_of_1f1b
+from zbpipe.costs.memory_limit import memory_of_1f1b
 from zbpipe.costs.model import least_room, rank_shares
 from zbpipe.costs.transformer import Checkpointing, typical_costs
 from zbpipe.costs.transport import Transport
 from zbpipe.planner.engine import PLAIN, Engine, fastest
 from zbpipe.planner.greedy import ListScheduler, PriorityParams
-from zbpipe.planner.kernel import NEVER
+from zbpipe.planner.kernel import NEVER, starts
 from zbpipe.planner.plan import plan
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.request import PLACEMENTS, Request
@@ -496,6 +497,32 @@ def test_orders_and_schedules_are_the_same_thing(schedule: Schedule, merges: boo
     check_schedule(back)
     assert all(tested.merges) == merges
     assert back == (schedule if merges else in_two(schedule))
+
+
+@given(runnable_schedules() | schedules(max_ranks=5, max_microbatches=8), st.sampled_from(Transport), st.data())
+def test_the_inner_loops_have_the_times_of_the_graph(
+    schedule: Schedule, transport: Transport, data: st.DataObject
+) -> None:
+    """With the ideal transport. No other one starts an op sooner."""
+    costs = data.draw(cost_models(schedule.placement))
+    limits = (data.draw(st.sampled_from([0.0, 1e9])),) * schedule.num_ranks
+    tested = Problem("tested", schedule.placement, costs, schedule.num_microbatches, limits)
+    order = tested.order(schedule)
+    own = tested.schedule("", order)
+    found: dict[Op, float] = {}
+    for number, start in zip(order, starts(tested.job, order), strict=True):
+        for op in chain.from_iterable(tested.schedule("", [number])):
+            found[op] = start
+    for rank, spans in enumerate(simulate(own, costs).spans):
+        assert [span.start for span in spans] == [found[op] for op in own.ops[rank]]
+    for spans in simulate(own, costs, transport=transport).spans:
+        assert all(span.start >= found[span.op] for span in spans)
+
+
+def test_a_named_schedule_fits_if_it_does_with_i_and_w_in_place_of_b() -> None:
+    placement = Placement.loop(2)
+    costs = CostModel.uniform(placement, working={OpKind.B: 5})
+    assert problem(placement, costs, limit=2).fits(generate("1F1B", 2, 4))
 
 
 def in_two(schedule: Schedule) -> Schedule:

@@ -210,7 +210,7 @@ def assert_alike(name: str, results: list[Any], tmp_path: Path) -> None:
     assert isinstance(model, CostModel)
     for kind in (OpKind.F, OpKind.I, OpKind.W):
         for stage in range(model.num_stages):
-            assert model.seconds(stage, kind) >= naps(Op(stage, kind, 0)) * NAP
+            assert model.of(stage, kind).seconds >= naps(Op(stage, kind, 0)) * NAP
     assert set(model.links) == {(0, 1), (1, 0)}
     assert all(link.latency > 0 and link.bandwidth > 0 for link in model.links.values())
     assert model.message_bytes == 2 * WIDTH * 4
@@ -299,16 +299,18 @@ def test_bytes_of_activations() -> None:
         checkpoints = costs.activations[stage]
         assert 2 * message + 2 * random_state <= checkpoints <= 3 * message + 2 * random_state + 256
         # x and dY of three products 16 to 32 wide and one of them twice, in two blocks.
-        assert costs.waits(stage) > checkpoints
+        assert costs.of(stage, OpKind.W).frees > checkpoints
         # F makes each of the widest layer's two results only for a while, I recomputes a block.
-        assert costs.needs(stage, OpKind.F) >= checkpoints + 2 * message
-        assert costs.needs(stage, OpKind.I) > costs.adds(stage, OpKind.I) + 2 * message
+        assert costs.of(stage, OpKind.F).needs >= checkpoints + 2 * message
+        assert costs.of(stage, OpKind.I).needs > costs.of(stage, OpKind.I).adds + 2 * message
     # It measures I and W of a few microbatches only, and B, which takes less.
     for stage in range(4):
         assert of_auto.activations[stage] == costs.activations[stage]
-        assert of_auto.waits(stage) == pytest.approx(costs.waits(stage), abs=message)
-        assert of_auto.needs(stage, OpKind.I) == pytest.approx(costs.needs(stage, OpKind.I), abs=message)
-        assert costs.needs(stage, OpKind.B) == 0 < of_auto.needs(stage, OpKind.B) < of_auto.needs(stage, OpKind.I)
+        assert of_auto.of(stage, OpKind.W).frees == pytest.approx(costs.of(stage, OpKind.W).frees, abs=message)
+        assert of_auto.of(stage, OpKind.I).needs == pytest.approx(costs.of(stage, OpKind.I).needs, abs=message)
+        assert (
+            costs.of(stage, OpKind.B).needs == 0 < of_auto.of(stage, OpKind.B).needs < of_auto.of(stage, OpKind.I).needs
+        )
         assert min(of_auto.f[stage], of_auto.i[stage], of_auto.w[stage]) > 0
 
 

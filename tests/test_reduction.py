@@ -20,6 +20,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils.parametrizations import weight_norm
 
 import zbpipe
+from zbpipe.costs.model import GATHER, REDUCE
 from zbpipe.runtime._torch import fsdp, fsdp_overlap, hooks
 from zbpipe.runtime.measure.collectives import find_exposed
 from zbpipe.runtime.measure.recording import StepRecord
@@ -357,8 +358,8 @@ def test_the_profiler_measures_the_collectives(
     assert profiler.costs is not None
     costs = profiler.costs.costs
     assert isinstance(costs, zbpipe.CostModel)
-    assert all((costs.gathering(stage) > 0) == (mode == "overlap") for stage in range(2))
-    assert all(costs.reduction(stage) > 0 for stage in range(2))
+    assert all((costs.of(stage, GATHER).seconds > 0) == (mode == "overlap") for stage in range(2))
+    assert all(costs.of(stage, REDUCE).seconds > 0 for stage in range(2))
     job.check()
 
 

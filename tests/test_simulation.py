@@ -231,12 +231,12 @@ def plain_memory(run: Run, op: Op, position: int, rank: int) -> float:
     live = [each for each in {*before, op} if each.kind is OpKind.F]
     whole = sum(run.costs.activations[stage] for stage, _, m in live if Op(stage, OpKind.I, m) not in before)
     halves = sum(
-        run.costs.waits(stage)
+        run.costs.of(stage, OpKind.W).frees
         for stage, _, m in live
         if Op(stage, OpKind.I, m) in before and Op(stage, OpKind.W, m) not in before
     )
     if op.kind is OpKind.I:  # it holds the more of what it finds and what it leaves
-        halves += max(run.costs.waits(op.stage) - run.costs.activations[op.stage], 0)
+        halves += max(run.costs.of(op.stage, OpKind.W).frees - run.costs.activations[op.stage], 0)
     freed = sum(run.costs.activations[stage] for stage, _, m in live if Op(stage, OpKind.B, m) in before)
     working = run.costs.working.get(op.kind, 0.0)
     return whole + halves - freed + (working[op.stage] if isinstance(working, tuple) else working)
@@ -300,7 +300,7 @@ def test_more_may_wait_for_w_than_f_has_left() -> None:
     two = Schedule.from_csv("0F0,1F0,1I0,1W0,0B0\n")
     costs = CostModel.uniform(two.placement, freed_by_i=(-1.0, 0.5))
     assert simulate(two, costs).memory(0) == [(0, 0), (0, 0.5), (0.5, 1), (1.5, 0.75), (2, 0.5), (3, 0)]
-    assert (costs.waits(0), costs.waits(1)) == (1, 0.25)
+    assert (costs.of(0, OpKind.W).frees, costs.of(1, OpKind.W).frees) == (1, 0.25)
 
 
 def test_ops_hold_more_while_they_run() -> None:

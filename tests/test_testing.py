@@ -96,7 +96,7 @@ def test_costs_fit_the_placement_and_add_up_exactly(data: st.DataObject) -> None
     numbers = [*costs.f, *costs.i, *costs.w, *costs.activations, *hops, *working]
     assert sum(numbers) == sum(map(Fraction, numbers))
     assert list(costs.activations) == [
-        costs.waits(stage) - costs.adds(stage, OpKind.I) for stage in range(costs.num_stages)
+        costs.of(stage, OpKind.W).frees - costs.of(stage, OpKind.I).adds for stage in range(costs.num_stages)
     ]
 
 
@@ -104,8 +104,10 @@ def test_costs_differ_by_stage_and_link() -> None:
     placement = Placement.loop(3)
     assert find(cost_models(placement), lambda costs: len({*costs.f}) == 3 and 0 in costs.w, settings=unshrunk)
     assert find(cost_models(placement), lambda costs: costs.transfer(0, 1) != costs.transfer(1, 0), settings=unshrunk)
-    assert find(cost_models(placement), lambda costs: 0 in costs.i and costs.adds(0, OpKind.I) < 0, settings=unshrunk)
-    assert find(cost_models(placement), lambda costs: costs.adds(0, OpKind.I) > 0, settings=unshrunk)
+    assert find(
+        cost_models(placement), lambda costs: 0 in costs.i and costs.of(0, OpKind.I).adds < 0, settings=unshrunk
+    )
+    assert find(cost_models(placement), lambda costs: costs.of(0, OpKind.I).adds > 0, settings=unshrunk)
     assert find(cost_models(placement), lambda costs: len(costs.working) == 2, settings=unshrunk)
 
 

@@ -39,7 +39,8 @@ from zbpipe.estimation.workload import Workload
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.options import Options
 from zbpipe.schedule.registry import resolve
-from zbpipe.simulator.actions import parse, validate_lowered
+from zbpipe.simulator.actions import parse
+from zbpipe.simulator.message_checks import validate_lowered
 from zbpipe.simulator.validation import validate
 
 pytestmark = [pytest.mark.long, pytest.mark.versions]

@@ -13,11 +13,10 @@ from zbpipe.costs.model import Link
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.ir import Op, OpKind, Placement
 from zbpipe.simulator.actions import Action, Rows, parse
-from zbpipe.simulator.graph import TimeGraph
 from zbpipe.simulator.passes import add_messages, sort_by_end
 from zbpipe.simulator.rendezvous import receive_by_rendezvous
+from zbpipe.simulator.time_graph import TimeGraph, durations, longest_path
 from zbpipe.simulator.timeline import Timeline
-from zbpipe.simulator.times import durations, longest_path
 
 TIMES = (1.0, 1.2, 0.8)
 QUEUES = (Transport.ONE_QUEUE, Transport.QUEUE_PER_PEER)
@@ -34,7 +33,7 @@ def loss(name: str, transport: Transport, receives: Receives | None, ranks: int 
 def ends(rows: Rows, costs: CostModel, transport: Transport) -> dict[str, float]:
     """Ends of computations and messages."""
     graph = TimeGraph(Schedule.from_actions(rows, "table"), transport, rows)
-    _, found = longest_path(graph, durations(graph, costs).__getitem__)
+    _, found = longest_path(graph, durations(graph, costs))
     return {str(Action(*node)): end for node, end in zip(graph.nodes, found, strict=True)}
 
 

@@ -78,7 +78,7 @@ def _memory(workload: Workload, costs: CostModel, size: int) -> Memory:
     whole = join_stages(costs, split_of((costs.num_stages,)))
     largest = sorted(layer.parameters / degrees.tensor for layer in workload.layers)[-_AHEAD:]
     shards = workload.parameters / degrees.tensor * each.stored / degrees.shards
-    of_head, of_backward = (size * whole.working_of(0, kind) for kind in (OpKind.F, OpKind.B))
+    of_head, of_backward = (size * whole.of(0, kind).working for kind in (OpKind.F, OpKind.B))
     return Memory(
         weights=shards + each.gathered * sum(largest),
         optimizer=3 * shards + _GRADIENT * largest[-1],

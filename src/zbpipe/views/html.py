@@ -120,8 +120,8 @@ def _changes(timeline: Timeline, kind: OpKind) -> list[tuple[float, float]]:
     shares, found = rank_shares(placement, costs), []
     for stage, rank in enumerate(placement.rank_of):
         share = shares[rank] or 1.0
-        taken = costs.needs(stage, kind)
-        found.append((taken / share, (taken - costs.adds(stage, kind)) / share))
+        cost = costs.of(stage, kind)
+        found.append((cost.needs / share, (cost.needs - cost.adds) / share))
     return found
 
 

@@ -11,6 +11,7 @@ from zbpipe.costs.memory_limit import LEEWAY
 from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.costs.torchs_split import NOTE, has_torchs_split, runs_torchs_split
 from zbpipe.costs.transformer import Checkpointing
+from zbpipe.schedule.ir import OpKind
 from zbpipe.schedule.registry import Algorithm, schedules
 from zbpipe.simulator.post_validation import period_of
 from zbpipe.simulator.simulation import exposed_fsdp, price_of_resharding
@@ -98,7 +99,7 @@ def costs(job: JobCosts) -> str:
             str(job.placement.rank_of[stage]) if job.placement else "",
             *(f"{1e3 * column[stage]:.3f}" for column in (model.f, model.i, model.w)),
             f"{model.activations[stage] / mebibyte:.2f}",
-            f"{model.waits(stage) / mebibyte:.2f}",
+            f"{model.of(stage, OpKind.W).frees / mebibyte:.2f}",
         )
         for stage in range(model.num_stages)
     ]
@@ -114,11 +115,8 @@ def costs(job: JobCosts) -> str:
     links = [f"{way}: {1e6 * link.latency:.0f} us + {link.bandwidth / 1e9:.2f} GB/s" for way, link in ways]
     head = ("stage", "rank", "F ms", "I ms", "W ms", "MiB after F", "after I")
     fsdp = [
-        f"FSDP {verb} a stage in up to {1e3 * max(map(seconds, range(model.num_stages))):.3f} ms"
-        for verb, given, seconds in (
-            ("gathers", model.gather, model.gathering),
-            ("reduces", model.reduce, model.reduction),
-        )
+        f"FSDP {verb} a stage in up to {1e3 * max(model.by_stage(given)):.3f} ms"
+        for verb, given in (("gathers", model.gather), ("reduces", model.reduce))
         if given
     ]
     words = [f"{model.message_bytes / mebibyte:.2f} MiB per message", *links, *gaps, *fsdp]

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from zbpipe.costs.balance import balance
-from zbpipe.costs.layers import Layer, LayerCosts, split_of
+from zbpipe.costs.layers import Layer, LayerCosts, balance, split_of
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.frameworks.layer_work import layer, products
 from zbpipe.schedule.ir import Placement

@@ -20,8 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-from zbpipe.costs.balance import balance
-from zbpipe.costs.layers import LayerCosts, split_of
+from zbpipe.costs.layers import LayerCosts, balance, split_of
 from zbpipe.frameworks.layer_work import layer, products
 from zbpipe.frameworks.whole_model.anatomy import Anatomy, examine
 from zbpipe.frameworks.whole_model.stage import Loss, Stage

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from zbpipe.costs.baseline import memory_of_1f1b
+from zbpipe.costs.memory_limit import memory_of_1f1b
 from zbpipe.costs.model import MOST, ROUNDING, CostModel, is_amount
 from zbpipe.costs.transformer import Block, Checkpointing, typical_costs, typical_times
 from zbpipe.planner.plan import plan
