@@ -14,7 +14,7 @@ import pytest
 from determinism import draw_fewer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peers import Cell, cells
+from planner import Cell, cells
 
 from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, simulate
 from zbpipe.costs import JobCosts, Layer, LayerCosts, Link
