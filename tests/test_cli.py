@@ -284,6 +284,20 @@ def test_compare_recommends_the_shortest_step_within_the_memory(limit: str) -> N
     assert f"within {'the memory limit' if limit else '1.02x of 1F1B'}" in text
 
 
+def test_nothing_is_recommended_that_cannot_run_or_does_not_fit() -> None:
+    shown = simulate(generate("ZBVZeroBubble", 4, 8), (1, 1, 1))
+
+    def is_chosen(limits: tuple[float, ...] | None, baseline: float | None, checkpointing: Checkpointing) -> bool:
+        return report.recommend(report.compare([shown], limits, baseline, checkpointing=checkpointing)) is not None
+
+    assert is_chosen(None, 4.0, Checkpointing.NONE)
+    assert is_chosen((4.0,) * 4, None, Checkpointing.NONE)
+    assert not is_chosen(None, 4.0, Checkpointing.SELECTIVE)
+    assert not is_chosen(None, 3.5, Checkpointing.NONE)
+    assert not is_chosen(None, None, Checkpointing.NONE)
+    assert not is_chosen((3.5,) * 4, 4.0, Checkpointing.NONE)
+
+
 def test_ties_go_to_less_memory_and_then_to_zbpipes_split() -> None:
     names = [entry["schedule"] for entry in compared("-p 4 -m 16 --checkpointing none")]
     assert names.index("DualPipeVSplit") + 1 == names.index("DualPipeV"), "the same ops"

@@ -31,9 +31,7 @@ def memory_of_1f1b(costs: CostModel | LayerCosts | CostsOf, ranks: int, microbat
     of_ranks = one_stage_a_rank(costs, ranks)
 
     def peak(rank: int) -> float:
-        """The peak is in the warm-up, or in the first backward and forward after it."""
-        warm_up = min(ranks - rank, microbatches)
-        kinds = [OpKind.F] * warm_up + [OpKind.B, OpKind.F][: 1 + (warm_up < microbatches)]
-        return highest(of_ranks, [(rank, kind) for kind in kinds])
+        """The peak is in the warm-up, or in the first backward after it; the next F finds what its last F found."""
+        return highest(of_ranks, [*[(rank, OpKind.F)] * min(ranks - rank, microbatches), (rank, OpKind.B)])
 
     return max(map(peak, range(ranks)))
