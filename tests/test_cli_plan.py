@@ -136,12 +136,6 @@ def test_costs_of_layers_from_a_file(here: Path) -> None:
     assert "a plan for TorchTitan's even split takes" in printed
 
 
-# What goes wrong
-
-
-# While it runs
-
-
 def test_a_progress_bar_on_a_terminal_only() -> None:
     command = [sys.executable, "-m", "zbpipe", "plan", "-p", "2", "-m", "4", "--budget", "1e5", "--placement", "single"]
     quiet = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -68,8 +68,9 @@ def test_the_trial_with_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 def test_processes_of_their_own() -> None:
-    good, unknown = on_device.try_out("cpu", (LOOKS_AT_TWO[0], "telepathy"))
+    good, edges, unknown = on_device.try_out("cpu", (*LOOKS_AT_TWO, "telepathy"))
     assert str(good) == "messages in one queue: works"
+    assert not edges.failed
     assert unknown == on_device.Result("telepathy", "KeyError: 'telepathy'", failed=True)
 
 
