@@ -21,7 +21,6 @@ from pages import page_data
 
 import zbpipe
 from zbpipe import OpKind, Placement, cli, generate, load_costs
-from zbpipe.cli.demo.emulated import Emulated
 from zbpipe.costs import JobCosts, dump_costs
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import Checkpointing, typical_costs
@@ -357,21 +356,17 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(here: Path, mo
         raise AssertionError("this came too late")
 
     monkeypatch.setattr("zbpipe.schedule.registry.Algorithm.make", worked)
-    monkeypatch.setattr("zbpipe.cli.demo.comparison.run_demo", worked)
     monkeypatch.setattr(os, "access", lambda file, mode: False)
     commands = ("export ZBV -p 2 -m 2 -o", "show ZBV -p 2 -m 2 --svg", "plan -p 2 -m 2 -o")
-    for line in (*commands, "demo --json", "demo --html", "demo --keep"):
+    for line in commands:
         for file in ("new", "mine.csv"):
             result = run(f"{line} {file}")
             assert result.exit_code == 2, (line, result.output)
             assert result.stderr.count("\n") == 1
     monkeypatch.undo()
-    # One that cannot be written after all.
     monkeypatch.chdir(here)
-    monkeypatch.setattr("zbpipe.cli.demo.comparison.run_demo", lambda *_: (here / "a").mkdir() or [])
-    one = simulate(generate("ZBV", 2, 2), (1, 1, 1))
-    monkeypatch.setattr("zbpipe.cli.demo.emulated.emulate", lambda **_: [Emulated("ZBV", "zbpipe", 1.0, one, one)])
-    result = run("demo --json a --html page.html")
+    monkeypatch.setattr("zbpipe.views.svg.svg", lambda *_, **__: (here / "a").mkdir() or "")
+    result = run("show ZBV -p 2 -m 2 --svg a")
     assert (result.exit_code, result.stderr[:47]) == (2, "Error: a: Is a directory; name a file in a fold")
 
 
@@ -476,9 +471,6 @@ def test_validate_says_in_a_line_what_makes_no_sense(here: Path, content: bytes,
         ("show ZBV -p 2 -m 2 --html .", "is a directory"),
         ("export ZBV -p 2 -m 2 -o no/such.csv", "'no/such.csv' is not in a folder"),
         ("export ZBV -p 4 -m 8 -o plan.txt", "'plan.txt' has to end in .csv"),
-        ("demo --json no/such.json", "'no/such.json' is not in a folder"),
-        ("demo --keep mine.csv/a", "mine.csv is not a folder that you can write to"),
-        ("demo --keep .", "the folder is not empty"),
         (f"demo --steps {HUGE}", f"{HUGE} is not in the range"),
         (f"show ZBV -p {HUGE} -m 2", f"{HUGE} ranks with 2 stage(s) each"),
         (f"show ZBV -p 2 -m {HUGE}", f"{HUGE} microbatches are too many for them: use at most 65536"),
