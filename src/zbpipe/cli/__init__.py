@@ -11,8 +11,7 @@ from zbpipe.cli.demo.command import demo
 from zbpipe.cli.doctor import doctor
 from zbpipe.cli.estimating import estimate, measure
 from zbpipe.cli.planning import plan
-from zbpipe.cli.playground import playground
-from zbpipe.cli.show import compare, list_, show, simulate
+from zbpipe.cli.show import compare, list_, playground, show, simulate
 from zbpipe.cli.tables import export, validate
 from zbpipe.schedule.user_code import import_modules
 
