@@ -132,11 +132,11 @@ def _workload(layers: Path | None, gpus: int, arguments: Sequence[str]) -> Workl
 
         _require(not arguments, f"unknown options: {' '.join(arguments)}; --layers takes no options of TorchTitan")
         return load_layers(layers, gpus)
-    from zbpipe.frameworks.titan.workload import read
+    from zbpipe.frameworks.titan.command_line import read_workload
 
     _require_job(arguments)
     with in_one_line(ImportError), _without_warnings(), importing():
-        return read(arguments, gpus)
+        return read_workload(arguments, gpus)
 
 
 def _require_job(arguments: Sequence[str]) -> None:
@@ -203,9 +203,12 @@ def measure(steps: int, output: Path, arguments: tuple[str, ...]) -> None:
     _require_job(arguments)
     require_ending(output)
     with in_one_line(ImportError):
-        from zbpipe.frameworks.titan.measure_stages import measure as measured
+        from zbpipe.frameworks.titan.command_line import read_config
 
-        costs = measured(arguments, steps)
+        config = read_config(arguments)
+        from zbpipe.frameworks.titan.measure_stages import measure_stages
+
+        costs = measure_stages(config, steps)
     dump_costs(costs, output)
     click.echo(costs_table(costs))
     click.echo(f"wrote {output}")

@@ -54,8 +54,8 @@ def estimate(
     """Estimates for each schedule in a job: step time, bubble, tokens/s, MFU, and memory of the worst rank.
 
     Args:
-        workload: workload of the job, on its degrees. `zbpipe.frameworks.titan.workload.read` reads it from a
-            TorchTitan config, `zbpipe.estimation.load_layers` from a file.
+        workload: workload of the job, on its degrees: by `zbpipe.frameworks.titan.command_line.read_workload` from a
+            TorchTitan config, by `zbpipe.estimation.load_layers` from a file.
         device: its name in `zbpipe.estimation.devices`, or a Device. None only with `costs`.
         tflops: sustained 1e12 operations per second, in place of the table's share of the peak.
         link: 1e9 bytes per second between nodes, or (inside, between), in place of the table's values.
@@ -71,8 +71,8 @@ def estimate(
     """
     if not isinstance(workload, Workload):
         raise TypeError(
-            f"an estimate takes a zbpipe.estimation.Workload, for example from zbpipe.frameworks.titan.workload.read,"
-            f" got {workload!r}"
+            "an estimate takes a zbpipe.estimation.Workload, for example from"
+            f" zbpipe.frameworks.titan.command_line.read_workload, got {workload!r}"
         )
     if device is None and costs is None:
         raise ValueError("an estimate needs a device, for example 'H100', or measured costs")

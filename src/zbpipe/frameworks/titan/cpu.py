@@ -9,12 +9,17 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention import SDPBackend
 
+from zbpipe.frameworks.titan import batches
 from zbpipe.runtime._torch.autograd import set_available_device_type
 
 NOTICE = (
@@ -59,3 +64,40 @@ def make_summing(parallelize_fn: Callable[..., Any]) -> Callable[..., Any]:
         return model
 
     return parallelize
+
+
+def adapt(config: Any) -> None:
+    """Change the `Trainer.Config` of a job in place, so that the CPU can run it."""
+    config.training.disable_cuda_graphs = True
+    if config.model_spec is not None:
+        from zbpipe.frameworks.titan.causal_attention import use_causal_attention  # of 0.3 and later
+
+        use_causal_attention(config.model_spec, batches.length(config.training))
+        config.model_spec = replace(config.model_spec, parallelize_fn=make_summing(config.model_spec.parallelize_fn))
+
+
+def train_spec(spec: Any) -> Any:
+    """The `TrainSpec` of a model, changed so that the CPU can run it."""
+    from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+
+    ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    torch.histc = _histogram
+    model_args = {flavor: ask_for_causal_attention(args) for flavor, args in spec.model_args.items()}
+    return replace(spec, model_args=model_args, parallelize_fn=make_summing(spec.parallelize_fn))
+
+
+def _histogram(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`torch.histc`, with which experts count their tokens. On the CPU torch has it for floating point only."""
+    return _titans_histogram(input.float(), *args, **kwargs).to(input.dtype)
+
+
+_titans_histogram = torch.histc
+
+
+def ask_for_causal_attention(args: Any) -> Any:
+    """A model's arguments with attention that supports the CPU and meta tensors."""
+    if getattr(args, "attn_type", "sdpa") == "sdpa":
+        return args
+    changed = copy(args)
+    changed.attn_type, changed.attn_mask_type = "sdpa", "causal"
+    return changed

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,16 +14,11 @@ from torch import nn
 from zbpipe.costs.transformer import LLAMA_3_8B, Block, Checkpointing
 from zbpipe.estimation.workload import ASYNC_TENSOR, Degrees, LayerWork, Workload
 from zbpipe.frameworks import layer_work
-from zbpipe.frameworks.titan import batches, command_line, cpu, layer_split
-from zbpipe.frameworks.titan.versions import find_installed, require_names
+from zbpipe.frameworks.titan import batches, layer_split, models
 from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.runtime.measure.counts import LayerBytes, Operations, count_bytes, count_operations
 from zbpipe.runtime.split.work import percent
-from zbpipe.schedule.ir import COMPUTATIONS, OpKind, require_whole
-from zbpipe.schedule.user_code import import_from_here
-
-if TYPE_CHECKING:
-    from zbpipe.frameworks.titan import models
+from zbpipe.schedule.ir import COMPUTATIONS, OpKind
 
 _ON_META = (RuntimeError, NotImplementedError, TypeError)
 """Errors of modules that read values, which meta tensors lack."""
@@ -34,67 +28,8 @@ _AGAIN = {Checkpointing.NONE: 0, Checkpointing.SELECTIVE: 2, Checkpointing.FULL:
 """Number of these that I repeats: selective checkpointing keeps the scattered results."""
 
 
-def read(arguments: Sequence[str], gpus: int) -> Workload:
-    """The workload of a TorchTitan job, from its command line. `Workload.on` returns it for other degrees.
-
-        job = ["--module", "titan_integration.llama3", "--config", "llama3_70b"]
-        workload = zbpipe.frameworks.titan.workload.read(job, gpus=64)
-        zbpipe.estimate(workload, "MI300X")
-
-    Args:
-        arguments: TorchTitan's arguments, without zbpipe's. For 0.2, for example ["--job.config_file", "job.toml"].
-        gpus: GPUs of the whole job. FSDP uses those that the other degrees leave.
-
-    Raises:
-        ImportError: TorchTitan is not installed, or a version that zbpipe does not know.
-        ValueError: TorchTitan or zbpipe refuses the job: an unknown module or config, GPUs that are not a multiple of
-        the degrees, a checkpointing that the compiler chooses.
-    """
-    found = parse(arguments, allow_float8=True)
-    name = " ".join(value for flag, value in pairwise(arguments) if flag in _NAMING)
-    return read_config(found, degrees_of(found, gpus), name)
-
-
-_NAMING = ("--module", "--config", "--job.config_file", "--model.name", "--model.flavor")
-"""TorchTitan's arguments that name a job."""
-
-
-def parse(arguments: Sequence[str], *, allow_float8: bool = False) -> Any:
-    """TorchTitan's config of a command line, whose module may be in the current folder. See `read` for its errors.
-
-    `allow_float8`: also on a machine whose device has no float8.
-    """
-    import_from_here()
-    find_installed()
-    if cpu.is_needed():
-        cpu.stand_in()  # TorchTitan asks for a device when it is imported
-    require_names()
-    from zbpipe.frameworks.titan import models
-
-    try:
-        return models.parse_config(command_line.parse(arguments)[1], allow_float8=allow_float8)
-    except ImportError as error:
-        raise ValueError(f"--module: {error}") from None
-
-
-def degrees_of(config: Any, num_gpus: int) -> Degrees:
-    """Parallel degrees of the config. FSDP uses the GPUs that the other degrees leave."""
-    (num_gpus,) = require_whole(1, gpus=num_gpus)
-    parallelism = config.parallelism
-    pipeline, tensor = parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree
-    context, replicas = parallelism.context_parallel_degree, parallelism.data_parallel_replicate_degree
-    each = pipeline * tensor * context * replicas
-    fsdp, rest = divmod(num_gpus, each)
-    if rest or not fsdp:
-        fitting = " or ".join(str(shards * each) for shards in (fsdp, fsdp + 1) if shards)
-        raise ValueError(f"{num_gpus} GPUs are not a multiple of PP x TP x CP x replicas = {each}: use {fitting}")
-    return Degrees(pipeline, tensor, fsdp, replicas, context, parallelism.expert_parallel_degree)
-
-
-def read_config(config: Any, degrees: Degrees, name: str) -> Workload:
-    """The workload of TorchTitan's config on these degrees; see `read`."""
-    from zbpipe.frameworks.titan import models
-
+def workload_of(config: Any, degrees: Degrees, name: str) -> Workload:
+    """The workload of TorchTitan's config on these degrees. `Workload.on` returns it for others."""
     own = _count(config)
 
     @cache
@@ -166,8 +101,6 @@ class _Counted:
 
 
 def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) -> Workload:
-    from zbpipe.frameworks.titan import models
-
     parallelism, tokens, compiled = config.parallelism, _tokens(config), models.compiles_blocks(config)
     _require_shares(config, degrees, counted)
     sizes, (option, size) = models.sizes(config, degrees.shards), batches.batch_option(config)
@@ -330,8 +263,6 @@ def _scale(counted: LayerBytes, whole: LayerBytes, shared: LayerBytes, context: 
 
 def _as_llama(dim: int, products: float, keys_per_query: float) -> Block:
     """A Llama block of the same width, with as many weights per token."""
-    from zbpipe.frameworks.titan import models
-
     keys_and_values = round(2 * dim * keys_per_query)
     hidden = max(products - dim * (2 * dim + keys_and_values), 0) / (3 * dim)
     return Block(dim, dim, keys_and_values, round(hidden), **models.STYLE_OF_BLOCKS)
@@ -388,8 +319,6 @@ def _work(counted: _Counted, tokens: int, compiled: bool, layer: _Layer, found: 
 
 def _count(config: Any) -> _Counted:
     """Count the embedding, each block, and norm with head. Identical blocks are counted once."""
-    from zbpipe.frameworks.titan import models
-
     whole = models.build_on_meta(config)
     model, tokens = whole.module, _tokens(config)
     models.require_decoder(model)
@@ -424,8 +353,6 @@ def _count(config: Any) -> _Counted:
 
 def _first_layer(model: nn.Module, tokens: int) -> _Layer:
     """The embedding, and encoders of images, which run on the first stage. Each token is one patch."""
-    from zbpipe.frameworks.titan import models
-
     encoders = {name: each for name, each in model.named_children() if name not in models.PARTS and _parameters(each)}
     modules = {"tok_embeddings": model.get_submodule("tok_embeddings"), **encoders}
     blocks = [block for each in encoders.values() for block in getattr(each, "layers", nn.ModuleDict()).values()]
