@@ -25,7 +25,7 @@ from zbpipe import OpKind, estimate
 from zbpipe.cli import main
 from zbpipe.schedule.registry import resolve
 from zbpipe.frameworks.titan.command_line import read_workload
-from zbpipe.estimation.ranks import memory_by_rank
+from zbpipe.estimation.estimate import memory_by_rank
 from zbpipe.estimation.workload import Degrees
 
 def bytes_of(layer):

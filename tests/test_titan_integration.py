@@ -33,8 +33,8 @@ from titan_jobs import require_titan
 from zbpipe import cli, estimate, generate
 from zbpipe.costs.transformer import Block
 from zbpipe.estimation import devices
-from zbpipe.estimation.ranks import JobMemory, memory_by_rank
-from zbpipe.estimation.result import Step
+from zbpipe.estimation.estimate import JobMemory, memory_by_rank
+from zbpipe.estimation.rows import Step
 from zbpipe.estimation.workload import Workload
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.options import Options

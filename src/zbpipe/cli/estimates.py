@@ -8,8 +8,8 @@ from typing import Any
 
 from zbpipe.costs.torchs_split import NOTE
 from zbpipe.estimation.devices import GIB, USABLE
-from zbpipe.estimation.ranks import JobMemory
-from zbpipe.estimation.result import DECIDED, Answer, Estimate, Memory, Step, answer
+from zbpipe.estimation.estimate import JobMemory
+from zbpipe.estimation.rows import DECIDED, Answer, Estimate, Memory, Step, answer
 from zbpipe.views.report import longer, table
 from zbpipe.views.style import count_noun, percent
 

@@ -18,7 +18,7 @@ from zbpipe.schedule.garbage import importing
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from zbpipe.estimation.result import Estimate
+    from zbpipe.estimation.rows import Estimate
     from zbpipe.estimation.workload import Workload
 
 _EXISTING = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -98,7 +98,7 @@ def estimate(
     """
     from zbpipe.estimation.devices import find
     from zbpipe.estimation.estimate import estimate as estimated
-    from zbpipe.estimation.search import search as searched
+    from zbpipe.estimation.layouts import search as searched
     from zbpipe.estimation.workload import ASYNC_TENSOR
 
     _require(
@@ -146,7 +146,7 @@ def _require_job(arguments: Sequence[str]) -> None:
 
 def _show_ranks(workload: Workload, arguments: Sequence[str], as_json: bool) -> None:
     from zbpipe.cli.estimates import rank_lines, rank_record
-    from zbpipe.estimation.ranks import memory_by_rank
+    from zbpipe.estimation.estimate import memory_by_rank
     from zbpipe.frameworks.titan.command_line import parse
 
     found = memory_by_rank(workload, MemoryLimit.parse(parse(arguments)[0].memory_limit))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from zbpipe.costs.layers import join_stages, split_of
 from zbpipe.costs.model import CostModel
 from zbpipe.estimation.rates import Rates
-from zbpipe.estimation.result import Memory
+from zbpipe.estimation.rows import Memory
 from zbpipe.estimation.workload import Degrees, Workload
 from zbpipe.schedule.ir import OpKind
 

@@ -35,7 +35,7 @@ from torchtitan.train import Trainer
 
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.frameworks import installation
-from zbpipe.frameworks.proxies import is_placed_by_frameworks
+from zbpipe.frameworks.installation import is_placed_by_frameworks
 from zbpipe.frameworks.titan import batches, cpu, dry_run, layer_split, monitor, steps
 from zbpipe.frameworks.titan.check import check, require_processes
 from zbpipe.frameworks.titan.command_line import asks_for_help
