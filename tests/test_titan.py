@@ -43,6 +43,7 @@ from zbpipe.cli.demo import command, emulated, launch
 from zbpipe.cli.demo.launch import JobOutcome, train_on_cpu
 from zbpipe.costs import JobCosts
 from zbpipe.costs.transformer import Checkpointing
+from zbpipe.frameworks.installation import find_algorithm
 from zbpipe.frameworks.titan import monitor, versions
 from zbpipe.frameworks.titan.check import check
 from zbpipe.frameworks.titan.command_line import parse
@@ -374,7 +375,7 @@ def checked(
         comm=SimpleNamespace(init_timeout_seconds=seconds, mode=mode),
         loss=SimpleNamespace(num_chunks=chunks),
     )
-    check(config, options or Options(**given))
+    check(config, find_algorithm(schedule), options or Options(**given))
 
 
 @needs_03
