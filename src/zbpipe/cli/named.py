@@ -110,18 +110,15 @@ def simulate_all(
     memory_limit: MemoryLimit | None = None,
     *,
     stages_per_rank: int | None = None,
-    searched: bool | None = None,
     **how: Any,
 ) -> Iterator[Timeline]:
     """Timelines of all named schedules whose placement has costs. `how` goes to `zbpipe.simulate`.
-
-    `searched` restricts them to the schedules that need a search, which takes a while, or to all others.
 
     Schedules that adapt to a memory limit use the given one. Schedules that take any number of stages use the given
     one. A schedule that cannot have these sizes, or fails in any other way, is omitted with a line on stderr.
     """
     with progress_line() as show:
-        known = [each for each in schedules().values() if searched in (None, "costs" in each.keywords)]
+        known = schedules().values()
         for number, algorithm in enumerate(known):
             show(f"{number + 1} of {len(known)}: {algorithm.name}")
             stages = stages_per_rank if algorithm.any_stages_per_rank else None
