@@ -14,19 +14,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torchtitan import config as titan_config
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
 from torchtitan.distributed import activation_checkpoint
 from torchtitan.tools import utils as titan_utils
 
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation.workload import ParameterBytes
-from zbpipe.frameworks.titan import batches, cpu
+from zbpipe.frameworks.titan import batches, cpu, versions
+from zbpipe.frameworks.titan.batches import checkpointing_of
 from zbpipe.frameworks.titan.layer_split import Model
 
-HAS_JOB_CONFIG = hasattr(titan_config, "JobConfig")
-"""Whether all settings are in one `JobConfig`, as in 0.2. 0.3 has a `Trainer.Config` with a `ModelSpec`."""
-
+HAS_JOB_CONFIG = versions.has_job_config()
 _NO_CUDA_GRAPHS = "--training.disable_cuda_graphs"
 _SIZES = {"bfloat16": 2, "float32": 4}
 """Bytes per number."""
@@ -198,14 +196,3 @@ def apply_checkpointing(config: Any, model: nn.Module) -> Checkpointing:
 def arguments_of_blocks(model: nn.Module) -> tuple[Any, ...]:
     """Arguments of a block's forward after its input."""
     return (model.freqs_cis, None, None) if HAS_JOB_CONFIG else (None,)
-
-
-def checkpointing_of(config: Any) -> Checkpointing:
-    """Checkpointing in a job's config. A budget or a custom policy counts as selective."""
-    if config is None:
-        return Checkpointing.NONE
-    mode = getattr(config, "mode", None)  # in 0.2; in 0.3 each kind has a class
-    if mode in list(Checkpointing):
-        return Checkpointing(mode)
-    is_full = any(kind.__qualname__ == "FullAC.Config" for kind in type(config).__mro__)
-    return Checkpointing.FULL if is_full else Checkpointing.SELECTIVE

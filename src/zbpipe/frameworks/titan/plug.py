@@ -36,10 +36,10 @@ from torchtitan.train import Trainer
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.frameworks import installation
 from zbpipe.frameworks.installation import is_placed_by_frameworks
-from zbpipe.frameworks.titan import batches, cpu, dry_run, layer_split, monitor, steps
+from zbpipe.frameworks.titan import batches, cpu, dry_run, layer_split, monitor, steps, versions
+from zbpipe.frameworks.titan.batches import checkpointing_of
 from zbpipe.frameworks.titan.check import check, require_processes
 from zbpipe.frameworks.titan.command_line import asks_for_help
-from zbpipe.frameworks.titan.models import HAS_JOB_CONFIG, checkpointing_of
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import autograd, pipelining
 from zbpipe.runtime.attributes import replaced
@@ -51,6 +51,8 @@ from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split.products import GROUPED_MM
 from zbpipe.schedule.ir import Placement
 from zbpipe.schedule.registry import Algorithm
+
+HAS_JOB_CONFIG = versions.has_job_config()
 
 PipeliningFunction = Callable[..., tuple[Any, list[Any], bool, bool]]
 """Cuts a model. Returns the schedule or its runner, the model parts, and whether this rank has the first and the last

@@ -60,6 +60,11 @@ def find_installed() -> Version:
     return titan
 
 
+def has_job_config() -> bool:
+    """Whether all settings are in one `JobConfig`, as in 0.2. 0.3 has a `Trainer.Config` with a `ModelSpec`."""
+    return find_installed() is KNOWN[0]
+
+
 def describe_installed() -> str:
     """The TorchTitan that an import would find, with its version number and its folder."""
     return str(_find())
