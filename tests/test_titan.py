@@ -167,9 +167,8 @@ def test_a_toml_file_that_cuts_the_model_by_hand(titan: Titan, tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_the_demo_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(command, "SCHEDULES", ("ZBV",))
-    ((run,),) = command.run_demo(2, tmp_path, rounds=1).values()
+def test_the_demo_starts(tmp_path: Path) -> None:
+    ((run,),) = command.run_demo(2, tmp_path, ["ZBV"], rounds=1).values()
     log = (tmp_path / "ZBV-0" / "output.log").read_text()
     print(log)
     assert run.error is None

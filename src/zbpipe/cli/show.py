@@ -20,11 +20,11 @@ from zbpipe.cli.base import (
     transport_option,
 )
 from zbpipe.cli.costs import Costs, cost_options, memory_limit_option
-from zbpipe.cli.named import Request, request_options, simulate_all, simulate_one
+from zbpipe.cli.named import Request, request_options, simulate_all
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import require_size
-from zbpipe.schedule.registry import resolve, schedules
+from zbpipe.schedule.registry import schedules
 from zbpipe.simulator.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -33,35 +33,29 @@ if TYPE_CHECKING:
 
 
 @click.command("list", cls=Command)
-@click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks; default: 4, or those of a cost file.")
-@click.option(
-    "-m", "--microbatches", type=COUNT, metavar="M", default=16, show_default=True, help="Microbatches per step."
-)
-@cost_options()
 @json_option
-def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> None:
-    """List all schedules, with those of installed packages, their step times and memory relative to 1F1B.
+def list_(as_json: bool) -> None:
+    """List all schedules, with those of installed packages. `compare` has their step times and memory.
 
     \b
-    Examples:
+    Example:
       zbpipe list
-      zbpipe list --checkpointing full
     """
-    from zbpipe.views import report
+    from zbpipe.views.report import table
 
-    ranks = costs.require_ranks(ranks or (None if costs.ranks(None) else 4))
-    require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
     known = sorted(schedules().values(), key=lambda algorithm: algorithm.name.lower())
-    usual = simulate_one(resolve("1F1B"), ranks, microbatches, costs)
-    step, memory = usual.makespan if usual else None, costs.baseline(ranks, microbatches)
-    timelines = (simulate_one(each, ranks, microbatches, costs) for each in known)
-    listed = (report.list_schedule(*each, step, memory) for each in zip(known, timelines, strict=True))
     if as_json:
-        print_json(list(listed))
+        keys = ("name", "source", "stages_per_rank", "placement", "summary")
+        print_json([{key: getattr(each, key) for key in keys} for each in known])
         return
-    click.echo(f"step and memory relative to 1F1B, with {ranks} ranks and {microbatches} microbatches; {costs.words}\n")
-    for line in report.listing(known, listed):
-        click.echo(line)
+    rows = [
+        (
+            *(each.name, each.source, f"{each.stages_per_rank}{' or any' if each.any_stages_per_rank else ''}"),
+            *(each.placement, each.summary),
+        )
+        for each in known
+    ]
+    click.echo("\n".join(table(("schedule", "from", "stages per rank", "placement", "summary"), rows, left=5)))
 
 
 @click.command(cls=Command)

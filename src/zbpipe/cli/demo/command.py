@@ -54,8 +54,10 @@ def _echo(lines: Iterator[str]) -> None:
         click.echo(line)
 
 
-def run_demo(steps: int, folder: Path, rounds: int = ROUNDS) -> dict[str, list[JobOutcome]]:
-    """Train with `SCHEDULES` alternately, on `RANKS` processes, all from one seed checkpoint; the outcomes by schedule.
+def run_demo(
+    steps: int, folder: Path, names: Sequence[str] = SCHEDULES, rounds: int = ROUNDS
+) -> dict[str, list[JobOutcome]]:
+    """Outcomes of trainings by schedule: alternately, on `RANKS` processes, all from one seed checkpoint.
 
     A schedule that fails is not trained again. DemoError if the installed TorchTitan cannot be used, or the seed
     checkpoint failed.
@@ -69,9 +71,9 @@ def run_demo(steps: int, folder: Path, rounds: int = ROUNDS) -> dict[str, list[J
     seed = train_on_cpu(checkpoint, num_ranks=1, folder=folder / "seed", timeout=_TIMEOUT)
     if seed.error is not None:
         raise DemoError(f"TorchTitan could not make the seed checkpoint: {seed.error}")
-    outcomes: dict[str, list[JobOutcome]] = {schedule: [] for schedule in SCHEDULES}
+    outcomes: dict[str, list[JobOutcome]] = {schedule: [] for schedule in names}
     for number in range(rounds):
-        for schedule in SCHEDULES if number % 2 == 0 else SCHEDULES[::-1]:
+        for schedule in names if number % 2 == 0 else names[::-1]:
             if _error(outcomes[schedule]) is not None:
                 continue
             click.echo(f"{schedule}, round {number + 1} ...", nl=False)

@@ -1,4 +1,4 @@
-"""A step's sizes in TorchTitan's config, which counts sequences, or tokens since it folded the batch; its checkpointing.
+"""Sizes of a step in TorchTitan's config, which counts sequences, or tokens since it folded the batch; checkpointing.
 
 If it counts tokens, a microbatch is one row of tokens, with as many sequences as fit. Imports no torchtitan.
 """
