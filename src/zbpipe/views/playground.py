@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from zbpipe.costs.baseline import memory_of_1f1b
 from zbpipe.costs.model import MOST, ROUNDING, CostModel, is_amount
-from zbpipe.costs.transformer import LLAMA_3_8B, Block, Checkpointing, typical_costs, typical_times
+from zbpipe.costs.transformer import LLAMA_3_8B, Checkpointing, typical_costs, typical_times
 from zbpipe.planner.plan import plan
 from zbpipe.schedule.ir import Placement
 from zbpipe.schedule.registry import schedules
@@ -27,16 +27,6 @@ _MOST_CELLS = 2**13
 _NAMES = ("ranks", "microbatches", "stages", "f", "i", "w", "comm", "checkpointing", "limit")
 PLAN_BUDGET = 2e6
 """Number of ops that a search may time: about a second."""
-
-# Sizes of Llama 3 (arXiv 2407.21783, the table of its models), and times of the four models of Zero Bubble Pipeline
-# Parallelism (arXiv 2401.10241, the table of profiled times): T_I and T_W by T_F, without checkpointing.
-_LLAMAS = {
-    "Llama 3 8B": (8, 32, Block(4096, 4096, 2048, 14336)),
-    "Llama 3 70B": (16, 64, Block(8192, 8192, 2048, 28672)),
-    "Llama 3 405B": (32, 128, Block(16384, 16384, 2048, 53248)),
-}
-_GPTS = {"1.5B": (8, 24, 0.50), "6.2B": (8, 32, 0.67), "14.6B": (16, 48, 0.72), "28.3B": (32, 96, 0.74)}
-_GPT_I = 0.98
 
 
 @dataclass(frozen=True)
@@ -170,26 +160,12 @@ def _answer(timeline: Timeline, setting: Setting, title: str, command: str) -> d
 
 
 def presets() -> dict[str, Setting]:
-    """Real models by name, and equal times."""
-    llamas = {
-        f"{name}, selective checkpointing": Setting(
-            ranks, microbatches, 2, _times(Checkpointing.SELECTIVE, block), 0.02, Checkpointing.SELECTIVE, None
-        )
-        for name, (ranks, microbatches, block) in _LLAMAS.items()
-    }
-    gpts = {
-        f"GPT {name} on A100, no checkpointing": Setting(
-            ranks, microbatches, 2, (1.0, _GPT_I, w), 0.02, Checkpointing.NONE, None
-        )
-        for name, (ranks, microbatches, w) in _GPTS.items()
-    }
-    equal = Setting(4, 8, 2, (1.0, 1.0, 1.0), 0.0, Checkpointing.NONE, None)
-    return {"equal times, as in the papers": equal} | llamas | gpts
-
-
-def _times(checkpointing: Checkpointing, block: Block) -> tuple[float, float, float]:
-    f, i, w = typical_times(checkpointing, block)
-    return f, round(i, 3), w
+    """Equal times, and those of a transformer, by name."""
+    found = {"equal times, as in the papers": Setting(4, 8, 2, (1.0, 1.0, 1.0), 0.0, Checkpointing.NONE, None)}
+    for how in (Checkpointing.SELECTIVE, Checkpointing.NONE, Checkpointing.FULL):
+        f, i, w = typical_times(how)
+        found[f"typical transformer, {how} checkpointing"] = Setting(8, 32, 2, (f, round(i, 3), w), 0.02, how, None)
+    return found
 
 
 ADDRESS = "127.0.0.1"

@@ -57,8 +57,6 @@ class _Layer:
     """Key-value heads per query head."""
     experts_per_token: int = 0
     """Number of routed experts that compute each token."""
-    encoder: tuple[tuple[int, float], ...] = ()
-    """Width and products of each block of the encoders (of images) that run before the embedding."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +155,8 @@ def _words(counted: _Counted, degrees: Degrees) -> str:
     words = "bytes counted on meta tensors" + (", shared by TP as in Llama" if degrees.tensor > 1 else "")
     if not counted.on_meta:
         words = "bytes of Llama blocks of the same width and weights in use, because these blocks read values"
-    if counted.embedding.encoder:
-        words += f"; {', '.join(counted.embedding.modules[1:])} from the weights, with one patch per token"
+    if encoders := counted.embedding.modules[1:]:
+        words += f"; {', '.join(encoders)} from the weights, with one patch per token and without activations"
     return f"{how_much}; {words}"
 
 
@@ -177,24 +175,20 @@ class _OnOneGpu:
         return [self._embedding(), *map(self._block, self.counted.blocks), head]
 
     def _embedding(self) -> LayerBytes:
-        """Bytes of the embedding and of encoders. The embedding's output counts for the first block. I computes its
-        whole gradient, which cannot be deferred."""
+        """Bytes of the embedding, whose output counts for the first block. I computes its whole gradient, which cannot
+        be deferred."""
         gradient = self._gradient(self.counted.embedding)
-        encoder = [
-            self._llama(_as_llama(width, products, keys_per_query=1), Checkpointing.NONE, 1)
-            for width, products in self.counted.embedding.encoder
-        ]
-        kept, waits = sum(each.activations for each in encoder), sum(each.waits for each in encoder)
-        return LayerBytes(kept, waits, {OpKind.F: self._hidden, OpKind.I: gradient, OpKind.B: gradient})
+        return LayerBytes(0, 0, {OpKind.F: self._hidden, OpKind.I: gradient, OpKind.B: gradient})
 
     def _block(self, layer: _Layer) -> LayerBytes:
         """The counted bytes, sharded over tensor parallelism like a Llama block of that width. Without counts, that
         block's bytes."""
         alike = _as_llama(self.counted.dim, layer.products, layer.heads_share)
-        whole, shared = (self._llama(alike, self.counted.checkpointing, each) for each in (1, self.tensor))
+        whole, shared = (self._llama(alike, each) for each in (1, self.tensor))
         return shared if layer.bytes is None else _scale(layer.bytes, whole, shared, self.context)
 
-    def _llama(self, block: Block, how: Checkpointing, tensor: int) -> LayerBytes:
+    def _llama(self, block: Block, tensor: int) -> LayerBytes:
+        how = self.counted.checkpointing
         size = self.sizes.computed * self.tokens
         working = {kind: int(size * max(block.working(how, kind, tensor), 0)) for kind in COMPUTATIONS}
         return LayerBytes(int(size * block.kept_by_f(how, tensor)), int(size * block.kept_by_i(tensor)), working)
@@ -355,18 +349,11 @@ def _first_layer(model: nn.Module, tokens: int) -> _Layer:
     """The embedding, and encoders of images, which run on the first stage. Each token is one patch."""
     encoders = {name: each for name, each in model.named_children() if name not in models.PARTS and _parameters(each)}
     modules = {"tok_embeddings": model.get_submodule("tok_embeddings"), **encoders}
-    blocks = [block for each in encoders.values() for block in getattr(each, "layers", nn.ModuleDict()).values()]
     return _Layer(
         tuple(modules),
         _by_products(sum(map(layer_work.products, modules.values())), tokens, Checkpointing.NONE),
         sum(map(_parameters, modules.values())),
-        encoder=tuple((_width(block), layer_work.products(block)) for block in blocks),
     )
-
-
-def _width(block: nn.Module) -> int:
-    """Width of a block's input."""
-    return next(each.shape[-1] for each in block.parameters() if each.dim() > 1)
 
 
 def _on_meta(block: nn.Module, x: torch.Tensor, *args: Any) -> tuple[Operations, LayerBytes] | None:

@@ -10,7 +10,9 @@ import os
 import platform
 from collections.abc import Callable
 from copy import copy
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,8 +72,6 @@ def adapt(config: Any) -> None:
     """Change the `Trainer.Config` of a job in place, so that the CPU can run it."""
     config.training.disable_cuda_graphs = True
     if config.model_spec is not None:
-        from zbpipe.frameworks.titan.causal_attention import use_causal_attention  # of 0.3 and later
-
         use_causal_attention(config.model_spec, batches.length(config.training))
         config.model_spec = replace(config.model_spec, parallelize_fn=make_summing(config.model_spec.parallelize_fn))
 
@@ -101,3 +101,43 @@ def ask_for_causal_attention(args: Any) -> Any:
     changed = copy(args)
     changed.attn_type, changed.attn_mask_type = "sdpa", "causal"
     return changed
+
+
+@cache
+def _in_row() -> Any:
+    """TorchTitan's causal attention, for tokens in one row with a new sequence every `length` tokens."""
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    class CausalAttentionInRow(ScaledDotProductAttention):  # type: ignore[misc]
+        @dataclass(kw_only=True, slots=True)
+        class Config(ScaledDotProductAttention.Config):  # type: ignore[misc]
+            length: int = 0
+            """Tokens per sequence, as in the job's config."""
+
+        def __init__(self, config: Config) -> None:
+            super().__init__(config)
+            self.length = config.length
+
+        # TorchTitan shards the arguments by these names.
+        def forward(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, **keywords: Any) -> Any:  # noqa: N803
+            tokens = q_TNH.shape[0]
+            length = tokens if tokens % self.length else self.length
+            sequences = [each.reshape(-1, length, *each.shape[1:]) for each in (q_TNH, k_TNH, v_TNH)]
+            return super().forward(*sequences, **keywords).flatten(0, 1)
+
+    return CausalAttentionInRow
+
+
+def use_causal_attention(model_spec: Any, length: int) -> None:
+    """Change a `ModelSpec` of 0.3 and later, with sequences of `length` tokens, to attention of the CPU and meta tensors."""
+    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
+
+    ScaledDotProductAttention.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    in_row = "q_TNH" in signature(FlexAttention.forward).parameters
+    for masked in (FlexAttention.Config, VarlenAttention.Config):
+        for _, _, owner, attribute in list(model_spec.traverse(masked)):
+            causal = _in_row().Config(length=length) if in_row else ScaledDotProductAttention.Config()
+            if isinstance(owner, list):
+                owner[attribute] = causal
+            else:
+                setattr(owner, attribute, causal)

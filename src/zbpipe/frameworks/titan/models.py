@@ -101,9 +101,7 @@ def build_on_meta(config: Any) -> Model:
     dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     if not HAS_JOB_CONFIG:
         model_config = config.model_spec.model
-        from zbpipe.frameworks.titan.causal_attention import use_causal_attention  # of 0.3 and later
-
-        use_causal_attention(config.model_spec, batches.length(config.training))
+        cpu.use_causal_attention(config.model_spec, batches.length(config.training))
         with _refusals():
             model_config.update_from_config(config=config)
         with torch.device("meta"), titan_utils.set_default_dtype(dtype):
