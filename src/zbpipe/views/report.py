@@ -60,11 +60,11 @@ def report(timeline: Timeline, baseline: float | None = None) -> str:
         (f"rank {rank}", number(busy), *(number(round(time, 9)) for time in idle), memory(peak))
         for rank, (busy, idle, peak) in enumerate(zip(timeline.busy, timeline.idle, peaks, strict=True))
     ]
-    beside_1f1b = f", {compared.memory} of 1F1B's worst rank ({memory(baseline)})" if baseline else ""
+    to_1f1b = f", {compared.memory} of 1F1B's worst rank ({memory(baseline)})" if baseline else ""
     return "\n".join(
         [
             summary(timeline),
-            f"memory: the worst rank holds {memory(max(peaks))}{beside_1f1b}",
+            f"memory: the worst rank holds {memory(max(peaks))}{to_1f1b}",
             f"lower bound of the makespan {number(timeline.lower_bound)}, gap {percent(compared.gap)};"
             f" period with zbpipe.OptimizerStep {number(compared.figures['period'])}",
             *tell_fsdp(timeline),

@@ -129,7 +129,7 @@ def _in_row() -> Any:
 
 
 def use_causal_attention(model_spec: Any, length: int) -> None:
-    """Change a `ModelSpec` of 0.3 and later, with sequences of `length` tokens, to attention of the CPU and meta tensors."""
+    """Change a `ModelSpec` of 0.3 and later, with sequences of `length` tokens, to attention that runs on the CPU."""
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
 
     ScaledDotProductAttention.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]

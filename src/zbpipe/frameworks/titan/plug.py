@@ -434,9 +434,9 @@ def rank_with_loss(parallel_dims: Any, pp_schedule: str) -> int:
     if not parallel_dims.pp_enabled:
         return 0
     algorithm = installation.find_algorithm(pp_schedule)
-    place = parallel_dims.pp - 1 if algorithm is None else algorithm.place(parallel_dims.pp).rank_of[-1]
+    pipeline_rank = parallel_dims.pp - 1 if algorithm is None else algorithm.place(parallel_dims.pp).rank_of[-1]
     # The pipeline is the outermost dimension of TorchTitan's mesh.
-    return int(parallel_dims.world_size // parallel_dims.pp * place)
+    return int(parallel_dims.world_size // parallel_dims.pp * pipeline_rank)
 
 
 def _report_loss_where_it_is() -> None:
