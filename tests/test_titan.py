@@ -381,7 +381,7 @@ def checked(
 def test_the_checkpointing_of_a_config() -> None:
     from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
-    from zbpipe.frameworks.titan.plug import checkpointing_of
+    from zbpipe.frameworks.titan.batches import checkpointing_of
 
     configs = None, SelectiveAC.Config(), FullAC.Config()
     assert list(map(checkpointing_of, configs)) == [Checkpointing.NONE, Checkpointing.SELECTIVE, Checkpointing.FULL]
