@@ -19,6 +19,7 @@ from rich.style import Style
 from rich.text import Text
 
 from zbpipe import generate, plan
+from zbpipe.costs.memory_limit import LEEWAY
 from zbpipe.costs.model import CostModel
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OFFLOADS, RELOADS, Op, OpKind, Schedule
@@ -28,6 +29,7 @@ from zbpipe.views import style
 from zbpipe.views.grid import IDLE, grid
 from zbpipe.views.html import html
 from zbpipe.views.perfetto import perfetto, write_perfetto
+from zbpipe.views.report import ComparedSchedule
 from zbpipe.views.svg import svg
 
 pytestmark = pytest.mark.usefixtures("short_search")
@@ -430,6 +432,18 @@ def test_a_trace_whose_name_ends_in_gz_is_gzipped(tmp_path: Path) -> None:
 
 
 # Words and numbers
+
+
+def test_a_schedule_is_recommended_within_its_limits_or_slightly_above_the_memory_of_1f1b() -> None:
+    shown = timeline("1F1B", 2, 4)
+    peak = max(shown.peak_memory)
+
+    def is_within(share: float | None, limits: tuple[float, ...] | None = None, runs: bool = True) -> bool:
+        return replace(ComparedSchedule.of(shown, limits, share and peak / share), runs=runs).is_within
+
+    assert [is_within(share) for share in (0.5, LEEWAY, LEEWAY + 1e-6, None)] == [True, True, False, False]
+    assert [is_within(9.0, (limit, peak)) for limit in (peak, peak - 1e-6)] == [True, False]
+    assert not is_within(0.5, runs=False)
 
 
 @given(st.floats(1e-6, 1e6), st.integers(1, 50))

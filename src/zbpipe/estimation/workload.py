@@ -134,7 +134,7 @@ class LayerWork:
 class Workload:
     """Work of a job in one step, and its degrees.
 
-    `zbpipe.frameworks.titan.workload.read_config` reads it from a TorchTitan config, `load_layers` from a file.
+    `zbpipe.frameworks.titan.counting.workload_of` reads it from a TorchTitan config, `load_layers` from a file.
     """
 
     name: str
