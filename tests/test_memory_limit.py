@@ -22,7 +22,7 @@ from zbpipe.costs import JobCosts, Link, dump_costs
 from zbpipe.costs.baseline import memory_of_1f1b
 from zbpipe.costs.memory_limit import SPELLINGS, MemoryLimit
 from zbpipe.costs.transformer import typical_costs
-from zbpipe.runtime.options import Options
+from zbpipe.frameworks.options import Options
 from zbpipe.schedule.ir import OpKind
 from zbpipe.simulator import offload
 from zbpipe.testing import cost_models

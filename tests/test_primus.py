@@ -19,8 +19,8 @@ from typing import Any, get_type_hints
 import pytest
 
 from zbpipe import titan
+from zbpipe.frameworks.options import Options
 from zbpipe.frameworks.titan import check
-from zbpipe.runtime.options import Options
 
 yaml = pytest.importorskip("yaml")
 STAND_IN = Path(__file__).parent / "primus_stand_in"

@@ -27,9 +27,9 @@ from zbpipe.costs import JobCosts, dump_costs
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.costs.transport import Receives
-from zbpipe.runtime import auto
+from zbpipe.runtime import adaptive
 from zbpipe.runtime._torch import pipelining
-from zbpipe.runtime.auto import find_memory_limits
+from zbpipe.runtime.adaptive import find_memory_limits
 from zbpipe.runtime.measure import host
 from zbpipe.runtime.measure.profiler import find_overhead, measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
@@ -470,7 +470,7 @@ def assert_trace(name: str, data: Any) -> None:
 
 def agreed() -> tuple[Any, ...]:
     """With plans that are tried whatever they gain: so small a job has none that is shorter than ZBVLean."""
-    setattr(auto, "_WORTH_IT", 2.0)  # noqa: B010
+    setattr(adaptive, "_WORTH_IT", 2.0)  # noqa: B010
     job = sleepy_job("Auto", profile_steps=1, budget=1e5)
     names = [job.schedule.schedule.name]
     for _ in range(6):
@@ -522,7 +522,7 @@ def with_activations(naps: int) -> nn.Module:
 
 def offloading() -> tuple[bool, bool, bool, int]:
     """Whether there are copies before `Auto` has measured, in both schedules that take turns, and what they copied."""
-    setattr(auto, "_WORTH_IT", 2.0)  # noqa: B010
+    setattr(adaptive, "_WORTH_IT", 2.0)  # noqa: B010
     job = sleepy_job("Auto", model=with_activations, profile_steps=1, budget=1e5, offload="all")
     seen = {job.schedule.schedule.name: job.schedule.schedule.has_copies}
     for _ in range(6):

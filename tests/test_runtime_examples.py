@@ -13,7 +13,7 @@ import pytest
 import zbpipe
 import zbpipe.titan
 from zbpipe.frameworks.installation import uninstall
-from zbpipe.runtime.auto import AutoSchedule
+from zbpipe.runtime.adaptive import AutoSchedule
 from zbpipe.runtime.verify import GradientReport
 
 PUBLIC = [

@@ -27,7 +27,7 @@ BUDGETS = {
     "src/zbpipe/cli": 2100,
     "src/zbpipe/costs": 960,
     "src/zbpipe/estimation": 1070,
-    "src/zbpipe/frameworks": 2550,
+    "src/zbpipe/frameworks": 2885,
     "src/zbpipe/planner": 1760,
     "src/zbpipe/runtime": 8680,
     "src/zbpipe/schedule": 730,

@@ -36,8 +36,8 @@ from zbpipe.estimation import devices
 from zbpipe.estimation.ranks import JobMemory, memory_by_rank
 from zbpipe.estimation.result import Step
 from zbpipe.estimation.workload import Workload
+from zbpipe.frameworks.options import Options
 from zbpipe.runtime._torch import hooks, pipelining
-from zbpipe.runtime.options import Options
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.actions import parse, validate_lowered
 from zbpipe.simulator.validation import validate

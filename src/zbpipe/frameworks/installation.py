@@ -10,10 +10,10 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
-from zbpipe.frameworks import automodel
+from zbpipe.frameworks import automodel, job_schedule
+from zbpipe.frameworks.options import Options, list_options
 from zbpipe.frameworks.proxies import proxy_of
-from zbpipe.runtime import arguments, job
-from zbpipe.runtime.options import Options, list_options
+from zbpipe.runtime import arguments
 from zbpipe.schedule import registry
 from zbpipe.schedule.registry import Algorithm
 
@@ -52,7 +52,7 @@ class _Installation:
         else:
             automodel.adapt(algorithm)
         if algorithm.name not in self._proxies:
-            job.require_sense(algorithm, self._options, str)
+            job_schedule.require_sense(algorithm, self._options, str)
             self._proxies[algorithm.name] = proxy_of(algorithm, self._options)
         return self._proxies[algorithm.name]
 
@@ -121,7 +121,7 @@ def install_with(
     if everywhere and schedule is None:
         raise ValueError("everywhere=True needs a schedule: install('ZBV', everywhere=True)")
     if schedule is not None:
-        job.require_sense(registry.resolve(schedule), options, str)
+        job_schedule.require_sense(registry.resolve(schedule), options, str)
     uninstall()
     _installed = _Installation(schedule, everywhere, options, torchs_too)
     found = _replace(_installed.torchs, _installed.replacement)

@@ -17,9 +17,10 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from zbpipe.runtime import checks, job
+from zbpipe.frameworks import job_schedule
+from zbpipe.frameworks.options import Options
+from zbpipe.runtime import checks
 from zbpipe.runtime._torch import pipelining
-from zbpipe.runtime.options import Options
 from zbpipe.schedule.ir import Placement
 from zbpipe.schedule.registry import Algorithm
 
@@ -37,9 +38,9 @@ class Proxy(ABCMeta):
         given = dict(zip(names, args, strict=False)) | kwargs
         stages = checks.sort_stages(given.pop(names[0], ()), cls.algorithm.name)
         n_microbatches, loss_fn = given.pop("n_microbatches", None), given.pop("loss_fn", None)
-        job.require_size(cls.algorithm, cls.options, stages[0].group_size, n_microbatches, None, str)
-        built = job.build(cls.algorithm, stages, n_microbatches, loss_fn, cls.options, **given)
-        job.attach(built, cls.options)
+        job_schedule.require_size(cls.algorithm, cls.options, stages[0].group_size, n_microbatches, None, str)
+        built = job_schedule.build(cls.algorithm, stages, n_microbatches, loss_fn, cls.options, **given)
+        job_schedule.attach(built, cls.options)
         return built
 
     def __eq__(cls, other: object) -> bool:

@@ -1,4 +1,4 @@
-"""Streams, events, copies to the host and memory of a job's device.
+"""Streams, events, copies to the host, memory and random states of a job's device.
 
 CUDA, ROCm and XPU share one implementation, by torch's interface for all accelerators. On the CPU all work is over when
 the call returns.
@@ -6,6 +6,8 @@ the call returns.
 
 from __future__ import annotations
 
+import random
+import sys
 from ctypes import memmove, string_at
 from functools import cache
 from typing import Any, Protocol, cast
@@ -149,3 +151,21 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 def find_device(device: torch.device) -> Accelerator:
     """The streams and memory of this device."""
     return Cpu(device) if device.type == "cpu" else Accelerator(device)
+
+
+class RandomState:
+    """The present random states: torch's on the CPU and on the job's device, Python's and numpy's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._numpy = find_device(device), getattr(sys.modules.get("numpy"), "random", None)
+        self._states = torch.get_rng_state(), self._device.random_state(), random.getstate()
+        self._of_numpy = self._numpy and self._numpy.get_state()
+
+    def restore(self) -> None:
+        """Make these the present random states again."""
+        cpu, device, python = self._states
+        torch.set_rng_state(cpu)
+        self._device.set_random_state(device)
+        random.setstate(python)
+        if self._numpy is not None:
+            self._numpy.set_state(self._of_numpy)

@@ -17,14 +17,14 @@ from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.planner.result import Plan
-from zbpipe.runtime import arguments, checks, tied_weights
+from zbpipe.runtime import arguments, checks
 from zbpipe.runtime._torch import fsdp, fsdp_overlap, hooks, pipelining, running_ahead
 from zbpipe.runtime._torch.fsdp_overlap import FsdpMode
+from zbpipe.runtime.device import RandomState
 from zbpipe.runtime.lowering import Lowering, find_usual_transport
-from zbpipe.runtime.offload.beside import Copies
 from zbpipe.runtime.offload.copiers import make_copier
-from zbpipe.runtime.optimizer.backup import RandomState
-from zbpipe.runtime.ranks import agreement
+from zbpipe.runtime.offload.copies import Copies
+from zbpipe.runtime.ranks import agreement, tied_weights
 from zbpipe.runtime.ranks.step_board import StepBoard
 from zbpipe.runtime.ranks.step_failures import StepFailures
 from zbpipe.runtime.ranks.step_sizes import StepSizes

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zbpipe.runtime._torch import autograd, compiler, fsdp, hooks, pipelining
-from zbpipe.runtime.optimizer.backup import ModuleState
+from zbpipe.runtime._torch.module_state import ModuleState
 
 logger = logging.getLogger(__name__)
 

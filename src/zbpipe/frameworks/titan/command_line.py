@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from zbpipe.runtime.options import Options, add_arguments, from_arguments
+from zbpipe.frameworks.options import Options, add_arguments, from_arguments
 
 _PREFIX = "--zbpipe."
 

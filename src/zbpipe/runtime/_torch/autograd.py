@@ -281,12 +281,6 @@ def has_hooks_after_accumulation(weight: Tensor) -> bool:
     return bool(weight._post_accumulate_grad_hooks)
 
 
-def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Context in which autograd does not notice writes to `tensors`. The caller restores their values."""
-    counted = tuple(each for each in tensors if not each.is_inference())
-    return torch.autograd.grad_mode._unsafe_preserve_version_counter(counted)
-
-
 PASS_ON = {
     "AliasBackward0",
     "PermuteBackward0",

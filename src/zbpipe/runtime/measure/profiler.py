@@ -18,7 +18,6 @@ from zbpipe.costs.job import JobCosts
 from zbpipe.costs.model import CostModel, Link
 from zbpipe.runtime import arguments
 from zbpipe.runtime._torch import hooks, pipelining
-from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.lowering import find_messages
 from zbpipe.runtime.measure.collectives import Collectives, measure_collectives
 from zbpipe.runtime.measure.host import measure_host
@@ -136,6 +135,11 @@ class Profiler:
         dist.all_gather_object(tables, table, group=self._group)
         transport, _ = find_messages(self._schedule)
         return replace(combine(tables, find_placement(stages[0])), transport=transport)
+
+
+def log_visibly(logger: logging.Logger, words: str, *values: object) -> None:
+    """Log a message as information, or as a warning if the job does not show information, Python's default."""
+    logger.log(logging.INFO if logger.isEnabledFor(logging.INFO) else logging.WARNING, words, *values)
 
 
 def find_placement(stage: pipelining.Stage) -> Placement:

@@ -21,8 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zbpipe.runtime._torch import pipelining
-from zbpipe.runtime.logs import group_ranks, name_ranks
-from zbpipe.runtime.ranks.agreement import is_alone, make_key
+from zbpipe.runtime.ranks.agreement import group_ranks, is_alone, make_key, name_ranks
 from zbpipe.runtime.ranks.failures import Failure, PipelineError, RefusedStepError
 
 _LOOK = timedelta(seconds=1)

@@ -24,8 +24,8 @@ from torch import Tensor
 from zbpipe.runtime import arguments
 from zbpipe.runtime._torch import autograd, fsdp, hooks, pipelining
 from zbpipe.runtime._torch.fsdp_overlap import without_overlap
+from zbpipe.runtime._torch.module_state import ModuleState
 from zbpipe.runtime.measure.recording import Wanted, Watcher, watch
-from zbpipe.runtime.optimizer.backup import ModuleState
 from zbpipe.runtime.ranks.failures import share_with_other_ranks
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split.stage import find_product_dtypes, find_weight_work, tries_out

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zbpipe.runtime._torch import autograd, compiled_backward, fsdp, pipelining
+from zbpipe.runtime._torch.module_state import ModuleState, keep_versions
 from zbpipe.runtime.attributes import replaced
-from zbpipe.runtime.optimizer.backup import ModuleState
 from zbpipe.runtime.split.layers import deferrals
 
 _HIDDEN_STATE = (
@@ -91,7 +91,7 @@ class Microbatch:
         module = self.stage.submod
         now = ModuleState(module, pipelining.device_of(self.stage), self.state)
         written = (*now.tensors, *self.state.tensors)
-        with torch.no_grad(), autograd.keep_versions(written), fsdp.without_gradients(module):
+        with torch.no_grad(), keep_versions(written), fsdp.without_gradients(module):
             self.state.restore()
             try:
                 with torch.enable_grad():
