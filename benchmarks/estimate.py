@@ -96,7 +96,7 @@ def _metered(found: dict[str, float]) -> Any:
     """A watcher of the first steps, which counts bytes in the last of them."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from zbpipe.runtime._torch import autograd
+    from zbpipe.runtime.measure.allocated import list_allocations
     from zbpipe.runtime.measure.recording import Wanted, Watcher
 
     class Metered(Watcher):
@@ -117,7 +117,7 @@ def _metered(found: dict[str, float]) -> Any:
                 record_function("all of it"),
             ):
                 yield
-            ((_, changes),) = autograd.list_allocations(seen, "all of it")
+            ((_, changes),) = list_allocations(seen, "all of it")
             found["bytes"] = float(before + max(accumulate(changes, initial=0)))
 
     return Metered()

@@ -36,8 +36,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
-from zbpipe.runtime._torch import compiled_backward
-from zbpipe.runtime.split import layers
+from zbpipe.runtime.split import compiled_backward, layers
 from zbpipe.runtime.split.products import LINEAR, PendingGradient
 from zbpipe.runtime.verify import GradientReport
 from zbpipe.runtime.verify.gradient_report import GradientMismatchError

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -84,7 +85,22 @@ class HostCounter:
     def found(self) -> Mapping[Op, Bytes]:
         assert self._seen is not None, "there was a step"
         result: dict[Op, Bytes] = {}
-        for name, changes in autograd.list_allocations(self._seen, _MARK):
+        for name, changes in list_allocations(self._seen, _MARK):
             op, held = self._ops[name], list(accumulate(changes, initial=0))
             result[op] = result.get(op, Bytes()).then(Bytes(held[-1], max(held)))
         return result
+
+
+def list_allocations(seen: profile, mark: str) -> list[tuple[str, list[int]]]:
+    """Names of `record_function` that begin with `mark`, in order, each with the bytes that it allocated."""
+    # Freed bytes are negative.
+    found = seen.profiler.kineto_results.events() if seen.profiler and seen.profiler.kineto_results else []
+    events: list[Any] = sorted(found, key=lambda event: event.start_ns())
+    memory = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    times = [time for time, _ in memory]
+    result = []
+    for event in events:
+        if event.name().startswith(mark):
+            within = slice(bisect_left(times, event.start_ns()), bisect_right(times, event.end_ns()))
+            result.append((event.name(), [size for _, size in memory[within]]))
+    return result

@@ -12,7 +12,7 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from zbpipe.runtime._torch import autograd, hooks, pipelining
+from zbpipe.runtime._torch import hooks, pipelining, tensor_data
 from zbpipe.runtime.offload.copiers import Copier, HostCopy
 from zbpipe.runtime.split.stage import find_pending
 from zbpipe.schedule.ir import COMPUTATIONS, OFFLOADS, Op, OpKind, Schedule, reload_before
@@ -164,14 +164,14 @@ def find_unshared(tensors: Sequence[Tensor], smallest: int) -> list[torch.Untype
     own: dict[int, dict[int, Tensor]] = defaultdict(dict)
     """Tensors in each storage, by identity."""
     for tensor in tensors:
-        for each in autograd.list_holders(tensor):
-            place, *_ = autograd.find_memory(each)
+        for each in tensor_data.list_holders(tensor):
+            place, *_ = tensor_data.find_memory(each)
             if place is not None:
                 own[place][id(each)] = each
     found = []
     for place, here in own.items():
         storage = next(iter(here.values())).untyped_storage()
-        is_alone = autograd.count_holders(place) == len(here)
+        is_alone = tensor_data.count_holders(place) == len(here)
         if is_alone and storage.resizable() and storage.nbytes() >= max(smallest, 1):
             found.append(storage)
     return found

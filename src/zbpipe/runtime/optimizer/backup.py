@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from zbpipe.runtime._torch import autograd
+from zbpipe.runtime._torch import autograd, tensor_data
 from zbpipe.runtime.device import RandomState
 
 
@@ -71,13 +71,13 @@ class Backup:
 
     def note_result(self) -> None:
         """Note parameters and settings after the step, to detect what the job changes later."""
-        self._versions = [autograd.version_of(each.tensor) for each in self._parameters]
+        self._versions = [tensor_data.version_of(each.tensor) for each in self._parameters]
         self._results = [[deepcopy(_settings_of(group)) for group in each.param_groups] for each in self._optimizers]
 
     def require_unchanged(self) -> None:
         """Refuse changes of parameters and gradients since the step: `restore` would undo them."""
         for copy, version in zip(self._parameters, self._versions, strict=True):
-            if copy.tensor.grad is not None or autograd.version_of(copy.tensor) != version:
+            if copy.tensor.grad is not None or tensor_data.version_of(copy.tensor) != version:
                 raise ValueError(
                     f"a parameter of shape {tuple(copy.tensor.shape)}, or its gradient, has changed before its last"
                     " optimizer step was validated, and a repeated step would undo that: call the finish() of"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from zbpipe.costs.job import ENOUGH
 from zbpipe.runtime._torch import autograd, compiler, fsdp, pipelining
 from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.delaying import delay_in_i_alone, delaying, forget
 from zbpipe.runtime.split.last_w import accumulate, accumulate_and_reduce
 from zbpipe.runtime.split.layers import (
@@ -347,7 +348,7 @@ class _SplitBackward(pipelining.OwnStage):
         _require_unchanged(self, bwd_chunk_id, changes, "between I and W")
         if sums := fsdp.sums_beside_grad(self.submod):
             for gradient in pending:
-                gradient.beside = sums.get(id(autograd.find_leaf(gradient.weight)))
+                gradient.beside = sums.get(id(sources.find_leaf(gradient.weight)))
         if last_backward and self.reduces_early:
             self.is_reducing = True
             accumulate_and_reduce(self.submod, pending)

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zbpipe.runtime._torch import autograd, compiled_backward, fsdp, pipelining
+from zbpipe.runtime._torch import autograd, fsdp, pipelining, tensor_data
 from zbpipe.runtime._torch.module_state import ModuleState, keep_versions
 from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime.split import compiled_backward
 from zbpipe.runtime.split.layers import deferrals
 
 _HIDDEN_STATE = (
@@ -65,7 +66,7 @@ class Microbatch:
         self._args, self._kwargs = autograd.tree_map_only(Tensor, self._copy, (args, kwargs))
         output = call(*args, **kwargs)
         tensors = [each.detach() for each in autograd.tree_leaves(output) if isinstance(each, Tensor)]
-        self._outputs = [(each, autograd.version_of(each)) for each in tensors]
+        self._outputs = [(each, tensor_data.version_of(each)) for each in tensors]
         return output
 
     def _copy(self, tensor: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ class Microbatch:
         """Whether a second forward repeated the outputs of F. Outputs changed since then are not compared."""
         again = [each for each in autograd.tree_leaves(output) if isinstance(each, Tensor)]
         return len(again) == len(self._outputs) and all(
-            autograd.version_of(one) != version or _are_close(one, other)
+            tensor_data.version_of(one) != version or _are_close(one, other)
             for (one, version), other in zip(self._outputs, again, strict=True)
         )
 
