@@ -20,7 +20,7 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils.parametrizations import weight_norm
 
 import zbpipe
-from zbpipe.runtime._torch import fsdp, fsdp_overlap, hooks
+from zbpipe.runtime._torch import fsdp_gradients, fsdp_overlap, hooks
 from zbpipe.runtime.measure.collectives import find_exposed
 from zbpipe.runtime.measure.recording import StepRecord
 from zbpipe.runtime.split.products import PendingGradient
@@ -90,7 +90,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Events:
         events.append(f"product {gradient.layer.label}")  # type: ignore[attr-defined]
 
     def noted_finish(module: nn.Module) -> None:
-        gathers = [group._all_gather_result for group in fsdp.list_groups(module)]
+        gathers = [group._all_gather_result for group in fsdp_gradients.list_groups(module)]
         assert not any(gathers), "a module was gathered for nothing"
         finish(module)
         events.append(f"end {module.label}")
@@ -291,7 +291,7 @@ def test_no_module_stays_gathered_between_two_ops(one_rank: None, events: Events
     def note(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         result = compute()
         assert not any(map(is_gathered, modules)), f"{stage}{kind}{microbatch}"
-        assert not any(group._all_gather_result for part in job.parts for group in fsdp.list_groups(part)), (
+        assert not any(group._all_gather_result for part in job.parts for group in fsdp_gradients.list_groups(part)), (
             "for nothing"
         )
         return result
@@ -304,7 +304,7 @@ def test_no_module_stays_gathered_between_two_ops(one_rank: None, events: Events
 
 
 def is_gathered(layer: Any) -> bool:
-    return any(group.is_unsharded for group in fsdp.groups_of(layer._get_fsdp_state()))
+    return any(group.is_unsharded for group in fsdp_gradients.groups_of(layer._get_fsdp_state()))
 
 
 def test_gradients_are_checked_as_w_leaves_them(one_rank: None, events: Events) -> None:
@@ -382,8 +382,8 @@ def test_no_product_waits_for_a_buffer(one_rank: None, events: Events, table: st
 
     def note(*_: Any) -> None:
         buffers = [each.reduce_scatter_input for state in states for each in state._comm_ctx.reduce_scatter_states]
-        gradients = (each for part in job.parts for each in fsdp.iterate_accumulated(part))
-        left = [each.gradient for each in gradients if not each.name.endswith(fsdp.REDUCED)]
+        gradients = (each for part in job.parts for each in fsdp_gradients.iterate_accumulated(part))
+        left = [each.gradient for each in gradients if not each.name.endswith(fsdp_gradients.REDUCED)]
         held.append((len(buffers), sum(map(Tensor.numel, (*buffers, *left)))))
 
     job.step()

@@ -77,7 +77,6 @@ def test_a_device_behind_the_host_is_seen_as_it_is(one_rank: None, seed: int, mo
     launched = progress.Launched(lambda: own.append(twin.new_event()) or own[-1])
     monkeypatch.setattr(progress, "MOST", 5)
     monkeypatch.setattr(progress, "_launched_on", lambda device: launched)
-    monkeypatch.setattr(recording, "_HostClock", lambda: recording._DeviceClock(CPU))
     monkeypatch.setattr(recording, "find_device", lambda device: twin)
 
     def count_passed() -> int:

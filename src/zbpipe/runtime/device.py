@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+import time
 from ctypes import memmove, string_at
 from functools import cache
 from typing import Any, Protocol, cast
@@ -110,6 +111,19 @@ class _AtOnce:
         pass
 
 
+class _Moment:
+    """An event on the CPU."""
+
+    def record(self) -> None:
+        self.time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: _Moment) -> float:
+        return (end.time - self.time) * 1000
+
+
 class Cpu(Accelerator):
     """The CPU, which stands for an accelerator: copies move between two places in its memory.
 
@@ -122,6 +136,9 @@ class Cpu(Accelerator):
         return _AtOnce()
 
     current_stream = new_stream
+
+    def new_event(self, *, timed: bool = False) -> torch.Event:
+        return cast(torch.Event, _Moment())
 
     def copy_to_host(self, storage: torch.UntypedStorage) -> bytes:
         return string_at(storage.data_ptr(), storage.nbytes())

@@ -18,7 +18,7 @@ from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.planner.result import Plan
 from zbpipe.runtime import arguments, checks
-from zbpipe.runtime._torch import fsdp, fsdp_overlap, hooks, pipelining, running_ahead
+from zbpipe.runtime._torch import fsdp_gradients, fsdp_overlap, hooks, pipelining, running_ahead
 from zbpipe.runtime._torch.fsdp_overlap import FsdpMode
 from zbpipe.runtime.device import RandomState
 from zbpipe.runtime.lowering import Lowering, find_usual_transport
@@ -317,7 +317,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             # A loss or a layer that calls `backward` itself leaves gradients of zeros.
             for stage in hooks.stages_of(self):
                 kept.enter_context(pipelining.keeping_buffers(stage))
-                kept.enter_context(fsdp.without_gradients(stage.submod))
+                kept.enter_context(fsdp_gradients.without_gradients(stage.submod))
                 kept.enter_context(split.infer_without_compiler(stage))
             super().initialize_stages(*args, **kwargs)
         self.sizes.are_set_up = True
@@ -376,9 +376,9 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                     split.require_memory_that_lasts(stages)
                 tied_weights.warn_if_parted(stages, self.placement)
                 self._models_are_checked = True
-            self._board.pass_on_unfreezing(self)
+            self.sizes.pass_on_unfreezing(self)
             run = partial(super().run_microbatches, args, kwargs, targets, *more, **more_by_name)
-            with self._copies.run_beside(self) if self._copies and self.schedule.has_copies else nullcontext():
+            with self._copies.issue_during(self) if self._copies and self.schedule.has_copies else nullcontext():
                 self._run_ahead(run)
 
     def _run_ahead(self, run: Callable[[], None]) -> None:
@@ -386,7 +386,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         stages, last, trains = hooks.stages_of(self), self._optimizer_step, pipelining.trains(self)
         kept: list[Tensor] = []
         if self.scale_grads and trains:  # then the end of the step also divides the gradients of earlier steps
-            kept = fsdp.find_kept_gradients(stage.submod for stage in stages)
+            kept = fsdp_gradients.find_kept_gradients(stage.submod for stage in stages)
         cut = self._cut() if last is not None and last.is_pending and trains else None
         with pipelining.saved_from_scaling(self, kept):
             if last is None or cut is None:

@@ -10,9 +10,10 @@ from weakref import ref
 
 import torch.distributed as dist
 
+from zbpipe.costs.model import Links
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.measure.collectives import Collectives, measure_collectives
-from zbpipe.runtime.measure.profiler import Links, measure_links
+from zbpipe.runtime.measure.links import measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
 from zbpipe.runtime.measure.trace import make_timelines
 from zbpipe.runtime.schedules import RegisteredSchedule

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
-from zbpipe.runtime._torch.fsdp import (
+from zbpipe.runtime._torch.fsdp_gradients import (
     free_all,
     groups_of,
     is_fsdp,

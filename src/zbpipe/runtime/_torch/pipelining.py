@@ -37,7 +37,7 @@ from zbpipe.runtime._torch.buffers import (
     release_receives,
     wait_for_sends,
 )
-from zbpipe.runtime._torch.fsdp import is_fsdp
+from zbpipe.runtime._torch.fsdp_gradients import is_fsdp
 from zbpipe.runtime._torch.hooks import HookOrder, Routed, hook
 from zbpipe.runtime._torch.place import Place, Receives
 from zbpipe.runtime.attributes import replaced

@@ -6,9 +6,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from zbpipe.runtime._torch import fsdp, fsdp_overlap, pipelining
+from zbpipe.runtime._torch import fsdp_gradients, fsdp_overlap, pipelining
+from zbpipe.runtime.measure.links import time_fastest
 from zbpipe.runtime.measure.recording import StepRecord
-from zbpipe.runtime.measure.stopwatch import time_fastest
 from zbpipe.schedule.ir import OpKind
 from zbpipe.simulator.timeline import Span
 
@@ -29,7 +29,7 @@ def _measure(stage: pipelining.Stage) -> tuple[float, float]:
     gather = 0.0
     if not getattr(stage, "reshards", False):  # else it is part of each F and backward
         gather = time_fastest(lambda: fsdp_overlap.gather_all(stage.submod), device, _ROUNDS)
-        fsdp.free_all(stage.submod)
+        fsdp_gradients.free_all(stage.submod)
     return gather, time_fastest(lambda: fsdp_overlap.reduce_zeros(stage.submod, device), device, _ROUNDS)
 
 

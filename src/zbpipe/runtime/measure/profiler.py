@@ -9,20 +9,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from zbpipe.costs.job import JobCosts
-from zbpipe.costs.model import CostModel, Link
+from zbpipe.costs.model import CostModel, Link, Links
 from zbpipe.runtime import arguments
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.lowering import find_messages
 from zbpipe.runtime.measure.collectives import Collectives, measure_collectives
-from zbpipe.runtime.measure.host import measure_host
+from zbpipe.runtime.measure.links import find_placement, measure_host, measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
-from zbpipe.runtime.measure.stopwatch import time_fastest
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement, require_whole
 from zbpipe.views import report
 
@@ -30,12 +27,6 @@ logger = logging.getLogger(__name__)
 
 WARM_UP = 1
 """Steps that are not measured: they compile, allocate, and connect the ranks."""
-_ROUNDS = 5
-_LARGE = 1 << 20
-"""Bytes of the larger of the two messages that measure a link, unless the job's own messages are larger."""
-
-Links = Mapping[tuple[int, int], Link]
-"""Links by (from, to), two ranks of the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -142,11 +133,6 @@ def log_visibly(logger: logging.Logger, words: str, *values: object) -> None:
     logger.log(logging.INFO if logger.isEnabledFor(logging.INFO) else logging.WARNING, words, *values)
 
 
-def find_placement(stage: pipelining.Stage) -> Placement:
-    """Placement of the pipeline's stages."""
-    return Placement(tuple(stage.stage_index_to_group_rank[index] for index in range(stage.num_stages)))
-
-
 def average_by_kind(
     records: Iterable[StepRecord], average: Callable[[Sequence[float]], float] = median
 ) -> dict[tuple[int, str], float]:
@@ -231,40 +217,3 @@ def _find_slowest(ways: Sequence[Link | None]) -> Link | None:
     if len(known) < len(ways):
         return None
     return Link(max(way.latency for way in known), min(way.bandwidth for way in known))
-
-
-def measure_links(stages: Sequence[pipelining.Stage], message_bytes: int) -> Links:
-    """The links of this rank with its neighbours in the pipeline. All ranks of the pipeline have to call this."""
-    # One pair of neighbours after the other sends a small and a large message there and back. Each direction counts as
-    # half of the time.
-    group, ranks = stages[0].group, find_placement(stages[0]).rank_of
-    me, device = stages[0].group_rank, pipelining.device_of(stages[0])
-    # Both ends of a link need the same size, and the last stage sends nothing.
-    most = torch.tensor(message_bytes, device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    large = max(int(most), _LARGE)
-    pairs = sorted({tuple(sorted(pair)) for pair in pairwise(ranks) if pair[0] != pair[1]})
-    links: dict[tuple[int, int], Link] = {}
-    for one, other in pairs:
-        if me not in (one, other):
-            continue
-        peer = other if me == one else one
-        small_seconds, large_seconds = (_time_one_way(peer, me == one, size, device, group) for size in (1, large))
-        bandwidth = (large - 1) / max(large_seconds - small_seconds, 1e-9)
-        links[one, other] = links[other, one] = Link(small_seconds, bandwidth)
-    return links
-
-
-def _time_one_way(peer: int, leads: bool, size: int, device: torch.device, group: Any) -> float:
-    """Seconds of one message of `size` bytes: half of the fastest of a few round trips."""
-    message = torch.zeros(size, dtype=torch.uint8, device=device)
-
-    def transfer(operation: Callable[..., Any]) -> None:
-        for work in dist.batch_isend_irecv([dist.P2POp(operation, message, group=group, group_peer=peer)]):
-            work.wait()
-
-    def go_and_return() -> None:
-        for operation in (dist.isend, dist.irecv) if leads else (dist.irecv, dist.isend):
-            transfer(operation)
-
-    return time_fastest(go_and_return, device, _ROUNDS) / 2

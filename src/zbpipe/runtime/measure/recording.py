@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -168,12 +167,12 @@ class _Recorder:
             self._name = schedule.schedule.name
         stage = hooks.stages_of(schedule)[0]
         self._group = stage.group
-        self._device = pipelining.device_of(stage)
-        self._clock = _HostClock() if self._device.type == "cpu" else _DeviceClock(self._device)
-        self._allocated = make_counter(self._device) if with_memory else None
+        device = pipelining.device_of(stage)
+        self._device = find_device(device)
+        self._allocated = make_counter(device) if with_memory else None
         self._watched: dict[tuple[int, OpKind], Op] = {}
         """The op whose memory is measured, by stage and kind. Not all microbatches have ops of all kinds."""
-        self._marks: dict[Op, tuple[Any, Any]] = {}
+        self._marks: dict[Op, tuple[torch.Event, torch.Event]] = {}
         self._message_bytes = 0
         self._last_stage = stage.num_stages - 1
 
@@ -181,17 +180,17 @@ class _Recorder:
     def attach(self) -> Iterator[None]:
         if dist.get_world_size(self._group) > 1:
             dist.barrier(self._group)
-        self._origin = self._clock.mark()
+        self._origin = self._mark()
         with (
             hooks.hook(self._schedule, hooks.HookOrder.RECORD, self._around),
             self._allocated.within_step() if self._allocated else nullcontext(),
         ):
             yield
-        self._end = self._clock.mark()
+        self._end = self._mark()
 
     def _around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         op = Op(stage, OpKind(kind), microbatch)
-        start = self._clock.mark()
+        start = self._mark()
         with self._allocated.within_op(op) if self._allocated and self._is_watched(op) else nullcontext():
             result = compute()
         # The loss comes as a second F of the last stage.
@@ -199,8 +198,14 @@ class _Recorder:
         # The last stage does not send its output, which may be all logits.
         if op.kind is OpKind.F and op.stage != self._last_stage:
             self._message_bytes = max(self._message_bytes, _num_bytes(result))
-        self._marks[op] = first, self._clock.mark()
+        self._marks[op] = first, self._mark()
         return result
+
+    def _mark(self) -> torch.Event:
+        """An event now, in the stream of the computations: the host does not wait for the device."""
+        event = self._device.new_event(timed=True)
+        event.record()
+        return event
 
     def _is_watched(self, op: Op) -> bool:
         # The very first microbatch allocates `.grad`.
@@ -209,8 +214,9 @@ class _Recorder:
         return self._watched.setdefault((op.stage, op.kind), op) == op
 
     def record(self) -> StepRecord:
-        def seconds(mark: Any) -> float:
-            return self._clock.seconds(self._origin, mark)
+        def seconds(mark: torch.Event) -> float:
+            mark.synchronize()
+            return self._origin.elapsed_time(mark) / 1000
 
         end = seconds(self._end)
         spans = tuple(Span(op, seconds(start), seconds(end)) for op, (start, end) in self._marks.items())
@@ -219,30 +225,6 @@ class _Recorder:
         most = {op: each.most for op, each in found.items()}
         is_usual = not isinstance(self._schedule, RegisteredSchedule) or not self._schedule.sizes.last.shapes
         return StepRecord(self._name, end, spans, kept, most, self._message_bytes, is_usual)
-
-
-class _HostClock:
-    def mark(self) -> Any:
-        return time.perf_counter()
-
-    def seconds(self, start: Any, end: Any) -> float:
-        return float(end - start)
-
-
-class _DeviceClock(_HostClock):
-    """Clock of events in the compute stream: the host does not wait for the device while it records."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = find_device(device)
-
-    def mark(self) -> torch.Event:
-        event = self._device.new_event(timed=True)
-        event.record()
-        return event
-
-    def seconds(self, start: torch.Event, end: torch.Event) -> float:
-        end.synchronize()
-        return start.elapsed_time(end) / 1000
 
 
 def _num_bytes(values: Any) -> int:

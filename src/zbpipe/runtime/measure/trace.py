@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from zbpipe.costs.model import CostModel
+from zbpipe.costs.model import CostModel, Links
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.lowering import find_messages
 from zbpipe.runtime.measure.collectives import Collectives, find_exposed, measure_collectives
-from zbpipe.runtime.measure.profiler import Links, RankTable, average_by_kind, combine, find_placement, measure_links
+from zbpipe.runtime.measure.links import find_placement, measure_links
+from zbpipe.runtime.measure.profiler import RankTable, average_by_kind, combine
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.simulation import simulate

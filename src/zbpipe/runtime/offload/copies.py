@@ -40,7 +40,7 @@ class Copies:
         self._ops = frozenset(copy for copies in self._issued.values() for copy in copies)
 
     @contextmanager
-    def run_beside(self, schedule: pipelining.ScheduleRuntime) -> Iterator[None]:
+    def issue_during(self, schedule: pipelining.ScheduleRuntime) -> Iterator[None]:
         """Context of a step of `schedule`."""
         self._saved: dict[tuple[int, int], Saved] = {}
         self._copies: dict[Op, HostCopy] = {}

@@ -148,34 +148,18 @@ class StepBoard:
         self._old = self._key(self._me)
         return StepSize(microbatches, next(each.shapes for each in answers.values() if each.shapes is not None))
 
-    def pass_on_unfreezing(self, schedule: pipelining.OwnRuntime) -> None:
-        """Before a step's messages, request gradients for newly unfrozen parameters."""
-        # In a model that begins with frozen stages, only a stage's own rank sees that its parameters are no longer
-        # frozen. Then the next stage has to send gradients, which the messages' setup lacks. So ranks report to the
-        # next rank.
-        is_ready = pipelining.is_set_up(schedule) and pipelining.can_infer_shapes(schedule)
-        if not pipelining.trains(schedule) or not is_ready:
-            return
-        store = pipelining.default_store()
-        own = {stage.stage_index for stage in schedule.own_stages}
-        is_unfrozen = False
-        for stage in schedule.own_stages:
-            index, has_none = stage.stage_index, stage.is_without_gradients("inputs")
-            if index - 1 not in own:
-                is_unfrozen = False
-                if has_none and not self.is_alone:
-                    key = self._key(f"unfrozen/{index}")
-                    before = self._ranks[schedule.stage_index_to_group_rank[index - 1]]
-                    self._wait_for({before: key}, "reached this step")
-                    is_unfrozen = store.get(key) == b"1"
-                    store.delete_key(key)
-            if has_none and is_unfrozen:
-                stage.give_gradients("inputs")
-            if stage.is_without_gradients("outputs"):
-                if is_unfrozen := is_unfrozen or stage.is_unfrozen:
-                    stage.give_gradients("outputs")
-                if index + 1 not in own and not self.is_alone:
-                    store.set(self._key(f"unfrozen/{index + 1}"), str(int(is_unfrozen)))
+    def give(self, name: str, value: str) -> None:
+        """Give another rank a value of this step."""
+        if not self.is_alone:
+            pipelining.default_store().set(self._key(name), value)
+
+    def take(self, name: str, group_rank: int) -> str:
+        """Wait for the value that a rank of the pipeline gives this one."""
+        store, key = pipelining.default_store(), self._key(name)
+        self._wait_for({self._ranks[group_rank]: key}, "reached this step")
+        value: str = store.get(key).decode()
+        store.delete_key(key)
+        return value
 
     def _require_running(self) -> None:
         if self.ended_by:

@@ -67,6 +67,29 @@ class StepSizes:
         self.last = size
         return is_new
 
+    def pass_on_unfreezing(self, schedule: pipelining.OwnRuntime) -> None:
+        """Before a step's messages, request gradients for newly unfrozen parameters."""
+        # In a model that begins with frozen stages, only a stage's own rank sees that its parameters are no longer
+        # frozen. Then the next stage has to send gradients, which the messages' setup lacks. So ranks report to the
+        # next rank.
+        is_ready = pipelining.is_set_up(schedule) and pipelining.can_infer_shapes(schedule)
+        if not pipelining.trains(schedule) or not is_ready:
+            return
+        own = {stage.stage_index for stage in schedule.own_stages}
+        is_unfrozen = False
+        for stage in schedule.own_stages:
+            index, has_none = stage.stage_index, stage.is_without_gradients("inputs")
+            if index - 1 not in own:
+                waits, rank_of = has_none and not self._board.is_alone, schedule.stage_index_to_group_rank
+                is_unfrozen = waits and self._board.take(f"unfrozen/{index}", rank_of[index - 1]) == "1"
+            if has_none and is_unfrozen:
+                stage.give_gradients("inputs")
+            if stage.is_without_gradients("outputs"):
+                if is_unfrozen := is_unfrozen or stage.is_unfrozen:
+                    stage.give_gradients("outputs")
+                if index + 1 not in own:
+                    self._board.give(f"unfrozen/{index + 1}", str(int(is_unfrozen)))
+
     def _use_shapes(self, runtime: pipelining.OwnRuntime, number: int) -> bool:
         if not self.are_set_up or number == self.last.shapes:
             return False

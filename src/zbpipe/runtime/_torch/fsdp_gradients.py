@@ -67,19 +67,19 @@ def settle_group(group: Any) -> None:
     """The same for one of FSDP2's groups of parameters."""
     # Older versions (torch 2.13) take them only at the end of a backward. They keep the sum in a separate attribute, in
     # the dtype of the reduction.
-    if _SUMS_BESIDE_GRAD:
+    if _HAS_SEPARATE_SUMS:
         for parameter in list_unsharded(group):
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
 
 
-def sums_beside_grad(module: nn.Module) -> dict[int, Tensor]:
+def find_separate_sums(module: nn.Module) -> dict[int, Tensor]:
     """Sums that `settle_gradients` keeps outside `.grad`, by the ids of the weights. W adds to them directly."""
-    sums = ((each._unsharded_param, each.unsharded_accumulated_grad) for each in _list_kept_beside_grad(module))
+    sums = ((each._unsharded_param, each.unsharded_accumulated_grad) for each in _list_with_separate_sums(module))
     return {id(weight): total for weight, total in sums if total is not None}
 
 
-_SUMS_BESIDE_GRAD = hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
+_HAS_SEPARATE_SUMS = hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
 
 
 def _list_parameters(module: nn.Module) -> Iterator[Any]:
@@ -126,14 +126,14 @@ class Accumulated(NamedTuple):
 def iterate_accumulated(module: nn.Module) -> Iterator[Accumulated]:
     """The gradients so far, wherever stored. FSDP2 may have both unreduced and reduced gradients of one parameter."""
     views = _index_parameters(module)
-    beside = sums_beside_grad(module)
+    separate = find_separate_sums(module)
     for name, parameter in module.named_parameters():
         fsdp = views.get(id(parameter))
         leaves = {name: parameter}
         if fsdp is not None:
             leaves = {name: fsdp._unsharded_param, name + REDUCED: fsdp.sharded_param}
         for place, leaf in leaves.items():
-            parts = [each for each in (leaf.grad, beside.get(id(leaf))) if each is not None]
+            parts = [each for each in (leaf.grad, separate.get(id(leaf))) if each is not None]
             if parts:
                 yield Accumulated(place, leaf, sum(parts[1:], parts[0]))
 
@@ -159,8 +159,8 @@ def find_parameter_names(module: nn.Module) -> dict[int, str]:
     return names
 
 
-def _list_kept_beside_grad(module: nn.Module) -> Iterator[Any]:
-    return _list_parameters(module) if _SUMS_BESIDE_GRAD else iter(())
+def _list_with_separate_sums(module: nn.Module) -> Iterator[Any]:
+    return _list_parameters(module) if _HAS_SEPARATE_SUMS else iter(())
 
 
 @contextmanager
@@ -169,12 +169,12 @@ def without_gradients(module: nn.Module) -> Iterator[None]:
     unsharded = [each for fsdp in _list_parameters(module) for each in (fsdp.sharded_param, fsdp._unsharded_param)]
     parameters = list({id(each): each for each in (*module.parameters(), *unsharded)}.values())
     kept = [(each, each.grad, dict(each._post_accumulate_grad_hooks or {})) for each in parameters]
-    beside = [(each, each.unsharded_accumulated_grad) for each in _list_kept_beside_grad(module)]
+    separate = [(each, each.unsharded_accumulated_grad) for each in _list_with_separate_sums(module)]
     for parameter in parameters:
         parameter.grad = None
         if has_hooks_after_accumulation(parameter):  # autograd keeps a reference to this dictionary
             parameter._post_accumulate_grad_hooks.clear()
-    for fsdp, _ in beside:
+    for fsdp, _ in separate:
         fsdp.unsharded_accumulated_grad = None
     try:
         yield
@@ -183,5 +183,5 @@ def without_gradients(module: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
             if hooks:
                 parameter._post_accumulate_grad_hooks.update(hooks)
-        for fsdp, gradient in beside:
+        for fsdp, gradient in separate:
             fsdp.unsharded_accumulated_grad = gradient
