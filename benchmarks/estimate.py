@@ -96,8 +96,7 @@ def _metered(found: dict[str, float]) -> Any:
     """A watcher of the first steps, which counts bytes in the last of them."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from zbpipe.runtime.measure.allocated import list_allocations
-    from zbpipe.runtime.measure.recording import Wanted, Watcher
+    from zbpipe.runtime.measure.recording import Wanted, Watcher, list_allocations
 
     class Metered(Watcher):
         left = METERED

@@ -24,8 +24,7 @@ from zbpipe import CostModel, OpKind, Placement, Schedule, simulate
 from zbpipe.costs import Link
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
-from zbpipe.runtime.offload.copiers import Copier, HostCopy, Storages, make_copier
-from zbpipe.runtime.offload.copies import Copies, Saved, find_unshared
+from zbpipe.runtime.offload import Copier, Copies, HostCopy, Saved, Storages, find_unshared, make_copier
 from zbpipe.runtime.verify.one_process import schedule_w_last
 from zbpipe.simulator import offload
 from zbpipe.simulator.offloading import Offload, copy_all

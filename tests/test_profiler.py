@@ -30,8 +30,8 @@ from zbpipe.costs.transport import Receives
 from zbpipe.runtime import adaptive
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.adaptive import find_memory_limits
-from zbpipe.runtime.measure import links
-from zbpipe.runtime.measure.links import measure_links
+from zbpipe.runtime.measure import communication
+from zbpipe.runtime.measure.communication import measure_links
 from zbpipe.runtime.measure.profiler import find_overhead
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.measure.trace import write_trace
@@ -187,12 +187,12 @@ class LinkToHost:
 
 def test_the_link_to_the_host_is_that_of_the_slower_direction(monkeypatch: pytest.MonkeyPatch) -> None:
     link = LinkToHost()
-    monkeypatch.setattr(links, "time", link)
-    monkeypatch.setattr(links, "make_copier", lambda device: link)
-    found = links.measure_host(torch.device("cpu"))
+    monkeypatch.setattr(communication, "time", link)
+    monkeypatch.setattr(communication, "make_copier", lambda device: link)
+    found = communication.measure_host(torch.device("cpu"))
     assert found is not None
     assert found.bandwidth == pytest.approx(1e9)
-    assert found.latency == pytest.approx(1e-5 + links._SMALL_COPY / 1e9)
+    assert found.latency == pytest.approx(1e-5 + communication._SMALL_COPY / 1e9)
 
 
 def test_all_ranks_end_with_the_same_costs(tmp_path: Path) -> None:

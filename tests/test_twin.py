@@ -17,7 +17,7 @@ import zbpipe
 from zbpipe import Schedule
 from zbpipe.runtime._torch import hooks
 from zbpipe.runtime.measure import recording
-from zbpipe.runtime.offload.copiers import Copier
+from zbpipe.runtime.offload import Copier
 from zbpipe.runtime.ranks import progress
 from zbpipe.runtime.verify.one_process import schedule_w_last
 from zbpipe.simulator.offloading import Offload, copy_all

@@ -15,7 +15,7 @@ from zbpipe.costs.memory_limit import AS_1F1B, SPELLINGS, MemoryLimit, MemoryLim
 from zbpipe.costs.model import set_fields
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.runtime import arguments
-from zbpipe.runtime._torch.fsdp_overlap import FsdpMode
+from zbpipe.runtime._torch.fsdp2 import FsdpMode
 from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.schedule.ir import require_whole
 from zbpipe.schedule.user_code import import_modules

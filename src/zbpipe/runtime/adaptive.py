@@ -24,7 +24,7 @@ from zbpipe.runtime._torch import checkpoints, hooks, pipelining
 from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.runtime.measure.profiler import Profiler, log_visibly
 from zbpipe.runtime.measure.recording import Collector, StepRecord, Wanted, watch
-from zbpipe.runtime.offload.copiers import make_copier
+from zbpipe.runtime.offload import make_copier
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule.ir import Placement, Schedule, require_whole

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbpipe.runtime._torch import autograd, compiler, fsdp_gradients, hooks, pipelining
+from zbpipe.runtime._torch import autograd, compiler, fsdp2, hooks, pipelining
 from zbpipe.runtime._torch.module_state import ModuleState
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ def warm_up(
             continue
         state = ModuleState(stage.submod, pipelining.device_of(stage), weights=False)
         try:
-            with fsdp_gradients.unshard(stage.submod), fsdp_gradients.without_gradients(stage.submod):
+            with fsdp2.unshard(stage.submod), fsdp2.without_gradients(stage.submod):
                 _run(schedule, stage, inputs, _copy(kwargs or {}), target, loss_kwargs)
         finally:
             with torch.no_grad():

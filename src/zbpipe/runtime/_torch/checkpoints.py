@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from zbpipe.runtime._torch.autograd import find_nodes, sort_nodes
-from zbpipe.runtime._torch.fsdp_gradients import without_gradients
+from zbpipe.runtime._torch.fsdp2 import without_gradients
 from zbpipe.runtime.attributes import replaced
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 
@@ -17,8 +17,7 @@ from zbpipe.costs.model import CostModel, Link, Links
 from zbpipe.runtime import arguments
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.lowering import find_messages
-from zbpipe.runtime.measure.collectives import Collectives, measure_collectives
-from zbpipe.runtime.measure.links import find_placement, measure_host, measure_links
+from zbpipe.runtime.measure.communication import find_placement, measure_communication, measure_host
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement, require_whole
 from zbpipe.views import report
@@ -34,7 +33,7 @@ class RankTable:
     """Measurements of one rank."""
 
     seconds: Mapping[tuple[int, str], float]
-    """Median time over microbatches and steps, by stage and kind of op."""
+    """Median time over microbatches and steps, by stage and kind of op or collective."""
     kept: Mapping[tuple[int, str], int]
     """Bytes that one op allocates and does not free, by stage and kind (F, I)."""
     most: Mapping[tuple[int, str], int]
@@ -45,8 +44,6 @@ class RankTable:
     """The link to the host's memory; None if nothing offloads there."""
     overhead: float = 0.0
     """Median seconds between ops that wait for no message."""
-    collectives: Collectives = field(default_factory=dict)
-    """FSDP2's collectives of its stages."""
 
 
 class Profiler:
@@ -109,18 +106,16 @@ class Profiler:
 
     def _gather(self, memory: StepRecord) -> JobCosts:
         stages = hooks.stages_of(self._schedule)
-        links = measure_links(stages, memory.message_bytes)
+        communication = measure_communication(stages, memory.message_bytes)
         dist.barrier(self._group)  # so that all use the host link at the same time
-        collectives = measure_collectives(stages)
         table = RankTable(
-            seconds=average_by_kind(self.records),
+            seconds={**average_by_kind(self.records), **communication.collectives},
             kept={(op.stage, str(op.kind)): taken for op, taken in memory.kept.items()},
             most={(op.stage, str(op.kind)): taken for op, taken in memory.most.items()},
-            links=links,
+            links=communication.links,
             message_bytes=memory.message_bytes,
             host=measure_host(pipelining.device_of(stages[0])),
             overhead=find_overhead(self.records, stages[0].num_stages),
-            collectives=collectives,
         )
         tables: list[RankTable] = [table] * dist.get_world_size(self._group)
         dist.all_gather_object(tables, table, group=self._group)
@@ -174,13 +169,9 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
     )
     links = {key: link for table in tables for key, link in table.links.items()}
     stages = range(placement.num_stages)
-    gather, reduce = (
-        _average_by_key(
-            (((stage, kind), pair[place]) for table in tables for stage, pair in table.collectives.items()), fmean
-        )
-        for place, kind in enumerate(("gather", "reduce"))
+    f, i, b, w, gather, reduce = (
+        tuple(seconds.get((stage, kind), 0.0) for stage in stages) for kind in (*"FIBW", "gather", "reduce")
     )
-    f, i, b, w = (tuple(seconds.get((stage, kind), 0.0) for stage in stages) for kind in "FIBW")
     activations = tuple(max(kept.get((stage, "F"), 0.0), 0.0) for stage in stages)
     if not kept:
         activations = tuple(1 / len(placement.stages_on(rank)) for rank in placement.rank_of)
@@ -199,8 +190,8 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
             message_bytes=float(max(table.message_bytes for table in tables)),
             host=_find_slowest([table.host for table in tables]),
             overhead=fmean(table.overhead for table in tables),
-            gather=tuple(gather.get((stage, "gather"), 0.0) for stage in stages) if gather else 0.0,
-            reduce=tuple(reduce.get((stage, "reduce"), 0.0) for stage in stages) if reduce else 0.0,
+            gather=gather if any(gather) else 0.0,
+            reduce=reduce if any(reduce) else 0.0,
             working={
                 kind: tuple(beyond.get((stage, str(kind)), 0.0) for stage in stages)
                 for kind in COMPUTATIONS

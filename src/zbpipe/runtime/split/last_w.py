@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from zbpipe.runtime._torch import autograd, fsdp_overlap
-from zbpipe.runtime._torch.fsdp_overlap import Unit
+from zbpipe.runtime._torch import autograd, fsdp2
+from zbpipe.runtime._torch.fsdp2 import Unit
 from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.layers import deferrals
 from zbpipe.runtime.split.products import PendingGradient
@@ -43,13 +43,13 @@ def _makers_of(weight: sources.Made) -> tuple[int, ...]:
 
 def accumulate_and_reduce(module: nn.Module, pending: list[PendingGradient]) -> None:
     """Compute the last deferred gradients of a stage, and have FSDP2 reduce each unit as soon as it has all of them."""
-    units = _order(module, fsdp_overlap.list_units(module))
-    fsdp_overlap.begin(module)
+    units = _order(module, fsdp2.list_units(module))
+    fsdp2.begin(module)
     of_others, *of_units = _sort(pending, units)
     accumulate(of_others)
     for unit, own in zip(units, of_units, strict=True):
         accumulate(own)
-        fsdp_overlap.reduce(unit)
+        fsdp2.reduce(unit)
 
 
 def _order(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:

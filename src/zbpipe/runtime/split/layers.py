@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from zbpipe.runtime._torch import autograd, compiler, fsdp_gradients, tensor_data
+from zbpipe.runtime._torch import autograd, compiler, fsdp2, tensor_data
 from zbpipe.runtime.attributes import declares, replaced
 from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.contents import Checks
@@ -61,7 +61,7 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
     subclasses other than DTensor. An already prepared layer defers to the new `gradients` from now on.
     """
     autograd.register_types()
-    is_sharded = any(map(fsdp_gradients.is_fsdp, module.modules()))
+    is_sharded = any(map(fsdp2.is_fsdp, module.modules()))
     for layer in module.modules():
         if compiler.is_optimized(layer):
             continue
@@ -76,7 +76,7 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
 
 def defer_in_compiled_regions(module: nn.Module, gradients: WeightGradients) -> None:
     """The same for the parts of `module` that run in `torch.compile(m)` or after `m.compile()`, each as a whole."""
-    is_sharded = any(map(fsdp_gradients.is_fsdp, module.modules()))
+    is_sharded = any(map(fsdp2.is_fsdp, module.modules()))
     for region in module.modules():
         if compiler.is_compiled(region):
             if vars(region).get(_ATTRIBUTE) is None:
@@ -102,7 +102,7 @@ def catch_around(module: nn.Module, parameters: Iterable[str], gradients: Weight
         if not declares(modules.get(name.rpartition(".")[0], module), "weight_products"):
             around[path] = modules[path]
     found = [each for each in around.values() if vars(each).get(_ATTRIBUTE) is None and id(each) not in compiled]
-    is_sharded = any(map(fsdp_gradients.is_fsdp, modules.values()))
+    is_sharded = any(map(fsdp2.is_fsdp, modules.values()))
     for layer in found:
         vars(layer)[_ATTRIBUTE] = Deferral(layer, PRODUCTS, gradients, is_sharded)
         _replace_forward(layer)
@@ -342,7 +342,7 @@ class Deferral:
             return map(id, self.layer.parameters(recurse=not self.is_declared))
         # FSDP may have freed the parameters at the end of the region.
         kept = [each for each in self.layer.modules() if declares(each, "weight_products") and not each.weight_products]
-        names = fsdp_gradients.find_parameter_names(self.layer)
+        names = fsdp2.find_parameter_names(self.layer)
         kept_in_i = {name for each in kept for own in each.parameters(recurse=False) if (name := names.get(id(own)))}
         return (number for number, name in names.items() if name not in kept_in_i)
 

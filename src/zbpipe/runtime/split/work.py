@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zbpipe.runtime._torch import autograd, fsdp_gradients
+from zbpipe.runtime._torch import autograd, fsdp2
 from zbpipe.runtime.attributes import plain_attribute, replaced
 from zbpipe.runtime.split import graph_products, sources
 from zbpipe.runtime.split.delaying import delays
@@ -90,7 +90,7 @@ class WeightWork:
     ) -> None:
         """Count from the graph of a microbatch, and the gradients that its I deferred."""
         self._module = module
-        self._names = fsdp_gradients.find_parameter_names(module)
+        self._names = fsdp2.find_parameter_names(module)
         self._waiting: defaultdict[str, float] = defaultdict(float)
         """Deferred FLOPs by parameter."""
         self._in_i: defaultdict[tuple[str, str], float] = defaultdict(float)

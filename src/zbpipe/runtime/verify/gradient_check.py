@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpipe.runtime import arguments
-from zbpipe.runtime._torch import autograd, fsdp_gradients, hooks, pipelining
-from zbpipe.runtime._torch.fsdp_overlap import without_overlap
+from zbpipe.runtime._torch import autograd, fsdp2, hooks, pipelining
+from zbpipe.runtime._torch.fsdp2 import without_overlap
 from zbpipe.runtime._torch.module_state import ModuleState
 from zbpipe.runtime.measure.recording import Wanted, Watcher, watch
 from zbpipe.runtime.ranks.failures import share_with_other_ranks
@@ -259,10 +259,10 @@ class _Comparison:
         before = copy_gradients(module)
         yield
         self.tolerance = max(self.tolerance, _find_tolerance(self._stage))
-        eps = {each.name: torch.finfo(each.gradient.dtype).eps for each in fsdp_gradients.iterate_accumulated(module)}
+        eps = {each.name: torch.finfo(each.gradient.dtype).eps for each in fsdp2.iterate_accumulated(module)}
         after = copy_gradients(module)
         # A backward in the loss may make FSDP2 reduce all gradients of a group, also of other microbatches.
-        self._moved |= {name + fsdp_gradients.REDUCED for name in before.keys() - after.keys()}
+        self._moved |= {name + fsdp2.REDUCED for name in before.keys() - after.keys()}
         for name, gradient in after.items():
             added = gradient - before[name] if name in before else gradient
             if name in before and not math.isfinite(_norm(before[name])):

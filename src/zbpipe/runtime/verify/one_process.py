@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.runtime import arguments
-from zbpipe.runtime._torch import autograd, checkpoints, fsdp_gradients
+from zbpipe.runtime._torch import autograd, checkpoints, fsdp2
 from zbpipe.runtime._torch.module_state import ModuleState
 from zbpipe.runtime.build import build_pipeline_schedule
 from zbpipe.runtime.split.layers import deferrals
@@ -167,5 +167,5 @@ def _left_as_they_are(modules: list[nn.Module], device: torch.device) -> Iterato
     with ExitStack() as kept:
         for module in modules:
             kept.callback(ModuleState(module, device).restore)
-            kept.enter_context(fsdp_gradients.without_gradients(module))
+            kept.enter_context(fsdp2.without_gradients(module))
         yield

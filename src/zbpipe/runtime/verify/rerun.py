@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zbpipe.runtime._torch import autograd, fsdp_gradients, pipelining, tensor_data
+from zbpipe.runtime._torch import autograd, fsdp2, pipelining, tensor_data
 from zbpipe.runtime._torch.module_state import ModuleState, keep_versions
 from zbpipe.runtime.attributes import replaced
 from zbpipe.runtime.split import compiled_backward
@@ -92,7 +92,7 @@ class Microbatch:
         module = self.stage.submod
         now = ModuleState(module, pipelining.device_of(self.stage), self.state)
         written = (*now.tensors, *self.state.tensors)
-        with torch.no_grad(), keep_versions(written), fsdp_gradients.without_gradients(module):
+        with torch.no_grad(), keep_versions(written), fsdp2.without_gradients(module):
             self.state.restore()
             try:
                 with torch.enable_grad():
@@ -163,7 +163,7 @@ _CLOSE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-5, to
 
 def copy_gradients(module: nn.Module) -> dict[str, Tensor]:
     """Copies of the current gradients, in at least float32; for DTensors this rank's part."""
-    return {each.name: widen(each.gradient, each.parameter) for each in fsdp_gradients.iterate_accumulated(module)}
+    return {each.name: widen(each.gradient, each.parameter) for each in fsdp2.iterate_accumulated(module)}
 
 
 def widen(gradient: Tensor, like: Tensor) -> Tensor:

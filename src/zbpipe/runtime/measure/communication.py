@@ -1,34 +1,41 @@
-"""Measure links: between ranks of the pipeline, and to the host's memory."""
+"""Measure communication: links between ranks of the pipeline and to the host's memory, and FSDP2's collectives."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from zbpipe.costs.model import Link, Links
-from zbpipe.runtime._torch import pipelining
+from zbpipe.runtime._torch import fsdp2, pipelining
 from zbpipe.runtime.device import find_device
-from zbpipe.runtime.offload.copiers import Copier, make_copier
+from zbpipe.runtime.offload import Copier, make_copier
 from zbpipe.schedule.ir import Placement
 
 _ROUNDS = 5
 _LARGE = 1 << 20
 """Bytes of the larger of the two messages that measure a link, unless the job's own messages are larger."""
-_COPY_ROUNDS = 3
 _SMALL_COPY, _LARGE_COPY = 1 << 16, 1 << 25
 """Bytes of the two copies that are timed."""
 
 
-def time_fastest(run: Callable[[], object], device: torch.device, rounds: int) -> float:
+class Communication(NamedTuple):
+    """What this rank's communication takes."""
+
+    links: Links
+    collectives: Mapping[tuple[int, str], float]
+    """Seconds of FSDP2's collectives, by stage and kind ("gather", "reduce")."""
+
+
+def time_fastest(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of the fastest of a few runs, from an idle device to an idle device."""
     fastest = float("inf")
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         find_device(device).synchronize()
         start = time.perf_counter()
         run()
@@ -76,7 +83,7 @@ def _time_one_way(peer: int, leads: bool, size: int, device: torch.device, group
         for operation in (dist.isend, dist.irecv) if leads else (dist.irecv, dist.isend):
             transfer(operation)
 
-    return time_fastest(go_and_return, device, _ROUNDS) / 2
+    return time_fastest(go_and_return, device) / 2
 
 
 def measure_host(device: torch.device) -> Link | None:
@@ -94,7 +101,7 @@ def _time_copy(copier: Copier, size: int, device: torch.device) -> float:
     """Seconds of one copy of `size` bytes in the slower direction, the fastest of a few rounds."""
     storage = torch.zeros(size, dtype=torch.uint8, device=device).untyped_storage()
     out = back = float("inf")
-    for _ in range(_COPY_ROUNDS):
+    for _ in range(_ROUNDS):
         find_device(device).synchronize()
         start = time.perf_counter()
         copy = copier.copy_out([storage])
@@ -106,3 +113,18 @@ def _time_copy(copier: Copier, size: int, device: torch.device) -> float:
         find_device(device).synchronize()
         out, back = min(out, between - start), min(back, time.perf_counter() - between)
     return max(out, back)
+
+
+def measure_communication(stages: Sequence[pipelining.Stage], message_bytes: int) -> Communication:
+    """The links of this rank, and the collectives of its stages. All ranks have to call this between two steps."""
+    links = measure_links(stages, message_bytes)
+    shared = [stage for stage in stages if fsdp2.is_shared(stage.submod)] if fsdp2.IS_KNOWN else []
+    return Communication(links, {key: seconds for stage in shared for key, seconds in _measure(stage)})
+
+
+def _measure(stage: pipelining.Stage) -> Iterator[tuple[tuple[int, str], float]]:
+    device = pipelining.device_of(stage)
+    if not getattr(stage, "reshards", False):  # else it is part of each F and backward
+        yield (stage.stage_index, "gather"), time_fastest(lambda: fsdp2.gather_all(stage.submod), device)
+        fsdp2.free_all(stage.submod)
+    yield (stage.stage_index, "reduce"), time_fastest(lambda: fsdp2.reduce_zeros(stage.submod, device), device)
