@@ -96,9 +96,9 @@ def find_saving_hooks() -> object:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def function_of(node: Any) -> type | None:
+def function_of(node: Any) -> Any:
     """The autograd Function of a node; None for torch's own nodes."""
-    return cast("type | None", getattr(node, "_forward_cls", None))
+    return getattr(node, "_forward_cls", None)
 
 
 def shape_of(node: Any, number: int) -> Any:

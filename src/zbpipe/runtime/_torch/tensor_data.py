@@ -137,4 +137,4 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 def storage_of(tensor: Tensor) -> int:
     """The key of the tensor's storage, as in `find_memory`."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

@@ -204,7 +204,9 @@ class _Recorder:
         first, _ = self._marks.get(op, (start, None))
         # The last stage does not send its output, which may be all logits.
         if op.kind is OpKind.F and op.stage != self._last_stage:
-            self._message_bytes = max(self._message_bytes, _num_bytes(result))
+            tensors = [each for each in autograd.tree_leaves(result) if isinstance(each, Tensor)]
+            num_bytes = sum(each.numel() * each.element_size() for each in tensors)
+            self._message_bytes = max(self._message_bytes, num_bytes)
         self._marks[op] = first, self._mark()
         return result
 
@@ -232,10 +234,6 @@ class _Recorder:
         most = {op: each.most for op, each in found.items()}
         is_usual = not isinstance(self._schedule, RegisteredSchedule) or not self._schedule.sizes.last.shapes
         return StepRecord(self._name, end, spans, kept, most, self._message_bytes, is_usual)
-
-
-def _num_bytes(values: Any) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in autograd.tree_leaves(values) if isinstance(leaf, Tensor))
 
 
 class Bytes(NamedTuple):

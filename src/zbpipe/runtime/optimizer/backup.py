@@ -93,7 +93,11 @@ class Backup:
         for optimizer, results in zip(self._optimizers, self._results, strict=True):
             for group, result in zip(optimizer.param_groups, results, strict=False):
                 settings = _settings_of(group).items()
-                new = {name: value for name, value in settings if name not in result or _differ(value, result[name])}
+                new = {
+                    name: value
+                    for name, value in settings
+                    if name not in result or not bool(torch.as_tensor(value == result[name]).all())
+                }
                 changed.append((group, _save(new)))
 
         def restore() -> None:
@@ -135,10 +139,6 @@ def _writes_gradients(optimizer: Optimizer) -> bool:
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
     """Settings of a group of parameters, such as its learning rate."""
     return {name: value for name, value in group.items() if name != "params"}
-
-
-def _differ(one: Any, other: Any) -> bool:
-    return not bool(torch.as_tensor(one == other).all())
 
 
 def _restore(saved: Any) -> Any:

@@ -271,7 +271,8 @@ class StepFailures:
             where = f", schedule {', '.join(filter(None, places))}"
             self._is_raised = True
             # A rank that refuses the step may have closed its connections before this process has read why.
-            refusal = answer_in_time(self._board.find_other_refusal)
+            notice = self._notice
+            refusal = notice and answer_in_time(lambda: self._board.find_other_refusal(notice.connection))
             self._end(self._post(refusal or make_failure(error, where, frames.explain(error))))
             if self._notice is not None:
                 self._notice.wait_for_readers()
@@ -296,7 +297,7 @@ class StepFailures:
         if self._notice is None or self._board.ended_by:
             return
         failure = self._notice.read()
-        if failure is None and (refusal := self._board.find_other_refusal()) is not None:
+        if failure is None and (refusal := self._board.find_other_refusal(self._notice.connection)) is not None:
             failure = self._post(refusal)
         if failure is None or self._board.ended_by:
             return

@@ -77,7 +77,6 @@ class StepBoard:
         """The last step in which this rank has answered."""
         self._old: str | None = None
         """Key of this rank's last answer, until all have read it."""
-        self._own_store: Any = None
 
     def begin_step(self, *, is_compared: bool) -> None:
         """Begin a step, after all ranks have refused the last one if this rank has.
@@ -113,13 +112,11 @@ class StepBoard:
                     if time.monotonic() > deadline:
                         break
 
-    def find_other_refusal(self) -> Failure | None:
+    def find_other_refusal(self, store: Any) -> Failure | None:
         """The report on a step that another rank does not run like this one. Called from another thread."""
         if self.is_alone:
             return None
-        if self._own_store is None:
-            self._own_store = pipelining.default_store().clone()
-        store, key = self._own_store, f"{self._name}/event/{self._events}"
+        key = f"{self._name}/event/{self._events}"
         if not store.check([key]):
             return None
         step, (rank, words) = json.loads(store.get(key))

@@ -50,7 +50,11 @@ def cut_backwards() -> AbstractContextManager[None]:
 def _compile(module: Any, args: Sequence[Any], *more: Any, **options: Any) -> Any:
     given = module.graph.find_nodes(op="placeholder") if isinstance(module, GraphModule) else ()
     examples = [getattr(node.meta.get("grapharg"), "example", None) for node in given]
-    weights = {place for place, each in enumerate(examples) if isinstance(each, Tensor) and _is_weight(each)}
+    weights = {
+        place
+        for place, each in enumerate(examples)
+        if isinstance(each, Tensor) and each.requires_grad and isinstance(find_leaf(each), nn.Parameter)
+    }
     if weights:
         compile_graph = options.get("bw_compiler") or options["fw_compiler"]
         partition = options.get("partition_fn", compiler.default_partition)
@@ -63,7 +67,7 @@ def _compile(module: Any, args: Sequence[Any], *more: Any, **options: Any) -> An
 
         options["partition_fn"] = find_weights
         # Plain functions: torch would take a whole backward from its cache for serializable ones.
-        options["fw_compiler"] = partial(_call, options["fw_compiler"])
+        options["fw_compiler"] = partial(options["fw_compiler"])
         options["bw_compiler"] = lambda graph, inputs: _compile_backward(
             compile_graph, graph, inputs, weights, of_weights
         )
@@ -77,14 +81,6 @@ def _list_made_from(graph: Graph, arguments: Collection[int]) -> set[Node]:
         if node.all_input_nodes and found.issuperset(node.all_input_nodes):
             found.add(node)
     return found
-
-
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    return tensor.requires_grad and isinstance(find_leaf(tensor), nn.Parameter)
 
 
 def _compile_backward(
@@ -250,7 +246,7 @@ def _cut(module: GraphModule, weights: Collection[int], of_weights: Collection[s
         for place, each in enumerate(results)
         if arguments[place] in weights and isinstance(_example_of(each), Tensor) and len(_shape_of(each)) > 1
     ]
-    if any(map(_changes_something, graph.nodes)):
+    if any((schema := schema_of(node.target)) is not None and schema.is_mutable for node in graph.nodes):
         return [], len(results)
     _separate_convolutions(graph)
     results = _results(graph)
@@ -288,11 +284,6 @@ def _find_argument(described: Any) -> int | None:
     while (inner := getattr(described, "grad_of", None) or getattr(described, "base", None)) is not None:
         described = inner
     return described.idx if isinstance(described, compiler.PlainInput) else None
-
-
-def _changes_something(node: Node) -> bool:
-    schema = schema_of(node.target)
-    return schema is not None and schema.is_mutable
 
 
 def _is_fixed(node: Node) -> bool:

@@ -56,7 +56,7 @@ class Functions:
             weights = lazy_products.list_weights(node, deferral.owns_leaf)
             if not weights:
                 continue
-            function = lazy_products.function_of(node)
+            function = autograd.function_of(node)
             self.names.add(function.__name__)
             if lazy_products.is_compiled(node) or function in self.declared or sources.is_known(function):
                 self.called.add(function)

@@ -394,7 +394,7 @@ def _count_flops(call: _Call) -> float:
 class Context:
     """Stands in for the node that a Function's backward gets as `ctx`."""
 
-    _node: Node
+    _node: Any
     _saved: Any
 
     def __init__(self, node: Node) -> None:
