@@ -96,8 +96,7 @@ def _metered(found: dict[str, float]) -> Any:
     """A watcher of the first steps, which counts bytes in the last of them."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from zbpipe.runtime._torch import autograd
-    from zbpipe.runtime.measure.recording import Wanted, Watcher
+    from zbpipe.runtime.measure.recording import Wanted, Watcher, list_allocations
 
     class Metered(Watcher):
         left = METERED
@@ -117,7 +116,7 @@ def _metered(found: dict[str, float]) -> Any:
                 record_function("all of it"),
             ):
                 yield
-            ((_, changes),) = autograd.list_allocations(seen, "all of it")
+            ((_, changes),) = list_allocations(seen, "all of it")
             found["bytes"] = float(before + max(accumulate(changes, initial=0)))
 
     return Metered()

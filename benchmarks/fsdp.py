@@ -32,7 +32,7 @@ from zbpipe import CostModel, OpKind, Schedule
 from zbpipe.cli.demo.sleeping import SleepingLayer, mean_loss, run_together, sleep_until
 from zbpipe.costs.model import GATHER, REDUCE
 from zbpipe.runtime._torch import hooks
-from zbpipe.runtime._torch.fsdp_overlap import FsdpMode
+from zbpipe.runtime._torch.fsdp2 import FsdpMode
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.simulation import gather_in_each_op
 

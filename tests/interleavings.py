@@ -31,7 +31,7 @@ from turns import CLOSED, Choices, TokenStage, Turns
 import zbpipe
 from zbpipe import simulate
 from zbpipe.costs.transport import Receives, Transport
-from zbpipe.runtime import auto
+from zbpipe.runtime import adaptive
 from zbpipe.schedule import registry
 from zbpipe.simulator.passes import add_messages, add_waits, default_costs, free_sends_early, place_receives
 from zbpipe.simulator.simulation import best_receives
@@ -312,12 +312,12 @@ def plan(pipelines: Pipelines, choices: Choices) -> None:
     """Auto measures, tries a plan in turn with another schedule, and all ranks choose the same one."""
     case = pipelines.case
     table = zbpipe.generate("ZBV", case.ranks, case.microbatches).to_csv()
-    found = auto._Proposal(table, 0.0, "")
+    found = adaptive._Proposal(table, 0.0, "")
 
     def train(rank: int) -> list[str]:
         return [pipelines.schedules[rank].schedule.to_csv() for _ in range(9) if pipelines.step(rank) is None]
 
-    with mock.patch.object(auto, "_make_proposal", return_value=found):
+    with mock.patch.object(adaptive, "_make_proposal", return_value=found):
         ends = pipelines.run(train, choices)
     assert all(each == ends[0] for each in ends), ends
     assert table in ends[0]

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import zbpipe
 from zbpipe import OpKind
-from zbpipe.runtime._torch import fsdp
+from zbpipe.runtime._torch import fsdp2
 from zbpipe.runtime.split import products
 from zbpipe.runtime.split.products import LINEAR, PendingGradient, sums_in_float32
 
@@ -159,7 +159,7 @@ def test_fsdp_in_mixed_precision(one_rank: None, kernels_for_the_cpu: None, w_la
     # Two products a microbatch, and in both stages the first one has nothing to be added to. (F runs addmm, too.)
     functions = calls.functions()
     assert functions.count(aten.addmm.dtype_out) == 2 * (MICROBATCHES - 1)
-    assert functions.count(aten.mm.dtype) == (0 if fsdp._SUMS_BESIDE_GRAD else 2)
+    assert functions.count(aten.mm.dtype) == (0 if fsdp2._HAS_SEPARATE_SUMS else 2)
 
 
 def test_sparse_gradients_stay_sparse_or_are_made_dense(kernels_for_the_cpu: None) -> None:

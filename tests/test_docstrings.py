@@ -16,7 +16,7 @@ import zbpipe
 import zbpipe.titan
 from zbpipe.frameworks.installation import uninstall
 from zbpipe.planner import stages
-from zbpipe.runtime.auto import AutoSchedule
+from zbpipe.runtime.adaptive import AutoSchedule
 from zbpipe.runtime.verify import GradientReport
 from zbpipe.schedule import registry
 

@@ -20,7 +20,7 @@ import zbpipe
 from zbpipe.frameworks.installation import find_algorithm, uninstall
 from zbpipe.runtime import build
 from zbpipe.runtime._torch import hooks
-from zbpipe.runtime.logs import log_visibly
+from zbpipe.runtime.measure.profiler import log_visibly
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
 

@@ -23,7 +23,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
-from zbpipe.runtime._torch import fsdp, pipelining
+from zbpipe.runtime._torch import fsdp2, pipelining
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
 from zbpipe.simulator.offloading import Offload, copy_all
 
@@ -328,7 +328,7 @@ def with_fsdp(mode: Grad) -> None:
 
     def state() -> list[Any]:
         states = [module._get_fsdp_state() for part in parts for module in part.modules() if hasattr(module, "reshard")]
-        groups = [group for part in parts for group in fsdp.list_groups(part)]
+        groups = [group for part in parts for group in fsdp2.list_groups(part)]
         flags = [(each.reduce_grads, each.reshard_after_backward, each._training_state) for each in groups]
         gradients = [
             each.grad.to_local().clone() for part in parts for each in part.parameters() if each.grad is not None

@@ -24,9 +24,7 @@ from zbpipe import CostModel, OpKind, Placement, Schedule, simulate
 from zbpipe.costs import Link
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
-from zbpipe.runtime.offload import beside
-from zbpipe.runtime.offload.copiers import Copier, HostCopy, Storages, make_copier
-from zbpipe.runtime.offload.memory import Saved, find_unshared
+from zbpipe.runtime.offload import Copier, Copies, HostCopy, Saved, Storages, find_unshared, make_copier
 from zbpipe.runtime.verify.one_process import schedule_w_last
 from zbpipe.simulator import offload
 from zbpipe.simulator.offloading import Offload, copy_all
@@ -224,15 +222,15 @@ def test_memory_is_freed_behind_the_computation_that_the_copy_outlasts_not(
 ) -> None:
     log: list[str] = []
     runtime: Any = zbpipe.build_pipeline_schedule("ZBH1", [PipelineStage(nn.Linear(4, 4), 0, 1, CPU)], 2, F.mse_loss)
-    around = beside.Copies.around
+    around = Copies.around
 
-    def logged(self: beside.Copies, kind: str, stage: int, microbatch: int, compute: Any) -> Any:
+    def logged(self: Copies, kind: str, stage: int, microbatch: int, compute: Any) -> Any:
         if f"{kind}{microbatch}" not in log:  # the loss is a part of F
             log.append(f"{kind}{microbatch}")
         return around(self, kind, stage, microbatch, compute)
 
     monkeypatch.setattr("zbpipe.runtime.schedules.make_copier", lambda device: Logged(log))
-    monkeypatch.setattr(beside.Copies, "around", logged)
+    monkeypatch.setattr(Copies, "around", logged)
     runtime.adopt(copy_all(schedule_w_last(1, 2), Offload.ALL))
     schedule = Schedule.from_csv("0F0,0OF0,0F1,0I1,0RF0,0I0,0W1,0W0")  # in place of that
     runtime.adopt(schedule, CostModel.uniform(schedule.placement, host=Link(bandwidth=bandwidth)))

@@ -14,8 +14,8 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
-from zbpipe.runtime.measure.allocated import HostCounter
-from zbpipe.runtime.offload.copiers import Copier
+from zbpipe.runtime.measure.recording import HostCounter
+from zbpipe.runtime.offload import Copier
 from zbpipe.runtime.split import products, stage
 from zbpipe.runtime.split.layers import deferral_of
 from zbpipe.runtime.split.products import PendingGradient

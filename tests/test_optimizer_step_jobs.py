@@ -185,7 +185,7 @@ def with_auto() -> tuple[list[str], StepCounts]:
         asked.append(options["objective"])
         return zbpipe.plan(*args, **options)
 
-    pytest.MonkeyPatch().setattr("zbpipe.runtime.auto.plan", plan)
+    pytest.MonkeyPatch().setattr("zbpipe.runtime.adaptive.plan", plan)
     usual, job = Job("ZBV"), Job("Auto", profile_steps=1, budget=1e5)
     losses = usual.train(usual.ordinary(LIMIT), range(14))
     step = job.ahead(LIMIT, predict=False)

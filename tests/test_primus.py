@@ -19,8 +19,8 @@ from typing import Any, get_type_hints
 import pytest
 
 from zbpipe import titan
+from zbpipe.frameworks.options import Options
 from zbpipe.frameworks.titan import check
-from zbpipe.runtime.options import Options
 from zbpipe.schedule.registry import resolve
 
 yaml = pytest.importorskip("yaml")

@@ -27,11 +27,12 @@ from zbpipe.costs import JobCosts, dump_costs
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.costs.transport import Receives
-from zbpipe.runtime import auto
+from zbpipe.runtime import adaptive
 from zbpipe.runtime._torch import pipelining
-from zbpipe.runtime.auto import find_memory_limits
-from zbpipe.runtime.measure import host
-from zbpipe.runtime.measure.profiler import find_overhead, measure_links
+from zbpipe.runtime.adaptive import find_memory_limits
+from zbpipe.runtime.measure import communication
+from zbpipe.runtime.measure.communication import measure_links
+from zbpipe.runtime.measure.profiler import find_overhead
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.measure.trace import write_trace
 from zbpipe.schedule.ir import Op, OpKind, Placement
@@ -186,12 +187,12 @@ class LinkToHost:
 
 def test_the_link_to_the_host_is_that_of_the_slower_direction(monkeypatch: pytest.MonkeyPatch) -> None:
     link = LinkToHost()
-    monkeypatch.setattr(host, "time", link)
-    monkeypatch.setattr(host, "make_copier", lambda device: link)
-    found = host.measure_host(torch.device("cpu"))
+    monkeypatch.setattr(communication, "time", link)
+    monkeypatch.setattr(communication, "make_copier", lambda device: link)
+    found = communication.measure_host(torch.device("cpu"))
     assert found is not None
     assert found.bandwidth == pytest.approx(1e9)
-    assert found.latency == pytest.approx(1e-5 + host._SMALL / 1e9)
+    assert found.latency == pytest.approx(1e-5 + communication._SMALL_COPY / 1e9)
 
 
 def test_all_ranks_end_with_the_same_costs(tmp_path: Path) -> None:
@@ -472,7 +473,7 @@ def assert_trace(name: str, data: Any) -> None:
 
 def agreed() -> tuple[Any, ...]:
     """With plans that are tried whatever they gain: so small a job has none that is shorter than ZBVLean."""
-    setattr(auto, "_WORTH_IT", 2.0)  # noqa: B010
+    setattr(adaptive, "_WORTH_IT", 2.0)  # noqa: B010
     job = sleepy_job("Auto", profile_steps=1, budget=1e5)
     names = [job.schedule.schedule.name]
     for _ in range(6):
@@ -524,7 +525,7 @@ def with_activations(naps: int) -> nn.Module:
 
 def offloading() -> tuple[bool, bool, bool, int]:
     """Whether there are copies before `Auto` has measured, in both schedules that take turns, and what they copied."""
-    setattr(auto, "_WORTH_IT", 2.0)  # noqa: B010
+    setattr(adaptive, "_WORTH_IT", 2.0)  # noqa: B010
     job = sleepy_job("Auto", model=with_activations, profile_steps=1, budget=1e5, offload="all")
     seen = {job.schedule.schedule.name: job.schedule.schedule.has_copies}
     for _ in range(6):

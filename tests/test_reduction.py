@@ -21,8 +21,8 @@ from torch.nn.utils.parametrizations import weight_norm
 
 import zbpipe
 from zbpipe.costs.model import GATHER, REDUCE
-from zbpipe.runtime._torch import fsdp, fsdp_overlap, hooks
-from zbpipe.runtime.measure.collectives import find_exposed
+from zbpipe.runtime._torch import fsdp2, hooks
+from zbpipe.runtime.measure.communication import find_exposed
 from zbpipe.runtime.measure.recording import StepRecord
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.schedule.ir import Op
@@ -84,20 +84,20 @@ def two_layers() -> nn.Module:
 def events(monkeypatch: pytest.MonkeyPatch) -> Events:
     """Products of W, starts of reductions and their ends, in order."""
     events: Events = []
-    accumulate, finish = PendingGradient.accumulate, fsdp_overlap.finish
+    accumulate, finish = PendingGradient.accumulate, fsdp2.finish
 
     def noted_accumulate(gradient: PendingGradient) -> None:
         accumulate(gradient)
         events.append(f"product {gradient.layer.label}")  # type: ignore[attr-defined]
 
     def noted_finish(module: nn.Module) -> None:
-        gathers = [group._all_gather_result for group in fsdp.list_groups(module)]
+        gathers = [group._all_gather_result for group in fsdp2.list_groups(module)]
         assert not any(gathers), "a module was gathered for nothing"
         finish(module)
         events.append(f"end {module.label}")
 
     monkeypatch.setattr(PendingGradient, "accumulate", noted_accumulate)
-    monkeypatch.setattr(fsdp_overlap, "finish", noted_finish)
+    monkeypatch.setattr(fsdp2, "finish", noted_finish)
     return events
 
 
@@ -243,7 +243,7 @@ def test_torchs_way(one_rank: None, events: Events, monkeypatch: pytest.MonkeyPa
     prepare = {"own backward": with_an_own_backward, "own reduction": with_an_own_reduction}.get(why)
     options: Any = {"fsdp_mode": "torch"} if why == "option" else {}
     if why == "unknown torch":
-        monkeypatch.setattr(fsdp_overlap, "IS_KNOWN", False)
+        monkeypatch.setattr(fsdp2, "IS_KNOWN", False)
     job = Job(Part, events, prepare=prepare, **options)
     job.step()
     kinds = [each.split()[0] for each in job.step() if each.split()[1] == "0"]
@@ -292,7 +292,7 @@ def test_no_module_stays_gathered_between_two_ops(one_rank: None, events: Events
     def note(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         result = compute()
         assert not any(map(is_gathered, modules)), f"{stage}{kind}{microbatch}"
-        assert not any(group._all_gather_result for part in job.parts for group in fsdp.list_groups(part)), (
+        assert not any(group._all_gather_result for part in job.parts for group in fsdp2.list_groups(part)), (
             "for nothing"
         )
         return result
@@ -305,7 +305,7 @@ def test_no_module_stays_gathered_between_two_ops(one_rank: None, events: Events
 
 
 def is_gathered(layer: Any) -> bool:
-    return any(group.is_unsharded for group in fsdp.groups_of(layer._get_fsdp_state()))
+    return any(group.is_unsharded for group in fsdp2.groups_of(layer._get_fsdp_state()))
 
 
 def test_gradients_are_checked_as_w_leaves_them(one_rank: None, events: Events) -> None:
@@ -351,8 +351,8 @@ def test_the_profiler_measures_the_collectives(
     job = Job(Part, events, fsdp_mode=mode)
     profiler = zbpipe.Profiler(job.schedule, 1)
     job.step()
-    assert not fsdp_overlap.is_shared(job.parts[0])
-    monkeypatch.setattr(fsdp_overlap, "is_shared", lambda module: True)
+    assert not fsdp2.is_shared(job.parts[0])
+    monkeypatch.setattr(fsdp2, "is_shared", lambda module: True)
     for _ in range(3):
         job.step()
     assert profiler.costs is not None
@@ -383,8 +383,8 @@ def test_no_product_waits_for_a_buffer(one_rank: None, events: Events, table: st
 
     def note(*_: Any) -> None:
         buffers = [each.reduce_scatter_input for state in states for each in state._comm_ctx.reduce_scatter_states]
-        gradients = (each for part in job.parts for each in fsdp.iterate_accumulated(part))
-        left = [each.gradient for each in gradients if not each.name.endswith(fsdp.REDUCED)]
+        gradients = (each for part in job.parts for each in fsdp2.iterate_accumulated(part))
+        left = [each.gradient for each in gradients if not each.name.endswith(fsdp2.REDUCED)]
         held.append((len(buffers), sum(map(Tensor.numel, (*buffers, *left)))))
 
     job.step()

@@ -31,7 +31,7 @@ from zbpipe import CostModel, OpKind, simulate
 from zbpipe.costs.transport import Transport
 from zbpipe.runtime import lowering
 from zbpipe.runtime._torch import pipelining
-from zbpipe.runtime.auto import AutoSchedule
+from zbpipe.runtime.adaptive import AutoSchedule
 from zbpipe.runtime.classes import class_of
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule import registry

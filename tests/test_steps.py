@@ -449,7 +449,7 @@ def warnings_of_two_steps(schedule: str, prepare: Callable[[dict[int, nn.Module]
     job = Job(schedule)
     prepare(job.modules, job.num_stages - 1)
     kept = Kept()
-    logger = logging.getLogger("zbpipe.runtime.tied_weights")
+    logger = logging.getLogger("zbpipe.runtime.ranks.tied_weights")
     logger.addHandler(kept)
     job.step()
     job.step()

@@ -27,7 +27,7 @@ BUDGETS = {
     "src/zbpipe/cli": 1830,
     "src/zbpipe/costs": 960,
     "src/zbpipe/estimation": 1050,
-    "src/zbpipe/frameworks": 2520,
+    "src/zbpipe/frameworks": 2885,
     "src/zbpipe/planner": 1760,
     "src/zbpipe/runtime": 8680,
     "src/zbpipe/schedule": 730,

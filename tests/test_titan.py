@@ -44,11 +44,11 @@ from zbpipe.cli.demo.launch import JobOutcome, train_on_cpu
 from zbpipe.costs import JobCosts
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.frameworks.installation import find_algorithm
+from zbpipe.frameworks.job_schedule import write_costs
+from zbpipe.frameworks.options import Options, help_of
 from zbpipe.frameworks.titan import monitor, versions
 from zbpipe.frameworks.titan.check import check
 from zbpipe.frameworks.titan.command_line import parse
-from zbpipe.runtime.job import write_costs
-from zbpipe.runtime.options import Options, help_of
 
 IS_02 = require_titan("0.3.0", "0.2.2") == "0.2.2"
 needs_02 = pytest.mark.skipif(not IS_02, reason="of torchtitan 0.2")

@@ -36,8 +36,8 @@ from zbpipe.estimation import devices
 from zbpipe.estimation.estimate import JobMemory, memory_by_rank
 from zbpipe.estimation.rows import Step
 from zbpipe.estimation.workload import Workload
+from zbpipe.frameworks.options import Options
 from zbpipe.runtime._torch import hooks, pipelining
-from zbpipe.runtime.options import Options
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.actions import parse
 from zbpipe.simulator.message_checks import validate_lowered

@@ -20,10 +20,10 @@ import zbpipe
 from zbpipe import CostModel, Placement
 from zbpipe.cli.demo.launch import JobOutcome
 from zbpipe.frameworks.installation import find_algorithm
+from zbpipe.frameworks.options import Options
 from zbpipe.frameworks.titan import batches, versions
 from zbpipe.frameworks.titan.check import check, require_processes
 from zbpipe.frameworks.titan.command_line import parse
-from zbpipe.runtime.options import Options
 from zbpipe.titan.check_clone import find_difference
 
 STAND_IN = Path(__file__).parent / "titan_stand_in"

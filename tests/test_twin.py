@@ -17,7 +17,7 @@ import zbpipe
 from zbpipe import Schedule
 from zbpipe.runtime._torch import hooks
 from zbpipe.runtime.measure import recording
-from zbpipe.runtime.offload.copiers import Copier
+from zbpipe.runtime.offload import Copier
 from zbpipe.runtime.ranks import progress
 from zbpipe.runtime.verify.one_process import schedule_w_last
 from zbpipe.simulator.offloading import Offload, copy_all
@@ -77,7 +77,6 @@ def test_a_device_behind_the_host_is_seen_as_it_is(one_rank: None, seed: int, mo
     launched = progress.Launched(lambda: own.append(twin.new_event()) or own[-1])
     monkeypatch.setattr(progress, "MOST", 5)
     monkeypatch.setattr(progress, "_launched_on", lambda device: launched)
-    monkeypatch.setattr(recording, "_HostClock", lambda: recording._DeviceClock(CPU))
     monkeypatch.setattr(recording, "find_device", lambda device: twin)
 
     def count_passed() -> int:

@@ -20,7 +20,7 @@ from zoo.runner import Setting, outcome
 
 import zbpipe
 from zbpipe import Op, OpKind, Placement, Schedule
-from zbpipe.runtime._torch import autograd
+from zbpipe.runtime._torch import tensor_data
 from zbpipe.runtime.split import contents, ownership, products, stage
 from zbpipe.runtime.split.layers import defer_weights, deferral_of
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients
@@ -249,18 +249,18 @@ def test_fingerprints() -> None:
     kinds += [x.T, x[:, ::2], x[:1].expand(4, 8), x.long(), x.int(), x > 0, x.to(torch.float8_e4m3fn), x.conj()]
     changes: list[Callable[[Tensor], Tensor]] = [lambda x: -x, lambda x: 2 * x, torch.zeros_like, lambda x: x.flip(-1)]
     for each in kinds:
-        known = autograd.fingerprint(each)
-        assert known == autograd.fingerprint(each.clone())
+        known = tensor_data.fingerprint(each)
+        assert known == tensor_data.fingerprint(each.clone())
         for change in changes:
             try:
                 changed = change(each)
             except (RuntimeError, NotImplementedError):  # of bool, of float8
                 continue
-            same = autograd.same_content(each.contiguous(), changed.contiguous())
-            assert (known == autograd.fingerprint(changed)) == same, (each.dtype, each.shape)
-    assert autograd.fingerprint(torch.empty(0, 3)) == 0
+            same = tensor_data.same_content(each.contiguous(), changed.contiguous())
+            assert (known == tensor_data.fingerprint(changed)) == same, (each.dtype, each.shape)
+    assert tensor_data.fingerprint(torch.empty(0, 3)) == 0
     nan = torch.full((3,), torch.nan)
-    assert autograd.fingerprint(nan) == autograd.fingerprint(nan.clone())
+    assert tensor_data.fingerprint(nan) == tensor_data.fingerprint(nan.clone())
 
 
 def test_a_layer_can_be_kept_in_i(one_rank: None) -> None:

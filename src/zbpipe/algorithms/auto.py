@@ -1,4 +1,4 @@
-"""The schedule that `Auto` starts with. `zbpipe.runtime.auto` measures the job and then plans the next schedule."""
+"""The schedule that `Auto` starts with. `zbpipe.runtime.adaptive` measures the job and then plans the next schedule."""
 
 from __future__ import annotations
 

@@ -22,10 +22,10 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from zbpipe.frameworks import automodel
-from zbpipe.runtime import arguments, checks, job
+from zbpipe.frameworks import automodel, job_schedule
+from zbpipe.frameworks.options import Options, list_options
+from zbpipe.runtime import arguments, checks
 from zbpipe.runtime._torch import pipelining
-from zbpipe.runtime.options import Options, list_options
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import Placement
 from zbpipe.schedule.registry import Algorithm
@@ -44,9 +44,9 @@ class Proxy(ABCMeta):
         given = dict(zip(names, args, strict=False)) | kwargs
         stages = checks.sort_stages(given.pop(names[0], ()), cls.algorithm.name)
         n_microbatches, loss_fn = given.pop("n_microbatches", None), given.pop("loss_fn", None)
-        job.require_size(cls.algorithm, cls.options, stages[0].group_size, n_microbatches, None, str)
-        built = job.build(cls.algorithm, stages, n_microbatches, loss_fn, cls.options, **given)
-        job.attach(built, cls.options)
+        job_schedule.require_size(cls.algorithm, cls.options, stages[0].group_size, n_microbatches, None, str)
+        built = job_schedule.build(cls.algorithm, stages, n_microbatches, loss_fn, cls.options, **given)
+        job_schedule.attach(built, cls.options)
         return built
 
     def __eq__(cls, other: object) -> bool:
@@ -117,7 +117,7 @@ class _Installation:
         else:
             automodel.adapt(algorithm)
         if algorithm.name not in self._proxies:
-            job.require_sense(algorithm, self._options, str)
+            job_schedule.require_sense(algorithm, self._options, str)
             self._proxies[algorithm.name] = proxy_of(algorithm, self._options)
         return self._proxies[algorithm.name]
 
@@ -186,7 +186,7 @@ def install_with(
     if everywhere and schedule is None:
         raise ValueError("everywhere=True needs a schedule: install('ZBV', everywhere=True)")
     if schedule is not None:
-        job.require_sense(registry.resolve(schedule), options, str)
+        job_schedule.require_sense(registry.resolve(schedule), options, str)
     uninstall()
     _installed = _Installation(schedule, everywhere, options, torchs_too)
     found = _replace(_installed.torchs, _installed.replacement)

@@ -9,9 +9,9 @@ from typing import Any
 
 from zbpipe.costs.torchs_split import has_torchs_split
 from zbpipe.estimation.workload import few_microbatches
+from zbpipe.frameworks.job_schedule import require_sense, require_size
+from zbpipe.frameworks.options import Options
 from zbpipe.frameworks.titan import batches
-from zbpipe.runtime.job import require_sense, require_size
-from zbpipe.runtime.options import Options
 from zbpipe.schedule.registry import Algorithm
 from zbpipe.simulator.passes import default_costs
 from zbpipe.simulator.post_validation import LEAST_GAIN, gain

@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 from zbpipe.estimation.workload import Degrees, Workload
+from zbpipe.frameworks.options import Options, add_arguments, from_arguments
 from zbpipe.frameworks.titan import cpu
 from zbpipe.frameworks.titan.versions import find_installed, require_names
-from zbpipe.runtime.options import Options, add_arguments, from_arguments
 from zbpipe.schedule.ir import require_whole
 from zbpipe.schedule.user_code import import_from_here
 

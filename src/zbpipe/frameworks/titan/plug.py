@@ -36,16 +36,16 @@ from torchtitan.train import Trainer
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.frameworks import installation
 from zbpipe.frameworks.installation import is_placed_by_frameworks
+from zbpipe.frameworks.options import Options
 from zbpipe.frameworks.titan import batches, cpu, dry_run, layer_split, monitor, steps, versions
 from zbpipe.frameworks.titan.batches import checkpointing_of
 from zbpipe.frameworks.titan.check import check, require_processes
 from zbpipe.frameworks.titan.command_line import asks_for_help
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import autograd, pipelining
+from zbpipe.runtime.adaptive import LeanSchedule
 from zbpipe.runtime.attributes import replaced
 from zbpipe.runtime.build import require_splittable
-from zbpipe.runtime.lean import LeanSchedule
-from zbpipe.runtime.options import Options
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split.products import GROUPED_MM

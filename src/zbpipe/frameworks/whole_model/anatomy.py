@@ -313,7 +313,7 @@ class Stage(nn.Module):
     """
 
     sums_tied_gradients = True
-    """Tied weights on two ranks stay equal (see `zbpipe.runtime.tied_weights`)."""
+    """Tied weights on two ranks stay equal (see `zbpipe.runtime.ranks.tied_weights`)."""
 
     def __init__(self, model: nn.Module, anatomy: Anatomy, own: range, loss: Loss, device: torch.device) -> None:
         super().__init__()

@@ -17,14 +17,13 @@ from zbpipe.costs.job import JobCosts
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel, require_room
 from zbpipe.costs.transport import Transport
+from zbpipe.frameworks.options import Options
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import pipelining
-from zbpipe.runtime.auto import USUAL_STEPS, AutoSchedule
+from zbpipe.runtime.adaptive import USUAL_STEPS, AutoSchedule
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
-from zbpipe.runtime.logs import log_visibly
-from zbpipe.runtime.measure.profiler import WARM_UP, Profiler
+from zbpipe.runtime.measure.profiler import WARM_UP, Profiler, log_visibly
 from zbpipe.runtime.measure.trace import write_trace
-from zbpipe.runtime.options import Options
 from zbpipe.runtime.verify.gradient_check import GradientCheck
 from zbpipe.schedule.ir import OpKind, Placement
 from zbpipe.schedule.registry import Algorithm

@@ -15,7 +15,7 @@ from zbpipe.costs.memory_limit import AS_1F1B, SPELLINGS, MemoryLimit, MemoryLim
 from zbpipe.costs.model import set_fields
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.runtime import arguments
-from zbpipe.runtime._torch.fsdp_overlap import FsdpMode
+from zbpipe.runtime._torch.fsdp2 import FsdpMode
 from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.schedule.ir import require_whole
 from zbpipe.schedule.user_code import import_modules
@@ -25,9 +25,9 @@ OptimizerSteps = Literal["synchronous", "validated"]
 """Optimizer steps of a job: all ranks wait for the norm of all gradients, or continue and validate it later."""
 
 _Taker = Literal["torch", "zbpipe", "auto", "job", "job of zbpipe", "trainer"]
-"""Taker of an option: torch's and zbpipe's schedules, zbpipe's alone, `Auto` alone, `zbpipe.runtime.job`, or a plug
-with the job's trainer. `zbpipe.runtime.job` builds the schedule and attaches its tools, some only to zbpipe's
-schedules. docs/options.md has the fields in this order."""
+"""Taker of an option: torch's and zbpipe's schedules, zbpipe's alone, `Auto` alone, `job_schedule`, or a plug with the
+job's trainer. `job_schedule` builds the schedule and attaches its tools, some only to zbpipe's schedules.
+docs/options.md has the fields in this order."""
 
 
 def _option(taker: _Taker, text: str, *, default: Any = None, check: Any = None, **how: Any) -> Any:

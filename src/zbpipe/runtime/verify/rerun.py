@@ -1,7 +1,7 @@
 """Rerun of a microbatch on its stage: the same forward from the same state, then one ordinary full backward.
 
-Gradients, weights, buffers, attributes and random states are restored afterwards. Post-accumulate hooks do not run.
-Hooks on tensors and modules run, because they may change a gradient.
+Gradients, weights, buffers, attributes and random states are restored afterwards. Modules with other state are refused.
+Post-accumulate hooks do not run. Hooks on tensors and modules run, because they may change a gradient.
 """
 
 from __future__ import annotations
@@ -15,62 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from zbpipe.runtime._torch import autograd, compiled_backward, fsdp, pipelining
+from zbpipe.runtime._torch import autograd, fsdp2, pipelining, tensor_data
+from zbpipe.runtime._torch.module_state import ModuleState, keep_versions
 from zbpipe.runtime.attributes import replaced
-from zbpipe.runtime.contents import Contents, keep_shared_generators
-from zbpipe.runtime.optimizer.backup import RandomState
+from zbpipe.runtime.split import compiled_backward
 from zbpipe.runtime.split.layers import deferrals
 
-
-class State:
-    """Snapshot of the state that a module's forward depends on besides its inputs.
-
-    Parameters, buffers and other tensors are kept by value, attributes of the modules (such as counters) by assignment.
-    It also keeps the contents of containers and objects in these (see `Contents`), and random states: torch's on the
-    CPU and on `device`, Python's and numpy's. With `like`, values that are equal in both are kept once. Without
-    `weights` parameters are not copied, for callers that do not write to them.
-    """
-
-    def __init__(
-        self, module: nn.Module, device: torch.device, like: State | None = None, *, weights: bool = True
-    ) -> None:
-        known = {} if like is None else {id(tensor): copy for tensor, _, copy in like._values}
-        self._contents = Contents(module.modules())
-        self._values: list[tuple[Tensor, Tensor, Tensor]] = []
-        for tensor in (*(module.parameters() if weights else ()), *module.buffers(), *self._contents.tensors):
-            local = tensor.detach()
-            if isinstance(local, DTensor):
-                local = local.to_local()
-            if type(local) is Tensor and local.layout is torch.strided and not local.is_nested:
-                copy = known.get(id(tensor))
-                if copy is None or not torch.equal(local, copy):
-                    copy = local.clone()
-                self._values.append((tensor, local, copy))
-        attributes = (own for part in module.modules() for own in (vars(part), autograd.own_buffers(part)))
-        self._attributes = [(own, dict(own)) for own in attributes]
-        self._random = RandomState(device)
-        self._shared_random = list(keep_shared_generators())
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Tensors whose values are kept."""
-        return [local for _, local, _ in self._values]
-
-    def put_back(self) -> None:
-        """Restore everything."""
-        for own, before in self._attributes:
-            for name in own.keys() - before.keys():
-                del own[name]
-            own.update({name: value for name, value in before.items() if own.get(name, self) is not value})
-        self._contents.put_back()
-        for _, local, copy in self._values:
-            # Write only differences: another microbatch's graph may need the tensor unchanged. A parameter that FSDP2
-            # has resharded since has no memory.
-            if local.untyped_storage().size() and not torch.equal(local, copy):
-                local.copy_(copy)
-        self._random.restore()
-        for put_back in self._shared_random:
-            put_back()
+_HIDDEN_STATE = (
+    "stage {stage}, microbatch {microbatch}: its gradients cannot be checked, because a second run of its forward from"
+    " the same weights, buffers, attributes and random numbers gives another output. The forward depends on {what},"
+    " which it changes itself: keep that in a buffer or directly in an attribute of the module, or omit the check"
+)
 
 
 class Gradients(NamedTuple):
@@ -89,11 +44,11 @@ class Microbatch:
     """
 
     def __init__(
-        self, stage: pipelining.Stage, index: int, like: State | None = None, *, defers_loss: bool = False
+        self, stage: pipelining.Stage, index: int, like: ModuleState | None = None, *, defers_loss: bool = False
     ) -> None:
         self.stage = stage
         self.index = index
-        self.state = State(stage.submod, pipelining.device_of(stage), like)
+        self.state = ModuleState(stage.submod, pipelining.device_of(stage), like)
         """State before F."""
         self._defers_loss = defers_loss
         self._args: tuple[Any, ...] = ()
@@ -105,15 +60,13 @@ class Microbatch:
         self._inputs: list[Any] = []
         self._outputs: list[tuple[Tensor, int]] = []
         """Outputs of F, each with its number of in-place changes."""
-        self.repeats = True
-        """Whether the forward repeats its output from the same state; known after `compute_gradients`."""
 
     def forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the stage's forward, `call`, and record its inputs."""
         self._args, self._kwargs = autograd.tree_map_only(Tensor, self._copy, (args, kwargs))
         output = call(*args, **kwargs)
         tensors = [each.detach() for each in autograd.tree_leaves(output) if isinstance(each, Tensor)]
-        self._outputs = [(each, autograd.version_of(each)) for each in tensors]
+        self._outputs = [(each, tensor_data.version_of(each)) for each in tensors]
         return output
 
     def _copy(self, tensor: Tensor) -> Tensor:
@@ -131,37 +84,46 @@ class Microbatch:
         self._inputs = [self._copies.get(id(each), each) for each in tensors["input_values"]]
 
     def compute_gradients(self) -> Gradients:
-        """Gradients of one ordinary backward. All state is restored afterwards."""
+        """Gradients of one ordinary backward. All state is restored afterwards.
+
+        Raises:
+            ValueError: the forward does not repeat its output, because it depends on state that cannot be restored.
+        """
         module = self.stage.submod
-        now = State(module, pipelining.device_of(self.stage), self.state)
+        now = ModuleState(module, pipelining.device_of(self.stage), self.state)
         written = (*now.tensors, *self.state.tensors)
-        with torch.no_grad(), autograd.keep_versions(written), fsdp.without_gradients(module):
-            self.state.put_back()
+        with torch.no_grad(), keep_versions(written), fsdp2.without_gradients(module):
+            self.state.restore()
             try:
                 with torch.enable_grad():
                     output, inputs = self._run()
                     gradients = Gradients(copy_gradients(module), inputs)
-                    self.repeats = self._is_as_in_f(output) or self._repeats_with_the_split()
+                    if not self._is_as_in_f(output):
+                        self._require_repeatable()
                 return gradients
             finally:
-                now.put_back()
+                now.restore()
 
     def _is_as_in_f(self, output: Any) -> bool:
         """Whether a second forward repeated the outputs of F. Outputs changed since then are not compared."""
         again = [each for each in autograd.tree_leaves(output) if isinstance(each, Tensor)]
         return len(again) == len(self._outputs) and all(
-            autograd.version_of(one) != version or _are_close(one, other)
+            tensor_data.version_of(one) != version or _are_close(one, other)
             for (one, version), other in zip(self._outputs, again, strict=True)
         )
 
-    def _repeats_with_the_split(self) -> bool:
-        """Whether the unchanged forward repeats its outputs. If not, it depends on state that cannot be restored."""
-        # It runs twice: an alternating state may be back at its start.
-        for _ in range(2):
-            self.state.put_back()
-            if not self._is_as_in_f(pipelining.run_forward(self.stage, self.index, self._args, self._kwargs)):
-                return False
-        return True
+    def _require_repeatable(self) -> None:
+        """Refuse a forward that does not repeat its output with the split either."""
+        for _ in range(2):  # an alternating state may be back at its start
+            self.state.restore()
+            before = _describe_attributes(self.stage.submod)
+            output = pipelining.run_forward(self.stage, self.index, self._args, self._kwargs)
+            if not self._is_as_in_f(output):
+                self.state.restore()
+                after = _describe_attributes(self.stage.submod)
+                changed = [repr(name) for name, value in after.items() if before[name] != value]
+                what = ", ".join(changed) or "something outside of its modules, or hidden in an object of theirs"
+                raise ValueError(_HIDDEN_STATE.format(stage=self.stage.stage_index, microbatch=self.index, what=what))
 
     def _run(self) -> tuple[Any, Sequence[Tensor | None]]:
         """Run the module forward and backward; returns its output and the gradients of its inputs."""
@@ -173,6 +135,16 @@ class Microbatch:
                 output = self._loss(output)
         with plain():
             return of_module, pipelining.run_backward(self.stage, output, self._output_grads, self._inputs)
+
+
+def _describe_attributes(module: nn.Module) -> dict[str, str]:
+    """Attributes of all modules in words, with the contents of containers and objects."""
+    return {
+        f"{name}.{attribute}".lstrip("."): repr(getattr(value, "__dict__", value))
+        for name, part in module.named_modules()
+        for attribute, value in vars(part).items()
+        if attribute not in ("_parameters", "_buffers", "_modules")
+    }
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:
@@ -191,7 +163,7 @@ _CLOSE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-5, to
 
 def copy_gradients(module: nn.Module) -> dict[str, Tensor]:
     """Copies of the current gradients, in at least float32; for DTensors this rank's part."""
-    return {each.name: widen(each.gradient, each.parameter) for each in fsdp.iterate_accumulated(module)}
+    return {each.name: widen(each.gradient, each.parameter) for each in fsdp2.iterate_accumulated(module)}
 
 
 def widen(gradient: Tensor, like: Tensor) -> Tensor:

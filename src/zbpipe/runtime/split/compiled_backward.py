@@ -15,15 +15,13 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.backends import common
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput
-from torch._functorch.partitioners import default_partition
-from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch.fx import Graph, GraphModule, Node
 
-from zbpipe.runtime._torch import autograd
-from zbpipe.runtime._torch.later import postpone
+from zbpipe.runtime._torch import compiler
+from zbpipe.runtime._torch.autograd import function_of, schema_of, without_autocast
 from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime.split.lazy_products import postpone
+from zbpipe.runtime.split.sources import find_leaf
 
 _aten = torch.ops.aten
 _VIEWS = {
@@ -46,19 +44,20 @@ _CONVOLUTION = _aten.convolution_backward.default
 
 def cut_backwards() -> AbstractContextManager[None]:
     """Context in which torch compiles backwards in two parts."""
-    return replaced(common, aot_module_simplified=_compile)
-
-
-_compile_whole = common.aot_module_simplified
+    return compiler.replace_compilation(_compile)
 
 
 def _compile(module: Any, args: Sequence[Any], *more: Any, **options: Any) -> Any:
     given = module.graph.find_nodes(op="placeholder") if isinstance(module, GraphModule) else ()
     examples = [getattr(node.meta.get("grapharg"), "example", None) for node in given]
-    weights = {place for place, each in enumerate(examples) if isinstance(each, Tensor) and _is_weight(each)}
+    weights = {
+        place
+        for place, each in enumerate(examples)
+        if isinstance(each, Tensor) and each.requires_grad and isinstance(find_leaf(each), nn.Parameter)
+    }
     if weights:
-        compiler = options.get("bw_compiler") or options["fw_compiler"]
-        partition = options.get("partition_fn", default_partition)
+        compile_graph = options.get("bw_compiler") or options["fw_compiler"]
+        partition = options.get("partition_fn", compiler.default_partition)
         of_weights: set[str] = set()
 
         def find_weights(joint: GraphModule, *more: Any, **others: Any) -> Any:
@@ -68,9 +67,11 @@ def _compile(module: Any, args: Sequence[Any], *more: Any, **options: Any) -> An
 
         options["partition_fn"] = find_weights
         # Plain functions: torch would take a whole backward from its cache for serializable ones.
-        options["fw_compiler"] = partial(_call, options["fw_compiler"])
-        options["bw_compiler"] = lambda graph, inputs: _compile_backward(compiler, graph, inputs, weights, of_weights)
-    return _compile_whole(module, args, *more, **options)
+        options["fw_compiler"] = partial(options["fw_compiler"])
+        options["bw_compiler"] = lambda graph, inputs: _compile_backward(
+            compile_graph, graph, inputs, weights, of_weights
+        )
+    return compiler.compile_whole(module, args, *more, **options)
 
 
 def _list_made_from(graph: Graph, arguments: Collection[int]) -> set[Node]:
@@ -82,16 +83,8 @@ def _list_made_from(graph: Graph, arguments: Collection[int]) -> set[Node]:
     return found
 
 
-def _call(function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
-
-
-def _is_weight(tensor: Tensor) -> bool:
-    return tensor.requires_grad and isinstance(autograd.find_leaf(tensor), nn.Parameter)
-
-
 def _compile_backward(
-    compiler: Callable[..., Any],
+    compile_graph: Callable[..., Any],
     graph: GraphModule,
     inputs: Sequence[Any],
     weights: Collection[int],
@@ -100,19 +93,19 @@ def _compile_backward(
     whole = deepcopy(graph)
     parts, number = _cut(graph, weights, of_weights)
     if not parts:
-        return compiler(graph, inputs)
-    metadata: Any = TracingContext.get().fw_metadata
+        return compile_graph(graph, inputs)
+    metadata = compiler.find_metadata()
     given = {node: place for place, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
     returned = {given.get(node) for node in _results(graph.graph)}
     # Inductor reuses the memory of donated inputs.
     donated = [each for each in metadata.bw_donated_idxs or () if each not in returned]
     with replaced(metadata, bw_donated_idxs=donated):
-        run = compiler(graph, inputs)
-    context = TracingContext.try_get(), CompileContext.try_get()
+        run = compile_graph(graph, inputs)
+    resume = compiler.note_context()
 
     def compile_whole() -> Any:
-        with tracing(context[0]), compile_context(context[1]), torch.no_grad():
-            return compiler(whole, inputs)
+        with resume(), torch.no_grad():
+            return compile_graph(whole, inputs)
 
     return _Backward(run, number, parts, compile_whole)
 
@@ -143,7 +136,7 @@ class Part(NamedTuple):
 
     def run(self, *factors: Any) -> Any:
         """What `graph` returns."""
-        with torch._C._DisableAutocast(), torch.no_grad():
+        with without_autocast(), torch.no_grad():
             return self.graph(*factors)
 
 
@@ -163,7 +156,7 @@ class _WeightGradient:
         """The gradient."""
         if self.as_matrices is not None:
             one, other = self.as_matrices(*factors)
-            with torch._C._DisableAutocast():
+            with without_autocast():
                 return one.mm(other)
         if self._number not in self._kept:
             found = self._part.run(*factors)
@@ -181,7 +174,7 @@ _mode = _Mode()
 
 
 def deferring() -> AbstractContextManager[None]:
-    """Context in which compiled backwards return a `Later` for each gradient that can wait."""
+    """Context in which compiled backwards return a `LazyTensor` for each gradient that can wait."""
     return replaced(_mode, defers=True)
 
 
@@ -233,7 +226,7 @@ def _is_static(like: Tensor) -> bool:
 def find_compiled_products(node: Any) -> Mapping[int, float] | None:
     """FLOPs of weight gradients that can wait, by the weight's number among the region's arguments."""
     # None unless the node is that of a backward in two parts that has run. torch keeps the last in the node's class.
-    run = getattr(getattr(node, "_forward_cls", None), "compiled_bw", None)
+    run = getattr(function_of(node), "compiled_bw", None)
     return run.products if isinstance(run, _Backward) else None
 
 
@@ -253,7 +246,7 @@ def _cut(module: GraphModule, weights: Collection[int], of_weights: Collection[s
         for place, each in enumerate(results)
         if arguments[place] in weights and isinstance(_example_of(each), Tensor) and len(_shape_of(each)) > 1
     ]
-    if any(map(_changes_something, graph.nodes)):
+    if any((schema := schema_of(node.target)) is not None and schema.is_mutable for node in graph.nodes):
         return [], len(results)
     _separate_convolutions(graph)
     results = _results(graph)
@@ -290,12 +283,7 @@ def _find_argument(described: Any) -> int | None:
     # A gradient, and a part of a tensor that wraps others, in either order.
     while (inner := getattr(described, "grad_of", None) or getattr(described, "base", None)) is not None:
         described = inner
-    return described.idx if isinstance(described, PlainAOTInput) else None
-
-
-def _changes_something(node: Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
+    return described.idx if isinstance(described, compiler.PlainInput) else None
 
 
 def _is_fixed(node: Node) -> bool:
@@ -303,7 +291,7 @@ def _is_fixed(node: Node) -> bool:
     if node.op != "call_function":
         return True
     tags = getattr(node.target, "tags", ())
-    is_operator = isinstance(node.target, torch._ops.OpOverload) or getattr(node.target, "__name__", "") == "getitem"
+    is_operator = schema_of(node.target) is not None or getattr(node.target, "__name__", "") == "getitem"
     in_order = any(word in str(node.target) for word in _COLLECTIVES) or torch.Tag.nondeterministic_seeded in tags
     return in_order or not (is_operator or getattr(node.target, "__module__", "") in ("_operator", "math"))
 

@@ -1,6 +1,6 @@
 """Products in the backward of an autograd Function, computed only when their result is read.
 
-I runs the Function's own backward. A product there returns a `Later`: a tensor without memory that knows its operands.
+I runs the Function's own backward. A product there returns a `LazyTensor`, which has no memory and knows its operands.
 Whatever reads it computes it, and whatever may change an operand computes it before. A weight gradient that nothing
 reads until the end of the backward can wait for W, which multiplies the same operands by the same kernel. The operands
 of quantised products are smaller than x and dY.
@@ -18,16 +18,34 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
-from torch.overrides import TorchFunctionMode, _pop_mode_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_traceable
+from torch.overrides import TorchFunctionMode
 
 from zbpipe.runtime._torch import autograd
+from zbpipe.runtime._torch.autograd import function_of, is_wrapper, schema_of
+from zbpipe.runtime._torch.tensor_data import storage_of, version_of
 from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime.split.sources import find_leaf_behind, find_shape, number_edges, passes_on
 
 _MOST_NODES = 1000
 """Limit of nodes of a layer among which Functions are looked for."""
 _META = torch.device("meta")
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with every part changed that is not a plain list, tuple or dictionary. pytree is slower."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([map_leaves(each, change) for each in value])
+    if kind is dict:
+        return {key: map_leaves(each, change) for key, each in value.items()}
+    return change(value)
+
+
+def list_leaves(value: Any) -> list[Any]:
+    """All parts of `value` that `map_leaves` would change."""
+    found: list[Any] = []
+    map_leaves(value, found.append)
+    return found
 
 
 class _Call(NamedTuple):
@@ -37,23 +55,23 @@ class _Call(NamedTuple):
     is_product: bool = True
 
 
-class Later(Tensor):
+class LazyTensor(Tensor):
     """The result of a product, or of operations on such results, that is computed when something reads it."""
 
     call: _Call
     operands: list[tuple[Tensor, int]]
     """The tensors of the call, each with the number of its in-place changes then."""
-    within: LaterProducts | None
+    within: LazyProducts | None
     """That of the backward that calls it; None for a compiled one."""
     value: Tensor | None
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = autograd.sees_no_functions  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, spec: Tensor, device: torch.device, call: _Call, within: LaterProducts | None) -> Later:
+    def __new__(cls, spec: Tensor, device: torch.device, call: _Call, within: LazyProducts | None) -> LazyTensor:
         size, stride = spec.shape, spec.stride()
-        made: Later = Tensor._make_wrapper_subclass(cls, size, strides=stride, dtype=spec.dtype, device=device)
+        made: LazyTensor = autograd.make_wrapper(cls, size, strides=stride, dtype=spec.dtype, device=device)
         tensors = _list_tensors((call.args, call.kwargs))
-        made.operands = [(each, autograd.version_of(each)) for each in tensors if not isinstance(each, Later)]
+        made.operands = [(each, version_of(each)) for each in tensors if not isinstance(each, LazyTensor)]
         made.call, made.within, made.value = call, within, None
         if within is not None:
             within.waiting.append(made)
@@ -71,7 +89,7 @@ class Later(Tensor):
         """The storages that the value is computed from."""
         found = list_memory(tensor for tensor, _ in self.operands)
         for each in _list_tensors((self.call.args, self.call.kwargs)):
-            if isinstance(each, Later):
+            if isinstance(each, LazyTensor):
                 found |= each.find_memory() if each.value is None else list_memory([each.value])
         return found
 
@@ -82,8 +100,8 @@ class Later(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
-        own = [each for each in _list_tensors((args, kwargs)) if isinstance(each, Later)]
-        if func._schema.is_mutable:
+        own = [each for each in _list_tensors((args, kwargs)) if isinstance(each, LazyTensor)]
+        if schema_of(func).is_mutable:
             _compute_all(own)
         elif func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags:
             return _postpone(_Call(func, args, kwargs, is_product=False), own[0].within)
@@ -91,34 +109,34 @@ class Later(Tensor):
 
 
 def _require_unchanged(operands: Iterable[tuple[Tensor, int]], product: str) -> None:
-    if any(autograd.version_of(tensor) != version for tensor, version in operands):
+    if any(version_of(tensor) != version for tensor, version in operands):
         raise RuntimeError(
             f"an operand of {product} was changed in place before W, or in a backward that does not show it to zbpipe:"
             " set weight_products = {} on this layer"
         )
 
 
-def _compute_all(changed: Iterable[Later]) -> None:
+def _compute_all(changed: Iterable[LazyTensor]) -> None:
     """Compute all results of the backwards that call these, one of which changes."""
-    for later in changed:
-        for each in (later,) if later.within is None else later.within.waiting:
+    for lazy in changed:
+        for each in (lazy,) if lazy.within is None else lazy.within.waiting:
             each.now()
 
 
 def _list_tensors(value: Any) -> list[Tensor]:
-    return [each for each in autograd.list_leaves(value) if isinstance(each, Tensor)]
+    return [each for each in list_leaves(value) if isinstance(each, Tensor)]
 
 
 def _read(args: Any) -> Any:
-    return autograd.map_leaves(args, lambda leaf: leaf.now() if isinstance(leaf, Later) else leaf)
+    return map_leaves(args, lambda leaf: leaf.now() if isinstance(leaf, LazyTensor) else leaf)
 
 
-def _postpone(call: _Call, within: LaterProducts | None) -> Any:
-    """A `Later` for a call; the result itself if its shape is unknown before it is computed."""
+def _postpone(call: _Call, within: LazyProducts | None) -> Any:
+    """A `LazyTensor` for a call; the result itself if its shape is unknown before it is computed."""
     spec = _infer(call)
     if spec is None:
         return call.function(*_read(call.args), **_read(call.kwargs))
-    return Later(spec, _find_device(call), call, within)
+    return LazyTensor(spec, _find_device(call), call, within)
 
 
 def _find_device(call: _Call) -> torch.device:
@@ -126,9 +144,9 @@ def _find_device(call: _Call) -> torch.device:
     return max(_list_tensors((call.args, call.kwargs)), key=Tensor.dim).device
 
 
-def postpone(function: Callable[..., Any], args: Sequence[Any], like: Tensor) -> Later:
-    """A `Later` for `function(*args)`, whose result is like the tensor `like`."""
-    return Later(like, like.device, _Call(function, list(args), {}), None)
+def postpone(function: Callable[..., Any], args: Sequence[Any], like: Tensor) -> LazyTensor:
+    """A `LazyTensor` for `function(*args)`, whose result is like the tensor `like`."""
+    return LazyTensor(like, like.device, _Call(function, list(args), {}), None)
 
 
 def _infer(call: _Call) -> Tensor | None:
@@ -160,9 +178,9 @@ def _identify(value: Any) -> Any:
 
 
 def _run_without_memory(call: _Call) -> Tensor | None:
-    args, kwargs = autograd.map_leaves((call.args, call.kwargs), _without_memory)
+    args, kwargs = map_leaves((call.args, call.kwargs), _without_memory)
     try:
-        with torch._C.DisableTorchFunction(), torch.no_grad(), _disable_current_modes():
+        with autograd.without_functions(), torch.no_grad(), autograd.without_modes():
             result = call.function(*args, **kwargs)
     except Exception:  # of any kind: a kernel for this device alone, or one that reads its arguments
         return None
@@ -175,18 +193,18 @@ def _without_memory(like: Any) -> Any:
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=_META)
 
 
-class LaterProducts(TorchFunctionMode):
-    """Products that return a `Later`: those whose result has one of these numbers of elements, as weights have."""
+class LazyProducts(TorchFunctionMode):
+    """Products that return a `LazyTensor`: those whose result has one of these numbers of elements, as weights have."""
 
     def __init__(self, elements: Collection[int]) -> None:
         super().__init__()
         self._elements = elements
-        self.waiting: list[Later] = []
+        self.waiting: list[LazyTensor] = []
         self.is_computing = False
-        """Whether the value of a `Later` is computed."""
+        """Whether the value of a `LazyTensor` is computed."""
         self._lent: set[int] = set()
         """Storages that others than torch may write to from now on, without a call that the mode sees."""
-        self._backward = torch._C._current_graph_task_id()
+        self._backward = autograd.current_backward()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -205,13 +223,13 @@ class LaterProducts(TorchFunctionMode):
             spec = _infer(call)
             is_lent = self._lent and not self._lent.isdisjoint(list_memory(_list_tensors((args, kwargs))))
             if spec is not None and spec.numel() in self._elements and not is_lent:
-                return Later(spec, _find_device(call), call, self)
+                return LazyTensor(spec, _find_device(call), call, self)
         return func(*args, **kwargs)
 
     def _compute_before(self, changed: Any, lends: bool = False) -> None:
         """Compute all results that depend on tensors which a call may change now; or later, if it lends them."""
         tensors = _list_tensors(changed)
-        _compute_all(each for each in tensors if isinstance(each, Later))
+        _compute_all(each for each in tensors if isinstance(each, LazyTensor))
         memory = list_memory(tensors)
         if lends:
             self._lent |= memory
@@ -221,7 +239,7 @@ class LaterProducts(TorchFunctionMode):
 
     def _is_in_same_backward(self) -> bool:
         """Whether the backward itself calls, not a forward or another backward that it runs."""
-        return not torch.is_grad_enabled() and torch._C._current_graph_task_id() == self._backward
+        return not torch.is_grad_enabled() and autograd.current_backward() == self._backward
 
 
 @lru_cache(4096)
@@ -230,7 +248,7 @@ def _classify(function: Any) -> str:
     than torch, or "points" them to it; "" for anything else."""
     name, _, overload = getattr(function, "__name__", "").partition(".")
     overloads = [function] if overload else [getattr(function, each) for each in getattr(function, "overloads", list)()]
-    if any(each._schema.is_mutable for each in overloads if overload or "out" not in each._schema.overload_name):
+    if any(each.is_mutable for each in map(schema_of, overloads) if overload or "out" not in each.overload_name):
         return "may write"
     if name in _LENDING or function == Tensor.__cuda_array_interface__.__get__:
         return "lends"
@@ -268,14 +286,10 @@ class _Wrapper(NamedTuple):
     stride: tuple[int, ...]
 
 
-def _is_wrapper(tensor: Any) -> bool:
-    return bool(_is_traceable(tensor))
-
-
 class Recipe:
-    """How to compute a `Later`, apart from the tensors; it keeps those in the `memory` of weights itself."""
+    """How to compute a `LazyTensor`, apart from the tensors; it keeps those in the `memory` of weights itself."""
 
-    def __init__(self, later: Tensor, memory: Collection[int] = ()) -> None:
+    def __init__(self, lazy: Tensor, memory: Collection[int] = ()) -> None:
         self._memory = memory
         self._weights: list[tuple[Tensor, int]] = []
         """Weights that it reads, each with the number of its in-place changes so far."""
@@ -288,7 +302,7 @@ class Recipe:
         self._known: dict[int, Any] = {}
         self._noted: dict[int, int] = {}
         self._steps: list[_Call] = []
-        self._result = self._note(later)
+        self._result = self._note(lazy)
 
     def _note(self, tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):
@@ -298,26 +312,26 @@ class Recipe:
         return self._known[id(tensor)]
 
     def _note_new(self, tensor: Any) -> Any:
-        if isinstance(tensor, Later) and tensor.value is not None:
+        if isinstance(tensor, LazyTensor) and tensor.value is not None:
             return self._note_new(tensor.value)
-        if isinstance(tensor, Later):
+        if isinstance(tensor, LazyTensor):
             call = tensor.call
             for operand, version in tensor.operands:
                 self._noted.setdefault(id(operand), version)
-            args, kwargs = autograd.map_leaves((call.args, call.kwargs), self._note)
+            args, kwargs = map_leaves((call.args, call.kwargs), self._note)
             if call.is_product:
                 self.flops += _count_flops(call)
             self._steps.append(_Call(call.function, args, kwargs))
             return _Step(len(self._steps) - 1)
-        if _is_wrapper(tensor):
+        if is_wrapper(tensor):
             names, context = tensor.__tensor_flatten__()
             inner = {name: self._note(getattr(tensor, name)) for name in names}
             return _Wrapper(type(tensor), inner, context, tensor.shape, tensor.stride())
-        if tensor.untyped_storage()._cdata in self._memory:
-            self._weights.append((tensor.detach(), autograd.version_of(tensor)))
+        if storage_of(tensor) in self._memory:
+            self._weights.append((tensor.detach(), version_of(tensor)))
             return self._weights[-1][0]
         self.tensors.append(tensor.detach())
-        self.versions.append(self._noted.get(id(tensor), autograd.version_of(tensor)))
+        self.versions.append(self._noted.get(id(tensor), version_of(tensor)))
         return _At(len(self.tensors) - 1)
 
     @property
@@ -356,7 +370,7 @@ class Recipe:
             return leaf
 
         for call in self._steps:
-            args, kwargs = autograd.map_leaves((call.args, call.kwargs), fill_in)
+            args, kwargs = map_leaves((call.args, call.kwargs), fill_in)
             results.append(call.function(*args, **kwargs))
         result: Tensor = fill_in(self._result)
         return result
@@ -371,7 +385,7 @@ class _Step(NamedTuple):
 def _count_flops(call: _Call) -> float:
     if (known := getattr(call.function, "flops", None)) is not None:
         return float(known)
-    factors = [each for each in autograd.list_leaves((call.args, call.kwargs)) if isinstance(each, Tensor)][:2]
+    factors = [each for each in list_leaves((call.args, call.kwargs)) if isinstance(each, Tensor)][:2]
     if len(factors) < 2 or not factors[1].dim():
         return 0.0
     return 2.0 * factors[0].numel() * factors[1].shape[-1]
@@ -380,15 +394,18 @@ def _count_flops(call: _Call) -> float:
 class Context:
     """Stands in for the node that a Function's backward gets as `ctx`."""
 
+    _node: Any
+    _saved: Any
+
     def __init__(self, node: Node) -> None:
         object.__setattr__(self, "_node", node)
         object.__setattr__(self, "_saved", None)
 
     @property
     def saved_tensors(self) -> Any:
-        """The saved tensors, for which a checkpoint may run its forward again: without `LaterProducts`."""
+        """The saved tensors, for which a checkpoint may run its forward again: without `LazyProducts`."""
         if self._saved is None:
-            with _pop_mode_temporarily():
+            with autograd.without_innermost_mode():
                 object.__setattr__(self, "_saved", self._node.saved_tensors)
         return self._saved
 
@@ -411,26 +428,18 @@ def run_own_backward(node: Node, gradients: Sequence[Any], context: Context | No
     return returned if isinstance(returned, tuple) else (returned,)
 
 
-def function_of(node: Any) -> type:
-    """The autograd Function of a node."""
-    return cast(type, node._forward_cls)
-
-
 def run_without_products(node: Node, gradients: Sequence[Any], weights: Iterable[Weight]) -> tuple[Any, ...]:
-    """The same, with a `Later` for each gradient of `weights` that only products lead to."""
-    mode = LaterProducts(frozenset(autograd.find_shape(each.edge).numel() for each in weights))
-    with mode, replaced(torch.autograd, _engine_run_backward=_run_engine):
+    """The same, with a `LazyTensor` for each gradient of `weights` that only products lead to."""
+    mode = LazyProducts(frozenset(find_shape(each.edge).numel() for each in weights))
+    with mode, autograd.replace_engine(_run_engine):
         returned = run_own_backward(node, gradients, Context(node))
     mode.waiting.clear()  # a cycle, which would hold the operands
     return returned
 
 
 def _run_engine(tensors: Any, gradients: Any, *more: Any, **options: Any) -> Any:
-    """A backward within a backward, which could keep a `Later` in `.grad`."""
-    return _run_torchs_engine(tensors, _read(gradients), *more, **options)
-
-
-_run_torchs_engine: Callable[..., Any] = torch.autograd._engine_run_backward
+    """A backward within a backward, which could keep a `LazyTensor` in `.grad`."""
+    return autograd.run_engine(tensors, _read(gradients), *more, **options)
 
 
 def is_compiled(node: Node) -> bool:
@@ -440,21 +449,21 @@ def is_compiled(node: Node) -> bool:
 
 def _takes_a_list(node: Any) -> bool:
     """Whether autograd gives the gradients as a list, which the backward empties: from torch 2.13 on if compiled."""
-    return getattr(node._forward_cls, "boxed_grads_call", False)
+    return getattr(function_of(node), "boxed_grads_call", False)
 
 
-def holds_later(gradient: Any) -> bool:
-    """Whether this is a `Later`, or a tensor that wraps one."""
-    if isinstance(gradient, Later) or not _is_wrapper(gradient):
-        return isinstance(gradient, Later)
-    return any(holds_later(getattr(gradient, name)) for name in gradient.__tensor_flatten__()[0])
+def holds_lazy(gradient: Any) -> bool:
+    """Whether this is a `LazyTensor`, or a tensor that wraps one."""
+    if isinstance(gradient, LazyTensor) or not is_wrapper(gradient):
+        return isinstance(gradient, LazyTensor)
+    return any(holds_lazy(getattr(gradient, name)) for name in gradient.__tensor_flatten__()[0])
 
 
 def compute(gradient: Any) -> Any:
-    """The gradient, without any `Later`."""
-    if isinstance(gradient, Later):
+    """The gradient, without any `LazyTensor`."""
+    if isinstance(gradient, LazyTensor):
         return gradient.now()
-    if not holds_later(gradient):
+    if not holds_lazy(gradient):
         return gradient
     recipe = Recipe(gradient)
     return recipe.run(recipe.tensors)
@@ -478,7 +487,7 @@ def list_functions(outputs: Iterable[Any], inputs: Iterable[Any]) -> Iterator[No
 
 def _is_other(node: Any) -> bool:
     """Whether the node belongs to zbpipe, or only passes gradients on."""
-    return "apply" in vars(node) or hasattr(node, "deferral") or autograd.passes_on(node)
+    return "apply" in vars(node) or hasattr(node, "deferral") or passes_on(node)
 
 
 class Weight(NamedTuple):
@@ -495,9 +504,9 @@ class Weight(NamedTuple):
 def list_weights(node: Any, owns: Callable[[Tensor], bool]) -> list[Weight]:
     """The inputs of a Function that belong to leaves that `owns` accepts."""
     found = []
-    for place, number in autograd.number_edges(node).items():
+    for place, number in number_edges(node).items():
         edge = node.next_functions[number]
-        leaf = autograd.find_leaf_behind(edge[0])
+        leaf = find_leaf_behind(edge[0])
         if leaf is not None and owns(leaf):
             found.append(Weight(place, number, leaf, GradientEdge(*edge)))
     return found
@@ -520,9 +529,9 @@ def list_memory(tensors: Iterable[Any]) -> set[int]:
     """The storages of plain tensors and of tensors that wrap them."""
     found: set[int] = set()
     for each in tensors:
-        if _is_wrapper(each):
+        if is_wrapper(each):
             names, _ = each.__tensor_flatten__()
             found |= list_memory(getattr(each, name) for name in names)
-        elif isinstance(each, Tensor) and not isinstance(each, Later) and each.layout is torch.strided:
-            found.add(each.untyped_storage()._cdata)  # a DTensor has its mesh among its parts
+        elif isinstance(each, Tensor) and not isinstance(each, LazyTensor) and each.layout is torch.strided:
+            found.add(storage_of(each))  # a DTensor has its mesh among its parts
     return found

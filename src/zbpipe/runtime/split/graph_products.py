@@ -5,7 +5,7 @@ Only names, edges and shapes of nodes are read. Reading saved tensors would make
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, cast
 
@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from zbpipe.runtime._torch.autograd import MADE, number_edges, passes_on
-from zbpipe.runtime._torch.compiled_backward import find_compiled_products
+from zbpipe.runtime._torch.autograd import Edge, count_results, edges_before, find_nodes, shape_of, sort_nodes
+from zbpipe.runtime.split.compiled_backward import find_compiled_products
+from zbpipe.runtime.split.sources import MADE, number_edges, passes_on
 
 _FACTORS = {
     "AddmmBackward0": (1, 2),
@@ -76,7 +77,7 @@ def find_products_behind(nodes: Sequence[Node], make_weights: bool = False) -> l
     """All products with weights in the graphs of these nodes, which `make_weights` or also activations."""
     found: list[GraphProduct] = []
     known: dict[Node, _Weight | None] = {}
-    edges_of = _edges_behind if make_weights else _edges_before
+    edges_of = _edges_behind if make_weights else edges_before
     for node in sort_nodes(nodes, edges_of):
         edges = [(known.get(each) if each else None, each, place) for each, place in edges_of(node)]
         known[node] = _visit(node, edges, found)
@@ -88,40 +89,10 @@ def find_products_behind(nodes: Sequence[Node], make_weights: bool = False) -> l
     return found
 
 
-def find_nodes(tensors: Iterable[Any]) -> list[Node]:
-    """The nodes that made these tensors; leaves have none."""
-    return [each.grad_fn for each in tensors if isinstance(each, Tensor) and each.grad_fn is not None]
-
-
-_PlainEdge = tuple[Node | None, int]
-
-
-def _edges_before(node: Node) -> Sequence[_PlainEdge]:
-    return node.next_functions
-
-
-def _edges_behind(node: Any) -> Sequence[_PlainEdge]:
+def _edges_behind(node: Any) -> Sequence[Edge]:
     """For a product of zbpipe's with a made weight, that weight itself instead of its parameters."""
     made = getattr(node, "made", None)
     return node.next_functions if made is None else (node.next_functions[0], (made.edge.node, made.edge.output_nr))
-
-
-def sort_nodes(
-    roots: Iterable[Node], edges_of: Callable[[Node], Sequence[_PlainEdge]] = _edges_before
-) -> Iterator[Node]:
-    """Nodes reachable from `roots`, inputs first."""
-    waiting, opened, done = list(roots), set[Node](), set[Node]()
-    while waiting:
-        node = waiting[-1]
-        if node in done:
-            waiting.pop()
-        elif node in opened:
-            waiting.pop()
-            done.add(node)
-            yield node
-        else:
-            opened.add(node)
-            waiting += [each for each, _ in edges_of(node) if each is not None and each not in done]
 
 
 _Edge = tuple[_Weight | None, Node | None, int]
@@ -197,7 +168,7 @@ def _make(node: Node, kind: str, edges: Sequence[_Edge]) -> _Weight | None:
     result = _join(cast(list[_Weight], weights), "" if kind in _VIEWS or passes_on(node) else kind)
     shapes = [_shape_of(source, number) for _, source, number in edges if source is not None]
     elements = max(map(prod, shapes))
-    grows = max(prod(_shape_of(node, number)) for number in range(len(cast(Any, node)._input_metadata))) > elements
+    grows = max(prod(_shape_of(node, number)) for number in range(count_results(node))) > elements
     grows &= kind not in _PLACINGS
     if grows and len(weights) < len(edges):  # the other operand, which needs no gradient, is an activation
         return None
@@ -216,7 +187,7 @@ def _join(weights: Sequence[_Weight], kind: str) -> _Weight:
 def _shape_of(node: Node, number: int) -> tuple[int, ...]:
     """Shape of one of the node's results; empty for tensors without a plain shape, such as nested ones."""
     try:
-        shape = tuple(cast(Any, node)._input_metadata[number].shape)
+        shape = tuple(shape_of(node, number))
     except (IndexError, RuntimeError):
         return ()
     return shape if all(isinstance(size, int) for size in shape) else ()
