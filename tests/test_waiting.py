@@ -48,12 +48,12 @@ WEIGHTS_LAST = Schedule(
 """For one rank with one stage: every W waits for all I."""
 
 QUICK = (
-    *("pos.unsqueeze(0)", "a backward that keeps", "a node hook"),
+    *("pos.unsqueeze(0)", "a node hook"),
     *("a backward that keeps a part of its gradient", "a workspace", "complex inside", "a hook on the weight"),
     *("recomputed by autograd.grad", "recomputed for inputs", "torch.jit.trace", "a copy for an average", "pickle"),
     *("vmap", "func.grad", "jvp", "forward-mode AD", "forces", "no output features", "no tokens", "sparse x"),
     *("nested, strided", "autocast to bfloat16", "a backward outside", "x without grad", "a compiled function"),
-    *("a hook that counts", "another schedule later", "gradients over two steps, shared weights"),
+    *("a hook that counts", "gradients over two steps, two schedules", "gradients over two steps, shared weights"),
 )
 """The models of the zoo that the quick tests train, too."""
 

@@ -1,4 +1,4 @@
-"""Hooks, and backwards that keep or change the gradients that they are given."""
+"""Hooks, and what keeps the gradients that it is given. Backwards of other kinds are generated (`programs`)."""
 
 from __future__ import annotations
 
@@ -43,11 +43,6 @@ def removed_after_one(s: Any) -> None:
         return 3 * gradient
 
     handle = s.a.weight.register_hook(hook)
-
-
-def clipped(weight: Tensor) -> None:
-    """As an optimizer in the backward: acts on `.grad` after every microbatch, not linear in it."""
-    weight.grad.clamp_(-1e-2, 1e-2)  # type: ignore[union-attr]
 
 
 def counts_gradients(s: Any) -> None:
@@ -120,31 +115,7 @@ def keep_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
     return dy, None
 
 
-def in_one_buffer(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-    """Gives its gradient in the same memory every time."""
-    return ctx.given[0].copy_(dy), None
-
-
-def multiply(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-    ctx.save_for_backward(x, weight)
-    return x @ weight.t()
-
-
-def multiply_back(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-    x, weight = ctx.saved_tensors
-    return dy @ weight, dy.flatten(0, -2).t() @ x.flatten(0, -2)
-
-
-def gradients_per_sample(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Autograd sums them."""
-    x, weight = ctx.saved_tensors
-    return dy @ weight, dy.mT @ x
-
-
-Overwrites = function(lambda ctx, dy: dy.mul_(2))
 Keeps = function(keep_gradient)
-OneBuffer = function(in_one_buffer)
-OwnLinear, PerSample = function(multiply_back, multiply), function(gradients_per_sample, multiply)
 
 
 def saved_as_others(s: Any, x: Tensor) -> Tensor:
@@ -172,27 +143,15 @@ CASES = (
         EVERY_MODE,
     ),
     Case("full backward hooks", with_hooks(around_layer, lambda s, x: s.b(s.a(torch.tanh(s.c(x)))), c=linear())),
-    Case("a tensor hook in place on y", stage(lambda s, x: s.b(hooked(s.a(x), doubled_in_place)))),
     Case("a tensor hook in place on a fork", stage(lambda s, x: hooked(s.a(x), doubled_in_place) + s.b(torch.tanh(x)))),
     Case("retained gradients", stage(retained)),
     Case("a hook on the weight", with_hooks(on_parameters), EVERY_MODE),
     one_by_one("a hook that removes itself", with_hooks(removed_after_one)),
-    Case(
-        "a hook after accumulation",
-        with_hooks(lambda s: s.a.weight.register_post_accumulate_grad_hook(clipped)),
-        EVERY_MODE,
-    ),
     Case("a hook that counts", with_hooks(counts_gradients), ONLY_EAGER),
     Case("a hook on several", with_hooks(several_at_once)),
     Case("a node hook", with_hooks(on_node)),
     Case("a node pre-hook", with_hooks(before_node)),
     Case("saved as others", stage(saved_as_others), ONLY_EAGER),
-    Case("a backward that overwrites, on a fork", stage(lambda s, x: Overwrites.apply(s.a(x)) + s.b(torch.tanh(x)))),
-    one_by_one(
-        "a backward that keeps",
-        with_hooks(keeping, lambda s, x: Keeps.apply(s.a(x), s.kept) + s.b(torch.tanh(x))),
-        most_ranks=2,
-    ),
     one_by_one(
         "a backward that keeps a part of its gradient",
         with_hooks(keeping, lambda s, x: s.b(x) + Keeps.apply(F.pad(s.a(x[:, :2]), (0, 0, 0, TOKENS - 2)), s.kept)),
@@ -200,23 +159,4 @@ CASES = (
     ),
     one_by_one("an input that is kept", with_hooks(keeping, keeps_input), modes=ONLY_EAGER),
     one_by_one("a hook that keeps y's gradient", with_hooks(keeping, hook_that_keeps), most_ranks=2),
-    Case(
-        "a backward with one buffer",
-        stage(
-            lambda s, x: s.b(OneBuffer.apply(s.a(x), s.memory)),
-            memory=lambda: nn.Buffer(torch.zeros(1, TOKENS, WIDTH), persistent=False),
-        ),
-    ),
-    Case(
-        "a product with its own backward",
-        stage(lambda s, x: s.b(torch.tanh(OwnLinear.apply(x, s.a.weight)))),
-        EVERY_MODE,
-        no_gradient=("a.bias",),
-    ),
-    Case(
-        "a product whose backward leaves a sum to autograd",
-        stage(lambda s, x: s.b(torch.tanh(PerSample.apply(x, s.a.weight)))),
-        no_gradient=("a.bias",),
-        samples=2,
-    ),
 )

@@ -39,17 +39,6 @@ def without_grad(s: Any, x: Tensor) -> Tensor:
     return s.b(h) + x
 
 
-def read_cls_token(s: Any, x: Tensor) -> Tensor:
-    h = s.b(torch.cat([s.cls[None], s.a(x)], 1))
-    return h[:, :1] + h[:, 1:]
-
-
-def attend(s: Any, x: Tensor) -> Tensor:
-    """One product for q, k and v."""
-    q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in s.qkv(x).chunk(3, -1))
-    return s.b(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
-
-
 def mha(**options: Any) -> Any:
     return lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True, **options)
 
@@ -85,20 +74,11 @@ CASES = (
     Case("the stage is a linear layer", lambda index: nn.Linear(WIDTH, WIDTH), EVERY_MODE),
     Case("no linear layer", lambda index: nn.LayerNorm(WIDTH)),
     Case(
-        "called by the parent and itself",
-        stage(lambda s, x: s.b(torch.tanh(s.a(x) + F.linear(x, s.a.weight)))),
-        EVERY_MODE,
-    ),
-    Case(
         "a part of the weight",
         stage(lambda s, x: s.b(torch.cat([F.linear(x, s.a.weight[:3], s.a.bias[:3]), x[..., 3:]], -1))),
         EVERY_MODE,
     ),
     Case("bilinear", stage(lambda s, x: s.b(s.c(s.a(x), x)), c=lambda: nn.Bilinear(WIDTH, WIDTH, WIDTH))),
-    Case(
-        "expanded x and dY",
-        stage(lambda s, x: x + s.b(s.a(x.mean(-1, keepdim=True).expand(-1, -1, WIDTH))).sum((0, 1))),
-    ),
     Case(
         "no output features",
         stage(lambda s, x: s.b(torch.cat([s.a(x), s.c(x)], -1)), c=linear(WIDTH, 0)),
@@ -127,19 +107,11 @@ CASES = (
     Case(
         "pos.unsqueeze(0)", stage(lambda s, x: s.b(torch.tanh(s.a(x) + s.pos.unsqueeze(0))), pos=POSITIONS), EVERY_MODE
     ),
-    Case("two pos on one y", stage(lambda s, x: s.b(s.a(x) + s.p[None] + s.q[None]), p=POSITIONS, q=POSITIONS)),
-    Case("a cls token that is read", stage(read_cls_token, cls=parameter(1, WIDTH)), EVERY_MODE),
-    Case(
-        "F.linear with another bias",
-        stage(lambda s, x: s.b(x + F.linear(x[0, 0], s.a.weight, s.shift.view(-1))), shift=parameter(WIDTH)),
-        no_gradient=("a.bias",),
-    ),
     Case("nn.MultiheadAttention", bare(lambda s, x: s.mha(x, x, x)[0], mha=mha()), EVERY_MODE),
     Case(
         "cross attention",
         bare(lambda s, x: s.mha(s.q.expand(len(x), -1, -1), x, x)[0], mha=mha(kdim=WIDTH, vdim=WIDTH), q=POSITIONS),
     ),
-    Case("q, k, v in one", bare(attend, qkv=linear(WIDTH, 3 * WIDTH), b=linear()), EVERY_MODE),
     # It counts a recomputed microbatch twice, whatever the schedule.
     channels("batch norm", lambda: nn.BatchNorm1d(WIDTH), ONLY_EAGER, samples=2),
     channels("convolution", lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1), EVERY_MODE),
@@ -162,16 +134,6 @@ CASES = (
             up=parameter(WIDTH, 2),
             down=parameter(2, WIDTH),
         ),
-    ),
-    Case(
-        "weights in a penalty",
-        stage(lambda s, x: s.b(torch.tanh(s.a(x))) + 0.1 * s.a.weight.square().sum() + s.b.weight.mean()),
-        EVERY_MODE,
-    ),
-    Case(
-        "a tied autoencoder",
-        stage(lambda s, x: F.linear(torch.tanh(s.a(x)), s.a.weight.t()) + s.b(x)),
-        EVERY_MODE,
     ),
     Case("folded weights", stage(lambda s, x: F.linear(x, s.a.weight @ s.b.weight, s.a.bias)), no_gradient=("b.bias",)),
     Case(

@@ -1,4 +1,4 @@
-"""What stages hand on, and what is done with them around a step."""
+"""What stages hand on, and what is done with them around a step. Sequences of steps are generated: test_modes."""
 
 from __future__ import annotations
 
@@ -93,24 +93,12 @@ def has_fresh_weights(module: nn.Module) -> None:
     module.load_state_dict({name: each.clone() for name, each in module.state_dict().items()}, assign=True)
 
 
-def half_frozen(index: int) -> nn.Module:
-    module = Plain(index)
-    module.a.requires_grad_(False)
-    return module
-
-
 def has_another_layer(module: nn.Module) -> None:
     """A layer that was not there when the schedule was built."""
     module.b = nn.Linear(WIDTH, WIDTH)
     with torch.no_grad():
         for each in module.b.parameters():
             each.copy_(torch.linspace(-1, 1, each.numel()).view_as(each))
-
-
-def is_filled(module: nn.Module) -> None:
-    """`.grad` is there, and zero, instead of None."""
-    for each in module.parameters():
-        each.grad = torch.zeros_like(each)
 
 
 def channels_last(s: Any, x: Tensor) -> Tensor:
@@ -143,8 +131,6 @@ CASES = (
     ),
     Case("channels last", bare(channels_last, c=lambda: nn.Conv2d(3, 3, 3, padding=1)), batch=images, samples=2),
     Case("a gradient that is not contiguous", bare(gives_transposed, a=linear()), samples=2),
-    # torch's own schedules divide all that is in `.grad`.
-    Case("gradients over two steps, divided in each", Plain, accumulates=True, schedules=(*V_SHAPED, "ZBH1")),
     Case("gradients over two steps, shared weights", Plain, accumulates=True, schedules=V_SHAPED, share=share_layer),
     Case("a copy for an average", Plain, prepared=is_averaged),
     *(
@@ -157,14 +143,6 @@ CASES = (
     ),
     Case("a backward outside", Plain, EVERY_MODE, prepared=trains_alone),
     Case("weights replaced", Plain, EVERY_MODE, between=has_fresh_weights),
-    Case("frozen later", Plain, EVERY_MODE, between=lambda stage: stage.a.requires_grad_(False)),
-    Case(
-        "thawed later",
-        half_frozen,
-        EVERY_MODE,
-        between=lambda stage: stage.a.requires_grad_(True),
-        no_gradient=("a.weight", "a.bias"),
-    ),
     Case("another layer later", Plain, between=has_another_layer),
     Case(
         "a hook later",
@@ -172,8 +150,6 @@ CASES = (
         EVERY_MODE,
         between=lambda stage: stage.a.weight.register_hook(lambda gradient: 2 * gradient),
     ),
-    Case("gradients that are zero at first", Plain, prepared=is_filled),
-    Case("gradients over two steps", Plain, options={"scale_grads": False}),
     Case(
         "gradients over two steps, two schedules",
         Plain,
@@ -182,5 +158,4 @@ CASES = (
         schedules=V_SHAPED,
         second_schedule="VHalf",
     ),
-    Case("another schedule later", Plain, schedules=V_SHAPED, second_schedule="VMin"),
 )
