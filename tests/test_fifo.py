@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
-from itertools import count, islice
-from pathlib import Path
+from itertools import count
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +16,6 @@ import torch
 import torch.distributed as dist
 from fifo import BACKENDS, spoil
 from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from models import batch, reference
 from pipelines import Pipeline, Result, assert_like
 from queued_messages import gets_stuck, tables
@@ -25,8 +23,7 @@ from ranks import run_ranks
 from torch.distributed import config
 from torch.distributed.pipelining import schedules
 
-import zbpipe
-from zbpipe import OpKind, Schedule, testing
+from zbpipe import Schedule
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule import registry
 from zbpipe.simulator.actions import Rows, parse, validate_lowered
@@ -86,19 +83,6 @@ def test_with_a_queue_for_each_edge_no_sound_table_gets_stuck(rows: Rows) -> Non
     assert not gets_stuck(rows, PER_EDGE)
 
 
-def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
-    """The first examples of `strategy`, always the same ones."""
-    found: list[Any] = []
-
-    @settings(max_examples=count, database=None)
-    @given(strategy)
-    def collect(value: Any) -> None:
-        found.append(value)
-
-    collect()
-    return found[:count]
-
-
 # Training.
 
 
@@ -106,17 +90,10 @@ class Cell(NamedTuple):
     """How the model is trained."""
 
     schedule: str
-    """A name, or the path of a table."""
     backend: str
     receives: Receives
-    ranks: int = RANKS
-    microbatches: int = MICROBATCHES
     unawaited: int | None = None
     """Which of its receives rank 1 does not wait for."""
-
-    @property
-    def num_stages(self) -> int:
-        return registry.resolve(self.schedule).place(self.ranks).num_stages
 
     @property
     def is_ours(self) -> bool:
@@ -149,34 +126,26 @@ def train(cell: Cell, group: dist.ProcessGroup) -> Result:
 def train_twice(cell: Cell, group: dist.ProcessGroup) -> Result:
     """Two steps, whose gradients add up, and a validation before them. Some of torch's schedules cannot do that."""
     options: dict[str, Any] = {"receives": cell.receives} if cell.is_ours else {}
-    pipeline = Pipeline(cell.schedule, cell.microbatches, group=group, scale_grads=False, **options)
+    pipeline = Pipeline(cell.schedule, MICROBATCHES, group=group, scale_grads=False, **options)
     losses: list[float] = []
     for seed, how in enumerate(("step", "eval", "step")):
         if how == "step" or cell.is_ours:
-            tokens, targets = batch(cell.microbatches, seed)
+            tokens, targets = batch(MICROBATCHES, seed)
             losses += pipeline.run(tokens, target=targets, how=how)
     return losses, pipeline.gradients()
 
 
-def train_all(cells: Sequence[Cell]) -> list[Result | None]:
-    groups: dict[tuple[str, int], Any] = {
-        key: dist.new_group(list(range(key[1])), timedelta(seconds=30), key[0])
-        for key in dict.fromkeys((cell.backend, cell.ranks) for cell in cells)
-    }
-    return [train(cell, groups[cell.backend, cell.ranks]) if dist.get_rank() < cell.ranks else None for cell in cells]
-
-
-def assert_trained_right(cells: Sequence[Cell], per_rank: list[list[Result | None]]) -> None:
-    for cell, *runs in zip(cells, *per_rank, strict=True):
-        expected = expected_of(cell.num_stages, cell.microbatches, cell.is_ours)
-        assert_like([run for run in runs if run], expected, cell)
+def train_all(cells: Sequence[Cell]) -> list[Result]:
+    backends = dict.fromkeys(cell.backend for cell in cells)
+    groups: dict[str, Any] = {each: dist.new_group(None, timedelta(seconds=30), each) for each in backends}
+    return [train(cell, groups[cell.backend]) for cell in cells]
 
 
 @cache
-def expected_of(num_stages: int, microbatches: int, validates: bool) -> Result:
+def expected_of(num_stages: int, validates: bool) -> Result:
     """Without pipeline."""
-    first, validation, second = (reference(num_stages, microbatches, seed) for seed in range(3))
-    summed = {name: microbatches * (gradient + second[1][name]) for name, gradient in first[1].items()}
+    first, validation, second = (reference(num_stages, MICROBATCHES, seed) for seed in range(3))
+    summed = {name: MICROBATCHES * (gradient + second[1][name]) for name, gradient in first[1].items()}
     return [*first[0], *(validation[0] if validates else ()), *second[0]], summed
 
 
@@ -190,59 +159,15 @@ def named_cells() -> list[Cell]:
     ]
 
 
-def table_cells(folder: Path) -> list[Cell]:
-    """Plans with little budget, and schedules in any order at all, as files."""
-    plans = [
-        zbpipe.plan(RANKS, 6, (1.0, 1.5, 0.75), limit, placements=[placement], budget=2_000).schedule
-        for limit, placement in ((3.5, "v"), (4.0, "loop"))
-    ]
-    runnable = (each for each in drawn(testing.runnable_schedules(max_microbatches=3), 100) if can_run(each))
-    cells = []
-    for number, schedule in enumerate([*plans, *islice(runnable, 4)]):
-        file = folder / f"{number}.csv"
-        file.write_text(schedule.to_csv())
-        receives = list(Receives)[number % len(Receives)]
-        cells.append(Cell(str(file), ONE_QUEUE, receives, schedule.num_ranks, schedule.num_microbatches))
-    return cells
-
-
-def can_run(schedule: Schedule) -> bool:
-    """On several ranks, the last stage's forwards ascending: torch numbers the losses so."""
-    last = schedule.placement.num_stages - 1
-    losses = [op.microbatch for row in schedule for op in row if (op.stage, op.kind) == (last, OpKind.F)]
-    return 1 < schedule.num_ranks <= RANKS and losses == sorted(losses)
-
-
 UNAWAITED = [Cell("ZBH1", ONE_QUEUE, Receives.EARLY, unawaited=number) for number in (2, 5)]
 
 
-class Trained(NamedTuple):
-    """All cells, and by rank what came of them."""
-
-    cells: list[Cell]
-    per_rank: list[list[Result | None]]
-
-    def chosen(self, cells: Sequence[Cell]) -> list[list[Result | None]]:
-        return [[runs[self.cells.index(cell)] for cell in cells] for runs in self.per_rank]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def test_schedules_train_behind_queues_and_a_missing_wait_shows() -> None:
     """One start of the processes serves all cells."""
-    cells = [*named_cells(), *table_cells(tmp_path_factory.mktemp("tables")), *UNAWAITED]
-    return Trained(cells, run_ranks(RANKS, train_all, cells))
-
-
-def test_schedules_by_name(trained: Trained) -> None:
-    assert_trained_right(named_cells(), trained.chosen(named_cells()))
-
-
-def test_plans_and_tables(trained: Trained) -> None:
-    tables = [cell for cell in trained.cells if cell.schedule.endswith(".csv")]
-    assert_trained_right(tables, trained.chosen(tables))
-
-
-@pytest.mark.parametrize("cell", UNAWAITED, ids=str)
-def test_a_missing_wait_shows(trained: Trained, cell: Cell) -> None:
-    runs = [run for (run,) in trained.chosen([cell]) if run]
-    assert not all(gradient.isfinite().all() for _, gradients in runs for gradient in gradients.values())
+    cells = [*named_cells(), *UNAWAITED]
+    for cell, *runs in zip(cells, *run_ranks(RANKS, train_all, cells), strict=True):
+        if cell in UNAWAITED:
+            assert not all(each.isfinite().all() for _, gradients in runs for each in gradients.values()), cell
+        else:
+            num_stages = registry.resolve(cell.schedule).place(RANKS).num_stages
+            assert_like(runs, expected_of(num_stages, cell.is_ours), cell)
