@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import on_one_rank, shard
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zbpipe
@@ -140,16 +139,13 @@ def test_fsdp_in_mixed_precision(one_rank: None, kernels_for_the_cpu: None, w_la
 
     They look at `.grad` after each I, and with `w_last` there is none between two W.
     """
-    stage = PipelineStage(nn.Sequential(nn.Linear(IN, OUT, bias=False)), 0, 2, torch.device("cpu"))
-    last = PipelineStage(nn.Sequential(nn.Linear(OUT, OUT)), 1, 2, torch.device("cpu"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (stage.submod, last.submod):
-        fully_shard(module, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
-        module.set_force_sum_reduction_for_comms(True)
+    layers = nn.Linear(IN, OUT, bias=False), nn.Linear(OUT, OUT)
+    modules = [shard(nn.Sequential(layer), mp_policy=policy) for layer in layers]
     table = zbpipe.generate("ZBV", 1, MICROBATCHES)
     if w_last:
         table = replace(table, ops=(tuple(sorted(table.ops[0], key=lambda op: op.kind is OpKind.W)),))
-    schedule = zbpipe.build_pipeline_schedule(table, [stage, last], MICROBATCHES, nn.functional.mse_loss)
+    schedule = on_one_rank(modules, MICROBATCHES, table, nn.functional.mse_loss)
     x = torch.randn(ROWS * MICROBATCHES, IN, dtype=torch.bfloat16)
     target = torch.zeros(ROWS * MICROBATCHES, OUT, dtype=torch.bfloat16)
     schedule.step(x, target=target)

@@ -30,12 +30,11 @@ from models import (
     gradients,
     loss_fn,
 )
-from pipelines import on_one_rank
+from pipelines import on_one_rank, shard
 from ranks import endings, run_ranks
 from titan_jobs import STEPS, Titan, pipeline, require_titan
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 
@@ -52,9 +51,8 @@ pytestmark = pytest.mark.long  # it takes minutes, too
 CPU = torch.device("cpu")
 
 
-def w_last(stages: list[PipelineStage], microbatches: int, loss_fn: Any) -> Any:
-    schedule = schedule_w_last(len(stages), microbatches)
-    return zbpipe.build_pipeline_schedule(schedule, stages, microbatches, loss_fn)
+def w_last(module: nn.Module, microbatches: int) -> Any:
+    return on_one_rank([module], microbatches, schedule_w_last(1, microbatches), nn.functional.mse_loss)
 
 
 def model(num_stages: int = 2, checkpointing: Checkpointing = "none") -> list[nn.Module]:
@@ -418,7 +416,7 @@ class Alternating(nn.Module):
 
 def run_steps(module: nn.Module, microbatches: int, checked: bool) -> None:
     """Two steps; checked ones compare all gradients."""
-    schedule = w_last([PipelineStage(module, 0, 1, CPU)], microbatches, nn.functional.mse_loss)
+    schedule = w_last(module, microbatches)
     check = zbpipe.GradientCheck(schedule, 2) if checked else None
     for _ in range(2):
         schedule.step(torch.ones(4, WIDTH), target=torch.zeros(4, WIDTH))
@@ -531,7 +529,7 @@ class Warming(nn.Module):
 def test_another_microbatch_may_need_what_is_put_back(one_rank: None) -> None:
     """Its own forward comes before the second run of the one that changed the buffer."""
     module = Warming()
-    schedule = w_last([PipelineStage(module, 0, 1, CPU)], 3, nn.functional.mse_loss)
+    schedule = w_last(module, 3)
     x, y = torch.randn(2, 3, WIDTH)
     schedule.step(x, target=y)  # learns shapes
     module.is_warm = False
@@ -639,13 +637,11 @@ def test_the_parts_are_left_as_they_were(one_rank: None) -> None:
 
 @pytest.mark.parametrize("precision", [None, torch.bfloat16])
 def test_fully_shard(one_rank: None, monkeypatch: pytest.MonkeyPatch, precision: torch.dtype | None) -> None:
-    mesh = init_device_mesh("cpu", (1,))
     policy = MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=torch.float32)
     modules = model()
     for module in modules:
         for layer in [*filter(lambda layer: isinstance(layer, Block), module.modules()), module]:
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
-            layer.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+            shard(layer, mp_policy=policy)
     schedule: Any = on_one_rank(modules, 4)
     check = zbpipe.GradientCheck(schedule, 2)
     tokens, targets = batch(4)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import WIDTH, batch, build_stage
-from pipelines import Pipeline
+from pipelines import Pipeline, on_one_rank
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
@@ -307,8 +307,7 @@ class Renewing(nn.Module):
 
 
 def test_what_an_op_frees_for_another_counts(one_rank: None) -> None:
-    stages = [PipelineStage(Renewing(), index, 2, CPU) for index in range(2)]
-    schedule = zbpipe.build_pipeline_schedule("ZBV", stages, 4, mean_loss)
+    schedule = on_one_rank([Renewing(), Renewing()], 4, loss=mean_loss)
     records: list[StepRecord] = []
     collect(schedule, [Wanted.MEMORY], records.extend)
     schedule.step(torch.zeros(4, WIDTH), target=torch.zeros(4, WIDTH))
@@ -519,9 +518,8 @@ def test_auto_offloads_by_what_it_measured() -> None:
 
 
 def test_auto_refuses_to_offload_what_it_cannot(one_rank: None) -> None:
-    stages = [PipelineStage(nn.Linear(2, 2), index, 2, CPU) for index in range(2)]
     with pytest.raises(ValueError, match=r"offload pairs takes deferred gradients, .* omit split_backward autograd"):
-        zbpipe.build_pipeline_schedule("Auto", stages, 2, split_backward="autograd", offload="pairs")
+        on_one_rank([nn.Linear(2, 2), nn.Linear(2, 2)], 2, "Auto", split_backward="autograd", offload="pairs")
 
 
 def test_memory_limits_of_the_plan() -> None:

@@ -9,12 +9,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pipelines
 import pytest
 import torch
 from pipelines import TOLERANCE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.functional import mse_loss
 from torch.nn.utils.parametrizations import weight_norm
@@ -110,9 +111,8 @@ def shard(part: Any, index: int, events: Events, **how: Any) -> nn.Module:
         if isinstance(part, Partial) and layer is part:
             more = {"ignored_params": set(part.narrow.parameters())}
         modules: Any = [part.narrow, part.wide] if isinstance(part, Tied) and name == "narrow" else layer
-        fully_shard(modules, mesh=mesh, **how, **more)
+        pipelines.shard(modules, mesh, **how, **more)
         layer.set_all_reduce_hook(lambda reduced, name=name: events.append(f"reduce {index} {name}"))
-        layer.set_force_sum_reduction_for_comms(True)
     for name, layer in part.named_modules():
         layer.label = f"{index} {name}".strip()
     return part

@@ -219,9 +219,7 @@ def test_what_ranks_are_not_given_alike_is_refused_on_all(tmp_path: Path) -> Non
 
 def test_the_lists_of_a_size_are_made_once(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile Python looks for no garbage, which takes longer than the lists; afterwards as before."""
-    indices = zbpipe.stage_indices("ZBV", rank=0, num_ranks=1)
-    stages = [PipelineStage(nn.Linear(2, 2), index, 2, torch.device("cpu")) for index in indices]
-    schedule: Any = zbpipe.build_pipeline_schedule("ZBV", stages, 4, nn.functional.mse_loss)
+    schedule = on_one_rank([nn.Linear(2, 2), nn.Linear(2, 2)], 4, loss=nn.functional.mse_loss)
     made: list[tuple[str, bool]] = []
     lower = pipelining.lower
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compared import CALLS, Compared, call, train
+from pipelines import check_steps, shard
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from zoo.case import function
@@ -303,15 +302,7 @@ def test_sharded_weights(one_rank: None, dtype: torch.dtype | None) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Own(CASES[name]) for name in ("select", "@", "conv1d")))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    fully_shard(module, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
-    module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-    stages = [PipelineStage(module, 0, 1, torch.device("cpu"))]
-    schedule = zbpipe.build_pipeline_schedule("ZBH1", stages, 2, lambda y, target: (y.float() - target).square().mean())
-    check = zbpipe.GradientCheck(schedule, 2)
-    for _ in range(2):
-        schedule.step(torch.randn(6, 4, WIDTH), target=torch.randn(6, 4, WIDTH))
-    assert check.report is not None
-    assert check.report.shares[0] == 1
+    assert check_steps(shard(module, mp_policy=policy), 6, 4, WIDTH).shares[0] == 1
 
 
 def multiply(ctx: Any, x: Tensor, weight: Tensor, *more: Any) -> Tensor:
@@ -471,10 +462,6 @@ class WithInner(nn.Module):
 def declare(layer: nn.Module, function: Any) -> nn.Module:
     layer.weight_products = {function.apply: FROM_BACKWARD}  # type: ignore[assignment]
     return layer
-
-
-def by_others(s: Any, x: Tensor) -> Tensor:
-    return LinearOfOthers.apply(x.flatten(0, 1), s.w)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(

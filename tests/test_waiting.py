@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pipelines import on_one_rank
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from zoo import BY_NAME
 from zoo.case import Case, function
 from zoo.runner import Setting, outcome
@@ -64,10 +64,6 @@ def test_like_plain_autograd(case: Case) -> None:
     assert outcome(case, Setting("WeightsLast")) == (None, False)
 
 
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target)
-
-
 def batch() -> tuple[Tensor, Tensor]:
     """One sample a microbatch."""
     generator = torch.Generator().manual_seed(1)
@@ -75,15 +71,14 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def pipeline(module: nn.Module, name: str | Schedule = WEIGHTS_LAST) -> Any:
-    stages = [PipelineStage(module, 0, 1, torch.device("cpu"))]
-    return zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, loss_fn, scale_grads=False)
+    return on_one_rank([module], MICROBATCHES, name, F.mse_loss, scale_grads=False)
 
 
 def plain_gradients(module: nn.Module) -> list[Tensor | None]:
     plain = copy.deepcopy(module)
     x, target = batch()
     for each, of_it in zip(x.split(1), target.split(1), strict=True):
-        loss_fn(plain(each), of_it).backward()
+        F.mse_loss(plain(each), of_it).backward()
     return [parameter.grad for parameter in plain.parameters()]
 
 
