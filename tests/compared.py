@@ -54,6 +54,7 @@ class Compared:
             assert (found.grad is None) == (expected.grad is None), name
             if found.grad is not None:
                 assert not found.grad.requires_grad
+                assert type(found.grad) in (Tensor, DTensor), "it is to be computed later, by what may have changed"
                 gradient = found.grad.full_tensor() if isinstance(found.grad, DTensor) else found.grad
                 if self.of_norm:
                     assert found.grad.dtype == expected.grad.dtype

@@ -243,6 +243,18 @@ class Concatenated(nn.Module):
         return x + (one * other).mT
 
 
+class Gated(nn.Module):
+    """The gradient of `gate` leads to that of `lin`, so I needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.gate = nn.Linear(WIDTH, WIDTH, bias=False), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lin(x.detach())  # else I needs it for dX, too
+        return x + h @ (self.gate + torch.tanh(h).mean((0, 1)))
+
+
 class Kept(nn.Linear):
     weight_products: ClassVar[Any] = {}
 
@@ -254,6 +266,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "convolutions": (Convolved, 2),
     "factors": (ByFactors, 2),
     "concatenated": (Concatenated, 3),
+    "gated": (Gated, 1),
     "an empty declaration": (lambda: nn.Sequential(Kept(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), 1),
 }
 """Layers, and the number of their weights whose gradients wait."""

@@ -328,11 +328,22 @@ IN_BF16 = {"rtol": 0.1, "atol": 0.02}
         (Part, {"how": MIXED}, IN_BF16),
         (Part, {"how": MIXED, "microbatches": 1}, IN_BF16),
         (Part, {"schedule": "ZBVLean"}, {}),
+        (two_layers, {"schedule": "ZBVLean"}, {}),
         (Seldom, {"microbatches": 4}, {}),
         (Tied, {}, {}),
         (Partial, {}, {}),
     ],
-    ids=["one microbatch", "resharded", "bf16", "bf16, one microbatch", "lean", "seldom", "tied", "in part"],
+    ids=[
+        "one microbatch",
+        "resharded",
+        "bf16",
+        "bf16, one microbatch",
+        "lean",
+        "lean, two layers",
+        "seldom",
+        "tied",
+        "in part",
+    ],
 )
 def test_gradients(one_rank: None, events: Events, build: Any, options: Any, tolerance: Any) -> None:
     """Over three steps, whose gradients add up. In the first one nothing is left to W."""

@@ -185,6 +185,7 @@ CASES = {
     "hook on a transpose": Case(hooked_transpose, SQUARE, 0),
     "hooks on nodes of views": Case(hooked_nodes, (2, *SQUARE), 2, in_checkpoint=0),
     "chosen by index": Case(lambda s, x: x @ s.w[torch.tensor([0, 1, 2])], (3, *SQUARE), in_checkpoint=0),
+    "rows chosen by index": Case(lambda s, x: x @ s.w[torch.arange(WIDTH)], SQUARE, 0),
     "no product": Case(lambda s, x: (x * s.w).clamp(min=s.w.min()), (WIDTH, WIDTH), 0, x=(3, WIDTH, WIDTH)),
 }
 
@@ -450,10 +451,21 @@ def run_inner_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 LinearOfOthers, RunsBackward = function(by_gemm_back, by_gemm), function(run_inner_backward, run_inner)
 
 
-class WithInner(nn.Module):
+class Shifted(nn.Module):
+    """The gradient of what it adds is the one that it gets."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.w, self.inner = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
+        self.added = nn.Parameter(torch.randn(3, 2, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.added
+
+
+class WithInner(nn.Module):
+    def __init__(self, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.w, self.inner = nn.Parameter(torch.randn(WIDTH, WIDTH)), inner or nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return RunsBackward.apply(x, self.w, self.inner)  # type: ignore[no-any-return]
@@ -472,14 +484,16 @@ def declare(layer: nn.Module, function: Any) -> nn.Module:
             1,
         ),
         (WithInner, 1),
+        (lambda: WithInner(Shifted()), 1),
         (lambda: declare(WithInner(), RunsBackward), 2),
     ],
-    ids=["an operator of another library", "a backward within a backward", "declared"],
+    ids=["an operator of another library", "a backward within a backward", "of its gradient alone", "declared"],
 )
 def test_products_of_backwards_of_others(layer: Callable[[], nn.Module], deferred: int) -> None:
     both = Compared(layer())
     for step in range(3):
-        assert len(both.train(torch.randn(3, 4, WIDTH), on_trial=not step)) == deferred
+        # Products with the weight have as many elements as the weight.
+        assert len(both.train(torch.randn(3, 2, WIDTH), on_trial=not step)) == deferred
 
 
 class Calls:

@@ -304,7 +304,8 @@ class Tied(nn.Module):
         self.runs = runs
 
     def forward(self, ids: Tensor) -> Tensor:
-        h = self.body(self.embed(ids))
+        weight, bias = self.body.weight, self.body.bias
+        h = torch.baddbmm(bias, self.embed(ids), weight.expand(len(ids), -1, -1))
         return self.head(h) if self.runs else h  # type: ignore[no-any-return]
 
 
