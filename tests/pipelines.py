@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zbpipe
 from zbpipe.runtime.verify import GradientReport
@@ -76,6 +78,16 @@ def on_one_rank(
     """A schedule over these stages, all on this process."""
     stages = [PipelineStage(each, n, len(modules), torch.device("cpu")) for n, each in enumerate(modules)]
     return zbpipe.build_pipeline_schedule(name, stages, microbatches, loss, **options)
+
+
+@contextmanager
+def as_rank(rank: int, num_ranks: int) -> Iterator[None]:
+    """Context of this rank in a group whose other ranks are not there: nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def shard(module: Any, mesh: DeviceMesh | None = None, **how: Any) -> Any:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from compared import Operations
 from pipelines import on_one_rank, shard
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import zbpipe
 from zbpipe import OpKind
@@ -45,21 +45,6 @@ def kernels_for_the_cpu() -> Iterator[None]:
     library._destroy()
 
 
-class Calls(TorchDispatchMode):
-    """What torch is asked for, and the arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        self.seen.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def functions(self) -> list[Any]:
-        return [func for func, *_ in self.seen if func is not aten.t.default]
-
-
 def microbatches(dtype: torch.dtype, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
     """x and dY of each."""
     return [
@@ -67,9 +52,9 @@ def microbatches(dtype: torch.dtype, device: str = "cpu") -> list[tuple[Tensor, 
     ]
 
 
-def accumulate(weight: Tensor, factors: list[tuple[Tensor, Tensor]]) -> Calls:
+def accumulate(weight: Tensor, factors: list[tuple[Tensor, Tensor]]) -> Operations:
     layer = nn.Linear(IN, OUT)
-    with Calls() as calls:
+    with Operations() as calls:
         for x, dy in factors:
             PendingGradient(layer, LINEAR, weight, x, dy).accumulate()
     return calls
@@ -150,7 +135,7 @@ def test_fsdp_in_mixed_precision(one_rank: None, kernels_for_the_cpu: None, w_la
     target = torch.zeros(ROWS * MICROBATCHES, OUT, dtype=torch.bfloat16)
     schedule.step(x, target=target)
     assert sums_in_float32(x.device, torch.bfloat16)
-    with Calls() as calls:
+    with Operations() as calls:
         schedule.step(x, target=target)
     # Two products a microbatch, and in both stages the first one has nothing to be added to. (F runs addmm, too.)
     functions = calls.functions()
@@ -168,10 +153,10 @@ def test_sparse_gradients_stay_sparse_or_are_made_dense(kernels_for_the_cpu: Non
 
 def test_it_is_tried_once_for_each_kind_of_device_and_dtype() -> None:
     cpu = torch.device("cpu")
-    with Calls() as calls:
+    with Operations() as calls:
         sums_in_float32(cpu, torch.bfloat16)
     assert aten.mm.dtype in calls.functions()
-    with Calls() as calls:
+    with Operations() as calls:
         sums_in_float32(cpu, torch.bfloat16)
         accumulate(weight_of(torch.float32), microbatches(torch.bfloat16))
     assert aten.mm.dtype not in calls.functions()

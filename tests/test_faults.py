@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import batch, loss_fn
-from pipelines import Pipeline
+from pipelines import Pipeline, as_rank
 from ranks import endings, join_group, run_ranks
 from torch import nn
 from twin import Twin
@@ -253,16 +253,16 @@ def test_what_a_device_ran() -> None:
 
 def test_a_device_that_is_stuck_after_its_step_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """Its host waits in the training loop."""
-    dist.init_process_group("fake", store=dist.HashStore(), rank=1, world_size=2)
     device, x = Events(0), torch.zeros(1, 8, requires_grad=True)
-    stage = pipelining.StageOfKnownShapes(nn.Linear(8, 8), 1, 2, torch.device("cpu"), input_args=x, output_args=x)
-    schedule: Any = zbpipe.build_pipeline_schedule("ZBH1", [stage], 2, nn.functional.mse_loss)
     followed = progress.Progress()
     with (
+        as_rank(1, 2),
         mock.patch.object(progress, "_launched_on", return_value=progress.Launched(device.new)),
         mock.patch.object(progress, "_watch"),
         mock.patch.object(pipelining, "timeout_of", return_value=100),
     ):
+        stage = pipelining.StageOfKnownShapes(nn.Linear(8, 8), 1, 2, torch.device("cpu"), input_args=x, output_args=x)
+        schedule: Any = zbpipe.build_pipeline_schedule("ZBH1", [stage], 2, nn.functional.mse_loss)
         followed.start(schedule)
         with followed.follow(schedule):
             schedule.step(target=torch.zeros(2, 8))
@@ -275,7 +275,6 @@ def test_a_device_that_is_stuck_after_its_step_is_logged_once(caplog: pytest.Log
         device.runs = 100
         for seconds in range(90, 300):
             followed.look(schedule, seconds)
-    dist.destroy_process_group()
     assert len(caplog.records) == 1
 
 

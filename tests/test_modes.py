@@ -264,7 +264,7 @@ job = st.tuples(st.sampled_from(NAMES), st.booleans(), events)
 
 
 @given(job)
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 def on_one_rank(drawn: tuple[str, bool, list[Event]]) -> None:
     run_all([drawn])
 
@@ -304,7 +304,7 @@ FIXED = [
 
 
 def test_any_sequence_on_two_ranks() -> None:
-    run_ranks(2, run_all, [*FIXED, *drawn(12)], timeout=600)
+    run_ranks(2, run_all, [*FIXED, *drawn(8)], timeout=600)
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from models import Checkpointing, batch, build_stage, gradients
 from pipelines import Pipeline, Result, on_one_rank
 from ranks import run_ranks
-from test_gradients import MICROBATCHES, assert_like_reference
+from test_gradients import FEW, assert_like_reference
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -78,7 +78,7 @@ def test_compiled_stages_offload_too(one_rank: None, backend: str) -> None:
 
 def train_rank(name: str, what: Offload) -> list[Result]:
     results = []
-    for count in MICROBATCHES:
+    for count in FEW:
         pipeline = Pipeline(name, count)
         pipeline.schedule.adopt(copy_all(zbpipe.generate(name, dist.get_world_size(), count), what))
         tokens, targets = batch(count)
@@ -93,7 +93,7 @@ def train_rank(name: str, what: Offload) -> list[Result]:
 @pytest.mark.parametrize("name", ["ZBV", "ZBH2"])
 def test_a_pipeline_that_offloads_everything(name: str) -> None:
     num_stages = zbpipe.generate(name, 2, 2).placement.num_stages
-    assert_like_reference(run_ranks(2, train_rank, name, Offload.ALL), num_stages)
+    assert_like_reference(run_ranks(2, train_rank, name, Offload.ALL), num_stages, FEW)
 
 
 # What it frees

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
@@ -318,7 +316,8 @@ def test_what_an_op_frees_for_another_counts(one_rank: None) -> None:
         assert record.most[op] >= (4 * 2**20 if op.kind is OpKind.F else 0)
 
 
-def profiled_beside_torchs() -> tuple[float, ...]:
+def test_memory_is_not_measured_while_torchs_profiler_runs(one_rank: None) -> None:
+    """There is one at a time only. Stages then count alike."""
     job = Job("ZBV")
     profiler = zbpipe.Profiler(job.schedule, 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
@@ -326,44 +325,14 @@ def profiled_beside_torchs() -> tuple[float, ...]:
             job.step()
     assert profiler.costs is not None
     assert isinstance(profiler.costs.costs, CostModel)
-    return profiler.costs.costs.activations
+    assert profiler.costs.costs.activations == (0.5, 0.5)
 
 
-def test_memory_is_not_measured_while_torchs_profiler_runs() -> None:
-    """There is one at a time only. Stages then count alike."""
-    assert run_ranks(2, profiled_beside_torchs) == [(0.5, 0.5, 0.5, 0.5)] * 2
-
-
-def test_a_schedule_without_i_and_w_cannot_be_profiled() -> None:
-    for message in run_ranks(2, refused):
-        assert "ScheduleInterleaved1F1B runs whole backwards" in message
-        assert "use Auto" in message
-
-
-def refused() -> str:
-    job = Job("ZBV")
+def test_a_schedule_without_i_and_w_cannot_be_profiled(one_rank: None) -> None:
     with pytest.raises(ValueError, match="steps has to be a whole number from 1 on, got 0"):
-        zbpipe.Profiler(job.schedule, 0)
-    with pytest.raises(ValueError, match="runs whole backwards") as error:
+        zbpipe.Profiler(Job("ZBV").schedule, 0)
+    with pytest.raises(ValueError, match=r"ScheduleInterleaved1F1B runs whole backwards.*use Auto"):
         zbpipe.Profiler(Job("Interleaved1F1B").schedule)
-    return str(error.value)
-
-
-def freed_after_it_was_watched() -> bool:
-    job = Job("ZBV")
-    seen: list[StepRecord] = []
-    collect(job.schedule, [Wanted.TIMES], seen.extend)
-    job.step()
-    gc.collect()
-    gc.disable()
-    schedule = ref(job.schedule)
-    del job
-    return schedule() is None
-
-
-def test_watching_keeps_no_schedule_alive() -> None:
-    """Its process group would outlive the interpreter, whose end then aborts the process now and then."""
-    assert run_ranks(2, freed_after_it_was_watched) == [True, True]
 
 
 def test_stages_may_give_their_device_by_name(one_rank: None) -> None:
@@ -389,20 +358,16 @@ def test_who_has_seen_enough_leaves(one_rank: None) -> None:
     assert left == [both, both, profiler, []]
 
 
-def evaluated() -> tuple[int, int]:
-    """How many steps a watcher saw out of a step, an eval, and a step."""
+def test_validation_is_not_measured(one_rank: None) -> None:
+    """A watcher sees two steps out of a step, an eval, and a step, when the last has ended."""
     job = Job("ZBV")
     seen: list[StepRecord] = []
     collect(job.schedule, [Wanted.TIMES, Wanted.TIMES], seen.extend)
     job.step()
     job.step("eval")
-    before = len(seen)
+    assert not seen
     job.step()
-    return before, len(seen)
-
-
-def test_validation_is_not_measured() -> None:
-    assert run_ranks(2, evaluated) == [(0, 2)] * 2
+    assert len(seen) == 2
 
 
 def traced(name: str, folder: str) -> list[str]:

@@ -26,6 +26,7 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe.runtime._torch import pipelining
+from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.ranks.failures import share_with_other_ranks
 
 
@@ -285,7 +286,7 @@ def schedules_that_stay(folder: Path) -> list[str]:
     gc.collect()
     gc.disable()
     stay = []
-    for kind in ("good", "failed"):
+    for kind in ("good", "watched", "failed"):
         schedule = ref(end(kind).schedule)
         if schedule() is not None:
             stay.append(kind)
@@ -295,6 +296,8 @@ def schedules_that_stay(folder: Path) -> list[str]:
 
 def end(kind: str) -> Job:
     job = Job()
+    if kind == "watched":
+        collect(job.schedule, [Wanted.TIMES], list[StepRecord]().extend)
     job.step()
     if kind == "failed" and 1 in job.modules:
         job.modules[1].register_forward_pre_hook(explode)

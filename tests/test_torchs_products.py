@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from compared import CALLS, Compared, call, train
+from compared import CALLS, Compared, Operations, call, train
 from pipelines import check_steps, shard
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from zoo.case import function
 
@@ -247,28 +246,15 @@ def test_under_autocast(name: str) -> None:
     assert {each.x.dtype for each in both.train(torch.randn(CASES[name].x), call=run)} == {torch.bfloat16}
 
 
-class Kernels(TorchDispatchMode):
-    """The backwards of convolutions, and the gradients that they compute: of x, the weight and the bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.computed: list[list[bool]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.convolution_backward.default:
-            self.computed.append(args[-1])
-        return func(*args, **(kwargs or {}))
-
-
 def test_i_computes_no_weight_gradient_for_the_bias_of_a_convolution() -> None:
     """oneDNN computes both at once."""
     both, x = Compared(nn.Conv1d(4, WIDTH, 3)), torch.randn(2, 4, 8)
-    with Kernels() as kernels, both.gradients.record() as pending:
+    with Operations() as operations, both.gradients.record() as pending:
         train(both.module, x)
-    assert kernels.computed == [[True, False, False]]
-    with kernels:
+    with operations:
         pending.pop().accumulate()
-    assert kernels.computed[1:] == [[False, True, False]]
+    computed = [args[-1] for args in operations.arguments(torch.ops.aten.convolution_backward.default)]
+    assert computed == [[True, False, False], [False, True, False]], "of x, the weight and the bias"
 
 
 def test_a_full_backward_and_an_evaluation_are_ordinary() -> None:

@@ -64,11 +64,6 @@ def plain(name: str, config: str, **options: Any) -> Case:
     return Case(name, text(config, **SMALL | options), tokens)
 
 
-def xlnet() -> nn.Module:
-    model = transformer("XLNetConfig", "AutoModelForCausalLM", XLNET | {"dropout": 0.0})
-    return Takes(model, ("input_ids",), "logits")
-
-
 CASES = (
     of_mixture("Mixtral", "MixtralConfig", num_local_experts=4),
     of_mixture("Mixtral, a loop of experts", "MixtralConfig", num_local_experts=4, experts="eager"),
