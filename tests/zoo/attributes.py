@@ -9,7 +9,6 @@ import torch.nn.functional as F
 import torch.nn.utils.parametrizations as new
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.nn.utils.spectral_norm import spectral_norm as old_spectral_norm
 
 from zoo.case import ONLY_EAGER, WIDTH, Case, plain, stage
 
@@ -143,7 +142,6 @@ CASES = (
     Case("counts what it is asked for", lambda index: Asked()),
     Case("refuses what it is asked for", stage(plain, a=lambda: AskedLinear(WIDTH, WIDTH))),
     given("spectral norm of a weight", stage(plain, a=lambda: new.spectral_norm(nn.Linear(WIDTH, WIDTH)))),
-    given("spectral norm, old", stage(plain, a=lambda: old_spectral_norm(nn.Linear(WIDTH, WIDTH)))),
     given("DropConnect", stage(plain, a=dropping, b=dropping)),
     given("a weight that is a property", stage(plain, b=Computed)),
     given("counts in a dict", lambda index: Counting()),

@@ -57,22 +57,9 @@ def cached_weight(s: Any, x: Tensor) -> Tensor:
         return s.b(s.layer(torch.tanh(s.layer(s.a(x)))))
 
 
-class LowRank(nn.Module):
-    """LoRA around a frozen layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + 0.5 * self.up(self.down(x))
-
-
 CASES = (
     Case("plain", stage(plain), EVERY_MODE),
     Case("the stage is a linear layer", lambda index: nn.Linear(WIDTH, WIDTH), EVERY_MODE),
-    Case("no linear layer", lambda index: nn.LayerNorm(WIDTH)),
     Case(
         "a part of the weight",
         stage(lambda s, x: s.b(torch.cat([F.linear(x, s.a.weight[:3], s.a.bias[:3]), x[..., 3:]], -1))),
@@ -108,10 +95,6 @@ CASES = (
         "pos.unsqueeze(0)", stage(lambda s, x: s.b(torch.tanh(s.a(x) + s.pos.unsqueeze(0))), pos=POSITIONS), EVERY_MODE
     ),
     Case("nn.MultiheadAttention", bare(lambda s, x: s.mha(x, x, x)[0], mha=mha()), EVERY_MODE),
-    Case(
-        "cross attention",
-        bare(lambda s, x: s.mha(s.q.expand(len(x), -1, -1), x, x)[0], mha=mha(kdim=WIDTH, vdim=WIDTH), q=POSITIONS),
-    ),
     # It counts a recomputed microbatch twice, whatever the schedule.
     channels("batch norm", lambda: nn.BatchNorm1d(WIDTH), ONLY_EAGER, samples=2),
     channels("convolution", lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1), EVERY_MODE),
@@ -126,7 +109,6 @@ CASES = (
     between("weight norm", lambda: torch.nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))),
     between("parametrized", parametrized, EVERY_MODE),
     Case("parametrized and cached", stage(cached_weight, layer=parametrized), ONLY_EAGER),
-    between("LoRA", LowRank, EVERY_MODE, no_gradient=("base.weight", "base.bias")),
     Case(
         "merged LoRA",
         stage(

@@ -29,10 +29,6 @@ def early_exit(s: Any, x: Tensor) -> Tensor:
     return s.b(torch.tanh(h)) if s.microbatch in (0, 3) else h
 
 
-def late_start(s: Any, x: Tensor) -> Tensor:
-    return s.b(torch.tanh(s.a(x))) if s.microbatch > 1 else s.b(x)
-
-
 def tied(index: int) -> nn.Module:
     module = stage(plain)(index)
     module.b.weight = module.a.weight
@@ -118,7 +114,6 @@ V_SHAPED = ("ZBV", "WeightsLast")
 CASES = (
     Case("a layer used more often later", stage(looped), modes=EVERY_MODE),
     Case("an early exit", stage(early_exit), modes=EVERY_MODE),
-    Case("a layer that joins later", stage(late_start)),
     Case("tied weights", tied, modes=EVERY_MODE),
     Case("one module under two names", one_module_two_names),
     Case("functional_call with other parameters", stage(swapped, c=linear()), modes=EVERY_MODE),
