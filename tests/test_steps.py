@@ -252,33 +252,28 @@ def test_the_lists_of_a_size_are_made_once(one_rank: None, monkeypatch: pytest.M
     assert gc.isenabled()
 
 
-def without_torchrun(port: int, refuses: bool) -> None:
+def without_torchrun(port: int) -> None:
     """As srun and mpirun start ranks: the store ends with rank 0, which fails."""
     rank = dist.get_rank()
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     job = Job()
     job.step()
-    if rank == 0 and not refuses:
+    if rank == 0:
         job.modules[0].register_forward_pre_hook(explode)
-    take(job, 13 if refuses else 12)
+    take(job, 12)
 
 
-@pytest.mark.parametrize(
-    ("refuses", "first", "second"),
-    [
-        (False, "PipelineError: rank 0, {}", "PipelineError: another rank failed first: rank 0, {}"),
-        (True, "ValueError: ", "PipelineError: another rank failed first: rank 0, {}"),
-    ],
-)
-def test_rank_0_has_the_store_and_fails(refuses: bool, first: str, second: str) -> None:
+def test_rank_0_has_the_store_and_fails() -> None:
+    """The interleavings have refusals, too."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    place = "before step 0: ValueError: " if refuses else r"step \d of \d+, 0F0: ArithmeticError: too much"
-    both = endings(2, without_torchrun, port, refuses, group_timeout=60)
-    for ending, words in zip(both, (first, second), strict=True):
-        assert re.search(words.format(f"schedule ZBV, {place}"), ending.error or ""), ending
+    for ending, words in zip(
+        endings(2, without_torchrun, port, group_timeout=60), ("", "another rank failed first: "), strict=True
+    ):
+        here = rf"PipelineError: {words}rank 0, schedule ZBV, step \d of \d+, 0F0: ArithmeticError: too much"
+        assert re.search(here, ending.error or ""), ending
 
 
 def schedules_that_stay(folder: Path) -> list[str]:
