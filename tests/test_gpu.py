@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import gpu
 import pytest
 import torch
-import torch.distributed as dist
 from gpu import UNTRIED, Line, Machine
 
 from zbpipe.runtime.split.products import PendingGradient
@@ -44,14 +42,7 @@ def verdicts(part: str) -> list[str]:
     return [line.verdict for line in gpu.run(CPU, [part])]
 
 
-@pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def test_wrong_gradients_fail(monkeypatch: pytest.MonkeyPatch, alone: None) -> None:
+def test_wrong_gradients_fail(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
     assert verdicts("graph") == ["PASS", UNTRIED]
     monkeypatch.setattr(PendingGradient, "accumulate", lambda pending: None)
     assert verdicts("graph") == ["FAIL", UNTRIED]

@@ -9,12 +9,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pipelines
 import pytest
 import torch
 from pipelines import TOLERANCE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.functional import mse_loss
 from torch.nn.utils.parametrizations import weight_norm
@@ -111,9 +112,8 @@ def shard(part: Any, index: int, events: Events, **how: Any) -> nn.Module:
         if isinstance(part, Partial) and layer is part:
             more = {"ignored_params": set(part.narrow.parameters())}
         modules: Any = [part.narrow, part.wide] if isinstance(part, Tied) and name == "narrow" else layer
-        fully_shard(modules, mesh=mesh, **how, **more)
+        pipelines.shard(modules, mesh, **how, **more)
         layer.set_all_reduce_hook(lambda reduced, name=name: events.append(f"reduce {index} {name}"))
-        layer.set_force_sum_reduction_for_comms(True)
     for name, layer in part.named_modules():
         layer.label = f"{index} {name}".strip()
     return part
@@ -329,11 +329,22 @@ IN_BF16 = {"rtol": 0.1, "atol": 0.02}
         (Part, {"how": MIXED}, IN_BF16),
         (Part, {"how": MIXED, "microbatches": 1}, IN_BF16),
         (Part, {"schedule": "ZBVLean"}, {}),
+        (two_layers, {"schedule": "ZBVLean"}, {}),
         (Seldom, {"microbatches": 4}, {}),
         (Tied, {}, {}),
         (Partial, {}, {}),
     ],
-    ids=["one microbatch", "resharded", "bf16", "bf16, one microbatch", "lean", "seldom", "tied", "in part"],
+    ids=[
+        "one microbatch",
+        "resharded",
+        "bf16",
+        "bf16, one microbatch",
+        "lean",
+        "lean, two layers",
+        "seldom",
+        "tied",
+        "in part",
+    ],
 )
 def test_gradients(one_rank: None, events: Events, build: Any, options: Any, tolerance: Any) -> None:
     """Over three steps, whose gradients add up. In the first one nothing is left to W."""

@@ -267,35 +267,6 @@ def test_a_job_has_the_best_schedule_that_fits(with_titan: Callable[..., Any], n
     assert speeds[schedule] >= 0.95 * max(speeds.values()), speeds  # the estimate is no more exact
 
 
-def places(shard: tuple[str, int]) -> list[tuple[int, int, list[int], int]]:
-    """Of a half of the ranks: rank, place in the pipeline, the TP group, the rank that reports the loss."""
-    from torchtitan.distributed import ParallelDims
-
-    from titan_integration import llama3
-    from zbpipe.frameworks.titan import plug
-
-    name, first = shard
-    config, num_gpus = getattr(llama3, name)(), llama3.HARDWARE[name].gpus
-    found = []
-    for rank in range(first, num_gpus, 2):
-        dist.init_process_group("fake", rank=rank, world_size=num_gpus)
-        dims = ParallelDims.from_config(config.parallelism, num_gpus)
-        dims.build_mesh()
-        tp = dist.get_process_group_ranks(dims.get_mesh("tp").get_group())
-        reports = plug.rank_with_loss(dims, config.parallelism.pipeline_parallel_schedule)
-        found.append((rank, dims.get_mesh("pp").get_local_rank(), tp, reports))
-        dist.destroy_process_group()
-    return found
-
-
-@needs_03
-def test_the_place_of_every_gpu(with_titan: Callable[..., Any]) -> None:
-    """TP within a node of 8 GPUs, and neighbours in the pipeline as far apart as the job has GPUs for each place."""
-    halves = with_titan(on_forks, places, [("llama3_70b", 0), ("llama3_70b", 1)])
-    found = sorted(place for half in halves for place in half)
-    assert found == [(rank, rank // 8, list(range(rank - rank % 8, rank - rank % 8 + 8)), 0) for rank in range(32)]
-
-
 def kept_by_a_block(how: tuple[int, str]) -> tuple[float, float, float, float]:
     """Elements for each token that a block of the debug model keeps from F to I and from I to W, counted and told."""
     from harness import meter
