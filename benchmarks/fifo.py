@@ -38,7 +38,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from zbpipe.runtime._torch.autograd import count_holders, find_memory
+from zbpipe.runtime._torch.tensor_data import count_holders, find_memory
 
 BACKENDS: dict[str, Callable[[int, bool], Hashable]] = {
     "fifo_one_queue": lambda peer, sends: None,

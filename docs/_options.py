@@ -1,4 +1,4 @@
-"""Prints docs/options.md, whose tables are the fields of `zbpipe.runtime.options.Options`:
+"""Prints docs/options.md, whose tables are the fields of `zbpipe.frameworks.options.Options`:
 
 python docs/_options.py > docs/options.md
 """
@@ -6,7 +6,7 @@ python docs/_options.py > docs/options.md
 import re
 from collections.abc import Iterator
 
-from zbpipe.runtime.options import IMPORT_HELP, help_of, list_options
+from zbpipe.frameworks.options import IMPORT_HELP, help_of, list_options
 
 _PREFIX = "--zbpipe."
 _SECTIONS = {

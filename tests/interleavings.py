@@ -31,7 +31,7 @@ from turns import CLOSED, Choices, TokenStage, Turns
 import zbpipe
 from zbpipe import simulate
 from zbpipe.costs.transport import Receives, Transport
-from zbpipe.runtime import auto
+from zbpipe.runtime import adaptive
 from zbpipe.schedule import registry
 from zbpipe.simulator.passes import add_messages, add_waits, default_costs, free_sends_early, place_receives
 from zbpipe.simulator.simulation import best_receives
@@ -244,6 +244,7 @@ def fail(*places: tuple[int, str, int]) -> Trial:
         ends = pipelines.run(pipelines.step_twice, choices)
         first = re.search(r"rank (\d), schedule \w+, step \d+ of \d+, (\w+): ArithmeticError", str(ends[0]))
         assert first, f"rank 0 ends with {ends[0]!r}"
+        assert first[2] in [f"{stage}{kind}{microbatch}" for stage, kind, microbatch in places], first
         _require_ends(ends, *[rf"PipelineError: (another rank failed first: )?{re.escape(first[0])}"] * len(ends))
 
     return trial
@@ -312,12 +313,12 @@ def plan(pipelines: Pipelines, choices: Choices) -> None:
     """Auto measures, tries a plan in turn with another schedule, and all ranks choose the same one."""
     case = pipelines.case
     table = zbpipe.generate("ZBV", case.ranks, case.microbatches).to_csv()
-    found = auto._Proposal(table, 0.0, "")
+    found = adaptive._Proposal(table, 0.0, "")
 
     def train(rank: int) -> list[str]:
         return [pipelines.schedules[rank].schedule.to_csv() for _ in range(9) if pipelines.step(rank) is None]
 
-    with mock.patch.object(auto, "_make_proposal", return_value=found):
+    with mock.patch.object(adaptive, "_make_proposal", return_value=found):
         ends = pipelines.run(train, choices)
     assert all(each == ends[0] for each in ends), ends
     assert table in ends[0]

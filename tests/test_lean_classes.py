@@ -17,13 +17,13 @@ from torch import nn
 import zbpipe
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import typical_costs
+from zbpipe.runtime.adaptive import LeanSchedule, checkpointing_of
 from zbpipe.runtime.classes import class_of
-from zbpipe.runtime.lean import LeanSchedule, checkpointing_of
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement
 
 LEAN = ("ZBVLean", "ZBH1Lean", "VHalfLean", "VMinLean")
-MICROBATCHES = (1, 3, 8)
+MICROBATCHES = (1, 3)
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 

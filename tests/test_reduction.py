@@ -9,20 +9,22 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pipelines
 import pytest
 import torch
 from pipelines import TOLERANCE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.functional import mse_loss
 from torch.nn.utils.parametrizations import weight_norm
 
 import zbpipe
-from zbpipe.runtime._torch import fsdp, fsdp_overlap, hooks
-from zbpipe.runtime.measure.collectives import find_exposed
+from zbpipe.costs.model import GATHER, REDUCE
+from zbpipe.runtime._torch import fsdp2, hooks
 from zbpipe.runtime.measure.recording import StepRecord
+from zbpipe.runtime.measure.trace import find_exposed
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.schedule.ir import Op
 from zbpipe.simulator.timeline import Span
@@ -83,20 +85,20 @@ def two_layers() -> nn.Module:
 def events(monkeypatch: pytest.MonkeyPatch) -> Events:
     """Products of W, starts of reductions and their ends, in order."""
     events: Events = []
-    accumulate, finish = PendingGradient.accumulate, fsdp_overlap.finish
+    accumulate, finish = PendingGradient.accumulate, fsdp2.finish
 
     def noted_accumulate(gradient: PendingGradient) -> None:
         accumulate(gradient)
         events.append(f"product {gradient.layer.label}")  # type: ignore[attr-defined]
 
     def noted_finish(module: nn.Module) -> None:
-        gathers = [group._all_gather_result for group in fsdp.list_groups(module)]
+        gathers = [group._all_gather_result for group in fsdp2.list_groups(module)]
         assert not any(gathers), "a module was gathered for nothing"
         finish(module)
         events.append(f"end {module.label}")
 
     monkeypatch.setattr(PendingGradient, "accumulate", noted_accumulate)
-    monkeypatch.setattr(fsdp_overlap, "finish", noted_finish)
+    monkeypatch.setattr(fsdp2, "finish", noted_finish)
     return events
 
 
@@ -110,9 +112,8 @@ def shard(part: Any, index: int, events: Events, **how: Any) -> nn.Module:
         if isinstance(part, Partial) and layer is part:
             more = {"ignored_params": set(part.narrow.parameters())}
         modules: Any = [part.narrow, part.wide] if isinstance(part, Tied) and name == "narrow" else layer
-        fully_shard(modules, mesh=mesh, **how, **more)
+        pipelines.shard(modules, mesh, **how, **more)
         layer.set_all_reduce_hook(lambda reduced, name=name: events.append(f"reduce {index} {name}"))
-        layer.set_force_sum_reduction_for_comms(True)
     for name, layer in part.named_modules():
         layer.label = f"{index} {name}".strip()
     return part
@@ -242,7 +243,7 @@ def test_torchs_way(one_rank: None, events: Events, monkeypatch: pytest.MonkeyPa
     prepare = {"own backward": with_an_own_backward, "own reduction": with_an_own_reduction}.get(why)
     options: Any = {"fsdp_mode": "torch"} if why == "option" else {}
     if why == "unknown torch":
-        monkeypatch.setattr(fsdp_overlap, "IS_KNOWN", False)
+        monkeypatch.setattr(fsdp2, "IS_KNOWN", False)
     job = Job(Part, events, prepare=prepare, **options)
     job.step()
     kinds = [each.split()[0] for each in job.step() if each.split()[1] == "0"]
@@ -291,7 +292,7 @@ def test_no_module_stays_gathered_between_two_ops(one_rank: None, events: Events
     def note(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         result = compute()
         assert not any(map(is_gathered, modules)), f"{stage}{kind}{microbatch}"
-        assert not any(group._all_gather_result for part in job.parts for group in fsdp.list_groups(part)), (
+        assert not any(group._all_gather_result for part in job.parts for group in fsdp2.list_groups(part)), (
             "for nothing"
         )
         return result
@@ -304,7 +305,7 @@ def test_no_module_stays_gathered_between_two_ops(one_rank: None, events: Events
 
 
 def is_gathered(layer: Any) -> bool:
-    return any(group.is_unsharded for group in fsdp.groups_of(layer._get_fsdp_state()))
+    return any(group.is_unsharded for group in fsdp2.groups_of(layer._get_fsdp_state()))
 
 
 def test_gradients_are_checked_as_w_leaves_them(one_rank: None, events: Events) -> None:
@@ -328,11 +329,22 @@ IN_BF16 = {"rtol": 0.1, "atol": 0.02}
         (Part, {"how": MIXED}, IN_BF16),
         (Part, {"how": MIXED, "microbatches": 1}, IN_BF16),
         (Part, {"schedule": "ZBVLean"}, {}),
+        (two_layers, {"schedule": "ZBVLean"}, {}),
         (Seldom, {"microbatches": 4}, {}),
         (Tied, {}, {}),
         (Partial, {}, {}),
     ],
-    ids=["one microbatch", "resharded", "bf16", "bf16, one microbatch", "lean", "seldom", "tied", "in part"],
+    ids=[
+        "one microbatch",
+        "resharded",
+        "bf16",
+        "bf16, one microbatch",
+        "lean",
+        "lean, two layers",
+        "seldom",
+        "tied",
+        "in part",
+    ],
 )
 def test_gradients(one_rank: None, events: Events, build: Any, options: Any, tolerance: Any) -> None:
     """Over three steps, whose gradients add up. In the first one nothing is left to W."""
@@ -350,15 +362,15 @@ def test_the_profiler_measures_the_collectives(
     job = Job(Part, events, fsdp_mode=mode)
     profiler = zbpipe.Profiler(job.schedule, 1)
     job.step()
-    assert not fsdp_overlap.is_shared(job.parts[0])
-    monkeypatch.setattr(fsdp_overlap, "is_shared", lambda module: True)
+    assert not fsdp2.is_shared(job.parts[0])
+    monkeypatch.setattr(fsdp2, "is_shared", lambda module: True)
     for _ in range(3):
         job.step()
     assert profiler.costs is not None
     costs = profiler.costs.costs
     assert isinstance(costs, zbpipe.CostModel)
-    assert all((costs.gathering(stage) > 0) == (mode == "overlap") for stage in range(2))
-    assert all(costs.reduction(stage) > 0 for stage in range(2))
+    assert all((costs.of(stage, GATHER).seconds > 0) == (mode == "overlap") for stage in range(2))
+    assert all(costs.of(stage, REDUCE).seconds > 0 for stage in range(2))
     job.check()
 
 
@@ -382,8 +394,8 @@ def test_no_product_waits_for_a_buffer(one_rank: None, events: Events, table: st
 
     def note(*_: Any) -> None:
         buffers = [each.reduce_scatter_input for state in states for each in state._comm_ctx.reduce_scatter_states]
-        gradients = (each for part in job.parts for each in fsdp.iterate_accumulated(part))
-        left = [each.gradient for each in gradients if not each.name.endswith(fsdp.REDUCED)]
+        gradients = (each for part in job.parts for each in fsdp2.iterate_accumulated(part))
+        left = [each.gradient for each in gradients if not each.name.endswith(fsdp2.REDUCED)]
         held.append((len(buffers), sum(map(Tensor.numel, (*buffers, *left)))))
 
     job.step()

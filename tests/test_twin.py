@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import on_one_rank
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from twin import Event, Twin
 
 import zbpipe
 from zbpipe import Schedule
 from zbpipe.runtime._torch import hooks
 from zbpipe.runtime.measure import recording
-from zbpipe.runtime.offload.copiers import Copier
+from zbpipe.runtime.offload import Copier
 from zbpipe.runtime.ranks import progress
 from zbpipe.runtime.verify.one_process import schedule_w_last
 from zbpipe.simulator.offloading import Offload, copy_all
@@ -32,10 +32,9 @@ def train(
     """Gradients of the second step, whose streams are the twin's."""
     torch.manual_seed(0)
     modules = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
-    stages = [PipelineStage(module, index, 2, CPU) for index, module in enumerate(modules)]
     if twin is not None:
         monkeypatch.setattr("zbpipe.runtime.schedules.make_copier", lambda device: Copier(twin))
-    runtime: Any = zbpipe.build_pipeline_schedule("ZBV", stages, MICROBATCHES, nn.functional.mse_loss)
+    runtime = on_one_rank(modules, MICROBATCHES, loss=nn.functional.mse_loss)
     runtime.adopt(schedule)
     before(runtime)
     x, target = torch.randn(2, 2 * MICROBATCHES, 8)
@@ -77,7 +76,6 @@ def test_a_device_behind_the_host_is_seen_as_it_is(one_rank: None, seed: int, mo
     launched = progress.Launched(lambda: own.append(twin.new_event()) or own[-1])
     monkeypatch.setattr(progress, "MOST", 5)
     monkeypatch.setattr(progress, "_launched_on", lambda device: launched)
-    monkeypatch.setattr(recording, "_HostClock", lambda: recording._DeviceClock(CPU))
     monkeypatch.setattr(recording, "find_device", lambda device: twin)
 
     def count_passed() -> int:

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pipelines import on_one_rank
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from zoo import BY_NAME
 from zoo.case import Case, function
 from zoo.runner import Setting, outcome
 
 import zbpipe
 from zbpipe import Op, OpKind, Placement, Schedule
-from zbpipe.runtime._torch import autograd
+from zbpipe.runtime._torch import tensor_data
 from zbpipe.runtime.split import contents, ownership, products, stage
 from zbpipe.runtime.split.layers import defer_weights, deferral_of
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients
@@ -48,12 +48,12 @@ WEIGHTS_LAST = Schedule(
 """For one rank with one stage: every W waits for all I."""
 
 QUICK = (
-    *("pos.unsqueeze(0)", "a backward that keeps", "a node hook"),
+    *("pos.unsqueeze(0)", "a node hook"),
     *("a backward that keeps a part of its gradient", "a workspace", "complex inside", "a hook on the weight"),
     *("recomputed by autograd.grad", "recomputed for inputs", "torch.jit.trace", "a copy for an average", "pickle"),
     *("vmap", "func.grad", "jvp", "forward-mode AD", "forces", "no output features", "no tokens", "sparse x"),
     *("nested, strided", "autocast to bfloat16", "a backward outside", "x without grad", "a compiled function"),
-    *("a hook that counts", "another schedule later", "gradients over two steps, shared weights"),
+    *("a hook that counts", "gradients over two steps, two schedules", "gradients over two steps, shared weights"),
 )
 """The models of the zoo that the quick tests train, too."""
 
@@ -64,10 +64,6 @@ def test_like_plain_autograd(case: Case) -> None:
     assert outcome(case, Setting("WeightsLast")) == (None, False)
 
 
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target)
-
-
 def batch() -> tuple[Tensor, Tensor]:
     """One sample a microbatch."""
     generator = torch.Generator().manual_seed(1)
@@ -75,15 +71,14 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def pipeline(module: nn.Module, name: str | Schedule = WEIGHTS_LAST) -> Any:
-    stages = [PipelineStage(module, 0, 1, torch.device("cpu"))]
-    return zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, loss_fn, scale_grads=False)
+    return on_one_rank([module], MICROBATCHES, name, F.mse_loss, scale_grads=False)
 
 
 def plain_gradients(module: nn.Module) -> list[Tensor | None]:
     plain = copy.deepcopy(module)
     x, target = batch()
     for each, of_it in zip(x.split(1), target.split(1), strict=True):
-        loss_fn(plain(each), of_it).backward()
+        F.mse_loss(plain(each), of_it).backward()
     return [parameter.grad for parameter in plain.parameters()]
 
 
@@ -249,18 +244,18 @@ def test_fingerprints() -> None:
     kinds += [x.T, x[:, ::2], x[:1].expand(4, 8), x.long(), x.int(), x > 0, x.to(torch.float8_e4m3fn), x.conj()]
     changes: list[Callable[[Tensor], Tensor]] = [lambda x: -x, lambda x: 2 * x, torch.zeros_like, lambda x: x.flip(-1)]
     for each in kinds:
-        known = autograd.fingerprint(each)
-        assert known == autograd.fingerprint(each.clone())
+        known = tensor_data.fingerprint(each)
+        assert known == tensor_data.fingerprint(each.clone())
         for change in changes:
             try:
                 changed = change(each)
             except (RuntimeError, NotImplementedError):  # of bool, of float8
                 continue
-            same = autograd.same_content(each.contiguous(), changed.contiguous())
-            assert (known == autograd.fingerprint(changed)) == same, (each.dtype, each.shape)
-    assert autograd.fingerprint(torch.empty(0, 3)) == 0
+            same = tensor_data.same_content(each.contiguous(), changed.contiguous())
+            assert (known == tensor_data.fingerprint(changed)) == same, (each.dtype, each.shape)
+    assert tensor_data.fingerprint(torch.empty(0, 3)) == 0
     nan = torch.full((3,), torch.nan)
-    assert autograd.fingerprint(nan) == autograd.fingerprint(nan.clone())
+    assert tensor_data.fingerprint(nan) == tensor_data.fingerprint(nan.clone())
 
 
 def test_a_layer_can_be_kept_in_i(one_rank: None) -> None:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from zbpipe import OpKind, Placement, generate, simulate
 from zbpipe.algorithms._fill import Filler
 from zbpipe.algorithms.zb import in_slots, with_short_warm_up
-from zbpipe.costs.baseline import memory_of_1f1b
-from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.memory_limit import MemoryLimit, memory_of_1f1b
 from zbpipe.costs.model import least_room
 from zbpipe.costs.transformer import Checkpointing, typical_costs
 from zbpipe.costs.transport import Transport

@@ -28,7 +28,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from zbpipe.runtime._torch import pipelining, waits
 from zbpipe.runtime.measure import recording
-from zbpipe.runtime.ranks import agreement, failures, progress, step_board, step_failures
+from zbpipe.runtime.ranks import agreement, failures, progress, step_board
 
 TIMEOUT = 60.0
 """Of the process group, in seconds that pass when nothing else can happen."""
@@ -157,9 +157,16 @@ class Turns:
             (distributed_c10d, {"_world": self._worlds[0]}),
             (agreement, {"_num_keys": self._num_keys[0]}),
             (failures, {"time": clock, "Thread": thread}),
-            (progress, {"time": clock, "Thread": thread, "_is_ending": SimpleNamespace(wait=self.sleep)}),
+            (
+                progress,
+                {
+                    "time": clock,
+                    "Thread": thread,
+                    "_is_ending": SimpleNamespace(wait=self.sleep),
+                    "end_process": self._end_process,
+                },
+            ),
             (step_board, {"time": clock}),
-            (step_failures, {"time": clock, "end_process": self._end_process}),
             (waits, {"interrupt": self._interrupt}),
             (schedules, {"record_function": lambda name: nullcontext()}),  # takes a third of the time
             (recording, {"make_counter": lambda device: None}),  # only one per process

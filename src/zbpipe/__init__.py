@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from zbpipe.frameworks.whole_model.pipeline import pipeline
     from zbpipe.planner.plan import plan
     from zbpipe.planner.result import Plan
-    from zbpipe.runtime.build import build_pipeline_schedule, from_first_rank
 
     # `zbpipe.runtime.classes` makes these classes by calls, so type checkers get their bases.
-    from zbpipe.runtime.lean import LeanSchedule as ScheduleVHalfLean
-    from zbpipe.runtime.lean import LeanSchedule as ScheduleVMinLean
-    from zbpipe.runtime.lean import LeanSchedule as ScheduleZB
-    from zbpipe.runtime.lean import LeanSchedule as ScheduleZBH1Lean
-    from zbpipe.runtime.lean import LeanSchedule as ScheduleZBLoop
-    from zbpipe.runtime.lean import LeanSchedule as ScheduleZBVLean
+    from zbpipe.runtime.adaptive import LeanSchedule as ScheduleVHalfLean
+    from zbpipe.runtime.adaptive import LeanSchedule as ScheduleVMinLean
+    from zbpipe.runtime.adaptive import LeanSchedule as ScheduleZB
+    from zbpipe.runtime.adaptive import LeanSchedule as ScheduleZBH1Lean
+    from zbpipe.runtime.adaptive import LeanSchedule as ScheduleZBLoop
+    from zbpipe.runtime.adaptive import LeanSchedule as ScheduleZBVLean
+    from zbpipe.runtime.build import build_pipeline_schedule, from_first_rank
     from zbpipe.runtime.measure.profiler import Profiler
     from zbpipe.runtime.optimizer.step import OptimizerStep
     from zbpipe.runtime.ranks.failures import PipelineError

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from zbpipe.frameworks.installation import install_with, list_asked
-from zbpipe.runtime.options import add_arguments, from_arguments
+from zbpipe.frameworks.options import add_arguments, from_arguments
 from zbpipe.runtime.ranks.failures import end_at_once, share_with_other_ranks
 from zbpipe.schedule.garbage import importing
 

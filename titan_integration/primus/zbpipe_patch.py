@@ -15,8 +15,8 @@ from primus.cli.main import main
 from primus.core.patches import PatchContext, get_param, register_patch
 
 from zbpipe import titan
+from zbpipe.frameworks.options import Options
 from zbpipe.frameworks.titan import command_line
-from zbpipe.runtime.options import Options
 
 _LAST = 1000
 """Primus' own patches have 50. They have to run before TorchTitan is imported, so this one comes last."""

@@ -28,17 +28,21 @@ class Filler:
         stages = range(placement.num_stages)
         self._placement, self._microbatches = placement, microbatches
         self._limits = [limit * (1 + ROUNDING) for limit in limits]
-        self.seconds = {kind: [costs.seconds(stage, kind) for stage in stages] for kind in _KINDS}
-        self.adds = {kind: [costs.adds(stage, kind) for stage in stages] for kind in _KINDS}
-        self.needs = {kind: [costs.needs(stage, kind) for stage in stages] for kind in _KINDS}
         rank_of, last = placement.rank_of, placement.num_stages - 1
+        known = {kind: [costs.of(stage, kind) for stage in stages] for kind in _KINDS}
+        self.seconds = {kind: [each.seconds for each in row] for kind, row in known.items()}
+        self.adds = {kind: [each.adds for each in row] for kind, row in known.items()}
+        self.needs = {kind: [each.needs for each in row] for kind, row in known.items()}
         self._next = {
             F: [(stage + 1, F) if stage < last else (stage, I) for stage in stages],
             I: [(stage - 1, I) for stage in stages],
         }
         """By kind and stage: stage and kind of the op that takes the result. Stage -1 is none."""
         self._transfer = {
-            kind: [costs.transfer(rank, rank_of[after]) for rank, (after, _) in zip(rank_of, row, strict=True)]
+            kind: [
+                costs.transfer(rank_of[stage], rank_of[after], known[kind][stage].message)
+                for stage, (after, _) in enumerate(row)
+            ]
             for kind, row in self._next.items()
         }
 

@@ -16,12 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from zbpipe.costs.transport import Receives
 from zbpipe.runtime import arguments
-from zbpipe.runtime._torch import fsdp_overlap, hooks, pipelining
+from zbpipe.runtime._torch import fsdp2, hooks, pipelining
 from zbpipe.runtime.split.stage import SplitBackward, is_split
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
-from zbpipe.simulator.actions import Rows, find_mixed_up_messages, validate_lowered
-from zbpipe.simulator.message_queues import are_sound, find_blocked_queues
+from zbpipe.simulator.actions import Rows
+from zbpipe.simulator.message_checks import are_sound, find_blocked_queues, find_mixed_up_messages, validate_lowered
 from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.validation import require_valid
 
@@ -290,8 +290,8 @@ def read_receives(receives: Receives | str | None, options: Mapping[str, Any]) -
 
 def require_fsdp_mode(mode: Any) -> None:
     """Raise for an unknown `fsdp_mode`."""
-    if mode not in get_args(fsdp_overlap.FsdpMode):
-        raise ValueError(f"fsdp_mode={mode!r} is unknown: use one of {', '.join(get_args(fsdp_overlap.FsdpMode))}")
+    if mode not in get_args(fsdp2.FsdpMode):
+        raise ValueError(f"fsdp_mode={mode!r} is unknown: use one of {', '.join(get_args(fsdp2.FsdpMode))}")
 
 
 def require_same_placement(schedule: Schedule, placement: Placement) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from zbpipe.runtime.auto import AutoSchedule
-from zbpipe.runtime.lean import LeanSchedule
+from zbpipe.runtime.adaptive import AutoSchedule, LeanSchedule
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule.registry import Algorithm, resolve
 

@@ -1,4 +1,4 @@
-"""Streams, events, copies to the host and memory of a job's device.
+"""Streams, events, copies to the host, memory and random states of a job's device.
 
 CUDA, ROCm and XPU share one implementation, by torch's interface for all accelerators. On the CPU all work is over when
 the call returns.
@@ -6,6 +6,9 @@ the call returns.
 
 from __future__ import annotations
 
+import random
+import sys
+import time
 from ctypes import memmove, string_at
 from functools import cache
 from typing import Any, Protocol, cast
@@ -108,6 +111,19 @@ class _AtOnce:
         pass
 
 
+class _Moment:
+    """An event on the CPU."""
+
+    def record(self) -> None:
+        self.time = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: _Moment) -> float:
+        return (end.time - self.time) * 1000
+
+
 class Cpu(Accelerator):
     """The CPU, which stands for an accelerator: copies move between two places in its memory.
 
@@ -120,6 +136,9 @@ class Cpu(Accelerator):
         return _AtOnce()
 
     current_stream = new_stream
+
+    def new_event(self, *, timed: bool = False) -> torch.Event:
+        return cast(torch.Event, _Moment())
 
     def copy_to_host(self, storage: torch.UntypedStorage) -> bytes:
         return string_at(storage.data_ptr(), storage.nbytes())
@@ -149,3 +168,21 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 def find_device(device: torch.device) -> Accelerator:
     """The streams and memory of this device."""
     return Cpu(device) if device.type == "cpu" else Accelerator(device)
+
+
+class RandomState:
+    """The present random states: torch's on the CPU and on the job's device, Python's and numpy's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._numpy = find_device(device), getattr(sys.modules.get("numpy"), "random", None)
+        self._states = torch.get_rng_state(), self._device.random_state(), random.getstate()
+        self._of_numpy = self._numpy and self._numpy.get_state()
+
+    def restore(self) -> None:
+        """Make these the present random states again."""
+        cpu, device, python = self._states
+        torch.set_rng_state(cpu)
+        self._device.set_random_state(device)
+        random.setstate(python)
+        if self._numpy is not None:
+            self._numpy.set_state(self._of_numpy)

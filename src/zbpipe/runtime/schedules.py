@@ -17,27 +17,25 @@ from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.planner.result import Plan
-from zbpipe.runtime import arguments, checks, tied_weights
-from zbpipe.runtime._torch import fsdp, fsdp_overlap, hooks, pipelining, running_ahead
-from zbpipe.runtime._torch.fsdp_overlap import FsdpMode
+from zbpipe.runtime import arguments, checks
+from zbpipe.runtime._torch import fsdp2, hooks, pipelining, running_ahead
+from zbpipe.runtime._torch.fsdp2 import FsdpMode
+from zbpipe.runtime.device import RandomState
 from zbpipe.runtime.lowering import Lowering, find_usual_transport
-from zbpipe.runtime.offload.beside import Copies
-from zbpipe.runtime.offload.copiers import make_copier
-from zbpipe.runtime.optimizer.backup import RandomState
-from zbpipe.runtime.ranks import agreement
-from zbpipe.runtime.ranks.step_board import StepBoard
-from zbpipe.runtime.ranks.step_failures import StepFailures
-from zbpipe.runtime.ranks.step_sizes import StepSizes
+from zbpipe.runtime.offload import Copies, make_copier
+from zbpipe.runtime.ranks import agreement, tied_weights
+from zbpipe.runtime.ranks.progress import StepFailures
+from zbpipe.runtime.ranks.step_board import StepBoard, StepSizes
 from zbpipe.runtime.schedules_by_size import SchedulesBySize
 from zbpipe.runtime.split import stage as split
 from zbpipe.runtime.split.loss import defer_in_loss
 from zbpipe.runtime.split.products import WeightGradients
 from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.runtime.warm_up import warm_up
-from zbpipe.schedule.files import read_text
 from zbpipe.schedule.garbage import without_collections
 from zbpipe.schedule.ir import OpKind, Schedule, require_whole
 from zbpipe.schedule.registry import Algorithm
+from zbpipe.schedule.user_code import read_text
 from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.post_validation import RunAhead, gain
 from zbpipe.simulator.simulation import simulate
@@ -97,7 +95,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             each backward, and frees them after it (ZeRO-3 in the pipeline). With "torch", F waits for all modules and
             reductions follow the last W or B, as in torch. So do reductions with a framework's own backward, and
             everything with a version of torch whose FSDP2 zbpipe does not know
-            (`zbpipe.runtime._torch.fsdp_overlap`).
+            (`zbpipe.runtime._torch.fsdp2`).
         costs: costs for schedules that adapt to measured times (ZB1P, ZB2P), to place receives, and for `offload`.
         memory_limit: limit for schedules that adapt to one (ZBVLean, ZBH1Lean, Auto), see
             `zbpipe.costs.MemoryLimit`.
@@ -182,7 +180,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)
         for stage in self.own_stages:
             stage.fsdp_mode = fsdp_mode
-        if words := fsdp_overlap.describe(fsdp_mode, (stage.submod for stage in stages)):
+        if words := fsdp2.describe(fsdp_mode, (stage.submod for stage in stages)):
             logger.info("%s", words)
         self._lowering = Lowering(asked_receives, self.transport, options.get("max_outstanding_sends") is None)
         self._board = StepBoard(stages[0])
@@ -317,7 +315,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             # A loss or a layer that calls `backward` itself leaves gradients of zeros.
             for stage in hooks.stages_of(self):
                 kept.enter_context(pipelining.keeping_buffers(stage))
-                kept.enter_context(fsdp.without_gradients(stage.submod))
+                kept.enter_context(fsdp2.without_gradients(stage.submod))
                 kept.enter_context(split.infer_without_compiler(stage))
             super().initialize_stages(*args, **kwargs)
         self.sizes.are_set_up = True
@@ -376,9 +374,9 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                     split.require_memory_that_lasts(stages)
                 tied_weights.warn_if_parted(stages, self.placement)
                 self._models_are_checked = True
-            self._board.pass_on_unfreezing(self)
+            self.sizes.pass_on_unfreezing(self)
             run = partial(super().run_microbatches, args, kwargs, targets, *more, **more_by_name)
-            with self._copies.run_beside(self) if self._copies and self.schedule.has_copies else nullcontext():
+            with self._copies.issue_during(self) if self._copies and self.schedule.has_copies else nullcontext():
                 self._run_ahead(run)
 
     def _run_ahead(self, run: Callable[[], None]) -> None:
@@ -386,7 +384,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         stages, last, trains = hooks.stages_of(self), self._optimizer_step, pipelining.trains(self)
         kept: list[Tensor] = []
         if self.scale_grads and trains:  # then the end of the step also divides the gradients of earlier steps
-            kept = fsdp.find_kept_gradients(stage.submod for stage in stages)
+            kept = fsdp2.find_kept_gradients(stage.submod for stage in stages)
         cut = self._cut() if last is not None and last.is_pending and trains else None
         with pipelining.saved_from_scaling(self, kept):
             if last is None or cut is None:

@@ -4,7 +4,7 @@ Otherwise stage k+1 compiles when the first output of stage k arrives. The compi
 and backward, and a deep pipeline exceeds the process group's timeout. So each rank first runs one forward and one
 backward of each compiled stage, on zeros in torch's inferred shapes.
 
-Only the compiled code stays. Gradients, buffers and random states are restored.
+Only the compiled code stays. Gradients, buffers, attributes and random states are restored.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbpipe.runtime._torch import autograd, compiler, fsdp, hooks, pipelining
-from zbpipe.runtime.reference import State
+from zbpipe.runtime._torch import autograd, compiler, fsdp2, hooks, pipelining
+from zbpipe.runtime._torch.module_state import ModuleState
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +39,13 @@ def warm_up(
         inputs = _copy(args) if stage.is_first else pipelining.zeros_for(stage)
         if inputs is None or (stage.is_last and target is None):
             continue
-        state = State(stage.submod, pipelining.device_of(stage), weights=False)
+        state = ModuleState(stage.submod, pipelining.device_of(stage), weights=False)
         try:
-            with fsdp.unshard(stage.submod), fsdp.without_gradients(stage.submod):
+            with fsdp2.unshard(stage.submod), fsdp2.without_gradients(stage.submod):
                 _run(schedule, stage, inputs, _copy(kwargs or {}), target, loss_kwargs)
         finally:
             with torch.no_grad():
-                state.put_back()
+                state.restore()
         logger.info("Stage %d is compiled", stage.stage_index)
 
 

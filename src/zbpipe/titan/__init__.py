@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zbpipe.runtime.options import Options
+    from zbpipe.frameworks.options import Options
 
 _plugged: list[Options] = []
 
@@ -34,8 +34,8 @@ def plug_in(options: Options | None = None) -> None:
     import os
     import sys
 
+    from zbpipe.frameworks.options import Options
     from zbpipe.frameworks.titan import cpu, versions
-    from zbpipe.runtime.options import Options
 
     if options is not None and not isinstance(options, Options):
         raise ValueError(f"plug_in takes options from zbpipe.frameworks.titan.command_line.parse, got {options!r}")

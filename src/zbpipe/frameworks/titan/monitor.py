@@ -11,8 +11,7 @@ from weakref import ref
 import torch.distributed as dist
 
 from zbpipe.runtime._torch import hooks, pipelining
-from zbpipe.runtime.measure.collectives import Collectives, measure_collectives
-from zbpipe.runtime.measure.profiler import Links, measure_links
+from zbpipe.runtime.measure.communication import Communication, measure_communication
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
 from zbpipe.runtime.measure.trace import make_timelines
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -29,8 +28,7 @@ class PipelineMetrics(Watcher):
         """Whether TorchTitan will log the next step."""
         self._schedule = ref(schedule)
         self._record: StepRecord | None = None
-        self._links: Links | None = None
-        self._collectives: Collectives = {}
+        self._communication: Communication | None = None
         watch(schedule, self)
 
     def before(self) -> Wanted:
@@ -46,10 +44,9 @@ class PipelineMetrics(Watcher):
         schedule = self._schedule()
         if self._record is None or schedule is None:
             return {}
-        if self._links is None:
-            self._links = measure_links(hooks.stages_of(schedule), self._record.message_bytes)
-            self._collectives = measure_collectives(hooks.stages_of(schedule))
-        planned, measured, exposed = make_timelines(schedule, self._record, self._links, self._collectives)
+        if self._communication is None:
+            self._communication = measure_communication(hooks.stages_of(schedule), self._record.message_bytes)
+        planned, measured, exposed = make_timelines(schedule, self._record, self._communication)
         self._record = None
         share = find_deferred_share(hooks.stages_of(schedule))
         steps = schedule.optimizer_steps if isinstance(schedule, RegisteredSchedule) else {}
@@ -59,7 +56,7 @@ class PipelineMetrics(Watcher):
             "zbpipe/bubble(%)": 100 * measured.bubble,
             "zbpipe/peak_activations": max(planned.peak_activations),
             **({} if share is None else {"zbpipe/weight_gradients_in_w(%)": 100 * share}),
-            **({"zbpipe/exposed_fsdp(s)": exposed} if self._collectives else {}),
+            **({"zbpipe/exposed_fsdp(s)": exposed} if self._communication.collectives else {}),
             f"zbpipe/schedule/{Path(planned.schedule.name).name}": 1.0,
             **{f"zbpipe/optimizer_steps/{way}": float(number) for way, number in steps.items()},
         }

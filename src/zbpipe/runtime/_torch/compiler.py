@@ -3,14 +3,48 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
+from torch._dynamo.backends import common
+from torch._functorch import partitioners
+from torch._functorch._aot_autograd import descriptors
+from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._inductor import config as inductor_config
+
+from zbpipe.runtime.attributes import replaced
+
+default_partition: Callable[..., Any] = partitioners.default_partition
+compile_whole: Callable[..., Any] = common.aot_module_simplified
+PlainInput = descriptors.PlainAOTInput
+"""Description of an argument of a region, by its number `idx`."""
+
+
+def replace_compilation(compile_region: Callable[..., Any]) -> AbstractContextManager[None]:
+    """Context in which regions are compiled by `compile_region` in place of `compile_whole`."""
+    return replaced(common, aot_module_simplified=compile_region)
+
+
+def find_metadata() -> Any:
+    """The compiler's metadata of the region that it compiles now."""
+    return TracingContext.get().fw_metadata
+
+
+def note_context() -> Callable[[], AbstractContextManager[None]]:
+    """A context in which the present compilation goes on later."""
+    region, compilation = TracingContext.try_get(), CompileContext.try_get()
+
+    @contextmanager
+    def resume() -> Iterator[None]:
+        with tracing(region), compile_context(compilation):
+            yield
+
+    return resume
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from zbpipe.runtime._torch import fsdp_overlap
+from zbpipe.runtime._torch import fsdp2
 from zbpipe.runtime._torch.autograd import tree_map_only
 from zbpipe.runtime._torch.buffers import (
     WAIT_KINDS,
@@ -37,7 +37,7 @@ from zbpipe.runtime._torch.buffers import (
     release_receives,
     wait_for_sends,
 )
-from zbpipe.runtime._torch.fsdp import is_fsdp
+from zbpipe.runtime._torch.fsdp2 import is_fsdp
 from zbpipe.runtime._torch.hooks import HookOrder, Routed, hook
 from zbpipe.runtime._torch.place import Place, Receives
 from zbpipe.runtime.attributes import replaced
@@ -94,7 +94,7 @@ class OwnRuntime(_PipelineScheduleRuntime):
             around.enter_context(self.place.follow(self))
             for stage in self.own_stages:
                 if stage.reshards:
-                    around.enter_context(fsdp_overlap.resharding(stage.submod))
+                    around.enter_context(fsdp2.resharding(stage.submod))
             super()._step_microbatches(args, kwargs, targets, *more, **more_by_name)
         for stage in self.own_stages:
             stage.finish_reduction()
@@ -137,7 +137,7 @@ class OwnStage(ReceivesOnDemand):
 
     is_reduced = True
     """Whether the running step reduces FSDP2's gradients, or leaves that to a later one."""
-    fsdp_mode: fsdp_overlap.FsdpMode = "overlap"
+    fsdp_mode: fsdp2.FsdpMode = "overlap"
     gathering: Sequence[Any] = ()
     """FSDP2's modules that the running F waits for, each when it needs it."""
     is_reducing = False
@@ -176,7 +176,7 @@ class OwnStage(ReceivesOnDemand):
     @property
     def overlaps_fsdp(self) -> bool:
         """Whether FSDP2 gathers beside the first F."""
-        return self.fsdp_mode != "torch" and fsdp_overlap.IS_KNOWN and is_fsdp(self.submod)
+        return self.fsdp_mode != "torch" and fsdp2.IS_KNOWN and is_fsdp(self.submod)
 
     @property
     def reshards(self) -> bool:
@@ -203,7 +203,7 @@ class OwnStage(ReceivesOnDemand):
         # torch forbids FSDP2's hooks to reduce in any backward, and waits at the end of each.
         self.is_reducing = True
         tensors = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
-        with fsdp_overlap.reducing_backward(self.submod):
+        with fsdp2.reducing_backward(self.submod):
             return stage_backward(*tensors), None
 
     def backward_one_chunk(
@@ -267,7 +267,7 @@ class OwnStage(ReceivesOnDemand):
         if not self.is_reducing:
             return
         self.is_reducing = False
-        fsdp_overlap.finish(self.submod)
+        fsdp2.finish(self.submod)
         if self._scale != 1:
             self.scale_grads(self._scale)
 

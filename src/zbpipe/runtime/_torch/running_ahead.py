@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from torch.distributed.pipelining.schedules import _Action, _wait_batch_p2p
 
-from zbpipe.runtime._torch.fsdp import free_all
+from zbpipe.runtime._torch.fsdp2 import free_all
 from zbpipe.runtime._torch.pipelining import OwnRuntime, actions_of
 from zbpipe.simulator.post_validation import RunAhead
 

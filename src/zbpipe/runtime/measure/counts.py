@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from zbpipe.runtime._torch import autograd, graph_products, live, on_meta
+from zbpipe.runtime._torch import autograd, live, on_meta
+from zbpipe.runtime.split import graph_products
 from zbpipe.runtime.split.last_w import accumulate
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients

@@ -6,24 +6,19 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from zbpipe.costs.job import JobCosts
-from zbpipe.costs.model import CostModel, Link
+from zbpipe.costs.model import CostModel, Link, Links
 from zbpipe.runtime import arguments
 from zbpipe.runtime._torch import hooks, pipelining
-from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.lowering import find_messages
-from zbpipe.runtime.measure.collectives import Collectives, measure_collectives
-from zbpipe.runtime.measure.host import measure_host
+from zbpipe.runtime.measure.communication import find_placement, measure_communication, measure_host
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
-from zbpipe.runtime.measure.stopwatch import time_fastest
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement, require_whole
 from zbpipe.views import report
 
@@ -31,12 +26,6 @@ logger = logging.getLogger(__name__)
 
 WARM_UP = 1
 """Steps that are not measured: they compile, allocate, and connect the ranks."""
-_ROUNDS = 5
-_LARGE = 1 << 20
-"""Bytes of the larger of the two messages that measure a link, unless the job's own messages are larger."""
-
-Links = Mapping[tuple[int, int], Link]
-"""Links by (from, to), two ranks of the pipeline."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +33,7 @@ class RankTable:
     """Measurements of one rank."""
 
     seconds: Mapping[tuple[int, str], float]
-    """Median time over microbatches and steps, by stage and kind of op."""
+    """Median time over microbatches and steps, by stage and kind of op or collective."""
     kept: Mapping[tuple[int, str], int]
     """Bytes that one op allocates and does not free, by stage and kind (F, I)."""
     most: Mapping[tuple[int, str], int]
@@ -55,8 +44,6 @@ class RankTable:
     """The link to the host's memory; None if nothing offloads there."""
     overhead: float = 0.0
     """Median seconds between ops that wait for no message."""
-    collectives: Collectives = field(default_factory=dict)
-    """FSDP2's collectives of its stages."""
 
 
 class Profiler:
@@ -119,18 +106,16 @@ class Profiler:
 
     def _gather(self, memory: StepRecord) -> JobCosts:
         stages = hooks.stages_of(self._schedule)
-        links = measure_links(stages, memory.message_bytes)
+        communication = measure_communication(stages, memory.message_bytes)
         dist.barrier(self._group)  # so that all use the host link at the same time
-        collectives = measure_collectives(stages)
         table = RankTable(
-            seconds=average_by_kind(self.records),
+            seconds={**average_by_kind(self.records), **communication.collectives},
             kept={(op.stage, str(op.kind)): taken for op, taken in memory.kept.items()},
             most={(op.stage, str(op.kind)): taken for op, taken in memory.most.items()},
-            links=links,
+            links=communication.links,
             message_bytes=memory.message_bytes,
             host=measure_host(pipelining.device_of(stages[0])),
             overhead=find_overhead(self.records, stages[0].num_stages),
-            collectives=collectives,
         )
         tables: list[RankTable] = [table] * dist.get_world_size(self._group)
         dist.all_gather_object(tables, table, group=self._group)
@@ -138,9 +123,9 @@ class Profiler:
         return replace(combine(tables, find_placement(stages[0])), transport=transport)
 
 
-def find_placement(stage: pipelining.Stage) -> Placement:
-    """Placement of the pipeline's stages."""
-    return Placement(tuple(stage.stage_index_to_group_rank[index] for index in range(stage.num_stages)))
+def log_visibly(logger: logging.Logger, words: str, *values: object) -> None:
+    """Log a message as information, or as a warning if the job does not show information, Python's default."""
+    logger.log(logging.INFO if logger.isEnabledFor(logging.INFO) else logging.WARNING, words, *values)
 
 
 def average_by_kind(
@@ -184,13 +169,9 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
     )
     links = {key: link for table in tables for key, link in table.links.items()}
     stages = range(placement.num_stages)
-    gather, reduce = (
-        _average_by_key(
-            (((stage, kind), pair[place]) for table in tables for stage, pair in table.collectives.items()), fmean
-        )
-        for place, kind in enumerate(("gather", "reduce"))
+    f, i, b, w, gather, reduce = (
+        tuple(seconds.get((stage, kind), 0.0) for stage in stages) for kind in (*"FIBW", "gather", "reduce")
     )
-    f, i, b, w = (tuple(seconds.get((stage, kind), 0.0) for stage in stages) for kind in "FIBW")
     activations = tuple(max(kept.get((stage, "F"), 0.0), 0.0) for stage in stages)
     if not kept:
         activations = tuple(1 / len(placement.stages_on(rank)) for rank in placement.rank_of)
@@ -209,8 +190,8 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
             message_bytes=float(max(table.message_bytes for table in tables)),
             host=_find_slowest([table.host for table in tables]),
             overhead=fmean(table.overhead for table in tables),
-            gather=tuple(gather.get((stage, "gather"), 0.0) for stage in stages) if gather else 0.0,
-            reduce=tuple(reduce.get((stage, "reduce"), 0.0) for stage in stages) if reduce else 0.0,
+            gather=gather if any(gather) else 0.0,
+            reduce=reduce if any(reduce) else 0.0,
             working={
                 kind: tuple(beyond.get((stage, str(kind)), 0.0) for stage in stages)
                 for kind in COMPUTATIONS
@@ -227,40 +208,3 @@ def _find_slowest(ways: Sequence[Link | None]) -> Link | None:
     if len(known) < len(ways):
         return None
     return Link(max(way.latency for way in known), min(way.bandwidth for way in known))
-
-
-def measure_links(stages: Sequence[pipelining.Stage], message_bytes: int) -> Links:
-    """The links of this rank with its neighbours in the pipeline. All ranks of the pipeline have to call this."""
-    # One pair of neighbours after the other sends a small and a large message there and back. Each direction counts as
-    # half of the time.
-    group, ranks = stages[0].group, find_placement(stages[0]).rank_of
-    me, device = stages[0].group_rank, pipelining.device_of(stages[0])
-    # Both ends of a link need the same size, and the last stage sends nothing.
-    most = torch.tensor(message_bytes, device=device)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    large = max(int(most), _LARGE)
-    pairs = sorted({tuple(sorted(pair)) for pair in pairwise(ranks) if pair[0] != pair[1]})
-    links: dict[tuple[int, int], Link] = {}
-    for one, other in pairs:
-        if me not in (one, other):
-            continue
-        peer = other if me == one else one
-        small_seconds, large_seconds = (_time_one_way(peer, me == one, size, device, group) for size in (1, large))
-        bandwidth = (large - 1) / max(large_seconds - small_seconds, 1e-9)
-        links[one, other] = links[other, one] = Link(small_seconds, bandwidth)
-    return links
-
-
-def _time_one_way(peer: int, leads: bool, size: int, device: torch.device, group: Any) -> float:
-    """Seconds of one message of `size` bytes: half of the fastest of a few round trips."""
-    message = torch.zeros(size, dtype=torch.uint8, device=device)
-
-    def transfer(operation: Callable[..., Any]) -> None:
-        for work in dist.batch_isend_irecv([dist.P2POp(operation, message, group=group, group_peer=peer)]):
-            work.wait()
-
-    def go_and_return() -> None:
-        for operation in (dist.isend, dist.irecv) if leads else (dist.irecv, dist.isend):
-            transfer(operation)
-
-    return time_fastest(go_and_return, device, _ROUNDS) / 2

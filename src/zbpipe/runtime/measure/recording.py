@@ -5,25 +5,31 @@
 
 from __future__ import annotations
 
-import time
+import os
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from zbpipe.runtime._torch import autograd, hooks, pipelining
 from zbpipe.runtime.device import find_device
-from zbpipe.runtime.measure.allocated import make_counter
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule.ir import Op, OpKind
 from zbpipe.simulator.timeline import Span
+
+_SILENT = "99"
+"""Log level of torch's profiler, which otherwise prints lines for each step on a CPU."""
+_MARK = "zbpipe's op "
 
 
 class Wanted(Enum):
@@ -168,12 +174,12 @@ class _Recorder:
             self._name = schedule.schedule.name
         stage = hooks.stages_of(schedule)[0]
         self._group = stage.group
-        self._device = pipelining.device_of(stage)
-        self._clock = _HostClock() if self._device.type == "cpu" else _DeviceClock(self._device)
-        self._allocated = make_counter(self._device) if with_memory else None
+        device = pipelining.device_of(stage)
+        self._device = find_device(device)
+        self._allocated = make_counter(device) if with_memory else None
         self._watched: dict[tuple[int, OpKind], Op] = {}
         """The op whose memory is measured, by stage and kind. Not all microbatches have ops of all kinds."""
-        self._marks: dict[Op, tuple[Any, Any]] = {}
+        self._marks: dict[Op, tuple[torch.Event, torch.Event]] = {}
         self._message_bytes = 0
         self._last_stage = stage.num_stages - 1
 
@@ -181,26 +187,34 @@ class _Recorder:
     def attach(self) -> Iterator[None]:
         if dist.get_world_size(self._group) > 1:
             dist.barrier(self._group)
-        self._origin = self._clock.mark()
+        self._origin = self._mark()
         with (
             hooks.hook(self._schedule, hooks.HookOrder.RECORD, self._around),
             self._allocated.within_step() if self._allocated else nullcontext(),
         ):
             yield
-        self._end = self._clock.mark()
+        self._end = self._mark()
 
     def _around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         op = Op(stage, OpKind(kind), microbatch)
-        start = self._clock.mark()
+        start = self._mark()
         with self._allocated.within_op(op) if self._allocated and self._is_watched(op) else nullcontext():
             result = compute()
         # The loss comes as a second F of the last stage.
         first, _ = self._marks.get(op, (start, None))
         # The last stage does not send its output, which may be all logits.
         if op.kind is OpKind.F and op.stage != self._last_stage:
-            self._message_bytes = max(self._message_bytes, _num_bytes(result))
-        self._marks[op] = first, self._clock.mark()
+            tensors = [each for each in autograd.tree_leaves(result) if isinstance(each, Tensor)]
+            num_bytes = sum(each.numel() * each.element_size() for each in tensors)
+            self._message_bytes = max(self._message_bytes, num_bytes)
+        self._marks[op] = first, self._mark()
         return result
+
+    def _mark(self) -> torch.Event:
+        """An event now, in the stream of the computations: the host does not wait for the device."""
+        event = self._device.new_event(timed=True)
+        event.record()
+        return event
 
     def _is_watched(self, op: Op) -> bool:
         # The very first microbatch allocates `.grad`.
@@ -209,8 +223,9 @@ class _Recorder:
         return self._watched.setdefault((op.stage, op.kind), op) == op
 
     def record(self) -> StepRecord:
-        def seconds(mark: Any) -> float:
-            return self._clock.seconds(self._origin, mark)
+        def seconds(mark: torch.Event) -> float:
+            mark.synchronize()
+            return self._origin.elapsed_time(mark) / 1000
 
         end = seconds(self._end)
         spans = tuple(Span(op, seconds(start), seconds(end)) for op, (start, end) in self._marks.items())
@@ -221,29 +236,86 @@ class _Recorder:
         return StepRecord(self._name, end, spans, kept, most, self._message_bytes, is_usual)
 
 
-class _HostClock:
-    def mark(self) -> Any:
-        return time.perf_counter()
+class Bytes(NamedTuple):
+    """Bytes that a piece of code has allocated and not freed."""
 
-    def seconds(self, start: Any, end: Any) -> float:
-        return float(end - start)
+    kept: int = 0
+    """Bytes at its end; negative if it freed more."""
+    most: int = 0
+    """Peak bytes."""
+
+    def then(self, more: Bytes) -> Bytes:
+        """Bytes of this piece followed by another one."""
+        return Bytes(self.kept + more.kept, max(self.most, self.kept + more.most))
 
 
-class _DeviceClock(_HostClock):
-    """Clock of events in the compute stream: the host does not wait for the device while it records."""
+def make_counter(device: torch.device) -> DeviceCounter | HostCounter | None:
+    """A counter for the bytes of ops in one step, used `within_step` and there `within_op`. `found` has them after the
+    step."""
+    # None on the CPU while another profiler runs: only one can run at a time.
+    if device.type != "cpu":
+        return DeviceCounter(device)
+    return None if autograd.profiler_is_on() else HostCounter()
 
+
+class DeviceCounter:
     def __init__(self, device: torch.device) -> None:
         self._device = find_device(device)
+        self._found: dict[Op, Bytes] = {}
 
-    def mark(self) -> torch.Event:
-        event = self._device.new_event(timed=True)
-        event.record()
-        return event
+    def within_step(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
-    def seconds(self, start: torch.Event, end: torch.Event) -> float:
-        end.synchronize()
-        return start.elapsed_time(end) / 1000
+    @contextmanager
+    def within_op(self, op: Op) -> Iterator[None]:
+        """An op can have several pieces: the loss is part of the last stage's F."""
+        self._device.reset_peak()
+        before, _ = self._device.count_bytes()
+        yield
+        kept, most = self._device.count_bytes()
+        self._found[op] = self._found.get(op, Bytes()).then(Bytes(kept - before, most - before))
+
+    def found(self) -> Mapping[Op, Bytes]:
+        return self._found
 
 
-def _num_bytes(values: Any) -> int:
-    return sum(leaf.numel() * leaf.element_size() for leaf in autograd.tree_leaves(values) if isinstance(leaf, Tensor))
+class HostCounter:
+    """Counts with torch's profiler, over the whole step: freed bytes count only if their allocation was seen."""
+
+    def __init__(self) -> None:
+        self._ops: dict[str, Op] = {}
+        self._seen: profile | None = None
+
+    @contextmanager
+    def within_step(self) -> Iterator[None]:
+        os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as self._seen:
+            yield
+
+    def within_op(self, op: Op) -> AbstractContextManager[object]:
+        name = f"{_MARK}{op}"
+        self._ops[name] = op
+        return record_function(name)
+
+    def found(self) -> Mapping[Op, Bytes]:
+        assert self._seen is not None, "there was a step"
+        result: dict[Op, Bytes] = {}
+        for name, changes in list_allocations(self._seen, _MARK):
+            op, held = self._ops[name], list(accumulate(changes, initial=0))
+            result[op] = result.get(op, Bytes()).then(Bytes(held[-1], max(held)))
+        return result
+
+
+def list_allocations(seen: profile, mark: str) -> list[tuple[str, list[int]]]:
+    """Names of `record_function` that begin with `mark`, in order, each with the bytes that it allocated."""
+    # Freed bytes are negative.
+    found = seen.profiler.kineto_results.events() if seen.profiler and seen.profiler.kineto_results else []
+    events: list[Any] = sorted(found, key=lambda event: event.start_ns())
+    memory = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
+    times = [time for time, _ in memory]
+    result = []
+    for event in events:
+        if event.name().startswith(mark):
+            within = slice(bisect_left(times, event.start_ns()), bisect_right(times, event.end_ns()))
+            result.append((event.name(), [size for _, size in memory[within]]))
+    return result

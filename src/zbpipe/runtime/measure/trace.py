@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -14,12 +16,12 @@ from zbpipe.costs.model import CostModel
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.lowering import find_messages
-from zbpipe.runtime.measure.collectives import Collectives, find_exposed, measure_collectives
-from zbpipe.runtime.measure.profiler import Links, RankTable, average_by_kind, combine, find_placement, measure_links
+from zbpipe.runtime.measure.communication import Communication, find_placement, measure_communication
+from zbpipe.runtime.measure.profiler import RankTable, average_by_kind, combine
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
-from zbpipe.schedule.ir import Schedule
+from zbpipe.schedule.ir import OpKind, Schedule
 from zbpipe.simulator.simulation import simulate
-from zbpipe.simulator.timeline import Timeline
+from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.views.perfetto import write_perfetto
 
 logger = logging.getLogger(__name__)
@@ -70,16 +72,12 @@ def write_trace(
 def make_timelines(
     schedule: pipelining.PipelineSchedule,
     record: StepRecord,
-    links: Links | None = None,
-    collectives: Collectives | None = None,
+    communication: Communication | None = None,
 ) -> Recorded:
     """A step of this rank, simulated and measured. All ranks of the job have to call this."""
     stages = hooks.stages_of(schedule)
-    if links is None:
-        links = measure_links(stages, record.message_bytes)
-    if collectives is None:
-        collectives = measure_collectives(stages)
-    table = RankTable(average_by_kind([record]), {}, {}, links, record.message_bytes, collectives=collectives)
+    links, collectives = communication or measure_communication(stages, record.message_bytes)
+    table = RankTable({**average_by_kind([record]), **collectives}, {}, {}, links, record.message_bytes)
     everything: list[tuple[RankTable, StepRecord]] = [(table, record)] * dist.get_world_size(stages[0].group)
     dist.all_gather_object(everything, (table, record), group=stages[0].group)
     costs = combine([each for each, _ in everything], find_placement(stages[0])).costs
@@ -101,3 +99,31 @@ class Recorded(NamedTuple):
     measured: Timeline
     exposed_fsdp: float
     """Seconds for which a rank waited for FSDP2's collectives, on the rank with the most. 0 without FSDP2."""
+
+
+def find_exposed(record: StepRecord) -> float:
+    """Seconds for which this rank waited for FSDP2's collectives in a step.
+
+    A gather delays the first F of its stage, and a reduction the last W or B, whose buffer it needs, and the end of the
+    step. The delays are relative to the median op of the same stage and kind.
+    """
+    if not record.spans:
+        return 0.0
+    delays = (_seconds(span) - usual for span, usual in _at_ends(record.spans))
+    return sum(max(each, 0.0) for each in delays) + max(record.seconds - record.spans[-1].end, 0.0)
+
+
+def _at_ends(spans: Sequence[Span]) -> Iterator[tuple[Span, float]]:
+    """Each stage's first F and last W or B, with the median seconds of ops of its kind."""
+    by_stage: dict[int, dict[OpKind, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    for span in spans:
+        by_stage[span.op.stage][span.op.kind].append(span)
+    for by_kind in by_stage.values():
+        usual = {kind: median(map(_seconds, each)) for kind, each in by_kind.items()}
+        last = max((by_kind[kind][-1] for kind in (OpKind.W, OpKind.B) if kind in by_kind), key=lambda span: span.end)
+        yield by_kind[OpKind.F][0], usual[OpKind.F]
+        yield last, usual[last.op.kind]
+
+
+def _seconds(span: Span) -> float:
+    return span.end - span.start

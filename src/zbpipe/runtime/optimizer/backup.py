@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
-from zbpipe.runtime._torch import autograd
-from zbpipe.runtime.device import find_device
+from zbpipe.runtime._torch import autograd, tensor_data
+from zbpipe.runtime.device import RandomState
 
 
 class Scheduler(Protocol):
@@ -22,19 +22,6 @@ class Scheduler(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
-class RandomState:
-    """The present random state of the CPU, and of the job's device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cpu, self._device = torch.get_rng_state(), find_device(device)
-        self._on_device = self._device.random_state()
-
-    def restore(self) -> None:
-        """Make this the present random state again."""
-        torch.set_rng_state(self._cpu)
-        self._device.set_random_state(self._on_device)
 
 
 class _Copy:
@@ -84,13 +71,13 @@ class Backup:
 
     def note_result(self) -> None:
         """Note parameters and settings after the step, to detect what the job changes later."""
-        self._versions = [autograd.version_of(each.tensor) for each in self._parameters]
+        self._versions = [tensor_data.version_of(each.tensor) for each in self._parameters]
         self._results = [[deepcopy(_settings_of(group)) for group in each.param_groups] for each in self._optimizers]
 
     def require_unchanged(self) -> None:
         """Refuse changes of parameters and gradients since the step: `restore` would undo them."""
         for copy, version in zip(self._parameters, self._versions, strict=True):
-            if copy.tensor.grad is not None or autograd.version_of(copy.tensor) != version:
+            if copy.tensor.grad is not None or tensor_data.version_of(copy.tensor) != version:
                 raise ValueError(
                     f"a parameter of shape {tuple(copy.tensor.shape)}, or its gradient, has changed before its last"
                     " optimizer step was validated, and a repeated step would undo that: call the finish() of"
@@ -106,7 +93,11 @@ class Backup:
         for optimizer, results in zip(self._optimizers, self._results, strict=True):
             for group, result in zip(optimizer.param_groups, results, strict=False):
                 settings = _settings_of(group).items()
-                new = {name: value for name, value in settings if name not in result or _differ(value, result[name])}
+                new = {
+                    name: value
+                    for name, value in settings
+                    if name not in result or not bool(torch.as_tensor(value == result[name]).all())
+                }
                 changed.append((group, _save(new)))
 
         def restore() -> None:
@@ -148,10 +139,6 @@ def _writes_gradients(optimizer: Optimizer) -> bool:
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
     """Settings of a group of parameters, such as its learning rate."""
     return {name: value for name, value in group.items() if name != "params"}
-
-
-def _differ(one: Any, other: Any) -> bool:
-    return not bool(torch.as_tensor(one == other).all())
 
 
 def _restore(saved: Any) -> Any:

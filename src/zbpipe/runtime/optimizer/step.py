@@ -18,7 +18,8 @@ from torch.optim import LBFGS, Optimizer
 
 from zbpipe.runtime import arguments
 from zbpipe.runtime._torch import hooks, pipelining
-from zbpipe.runtime.optimizer.backup import Backup, RandomState, Scheduler, parameters_of
+from zbpipe.runtime.device import RandomState
+from zbpipe.runtime.optimizer.backup import Backup, Scheduler, parameters_of
 from zbpipe.runtime.optimizer.norm import Votes, clip, square_on_rank
 from zbpipe.runtime.ranks.agreement import is_alone
 from zbpipe.runtime.schedules import RegisteredSchedule

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 from typing import TypeVar
 
@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from zbpipe.runtime._torch import pipelining
-from zbpipe.runtime.logs import group_ranks, name_ranks
 from zbpipe.runtime.ranks.failures import PipelineError
 
 Answer = TypeVar("Answer")
+Value = TypeVar("Value")
 _WIDTH = 256
 """Bytes that a rank sends: its digest, then as much of the description as fits."""
 
@@ -110,3 +110,22 @@ def _exchange(digest: bytes, text: str, group: dist.ProcessGroup | None, device:
         found = "; ".join(f"{name_ranks(of)}: {text}" for text, of in holders.items())
         raise PipelineError(f"the ranks have different schedules: {found}")
     return texts
+
+
+def group_ranks(values: Mapping[int, Value]) -> dict[Value, list[int]]:
+    """The ranks with each value, from `values` by rank."""
+    groups: dict[Value, list[int]] = {}
+    for rank, value in values.items():
+        groups.setdefault(value, []).append(rank)
+    return groups
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words, such as "ranks 0-2, 5", from ranks in ascending order. A job may have thousands."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and rank == found[-1][-1] + 1:
+            found[-1][1:] = [rank]
+        else:
+            found.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, each)) for each in found)

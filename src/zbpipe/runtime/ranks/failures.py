@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from threading import Thread
 from typing import Any, NamedTuple, TypeVar
 
@@ -77,7 +78,6 @@ class Notice:
 
     def __init__(self, number: int | None = None) -> None:
         self._store = pipelining.default_store()
-        self._own_store: Any = None
         self._key = f"{_FAILURE}{_count_failures(self._store) if number is None else number}"
 
     @property
@@ -93,13 +93,16 @@ class Notice:
         found = answer_in_time(lambda: store.compare_set(self._key, "", json.dumps(failure)))
         return failure if found is None else Failure(*json.loads(found))
 
+    @cached_property
+    def connection(self) -> Any:
+        """The store for other threads: calls on one connection wait for each other."""
+        return self._store.clone()
+
     def read(self) -> Failure | None:
         """The posted failure; None if there is none. Called from another thread."""
-        if self._own_store is None:  # calls on one connection wait for each other
-            self._own_store = self._store.clone()
-        if not self._own_store.check([self._key]):
+        if not self.connection.check([self._key]):
             return None
-        return Failure(*json.loads(self._own_store.get(self._key)))
+        return Failure(*json.loads(self.connection.get(self._key)))
 
     def count_as_reader(self) -> None:
         """Allow the rank with the store to end. Call it once, when this rank's threads know the failure."""

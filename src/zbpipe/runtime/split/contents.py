@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zbpipe.runtime._torch import autograd
+from zbpipe.runtime._torch import tensor_data
 
 STEPS, RUNS = 2, 4
 
@@ -42,9 +42,9 @@ class Checks:
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
     """A number per tensor that changes with its content, on the first tensor's device."""
-    return torch.stack([autograd.fingerprint(each).to(tensors[0].device) for each in tensors])
+    return torch.stack([tensor_data.fingerprint(each).to(tensors[0].device) for each in tensors])
 
 
 def differ(one: float, other: float) -> bool:
     """Whether two fingerprints show a change. A hidden content that becomes visible in a copy is no change."""
-    return autograd.HIDDEN not in (one, other) and one != other
+    return tensor_data.HIDDEN not in (one, other) and one != other

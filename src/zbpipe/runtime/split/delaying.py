@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpipe.runtime._torch import autograd
+from zbpipe.runtime._torch import tensor_data
 from zbpipe.runtime.attributes import declares, plain_attribute
 from zbpipe.runtime.split.products import LINEAR, PendingGradient
 
@@ -64,7 +64,9 @@ def _enabled(layers: Iterable[Any]) -> Iterator[None]:
 
 def _mark_gradients(layer: nn.Module) -> dict[Tensor, tuple[int, int]]:
     """A mark for each parameter that changes with `.grad`."""
-    return {each: (id(each.grad), 0 if each.grad is None else autograd.version_of(each.grad)) for each in _own(layer)}
+    return {
+        each: (id(each.grad), 0 if each.grad is None else tensor_data.version_of(each.grad)) for each in _own(layer)
+    }
 
 
 def _own(layer: nn.Module) -> list[Tensor]:

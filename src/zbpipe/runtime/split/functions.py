@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from zbpipe.runtime._torch import autograd, compiled_backward, later
+from zbpipe.runtime._torch import autograd
+from zbpipe.runtime.split import compiled_backward, lazy_products, sources
 from zbpipe.runtime.split.further import NONE, Further
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients, WeightProduct
 
@@ -51,17 +52,17 @@ class Functions:
             return run(*args, **kwargs)
         with compiled_backward.cut_backwards():
             output = run(*args, **kwargs)
-        for node in later.list_functions(autograd.tree_leaves(output), autograd.tree_leaves((args, kwargs))):
-            weights = later.list_weights(node, deferral.owns_leaf)
+        for node in lazy_products.list_functions(autograd.tree_leaves(output), autograd.tree_leaves((args, kwargs))):
+            weights = lazy_products.list_weights(node, deferral.owns_leaf)
             if not weights:
                 continue
-            function = later.function_of(node)
+            function = autograd.function_of(node)
             self.names.add(function.__name__)
-            if later.is_compiled(node) or function in self.declared or autograd.is_known(function):
+            if lazy_products.is_compiled(node) or function in self.declared or sources.is_known(function):
                 self.called.add(function)
-                later.replace_backward(node, _Backward(deferral, weights))
+                lazy_products.replace_backward(node, _Backward(deferral, weights))
                 for each in weights:
-                    autograd.let_pass_nothing(each.edge.node)
+                    sources.let_pass_nothing(each.edge.node)
         return output
 
     def settle(self) -> None:
@@ -72,27 +73,27 @@ class Functions:
 class _Backward:
     """Runs the backward of one node."""
 
-    def __init__(self, deferral: Deferral, weights: Sequence[later.Weight]) -> None:
+    def __init__(self, deferral: Deferral, weights: Sequence[lazy_products.Weight]) -> None:
         self.deferral = deferral
         self.weights = weights
-        self._memory = later.list_memory(each.leaf for each in weights)
+        self._memory = lazy_products.list_memory(each.leaf for each in weights)
 
     def __call__(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
         if torch.is_grad_enabled() or not self.deferral.gradients.is_recording:
-            return later.run_own_backward(node, gradients)
+            return lazy_products.run_own_backward(node, gradients)
         returned = list(self._run(node, gradients))
         for weight in self.weights:
             gradient = returned[weight.place]
-            if later.holds_later(gradient) and self._defer(gradient, weight):
+            if lazy_products.holds_lazy(gradient) and self._defer(gradient, weight):
                 returned[weight.place] = None
-        return tuple(map(later.compute, returned))
+        return tuple(map(lazy_products.compute, returned))
 
     def _run(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
-        if later.is_compiled(node):
+        if lazy_products.is_compiled(node):
             with compiled_backward.deferring():
-                return later.run_own_backward(node, gradients)
+                return lazy_products.run_own_backward(node, gradients)
         try:
-            return later.run_without_products(node, gradients, self.weights)
+            return lazy_products.run_without_products(node, gradients, self.weights)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of any kind: it may read a tensor in a way that no `Later` allows
@@ -103,11 +104,11 @@ class _Backward:
                 " weight_products = {} on this layer"
             ) from error
 
-    def _defer(self, gradient: Tensor, weight: later.Weight) -> bool:
+    def _defer(self, gradient: Tensor, weight: lazy_products.Weight) -> bool:
         """Whether W computes the gradient, or nobody."""
-        if gradient.shape != autograd.find_shape(weight.edge):  # autograd sums what is larger
+        if gradient.shape != sources.find_shape(weight.edge):  # autograd sums what is larger
             return False
-        recipe = later.Recipe(gradient, self._memory)
+        recipe = lazy_products.Recipe(gradient, self._memory)
         # W cannot if it needs a weight that FSDP may free before.
         if not recipe.flops or (recipe.reads_weights and self.deferral.is_sharded):
             return False
@@ -118,7 +119,7 @@ class _Backward:
 class _Replay(WeightProduct):
     """The products of a Function's backward for one weight."""
 
-    def __init__(self, recipe: later.Recipe) -> None:
+    def __init__(self, recipe: lazy_products.Recipe) -> None:
         # Made in I, where autograd waits: without a look at signatures.
         self.recipe = recipe
         matrices = recipe.as_matrices
@@ -128,9 +129,11 @@ class _Replay(WeightProduct):
         return self.recipe.run((x, dy, *tensors))
 
 
-def _make_pending(deferral: Deferral, recipe: later.Recipe, weight: later.Weight) -> PendingGradient | None:
+def _make_pending(
+    deferral: Deferral, recipe: lazy_products.Recipe, weight: lazy_products.Weight
+) -> PendingGradient | None:
     target: Tensor | GradientEdge = weight.edge
-    if getattr(weight.edge.node, "variable", None) is weight.leaf and type(weight.leaf) in autograd.PLAIN:
+    if getattr(weight.edge.node, "variable", None) is weight.leaf and type(weight.leaf) in sources.PLAIN:
         target = weight.leaf
     product = _Replay(recipe)
     versions = tuple(recipe.versions)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from zbpipe.runtime._torch import autograd
+from zbpipe.runtime.split.lazy_products import map_leaves
 
 
 class Further(NamedTuple):
@@ -21,7 +21,7 @@ class Further(NamedTuple):
     def fill_in(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments, with `tensors` in their places."""
         left = iter(tensors)
-        values = autograd.map_leaves(self.values, lambda leaf: next(left) if leaf is TENSOR else leaf)
+        values = map_leaves(self.values, lambda leaf: next(left) if leaf is TENSOR else leaf)
         by_position = len(values) - len(self.names)
         return values[:by_position], dict(zip(self.names, values[by_position:], strict=True))
 
@@ -44,12 +44,12 @@ def separate_tensors(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[F
             return TENSOR
         return leaf
 
-    return Further(autograd.map_leaves((*args, *options.values()), take), tuple(options)), tensors
+    return Further(map_leaves((*args, *options.values()), take), tuple(options)), tensors
 
 
 def swap(value: Any, known: Mapping[int, Tensor]) -> Any:
     """`value` with other tensors in the places of those with these ids, also within lists, tuples and dictionaries."""
-    return autograd.map_leaves(value, lambda leaf: known.get(id(leaf), leaf))
+    return map_leaves(value, lambda leaf: known.get(id(leaf), leaf))
 
 
 def with_factors_first(args: Sequence[Any], options: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from zbpipe.runtime._torch import autograd, fsdp_overlap
-from zbpipe.runtime._torch.fsdp_overlap import Unit
+from zbpipe.runtime._torch import autograd, fsdp2
+from zbpipe.runtime._torch.fsdp2 import Unit
+from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.layers import deferrals
 from zbpipe.runtime.split.products import PendingGradient
 
@@ -19,12 +20,12 @@ def accumulate(pending: list[PendingGradient]) -> None:
     """Compute the deferred gradients, and add each to `.grad`."""
     # From the last pair to the first, freeing each: the latest pairs of I are still in the cache.
     # Weights made from the same parameters, such as those of experts, share a graph that runs once.
-    left = Counter(_makers_of(each.weight) for each in pending if isinstance(each.weight, autograd.Made))
+    left = Counter(_makers_of(each.weight) for each in pending if isinstance(each.weight, sources.Made))
     made: defaultdict[Sequence[int], list[tuple[GradientEdge, Tensor]]] = defaultdict(list)
     while pending:
         gradient = pending.pop()
         weight = gradient.weight
-        if not isinstance(weight, autograd.Made):
+        if not isinstance(weight, sources.Made):
             gradient.accumulate()
             continue
         makers = _makers_of(weight)
@@ -35,20 +36,20 @@ def accumulate(pending: list[PendingGradient]) -> None:
             torch.autograd.backward(edges, gradients, retain_graph=True)
 
 
-def _makers_of(weight: autograd.Made) -> tuple[int, ...]:
+def _makers_of(weight: sources.Made) -> tuple[int, ...]:
     """The parameters that make the weight, by their ids."""
     return tuple(map(id, weight.leaves))
 
 
 def accumulate_and_reduce(module: nn.Module, pending: list[PendingGradient]) -> None:
     """Compute the last deferred gradients of a stage, and have FSDP2 reduce each unit as soon as it has all of them."""
-    units = _order(module, fsdp_overlap.list_units(module))
-    fsdp_overlap.begin(module)
+    units = _order(module, fsdp2.list_units(module))
+    fsdp2.begin(module)
     of_others, *of_units = _sort(pending, units)
     accumulate(of_others)
     for unit, own in zip(units, of_units, strict=True):
         accumulate(own)
-        fsdp_overlap.reduce(unit)
+        fsdp2.reduce(unit)
 
 
 def _order(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:
@@ -70,6 +71,6 @@ def _sort(pending: list[PendingGradient], units: Sequence[Unit]) -> list[list[Pe
     place_of = {own: place for place, unit in enumerate(units, start=1) for own in unit.parameters}
     found: list[list[PendingGradient]] = [[] for _ in range(len(units) + 1)]
     for gradient in pending:
-        found[place_of.get(id(autograd.find_leaf(gradient.weight)), 0)].append(gradient)
+        found[place_of.get(id(sources.find_leaf(gradient.weight)), 0)].append(gradient)
     pending.clear()
     return found

@@ -15,6 +15,7 @@ autograd Function, like those of others (`zbpipe.runtime.split.functions`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import partial
 from types import FunctionType, MethodType
@@ -28,9 +29,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from zbpipe.runtime._torch import autograd, compiler, fsdp
-from zbpipe.runtime._torch.autograd import PLAIN
-from zbpipe.runtime.attributes import declares
+from zbpipe.runtime._torch import autograd, compiler, fsdp2, tensor_data
+from zbpipe.runtime.attributes import declares, replaced
+from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.contents import Checks
 from zbpipe.runtime.split.functions import Functions
 from zbpipe.runtime.split.further import Further, swap
@@ -44,6 +45,7 @@ from zbpipe.runtime.split.products import (
     WeightProduct,
     WholeProduct,
     count_inner,
+    is_apply,
     name_of,
 )
 from zbpipe.runtime.split.torchs_products import COMPOSITES, PRODUCTS, Factors, Reader, read_declared
@@ -59,7 +61,7 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
     subclasses other than DTensor. An already prepared layer defers to the new `gradients` from now on.
     """
     autograd.register_types()
-    is_sharded = any(map(fsdp.is_fsdp, module.modules()))
+    is_sharded = any(map(fsdp2.is_fsdp, module.modules()))
     for layer in module.modules():
         if compiler.is_optimized(layer):
             continue
@@ -74,7 +76,7 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
 
 def defer_in_compiled_regions(module: nn.Module, gradients: WeightGradients) -> None:
     """The same for the parts of `module` that run in `torch.compile(m)` or after `m.compile()`, each as a whole."""
-    is_sharded = any(map(fsdp.is_fsdp, module.modules()))
+    is_sharded = any(map(fsdp2.is_fsdp, module.modules()))
     for region in module.modules():
         if compiler.is_compiled(region):
             if vars(region).get(_ATTRIBUTE) is None:
@@ -100,7 +102,7 @@ def catch_around(module: nn.Module, parameters: Iterable[str], gradients: Weight
         if not declares(modules.get(name.rpartition(".")[0], module), "weight_products"):
             around[path] = modules[path]
     found = [each for each in around.values() if vars(each).get(_ATTRIBUTE) is None and id(each) not in compiled]
-    is_sharded = any(map(fsdp.is_fsdp, modules.values()))
+    is_sharded = any(map(fsdp2.is_fsdp, modules.values()))
     for layer in found:
         vars(layer)[_ATTRIBUTE] = Deferral(layer, PRODUCTS, gradients, is_sharded)
         _replace_forward(layer)
@@ -148,7 +150,7 @@ def _find_declared_functions(layer: Any) -> frozenset[type]:
 
 def _is_gradient(declared: object, function: object) -> bool:
     if declared is FROM_BACKWARD:
-        return autograd.is_apply(function)
+        return is_apply(function)
     return isinstance(declared, WeightProduct) or callable(declared)
 
 
@@ -183,7 +185,7 @@ class Deferral:
         self.products = products
         self.gradients = gradients
         self.original = layer.forward
-        self.applies = tuple(filter(autograd.is_apply, products))
+        self.applies = tuple(filter(is_apply, products))
         """`apply` of autograd Functions among `products`, which no torch function mode sees."""
         self.deferrable: set[Callable[..., Any]] = set()
         """Functions of `products` with deferrable calls so far."""
@@ -233,7 +235,9 @@ class Deferral:
 
     def _may_call_functions(self, args: Sequence[Any]) -> bool:
         """Whether the weight is of a class whose products may be autograd Functions, such as a quantised one."""
-        return any(isinstance(each, Tensor) and type(each) not in PLAIN and self.owns(each) for each in args[1:2])
+        return any(
+            isinstance(each, Tensor) and type(each) not in sources.PLAIN and self.owns(each) for each in args[1:2]
+        )
 
     def _multiply(
         self,
@@ -244,7 +248,7 @@ class Deferral:
         target: Target,
     ) -> Any:
         bias = factors.bias if factors.bias is not None and factors.bias.requires_grad else None
-        is_whole = factors.is_whole and not isinstance(target, autograd.Made)
+        is_whole = factors.is_whole and not isinstance(target, sources.Made)
         inner = factors.inner or count_inner(factors.x)
         bias_dtype = None if bias is None else bias.dtype
         rule = _Rule(self, target, factors.product, factors.further, inner, factors.is_cast, is_whole, bias_dtype)
@@ -257,7 +261,7 @@ class Deferral:
         return y
 
     def _find_plan_of_view(self, function: Callable[..., Any], weight: Any) -> _Plan | None:
-        key = autograd.identify_view(weight) if type(weight) is Tensor else None
+        key = tensor_data.identify_view(weight) if type(weight) is Tensor else None
         return None if key is None else self.plans.get((function, *key))
 
     def _plan(
@@ -272,7 +276,7 @@ class Deferral:
         """Know this product again in this step, for another x."""
         x, weight = factors.x, factors.weight
         places = {id(each): place for place, each in enumerate(args) if isinstance(each, Tensor)}
-        part = rule.target if isinstance(rule.target, autograd.Part) and not weight.is_complex() else None
+        part = rule.target if isinstance(rule.target, sources.Part) and not weight.is_complex() else None
         if not {id(x), id(weight)} <= places.keys() or not (weight.is_leaf or part is not None):
             return
         own = places[id(x)], places[id(weight)]
@@ -280,7 +284,7 @@ class Deferral:
         others = (*(each for _, each in rest), *kwargs.values())
         if any(isinstance(each, Tensor) and not isinstance(each, nn.Parameter) for each in others):
             return  # the plan would keep an activation
-        key = autograd.identify_view(weight) if part is not None else (id(weight),)
+        key = tensor_data.identify_view(weight) if part is not None else (id(weight),)
         assert key is not None
         shape = x.shape if function is torch.einsum else None  # the equation may broadcast
         self._places[function] = own[1]
@@ -325,7 +329,7 @@ class Deferral:
         """
         if not (weight.requires_grad and torch.is_grad_enabled()):
             return False
-        return id(weight) in self._own or self.owns_leaf(autograd.find_leaf(weight))
+        return id(weight) in self._own or self.owns_leaf(sources.find_leaf(weight))
 
     def owns_leaf(self, leaf: Tensor | None) -> bool:
         """Whether `leaf` is one of these parameters."""
@@ -338,7 +342,7 @@ class Deferral:
             return map(id, self.layer.parameters(recurse=not self.is_declared))
         # FSDP may have freed the parameters at the end of the region.
         kept = [each for each in self.layer.modules() if declares(each, "weight_products") and not each.weight_products]
-        names = fsdp.find_parameter_names(self.layer)
+        names = fsdp2.find_parameter_names(self.layer)
         kept_in_i = {name for each in kept for own in each.parameters(recurse=False) if (name := names.get(id(own)))}
         return (number for number, name in names.items() if name not in kept_in_i)
 
@@ -368,11 +372,13 @@ class Deferral:
             return False
         wanted = None not in answers
         hooked = self.has_node_hooks or self.has_hooks_on_views
-        made = pending.weight if isinstance(pending.weight, autograd.Made) else None
+        made = pending.weight if isinstance(pending.weight, sources.Made) else None
         if made is not None and any(map(autograd.will_run, made.nodes)):  # this backward frees what W needs
             return True
-        for leaf in (autograd.find_leaf(pending.weight),) if made is None else made.leaves:
-            hooked |= leaf is not None and autograd.has_hooks(leaf)
+        leaves = (sources.find_leaf(pending.weight),) if made is None else made.leaves
+        if all(leaf is not None and not leaf.requires_grad for leaf in leaves):  # frozen since: autograd adds nothing
+            return False
+        hooked |= any(leaf is not None and autograd.has_hooks(leaf) for leaf in leaves)
         if not wanted or hooked or self.stays_in_i or torch.is_grad_enabled():
             return True
         return not self.gradients.defer(pending, self.checks)
@@ -382,7 +388,7 @@ class Deferral:
         x, weight = factors.x, factors.weight
         if not (weight.requires_grad and torch.is_grad_enabled()):
             return None
-        is_plain = type(x) in PLAIN and type(weight) in PLAIN
+        is_plain = type(x) in sources.PLAIN and type(weight) in sources.PLAIN
         if is_plain and (not x.layout is weight.layout is torch.strided or x.is_nested or autograd.is_transformed()):
             return None
         if any(each.requires_grad for each in factors.more):
@@ -392,13 +398,13 @@ class Deferral:
             if self.owns(x):  # both: a weight made from two
                 return None
             if is_plain:
-                target = weight if weight.is_leaf else autograd.find_part(weight) or autograd.find_edge(weight)
+                target = weight if weight.is_leaf else sources.find_part(weight) or sources.find_edge(weight)
             elif (
                 isinstance(x, DTensor)
                 and isinstance(weight, DTensor)
                 and (function is F.linear or self.declares(function))
             ):
-                target = autograd.find_edge(weight)  # other products of DTensors may give partial gradients
+                target = sources.find_edge(weight)  # other products of DTensors may give partial gradients
         if target is None and is_plain:
             # The result of a product may also be an activation, which has a batch.
             target = self._find_making(x, weight, through_products=factors.is_named or weight.dim() == 2)
@@ -406,14 +412,14 @@ class Deferral:
 
     def is_made(self, weight: Tensor, through_products: bool = False) -> bool:
         """Whether `weight` is made from the layer's parameters alone (see `find_making`)."""
-        return autograd.find_making(weight, self.owns_leaf, True, through_products) is not None
+        return sources.find_making(weight, self.owns_leaf, True, through_products) is not None
 
-    def _find_making(self, x: Tensor, weight: Tensor, through_products: bool) -> autograd.Made | None:
+    def _find_making(self, x: Tensor, weight: Tensor, through_products: bool) -> sources.Made | None:
         """How `weight` is made from the layer's parameters; None if its gradient cannot be deferred."""
         # In a nested backward, hooks would run twice or miss gradients.
         if weight.is_leaf or not self.may_make_weights or self.has_hooks_on_views or self.owns(weight):
             return None
-        made = autograd.find_making(weight, self.owns_leaf, not self.is_sharded, through_products)
+        made = sources.find_making(weight, self.owns_leaf, not self.is_sharded, through_products)
         # An x that is also made from parameters alone makes a larger weight.
         if made is None or (x.requires_grad and self.is_made(x)):
             return None
@@ -483,7 +489,7 @@ def _run_caught(deferral: Deferral, *args: Any, **kwargs: Any) -> Any:
     with _CatchProducts(deferral) as mode:
         if not deferral.applies:
             return deferral.original(*args, **kwargs)
-        with autograd.catch_applies(deferral.applies, mode.__torch_function__):
+        with _catch_applies(deferral.applies, mode.__torch_function__):
             return deferral.original(*args, **kwargs)
 
 
@@ -519,7 +525,7 @@ class _CatchProducts(TorchFunctionMode):
         if func in self.products and self._may_defer():
             return self.deferral.multiply(func, args, kwargs or {})
         if func in COMPOSITES and self._may_defer():
-            with self, autograd.without_torch_functions():
+            with self, replaced(F, has_torch_function=lambda tensors: False):
                 return func(*args, **(kwargs or {}))
         if func is Tensor.register_hook and not args[0].is_leaf:
             owns = self.deferral.owns(args[0]) or self.deferral.is_made(args[0], through_products=True)
@@ -580,7 +586,7 @@ class _Rule(NamedTuple):
         y = function(*swap(args, constant), **swap(kwargs, constant))
         if not isinstance(y, Tensor):
             return None
-        leaves = self.target.leaves if isinstance(self.target, autograd.Made) else (weight,)
+        leaves = self.target.leaves if isinstance(self.target, sources.Made) else (weight,)
         return _DeferredProduct.apply(x, leaves[0], y, self, *leaves[1:], *more)
 
 
@@ -601,7 +607,7 @@ class _Plan(NamedTuple):
     """The shape that x must have."""
     known: Tensor
     """The weight, or the leaf that it is a view of."""
-    part: autograd.Part | None
+    part: sources.Part | None
     """The part of a leaf that the weight shows."""
     bias: Tensor | None
     trained: tuple[bool, ...]
@@ -643,6 +649,18 @@ def _choose_dtype(x: Tensor) -> torch.dtype:
     return x.dtype
 
 
+@contextmanager
+def _catch_applies(applies: Iterable[Callable[..., Any]], catch: Callable[..., Any]) -> Iterator[None]:
+    """Context in which a call of one of these `apply` runs `catch(apply, types, args, kwargs)`: no mode sees it."""
+    with ExitStack() as stack:
+        for each in applies:
+            owner: Any = each.__self__  # type: ignore[attr-defined]
+            own = vars(owner).get("apply")
+            owner.apply = staticmethod(lambda *args, _apply=each, **options: catch(_apply, (), args, options))
+            stack.callback(partial(delattr, owner, "apply") if own is None else partial(setattr, owner, "apply", own))
+        yield
+
+
 class _SharedCast(torch.autograd.Function):
     """x in autocast's dtype. Layers with the same x share the memory, and each gives its own dX."""
 
@@ -672,7 +690,7 @@ class _DeferredWhole(torch.autograd.Function):
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
         # Checkpointing may return a copy of a saved tensor. Only the target identifies the gradient's place.
         ctx.rule = rule
-        return autograd.without_base(function(*args))
+        return tensor_data.without_base(function(*args))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -699,7 +717,7 @@ class _DeferredProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, y: Tensor, rule: _Rule, *more: Tensor) -> Tensor:
         # For a weight made from parameters, `weight` is the largest of these, and `more` begins with the others.
-        ctx.others = len(rule.target.leaves) - 1 if isinstance(rule.target, autograd.Made) else 0
+        ctx.others = len(rule.target.leaves) - 1 if isinstance(rule.target, sources.Made) else 0
         ctx.save_for_backward(x, *more[ctx.others :])
         ctx.rule = rule
         return y.detach()
@@ -715,7 +733,7 @@ class _DeferredProduct(torch.autograd.Function):
         gradients: Sequence[Tensor | None] = [None] * (1 + ctx.others)
         if rule.deferral.is_due_now(pending, of_weight, *after[: ctx.others]):
             dw = pending.gradient()
-            gradients = rule.target.of_leaves(dw) if isinstance(rule.target, autograd.Made) else [dw]
+            gradients = rule.target.of_leaves(dw) if isinstance(rule.target, sources.Made) else [dw]
         return None, gradients[0], dy, None, *gradients[1:], *(None for _ in more)
 
 
@@ -723,12 +741,12 @@ autograd.copy_type(_DeferredProduct, lambda x, weight, y, *_: y)
 autograd.copy_type(_SharedCast, lambda x, dtype, *_: x.to(dtype))
 autograd.copy_type(_DeferredWhole, lambda x, weight, bias, rule, function, args: function(*args))
 for _function in (_DeferredWhole, _DeferredProduct):
-    # For `graph_products` and `later`, instead of attributes that each call would set.
+    # For `graph_products` and `lazy_products`, instead of attributes that each call would set.
     autograd.add_properties(
         _function,
         deferral=lambda node: node.rule.deferral,
         inner=lambda node: node.rule.inner,
-        made=lambda node: node.rule.target if isinstance(node.rule.target, autograd.Made) else None,
+        made=lambda node: node.rule.target if isinstance(node.rule.target, sources.Made) else None,
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from zbpipe.runtime._torch import autograd
+from zbpipe.runtime._torch import tensor_data
 from zbpipe.runtime.split.products import PendingGradient
 
 _WASTE = 2
@@ -30,7 +30,10 @@ def copy_if_shared(pending: Sequence[PendingGradient]) -> None:
     to_copy = {
         storage
         for storage, found in memory.items()
-        if storage is None or found.is_foreign or autograd.count_holders(storage) > found.accounted or found.is_wasted()
+        if storage is None
+        or found.is_foreign
+        or tensor_data.count_holders(storage) > found.accounted
+        or found.is_wasted()
     }
     if to_copy:
         _copy(pending, storages, to_copy)
@@ -55,10 +58,10 @@ class _Memory:
 
 def _count(tensor: Tensor, memory: dict[int | None, _Memory]) -> int | None:
     """Count `tensor` and its base as holders of its memory; returns the storage."""
-    storage, number, size = autograd.find_memory(tensor)
+    storage, number, size = tensor_data.find_memory(tensor)
     found = memory.get(storage)
     if found is None:
-        found = memory[storage] = _Memory(size, not autograd.is_torchs_own(tensor))
+        found = memory[storage] = _Memory(size, not tensor_data.is_torchs_own(tensor))
     found.accounted += number
     if size and tensor.nbytes < size:
         found.parts[_identify_part(tensor)] = tensor.nbytes

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
-from zbpipe.runtime._torch import autograd
+from zbpipe.runtime._torch import autograd, tensor_data
 from zbpipe.runtime.device import find_device
+from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.contents import RUNS, Checks, differ, fingerprints
 from zbpipe.runtime.split.further import NONE, Further
 
@@ -176,7 +177,7 @@ class PendingGradient:
     def tensors(self, tensors: Sequence[Tensor]) -> None:
         self.x, self.dy, *more = tensors
         self.more = tuple(more)
-        self.versions = tuple([autograd.version_of(each) for each in tensors])
+        self.versions = tuple([tensor_data.version_of(each) for each in tensors])
 
     def name_where(self, marks: Iterable[bool]) -> str:
         """Names of the marked `tensors`, each once; empty for none."""
@@ -192,16 +193,16 @@ class PendingGradient:
         """The product: the gradient of the weight."""
         gradient = self.product.of_weight(self.dy, self.x, self.further, self.more)
         if self.product.as_matrices is None:
-            _require_shape(gradient, autograd.find_shape(self.weight), self)
+            _require_shape(gradient, sources.find_shape(self.weight), self)
         return gradient
 
     def accumulate(self) -> None:
         """Add the weight's gradient to `.grad`, in the dtype in which autograd would accumulate it."""
         if isinstance(self.weight, GradientEdge):
             torch.autograd.backward([self.weight], [self.gradient()])
-        elif isinstance(self.weight, autograd.Made):
+        elif isinstance(self.weight, sources.Made):
             torch.autograd.backward([self.weight.edge], [self.gradient()], retain_graph=True)  # of other uses of it
-        elif isinstance(self.weight, autograd.Part):
+        elif isinstance(self.weight, sources.Part):
             self._accumulate_part(self.weight)
         else:
             self._accumulate(self.weight)
@@ -212,7 +213,7 @@ class PendingGradient:
             return
         gradient = self.gradient()
         if grad is None:
-            own = gradient.to(autograd.find_grad_dtype(weight, gradient))
+            own = gradient.to(tensor_data.find_grad_dtype(weight, gradient))
             weight.grad = own.clone() if self._may_be_an_operand(own) else own
         elif grad.is_sparse:  # from an embedding that shares this weight
             weight.grad = gradient + grad
@@ -223,15 +224,15 @@ class PendingGradient:
         """Whether a declared gradient shares memory with dY or x: the next use would be added into these."""
         if self.product.as_matrices is not None:
             return False
-        memory, _, _ = autograd.find_memory(gradient)
-        return memory is None or any(memory == autograd.find_memory(each)[0] for each in self.tensors)
+        memory, _, _ = tensor_data.find_memory(gradient)
+        return memory is None or any(memory == tensor_data.find_memory(each)[0] for each in self.tensors)
 
-    def _accumulate_part(self, part: autograd.Part) -> None:
+    def _accumulate_part(self, part: sources.Part) -> None:
         """Add to a part of `.grad`."""
         leaf = part.leaf
         grad = self.beside if leaf.grad is None else leaf.grad
         if grad is None:
-            leaf.grad = grad = torch.zeros_like(leaf, dtype=autograd.find_grad_dtype(leaf, self.dy))
+            leaf.grad = grad = torch.zeros_like(leaf, dtype=tensor_data.find_grad_dtype(leaf, self.dy))
         if not part.fits(grad):
             whole = torch.zeros_like(leaf)
             part.of(whole).add_(self.gradient())
@@ -246,7 +247,7 @@ class PendingGradient:
         return _add_product(weight, grad, *self.product.as_matrices(self.dy, self.x))
 
 
-Target = Tensor | GradientEdge | autograd.Part | autograd.Made
+Target = Tensor | GradientEdge | sources.Part | sources.Made
 """Place of a weight gradient: a leaf itself, a part of a leaf, or the edge at which autograd takes the gradient of
 another tensor made from it or from several."""
 
@@ -258,7 +259,7 @@ def find_changed_versions(pending: Iterable[PendingGradient]) -> Changes:
     """In-place changes since the layers deferred their gradients, as counted by autograd."""
     changes = []
     for gradient in pending:
-        now = tuple([autograd.version_of(each) for each in gradient.tensors])
+        now = tuple([tensor_data.version_of(each) for each in gradient.tensors])
         if now != gradient.versions:
             changes.append((gradient, gradient.name_where(map(operator.ne, now, gradient.versions))))
     return changes
@@ -305,9 +306,15 @@ def title(name: str, kind: str) -> str:
     return f"{name or 'the stage itself'} ({kind})"
 
 
+def is_apply(function: object) -> bool:
+    """Whether this is `apply` of an autograd Function."""
+    owner = getattr(function, "__self__", None)
+    return isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and function == owner.apply
+
+
 def name_of(function: Callable[..., Any]) -> str:
     name: str = getattr(function, "__name__", repr(function))
-    return f"{function.__self__.__name__}.{name}" if autograd.is_apply(function) else name  # type: ignore[attr-defined]
+    return f"{function.__self__.__name__}.{name}" if is_apply(function) else name  # type: ignore[attr-defined]
 
 
 def _add_product(weight: Tensor, grad: Tensor | None, one: Tensor, other: Tensor) -> bool:
@@ -317,7 +324,7 @@ def _add_product(weight: Tensor, grad: Tensor | None, one: Tensor, other: Tensor
     if grad is not None and grad.dtype == dtype:
         grad.addmm_(one, other)
         return True
-    wanted = autograd.find_grad_dtype(weight, one) if grad is None else grad.dtype
+    wanted = tensor_data.find_grad_dtype(weight, one) if grad is None else grad.dtype
     if dtype not in _HALF or wanted != torch.float32 or not sums_in_float32(one.device, dtype):
         return False
     if grad is None:
@@ -396,7 +403,7 @@ class WeightGradients:
         if self._recording is None:
             return False
         gradient.may_fuse = self._may_fuse
-        gradient.versions = gradient.versions or tuple([autograd.version_of(each) for each in gradient.tensors])
+        gradient.versions = gradient.versions or tuple([tensor_data.version_of(each) for each in gradient.tensors])
         if checks is not None and self.step and checks.is_due(self.step, self._run):
             gradient.contents = fingerprints(gradient.tensors)
         self._recording.append(gradient)
@@ -412,15 +419,15 @@ class WeightGradients:
         # layer stops sharing after a change of x's content that versions miss. It also does not share an x with a
         # holder outside torch.
         last = self._last_cast
-        may_share = last is not None and last.is_of(x, dtype) and not sharing.is_off and autograd.is_torchs_own(x)
+        may_share = last is not None and last.is_of(x, dtype) and not sharing.is_off and tensor_data.is_torchs_own(x)
         if last is not None and may_share and not sharing.checks.is_due(self.step, self._run):
             return last.result.detach()
         result = x.detach().to(dtype)
         if last is not None and may_share:
-            if autograd.same_content(result, last.result):
+            if tensor_data.same_content(result, last.result):
                 return last.result.detach()
             sharing.is_off = True
-        self._last_cast = _Cast(ref(x), autograd.version_of(x), autograd.find_saving_hooks(), result)
+        self._last_cast = _Cast(ref(x), tensor_data.version_of(x), autograd.find_saving_hooks(), result)
         return result.detach()
 
     def forget_cast(self) -> None:
@@ -447,7 +454,7 @@ class _Cast(NamedTuple):
     def is_of(self, x: Tensor, dtype: torch.dtype) -> bool:
         return (
             self.source() is x
-            and self.version == autograd.version_of(x)
+            and self.version == tensor_data.version_of(x)
             and self.result.dtype == dtype
             and self.hooks == autograd.find_saving_hooks()
         )

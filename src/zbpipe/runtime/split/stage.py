@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpipe.costs.job import ENOUGH
-from zbpipe.runtime._torch import autograd, compiler, fsdp, pipelining
+from zbpipe.runtime._torch import autograd, compiler, fsdp2, pipelining
 from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.delaying import delay_in_i_alone, delaying, forget
 from zbpipe.runtime.split.last_w import accumulate, accumulate_and_reduce
 from zbpipe.runtime.split.layers import (
@@ -120,7 +121,7 @@ def find_deferred_share(stages: Sequence[pipelining.Stage]) -> float | None:
 
 
 def _refuse_hooks_that_reduce(stage: pipelining.Stage) -> None:
-    if any(map(fsdp.reduces_in_hooks, stage.submod.modules())):
+    if any(map(fsdp2.reduces_in_hooks, stage.submod.modules())):
         raise ValueError(
             f"stage {stage.stage_index} is wrapped by DistributedDataParallel or the replicate made from it, whose"
             " gradient hooks do not fit a backward in two parts: use fully_shard, or FSDP2's replicate, or a"
@@ -134,9 +135,9 @@ def require_no_early_reduction(stages: Sequence[pipelining.Stage]) -> None:
     # its own backward, which it sets on the stages after the schedule was built. So call this when the first step
     # begins. Gradients that such a backward leaves unreduced are checked after the last W.
     for stage in stages:
-        if pipelining.has_own_backward(stage) or fsdp.is_fsdp(stage.submod):
+        if pipelining.has_own_backward(stage) or fsdp2.is_fsdp(stage.submod):
             continue
-        if any(map(fsdp.is_fsdp, stage.submod.modules())):
+        if any(map(fsdp2.is_fsdp, stage.submod.modules())):
             raise ValueError(
                 f"stage {stage.stage_index} has parts in fully_shard but is not in it itself, so these parts would"
                 " reduce their gradients in I, before W adds to them. Also call fully_shard on the whole stage, or use"
@@ -147,7 +148,7 @@ def require_no_early_reduction(stages: Sequence[pipelining.Stage]) -> None:
 def _require_reduced(stage: pipelining.Stage, backward: str) -> None:
     """Refuse unreduced gradients after the last W. An earlier reduction in I is fine: FSDP accumulates."""
     # torch reduces after the last W if the whole stage is an FSDP module.
-    if not fsdp.is_fsdp(stage.submod) and fsdp.owes_reduction(stage.submod):
+    if not fsdp2.is_fsdp(stage.submod) and fsdp2.owes_reduction(stage.submod):
         raise RuntimeError(
             f"stage {stage.stage_index}: {backward}, which replaces torch's backward, does not reduce the gradients"
             " that the last W has added to parts in fully_shard. Make it reduce them when it is called with"
@@ -329,7 +330,7 @@ class _SplitBackward(pipelining.OwnStage):
             _keep_in_i_what_changed(self, pending)
             self._work = WeightWork(self.submod, products, pending)
             pending.clear()
-            fsdp.settle_gradients(self.submod)
+            fsdp2.settle_gradients(self.submod)
         changes = find_changed_versions(pending) or find_changed_contents(pending)
         _require_unchanged(self, bwd_chunk_id, changes, "during I")
         copy_if_shared(pending)
@@ -345,15 +346,15 @@ class _SplitBackward(pipelining.OwnStage):
         pending = self._deferred.pop(bwd_chunk_id)
         changes = find_changed_versions(pending) or find_changed_contents(pending)
         _require_unchanged(self, bwd_chunk_id, changes, "between I and W")
-        if sums := fsdp.sums_beside_grad(self.submod):
+        if sums := fsdp2.find_separate_sums(self.submod):
             for gradient in pending:
-                gradient.beside = sums.get(id(autograd.find_leaf(gradient.weight)))
+                gradient.beside = sums.get(id(sources.find_leaf(gradient.weight)))
         if last_backward and self.reduces_early:
             self.is_reducing = True
             accumulate_and_reduce(self.submod, pending)
             return
         accumulate(pending)
-        fsdp.settle_gradients(self.submod)
+        fsdp2.settle_gradients(self.submod)
         if own := pipelining.has_own_backward(self):
             pipelining.end_backward(self, last_backward)
             if last_backward:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zbpipe.runtime._torch import autograd, fsdp, graph_products
+from zbpipe.runtime._torch import autograd, fsdp2
 from zbpipe.runtime.attributes import plain_attribute, replaced
+from zbpipe.runtime.split import graph_products, sources
 from zbpipe.runtime.split.delaying import delays
 from zbpipe.runtime.split.layers import Deferral, deferral_of
 from zbpipe.runtime.split.products import PendingGradient
@@ -89,18 +90,18 @@ class WeightWork:
     ) -> None:
         """Count from the graph of a microbatch, and the gradients that its I deferred."""
         self._module = module
-        self._names = fsdp.find_parameter_names(module)
+        self._names = fsdp2.find_parameter_names(module)
         self._waiting: defaultdict[str, float] = defaultdict(float)
         """Deferred FLOPs by parameter."""
         self._in_i: defaultdict[tuple[str, str], float] = defaultdict(float)
         """FLOPs in I by parameter and reason."""
         calls = Counter[int]()
         for gradient in pending:
-            parameter = id(autograd.find_leaf(gradient.weight))
+            parameter = id(sources.find_leaf(gradient.weight))
             calls[parameter] += 1
             stays = deferral_of(gradient.layer).stays_in_i
             self._count(parameter, gradient.flops, _CHANGED if stays else "")
-        making = [each.weight.edge.node for each in pending if isinstance(each.weight, autograd.Made)]
+        making = [each.weight.edge.node for each in pending if isinstance(each.weight, sources.Made)]
         for product in graph_products.find_products_behind(list(dict.fromkeys(making)), make_weights=True):
             for leaf in product.leaves:
                 self._count(id(leaf), product.flops / len(product.leaves))

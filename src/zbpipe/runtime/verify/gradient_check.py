@@ -2,7 +2,7 @@
 
 The contribution of a microbatch's I and W is the difference of `.grad` before and after them, in the real step. So this
 tests the real accumulation, including shared memory. After I the same microbatch runs once more, by
-`zbpipe.runtime.reference`. W has to add the missing part.
+`zbpipe.runtime.verify.rerun`. W has to add the missing part.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpipe.runtime import arguments
-from zbpipe.runtime._torch import autograd, fsdp, hooks, pipelining
-from zbpipe.runtime._torch.fsdp_overlap import without_overlap
+from zbpipe.runtime._torch import autograd, fsdp2, hooks, pipelining
+from zbpipe.runtime._torch.fsdp2 import without_overlap
+from zbpipe.runtime._torch.module_state import ModuleState
 from zbpipe.runtime.measure.recording import Wanted, Watcher, watch
 from zbpipe.runtime.ranks.failures import share_with_other_ranks
-from zbpipe.runtime.reference import Microbatch, State, copy_gradients, widen
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split.stage import find_product_dtypes, find_weight_work, tries_out
 from zbpipe.runtime.verify.gradient_report import GradientMismatchError, GradientReport
+from zbpipe.runtime.verify.rerun import Microbatch, copy_gradients, widen
 from zbpipe.schedule.ir import require_whole
 
 TOLERANCES = MappingProxyType(
@@ -49,13 +50,6 @@ far apart. These limits leave most of the gap to the kernels.
 _SMALL = 0.01
 """Share of the norm of all the stage's gradients to which errors of smaller gradients are relative. Some gradients,
 such as that of a bias before a normalisation, are zero except for rounding."""
-
-_DOES_NOT_REPEAT = (
-    "stage %d, microbatch %d: its gradients cannot be compared, because a second run of its forward gives another"
-    " output, though weights, buffers, attributes with their contents, and random numbers are the same. The forward"
-    " depends on something else that it changes, such as a counter in a closure, a global or an iterator, and the"
-    " second run has advanced that. Keep it in a buffer or in an attribute of the module"
-)
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +81,9 @@ class GradientCheck(Watcher):
         ValueError: a torch schedule, which lacks zbpipe's split, or an invalid argument.
 
     If an error is larger, the step raises `PipelineError` from a `GradientMismatchError` on this rank, and the other
-    ranks learn of it. If all gradients pass, the pipeline's first rank logs the report.
+    ranks learn of it. If all gradients pass, the pipeline's first rank logs the report. A forward that gives another
+    output in its second run also ends the step with a `PipelineError`: it depends on state besides tensors, plain
+    attributes and random numbers, such as a counter in a container, and the error names that.
     """
 
     def __init__(
@@ -151,7 +147,7 @@ class _Checked:
         self._tolerance = tolerance
         self._found = found
         self._stages = {stage.stage_index: stage for stage in hooks.stages_of(schedule)}
-        self._states: dict[int, State] = {}
+        self._states: dict[int, ModuleState] = {}
         """State of each stage's last microbatch. The next one shares all equal values."""
         self._open: dict[tuple[int, int], _Comparison] = {}
         """Running comparisons by stage and microbatch, from F to W."""
@@ -211,8 +207,6 @@ class _Checked:
     def _judge(self, stage: int, microbatch: int, comparison: _Comparison) -> None:
         tolerance = self._tolerance or comparison.tolerance
         errors, not_compared = comparison.errors(tolerance)
-        if not comparison.repeats:
-            logger.warning(_DOES_NOT_REPEAT, stage, microbatch)
         deferred, not_deferred = comparison.when()
         work = find_weight_work(self._stages[stage])
         report = GradientReport(
@@ -240,8 +234,6 @@ class _Comparison:
         self.again: Microbatch | None = again
         """The rerun of the microbatch; None afterwards."""
         self.knows_backward = False
-        self.repeats = True
-        """Whether the forward is repeatable. Otherwise there is nothing to compare with."""
         self.is_trial = False
         """Whether this I leaves nothing to W."""
         self.tolerance = 0.0
@@ -267,10 +259,10 @@ class _Comparison:
         before = copy_gradients(module)
         yield
         self.tolerance = max(self.tolerance, _find_tolerance(self._stage))
-        eps = {each.name: torch.finfo(each.gradient.dtype).eps for each in fsdp.iterate_accumulated(module)}
+        eps = {each.name: torch.finfo(each.gradient.dtype).eps for each in fsdp2.iterate_accumulated(module)}
         after = copy_gradients(module)
         # A backward in the loss may make FSDP2 reduce all gradients of a group, also of other microbatches.
-        self._moved |= {name + fsdp.REDUCED for name in before.keys() - after.keys()}
+        self._moved |= {name + fsdp2.REDUCED for name in before.keys() - after.keys()}
         for name, gradient in after.items():
             added = gradient - before[name] if name in before else gradient
             if name in before and not math.isfinite(_norm(before[name])):
@@ -293,7 +285,6 @@ class _Comparison:
         """Rerun the microbatch, and subtract its gradients, which the split has to add."""
         assert self.again is not None
         reference = self.again.compute_gradients()
-        self.repeats = self.again.repeats
         self.again = None
         for name, gradient in reference.parameters.items():
             self._norms[name] = _norm(gradient)
@@ -305,8 +296,6 @@ class _Comparison:
     def errors(self, tolerance: float) -> tuple[dict[str, float], set[str]]:
         """Relative errors by parameter and input, and the names of the parameters that cannot be compared."""
         # Errors above `tolerance` are reduced by the possible rounding of the accumulation.
-        if not self.repeats:
-            return {}, {_readable(name) for name, _ in self._stage.submod.named_parameters()}
         norm = math.hypot(*filter(math.isfinite, self._norms.values()))
         left = {
             name

@@ -27,11 +27,11 @@ from torch.distributed.tensor import DTensor
 
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.model import CostModel
-from zbpipe.runtime._torch import fsdp_overlap, hooks
+from zbpipe.runtime._torch import fsdp2, hooks
 from zbpipe.runtime.build import build_pipeline_schedule
 from zbpipe.runtime.device import find_device
-from zbpipe.runtime.measure.allocated import make_counter
 from zbpipe.runtime.measure.profiler import Profiler
+from zbpipe.runtime.measure.recording import make_counter
 from zbpipe.runtime.ranks.failures import end_at_once
 from zbpipe.runtime.ranks.progress import MOST, Launched
 from zbpipe.runtime.split.stage import find_weight_work
@@ -238,7 +238,7 @@ def _try_compiled_w(device: torch.device) -> None:
 
 
 def _try_fsdp(device: torch.device) -> None:
-    _require(fsdp_overlap.IS_KNOWN, f"unknown for torch {torch.__version__}, so FSDP runs as torch has it")
+    _require(fsdp2.IS_KNOWN, f"unknown for torch {torch.__version__}, so FSDP runs as torch has it")
     mesh = DeviceMesh(device.type, [0])
     gradients, _ = _train(device, wrap=lambda part: fully_shard(part, mesh=mesh))
     _require_same(gradients, _expected(device), _TOLERANCE)

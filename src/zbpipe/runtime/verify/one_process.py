@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.runtime import arguments
-from zbpipe.runtime._torch import autograd, checkpoints, fsdp
+from zbpipe.runtime._torch import autograd, checkpoints, fsdp2
+from zbpipe.runtime._torch.module_state import ModuleState
 from zbpipe.runtime.build import build_pipeline_schedule
-from zbpipe.runtime.reference import State
 from zbpipe.runtime.split.layers import deferrals
 from zbpipe.runtime.verify.gradient_check import GradientCheck
 from zbpipe.runtime.verify.gradient_report import GradientReport
@@ -62,7 +62,8 @@ def check_gradients(
         The report, if all gradients pass.
 
     Raises:
-        PipelineError: the gradients differ. The cause, a `GradientMismatchError`, has the report.
+        PipelineError: the gradients differ: the cause, a `GradientMismatchError`, has the report. Or a second run of a
+            forward gives another output, and the cause names the state that it depends on.
         ValueError: the batch cannot be cut into equal parts, there is a target without a loss function or the reverse,
             no parameter gets a gradient, or this process belongs to a job of several ranks.
     """
@@ -165,6 +166,6 @@ def _followed_as_before(modules: list[nn.Module]) -> Iterator[None]:
 def _left_as_they_are(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
     with ExitStack() as kept:
         for module in modules:
-            kept.callback(State(module, device).put_back)
-            kept.enter_context(fsdp.without_gradients(module))
+            kept.callback(ModuleState(module, device).restore)
+            kept.enter_context(fsdp2.without_gradients(module))
         yield

@@ -1,0 +1,126 @@
+"""Estimates on other layouts: degrees of pipeline, tensor and context parallelism and FSDP, and checkpointing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from math import gcd, inf
+from typing import Any
+
+from zbpipe.costs.model import CostModel
+from zbpipe.costs.transformer import Checkpointing
+from zbpipe.estimation.devices import Device, find
+from zbpipe.estimation.estimate import estimate
+from zbpipe.estimation.rates import rates
+from zbpipe.estimation.rows import Estimate
+from zbpipe.estimation.workload import Degrees, Workload
+
+FEW = ("1F1B", "Interleaved1F1B", "ZBV", "VHalf")
+"""Schedules for comparing layouts, cheap to generate. Plans and other schedules follow for the best layouts."""
+_MOST_RANKS = 16
+_CONTEXT = (1, 2, 4, 8)
+_MOST_SHARING = 16
+"""Most GPUs that share a microbatch."""
+_MOST_MICROBATCHES = 2048
+"""Most ranks times microbatches, for the time of the search. Bubbles are small by then."""
+_STAGES_PER_RANK = range(12, 1, -1)
+"""Numbers of stages per rank to try, from the largest one that cuts the blocks evenly."""
+
+
+def degrees_to_try(workload: Workload, gpus_per_node: int) -> Iterator[Degrees]:
+    """Degrees with tensor parallelism within a node, at least one layer per rank and one microbatch per group."""
+    gpus, sequences = workload.degrees.gpus, workload.microbatches * workload.degrees.data
+    for pipeline in _divisors(gpus):
+        for tensor in _divisors(gpus // pipeline):
+            for context in _CONTEXT:
+                fsdp, rest = divmod(gpus, pipeline * tensor * context)
+                fits = tensor <= gpus_per_node and pipeline <= min(len(workload.layers), _MOST_RANKS) and not rest
+                if not fits or tensor * context > _MOST_SHARING or sequences % fsdp:
+                    continue
+                # Fewer microbatches than ranks never fill a pipeline.
+                if pipeline == 1 or pipeline <= sequences // fsdp <= _MOST_MICROBATCHES // pipeline:
+                    yield Degrees(
+                        pipeline, tensor, fsdp, 1, context, gcd(workload.degrees.experts, tensor * context * fsdp)
+                    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _layouts(workload: Workload, gpus_per_node: int) -> Iterator[Workload]:
+    """The job on all degrees, with every checkpointing."""
+    kinds = (None,) if workload.checkpointing is None else Checkpointing
+    for degrees in degrees_to_try(workload, gpus_per_node):
+        for how in kinds:
+            try:
+                yield workload.on(degrees, how)
+            except ValueError:  # for example heads that TP cannot share
+                continue
+
+
+def search(workload: Workload, device: str | Device, **how: Any) -> list[Estimate]:
+    """Estimates of the best layout for each choice of degrees, best first.
+
+    The tokens of a step stay the same. The best layout with a pipeline and the best one without have all schedules,
+    plans and ranges. Layouts whose computation alone takes longer than the best step are left out.
+
+    Args:
+        workload: the job.
+        device: as for `zbpipe.estimate`.
+        how: the rates, as for `zbpipe.estimate`.
+    """
+    device = find(device)
+    known = rates(device, how.get("tflops"), how.get("link"))
+    likely = replace(known.device, range=None)
+    layouts = [(_computing(each, known.layer_costs(each)), each) for each in _layouts(workload, device.gpus_per_node)]
+    if not layouts:
+        raise ValueError(f"no degrees fit {workload.degrees.gpus} GPUs: give the job more microbatches")
+    found: dict[Degrees, Estimate] = {}
+    shortest = {False: inf, True: inf}
+    for least, each in sorted(layouts, key=lambda layout: layout[0]):
+        has_pipeline = each.degrees.pipeline > 1
+        if least >= shortest[has_pipeline] or _least_bytes(each) > device.usable_bytes:
+            continue
+        there = estimate(each, likely, only=FEW, stages_per_rank=_stages(each), plans=False)
+        if each.degrees not in found or _order(there) < _order(found[each.degrees]):
+            found[each.degrees] = there
+        if (step := there.on_these_degrees) is not None:
+            shortest[has_pipeline] = min(step.seconds, shortest[has_pipeline])
+    ordered = sorted(found.values(), key=_order)
+    if not ordered:
+        raise ValueError(f"the job does not fit {workload.degrees.gpus} GPUs on any degrees")
+    sides = [next((each for each in ordered if _is_usable(each, side)), None) for side in (False, True)]
+    best = [each.workload for each in sides if each is not None] or [ordered[0].workload]
+    full = [estimate(each, device, stages_per_rank=(*_stages(each), 2, 4), **how) for each in best]
+    return [*sorted(full, key=_order), *(each for each in ordered if each.workload not in best)]
+
+
+def _is_usable(each: Estimate, has_pipeline: bool) -> bool:
+    return (each.workload.degrees.pipeline > 1) == has_pipeline and each.on_these_degrees is not None
+
+
+def _computing(workload: Workload, costs: CostModel) -> float:
+    """Least seconds of a step: the computation of an average rank."""
+    return workload.microbatches * sum(map(sum, (costs.f, costs.i, costs.w))) / workload.degrees.pipeline
+
+
+def _least_bytes(workload: Workload) -> float:
+    """Least memory of an average rank: weights, optimizer, and half of 1F1B's activations, as VHalf holds, or all
+    activations without a pipeline."""
+    degrees, each = workload.degrees, workload.parameter_bytes
+    has_pipeline = degrees.pipeline > 1
+    own = each.total(degrees.shards) if has_pipeline else 4 * each.stored / degrees.shards
+    activations = sum(layer.activations for layer in workload.layers) * (0.5 if has_pipeline else 1.0)
+    return own * workload.parameters / degrees.tensor / degrees.pipeline + activations
+
+
+def _stages(workload: Workload) -> tuple[int, ...]:
+    """Numbers of stages per rank for comparing layouts: one, and the largest that cuts the blocks evenly."""
+    blocks, ranks = sum(layer.is_block for layer in workload.layers), workload.degrees.pipeline
+    return (1, next((each for each in _STAGES_PER_RANK if blocks % (each * ranks) == 0), 2))
+
+
+def _order(each: Estimate) -> tuple[bool, float]:
+    best = each.on_these_degrees
+    return best is None, best.seconds if best else 0.0

@@ -1,0 +1,201 @@
+"""Schedules for jobs: by name, with zbpipe's options in addition to the job's own config."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from zbpipe.costs import file as costs_file
+from zbpipe.costs.job import JobCosts
+from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.model import CostModel, require_room
+from zbpipe.costs.transport import Transport
+from zbpipe.frameworks.options import Options
+from zbpipe.runtime import checks
+from zbpipe.runtime._torch import pipelining
+from zbpipe.runtime.adaptive import USUAL_STEPS, AutoSchedule
+from zbpipe.runtime.build import build_pipeline_schedule, require_options
+from zbpipe.runtime.measure.profiler import WARM_UP, Profiler, log_visibly
+from zbpipe.runtime.measure.trace import write_trace
+from zbpipe.runtime.verify.gradient_check import GradientCheck
+from zbpipe.schedule.ir import OpKind, Placement
+from zbpipe.schedule.registry import Algorithm
+from zbpipe.simulator.offloading import Offload
+from zbpipe.views import report
+
+logger = logging.getLogger(__name__)
+
+
+def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *, will_run: bool = True) -> None:
+    """Refuse options that do not fit the schedule, or name a file that cannot be written."""
+    # A job without a pipeline (not `will_run`) writes no file.
+    name = algorithm.name
+    require_options(algorithm, options.select_for("torch"))
+    if options.memory_limit is not None:
+        algorithm.require_limits(spell("memory_limit"))
+    if algorithm.source == "torch" and options.select_for("zbpipe", "job of zbpipe"):
+        raise ValueError(
+            f"torch's {name} takes only the options that torch also has: omit the others, such as"
+            f" {spell('split_backward')}, {spell('defer_loss')} and {spell('check_gradients')}, or use one of zbpipe's"
+            " schedules, for example ZBVLean, which stays within about 1F1B's memory"
+        )
+    checks.read_receives(options.receives, options.select_for("torch"))
+    if options.transport is not None:
+        Transport.parse(options.transport)
+    if not will_run:
+        return
+    if options.costs_out and not (options.profile_steps or algorithm is AutoSchedule.algorithm):
+        raise ValueError(
+            f"{spell('costs_out')} {options.costs_out} needs measured costs: set {spell('profile_steps')} to the number"
+            f" of steps to measure with {name}, or use the schedule Auto"
+        )
+    _require_files(options, spell)
+    if options.offload:
+        _require_offload(algorithm, options, spell)
+
+
+def require_size(
+    algorithm: Algorithm, options: Options, num_ranks: int, n_microbatches: int, steps: int | None, spell: checks.Spell
+) -> None:
+    """Refuse options that do not fit a job of this size. `steps` is None if the number is unknown.
+
+    Raises:
+        ValueError: the memory limit is too low, the cost file is for other stages, the schedule has no I and W to time,
+            or the job has too few steps.
+    """
+    placement = algorithm.place(num_ranks)
+    known = None if algorithm.any_stages_per_rank else read_costs(options, placement, spell)
+    if limit := MemoryLimit.parse(options.memory_limit):
+        # Without a cost file, only a limit below the activations is refused. Working memory is known when the schedule
+        # is built.
+        costs = known.on(placement) if known else CostModel.uniform(placement)
+        with limit.explain(costs, num_ranks, n_microbatches):
+            require_room(placement, costs, limit.resolve(costs, num_ranks, n_microbatches), f" for {algorithm.name}")
+    if options.profile_steps and OpKind.I not in algorithm.make(num_ranks, n_microbatches).kinds:
+        raise ValueError(
+            f"{spell('profile_steps')} times I and W, but {algorithm.name} runs whole backwards: measure with Auto,"
+            " which stays within about 1F1B's memory"
+        )
+    timed = options.profile_steps
+    if timed is None and algorithm is AutoSchedule.algorithm and options.costs_out:
+        timed = USUAL_STEPS
+    steps_needed = {
+        "profile_steps": timed + WARM_UP + 1 if timed else 0,
+        "trace_step": options.trace_step if options.trace else 0,
+        "check_gradients": options.check_gradients or 0,
+    }
+    for option, needed in steps_needed.items():
+        if steps is not None and needed > steps:
+            raise ValueError(
+                f"{spell(option)} needs {needed} steps, but training.steps={steps}: lower it, or train longer"
+            )
+
+
+def _require_offload(algorithm: Algorithm, options: Options, spell: checks.Spell) -> None:
+    asked = f"{spell('offload')} {options.offload}"
+    if options.optimizer_step == "validated":
+        raise ValueError(
+            f"{asked} and {spell('optimizer_step')} validated exclude each other: schedules with copies to the host"
+            " cannot run ahead of an optimizer step; omit one of them"
+        )
+    checks.require_offload(Offload.parse(options.offload), options.split_backward, spell)
+    if options.costs_file is None and algorithm is not AutoSchedule.algorithm:
+        raise ValueError(
+            f"{asked} needs the times of the stages and of copies to the host: give {spell('costs_file')} a file that"
+            f" {spell('costs_out')} has written, or use the schedule Auto, which measures them itself"
+        )
+
+
+def read_costs(options: Options, placement: Placement, spell: checks.Spell = str) -> JobCosts | None:
+    """The costs in the job's cost file for stages with this placement; None without a file."""
+    if options.costs_file is None:
+        return None
+    named = f"{spell('costs_file')} {options.costs_file}"
+    found = costs_file.load_costs(options.costs_file)
+    if not isinstance(found.costs, CostModel):
+        raise ValueError(
+            f"{named} has the costs of layers, and a schedule needs those of its stages: measure the job with"
+            f" {spell('profile_steps')} and {spell('costs_out')}, or plan for the layers (`zbpipe plan --costs-file`)"
+            " and name the plan's CSV file as the schedule"
+        )
+    theirs = found.placement.rank_of if found.placement else None
+    if found.costs.num_stages != placement.num_stages or theirs not in (None, placement.rank_of):
+        where = f"stages on the ranks {list(theirs)}" if theirs else f"{found.costs.num_stages} stages"
+        raise ValueError(
+            f"{named} is for {where}, but the schedule has its stages on the ranks {list(placement.rank_of)}: measure"
+            " with a schedule that has this placement"
+        )
+    if options.offload and found.costs.host is None:
+        raise ValueError(
+            f"{named} has no bandwidth to the host, which {spell('offload')} needs: measure it again with"
+            f" {spell('costs_out')}, or add [host] and a line such as bandwidth = 25e9, in bytes per second"
+        )
+    return found
+
+
+def _require_files(options: Options, spell: checks.Spell) -> None:
+    files = {"costs_out": options.costs_out, "trace": options.trace}
+    for option, file in files.items():
+        if file is None:
+            continue
+        try:
+            if option == "costs_out":
+                costs_file.require_ending(file)
+            # Only the first rank writes. The others may be on machines without that folder.
+            if os.environ.get("RANK", "0") == "0":
+                checks.require_writable(file)
+        except ValueError as error:
+            raise ValueError(f"{spell(option)}: {error}") from None
+
+
+def build(
+    algorithm: Algorithm,
+    stages: PipelineStage | Sequence[PipelineStage],
+    n_microbatches: int,
+    loss_fn: Callable[..., Tensor] | None,
+    options: Options,
+    **more: Any,
+) -> pipelining.PipelineSchedule:
+    """The schedule with `options`. The job's own arguments, `more`, take precedence."""
+    own = options.select_for("torch", "zbpipe")
+    if options.costs_file is not None:
+        stages, placement = checks.place_stages(stages, algorithm)
+        known = read_costs(options, placement)
+        assert known is not None
+        own = {"transport": known.transport, **own, "costs": known.costs}
+    if algorithm is AutoSchedule.algorithm:
+        own |= options.select_for("auto")
+        own["measured"] = lambda costs: write_costs(costs, options.costs_out)
+    return build_pipeline_schedule(algorithm, stages, n_microbatches, loss_fn, **own | more)
+
+
+def attach(schedule: pipelining.PipelineSchedule, options: Options) -> None:
+    """Attach the tools in `options`: a profiler (not to `AutoSchedule`, which has one), a trace, a gradient check."""
+    if options.check_gradients:
+        GradientCheck(schedule, options.check_gradients)
+    if options.profile_steps and not isinstance(schedule, AutoSchedule):
+        Profiler(schedule, options.profile_steps, done=lambda costs: write_costs(costs, options.costs_out))
+    if options.trace:
+        write_trace(schedule, options.trace, options.trace_step, done=partial(log_visibly, logger))
+
+
+def write_costs(costs: JobCosts, file: str | None) -> None:
+    """Log the measured costs on the first rank, and write them to `file`, if it is given."""
+    if dist.get_rank() != 0:
+        return
+    log_visibly(logger, "measured costs:\n%s", report.costs(costs))
+    if not file:
+        return
+    try:  # the job does not depend on the file
+        costs_file.dump_costs(costs, file)
+    except OSError as error:
+        logger.warning("the measured costs cannot be written: %s", error)
+    else:
+        log_visibly(logger, "wrote the measured costs to %s, for `zbpipe plan --costs-file`", file)

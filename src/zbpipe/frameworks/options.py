@@ -1,0 +1,245 @@
+"""The options of a job, each defined once: a field of `Options` with its help text and its command line form."""
+
+# ruff: noqa: RUF009 -- `_option` is `dataclasses.field` with this project's metadata
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import Field, dataclass, field, fields
+from enum import StrEnum
+from functools import partial
+from typing import Any, Literal, get_args
+
+from zbpipe.costs.memory_limit import AS_1F1B, SPELLINGS, MemoryLimit, MemoryLimitLike
+from zbpipe.costs.model import set_fields
+from zbpipe.costs.transport import Receives, Transport
+from zbpipe.runtime import arguments
+from zbpipe.runtime._torch.fsdp2 import FsdpMode
+from zbpipe.runtime.split.stage import SplitBackward
+from zbpipe.schedule.ir import require_whole
+from zbpipe.schedule.user_code import import_modules
+from zbpipe.simulator.offloading import Offload
+
+OptimizerSteps = Literal["synchronous", "validated"]
+"""Optimizer steps of a job: all ranks wait for the norm of all gradients, or continue and validate it later."""
+
+_Taker = Literal["torch", "zbpipe", "auto", "job", "job of zbpipe", "trainer"]
+"""Taker of an option: torch's and zbpipe's schedules, zbpipe's alone, `Auto` alone, `job_schedule`, or a plug with the
+job's trainer. `job_schedule` builds the schedule and attaches its tools, some only to zbpipe's schedules.
+docs/options.md has the fields in this order."""
+
+
+def _option(taker: _Taker, text: str, *, default: Any = None, check: Any = None, **how: Any) -> Any:
+    """A field of `Options`.
+
+    Args:
+        taker: see `_Taker`.
+        text: help for the command line and docs/options.md, with `{prefix}` before names of options.
+        default: default of the field.
+        check: called with name and value; raises ValueError.
+        how: arguments for argparse.
+    """
+    return field(default=default, metadata={"taker": taker, "text": text, "check": check, "how": how})
+
+
+_torchs = partial(_option, "torch")
+_zbpipes = partial(_option, "zbpipe")
+_autos = partial(_option, "auto")
+_jobs = partial(_option, "job")
+_trainers = partial(_option, "trainer")
+
+
+def _list_words(kind: type[StrEnum]) -> list[str]:
+    return [each.replace(" ", "-") for each in kind]
+
+
+def _one_of(kind: Any) -> dict[str, Any]:
+    words = get_args(kind)
+
+    def check(name: str, value: object) -> None:
+        if value not in words:
+            raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, words))}")
+
+    return {"choices": words, "check": check}
+
+
+def _require_count(name: str, value: object) -> None:
+    if value is not None:
+        require_whole(1, **{name: value})
+
+
+def _parse_count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return int(text)
+
+
+def _parse_positive(text: str) -> int:
+    if not _parse_count(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 on")
+    return int(text)
+
+
+def _parse_lookahead(text: str) -> str | tuple[int, ...]:
+    return text if text in ("full", "auto") else tuple(map(_parse_count, text.split(",")))
+
+
+_COUNT: Mapping[str, Any] = {"metavar": "N", "type": _parse_count}
+_FLAG: Mapping[str, Any] = {"action": "store_true", "check": arguments.require_yes_or_no}
+_FILE: Mapping[str, Any] = {"metavar": "FILE", "check": arguments.require_path}
+_STEPS: Mapping[str, Any] = {"metavar": "N", "type": _parse_positive, "check": _require_count}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a job's schedule, besides the schedule's name. None selects the schedule's default.
+
+    Raises:
+        TypeError: a value of another type.
+        ValueError: an invalid value. torch checks the values of its own options when the schedule is built.
+    """
+
+    split_backward: SplitBackward = _zbpipes(
+        "How I and W share the backward: zbpipe's split (deferred), the same with an error for stages that defer"
+        " nothing (strict), or torch's own split (autograd).",
+        default="deferred",
+        **_one_of(SplitBackward),
+    )
+    defer_loss: bool = _zbpipes(
+        "Defer to W also the weight gradients of backwards that the loss runs, such as a chunked loss's LM head. The"
+        " gradients of all logits of a microbatch stay in memory until then.",
+        default=False,
+        **_FLAG,
+    )
+    check_gradients: int | None = _option(
+        "job of zbpipe",
+        "Compare the split's gradients with those of an ordinary backward in the first N steps (docs/the-split.md).",
+        **_STEPS,
+    )
+    profile_steps: int | None = _autos(
+        "Measure times and memory of the stages in N steps, and log a table, with a schedule that runs I and W. For"
+        " Auto, the number of steps that it times.",
+        **_STEPS,
+    )
+    costs_out: str | None = _jobs(
+        "Write the measured costs, with links and the bandwidth to the host, to this .json or .toml file, for `zbpipe"
+        " plan` (docs/costs-file.md).",
+        **_FILE,
+    )
+    memory_limit: MemoryLimitLike | None = _zbpipes(
+        f"For ZBVLean, ZBH1Lean and Auto, the memory limit of a rank: {SPELLINGS}. Without a cost file no costs are"
+        f" known, and it has to be one of the first two. Default: {AS_1F1B.written}.",
+        metavar="X",
+    )
+    trace: str | None = _jobs("Write a trace of one step, with all ranks, to this file for ui.perfetto.dev.", **_FILE)
+    trace_step: int = _jobs("The step that {prefix}trace records, counted from 1.", default=3, **_STEPS)
+    costs_file: str | None = _option(
+        "job of zbpipe",
+        "Make the schedule for the stages' costs in this file, as an earlier job has measured and written them. The"
+        " file's memory_limit counts for `zbpipe plan` only (docs/costs-file.md).",
+        **_FILE,
+    )
+    offload: Offload | str | bool | None = _zbpipes(
+        "Copy to the host's memory deferred gradients (pairs), activations, or both (all), as far as that costs no"
+        " time. It needs {prefix}costs-file, or the schedule Auto (docs/memory.md).",
+        choices=_list_words(Offload),
+        check=lambda name, value: Offload.parse(value),
+    )
+    receives: str | None = _zbpipes(
+        "Where ranks post their receives. Default: where the simulated step is the shortest (docs/messages.md).",
+        choices=_list_words(Receives),
+    )
+    transport: str | None = _zbpipes(
+        "Which messages wait for each other. Default: as usual on the device (docs/messages.md).",
+        choices=_list_words(Transport),
+    )
+    max_outstanding_sends: int | None = _torchs(
+        "torch's option: the number of sends that a rank may have under way.",
+        **_COUNT,
+    )
+    optimizer_step: OptimizerSteps = _trainers(
+        "Whether all ranks wait for the norm of the gradients before they step the optimizer (synchronous), or step"
+        " when they are done, and validate the norm while the next step begins (validated; docs/optimizer-step.md).",
+        default="synchronous",
+        **_one_of(OptimizerSteps),
+    )
+    fsdp_mode: FsdpMode = _zbpipes(
+        "Whether FSDP gathers the modules of a stage while its first F runs, and reduces them while its last W or B"
+        " runs (overlap), or before the one and after the other (torch); or gathers each module for each F and"
+        " backward, and frees it after it (reshard).",
+        default="overlap",
+        **_one_of(FsdpMode),
+    )
+    max_active_stages: int | None = _torchs(
+        "torch's option: the number of stages whose weights FSDP holds gathered at a time.",
+        **_COUNT,
+    )
+    unshard_lookahead: str | tuple[int, ...] | None = _torchs(
+        "torch's option: how many stages ahead FSDP gathers weights: full, auto, or a number for each rank.",
+        type=_parse_lookahead,
+        metavar="N,N,...",
+    )
+    defer_reduce_grad_wait: bool | None = _torchs(
+        "torch's option: wait for FSDP's reduction of a stage only when the next stage reduces.",
+        action="store_true",
+    )
+    plain: bool = _zbpipes(
+        "Leave out what GPUs run in another way than CPUs, to find a fault: events after computations, fused W, W of"
+        " compiled regions, FSDP beside computations, and offload (docs/trouble.md).",
+        default=False,
+        **_FLAG,
+    )
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if check := each.metadata["check"]:
+                check(each.name, getattr(self, each.name))
+        limit = MemoryLimit.parse(self.memory_limit, costs_are_known=self.costs_file is not None)
+        set_fields(self, memory_limit=limit)
+
+    def select_for(self, *takers: _Taker) -> dict[str, Any]:
+        """The non-default keyword arguments for these takers."""
+        taken = (each for each in fields(self) if each.metadata["taker"] in takers)
+        given = {each.name: (getattr(self, each.name), each.default) for each in taken}
+        return {name: value for name, (value, default) in given.items() if value != default}
+
+
+def list_options(*, steps_optimizer: bool) -> Iterator[Field[Any]]:
+    """The options as fields. Trainer options are included only if the plug steps the job's optimizer."""
+    return (each for each in fields(Options) if steps_optimizer or each.metadata["taker"] != "trainer")
+
+
+def help_of(option: Field[Any], prefix: str) -> str:
+    """Help text of an option, with its default."""
+    default = f" Default: {option.default}." if option.default not in (None, False) else ""
+    return str(option.metadata["text"]).format(prefix=prefix) + default
+
+
+IMPORT_HELP = "Import this module first, which registers schedules; it may be in the current folder."
+
+
+def add_arguments(parser: argparse.ArgumentParser, prefix: str = "--", *, steps_optimizer: bool = False) -> None:
+    """Make `parser` take an argument for each option, in a separate group."""
+    group = parser.add_argument_group("zbpipe's options")
+    for each in list_options(steps_optimizer=steps_optimizer):
+        group.add_argument(
+            f"{prefix}{each.name.replace('_', '-')}",
+            dest=each.name,
+            default=each.default,
+            help=help_of(each, prefix).replace("%", "%%"),
+            **each.metadata["how"],
+        )
+    group.add_argument(
+        f"{prefix}import", dest="imported", action="append", default=[], metavar="MODULE", help=IMPORT_HELP
+    )
+
+
+def from_arguments(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> Options:
+    """The options among a parser's `values` (see `add_arguments`). Modules that they name are imported."""
+    # Invalid values end the program with an error.
+    try:
+        import_modules(values["imported"])
+        return Options(**{each.name: values[each.name] for each in fields(Options) if each.name in values})
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))

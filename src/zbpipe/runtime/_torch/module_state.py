@@ -1,0 +1,69 @@
+"""Snapshot of a module, to run its forward again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from zbpipe.runtime.device import RandomState
+
+
+class ModuleState:
+    """Snapshot of the state that a module's forward depends on besides its inputs.
+
+    Parameters, buffers and other tensors in attributes are kept by value, attributes by assignment. The contents of
+    containers and objects are not kept. It also keeps random states, those of generators in attributes, too. With
+    `like`, values that are equal in both are kept once. Without `weights` parameters are not copied, for callers that
+    do not write to them.
+    """
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, like: ModuleState | None = None, *, weights: bool = True
+    ) -> None:
+        known = {} if like is None else {id(tensor): copy for tensor, _, copy in like._values}
+        held = [value for part in module.modules() for value in vars(part).values()]
+        self._values: list[tuple[Tensor, Tensor, Tensor]] = []
+        tensors = [each for each in held if isinstance(each, Tensor)]
+        for tensor in (*(module.parameters() if weights else ()), *module.buffers(), *tensors):
+            local = tensor.detach()
+            if isinstance(local, DTensor):
+                local = local.to_local()
+            if type(local) is Tensor and local.layout is torch.strided and not local.is_nested:
+                copy = known.get(id(tensor))
+                if copy is None or not torch.equal(local, copy):
+                    copy = local.clone()
+                self._values.append((tensor, local, copy))
+        attributes = (own for part in module.modules() for own in (vars(part), part._buffers))
+        self._attributes = [(own, dict(own)) for own in attributes]
+        self._random = RandomState(device)
+        self._generators = [(each, each.get_state()) for each in held if isinstance(each, torch.Generator)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Tensors whose values are kept."""
+        return [local for _, local, _ in self._values]
+
+    def restore(self) -> None:
+        """Restore everything."""
+        for own, before in self._attributes:
+            for name in own.keys() - before.keys():
+                del own[name]
+            own.update({name: value for name, value in before.items() if own.get(name, self) is not value})
+        for _, local, copy in self._values:
+            # Write only differences: another microbatch's graph may need the tensor unchanged. A parameter that FSDP2
+            # has resharded since has no memory.
+            if local.untyped_storage().size() and not torch.equal(local, copy):
+                local.copy_(copy)
+        self._random.restore()
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+
+def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Context in which autograd does not notice writes to `tensors`. The caller restores their values."""
+    counted = tuple(each for each in tensors if not each.is_inference())
+    return torch.autograd.grad_mode._unsafe_preserve_version_counter(counted)

@@ -1,0 +1,338 @@
+"""Schedules that adapt to the job: the lean ones to its activation checkpointing, `Auto` to its measured costs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+
+from zbpipe.algorithms.zbv_lean import find_shortest
+from zbpipe.costs.job import JobCosts
+from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit, MemoryLimitLike
+from zbpipe.costs.model import CostModel, least_room
+from zbpipe.costs.transformer import Checkpointing, usual_costs
+from zbpipe.planner.plan import plan
+from zbpipe.planner.request import Objective
+from zbpipe.runtime import arguments, checks
+from zbpipe.runtime._torch import checkpoints, hooks, pipelining
+from zbpipe.runtime.attributes import plain_attribute
+from zbpipe.runtime.measure.profiler import Profiler, log_visibly
+from zbpipe.runtime.measure.recording import Collector, StepRecord, Wanted, watch
+from zbpipe.runtime.offload import make_copier
+from zbpipe.runtime.ranks import agreement
+from zbpipe.runtime.schedules import RegisteredSchedule
+from zbpipe.schedule.ir import Placement, Schedule, require_whole
+from zbpipe.schedule.registry import resolve
+from zbpipe.simulator.offloading import Offload
+from zbpipe.simulator.offloading import offload as offloaded
+from zbpipe.simulator.simulation import simulate
+
+_MANY_OPS = 20_000
+_WORK = 5e8
+"""Largest number of ops for a thorough search, and its budget of about ten seconds: all other ranks wait for it."""
+USUAL_STEPS = 5
+"""Timed steps per schedule."""
+_WORTH_IT = 0.995
+"""Largest simulated step time of a plan to try, relative to the start's."""
+
+Records = list[StepRecord]
+
+logger = logging.getLogger(__name__)
+
+
+class LeanSchedule(RegisteredSchedule):
+    """A schedule that defers W only where memory permits. The amount depends on the checkpointing.
+
+        schedule = zbpipe.ScheduleZBVLean(stages, n_microbatches=8, loss_fn=loss_fn)
+
+    It takes the arguments of all zbpipe schedules, and
+
+    Args:
+        stages: all stages of this rank, already wrapped for checkpointing.
+        checkpointing: "none", "selective" or "full", the same on all ranks. By default detected in the modules (see
+            `checkpointing_of`). Before the first step all ranks agree on the detected one that keeps least.
+        costs: measured costs, the same on all ranks, instead of typical costs for the checkpointing.
+
+    Raises:
+        ValueError: as for every schedule, or an unknown checkpointing.
+    """
+
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        *args: Any,
+        checkpointing: Checkpointing | str | None = None,
+        costs: CostModel | None = None,
+        memory_limit: MemoryLimitLike | None = None,
+        **options: Any,
+    ) -> None:
+        limit = MemoryLimit.parse(memory_limit, costs_are_known=costs is not None)
+        found = None if checkpointing is None else Checkpointing.parse(checkpointing)
+        is_sure = costs is not None or found is not None
+        if costs is None:
+            stages, placement = checks.place_stages(stages, self.algorithm)
+            found = found or checkpointing_of(stages)
+            costs = usual_costs(placement, found)
+        super().__init__(stages, n_microbatches, loss_fn, *args, costs=costs, memory_limit=limit, **options)
+        self.checkpointing = found
+        """Checkpointing for which the schedule is made; None with measured costs."""
+        self._unsure = None if is_sure else self.schedule
+        """A schedule that other ranks may not have made."""
+
+    def settle(self) -> None:
+        """Agree on the checkpointing with all ranks, because a rank may have nothing but an embedding."""
+        unsure = self._unsure
+        if unsure is None or unsure is not self.for_microbatches(self.sizes.usual) or self.checkpointing is None:
+            return
+        stage, name = hooks.stages_of(self)[0], self.algorithm.name
+        question = f"{name} with {pipelining.num_microbatches(self)} microbatches, checkpointing: "
+        words = agreement.gather_answers(question, self.checkpointing, stage.group, stage.device)
+        agreed = max(map(Checkpointing.parse, words), key=list(Checkpointing).index)
+        logger.info("%s is made for %s activation checkpointing, as the modules show", name, agreed)
+        self.make_for(agreed)  # only now: a rank that refuses this step asks again in the next one
+
+    def make_for(self, checkpointing: Checkpointing, tensor: int = 1) -> None:
+        """Remake the schedule for the checkpointing of all ranks, unless it is made for measured costs.
+
+        `tensor` is the degree of tensor parallelism.
+        """
+        self._unsure = None
+        if self.checkpointing is not None and (self.checkpointing is not checkpointing or tensor > 1):
+            self.checkpointing = checkpointing
+            self.remake(usual_costs(self.placement, checkpointing, tensor))
+
+
+def checkpointing_of(stages: Sequence[PipelineStage]) -> Checkpointing:
+    """The activation checkpointing of these stages, from torch's `checkpoint_wrapper` around their layers.
+
+    It is selective with a `context_fn`, as in TorchTitan, or if layers of the same class are not wrapped. Otherwise it
+    is full. Models of the transformers library declare it (`gradient_checkpointing`). Other calls of
+    `torch.utils.checkpoint` in a forward are not detected: pass `checkpointing=`.
+    """
+    modules = [module for stage in stages for module in stage.submod.modules()]
+    parts = [part for stage in stages for part in checkpoints.find_checkpointed(stage.submod)]
+    if not parts:
+        says_so = any(plain_attribute(module, "gradient_checkpointing") is True for module in modules)
+        return Checkpointing.FULL if says_so else Checkpointing.NONE
+    inside = {id(module) for wrapped, _ in parts for module in wrapped.modules()}
+    classes = {type(wrapped) for wrapped, _ in parts}
+    some_are_not = any(type(module) in classes and id(module) not in inside for module in modules)
+    keeps_some = any(keeps for _, keeps in parts)
+    return Checkpointing.SELECTIVE if keeps_some or some_are_not else Checkpointing.FULL
+
+
+@dataclass(frozen=True)
+class AutoOutcome:
+    """Result of `Auto`. Times are seconds per step."""
+
+    start: str
+    """Name of the schedule without a plan: ZBVLean for the measured costs."""
+    chosen: str
+    """Name of the schedule that runs from now on."""
+    expected_before: float
+    """Step time of the start, simulated with the measured costs."""
+    expected_after: float
+    """Step time of the plan, simulated with the measured costs."""
+    measured_before: float
+    """Step time of the start, alternating with the plan. If the plan was not tried, of the steps that measured ops."""
+    measured_after: float | None
+    """Step time of the plan; None if it was not tried, because its simulated gain is below half a percent."""
+
+
+@dataclass(frozen=True)
+class _Proposal:
+    """The plan, as broadcast by the rank that searches."""
+
+    table: str
+    """The plan as CSV."""
+    expected: float
+    """Seconds per step; infinite if there is no plan."""
+    words: str
+
+
+class AutoSchedule(RegisteredSchedule):
+    """Starts as lean as 1F1B, measures the job, plans for it, and switches between two steps.
+
+        schedule = zbpipe.build_pipeline_schedule("Auto", stages, n_microbatches=16, loss_fn=loss_fn)
+        ...                     # train; the first rank's log reports each decision
+        schedule.outcome        # the measurements and the choice; None before
+
+    It measures with the ZBVLean of full checkpointing, which has whole backwards and few I and W. That takes
+    `profile_steps` + 2 steps. Then it makes ZBVLean for the measured costs, and plans. Plan and ZBVLean alternate
+    for `profile_steps` steps each, and the faster one stays. Weights, optimizer, order of the data and the
+    placement of the stages (two per rank, in a V) never change, so neither do the losses. With
+    `zbpipe.OptimizerStep` it plans for the shortest period. Timed steps do not run ahead.
+
+    Args:
+        stages: as for every zbpipe schedule, like `n_microbatches`, `loss_fn`, `args` and `options`.
+        offload: tensors that the plan and ZBVLean may copy to the host: "pairs", "activations" or "all".
+        memory_limit: as for every schedule. During measurement only activations and deferred gradients count. Default:
+            the memory of 1F1B's worst rank with the measured costs, working memory included.
+        profile_steps: timed steps of the start, and later of the plan and of the start again.
+        budget: for the search, see `zbpipe.plan`.
+        group: all ranks that run this schedule, including other replicas. Default: all ranks of the job.
+        measured: called on every rank with the measured costs.
+
+    Raises:
+        ValueError: as for every schedule, and for a limit below one microbatch's memory.
+    """
+
+    algorithm = resolve("Auto")
+    changes_by_itself = True
+
+    # More than seven parameters: these are keywords that users write.
+    def __init__(
+        self,
+        stages: PipelineStage | Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: Callable[..., Tensor] | None = None,
+        *args: Any,
+        memory_limit: MemoryLimitLike | None = None,
+        offload: Offload | str | bool | None = None,
+        profile_steps: int = USUAL_STEPS,
+        budget: float | None = None,
+        group: dist.ProcessGroup | None = None,
+        measured: Callable[[JobCosts], None] = lambda costs: None,
+        **options: Any,
+    ) -> None:
+        arguments.require_above_0("budget", budget)
+        (profile_steps,) = require_whole(1, profile_steps=profile_steps)
+        arguments.require_group(group)
+        arguments.require_callable(measured=measured)
+        super().__init__(stages, n_microbatches, loss_fn, *args, memory_limit=memory_limit, **options)
+        self.outcome: AutoOutcome | None = None
+        self._offload = Offload.parse(offload)
+        if self._offload:
+            checks.require_offload(self._offload, options.get("split_backward", "deferred"))
+            make_copier(pipelining.device_of(hooks.stages_of(self)[0]))  # refuses devices without host copies
+        self._group = group
+        self._budget = budget
+        self._measured = measured
+        self._num_steps = profile_steps
+        self._known: CostModel | None = None
+        """The measured costs."""
+        self._profiler = Profiler(self, profile_steps, group=group, done=self._plan)
+
+    def make_for_microbatches(self, number: int) -> Schedule:
+        """The schedule for measurements before the plan, afterwards the better one of plan and ZBVLean."""
+        if self._known is None:
+            return super().make_for_microbatches(number)
+        lean = self._make_lean(number, self._known)
+        if self.outcome is None or self.outcome.chosen == lean.name:
+            return lean
+        found = self._search(JobCosts(self._known), self._find_limits(number, self._known), number)
+        is_better = found.expected < simulate(lean, self._known, transport=self.transport).makespan * _WORTH_IT
+        return Schedule.from_csv(found.table, "plan") if is_better else lean
+
+    def _make_lean(self, number: int, costs: CostModel) -> Schedule:
+        limits = self._find_limits(number, costs)
+        lean = find_shortest("ZBVLean", self.placement.num_ranks, number, costs, limits, self.transport)
+        return offloaded(lean, costs, what=self._offload) if self._offload else lean
+
+    def _find_limits(self, number: int, costs: CostModel) -> tuple[float, ...]:
+        return find_memory_limits(self.by_size.limit, costs, self.placement.num_ranks, number)
+
+    def _plan(self, costs: JobCosts) -> None:
+        records = self._profiler.records
+        model = costs.costs
+        assert isinstance(model, CostModel), "the profiler measures stages"
+        self._measured(costs)
+        number = self.sizes.usual
+        limits = self._find_limits(number, model)
+        start = self._make_lean(number, model)
+        self._known = model
+        self.adopt(start, model)
+        expected = simulate(start, model, transport=self.transport, receives=self.receives).makespan
+        measured = self._step_seconds(records)
+        proposal = self._search(costs, limits, number)
+        outcome = AutoOutcome(start.name, start.name, expected, proposal.expected, measured, None)
+        self._log(
+            f"a step took {measured:.4g} s while it was measured; {start.name} should take {expected:.4g} s;"
+            f" {proposal.words}"
+        )
+        if proposal.expected > expected * _WORTH_IT:
+            self._log(f"stays with {start.name}")
+            self.outcome = outcome
+            return
+
+        def decide(records: Records) -> None:
+            after, before = self._step_seconds(records[1::2]), self._step_seconds(records[2::2])
+            self.adopt(start if after > before else planned)
+            self._log(
+                f"in turn, the plan takes {after:.4g} s per step (simulated {proposal.expected:.4g} s) and {start.name}"
+                f" {before:.4g} s (simulated {expected:.4g} s); continues with {self.schedule.name}"
+            )
+            self.outcome = replace(outcome, chosen=self.schedule.name, measured_before=before, measured_after=after)
+
+        planned = Schedule.from_csv(proposal.table, "plan")
+        watch(self, _InTurn(self, planned, start, self._num_steps, decide))
+
+    def _search(self, job: JobCosts, limits: tuple[float, ...], num_microbatches: int) -> _Proposal:
+        """The plan, the same on all ranks."""
+        job = replace(job, placement=self.placement, memory_limit=limits, transport=self.transport)
+        objective: Objective = "period" if self.optimizer_steps and not self._offload else "makespan"
+        size = self.placement.num_ranks, num_microbatches, job
+        is_large = 3 * self.placement.num_stages * num_microbatches > _MANY_OPS
+        budget = self._budget or (_WORK if is_large else None)
+        wanted = {"budget": budget, "objective": objective, "offload": self._offload}
+        return agreement.find_once(f"Auto {size} {wanted}", lambda: _make_proposal(*size, **wanted))
+
+    def _step_seconds(self, records: Records) -> float:
+        """Median step time over all ranks; each step takes as long as its slowest rank."""
+        mine = [record.seconds for record in records]
+        by_rank: list[list[float]] = [mine] * dist.get_world_size(self._group)
+        dist.all_gather_object(by_rank, mine, group=self._group)
+        return float(median(map(max, zip(*by_rank, strict=True))))
+
+    def _log(self, words: str) -> None:
+        if dist.get_rank(self._group) == 0:
+            log_visibly(logger, "Auto: %s", words)
+
+
+class _InTurn(Collector):
+    """Alternates two schedules step by step, so that a machine that gets faster or slower affects both alike."""
+
+    def __init__(
+        self, runtime: AutoSchedule, first: Schedule, second: Schedule, times: int, done: Callable[[Records], None]
+    ) -> None:
+        # The first step of a schedule allocates memory, so it is not counted.
+        self._turns = [first, *[first, second] * times]
+        self._runtime = runtime
+        super().__init__([Wanted.TIMES] * len(self._turns), done)
+
+    def before(self) -> Wanted | None:
+        wanted = super().before()
+        if wanted is not None:
+            self._runtime.adopt(self._turns[len(self.records)])
+        return wanted
+
+    def after(self, record: StepRecord) -> None:
+        is_usual = self._runtime.sizes.last_was_usual  # a step of another size is not a measurement
+        super().after(replace(record, has_usual_shapes=is_usual))
+
+
+def _make_proposal(*size: Any, **wanted: Any) -> _Proposal:
+    try:
+        found = plan(*size, **wanted)
+    except ValueError as error:
+        return _Proposal("", float("inf"), f"there is no plan: {error}")
+    words = (
+        f"the plan found by {found.found_by} should take {found.reached:.4g} s, at most {found.gap:.1%} more than"
+        f" the best possible, with a peak of {max(found.timeline.peak_activations):.3g} microbatches"
+    )
+    return _Proposal(found.schedule.to_csv(), found.makespan, words)
+
+
+def find_memory_limits(limit: MemoryLimit | None, costs: CostModel, ranks: int, microbatches: int) -> tuple[float, ...]:
+    """Memory limit of each rank in the unit of `costs.activations`. Without `limit`, 1F1B's memory."""
+    # At least the memory of one microbatch, which has already run.
+    limits = (limit or AS_1F1B).resolve(costs, ranks, microbatches)
+    return tuple(map(max, limits, least_room(Placement.v(ranks), costs)))

@@ -1,0 +1,479 @@
+"""Compiled backwards in parts: I's, and one for each weight, or weights with one product, whose gradients can wait.
+
+torch's compiler gets the graph of a region's backward without the products that only weight gradients need. It returns
+the factors of these products instead, whatever operations made them. A graph has no side effects, so the rest of it
+computes the same gradients from the factors at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from copy import deepcopy
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, GraphModule, Node
+
+from zbpipe.runtime._torch import compiler
+from zbpipe.runtime._torch.autograd import function_of, schema_of, without_autocast
+from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime.split.lazy_products import postpone
+from zbpipe.runtime.split.sources import find_leaf
+
+_aten = torch.ops.aten
+_VIEWS = {
+    _aten.alias.default,
+    _aten.detach.default,
+    _aten.permute.default,
+    _aten.squeeze.dim,
+    _aten.squeeze.dims,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.unsqueeze.default,
+    _aten.view.default,
+}
+_TURNS = {_aten.permute.default, _aten.t.default, _aten.transpose.int}
+_PRODUCTS = ("mm", "matmul", "linear", "einsum", "convolution_backward")
+"""Parts of the names of products."""
+_COLLECTIVES = ("_c10d_functional", "symm_mem")
+_CONVOLUTION = _aten.convolution_backward.default
+
+
+def cut_backwards() -> AbstractContextManager[None]:
+    """Context in which torch compiles backwards in two parts."""
+    return compiler.replace_compilation(_compile)
+
+
+def _compile(module: Any, args: Sequence[Any], *more: Any, **options: Any) -> Any:
+    given = module.graph.find_nodes(op="placeholder") if isinstance(module, GraphModule) else ()
+    examples = [getattr(node.meta.get("grapharg"), "example", None) for node in given]
+    weights = {
+        place
+        for place, each in enumerate(examples)
+        if isinstance(each, Tensor) and each.requires_grad and isinstance(find_leaf(each), nn.Parameter)
+    }
+    if weights:
+        compile_graph = options.get("bw_compiler") or options["fw_compiler"]
+        partition = options.get("partition_fn", compiler.default_partition)
+        of_weights: set[str] = set()
+
+        def find_weights(joint: GraphModule, *more: Any, **others: Any) -> Any:
+            found = partition(joint, *more, **others)
+            of_weights.update(each.name for each in _list_made_from(joint.graph, weights))
+            return found
+
+        options["partition_fn"] = find_weights
+        # Plain functions: torch would take a whole backward from its cache for serializable ones.
+        options["fw_compiler"] = partial(options["fw_compiler"])
+        options["bw_compiler"] = lambda graph, inputs: _compile_backward(
+            compile_graph, graph, inputs, weights, of_weights
+        )
+    return compiler.compile_whole(module, args, *more, **options)
+
+
+def _list_made_from(graph: Graph, arguments: Collection[int]) -> set[Node]:
+    """All nodes that depend on these arguments of the region alone."""
+    found = {each for each in graph.find_nodes(op="placeholder") if _find_argument(each.meta.get("desc")) in arguments}
+    for node in graph.nodes:
+        if node.all_input_nodes and found.issuperset(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _compile_backward(
+    compile_graph: Callable[..., Any],
+    graph: GraphModule,
+    inputs: Sequence[Any],
+    weights: Collection[int],
+    of_weights: Collection[str],
+) -> Any:
+    whole = deepcopy(graph)
+    parts, number = _cut(graph, weights, of_weights)
+    if not parts:
+        return compile_graph(graph, inputs)
+    metadata = compiler.find_metadata()
+    given = {node: place for place, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
+    returned = {given.get(node) for node in _results(graph.graph)}
+    # Inductor reuses the memory of donated inputs.
+    donated = [each for each in metadata.bw_donated_idxs or () if each not in returned]
+    with replaced(metadata, bw_donated_idxs=donated):
+        run = compile_graph(graph, inputs)
+    resume = compiler.note_context()
+
+    def compile_whole() -> Any:
+        with resume(), torch.no_grad():
+            return compile_graph(whole, inputs)
+
+    return _Backward(run, number, parts, compile_whole)
+
+
+class _Gradient(NamedTuple):
+    """The gradient of one weight."""
+
+    place: int
+    """Among the results of the backward."""
+    argument: int
+    """Number of the weight among the arguments of the region."""
+    like: Tensor
+    """A fake tensor like the gradient."""
+    flops: float
+    """Its share of the FLOPs of the products."""
+
+
+class Part(NamedTuple):
+    """Gradients of the same products, mostly one."""
+
+    gradients: tuple[_Gradient, ...]
+    graph: GraphModule
+    """Computes them from the factors."""
+    is_one_product: bool
+    """Whether `graph` returns two matrices, whose product is the gradient."""
+    factors: tuple[int, ...]
+    """Places of the arguments of `graph` among the factors."""
+
+    def run(self, *factors: Any) -> Any:
+        """What `graph` returns."""
+        with without_autocast(), torch.no_grad():
+            return self.graph(*factors)
+
+
+class _WeightGradient:
+    """Computes one gradient of a part from the factors."""
+
+    def __init__(self, part: Part, number: int, kept: dict[int, Tensor]) -> None:
+        self._part = part
+        self._number = number
+        self._kept = kept
+        """The part's other gradients, which are computed with the first."""
+        self.flops = part.gradients[number].flops
+        self.as_matrices: Callable[..., tuple[Tensor, Tensor]] | None = part.run if part.is_one_product else None
+        """The two matrices whose product is the gradient."""
+
+    def __call__(self, *factors: Any) -> Tensor:
+        """The gradient."""
+        if self.as_matrices is not None:
+            one, other = self.as_matrices(*factors)
+            with without_autocast():
+                return one.mm(other)
+        if self._number not in self._kept:
+            found = self._part.run(*factors)
+            # Those of one product share its memory, to which the next microbatch adds.
+            self._kept.update(enumerate(found if len(found) == 1 else [each.clone() for each in found]))
+        return self._kept.pop(self._number)
+
+
+class _Mode:
+    # Not one for each thread: autograd runs the backward of CUDA ops in its own threads.
+    defers = is_whole = False
+
+
+_mode = _Mode()
+
+
+def deferring() -> AbstractContextManager[None]:
+    """Context in which compiled backwards return a `LazyTensor` for each gradient that can wait."""
+    return replaced(_mode, defers=True)
+
+
+def as_torch_compiles() -> AbstractContextManager[None]:
+    """Context in which backwards run as torch compiles them, in one part."""
+    return replaced(_mode, is_whole=True)
+
+
+class _Backward:
+    """A compiled backward."""
+
+    _boxed_call = True
+
+    def __init__(
+        self, run: Callable[..., Any], number: int, parts: Sequence[Part], compile_whole: Callable[[], Any]
+    ) -> None:
+        self._run = run
+        self._number = number
+        self._parts = parts
+        self._compile_whole = compile_whole
+        self._whole: Callable[..., Any] | None = None
+        self.products = {each.argument: each.flops for part in parts for each in part.gradients}
+
+    def __call__(self, args: list[Any]) -> Any:
+        if _mode.is_whole:
+            if self._whole is None:
+                self._whole = self._compile_whole()
+            return _run_boxed(self._whole, args)
+        results = list(_run_boxed(self._run, args))
+        results, factors = results[: self._number], results[self._number :]
+        for part in self._parts:
+            own = [each.detach() if isinstance(each, Tensor) else each for each in (factors[n] for n in part.factors)]
+            kept: dict[int, Tensor] = {}
+            for number, (place, _, like, _) in enumerate(part.gradients):
+                run = _WeightGradient(part, number, kept)
+                defers = _mode.defers and _is_static(like)
+                results[place] = postpone(run, own, like) if defers else run(*own)
+        return results
+
+
+def _run_boxed(run: Callable[..., Any], args: list[Any]) -> Any:
+    return run(args) if getattr(run, "_boxed_call", False) else run(*args)
+
+
+def _is_static(like: Tensor) -> bool:
+    return all(isinstance(size, int) for size in (*like.shape, *like.stride()))
+
+
+def find_compiled_products(node: Any) -> Mapping[int, float] | None:
+    """FLOPs of weight gradients that can wait, by the weight's number among the region's arguments."""
+    # None unless the node is that of a backward in two parts that has run. torch keeps the last in the node's class.
+    run = getattr(function_of(node), "compiled_bw", None)
+    return run.products if isinstance(run, _Backward) else None
+
+
+def _results(graph: Graph) -> list[Any]:
+    return list(graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def _cut(module: GraphModule, weights: Collection[int], of_weights: Collection[str]) -> tuple[list[Part], int]:
+    """Cut the graph to what I computes; returns the parts, and the number of results before the factors."""
+    graph = module.graph
+    output = graph.output_node()
+    results = _results(graph)
+    described = output.meta.get("desc") or [None] * len(results)
+    arguments = {place: _find_argument(each) for place, each in enumerate(described)}
+    places = [
+        place
+        for place, each in enumerate(results)
+        if arguments[place] in weights and isinstance(_example_of(each), Tensor) and len(_shape_of(each)) > 1
+    ]
+    if any((schema := schema_of(node.target)) is not None and schema.is_mutable for node in graph.nodes):
+        return [], len(results)
+    _separate_convolutions(graph)
+    results = _results(graph)
+    found = _Found(graph, places, of_weights)
+    taken = {place: each for place in places if (each := found.trace_back(results[place])).products}
+    # Not products that I needs for others, as in a stage whose inputs need no gradient.
+    in_i = _list_behind(factor for each in taken.values() for factor in each.factors)
+    taken = {place: each for place, each in taken.items() if in_i.isdisjoint(each.products)}
+    factors: dict[Node, int] = {}
+    parts = []
+    for group, each in _join(taken):
+        elements = [_shape_of(results[place]).numel() for place in group]
+        flops = sum(map(_count, each.products)) / max(sum(elements), 1)
+        gradients = [
+            _Gradient(place, cast(int, arguments[place]), results[place].meta["val"], flops * size)
+            for place, size in zip(group, elements, strict=True)
+        ]
+        own = tuple([factors.setdefault(node, len(factors)) for node in each.factors])
+        parts.append(Part(tuple(gradients), *_extract(module, [results[place] for place in group], each), own))
+        for place in group:
+            results[place] = None
+    number = len(results)
+    if factors:
+        output.args = ((*results, *factors),)
+        if "desc" in output.meta:
+            output.meta["desc"] = [*described, *[None] * len(factors)]
+        graph.eliminate_dead_code()
+        module.recompile()
+    return parts, number
+
+
+def _find_argument(described: Any) -> int | None:
+    """Number of the argument to which a result of the backward belongs."""
+    # A gradient, and a part of a tensor that wraps others, in either order.
+    while (inner := getattr(described, "grad_of", None) or getattr(described, "base", None)) is not None:
+        described = inner
+    return described.idx if isinstance(described, compiler.PlainInput) else None
+
+
+def _is_fixed(node: Node) -> bool:
+    """Whether the node has to run in I: it draws random numbers, communicates, or has graphs of its own."""
+    if node.op != "call_function":
+        return True
+    tags = getattr(node.target, "tags", ())
+    is_operator = schema_of(node.target) is not None or getattr(node.target, "__name__", "") == "getitem"
+    in_order = any(word in str(node.target) for word in _COLLECTIVES) or torch.Tag.nondeterministic_seeded in tags
+    return in_order or not (is_operator or getattr(node.target, "__module__", "") in ("_operator", "math"))
+
+
+def _is_product(node: Node) -> bool:
+    return node.op == "call_function" and any(word in str(node.target) for word in _PRODUCTS)
+
+
+class _Taken(NamedTuple):
+    """What W computes for one weight, or for several."""
+
+    nodes: dict[Node, None]
+    products: set[Node]
+    factors: dict[Node, None]
+
+    def with_all_of(self, other: _Taken) -> _Taken:
+        return _Taken(self.nodes | other.nodes, self.products | other.products, self.factors | other.factors)
+
+
+class _Found:
+    """Nodes of a backward that only weight gradients need."""
+
+    def __init__(self, graph: Graph, places: Sequence[int], of_weights: Collection[str]) -> None:
+        kept = [each for place, each in enumerate(_results(graph)) if isinstance(each, Node) and place not in places]
+        fixed = [each for each in graph.nodes if each.op == "call_function" and _is_fixed(each)]
+        self._in_i = _list_behind([*kept, *fixed])
+        self._of_weights = {each for each in graph.nodes if each.name in of_weights}
+        self._of_dy: set[Node] = set()
+        self._after: set[Node] = set()
+        """Products of dY and x, and whatever comes after them without another product."""
+        for node in graph.nodes:
+            if node.name.startswith("tangents") or not self._of_dy.isdisjoint(node.all_input_nodes):
+                self._of_dy.add(node)
+            if node.op != "call_function" or node in self._in_i:
+                continue
+            is_after = not self._after.isdisjoint(node.all_input_nodes)
+            if self._is_of_activations(node) if _is_product(node) else is_after:
+                self._after.add(node)
+
+    def _is_of_activations(self, product: Node) -> bool:
+        """Whether none of the factors is made from weights alone, as a product of dY and x."""
+        if product.target is _CONVOLUTION:
+            return list(cast(Sequence[bool], product.args[-1])) == [False, True, False]
+        return self._of_weights.isdisjoint(product.all_input_nodes)
+
+    def trace_back(self, result: Node) -> _Taken:
+        """The nodes from the last products of dY and x on."""
+        taken = _Taken({}, set(), {})
+        waiting = [result] if result in self._after else []
+        while waiting:
+            node = waiting.pop()
+            if node in taken.nodes:
+                continue
+            taken.nodes[node] = None
+            is_last = _is_product(node)
+            if is_last:
+                taken.products.add(node)
+            inputs = node.all_input_nodes
+            if node.target is _CONVOLUTION:  # reads only the weight's shape
+                inputs = [cast(Node, each) for each in node.args[:2]]
+            for each in inputs:
+                if each in self._after and not is_last:
+                    waiting.append(each)
+                else:
+                    self._add_factor(each, taken)
+        return taken._replace(factors=dict.fromkeys(sorted(taken.factors, key=self._of_dy.__contains__)))
+
+    def _add_factor(self, node: Node, taken: _Taken) -> None:
+        while node.target in _VIEWS:
+            taken.nodes[node] = None
+            node, *sizes = node.all_input_nodes
+            taken.factors.update(dict.fromkeys(sizes))
+        taken.factors[node] = None
+
+
+def _list_behind(nodes: Iterable[Node]) -> set[Node]:
+    seen, waiting = set[Node](), list(nodes)
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += node.all_input_nodes
+    return seen
+
+
+def _join(taken: Mapping[int, _Taken]) -> list[tuple[list[int], _Taken]]:
+    """The places of gradients that share products, each with what W computes for them."""
+    groups: list[tuple[list[int], _Taken]] = []
+    for place, own in taken.items():
+        places, joined = [place], own
+        for group in [each for each in groups if not own.products.isdisjoint(each[1].products)]:
+            groups.remove(group)
+            places = [*group[0], *places]
+            joined = group[1].with_all_of(joined)
+        groups.append((places, joined))
+    return groups
+
+
+def _separate_convolutions(graph: Graph) -> None:
+    """Compute weight gradients of convolutions apart from dX, and gradients of biases as sums."""
+    for node in graph.find_nodes(op="call_function", target=_CONVOLUTION):
+        of = {user.args[1]: user for user in node.users}
+        mask = list(cast(Sequence[bool], node.args[-1]))
+        if 1 not in of or not (mask[0] or mask[2]):
+            continue
+        dy = cast(Node, node.args[0])
+        with graph.inserting_after(node):
+            own = graph.call_function(_CONVOLUTION, (*node.args[:-1], [False, True, False]))
+            own.meta = dict(node.meta)
+        of[1].update_arg(0, own)
+        if mask[2] and 2 in of:
+            others = [each for each in range(dy.meta["val"].dim()) if each != 1]
+            with graph.inserting_before(of[2]):
+                bias = graph.call_function(_aten.sum.dim_IntList, (dy, others))
+                bias.meta = dict(of[2].meta)
+            of[2].replace_all_uses_with(bias)
+            graph.erase_node(of[2])
+        node.args = (*node.args[:-1], [mask[0], False, False])
+
+
+def _extract(module: GraphModule, results: Sequence[Node], taken: _Taken) -> tuple[GraphModule, bool]:
+    """The part of the graph that computes these results from their factors, and whether it returns two matrices."""
+    graph = Graph()
+    copies = {node: graph.placeholder(f"factor_{number}") for number, node in enumerate(taken.factors)}
+    matrices = _find_matrices(results, taken)
+    product = next(iter(taken.products))
+    end = _list_behind(results if matrices is None else product.all_input_nodes)
+    for node in module.graph.nodes:
+        if node in taken.nodes and node in end:
+            copies[node] = _copy(graph, node, copies)
+    if matrices is None:
+        graph.output([copies[each] for each in results])
+    else:
+        one, other = (copies[each] for each in cast(Sequence[Node], product.args))
+        if matrices == "turned":
+            one, other = (graph.call_function(_aten.t.default, (each,)) for each in (other, one))
+        graph.output((one, other))
+    return GraphModule(module, graph), matrices is not None
+
+
+def _copy(graph: Graph, node: Node, copies: dict[Node, Node]) -> Node:
+    if node.target is _CONVOLUTION:
+        dy, x, weight, *rest = node.args
+        shape = list(cast(Node, weight).meta["val"].shape)
+        like = graph.call_function(_aten.new_empty.default, (copies[cast(Node, dy)], [1]))
+        like = graph.call_function(_aten.expand.default, (like, shape))
+        return graph.call_function(_CONVOLUTION, (copies[cast(Node, dy)], copies[cast(Node, x)], like, *rest))
+    new = graph.node_copy(node, copies.__getitem__)
+    if new.target is _aten.view.default:  # the memory of a compiled result may have another order
+        new.target = _aten.reshape.default
+    return new
+
+
+def _find_matrices(results: Sequence[Node], taken: _Taken) -> str | None:
+    """Whether there is one gradient, a product of two matrices: "plain", or "turned"; None otherwise."""
+    is_turned, node = False, results[0]
+    while node.target in _TURNS and len(node.meta["val"].shape) == 2:
+        if node.target is _aten.t.default or tuple(cast(Any, node.args[1:])) != ([0, 1],):
+            is_turned = not is_turned
+        node = node.all_input_nodes[0]
+    if node.target is not _aten.mm.default or taken.products != {node} or len(node.args) != 2 or results[1:]:
+        return None
+    return "turned" if is_turned else "plain"
+
+
+def _count(product: Node) -> float:
+    """FLOPs of a product."""
+    first = int("add" in str(product.target))
+    if product.target is _CONVOLUTION:
+        dy, x, weight = (_shape_of(each) for each in product.args[:3])
+        return 2.0 * (x if product.args[7] else dy).numel() * weight[1:].numel()
+    shapes = [_shape_of(each) for each in product.args if isinstance(each, Node)]
+    shapes = [each for each in shapes if each][first : first + 2]
+    if len(shapes) < 2:
+        return 0.0
+    return 2.0 * shapes[0].numel() * shapes[1][-1]
+
+
+def _example_of(value: Any) -> Any:
+    return value.meta.get("val") if isinstance(value, Node) else None
+
+
+def _shape_of(value: Any) -> torch.Size:
+    shape = getattr(_example_of(value), "shape", ())
+    return torch.Size([each if isinstance(each, int) else 1 for each in shape])

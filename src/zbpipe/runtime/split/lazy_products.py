@@ -1,0 +1,537 @@
+"""Products in the backward of an autograd Function, computed only when their result is read.
+
+I runs the Function's own backward. A product there returns a `LazyTensor`, which has no memory and knows its operands.
+Whatever reads it computes it, and whatever may change an operand computes it before. A weight gradient that nothing
+reads until the end of the backward can wait for W, which multiplies the same operands by the same kernel. The operands
+of quantised products are smaller than x and dY.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
+from torch.overrides import TorchFunctionMode
+
+from zbpipe.runtime._torch import autograd
+from zbpipe.runtime._torch.autograd import function_of, is_wrapper, schema_of
+from zbpipe.runtime._torch.tensor_data import storage_of, version_of
+from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime.split.sources import find_leaf_behind, find_shape, number_edges, passes_on
+
+_MOST_NODES = 1000
+"""Limit of nodes of a layer among which Functions are looked for."""
+_META = torch.device("meta")
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with every part changed that is not a plain list, tuple or dictionary. pytree is slower."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([map_leaves(each, change) for each in value])
+    if kind is dict:
+        return {key: map_leaves(each, change) for key, each in value.items()}
+    return change(value)
+
+
+def list_leaves(value: Any) -> list[Any]:
+    """All parts of `value` that `map_leaves` would change."""
+    found: list[Any] = []
+    map_leaves(value, found.append)
+    return found
+
+
+class _Call(NamedTuple):
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    is_product: bool = True
+
+
+class LazyTensor(Tensor):
+    """The result of a product, or of operations on such results, that is computed when something reads it."""
+
+    call: _Call
+    operands: list[tuple[Tensor, int]]
+    """The tensors of the call, each with the number of its in-place changes then."""
+    within: LazyProducts | None
+    """That of the backward that calls it; None for a compiled one."""
+    value: Tensor | None
+    __torch_function__ = autograd.sees_no_functions  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, spec: Tensor, device: torch.device, call: _Call, within: LazyProducts | None) -> LazyTensor:
+        size, stride = spec.shape, spec.stride()
+        made: LazyTensor = autograd.make_wrapper(cls, size, strides=stride, dtype=spec.dtype, device=device)
+        tensors = _list_tensors((call.args, call.kwargs))
+        made.operands = [(each, version_of(each)) for each in tensors if not isinstance(each, LazyTensor)]
+        made.call, made.within, made.value = call, within, None
+        if within is not None:
+            within.waiting.append(made)
+        return made
+
+    def now(self) -> Tensor:
+        """The tensor's value."""
+        if self.value is None:
+            _require_unchanged(self.operands, getattr(self.call.function, "__name__", "a product"))
+            with nullcontext() if self.within is None else replaced(self.within, is_computing=True):
+                self.value = self.call.function(*_read(self.call.args), **_read(self.call.kwargs))
+        return self.value
+
+    def find_memory(self) -> set[int]:
+        """The storages that the value is computed from."""
+        found = list_memory(tensor for tensor, _ in self.operands)
+        for each in _list_tensors((self.call.args, self.call.kwargs)):
+            if isinstance(each, LazyTensor):
+                found |= each.find_memory() if each.value is None else list_memory([each.value])
+        return found
+
+    def data_ptr(self) -> int:  # for kernels that are not torch's, which may write
+        _compute_all([self])
+        return self.now().data_ptr()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        kwargs = kwargs or {}
+        own = [each for each in _list_tensors((args, kwargs)) if isinstance(each, LazyTensor)]
+        if schema_of(func).is_mutable:
+            _compute_all(own)
+        elif func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags:
+            return _postpone(_Call(func, args, kwargs, is_product=False), own[0].within)
+        return func(*_read(args), **_read(kwargs))
+
+
+def _require_unchanged(operands: Iterable[tuple[Tensor, int]], product: str) -> None:
+    if any(version_of(tensor) != version for tensor, version in operands):
+        raise RuntimeError(
+            f"an operand of {product} was changed in place before W, or in a backward that does not show it to zbpipe:"
+            " set weight_products = {} on this layer"
+        )
+
+
+def _compute_all(changed: Iterable[LazyTensor]) -> None:
+    """Compute all results of the backwards that call these, one of which changes."""
+    for lazy in changed:
+        for each in (lazy,) if lazy.within is None else lazy.within.waiting:
+            each.now()
+
+
+def _list_tensors(value: Any) -> list[Tensor]:
+    return [each for each in list_leaves(value) if isinstance(each, Tensor)]
+
+
+def _read(args: Any) -> Any:
+    return map_leaves(args, lambda leaf: leaf.now() if isinstance(leaf, LazyTensor) else leaf)
+
+
+def _postpone(call: _Call, within: LazyProducts | None) -> Any:
+    """A `LazyTensor` for a call; the result itself if its shape is unknown before it is computed."""
+    spec = _infer(call)
+    if spec is None:
+        return call.function(*_read(call.args), **_read(call.kwargs))
+    return LazyTensor(spec, _find_device(call), call, within)
+
+
+def _find_device(call: _Call) -> torch.device:
+    # A number may be on the CPU.
+    return max(_list_tensors((call.args, call.kwargs)), key=Tensor.dim).device
+
+
+def postpone(function: Callable[..., Any], args: Sequence[Any], like: Tensor) -> LazyTensor:
+    """A `LazyTensor` for `function(*args)`, whose result is like the tensor `like`."""
+    return LazyTensor(like, like.device, _Call(function, list(args), {}), None)
+
+
+def _infer(call: _Call) -> Tensor | None:
+    """A tensor without memory, like the result; None if there is no single one, or torch cannot tell."""
+    if call.kwargs.get("device") is not None or call.kwargs.get("out") is not None:
+        return None
+    key = call.function, _identify(call.args), _identify(call.kwargs)
+    try:
+        return _inferred[key]
+    except KeyError:
+        if len(_inferred) > _MOST_INFERRED:
+            _inferred.clear()
+        return _inferred.setdefault(key, _run_without_memory(call))
+    except TypeError:  # arguments without a hash
+        return _run_without_memory(call)
+
+
+_inferred: dict[Any, Tensor | None] = {}
+_MOST_INFERRED = 4096
+
+
+def _identify(value: Any) -> Any:
+    """A key for arguments: tensors by their shapes."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (tuple, list)):
+        return tuple([_identify(each) for each in value])
+    return tuple([(name, _identify(each)) for name, each in value.items()]) if isinstance(value, dict) else value
+
+
+def _run_without_memory(call: _Call) -> Tensor | None:
+    args, kwargs = map_leaves((call.args, call.kwargs), _without_memory)
+    try:
+        with autograd.without_functions(), torch.no_grad(), autograd.without_modes():
+            result = call.function(*args, **kwargs)
+    except Exception:  # of any kind: a kernel for this device alone, or one that reads its arguments
+        return None
+    return result if type(result) is Tensor and result.device == _META else None
+
+
+def _without_memory(like: Any) -> Any:
+    if not isinstance(like, Tensor):
+        return like
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=_META)
+
+
+class LazyProducts(TorchFunctionMode):
+    """Products that return a `LazyTensor`: those whose result has one of these numbers of elements, as weights have."""
+
+    def __init__(self, elements: Collection[int]) -> None:
+        super().__init__()
+        self._elements = elements
+        self.waiting: list[LazyTensor] = []
+        self.is_computing = False
+        """Whether the value of a `LazyTensor` is computed."""
+        self._lent: set[int] = set()
+        """Storages that others than torch may write to from now on, without a call that the mode sees."""
+        self._backward = autograd.current_backward()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = "" if self.is_computing else _classify(func)
+        if kind in ("points", "lends"):
+            self._compute_before(args, lends=kind == "lends")
+            return func(*_read(args), **_read(kwargs))
+        if kind == "writes":
+            self._compute_before(args[:1] or kwargs)
+        elif kind == "may write" or kwargs.get("out") is not None:
+            self._compute_before((args, kwargs))
+        elif kind == "product" and self._is_in_same_backward() and not autograd.any_autocast():
+            call = _Call(func, args, kwargs)
+            spec = _infer(call)
+            is_lent = self._lent and not self._lent.isdisjoint(list_memory(_list_tensors((args, kwargs))))
+            if spec is not None and spec.numel() in self._elements and not is_lent:
+                return LazyTensor(spec, _find_device(call), call, self)
+        return func(*args, **kwargs)
+
+    def _compute_before(self, changed: Any, lends: bool = False) -> None:
+        """Compute all results that depend on tensors which a call may change now; or later, if it lends them."""
+        tensors = _list_tensors(changed)
+        _compute_all(each for each in tensors if isinstance(each, LazyTensor))
+        memory = list_memory(tensors)
+        if lends:
+            self._lent |= memory
+        for each in self.waiting:
+            if each.value is None and not memory.isdisjoint(each.find_memory()):
+                each.now()
+
+    def _is_in_same_backward(self) -> bool:
+        """Whether the backward itself calls, not a forward or another backward that it runs."""
+        return not torch.is_grad_enabled() and autograd.current_backward() == self._backward
+
+
+@lru_cache(4096)
+def _classify(function: Any) -> str:
+    """What a call does: "product"; "writes" into its first argument, or "may write" into any; "lends" memory to others
+    than torch, or "points" them to it; "" for anything else."""
+    name, _, overload = getattr(function, "__name__", "").partition(".")
+    overloads = [function] if overload else [getattr(function, each) for each in getattr(function, "overloads", list)()]
+    if any(each.is_mutable for each in map(schema_of, overloads) if overload or "out" not in each.overload_name):
+        return "may write"
+    if name in _LENDING or function == Tensor.__cuda_array_interface__.__get__:
+        return "lends"
+    if name in ("data_ptr", "tolist"):
+        return "points"
+    is_method = name.startswith("__") and name.endswith("__")
+    if "inplace" in getattr(getattr(function, "__code__", None), "co_varnames", ()):
+        return "writes"
+    if name.endswith("_") and (not is_method or name in ("__set__", "__setitem__") or name[3:] in _IN_PLACE):
+        return "writes"
+    # mm, scaled_grouped_mm, gemm, matmul, linear, einsum and the like
+    return "product" if any(word in name for word in ("mm", "matmul", "linear", "einsum")) else ""
+
+
+_LENDING = frozenset(("__array__", "__dlpack__", "numpy", "storage", "_typed_storage", "untyped_storage"))
+_IN_PLACE = frozenset(
+    f"{name}__"
+    for name in ("add", "and", "div", "floordiv", "matmul", "mod", "mul", "or", "pow", "sub", "truediv", "xor")
+)
+
+
+class _At(NamedTuple):
+    """The place of a tensor among those of a recipe."""
+
+    place: int
+
+
+class _Wrapper(NamedTuple):
+    """A tensor of a class that wraps others, such as a quantised one with its scale."""
+
+    kind: Any
+    inner: dict[str, Any]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
+
+
+class Recipe:
+    """How to compute a `LazyTensor`, apart from the tensors; it keeps those in the `memory` of weights itself."""
+
+    def __init__(self, lazy: Tensor, memory: Collection[int] = ()) -> None:
+        self._memory = memory
+        self._weights: list[tuple[Tensor, int]] = []
+        """Weights that it reads, each with the number of its in-place changes so far."""
+        self.tensors: list[Tensor] = []
+        """All tensors that it reads, detached."""
+        self.versions: list[int] = []
+        """The number of in-place changes of each, when the backward called the product."""
+        self.flops = 0.0
+        """Of its products; 0 if the backward has read their results."""
+        self._known: dict[int, Any] = {}
+        self._noted: dict[int, int] = {}
+        self._steps: list[_Call] = []
+        self._result = self._note(lazy)
+
+    def _note(self, tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if id(tensor) not in self._known:
+            self._known[id(tensor)] = self._note_new(tensor)
+        return self._known[id(tensor)]
+
+    def _note_new(self, tensor: Any) -> Any:
+        if isinstance(tensor, LazyTensor) and tensor.value is not None:
+            return self._note_new(tensor.value)
+        if isinstance(tensor, LazyTensor):
+            call = tensor.call
+            for operand, version in tensor.operands:
+                self._noted.setdefault(id(operand), version)
+            args, kwargs = map_leaves((call.args, call.kwargs), self._note)
+            if call.is_product:
+                self.flops += _count_flops(call)
+            self._steps.append(_Call(call.function, args, kwargs))
+            return _Step(len(self._steps) - 1)
+        if is_wrapper(tensor):
+            names, context = tensor.__tensor_flatten__()
+            inner = {name: self._note(getattr(tensor, name)) for name in names}
+            return _Wrapper(type(tensor), inner, context, tensor.shape, tensor.stride())
+        if storage_of(tensor) in self._memory:
+            self._weights.append((tensor.detach(), version_of(tensor)))
+            return self._weights[-1][0]
+        self.tensors.append(tensor.detach())
+        self.versions.append(self._noted.get(id(tensor), version_of(tensor)))
+        return _At(len(self.tensors) - 1)
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether the result depends on a weight itself."""
+        return bool(self._weights)
+
+    @property
+    def as_matrices(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """Computes from the tensors two matrices whose product is the result; None unless the result is that alone."""
+        if len(self._steps) != 1 or not isinstance(self._result, _Step):
+            return None
+        (call,) = self._steps
+        is_in_order = call.args == [_At(place) for place in range(len(self.tensors))]
+        return getattr(call.function, "as_matrices", None) if is_in_order else None
+
+    def release_tensors(self) -> list[Tensor]:
+        """The tensors, which the recipe forgets."""
+        tensors, self.tensors = self.tensors, []
+        self._known.clear()
+        return tensors
+
+    def run(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The result for these tensors."""
+        _require_unchanged(self._weights, "a backward that depends on a weight")
+        results: list[Tensor] = []
+
+        def fill_in(leaf: Any) -> Any:
+            if isinstance(leaf, _At):
+                return tensors[leaf.place]
+            if isinstance(leaf, _Step):
+                return results[leaf.number]
+            if isinstance(leaf, _Wrapper):
+                inner = {name: fill_in(each) for name, each in leaf.inner.items()}
+                return leaf.kind.__tensor_unflatten__(inner, leaf.context, leaf.size, leaf.stride)
+            return leaf
+
+        for call in self._steps:
+            args, kwargs = map_leaves((call.args, call.kwargs), fill_in)
+            results.append(call.function(*args, **kwargs))
+        result: Tensor = fill_in(self._result)
+        return result
+
+
+class _Step(NamedTuple):
+    """The result of an earlier step of the same recipe."""
+
+    number: int
+
+
+def _count_flops(call: _Call) -> float:
+    if (known := getattr(call.function, "flops", None)) is not None:
+        return float(known)
+    factors = [each for each in list_leaves((call.args, call.kwargs)) if isinstance(each, Tensor)][:2]
+    if len(factors) < 2 or not factors[1].dim():
+        return 0.0
+    return 2.0 * factors[0].numel() * factors[1].shape[-1]
+
+
+class Context:
+    """Stands in for the node that a Function's backward gets as `ctx`."""
+
+    _node: Any
+    _saved: Any
+
+    def __init__(self, node: Node) -> None:
+        object.__setattr__(self, "_node", node)
+        object.__setattr__(self, "_saved", None)
+
+    @property
+    def saved_tensors(self) -> Any:
+        """The saved tensors, for which a checkpoint may run its forward again: without `LazyProducts`."""
+        if self._saved is None:
+            with autograd.without_innermost_mode():
+                object.__setattr__(self, "_saved", self._node.saved_tensors)
+        return self._saved
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._node, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._node, name)
+
+
+def run_own_backward(node: Node, gradients: Sequence[Any], context: Context | None = None) -> tuple[Any, ...]:
+    """The gradients that a Function's backward returns."""
+    kind: Any = type(node)
+    if _takes_a_list(node):
+        return cast(tuple[Any, ...], kind.apply_boxed(node, gradients))
+    returned = kind.apply(node if context is None else context, *gradients)
+    return returned if isinstance(returned, tuple) else (returned,)
+
+
+def run_without_products(node: Node, gradients: Sequence[Any], weights: Iterable[Weight]) -> tuple[Any, ...]:
+    """The same, with a `LazyTensor` for each gradient of `weights` that only products lead to."""
+    mode = LazyProducts(frozenset(find_shape(each.edge).numel() for each in weights))
+    with mode, autograd.replace_engine(_run_engine):
+        returned = run_own_backward(node, gradients, Context(node))
+    mode.waiting.clear()  # a cycle, which would hold the operands
+    return returned
+
+
+def _run_engine(tensors: Any, gradients: Any, *more: Any, **options: Any) -> Any:
+    """A backward within a backward, which could keep a `LazyTensor` in `.grad`."""
+    return autograd.run_engine(tensors, _read(gradients), *more, **options)
+
+
+def is_compiled(node: Node) -> bool:
+    """Whether the node is the backward of a compiled graph."""
+    return node.name() == "CompiledFunctionBackward"
+
+
+def _takes_a_list(node: Any) -> bool:
+    """Whether autograd gives the gradients as a list, which the backward empties: from torch 2.13 on if compiled."""
+    return getattr(function_of(node), "boxed_grads_call", False)
+
+
+def holds_lazy(gradient: Any) -> bool:
+    """Whether this is a `LazyTensor`, or a tensor that wraps one."""
+    if isinstance(gradient, LazyTensor) or not is_wrapper(gradient):
+        return isinstance(gradient, LazyTensor)
+    return any(holds_lazy(getattr(gradient, name)) for name in gradient.__tensor_flatten__()[0])
+
+
+def compute(gradient: Any) -> Any:
+    """The gradient, without any `LazyTensor`."""
+    if isinstance(gradient, LazyTensor):
+        return gradient.now()
+    if not holds_lazy(gradient):
+        return gradient
+    recipe = Recipe(gradient)
+    return recipe.run(recipe.tensors)
+
+
+def list_functions(outputs: Iterable[Any], inputs: Iterable[Any]) -> Iterator[Node]:
+    """Nodes of others' autograd Functions between a layer's inputs and outputs, unless their backward is replaced."""
+    seen = {each.grad_fn for each in inputs if isinstance(each, Tensor)}
+    waiting = [each.grad_fn for each in outputs if isinstance(each, Tensor)]
+    for _ in range(_MOST_NODES):
+        if not waiting:
+            return
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(cast(object, node), BackwardCFunction) and not _is_other(node):
+            yield node
+        waiting += [each for each, _ in node.next_functions]
+
+
+def _is_other(node: Any) -> bool:
+    """Whether the node belongs to zbpipe, or only passes gradients on."""
+    return "apply" in vars(node) or hasattr(node, "deferral") or passes_on(node)
+
+
+class Weight(NamedTuple):
+    """An input of a Function that was a leaf, or a cast, a transpose or a view of one."""
+
+    place: int
+    """Its place among all inputs, and among the gradients that the backward returns."""
+    number: int
+    """Its place among the tensors."""
+    leaf: Tensor
+    edge: GradientEdge
+
+
+def list_weights(node: Any, owns: Callable[[Tensor], bool]) -> list[Weight]:
+    """The inputs of a Function that belong to leaves that `owns` accepts."""
+    found = []
+    for place, number in number_edges(node).items():
+        edge = node.next_functions[number]
+        leaf = find_leaf_behind(edge[0])
+        if leaf is not None and owns(leaf):
+            found.append(Weight(place, number, leaf, GradientEdge(*edge)))
+    return found
+
+
+def replace_backward(node: Any, run: Any) -> None:
+    """Have autograd call `run(node, gradients)` for this node alone."""
+    here = ref(node)  # a node that held itself would wait for the garbage collector
+
+    def apply(*gradients: Any) -> Any:
+        return run(here(), gradients)
+
+    if _takes_a_list(node):
+        node.apply_boxed = lambda gradients: run(here(), gradients)
+    node.deferral, node.weight_places = run.deferral, tuple(each.number for each in run.weights)  # for `graph_products`
+    node.apply = apply
+
+
+def list_memory(tensors: Iterable[Any]) -> set[int]:
+    """The storages of plain tensors and of tensors that wrap them."""
+    found: set[int] = set()
+    for each in tensors:
+        if is_wrapper(each):
+            names, _ = each.__tensor_flatten__()
+            found |= list_memory(getattr(each, name) for name in names)
+        elif isinstance(each, Tensor) and not isinstance(each, LazyTensor) and each.layout is torch.strided:
+            found.add(storage_of(each))  # a DTensor has its mesh among its parts
+    return found

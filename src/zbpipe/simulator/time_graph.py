@@ -1,0 +1,254 @@
+"""What waits for what in a step, under each transport and with FSDP's collectives, and the times that follow.
+
+Once the lists of all ranks are fixed, that is a static graph. To the ops and messages of `Schedule.graph` come:
+
+- with a previous step, the begin of each rank and of each queue;
+- for the blocking transport: a rank waits for its message before it goes on;
+- for queues: a message waits for the computations before it and for the previous message, at both ends;
+- FSDP's gathers, one after the other in the order in which the rank needs its stages, and its reductions. With overlap,
+  a stage's first F ends no earlier than its gather, and its reduction starts with its last W or B. Otherwise that F
+  starts after the gather, the reduction after that W or B, and the rank waits for both, as in torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
+from itertools import accumulate, chain
+from math import inf
+from typing import Any, NamedTuple
+
+from zbpipe.costs.model import GATHER, REDUCE, CostModel
+from zbpipe.costs.transport import Transport
+from zbpipe.schedule.graph import CycleError, Graph
+from zbpipe.schedule.ir import OpKind, Schedule
+from zbpipe.schedule.tables import Cell
+from zbpipe.simulator.actions import COMPUTE, SENDS, WAITS, Action, Rows, message_of, other_end
+
+HEAD = "HEAD"
+"""The part of a gather that precedes the first F beside it."""
+BEGIN, GATE, QUEUE = "BEGIN", "GATE", "QUEUE"
+"""The begins of a rank, of all ranks, and of a queue."""
+NO_TIME = frozenset((BEGIN, GATE, QUEUE, *WAITS))
+"""Nodes without a time of their own."""
+
+
+class CollectiveNode(NamedTuple):
+    """A collective in a graph."""
+
+    node: int
+    op: int
+    """Node of the op that it runs beside, before or after."""
+
+
+class TimeGraph(Graph[Cell]):
+    """What waits for what in a step.
+
+    Args:
+        schedule: a schedule that can run.
+        transport: which messages wait for each other.
+        rows: the lists with messages, for a transport with queues.
+        ahead: number of ops that each rank may start before all ranks are done with the previous step. Default: there
+            is no previous step.
+        has_fsdp: whether there are collectives.
+        overlaps_fsdp: whether these run beside the computations.
+    """
+
+    # Callers need different subsets.
+    def __init__(
+        self,
+        schedule: Schedule,
+        transport: Transport = Transport.IDEAL,
+        rows: Rows = (),
+        *,
+        ahead: Sequence[int] | None = None,
+        has_fsdp: bool = False,
+        overlaps_fsdp: bool = True,
+    ) -> None:
+        base = schedule.graph
+        super().__init__(base.nodes.copy(), base.before.copy())
+        self.schedule = schedule
+        self.ops: list[range] = []
+        """Nodes of each rank's ops."""
+        for last, row in zip(accumulate(map(len, schedule)), schedule, strict=True):
+            self.ops.append(range(last - len(row), last))
+        self.begins: dict[int, list[int]] = {}
+        """Where each rank, and then each queue, begins the step, and its nodes that end the previous step."""
+        self.collectives: list[list[CollectiveNode]] = [[] for _ in schedule]
+        """Gathers and reductions of each rank, in order."""
+        self._first: list[list[int]] = [[] for _ in schedule]
+        """Node for which each rank's first op waits, if any."""
+        self.arrivals: dict[int, int] = {}
+        """Message for which a rank waits before it goes on, by the op that sends it."""
+        if ahead is not None:
+            self._add_begins(ahead)
+        if transport is Transport.BLOCKING:
+            self._add_blocking()
+        elif transport.has_queues:
+            self._add_queues(rows, transport)
+        if has_fsdp:
+            self._add_collectives(overlaps_fsdp)
+        if len(self.nodes) == len(base.nodes) and not transport.has_queues:
+            sent = self.arrivals
+            # Each message right after its op.
+            followed = ((op, sent[op]) if op in sent else (op,) for op in base.order if op < self.ops[-1].stop)
+            self.order = list(chain.from_iterable(followed)) if sent else base.order
+
+    def find_cycle(self) -> list[Action]:
+        """Messages, and computations between them, each of which waits for the previous one. Empty if none do.
+
+        The cycle begins and ends with the same action, on its lowest rank.
+        """
+        try:
+            self.order  # noqa: B018 -- which raises if there is none
+        except CycleError as error:
+            cycle = [Action(*each) for each in error.cycle]
+        else:
+            return []
+        rank_of = self.schedule.placement.rank_of
+        # Of the computations that follow each other on a rank, the first one waits for a message.
+        pairs = zip([cycle[-1], *cycle], cycle, strict=False)
+        cycle = [each for before, each in pairs if each.kind in SENDS or before.kind in SENDS]
+        first = cycle.index(min(cycle, key=lambda each: rank_of[each.stage]))
+        return [*cycle[first:], *cycle[: first + 1]]
+
+    def _add(self, node: Cell, waits: Iterable[int]) -> int:
+        self.nodes.append(node)
+        self.before.append(list(waits))
+        return len(self.nodes) - 1
+
+    def _wait(self, node: int, others: Iterable[int]) -> None:
+        """Let a node wait for others. The lists of `Schedule.graph` stay as they are."""
+        self.before[node] = [*self.before[node], *others]
+
+    def _wait_from(self, ops: Iterable[int], other: int) -> None:
+        """Let a rank that comes to these ops wait: the first computation, and the copies before it."""
+        for each in ops:
+            self._wait(each, [other])
+            if self.nodes[each][1] in COMPUTE:
+                break
+
+    def _add_begin(self, node: Cell, lasts: Iterable[int]) -> int:
+        begin = self._add(node, ())
+        self.begins[begin] = [begin, *lasts]
+        return begin
+
+    def _add_begins(self, ahead: Sequence[int]) -> None:
+        """The step begins where a rank is done with the previous one, and after `ahead` ops where all ranks are."""
+        begins = [self._add_begin((rank, BEGIN, -1), ops[-1:]) for rank, ops in enumerate(self.ops)]
+        gate = self._add((-1, GATE, -1), begins)
+        for rank, (ops, number) in enumerate(zip(self.ops, ahead, strict=True)):
+            self._first[rank] = [begins[rank] if number else gate]
+            self._wait_from(ops, *self._first[rank])
+            self._wait_from(ops[number:], gate)
+
+    def _add_blocking(self) -> None:
+        """After an op, its rank waits for its message."""
+        first = self.ops[-1].stop
+        self.arrivals = {giver: message for message, (giver,) in enumerate(self.schedule.graph.before[first:], first)}
+        for ops in self.ops:
+            for op in self.arrivals.keys() & ops[:-1]:
+                self._wait_from(range(op + 1, ops.stop), self.arrivals[op])
+
+    def _add_queues(self, rows: Rows, transport: Transport) -> None:
+        """The messages of `rows` wait for each other. Waits for sends are nodes."""
+        placement, per_peer = self.schedule.placement, transport is Transport.QUEUE_PER_PEER
+        number = {node: place for place, node in enumerate(self.schedule.graph.nodes)}
+        for rank, row in enumerate(rows):
+            blocking = self._first[rank]
+            peers = [other for one, other in placement.hops if one == rank] if per_peer else [-1]
+            begins = {peer: self._add_begin((rank, QUEUE, peer), ()) for peer in peers} if self.begins else {}
+            last = {peer: [begins[peer]] if begins else [] for peer in peers}
+            """The last message of each queue."""
+            for action in row:
+                found = action if action.kind in COMPUTE else message_of(action)
+                if found is None:
+                    continue
+                node = number[found]
+                if action.kind in COMPUTE or action.kind in WAITS:
+                    node = self._add(action, [node]) if action.kind in WAITS else node
+                    self._wait(node, [*blocking, *(last[-1] if transport is Transport.SHARED else ())])
+                    blocking = [node]
+                else:
+                    peer = placement.rank_of[other_end(action).stage] if per_peer else -1
+                    self._wait(node, [*blocking, *last[peer]])
+                    last[peer] = [node]
+            for peer, begin in begins.items():
+                self.begins[begin] += last[peer]
+
+    def _add_collectives(self, overlaps: bool) -> None:
+        for rank, ops in enumerate(self.ops):
+            first = {self.nodes[op][0]: op for op in reversed(ops)}
+            gathered = self._first[rank]
+            for stage, op in sorted(first.items(), key=lambda each: each[1]):
+                gather = self._add((stage, GATHER, -1), gathered)
+                self._wait(op, [self._add((stage, HEAD, self.nodes[op][2]), gathered) if overlaps else gather])
+                gathered = [gather]
+                self.collectives[rank].append(CollectiveNode(gather, op))
+            last = {self.nodes[op][0]: op for op in ops if self.nodes[op][1] in ("W", "B")}
+            reduced: list[int] = []
+            for stage, op in sorted(last.items(), key=lambda each: each[1]):
+                waits = self.before[op] if overlaps else [self.arrivals.get(op, op)]
+                reduction = self._add((stage, REDUCE, -1), [*waits, *reduced])
+                if not overlaps:
+                    self._wait_from(range(op + 1, ops.stop), reduction)
+                reduced = [reduction]
+                self.collectives[rank].append(CollectiveNode(reduction, op))
+            if self.begins:
+                self.begins[list(self.begins)[rank]] += reduced
+
+
+def longest_path(graph: Graph[Any], seconds: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Start and end of each node. It starts when all that it waits for is over, or at 0 if it waits for nothing."""
+    before, starts, ends = graph.before, [0.0] * len(graph.nodes), [0.0] * len(graph.nodes)
+    for node in graph.order:
+        waits = before[node]
+        start = -inf if waits else 0.0
+        for each in waits:
+            start = max(start, ends[each])
+        starts[node] = start
+        ends[node] = start + seconds[node]
+    return starts, ends
+
+
+def last_ends(graph: Graph[Any], seconds: Callable[[int], Any], latest: Callable[[Any, Any], Any]) -> list[Any]:
+    """As `longest_path`, for arrays, with a number for each sample: the ends for which no node waits.
+
+    Args:
+        graph: the graph.
+        seconds: durations of a node.
+        latest: the later of two times.
+    """
+    users = Counter(chain.from_iterable(graph.before))
+    ends: dict[int, Any] = {}
+    for node in graph.order:
+        waits = graph.before[node]
+        ends[node] = reduce(latest, [ends[each] for each in waits] or [0.0]) + seconds(node)
+        for each in waits:
+            users[each] -= 1
+            if not users[each]:  # arrays are large
+                del ends[each]
+    return list(ends.values())
+
+
+def durations(graph: TimeGraph, costs: CostModel) -> list[float]:
+    """Seconds of each node."""
+    rank_of = graph.schedule.placement.rank_of
+    messages: dict[tuple[int, str, float], float] = {}
+    found = []
+    for node in graph.nodes:
+        stage, kind, microbatch = node
+        if kind in SENDS:
+            size = costs.of(stage, OpKind.F if kind == "SEND_F" else OpKind.I, microbatch).message
+            if (key := (stage, kind, size)) not in messages:
+                messages[key] = costs.transfer(rank_of[stage], rank_of[other_end(node).stage], size)
+            found.append(messages[key])
+        elif kind == HEAD:
+            gather = costs.of(stage, GATHER, microbatch).seconds
+            found.append(max(gather - costs.of(stage, OpKind.F, microbatch).seconds, 0.0))
+        elif kind in NO_TIME:
+            found.append(0.0)
+        else:
+            found.append(costs.of(stage, kind, microbatch).seconds)
+    return found
