@@ -78,6 +78,7 @@ FOR_AUTO = 7
 OF_THIS_TORCH = options(*(each for each in RUNTIME if each.split()[0].replace("-", "_") in TORCHS_OPTIONS))
 MEASURES = options("profile-steps 1")
 HOST = " MiB to the host"
+ONE_LAYER = ("--parallelism.pipeline_parallel_layers_per_stage", "1")
 JOBS = {
     # TorchTitan's chunked loss runs the head's backward in F.
     "the lm_head waits for W": Cell(options=options("defer-loss")),
@@ -91,6 +92,13 @@ JOBS = {
             schedule="ZBVLean", checkpointing=how, says=(f"is made for {how} activation checkpointing",)
         )
         for how in ("none", "full")
+    },
+    # As many stages per rank as the user's cut has: four of each rank, embedding and head count as layers.
+    **{
+        name: Cell(
+            schedule=name, settings=ONE_LAYER, says=(f"Using pipeline schedule {name} with 4 microbatches and 8 s",)
+        )
+        for name in ("ZB", "ZBLoop")
     },
     # Options of this torch reach zbpipe's schedules and torch's own, to which TorchTitan does not pass them. torch's
     # split takes no checkpointing.
@@ -122,7 +130,16 @@ JOBS = {
     ),
 }
 MARKS: dict[str, Any] = dict.fromkeys(
-    ("lean none", "lean full", "DualPipeV with options", "reshard always", "reshard by zbpipe", "Auto offloads"), LONG
+    (
+        "lean none",
+        "lean full",
+        "ZBLoop",
+        "DualPipeV with options",
+        "reshard always",
+        "reshard by zbpipe",
+        "Auto offloads",
+    ),
+    LONG,
 )
 
 
@@ -204,6 +221,10 @@ OTHER = "PipelineError: another rank failed first: "
 
 REFUSALS = {
     "too few stages": ((*pipeline("ZBV"), "--parallelism.pipeline_parallel_layers_per_stage", "4"), CUTS, CUTS),
+    "a wave of one": (
+        (*pipeline("ZB"), "--parallelism.pipeline_parallel_layers_per_stage", "4"),
+        *2 * ["ZB in TorchTitan runs an even number of stages per rank, and this cut has 1: choose"],
+    ),
     "a deadlock": (pipeline("deadlock.csv"), "deadlock: ", "deadlock: "),
     "different schedules": ((*pipeline("ZBV")[:2], *faulty("other_schedule")), DIFFER, DIFFER),
     "raises in a step": (
@@ -224,7 +245,7 @@ REFUSALS = {
     ),
 }
 """Arguments, and patterns of the errors of both ranks."""
-OF_03: dict[str, Any] = {"raises in a step": (), "different schedules": NEWEST}
+OF_03: dict[str, Any] = {"a wave of one": LONG, "raises in a step": (), "different schedules": NEWEST}
 OF_03 |= {"step is not finite on rank 0": NEWEST, "step is not finite on rank 1": LONG}
 
 

@@ -78,7 +78,7 @@ def _nearest(algorithm: Algorithm) -> type[pipelining.PipelineSchedule]:
     if algorithm.stages_per_rank == 1:
         return PipelineScheduleSingle
     table = algorithm.table
-    is_v = algorithm.placement == "v" or (table and table.placement == Placement.v(table.placement.num_ranks))
+    is_v = algorithm.placement in ("v", "wave") or (table and table.placement == Placement.v(table.placement.num_ranks))
     return ScheduleZBVZeroBubble if is_v and algorithm.stages_per_rank == 2 else PipelineScheduleMulti
 
 

@@ -248,10 +248,12 @@ def _helpers(
 
     ValueError if the user's cut has another number of stages, or if a cut lacks a module.
     """
-    placement = algorithm.place(job.parallelism.pipeline_parallel_degree)
     by_hand = job.parallelism.module_fqns_per_model_part
+    cut = _count_stages(job) if by_hand is None else len(by_hand)
+    placement = _place(algorithm, job.parallelism.pipeline_parallel_degree, cut)
     if by_hand is None:
-        _require_layers_per_stage(algorithm, placement, job)
+        field = f"pipeline_parallel_layers_per_stage={job.parallelism.pipeline_parallel_layers_per_stage}"
+        checks.require_cut(algorithm.name, placement, _num_layers(job), cut, field)
     else:
         checks.require_parts(algorithm.name, placement, len(by_hand))
         _require_known(model, by_hand)
@@ -298,15 +300,31 @@ def _find_names(module: ModuleType, name: str) -> list[str]:
     return [each for each in (name, f"_{name}") if hasattr(module, each)]
 
 
-def _require_layers_per_stage(algorithm: Algorithm, placement: Placement, job: _Job) -> None:
-    """Refuse TorchTitan's `pipeline_parallel_layers_per_stage` if it gives another number of stages."""
+def _place(algorithm: Algorithm, ranks: int, cut: int | None) -> Placement:
+    """The placement of the stages, as many as the user's cut has where the schedule runs any number of them."""
+    each, left = divmod(cut or 0, ranks)
+    if not (each and algorithm.any_stages_per_rank) or left:
+        return algorithm.place(ranks)
+    placement = algorithm.place(ranks, each)
+    # TorchTitan asks for the rank with the loss by the schedule's name alone (see `rank_with_loss`).
+    if placement.rank_of[-1] != algorithm.place(ranks).rank_of[-1]:
+        raise ValueError(
+            f"{algorithm.name} in TorchTitan runs an even number of stages per rank, and this cut has {each}: choose"
+            " another number of layers per stage, or the schedule ZBLoop"
+        )
+    return placement
+
+
+def _num_layers(job: _Job) -> int:
+    return len(job.model_config.layers) if hasattr(job.model_config, "layers") else int(job.model_config.n_layers)
+
+
+def _count_stages(job: _Job) -> int | None:
+    """The number of stages by TorchTitan's `pipeline_parallel_layers_per_stage`; None if it is not set."""
     config, per_stage = job.parallelism, job.parallelism.pipeline_parallel_layers_per_stage
-    model = job.model_config
-    num_layers = len(model.layers) if hasattr(model, "layers") else model.n_layers
     # TorchTitan counts embedding and head as these numbers of further layers.
     first, last = config.pipeline_parallel_first_stage_less_layers, config.pipeline_parallel_last_stage_less_layers
-    cut = None if per_stage is None else math.ceil((num_layers + first + last) / per_stage)
-    checks.require_cut(algorithm.name, placement, num_layers, cut, f"pipeline_parallel_layers_per_stage={per_stage}")
+    return None if per_stage is None else math.ceil((_num_layers(job) + first + last) / per_stage)
 
 
 def _require_known(model: nn.Module, modules: Sequence[Sequence[str]]) -> None:
