@@ -207,9 +207,8 @@ def uninstall() -> None:
     if _installed is None:
         return
     automodel.restore()
-    found = _replace(_installed.replacement, _installed.torchs)
+    _replace(_installed.replacement, _installed.torchs)
     _installed = None
-    logger.info("zbpipe.frameworks.installation.uninstall: restored torch's get_schedule_class in %s", ", ".join(found))
 
 
 def find_algorithm(name: str) -> Algorithm | None:
