@@ -35,7 +35,7 @@ BUDGETS = {
     "src/zbpipe/titan": 110,
     "src/zbpipe/views": 1280,
     "tests": 24240,
-    "benchmarks": 2690,
+    "benchmarks": 2665,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
