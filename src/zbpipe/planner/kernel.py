@@ -114,7 +114,7 @@ def list_schedule(
     """
     nodes, microbatches = job.nodes, job.microbatches
     total = len(nodes) * microbatches
-    head, beside, left, forwards, work = loads(job)
+    head, sibling, left, forwards, work = loads(job)
     free = job.limit.copy()
     apart, room = rooms(job, needs)
     busy, wake = job.origin.copy(), job.origin.copy()
@@ -128,7 +128,7 @@ def list_schedule(
         if now >= NEVER:
             break
         chosen, start, wake[rank] = choose(
-            job, needs, head[rank], beside, now, free[rank], room, urgency, period, patience, ran, sent, arrival, first
+            job, needs, head[rank], sibling, now, free[rank], room, urgency, period, patience, ran, sent, arrival, first
         )
         if chosen < 0:
             continue
@@ -172,7 +172,7 @@ def list_schedule(
 def loads(job: Job) -> tuple[Ints, Ints, Ints, Ints, Floats]:
     """First node of each rank, next node of the same rank by node (-1: none), and each rank's ops, F, and seconds."""
     nodes = job.nodes
-    head, latest, beside = fill(job.ranks, -1), fill(job.ranks, -1), fill(len(nodes), -1)
+    head, latest, sibling = fill(job.ranks, -1), fill(job.ranks, -1), fill(len(nodes), -1)
     left, forwards, work = fill(job.ranks, 0), fill(job.ranks, 0), fill(job.ranks, 0.0)
     for number in range(len(nodes)):
         node = nodes[number]
@@ -180,7 +180,7 @@ def loads(job: Job) -> tuple[Ints, Ints, Ints, Ints, Floats]:
         if head[rank] < 0:
             head[rank] = number
         else:
-            beside[latest[rank]] = number
+            sibling[latest[rank]] = number
         latest[rank] = number
         left[rank] += job.microbatches
         forwards[rank] += job.microbatches if number % 3 == 0 else 0
@@ -188,7 +188,7 @@ def loads(job: Job) -> tuple[Ints, Ints, Ints, Ints, Floats]:
         merged = number % 3 == 1 and node.full < NEVER
         saved = node.seconds + nodes[number + 1].seconds - node.whole if merged else 0.0
         work[rank] += job.microbatches * (node.seconds - saved)
-    return head, beside, left, forwards, work
+    return head, sibling, left, forwards, work
 
 
 def earliest(times: Floats) -> tuple[int, float]:
@@ -220,7 +220,7 @@ def choose(
     job: Job,
     needs: Floats,
     head: int,
-    beside: Ints,
+    sibling: Ints,
     now: float,
     free: float,
     room: Floats,
@@ -234,10 +234,10 @@ def choose(
 ) -> tuple[int, float, float]:
     """The most urgent node from `head` on (-1: none), the arrival of its input, and when to look again for others."""
     chosen, least, start, wake = -1, NEVER, 0.0, NEVER
-    reserve = left_free(job, head, beside, ran)
+    reserve = left_free(job, head, sibling, ran)
     following = head
     while following >= 0:
-        node, following = following, beside[following]
+        node, following = following, sibling[following]
         microbatch = ran[node]
         if microbatch >= sent[node]:
             continue
@@ -254,7 +254,7 @@ def choose(
     return chosen, start, wake
 
 
-def left_free(job: Job, head: int, beside: Ints, ran: Ints) -> float:
+def left_free(job: Job, head: int, sibling: Ints, ran: Ints) -> float:
     """Memory to keep free on a rank so that one of its microbatches can continue, which then frees memory.
 
     The rank holds all that it has run of them, because no I of them is over. The one on the latest stage needs the
@@ -264,7 +264,7 @@ def left_free(job: Job, head: int, beside: Ints, ran: Ints) -> float:
     while node >= 0:
         if node % 3 == 0 and ran[node] > ran[node + 1]:
             least = min(least, job.nodes[node].ahead)
-        node = beside[node]
+        node = sibling[node]
     return least
 
 
@@ -448,17 +448,17 @@ def link(job: Job, codes: Ints) -> Lists:
     return Lists(order, ops, first, last)
 
 
-def go(job: Job, lists: Lists, op: int, later: bool, jump: int) -> Move:
+def go(job: Job, lists: Lists, op: int, delays: bool, jump: int) -> Move:
     """Move the op past others of its rank, as far as at most `jump` of them allow."""
     ops = lists.ops
-    other = reach_later(job, lists, op, jump) if later else reach_earlier(job, lists, op, jump)
+    other = reach_later(job, lists, op, jump) if delays else reach_earlier(job, lists, op, jump)
     if other == op:
         return Move(NONE, op, 0, 0, 0, 0, 0, 0)
     position, anchor, target = ops[op].place, ops[op].before, ops[other].place
-    follower = ops[other].after if later else ops[op].after
+    follower = ops[other].after if delays else ops[op].after
     left, right = min(position, target), max(position, target)
-    shift(job, lists, op, other if later else ops[other].before, target)
-    leader = anchor if later else ops[op].before
+    shift(job, lists, op, other if delays else ops[other].before, target)
+    leader = anchor if delays else ops[op].before
     early = ops[leader].place if leader >= 0 else left
     late = ops[follower].place if follower >= 0 else right
     return Move(SHIFTED, op, anchor, position, left, right, early, late)
@@ -575,13 +575,13 @@ def reach_earlier(job: Job, lists: Lists, op: int, jump: int) -> int:
 def shift(job: Job, lists: Lists, op: int, anchor: int, position: int) -> None:
     """Move `op` to `position` of the order, which is right after `anchor` (-1: nothing) on its rank."""
     moved, rank = lists.ops[op], job.nodes[op // job.microbatches].rank
-    later = position > moved.place
+    delays = position > moved.place
     put(lists, op, position)
     # The memory changes for all ops between the old and the new place.
-    start, until = (moved.after, anchor) if later else (op, moved.after)
+    start, until = (moved.after, anchor) if delays else (op, moved.after)
     take_out(lists, op, rank)
     put_in(lists, op, anchor, rank)
-    weigh(lists, start, moved.after if later else until)
+    weigh(lists, start, moved.after if delays else until)
 
 
 def merge(job: Job, lists: Lists, op: int) -> None:

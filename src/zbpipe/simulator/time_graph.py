@@ -19,12 +19,12 @@ from itertools import accumulate, chain
 from math import inf
 from typing import Any, NamedTuple
 
-from zbpipe.costs.model import GATHER, REDUCE, CostModel
+from zbpipe.costs.model import GATHER, REDUCE, SENDS, CostModel
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.graph import CycleError, Graph
 from zbpipe.schedule.ir import OpKind, Schedule
 from zbpipe.schedule.tables import Cell
-from zbpipe.simulator.actions import COMPUTE, SENDS, WAITS, Action, Rows, message_of, other_end
+from zbpipe.simulator.actions import COMPUTE, WAITS, Action, Rows, message_of, other_end
 
 HEAD = "HEAD"
 """The part of a gather that precedes the first F beside it."""
@@ -240,7 +240,7 @@ def durations(graph: TimeGraph, costs: CostModel) -> list[float]:
     for node in graph.nodes:
         stage, kind, microbatch = node
         if kind in SENDS:
-            size = costs.of(stage, OpKind.F if kind == "SEND_F" else OpKind.I, microbatch).message
+            size = costs.of(stage, kind, microbatch).message
             if (key := (stage, kind, size)) not in messages:
                 messages[key] = costs.transfer(rank_of[stage], rank_of[other_end(node).stage], size)
             found.append(messages[key])
