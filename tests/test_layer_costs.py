@@ -14,6 +14,7 @@ from zbpipe import Placement, plan, simulate, validate
 from zbpipe.costs import Link
 from zbpipe.costs.layers import Layer, LayerCosts, Split, balance, even_sizes, split_of
 from zbpipe.costs.model import least_room
+from zbpipe.planner import stages
 from zbpipe.planner.request import PLACEMENTS, Request
 from zbpipe.planner.stages import split_layers
 
@@ -165,6 +166,12 @@ def test_placements_with_more_stages_than_layers_are_left_out() -> None:
     assert found.bounds.keys() == {"single"}
     with pytest.raises(ValueError, match="5 layers cannot be cut into 12 stages, one layer each at least"):
         plan(6, 4, llm(3, 1), placements=["v"])
+
+
+def test_the_even_split_wins_where_the_one_found_is_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "split_layers", lambda request, layers, placement, progress: split_of((7, 1)))
+    found = plan(2, 4, llm(6, 1), placements=["single"], budget=LITTLE)
+    assert found.split == split_of((4, 4))
 
 
 def test_an_even_split_that_does_not_fit_is_no_rival() -> None:

@@ -130,7 +130,7 @@ def test_checkpointing_decides_what_zbv_takes() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"checkpointing": "op"}, "checkpointing = 'op' is not one of none, selective, full"),
+        ({"checkpointing": "op"}, "checkpointing='op' is unknown: use one of 'none', 'selective', 'full'"),
         ({"times": (1, -1, 1)}, "i = -1"),
         ({"times": (1, 1)}, "times = \\(1, 1\\) are not three numbers"),
     ],

@@ -180,7 +180,7 @@ class CommonCosts:
     Megatron on A100 GPUs about 1 ms fits the published steps (docs/hardware.md). The default counts none.
     """
 
-    def _check(self, what: str, count: int, each: str) -> None:
+    def check_common(self, what: str, count: int, each: str) -> None:
         """Check these fields for `count` stages or layers, and set them in their usual form."""
         if not isinstance(self.link, Link):
             raise TypeError(f"{what} cannot have link = {self.link!r}: give a zbpipe.costs.Link")
@@ -259,7 +259,7 @@ class CostModel(CommonCosts):
             for name in OF_DATA_PARALLELISM
         }
         set_fields(self, **columns, **collectives)
-        self._check(what, stages, "stage")
+        self.check_common(what, stages, "stage")
 
     @classmethod
     def uniform(

@@ -10,7 +10,7 @@ from typing import Any
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.layers import Split, merge_stages
 from zbpipe.costs.model import CostModel
-from zbpipe.costs.torchs_split import has_torchs_split, runs_torchs_split
+from zbpipe.costs.transformer import has_torchs_split, runs_torchs_split
 from zbpipe.estimation.devices import Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.rates import Rates, rates

@@ -7,7 +7,7 @@ from functools import cache
 from math import prod
 from typing import Any
 
-from zbpipe.costs.torchs_split import has_torchs_split
+from zbpipe.costs.transformer import has_torchs_split
 from zbpipe.estimation.workload import few_microbatches
 from zbpipe.frameworks.installation import find_algorithm
 from zbpipe.frameworks.titan import batches
