@@ -271,8 +271,8 @@ def left_free(job: Job, head: int, sibling: Ints, ran: Ints) -> float:
 class Linked:
     """An op in a mutable order, and in the chain of its rank's ops. A constructor would take long."""
 
-    __slots__ = ("after", "before", "gone", "held", "needs", "place", "seconds", "takes")
-    place: int
+    __slots__ = ("after", "before", "gone", "held", "needs", "position", "seconds", "takes")
+    position: int
     """Its position in the order."""
     gone: int
     """1 for a W that is part of a B. It keeps a place in the order, which has no meaning."""
@@ -433,7 +433,7 @@ def link(job: Job, codes: Ints) -> Lists:
     for position in range(len(order)):
         number = order[position]
         op = ops[number]
-        op.place, op.before, op.after = position, -1, -1
+        op.position, op.before, op.after = position, -1, -1
         if op.gone:
             continue
         rank = job.nodes[number // job.microbatches].rank
@@ -454,13 +454,13 @@ def go(job: Job, lists: Lists, op: int, delays: bool, jump: int) -> Move:
     other = reach_later(job, lists, op, jump) if delays else reach_earlier(job, lists, op, jump)
     if other == op:
         return Move(NONE, op, 0, 0, 0, 0, 0, 0)
-    position, anchor, target = ops[op].place, ops[op].before, ops[other].place
+    position, anchor, target = ops[op].position, ops[op].before, ops[other].position
     follower = ops[other].after if delays else ops[op].after
     left, right = min(position, target), max(position, target)
     shift(job, lists, op, other if delays else ops[other].before, target)
     leader = anchor if delays else ops[op].before
-    early = ops[leader].place if leader >= 0 else left
-    late = ops[follower].place if follower >= 0 else right
+    early = ops[leader].position if leader >= 0 else left
+    late = ops[follower].position if follower >= 0 else right
     return Move(SHIFTED, op, anchor, position, left, right, early, late)
 
 
@@ -475,7 +475,7 @@ def flip(job: Job, lists: Lists, op: int) -> Move:
         return Move(NONE, op, 0, 0, 0, 0, 0, 0)
     weight, before = op + job.microbatches, ops[op].before
     least, limit = ops[before].held if before >= 0 else 0.0, job.limit[node.rank]
-    anchor, position = ops[weight].before, ops[weight].place
+    anchor, position = ops[weight].before, ops[weight].position
     if not ops[weight].gone:
         kind, follower = MERGED, ops[weight].after
         if least + node.full > limit:
@@ -485,15 +485,15 @@ def flip(job: Job, lists: Lists, op: int) -> Move:
         kind, follower = PARTED, ops[op].after
         if least + max(node.needs, node.takes + job.nodes[number + 1].needs) > limit:
             return Move(NONE, op, 0, 0, 0, 0, 0, 0)
-        part(job, lists, op, op, ops[op].place + 1 if position > ops[op].place else ops[op].place)
+        part(job, lists, op, op, ops[op].position + 1 if position > ops[op].position else ops[op].position)
     # The I takes another time, which also affects those that it waits for.
-    early = ops[op].place
+    early = ops[op].position
     if ops[op].before >= 0:
-        early = min(early, ops[ops[op].before].place)
+        early = min(early, ops[ops[op].before].position)
     if node.feeder >= 0:
-        early = min(early, ops[op + (node.feeder - number) * job.microbatches].place)
-    late = ops[follower].place if follower >= 0 else ops[weight].place
-    return Move(kind, op, anchor, position, ops[op].place, ops[weight].place, early, late)
+        early = min(early, ops[op + (node.feeder - number) * job.microbatches].position)
+    late = ops[follower].position if follower >= 0 else ops[weight].position
+    return Move(kind, op, anchor, position, ops[op].position, ops[weight].position, early, late)
 
 
 def make_room(job: Job, lists: Lists, op: int, jump: int) -> Move:
@@ -506,7 +506,7 @@ def make_room(job: Job, lists: Lists, op: int, jump: int) -> Move:
             break
         if job.nodes[other // job.microbatches].full < NEVER:
             weight = ops[other + job.microbatches]
-            if not weight.gone and weight.place > ops[op].place:
+            if not weight.gone and weight.position > ops[op].position:
                 return flip(job, lists, other)
     return Move(NONE, op, 0, 0, 0, 0, 0, 0)
 
@@ -531,9 +531,9 @@ def reach_later(job: Job, lists: Lists, op: int, jump: int) -> int:
     farthest = op
     barrier = len(ops)
     if node.fed >= 0:
-        barrier = ops[op + (node.fed - number) * microbatches].place
+        barrier = ops[op + (node.fed - number) * microbatches].position
     if number % 3 == 1 and not ops[op + microbatches].gone:
-        barrier = min(barrier, ops[op + microbatches].place)
+        barrier = min(barrier, ops[op + microbatches].position)
     passed = ops[op]
     for _ in range(jump):
         least = passed.held - takes
@@ -541,7 +541,7 @@ def reach_later(job: Job, lists: Lists, op: int, jump: int) -> int:
         if other < 0:
             break
         passed = ops[other]
-        if passed.place >= barrier or other // microbatches == number or least + passed.needs > limit:
+        if passed.position >= barrier or other // microbatches == number or least + passed.needs > limit:
             break
         if passed.held - takes + needs <= limit:
             farthest = other
@@ -557,14 +557,14 @@ def reach_earlier(job: Job, lists: Lists, op: int, jump: int) -> int:
     farthest = op
     barrier = -1
     if node.feeder >= 0:
-        barrier = ops[op + (node.feeder - number) * microbatches].place
+        barrier = ops[op + (node.feeder - number) * microbatches].position
     other = ops[op].before
     for _ in range(jump):
         if other < 0:
             break
         passed = ops[other]
         least = ops[passed.before].held if passed.before >= 0 else 0.0
-        if passed.place <= barrier or other // microbatches == number or least + takes + passed.needs > limit:
+        if passed.position <= barrier or other // microbatches == number or least + takes + passed.needs > limit:
             break
         if least + needs <= limit:
             farthest = other
@@ -575,7 +575,7 @@ def reach_earlier(job: Job, lists: Lists, op: int, jump: int) -> int:
 def shift(job: Job, lists: Lists, op: int, anchor: int, position: int) -> None:
     """Move `op` to `position` of the order, which is right after `anchor` (-1: nothing) on its rank."""
     moved, rank = lists.ops[op], job.nodes[op // job.microbatches].rank
-    delays = position > moved.place
+    delays = position > moved.position
     put(lists, op, position)
     # The memory changes for all ops between the old and the new place.
     start, until = (moved.after, anchor) if delays else (op, moved.after)
@@ -610,13 +610,13 @@ def part(job: Job, lists: Lists, op: int, anchor: int, position: int) -> None:
 def put(lists: Lists, op: int, position: int) -> None:
     """Move an op to a position of the order."""
     order, ops = lists.order, lists.ops
-    place = ops[op].place
-    step = 1 if position > place else -1
-    for at in range(place, position, step):
+    start = ops[op].position
+    step = 1 if position > start else -1
+    for at in range(start, position, step):
         order[at] = order[at + step]
-        ops[order[at]].place = at
+        ops[order[at]].position = at
     order[position] = op
-    ops[op].place = position
+    ops[op].position = position
 
 
 def take_out(lists: Lists, op: int, rank: int) -> None:
@@ -698,9 +698,9 @@ def replay(
             if position > right + 1 and stop + tail[number] > allowed:
                 return position, False
             if op.after >= 0:
-                horizon = max(horizon, ops[op.after].place)
+                horizon = max(horizon, ops[op.after].position)
             if node.fed >= 0:
-                horizon = max(horizon, ops[base + node.fed * microbatches].place)
+                horizon = max(horizon, ops[base + node.fed * microbatches].position)
     return position, True
 
 
@@ -730,9 +730,9 @@ def look_ahead(job: Job, lists: Lists, tail: list[float], left: int, right: int)
         if longest != tail[number]:
             tail[number] = longest
             if op.before >= 0:
-                horizon = min(horizon, ops[op.before].place)
+                horizon = min(horizon, ops[op.before].position)
             if node.feeder >= 0:
-                horizon = min(horizon, ops[base + node.feeder * microbatches].place)
+                horizon = min(horizon, ops[base + node.feeder * microbatches].position)
     return right - position
 
 
@@ -769,7 +769,7 @@ def squeeze(job: Job, order: Ints) -> tuple[float, Ints]:
     for position in range(total):
         number = numbers[position]
         op = ops[number]
-        op.place = position
+        op.position = position
         if op.gone:
             continue
         node = nodes[number // microbatches]
@@ -828,7 +828,7 @@ def sort_by_start(job: Job, lists: Lists, begin: Floats, end: Floats) -> None:
         chosen, least = -1, (NEVER, NEVER, 0)
         for op in heads:
             if op >= 0:
-                found = (begin[op], end[op], ops[op].place)
+                found = (begin[op], end[op], ops[op].position)
                 if found < least:
                     chosen, least = op, found
         order[position] = chosen
