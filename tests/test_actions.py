@@ -158,7 +158,7 @@ def test_the_command_checks_memory(tmp_path: Path) -> None:
     file = tmp_path / "table.csv"
     file.write_text(generate("GPipe", 2, 4).to_csv())
     answer(f"validate {file} --memory-limit 4")
-    words = "memory: rank 0, position 2, 0F2: its activations take 3, the limit is 2; live are 0F0 0F1 0F2"
+    words = "memory: rank 0, position 2, 0F2: its activations take 3, the limit is 2; held by 0F0 0F1 0F2"
     assert words in answer(f"validate {file} --memory-limit 2", code=1)
 
 

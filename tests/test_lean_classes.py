@@ -136,7 +136,7 @@ def said() -> list[Any]:
 
 def test_what_is_said_wins() -> None:
     (found,) = run_ranks(1, said)
-    unknown = "checkpointing = 'some' is not one of none, selective, full"
+    unknown = "checkpointing='some' is unknown: use one of 'none', 'selective', 'full'"
     assert found == ["full", None, unknown, False, "ZBV"]
 
 

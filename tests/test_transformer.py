@@ -117,7 +117,7 @@ def test_times_of_ones_own_and_messages() -> None:
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"checkpointing": "op"}, "checkpointing = 'op' is not one of none, selective, full"),
+        ({"checkpointing": "op"}, "checkpointing='op' is unknown: use one of 'none', 'selective', 'full'"),
         ({"times": (1, -1, 1)}, "i = -1"),
         ({"times": (1, 1)}, "times = \\(1, 1\\) are not three numbers"),
     ],

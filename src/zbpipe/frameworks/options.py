@@ -144,7 +144,7 @@ class Options:
         "Copy to the host's memory deferred gradients (pairs), activations, or both (all), as far as that costs no"
         " time. It needs {prefix}costs-file, or the schedule Auto (docs/memory.md).",
         choices=_list_words(Offload),
-        check=lambda name, value: Offload.parse(value),
+        check=lambda name, value: Offload.read(value),
     )
     receives: str | None = _zbpipes(
         "Where ranks post their receives. Default: where the simulated step is the shortest (docs/messages.md).",

@@ -209,7 +209,7 @@ class AutoSchedule(RegisteredSchedule):
         arguments.require_callable(measured=measured)
         super().__init__(stages, n_microbatches, loss_fn, *args, memory_limit=memory_limit, **options)
         self.outcome: AutoOutcome | None = None
-        self._offload = Offload.parse(offload)
+        self._offload = Offload.read(offload)
         if self._offload:
             checks.require_offload(self._offload, options.get("split_backward", "deferred"))
             make_copier(pipelining.device_of(hooks.stages_of(self)[0]))  # refuses devices without host copies

@@ -21,7 +21,7 @@ from zbpipe.runtime.split.stage import SplitBackward, is_split
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
 from zbpipe.simulator.actions import Rows
-from zbpipe.simulator.message_checks import are_sound, find_blocked_queues, find_mixed_up_messages, validate_lowered
+from zbpipe.simulator.message_checks import find_blocked_queues, find_mixed_up_messages, validate_lowered
 from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.validation import require_valid
 
@@ -269,8 +269,6 @@ def require_scaled_once(runtime: pipelining.PipelineSchedule, name: str) -> None
 
 def require_sound_messages(rows: Rows, schedule: Schedule) -> None:
     """Refuse a schedule whose sends and receives do not match, or deadlock."""
-    if are_sound(rows, schedule):
-        return
     findings = validate_lowered(rows) or find_blocked_queues(rows)
     if findings:
         raise ValueError(

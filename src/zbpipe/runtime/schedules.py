@@ -156,7 +156,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         if plain:
             logger.warning("plain: %s", PLAIN)
             fsdp_mode = "torch"
-        limit, wanted = MemoryLimit.parse(memory_limit, costs_are_known=costs is not None), Offload.parse(offload)
+        limit, wanted = MemoryLimit.parse(memory_limit, costs_are_known=costs is not None), Offload.read(offload)
         checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, pipelining.SCHEDULE_OPTIONS)
         asked_receives = checks.read_receives(receives, options)
         transport = None if transport is None else Transport.parse(transport)

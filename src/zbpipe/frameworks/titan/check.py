@@ -7,7 +7,7 @@ from functools import cache
 from math import prod
 from typing import Any
 
-from zbpipe.costs.torchs_split import has_torchs_split
+from zbpipe.costs.transformer import has_torchs_split
 from zbpipe.estimation.workload import few_microbatches
 from zbpipe.frameworks.job_schedule import require_sense, require_size
 from zbpipe.frameworks.options import Options
