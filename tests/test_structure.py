@@ -29,7 +29,7 @@ BUDGETS = {
     "src/zbpipe/estimation": 1070,
     "src/zbpipe/frameworks": 2885,
     "src/zbpipe/planner": 1760,
-    "src/zbpipe/runtime": 8680,
+    "src/zbpipe/runtime": 8200,
     "src/zbpipe/schedule": 730,
     "src/zbpipe/simulator": 1870,
     "src/zbpipe/titan": 110,
