@@ -150,7 +150,7 @@ JOB = ("--module", "zbpipe.cli.demo.models03", "--config", "llama3_python_stdlib
 
 def predict(arguments: list[str], schedule: str, folder: Path) -> tuple[float, float]:
     """The step, and bytes of the worst rank, from stages measured on each of the cores; the mean of their steps."""
-    from zbpipe.frameworks.titan import workload
+    from zbpipe.frameworks.titan import command_line
 
     files = [folder / f"costs{core}.toml" for core in range(RANKS)]
     running = [measure(arguments, core, file) for core, file in enumerate(files)]
@@ -162,7 +162,7 @@ def predict(arguments: list[str], schedule: str, folder: Path) -> tuple[float, f
         for each in running:
             each.kill()
     on_cpu = ["--training.mixed_precision_param", "float32", *arguments]
-    job = workload.read([*JOB, *on_cpu], RANKS)
+    job = command_line.read_workload([*JOB, *on_cpu], RANKS)
     steps = []
     for file in files:
         found = zbpipe.estimate(job, costs=zbpipe.load_costs(file), only=[schedule], plans=False)

@@ -30,6 +30,7 @@ from wall_clock import Times, in_words, read_times, uniform_costs
 import zbpipe
 from zbpipe import CostModel, OpKind, Schedule
 from zbpipe.cli.demo.sleeping import SleepingLayer, mean_loss, run_together, sleep_until
+from zbpipe.costs.model import GATHER, REDUCE
 from zbpipe.runtime._torch import hooks
 from zbpipe.runtime._torch.fsdp2 import FsdpMode
 from zbpipe.schedule.registry import resolve
@@ -213,10 +214,10 @@ class Runner:
         for _ in range(2):  # without sleep: the first one prepares, and leaves nothing to W in its first I
             self.run()
         for index, layers in self.layers.items():
-            self.gathers[index].seconds = costs.gathering(index) / job.layers
-            self.reductions[index].seconds = costs.reduction(index) / job.layers
+            self.gathers[index].seconds = costs.of(index, GATHER).seconds / job.layers
+            self.reductions[index].seconds = costs.of(index, REDUCE).seconds / job.layers
             for layer in layers:
-                layer.seconds = {kind: costs.seconds(index, kind) / job.layers for kind in layer.seconds}
+                layer.seconds = {kind: costs.of(index, kind).seconds / job.layers for kind in layer.seconds}
 
     def run(self) -> None:
         """Run a step."""
@@ -239,7 +240,7 @@ def find_costs(name: str, times: Times, collectives: float, job: Job) -> CostMod
     """Costs of the schedule's stages."""
     place = resolve("ZBV" if name == "plan" else name).place(job.ranks)
     costs = uniform_costs(place, times, job.unit, 0.0)
-    by_stage = tuple(collectives * costs.seconds(stage, OpKind.W) for stage in range(costs.num_stages))
+    by_stage = tuple(collectives * costs.of(stage, OpKind.W).seconds for stage in range(costs.num_stages))
     return replace(costs, gather=by_stage, reduce=by_stage)
 
 

@@ -20,7 +20,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise, product, starmap
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from harness import JSON, about, choose_device, meter, parser, seconds, single_rank, synchronize, write_json
-from llama import Block, Checkpointing, checkpointed
+from llama import Block, checkpointed
 from ranks import fork_from
-from split_backward import DTYPES, SIZES, Execution, Mode, compare
+from split_backward import DTYPES, SIZES
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -47,8 +47,6 @@ from zbpipe.simulator.offloading import Offload, copy_all
 
 Verdict = Literal["PASS", "FAIL", "untried: needs a GPU"]
 UNTRIED: Verdict = "untried: needs a GPU"
-COST_OF_SPLIT = 1.02
-"""(I+W)/B of a large stage may be so much."""
 HOST_SECONDS = 50e-6
 """So much more host time than torch's own schedule zbpipe may take for an op."""
 SLEEP = 3_000_000
@@ -75,8 +73,6 @@ class Machine(NamedTuple):
 
     device: torch.device
     rounds: int
-    modes: Sequence[Mode]
-    """Of the split."""
     ranks: Sequence[int]
     """How many share the device, one after the other."""
 
@@ -97,51 +93,6 @@ class Machine(NamedTuple):
 def distance(found: Tensor, expected: Tensor) -> float:
     """Of two gradients, as a share of the expected one's norm."""
     return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
-# Products of W.
-
-
-def gemm(machine: Machine) -> Iterator[Line]:
-    """W of bf16 products into a float32 `.grad`: product and addition, or both in one."""
-    shapes = [(8192, 4096, 14336), (8192, 14336, 4096), (8192, 4096, 4096), (2048, 4096, 14336)]
-    for rows, width, out in shapes if machine.has_gpu else [(64, 32, 48)]:
-        yield from _gemm(machine, rows, width, out)
-
-
-def _gemm(machine: Machine, rows: int, width: int, out: int) -> Iterator[Line]:
-    options: Any = {"device": machine.device, "dtype": torch.bfloat16}
-    x, dy = torch.randn(rows, width, **options), torch.randn(rows, out, **options)
-    exact = 3 * (dy.double().t() @ x.double())
-    grads = {
-        name: torch.zeros(out, width, device=machine.device, dtype=torch.bfloat16 if "bf16" in name else torch.float32)
-        for name in ("product and add_", "addmm with out_dtype", "addmm_ into bf16")
-    }
-    two_steps, fused, narrow = grads.values()
-    ways: dict[str, Callable[[], object]] = {
-        "product and add_": lambda: two_steps.add_(dy.t().mm(x)),
-        "addmm with out_dtype": lambda: torch.addmm(fused, dy.t(), x, out_dtype=torch.float32, out=fused),
-        "addmm_ into bf16": lambda: narrow.addmm_(dy.t(), x),
-    }
-    found: dict[str, tuple[float, float]] = {}
-    for name, accumulate in ways.items():
-        what = f"{name}, {rows} x {width} x {out}"
-        try:
-            for _ in range(3):
-                accumulate()
-        except (RuntimeError, NotImplementedError) as refusal:
-            refused = f"refused: {str(refusal).splitlines()[0][:90]}"
-            yield Line("gemm", what, "FAIL" if machine.has_gpu else UNTRIED, refused)
-            continue
-        error = distance(grads[name], exact)
-        found[name] = time_taken, _ = machine.median(accumulate), error
-        # Three roundings to bf16 are 2**-9 each at most.
-        good = error < 6e-3 * (4 if "bf16" in name else 1)
-        if name == "addmm with out_dtype":
-            two_times, two_error = found["product and add_"]
-            good = error <= two_error and time_taken < two_times
-        figures = {"seconds": time_taken, "error": error}
-        yield Line("gemm", what, "PASS" if good else "FAIL", f"{1e3 * time_taken:.3f} ms, error {error:.1e}", figures)
 
 
 # Host time.
@@ -200,29 +151,6 @@ def _op_seconds(machine: Machine, names: Sequence[str], microbatches: int = 16) 
     rounds = [{name: seconds(step, machine.device) for name, step in steps.items()} for _ in range(machine.rounds)]
     num_ops = 2 * 3 * microbatches
     return {name: statistics.median(each[name] for each in rounds) / num_ops for name in names}
-
-
-# The split.
-
-
-def split(machine: Machine) -> Iterator[Line]:
-    """F, I and W of two Llama blocks (on a GPU of Llama 3 8B's size, bf16), against one backward and torch's split."""
-    name = "large" if machine.has_gpu else "tiny"
-    for mode in machine.modes:
-        what = f"{mode.execution}, checkpointing {mode.checkpointing}"
-        try:
-            torchs, ours = compare(name, SIZES[machine.device.type][name], mode, max(machine.rounds, 2), machine.device)
-        except RuntimeError as error:  # the gradients differ, or the ordinary backward fails
-            yield Line("split", what, "FAIL", str(error).splitlines()[0])
-            continue
-        if ours.ratio is None:
-            yield Line("split", what, "FAIL", f"zbpipe fails: {ours.error}")
-            continue
-        against = f"{torchs.ratio:.2f}" if torchs.ratio is not None else "fails"
-        times = ", ".join(f"{action} {1e3 * value:.1f}" for action, value in ours.seconds.items())
-        text = f"gradients right, (I+W)/B {ours.ratio:.2f}, torch's split {against}; {times} ms"
-        figures = {"zbpipe": ours, "torch": torchs}
-        yield Line("split", what, machine.judged(ours.ratio <= COST_OF_SPLIT), text, figures)
 
 
 # CUDA graphs.
@@ -544,9 +472,7 @@ def _late_w(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) 
 
 # The command.
 
-PARTS: dict[str, Callable[[Machine], Iterator[Line]]] = {
-    part.__name__: part for part in (gemm, host, split, graph, offload, ranks)
-}
+PARTS: dict[str, Callable[[Machine], Iterator[Line]]] = {part.__name__: part for part in (host, graph, offload, ranks)}
 
 
 def run(machine: Machine, parts: Sequence[str]) -> Iterator[Line]:
@@ -561,13 +487,10 @@ def run(machine: Machine, parts: Sequence[str]) -> Iterator[Line]:
 
 def parse_arguments() -> argparse.Namespace:
     arguments = parser(__doc__)
-    ways, kinds = list(get_args(Execution)), list(get_args(Checkpointing))
     numbers = sorted({cell.ranks for cell in PLAIN_CELLS})
     arguments.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     arguments.add_argument("--rounds", type=int, default=21, help="of everything that is timed")
     arguments.add_argument("--device", choices=("cpu", "cuda"), help="cuda, also for ROCm, if there is one")
-    arguments.add_argument("--execution", nargs="+", choices=ways, default=ways, help="of the split")
-    arguments.add_argument("--checkpointing", nargs="+", choices=kinds, default=kinds, help="of the split")
     arguments.add_argument("--ranks", nargs="+", type=int, choices=numbers, default=numbers)
     arguments.add_argument("--json", **JSON)
     return arguments.parse_args()
@@ -576,8 +499,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> int:
     arguments = parse_arguments()
     device = choose_device(arguments.device)
-    modes = list(starmap(Mode, product(arguments.execution, arguments.checkpointing)))
-    machine = Machine(device, max(arguments.rounds, 1), modes, arguments.ranks)
+    machine = Machine(device, max(arguments.rounds, 1), arguments.ranks)
     torch.set_num_threads(1)
     fork_from("fifo")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, no deterministic products

@@ -6,13 +6,54 @@ python benchmarks/planner.py --sizes  # seconds of a search by size
 
 from __future__ import annotations
 
+import csv
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
-from harness import markdown, parser
-from peers import Cell, cells
-
-from zbpipe import Plan, plan, validate
+from zbpipe import CostModel, Placement, Plan, plan, validate
 from zbpipe.planner.request import DEFAULT_PLACEMENTS, PLACEMENTS
+
+PEERS = Path(__file__).parent / "peer_frontier.csv"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One row of the peers' figures."""
+
+    ranks: int
+    microbatches: int
+    times: tuple[float, float, float]
+    comm: float
+    limit_name: str
+    limit: float
+    peer: float
+    """Shortest makespan of any peer within the limit."""
+
+    def costs(self, placement: Placement) -> CostModel:
+        return CostModel.uniform(placement, *self.times, comm=self.comm)
+
+    @property
+    def wanted(self) -> float:
+        """The target: the peer, or 5 % less where memory is tight and times differ."""
+        tight = self.limit_name not in ("p", "2p") and len(set(self.times)) > 1
+        return self.peer * (0.95 if tight else 1)
+
+
+def cells() -> Iterator[Cell]:
+    """All rows of peer_frontier.csv."""
+    with PEERS.open() as file:
+        for row in csv.DictReader(file):
+            yield Cell(
+                int(row["ranks"]),
+                int(row["microbatches"]),
+                (float(row["t_F"]), float(row["t_I"]), float(row["t_W"])),
+                float(row["t_comm"]),
+                row["limit"],
+                float(row["memory_limit"]),
+                float(row["best_peer_makespan"]),
+            )
 
 
 def search(cell: Cell, placements: tuple[str, ...], budget: float | None) -> tuple[Plan, float]:
@@ -25,7 +66,9 @@ def search(cell: Cell, placements: tuple[str, ...], budget: float | None) -> tup
 
 
 def grid(budget: float | None) -> str:
-    """A row for each cell: the peer, plans with at most two stages per rank, and with four."""
+    """Markdown: a row for each cell: the peer, plans with at most two stages per rank, and with four."""
+    from harness import markdown
+
     rows, above, missed = [], 0, 0
     for cell in cells():
         two, first = search(cell, DEFAULT_PLACEMENTS, budget)
@@ -55,6 +98,8 @@ def grid(budget: float | None) -> str:
 
 def sizes(budget: float | None) -> str:
     """Seconds of a search, for larger and larger jobs."""
+    from harness import markdown
+
     rows = []
     for ranks, microbatches in ((4, 8), (8, 32), (32, 128), (64, 512)):
         for limit in (ranks, ranks / 2 + 1.5):
@@ -67,6 +112,8 @@ def sizes(budget: float | None) -> str:
 
 
 def main() -> None:
+    from harness import parser  # which needs torch, unlike the cells
+
     arguments = parser(__doc__)
     arguments.add_argument("--budget", type=float, help="ops that each search may time; the planner's without it")
     arguments.add_argument("--sizes", action="store_true", help="time the search for larger and larger jobs")

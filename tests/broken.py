@@ -71,6 +71,7 @@ def _add_stranger(draw: st.DrawFn, schedule: Schedule, rows: Rows) -> Place | No
     strangers = [
         Op(schedule.placement.num_stages, OpKind.F, microbatch),
         Op(stage, OpKind.F, schedule.num_microbatches),
+        *(Op(-1, OpKind.F, microbatch), Op(stage, OpKind.F, -1)),
         *(Op(stage, kind, microbatch) for kind in ([OpKind.B] if is_split else [OpKind.I, OpKind.W])),
     ]
     stranger = draw(st.sampled_from(strangers))

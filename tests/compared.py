@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from zbpipe.runtime.split.last_w import accumulate
@@ -54,6 +55,7 @@ class Compared:
             assert (found.grad is None) == (expected.grad is None), name
             if found.grad is not None:
                 assert not found.grad.requires_grad
+                assert type(found.grad) in (Tensor, DTensor), "it is to be computed later, by what may have changed"
                 gradient = found.grad.full_tensor() if isinstance(found.grad, DTensor) else found.grad
                 if self.of_norm:
                     assert found.grad.dtype == expected.grad.dtype
@@ -69,3 +71,22 @@ def train(module: nn.Module, *inputs: Tensor, call: Call = call) -> list[Tensor]
     y = call(module, *(torch.tanh(each) if each.requires_grad else each for each in leaves))
     y.abs().square().sum().backward()
     return [y.detach(), *(each.grad for each in trained if each.grad is not None)]
+
+
+class Operations(TorchDispatchMode):
+    """What torch is asked for, and the arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        self.seen.append((func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def functions(self) -> list[Any]:
+        return [func for func, *_ in self.seen if func is not torch.ops.aten.t.default]
+
+    def arguments(self, *functions: Any) -> list[tuple[Any, ...]]:
+        """Of the calls of these."""
+        return [args for func, args, _ in self.seen if func in functions]

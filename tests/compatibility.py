@@ -2,14 +2,13 @@
 
 A target is a framework on a version of torch, such as "torchtitan 0.3 with torch 2.15". Its test file runs what it
 claims, makes a `Section`, and calls `compare`: with `--write-compatibility` its part of the page is written anew;
-without, it has to be what the page says, but for the last number of a release. The page has full tables for the newest
-versions of each framework, and of older versions the lines that differ from those. `read` completes these again.
+without, it has to be what the page says, but for the last number of a release.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
@@ -29,22 +28,12 @@ class Row(NamedTuple):
 
 
 class Table(NamedTuple):
-    """A table with a heading of its own; the same heading has the same columns in all sections of a framework."""
+    """A table with a heading of its own."""
 
     heading: str
     about: str
     columns: Sequence[str]
     lines: Sequence[Sequence[str]]
-
-    @property
-    def outcomes(self) -> dict[Labels, Outcomes]:
-        """By the labels of a line its outcomes."""
-        labels = 2 if "tested how" in self.columns else 1
-        return {tuple(line[:labels]): tuple(line[labels:]) for line in self.lines}
-
-
-Labels = tuple[str, ...]
-Outcomes = tuple[str, ...]
 
 
 class Section(NamedTuple):
@@ -53,18 +42,10 @@ class Section(NamedTuple):
     title: str
     """By which the page knows it; it must not change from run to run."""
     own: str
-    """A paragraph that the page has for every version."""
+    """Its first paragraph."""
     about: str
-    """Paragraphs that it has for the newest versions only."""
+    """Paragraphs on its framework, which all of its sections share."""
     tables: Sequence[Table]
-
-    @property
-    def framework(self) -> str:
-        return self.title.split()[0]
-
-    @property
-    def versions(self) -> tuple[int, ...]:
-        return tuple(map(int, re.findall(r"\d+", self.title)))
 
 
 def target(framework: str) -> str:
@@ -113,128 +94,67 @@ def compare_when_all_ran(
 def compare(section: Section, write: bool) -> None:
     """Hold the page against `section`, or write that part of it."""
     page = PAGE.read_text()
-    recorded = read(page)
     if write:
-        PAGE.write_text(render(recorded | {section.title: section}, by_hand(page)))
+        PAGE.write_text(put(section, page))
         return
-    assert section.title in recorded, f"the page has no section {section.title!r}: {_WAY_OUT}"
-    text = render(recorded | {section.title: _without_new(section, recorded[section.title])}, by_hand(page))
-    assert without_patches(page) == without_patches(text), f"look at what changed in {section.title!r}; {_WAY_OUT}"
+    about, sections = read(page).get(section.title.split()[0], ("", {}))
+    assert section.title in sections, f"the page has no section {section.title!r}: {_WAY_OUT}"
+    recorded = _lines(f"{about}\n\n{sections[section.title]}")
+    seen = _lines(f"{_filled(section.about)}\n\n{_drawn(section)}")
+    changed = find_changes(recorded, seen)
+    assert not changed, f"look at what changed in {section.title!r}; {_WAY_OUT}: {changed}"
 
 
-def _without_new(section: Section, recorded: Section) -> Section:
-    """The section without what it has seen of lines that the page calls untried: which torch pip installs changes."""
-    untried = {
-        (table.heading, labels): found
-        for table in recorded.tables
-        for labels, found in table.outcomes.items()
-        if set(found) == {_UNTRIED}
-    }
-    tables = [
-        table._replace(
-            lines=[[*labels, *untried.get((table.heading, labels), found)] for labels, found in table.outcomes.items()]
-        )
-        for table in section.tables
-    ]
-    return section._replace(tables=tables)
+def find_changes(recorded: Set[str], seen: Set[str]) -> set[str]:
+    """Lines of the page that were not seen, and the reverse.
+
+    Of cells that the page calls untried any outcome may be seen: which torch pip installs changes.
+    """
+    untried = {each for each in recorded if each.endswith(_UNTRIED)}
+    known = tuple(re.sub(f"({re.escape(_UNTRIED[:-2])})+ \\|$", " |", each) for each in untried)
+    return recorded - seen - untried | {each for each in seen - recorded if not each.startswith(known)}
 
 
-def by_hand(page: str) -> str:
+def read(page: str) -> dict[str, tuple[str, dict[str, str]]]:
+    """By framework what all of its sections share, and its sections by their titles."""
+    frameworks = {}
+    for framework in re.split(r"^## ", page.removesuffix(_by_hand(page)), flags=re.MULTILINE)[1:]:
+        first, *parts = (each.partition("\n") for each in re.split(r"^### ", framework, flags=re.MULTILINE))
+        frameworks[first[0]] = first[2].strip(), {title: text.strip() for title, _, text in parts}
+    return frameworks
+
+
+def put(section: Section, page: str) -> str:
+    """The page with this section, newer versions first."""
+    frameworks, name = read(page), section.title.split()[0]
+    _, sections = frameworks.get(name, ("", {}))
+    frameworks[name] = _filled(section.about), sections | {section.title: _drawn(section)}
+    blocks = [_HEAD.strip()]
+    for framework, (about, of_framework) in frameworks.items():
+        blocks += [f"## {framework}", about]
+        for title in sorted(of_framework, key=lambda each: [*map(int, re.findall(r"\d+", each))], reverse=True):
+            blocks += [f"### {title}", of_framework[title]]
+    return "\n\n".join(blocks) + "\n" + _by_hand(page)
+
+
+def _by_hand(page: str) -> str:
     """The end of the page, which no test writes; empty if there is none."""
-    return "".join(page.partition(_BY_HAND)[1:])
+    return "".join(page.partition("\n## By hand")[1:])
 
 
-def without_patches(text: str) -> str:
-    """With 2.14 in place of 2.14.1, and no line breaks: a patch release alone is no change."""
-    return re.sub(r"\b(\d+\.\d+)\.\d+\b", r"\1", " ".join(text.split()))
+def _lines(text: str) -> set[str]:
+    """Paragraphs and lines of tables, with 2.14 in place of 2.14.1: a patch release alone is no change."""
+    text = re.sub(r"\b(\d+\.\d+)\.\d+\b", r"\1", text)
+    blocks = (each.splitlines() if each.startswith("|") else [" ".join(each.split())] for each in text.split("\n\n"))
+    return {line for block in blocks for line in block}
 
 
-def read(page: str) -> dict[str, Section]:
-    """All sections by their titles, with full tables."""
-    sections: dict[str, Section] = {}
-    for framework in re.split(r"^## ", page.removesuffix(by_hand(page)), flags=re.MULTILINE)[1:]:
-        newest: Section | None = None
-        for part in re.split(r"^### ", framework, flags=re.MULTILINE)[1:]:
-            section = _parse(part)
-            same = re.search(f"{_SAME}(.+)\\.$", section.own)
-            if same:
-                section = section._replace(own=section.own[: same.start()].rstrip(), tables=sections[same[1]].tables)
-            elif newest:
-                section = section._replace(tables=_complete(section, newest))
-            newest = newest or section
-            sections[section.title] = section
-    return sections
-
-
-def _parse(part: str) -> Section:
-    text, *tables = re.split(r"^#### ", part, flags=re.MULTILINE)
-    title, own, *about = text.strip().split("\n\n")
-    return Section(title, " ".join(own.split()), "\n\n".join(about), [_parse_table(table) for table in tables])
-
-
-def _parse_table(text: str) -> Table:
-    heading, *about, table = text.strip().split("\n\n")
-    if table == _NOTHING_TRIED:
-        return Table(heading, "", (), ())
-    columns, _, *lines = [line[2:-2].split(" | ") for line in table.splitlines()]
-    return Table(heading, "\n\n".join(about), columns, lines)
-
-
-def _complete(section: Section, newest: Section) -> list[Table]:
-    """The tables of the newest versions, with the lines of `section` in place of those that differ."""
-    own = _outcomes(section)
-    untried = {table.heading for table in section.tables if not table.lines}
-    return [
-        table._replace(lines=[[*labels, *found] for labels, found in outcomes.items() if set(found) != {_UNTRIED}])
-        for table in newest.tables
-        for outcomes in [{} if table.heading in untried else table.outcomes | own.get(table.heading, {})]
-    ]
-
-
-def render(sections: Mapping[str, Section], by_hand: str = "") -> str:
-    """The page, with this end."""
-    blocks = [_HEAD]
-    for framework in dict.fromkeys(section.framework for section in sections.values()):
-        ours = [section for section in sections.values() if section.framework == framework]
-        newest, *older = sorted(ours, key=lambda section: section.versions, reverse=True)
-        blocks += [f"## {framework}", *_full(newest)]
-        for number, section in enumerate(older):
-            same = [each.title for each in (newest, *older[:number]) if _outcomes(each) == _outcomes(section)]
-            blocks += _as_another(section, same[0]) if same else _differences(section, newest)
-    return "\n\n".join(filter(None, (block.strip() for block in blocks))) + "\n" + by_hand
-
-
-def _outcomes(section: Section) -> dict[str, dict[Labels, Outcomes]]:
-    return {table.heading: table.outcomes for table in section.tables if table.lines}
-
-
-def _full(section: Section) -> Iterator[str]:
-    yield from (f"### {section.title}", _filled(section.own), _filled(section.about))
+def _drawn(section: Section) -> str:
+    blocks = [_filled(section.own)]
     for table in section.tables:
-        yield from (f"#### {table.heading}", _filled(table.about), _drawn(table))
-
-
-def _as_another(section: Section, title: str) -> Iterator[str]:
-    yield from (f"### {section.title}", _filled(f"{section.own} {_SAME}{title}."))
-
-
-def _differences(section: Section, newest: Section) -> Iterator[str]:
-    """The lines that differ from those of the newest versions."""
-    yield from (f"### {section.title}", _filled(section.own))
-    own = _outcomes(section)
-    for table in newest.tables:
-        before, now = table.outcomes, own.get(table.heading, {})
-        if not now:
-            yield from (f"#### {table.heading}", _NOTHING_TRIED)
-            continue
-        untried = {labels: (_UNTRIED,) * len(found) for labels, found in before.items()}
-        lines = [[*labels, *found] for labels, found in (untried | now).items() if before.get(labels) != found]
-        if lines:
-            yield from (f"#### {table.heading}", _drawn(table._replace(lines=lines)))
-
-
-def _drawn(table: Table) -> str:
-    return "\n".join([_line(table.columns), "|---" * len(table.columns) + "|", *map(_line, table.lines)])
+        lines = [_line(table.columns), "|---" * len(table.columns) + "|", *map(_line, table.lines)]
+        blocks += [f"#### {table.heading}", _filled(table.about), "\n".join(lines)]
+    return "\n\n".join(filter(None, blocks))
 
 
 def _filled(text: str) -> str:
@@ -257,18 +177,14 @@ def _release(package: str) -> str:
     return version(package).partition("+")[0]
 
 
-_BY_HAND = "\n## By hand"
-_SAME = "Outcomes as with "
-_UNTRIED = "not tried"
-_NOTHING_TRIED = "Not tried."
+_UNTRIED = " | not tried |"
 _WAY_OUT = "the same tests with --write-compatibility write it anew"
 _WIDTH = 120
 _HEAD = """\
 # What works together
 
-Tests write this page, except its end. A test of CI fails if it sees another outcome. Each framework has full tables for
-its newest versions. Sections of older versions have the lines that differ. Everything ran on the CPU over gloo, nothing
-on a GPU.
+Tests write this page, except its end. A test of CI fails if it sees another outcome. Everything ran on the CPU over
+gloo, nothing on a GPU.
 """
 
 TITAN = """\

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -10,9 +11,13 @@ import torch
 import torch.distributed as dist
 from models import build_stage, gradients, loss_fn
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zbpipe
+from zbpipe.runtime.verify import GradientReport
 from zbpipe.schedule import registry
 
 # Both runs do the same float32 arithmetic but for the order in which the microbatches' weight gradients are added (a
@@ -73,6 +78,39 @@ def on_one_rank(
     """A schedule over these stages, all on this process."""
     stages = [PipelineStage(each, n, len(modules), torch.device("cpu")) for n, each in enumerate(modules)]
     return zbpipe.build_pipeline_schedule(name, stages, microbatches, loss, **options)
+
+
+@contextmanager
+def as_rank(rank: int, num_ranks: int) -> Iterator[None]:
+    """Context of this rank in a group whose other ranks are not there: nothing is sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def shard(module: Any, mesh: DeviceMesh | None = None, **how: Any) -> Any:
+    """`fully_shard` over gloo, which has no reduction that scales; without a mesh on this rank alone."""
+    fully_shard(module, mesh=mesh or init_device_mesh("cpu", (1,)), **how)
+    for each in module if isinstance(module, list) else [module]:
+        each.set_force_sum_reduction_for_comms(True)
+    return module
+
+
+def check_steps(module: nn.Module, *size: int, microbatches: int = 2, **shapes: Any) -> GradientReport:
+    """Of two checked steps on random batches of this size, on this process."""
+    stage = PipelineStage(module, 0, 1, torch.device("cpu"), **shapes)
+    schedule: Any = zbpipe.build_pipeline_schedule("ZBH1", stage, microbatches, _squared_error)
+    check = zbpipe.GradientCheck(schedule, 2)
+    for _ in range(2):
+        schedule.step(torch.randn(size), target=torch.randn(size))
+    assert check.report is not None
+    return check.report
+
+
+def _squared_error(output: Tensor, target: Tensor) -> Tensor:
+    return (output.float() - target).square().mean()
 
 
 def assert_like(per_rank: Iterable[Result], expected: Result, about: object = "", **tolerance: float) -> None:

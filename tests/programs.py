@@ -201,7 +201,6 @@ NAMES_OF_VIEWS = (
     "TBackward0",
     "Clone",
 )
-LARGER = "{m}.expand(2, -1, -1)"
 
 WEIGHTS = (
     "self.w",
@@ -231,6 +230,8 @@ PLAIN = (
     'torch.einsum("ri,oi->ro", {x}, {w})',
     "torch.addmm(self.b, {x}, {w})",
     "F.linear({x}, {w}, self.b)",
+    "self.linear({x}).mul_(0.5).relu_()",
+    "F.linear({x}, {w}).add_({x})",
 )
 NEXT_TO_THEM = (
     "torch.tanh({x})",
@@ -241,6 +242,13 @@ NEXT_TO_THEM = (
     "{x} + {x}.sum(0, keepdim=True)",
     "{x} + {x}.mean()",
     "{x} + torch.tanh({x} * 2)",
+    "({x} + 0).mul_(0.5).relu_()",
+    "torch.cat([{x}[:1], self.linear({x}[1:])])",
+    "torch.cat([{x}[:1], self.pos[1:]])",
+    # The gradient of a parameter that is added through a view is a view of another one.
+    "{x} + self.pos",
+    "{x} + self.pos.flatten().view(1, ROWS, WIDTH)[0]",
+    "({x} + 0).add_(self.pos.unsqueeze(0).expand(1, -1, -1)[0])",
 )
 PARAMETERS = {
     "w": "WIDTH, WIDTH",
@@ -250,6 +258,7 @@ PARAMETERS = {
     "flat": "WIDTH * WIDTH",
     "g": "WIDTH",
     "b": "WIDTH",
+    "pos": "ROWS, WIDTH",
 }
 HOOKS = (
     "{t}.register_hook(lambda g: 2 * g)",

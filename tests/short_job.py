@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pipelines import Pipeline
 from ranks import join_group
-from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
@@ -40,17 +40,14 @@ outlives: list[Callable[..., Any]] = []
 def train(meeting_point: str, rank: int, num_ranks: int) -> None:
     """Two steps, the second of which is profiled."""
     join_group(meeting_point, rank, num_ranks, timeout=60)
-    indices = zbpipe.stage_indices("ZBV", rank=rank, num_ranks=num_ranks)
-    cpu = torch.device("cpu")
-    stages = [PipelineStage(torch.nn.Linear(WIDTH, WIDTH), index, 2 * num_ranks, cpu) for index in indices]
-    schedule: Any = zbpipe.build_pipeline_schedule("ZBV", stages, MICROBATCHES, torch.nn.functional.mse_loss)
-    profiler = zbpipe.Profiler(schedule, steps=1)
+    pipeline = Pipeline("ZBV", MICROBATCHES, lambda *_: torch.nn.Linear(WIDTH, WIDTH), torch.nn.functional.mse_loss)
+    profiler = zbpipe.Profiler(pipeline.schedule, steps=1)
     metrics = Metrics()
-    watch(schedule, metrics)
+    watch(pipeline.schedule, metrics)
     outlives.append(metrics.after)
     x = torch.randn(2 * MICROBATCHES, WIDTH)
     for _ in range(2):
-        schedule.step(*([x] if rank == 0 else []), target=x if rank == 0 else None)
+        pipeline.run(x, target=x)
     assert profiler.costs is None
     assert metrics.record.spans
     dist.destroy_process_group()

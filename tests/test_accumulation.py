@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from compared import Operations
+from pipelines import on_one_rank, shard
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import zbpipe
 from zbpipe import OpKind
@@ -46,21 +45,6 @@ def kernels_for_the_cpu() -> Iterator[None]:
     library._destroy()
 
 
-class Calls(TorchDispatchMode):
-    """What torch is asked for, and the arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        self.seen.append((func, args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-    def functions(self) -> list[Any]:
-        return [func for func, *_ in self.seen if func is not aten.t.default]
-
-
 def microbatches(dtype: torch.dtype, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
     """x and dY of each."""
     return [
@@ -68,9 +52,9 @@ def microbatches(dtype: torch.dtype, device: str = "cpu") -> list[tuple[Tensor, 
     ]
 
 
-def accumulate(weight: Tensor, factors: list[tuple[Tensor, Tensor]]) -> Calls:
+def accumulate(weight: Tensor, factors: list[tuple[Tensor, Tensor]]) -> Operations:
     layer = nn.Linear(IN, OUT)
-    with Calls() as calls:
+    with Operations() as calls:
         for x, dy in factors:
             PendingGradient(layer, LINEAR, weight, x, dy).accumulate()
     return calls
@@ -140,21 +124,18 @@ def test_fsdp_in_mixed_precision(one_rank: None, kernels_for_the_cpu: None, w_la
 
     They look at `.grad` after each I, and with `w_last` there is none between two W.
     """
-    stage = PipelineStage(nn.Sequential(nn.Linear(IN, OUT, bias=False)), 0, 2, torch.device("cpu"))
-    last = PipelineStage(nn.Sequential(nn.Linear(OUT, OUT)), 1, 2, torch.device("cpu"))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for module in (stage.submod, last.submod):
-        fully_shard(module, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
-        module.set_force_sum_reduction_for_comms(True)
+    layers = nn.Linear(IN, OUT, bias=False), nn.Linear(OUT, OUT)
+    modules = [shard(nn.Sequential(layer), mp_policy=policy) for layer in layers]
     table = zbpipe.generate("ZBV", 1, MICROBATCHES)
     if w_last:
         table = replace(table, ops=(tuple(sorted(table.ops[0], key=lambda op: op.kind is OpKind.W)),))
-    schedule = zbpipe.build_pipeline_schedule(table, [stage, last], MICROBATCHES, nn.functional.mse_loss)
+    schedule = on_one_rank(modules, MICROBATCHES, table, nn.functional.mse_loss)
     x = torch.randn(ROWS * MICROBATCHES, IN, dtype=torch.bfloat16)
     target = torch.zeros(ROWS * MICROBATCHES, OUT, dtype=torch.bfloat16)
     schedule.step(x, target=target)
     assert sums_in_float32(x.device, torch.bfloat16)
-    with Calls() as calls:
+    with Operations() as calls:
         schedule.step(x, target=target)
     # Two products a microbatch, and in both stages the first one has nothing to be added to. (F runs addmm, too.)
     functions = calls.functions()
@@ -172,10 +153,10 @@ def test_sparse_gradients_stay_sparse_or_are_made_dense(kernels_for_the_cpu: Non
 
 def test_it_is_tried_once_for_each_kind_of_device_and_dtype() -> None:
     cpu = torch.device("cpu")
-    with Calls() as calls:
+    with Operations() as calls:
         sums_in_float32(cpu, torch.bfloat16)
     assert aten.mm.dtype in calls.functions()
-    with Calls() as calls:
+    with Operations() as calls:
         sums_in_float32(cpu, torch.bfloat16)
         accumulate(weight_of(torch.float32), microbatches(torch.bfloat16))
     assert aten.mm.dtype not in calls.functions()

@@ -20,15 +20,8 @@ from zbpipe import CostModel, Schedule, generate, plan, simulate, testing
 from zbpipe.costs.transport import Receives
 from zbpipe.runtime._torch.pipelining import lower, rows_of, write_lowered
 from zbpipe.schedule import registry
-from zbpipe.simulator.actions import (
-    Action,
-    Rows,
-    check_table,
-    find_mixed_up_messages,
-    parse,
-    validate_lowered,
-)
-from zbpipe.simulator.message_queues import find_blocked_queues
+from zbpipe.simulator.actions import Action, Rows, parse
+from zbpipe.simulator.message_checks import check_table, find_blocked_queues, find_mixed_up_messages, validate_lowered
 from zbpipe.simulator.passes import add_messages, add_waits, free_sends_early, place_receives
 
 NAMES = ["1F1B", "Interleaved1F1B", "ZBH1", "ZBV", "VHalf"]

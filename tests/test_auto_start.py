@@ -63,7 +63,7 @@ def test_it_is_as_lean_as_1f1b(checkpointing: Checkpointing, ranks: int) -> None
     """Without knowing the checkpointing. Under full, what one stage keeps for W may be more than 1F1B holds."""
     costs, usual = typical_costs(Placement.v(ranks), checkpointing), typical_costs(Placement.loop(ranks), checkpointing)
     of_1f1b = max(simulate(generate("1F1B", ranks, 4 * ranks), usual).peak_memory)
-    alone = max(costs.needs(stage, I) + sum(costs.activations[:2]) for stage in range(2 * ranks))
+    alone = max(costs.of(stage, I).needs + sum(costs.activations[:2]) for stage in range(2 * ranks))
     held = max(simulate(generate("Auto", ranks, 4 * ranks), costs).peak_memory)
     assert held <= max(1.03 * of_1f1b, alone * (1 + 1e-9))
 

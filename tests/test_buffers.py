@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from zbpipe import Schedule, generate, simulate, testing
 from zbpipe.costs.transport import Receives
-from zbpipe.simulator.actions import Action, Rows, other_end, validate_lowered
+from zbpipe.simulator.actions import Action, Rows, other_end
+from zbpipe.simulator.message_checks import validate_lowered
 from zbpipe.simulator.passes import (
     add_messages,
     add_waits,

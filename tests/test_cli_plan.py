@@ -72,8 +72,7 @@ def test_the_plan_stands_beside_the_schedules_with_a_name() -> None:
 
 def test_the_table_marks_what_does_not_fit() -> None:
     line = "-p 4 -m 8 --costs 1,1.2,0.8 --checkpointing none --memory-limit 3.5 --placement v"
-    first, _, *lines = answer(f"{line} {QUICK}").splitlines()
-    assert first.startswith("best without a search: VHalf, makespan ")
+    lines = answer(f"{line} {QUICK}").splitlines()
     assert lines[0].startswith("plan-v, 4 ranks, 8 microbatches, 2 stages per rank: makespan ")
     assert lines[1].startswith("placement v, found by ")
     assert re.fullmatch(r"no schedule on v has a makespan below [\d.]+: this one is at most [\d.]+% above .*", lines[2])
@@ -136,13 +135,10 @@ def test_costs_of_layers_from_a_file(here: Path) -> None:
     assert "a plan for TorchTitan's even split takes" in printed
 
 
-# What goes wrong
-
-
 # While it runs
 
 
-def test_a_progress_bar_on_a_terminal_only() -> None:
+def test_progress_on_a_terminal_only() -> None:
     command = [sys.executable, "-m", "zbpipe", "plan", "-p", "2", "-m", "4", "--budget", "1e5", "--placement", "single"]
     quiet = subprocess.run(command, capture_output=True, text=True, check=True)
     assert quiet.stderr == ""
@@ -196,16 +192,3 @@ def test_torchtitan_trains_an_exported_plan(request: pytest.FixtureRequest, tmp_
         parts = json.loads(split.read_text())["module_fqns_per_model_part"]
         assert parts[-1] == ["norm", "lm_head"]
         assert f"building stage_idx 3 with modules {parts[3]}" in job.log
-
-
-def test_a_wave_is_named_where_it_is_better() -> None:
-    """With its time; not where it was asked for, and not where it is no better."""
-    line = "-p 4 -m 8 --costs 1,1.2,0.8 --budget 3e6"
-    found = json.loads(run(f"{line} --json").stdout)
-    costs = partial(typical_costs, times=(1, 1.2, 0.8))
-    wave = zbpipe.plan(4, 8, costs, placements="wave", budget=3e6)
-    assert found["wave"] == pytest.approx(wave.reached)
-    assert found["wave"] < found["makespan"]
-    assert f"({wave.reached / found['makespan'] - 1:+.1%}): --placement wave" in run(line).output
-    assert json.loads(run(f"{line} --placement v --json").stdout)["wave"] is None
-    assert json.loads(run("-p 1 -m 2 --costs 1,1,1 --budget 1e4 --json").stdout)["wave"] is None

@@ -17,9 +17,10 @@ from zbpipe import CostModel, Placement, Schedule, generate, simulate, validate
 from zbpipe.costs.file import dump_costs, load_costs
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.layers import Layer, LayerCosts
+from zbpipe.costs.model import GATHER, REDUCE
 from zbpipe.costs.transport import Transport
 from zbpipe.planner.plan import plan
-from zbpipe.planner.tails import hide_reductions
+from zbpipe.planner.stages import hide_reductions
 from zbpipe.schedule.ir import OpKind
 from zbpipe.simulator.jitter import Jitter, step_times
 from zbpipe.simulator.lower_bound import period_bound
@@ -116,13 +117,14 @@ def test_every_stage_is_gathered_before_use_and_reduced_after_it(
         for spans, row in zip(timeline.spans, timeline.collectives, strict=True):
             assert all(one.end <= other.start + 1e-9 for one, other in pairwise(row)), "one at a time"
             stages = {span.op.stage for span in spans}
-            for kind, seconds in (("gather", costs.gathering), ("reduce", costs.reduction)):
-                assert {each.stage for each in row if each.kind == kind} == {each for each in stages if seconds(each)}
+            for kind, name in (("gather", GATHER), ("reduce", REDUCE)):
+                taking = {stage for stage in stages if costs.of(stage, name).seconds}
+                assert {each.stage for each in row if each.kind == kind} == taking
             for each in row:
                 own = [span for span in spans if span.op.stage == each.stage]
                 assert (
                     each.end - each.start
-                    >= (costs.gathering(each.stage) if each.kind == "gather" else costs.reduction(each.stage)) - 1e-9
+                    >= costs.of(each.stage, GATHER if each.kind == "gather" else REDUCE).seconds - 1e-9
                 )
                 if each.kind == "gather":
                     assert own[0].start >= (each.start if timeline.overlaps_fsdp else each.end)

@@ -21,15 +21,12 @@ from models import (
     build_stage,
     checkpointed,
     gradients,
-    loss_fn,
     reference,
 )
-from pipelines import Pipeline, assert_like, on_one_rank
+from pipelines import Pipeline, assert_like, on_one_rank, shard
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
@@ -169,8 +166,7 @@ class Sharded(Compared):
 def test_fsdp_around_a_region(one_rank: None, build: Callable[[], Any], products: int) -> None:
     """The weights are there only when FSDP has gathered them, and are others than those that were learned from."""
     both = Sharded(build(), of_norm=HALF, of_y=ROUGHLY)
-    block: Any = fully_shard(both.module, mesh=init_device_mesh("cpu", (1,)))
-    block.set_force_sum_reduction_for_comms(True)
+    block = shard(both.module)
     block.set_requires_gradient_sync(False)
     defer_weights(block, both.gradients)
     defer_in_compiled_regions(block, both.gradients)
@@ -247,6 +243,18 @@ class Concatenated(nn.Module):
         return x + (one * other).mT
 
 
+class Gated(nn.Module):
+    """The gradient of `gate` leads to that of `lin`, so I needs it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.gate = nn.Linear(WIDTH, WIDTH, bias=False), nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.lin(x.detach())  # else I needs it for dX, too
+        return x + h @ (self.gate + torch.tanh(h).mean((0, 1)))
+
+
 class Kept(nn.Linear):
     weight_products: ClassVar[Any] = {}
 
@@ -258,6 +266,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "convolutions": (Convolved, 2),
     "factors": (ByFactors, 2),
     "concatenated": (Concatenated, 3),
+    "gated": (Gated, 1),
     "an empty declaration": (lambda: nn.Sequential(Kept(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), 1),
 }
 """Layers, and the number of their weights whose gradients wait."""
@@ -424,14 +433,13 @@ def test_torchs_own_split_on_compiled_stages_is_refused(one_rank: None) -> None:
     """With donated buffers torch fails at the first W; without them it accumulates wrong gradients."""
     block = Block()
     block.compile(backend="aot_eager")
-    stages = [PipelineStage(block, i, 2, torch.device("cpu")) for i in range(2)]
     for donated in (True, False):
         with torch._functorch.config.patch(donated_buffer=donated):
             with pytest.raises(ValueError, match=r"torch's own ZBVZeroBubble cannot split the compiled .* \[0, 1\]"):
-                zbpipe.build_pipeline_schedule("ZBVZeroBubble", stages, 2, loss_fn)
+                on_one_rank([block, block], 2, "ZBVZeroBubble")
             with pytest.raises(ValueError, match="split_backward='autograd' cannot split the compiled modules"):
-                zbpipe.build_pipeline_schedule("ZBV", stages, 2, loss_fn, split_backward="autograd")
-    zbpipe.build_pipeline_schedule("Interleaved1F1B", stages, 2, loss_fn, scale_grads=False)  # has no split
+                on_one_rank([block, block], 2, split_backward="autograd")
+    on_one_rank([block, block], 2, "Interleaved1F1B", scale_grads=False)  # has no split
 
 
 def test_weights_of_tensor_parallelism_leave_the_region(one_rank: None) -> None:

@@ -144,8 +144,8 @@ LAYER = {"modules": ["layers.0"], "f": 1, "i": 1, "w": 1, "activations": 1}
         ({"stages": STAGES, "transport": "wire"}, "transport='wire' is unknown: use one of 'ideal', 'one-queue'"),
         ({"stages": STAGES, "freed_by_i": 2}, "cannot have freed_by_i = 2: give a number up to 1"),
         (
-            {"layers": [LAYER], "freed_by_i": [0]},
-            "the costs of layers cannot have freed_by_i = [0]: give a number up to",
+            {"layers": [LAYER], "freed_by_i": [0, 0]},
+            "freed_by_i has to be one number, or one for each layer: got 2 for 1",
         ),
         ({"stages": STAGES, "memory_limit": [1, "x"]}, "memory_limit = 'x' is not an amount: write 1.2x"),
         ({"stages": STAGES | {"rank_of": [0, 1]}, "memory_limit": [1]}, "one for each rank, got 1 for 2 ranks"),

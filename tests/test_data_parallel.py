@@ -68,8 +68,6 @@ class Run(NamedTuple):
     """By step: those of this rank's stages, whole."""
     events: list[list[tuple[int, str]]]
     """By step: each B, I and W of a stage, and which parameter group of a stage was reduced, in order."""
-    left_to_w: dict[int, set[str]]
-    """By stage: the parameters that have no gradient after the second step's first I; the first step's computes all."""
 
 
 # Sharding a stage between its actions and waiting late are options of newer versions of torch.
@@ -150,7 +148,7 @@ def _mesh(parallel: DataParallel) -> DeviceMesh:
 
 
 def train(parallel: DataParallel, mesh: DeviceMesh, training: Training) -> Run:
-    run = Run([], [], {})
+    run = Run([], [])
 
     def build(index: int, num_stages: int) -> nn.Module:
         module = _module(index, num_stages, training.checkpointing)
@@ -256,9 +254,6 @@ def _watch(stage: Any, run: Run) -> None:
     def noted_backward(*args: Any, full_backward: bool = True, **kwargs: Any) -> None:
         backward(*args, full_backward=full_backward, **kwargs)
         run.events[-1].append((stage.stage_index, "B" if full_backward else "I"))
-        without = {n for n, p in stage.submod.named_parameters() if p.requires_grad and p.grad is None}
-        if len(run.events) == 2:
-            run.left_to_w.setdefault(stage.stage_index, without)
 
     def noted_backward_weight(*args: Any, **kwargs: Any) -> None:
         backward_weight(*args, **kwargs)
@@ -317,19 +312,6 @@ def test_gradients_equal_those_of_the_model_in_one_piece(parallel: DataParallel,
                     msg=lambda m, p=parameter, s=step: f"{p}, step {s}: {m}",  # type: ignore[misc]
                 )
         assert seen == expected.keys()
-
-
-@pytest.mark.parametrize("name", SPLIT)
-@pytest.mark.parametrize("parallel", WAYS)
-def test_every_weight_of_a_linear_layer_is_left_to_w(parallel: DataParallel, name: str) -> None:
-    """Else the other tests would see nothing but ordinary backwards."""
-    model = _module(0, 1)
-    linear = {f"{path}.weight" for path, layer in model.named_modules() if isinstance(layer, nn.Linear)}
-    trained = {path for path, parameter in model.named_parameters() if parameter.requires_grad}
-    for runs in all_runs(False):
-        run = runs[parallel][name]
-        held = run.gradients[0].keys()
-        assert set().union(*run.left_to_w.values()) == linear & trained & held
 
 
 @pytest.mark.parametrize("name", [*SPLIT, "ZBV, resharded"])

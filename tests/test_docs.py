@@ -24,7 +24,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from commands import at_small_size
-from compatibility import PAGE, by_hand, read, render, without_patches
+from compatibility import PAGE, TITAN, Section, Table, find_changes, put, read
 from documents import PAGES, ROOT, Block, blocks
 
 import zbpipe
@@ -298,17 +298,18 @@ def test_deferring_a_layer() -> None:
     torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
 
 
-def test_the_page_of_what_works_together_is_complete() -> None:
-    """No line is lost between the full tables and the differences of older versions."""
-    sections = read(PAGE.read_text())
-    assert render(sections, by_hand(PAGE.read_text())) == PAGE.read_text()
-    newest = sections["torchtitan 0.3 with torch 2.15"]
-    tried = [each._replace(lines=[line for line in each.lines if line[-1] != "not tried"]) for each in newest.tables]
-    newest = newest._replace(tables=[each for each in tried if each.lines])
-    shorter = [table._replace(lines=[*table.lines[2:], ["new", *table.lines[0][1:]]]) for table in newest.tables]
-    older = newest._replace(title="torchtitan 0.1 with torch 2.1", tables=shorter)
-    found = read(render({each.title: each for each in (newest, older)}))[older.title]
-    assert [table.outcomes for table in found.tables] == [table.outcomes for table in older.tables]
-    # A patch release changes nothing.
-    assert without_patches("torch 2.14.1\nand torchtitan 0.3.0: works") == "torch 2.14 and torchtitan 0.3: works"
-    assert without_patches("torch 2.14.1") != without_patches("torch 2.15.0")
+def test_the_page_of_what_works_together_takes_a_section_and_tells_what_changed() -> None:
+    page = PAGE.read_text()
+    (title, older), *_ = read(page)["torchtitan"][1].items()
+    table = Table("More features", "", ["feature", "tested how", "outcome"], [["one", "2 ranks", "works"]])
+    changed = read(put(Section("torchtitan 0.1 with torch 2.1", "Tested.", TITAN, [table]), page))
+    drawn = (
+        "Tested.\n\n#### More features\n\n| feature | tested how | outcome |\n|---|---|---|\n| one | 2 ranks | works |"
+    )
+    assert list(changed["torchtitan"][1].items())[-1] == ("torchtitan 0.1 with torch 2.1", drawn)
+    assert changed["torchtitan"][1][title] == older
+    assert changed["torchtitan"][0] == read(page)["torchtitan"][0] == TITAN.strip()
+    recorded = {"| one | works |", "| two | not tried | not tried |", "| three | works | not tried |"}
+    assert not find_changes(recorded, {"| one | works |", "| two | fails | works |", "| three | works | works |"})
+    seen = {"| one | fails |", "| three | fails | works |"}
+    assert find_changes(recorded, seen) == {"| one | works |", *seen}

@@ -54,6 +54,7 @@ OTHERS: dict[str, Callable[[Any], object]] = {
     "from_rows": lambda junk: Schedule.from_rows([[junk]], "mine"),
     "Op.parse": Op.parse,
     "validate(schedule)": validate,
+    "validate(costs)": lambda junk: validate(ZBV, 2, junk),
     "check_schedule": check_schedule,
     "simulate(schedule)": lambda junk: simulate(junk, (1, 1, 1)),
     "simulate(costs)": lambda junk: simulate(ZBV, junk),
@@ -123,6 +124,10 @@ def test_all_else_is_refused_by_name(name: str, value: object) -> None:
         ),
         (lambda: replace(ZBV, ops=((Op(0, OpKind.F, ANYTHING[3]),),)), "whose microbatch is not a Python int"),
         (lambda: replace(ZBV, num_microbatches=ANYTHING[3]), "ZBV: num_microbatches has to be a whole number, got 2.0"),
+        (
+            lambda: validate(ZBV, 2, CostModel.uniform(Placement.loop(3))),
+            "costs are for 3 stages, but the placement has",
+        ),
         (lambda: Placement.v(0), "^num_ranks has to be a whole number from 1 on, got 0"),
         (lambda: simulate(replace(ZBV, ops=(*ZBV.ops[:1], (*ZBV.ops[1], Op(4, OpKind.F, 0)))), (1, 1, 1)), "foreign"),
     ],

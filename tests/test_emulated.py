@@ -9,16 +9,14 @@ import pytest
 
 from zbpipe import generate
 from zbpipe.cli.demo import emulated
+from zbpipe.cli.demo.launch import DemoError
 
 pytestmark = pytest.mark.long
 
 
 def test_every_rank_runs_its_list_and_takes_at_least_what_it_sleeps() -> None:
-    done: list[int] = []
-    results = emulated.emulate(ranks=2, microbatches=3, seconds=1e-3, rounds=1, on_step=done.append)
-    assert [(each.schedule, each.source) for each in results] == [("1F1B", "torch"), ("ZBV", "zbpipe")]
-    assert done == sorted(done)
-    assert done[-1] == 2
+    results = emulated.emulate(ranks=2, microbatches=3, seconds=1e-3, rounds=1)
+    assert [each.schedule for each in results] == ["1F1B", "ZBV"]
     for each in results:
         ran = [[span.op for span in spans] for spans in each.measured.spans]
         assert ran == [list(ops) for ops in generate(each.schedule, 2, 3)]
@@ -36,6 +34,6 @@ def test_a_rank_that_fails_ends_all(monkeypatch: pytest.MonkeyPatch) -> None:
         return started[-1]
 
     monkeypatch.setattr(subprocess, "Popen", noted)
-    with pytest.raises(emulated.DemoError, match=r"ended with 1: .*ValueError"):
+    with pytest.raises(DemoError, match=r"ended with 1: .*ValueError"):
         emulated.emulate(ranks=2, microbatches=3, seconds=0.001, rounds=1)
     assert started[0].returncode == 1

@@ -26,9 +26,9 @@ from zbpipe.costs.transformer import Checkpointing, usual_costs
 from zbpipe.estimation import Estimate, Workload, load_layers
 from zbpipe.estimation.devices import DEVICES, Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
+from zbpipe.estimation.layouts import degrees_to_try, search
 from zbpipe.estimation.rates import rates
-from zbpipe.estimation.result import NO_PIPELINE, PLAN, Memory, Step
-from zbpipe.estimation.search import degrees_to_try, search
+from zbpipe.estimation.rows import NO_PIPELINE, PLAN, Memory, Step
 from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes
 from zbpipe.runtime.measure.counts import count_bytes, count_operations
 from zbpipe.schedule.ir import OpKind, Placement

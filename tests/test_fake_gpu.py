@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from models import SEQUENCE, VOCABULARY, WIDTH, build_stage, loss_fn
+from pipelines import as_rank
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -47,13 +47,13 @@ def backward_of_zeros(call: Any, kind: str, tensors: dict[str, Any], **_: Any) -
 def test_steps_stay_on_the_device(rank: int, dtype: torch.dtype) -> None:
     """On each of two ranks: the other's messages are zeros."""
     torch.set_default_dtype(dtype)
-    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=2)
-    try:
+    with as_rank(rank, 2):
         with CUDA:
             module = build_stage(rank, 2)
             hidden = torch.zeros(ROWS, SEQUENCE, WIDTH, requires_grad=True)
             batch = torch.zeros(MICROBATCHES * ROWS, SEQUENCE, dtype=torch.long)
             logits = torch.zeros(ROWS, SEQUENCE, VOCABULARY)
+        torch.set_default_dtype(torch.float32)
         ends = ((batch[:ROWS], hidden), (hidden, logits))[rank]
         stage = pipelining.StageOfKnownShapes(module, rank, 2, CUDA, input_args=ends[0], output_args=ends[1])
         schedule: Any = zbpipe.build_pipeline_schedule("ZBH1", [stage], MICROBATCHES, loss_fn, plain=True)
@@ -63,14 +63,11 @@ def test_steps_stay_on_the_device(rank: int, dtype: torch.dtype) -> None:
         output = schedule.eval(*([] if rank else [batch]), **given)
         with hooks.route_calls(schedule, forward_as_it_is, forward_as_it_is, backward_of_zeros):
             schedule.step(*([] if rank else [batch]), losses=losses, **given)
-        if rank:
-            assert output.shape == (MICROBATCHES * ROWS, SEQUENCE, VOCABULARY)
-            assert {each.device for each in (output, *losses)} == {CUDA}
-            assert output.dtype == dtype
-            assert len(losses) == MICROBATCHES
-    finally:
-        dist.destroy_process_group()
-        torch.set_default_dtype(torch.float32)
+    if rank:
+        assert output.shape == (MICROBATCHES * ROWS, SEQUENCE, VOCABULARY)
+        assert {each.device for each in (output, *losses)} == {CUDA}
+        assert output.dtype == dtype
+        assert len(losses) == MICROBATCHES
 
 
 @pytest.mark.parametrize(

@@ -1,46 +1,29 @@
-"""Behind queues of messages like NCCL's: schedules train right, and what the checks call blocked is what hangs.
+"""Queues of messages like NCCL's: what the checks call blocked is what hangs, and nothing else.
 
-The queues are those of benchmarks/fifo.py, over gloo. tests/test_interleavings.py runs all schedules on them.
+tests/test_interleavings.py trains all schedules on the queues of benchmarks/fifo.py, tests/test_gpu.py real processes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from datetime import timedelta
-from functools import cache
-from itertools import count, islice
-from pathlib import Path
-from typing import Any, NamedTuple
-
 import pytest
 import torch
-import torch.distributed as dist
 from fifo import BACKENDS, spoil
 from hypothesis import example, given, settings
-from hypothesis import strategies as st
-from models import batch, reference
-from pipelines import Pipeline, Result, assert_like
 from queued_messages import gets_stuck, tables
-from ranks import run_ranks
-from torch.distributed import config
-from torch.distributed.pipelining import schedules
 
-import zbpipe
-from zbpipe import OpKind, Schedule, testing
-from zbpipe.costs.transport import Receives, Transport
-from zbpipe.schedule import registry
-from zbpipe.simulator.actions import Rows, parse, validate_lowered
-from zbpipe.simulator.graph import TimeGraph
-from zbpipe.simulator.message_queues import find_blocked_queues
+from zbpipe import Schedule
+from zbpipe.costs.transport import Transport
+from zbpipe.simulator.actions import Rows, parse
+from zbpipe.simulator.message_checks import find_blocked_queues, validate_lowered
+from zbpipe.simulator.time_graph import TimeGraph
 
 pytestmark = pytest.mark.long
 
 ONE_QUEUE, PER_PEER, PER_EDGE = BACKENDS
-GROUP_PER_EDGE = "gloo"
-"""Without queues, but with a group for each direction between two ranks, which torch makes if it is told to."""
-RANKS, MICROBATCHES = 3, 4
-FEW = ("1F1B", "Interleaved1F1B", "ZBV", "ZBVLean")
-OURS = tuple(algorithm.name for algorithm in registry.schedules().values() if algorithm.source == "zbpipe")
+TURNS = parse(
+    "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1"
+)
+"""Each rank sends before it receives: gloo runs that, and so do queues per edge."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int32, torch.bool])
@@ -50,15 +33,8 @@ def test_whatever_is_received_can_be_spoiled(dtype: torch.dtype) -> None:
     assert not (tensor == 0).any()
 
 
-# What blocks.
-
-TURNS = parse(
-    "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n1RECV_F0,1F0,1B0,1SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1"
-)
-"""Each rank sends before it receives: gloo runs that, and so do queues per edge."""
-
-
 def test_what_is_called_blocked_gets_stuck_and_nothing_else() -> None:
+    """Of tables that are sound without queues. With a queue for each edge none gets stuck."""
     seen: list[bool] = []
 
     @settings(max_examples=200)
@@ -68,181 +44,9 @@ def test_what_is_called_blocked_gets_stuck_and_nothing_else() -> None:
         assert validate_lowered(rows) == []
         seen.append(gets_stuck(rows, ONE_QUEUE))
         assert bool(find_blocked_queues(rows)) == seen[-1]
+        graph = TimeGraph(Schedule.from_actions(rows, ""), Transport.QUEUE_PER_PEER, rows)
+        assert bool(graph.find_cycle()) == gets_stuck(rows, PER_PEER)
+        assert not gets_stuck(rows, PER_EDGE)
 
     compare()
     assert 3 < sum(seen) < len(seen) - 3
-
-
-@example(TURNS)
-@given(tables())
-def test_so_it_is_with_a_queue_for_each_peer(rows: Rows) -> None:
-    graph = TimeGraph(Schedule.from_actions(rows, ""), Transport.QUEUE_PER_PEER, rows)
-    assert bool(graph.find_cycle()) == gets_stuck(rows, PER_PEER)
-
-
-@example(TURNS)
-@given(tables())
-def test_with_a_queue_for_each_edge_no_sound_table_gets_stuck(rows: Rows) -> None:
-    assert not gets_stuck(rows, PER_EDGE)
-
-
-def drawn(strategy: st.SearchStrategy[Any], count: int) -> list[Any]:
-    """The first examples of `strategy`, always the same ones."""
-    found: list[Any] = []
-
-    @settings(max_examples=count, database=None)
-    @given(strategy)
-    def collect(value: Any) -> None:
-        found.append(value)
-
-    collect()
-    return found[:count]
-
-
-# Training.
-
-
-class Cell(NamedTuple):
-    """How the model is trained."""
-
-    schedule: str
-    """A name, or the path of a table."""
-    backend: str
-    receives: Receives
-    ranks: int = RANKS
-    microbatches: int = MICROBATCHES
-    unawaited: int | None = None
-    """Which of its receives rank 1 does not wait for."""
-
-    @property
-    def num_stages(self) -> int:
-        return registry.resolve(self.schedule).place(self.ranks).num_stages
-
-    @property
-    def is_ours(self) -> bool:
-        return registry.resolve(self.schedule).source == "zbpipe"
-
-
-def train(cell: Cell, group: dist.ProcessGroup) -> Result:
-    """The run of a cell on this rank."""
-    if cell.backend == GROUP_PER_EDGE:
-        groups = dist.distributed_c10d._world.pg_names
-        before = len(groups)
-        with config.patch(pipeline_per_edge_p2p=True):
-            run = train_twice(cell, group)
-        assert len(groups) > before
-        return run
-    if cell.unawaited is None or dist.get_rank() != 1:
-        return train_twice(cell, group)
-    receives, post = count(), schedules._batch_p2p
-
-    def post_and_forget_one(operations: list[dist.P2POp], *args: Any, **options: Any) -> list[dist.Work]:
-        works = post(operations, *args, **options)
-        receives_now = any(each.op is dist.irecv for each in operations)
-        return [] if receives_now and next(receives) == cell.unawaited else works
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(schedules, "_batch_p2p", post_and_forget_one)
-        return train_twice(cell, group)
-
-
-def train_twice(cell: Cell, group: dist.ProcessGroup) -> Result:
-    """Two steps, whose gradients add up, and a validation before them. Some of torch's schedules cannot do that."""
-    options: dict[str, Any] = {"receives": cell.receives} if cell.is_ours else {}
-    pipeline = Pipeline(cell.schedule, cell.microbatches, group=group, scale_grads=False, **options)
-    losses: list[float] = []
-    for seed, how in enumerate(("step", "eval", "step")):
-        if how == "step" or cell.is_ours:
-            tokens, targets = batch(cell.microbatches, seed)
-            losses += pipeline.run(tokens, target=targets, how=how)
-    return losses, pipeline.gradients()
-
-
-def train_all(cells: Sequence[Cell]) -> list[Result | None]:
-    groups: dict[tuple[str, int], Any] = {
-        key: dist.new_group(list(range(key[1])), timedelta(seconds=30), key[0])
-        for key in dict.fromkeys((cell.backend, cell.ranks) for cell in cells)
-    }
-    return [train(cell, groups[cell.backend, cell.ranks]) if dist.get_rank() < cell.ranks else None for cell in cells]
-
-
-def assert_trained_right(cells: Sequence[Cell], per_rank: list[list[Result | None]]) -> None:
-    for cell, *runs in zip(cells, *per_rank, strict=True):
-        expected = expected_of(cell.num_stages, cell.microbatches, cell.is_ours)
-        assert_like([run for run in runs if run], expected, cell)
-
-
-@cache
-def expected_of(num_stages: int, microbatches: int, validates: bool) -> Result:
-    """Without pipeline."""
-    first, validation, second = (reference(num_stages, microbatches, seed) for seed in range(3))
-    summed = {name: microbatches * (gradient + second[1][name]) for name, gradient in first[1].items()}
-    return [*first[0], *(validation[0] if validates else ()), *second[0]], summed
-
-
-def named_cells() -> list[Cell]:
-    """Some schedules on one queue, the hardest, with the receives that they have by default; a few of the rest."""
-    return [
-        *(Cell(name, ONE_QUEUE, Receives.TIMED if name in OURS else Receives.EARLY) for name in FEW),
-        *(Cell("ZBV", ONE_QUEUE, receives) for receives in Receives if receives is not Receives.TIMED),
-        *(Cell("VHalf", backend, Receives.EARLY) for backend in (PER_PEER, PER_EDGE)),
-        *([Cell("ZBV", GROUP_PER_EDGE, Receives.TIMED)] if hasattr(config, "pipeline_per_edge_p2p") else []),
-    ]
-
-
-def table_cells(folder: Path) -> list[Cell]:
-    """Plans with little budget, and schedules in any order at all, as files."""
-    plans = [
-        zbpipe.plan(RANKS, 6, (1.0, 1.5, 0.75), limit, placements=[placement], budget=2_000).schedule
-        for limit, placement in ((3.5, "v"), (4.0, "loop"))
-    ]
-    runnable = (each for each in drawn(testing.runnable_schedules(max_microbatches=3), 100) if can_run(each))
-    cells = []
-    for number, schedule in enumerate([*plans, *islice(runnable, 4)]):
-        file = folder / f"{number}.csv"
-        file.write_text(schedule.to_csv())
-        receives = list(Receives)[number % len(Receives)]
-        cells.append(Cell(str(file), ONE_QUEUE, receives, schedule.num_ranks, schedule.num_microbatches))
-    return cells
-
-
-def can_run(schedule: Schedule) -> bool:
-    """On several ranks, the last stage's forwards ascending: torch numbers the losses so."""
-    last = schedule.placement.num_stages - 1
-    losses = [op.microbatch for row in schedule for op in row if (op.stage, op.kind) == (last, OpKind.F)]
-    return 1 < schedule.num_ranks <= RANKS and losses == sorted(losses)
-
-
-UNAWAITED = [Cell("ZBH1", ONE_QUEUE, Receives.EARLY, unawaited=number) for number in (2, 5)]
-
-
-class Trained(NamedTuple):
-    """All cells, and by rank what came of them."""
-
-    cells: list[Cell]
-    per_rank: list[list[Result | None]]
-
-    def chosen(self, cells: Sequence[Cell]) -> list[list[Result | None]]:
-        return [[runs[self.cells.index(cell)] for cell in cells] for runs in self.per_rank]
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """One start of the processes serves all cells."""
-    cells = [*named_cells(), *table_cells(tmp_path_factory.mktemp("tables")), *UNAWAITED]
-    return Trained(cells, run_ranks(RANKS, train_all, cells))
-
-
-def test_schedules_by_name(trained: Trained) -> None:
-    assert_trained_right(named_cells(), trained.chosen(named_cells()))
-
-
-def test_plans_and_tables(trained: Trained) -> None:
-    tables = [cell for cell in trained.cells if cell.schedule.endswith(".csv")]
-    assert_trained_right(tables, trained.chosen(tables))
-
-
-@pytest.mark.parametrize("cell", UNAWAITED, ids=str)
-def test_a_missing_wait_shows(trained: Trained, cell: Cell) -> None:
-    runs = [run for (run,) in trained.chosen([cell]) if run]
-    assert not all(gradient.isfinite().all() for _, gradients in runs for gradient in gradients.values())

@@ -12,9 +12,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from pipelines import Pipeline, on_one_rank
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.pipelining import schedules
 
 import zbpipe
 from zbpipe.frameworks.installation import find_algorithm, uninstall
@@ -24,15 +25,12 @@ from zbpipe.runtime.measure.profiler import log_visibly
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
 
-CPU = torch.device("cpu")
-
 
 def trained(schedule: str | zbpipe.Schedule | zbpipe.Plan) -> tuple[RegisteredSchedule, list[torch.Tensor]]:
     """On one rank; the weight gradients of its two stages."""
     torch.manual_seed(0)
     parts = [nn.Linear(4, 4), nn.Linear(4, 4)]
-    stages = [PipelineStage(part, index, 2, CPU) for index, part in enumerate(parts)]
-    built = zbpipe.build_pipeline_schedule(schedule, stages, 4, nn.functional.mse_loss)
+    built = on_one_rank(parts, 4, schedule, nn.functional.mse_loss)
     built.step(torch.ones(4, 4), target=torch.zeros(4, 4))
     assert isinstance(built, RegisteredSchedule)
     return built, [part.weight.grad for part in parts if part.weight.grad is not None]
@@ -61,8 +59,7 @@ def test_a_schedule_or_a_plan_runs_as_it_is() -> None:
 def test_gradients_are_divided_once() -> None:
     """Those of two stages with one weight, and those that a step without a backward finds."""
     weight = nn.Linear(4, 4)
-    stages = [PipelineStage(nn.Sequential(weight), index, 2, CPU) for index in range(2)]
-    built: Any = zbpipe.build_pipeline_schedule("ZBV", stages, 4, nn.functional.mse_loss)
+    built = on_one_rank([nn.Sequential(weight), nn.Sequential(weight)], 4, loss=nn.functional.mse_loss)
     x, target = torch.randn(2, 8, 4)
     built.step(x, target=target)
     plain = copy.deepcopy(weight)
@@ -148,16 +145,12 @@ def another_size_of_a_plan() -> tuple[int, str]:
         return zbpipe.plan(*size, **wanted, seed=rank, budget=(1e3, 1e5)[rank])
 
     planned = zbpipe.from_first_rank(lambda: zbpipe.plan(2, 8, (1, 1.2, 0.8), 2, placements=["v"], budget=1e3))
-    indices = zbpipe.stage_indices(planned, rank=rank, num_ranks=2)
-    modules = {index: nn.Linear(4, 4) for index in indices}
-    stages = [PipelineStage(module, index, 4, CPU) for index, module in modules.items()]
-    built: Any = zbpipe.build_pipeline_schedule(planned, stages, 8, nn.functional.mse_loss)
+    pipeline = Pipeline(planned, 8, lambda *_: nn.Linear(4, 4), nn.functional.mse_loss)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "search", search)
-        built.prepare(6)
-        batch = torch.ones(24, 4)
-        built.step(*([batch] if 0 in modules else []), target=batch if 3 in modules else None, microbatches=6)
-    return len(seeds), str(built.for_microbatches(6))
+        pipeline.schedule.prepare(6)
+        pipeline.run(torch.ones(24, 4), target=torch.ones(24, 4), microbatches=6)
+    return len(seeds), str(pipeline.schedule.for_microbatches(6))
 
 
 def test_a_plan_for_another_size_is_searched_once_for_all_ranks() -> None:
@@ -193,10 +186,7 @@ def from_the_first() -> list[str]:
 
     planned = zbpipe.from_first_rank(make)
     assert planned.timeline.costs == zbpipe.CostModel.uniform(planned.schedule.placement, 1.0, 1.2, 0.8)
-    indices = zbpipe.stage_indices(planned, rank=dist.get_rank(), num_ranks=2)
-    stages = [PipelineStage(nn.Linear(4, 4), index, planned.schedule.placement.num_stages, CPU) for index in indices]
-    built = zbpipe.build_pipeline_schedule(planned, stages, 4, nn.functional.mse_loss)
-    assert isinstance(built, RegisteredSchedule)
+    built = Pipeline(planned, 4, lambda *_: nn.Linear(4, 4), nn.functional.mse_loss).schedule
     assert built.by_size.costs == planned.timeline.costs
     found = [str(planned.schedule)]
     for wrong in (fail, lambda: "ZBV"):

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from pipelines import Pipeline
+from pipelines import Pipeline, on_one_rank
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-from torch.distributed.pipelining import PipelineStage
 from torch.nn.functional import mse_loss
 
 import zbpipe
@@ -104,8 +103,7 @@ def test_optimizer_step_refuses_scalers(one_rank: None) -> None:
     scaler = torch.amp.GradScaler("cpu")
 
     def schedule(loss_fn: Callable[..., Tensor] = mse_loss, **options: Any) -> Any:
-        stages = [PipelineStage(part, index, 2, torch.device("cpu")) for index, part in enumerate(copy.deepcopy(parts))]
-        return zbpipe.build_pipeline_schedule("ZBV", stages, MICROBATCHES, loss_fn, **options)
+        return on_one_rank(copy.deepcopy(parts), MICROBATCHES, loss=loss_fn, **options)
 
     def scaled(output: Tensor, target: Tensor) -> Tensor:
         return scaler.scale(mse_loss(output, target))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pipelines import on_one_rank
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe.runtime._torch import hooks as torch_hooks
@@ -24,8 +24,7 @@ ORDERS = (HookOrder.FOLLOW, HookOrder.CHECK, HookOrder.COPY)
 
 def pipeline(name: str) -> Any:
     per_rank = zbpipe.generate(name, 1, 1).placement.num_stages
-    stages = [PipelineStage(nn.Linear(4, 4), index, per_rank, torch.device("cpu")) for index in range(per_rank)]
-    return zbpipe.build_pipeline_schedule(name, stages, 2, F.mse_loss)
+    return on_one_rank([nn.Linear(4, 4) for _ in range(per_rank)], 2, name, F.mse_loss)
 
 
 def note(seen: list[str], order: HookOrder, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:

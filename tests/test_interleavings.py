@@ -44,6 +44,7 @@ def test_a_fault_ends_all_ranks_with_its_cause(what: str) -> None:
     assert try_faults(what, seeds) == len(seeds)
 
 
+@pytest.mark.long  # of the tool
 def test_an_order_that_fails_is_told_with_few_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks could both find that nobody has failed before, if the store let others come in between."""
 

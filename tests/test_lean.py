@@ -14,8 +14,7 @@ from zbpipe import CostModel, OpKind, Placement, Schedule, generate, simulate, v
 from zbpipe.algorithms import _lean
 from zbpipe.algorithms._lean import find_best
 from zbpipe.algorithms.zbv_lean import zbv_lean
-from zbpipe.costs.baseline import memory_of_1f1b
-from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.memory_limit import MemoryLimit, memory_of_1f1b
 from zbpipe.costs.model import least_room
 from zbpipe.costs.transformer import Checkpointing, typical_costs, usual_costs
 from zbpipe.costs.transport import Transport

@@ -23,7 +23,7 @@ from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement
 
 LEAN = ("ZBVLean", "ZBH1Lean", "VHalfLean", "VMinLean")
-MICROBATCHES = (1, 3, 8)
+MICROBATCHES = (1, 3)
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 

@@ -14,20 +14,16 @@ from typing import Any
 import compatibility
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from cells import MATRIX, Cell, row, table_of_matrix, train_as_without_a_pipeline
 from compatibility import Row, Section
-from models import build_stage, loss_fn
+from models import build_stage
+from pipelines import Pipeline, as_rank
 from titan_jobs import DEEPSEEK, LLAMA, STEPS, Job, Titan, assert_trains_alike, assert_values, flavor, pipeline
 from titan_jobs import require_titan as require
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-import zbpipe
 
 IS_02 = require("0.3.0", "0.2.2") == "0.2.2"
 pytestmark = [pytest.mark.long, pytest.mark.versions, pytest.mark.timeout(900)]
@@ -146,25 +142,17 @@ def torch_selective(titan: Titan) -> str:
 
 
 def distributed_data_parallel(titan: Titan) -> str:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return refusal(lambda index, total: DistributedDataParallel(build_stage(index, total)), num_ranks=1)
 
 
 def late_receives(titan: Titan) -> str:
-    # Nothing is sent, so the other ranks need not be there.
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     return refusal(build_stage, num_ranks=4, schedule="ZBVZeroBubble", defer_pp_recv=True)
 
 
 def refusal(build: Callable[[int, int], Any], num_ranks: int, schedule: str = "ZBV", **options: Any) -> str:
     """What zbpipe says to a V on rank 0, whose stages are the first and the last."""
-    total = 2 * num_ranks
-    try:
-        stages = [PipelineStage(build(index, total), index, total, torch.device("cpu")) for index in (0, total - 1)]
-        with pytest.raises(ValueError, match=r"ZBV|stage 0") as refused:
-            zbpipe.build_pipeline_schedule(schedule, stages, 8, loss_fn, **options)
-    finally:
-        dist.destroy_process_group()
+    with as_rank(0, num_ranks), pytest.raises(ValueError, match=r"ZBV|stage 0") as refused:
+        Pipeline(schedule, 8, build, **options)
     return f"refused: {refused.value}"
 
 

@@ -19,8 +19,7 @@ from torch.distributed.pipelining import PipelineStage
 import zbpipe
 from zbpipe import CostModel, Placement
 from zbpipe.costs import JobCosts, Link, dump_costs
-from zbpipe.costs.baseline import memory_of_1f1b
-from zbpipe.costs.memory_limit import SPELLINGS, MemoryLimit
+from zbpipe.costs.memory_limit import SPELLINGS, MemoryLimit, memory_of_1f1b
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.frameworks.options import Options
 from zbpipe.schedule.ir import OpKind

@@ -65,8 +65,8 @@ def test_what_waits_is_counted_layer_by_layer() -> None:
     """A layer that keeps nothing from F to I needs its gradient whole in I, when the others wait for W already."""
     layers = CostModel((1, 1), (1, 1), (1, 1), (0, 4), freed_by_i=(0, -1), working={OpKind.I: (6, 1)})
     (stage,) = [join_stages(layers, split_of((2,)))]
-    assert (stage.activations, stage.waits(0)) == ((4.0,), 8.0)
-    assert stage.needs(0, OpKind.I) == 4 + 6
+    assert (stage.activations, stage.of(0, OpKind.W).frees) == ((4.0,), 8.0)
+    assert stage.of(0, OpKind.I).needs == 4 + 6
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -10,12 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import Checkpointing, batch, build_stage, gradients, loss_fn
-from pipelines import Pipeline, Result
+from models import Checkpointing, batch, build_stage, gradients
+from pipelines import Pipeline, Result, on_one_rank
 from ranks import run_ranks
-from test_gradients import MICROBATCHES, assert_like_reference
+from test_gradients import FEW, assert_like_reference
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -36,20 +35,19 @@ def train(
     checkpointing: Checkpointing, what: Offload | None, backend: str | None = None
 ) -> tuple[dict[str, Tensor], Any]:
     """Three steps, compiled if a backend is given; the gradients of the last."""
-    modules = {index: build_stage(index, 2, checkpointing) for index in range(2)}
-    for block in [each for module in modules.values() for each in module.children()]:
+    modules = [build_stage(index, 2, checkpointing) for index in range(2)]
+    for block in [each for module in modules for each in module.children()]:
         if backend and not isinstance(block, nn.Embedding):
             block.compile(fullgraph=True, backend=backend)
-    stages = [PipelineStage(module, index, 2, CPU) for index, module in modules.items()]
-    runtime: Any = zbpipe.build_pipeline_schedule("ZBV", stages, 4, loss_fn)
+    runtime = on_one_rank(modules, 4)
     plain = schedule_w_last(2, 4)
     runtime.adopt(plain if what is None else copy_all(plain, what))
     for _ in range(3):
-        for module in modules.values():
+        for module in modules:
             module.zero_grad()
         tokens, targets = batch(4)
         runtime.step(tokens, target=targets)
-    return gradients(modules), runtime
+    return gradients(dict(enumerate(modules))), runtime
 
 
 @cache
@@ -78,7 +76,7 @@ def test_compiled_stages_offload_too(one_rank: None, backend: str) -> None:
 
 def train_rank(name: str, what: Offload) -> list[Result]:
     results = []
-    for count in MICROBATCHES:
+    for count in FEW:
         pipeline = Pipeline(name, count)
         pipeline.schedule.adopt(copy_all(zbpipe.generate(name, dist.get_world_size(), count), what))
         tokens, targets = batch(count)
@@ -93,7 +91,7 @@ def train_rank(name: str, what: Offload) -> list[Result]:
 @pytest.mark.parametrize("name", ["ZBV", "ZBH2"])
 def test_a_pipeline_that_offloads_everything(name: str) -> None:
     num_stages = zbpipe.generate(name, 2, 2).placement.num_stages
-    assert_like_reference(run_ranks(2, train_rank, name, Offload.ALL), num_stages)
+    assert_like_reference(run_ranks(2, train_rank, name, Offload.ALL), num_stages, FEW)
 
 
 # What it frees
@@ -123,8 +121,7 @@ class Live(TorchDispatchMode):
 def peak(schedule: Schedule) -> float:
     """In tensors of all tokens, in the second step."""
     module = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    stages = [PipelineStage(module, 0, 1, CPU)]
-    runtime: Any = zbpipe.build_pipeline_schedule("ZBH1", stages, schedule.num_microbatches, F.mse_loss)
+    runtime = on_one_rank([module], schedule.num_microbatches, "ZBH1", F.mse_loss)
     runtime.adopt(schedule)
     x, target = (torch.randn(schedule.num_microbatches * TOKENS, WIDTH) for _ in range(2))
     runtime.step(x, target=target)
@@ -221,7 +218,7 @@ def test_memory_is_freed_behind_the_computation_that_the_copy_outlasts_not(
     one_rank: None, monkeypatch: pytest.MonkeyPatch, bandwidth: float, expected: str
 ) -> None:
     log: list[str] = []
-    runtime: Any = zbpipe.build_pipeline_schedule("ZBH1", [PipelineStage(nn.Linear(4, 4), 0, 1, CPU)], 2, F.mse_loss)
+    runtime = on_one_rank([nn.Linear(4, 4)], 2, "ZBH1", F.mse_loss)
     around = Copies.around
 
     def logged(self: Copies, kind: str, stage: int, microbatch: int, compute: Any) -> Any:
@@ -247,20 +244,17 @@ def test_memory_is_freed_behind_the_computation_that_the_copy_outlasts_not(
 
 
 def test_the_option_plans_the_copies(one_rank: None) -> None:
-    stages = [PipelineStage(nn.Linear(4, 4), 0, 1, CPU)]
+    build = partial(on_one_rank, [nn.Linear(4, 4)], 4, "ZBH1", F.mse_loss)
     costs = CostModel.uniform(Placement.loop(1), host=Link(bandwidth=8))
-    runtime: Any = zbpipe.build_pipeline_schedule("ZBH1", stages, 4, F.mse_loss, costs=costs, offload="pairs")
-    expected = offload(zbpipe.generate("ZBH1", 1, 4), costs, what="pairs")
-    assert runtime.schedule == expected
+    assert build(costs=costs, offload="pairs").schedule == offload(zbpipe.generate("ZBH1", 1, 4), costs, what="pairs")
     with pytest.raises(ValueError, match=r"offload needs the bandwidth to the host: give the costs host="):
-        zbpipe.build_pipeline_schedule("ZBH1", stages, 4, F.mse_loss, offload=True)
+        build(offload=True)
     with pytest.raises(ValueError, match="offload='weights' is unknown"):
-        zbpipe.build_pipeline_schedule("ZBH1", stages, 4, F.mse_loss, offload="weights")
+        build(offload="weights")
 
 
 def test_what_cannot_offload_is_refused(one_rank: None) -> None:
-    stages = [PipelineStage(nn.Linear(4, 4), 0, 1, CPU)]
-    runtime: Any = zbpipe.build_pipeline_schedule("ZBH1", stages, 2, F.mse_loss, split_backward="autograd")
+    runtime = on_one_rank([nn.Linear(4, 4)], 2, "ZBH1", F.mse_loss, split_backward="autograd")
     plain = schedule_w_last(1, 2)
     with pytest.raises(ValueError, match="only zbpipe's split frees them: keep split_backward='deferred'"):
         runtime.adopt(copy_all(plain, Offload.PAIRS))
@@ -270,12 +264,12 @@ def test_what_cannot_offload_is_refused(one_rank: None) -> None:
     with pytest.raises(ValueError, match="on the CPU for tests, not from meta"):
         make_copier(torch.device("meta"))
     with pytest.raises(ValueError, match="offload"):
-        zbpipe.build_pipeline_schedule("1F1B", stages, 2, F.mse_loss, offload=True)
+        on_one_rank([nn.Linear(4, 4)], 2, "1F1B", offload=True)
 
 
 def test_copies_that_begin_in_a_recorded_step_last(one_rank: None) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    runtime: Any = zbpipe.build_pipeline_schedule("ZBH1", [PipelineStage(module, 0, 1, CPU)], 2, F.mse_loss)
+    runtime = on_one_rank([module], 2, "ZBH1", F.mse_loss)
     runtime.adopt(copy_all(schedule_w_last(1, 4), Offload.ALL))
     records: list[StepRecord] = []
     collect(runtime, [Wanted.TIMES], records.extend)

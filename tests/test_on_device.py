@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
 from typing import Any
 
 import pytest
 import torch
+from pipelines import on_one_rank
 from torch import nn
-from torch.distributed.pipelining import PipelineStage
 
-import zbpipe
 from zbpipe.runtime.measure.recording import HostCounter
 from zbpipe.runtime.offload import Copier
 from zbpipe.runtime.split import products, stage
@@ -68,8 +66,9 @@ def test_the_trial_with_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.long
 def test_processes_of_their_own() -> None:
-    good, unknown = on_device.try_out("cpu", (LOOKS_AT_TWO[0], "telepathy"))
+    good, edges, unknown = on_device.try_out("cpu", (*LOOKS_AT_TWO, "telepathy"))
     assert str(good) == "messages in one queue: works"
+    assert not edges.failed
     assert unknown == on_device.Result("telepathy", "KeyError: 'telepathy'", failed=True)
 
 
@@ -90,10 +89,8 @@ def test_a_plain_schedule_leaves_it_out(caplog: pytest.LogCaptureFixture, monkey
     monkeypatch.setattr(products, "_add_product", lambda *args: fused.append(args) or False)
     modules = [nn.Linear(4, 4) for _ in range(2)]
     modules[1].compile()
-    built: Callable[..., Any] = zbpipe.build_pipeline_schedule
-    stages = [PipelineStage(module, index, 2, CPU) for index, module in enumerate(modules)]
     with caplog.at_level(logging.WARNING):
-        schedule = built("ZBV", stages, 4, nn.functional.mse_loss, plain=True)
+        schedule = on_one_rank(modules, 4, loss=nn.functional.mse_loss, plain=True)
     assert "plain: without events" in caplog.text
     schedule.adopt(copy_all(schedule_w_last(2, 4), Offload.ALL))
     assert not schedule.schedule.has_copies
@@ -103,7 +100,7 @@ def test_a_plain_schedule_leaves_it_out(caplog: pytest.LogCaptureFixture, monkey
         schedule.step(torch.randn(4, 4), target=torch.zeros(4, 4))
     assert fused == []
     with pytest.raises(ValueError, match="plain"):
-        built("ZBV", stages, 4, nn.functional.mse_loss, plain="yes")
+        on_one_rank(modules, 4, plain="yes")
 
 
 def test_the_doctor_tells_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import pipelines
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from ranks import endings, run_ranks
 from searching import searching_little
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import LBFGS, SGD, AdamW
@@ -123,8 +124,7 @@ def same_as_ordinary(limit: float = LIMIT, **job: Any) -> StepCounts:
 def shard(module: nn.Module, mesh: DeviceMesh, policy: MixedPrecisionPolicy = MixedPrecisionPolicy()) -> None:  # noqa: B008
     names = tuple(name for name in mesh.mesh_dim_names or () if name != "pp")
     for part in (*module.children(), module):
-        fully_shard(part, mesh=mesh[names], mp_policy=policy, reshard_after_forward=False)
-        part.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
+        pipelines.shard(part, mesh[names], mp_policy=policy, reshard_after_forward=False)
         part.set_gradient_divide_factor(1.0)  # type: ignore[operator]
 
 

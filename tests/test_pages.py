@@ -14,7 +14,7 @@ from zbpipe.costs.model import CostModel, Link
 from zbpipe.simulator import offload
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.views import style
-from zbpipe.views.html import html, join
+from zbpipe.views.html import html
 from zbpipe.views.svg import svg
 
 PHONE, DESKTOP = (390, 844), (1280, 800)
@@ -187,23 +187,4 @@ def test_a_large_page_is_small_and_draws_what_is_in_view(browser: Browser, tmp_p
     legend = browser.run('const {top, bottom} = part("legend").getBoundingClientRect(); return [top, bottom]')
     assert 0 <= legend[0] < legend[1] < 100, "the legend is always in sight"
     assert browser.run("return picture.canvas.height") < 800
-    assert browser.console() == []
-
-
-def test_several_timelines_have_one_time_scale(browser: Browser, tmp_path: Path, shown: Timeline) -> None:
-    schedule = generate("1F1B", 4, 8)
-    usual = simulate(schedule, CostModel.uniform(schedule.placement, 1, 1.2, 0.8))
-    file = tmp_path / "several.html"
-    file.write_text(join("Two", {"ZBV": shown, "<1F1B>": usual}), encoding="utf-8")
-    browser.show(file)
-    browser.until("pictures.length === 2 && pictures.every((each) => each.timeline && !each.asked)")
-    assert browser.run('return [...document.querySelectorAll("h3")].map((each) => each.textContent)') == [
-        "ZBV",
-        "<1F1B>",
-    ]
-    assert usual.makespan > shown.makespan
-    assert browser.run("return pictures.map((each) => each.view.end)") == pytest.approx([usual.makespan] * 2)
-    browser.run("pictures[0].zoom(0.5)")
-    browser.until("pictures[1].view.end - pictures[1].view.begin < pictures[1].until * 0.6")
-    assert browser.run('return part("legend").children.length') == 6  # F, I, W, B, idle, and the later stages
     assert browser.console() == []

@@ -16,14 +16,13 @@ from urllib.parse import urlencode
 import pytest
 from browser import Browser, running_browser
 from click.testing import CliRunner
-from pages import page_data, page_ops
+from pages import page_ops
 from searching import searching_little
 
 from zbpipe import Schedule, cli, generate, simulate, validate
 from zbpipe.costs.transformer import Checkpointing, typical_costs
-from zbpipe.views.playground import answers, page
-from zbpipe.views.playground.answers import Setting, answer_plan, answer_simulation, presets
-from zbpipe.views.playground.server import ADDRESS, server
+from zbpipe.views import playground
+from zbpipe.views.playground import ADDRESS, Setting, answer_simulation, presets, server
 
 SMALL = Setting(3, 5, 2, (1.0, 1.3, 0.7), 0.1, Checkpointing.SELECTIVE, None)
 
@@ -31,7 +30,7 @@ SMALL = Setting(3, 5, 2, (1.0, 1.3, 0.7), 0.1, Checkpointing.SELECTIVE, None)
 @pytest.fixture(scope="module", autouse=True)
 def short_searches() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, searching_little():
-        patch.setattr(answers, "PLAN_BUDGET", 2e4)
+        patch.setattr(playground, "PLAN_BUDGET", 2e4)
         yield
 
 
@@ -149,55 +148,30 @@ def test_the_command_serves_until_it_is_ended(address: str, monkeypatch: pytest.
     assert f"--port {port} cannot be used" in outcome.output
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    few: dict[str, list[Any]] = {"ranks": [2], "microbatches": [4, 8], "comm": [0], "checkpointing": ["full"]}
-    file = tmp_path_factory.mktemp("exported") / "playground.html"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(page, "_EXPORTED", page._EXPORTED | few)
-        outcome = CliRunner().invoke(cli.main, ["playground", "--export", str(file)], catch_exceptions=False)
-    assert outcome.stdout == f"wrote {file}, {len(file.read_text()) / 1e6:.1f} MB\n"
-    return file
-
-
-def test_an_exported_page_holds_the_answers_to_all_its_sliders(exported: Path) -> None:
-    data = page_data(exported.read_text())
-    assert len(data["answers"]) == 2 * 2
-    for text, found in data["answers"].items():
-        setting = Setting.parse(json.loads(text))
-        if setting.limit is None:
-            assert set(found) == {*data["names"], "plan"}
-            assert found["ZBV"] == json.loads(json.dumps(answer_simulation(setting, "ZBV")))
-    assert found["plan"] == json.loads(json.dumps(answer_plan(setting)))
-
-
 def shown(browser: Browser) -> list[str]:
     """The lines of figures, once all three are there."""
     browser.until("pictures.length === 3 && pictures[2].answer && pictures.every(({picture}) => !picture.asked)", 60)
     return list(browser.run("return pictures.map(({figures}) => figures.textContent)"))
 
 
-def test_the_page_in_a_browser(address: str, exported: Path) -> None:
+def test_the_page_in_a_browser(address: str) -> None:
     with running_browser() as browser:
-        for where in (address + "/", exported):
-            browser.show(where, 390, 844, phone=True)
-            for line in shown(browser):
-                assert line.startswith("makespan ")
-            assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
-            browser.show(where)
-            shown(browser)
-            browser.run(
-                'const slider = part("microbatches"); slider.value = 1; slider.dispatchEvent(new Event("input"))'
-            )
-            lines = shown(browser)
-            setting = Setting.parse(browser.run("return setting"))
-            assert setting.microbatches == (2 if where != exported else 8)
-            for line, name in zip(lines, ("1F1B", "ZBV"), strict=False):
-                answer = answer_simulation(setting, name)
-                assert line.startswith(f"makespan {answer['makespan']:.6g}, bubble {answer['bubble']:.1%}, ")
-                assert f"memory {answer['memory_to_1f1b']:.2f}x of 1F1B's" in line
-            assert "ZBV has a step" in browser.run('return part("difference").textContent')
-            assert "zbpipe plan -p" in browser.run("return pictures[2].command.textContent")
-            browser.run("pictures[0].picture.zoom(0.5)")
-            browser.until("pictures[1].picture.view.end < pictures[1].picture.until")
-            assert browser.console() == []
+        browser.show(address + "/", 390, 844, phone=True)
+        for line in shown(browser):
+            assert line.startswith("makespan ")
+        assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
+        browser.show(address + "/")
+        shown(browser)
+        browser.run('const slider = part("microbatches"); slider.value = 1; slider.dispatchEvent(new Event("input"))')
+        lines = shown(browser)
+        setting = Setting.parse(browser.run("return setting"))
+        assert setting.microbatches == 2
+        for line, name in zip(lines, ("1F1B", "ZBV"), strict=False):
+            answer = answer_simulation(setting, name)
+            assert line.startswith(f"makespan {answer['makespan']:.6g}, bubble {answer['bubble']:.1%}, ")
+            assert f"memory {answer['memory_to_1f1b']:.2f}x of 1F1B's" in line
+        assert "ZBV has a step" in browser.run('return part("difference").textContent')
+        assert "zbpipe plan -p" in browser.run("return pictures[2].command.textContent")
+        browser.run("pictures[0].picture.zoom(0.5)")
+        browser.until("pictures[1].picture.view.end < pictures[1].picture.until")
+        assert browser.console() == []

@@ -21,6 +21,7 @@ import pytest
 from zbpipe import titan
 from zbpipe.frameworks.options import Options
 from zbpipe.frameworks.titan import check
+from zbpipe.schedule.registry import resolve
 
 yaml = pytest.importorskip("yaml")
 STAND_IN = Path(__file__).parent / "primus_stand_in"
@@ -162,12 +163,12 @@ def test_torchtitan_takes_the_example(experiment: ModuleType) -> None:
     misspelt = experiment.merged(sections, {"parallelism": {"pipeline_degree": 8}, "training": {"steps": "many"}})
     assert sorted(wrong_keys(JobConfig, misspelt)) == ["parallelism.pipeline_degree", "training.steps"]
     config = experiment.job_config(sections)
-    check.check(config, Options())
+    check.check(config, resolve(config.parallelism.pipeline_parallel_schedule), Options())
     assert (config.parallelism.pipeline_parallel_schedule, config.model.flavor) == ("ZBH1Lean", "8B")
     assert (config.primus_turbo, config.compile.enable) == ({"enable_primus_turbo": False}, False)
     config.parallelism.pipeline_parallel_schedule = "ZBW"
     with pytest.raises(ValueError, match="unknown schedule 'ZBW'"):
-        check.check(config, Options())
+        check.check(config, resolve(config.parallelism.pipeline_parallel_schedule), Options())
 
 
 ON_THE_CPU: dict[str, Any] = {

@@ -23,7 +23,6 @@ ALLOWED = {
     # What frameworks keep under private names of their own, and which frameworks/automodel.py lists.
     ("frameworks/automodel.py", "_dp_allreduce"),
     # os._exit, which the standard library documents.
-    ("cli/demo/emulated.py", "_exit"),
     ("runtime/ranks/failures.py", "_exit"),
 }
 NAMED_TUPLES = {"_replace", "_asdict", "_fields"}

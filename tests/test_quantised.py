@@ -10,14 +10,12 @@ from typing import Any
 import pytest
 import torch
 from compared import CALLS, Compared, call, train
+from pipelines import check_steps, shard
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.flop_counter import FlopCounterMode
 
-import zbpipe
 from zbpipe.runtime.split.last_w import accumulate
 
 pytest.importorskip("torchao")
@@ -172,15 +170,7 @@ def test_sharded_weights(one_rank: None, name: str, is_compiled: bool) -> None:
         for layer in module.children():
             layer.compile(backend="aot_eager")
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    fully_shard(module, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
-    module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-    stages = [PipelineStage(module, 0, 1, torch.device("cpu"))]
-    schedule = zbpipe.build_pipeline_schedule("ZBH1", stages, 2, lambda y, target: (y.float() - target).square().mean())
-    check = zbpipe.GradientCheck(schedule, 2)
-    for _ in range(2):
-        schedule.step(torch.randn(2 * ROWS, WIDTH), target=torch.randn(2 * ROWS, WIDTH))
-    assert check.report is not None
-    assert check.report.shares[0] == 1
+    assert check_steps(shard(module, mp_policy=policy), 2 * ROWS, WIDTH).shares[0] == 1
 
 
 @pytest.mark.parametrize(

@@ -9,17 +9,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import pipelines
 import pytest
 import torch
 from pipelines import TOLERANCE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.functional import mse_loss
 from torch.nn.utils.parametrizations import weight_norm
 
 import zbpipe
+from zbpipe.costs.model import GATHER, REDUCE
 from zbpipe.runtime._torch import fsdp2, hooks
 from zbpipe.runtime.measure.communication import find_exposed
 from zbpipe.runtime.measure.recording import StepRecord
@@ -110,9 +112,8 @@ def shard(part: Any, index: int, events: Events, **how: Any) -> nn.Module:
         if isinstance(part, Partial) and layer is part:
             more = {"ignored_params": set(part.narrow.parameters())}
         modules: Any = [part.narrow, part.wide] if isinstance(part, Tied) and name == "narrow" else layer
-        fully_shard(modules, mesh=mesh, **how, **more)
+        pipelines.shard(modules, mesh, **how, **more)
         layer.set_all_reduce_hook(lambda reduced, name=name: events.append(f"reduce {index} {name}"))
-        layer.set_force_sum_reduction_for_comms(True)
     for name, layer in part.named_modules():
         layer.label = f"{index} {name}".strip()
     return part
@@ -328,11 +329,22 @@ IN_BF16 = {"rtol": 0.1, "atol": 0.02}
         (Part, {"how": MIXED}, IN_BF16),
         (Part, {"how": MIXED, "microbatches": 1}, IN_BF16),
         (Part, {"schedule": "ZBVLean"}, {}),
+        (two_layers, {"schedule": "ZBVLean"}, {}),
         (Seldom, {"microbatches": 4}, {}),
         (Tied, {}, {}),
         (Partial, {}, {}),
     ],
-    ids=["one microbatch", "resharded", "bf16", "bf16, one microbatch", "lean", "seldom", "tied", "in part"],
+    ids=[
+        "one microbatch",
+        "resharded",
+        "bf16",
+        "bf16, one microbatch",
+        "lean",
+        "lean, two layers",
+        "seldom",
+        "tied",
+        "in part",
+    ],
 )
 def test_gradients(one_rank: None, events: Events, build: Any, options: Any, tolerance: Any) -> None:
     """Over three steps, whose gradients add up. In the first one nothing is left to W."""
@@ -357,8 +369,8 @@ def test_the_profiler_measures_the_collectives(
     assert profiler.costs is not None
     costs = profiler.costs.costs
     assert isinstance(costs, zbpipe.CostModel)
-    assert all((costs.gathering(stage) > 0) == (mode == "overlap") for stage in range(2))
-    assert all(costs.reduction(stage) > 0 for stage in range(2))
+    assert all((costs.of(stage, GATHER).seconds > 0) == (mode == "overlap") for stage in range(2))
+    assert all(costs.of(stage, REDUCE).seconds > 0 for stage in range(2))
     job.check()
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import build_stage, loss_fn
-from ranks import run_ranks
+from pipelines import as_rank
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
@@ -194,7 +194,7 @@ def test_a_registered_schedule_runs_under_its_own_class(one_rank: None, monkeypa
     assert type(schedule).__name__ == "ScheduleTwin"
 
 
-def ways_to_receive() -> list[str]:
+def ways_to_receive(patch: pytest.MonkeyPatch) -> list[str]:
     rank = dist.get_rank()
 
     def built(**options: Any) -> str:
@@ -211,7 +211,7 @@ def ways_to_receive() -> list[str]:
     by_costs()
     usual = [built(), *(built(receives=each) for each in ("late", "early", "nearest"))]
     modelled = [built(transport=transport) for transport in Transport]
-    lowering.ON_ROCM = True
+    patch.setattr(lowering, "ON_ROCM", True)
     return [*usual, *modelled, built()]
 
 
@@ -232,7 +232,9 @@ def test_receives_stand_where_the_transport_or_the_user_wants_them() -> None:
     usual = ["timed", "late", "early", "nearest"]
     modelled = ["timed", "timed", "timed", "nearest", "timed"]
     # On the CPU nothing waits, AMD's or not.
-    assert run_ranks(4, ways_to_receive) == [[*usual, *modelled, "timed"]] * 4
+    for rank in range(4):
+        with as_rank(rank, 4), pytest.MonkeyPatch.context() as patch:
+            assert ways_to_receive(patch) == [*usual, *modelled, "timed"]
 
 
 def test_unknown_ways_to_receive(one_rank: None) -> None:
@@ -270,14 +272,13 @@ def torchs_late_receives(name: str) -> str:
     return str(refused.value)
 
 
-def all_of_torchs_late_receives() -> list[str]:
-    return [torchs_late_receives(name) for name in ("ZBVZeroBubble", "Interleaved1F1B", "LoopedBFS")]
-
-
-def test_torchs_late_receives_that_would_mix_up_messages_or_block(one_rank: None) -> None:
+def test_torchs_late_receives_that_would_mix_up_messages_or_block() -> None:
     """torch 2.13 and 2.15 take activations for gradients, without a word; or they may wait for ever."""
-    assert build("Interleaved1F1B", defer_pp_recv=True) is not None
-    for mixed_up, *blocked in run_ranks(4, all_of_torchs_late_receives):
+    with as_rank(0, 1):
+        assert build("Interleaved1F1B", defer_pp_recv=True) is not None
+    for rank in range(4):
+        with as_rank(rank, 4):
+            mixed_up, *blocked = map(torchs_late_receives, ("ZBVZeroBubble", "Interleaved1F1B", "LoopedBFS"))
         assert "defer_pp_recv=True makes torch receive the messages of ZBVZeroBubble in another order" in mixed_up
         for name, refusal in zip(("Interleaved1F1B", "LoopedBFS"), blocked, strict=True):
             assert f"makes torch receive the messages of {name} so late that ranks would wait for each other" in refusal
@@ -302,21 +303,11 @@ def test_a_table_for_another_job(one_rank: None, tmp_path: Path) -> None:
         build(str(tmp_path / "none.csv"))
 
 
-def wrong_placement() -> str:
-    """On two ranks: stages placed round and round, as for Interleaved1F1B, given to ZBV."""
-    rank = dist.get_rank()
-    try:
-        build(on=stages(rank, rank + 2, num_stages=4))
-    except ValueError as error:
-        return str(error)
-    return "no error"
-
-
 def test_stages_placed_for_another_schedule() -> None:
-    first, second = run_ranks(2, wrong_placement)
-    assert "ZBV on 2 pipeline ranks has 4 stages in all, and rank 0 holds the stages [0, 3]; got" in first
-    assert "rank 1 holds the stages [1, 2]; got the stages [1, 3]" in second
-    assert "zbpipe.stage_indices('ZBV', rank=1, num_ranks=2)" in second
+    """Round and round, as for Interleaved1F1B."""
+    words = r"rank 1 holds the stages \[1, 2\]; got the stages \[1, 3\].*stage_indices\('ZBV', rank=1, num_ranks=2\)"
+    with as_rank(1, 2), pytest.raises(ValueError, match=f"ZBV on 2 pipeline ranks has 4 stages in all, and {words}"):
+        build(on=stages(1, 3, num_stages=4))
 
 
 def test_arguments_of_the_wrong_kind(one_rank: None) -> None:

@@ -14,7 +14,8 @@ from zbpipe import CostModel, OpKind, Schedule, simulate
 from zbpipe.costs import Link
 from zbpipe.costs.transport import Receives
 from zbpipe.simulator import offload
-from zbpipe.simulator.actions import Rows, parse, validate_lowered
+from zbpipe.simulator.actions import Rows, parse
+from zbpipe.simulator.message_checks import validate_lowered
 from zbpipe.simulator.passes import add_messages, add_waits, default_costs, free_sends_early, place_receives
 from zbpipe.simulator.post_validation import RunAhead, ahead_of, gain, period, period_of
 from zbpipe.testing import cost_models

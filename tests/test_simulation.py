@@ -1,9 +1,8 @@
 """The simulator against a second, slow and plain one, and against what must hold for any schedule and any costs."""
 
-import math
 from dataclasses import fields, replace
-from itertools import pairwise, product
-from typing import NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import pytest
 from broken import Broken, broken_schedules
@@ -105,10 +104,7 @@ def test_a_plain_simulator_gets_the_same_times(run: Run) -> None:
     assert all(span.end == span.start + length(run.costs, (0, span.op)) for spans in timeline.spans for span in spans)
 
 
-few_steps = draw_fewer(2)
-
-
-@few_steps
+@draw_fewer(2)
 @given(st.data(), st.integers(1, 3), st.booleans())
 def test_a_plain_simulator_gets_the_same_times_over_steps(
     data: st.DataObject, num_steps: int, synchronous: bool
@@ -117,17 +113,10 @@ def test_a_plain_simulator_gets_the_same_times_over_steps(
     run = Run(schedule, data.draw(cost_models(schedule.placement)))
     timeline = run.simulate(num_steps=num_steps, synchronous=synchronous)
     assert starts(timeline) == plain_starts(run, num_steps, synchronous)
-
-
-@given(runs(), st.integers(1, 3), st.booleans())
-def test_every_rank_runs_its_list_without_overlap(run: Run, num_steps: int, synchronous: bool) -> None:
-    timeline = run.simulate(num_steps=num_steps, synchronous=synchronous)
-    for ops, spans in zip(run.schedule, timeline.spans, strict=True):
+    for ops, spans in zip(schedule, timeline.spans, strict=True):
         assert tuple(span.op for span in spans) == ops * num_steps
-        assert [span.step for span in spans] == sorted(span.step for span in spans)
         assert all(one.end <= other.start for one, other in pairwise(spans))
-    assert timeline.makespan == max(span.end for spans in timeline.spans for span in spans)
-    assert timeline.longest_rank_span <= timeline.makespan
+    assert timeline.longest_rank_span <= timeline.makespan == max(spans[-1].end for spans in timeline.spans)
 
 
 @given(runs())
@@ -146,15 +135,6 @@ def test_nothing_beats_the_lower_bound(run: Run) -> None:
     bound = lower_bound(run.schedule.placement, run.costs, run.schedule.num_microbatches)
     assert max(*timeline.busy, bound) <= timeline.lower_bound <= timeline.makespan
     assert 0 <= timeline.bubble < 1
-
-
-@given(st.integers(1, 16), st.integers(1, 64))
-def test_the_lower_bound_is_reached(ranks: int, microbatches: int) -> None:
-    """ZBV at equal times has no bubble but the start skew, and that is all that the bound leaves."""
-    if microbatches >= 2 * ranks - 1:
-        schedule = generate("ZBV", ranks, microbatches)
-        timeline = simulate(schedule, CostModel.uniform(schedule.placement))
-        assert timeline.lower_bound == timeline.makespan
 
 
 @given(schedules(ranks=1, stages_per_rank=3, max_microbatches=2), st.data())
@@ -224,6 +204,9 @@ def test_memory_is_taken_and_given_back(run: Run, num_steps: int) -> None:
         )
 
 
+HUNGRY = {"freed_by_i": -0.5, "working": {OpKind.F: 0.5, OpKind.I: (4.0,), OpKind.B: 2}}
+
+
 def plain_memory(run: Run, op: Op, position: int, rank: int) -> float:
     """What a rank holds while it runs the op at that position, from what it has run before in this step."""
     ops = run.schedule.ops[rank]
@@ -231,12 +214,12 @@ def plain_memory(run: Run, op: Op, position: int, rank: int) -> float:
     live = [each for each in {*before, op} if each.kind is OpKind.F]
     whole = sum(run.costs.activations[stage] for stage, _, m in live if Op(stage, OpKind.I, m) not in before)
     halves = sum(
-        run.costs.waits(stage)
+        run.costs.of(stage, OpKind.W).frees
         for stage, _, m in live
         if Op(stage, OpKind.I, m) in before and Op(stage, OpKind.W, m) not in before
     )
     if op.kind is OpKind.I:  # it holds the more of what it finds and what it leaves
-        halves += max(run.costs.waits(op.stage) - run.costs.activations[op.stage], 0)
+        halves += max(run.costs.of(op.stage, OpKind.W).frees - run.costs.activations[op.stage], 0)
     freed = sum(run.costs.activations[stage] for stage, _, m in live if Op(stage, OpKind.B, m) in before)
     working = run.costs.working.get(op.kind, 0.0)
     return whole + halves - freed + (working[op.stage] if isinstance(working, tuple) else working)
@@ -253,15 +236,12 @@ def test_steps_in_a_row(run: Run, num_steps: int) -> None:
     assert asynchronous.lower_bound <= asynchronous.makespan
 
 
-@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (4, 7), (4, 8), (8, 15), (8, 32)])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (4, 8), (8, 15)])
 def test_zbh2_has_no_bubble_from_step_to_step(ranks: int, microbatches: int) -> None:
     """Without synchronisation the start skew is paid once, and a step takes 3m."""
     schedule = generate("ZBH2", ranks, microbatches)
-    costs = CostModel.uniform(schedule.placement)
-    steps = 50
-    timeline = simulate(schedule, costs, num_steps=steps, synchronous=False)
-    assert timeline.makespan == steps * 3 * microbatches + ranks - 1
-    assert simulate(schedule, costs, num_steps=steps).makespan == steps * (3 * microbatches + ranks - 1)
+    timeline = simulate(schedule, CostModel.uniform(schedule.placement), num_steps=10, synchronous=False)
+    assert timeline.makespan == 10 * 3 * microbatches + ranks - 1
 
 
 def test_two_ranks_by_hand() -> None:
@@ -285,41 +265,43 @@ def test_two_ranks_by_hand() -> None:
     assert timeline.lower_bound == 1 + 0.5 + 1 + 3 + 0.5 + 3 + 2
 
 
-def test_i_frees_its_share() -> None:
-    table = "0F0,0I0,0F1,0I1,0W0,0W1\n"
+@pytest.mark.parametrize(
+    ("table", "costs", "memory"),
+    [
+        # I frees its share.
+        (
+            "0F0,0I0,0F1,0I1,0W0,0W1",
+            {"freed_by_i": 0.25},
+            [(0, 0), (0, 1), (2, 0.75), (2, 1.75), (4, 1.5), (5, 0.75), (6, 0)],
+        ),
+        # More may wait for W than F has left: I takes what it adds when it starts, and W frees all.
+        (
+            "0F0,0F1,0I0,0I1,0W0,0W1",
+            {"freed_by_i": -0.5},
+            [(0, 0), (0, 1), (1, 2), (2, 2.5), (3, 3), (5, 1.5), (6, 0)],
+        ),
+        # Another share on each stage.
+        (
+            "0F0,1F0,1I0,1W0,0B0",
+            {"freed_by_i": (-1.0, 0.5)},
+            [(0, 0), (0, 0.5), (0.5, 1), (1.5, 0.75), (2, 0.5), (3, 0)],
+        ),
+        # Ops hold more while they run: I needs 4 on top of what waits after it, B 2 and what it frees.
+        ("0F0,0I0,0W0", HUNGRY, [(0, 0), (0, 1.5), (1, 1), (1, 5.5), (2, 1.5), (3, 0)]),
+        ("0F0,0B0", HUNGRY, [(0, 0), (0, 1.5), (1, 1), (1, 3), (3, 0)]),
+    ],
+)
+def test_memory_by_hand(table: str, costs: dict[str, Any], memory: list[tuple[float, float]]) -> None:
     schedule = Schedule.from_csv(table)
-    timeline = simulate(schedule, CostModel.uniform(schedule.placement, freed_by_i=0.25))
-    assert timeline.memory(0) == [(0, 0), (0, 1), (2, 0.75), (2, 1.75), (4, 1.5), (5, 0.75), (6, 0)]
-
-
-def test_more_may_wait_for_w_than_f_has_left() -> None:
-    """I takes what it adds when it starts, and W frees all. Another share on each stage."""
-    schedule = Schedule.from_csv("0F0,0F1,0I0,0I1,0W0,0W1\n")
-    costs = CostModel.uniform(schedule.placement, freed_by_i=-0.5)
-    assert simulate(schedule, costs).memory(0) == [(0, 0), (0, 1), (1, 2), (2, 2.5), (3, 3), (5, 1.5), (6, 0)]
-    two = Schedule.from_csv("0F0,1F0,1I0,1W0,0B0\n")
-    costs = CostModel.uniform(two.placement, freed_by_i=(-1.0, 0.5))
-    assert simulate(two, costs).memory(0) == [(0, 0), (0, 0.5), (0.5, 1), (1.5, 0.75), (2, 0.5), (3, 0)]
-    assert (costs.waits(0), costs.waits(1)) == (1, 0.25)
-
-
-def test_ops_hold_more_while_they_run() -> None:
-    """I needs 4 on top of what waits after it, B 2 and what it frees."""
-    costs = CostModel.uniform(
-        Placement.loop(1), freed_by_i=-0.5, working={OpKind.F: 0.5, OpKind.I: (4.0,), OpKind.B: 2}
-    )
-    split = simulate(Schedule.from_csv("0F0,0I0,0W0\n"), costs)
-    assert split.memory(0) == [(0, 0), (0, 1.5), (1, 1), (1, 5.5), (2, 1.5), (3, 0)]
-    assert simulate(Schedule.from_csv("0F0,0B0\n"), costs).memory(0) == [(0, 0), (0, 1.5), (1, 1), (1, 3), (3, 0)]
-    assert (split.peak_memory, least_room(Placement.loop(1), costs)) == ((5.5,), (3,))
+    assert simulate(schedule, CostModel.uniform(schedule.placement, **costs)).memory(0) == memory
 
 
 def test_the_least_room_is_what_one_microbatch_takes_alone() -> None:
     placement = Placement.v(2)
     costs = CostModel(*((1.0,) * 4,) * 3, activations=(4, 1, 1, 2), freed_by_i=(-1.0, -0.5, 0.5, -2.0))
     assert least_room(placement, costs) == (6, 2)  # a full backward on all stages but the third
-    working = {OpKind.B: 7}
-    assert least_room(placement, replace(costs, working=working)) == (10, 2)
+    assert least_room(placement, replace(costs, working={OpKind.B: 7})) == (10, 2)
+    assert least_room(Placement.loop(1), CostModel.uniform(Placement.loop(1), **HUNGRY)) == (3,)
 
 
 def test_each_link_has_its_own_time() -> None:
@@ -356,67 +338,21 @@ def test_a_schedule_without_microbatches_takes_no_time() -> None:
     assert (timeline.makespan, timeline.bubble, timeline.busy) == (0, 0, (0, 0))
 
 
-@given(broken_schedules(["deadlock"]))
-def test_a_deadlock_is_refused(broken: Broken) -> None:
+@given(broken_schedules(["deadlock", "order"]))
+def test_what_cannot_run_is_refused(broken: Broken) -> None:
     costs = CostModel.uniform(broken.schedule.placement)
-    with pytest.raises(ValueError, match=r"cannot run, \d finding\(s\):\n  deadlock"):
+    with pytest.raises(ValueError, match=rf"cannot run, \d finding\(s\):\n  {broken.rule}"):
         simulate(broken.schedule, costs)
 
 
 def test_wrong_arguments_are_refused() -> None:
     schedule = generate("ZBV", 2, 2)
+    costs = CostModel.uniform(schedule.placement)
     with pytest.raises(ValueError, match="the costs are for 2 stages, but the placement has 4"):
         simulate(schedule, CostModel.uniform(Placement.loop(2)))
     with pytest.raises(ValueError, match="num_steps has to be a whole number from 1 on, got 0"):
-        simulate(schedule, CostModel.uniform(schedule.placement), num_steps=0)
-
-
-COSTS = [
-    field.name for field in fields(CostModel) if field.name not in ("link", "links", "working", "host", "in_bytes")
-]
-
-
-@pytest.mark.parametrize("name", COSTS)
-@pytest.mark.parametrize("number", [math.nan, math.inf, 1e308, 10**400])
-def test_costs_that_are_not_finite_are_refused(name: str, number: float) -> None:
-    costs = CostModel.uniform(Placement.loop(2))
-    bad = (1.0, number) if isinstance(getattr(costs, name), tuple) else number
-    with pytest.raises(ValueError, match=f"the costs of stages cannot have {name} = {number}".replace("+", r"\+")):
-        exchange(costs, name, bad)
-
-
-@pytest.mark.parametrize("name", COSTS)
-def test_costs_below_zero_are_refused(name: str) -> None:
-    costs = CostModel.uniform(Placement.loop(2))
-    bad = (1.0, -0.5) if isinstance(getattr(costs, name), tuple) else 1.5 if name == "freed_by_i" else -0.5
-    with pytest.raises(ValueError, match=rf"the costs of stages cannot have {name} = (-0.5|1.5): give a number"):
-        exchange(costs, name, bad)
-    if isinstance(bad, tuple):
-        with pytest.raises(ValueError, match="need one number for each stage"):
-            exchange(costs, name, (1.0,))
-
-
-@pytest.mark.parametrize("row", ["0B0,0F0", "0F0,0W0,0I0"])
-def test_an_order_that_cannot_run_is_refused(row: str) -> None:
-    schedule = Schedule.from_csv(row)
-    with pytest.raises(ValueError, match="cannot run, 1 finding"):
-        simulate(schedule, CostModel.uniform(schedule.placement))
-
-
-def test_a_link_needs_a_possible_speed() -> None:
-    for name, impossible in product(("latency", "bandwidth"), (-1.0, math.nan)):
-        with pytest.raises(ValueError, match=f"a link cannot have {name} = {impossible}: give a number"):
-            Link(**{name: impossible})
-    with pytest.raises(ValueError, match="latency = inf"):
-        Link(math.inf)
-    with pytest.raises(ValueError, match=r"bandwidth = 0.0: give a number above 0"):
-        Link(bandwidth=0.0)
-
-
-def test_what_no_machine_holds_is_refused() -> None:
-    schedule = generate("ZBV", 2, 4)
-    costs = CostModel.uniform(schedule.placement)
-    with pytest.raises(ValueError, match=r"num_steps=10{20} of 48 ops are too many: simulate at most 87381"):
+        simulate(schedule, costs, num_steps=0)
+    with pytest.raises(ValueError, match=r"num_steps=10{20} of 24 ops are too many: simulate at most 174762"):
         simulate(schedule, costs, num_steps=10**20)
     with pytest.raises(ValueError, match="cannot run"):
         simulate(replace(schedule, num_microbatches=10**12), costs)

@@ -12,8 +12,8 @@ from test_actions import lowered_runtime
 
 from zbpipe import Op, Schedule, generate, testing, validate
 from zbpipe.runtime._torch.pipelining import rows_of
-from zbpipe.simulator.actions import COMPUTE, Rows, parse, validate_lowered
-from zbpipe.simulator.message_queues import are_sound, find_blocked_queues
+from zbpipe.simulator.actions import COMPUTE, Rows, parse
+from zbpipe.simulator.message_checks import are_sound, find_blocked_queues, validate_lowered
 from zbpipe.simulator.passes import add_messages, add_waits
 from zbpipe.simulator.validation import _find_faults, _is_sound
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
-from compared import Compared, train
+from compared import Compared, Operations, train
 from models import (
     SEQUENCE,
     WIDTH,
@@ -29,8 +29,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.nn.utils import parametrize
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbpipe.runtime._torch import hooks
 from zbpipe.runtime.split import products
@@ -70,22 +68,6 @@ def test_a_layer_whose_forward_was_wrapped(kind: type[nn.Linear], times: int) ->
         assert len(both.train(torch.randn(SHAPE))) == 1
 
 
-class Batched(nn.Module):
-    """A layer that zbpipe does not know, one weight for each of its groups."""
-
-    weight_products: ClassVar[Mapping[Any, Any]] = {torch.bmm: lambda dy, x: x.mT @ dy}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 8, WIDTH))
-        self.scaled = nn.Parameter(torch.randn(3, 8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.bmm(x, self.weight.double().transpose(1, 2).float())
-        # A product of activations is none with a weight.
-        return torch.bmm(y, 2 * self.scaled) + torch.bmm(torch.bmm(y, y.mT), y)
-
-
 def with_one_weight() -> nn.Module:
     layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     layers[1].weight = layers[0].weight
@@ -95,12 +77,6 @@ def with_one_weight() -> nn.Module:
 def frozen(name: str) -> nn.Module:
     layer = nn.Linear(WIDTH, 8)
     layer.get_parameter(name).requires_grad_(False)
-    return layer
-
-
-def parametrized() -> nn.Module:
-    layer = nn.Linear(WIDTH, 8)
-    parametrize.register_parametrization(layer, "weight", nn.Tanh())
     return layer
 
 
@@ -120,18 +96,12 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Any, int]] = {
     "no bias": (lambda: nn.Linear(WIDTH, 8, bias=False), (2, *SHAPE), 1),
     # Before torch 2.15 the output of `F.linear` with a bias is a view, which autograd lets nobody change there.
     "in place": (lambda: nn.Sequential(InPlace(WIDTH, WIDTH)), SHAPE, 1),
-    "in place, no bias": (lambda: nn.Sequential(InPlace(WIDTH, WIDTH, bias=False)), SHAPE, 1),
-    "own forward": (lambda: DoubledLinear(WIDTH, 8), SHAPE, 1),
     # up, gate, down and twice the one that is used twice; nothing for the frozen one
     "block": (Block, SHAPE, 5),
-    "tied": (TiedStage, TOKENS, 6),
     "tied, sparse": (sparse, TOKENS, 6),
     "a weight of two layers": (with_one_weight, SHAPE, 2),
     "frozen bias": (lambda: frozen("bias"), SHAPE, 1),
     "frozen weight": (lambda: frozen("weight"), SHAPE, 0),
-    "no leaf": (parametrized, SHAPE, 1),
-    "convolution": (lambda: nn.Conv1d(SEQUENCE, 4, 3), SHAPE, 1),
-    "the user's own": (lambda: nn.Sequential(Batched(), nn.Linear(8, 8)), (3, WIDTH, WIDTH), 3),
 }
 
 
@@ -196,18 +166,7 @@ def test_no_kernel_writes_into_a_gradient_that_autograd_records(monkeypatch: pyt
     assert (total == 5).all()
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products, by the shapes of their factors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shapes: list[tuple[torch.Size, torch.Size]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.addmm_.default):
-            factors = args[-2:]
-            self.shapes.append((factors[0].shape, factors[1].shape))
-        return func(*args, **(kwargs or {}))
+PRODUCTS = torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.addmm_.default
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
@@ -220,21 +179,21 @@ def test_each_product_runs_once(checkpointing: Checkpointing) -> None:
     defer_weights(stage, store)
     input = torch.randn(2, SEQUENCE, WIDTH, requires_grad=True)
     for microbatch in range(2):
-        with Products() as forward:
+        with Operations() as forward:
             output = stage(input)
-        with store.record() as pending, Products() as i:
+        with store.record() as pending, Operations() as i:
             output.sum().backward()
-        with Products() as w:
+        with Operations() as w:
             while pending:
                 pending.pop().accumulate()
-        assert len(forward.shapes) == uses
+        assert len(forward.arguments(*PRODUCTS)) == uses
         recomputed = {"none": 0, "full": uses, "selective": uses // 2}[checkpointing]
-        assert len(i.shapes) == uses + recomputed
-        assert len(w.shapes) == uses - len(blocks)  # none for the frozen one
+        assert len(i.arguments(*PRODUCTS)) == uses + recomputed
+        factors = [args[-2:] for args in w.arguments(*PRODUCTS)]
+        assert len(factors) == uses - len(blocks)  # none for the frozen one
         calls = (1 if checkpointing == "none" else 2) * (microbatch + 1)
         assert [block.calls for block in blocks] == [calls] * len(blocks)
-        rows = 2 * SEQUENCE
-        assert all(left[1] == rows == right[0] for left, right in w.shapes)
+        assert all(left.shape[1] == right.shape[0] == 2 * SEQUENCE for left, right in factors)
 
 
 Watch = Callable[[str, int, Any], object]

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from pipelines import as_rank
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zbpipe.runtime.split import GROUPED_MM
 from zbpipe.runtime.split.layers import defer_weights
@@ -36,11 +36,8 @@ class Experts(nn.Module):
 @pytest.fixture
 def axis() -> Iterator[Any]:
     """Of two ranks, one of which is not there."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    try:
+    with as_rank(0, 2):
         yield spmd.MeshAxis.of(dist.group.WORLD)
-    finally:
-        dist.destroy_process_group()
 
 
 def typed(tensor: Tensor, axis: Any, name: str) -> Tensor:

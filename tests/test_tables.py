@@ -16,7 +16,8 @@ from torch.distributed.pipelining import _schedule_visualizer, schedules
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
 from zbpipe import Op, Schedule, generate, testing, validate
-from zbpipe.simulator.actions import check_table, parse
+from zbpipe.simulator.actions import parse
+from zbpipe.simulator.message_checks import check_table
 from zbpipe.simulator.passes import add_messages, add_waits
 
 TORCHS = ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]

@@ -10,14 +10,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import zlib
-from base64 import b64decode
 from contextlib import redirect_stdout
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -41,10 +38,10 @@ from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 import zbpipe.titan
 from zbpipe import Placement, cli
-from zbpipe.cli.demo import comparison, emulated, launch
+from zbpipe.cli.demo import command, emulated, launch
 from zbpipe.cli.demo.launch import JobOutcome, train_on_cpu
 from zbpipe.costs import JobCosts
-from zbpipe.costs.transformer import Checkpointing
+from zbpipe.frameworks.installation import find_algorithm
 from zbpipe.frameworks.job_schedule import write_costs
 from zbpipe.frameworks.options import Options, help_of
 from zbpipe.frameworks.titan import monitor, versions
@@ -124,8 +121,8 @@ JOBS = {
         schedule="Auto", steps=FOR_AUTO, options=(*MEASURES, *options("offload activations")), says=(HOST,)
     ),
 }
-MARKS: dict[str, Any] = {"lean none": LONG, "lean full": NEWEST} | dict.fromkeys(
-    ("reshard always", "reshard by zbpipe", "Auto offloads"), LONG
+MARKS: dict[str, Any] = dict.fromkeys(
+    ("lean none", "lean full", "DualPipeV with options", "reshard always", "reshard by zbpipe", "Auto offloads"), LONG
 )
 
 
@@ -168,18 +165,11 @@ def test_a_toml_file_that_cuts_the_model_by_hand(titan: Titan, tmp_path: Path) -
 
 
 @pytest.mark.long
-def test_the_demo_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(comparison, "SCHEDULES", ("ZBV",))
-
-    class Silent:
-        def start(self, what: str, steps: int) -> None: ...
-        def step(self, step: int, loss: float) -> None: ...
-        def end(self, failed: bool) -> None: ...
-
-    (run,) = comparison.run_demo(2, Silent(), tmp_path, rounds=1)
-    log = (tmp_path / "ZBV" / "output.log").read_text()
+def test_the_demo_starts(tmp_path: Path) -> None:
+    ((run,),) = command.run_demo(2, tmp_path, ["ZBV"], rounds=1).values()
+    log = (tmp_path / "ZBV-0" / "output.log").read_text()
     print(log)
-    assert (run.status, run.error) == ("ok", None)
+    assert run.error is None
     assert len(run.losses) == 2
     assert log.count("no accelerator found, so this trains on the CPU") == 1
 
@@ -382,17 +372,7 @@ def checked(
         comm=SimpleNamespace(init_timeout_seconds=seconds, mode=mode),
         loss=SimpleNamespace(num_chunks=chunks),
     )
-    check(config, options or Options(**given))
-
-
-@needs_03
-def test_the_checkpointing_of_a_config() -> None:
-    from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-
-    from zbpipe.frameworks.titan.plug import checkpointing_of
-
-    configs = None, SelectiveAC.Config(), FullAC.Config()
-    assert list(map(checkpointing_of, configs)) == [Checkpointing.NONE, Checkpointing.SELECTIVE, Checkpointing.FULL]
+    check(config, find_algorithm(schedule), options or Options(**given))
 
 
 def test_files_are_tried_before_the_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -615,7 +595,7 @@ def test_resuming_also_into_another_schedule(titan: Titan, stopped: Path, tmp_pa
     assert_values(job.steps, titan.without_pipeline(*LONGER).steps[2:])
 
 
-def look(wave_table: str) -> SimpleNamespace:
+def look() -> SimpleNamespace:
     """What is seen in a process that zbpipe is plugged into; importing TorchTitan takes seconds."""
     from zbpipe.frameworks.titan import cpu
 
@@ -624,43 +604,12 @@ def look(wave_table: str) -> SimpleNamespace:
 
     plug.plug_in(Options(), on_cpu=True)
     return SimpleNamespace(
-        with_loss=ranks_with_loss(wave_table),
-        warned=ranks_that_warn(),
         help_text="" if IS_02 else help_without_a_model(),
         refusals=refusals_of_a_model(),
         experts=experts() if IS_02 else 0.0,
         sizes=sizes_of_other_lengths(),
         text=read_text(),
     )
-
-
-DIMS: Any = SimpleNamespace(pp_enabled=True, world_size=8, pp=4)
-
-
-def ranks_with_loss(wave_table: str) -> list[int]:
-    from zbpipe.frameworks.titan import plug
-
-    two: Any = SimpleNamespace(pp_enabled=True, world_size=2, pp=2)
-    names = ("ZBV", "zbvzerobubble", "DualPipeV", "1F1B", "Interleaved1F1B", "PipelineScheduleMulti")
-    return [*(plug.rank_with_loss(DIMS, name) for name in names), plug.rank_with_loss(two, wave_table)]
-
-
-def ranks_that_warn() -> dict[str, bool]:
-    """By schedule, whether TorchTitan warns that the loss is not visible."""
-    from torchtitan.components import metrics
-    from torchtitan.tools.utils import NoColor
-
-    from zbpipe.frameworks.titan import plug
-
-    ensure_visible = sys.modules[plug.Trainer.__module__].ensure_pp_loss_visible  # type: ignore[attr-defined]
-    warned = {}
-    for name in ("ZBV", "1F1B"):
-        config = SimpleNamespace(parallelism=SimpleNamespace(pipeline_parallel_schedule=name))
-        job = {"job_config": config} if IS_02 else {"pp_schedule": name}
-        with mock.patch.object(metrics.logger, "warning") as warning:
-            ensure_visible(parallel_dims=DIMS, color=NoColor(), **job)
-        warned[name] = warning.called
-    return warned
 
 
 def sizes_of_other_lengths() -> list[int | None]:
@@ -782,17 +731,15 @@ def experts() -> float:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    (found,) = run_ranks(1, look, wave(tmp_path_factory.mktemp("wave"), 6)[0])
+def seen() -> SimpleNamespace:
+    (found,) = run_ranks(1, look)
     return found
 
 
-def test_loss_and_metrics_come_from_the_rank_with_the_last_stage(seen: SimpleNamespace) -> None:
+def test_help_lengths_and_experts(seen: SimpleNamespace) -> None:
     """Help without a model, which TorchTitan 0.3 refuses by itself, says what is missing. Ranks compare steps of other
     lengths, though TorchTitan gives all of them the positions of the tokens. On GPUs grouped experts wait for W; on the
     CPU TorchTitan 0.2 multiplies expert by expert."""
-    assert seen.with_loss == [0, 0, 0, 6, 6, 6, 1]
-    assert seen.warned == {"ZBV": False, "1F1B": True}
     assert IS_02 or "add --module and --config" in seen.help_text
     assert seen.sizes == [None, None, 4]
     assert seen.experts < 1e-2
@@ -880,7 +827,7 @@ def test_the_text_is_the_standard_library_split_by_data_parallel_rank(seen: Simp
     assert (decoded, size) == ("λ x", 258)
 
 
-def fake_train(arguments: list[str], *, num_ranks: int, folder: Path, on_step: Any = None, **unused: Any) -> JobOutcome:
+def fake_train(arguments: list[str], *, num_ranks: int, **unused: Any) -> JobOutcome:
     if num_ranks == 1:
         return JobOutcome((), None)
     if "ZBVZeroBubble" in arguments:
@@ -894,84 +841,54 @@ def fake_train(arguments: list[str], *, num_ranks: int, folder: Path, on_step: A
         }
         for step in (1, 2, 3, 4, 5)
     )
-    for step in steps:
-        on_step(step)
     return JobOutcome(steps, None)
 
 
-def fake_emulation(on_step: Any) -> list[emulated.Emulated]:
-    on_step(1)
+def fake_emulation() -> list[emulated.Emulated]:
     found = []
     for name in emulated.SCHEDULES:
         costs = emulated.costs_of(name, 4, 1.0)
         schedule = zbpipe.generate(name, 4, 8, costs=costs)
         slower = zbpipe.simulate(schedule, emulated.costs_of(name, 4, 1.5))
-        found.append(emulated.Emulated(name, "zbpipe", slower.makespan, zbpipe.simulate(schedule, costs), slower))
+        found.append(emulated.Emulated(name, slower.makespan, zbpipe.simulate(schedule, costs), slower))
     return found
 
 
-def test_the_demo_reports_what_it_saw(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(comparison, "train_on_cpu", fake_train)
+def test_the_demo_reports_what_it_saw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "train_on_cpu", fake_train)
     monkeypatch.setattr(emulated, "emulate", fake_emulation)
-    file, page = tmp_path / "runs.json", tmp_path / "demo.html"
-    arguments = ["demo", "--steps", "5", "--json", str(file), "--html", str(page), "--keep", str(tmp_path / "kept")]
-    result = CliRunner().invoke(cli.main, arguments)
+    result = CliRunner().invoke(cli.main, ["demo", "--steps", "5"])
     assert result.exit_code == 0, result.output
     # The failed schedule is not repeated, and the second round goes backwards.
-    jobs = ["1F1B", "ZBVZeroBubble", "ZBV", "ZBV, round 2", "1F1B, round 2"]
-    started = re.findall(r"^(.*): starting$", result.output, re.MULTILINE)
-    assert started == ["seed checkpoint", *jobs, "8 ranks that sleep"]
-    assert re.search(r"^1F1B .* 49.50 s +27.3% +33.00 s +27.3%$", result.output, re.MULTILINE)
-    assert re.search(r"^ZBV .* 38.25 s +\+29% +5.9% +25.50 s +\+29% +5.9%$", result.output, re.MULTILINE)
+    started = re.findall(r"^(\w+, round \d) \.\.\. (.*)$", result.output, re.MULTILINE)
+    names, ends = zip(*started, strict=True)
+    assert names == ("1F1B, round 1", "ZBVZeroBubble, round 1", "ZBV, round 1", "ZBV, round 2", "1F1B, round 2")
+    assert set(ends[:1] + ends[2:]) == {"loss 7.0000 to 3.0000"}
+    assert re.search(r"^1F1B +torch +7.00000 +3.00000 +800 +15.0% +ok$", result.output, re.MULTILINE)
+    fails = r"^ZBVZeroBubble +torch +- +- +- +- +failed: RuntimeError: Trying to backward an extra time. .*And so on\.$"
+    assert re.search(fails, result.output, re.MULTILINE)
+    assert "Largest relative difference between the losses of the runs that are ok: 0.0e+00" in result.output
+    assert re.search(r"^1F1B +torch +49.50 s +\+0.0% +27.3% +33.00 s +\+0.0% +27.3%$", result.output, re.MULTILINE)
+    assert re.search(r"^ZBV +zbpipe +38.25 s +-22.7% +5.9% +25.50 s +-22.7% +5.9%$", result.output, re.MULTILINE)
     assert re.search(
         r"ZBV as planned, 25.5 s:\nrank 0 F.*ZBV as measured, 38.25 s:\nrank 0 F", result.output, re.DOTALL
     )
-    assert f"The same as an interactive page: {page}" in result.output
-    data = re.findall(r'<script id="data".*?>(.*?)<', page.read_text())
-    headings = [each["heading"] for each in json.loads(zlib.decompress(b64decode(data[0])))]
-    assert headings == ["1F1B, measured", "ZBV, measured", "1F1B, simulated", "ZBV, simulated"]
-    assert [each["seconds"] for each in json.loads(file.read_text())["emulated"]] == [49.5, 38.25]
-    runs = json.loads(file.read_text())["runs"]
-    assert [(run["schedule"], run["source"], run["status"]) for run in runs] == [
-        ("1F1B", "torch", "ok"),
-        ("ZBVZeroBubble", "torch", "failed"),
-        ("ZBV", "zbpipe", "ok"),
-    ]
-    assert runs[2] == {
-        "schedule": "ZBV",
-        "source": "zbpipe",
-        "activation_checkpoint": "selective",
-        "losses": [7.0, 6.0, 5.0, 4.0, 3.0],
-        "tokens_per_second": 800.0,
-        "bubble": 0.15,
-        "status": "ok",
-        "error": None,
-    }
-    assert runs[1]["error"].startswith("RuntimeError: Trying to backward an extra time.")
-    row = next(line for line in result.output.splitlines() if line.startswith("ZBVZeroBubble  "))
-    assert runs[1]["error"].strip() in row
-    assert "Largest relative difference between the losses of the runs that are ok: 0.0e+00" in result.output
 
 
 def test_the_demo_fails_when_zbpipe_does(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail_zbv(arguments: list[str], **options: Any) -> JobOutcome:
         return JobOutcome((), "RuntimeError: no") if "ZBV" in arguments else fake_train(arguments, **options)
 
-    monkeypatch.setattr(comparison, "train_on_cpu", fail_zbv)
+    monkeypatch.setattr(command, "train_on_cpu", fail_zbv)
     monkeypatch.setattr(emulated, "emulate", fake_emulation)
     assert CliRunner().invoke(cli.main, ["demo"]).exit_code == 1
 
 
-def test_the_demo_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_demo_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "find_spec", lambda name: None)
     result = CliRunner().invoke(cli.main, ["demo"])
     assert result.exit_code != 0
     assert f"torchtitan is not installed: pip install torchtitan=={'0.2.2' if IS_02 else '0.3.0'}" in result.output
-    (tmp_path / "file").touch()
-    for arguments, complaint in ((["--keep", str(tmp_path)], "not empty"), (["--json", "no/where.json"], "folder")):
-        result = CliRunner().invoke(cli.main, ["demo", *arguments])
-        assert result.exit_code == 2
-        assert complaint in result.output
 
 
 def test_the_first_error_is_told(tmp_path: Path) -> None:

@@ -33,13 +33,14 @@ from titan_jobs import require_titan
 from zbpipe import cli, estimate, generate
 from zbpipe.costs.transformer import Block
 from zbpipe.estimation import devices
-from zbpipe.estimation.ranks import JobMemory, memory_by_rank
-from zbpipe.estimation.result import Step
+from zbpipe.estimation.estimate import JobMemory, memory_by_rank
+from zbpipe.estimation.rows import Step
 from zbpipe.estimation.workload import Workload
 from zbpipe.frameworks.options import Options
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.schedule.registry import resolve
-from zbpipe.simulator.actions import parse, validate_lowered
+from zbpipe.simulator.actions import parse
+from zbpipe.simulator.message_checks import validate_lowered
 from zbpipe.simulator.validation import validate
 
 pytestmark = [pytest.mark.long, pytest.mark.versions]
@@ -88,10 +89,10 @@ def with_titan() -> Iterator[Callable[..., Any]]:
 def read_config(name: str, config: Any = None) -> Workload:
     """What `zbpipe estimate` reads of one of our configs."""
     from titan_integration import llama3
-    from zbpipe.frameworks.titan import workload
+    from zbpipe.frameworks.titan import command_line, counting
 
     job = config or getattr(llama3, name)()
-    return workload.read_config(job, workload.degrees_of(job, llama3.HARDWARE[name].gpus), name)
+    return counting.workload_of(job, command_line.degrees_of(job, llama3.HARDWARE[name].gpus), name)
 
 
 class Built(NamedTuple):
@@ -133,13 +134,13 @@ def build_job(name: str) -> Job:
     from torchtitan.distributed import utils
 
     from titan_integration import llama3
-    from zbpipe.frameworks.titan import check, plug
+    from zbpipe.frameworks.titan import check, cpu
 
     function, hardware = getattr(llama3, name), llama3.HARDWARE[name]
     _config = replace(function())  # TorchTitan's own checks, which the CPU's adaption would satisfy
-    check.check(_config, Options())
+    check.check(_config, resolve(_config.parallelism.pipeline_parallel_schedule), Options())
     estimated = memory_by_rank(read_config(name))
-    plug.adapt_to_cpu(_config)
+    cpu.adapt(_config)
     parallelism = _config.parallelism
     utils.set_spmd_backend(parallelism.spmd_backend)
     _config.model_spec.model.update_from_config(config=_config)
@@ -266,35 +267,6 @@ def test_a_job_has_the_best_schedule_that_fits(with_titan: Callable[..., Any], n
     assert speeds[schedule] >= 0.95 * max(speeds.values()), speeds  # the estimate is no more exact
 
 
-def places(shard: tuple[str, int]) -> list[tuple[int, int, list[int], int]]:
-    """Of a half of the ranks: rank, place in the pipeline, the TP group, the rank that reports the loss."""
-    from torchtitan.distributed import ParallelDims
-
-    from titan_integration import llama3
-    from zbpipe.frameworks.titan import plug
-
-    name, first = shard
-    config, num_gpus = getattr(llama3, name)(), llama3.HARDWARE[name].gpus
-    found = []
-    for rank in range(first, num_gpus, 2):
-        dist.init_process_group("fake", rank=rank, world_size=num_gpus)
-        dims = ParallelDims.from_config(config.parallelism, num_gpus)
-        dims.build_mesh()
-        tp = dist.get_process_group_ranks(dims.get_mesh("tp").get_group())
-        reports = plug.rank_with_loss(dims, config.parallelism.pipeline_parallel_schedule)
-        found.append((rank, dims.get_mesh("pp").get_local_rank(), tp, reports))
-        dist.destroy_process_group()
-    return found
-
-
-@needs_03
-def test_the_place_of_every_gpu(with_titan: Callable[..., Any]) -> None:
-    """TP within a node of 8 GPUs, and neighbours in the pipeline as far apart as the job has GPUs for each place."""
-    halves = with_titan(on_forks, places, [("llama3_70b", 0), ("llama3_70b", 1)])
-    found = sorted(place for half in halves for place in half)
-    assert found == [(rank, rank // 8, list(range(rank - rank % 8, rank - rank % 8 + 8)), 0) for rank in range(32)]
-
-
 def kept_by_a_block(how: tuple[int, str]) -> tuple[float, float, float, float]:
     """Elements for each token that a block of the debug model keeps from F to I and from I to W, counted and told."""
     from harness import meter
@@ -340,10 +312,10 @@ def block_of_03(tp: int, checkpointing: str) -> tuple[Any, tuple[Any, ...], Any,
     from torchtitan.models.common.attention import ScaledDotProductAttention
 
     from titan_integration import llama3
-    from zbpipe.frameworks.titan import plug
+    from zbpipe.frameworks.titan import cpu
 
     config = llama3._pipelined(llama3.llama3_debug(), "ZBV", pp=1, tp=tp, checkpointing=checkpointing)  # type: ignore[arg-type]
-    plug.adapt_to_cpu(config)
+    cpu.adapt(config)
     ScaledDotProductAttention.forward = attend_to_nothing
     dims = ParallelDims.from_config(config.parallelism, tp)
     dims.build_mesh()
@@ -410,9 +382,9 @@ def test_what_a_block_keeps(with_titan: Callable[..., Any]) -> None:
 
 
 def estimate_of(arguments: Sequence[str], gpus: int) -> JobMemory:
-    from zbpipe.frameworks.titan import workload
+    from zbpipe.frameworks.titan import command_line
 
-    return memory_by_rank(workload.read(arguments, gpus))
+    return memory_by_rank(command_line.read_workload(arguments, gpus))
 
 
 SAID = r"PP (\d+)(?: x TP (\d+))?(?: x FSDP (\d+))? on .*?(MI\d+X).*GiB on the worst GPU: (\d+)\."
@@ -521,7 +493,7 @@ def model_of(arguments: list[str]) -> str:
 
     chosen, rest = command_line.parse(arguments)
     config = torchtitan.train.ConfigManager().parse_args(rest)
-    check.check(config, chosen)
+    check.check(config, resolve(config.parallelism.pipeline_parallel_schedule), chosen)
     return f"{config.model_spec.name} {config.model_spec.flavor}"
 
 

@@ -19,6 +19,7 @@ from ranks import run_ranks
 import zbpipe
 from zbpipe import CostModel, Placement
 from zbpipe.cli.demo.launch import JobOutcome
+from zbpipe.frameworks.installation import find_algorithm
 from zbpipe.frameworks.options import Options
 from zbpipe.frameworks.titan import batches, versions
 from zbpipe.frameworks.titan.check import check, require_processes
@@ -210,7 +211,7 @@ def test_the_sizes_of_a_step(given: dict[str, int], caplog: pytest.LogCaptureFix
     assert batches.length(job.training) == 32
     assert batches.shape(job) == ((96,) if given else (3, 32))
     assert [batches.accumulates(job, data) for data in (3, 4)] == [True, False]
-    check(job, Options())
+    check(job, find_algorithm(job.parallelism.pipeline_parallel_schedule), Options())
     asked = "--parallelism.num_pp_microbatches 4" if given else "--training.local_batch_size 12"
     assert f"set {asked} or more" in caplog.text
 
@@ -248,8 +249,8 @@ def test_degrees_that_do_not_fit_the_processes(number: int, name: str, degree: i
 def test_options_without_a_pipeline_name_no_schedule() -> None:
     job = config(pipeline_parallel_degree=1, pipeline_parallel_schedule="Interleaved1F1B")
     with pytest.raises(ValueError, match=r"^zbpipe's options have no effect without a pipeline: omit them, or set"):
-        check(job, Options(check_gradients=1))
-    check(job, Options())
+        check(job, find_algorithm("Interleaved1F1B"), Options(check_gradients=1))
+    check(job, find_algorithm("Interleaved1F1B"), Options())
 
 
 def test_the_check_of_a_clone_compares_losses_and_norms() -> None:

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from zbpipe.cli.demo import comparison, emulated
+from zbpipe.cli.demo import command
+from zbpipe.cli.demo.launch import DemoError
 from zbpipe.frameworks.titan import versions
 
 SOURCES = {
@@ -119,8 +120,8 @@ def test_none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"torchtitan is not installed: pip install torchtitan==0\."):
         versions.find_installed()
-    with pytest.raises(emulated.DemoError, match="the demo trains with TorchTitan: torchtitan is not installed"):
-        comparison.run_demo(2, progress=None)  # type: ignore[arg-type]
+    with pytest.raises(DemoError, match="the demo trains with TorchTitan: torchtitan is not installed"):
+        command.run_demo(2, Path())
 
 
 @pytest.mark.long

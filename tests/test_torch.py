@@ -16,11 +16,10 @@ import torch
 from cells import COMPILING
 from compatibility import Section, Table, compare_when_all_ran, seen_with
 from models import batch, build_stage, reference
-from pipelines import Pipeline
+from pipelines import Pipeline, shard
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from zbpipe.schedule import registry
@@ -118,8 +117,7 @@ def prepared(stage: nn.Module, cell: Cell, mesh: Any) -> nn.Module:
             block.compile(fullgraph=True)
     if cell.shards > 1:
         for module in (*blocks, stage):
-            fully_shard(module, mesh=mesh["dp"])
-            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo has no other reduction
+            shard(module, mesh["dp"])
     return stage
 
 

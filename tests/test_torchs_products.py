@@ -10,12 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from compared import CALLS, Compared, call, train
+from compared import CALLS, Compared, Operations, call, train
+from pipelines import check_steps, shard
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.flop_counter import FlopCounterMode
 from zoo.case import function
 
@@ -186,6 +184,7 @@ CASES = {
     "hook on a transpose": Case(hooked_transpose, SQUARE, 0),
     "hooks on nodes of views": Case(hooked_nodes, (2, *SQUARE), 2, in_checkpoint=0),
     "chosen by index": Case(lambda s, x: x @ s.w[torch.tensor([0, 1, 2])], (3, *SQUARE), in_checkpoint=0),
+    "rows chosen by index": Case(lambda s, x: x @ s.w[torch.arange(WIDTH)], SQUARE, 0),
     "no product": Case(lambda s, x: (x * s.w).clamp(min=s.w.min()), (WIDTH, WIDTH), 0, x=(3, WIDTH, WIDTH)),
 }
 
@@ -247,28 +246,15 @@ def test_under_autocast(name: str) -> None:
     assert {each.x.dtype for each in both.train(torch.randn(CASES[name].x), call=run)} == {torch.bfloat16}
 
 
-class Kernels(TorchDispatchMode):
-    """The backwards of convolutions, and the gradients that they compute: of x, the weight and the bias."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.computed: list[list[bool]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.convolution_backward.default:
-            self.computed.append(args[-1])
-        return func(*args, **(kwargs or {}))
-
-
 def test_i_computes_no_weight_gradient_for_the_bias_of_a_convolution() -> None:
     """oneDNN computes both at once."""
     both, x = Compared(nn.Conv1d(4, WIDTH, 3)), torch.randn(2, 4, 8)
-    with Kernels() as kernels, both.gradients.record() as pending:
+    with Operations() as operations, both.gradients.record() as pending:
         train(both.module, x)
-    assert kernels.computed == [[True, False, False]]
-    with kernels:
+    with operations:
         pending.pop().accumulate()
-    assert kernels.computed[1:] == [[False, True, False]]
+    computed = [args[-1] for args in operations.arguments(torch.ops.aten.convolution_backward.default)]
+    assert computed == [[True, False, False], [False, True, False]], "of x, the weight and the bias"
 
 
 def test_a_full_backward_and_an_evaluation_are_ordinary() -> None:
@@ -303,15 +289,7 @@ def test_sharded_weights(one_rank: None, dtype: torch.dtype | None) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Own(CASES[name]) for name in ("select", "@", "conv1d")))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    fully_shard(module, mesh=init_device_mesh("cpu", (1,)), mp_policy=policy)
-    module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-    stages = [PipelineStage(module, 0, 1, torch.device("cpu"))]
-    schedule = zbpipe.build_pipeline_schedule("ZBH1", stages, 2, lambda y, target: (y.float() - target).square().mean())
-    check = zbpipe.GradientCheck(schedule, 2)
-    for _ in range(2):
-        schedule.step(torch.randn(6, 4, WIDTH), target=torch.randn(6, 4, WIDTH))
-    assert check.report is not None
-    assert check.report.shares[0] == 1
+    assert check_steps(shard(module, mp_policy=policy), 6, 4, WIDTH).shares[0] == 1
 
 
 def multiply(ctx: Any, x: Tensor, weight: Tensor, *more: Any) -> Tensor:
@@ -473,10 +451,6 @@ def declare(layer: nn.Module, function: Any) -> nn.Module:
     return layer
 
 
-def by_others(s: Any, x: Tensor) -> Tensor:
-    return LinearOfOthers.apply(x.flatten(0, 1), s.w)  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize(
     ("layer", "deferred"),
     [
@@ -492,7 +466,8 @@ def by_others(s: Any, x: Tensor) -> Tensor:
 def test_products_of_backwards_of_others(layer: Callable[[], nn.Module], deferred: int) -> None:
     both = Compared(layer())
     for step in range(3):
-        assert len(both.train(torch.randn(3, 4, WIDTH), on_trial=not step)) == deferred
+        # Products with the weight have as many elements as the weight.
+        assert len(both.train(torch.randn(3, 2, WIDTH), on_trial=not step)) == deferred
 
 
 class Calls:

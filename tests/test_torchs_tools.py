@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import batch, loss_fn, reference
-from pipelines import Pipeline
+from pipelines import Pipeline, as_rank
 from ranks import run_ranks
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zbpipe
 from zbpipe.schedule import registry
@@ -24,9 +23,8 @@ MICROBATCHES = 4
 
 @pytest.fixture
 def fake_group() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    yield
-    dist.destroy_process_group()
+    with as_rank(0, 2):
+        yield
 
 
 def fake_stages(name: str) -> list[PipelineStage]:

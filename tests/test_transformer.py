@@ -99,10 +99,12 @@ def test_the_cost_model_is_the_blocks(checkpointing: Checkpointing, stages_per_r
     share = 8 * LLAMA_3_8B.kept_by_f(checkpointing)
     per_stage = range(0, 3 * stages_per_rank, 3)
     assert sum(costs.activations[stage] for stage in per_stage) == pytest.approx(1)
-    assert sum(costs.waits(stage) for stage in per_stage) * share == pytest.approx(8 * LLAMA_3_8B.kept_by_i())
+    assert sum(costs.of(stage, OpKind.W).frees for stage in per_stage) * share == pytest.approx(
+        8 * LLAMA_3_8B.kept_by_i()
+    )
     assert (sum(costs.f[stage] for stage in per_stage), sum(costs.w[stage] for stage in per_stage)) == (1, 0.67)
     for kind in OpKind:
-        beyond = costs.needs(0, kind) - max(costs.adds(0, kind), 0)
+        beyond = costs.of(0, kind).needs - max(costs.of(0, kind).adds, 0)
         assert beyond * share == pytest.approx(LLAMA_3_8B.working(checkpointing, kind))
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+from itertools import pairwise, product
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -13,11 +14,10 @@ from zbpipe.costs.model import Link
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.ir import Op, OpKind, Placement
 from zbpipe.simulator.actions import Action, Rows, parse
-from zbpipe.simulator.graph import TimeGraph
 from zbpipe.simulator.passes import add_messages, sort_by_end
 from zbpipe.simulator.rendezvous import receive_by_rendezvous
+from zbpipe.simulator.time_graph import TimeGraph, durations, longest_path
 from zbpipe.simulator.timeline import Timeline
-from zbpipe.simulator.times import durations, longest_path
 
 TIMES = (1.0, 1.2, 0.8)
 QUEUES = (Transport.ONE_QUEUE, Transport.QUEUE_PER_PEER)
@@ -34,7 +34,7 @@ def loss(name: str, transport: Transport, receives: Receives | None, ranks: int 
 def ends(rows: Rows, costs: CostModel, transport: Transport) -> dict[str, float]:
     """Ends of computations and messages."""
     graph = TimeGraph(Schedule.from_actions(rows, "table"), transport, rows)
-    _, found = longest_path(graph, durations(graph, costs).__getitem__)
+    _, found = longest_path(graph, durations(graph, costs))
     return {str(Action(*node)): end for node, end in zip(graph.nodes, found, strict=True)}
 
 
@@ -83,17 +83,20 @@ def test_the_place_is_chosen_by_schedule_and_transport() -> None:
     assert [chosen(name, Transport.SHARED) for name in ("1F1B", "VMin", "ZBH1")] == ["late", "late", "nearest"]
 
 
-@given(testing.runnable_schedules(), st.sampled_from(list(QUEUES)), st.sampled_from(Receives), st.data())
-def test_queues_make_nothing_faster(
-    schedule: Schedule, transport: Transport, receives: Receives, data: st.DataObject
-) -> None:
+@given(
+    testing.schedules(max_ranks=6, max_microbatches=10) | testing.runnable_schedules(),
+    st.sampled_from([*product(QUEUES, Receives), (Transport.BLOCKING, None)]),
+    st.data(),
+)
+def test_waiting_messages_make_nothing_faster(schedule: Schedule, how: tuple[Any, Any], data: st.DataObject) -> None:
     costs = data.draw(testing.cost_models(schedule.placement))
     ideal = simulate(schedule, costs)
-    with_queues = simulate(schedule, costs, transport=transport, receives=receives)
-    assert with_queues.makespan >= ideal.makespan * (1 - 1e-9)
-    assert with_queues.busy == pytest.approx(ideal.busy)
-    assert with_queues.peak_activations == pytest.approx(ideal.peak_activations)
-    runs_in_order(with_queues)
+    found = simulate(schedule, costs, transport=how[0], receives=how[1])
+    assert found.makespan >= ideal.makespan * (1 - 1e-9)
+    assert found.busy == pytest.approx(ideal.busy)
+    assert found.peak_activations == pytest.approx(ideal.peak_activations)
+    if how[1]:
+        runs_in_order(found)
 
 
 @given(testing.runnable_schedules(), st.sampled_from(Transport), st.data())
@@ -107,7 +110,7 @@ def test_the_chosen_place_is_never_the_worst(schedule: Schedule, transport: Tran
 def runs_in_order(timeline: Timeline) -> None:
     """No rank does two things at once, and the critical path goes without a gap but for messages."""
     for spans in timeline.spans:
-        for one, other in itertools.pairwise(spans):
+        for one, other in pairwise(spans):
             assert other.start >= one.end
     path = timeline.critical_path
     if not path:
@@ -115,7 +118,7 @@ def runs_in_order(timeline: Timeline) -> None:
     assert path[-1].end == timeline.makespan
     assert path[0].start == 0
     comm = max((timeline.costs.transfer(a, b) for a in range(9) for b in range(9)), default=0.0)
-    for one, other in itertools.pairwise(path):
+    for one, other in pairwise(path):
         assert other.start >= one.end - 1e-9 * timeline.makespan
         # A message may stand behind others, each of which takes its time.
         assert other.start - one.end <= comm * timeline.schedule.num_microbatches * len(timeline.spans) * 2 + 1e-9
@@ -183,11 +186,3 @@ def test_a_blocking_message_keeps_its_sender_from_computing() -> None:
     assert [(span.start, span.end) for span in timeline.spans[1]] == [(1.5, 2.5), (2.5, 4.5), (5, 6), (6, 8)]
     assert [str(span.op) for span in timeline.critical_path] == ["0F0", "1F0", "1B0", "1F1", "1B1", "0B1"]
     assert simulate(schedule, costs).makespan == 10
-
-
-@given(testing.schedules(max_ranks=6, max_microbatches=10) | testing.runnable_schedules(), st.data())
-def test_blocking_never_shortens_a_step(schedule: Schedule, data: st.DataObject) -> None:
-    costs = data.draw(testing.cost_models(schedule.placement))
-    ideal, blocking = (simulate(schedule, costs, transport=each) for each in ("ideal", "blocking"))
-    assert blocking.makespan >= ideal.makespan * (1 - 1e-9)
-    assert blocking.busy == pytest.approx(ideal.busy)

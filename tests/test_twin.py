@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import on_one_rank
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from twin import Event, Twin
 
 import zbpipe
@@ -32,10 +32,9 @@ def train(
     """Gradients of the second step, whose streams are the twin's."""
     torch.manual_seed(0)
     modules = [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()) for _ in range(2)]
-    stages = [PipelineStage(module, index, 2, CPU) for index, module in enumerate(modules)]
     if twin is not None:
         monkeypatch.setattr("zbpipe.runtime.schedules.make_copier", lambda device: Copier(twin))
-    runtime: Any = zbpipe.build_pipeline_schedule("ZBV", stages, MICROBATCHES, nn.functional.mse_loss)
+    runtime = on_one_rank(modules, MICROBATCHES, loss=nn.functional.mse_loss)
     runtime.adopt(schedule)
     before(runtime)
     x, target = torch.randn(2, 2 * MICROBATCHES, 8)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pipelines import on_one_rank
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from zoo import BY_NAME
 from zoo.case import Case, function
 from zoo.runner import Setting, outcome
@@ -48,12 +48,12 @@ WEIGHTS_LAST = Schedule(
 """For one rank with one stage: every W waits for all I."""
 
 QUICK = (
-    *("pos.unsqueeze(0)", "a backward that keeps", "a node hook"),
+    *("pos.unsqueeze(0)", "a node hook"),
     *("a backward that keeps a part of its gradient", "a workspace", "complex inside", "a hook on the weight"),
     *("recomputed by autograd.grad", "recomputed for inputs", "torch.jit.trace", "a copy for an average", "pickle"),
     *("vmap", "func.grad", "jvp", "forward-mode AD", "forces", "no output features", "no tokens", "sparse x"),
     *("nested, strided", "autocast to bfloat16", "a backward outside", "x without grad", "a compiled function"),
-    *("a hook that counts", "another schedule later", "gradients over two steps, shared weights"),
+    *("a hook that counts", "gradients over two steps, two schedules", "gradients over two steps, shared weights"),
 )
 """The models of the zoo that the quick tests train, too."""
 
@@ -64,10 +64,6 @@ def test_like_plain_autograd(case: Case) -> None:
     assert outcome(case, Setting("WeightsLast")) == (None, False)
 
 
-def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output, target)
-
-
 def batch() -> tuple[Tensor, Tensor]:
     """One sample a microbatch."""
     generator = torch.Generator().manual_seed(1)
@@ -75,15 +71,14 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def pipeline(module: nn.Module, name: str | Schedule = WEIGHTS_LAST) -> Any:
-    stages = [PipelineStage(module, 0, 1, torch.device("cpu"))]
-    return zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, loss_fn, scale_grads=False)
+    return on_one_rank([module], MICROBATCHES, name, F.mse_loss, scale_grads=False)
 
 
 def plain_gradients(module: nn.Module) -> list[Tensor | None]:
     plain = copy.deepcopy(module)
     x, target = batch()
     for each, of_it in zip(x.split(1), target.split(1), strict=True):
-        loss_fn(plain(each), of_it).backward()
+        F.mse_loss(plain(each), of_it).backward()
     return [parameter.grad for parameter in plain.parameters()]
 
 

@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pipelines import check_steps, shard
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from zoo import BY_NAME
@@ -306,7 +304,8 @@ class Tied(nn.Module):
         self.runs = runs
 
     def forward(self, ids: Tensor) -> Tensor:
-        h = self.body(self.embed(ids))
+        weight, bias = self.body.weight, self.body.bias
+        h = torch.baddbmm(bias, self.embed(ids), weight.expand(len(ids), -1, -1))
         return self.head(h) if self.runs else h  # type: ignore[no-any-return]
 
 
@@ -331,16 +330,6 @@ def test_a_report_of_several_stages(caplog: pytest.LogCaptureFixture) -> None:
     ) in str(report)
 
 
-def watched(module: nn.Module, **shapes: Any) -> GradientReport:
-    stage = PipelineStage(module, 0, 1, torch.device("cpu"), **shapes)
-    schedule = zbpipe.build_pipeline_schedule("ZBH1", [stage], 3, nn.functional.mse_loss)
-    check = zbpipe.GradientCheck(schedule, 2)
-    for _ in range(2):
-        schedule.step(torch.randn(3 * TOKENS, WIDTH), target=torch.randn(3 * TOKENS, WIDTH))
-    assert check.report is not None
-    return check.report
-
-
 @pytest.mark.parametrize("given", [False, True])
 def test_compiled_regions(one_rank: None, given: bool) -> None:
     """They also defer a product of an autograd Function."""
@@ -352,7 +341,7 @@ def test_compiled_regions(one_rank: None, given: bool) -> None:
         layers = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), Own(by_a_function)
         for layer in layers if compiled else ():
             layer.compile(backend="aot_eager")
-        reports.append(watched(nn.Sequential(*layers), **shapes))
+        reports.append(check_steps(nn.Sequential(*layers), 3 * TOKENS, WIDTH, microbatches=3, **shapes))
     torch.compiler.reset()
     eager, in_regions = reports
     assert eager.flops[0] == pytest.approx(in_regions.flops[0])
@@ -361,10 +350,7 @@ def test_compiled_regions(one_rank: None, given: bool) -> None:
 
 
 def test_fully_sharded_weights_have_names(one_rank: None) -> None:
-    module = own(by_a_function)()
-    fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-    module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-    report = watched(module)
+    report = check_steps(shard(own(by_a_function)()), 2 * TOKENS, WIDTH)
     assert report.shares[0] == pytest.approx(2 / 3)
     assert [each.parameter for _, each in report.in_i] == ["1.v"]
     assert report.not_deferred == {(0, "1.v")}

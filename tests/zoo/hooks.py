@@ -1,4 +1,4 @@
-"""Hooks, and backwards that keep or change the gradients that they are given."""
+"""Hooks, and what keeps or changes tensors. Backwards of other kinds are generated (`programs`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
-from zoo.case import EVERY_MODE, ONLY_EAGER, TOKENS, WIDTH, Case, function, linear, one_by_one, plain, stage
+from zoo.case import (
+    EVERY_MODE,
+    NOT_REPEATED,
+    ONLY_EAGER,
+    TOKENS,
+    WIDTH,
+    Case,
+    buffer,
+    function,
+    linear,
+    one_by_one,
+    plain,
+    stage,
+)
 
 
 def with_hooks(hook: Callable[[Any], Any], forward: Any = plain, **parts: Any) -> Callable[[int], nn.Module]:
@@ -43,11 +56,6 @@ def removed_after_one(s: Any) -> None:
         return 3 * gradient
 
     handle = s.a.weight.register_hook(hook)
-
-
-def clipped(weight: Tensor) -> None:
-    """As an optimizer in the backward: acts on `.grad` after every microbatch, not linear in it."""
-    weight.grad.clamp_(-1e-2, 1e-2)  # type: ignore[union-attr]
 
 
 def counts_gradients(s: Any) -> None:
@@ -120,31 +128,7 @@ def keep_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
     return dy, None
 
 
-def in_one_buffer(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-    """Gives its gradient in the same memory every time."""
-    return ctx.given[0].copy_(dy), None
-
-
-def multiply(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-    ctx.save_for_backward(x, weight)
-    return x @ weight.t()
-
-
-def multiply_back(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-    x, weight = ctx.saved_tensors
-    return dy @ weight, dy.flatten(0, -2).t() @ x.flatten(0, -2)
-
-
-def gradients_per_sample(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Autograd sums them."""
-    x, weight = ctx.saved_tensors
-    return dy @ weight, dy.mT @ x
-
-
-Overwrites = function(lambda ctx, dy: dy.mul_(2))
 Keeps = function(keep_gradient)
-OneBuffer = function(in_one_buffer)
-OwnLinear, PerSample = function(multiply_back, multiply), function(gradients_per_sample, multiply)
 
 
 def saved_as_others(s: Any, x: Tensor) -> Tensor:
@@ -165,6 +149,93 @@ def retained(s: Any, x: Tensor) -> Tensor:
     return s.b(h) + h
 
 
+def part_of_y(s: Any, x: Tensor) -> Tensor:
+    y = s.a(x)
+    y[:, 0] = 0
+    y[..., :4] *= 2
+    return s.b(y)
+
+
+def workspace(s: Any, x: Tensor) -> Tensor:
+    """x of the layer lies in a buffer that the next microbatch overwrites."""
+    with torch.no_grad():
+        s.work.copy_(x.tanh())
+    return s.b(s.a(s.work)) + x
+
+
+def moved_average(s: Any, x: Tensor) -> Tensor:
+    """A buffer that is changed in F after it was used, as batch norm's."""
+    y = s.b(s.a(x) + s.average)
+    with torch.no_grad():
+        s.average.lerp_(x.mean((0, 1)), 0.1)
+    return y
+
+
+def reused_input(s: Any, x: Tensor) -> Tensor:
+    """x of one layer is overwritten when nobody needs it for autograd: the layer's weight is frozen."""
+    h = s.a(x)
+    y = s.c(h)
+    h.mul_(0)
+    return s.b(y)
+
+
+def gated(y: Tensor) -> Tensor:
+    """Halves of y, one of them changed in place."""
+    gate, up = y.narrow(-1, 0, WIDTH), y.narrow(-1, WIDTH, WIDTH)
+    return up.mul_(gate.sigmoid())
+
+
+def double(ctx: Any, x: Tensor) -> Tensor:
+    ctx.mark_dirty(x)
+    return x.mul_(2)
+
+
+DoublesInPlace = function(lambda ctx, dy: 2 * dy, double)
+
+
+def write_and_pass(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Writes past the version counter, as kernels in Triton or C++ do."""
+    returned, (write, *tensors) = 1 * dy, ctx.given
+    write(dy, *tensors)
+    return returned, *(None for _ in ctx.given)
+
+
+WritesInBackward = function(write_and_pass)
+
+
+def x_written(s: Any, x: Tensor) -> Tensor:
+    """A backward reuses the memory of an activation that it takes for done with."""
+    h = torch.tanh(x)
+    return WritesInBackward.apply(s.b(x), lambda dy, h: h.data.mul_(3), h) + s.a(h)
+
+
+def two_uses(s: Any, x: Tensor) -> Tensor:
+    """Several layers with one dY, of which only the first was multiplied before."""
+    y = WritesInBackward.apply(s.b(x), lambda dy: dy.data.mul_(2))
+    return y + s.a(x.tanh()) + s.a(x.sin())
+
+
+def numpy_workspace(s: Any, x: Tensor) -> Tensor:
+    """x of the layer lies in memory that NumPy has lent, and that the next microbatch overwrites."""
+    work = s.memory.array
+    work[...] = x.detach().tanh().numpy()
+    return s.b(torch.tanh(s.a(torch.from_numpy(work)))) + x
+
+
+def numpy_view(s: Any, x: Tensor) -> Tensor:
+    """The module keeps a NumPy view of x, and empties it in the next microbatch."""
+    if s.memory.array is not None:
+        s.memory.array[...] = 0
+    h = x.detach().tanh()
+    s.memory.array = h.numpy()
+    return s.b(torch.tanh(s.a(h))) + x
+
+
+class Memory:
+    def __init__(self, *shape: int) -> None:
+        self.array = torch.zeros(shape).numpy() if shape else None
+
+
 CASES = (
     Case(
         "a forward hook in place",
@@ -172,27 +243,15 @@ CASES = (
         EVERY_MODE,
     ),
     Case("full backward hooks", with_hooks(around_layer, lambda s, x: s.b(s.a(torch.tanh(s.c(x)))), c=linear())),
-    Case("a tensor hook in place on y", stage(lambda s, x: s.b(hooked(s.a(x), doubled_in_place)))),
     Case("a tensor hook in place on a fork", stage(lambda s, x: hooked(s.a(x), doubled_in_place) + s.b(torch.tanh(x)))),
     Case("retained gradients", stage(retained)),
     Case("a hook on the weight", with_hooks(on_parameters), EVERY_MODE),
     one_by_one("a hook that removes itself", with_hooks(removed_after_one)),
-    Case(
-        "a hook after accumulation",
-        with_hooks(lambda s: s.a.weight.register_post_accumulate_grad_hook(clipped)),
-        EVERY_MODE,
-    ),
     Case("a hook that counts", with_hooks(counts_gradients), ONLY_EAGER),
     Case("a hook on several", with_hooks(several_at_once)),
     Case("a node hook", with_hooks(on_node)),
     Case("a node pre-hook", with_hooks(before_node)),
     Case("saved as others", stage(saved_as_others), ONLY_EAGER),
-    Case("a backward that overwrites, on a fork", stage(lambda s, x: Overwrites.apply(s.a(x)) + s.b(torch.tanh(x)))),
-    one_by_one(
-        "a backward that keeps",
-        with_hooks(keeping, lambda s, x: Keeps.apply(s.a(x), s.kept) + s.b(torch.tanh(x))),
-        most_ranks=2,
-    ),
     one_by_one(
         "a backward that keeps a part of its gradient",
         with_hooks(keeping, lambda s, x: s.b(x) + Keeps.apply(F.pad(s.a(x[:, :2]), (0, 0, 0, TOKENS - 2)), s.kept)),
@@ -200,23 +259,29 @@ CASES = (
     ),
     one_by_one("an input that is kept", with_hooks(keeping, keeps_input), modes=ONLY_EAGER),
     one_by_one("a hook that keeps y's gradient", with_hooks(keeping, hook_that_keeps), most_ranks=2),
+    Case("x scaled through .data in a backward", stage(x_written), modes=ONLY_EAGER),
+    Case("dY of two scaled through .data", stage(two_uses)),
+    one_by_one(
+        "a workspace of NumPy's", stage(numpy_workspace, memory=lambda: Memory(1, TOKENS, WIDTH)), modes=ONLY_EAGER
+    ),
+    one_by_one("a NumPy view of x", stage(numpy_view, memory=Memory), modes=ONLY_EAGER),
+    Case("a part of y in place", stage(part_of_y), modes=EVERY_MODE),
     Case(
-        "a backward with one buffer",
-        stage(
-            lambda s, x: s.b(OneBuffer.apply(s.a(x), s.memory)),
-            memory=lambda: nn.Buffer(torch.zeros(1, TOKENS, WIDTH), persistent=False),
-        ),
+        "chunks of y in place",
+        stage(lambda s, x: s.b(gated(s.c(x))), c=linear(WIDTH, 2 * WIDTH)),
+        no_gradient=("a.weight", "a.bias"),
+    ),
+    one_by_one("a workspace", stage(workspace, work=buffer(1, TOKENS, WIDTH)), modes=NOT_REPEATED),
+    Case("a moved average", stage(moved_average, average=buffer(WIDTH)), modes=NOT_REPEATED),
+    Case(
+        "an input that is overwritten",
+        stage(reused_input, c=lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False)),
+        no_gradient=("c.weight", "c.bias"),
+        modes=EVERY_MODE,
     ),
     Case(
-        "a product with its own backward",
-        stage(lambda s, x: s.b(torch.tanh(OwnLinear.apply(x, s.a.weight)))),
-        EVERY_MODE,
-        no_gradient=("a.bias",),
-    ),
-    Case(
-        "a product whose backward leaves a sum to autograd",
-        stage(lambda s, x: s.b(torch.tanh(PerSample.apply(x, s.a.weight)))),
-        no_gradient=("a.bias",),
-        samples=2,
+        "an input marked dirty, of a fork",
+        stage(lambda s, x: DoublesInPlace.apply(s.a(x)) + s.b(torch.tanh(x))),
+        modes=EVERY_MODE,
     ),
 )

@@ -1,4 +1,4 @@
-"""Weights in layers of every kind: used as they are, in part, made from others, or not at all."""
+"""Weights in layers of every kind, and modules that run code when somebody reads their attributes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.nn.utils.parametrizations as new
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
@@ -39,17 +40,6 @@ def without_grad(s: Any, x: Tensor) -> Tensor:
     return s.b(h) + x
 
 
-def read_cls_token(s: Any, x: Tensor) -> Tensor:
-    h = s.b(torch.cat([s.cls[None], s.a(x)], 1))
-    return h[:, :1] + h[:, 1:]
-
-
-def attend(s: Any, x: Tensor) -> Tensor:
-    """One product for q, k and v."""
-    q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in s.qkv(x).chunk(3, -1))
-    return s.b(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
-
-
 def mha(**options: Any) -> Any:
     return lambda: nn.MultiheadAttention(WIDTH, 2, batch_first=True, **options)
 
@@ -68,37 +58,139 @@ def cached_weight(s: Any, x: Tensor) -> Tensor:
         return s.b(s.layer(torch.tanh(s.layer(s.a(x)))))
 
 
-class LowRank(nn.Module):
-    """LoRA around a frozen layer."""
+def _refuse(self: Any) -> Any:
+    raise RuntimeError("nobody but the user may read this")
+
+
+class GuardedLinear(nn.Linear):
+    """Every attribute that somebody might look for is a property that raises."""
+
+    config = gradient_checkpointing = top_k = num_experts = dynamo_ctx = property(_refuse)
+
+
+class Guarded(nn.Module):
+    """The same for a stage."""
+
+    config = weight = bias = property(_refuse)
+    gradient_checkpointing = top_k = num_experts = in_features = out_features = dynamo_ctx = property(_refuse)
 
     def __init__(self) -> None:
         super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+        self.a, self.b = GuardedLinear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.own = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + 0.5 * self.up(self.down(x))
+        return self.b(torch.tanh(self.a(x) @ self.own))
+
+
+class Asked(nn.Module):
+    """Counts what it is asked for and does not have."""
+
+    microbatch = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.asked = nn.Buffer(torch.zeros(()))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "asked" in self.__dict__.get("_buffers", {}):
+                self.asked.add_(1)
+            raise
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(torch.tanh(self.a(x))) * (1 + self.asked)
+
+
+class AskedLinear(nn.Linear):
+    """A layer with a forward of its own that refuses all it does not have, and to be changed."""
+
+    microbatch = 0
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "bias" not in self.__dict__.get("_parameters", {}):
+                raise
+            raise LookupError(name) from None
+
+    def finish_step(self) -> None:
+        """The runner of the zoo asks for it."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "forward":
+            raise LookupError(name)
+        super().__setattr__(name, value)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(torch.tanh(input), self.weight, self.bias)
+
+
+class DropConnect(nn.Module):
+    """Another mask at each reading of the weight, of its own numbers, and it counts the readings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads, self.numbers = nn.Buffer(torch.zeros(())), torch.Generator().manual_seed(7)
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.reads.add_(1)
+        return weight * torch.rand(weight.shape, generator=self.numbers, dtype=weight.dtype) * (1 + self.reads)
+
+
+def dropping() -> nn.Module:
+    return parametrize.register_parametrization(nn.Linear(WIDTH, WIDTH), "weight", DropConnect())
+
+
+class Computed(nn.Linear):
+    """Its weight is a property that advances with each reading."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.raw = nn.Parameter(self._parameters.pop("weight").detach())  # type: ignore[union-attr]
+        self.reads = nn.Buffer(torch.zeros(()))
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        self.reads.add_(1)
+        return self.raw * (1 + self.reads)
+
+    @weight.setter
+    def weight(self, value: Any) -> None:
+        self._parameters["weight"] = value
+
+
+class Counting(nn.Module):
+    """Alternates between two paths, by a counter in a container."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.kept = {"n": [0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept["n"][0] += 1
+        return self.b(self.a(x)) if self.kept["n"][0] % 2 else self.b(torch.tanh(self.a(x)))
+
+
+def given(name: str, build: Any) -> Case:
+    """torch infers shapes by one more forward, which counts."""
+    return Case(name, build, ONLY_EAGER, shapes="given")
 
 
 CASES = (
     Case("plain", stage(plain), EVERY_MODE),
     Case("the stage is a linear layer", lambda index: nn.Linear(WIDTH, WIDTH), EVERY_MODE),
-    Case("no linear layer", lambda index: nn.LayerNorm(WIDTH)),
-    Case(
-        "called by the parent and itself",
-        stage(lambda s, x: s.b(torch.tanh(s.a(x) + F.linear(x, s.a.weight)))),
-        EVERY_MODE,
-    ),
     Case(
         "a part of the weight",
         stage(lambda s, x: s.b(torch.cat([F.linear(x, s.a.weight[:3], s.a.bias[:3]), x[..., 3:]], -1))),
         EVERY_MODE,
     ),
     Case("bilinear", stage(lambda s, x: s.b(s.c(s.a(x), x)), c=lambda: nn.Bilinear(WIDTH, WIDTH, WIDTH))),
-    Case(
-        "expanded x and dY",
-        stage(lambda s, x: x + s.b(s.a(x.mean(-1, keepdim=True).expand(-1, -1, WIDTH))).sum((0, 1))),
-    ),
     Case(
         "no output features",
         stage(lambda s, x: s.b(torch.cat([s.a(x), s.c(x)], -1)), c=linear(WIDTH, 0)),
@@ -127,19 +219,7 @@ CASES = (
     Case(
         "pos.unsqueeze(0)", stage(lambda s, x: s.b(torch.tanh(s.a(x) + s.pos.unsqueeze(0))), pos=POSITIONS), EVERY_MODE
     ),
-    Case("two pos on one y", stage(lambda s, x: s.b(s.a(x) + s.p[None] + s.q[None]), p=POSITIONS, q=POSITIONS)),
-    Case("a cls token that is read", stage(read_cls_token, cls=parameter(1, WIDTH)), EVERY_MODE),
-    Case(
-        "F.linear with another bias",
-        stage(lambda s, x: s.b(x + F.linear(x[0, 0], s.a.weight, s.shift.view(-1))), shift=parameter(WIDTH)),
-        no_gradient=("a.bias",),
-    ),
     Case("nn.MultiheadAttention", bare(lambda s, x: s.mha(x, x, x)[0], mha=mha()), EVERY_MODE),
-    Case(
-        "cross attention",
-        bare(lambda s, x: s.mha(s.q.expand(len(x), -1, -1), x, x)[0], mha=mha(kdim=WIDTH, vdim=WIDTH), q=POSITIONS),
-    ),
-    Case("q, k, v in one", bare(attend, qkv=linear(WIDTH, 3 * WIDTH), b=linear()), EVERY_MODE),
     # It counts a recomputed microbatch twice, whatever the schedule.
     channels("batch norm", lambda: nn.BatchNorm1d(WIDTH), ONLY_EAGER, samples=2),
     channels("convolution", lambda: nn.Conv1d(WIDTH, WIDTH, 3, padding=1), EVERY_MODE),
@@ -154,7 +234,6 @@ CASES = (
     between("weight norm", lambda: torch.nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))),
     between("parametrized", parametrized, EVERY_MODE),
     Case("parametrized and cached", stage(cached_weight, layer=parametrized), ONLY_EAGER),
-    between("LoRA", LowRank, EVERY_MODE, no_gradient=("base.weight", "base.bias")),
     Case(
         "merged LoRA",
         stage(
@@ -162,16 +241,6 @@ CASES = (
             up=parameter(WIDTH, 2),
             down=parameter(2, WIDTH),
         ),
-    ),
-    Case(
-        "weights in a penalty",
-        stage(lambda s, x: s.b(torch.tanh(s.a(x))) + 0.1 * s.a.weight.square().sum() + s.b.weight.mean()),
-        EVERY_MODE,
-    ),
-    Case(
-        "a tied autoencoder",
-        stage(lambda s, x: F.linear(torch.tanh(s.a(x)), s.a.weight.t()) + s.b(x)),
-        EVERY_MODE,
     ),
     Case("folded weights", stage(lambda s, x: F.linear(x, s.a.weight @ s.b.weight, s.a.bias)), no_gradient=("b.bias",)),
     Case(
@@ -195,4 +264,11 @@ CASES = (
             g=lambda: nn.EmbeddingBag(2, WIDTH),
         ),
     ),
+    Case("properties that raise", lambda index: Guarded()),
+    Case("counts what it is asked for", lambda index: Asked()),
+    Case("refuses what it is asked for", stage(plain, a=lambda: AskedLinear(WIDTH, WIDTH))),
+    given("spectral norm of a weight", stage(plain, a=lambda: new.spectral_norm(nn.Linear(WIDTH, WIDTH)))),
+    given("DropConnect", stage(plain, a=dropping, b=dropping)),
+    given("a weight that is a property", stage(plain, b=Computed)),
+    given("counts in a dict", lambda index: Counting()),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import traceback
@@ -10,7 +9,6 @@ import warnings
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -110,30 +108,24 @@ class Outcome(NamedTuple):
     buffers: dict[str, Tensor]
 
 
-def run_all(names: Iterable[str], folder: Path) -> None:
-    """Train these models in all settings of this number of ranks; each rank writes a file of its outcomes.
+def run_all() -> dict[str, str]:
+    """Train all models of this number of ranks, until one fails: then ranks may be out of step.
 
-    After a failure the ranks may be out of step: several ranks end then, and others go on in their place.
+    Returns by model what is wrong on this rank; empty if nothing is.
     """
     torch.set_default_dtype(torch.float64)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-    # torch times the guards of each graph, with the processor's caches emptied: an eighth of the compilation.
-    torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
     register_tables()
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    with (folder / f"{rank}.jsonl").open("a") as file:
-        for case in (case for case in CASES if case.name in names):
-            torch.compiler.reset()
-            for setting in settings(case, num_ranks):
-                error, is_broken = outcome(case, setting)
-                file.write(json.dumps([case.name, str(setting), error]) + "\n")
-                file.flush()
-                if is_broken and num_ranks > 1:
-                    return
-                if is_broken:
-                    dist.destroy_process_group()
-                    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    found = {}
+    for case in CASES:
+        torch.compiler.reset()
+        for setting in settings(case, dist.get_world_size()):  # one at most on several ranks
+            error, is_broken = outcome(case, setting)
+            found[case.name] = f"{setting}: {error}" if error else ""
+            if is_broken:
+                return found
+    return found
 
 
 def outcome(case: Case, setting: Setting) -> tuple[str | None, bool]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zbpipe.costs.baseline import memory_of_1f1b
-from zbpipe.costs.memory_limit import AS_1F1B, LEEWAY, MemoryLimit
+from zbpipe.costs.memory_limit import AS_1F1B, LEEWAY, MemoryLimit, memory_of_1f1b
 from zbpipe.costs.model import ROUNDING, CostModel, least_room, require_room
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.costs.transport import Transport

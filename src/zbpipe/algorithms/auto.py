@@ -95,7 +95,7 @@ def _by_room(ops: Iterable[Op], stage: int, costs: CostModel) -> list[Op]:
     for op in ops:
         if op.stage == stage and op.kind in (OpKind.I, OpKind.B):
             found.append((held, op))
-        held += costs.adds(op.stage, op.kind)
+        held += costs.of(op.stage, op.kind).adds
     counted = [each for each in found if each[1].microbatch] or found
     return [op for _, op in sorted(counted, key=lambda each: each[0])]
 

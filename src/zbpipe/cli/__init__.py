@@ -7,13 +7,12 @@ None of these imports hides a cycle. A command has one parameter per option, so 
 import click
 
 from zbpipe.cli.base import Group, in_one_line
-from zbpipe.cli.demo import command as of_demo
+from zbpipe.cli.demo.command import demo
 from zbpipe.cli.doctor import doctor
 from zbpipe.cli.estimating import estimate, measure
+from zbpipe.cli.export import export, validate
 from zbpipe.cli.planning import plan
-from zbpipe.cli.playground import playground
-from zbpipe.cli.show import compare, list_, show, simulate
-from zbpipe.cli.tables import export, validate
+from zbpipe.cli.show import compare, list_, playground, show, simulate
 from zbpipe.schedule.user_code import import_modules
 
 
@@ -40,6 +39,6 @@ def main(context: click.Context, modules: tuple[str, ...]) -> None:
 
 
 for command in (
-    *(list_, show, simulate, compare, plan, estimate, measure, export, validate, playground, of_demo.demo, doctor),
+    *(list_, show, simulate, compare, plan, estimate, measure, export, validate, playground, demo, doctor),
 ):
     main.add_command(command)

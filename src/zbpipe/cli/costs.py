@@ -12,11 +12,10 @@ import click
 from click.core import ParameterSource
 
 from zbpipe.cli.base import options, parse_with
-from zbpipe.costs.baseline import CostsOf, memory_of_1f1b
 from zbpipe.costs.file import load_costs
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.layers import LayerCosts
-from zbpipe.costs.memory_limit import SPELLINGS, MemoryLimit
+from zbpipe.costs.memory_limit import SPELLINGS, CostsOf, MemoryLimit, memory_of_1f1b
 from zbpipe.costs.model import MOST, CostModel, Link, amount, is_amount
 from zbpipe.costs.transformer import Checkpointing, typical_costs, typical_times
 from zbpipe.costs.transport import Transport

@@ -8,8 +8,8 @@ from typing import Any
 
 from zbpipe.costs.torchs_split import NOTE
 from zbpipe.estimation.devices import GIB, USABLE
-from zbpipe.estimation.ranks import JobMemory
-from zbpipe.estimation.result import DECIDED, Answer, Estimate, Memory, Step, answer
+from zbpipe.estimation.estimate import JobMemory
+from zbpipe.estimation.rows import DECIDED, Answer, Estimate, Memory, Step, answer
 from zbpipe.views.report import longer, table
 from zbpipe.views.style import count_noun, percent
 
@@ -45,28 +45,28 @@ def _warnings(found: Estimate) -> Iterator[str]:
 
 def _verdict(found: Estimate, searched: bool) -> Iterator[str]:
     """One sentence: whether a pipeline pays. The search has its own."""
-    alone, best = found.without_pipeline, found.on_these_degrees
+    fsdp, best = found.without_pipeline, found.on_these_degrees
     if searched:
         return
     if found.workload.degrees.pipeline == 1:
         yield "This job has no pipeline: --search compares pipelines with it."
     elif best is None:
         yield "No schedule that can run fits."
-    elif alone is None or not alone.fits:
-        without = "" if alone is None else "; without a pipeline it does not fit"
+    elif fsdp is None or not fsdp.fits:
+        without = "" if fsdp is None else "; without a pipeline it does not fit"
         yield f"The shortest step that fits: {best.schedule}{without}."
     else:
-        yield compare(best, alone, best.schedule)
+        yield compare(best, fsdp, best.schedule)
 
 
-def compare(best: Step, alone: Step, name: str) -> str:
+def compare(best: Step, fsdp: Step, name: str) -> str:
     """The verdict on a pipeline with this name, if both fit."""
-    relative = best.seconds / alone.seconds - 1
-    least, most = (each - 1 for each in best.relative_range(alone))
+    relative = best.seconds / fsdp.seconds - 1
+    least, most = (each - 1 for each in best.relative_range(fsdp))
     over = f" ({least:+.1%} to {most:+.1%} over the plausible speeds)" if most - least > 5e-4 else ""
     how = f"{abs(relative):.1%} {'longer' if relative > 0 else 'shorter'} than without a pipeline{over}"
     words = f"the shortest step with a pipeline that fits, {name}, is {how}, which also fits."
-    match answer(best, alone):
+    match answer(best, fsdp):
         case Answer.YES:
             return f"A pipeline: {words}"
         case Answer.NO:
@@ -81,10 +81,10 @@ def _verdict_of_search(searched: Sequence[Estimate]) -> Iterator[str]:
     if len(sides) < 2:
         yield "No pipeline fits." if False in sides else "Without a pipeline it does not fit."
         return
-    best, alone = sides[True].on_these_degrees, sides[False].on_these_degrees
+    best, fsdp = sides[True].on_these_degrees, sides[False].on_these_degrees
     assert best is not None, "it fits"
-    assert alone is not None, "it fits"
-    yield compare(best, alone, f"{best.schedule} on {sides[True].workload.degrees}")
+    assert fsdp is not None, "it fits"
+    yield compare(best, fsdp, f"{best.schedule} on {sides[True].workload.degrees}")
 
 
 def _notes(found: Estimate) -> Iterator[str]:

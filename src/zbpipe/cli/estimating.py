@@ -18,7 +18,7 @@ from zbpipe.schedule.garbage import importing
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from zbpipe.estimation.result import Estimate
+    from zbpipe.estimation.rows import Estimate
     from zbpipe.estimation.workload import Workload
 
 _EXISTING = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -98,7 +98,7 @@ def estimate(
     """
     from zbpipe.estimation.devices import find
     from zbpipe.estimation.estimate import estimate as estimated
-    from zbpipe.estimation.search import search as searched
+    from zbpipe.estimation.layouts import search as searched
     from zbpipe.estimation.workload import ASYNC_TENSOR
 
     _require(
@@ -132,11 +132,11 @@ def _workload(layers: Path | None, gpus: int, arguments: Sequence[str]) -> Workl
 
         _require(not arguments, f"unknown options: {' '.join(arguments)}; --layers takes no options of TorchTitan")
         return load_layers(layers, gpus)
-    from zbpipe.frameworks.titan.workload import read
+    from zbpipe.frameworks.titan.command_line import read_workload
 
     _require_job(arguments)
     with in_one_line(ImportError), _without_warnings(), importing():
-        return read(arguments, gpus)
+        return read_workload(arguments, gpus)
 
 
 def _require_job(arguments: Sequence[str]) -> None:
@@ -146,7 +146,7 @@ def _require_job(arguments: Sequence[str]) -> None:
 
 def _show_ranks(workload: Workload, arguments: Sequence[str], as_json: bool) -> None:
     from zbpipe.cli.estimates import rank_lines, rank_record
-    from zbpipe.estimation.ranks import memory_by_rank
+    from zbpipe.estimation.estimate import memory_by_rank
     from zbpipe.frameworks.titan.command_line import parse
 
     found = memory_by_rank(workload, MemoryLimit.parse(parse(arguments)[0].memory_limit))
@@ -203,9 +203,12 @@ def measure(steps: int, output: Path, arguments: tuple[str, ...]) -> None:
     _require_job(arguments)
     require_ending(output)
     with in_one_line(ImportError):
-        from zbpipe.frameworks.titan.measure_stages import measure as measured
+        from zbpipe.frameworks.titan.command_line import read_config
 
-        costs = measured(arguments, steps)
+        config = read_config(arguments)
+        from zbpipe.frameworks.titan.measure_stages import measure_stages
+
+        costs = measure_stages(config, steps)
     dump_costs(costs, output)
     click.echo(costs_table(costs))
     click.echo(f"wrote {output}")

@@ -16,7 +16,7 @@ from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Schedule
-from zbpipe.schedule.registry import Algorithm, resolve, schedules
+from zbpipe.schedule.registry import resolve, schedules
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.simulator.validation import validate
@@ -110,41 +110,23 @@ def simulate_all(
     memory_limit: MemoryLimit | None = None,
     *,
     stages_per_rank: int | None = None,
-    searched: bool | None = None,
     **how: Any,
 ) -> Iterator[Timeline]:
     """Timelines of all named schedules whose placement has costs. `how` goes to `zbpipe.simulate`.
-
-    `searched` restricts them to the schedules that need a search, which takes a while, or to all others.
 
     Schedules that adapt to a memory limit use the given one. Schedules that take any number of stages use the given
     one. A schedule that cannot have these sizes, or fails in any other way, is omitted with a line on stderr.
     """
     with progress_line() as show:
-        known = [each for each in schedules().values() if searched in (None, "costs" in each.keywords)]
+        known = schedules().values()
         for number, algorithm in enumerate(known):
             show(f"{number + 1} of {len(known)}: {algorithm.name}")
             stages = stages_per_rank if algorithm.any_stages_per_rank else None
-            if timeline := simulate_one(algorithm, ranks, microbatches, costs, memory_limit, stages, **how):
-                yield timeline
-
-
-def simulate_one(
-    algorithm: Algorithm,
-    ranks: int,
-    microbatches: int,
-    costs: Costs,
-    memory_limit: MemoryLimit | None = None,
-    stages_per_rank: int | None = None,
-    **how: Any,
-) -> Timeline | None:
-    """Timeline of one named schedule; None if it is omitted."""
-    try:
-        if costs.job is None or costs.has(algorithm.place(ranks, stages_per_rank)):
-            limit = memory_limit if "memory_limit" in algorithm.keywords else None
-            return Request(algorithm.name, ranks, microbatches, costs, stages_per_rank, limit).simulate(**how)
-    except ValueError as error:
-        click.echo(f"skipped {algorithm.name}: {one_line(str(error))}", err=True)
-    except Exception as error:  # a broken function of one installed package must not hide the others
-        click.echo(f"skipped {algorithm.name}: {type(error).__name__}: {one_line(str(error))}", err=True)
-    return None
+            try:
+                if costs.job is None or costs.has(algorithm.place(ranks, stages)):
+                    limit = memory_limit if "memory_limit" in algorithm.keywords else None
+                    yield Request(algorithm.name, ranks, microbatches, costs, stages, limit).simulate(**how)
+            except ValueError as error:
+                click.echo(f"skipped {algorithm.name}: {one_line(str(error))}", err=True)
+            except Exception as error:  # a broken function of one installed package must not hide the others
+                click.echo(f"skipped {algorithm.name}: {type(error).__name__}: {one_line(str(error))}", err=True)

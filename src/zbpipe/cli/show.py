@@ -1,4 +1,4 @@
-"""Commands that look at schedules by name: `list`, `show`, `simulate`, `compare`."""
+"""Commands that look at schedules: `list`, `show`, `simulate`, `compare`, `playground`."""
 
 from __future__ import annotations
 
@@ -13,53 +13,49 @@ from zbpipe.cli.base import (
     OutputFile,
     compared_size,
     json_option,
+    options,
+    parse_with,
     print_json,
     stages_option,
     transport_option,
 )
 from zbpipe.cli.costs import Costs, cost_options, memory_limit_option
-from zbpipe.cli.jitter import jitter_options, vary
-from zbpipe.cli.named import Request, request_options, simulate_all, simulate_one
+from zbpipe.cli.named import Request, request_options, simulate_all
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import require_size
-from zbpipe.schedule.registry import resolve, schedules
+from zbpipe.schedule.registry import schedules
 from zbpipe.simulator.timeline import Timeline
 
 if TYPE_CHECKING:
     from zbpipe.simulator.jitter import Jitter
+    from zbpipe.views.report import Vary
 
 
 @click.command("list", cls=Command)
-@click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks; default: 4, or those of a cost file.")
-@click.option(
-    "-m", "--microbatches", type=COUNT, metavar="M", default=16, show_default=True, help="Microbatches per step."
-)
-@cost_options()
 @json_option
-def list_(ranks: int | None, microbatches: int, costs: Costs, as_json: bool) -> None:
-    """List all schedules, with those of installed packages, their step times and memory relative to 1F1B.
+def list_(as_json: bool) -> None:
+    """List all schedules, with those of installed packages. `compare` has their step times and memory.
 
     \b
-    Examples:
+    Example:
       zbpipe list
-      zbpipe list --checkpointing full
     """
-    from zbpipe.views import report
+    from zbpipe.views.report import table
 
-    ranks = costs.require_ranks(ranks or (None if costs.ranks(None) else 4))
-    require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
     known = sorted(schedules().values(), key=lambda algorithm: algorithm.name.lower())
-    usual = simulate_one(resolve("1F1B"), ranks, microbatches, costs)
-    step, memory = usual.makespan if usual else None, costs.baseline(ranks, microbatches)
-    timelines = (simulate_one(each, ranks, microbatches, costs) for each in known)
-    listed = (report.list_schedule(*each, step, memory) for each in zip(known, timelines, strict=True))
     if as_json:
-        print_json(list(listed))
+        keys = ("name", "source", "stages_per_rank", "placement", "summary")
+        print_json([{key: getattr(each, key) for key in keys} for each in known])
         return
-    click.echo(f"step and memory relative to 1F1B, with {ranks} ranks and {microbatches} microbatches; {costs.words}\n")
-    for line in report.listing(known, listed):
-        click.echo(line)
+    rows = [
+        (
+            *(each.name, each.source, f"{each.stages_per_rank}{' or any' if each.any_stages_per_rank else ''}"),
+            *(each.placement, each.summary),
+        )
+        for each in known
+    ]
+    click.echo("\n".join(table(("schedule", "from", "stages per rank", "placement", "summary"), rows, left=5)))
 
 
 @click.command(cls=Command)
@@ -124,6 +120,44 @@ def _write_pictures(
     return [file for file in (svg_file, html_file, perfetto_file) if file is not None]
 
 
+def _parse_jitter(text: str) -> Jitter:
+    from zbpipe.simulator.jitter import Jitter
+
+    return Jitter.parse(text)
+
+
+_jitter_options = options(
+    click.option(
+        "--jitter",
+        callback=parse_with(_parse_jitter),
+        metavar="WORDS",
+        help="Varying times, separated by commas: ops=0.1 (standard deviation of an op's time, as a share), links=0.5"
+        " (of a message's), delay=0.2 (seconds that a message is late on average), burst=0.01 (the chance that a rank"
+        " or a link is slow for a step) with burst-factor=2 and burst-delay=1, slow-rank=3:1.2, slow-link=0-1:0.5"
+        " (docs/messages.md).",
+    ),
+    click.option(
+        "--samples",
+        type=COUNT,
+        default=1000,
+        show_default=True,
+        metavar="N",
+        help="How many steps to simulate with --jitter.",
+    ),
+)
+
+
+def _vary(jitter: Jitter, samples: int) -> Vary:
+    """A function that returns the step times of a timeline's schedule."""
+
+    def varied(timeline: Timeline) -> dict[str, float]:
+        from zbpipe.simulator.jitter import step_times
+
+        return step_times(timeline.schedule, timeline.costs, jitter, samples=samples).record()
+
+    return varied
+
+
 @click.command(cls=Command)
 @request_options()
 @transport_option
@@ -131,7 +165,7 @@ def _write_pictures(
 @click.option(
     "--no-sync", is_flag=True, help="Let each rank start its next step as soon as it is done. ZBH2 and ZB2P rely on it."
 )
-@jitter_options
+@_jitter_options
 @json_option
 def simulate(
     request: Request,
@@ -162,7 +196,7 @@ def simulate(
     timeline = request.simulate(num_steps=steps, synchronous=not no_sync, transport=transport)
     schedule = timeline.schedule
     baseline = costs.baseline(schedule.num_ranks, schedule.num_microbatches)
-    varied = vary(jitter, samples)(timeline) if jitter else None
+    varied = _vary(jitter, samples)(timeline) if jitter else None
     if as_json:
         print_json(record(timeline, baseline) | ({"jitter": varied} if varied else {}))
         return
@@ -179,7 +213,7 @@ def simulate(
 @cost_options()
 @transport_option
 @memory_limit_option
-@jitter_options
+@_jitter_options
 @json_option
 def compare(
     ranks: int | None,
@@ -222,9 +256,42 @@ def compare(
     timelines = simulate_all(
         ranks, microbatches, costs, memory_limit, stages_per_rank=stages_per_rank, transport=transport
     )
-    varied = vary(jitter, samples) if jitter else None
+    varied = _vary(jitter, samples) if jitter else None
     standings = report.compare(timelines, limits, baseline, varied, costs.checkpointing, with_period=as_json)
     if as_json:
         print_json(report.records(standings))
         return
     click.echo("\n".join(report.comparison(standings)))
+
+
+@click.command(cls=Command)
+@click.option("--port", type=click.IntRange(0, 65535), default=0, metavar="N", help="Default: a free one.")
+@click.option("--browser/--no-browser", default=True, show_default=True, help="Open the page in the browser.")
+def playground(port: int, browser: bool) -> None:
+    """Try schedules in the browser: sliders for sizes, times and memory.
+
+    Two schedules, one above the other, next to the best plan found and the lower bound. It runs on this
+    machine only, until Ctrl-C.
+
+    \b
+    Example:
+      zbpipe playground
+    """
+    from zbpipe.views.playground import server
+
+    try:
+        listening = server(port)
+    except OSError as error:
+        raise ValueError(f"--port {port} cannot be used ({error.strerror}): omit it for a free one") from None
+    with listening as started:
+        host, taken = started.server_address[:2]
+        address = f"http://{host!s}:{taken}/"
+        click.echo(f"the playground is at {address}; Ctrl-C ends it")
+        if browser:
+            import webbrowser
+
+            webbrowser.open(address)
+        try:
+            started.serve_forever()
+        except KeyboardInterrupt:
+            click.echo()

@@ -16,8 +16,8 @@ from zbpipe.costs.job import JobCosts
 from zbpipe.costs.layers import MOST_LAYERS, Layer, LayerCosts
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import COLUMNS, OF_DATA_PARALLELISM, CostModel, Link
-from zbpipe.schedule.files import read_text
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement, require_whole
+from zbpipe.schedule.user_code import read_text
 
 _NUMBERED = re.compile("(.*[^0-9]|)([0-9]+)")
 _Table = dict[str, Any]

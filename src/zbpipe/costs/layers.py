@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 from zbpipe.costs.model import (
     COLUMNS,
     OF_DATA_PARALLELISM,
+    CommonCosts,
     CostModel,
-    Link,
-    Links,
-    Working,
     amount,
-    check_messages,
-    check_working,
     highest,
     set_fields,
-    share,
 )
-from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 
 MOST_LAYERS = 10_000
@@ -29,6 +23,11 @@ _NUMBERS = (*COLUMNS, *OF_DATA_PARALLELISM)
 
 Split = tuple[range, ...]
 """Layers of each stage, in order. No stage is empty."""
+Sizes = tuple[int, ...]
+"""Number of layers of each stage."""
+
+_DIGITS = 9
+"""Decimal digits of a share of all work, so that rounding of sums does not decide."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class LayerCosts:
+class LayerCosts(CommonCosts):
     """Costs of a model before it is cut into stages.
 
         >>> block = Layer(("layers.0",), f=1, i=1, w=1, activations=1e9)
@@ -90,20 +89,6 @@ class LayerCosts:
 
     layers: tuple[Layer, ...]
     """Layers from the embedding to the head."""
-    freed_by_i: float = 0.0
-    """Share of the activations that I frees, at most 1. Negative if I allocates more."""
-    link: Link = field(default_factory=Link)
-    """Default link between two ranks."""
-    links: Links = field(default_factory=lambda: FrozenDict({}))
-    """Other links, by (from rank, to rank)."""
-    message_bytes: float = 0.0
-    """Bytes of one microbatch sent from a stage to the next, and received back as a gradient."""
-    host: Link | None = None
-    """Link between a rank and the memory of its host, None if unknown."""
-    overhead: float = 0.0
-    """Seconds that each op of a stage takes besides its computation (`CostModel.overhead`)."""
-    working: Working = field(default_factory=lambda: FrozenDict({}))
-    """Working memory of each layer's part of an op, by kind: one number for all layers, or one per layer."""
 
     def __post_init__(self) -> None:
         what = "the costs of layers"
@@ -113,21 +98,13 @@ class LayerCosts:
             raise ValueError("a model needs at least one layer, got none")
         if len(self.layers) > MOST_LAYERS:
             raise ValueError(f"a model of more than {MOST_LAYERS} layers cannot be cut: describe several as one layer")
-        messages = check_messages(what, self.link, self.links, self.message_bytes, self.host)
-        working = check_working(what, self.working, len(self.layers), "layer")
-        set_fields(
-            self,
-            layers=tuple(self.layers),
-            freed_by_i=share(what, self.freed_by_i),
-            overhead=amount(what, "overhead", self.overhead),
-            working=working,
-            **messages,
-        )
+        set_fields(self, layers=tuple(self.layers))
+        self._check(what, len(self.layers), "layer")
 
     def stages(self, split: Split) -> CostModel:
         """Costs of the stages of this split."""
         columns: dict[str, Any] = {name: tuple(getattr(layer, name) for layer in self.layers) for name in _NUMBERS}
-        shared = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "layers"}
+        shared = {each.name: getattr(self, each.name) for each in fields(CommonCosts)}
         return join_stages(CostModel(**columns, **shared), split)
 
     def even(self, placement: Placement) -> CostModel:
@@ -144,26 +121,27 @@ def join_stages(costs: CostModel, split: Split) -> CostModel:
 
         >>> layers = CostModel((1, 1), (1, 1), (1, 1), activations=(4, 4), freed_by_i=-1, working={OpKind.I: (2, 9)})
         >>> stage = join_stages(layers, (range(2),))
-        >>> stage.activations, stage.adds(0, OpKind.I), stage.needs(0, OpKind.I)
+        >>> stage.activations, stage.of(0, OpKind.I).adds, stage.of(0, OpKind.I).needs
         ((8.0,), 8.0, 13.0)
 
     If F of a stage keeps nothing, the stage cannot keep anything from I to W.
     """
 
-    def add_up(each: Callable[[int], float]) -> tuple[float, ...]:
-        return tuple(sum(map(each, stage)) for stage in split)
+    def add_up(values: Sequence[float]) -> tuple[float, ...]:
+        return tuple(sum(values[layer] for layer in stage) for stage in split)
 
     def beyond(kind: OpKind, stage: range) -> float:
         ops = [(layer, kind) for layer in (stage if kind is OpKind.F else reversed(stage))]
-        return highest(costs, ops) - max(sum(costs.adds(*op) for op in ops), 0.0)
+        return highest(costs, ops) - max(sum(costs.of(*op).adds for op in ops), 0.0)
 
     working = {kind: tuple(max(beyond(kind, stage), 0.0) for stage in split) for kind in COMPUTATIONS}
-    columns: dict[str, Any] = {name: add_up(getattr(costs, name).__getitem__) for name in COLUMNS}
-    readers = zip(OF_DATA_PARALLELISM, (costs.gathering, costs.reduction), strict=True)
-    columns |= {name: add_up(read) if getattr(costs, name) else 0.0 for name, read in readers}
+    columns: dict[str, Any] = {name: add_up(getattr(costs, name)) for name in COLUMNS}
+    for name in OF_DATA_PARALLELISM:
+        columns[name] = add_up(costs.by_stage(given)) if (given := getattr(costs, name)) else 0.0
     freed = costs.freed_by_i
     if isinstance(freed, tuple):
-        pairs = zip(columns["activations"], add_up(costs.waits), strict=True)
+        deferred = [costs.of(layer, OpKind.W).frees for layer in range(costs.num_stages)]
+        pairs = zip(columns["activations"], add_up(deferred), strict=True)
         freed = tuple(1 - waiting / kept if kept else 0.0 for kept, waiting in pairs)
     used = {kind: each for kind, each in working.items() if any(each)}
     return replace(costs, **columns, freed_by_i=freed, working=used)
@@ -215,3 +193,39 @@ def require_enough(num_layers: int, num_stages: int) -> None:
             f"{num_layers} layers cannot be cut into {num_stages} stages, one layer each at least: use fewer ranks, or"
             " a placement with fewer stages per rank"
         )
+
+
+def balance(costs: LayerCosts, placement: Placement) -> Sizes:
+    """Layers per stage, such that the most loaded rank has as little work as possible and stages are about equal.
+
+    A local search moves one layer at a time, starting with TorchTitan's even split. The result need not be optimal.
+
+        >>> block, head = Layer(("block",), 1, 1, 1, 1), Layer(("head",), 3, 3, 3, 1)
+        >>> balance(LayerCosts((*[block] * 9, head)), Placement.v(2))
+        (3, 3, 3, 1)
+    """
+    best = even_sizes(len(costs.layers), placement.num_stages)
+    until = (0.0, *accumulate(layer.seconds for layer in costs.layers))
+    stages = range(placement.num_stages)
+
+    def unevenness(sizes: Sizes) -> tuple[float, float]:
+        """Largest work share of a rank, and sum of squared shares of stages, because a V waits at its long stages."""
+        shares = [(until[end] - until[begin]) / (until[-1] or 1) for begin, end in pairwise((0, *accumulate(sizes)))]
+        most = max(placement.sum_by_rank(shares))
+        return round(most, _DIGITS), round(sum(share**2 for share in shares), _DIGITS)
+
+    while True:
+        trial = min(move_layer(best, stages, stages), key=unevenness, default=best)
+        if unevenness(trial) >= unevenness(best):
+            return best
+        best = trial
+
+
+def move_layer(sizes: Sizes, givers: Iterable[int], takers: Iterable[int]) -> Iterator[Sizes]:
+    """Splits with one layer less on one stage and one more on another. Layers between the two move by one stage."""
+    for giver, taker in product(givers, takers):
+        if giver != taker and sizes[giver] > 1:
+            changed = list(sizes)
+            changed[giver] -= 1
+            changed[taker] += 1
+            yield tuple(changed)

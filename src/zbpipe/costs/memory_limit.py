@@ -1,18 +1,20 @@
-"""The one type for memory limits. Every function, option and file parses its limit here, once."""
+"""The one type for memory limits, which every function, option and file parses here, and the memory of 1F1B."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import ceil, floor, inf, log10
 from typing import Any, Literal, Self
 
-from zbpipe.costs.baseline import CostsOf, memory_of_1f1b, one_stage_a_rank
-from zbpipe.costs.layers import LayerCosts
-from zbpipe.costs.model import CostModel, LimitTooSmallError, number, set_fields
+from zbpipe.costs.layers import LayerCosts, merge_stages
+from zbpipe.costs.model import CostModel, LimitTooSmallError, highest, number, set_fields
+from zbpipe.schedule.ir import OpKind, Placement
 
+CostsOf = Callable[[Placement], CostModel]
+"""Function from a placement to the costs of its stages. It raises ValueError if there are none."""
 RELATIVE = (
     "1.2x (times the memory of 1F1B's worst rank under the same costs), '4 microbatches' (of an average rank's share of"
     " the model)"
@@ -156,6 +158,31 @@ AS_1F1B = MemoryLimit(LEEWAY, "x", f"{LEEWAY}x")
 
 MemoryLimitLike = MemoryLimit | float | str | Sequence[float | str]
 """Types accepted as a limit."""
+
+
+def one_stage_a_rank(costs: CostModel | LayerCosts | CostsOf, ranks: int) -> CostModel:
+    """Costs of 1F1B's stages: neighbouring stages joined, or TorchTitan's even split of the layers.
+
+    ValueError if the stages cannot be shared equally by the ranks, or have no costs.
+    """
+    if isinstance(costs, CostModel):
+        return merge_stages(costs, ranks)
+    return (costs.even if isinstance(costs, LayerCosts) else costs)(Placement.loop(ranks))
+
+
+def memory_of_1f1b(costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> float:
+    """The peak memory of 1F1B's worst rank, in the unit of the costs.
+
+    >>> memory_of_1f1b(CostModel.uniform, 4, 8)
+    4.0
+    """
+    of_ranks = one_stage_a_rank(costs, ranks)
+
+    def peak(rank: int) -> float:
+        """The peak is in the warm-up, or in the first backward after it."""
+        return highest(of_ranks, [(rank, kind) for kind in [OpKind.F] * min(ranks - rank, microbatches) + [OpKind.B]])
+
+    return max(map(peak, range(ranks)))
 
 
 def _round_up(amount: float) -> float:

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from math import inf
-from typing import Any, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 from zbpipe.schedule.frozendict import FrozenDict
-from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
+from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement
 
 MOST = 1e100
 """Largest cost. No sum or product of such numbers is infinite."""
@@ -106,50 +106,10 @@ Working = Mapping[OpKind, float | tuple[float, ...]]
 """Working memory by kind of op: one number for all stages, or one per stage."""
 COLUMNS = ("f", "i", "w", "activations")
 """Fields with one number per stage or layer."""
+GATHER, REDUCE = "UNSHARD", "REDUCE_GRAD"
+"""Collectives of a stage, named like torch's actions."""
 OF_DATA_PARALLELISM = ("gather", "reduce")
 """Fields with one number for all stages or layers, or one for each."""
-
-
-def check_messages(what: str, link: Any, links: Any, message_bytes: Any, host: Any) -> dict[str, Any]:
-    """Fields for messages of a frozen dataclass, checked, with a copy of `links`."""
-    if not isinstance(link, Link):
-        raise TypeError(f"{what} cannot have link = {link!r}: give a zbpipe.costs.Link")
-    if not isinstance(links, Mapping):
-        raise TypeError(f"{what} cannot have links = {links!r}: give zbpipe.costs.Links by (from rank, to rank)")
-    for key, each in links.items():
-        is_pair = isinstance(key, tuple) and len(key) == 2 and all(type(rank) is int and rank >= 0 for rank in key)
-        if not is_pair or not isinstance(each, Link):
-            raise TypeError(
-                f"{what} cannot have links = {{{key!r}: {each!r}}}: give a zbpipe.costs.Link for each pair of ranks"
-            )
-    if not isinstance(host, (Link, type(None))):
-        raise TypeError(
-            f"{what} cannot have host = {host!r}: give a zbpipe.costs.Link, for example Link(bandwidth=25e9)"
-        )
-    return {"links": FrozenDict(links), "message_bytes": amount(what, "message_bytes", message_bytes)}
-
-
-def check_working(what: str, working: Any, count: int, each: str) -> FrozenDict[OpKind, tuple[float, ...]]:
-    """Working memory by kind of op, with a number for `each` of `count` stages or layers."""
-    if not isinstance(working, Mapping) or not all(
-        isinstance(kind, OpKind) and kind in COMPUTATIONS for kind in working
-    ):
-        raise TypeError(
-            f"{what} cannot have working = {working!r}: give numbers by zbpipe.OpKind F, I, W or B, for example"
-            " {OpKind.I: 2e9}"
-        )
-    found = {}
-    for kind in working:
-        name, given = f"working[{kind}]", as_python(working[kind])
-        if isinstance(given, (tuple, list)):
-            found[kind] = amounts(what, name, given, each)
-            if len(found[kind]) != count:
-                raise ValueError(
-                    f"{name} has to be one number, or one for each {each}: got {len(found[kind])} for {count}"
-                )
-        else:
-            found[kind] = (amount(what, name, given),) * count
-    return FrozenDict(found)
 
 
 def set_fields(instance: object, **fields: Any) -> None:
@@ -158,13 +118,101 @@ def set_fields(instance: object, **fields: Any) -> None:
         object.__setattr__(instance, name, value)
 
 
+class OpCosts(NamedTuple):
+    """Costs of one op, message or collective."""
+
+    seconds: float
+    """Seconds that it takes. For its message see `CostModel.transfer`."""
+    adds: float = 0.0
+    """Memory that it adds to its rank: from its start if positive, else at its end."""
+    working: float = 0.0
+    """Working memory while it runs."""
+    message: float = 0.0
+    """Bytes that it sends to another rank, if that has the next stage."""
+
+    @property
+    def needs(self) -> float:
+        """Memory that has to be free on the rank before it: the memory that it adds, and its working memory."""
+        return max(self.adds, 0.0) + self.working
+
+    @property
+    def frees(self) -> float:
+        """Memory that it frees at its end."""
+        return -self.adds
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonCosts:
+    """What the costs of stages and of layers have in common."""
+
+    freed_by_i: float | tuple[float, ...] = 0.0
+    """Share of the activations that I frees, at most 1: one number for all stages or layers, or one for
+    each.
+
+    W frees the rest. Negative if more is kept for W than F kept. Under activation checkpointing F keeps a checkpoint,
+    and I keeps the inputs and gradients of all layers for their dW. These count from the start of I.
+    """
+    link: Link = field(default_factory=Link)
+    """Default link between two ranks."""
+    links: Links = field(default_factory=lambda: FrozenDict({}))
+    """Other links, by (from rank, to rank)."""
+    message_bytes: float = 0.0
+    """Bytes of one microbatch sent from a stage to the next, and received back as a gradient."""
+    working: Working = field(default_factory=lambda: FrozenDict({}))
+    """Working memory of ops, by kind: one number for all stages or layers, or one for each. Missing kinds need none.
+
+    It adds to the memory held before the op and to what the op adds. Under activation checkpointing, I and B recompute
+    one block at a time, so `working` is the memory of one block and its gradients.
+    """
+    host: Link | None = None
+    """Link between a rank and the memory of its host, for copies in each direction. None if unknown.
+
+    A copy takes its size divided by the bandwidth, in the unit of the activations per second. Ranks that share a link
+    to one host each have a part of it.
+    """
+    overhead: float = 0.0
+    """Seconds that each op of a stage takes besides its computation: Python, launches, gaps between kernels. B has it
+    once.
+
+    `zbpipe.Profiler` measures it. It lengthens schedules with more ops: I and W apart, several stages per rank. With
+    Megatron on A100 GPUs about 1 ms fits the published steps (docs/hardware.md). The default counts none.
+    """
+
+    def _check(self, what: str, count: int, each: str) -> None:
+        """Check these fields for `count` stages or layers, and set them in their usual form."""
+        if not isinstance(self.link, Link):
+            raise TypeError(f"{what} cannot have link = {self.link!r}: give a zbpipe.costs.Link")
+        if not isinstance(self.links, Mapping):
+            raise TypeError(
+                f"{what} cannot have links = {self.links!r}: give zbpipe.costs.Links by (from rank, to rank)"
+            )
+        for key, link in self.links.items():
+            is_pair = isinstance(key, tuple) and len(key) == 2 and all(type(rank) is int and rank >= 0 for rank in key)
+            if not is_pair or not isinstance(link, Link):
+                raise TypeError(
+                    f"{what} cannot have links = {{{key!r}: {link!r}}}: give a zbpipe.costs.Link for each pair of ranks"
+                )
+        if not isinstance(self.host, (Link, type(None))):
+            raise TypeError(
+                f"{what} cannot have host = {self.host!r}: give a zbpipe.costs.Link, for example Link(bandwidth=25e9)"
+            )
+        set_fields(
+            self,
+            links=FrozenDict(self.links),
+            message_bytes=amount(what, "message_bytes", self.message_bytes),
+            working=_check_working(what, self.working, count, each),
+            freed_by_i=_one_or_each("freed_by_i", self.freed_by_i, count, each, partial(share, what)),
+            overhead=amount(what, "overhead", self.overhead),
+        )
+
+
 @dataclass(frozen=True)
-class CostModel:
+class CostModel(CommonCosts):
     """Costs per stage. Times are seconds per microbatch, memory is the activations of one microbatch.
 
         >>> costs = CostModel(f=(1, 1), i=(1, 1), w=(1, 2), activations=(3e9, 1e9), freed_by_i=0.25)
-        >>> costs.num_stages, costs.adds(0, OpKind.I)
-        (2, -750000000.0)
+        >>> costs.num_stages, costs.of(0, OpKind.I)
+        (2, OpCosts(seconds=1.0, adds=-750000000.0, working=0.0, message=0.0))
 
     Raises:
         TypeError: a field is not a number or list of numbers.
@@ -179,30 +227,6 @@ class CostModel:
     """Seconds of the backward for the weights (dW)."""
     activations: tuple[float, ...]
     """Memory kept of one microbatch after F, in bytes or shares of a rank's microbatch. The unit of all memory."""
-    freed_by_i: float | tuple[float, ...] = 0.0
-    """Share of the activations that I frees, at most 1: one number for all stages, or one per stage.
-
-    W frees the rest. Negative if more is kept for W than F kept. Under activation checkpointing F keeps a checkpoint,
-    and I keeps the inputs and gradients of all layers for their dW. These count from the start of I.
-    """
-    link: Link = field(default_factory=Link)
-    """Default link between two ranks."""
-    links: Links = field(default_factory=lambda: FrozenDict({}))
-    """Other links, by (from rank, to rank)."""
-    message_bytes: float = 0.0
-    """Bytes of one microbatch sent from a stage to the next, and received back as a gradient."""
-    working: Working = field(default_factory=lambda: FrozenDict({}))
-    """Working memory of ops, by kind: one number for all stages, or one per stage. Missing kinds need none.
-
-    It adds to the memory held before the op and to what the op adds. Under activation checkpointing, I and B recompute
-    one block at a time, so `working` is the memory of one block and its gradients.
-    """
-    host: Link | None = None
-    """Link between a rank and the memory of its host, for copies in each direction. None if unknown.
-
-    A copy takes its size divided by the bandwidth, in the unit of the activations per second. Ranks that share a link
-    to one host each have a part of it.
-    """
     gather: float | tuple[float, ...] = 0.0
     """Seconds in which data-parallel ranks gather the parameters of a stage, once a step: one number for all stages, or
     one per stage.
@@ -216,12 +240,6 @@ class CostModel:
 
     The reduction runs beside the computations, from the start of the stage's last W or B.
     """
-    overhead: float = 0.0
-    """Seconds that each op takes besides its computation: Python, launches, gaps between kernels. B has it once.
-
-    `zbpipe.Profiler` measures it. It lengthens schedules with more ops: I and W apart, several stages per rank. With
-    Megatron on A100 GPUs about 1 ms fits the published steps (docs/hardware.md). The default counts none.
-    """
     in_bytes: bool = field(default=True, compare=False, repr=False)
     """Whether memory is in bytes. False if 1 is a rank's share of one microbatch."""
 
@@ -233,16 +251,13 @@ class CostModel:
             raise ValueError(f"f, i, w and activations need one number for each stage, got {lengths}")
         if not columns["f"]:
             raise ValueError("the costs of stages need at least one stage: f, i, w and activations are empty")
-        shared: dict[str, Callable[[Any], float]] = {"freed_by_i": partial(share, what)}
-        shared |= {name: partial(amount, what, name) for name in OF_DATA_PARALLELISM}
-        set_fields(
-            self,
-            **columns,
-            **{name: _one_or_each(name, getattr(self, name), lengths["f"], read) for name, read in shared.items()},
-            overhead=amount(what, "overhead", self.overhead),
-            working=check_working(what, self.working, lengths["f"], "stage"),
-            **check_messages(what, self.link, self.links, self.message_bytes, self.host),
-        )
+        stages = lengths["f"]
+        collectives = {
+            name: _one_or_each(name, getattr(self, name), stages, "stage", partial(amount, what, name))
+            for name in OF_DATA_PARALLELISM
+        }
+        set_fields(self, **columns, **collectives)
+        self._check(what, stages, "stage")
 
     @classmethod
     def uniform(
@@ -253,10 +268,7 @@ class CostModel:
         w: float = 1.0,
         *,
         comm: float = 0.0,
-        freed_by_i: float | tuple[float, ...] = 0.0,
-        working: Working | None = None,
-        host: Link | None = None,
-        overhead: float = 0.0,
+        **others: Any,
     ) -> CostModel:
         """Equal costs on every rank. The unit of memory is a rank's share of one microbatch.
 
@@ -268,10 +280,8 @@ class CostModel:
             f: seconds that a rank spends on the forward of one microbatch, over all its stages; `i` and `w`
                 accordingly.
             comm: seconds from one rank to another.
-            freed_by_i: share of the activations that I frees, negative if it allocates more.
-            working: working memory by kind of op, in units of a rank's share of one microbatch.
-            host: link to the memory of the host, with a bandwidth in a rank's shares of one microbatch per second.
-            overhead: seconds that each op takes besides its computation.
+            others: fields of the costs, such as `freed_by_i` and `working`, in units of a rank's share of one
+                microbatch.
 
         Raises:
             TypeError: the placement is not a Placement, or another argument is not a number.
@@ -280,105 +290,79 @@ class CostModel:
         if not isinstance(placement, Placement):
             raise TypeError(f"uniform costs need a zbpipe.Placement, for example Placement.loop(4), got {placement!r}")
         parts = [1 / len(placement.stages_on(rank)) for rank in placement.rank_of]
-
-        def shared(name: str, time: float) -> tuple[float, ...]:
-            seconds = amount("uniform costs", name, time)
-            return tuple(seconds * part for part in parts)
-
-        link = Link(amount("uniform costs", "comm", comm))
-        return cls(
-            shared("f", f),
-            shared("i", i),
-            shared("w", w),
-            tuple(parts),
-            freed_by_i,
-            link,
-            working=working or {},
-            host=host,
-            overhead=overhead,
-            in_bytes=False,
-        )
+        columns: dict[str, Any] = {
+            name: tuple(amount("uniform costs", name, each) * part for part in parts)
+            for name, each in (("f", f), ("i", i), ("w", w), ("activations", 1.0))
+        }
+        return cls(**columns, link=Link(amount("uniform costs", "comm", comm)), in_bytes=False, **others)
 
     @property
     def num_stages(self) -> int:
         return len(self.f)
-
-    def seconds(self, stage: int, kind: OpKind) -> float:
-        """Seconds of one op. A copy takes no time if the link to the host is unknown."""
-        match kind:
-            case OpKind.F:
-                return self.f[stage] + self.overhead
-            case OpKind.I:
-                return self.i[stage] + self.overhead
-            case OpKind.W:
-                return self.w[stage] + self.overhead
-            case OpKind.B:
-                return self.i[stage] + self.w[stage] + self.overhead
-            case OpKind.OF | OpKind.RF | OpKind.OI | OpKind.RI:
-                return 0.0 if self.host is None else self.host.seconds(abs(self.adds(stage, kind)))
 
     @property
     def has_fsdp(self) -> bool:
         """Whether data-parallel ranks gather parameters or reduce gradients."""
         return bool(self.gather or self.reduce)
 
-    def gathering(self, stage: int) -> float:
-        """Seconds of the gather of a stage's parameters."""
-        return _of_stage(self.gather, stage)
+    def of(self, stage: int, kind: str, microbatch: int = -1) -> OpCosts:
+        """Costs of an op, or of the collective `GATHER` or `REDUCE` of a stage: `costs.of(*op)`.
 
-    def reduction(self, stage: int) -> float:
-        """Seconds of the reduction of a stage's gradients."""
-        return _of_stage(self.reduce, stage)
+            >>> costs = CostModel((1,), (1,), (1,), activations=(4,), freed_by_i=-0.5, working={OpKind.I: 3})
+            >>> [costs.of(0, kind).needs for kind in (OpKind.F, OpKind.I, OpKind.W)]
+            [4.0, 5.0, 0.0]
 
-    def needs(self, stage: int, kind: OpKind) -> float:
-        """Memory that has to be free on the rank before an op: the memory that it adds, and its working memory.
-
-        >>> costs = CostModel((1,), (1,), (1,), activations=(4,), freed_by_i=-0.5, working={OpKind.I: 3})
-        >>> costs.needs(0, OpKind.F), costs.needs(0, OpKind.I), costs.needs(0, OpKind.W)
-        (4.0, 5.0, 0.0)
+        Everything in zbpipe asks here. All microbatches are alike, and -1 stands for any of them. A copy takes no time
+        if the link to the host is unknown.
         """
-        return self._needs[kind][stage]
+        return self._of[kind][stage]
 
     @cached_property
-    def _needs(self) -> dict[OpKind, list[float]]:
+    def _of(self) -> dict[str, list[OpCosts]]:
         """Cached, because simulations and searches ask often."""
-        stages = range(self.num_stages)
+        size = self.activations
+        by_i = [each * part for each, part in zip(size, self.by_stage(self.freed_by_i), strict=True)]
+        deferred = [each - freed for each, freed in zip(size, by_i, strict=True)]
+        host = self.host or Link()
+
+        def op(kind: OpKind, seconds: Sequence[float], frees: Sequence[float], message: float) -> list[OpCosts]:
+            working = self.by_stage(self.working.get(kind, 0.0))
+            columns = zip(seconds, frees, working, strict=True)
+            return [OpCosts(time + self.overhead, -freed, used, message) for time, freed, used in columns]
+
+        def copy(adds: Sequence[float]) -> list[OpCosts]:
+            return [OpCosts(host.seconds(abs(each)) if self.host else 0.0, each) for each in adds]
+
+        less, by_w = [-each for each in size], [-each for each in deferred]
+        whole = [i + w for i, w in zip(self.i, self.w, strict=True)]
         return {
-            kind: [max(self.adds(stage, kind), 0.0) + self.working_of(stage, kind) for stage in stages]
-            for kind in OpKind
+            OpKind.F: op(OpKind.F, self.f, less, self.message_bytes),
+            OpKind.I: op(OpKind.I, self.i, by_i, self.message_bytes),
+            OpKind.W: op(OpKind.W, self.w, deferred, 0.0),
+            OpKind.B: op(OpKind.B, whole, size, self.message_bytes),
+            OpKind.OF: copy(less),
+            OpKind.RF: copy(size),
+            OpKind.OI: copy(by_w),
+            OpKind.RI: copy(deferred),
+            GATHER: [OpCosts(each) for each in self.by_stage(self.gather)],
+            REDUCE: [OpCosts(each) for each in self.by_stage(self.reduce)],
         }
 
-    def working_of(self, stage: int, kind: OpKind) -> float:
-        """Working memory of an op."""
-        working = self.working.get(kind)
-        return working[stage] if isinstance(working, tuple) else 0.0
+    def by_stage(self, given: float | tuple[float, ...]) -> tuple[float, ...]:
+        """The numbers of all stages, of a field with one for all or one for each."""
+        return given if isinstance(given, tuple) else (given,) * self.num_stages
 
-    def freed_share(self, stage: int) -> float:
-        """Share of a stage's activations that I frees."""
-        return _of_stage(self.freed_by_i, stage)
+    def transfer(self, sender: int, receiver: int, message: float | None = None) -> float:
+        """Seconds of a message (its bytes, default `message_bytes`) from one rank to another. 0 on the same rank."""
+        if sender == receiver:
+            return 0.0
+        link = self.links.get((sender, receiver), self.link)
+        return link.seconds(self.message_bytes if message is None else message)
 
-    def adds(self, stage: int, kind: OpKind) -> float:
-        """Memory that one op adds to its rank: from its start if positive, else at its end."""
-        return self._adds[kind][stage]
-
-    @cached_property
-    def _adds(self) -> dict[OpKind, list[float]]:
-        size = list(self.activations)
-        freed = [each * self.freed_share(stage) for stage, each in enumerate(size)]
-        less, by_i = [-each for each in size], [-each for each in freed]
-        by_w = [one - each for one, each in zip(freed, size, strict=True)]
-        again = [each - one for one, each in zip(freed, size, strict=True)]
-        return {
-            **dict.fromkeys((OpKind.F, OpKind.RF), size),
-            **dict.fromkeys((OpKind.B, OpKind.OF), less),
-            **dict.fromkeys((OpKind.W, OpKind.OI), by_w),
-            OpKind.I: by_i,
-            OpKind.RI: again,
-        }
-
-    def waits(self, stage: int) -> float:
-        """Deferred gradients of a stage for one microbatch, from I to W."""
-        return -self.adds(stage, OpKind.W)
+    def compare_backwards(self, stage: int) -> float:
+        """Memory that B needs less than I and then W. Negative if it needs more."""
+        i, w, b = (self.of(stage, kind) for kind in (OpKind.I, OpKind.W, OpKind.B))
+        return max(i.needs, i.adds + w.needs) - b.needs
 
     def saves_by_b(self, stage: int) -> bool:
         """Whether B needs less memory than I and then W, so that it may replace them.
@@ -387,40 +371,40 @@ class CostModel:
         >>> [costs.saves_by_b(stage) for stage in range(2)]
         [False, True]
         """
-        return self._peaks(stage)[0] < self._peaks(stage)[1]
-
-    def fits_by_b(self, stage: int) -> bool:
-        """Whether B needs no more memory than I and then W."""
-        return self._peaks(stage)[0] <= self._peaks(stage)[1]
-
-    def _peaks(self, stage: int) -> tuple[float, float]:
-        """Memory that has to be free for B, and for I and then W."""
-        i, w, b = (self.needs(stage, kind) for kind in (OpKind.I, OpKind.W, OpKind.B))
-        return b, max(i, self.adds(stage, OpKind.I) + w)
+        return self.compare_backwards(stage) > 0
 
     def least_backward(self, stage: int) -> tuple[OpKind, ...]:
         """The kinds of ops with the least peak memory for a backward that is not deferred."""
         return (OpKind.B,) if self.saves_by_b(stage) else (OpKind.I, OpKind.W)
 
-    def transfer(self, sender: int, receiver: int) -> float:
-        """Seconds from the end of an op on one rank to the arrival of its result on another. 0 on the same rank."""
-        if sender == receiver:
-            return 0.0
-        return self.links.get((sender, receiver), self.link).seconds(self.message_bytes)
 
-
-def _one_or_each(name: str, given: Any, stages: int, read: Callable[[Any], float]) -> float | tuple[float, ...]:
-    """One number for all stages, or one for each."""
+def _one_or_each(
+    name: str, given: Any, count: int, each: str, read: Callable[[Any], float]
+) -> float | tuple[float, ...]:
+    """One number for all stages or layers, or one for `each`."""
     given = as_python(given)
     if not isinstance(given, (tuple, list)):
         return read(given)
-    if len(given) != stages:
-        raise ValueError(f"{name} has to be one number, or one for each stage: got {len(given)} for {stages}")
+    if len(given) != count:
+        raise ValueError(f"{name} has to be one number, or one for each {each}: got {len(given)} for {count}")
     return tuple(map(read, given))
 
 
-def _of_stage(given: float | tuple[float, ...], stage: int) -> float:
-    return given[stage] if isinstance(given, tuple) else given
+def _check_working(what: str, working: Any, count: int, each: str) -> FrozenDict[OpKind, tuple[float, ...]]:
+    """Working memory by kind of op, with a number for `each` of `count` stages or layers."""
+    if not isinstance(working, Mapping) or not all(
+        isinstance(kind, OpKind) and kind in COMPUTATIONS for kind in working
+    ):
+        raise TypeError(
+            f"{what} cannot have working = {working!r}: give numbers by zbpipe.OpKind F, I, W or B, for example"
+            " {OpKind.I: 2e9}"
+        )
+    found = {}
+    for kind in working:
+        name = f"working[{kind}]"
+        read = _one_or_each(name, working[kind], count, each, partial(amount, what, name))
+        found[kind] = read if isinstance(read, tuple) else (read,) * count
+    return FrozenDict(found)
 
 
 def least_room(placement: Placement, costs: CostModel) -> tuple[float, ...]:
@@ -468,8 +452,8 @@ def most_room(placement: Placement, costs: CostModel, num_microbatches: int) -> 
     """Upper bound of each rank's memory in any order of its ops, in the unit of `costs.activations`."""
 
     def most(stages: tuple[int, ...]) -> float:
-        kept = sum(max(costs.activations[stage], costs.waits(stage)) for stage in stages)
-        return num_microbatches * kept + max(costs.needs(stage, kind) for stage in stages for kind in COMPUTATIONS)
+        kept = sum(max(costs.activations[stage], costs.of(stage, OpKind.W).frees) for stage in stages)
+        return num_microbatches * kept + max(costs.of(stage, kind).needs for stage in stages for kind in COMPUTATIONS)
 
     return tuple(most(placement.stages_on(rank)) for rank in range(placement.num_ranks))
 
@@ -481,12 +465,13 @@ def _peak(costs: CostModel, stages: tuple[int, ...]) -> float:
     return highest(costs, (*forward, *backward))
 
 
-def highest(costs: CostModel, ops: Iterable[tuple[int, OpKind]]) -> float:
-    """Peak of a rank that runs ops of these stages and kinds in this order, starting with no memory."""
+def highest(costs: CostModel, ops: Iterable[Op | tuple[int, OpKind]]) -> float:
+    """Peak of a rank that runs these ops, or any of these stages and kinds, starting with no memory."""
     held = most = 0.0
-    for stage, kind in ops:
-        most = max(most, held + costs.needs(stage, kind))
-        held += costs.adds(stage, kind)
+    for op in ops:
+        cost = costs.of(*op)
+        most = max(most, held + cost.needs)
+        held += cost.adds
     return most
 
 

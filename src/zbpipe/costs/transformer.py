@@ -212,7 +212,7 @@ def typical_costs(
     ranks holds p of them, plus working memory.
 
         >>> costs = typical_costs(Placement.v(4), "full")
-        >>> costs.waits(0) / costs.activations[0]
+        >>> costs.of(0, OpKind.W).frees / costs.activations[0]
         17.0
 
     Args:

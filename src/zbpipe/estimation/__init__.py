@@ -4,7 +4,7 @@ F is the forward, I the input backward (dI), W the weight backward (dW), B both 
 """
 
 from zbpipe.estimation.layers_file import load_layers
-from zbpipe.estimation.result import Estimate
+from zbpipe.estimation.rows import Estimate
 from zbpipe.estimation.workload import Workload
 
 __all__ = ["Estimate", "Workload", "load_layers"]

@@ -8,13 +8,14 @@ from functools import cached_property
 from typing import Any
 
 from zbpipe.costs.job import JobCosts
-from zbpipe.costs.layers import Split, merge_stages
-from zbpipe.costs.model import CostModel
+from zbpipe.costs.layers import Split, join_stages, merge_stages
+from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit
+from zbpipe.costs.model import CostModel, least_room
 from zbpipe.costs.torchs_split import has_torchs_split, runs_torchs_split
-from zbpipe.estimation.devices import Device, find
+from zbpipe.estimation.devices import DEVICES, Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.rates import Rates, rates
-from zbpipe.estimation.result import NO_PIPELINE, PLAN, Estimate, Memory, Step
+from zbpipe.estimation.rows import NO_PIPELINE, PLAN, Estimate, Memory, Step
 from zbpipe.estimation.workload import Workload
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import PLACEMENTS
@@ -54,8 +55,8 @@ def estimate(
     """Estimates for each schedule in a job: step time, bubble, tokens/s, MFU, and memory of the worst rank.
 
     Args:
-        workload: workload of the job, on its degrees. `zbpipe.frameworks.titan.workload.read` reads it from a
-            TorchTitan config, `zbpipe.estimation.load_layers` from a file.
+        workload: workload of the job, on its degrees: by `zbpipe.frameworks.titan.command_line.read_workload` from a
+            TorchTitan config, by `zbpipe.estimation.load_layers` from a file.
         device: its name in `zbpipe.estimation.devices`, or a Device. None only with `costs`.
         tflops: sustained 1e12 operations per second, in place of the table's share of the peak.
         link: 1e9 bytes per second between nodes, or (inside, between), in place of the table's values.
@@ -71,8 +72,8 @@ def estimate(
     """
     if not isinstance(workload, Workload):
         raise TypeError(
-            f"an estimate takes a zbpipe.estimation.Workload, for example from zbpipe.frameworks.titan.workload.read,"
-            f" got {workload!r}"
+            "an estimate takes a zbpipe.estimation.Workload, for example from"
+            f" zbpipe.frameworks.titan.command_line.read_workload, got {workload!r}"
         )
     if device is None and costs is None:
         raise ValueError("an estimate needs a device, for example 'H100', or measured costs")
@@ -356,3 +357,58 @@ def _words_of(placement: Placement) -> str:
         return "single"
     known = {"loop": Placement.loop(ranks, stages), "v": Placement.v(ranks, stages)}
     return next((name for name, each in known.items() if each == placement), "table")
+
+
+@dataclass(frozen=True)
+class JobMemory:
+    """Memory of a job's GPUs, by pipeline rank."""
+
+    parameters: tuple[float, ...]
+    """Number of parameters in each rank's stages, over all GPUs that share them."""
+    memories: tuple[Memory, ...]
+    """Memory of each GPU."""
+    unit: float
+    """Bytes that F keeps of one microbatch in an average rank's layers: a memory limit of 1 microbatch."""
+
+    @property
+    def worst(self) -> float:
+        return max(memory.total for memory in self.memories)
+
+    @property
+    def fits(self) -> list[str]:
+        """Devices of the table that are large enough."""
+        return [name for name, device in DEVICES.items() if self.worst <= device.usable_bytes]
+
+
+def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobMemory:
+    """Memory of each rank with the job's own schedule. With `Auto` a plan may use all of the limit.
+
+    Not counted: buffers of the communication library, copies that FSDP makes to reduce gradients at the end of a step,
+    and fragmentation. `USABLE` leaves room for these. Compiled modules need less.
+    """
+    algorithm = resolve(workload.schedule)
+    placement = algorithm.place(workload.degrees.pipeline)
+    split = workload.split(placement, algorithm)
+    costs = join_stages(workload.layer_costs(lambda layer: (1.0, 1.0, 1.0)), split)  # times make no difference
+    timeline = simulate(_schedule(algorithm, placement, workload, limit), costs)
+    memories = tuple(memories_by_rank(workload, timeline, split))
+    if algorithm.name == "Auto":
+        memories = tuple(_add_plan(memories, placement, costs, workload, limit or AS_1F1B))
+    parameters = workload.parameters_by_rank(placement, split)
+    return JobMemory(parameters, memories, sum(costs.activations) / placement.num_ranks)
+
+
+def _schedule(algorithm: Algorithm, placement: Placement, workload: Workload, limit: MemoryLimit | None) -> Schedule:
+    """The job's schedule before any measurement."""
+    made_for = workload.usual_costs(algorithm, placement)
+    return algorithm.make(workload.degrees.pipeline, workload.microbatches, costs=made_for, memory_limit=limit)
+
+
+def _add_plan(
+    memories: tuple[Memory, ...], placement: Placement, costs: CostModel, workload: Workload, limit: MemoryLimit
+) -> Iterator[Memory]:
+    """The memory with the full limit of a plan, if that is more. The excess counts as activations."""
+    rooms = limit.resolve(costs, placement.num_ranks, workload.microbatches)
+    for memory, least, room in zip(memories, least_room(placement, costs), rooms, strict=True):
+        empty = replace(memory, waiting=0.0, buffers=0.0, working=0.0, logits=0.0)
+        yield max(memory, replace(empty, activations=max(room, least)), key=lambda each: each.total)

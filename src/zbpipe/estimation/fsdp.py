@@ -8,7 +8,7 @@ from typing import NamedTuple
 from zbpipe.costs.layers import join_stages, split_of
 from zbpipe.costs.model import CostModel
 from zbpipe.estimation.rates import Rates
-from zbpipe.estimation.result import Memory
+from zbpipe.estimation.rows import Memory
 from zbpipe.estimation.workload import Degrees, Workload
 from zbpipe.schedule.ir import OpKind
 
@@ -38,17 +38,17 @@ def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
     """A step with the same tokens and GPUs. As many sequences at a time as fit, for the fewest rounds of gathering."""
     degrees = workload.degrees
     data = degrees.gpus // degrees.sharing
-    alone = workload.on(Degrees(1, degrees.tensor, data, 1, degrees.context, degrees.experts))
-    costs = rates.layer_costs(alone)
-    sizes = [size for size in range(alone.microbatches, 0, -1) if alone.microbatches % size == 0]
-    memories = {size: _memory(alone, costs, size) for size in sizes}
+    job = workload.on(Degrees(1, degrees.tensor, data, 1, degrees.context, degrees.experts))
+    costs = rates.layer_costs(job)
+    sizes = [size for size in range(job.microbatches, 0, -1) if job.microbatches % size == 0]
+    memories = {size: _memory(job, costs, size) for size in sizes}
     fitting = (size for size in sizes if memories[size].total <= rates.device.usable_bytes)
     size = next(fitting, 1)
-    rounds = alone.microbatches // size
+    rounds = job.microbatches // size
     computing = rounds * size * sum(map(sum, (costs.f, costs.i, costs.w)))
-    seconds = rounds * sum(_round(alone, rates, costs, size))
-    own = alone.parameters / alone.degrees.gpus
-    return Sharded(rates.with_overheads(seconds, alone, own), seconds - computing, memories[size])
+    seconds = rounds * sum(_round(job, rates, costs, size))
+    own = job.parameters / job.degrees.gpus
+    return Sharded(rates.with_overheads(seconds, job, own), seconds - computing, memories[size])
 
 
 def _round(workload: Workload, rates: Rates, costs: CostModel, size: int) -> Iterator[float]:
@@ -78,7 +78,7 @@ def _memory(workload: Workload, costs: CostModel, size: int) -> Memory:
     whole = join_stages(costs, split_of((costs.num_stages,)))
     largest = sorted(layer.parameters / degrees.tensor for layer in workload.layers)[-_AHEAD:]
     shards = workload.parameters / degrees.tensor * each.stored / degrees.shards
-    of_head, of_backward = (size * whole.working_of(0, kind) for kind in (OpKind.F, OpKind.B))
+    of_head, of_backward = (size * whole.of(0, kind).working for kind in (OpKind.F, OpKind.B))
     return Memory(
         weights=shards + each.gathered * sum(largest),
         optimizer=3 * shards + _GRADIENT * largest[-1],

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from zbpipe.costs.balance import balance
 from zbpipe.costs.job import ENOUGH
-from zbpipe.costs.layers import Layer, LayerCosts, Split, even_sizes, split_of
+from zbpipe.costs.layers import Layer, LayerCosts, Split, balance, even_sizes, split_of
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import Checkpointing, usual_costs
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
@@ -135,7 +134,7 @@ class LayerWork:
 class Workload:
     """Work of a job in one step, and its degrees.
 
-    `zbpipe.frameworks.titan.workload.read_config` reads it from a TorchTitan config, `load_layers` from a file.
+    `zbpipe.frameworks.titan.counting.workload_of` reads it from a TorchTitan config, `load_layers` from a file.
     """
 
     name: str

@@ -1,21 +1,86 @@
-"""`zbpipe.install()`: torch's `get_schedule_class`, and so every framework that calls it, learns zbpipe's names."""
+"""`zbpipe.install()`: torch's `get_schedule_class`, and so every framework that calls it, learns zbpipe's names.
+
+All frameworks on torch's schedules treat a class alike. They give a rank one stage if it is a `PipelineScheduleSingle`,
+and two or more otherwise. They place the stages in a V if it is `ScheduleZBVZeroBubble`. Then they call it. So they get
+a proxy, which looks like a class of torch. Calling it builds the schedule with zbpipe's options.
+"""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
+from abc import ABCMeta
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    ScheduleZBVZeroBubble,
+)
 
 from zbpipe.frameworks import automodel, job_schedule
 from zbpipe.frameworks.options import Options, list_options
-from zbpipe.frameworks.proxies import proxy_of
-from zbpipe.runtime import arguments
+from zbpipe.runtime import arguments, checks
+from zbpipe.runtime._torch import pipelining
 from zbpipe.schedule import registry
+from zbpipe.schedule.ir import Placement
 from zbpipe.schedule.registry import Algorithm
+
+
+class Proxy(ABCMeta):
+    """Proxy classes of a schedule. A proxy equals torch's class with the same placement."""
+
+    algorithm: Algorithm
+    options: Options
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> pipelining.PipelineSchedule:
+        """Build the schedule instead of an object of this class. The arguments are those of torch's class."""
+        torchs = cls.__bases__[0]
+        names = list(inspect.signature(torchs).parameters)
+        given = dict(zip(names, args, strict=False)) | kwargs
+        stages = checks.sort_stages(given.pop(names[0], ()), cls.algorithm.name)
+        n_microbatches, loss_fn = given.pop("n_microbatches", None), given.pop("loss_fn", None)
+        job_schedule.require_size(cls.algorithm, cls.options, stages[0].group_size, n_microbatches, None, str)
+        built = job_schedule.build(cls.algorithm, stages, n_microbatches, loss_fn, cls.options, **given)
+        job_schedule.attach(built, cls.options)
+        return built
+
+    def __eq__(cls, other: object) -> bool:
+        is_abstract = other in (PipelineScheduleSingle, PipelineScheduleMulti)
+        return cls is other or (other is cls.__bases__[0] and not is_abstract)
+
+    def __hash__(cls) -> int:
+        return hash(cls.__bases__[0])
+
+
+def proxy_of(algorithm: Algorithm, options: Options) -> type[pipelining.PipelineSchedule]:
+    """The class that frameworks get for a schedule, with `options` in addition to the framework's arguments."""
+    base = pipelining.torch_class(algorithm.name) if algorithm.source == "torch" else _nearest(algorithm)
+    content = {"algorithm": algorithm, "options": options, "__module__": __name__}
+    proxy = Proxy(algorithm.class_name, (base,), content)
+    return cast(type[pipelining.PipelineSchedule], proxy)
+
+
+def is_placed_by_frameworks(algorithm: Algorithm, placement: Placement) -> bool:
+    """Whether frameworks that get the proxy class place the stages as the schedule does."""
+    ranks = placement.num_ranks
+    if _nearest(algorithm) is ScheduleZBVZeroBubble:
+        return placement == Placement.v(ranks, 2)
+    return placement == Placement.loop(ranks, max(placement.num_stages // ranks, 1))
+
+
+def _nearest(algorithm: Algorithm) -> type[pipelining.PipelineSchedule]:
+    """The torch class for which frameworks place the stages as the schedule does, if there is one."""
+    if algorithm.stages_per_rank == 1:
+        return PipelineScheduleSingle
+    table = algorithm.table
+    is_v = algorithm.placement == "v" or (table and table.placement == Placement.v(table.placement.num_ranks))
+    return ScheduleZBVZeroBubble if is_v and algorithm.stages_per_rank == 2 else PipelineScheduleMulti
+
 
 _ABSTRACT = ("pipelineschedulesingle", "pipelineschedulemulti")
 """Names for which torch returns an abstract class. Frameworks use them with their own CSV file."""
@@ -95,7 +160,7 @@ def install(schedule: str | None = None, *, everywhere: bool = False, **options:
     Then `torch.distributed.pipelining.schedules.get_schedule_class` also knows zbpipe's names, `Auto`, names that other
     packages have registered, all in any case, and paths of CSV files. Modules that had imported the function get the
     new one. The log names them. Frameworks place the stages correctly, because they get classes that look like known
-    classes of torch (see `zbpipe.frameworks.proxies`). torch's names still give torch's own classes.
+    classes of torch (see `zbpipe.frameworks.installation`). torch's names still give torch's own classes.
 
     Args:
         schedule: the one that the job will ask for, so that it and the options are checked now.

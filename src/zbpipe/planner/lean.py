@@ -79,7 +79,7 @@ class _Row:
 
     def _run_backward(self, op: Op) -> None:
         weights, stage = op._replace(kind=OpKind.W), op.stage
-        alone = self._held + sum(self._costs.adds(each.stage, OpKind.W) for each in self._waiting)
+        alone = self._held + sum(self._costs.of(*each).adds for each in self._waiting)
         fits = alone + highest(self._costs, ((stage, OpKind.I), (stage, OpKind.W))) <= self._limit
         saves = self._costs.saves_by_b(stage)
         if op.kind is OpKind.I and (fits or not saves):
@@ -100,9 +100,9 @@ class _Row:
         """Run W as needed, then `op`, so that `op` fits, and after it any one W that is deferred or is `then`."""
         while self._waiting and self._held + self._most_needed(op, then) > self._limit:
             first = self._waiting.popleft()
-            self._held += self._costs.adds(first.stage, first.kind)
+            self._held += self._costs.of(*first).adds
             self._ops.append(first)
-        self._held += self._costs.adds(op.stage, op.kind)
+        self._held += self._costs.of(*op).adds
         self._ops.append(op)
 
     def _most_needed(self, op: Op, then: Op | None) -> float:

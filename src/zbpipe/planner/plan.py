@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from zbpipe.costs.baseline import CostsOf
 from zbpipe.costs.job import JobCosts, as_cost_model
 from zbpipe.costs.layers import LayerCosts
-from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
+from zbpipe.costs.memory_limit import CostsOf, MemoryLimit, MemoryLimitLike
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Transport
-from zbpipe.planner.offloaded import plan_offloaded
-from zbpipe.planner.partition import plan_layers
 from zbpipe.planner.request import DEFAULT_PLACEMENTS, Objective, Request, name_placements, require_job
 from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Progress, report_nothing
-from zbpipe.planner.stages import plan_stages
+from zbpipe.planner.stages import plan_layers, plan_stages
+from zbpipe.schedule import registry
 from zbpipe.schedule.ir import Placement
-from zbpipe.simulator.offloading import Offload
+from zbpipe.simulator import lower_bound as bound
+from zbpipe.simulator.offloading import LimitTooSmallError, Offload, require_host
+from zbpipe.simulator.offloading import offload as add_offload
+from zbpipe.simulator.simulation import simulate
 
 Costs = JobCosts | CostModel | LayerCosts | Sequence[float] | Callable[[Placement], CostModel]
+_LOOSER = (1.0, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, None)
+"""Factors by which the limits of the search exceed those of the ranks. None means no limit."""
 
 
 # Callers need different subsets of the arguments. All but four are keyword-only.
@@ -131,7 +134,7 @@ def plan(
 
     if wanted is None:
         return search(request)
-    return plan_offloaded(request, wanted, search, None if isinstance(costs, LayerCosts) else _costs_of(costs))
+    return _plan_offloaded(request, wanted, search, None if isinstance(costs, LayerCosts) else _costs_of(costs))
 
 
 def _keep_stages(request: Request, num_stages: int) -> Request:
@@ -157,3 +160,72 @@ def _costs_of(costs: Any) -> CostsOf:
             raise TypeError(f"the function given as costs, called with a placement: {error}") from error
 
     return call
+
+
+def _plan_offloaded(
+    request: Request, what: Offload, search: Callable[[Request], Plan], costs_of: CostsOf | None
+) -> Plan:
+    """The best of named schedules, and of plans under looser limits, which copies make fit.
+
+    Without limits it is the plan itself, with as little memory as costs no time.
+
+    Args:
+        request: request with the limits to keep, or none.
+        what: the kinds of memory that may be copied.
+        search: search for a plan that offloads nothing.
+        costs_of: costs of any placement's stages. None where the search cuts the stages.
+    """
+    if request.limits is None:
+        return _add_copies(search(request), request, what)
+    found: list[Plan] = []
+    refusals: list[ValueError] = []
+    bounds: dict[str, float] = {}
+    for plan in (*_search_looser(request, search, refusals), *_plan_named(request, costs_of)):
+        require_host(plan.timeline.costs)
+        bounds |= plan.bounds
+        try:
+            found.append(_add_copies(plan, request, what))
+        except LimitTooSmallError as error:
+            refusals.append(error)
+    if not found:
+        known = [error for error in refusals if isinstance(error, LimitTooSmallError)]
+        raise min(known, key=lambda error: error.args[1]) if known else refusals[0]
+    best = min(found, key=lambda each: (each.reached, sum(map(len, each.timeline.copies))))
+    # With copies, the only known lower bound of a step is the one without any limit.
+    return replace(best, bounds={name: bounds[name] for name in request.placements if name in bounds} or best.bounds)
+
+
+def _search_looser(request: Request, search: Callable[[Request], Plan], refusals: list[ValueError]) -> Iterator[Plan]:
+    """Plans under looser and looser limits. The last one has none, so its bounds hold for all."""
+    one = request.part(len(_LOOSER))
+    for factor in _LOOSER:
+        limits = None if factor is None else tuple(factor * limit for limit in request.limits or ())
+        try:
+            yield search(replace(one, limits=limits))
+        except ValueError as error:  # too little for one microbatch
+            refusals.append(error)
+
+
+def _plan_named(request: Request, costs_of: CostsOf | None) -> Iterator[Plan]:
+    """The named schedules on the placements, with any memory."""
+    for name, placement in request.placements.items() if costs_of else ():
+        assert costs_of is not None
+        costs = costs_of(placement)
+        bounds = {name: bound.lower_bound(placement, costs, request.microbatches)}
+        for algorithm in registry.schedules().values():
+            try:
+                schedule = algorithm.make_on(placement, request.microbatches, costs)
+            except Exception:  # a broken function of an installed package does not end the search
+                continue
+            if schedule is not None:
+                timeline = simulate(replace(schedule, name=f"plan-{name}"), costs, transport=request.transport)
+                yield Plan(timeline, name, algorithm.name, request.objective, request.limits, bounds)
+
+
+def _add_copies(plan: Plan, request: Request, what: Offload) -> Plan:
+    transport, costs = plan.timeline.transport, plan.timeline.costs
+    schedule = add_offload(plan.schedule, costs, request.limits, what=what, transport=transport)
+    if not schedule.has_copies:
+        return replace(plan, limits=request.limits)
+    timeline = simulate(schedule, costs, transport=transport)
+    return replace(plan, timeline=timeline, limits=request.limits, found_by=f"{plan.found_by}, offload", even=None)

@@ -63,14 +63,19 @@ class Problem:
     def merges(self) -> tuple[bool, ...]:
         """Whether B helps on each stage.
 
-        It needs less memory than I and then W, and memory is limited; or it needs no more and saves an overhead.
+        It needs less memory than I and then W, and memory is limited; or it needs no more and takes less time.
         """
         most = most_room(self.placement, self.costs, self.num_microbatches)
         return tuple(
-            (self.costs.overhead > 0 and self.costs.fits_by_b(stage))
+            (self._saved(stage) > 0 and self.costs.compare_backwards(stage) >= 0)
             or (self.costs.saves_by_b(stage) and self.limits[rank] < most[rank])
             for stage, rank in enumerate(self.placement.rank_of)
         )
+
+    def _saved(self, stage: int) -> float:
+        """Seconds that B takes less than I and W."""
+        i, w, b = (self.costs.of(stage, kind).seconds for kind in (OpKind.I, OpKind.W, OpKind.B))
+        return i + w - b
 
     @cached_property
     def job(self) -> Job:
@@ -80,14 +85,16 @@ class Problem:
         """
         costs, stages = self.costs, range(self.costs.num_stages)
         rank_of, last = self.placement.rank_of, self.costs.num_stages - 1
-        seconds = [costs.seconds(stage, kind) for stage in stages for kind in KINDS]
+        nodes = [costs.of(stage, kind) for stage in stages for kind in KINDS]
+        seconds = [node.seconds for node in nodes]
         _, exponent = frexp(max(seconds))
 
         def exact(time: float) -> float:
             return ldexp(round(ldexp(time, 30 - exponent)), exponent - 30)
 
         def transfer(sender: int, receiver: int) -> float:
-            return exact(costs.transfer(rank_of[sender], rank_of[receiver]))
+            kind = OpKind.F if sender < receiver else OpKind.I
+            return exact(costs.transfer(rank_of[sender], rank_of[receiver], costs.of(sender, kind).message))
 
         columns: dict[str, Iterable[Any]] = {
             "rank": [rank_of[stage] for stage in stages for _ in KINDS],
@@ -107,20 +114,20 @@ class Problem:
             "seconds": [exact(time) for time in seconds],
             # Rounded part by part, like the ops that it replaces.
             "whole": _flat(
-                (0.0, exact(seconds[3 * stage + 1]) + exact(seconds[3 * stage + 2]) - exact(costs.overhead), 0.0)
+                (0.0, exact(seconds[3 * stage + 1]) + exact(seconds[3 * stage + 2]) - exact(self._saved(stage)), 0.0)
                 for stage in stages
             ),
-            "takes": [costs.adds(stage, kind) for stage in stages for kind in KINDS],
-            "needs": [costs.needs(stage, kind) for stage in stages for kind in KINDS],
+            "takes": [node.adds for node in nodes],
+            "needs": [node.needs for node in nodes],
             "full": _flat(
-                (NEVER, costs.needs(stage, OpKind.B) if merges else NEVER, NEVER)
+                (NEVER, costs.of(stage, OpKind.B).needs if merges else NEVER, NEVER)
                 for stage, merges in enumerate(self.merges)
             ),
             # Room for one microbatch to finish on the rank, and for W to follow its I. Otherwise every rank could fill
             # up with microbatches that cannot continue. Another microbatch may use that room: any that can finish
             # leaves enough for the next, so the limit may be full. If ops other than F take memory, that is not
             # guaranteed.
-            "reserve": _flat((self._to_come(stage), costs.needs(stage, OpKind.W), 0.0) for stage in stages),
+            "reserve": _flat((self._to_come(stage), costs.of(stage, OpKind.W).needs, 0.0) for stage in stages),
             "ahead": _flat((self._to_come(stage) if self._plain(stage) else NEVER, NEVER, NEVER) for stage in stages),
         }
         return Job(
@@ -203,7 +210,7 @@ class Problem:
         """Whether no rank exceeds its limit if I and W replace each B that saves no memory."""
 
         def peak(ops: Iterable[Op]) -> float:
-            return highest(self.costs, ((op.stage, op.kind) for op in self._as_run(ops)))
+            return highest(self.costs, self._as_run(ops))
 
         return all(peak(ops) <= limit for ops, limit in zip(schedule, self.job.limit, strict=True))
 
@@ -219,7 +226,7 @@ class Problem:
         for stage, rank in enumerate(self.placement.rank_of):
             now += transfer(stage - 1, stage) if stage else 0.0
             first.setdefault(rank, now)
-            now += exact(self.costs.seconds(stage, OpKind.F))
+            now += exact(self.costs.of(stage, OpKind.F).seconds)
         return [first[rank] for rank in sorted(first)]
 
     def _to_come(self, stage: int) -> float:
@@ -233,7 +240,7 @@ class Problem:
         """Whether only F take memory on its rank, and no op needs working memory beyond that."""
         own, costs = self.placement.stages_on(self.placement.rank_of[stage]), self.costs
         return all(
-            costs.needs(each, kind) <= (costs.activations[each] if kind is OpKind.F else 0.0)
+            costs.of(each, kind).needs <= (costs.activations[each] if kind is OpKind.F else 0.0)
             for each in own
             for kind in KINDS
         )

@@ -20,8 +20,8 @@ from zbpipe.runtime._torch import fsdp2, hooks, pipelining
 from zbpipe.runtime.split.stage import SplitBackward, is_split
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
-from zbpipe.simulator.actions import Rows, find_mixed_up_messages, validate_lowered
-from zbpipe.simulator.message_queues import are_sound, find_blocked_queues
+from zbpipe.simulator.actions import Rows
+from zbpipe.simulator.message_checks import are_sound, find_blocked_queues, find_mixed_up_messages, validate_lowered
 from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.validation import require_valid
 

@@ -32,10 +32,10 @@ from zbpipe.runtime.split.loss import defer_in_loss
 from zbpipe.runtime.split.products import WeightGradients
 from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.runtime.warm_up import warm_up
-from zbpipe.schedule.files import read_text
 from zbpipe.schedule.garbage import without_collections
 from zbpipe.schedule.ir import OpKind, Schedule, require_whole
 from zbpipe.schedule.registry import Algorithm
+from zbpipe.schedule.user_code import read_text
 from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.post_validation import RunAhead, gain
 from zbpipe.simulator.simulation import simulate

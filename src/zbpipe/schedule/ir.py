@@ -447,8 +447,8 @@ class Schedule:
 
         It reads both formats of torch's `_dump_csv`, and the same without stages where each rank has one (see
         `zbpipe.schedule.tables`). Bubbles, sends, receives and gathers of weights are omitted: jobs place their own,
-        and `zbpipe.simulator.actions.check_table` checks them. Placement and number of microbatches come from the
-        table: a stage is on the rank in whose row it first appears.
+        and `zbpipe.simulator.message_checks.check_table` checks them. Placement and number of microbatches come from
+        the table: a stage is on the rank in whose row it first appears.
 
             >>> Schedule.from_csv("0F0,,0B0\\n1F0,1B0").placement.rank_of
             (0, 1)

@@ -23,9 +23,8 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Literal, Protocol, runtime_checkable
 
-from zbpipe.schedule.files import read_text
 from zbpipe.schedule.ir import Placement, Schedule, require_size, require_whole
-from zbpipe.schedule.user_code import SEPARATOR, function_of
+from zbpipe.schedule.user_code import SEPARATOR, function_of, read_text
 
 Generate = Callable[..., Schedule]
 

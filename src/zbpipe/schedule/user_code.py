@@ -1,4 +1,4 @@
-"""Schedules of users: modules that register schedules, and functions in files."""
+"""Files of users: modules that register schedules, functions in files, and text."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from typing import Any
 
 SEPARATOR = ".py:"
 """Separator in `file.py:function`."""
+_MOST_BYTES = 2**25
+"""Far more than any table or cost file has. A device file may never end."""
 
 
 def import_modules(names: Iterable[str]) -> None:
@@ -63,3 +65,20 @@ def _module(path: str) -> ModuleType:
         del sys.modules[name]
         raise ValueError(f"the file {path!r} cannot be run: {type(error).__name__}: {error}") from error
     return module
+
+
+def read_text(path: str | Path) -> str:
+    """The UTF-8 text of a file, without the byte order mark that Excel writes.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not UTF-8 text, or has more than 32 MiB.
+    """
+    with Path(path).open("rb") as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise ValueError(f"it has more than {_MOST_BYTES >> 20} MiB, too much for a schedule or for costs")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"it is not UTF-8 text: byte {error.start} is {data[error.start]:#04x}") from None

@@ -22,9 +22,8 @@ from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import KINDS, Schedule, require_whole
 from zbpipe.schedule.tables import Cell
 from zbpipe.simulator.actions import SENDS, other_end
-from zbpipe.simulator.graph import TimeGraph
+from zbpipe.simulator.time_graph import TimeGraph, durations, last_ends
 from zbpipe.simulator.timeline import Timeline
-from zbpipe.simulator.times import durations, longest_path
 from zbpipe.simulator.validation import require_runnable, require_schedule
 
 Seconds = NDArray[np.floating[Any]]
@@ -311,5 +310,5 @@ def _simulate(schedule: Schedule, costs: CostModel, times: RandomTimes) -> Secon
     require_runnable(schedule)
     graph = TimeGraph(schedule, has_fsdp=costs.has_fsdp)
     usual = durations(graph, costs)
-    _, ends = longest_path(graph, lambda node: times.seconds(graph.nodes[node], usual[node]), np.maximum, frees=True)
+    ends = last_ends(graph, lambda node: times.seconds(graph.nodes[node], usual[node]), np.maximum)
     return np.broadcast_to(reduce(np.maximum, ends), (times.samples,)).astype(np.float64)

@@ -22,12 +22,11 @@ a rank's last reduction takes longer than the last backward, which may hide it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import accumulate, pairwise
 from math import floor, inf
 from typing import NamedTuple
 
-from zbpipe.costs.model import ROUNDING, CostModel
+from zbpipe.costs.model import GATHER, REDUCE, ROUNDING, CostModel, OpCosts
 from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import Op, OpKind, Placement
 
@@ -44,16 +43,16 @@ def lower_bound(
     Args:
         limits: memory limit of each rank, in the unit of `costs.activations`. Default: no limit.
     """
-    known, costs = costs, _as_possible(placement, costs, limits)
-    path, begun = _alone(placement, costs), _alone(placement, costs, _earliest(known))
+    least = _as_possible(placement, costs, limits)
+    path, begun = _alone(placement, least), _alone(placement, least, _earliest(costs))
     # The last possible W after an I: of its own stage, or of one to which the gradient still has to go.
-    finish = (end + costs.seconds(stage, OpKind.W) for stage, end in enumerate(path.input_end))
+    finish = (end + least.of(stage, OpKind.W).seconds for stage, end in enumerate(path.input_end))
     behind = list(accumulate(finish, max))
     stages = range(costs.num_stages)
-    exposed = [_exposed_reduction(stage, path, known) for stage in stages]
+    exposed = [_exposed_reduction(stage, path, costs) for stage in stages]
     window = _Window(0.0, behind, _behind_b(stages, behind, path), True, begun, exposed)
     ranks = (
-        _rank_bound(stages, window, path, costs, num_microbatches, limit) for stages, limit in _ranks(placement, limits)
+        _rank_bound(stages, window, path, least, num_microbatches, limit) for stages, limit in _ranks(placement, limits)
     )
     return max(behind[-1], *ranks)
 
@@ -70,11 +69,11 @@ def period_bound(
         >>> period_bound(placement, CostModel.uniform(placement), num_microbatches=8)
         24.0
     """
-    known, costs = costs, _as_possible(placement, costs, limits)
-    path = _alone(placement, costs)
+    least = _as_possible(placement, costs, limits)
+    path = _alone(placement, least)
     ranks = _ranks(placement, limits)
     return max(
-        _rank_bound(stages, _window_of(watched, stages, path, costs, known), path, costs, num_microbatches, limit)
+        _rank_bound(stages, _window_of(watched, stages, path, least), path, least, num_microbatches, limit)
         for watched, _ in ranks
         for stages, limit in ranks
         if watched[0] <= stages[0]
@@ -107,19 +106,18 @@ class _Window(NamedTuple):
     """Seconds of each stage's reduction after its last W or B."""
 
 
-def _window_of(
-    watched: Sequence[int], stages: Sequence[int], path: _Path, costs: CostModel, known: CostModel
-) -> _Window:
+def _window_of(watched: Sequence[int], stages: Sequence[int], path: _Path, least: _Possible) -> _Window:
     """The time in which the rank with the stages `watched` does a step, for this rank or one behind it."""
     finish = (
-        end + costs.seconds(stage, OpKind.W) if stage in watched else 0.0 for stage, end in enumerate(path.input_end)
+        end + least.of(stage, OpKind.W).seconds if stage in watched else 0.0 for stage, end in enumerate(path.input_end)
     )
     behind = list(accumulate(finish, max))
     own = watched == stages
     behind_b = _behind_b(stages, behind, path) if own else behind
     first = Op(watched[0], OpKind.F, 0)
-    begin = path.forward_start[first.stage] - _earliest(known)[first]
-    exposed = [max(known.reduction(stage) - known.seconds(stage, OpKind.B), 0.0) for stage in range(costs.num_stages)]
+    begin = path.forward_start[first.stage] - _earliest(least.costs)[first]
+    hidden = ((least.costs.of(stage, kind).seconds for kind in (REDUCE, OpKind.B)) for stage in range(len(behind)))
+    exposed = [max(reduction - backward, 0.0) for reduction, backward in hidden]
     return _Window(begin, behind, behind_b, own, path, exposed)
 
 
@@ -130,65 +128,67 @@ def _behind_b(stages: Iterable[int], behind: list[float], path: _Path) -> list[f
     return without
 
 
-def _as_possible(placement: Placement, costs: CostModel, limits: Sequence[float] | None) -> CostModel:
-    """The costs with B as I, and no W, for stages on which an I cannot fit. All others are unchanged.
+class _Possible(NamedTuple):
+    """Least costs of ops within the memory limits."""
 
-    The overhead counts for F and for I or B. An I then takes no longer, with its W, than a B.
-    """
-    if costs.overhead:
-        columns = ((each + costs.overhead for each in column) for column in (costs.f, costs.i))
-        f, i = map(tuple, columns)
-        costs = replace(costs, f=f, i=i, overhead=0.0)
+    costs: CostModel
+    forced: frozenset[int]
+    """Stages on which an I cannot fit. B counts as I there, and W as nothing."""
+
+    def of(self, stage: int, kind: OpKind) -> OpCosts:
+        """As `CostModel.of`. A W has no overhead, so I and W take no longer than B."""
+        if stage in self.forced and kind in (OpKind.I, OpKind.W):
+            return self.costs.of(stage, OpKind.B) if kind is OpKind.I else OpCosts(0.0)
+        cost = self.costs.of(stage, kind)
+        if kind is not OpKind.W:
+            return cost
+        i, b = (self.costs.of(stage, each).seconds for each in (OpKind.I, OpKind.B))
+        return cost._replace(seconds=cost.seconds - (i + cost.seconds - b))
+
+    def saves_by_b(self, stage: int) -> bool:
+        return stage not in self.forced and self.costs.saves_by_b(stage)
+
+
+def _as_possible(placement: Placement, costs: CostModel, limits: Sequence[float] | None) -> _Possible:
     forced = []
     for own, limit in _ranks(placement, limits):
         below = 0.0
         for stage in own:
             below += costs.activations[stage]
-            split = max(costs.needs(stage, OpKind.I), costs.adds(stage, OpKind.I) + costs.needs(stage, OpKind.W))
-            if below + split > limit * (1 + 1e-6) and costs.saves_by_b(stage):
+            i, w = costs.of(stage, OpKind.I), costs.of(stage, OpKind.W)
+            if below + max(i.needs, i.adds + w.needs) > limit * (1 + 1e-6) and costs.saves_by_b(stage):
                 forced.append(stage)
-    if not forced:
-        return costs
-
-    def column(kind: OpKind, other: OpKind | None) -> tuple[float, ...]:
-        """Working memory of this kind of op, with that of the other kinds on such stages."""
-        kinds = [other if stage in forced else kind for stage in range(costs.num_stages)]
-        return tuple(0.0 if each is None else costs.working_of(stage, each) for stage, each in enumerate(kinds))
-
-    stages = range(costs.num_stages)
-    return replace(
-        costs,
-        i=tuple(costs.seconds(stage, OpKind.B if stage in forced else OpKind.I) for stage in stages),
-        w=tuple(0.0 if stage in forced else costs.seconds(stage, OpKind.W) for stage in stages),
-        freed_by_i=tuple(1.0 if stage in forced else costs.freed_share(stage) for stage in stages),
-        working={**costs.working, OpKind.I: column(OpKind.I, OpKind.B), OpKind.W: column(OpKind.W, None)},
-    )
+    return _Possible(costs, frozenset(forced))
 
 
 def _earliest(costs: CostModel) -> dict[Op, float]:
     """Earliest start of each stage's first F, which ends no earlier than the gather of its parameters."""
     first = [Op(stage, OpKind.F, 0) for stage in range(costs.num_stages)]
-    return {op: max(costs.gathering(op.stage) - costs.seconds(op.stage, op.kind), 0.0) for op in first}
+    return {op: max(costs.of(op.stage, GATHER).seconds - costs.of(*op).seconds, 0.0) for op in first}
 
 
 def _exposed_reduction(stage: int, path: _Path, costs: CostModel) -> float:
     """Seconds for which a step lasts beyond a rank's last op, which is a W or B of this stage."""
-    reduction = costs.reduction(stage)
-    after_w, after_b = (reduction - costs.seconds(stage, kind) for kind in (OpKind.W, OpKind.B))
+    reduction = costs.of(stage, REDUCE).seconds
+    after_w, after_b = (reduction - costs.of(stage, kind).seconds for kind in (OpKind.W, OpKind.B))
     # After a B, the gradient still has to go to the first stage.
-    onward = path.input_end[0] - path.input_end[stage] + (costs.seconds(0, OpKind.W) if stage else 0.0)
+    onward = path.input_end[0] - path.input_end[stage] + (costs.of(0, OpKind.W).seconds if stage else 0.0)
     return max(min(after_w, max(after_b, onward)), 0.0)
 
 
-def _alone(placement: Placement, costs: CostModel, earliest: Mapping[Op, float] = FrozenDict({})) -> _Path:
+def _alone(placement: Placement, least: _Possible, earliest: Mapping[Op, float] = FrozenDict({})) -> _Path:
     """F down all stages and I up again, none before its `earliest` time."""
-    rank_of, stages = placement.rank_of, range(costs.num_stages)
+    rank_of, stages = placement.rank_of, range(placement.num_stages)
     ops = [*(Op(stage, OpKind.F, 0) for stage in stages), *(Op(stage, OpKind.I, 0) for stage in reversed(stages))]
     times: list[tuple[float, float]] = []
     for before, op in zip([ops[0], *ops], ops, strict=False):
-        arrival = costs.transfer(rank_of[before.stage], rank_of[op.stage]) + (times[-1][1] if times else 0.0)
+        cost = least.of(op.stage, op.kind)
+        way = rank_of[before.stage], rank_of[op.stage]
+        arrival = (
+            least.costs.transfer(*way, least.of(before.stage, before.kind).message) + (times or [(0.0, 0.0)])[-1][1]
+        )
         start = max(arrival, earliest.get(op, 0.0))
-        times.append((start, start + costs.seconds(op.stage, op.kind)))
+        times.append((start, start + cost.seconds))
     down, up = times[: len(stages)], times[: len(stages) - 1 : -1]
     return _Path(
         [start for start, _ in down], [end for _, end in down], [start for start, _ in up], [end for _, end in up]
@@ -201,12 +201,12 @@ def _ranks(placement: Placement, limits: Sequence[float] | None) -> list[tuple[t
 
 
 def _rank_bound(
-    stages: tuple[int, ...], window: _Window, path: _Path, costs: CostModel, num_microbatches: int, limit: float
+    stages: tuple[int, ...], window: _Window, path: _Path, least: _Possible, num_microbatches: int, limit: float
 ) -> float:
-    sizes = [costs.activations[stage] for stage in stages]
-    waiting = [costs.waits(stage) for stage in stages]
-    room = _room(stages, costs, limit)
-    f, w, backward = ([costs.seconds(stage, kind) for stage in stages] for kind in (OpKind.F, OpKind.W, OpKind.B))
+    sizes = [least.of(stage, OpKind.F).adds for stage in stages]
+    waiting = [least.of(stage, OpKind.W).frees for stage in stages]
+    room = _room(stages, least, limit)
+    f, w, backward = ([least.of(stage, kind).seconds for stage in stages] for kind in (OpKind.F, OpKind.W, OpKind.B))
     forwards = _knapsack(f, sizes, num_microbatches, room.before_backward)
     weights = _knapsack(w, waiting, num_microbatches, room.before_weight)
     # After the last F, what is held needs I and W or only W, whichever takes more time for its room.
@@ -218,7 +218,7 @@ def _rank_bound(
     first_input = min(begun.input_start[stage] for stage in stages) - window.begin
     lead = max(begun.forward_start[stages[0]] - window.begin, first_input - forwards)
     after_input = min(
-        (window.behind_b if room.limited and costs.saves_by_b(stage) else window.behind)[stage] - path.input_end[stage]
+        (window.behind_b if room.limited and least.saves_by_b(stage) else window.behind)[stage] - path.input_end[stage]
         for stage in stages
     )
     after_forward = min(window.behind[stages[-1]] - path.forward_end[stage] for stage in stages)
@@ -231,8 +231,8 @@ def _rank_bound(
     if not (room.limited and window.has_all):
         return work + idle
     begin = begun.forward_start[stages[0]] - window.begin
-    lives = num_microbatches * sum(_life(costs, path, stage) for stage in stages)
-    kept = num_microbatches * sum(_life(replace(costs, working={}), path, stage) for stage in stages)
+    lives = num_microbatches * sum(_life(least, path, stage) for stage in stages)
+    kept = num_microbatches * sum(_life(least, path, stage, works=False) for stage in stages)
     return max(work + idle, begin + lives / limit, begin + kept / room.for_kept if room.for_kept > 0 else 0.0)
 
 
@@ -250,32 +250,37 @@ class _Room(NamedTuple):
     limited: bool
 
 
-def _room(stages: tuple[int, ...], costs: CostModel, limit: float) -> _Room:
+def _room(stages: tuple[int, ...], least: _Possible, limit: float) -> _Room:
     def room_during(*kinds: OpKind) -> float:
-        return max(0.0, limit - min(costs.working_of(stage, kind) for stage in stages for kind in kinds))
+        return max(0.0, limit - min(least.of(stage, kind).working for stage in stages for kind in kinds))
 
-    sizes = [costs.activations[stage] for stage in stages]
-    first = min(min(costs.needs(stage, kind) for kind in (OpKind.I, *costs.least_backward(stage))) for stage in stages)
+    sizes = [least.of(stage, OpKind.F).adds for stage in stages]
+    kinds = ((stage, OpKind.B if least.saves_by_b(stage) else OpKind.W) for stage in stages)
+    first = min(min(least.of(stage, OpKind.I).needs, least.of(stage, kind).needs) for stage, kind in kinds)
     before_backward = max(0.0, min(limit - first, room_during(OpKind.F)))
     # Before its first I a rank holds whole activations only, and if I changes nothing it always does.
     rooms = [room_during(OpKind.F), room_during(OpKind.W), room_during(OpKind.F, OpKind.I)]
-    if all(costs.waits(stage) == size for stage, size in zip(stages, sizes, strict=True)):
+    if all(least.of(stage, OpKind.W).frees == size for stage, size in zip(stages, sizes, strict=True)):
         rooms = [_whole(sizes, room) for room in rooms]
     after_forward, before_weight, for_kept = rooms
     return _Room(_whole(sizes, before_backward), after_forward, before_weight, for_kept, 0 < limit < inf)
 
 
-def _life(costs: CostModel, path: _Path, stage: int) -> float:
-    """Lower bound of memory times duration of one microbatch on a stage, from its F to its W or B."""
-    size, waits = costs.activations[stage], costs.waits(stage)
+def _life(least: _Possible, path: _Path, stage: int, works: bool = True) -> float:
+    """Lower bound of memory times duration of one microbatch on a stage, from its F to its W or B.
+
+    Without working memory unless it `works`.
+    """
+    size, waits = least.of(stage, OpKind.F).adds, least.of(stage, OpKind.W).frees
 
     def while_running(kind: OpKind, held: float) -> float:
-        return (held + costs.working_of(stage, kind)) * costs.seconds(stage, kind)
+        cost = least.of(stage, kind)
+        return (held + cost.working * works) * cost.seconds
 
     forward = size * (path.input_start[stage] - path.forward_start[stage]) + while_running(OpKind.F, 0.0)
     # During I the larger amount counts, of what is held before it and after it.
     split = while_running(OpKind.I, max(size, waits)) + while_running(OpKind.W, waits)
-    return forward + (min(split, while_running(OpKind.B, size)) if costs.saves_by_b(stage) else split)
+    return forward + (min(split, while_running(OpKind.B, size)) if least.saves_by_b(stage) else split)
 
 
 def _whole(sizes: Sequence[float], limit: float) -> float:

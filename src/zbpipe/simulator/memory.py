@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Receives
-from zbpipe.schedule.ir import KINDS, Op
+from zbpipe.schedule.ir import Op, OpKind
 from zbpipe.simulator.actions import COMPUTE, Action, Rows, op_of
 from zbpipe.simulator.passes import add_messages, add_waits, free_sends_early, messages_held, place_receives
 from zbpipe.simulator.timeline import Timeline
@@ -82,22 +82,22 @@ def _worst(costs: CostModel, row: Iterable[tuple[Action, int]]) -> Held:
     activations = waiting = 0.0
     worst = Held()
     for action, number in row:
-        stage, kind, _ = action
+        stage, kind, microbatch = action
         messages = number * costs.message_bytes
         if kind not in COMPUTE:
             if activations + waiting + messages > worst.total:
                 worst = Held(activations, waiting, messages=messages)
             continue
-        size, waits = costs.activations[stage], costs.waits(stage)
+        cost, waits = costs.of(*op_of(action)), costs.of(stage, OpKind.W, microbatch).frees
+        size = costs.of(stage, OpKind.F, microbatch).adds
         held, deferred = activations, waiting
         # I turns activations into deferred gradients. The larger of the two counts while it runs.
         if kind == "F":
             held = activations = activations + size
         else:
-            deferred += max(costs.adds(stage, KINDS[kind]), 0.0)
+            deferred += max(cost.adds, 0.0)
             activations -= 0.0 if kind == "W" else size
             waiting += {"I": waits, "W": -waits}.get(kind, 0.0)
-        working = costs.working_of(stage, KINDS[kind])
-        if held + deferred + working + messages >= worst.total:  # of equal ones the later, which names its op
-            worst = Held(held, deferred, working, messages, op_of(action))
+        if held + deferred + cost.working + messages >= worst.total:  # of equal ones the later, which names its op
+            worst = Held(held, deferred, cost.working, messages, op_of(action))
     return worst

@@ -20,8 +20,8 @@ from zbpipe.costs.model import ROUNDING, CostModel, amount
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Op, OpKind, Schedule
 from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.time_graph import durations
 from zbpipe.simulator.timeline import Span, Timeline
-from zbpipe.simulator.times import durations
 from zbpipe.simulator.validation import require_schedule, require_valid
 
 
@@ -283,7 +283,7 @@ def _things(
             continue
         kind, there, back, takers = _WAYS[op.kind]
         taken = next(places[taker] for each in takers if (taker := op._replace(kind=each)) in places)
-        copy, until = costs.seconds(op.stage, there), spans[taken].start
-        most = copy * longer
-        if wanted in (Offload.ALL, kind) and costs.adds(op.stage, back) > 0 and until - since > copy + most:
+        cost, until = costs.of(op.stage, back, op.microbatch), spans[taken].start
+        copy, most = cost.seconds, cost.seconds * longer
+        if wanted in (Offload.ALL, kind) and cost.adds > 0 and until - since > copy + most:
             yield _Thing(op.stage, op.microbatch, there, back, made, taken, since, until, copy, most)

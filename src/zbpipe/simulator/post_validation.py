@@ -12,7 +12,7 @@ come.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
@@ -23,12 +23,11 @@ from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.actions import COMPUTE, Action, Rows, dependencies, other_end
-from zbpipe.simulator.graph import TimeGraph
 from zbpipe.simulator.passes import wait_of
 from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.time_graph import TimeGraph, durations, longest_path
 from zbpipe.simulator.timeline import Timeline
-from zbpipe.simulator.times import durations, longest_path
-from zbpipe.simulator.validation import require_runnable
+from zbpipe.simulator.validation import find_deadlocks, require_runnable
 
 LEAST_GAIN = 1e-3
 """Least gain of a schedule, as a share of a step, that justifies a copy of the weights."""
@@ -97,7 +96,7 @@ def _times(graph: TimeGraph, costs: CostModel, begin: Iterable[float]) -> tuple[
     seconds = durations(graph, costs)
     for node, time in zip(graph.begins, begin, strict=True):
         seconds[node] = time
-    return longest_path(graph, seconds.__getitem__)
+    return longest_path(graph, seconds)
 
 
 def _delays(graph: TimeGraph, costs: CostModel) -> list[list[float]]:
@@ -205,21 +204,16 @@ def _drain(before: Sequence[Action], after: Sequence[Action], sent: Set[Action])
 
 
 def _stuck(rows: Rows, rank_of: Sequence[int]) -> Iterator[str]:
-    """Ranks that do not reach the end of these rows."""
-    done: set[Action] = set()
-    heads = [deque(row) for row in rows]
-    moved = True
-    while moved:
-        moved = False
-        for row in heads:
-            while row and all(done.intersection(choices) for choices in dependencies(row[0], rank_of)):
-                done.add(row.popleft())
-                moved = True
-    for rank, row in enumerate(heads):
-        for choices in dependencies(row[0], rank_of) if row else ():
-            if not done.intersection(choices):
+    """Actions that wait for one that is not in these rows, and actions that wait for each other."""
+    places: dict[Action, list[tuple[int, int]]] = defaultdict(list)
+    for rank, row in enumerate(rows):
+        for position, action in enumerate(row):
+            places[action].append((rank, position))
+    for action, ((rank, _), *_) in list(places.items()):
+        for choices in dependencies(action, rank_of):
+            if places.keys().isdisjoint(choices):
                 yield f"rank {rank} waits for {choices[0]}, which no rank runs ahead of the validation"
-                break
+    yield from map(str, find_deadlocks(rows, places, lambda action: dependencies(action, rank_of)))
 
 
 def _find_left_over(rows: Rows) -> Iterator[str]:

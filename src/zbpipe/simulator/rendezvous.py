@@ -47,7 +47,7 @@ class _Run:
         self._rank_of, self._costs = placement.rank_of, costs
         self._makers = sends_by_action(placement.rank_of)
         stages = range(costs.num_stages)
-        longest = max(costs.seconds(stage, KINDS[kind]) for stage in stages for kind in "FIW")
+        longest = max(costs.of(stage, KINDS[kind]).seconds for stage in stages for kind in "FIW")
         self._exponent = 30 - frexp(longest)[1]
         self._ranks = [_Rank(deque(each for each in row if each.kind not in RECEIVES)) for row in rows]
         self._sent: list[Action] = []
@@ -66,7 +66,7 @@ class _Run:
                     stage, kind, _ = rank.to_come[0]
                     rank.done.append(rank.to_come.popleft())
                     parts = "IW" if kind == "B" else kind  # rounded one by one, like the planner's times
-                    rank.until = now + sum(self._ticks(self._costs.seconds(stage, KINDS[part])) for part in parts)
+                    rank.until = now + sum(self._ticks(self._costs.of(stage, KINDS[part]).seconds) for part in parts)
                     rank.until -= self._ticks(self._costs.overhead) * (len(parts) - 1)
             now = min((rank.until for rank in self._ranks if rank.until is not None), default=None)
         assert not any(rank.to_come for rank in self._ranks), "a valid schedule runs to its end"

@@ -4,7 +4,7 @@ Every rank runs its list in order. An op starts when its rank is free and its in
 from another rank arrives after the link's time, one from the same rank at once. Sends cost the rank no time. That is
 the ideal transport. With the blocking one the sender waits for the arrival, and with the others messages wait for each
 other (`zbpipe.costs.transport`). Copies to the host and back run parallel to the computations, one at a time in each
-direction. So do FSDP's collectives. All of it is one graph (`zbpipe.simulator.graph`).
+direction. So do FSDP's collectives. All of it is one graph (`zbpipe.simulator.time_graph`).
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from itertools import repeat
 from math import inf
 
 from zbpipe.costs.job import JobCosts, as_cost_model
-from zbpipe.costs.model import CostModel
+from zbpipe.costs.model import GATHER, CostModel
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.ir import COMPUTATIONS, Schedule, require_whole
 from zbpipe.schedule.tables import Cell
 from zbpipe.simulator.actions import Rows
-from zbpipe.simulator.graph import GATHER, TimeGraph
 from zbpipe.simulator.passes import add_messages, place_receives
+from zbpipe.simulator.time_graph import TimeGraph, durations, longest_path
 from zbpipe.simulator.timeline import Collective, Span, Timeline
-from zbpipe.simulator.times import durations, longest_path
 from zbpipe.simulator.validation import require_runnable, require_schedule, require_valid
 
 _MOST_SPANS = 2**22
@@ -110,7 +109,7 @@ def _make_timeline(graph: TimeGraph, costs: CostModel, num_steps: int) -> Timeli
     copies: list[list[Span]] = [[] for _ in schedule]
     collectives: list[list[Collective]] = [[] for _ in schedule]
     for step in range(num_steps):
-        starts, ends = longest_path(graph, seconds.__getitem__)
+        starts, ends = longest_path(graph, seconds)
         for begin, lasts in graph.begins.items():
             seconds[begin] = max(ends[each] for each in lasts)
         for rank, ops in enumerate(graph.ops):
@@ -174,7 +173,10 @@ def gather_in_each_op(costs: CostModel) -> CostModel:
     >>> resharded.f, resharded.i, resharded.gather
     ((2.0,), (3.0,), 0.0)
     """
-    f, i = (tuple(max(each, costs.gathering(stage)) for stage, each in enumerate(own)) for own in (costs.f, costs.i))
+    f, i = (
+        tuple(max(each, costs.of(stage, GATHER).seconds) for stage, each in enumerate(own))
+        for own in (costs.f, costs.i)
+    )
     return replace(costs, f=f, i=i, gather=0.0)
 
 
@@ -213,7 +215,7 @@ def _find_receives(
             break
         rows = place_receives(messages, each, ideal)
         graph = TimeGraph(schedule, transport, rows, has_fsdp=costs.has_fsdp, overlaps_fsdp=overlaps_fsdp)
-        makespan = max(longest_path(graph, durations(graph, costs).__getitem__)[1])
+        makespan = max(longest_path(graph, durations(graph, costs))[1])
         if makespan < shortest * _WORTH_IT:
             best, best_rows, shortest = each, rows, makespan
     return best, best_rows

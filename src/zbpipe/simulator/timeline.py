@@ -13,9 +13,8 @@ from typing import Any, Literal, NamedTuple
 from zbpipe.costs.model import CostModel, rank_shares
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Schedule
-from zbpipe.simulator.graph import TimeGraph
 from zbpipe.simulator.lower_bound import lower_bound
-from zbpipe.simulator.times import durations
+from zbpipe.simulator.time_graph import TimeGraph, durations
 
 
 class Span(NamedTuple):
@@ -221,9 +220,9 @@ def _idle(spans: tuple[Span, ...], makespan: float) -> Idle:
 def _memory_changes(spans: tuple[Span, ...], costs: CostModel) -> Iterator[tuple[float, float]]:
     """Times at which a rank takes and frees memory: an op takes at its start and frees at its end."""
     for span in spans:
-        stage, kind = span.op.stage, span.op.kind
-        taken = costs.needs(stage, kind)
-        freed = taken - costs.adds(stage, kind)
+        cost = costs.of(*span.op)
+        taken = cost.needs
+        freed = taken - cost.adds
         if taken:
             yield span.start, taken
         if freed:

@@ -229,8 +229,9 @@ def _find_excess(schedule: Schedule, limits: Sequence[float], costs: CostModel) 
         for position, op in enumerate(ops):
             if not 0 <= op.stage < costs.num_stages:
                 continue
-            most = held + costs.needs(op.stage, op.kind)
-            held += costs.adds(op.stage, op.kind)
+            cost = costs.of(*op)
+            most = held + cost.needs
+            held += cost.adds
             live.pop((op.stage, op.microbatch), None)
             if op.kind in (OpKind.F, OpKind.I, *RELOADS):
                 live[op.stage, op.microbatch] = op

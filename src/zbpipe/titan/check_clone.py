@@ -16,12 +16,10 @@ import tempfile
 from math import isclose
 from pathlib import Path
 
-from zbpipe.cli.demo.launch import JobOutcome, train_on_cpu
+from zbpipe.cli.demo.command import run_demo
+from zbpipe.cli.demo.launch import DemoError, JobOutcome
 from zbpipe.frameworks.titan import cpu, versions
 
-_RANKS = 2
-_SECONDS = 300.0
-"""Timeout of one job."""
 _LINES = 40
 """Number of log lines shown of a failed job."""
 _TOLERANCES = {"loss_metrics/global_avg_loss": 1e-5, "grad_norm": 1e-4}
@@ -40,39 +38,23 @@ def main() -> int:
         return 1
     print(f"names and signatures: all {len(versions.NEEDED)} found", flush=True)
     with tempfile.TemporaryDirectory(prefix="zbpipe-check-") as folder:
-        wrong = _compare_losses(version, Path(folder))
+        wrong = _compare_losses(Path(folder))
     print("zbpipe works with this TorchTitan" if wrong is None else f"failed: {wrong}")
     return int(wrong is not None)
 
 
-def _compare_losses(version: versions.Version, folder: Path) -> str | None:
-    seed = _train("seed", folder, "--checkpoint.enable", "--checkpoint.create_seed_checkpoint", ranks=1)
-    if seed.error is not None:
-        return f"TorchTitan could not make a seed checkpoint: {seed.error}"
-    start = ("--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.initial_load_path")
-    outcomes = {}
-    for schedule in ("1F1B", "ZBV"):
-        outcome = outcomes[schedule] = _train(
-            schedule,
-            folder,
-            *(*start, str(folder / "seed" / "checkpoint" / "step-0")),
-            *("--training.steps", "3", *version.size(4, 64)),
-            *("--parallelism.pipeline_parallel_degree", str(_RANKS)),
-            *("--parallelism.pipeline_parallel_schedule", schedule, *version.checkpoint("none")),
-            ranks=_RANKS,
-        )
+def _compare_losses(folder: Path) -> str | None:
+    try:
+        outcomes = run_demo(3, folder, ("1F1B", "ZBV"), rounds=1)
+    except DemoError as error:
+        return str(error)
+    for schedule, (outcome,) in outcomes.items():
         if outcome.error is not None:
+            log = folder / f"{schedule}-0" / "output.log"
+            print(*log.read_text().splitlines()[-_LINES:], sep="\n", flush=True)
             return f"{schedule} does not train: {outcome.error}"
         print(f"{schedule}: losses {', '.join(f'{loss:.6f}' for loss in outcome.losses)}", flush=True)
-    return find_difference(outcomes["1F1B"], outcomes["ZBV"])
-
-
-def _train(name: str, folder: Path, *arguments: str, ranks: int) -> JobOutcome:
-    outcome = train_on_cpu(arguments, num_ranks=ranks, folder=folder / name, timeout=_SECONDS)
-    if outcome.error is not None:
-        lines = (folder / name / "output.log").read_text().splitlines()
-        print(*lines[-_LINES:], sep="\n", flush=True)
-    return outcome
+    return find_difference(outcomes["1F1B"][0], outcomes["ZBV"][0])
 
 
 def find_difference(expected: JobOutcome, found: JobOutcome) -> str | None:

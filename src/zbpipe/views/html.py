@@ -39,15 +39,6 @@ def html(timeline: Timeline, drawn_with: str = "") -> str:
     )
 
 
-def join(title: str, timelines: Mapping[str, Timeline]) -> str:
-    """A page with timelines below their headings, on one time scale, which zoom and move together."""
-    all_drawn = [
-        {"heading": heading, "outcome": style.outcome(timeline), "drawing": drawing(timeline)}
-        for heading, timeline in timelines.items()
-    ]
-    return fill("several.html", title=escape(title), data=pack(all_drawn))
-
-
 def fill(name: str, **parts: str) -> str:
     """A page of this folder, with these parts and the shared ones in its placeholders."""
     data = f'<script id="data" type="text/plain">{parts.get("data", "")}</script>'
@@ -120,8 +111,8 @@ def _changes(timeline: Timeline, kind: OpKind) -> list[tuple[float, float]]:
     shares, found = rank_shares(placement, costs), []
     for stage, rank in enumerate(placement.rank_of):
         share = shares[rank] or 1.0
-        taken = costs.needs(stage, kind)
-        found.append((taken / share, (taken - costs.adds(stage, kind)) / share))
+        cost = costs.of(stage, kind)
+        found.append((cost.needs / share, (cost.needs - cost.adds) / share))
     return found
 
 

@@ -75,8 +75,8 @@ def _names(row: _Row, rank: int) -> Iterator[_Event]:
 
 
 def _ops(row: _Row, rank: int) -> Iterator[_Event]:
-    beside = (boxes for _, boxes in lanes(row.timeline, rank))
-    for thread, boxes in enumerate((row.timeline.spans[rank], *beside)):
+    other_boxes = (boxes for _, boxes in lanes(row.timeline, rank))
+    for thread, boxes in enumerate((row.timeline.spans[rank], *other_boxes)):
         for box in boxes:
             yield {
                 "ph": "X",

@@ -11,7 +11,8 @@ from zbpipe.costs.memory_limit import LEEWAY
 from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.costs.torchs_split import NOTE, has_torchs_split, runs_torchs_split
 from zbpipe.costs.transformer import Checkpointing
-from zbpipe.schedule.registry import Algorithm, schedules
+from zbpipe.schedule.ir import OpKind
+from zbpipe.schedule.registry import schedules
 from zbpipe.simulator.post_validation import period_of
 from zbpipe.simulator.simulation import exposed_fsdp, price_of_resharding
 from zbpipe.simulator.timeline import Timeline
@@ -60,11 +61,11 @@ def report(timeline: Timeline, baseline: float | None = None) -> str:
         (f"rank {rank}", number(busy), *(number(round(time, 9)) for time in idle), memory(peak))
         for rank, (busy, idle, peak) in enumerate(zip(timeline.busy, timeline.idle, peaks, strict=True))
     ]
-    beside_1f1b = f", {compared.memory} of 1F1B's worst rank ({memory(baseline)})" if baseline else ""
+    to_1f1b = f", {compared.memory} of 1F1B's worst rank ({memory(baseline)})" if baseline else ""
     return "\n".join(
         [
             summary(timeline),
-            f"memory: the worst rank holds {memory(max(peaks))}{beside_1f1b}",
+            f"memory: the worst rank holds {memory(max(peaks))}{to_1f1b}",
             f"lower bound of the makespan {number(timeline.lower_bound)}, gap {percent(compared.gap)};"
             f" period with zbpipe.OptimizerStep {number(compared.figures['period'])}",
             *tell_fsdp(timeline),
@@ -98,7 +99,7 @@ def costs(job: JobCosts) -> str:
             str(job.placement.rank_of[stage]) if job.placement else "",
             *(f"{1e3 * column[stage]:.3f}" for column in (model.f, model.i, model.w)),
             f"{model.activations[stage] / mebibyte:.2f}",
-            f"{model.waits(stage) / mebibyte:.2f}",
+            f"{model.of(stage, OpKind.W).frees / mebibyte:.2f}",
         )
         for stage in range(model.num_stages)
     ]
@@ -114,11 +115,8 @@ def costs(job: JobCosts) -> str:
     links = [f"{way}: {1e6 * link.latency:.0f} us + {link.bandwidth / 1e9:.2f} GB/s" for way, link in ways]
     head = ("stage", "rank", "F ms", "I ms", "W ms", "MiB after F", "after I")
     fsdp = [
-        f"FSDP {verb} a stage in up to {1e3 * max(map(seconds, range(model.num_stages))):.3f} ms"
-        for verb, given, seconds in (
-            ("gathers", model.gather, model.gathering),
-            ("reduces", model.reduce, model.reduction),
-        )
+        f"FSDP {verb} a stage in up to {1e3 * max(model.by_stage(given)):.3f} ms"
+        for verb, given in (("gathers", model.gather), ("reduces", model.reduce))
         if given
     ]
     words = [f"{model.message_bytes / mebibyte:.2f} MiB per message", *links, *gaps, *fsdp]
@@ -253,35 +251,6 @@ def _steps(compared: Iterable[ComparedSchedule]) -> dict[str, float]:
 
 
 _BASELINES = ("1F1B", "Interleaved1F1B")
-
-
-def list_schedule(
-    algorithm: Algorithm, timeline: Timeline | None, step: float | None, memory: float | None
-) -> dict[str, Any]:
-    """A schedule, with its step and memory relative to 1F1B. None where that is not known."""
-    keys = ("name", "stages_per_rank", "placement", "source", "summary")
-    return {
-        **{key: getattr(algorithm, key) for key in keys},
-        "step_to_1f1b": timeline.makespan / step if timeline and step else None,
-        "memory_to_1f1b": max(timeline.peak_memory) / memory if timeline and memory else None,
-    }
-
-
-def listing(known: Sequence[Algorithm], listed: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """The lines of a table, each as soon as `listed` has the `list_schedule` result of the next known schedule."""
-
-    def cells(algorithm: Algorithm, step: str, memory: str) -> tuple[str, ...]:
-        stages = f"{algorithm.stages_per_rank}{' or any' if algorithm.any_stages_per_rank else ''}"
-        return algorithm.name, algorithm.source, stages, algorithm.placement, step, memory, algorithm.summary
-
-    head = ("schedule", "from", "stages per rank", "placement", "step", "memory", "summary")
-    widest = [cells(each, "+100.0%", "10.00x") for each in known]
-    widths = [max(len(row[column]) for row in (head, *widest)) for column in range(len(head))]
-    yield "  ".join(_align(head, widths, left=7)).rstrip()
-    for algorithm, each in zip(known, listed, strict=True):
-        step = "" if each["step_to_1f1b"] is None else longer(each["step_to_1f1b"], than=1)
-        memory = "" if each["memory_to_1f1b"] is None else f"{each['memory_to_1f1b']:.2f}x"
-        yield "  ".join(_align(cells(algorithm, step, memory), widths, left=7)).rstrip()
 
 
 def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | None = None) -> Iterator[str]:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import json
-import os
 import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import median
 
 import click
 
-from zbpipe.cli.base import OutputFile, in_one_line
+from zbpipe.cli.demo import emulated
+from zbpipe.cli.demo.emulated import Emulated
+from zbpipe.cli.demo.launch import DemoError, JobOutcome, train_on_cpu
+from zbpipe.frameworks.titan.versions import find_installed
+from zbpipe.schedule.registry import resolve
+
+SCHEDULES = ("1F1B", "ZBVZeroBubble", "ZBV")
+RANKS = 2
+CHECKPOINTING = "selective"  # TorchTitan's default
+ROUNDS = 2
+"""Rounds of training. Schedules alternate, so that a machine that gets faster or slower affects all alike."""
+WARM_UP = 2
+"""Warm-up steps of a job, excluded from speed and bubble."""
+_TIMEOUT = 300.0
 
 
 @click.command()
 @click.option(
     "--steps", default=6, show_default=True, type=click.IntRange(3, 10_000), help="Training steps of each run."
 )
-@click.option("--html", "html_file", type=OutputFile(), help="The page with the picture; default: a temporary file.")
-@click.option("--json", "json_file", type=OutputFile(), help="Also write the results to this file.")
-@click.option(
-    "--keep",
-    type=click.Path(file_okay=False, readable=True, writable=True, path_type=Path),
-    help="Keep checkpoints and the ranks' output in this folder.",
-)
-def demo(steps: int, html_file: Path | None, json_file: Path | None, keep: Path | None) -> None:
+def demo(steps: int) -> None:
     """Train TorchTitan's Llama on this machine's CPU, with schedules of torch and of zbpipe.
 
     First, TorchTitan's Llama 3 debug model learns the source text of Python's standard library on 2 pipeline ranks. It
@@ -31,40 +37,130 @@ def demo(steps: int, html_file: Path | None, json_file: Path | None, keep: Path 
     alternately, from the same weights and on the same data. Then 1F1B and ZBV run on 8 ranks whose stages sleep instead
     of computing: more ranks have more bubble to fill. Takes some minutes.
     """
-    from zbpipe.cli.demo.comparison import as_json, run_demo
-    from zbpipe.cli.demo.console import ConsoleProgress, announce_emulated, print_emulated, print_table
-    from zbpipe.cli.demo.emulated import ROUNDS, SCHEDULES, DemoError, emulate
-    from zbpipe.views.html import join
-
-    if keep is not None:
-        _require_new(keep)
     try:
-        with ConsoleProgress.show() as progress:
-            runs = run_demo(steps, progress, keep)
-        print_table(runs)
-        announce_emulated()
-        with ConsoleProgress.show() as progress:
-            progress.start("8 ranks that sleep", ROUNDS * len(SCHEDULES))
-            emulated = emulate(on_step=progress.count)
+        with tempfile.TemporaryDirectory(prefix="zbpipe-demo-") as folder:
+            outcomes = run_demo(steps, Path(folder))
+        _echo(_compare(outcomes))
+        _echo(_announce_emulated())
+        _show_emulated(emulated.emulate())
     except DemoError as error:
         raise click.ClickException(str(error)) from None
-    print_emulated(emulated)
-    shown = {f"{each.schedule}, measured": each.measured for each in emulated}
-    shown |= {f"{each.schedule}, simulated": each.planned for each in emulated}
-    with in_one_line(OSError):
-        file = html_file or Path(tempfile.mkdtemp(prefix="zbpipe-demo-"), "demo.html")
-        file.write_text(join("Two schedules on 8 ranks whose stages sleep, on one time scale", shown), encoding="utf-8")
-        click.echo(f"\nThe same as an interactive page: {file}")
-        if json_file is not None:
-            json_file.write_text(json.dumps(as_json(runs, emulated), indent=2) + "\n", encoding="utf-8")
     # torch's ZBVZeroBubble is known to fail.
-    raise SystemExit(int(any(run.status == "failed" and run.schedule != "ZBVZeroBubble" for run in runs)))
+    raise SystemExit(int(any(_error(each) for name, each in outcomes.items() if name != "ZBVZeroBubble")))
 
 
-def _require_new(folder: Path) -> None:
-    """Refuse a folder that is not empty or cannot be made."""
-    if folder.exists() and any(folder.iterdir()):
-        raise click.UsageError(f"--keep {folder}: the folder is not empty; name a new one")
-    above = next(each for each in (folder, *folder.absolute().parents) if each.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
-        raise click.UsageError(f"--keep {folder}: {above} is not a folder that you can write to")
+def _echo(lines: Iterator[str]) -> None:
+    for line in lines:
+        click.echo(line)
+
+
+def run_demo(
+    steps: int, folder: Path, names: Sequence[str] = SCHEDULES, rounds: int = ROUNDS
+) -> dict[str, list[JobOutcome]]:
+    """Outcomes of trainings by schedule: alternately, on `RANKS` processes, all from one seed checkpoint.
+
+    A schedule that fails is not trained again. DemoError if the installed TorchTitan cannot be used, or the seed
+    checkpoint failed.
+    """
+    try:
+        version = find_installed()
+    except ImportError as error:
+        raise DemoError(f"the demo trains with TorchTitan: {error}") from None
+    click.echo("seed checkpoint ...")
+    checkpoint = ("--checkpoint.enable", "--checkpoint.create_seed_checkpoint")
+    seed = train_on_cpu(checkpoint, num_ranks=1, folder=folder / "seed", timeout=_TIMEOUT)
+    if seed.error is not None:
+        raise DemoError(f"TorchTitan could not make the seed checkpoint: {seed.error}")
+    outcomes: dict[str, list[JobOutcome]] = {schedule: [] for schedule in names}
+    for number in range(rounds):
+        for schedule in names if number % 2 == 0 else names[::-1]:
+            if _error(outcomes[schedule]) is not None:
+                continue
+            click.echo(f"{schedule}, round {number + 1} ...", nl=False)
+            outcome = train_on_cpu(
+                [
+                    *("--training.steps", str(steps), "--checkpoint.enable", "--checkpoint.load_only"),
+                    *("--checkpoint.initial_load_path", str(folder / "seed" / "checkpoint" / "step-0")),
+                    *("--parallelism.pipeline_parallel_degree", str(RANKS)),
+                    *("--parallelism.pipeline_parallel_schedule", schedule, *version.checkpoint(CHECKPOINTING)),
+                ],
+                num_ranks=RANKS,
+                folder=folder / f"{schedule}-{number}",
+                timeout=_TIMEOUT,
+            )
+            outcomes[schedule].append(outcome)
+            click.echo(" failed" if outcome.error else f" loss {outcome.losses[0]:.4f} to {outcome.losses[-1]:.4f}")
+    return outcomes
+
+
+def _error(rounds: Sequence[JobOutcome]) -> str | None:
+    return next((outcome.error for outcome in rounds if outcome.error is not None), None)
+
+
+BUBBLE = "zbpipe/bubble(%)"
+"""Key of the bubble in a job's metrics."""
+
+
+def _compare(outcomes: dict[str, list[JobOutcome]]) -> Iterator[str]:
+    """A table with losses, speed, bubble and outcome of each schedule, and the largest difference of the losses."""
+    from zbpipe.views.report import table
+
+    yield (
+        f"\nLlama 3 debug model, {RANKS} pipeline ranks on the CPU, {CHECKPOINTING} checkpointing. Speed and bubble"
+        f" (the time in which ranks wait) are measured, without the first steps, and medians of {ROUNDS} rounds:\n"
+    )
+    head = ("schedule", "from", "first loss", "last loss", "tokens/s", "bubble")
+    yield from table(head, [_cells(*each) for each in outcomes.items()], left=2)
+    losses = [rounds[0].losses for rounds in outcomes.values() if _error(rounds) is None]
+    if len(losses) > 1:
+        most = max(abs(b - a) / abs(a) for other in losses[1:] for a, b in zip(losses[0], other, strict=True))
+        yield f"\nLargest relative difference between the losses of the runs that are ok: {most:.1e}"
+
+
+def _cells(schedule: str, rounds: Sequence[JobOutcome]) -> tuple[str, ...]:
+    from zbpipe.views.style import percent
+
+    measured = [step for outcome in rounds for step in outcome.steps[WARM_UP:]]
+    # TorchTitan gives tokens per second and device, and all devices of a pipeline work on the same tokens.
+    rates = [RANKS * step["throughput(tps)"] for step in measured]
+    bubbles = [step[BUBBLE] / 100 for step in measured if BUBBLE in step]
+    losses, error = rounds[0].losses, _error(rounds)
+    return (
+        schedule,
+        resolve(schedule).source,
+        *([f"{losses[0]:.5f}", f"{losses[-1]:.5f}"] if losses else "--"),
+        f"{median(rates):,.0f}" if rates else "-",
+        percent(median(bubbles)) if bubbles else "-",
+        "ok" if error is None else f"failed: {error}",
+    )
+
+
+def _announce_emulated() -> Iterator[str]:
+    yield (
+        f"\nThe more ranks, the more bubble there is to fill. Here are {emulated.RANKS} ranks and"
+        f" {emulated.MICROBATCHES} microbatches: the processes, the messages and torch's executor are real, the"
+        f" computing is emulated. On each rank F, I and W sleep for {1e3 * emulated.SECONDS:.0f} ms each.\n"
+    )
+
+
+def _show_emulated(found: Sequence[Emulated]) -> None:
+    """Print a table of measured and simulated times, and the last schedule's picture: planned above measured."""
+    from zbpipe.views.report import longer, table
+    from zbpipe.views.style import number, percent
+
+    usual, *_, shown = found
+    head = ("schedule", "from", "step", "vs 1F1B", "bubble", "simulated step", "vs 1F1B", "bubble")
+    rows = [
+        (
+            each.schedule,
+            resolve(each.schedule).source,
+            *(f"{each.seconds:.2f} s", longer(each.seconds, usual.seconds), percent(each.measured.bubble)),
+            f"{each.planned.makespan:.2f} s",
+            *(longer(each.planned.makespan, usual.planned.makespan), percent(each.planned.bubble)),
+        )
+        for each in found
+    ]
+    _echo(iter(table(head, rows, left=2)))
+    for what, timeline in (("planned", shown.planned), ("measured", shown.measured)):
+        click.echo(f"\n{shown.schedule} as {what}, {number(timeline.makespan)} s:")
+        timeline.show()

@@ -11,13 +11,13 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from zbpipe.cli.demo.launch import run_watched
+from zbpipe.cli.demo.launch import DemoError, run_to_end
 from zbpipe.costs.model import CostModel
 from zbpipe.schedule.garbage import importing
 from zbpipe.schedule.ir import Op
@@ -33,16 +33,11 @@ ROUNDS = 3
 _TIMEOUT = 120.0
 
 
-class DemoError(RuntimeError):
-    """The demo could not run."""
-
-
 @dataclass(frozen=True)
 class Emulated:
     """One schedule, measured and simulated."""
 
     schedule: str
-    source: str
     seconds: float
     """Median step time over the rounds."""
     planned: Timeline = field(repr=False)
@@ -50,32 +45,19 @@ class Emulated:
     measured: Timeline = field(repr=False)
     """The step closest to the median."""
 
-    def figures(self) -> dict[str, Any]:
-        """Figures for the demo's JSON file; times in seconds."""
-        return {
-            "schedule": self.schedule,
-            "source": self.source,
-            "seconds": self.seconds,
-            "bubble": self.measured.bubble,
-            "simulated_seconds": self.planned.makespan,
-            "simulated_bubble": self.planned.bubble,
-        }
-
 
 def emulate(
     ranks: int = RANKS,
     microbatches: int = MICROBATCHES,
     seconds: float = SECONDS,
     rounds: int = ROUNDS,
-    on_step: Callable[[int], None] = lambda done: None,
 ) -> list[Emulated]:
     """Run `SCHEDULES` alternately, each `rounds` times, on `ranks` processes that sleep `seconds` per F, I and W.
 
-    `on_step` is called with the number of measured steps so far. If a rank fails or the run takes over two minutes, a
-    DemoError has the end of the ranks' output.
+    If a rank fails or the run takes over two minutes, a DemoError has the end of the ranks' output.
     """
     with tempfile.TemporaryDirectory(prefix="zbpipe-demo-") as folder:
-        steps = _run(Path(folder), (ranks, microbatches, seconds, rounds), on_step)
+        steps = _run(Path(folder), (ranks, microbatches, seconds, rounds))
     return [
         _summary(name, ranks, microbatches, seconds, steps[number :: len(SCHEDULES)])
         for number, name in enumerate(SCHEDULES)
@@ -93,13 +75,13 @@ def _summary(name: str, ranks: int, microbatches: int, seconds: float, steps: Se
     took = median([step["seconds"] for step in steps])
     nearest = min(steps, key=lambda step: abs(step["seconds"] - took))
     spans = tuple(tuple(Span(Op.parse(op), start, end) for op, start, end in rank) for rank in nearest["spans"])
-    return Emulated(name, algorithm.source, took, simulate(schedule, costs), Timeline(schedule, costs, spans))
+    return Emulated(name, took, simulate(schedule, costs), Timeline(schedule, costs, spans))
 
 
-def _run(folder: Path, arguments: tuple[float, ...], on_step: Callable[[int], None]) -> list[Any]:
+def _run(folder: Path, arguments: tuple[float, ...]) -> list[Any]:
     """Steps in the order in which they ran."""
     command = [sys.executable, "-m", "zbpipe.cli.demo.emulated", str(folder), *map(str, arguments)]
-    code = run_watched(command, folder / "log", 1, _TIMEOUT, lambda: on_step(len(list(folder.glob("step-*")))))
+    code = run_to_end(command, folder / "log", 1, _TIMEOUT)
     if code != 0:
         how = f"took more than {_TIMEOUT:.0f} seconds" if code is None else f"ended with {code}"
         end = " ".join((folder / "log").read_text().split())[-500:]

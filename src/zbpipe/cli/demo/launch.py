@@ -7,8 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,6 @@ from zbpipe.frameworks.titan.versions import find_installed
 
 METRICS = "metrics.jsonl"
 """The file in the job's folder to which the demo's models write their metrics, one JSON object per step."""
-_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -35,14 +33,11 @@ class JobOutcome:
         return [step["loss_metrics/global_avg_loss"] for step in self.steps]
 
 
-def train_on_cpu(
-    arguments: Sequence[str],
-    *,
-    num_ranks: int,
-    folder: Path,
-    timeout: float,
-    on_step: Callable[[dict[str, Any]], None] = lambda step: None,
-) -> JobOutcome:
+class DemoError(RuntimeError):
+    """The demo could not run."""
+
+
+def train_on_cpu(arguments: Sequence[str], *, num_ranks: int, folder: Path, timeout: float) -> JobOutcome:
     """Train a model of the demo on `num_ranks` processes, without an accelerator.
 
     Args:
@@ -50,7 +45,6 @@ def train_on_cpu(
         num_ranks: processes; they share the cores evenly.
         folder: folder for all output: `metrics.jsonl`, `output.log` with the ranks' output, and checkpoints.
         timeout: seconds after which the job is ended.
-        on_step: called with the metrics of each step.
     """
     folder.mkdir(parents=True, exist_ok=True)
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
@@ -60,38 +54,28 @@ def train_on_cpu(
         *demo_arguments(folder, "llama3_python_stdlib"),
         *arguments,
     ]
-    steps: list[dict[str, Any]] = []
-    code = run_watched(
-        command, folder / "output.log", threads, timeout, lambda: _read_steps(folder / METRICS, steps, on_step)
-    )
+    code = run_to_end(command, folder / "output.log", threads, timeout)
+    metrics = folder / METRICS
+    steps = tuple(map(json.loads, metrics.read_text().splitlines())) if metrics.exists() else ()
     if code is None:
-        return JobOutcome(tuple(steps), f"not finished after {timeout:.0f} seconds")
-    return JobOutcome(tuple(steps), None if code == 0 else first_error(folder))
+        return JobOutcome(steps, f"not finished after {timeout:.0f} seconds")
+    return JobOutcome(steps, None if code == 0 else first_error(folder))
 
 
-def run_watched(
-    command: Sequence[str], log: Path, threads: int, timeout: float, look: Callable[[], None]
-) -> int | None:
+def run_to_end(command: Sequence[str], log: Path, threads: int, timeout: float) -> int | None:
     """Run a command without an accelerator; returns its exit code, or None after a timeout. All its processes have
-    ended.
-
-    Its output goes to `log`. `look` is called repeatedly while it runs, and once after its end.
-    """
+    ended. Its output goes to `log`."""
     settings = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
     with log.open("w") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, env=os.environ | settings, start_new_session=True
         )
         try:
-            deadline = time.monotonic() + timeout
-            while process.poll() is None and time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
-                look()
-            code = process.poll()
+            return process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
         finally:
             _end(process)
-    look()
-    return code
 
 
 def write_steps(logger: Any, file: Path) -> None:
@@ -104,14 +88,6 @@ def write_steps(logger: Any, file: Path) -> None:
             lines.write(json.dumps({"step": step, **metrics}) + "\n")
 
     logger.log = log_both
-
-
-def _read_steps(file: Path, steps: list[dict[str, Any]], on_step: Callable[[dict[str, Any]], None]) -> None:
-    """Add the new lines of `file` to `steps`."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    for line in lines[len(steps) :]:
-        steps.append(json.loads(line))
-        on_step(steps[-1])
 
 
 def demo_arguments(folder: Path, model: str) -> list[str]:
@@ -151,5 +127,5 @@ def first_error(folder: Path) -> str:
     lines = (folder / "output.log").read_text().splitlines()
     # A rank that was ended by a signal (a crash, or from outside) wrote no exception. torchrun prints the cause last.
     killed = [line.partition("traceback : ")[2] for line in lines if "traceback : Signal" in line]
-    errors = killed[-1:] or [line for line in lines if "Error: " in line]
-    return errors[0].strip() if errors else f"the job ended without its own error; see {folder / 'output.log'}"
+    errors = killed[-1:] or [line for line in lines if "Error: " in line] or lines[-1:]
+    return errors[0].strip() if errors else "the job ended without output"

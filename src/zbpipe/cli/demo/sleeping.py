@@ -108,7 +108,7 @@ def check(ran: Sequence[Ran], ops: Sequence[Op], costs: CostModel, torchs_split:
     for op, _, _, slept in ran:
         late = torchs_split and op.stage == 0
         belongs = {OpKind.B: "IW", OpKind.I: "" if late else "I", OpKind.W: "IW" if late else "W"}
-        short = any(seconds < costs.seconds(op.stage, kind) - 1e-9 for kind, seconds in slept)
+        short = any(seconds < costs.of(op.stage, kind).seconds - 1e-9 for kind, seconds in slept)
         if sorted(kind for kind, _ in slept) != list(belongs.get(op.kind, "F")) or short:
             raise AssertionError(f"{op} slept {slept}")
 
@@ -138,7 +138,7 @@ class Runner:
         self.target = batch if last in indices else None
         self._run()  # without sleep: shapes, and whatever else the first step prepares
         for index, layer in layers.items():
-            layer.seconds = {kind: costs.seconds(index, kind) for kind in layer.seconds}
+            layer.seconds = {kind: costs.of(index, kind).seconds for kind in layer.seconds}
 
     def seconds(self) -> float:
         """Run one step; returns the seconds from a common start to the end of the last rank."""

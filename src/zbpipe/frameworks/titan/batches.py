@@ -1,4 +1,4 @@
-"""The sizes of a step in TorchTitan's config, which counts sequences, or tokens since it folded the batch.
+"""Sizes of a step in TorchTitan's config, which counts sequences, or tokens since it folded the batch; checkpointing.
 
 If it counts tokens, a microbatch is one row of tokens, with as many sequences as fit. Imports no torchtitan.
 """
@@ -6,6 +6,8 @@ If it counts tokens, a microbatch is one row of tokens, with as many sequences a
 from __future__ import annotations
 
 from typing import Any
+
+from zbpipe.costs.transformer import Checkpointing
 
 
 def counts_tokens(config: Any) -> bool:
@@ -63,3 +65,14 @@ def accumulates(config: Any, data_degree: int) -> bool:
 def chunks_of_loss(config: Any) -> int:
     """Number of chunks in which the loss runs the head's backward in F; 0 if the head runs like any other layer."""
     return getattr(getattr(config, "loss", None), "num_chunks", 0)  # 0.2 has no `loss`
+
+
+def checkpointing_of(config: Any) -> Checkpointing:
+    """Checkpointing in a job's config. A budget or a custom policy counts as selective."""
+    if config is None:
+        return Checkpointing.NONE
+    mode = getattr(config, "mode", None)  # in 0.2; in 0.3 each kind has a class
+    if mode in list(Checkpointing):
+        return Checkpointing(mode)
+    is_full = any(kind.__qualname__ == "FullAC.Config" for kind in type(config).__mro__)
+    return Checkpointing.FULL if is_full else Checkpointing.SELECTIVE

@@ -9,7 +9,6 @@ from typing import Any
 
 from zbpipe.costs.torchs_split import has_torchs_split
 from zbpipe.estimation.workload import few_microbatches
-from zbpipe.frameworks.installation import find_algorithm
 from zbpipe.frameworks.job_schedule import require_sense, require_size
 from zbpipe.frameworks.options import Options
 from zbpipe.frameworks.titan import batches
@@ -28,12 +27,11 @@ _VALIDATED = Options(optimizer_step="validated")
 logger = logging.getLogger(__name__)
 
 
-def check(config: Any, options: Options) -> None:
+def check(config: Any, algorithm: Algorithm | None, options: Options) -> None:
     """Refuse settings of TorchTitan's config that cannot run, and options of zbpipe that would have no effect."""
-    name = config.parallelism.pipeline_parallel_schedule
-    algorithm = find_algorithm(name)
     if algorithm is None:
         if options != Options():
+            name = config.parallelism.pipeline_parallel_schedule
             raise ValueError(
                 f"zbpipe's options have no effect on TorchTitan's own {name}: give the CSV file as the schedule instead"
             )

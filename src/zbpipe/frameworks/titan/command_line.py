@@ -1,11 +1,18 @@
-"""zbpipe's command line arguments, in addition to those of TorchTitan. All begin with `--zbpipe.`."""
+"""Command lines of jobs: zbpipe's arguments, which all begin with `--zbpipe.`, and those of TorchTitan."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
+from zbpipe.estimation.workload import Degrees, Workload
 from zbpipe.frameworks.options import Options, add_arguments, from_arguments
+from zbpipe.frameworks.titan import cpu
+from zbpipe.frameworks.titan.versions import find_installed, require_names
+from zbpipe.schedule.ir import require_whole
+from zbpipe.schedule.user_code import import_from_here
 
 _PREFIX = "--zbpipe."
 
@@ -48,3 +55,62 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_arguments(parser, _PREFIX, steps_optimizer=True)
     return parser
+
+
+def read_workload(arguments: Sequence[str], gpus: int) -> Workload:
+    """The workload of a TorchTitan job, from its command line. `Workload.on` returns it for other degrees.
+
+        job = ["--module", "titan_integration.llama3", "--config", "llama3_70b"]
+        workload = zbpipe.frameworks.titan.command_line.read_workload(job, gpus=64)
+        zbpipe.estimate(workload, "MI300X")
+
+    Args:
+        arguments: TorchTitan's arguments, without zbpipe's. For 0.2, for example ["--job.config_file", "job.toml"].
+        gpus: GPUs of the whole job. FSDP uses those that the other degrees leave.
+
+    Raises:
+        ImportError: TorchTitan is not installed, or a version that zbpipe does not know.
+        ValueError: TorchTitan or zbpipe refuses the job: an unknown module or config, GPUs that are not a multiple of
+        the degrees, a checkpointing that the compiler chooses.
+    """
+    config = read_config(arguments, allow_float8=True)
+    from zbpipe.frameworks.titan.counting import workload_of  # not before: TorchTitan chooses its device at import
+
+    name = " ".join(value for flag, value in pairwise(arguments) if flag in _NAMING)
+    return workload_of(config, degrees_of(config, gpus), name)
+
+
+_NAMING = ("--module", "--config", "--job.config_file", "--model.name", "--model.flavor")
+"""TorchTitan's arguments that name a job."""
+
+
+def read_config(arguments: Sequence[str], *, allow_float8: bool = False) -> Any:
+    """TorchTitan's config of a command line, whose module may be in the current folder. Errors: see `read_workload`.
+
+    `allow_float8`: also on a machine whose device has no float8.
+    """
+    import_from_here()
+    find_installed()
+    if cpu.is_needed():
+        cpu.stand_in()  # TorchTitan asks for a device when it is imported
+    require_names()
+    from zbpipe.frameworks.titan import models
+
+    try:
+        return models.parse_config(parse(arguments)[1], allow_float8=allow_float8)
+    except ImportError as error:
+        raise ValueError(f"--module: {error}") from None
+
+
+def degrees_of(config: Any, num_gpus: int) -> Degrees:
+    """Parallel degrees of the config. FSDP uses the GPUs that the other degrees leave."""
+    (num_gpus,) = require_whole(1, gpus=num_gpus)
+    parallelism = config.parallelism
+    pipeline, tensor = parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree
+    context, replicas = parallelism.context_parallel_degree, parallelism.data_parallel_replicate_degree
+    each = pipeline * tensor * context * replicas
+    fsdp, rest = divmod(num_gpus, each)
+    if rest or not fsdp:
+        fitting = " or ".join(str(shards * each) for shards in (fsdp, fsdp + 1) if shards)
+        raise ValueError(f"{num_gpus} GPUs are not a multiple of PP x TP x CP x replicas = {each}: use {fitting}")
+    return Degrees(pipeline, tensor, fsdp, replicas, context, parallelism.expert_parallel_degree)

@@ -9,12 +9,19 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, replace
+from functools import cache
+from inspect import signature
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention import SDPBackend
 
+from zbpipe.frameworks.titan import batches
 from zbpipe.runtime._torch.autograd import set_available_device_type
 
 NOTICE = (
@@ -59,3 +66,78 @@ def make_summing(parallelize_fn: Callable[..., Any]) -> Callable[..., Any]:
         return model
 
     return parallelize
+
+
+def adapt(config: Any) -> None:
+    """Change the `Trainer.Config` of a job in place, so that the CPU can run it."""
+    config.training.disable_cuda_graphs = True
+    if config.model_spec is not None:
+        use_causal_attention(config.model_spec, batches.length(config.training))
+        config.model_spec = replace(config.model_spec, parallelize_fn=make_summing(config.model_spec.parallelize_fn))
+
+
+def train_spec(spec: Any) -> Any:
+    """The `TrainSpec` of a model, changed so that the CPU can run it."""
+    from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+
+    ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    torch.histc = _histogram
+    model_args = {flavor: ask_for_causal_attention(args) for flavor, args in spec.model_args.items()}
+    return replace(spec, model_args=model_args, parallelize_fn=make_summing(spec.parallelize_fn))
+
+
+def _histogram(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """`torch.histc`, with which experts count their tokens. On the CPU torch has it for floating point only."""
+    return _titans_histogram(input.float(), *args, **kwargs).to(input.dtype)
+
+
+_titans_histogram = torch.histc
+
+
+def ask_for_causal_attention(args: Any) -> Any:
+    """A model's arguments with attention that supports the CPU and meta tensors."""
+    if getattr(args, "attn_type", "sdpa") == "sdpa":
+        return args
+    changed = copy(args)
+    changed.attn_type, changed.attn_mask_type = "sdpa", "causal"
+    return changed
+
+
+@cache
+def _in_row() -> Any:
+    """TorchTitan's causal attention, for tokens in one row with a new sequence every `length` tokens."""
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+
+    class CausalAttentionInRow(ScaledDotProductAttention):  # type: ignore[misc]
+        @dataclass(kw_only=True, slots=True)
+        class Config(ScaledDotProductAttention.Config):  # type: ignore[misc]
+            length: int = 0
+            """Tokens per sequence, as in the job's config."""
+
+        def __init__(self, config: Config) -> None:
+            super().__init__(config)
+            self.length = config.length
+
+        # TorchTitan shards the arguments by these names.
+        def forward(self, q_TNH: Tensor, k_TNH: Tensor, v_TNH: Tensor, **keywords: Any) -> Any:  # noqa: N803
+            tokens = q_TNH.shape[0]
+            length = tokens if tokens % self.length else self.length
+            sequences = [each.reshape(-1, length, *each.shape[1:]) for each in (q_TNH, k_TNH, v_TNH)]
+            return super().forward(*sequences, **keywords).flatten(0, 1)
+
+    return CausalAttentionInRow
+
+
+def use_causal_attention(model_spec: Any, length: int) -> None:
+    """Change a `ModelSpec` of 0.3 and later, with sequences of `length` tokens, to attention that runs on the CPU."""
+    from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
+
+    ScaledDotProductAttention.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    in_row = "q_TNH" in signature(FlexAttention.forward).parameters
+    for masked in (FlexAttention.Config, VarlenAttention.Config):
+        for _, _, owner, attribute in list(model_spec.traverse(masked)):
+            causal = _in_row().Config(length=length) if in_row else ScaledDotProductAttention.Config()
+            if isinstance(owner, list):
+                owner[attribute] = causal
+            else:
+                setattr(owner, attribute, causal)

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from zbpipe.costs.balance import balance
-from zbpipe.costs.layers import Layer, LayerCosts, split_of
+from zbpipe.costs.layers import Layer, LayerCosts, balance, split_of
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.frameworks.layer_work import layer, products
 from zbpipe.schedule.ir import Placement
@@ -50,14 +49,14 @@ def make_cut(titans: Cut, placement: Placement, parallelism: Any, model: Model, 
         everywhere = _in_all_stages(titans, num_layers)
         names = [name for name in names if name not in everywhere]
         first, *others = layers_of(model.module, names, attention_products(model) / num_layers, how)
-        besides = {name: products(each) for name, each in modules_of(model.module).items() if name not in names}
-        costs = LayerCosts((layer(first.modules, first.f + sum(besides.values())), *others))
+        unlisted = {name: products(each) for name, each in modules_of(model.module).items() if name not in names}
+        costs = LayerCosts((layer(first.modules, first.f + sum(unlisted.values())), *others))
         parts = [[*part, *everywhere] for part in costs.modules(split_of(balance(costs, placement)))]
         *blocks, head = (layer.seconds for layer in costs.layers[1:])
         average = sum(blocks) / len(blocks)
         ends = {"+".join(others[-1].modules): head}
         # TorchTitan puts image encoders here. One patch per token.
-        ends |= {f"{name} on the first stage": layer([name], each).seconds for name, each in besides.items() if each}
+        ends |= {f"{name} on the first stage": layer([name], each).seconds for name, each in unlisted.items() if each}
         counted = ", ".join(f"{name} counts as {each / (average or 1):.2g} blocks" for name, each in ends.items())
         _log(parts, f"by work; {counted}")
         return parts

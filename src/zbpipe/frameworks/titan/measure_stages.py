@@ -8,29 +8,31 @@ exclude contention with neighbours on the same machine, and no links are measure
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from math import prod
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools import utils as titan_utils
 
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.layers import Split
 from zbpipe.estimation.workload import Degrees
-from zbpipe.frameworks.titan import cpu
-from zbpipe.frameworks.titan.workload import parse, read_config
+from zbpipe.frameworks.titan import batches, cpu, models
+from zbpipe.frameworks.titan.counting import workload_of
 from zbpipe.runtime.build import build_pipeline_schedule
 from zbpipe.runtime.measure.profiler import RankTable, average_by_kind, combine, find_overhead
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.schedule.registry import resolve
-
-if TYPE_CHECKING:  # what imports torchtitan comes later: it chooses its device at import
-    from zbpipe.frameworks.titan.models import StageUnderTest
 
 logger = logging.getLogger(__name__)
 
@@ -41,34 +43,31 @@ _SCHEDULES = ("ZBH1", "1F1B")
 """Schedules with I and W apart, and with I and W together."""
 
 
-def measure(arguments: Sequence[str], steps: int = 3) -> JobCosts:
+def measure_stages(config: Any, steps: int = 3) -> JobCosts:
     """Costs of all stages of a job's schedule, measured here without any other rank.
 
     Args:
-        arguments: TorchTitan's arguments. Tensor parallelism and data parallelism are ignored.
+        config: TorchTitan's config. Tensor parallelism and data parallelism are ignored.
         steps: number of steps to time, per stage and schedule.
 
     Raises:
-        ImportError: TorchTitan is not installed, or it is 0.2.
+        ImportError: TorchTitan is 0.2.
         ValueError: TorchTitan or zbpipe refuses the job.
     """
-    found = parse(arguments)
-    from zbpipe.frameworks.titan import models, plug  # imported here, because TorchTitan chooses its device at import
-
-    if plug.HAS_JOB_CONFIG:
+    if models.HAS_JOB_CONFIG:
         raise ImportError("zbpipe builds single stages with torchtitan 0.3, and this is 0.2")
-    ranks = found.parallelism.pipeline_parallel_degree
-    algorithm = resolve(found.parallelism.pipeline_parallel_schedule)
+    ranks = config.parallelism.pipeline_parallel_degree
+    algorithm = resolve(config.parallelism.pipeline_parallel_schedule)
     placement = algorithm.place(ranks)
     if cpu.is_needed():
-        plug.adapt_to_cpu(found)
-    workload = read_config(found, Degrees(ranks), "")
+        cpu.adapt(config)
+    workload = workload_of(config, Degrees(ranks), "")
     split = workload.split(placement, algorithm)
     if encoders := workload.layers[0].modules[1:]:
         logger.warning("%s get no images here: add their costs to stage 0", ", ".join(encoders))
     names = [[name for layer in stage for name in workload.layers[layer].modules] for stage in split]
     with _process_group() as device:
-        tables = [_table(models.stage_under_test(found, each, device), n, split, steps) for n, each in enumerate(names)]
+        tables = [_table(_build(config, each, device), n, split, steps) for n, each in enumerate(names)]
     return combine(tables, placement)
 
 
@@ -85,7 +84,7 @@ def _process_group() -> Iterator[torch.device]:
         dist.destroy_process_group()
 
 
-def _table(built: StageUnderTest, stage: int, split: Split, steps: int) -> RankTable:
+def _table(built: _Stage, stage: int, split: Split, steps: int) -> RankTable:
     """Costs of one stage."""
     is_first, is_last = stage == 0, stage == len(split) - 1
     logger.info("measuring stage %d of %d", stage, len(split))
@@ -109,7 +108,7 @@ def _table(built: StageUnderTest, stage: int, split: Split, steps: int) -> RankT
     )
 
 
-def _records(built: StageUnderTest, name: str, is_first: bool, is_last: bool, steps: int) -> list[StepRecord]:
+def _records(built: _Stage, name: str, is_first: bool, is_last: bool, steps: int) -> list[StepRecord]:
     """The record of one step for memory, and of several for times."""
     made: list[StepRecord] = []
     schedule = build_pipeline_schedule(
@@ -131,14 +130,14 @@ def _records(built: StageUnderTest, name: str, is_first: bool, is_last: bool, st
     return made
 
 
-def _input(built: StageUnderTest, is_first: bool) -> Tensor:
+def _input(built: _Stage, is_first: bool) -> Tensor:
     if is_first:
         return _tokens(built)
     width, dtype = built.hidden
     return torch.randn(*built.tokens, width, dtype=dtype, device=built.device, requires_grad=True)
 
 
-def _tokens(built: StageUnderTest) -> Tensor:
+def _tokens(built: _Stage) -> Tensor:
     return torch.randint(built.vocabulary, built.tokens, device=built.device)
 
 
@@ -158,3 +157,87 @@ class _Given(torch.autograd.Function):
 def _make_gradient(output: Tensor, target: Tensor) -> Tensor:
     loss: Tensor = _Given.apply(output)
     return loss
+
+
+class _Stage(NamedTuple):
+    """A stage of a job, ready to train."""
+
+    module: nn.Module
+    device: torch.device
+    tokens: tuple[int, ...]
+    """The shape of a microbatch's token ids."""
+    vocabulary: int
+    hidden: tuple[int, torch.dtype]
+    """Width and dtype of the stages' outputs."""
+    keywords: Mapping[str, Any]
+    """Keyword arguments of its forward."""
+    loss: Callable[[Tensor, Tensor], Tensor]
+    """Loss of the model's last stage."""
+
+
+def _build(config: Any, names: list[str], device: torch.device) -> _Stage:
+    """One stage of a `Trainer.Config` with these modules, as its `Trainer` builds it for one GPU."""
+    from torchtitan.components.loss import ChunkedLossWrapper
+
+    parallelism = replace(
+        config.parallelism,
+        pipeline_parallel_degree=1,
+        tensor_parallel_degree=1,
+        data_parallel_replicate_degree=1,
+        data_parallel_shard_degree=1,
+        fsdp_reshard_after_forward="never",  # as in a pipeline
+    )
+    dims, training = ParallelDims.from_config(parallelism, 1), config.training
+    dims.build_mesh()
+    dist_utils.set_spmd_backend(parallelism.spmd_backend)
+    with torch.device("meta"), titan_utils.set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
+        model = config.model_spec.model.build()
+    _prune(model, names)
+    model = config.model_spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=training,
+        parallelism=parallelism,
+        compile_config=config.compile,
+        ac_config=config.activation_checkpoint,
+        dump_folder=config.dump_folder,
+    )
+    model.to_empty(device=device)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)
+    model.train()
+    loss = config.loss.build(compile_config=config.compile)
+    if isinstance(loss, ChunkedLossWrapper) and model.lm_head is not None:
+        loss.set_lm_head(model.lm_head)
+        model._skip_lm_head = True
+    sizes = batches.shape(config)
+    tokens = torch.tensor(float(prod(sizes)), device=device)
+    return _Stage(
+        model,
+        device,
+        sizes,
+        config.model_spec.model.vocab_size,
+        (config.model_spec.model.dim, TORCH_DTYPE_MAP[training.mixed_precision_param]),
+        _keywords(model, sizes, batches.length(training), device),
+        lambda output, target: loss(output, target, tokens)[0],
+    )
+
+
+def _prune(model: Any, names: list[str]) -> None:
+    """Keep only these modules, as TorchTitan does when it cuts a model."""
+    for name, child in list(model.named_children()):
+        if isinstance(child, torch.nn.ModuleDict):
+            for block in [each for each in child if f"{name}.{each}" not in names]:
+                del child[block]
+        elif name not in names:
+            setattr(model, name, None)
+
+
+def _keywords(model: Any, sizes: tuple[int, ...], length: int, device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of the model: positions, and a mask if the attention takes one."""
+    positions = torch.arange(prod(sizes), device=device).remainder(length).reshape(sizes)
+    try:
+        masks = model.get_attention_masks(positions)
+    except TypeError:
+        masks = None
+    return {"positions": positions, "attention_masks": masks}

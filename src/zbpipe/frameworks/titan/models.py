@@ -6,30 +6,25 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from math import prod
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchtitan.config import TORCH_DTYPE_MAP, ConfigManager
-from torchtitan.distributed import ParallelDims, activation_checkpoint
-from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed import activation_checkpoint
 from torchtitan.tools import utils as titan_utils
 
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation.workload import ParameterBytes
-from zbpipe.frameworks.titan import batches
+from zbpipe.frameworks.titan import batches, cpu, versions
+from zbpipe.frameworks.titan.batches import checkpointing_of
 from zbpipe.frameworks.titan.layer_split import Model
-from zbpipe.frameworks.titan.plug import (
-    HAS_JOB_CONFIG,
-    ask_for_causal_attention,
-    checkpointing_of,
-)
 
+HAS_JOB_CONFIG = versions.has_job_config()
 _NO_CUDA_GRAPHS = "--training.disable_cuda_graphs"
 _SIZES = {"bfloat16": 2, "float32": 4}
 """Bytes per number."""
@@ -106,9 +101,7 @@ def build_on_meta(config: Any) -> Model:
     dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     if not HAS_JOB_CONFIG:
         model_config = config.model_spec.model
-        from zbpipe.frameworks.titan.causal_attention import use_causal_attention  # of 0.3 and later
-
-        use_causal_attention(config.model_spec, batches.length(config.training))
+        cpu.use_causal_attention(config.model_spec, batches.length(config.training))
         with _refusals():
             model_config.update_from_config(config=config)
         with torch.device("meta"), titan_utils.set_default_dtype(dtype):
@@ -118,7 +111,7 @@ def build_on_meta(config: Any) -> Model:
     if config.experimental.custom_import:
         importlib.import_module(config.experimental.custom_import)  # where the model may come from
     spec = get_train_spec(config.model.name)
-    model_args = ask_for_causal_attention(copy(spec.model_args[config.model.flavor]))
+    model_args = cpu.ask_for_causal_attention(copy(spec.model_args[config.model.flavor]))
     with _refusals():
         model_args.update_from_config(config)
     with torch.device("meta"), titan_utils.set_default_dtype(dtype):
@@ -201,87 +194,3 @@ def apply_checkpointing(config: Any, model: nn.Module) -> Checkpointing:
 def arguments_of_blocks(model: nn.Module) -> tuple[Any, ...]:
     """Arguments of a block's forward after its input."""
     return (model.freqs_cis, None, None) if HAS_JOB_CONFIG else (None,)
-
-
-class StageUnderTest(NamedTuple):
-    """A stage of a job, ready to train."""
-
-    module: nn.Module
-    device: torch.device
-    tokens: tuple[int, ...]
-    """The shape of a microbatch's token ids."""
-    vocabulary: int
-    hidden: tuple[int, torch.dtype]
-    """Width and dtype of the stages' outputs."""
-    keywords: Mapping[str, Any]
-    """Keyword arguments of its forward."""
-    loss: Callable[[Tensor, Tensor], Tensor]
-    """Loss of the model's last stage."""
-
-
-def stage_under_test(config: Any, names: list[str], device: torch.device) -> StageUnderTest:
-    """One stage of a `Trainer.Config` with these modules, as its `Trainer` builds it for one GPU."""
-    from torchtitan.components.loss import ChunkedLossWrapper
-
-    parallelism = replace(
-        config.parallelism,
-        pipeline_parallel_degree=1,
-        tensor_parallel_degree=1,
-        data_parallel_replicate_degree=1,
-        data_parallel_shard_degree=1,
-        fsdp_reshard_after_forward="never",  # as in a pipeline
-    )
-    dims, training = ParallelDims.from_config(parallelism, 1), config.training
-    dims.build_mesh()
-    dist_utils.set_spmd_backend(parallelism.spmd_backend)
-    with torch.device("meta"), titan_utils.set_default_dtype(TORCH_DTYPE_MAP[training.dtype]):
-        model = config.model_spec.model.build()
-    _prune(model, names)
-    model = config.model_spec.parallelize_fn(
-        model,
-        parallel_dims=dims,
-        training=training,
-        parallelism=parallelism,
-        compile_config=config.compile,
-        ac_config=config.activation_checkpoint,
-        dump_folder=config.dump_folder,
-    )
-    model.to_empty(device=device)
-    with torch.no_grad():
-        model.init_weights(buffer_device=None)
-    model.train()
-    loss = config.loss.build(compile_config=config.compile)
-    if isinstance(loss, ChunkedLossWrapper) and model.lm_head is not None:
-        loss.set_lm_head(model.lm_head)
-        model._skip_lm_head = True
-    sizes = batches.shape(config)
-    tokens = torch.tensor(float(prod(sizes)), device=device)
-    return StageUnderTest(
-        model,
-        device,
-        sizes,
-        config.model_spec.model.vocab_size,
-        (config.model_spec.model.dim, TORCH_DTYPE_MAP[training.mixed_precision_param]),
-        _keywords(model, sizes, batches.length(training), device),
-        lambda output, target: loss(output, target, tokens)[0],
-    )
-
-
-def _prune(model: Any, names: list[str]) -> None:
-    """Keep only these modules, as TorchTitan does when it cuts a model."""
-    for name, child in list(model.named_children()):
-        if isinstance(child, torch.nn.ModuleDict):
-            for block in [each for each in child if f"{name}.{each}" not in names]:
-                del child[block]
-        elif name not in names:
-            setattr(model, name, None)
-
-
-def _keywords(model: Any, sizes: tuple[int, ...], length: int, device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of the model: positions, and a mask if the attention takes one."""
-    positions = torch.arange(prod(sizes), device=device).remainder(length).reshape(sizes)
-    try:
-        masks = model.get_attention_masks(positions)
-    except TypeError:
-        masks = None
-    return {"positions": positions, "attention_masks": masks}

@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from copy import copy
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType, SimpleNamespace
@@ -23,11 +22,10 @@ from typing import Any, NamedTuple, get_args
 import torch
 import torchtitan.config
 import torchtitan.train
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
-from torch.nn.attention import SDPBackend
 from torchtitan.components import metrics
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import ConfigManager
@@ -37,9 +35,10 @@ from torchtitan.train import Trainer
 
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.frameworks import installation
+from zbpipe.frameworks.installation import is_placed_by_frameworks
 from zbpipe.frameworks.options import Options
-from zbpipe.frameworks.proxies import is_placed_by_frameworks
-from zbpipe.frameworks.titan import batches, cpu, dry_run, layer_split, monitor, steps
+from zbpipe.frameworks.titan import batches, cpu, dry_run, layer_split, monitor, steps, versions
+from zbpipe.frameworks.titan.batches import checkpointing_of
 from zbpipe.frameworks.titan.check import check, require_processes
 from zbpipe.frameworks.titan.command_line import asks_for_help
 from zbpipe.runtime import checks
@@ -53,8 +52,7 @@ from zbpipe.runtime.split.products import GROUPED_MM
 from zbpipe.schedule.ir import Placement
 from zbpipe.schedule.registry import Algorithm
 
-HAS_JOB_CONFIG = hasattr(torchtitan.config, "JobConfig")
-"""Whether all settings are in one `JobConfig`, as in 0.2. 0.3 has a `Trainer.Config` with a `ModelSpec`."""
+HAS_JOB_CONFIG = versions.has_job_config()
 
 PipeliningFunction = Callable[..., tuple[Any, list[Any], bool, bool]]
 """Cuts a model. Returns the schedule or its runner, the model parts, and whether this rank has the first and the last
@@ -95,7 +93,7 @@ def _config_manager(options: Options, on_cpu: bool) -> type[Any]:
                 raise SystemExit(0)
             config, rest = super()._load_config(args)
             if on_cpu:
-                adapt_to_cpu(config)
+                cpu.adapt(config)
             return config, rest
 
         def parse_args(self, args: list[str] | None = None) -> Any:
@@ -107,7 +105,7 @@ def _config_manager(options: Options, on_cpu: bool) -> type[Any]:
             # Before the ranks meet.
             if number := os.environ.get("WORLD_SIZE"):
                 require_processes(config, int(number))
-            check(config, options)
+            check(config, _find_algorithm(config.parallelism), options)
             if options.optimizer_step == "validated":
                 steps.require_own_steps(Trainer if HAS_JOB_CONFIG else type(config)._owner)
             if not HAS_JOB_CONFIG and config.model_spec is not None:
@@ -118,6 +116,10 @@ def _config_manager(options: Options, on_cpu: bool) -> type[Any]:
             return config
 
     return PluggedConfigManager
+
+
+def _find_algorithm(parallelism: Any) -> Algorithm | None:
+    return installation.find_algorithm(parallelism.pipeline_parallel_schedule)
 
 
 def _add_pipelining(spec: Any, options: Options) -> Any:
@@ -134,7 +136,7 @@ def _replace_train_specs(options: Options, on_cpu: bool) -> None:
 
     def get_plugged_train_spec(name: str) -> Any:
         spec = get_train_spec(name)
-        return _add_pipelining(_train_spec_on_cpu(spec) if on_cpu else spec, options)
+        return _add_pipelining(cpu.train_spec(spec) if on_cpu else spec, options)
 
     train_spec.get_train_spec = get_plugged_train_spec
 
@@ -161,17 +163,6 @@ class _Job(NamedTuple):
         return cls(kwargs["parallelism"], kwargs["training"], how, kwargs["model_config"], kwargs["device"])
 
 
-def checkpointing_of(config: Any) -> Checkpointing:
-    """Checkpointing in a job's config. A budget or a custom policy counts as selective."""
-    if config is None:
-        return Checkpointing.NONE
-    mode = getattr(config, "mode", None)  # in 0.2; in 0.3 each kind has a class
-    if mode in list(Checkpointing):
-        return Checkpointing(mode)
-    is_full = any(kind.__qualname__ == "FullAC.Config" for kind in type(config).__mro__)
-    return Checkpointing.FULL if is_full else Checkpointing.SELECTIVE
-
-
 def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> PipeliningFunction:
     """A model's `pipelining_fn` that also takes zbpipe's schedules. With torch's names it is the model's own.
 
@@ -180,10 +171,9 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> Pipe
 
     def pipeline(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         job = _Job.of(args, kwargs)
+        name, algorithm = job.parallelism.pipeline_parallel_schedule, _find_algorithm(job.parallelism)
         if HAS_JOB_CONFIG:
-            check(args[1], options)  # nobody has called this yet if another program started the trainer
-        name = job.parallelism.pipeline_parallel_schedule
-        algorithm = installation.find_algorithm(name)
+            check(args[1], algorithm, options)  # nobody has called this yet if another program started the trainer
         is_zbpipes = algorithm is not None and algorithm.source == "zbpipe"
         with ExitStack() as stack:
             if algorithm is not None and is_zbpipes:
@@ -444,9 +434,9 @@ def rank_with_loss(parallel_dims: Any, pp_schedule: str) -> int:
     if not parallel_dims.pp_enabled:
         return 0
     algorithm = installation.find_algorithm(pp_schedule)
-    place = parallel_dims.pp - 1 if algorithm is None else algorithm.place(parallel_dims.pp).rank_of[-1]
+    pipeline_rank = parallel_dims.pp - 1 if algorithm is None else algorithm.place(parallel_dims.pp).rank_of[-1]
     # The pipeline is the outermost dimension of TorchTitan's mesh.
-    return int(parallel_dims.world_size // parallel_dims.pp * place)
+    return int(parallel_dims.world_size // parallel_dims.pp * pipeline_rank)
 
 
 def _report_loss_where_it_is() -> None:
@@ -465,45 +455,3 @@ def _report_loss_where_it_is() -> None:
 
     metrics._get_metrics_rank = get_metrics_rank
     sys.modules[Trainer.__module__].ensure_pp_loss_visible = ensure_pp_loss_visible  # type: ignore[attr-defined]
-
-
-# The CPU.
-
-
-def adapt_to_cpu(config: Any) -> None:
-    """Change the `Trainer.Config` of a job in place, so that the CPU can run it."""
-    config.training.disable_cuda_graphs = True
-    if config.model_spec is not None:
-        from zbpipe.frameworks.titan.causal_attention import use_causal_attention  # of 0.3 and later
-
-        use_causal_attention(config.model_spec, batches.length(config.training))
-        config.model_spec = replace(
-            config.model_spec, parallelize_fn=cpu.make_summing(config.model_spec.parallelize_fn)
-        )
-
-
-def _train_spec_on_cpu(spec: Any) -> Any:
-    """The `TrainSpec` of a model, changed so that the CPU can run it."""
-    from torchtitan.models.attention import ScaledDotProductAttentionWrapper
-
-    ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
-    torch.histc = _histogram
-    model_args = {flavor: ask_for_causal_attention(args) for flavor, args in spec.model_args.items()}
-    return replace(spec, model_args=model_args, parallelize_fn=cpu.make_summing(spec.parallelize_fn))
-
-
-def _histogram(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`torch.histc`, with which experts count their tokens. On the CPU torch has it for floating point only."""
-    return _titans_histogram(input.float(), *args, **kwargs).to(input.dtype)
-
-
-_titans_histogram = torch.histc
-
-
-def ask_for_causal_attention(args: Any) -> Any:
-    """A model's arguments with attention that supports the CPU and meta tensors."""
-    if getattr(args, "attn_type", "sdpa") == "sdpa":
-        return args
-    changed = copy(args)
-    changed.attn_type, changed.attn_mask_type = "sdpa", "causal"
-    return changed

@@ -60,6 +60,11 @@ def find_installed() -> Version:
     return titan
 
 
+def has_job_config() -> bool:
+    """Whether all settings are in one `JobConfig`, as in 0.2. 0.3 has a `Trainer.Config` with a `ModelSpec`."""
+    return find_installed() is KNOWN[0]
+
+
 def describe_installed() -> str:
     """The TorchTitan that an import would find, with its version number and its folder."""
     return str(_find())
@@ -146,16 +151,16 @@ class Needed(NamedTuple):
     One list for all versions: " or " separates the old and the new place of a name or a parameter.
     """
 
-    place: str
+    path: str
     """Path below `torchtitan`, as module:attribute."""
     parameters: tuple[str, ...] = ()
     """Parameters of a function, or fields of a dataclass."""
 
     def find(self) -> Any:
         """The object with this name; None if there is none. The ImportError of another package passes."""
-        for place in self.place.split(OR):
+        for path in self.path.split(OR):
             try:
-                return resolve_name(f"torchtitan.{place}")
+                return resolve_name(f"torchtitan.{path}")
             except AttributeError:
                 continue
             except ImportError as error:
@@ -167,10 +172,10 @@ class Needed(NamedTuple):
         """Names that TorchTitan lacks, in words; empty if it has everything."""
         found = self.find()
         if found is None:
-            return [self.place.replace(":", ".")]
+            return [self.path.replace(":", ".")]
         parameters = inspect.signature(found).parameters if self.parameters else {}
         missing = [each for each in self.parameters if not parameters.keys() & set(each.split(OR))]
-        return [f"{each} of {self.place.split(OR)[0].replace(':', '.')}" for each in missing]
+        return [f"{each} of {self.path.split(OR)[0].replace(':', '.')}" for each in missing]
 
 
 OR = " or "

@@ -20,11 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-from zbpipe.costs.balance import balance
-from zbpipe.costs.layers import LayerCosts, split_of
+from zbpipe.costs.layers import LayerCosts, balance, split_of
 from zbpipe.frameworks.layer_work import layer, products
-from zbpipe.frameworks.whole_model.anatomy import Anatomy, examine
-from zbpipe.frameworks.whole_model.stage import Loss, Stage
+from zbpipe.frameworks.whole_model.anatomy import Anatomy, Loss, Stage, examine
 from zbpipe.frameworks.whole_model.tied import TiedWeights
 from zbpipe.planner.result import Plan
 from zbpipe.runtime._torch.module_views import move, release_parameters

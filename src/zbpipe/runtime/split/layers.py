@@ -375,8 +375,10 @@ class Deferral:
         made = pending.weight if isinstance(pending.weight, sources.Made) else None
         if made is not None and any(map(autograd.will_run, made.nodes)):  # this backward frees what W needs
             return True
-        for leaf in (sources.find_leaf(pending.weight),) if made is None else made.leaves:
-            hooked |= leaf is not None and autograd.has_hooks(leaf)
+        leaves = (sources.find_leaf(pending.weight),) if made is None else made.leaves
+        if all(leaf is not None and not leaf.requires_grad for leaf in leaves):  # frozen since: autograd adds nothing
+            return False
+        hooked |= any(leaf is not None and autograd.has_hooks(leaf) for leaf in leaves)
         if not wanted or hooked or self.stays_in_i or torch.is_grad_enabled():
             return True
         return not self.gradients.defer(pending, self.checks)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,16 +14,11 @@ from torch import nn
 from zbpipe.costs.transformer import LLAMA_3_8B, Block, Checkpointing
 from zbpipe.estimation.workload import ASYNC_TENSOR, Degrees, LayerWork, Workload
 from zbpipe.frameworks import layer_work
-from zbpipe.frameworks.titan import batches, command_line, cpu, layer_split
-from zbpipe.frameworks.titan.versions import find_installed, require_names
+from zbpipe.frameworks.titan import batches, layer_split, models
 from zbpipe.runtime.attributes import plain_attribute
 from zbpipe.runtime.measure.counts import LayerBytes, Operations, count_bytes, count_operations
 from zbpipe.runtime.split.work import percent
-from zbpipe.schedule.ir import COMPUTATIONS, OpKind, require_whole
-from zbpipe.schedule.user_code import import_from_here
-
-if TYPE_CHECKING:
-    from zbpipe.frameworks.titan import models
+from zbpipe.schedule.ir import COMPUTATIONS, OpKind
 
 _ON_META = (RuntimeError, NotImplementedError, TypeError)
 """Errors of modules that read values, which meta tensors lack."""
@@ -34,67 +28,8 @@ _AGAIN = {Checkpointing.NONE: 0, Checkpointing.SELECTIVE: 2, Checkpointing.FULL:
 """Number of these that I repeats: selective checkpointing keeps the scattered results."""
 
 
-def read(arguments: Sequence[str], gpus: int) -> Workload:
-    """The workload of a TorchTitan job, from its command line. `Workload.on` returns it for other degrees.
-
-        job = ["--module", "titan_integration.llama3", "--config", "llama3_70b"]
-        workload = zbpipe.frameworks.titan.workload.read(job, gpus=64)
-        zbpipe.estimate(workload, "MI300X")
-
-    Args:
-        arguments: TorchTitan's arguments, without zbpipe's. For 0.2, for example ["--job.config_file", "job.toml"].
-        gpus: GPUs of the whole job. FSDP uses those that the other degrees leave.
-
-    Raises:
-        ImportError: TorchTitan is not installed, or a version that zbpipe does not know.
-        ValueError: TorchTitan or zbpipe refuses the job: an unknown module or config, GPUs that are not a multiple of
-        the degrees, a checkpointing that the compiler chooses.
-    """
-    found = parse(arguments, allow_float8=True)
-    name = " ".join(value for flag, value in pairwise(arguments) if flag in _NAMING)
-    return read_config(found, degrees_of(found, gpus), name)
-
-
-_NAMING = ("--module", "--config", "--job.config_file", "--model.name", "--model.flavor")
-"""TorchTitan's arguments that name a job."""
-
-
-def parse(arguments: Sequence[str], *, allow_float8: bool = False) -> Any:
-    """TorchTitan's config of a command line, whose module may be in the current folder. See `read` for its errors.
-
-    `allow_float8`: also on a machine whose device has no float8.
-    """
-    import_from_here()
-    find_installed()
-    if cpu.is_needed():
-        cpu.stand_in()  # TorchTitan asks for a device when it is imported
-    require_names()
-    from zbpipe.frameworks.titan import models
-
-    try:
-        return models.parse_config(command_line.parse(arguments)[1], allow_float8=allow_float8)
-    except ImportError as error:
-        raise ValueError(f"--module: {error}") from None
-
-
-def degrees_of(config: Any, num_gpus: int) -> Degrees:
-    """Parallel degrees of the config. FSDP uses the GPUs that the other degrees leave."""
-    (num_gpus,) = require_whole(1, gpus=num_gpus)
-    parallelism = config.parallelism
-    pipeline, tensor = parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree
-    context, replicas = parallelism.context_parallel_degree, parallelism.data_parallel_replicate_degree
-    each = pipeline * tensor * context * replicas
-    fsdp, rest = divmod(num_gpus, each)
-    if rest or not fsdp:
-        fitting = " or ".join(str(shards * each) for shards in (fsdp, fsdp + 1) if shards)
-        raise ValueError(f"{num_gpus} GPUs are not a multiple of PP x TP x CP x replicas = {each}: use {fitting}")
-    return Degrees(pipeline, tensor, fsdp, replicas, context, parallelism.expert_parallel_degree)
-
-
-def read_config(config: Any, degrees: Degrees, name: str) -> Workload:
-    """The workload of TorchTitan's config on these degrees; see `read`."""
-    from zbpipe.frameworks.titan import models
-
+def workload_of(config: Any, degrees: Degrees, name: str) -> Workload:
+    """The workload of TorchTitan's config on these degrees. `Workload.on` returns it for others."""
     own = _count(config)
 
     @cache
@@ -122,8 +57,6 @@ class _Layer:
     """Key-value heads per query head."""
     experts_per_token: int = 0
     """Number of routed experts that compute each token."""
-    encoder: tuple[tuple[int, float], ...] = ()
-    """Width and products of each block of the encoders (of images) that run before the embedding."""
 
 
 @dataclass(frozen=True)
@@ -166,8 +99,6 @@ class _Counted:
 
 
 def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) -> Workload:
-    from zbpipe.frameworks.titan import models
-
     parallelism, tokens, compiled = config.parallelism, _tokens(config), models.compiles_blocks(config)
     _require_shares(config, degrees, counted)
     sizes, (option, size) = models.sizes(config, degrees.shards), batches.batch_option(config)
@@ -224,8 +155,8 @@ def _words(counted: _Counted, degrees: Degrees) -> str:
     words = "bytes counted on meta tensors" + (", shared by TP as in Llama" if degrees.tensor > 1 else "")
     if not counted.on_meta:
         words = "bytes of Llama blocks of the same width and weights in use, because these blocks read values"
-    if counted.embedding.encoder:
-        words += f"; {', '.join(counted.embedding.modules[1:])} from the weights, with one patch per token"
+    if encoders := counted.embedding.modules[1:]:
+        words += f"; {', '.join(encoders)} from the weights, with one patch per token and without activations"
     return f"{how_much}; {words}"
 
 
@@ -244,24 +175,20 @@ class _OnOneGpu:
         return [self._embedding(), *map(self._block, self.counted.blocks), head]
 
     def _embedding(self) -> LayerBytes:
-        """Bytes of the embedding and of encoders. The embedding's output counts for the first block. I computes its
-        whole gradient, which cannot be deferred."""
+        """Bytes of the embedding, whose output counts for the first block. I computes its whole gradient, which cannot
+        be deferred."""
         gradient = self._gradient(self.counted.embedding)
-        encoder = [
-            self._llama(_as_llama(width, products, keys_per_query=1), Checkpointing.NONE, 1)
-            for width, products in self.counted.embedding.encoder
-        ]
-        kept, waits = sum(each.activations for each in encoder), sum(each.waits for each in encoder)
-        return LayerBytes(kept, waits, {OpKind.F: self._hidden, OpKind.I: gradient, OpKind.B: gradient})
+        return LayerBytes(0, 0, {OpKind.F: self._hidden, OpKind.I: gradient, OpKind.B: gradient})
 
     def _block(self, layer: _Layer) -> LayerBytes:
         """The counted bytes, sharded over tensor parallelism like a Llama block of that width. Without counts, that
         block's bytes."""
         alike = _as_llama(self.counted.dim, layer.products, layer.heads_share)
-        whole, shared = (self._llama(alike, self.counted.checkpointing, each) for each in (1, self.tensor))
+        whole, shared = (self._llama(alike, each) for each in (1, self.tensor))
         return shared if layer.bytes is None else _scale(layer.bytes, whole, shared, self.context)
 
-    def _llama(self, block: Block, how: Checkpointing, tensor: int) -> LayerBytes:
+    def _llama(self, block: Block, tensor: int) -> LayerBytes:
+        how = self.counted.checkpointing
         size = self.sizes.computed * self.tokens
         working = {kind: int(size * max(block.working(how, kind, tensor), 0)) for kind in COMPUTATIONS}
         return LayerBytes(int(size * block.kept_by_f(how, tensor)), int(size * block.kept_by_i(tensor)), working)
@@ -330,8 +257,6 @@ def _scale(counted: LayerBytes, whole: LayerBytes, shared: LayerBytes, context: 
 
 def _as_llama(dim: int, products: float, keys_per_query: float) -> Block:
     """A Llama block of the same width, with as many weights per token."""
-    from zbpipe.frameworks.titan import models
-
     keys_and_values = round(2 * dim * keys_per_query)
     hidden = max(products - dim * (2 * dim + keys_and_values), 0) / (3 * dim)
     return Block(dim, dim, keys_and_values, round(hidden), **models.STYLE_OF_BLOCKS)
@@ -388,8 +313,6 @@ def _work(counted: _Counted, tokens: int, compiled: bool, layer: _Layer, found: 
 
 def _count(config: Any) -> _Counted:
     """Count the embedding, each block, and norm with head. Identical blocks are counted once."""
-    from zbpipe.frameworks.titan import models
-
     whole = models.build_on_meta(config)
     model, tokens = whole.module, _tokens(config)
     models.require_decoder(model)
@@ -424,22 +347,13 @@ def _count(config: Any) -> _Counted:
 
 def _first_layer(model: nn.Module, tokens: int) -> _Layer:
     """The embedding, and encoders of images, which run on the first stage. Each token is one patch."""
-    from zbpipe.frameworks.titan import models
-
     encoders = {name: each for name, each in model.named_children() if name not in models.PARTS and _parameters(each)}
     modules = {"tok_embeddings": model.get_submodule("tok_embeddings"), **encoders}
-    blocks = [block for each in encoders.values() for block in getattr(each, "layers", nn.ModuleDict()).values()]
     return _Layer(
         tuple(modules),
         _by_products(sum(map(layer_work.products, modules.values())), tokens, Checkpointing.NONE),
         sum(map(_parameters, modules.values())),
-        encoder=tuple((_width(block), layer_work.products(block)) for block in blocks),
     )
-
-
-def _width(block: nn.Module) -> int:
-    """Width of a block's input."""
-    return next(each.shape[-1] for each in block.parameters() if each.dim() > 1)
 
 
 def _on_meta(block: nn.Module, x: torch.Tensor, *args: Any) -> tuple[Operations, LayerBytes] | None:

@@ -1,21 +1,24 @@
-"""Requests of the playground, and answers from the simulator and the planner."""
+"""The playground: its page, the answers of simulator and planner to it, and the server on this machine alone."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qsl, urlsplit
 
-from zbpipe.costs.baseline import memory_of_1f1b
+from zbpipe.costs.memory_limit import memory_of_1f1b
 from zbpipe.costs.model import MOST, ROUNDING, CostModel, is_amount
-from zbpipe.costs.transformer import Block, Checkpointing, typical_costs, typical_times
+from zbpipe.costs.transformer import LLAMA_3_8B, Checkpointing, typical_costs, typical_times
 from zbpipe.planner.plan import plan
 from zbpipe.schedule.ir import Placement
 from zbpipe.schedule.registry import schedules
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
-from zbpipe.views.html import drawing
+from zbpipe.views.html import drawing, fill, pack
 from zbpipe.views.report import record
 
 MOST_RANKS, MOST_MICROBATCHES, MOST_STAGES = 64, 512, 8
@@ -24,16 +27,6 @@ _MOST_CELLS = 2**13
 _NAMES = ("ranks", "microbatches", "stages", "f", "i", "w", "comm", "checkpointing", "limit")
 PLAN_BUDGET = 2e6
 """Number of ops that a search may time: about a second."""
-
-# Sizes of Llama 3 (arXiv 2407.21783, the table of its models), and times of the four models of Zero Bubble Pipeline
-# Parallelism (arXiv 2401.10241, the table of profiled times): T_I and T_W by T_F, without checkpointing.
-_LLAMAS = {
-    "Llama 3 8B": (8, 32, Block(4096, 4096, 2048, 14336)),
-    "Llama 3 70B": (16, 64, Block(8192, 8192, 2048, 28672)),
-    "Llama 3 405B": (32, 128, Block(16384, 16384, 2048, 53248)),
-}
-_GPTS = {"1.5B": (8, 24, 0.50), "6.2B": (8, 32, 0.67), "14.6B": (16, 48, 0.72), "28.3B": (32, 96, 0.74)}
-_GPT_I = 0.98
 
 
 @dataclass(frozen=True)
@@ -167,23 +160,100 @@ def _answer(timeline: Timeline, setting: Setting, title: str, command: str) -> d
 
 
 def presets() -> dict[str, Setting]:
-    """Real models by name, and equal times."""
-    llamas = {
-        f"{name}, selective checkpointing": Setting(
-            ranks, microbatches, 2, _times(Checkpointing.SELECTIVE, block), 0.02, Checkpointing.SELECTIVE, None
-        )
-        for name, (ranks, microbatches, block) in _LLAMAS.items()
-    }
-    gpts = {
-        f"GPT {name} on A100, no checkpointing": Setting(
-            ranks, microbatches, 2, (1.0, _GPT_I, w), 0.02, Checkpointing.NONE, None
-        )
-        for name, (ranks, microbatches, w) in _GPTS.items()
-    }
-    equal = Setting(4, 8, 2, (1.0, 1.0, 1.0), 0.0, Checkpointing.NONE, None)
-    return {"equal times, as in the papers": equal} | llamas | gpts
+    """Equal times, and those of a transformer, by name."""
+    found = {"equal times, as in the papers": Setting(4, 8, 2, (1.0, 1.0, 1.0), 0.0, Checkpointing.NONE, None)}
+    for how in (Checkpointing.SELECTIVE, Checkpointing.NONE, Checkpointing.FULL):
+        f, i, w = typical_times(how)
+        found[f"typical transformer, {how} checkpointing"] = Setting(8, 32, 2, (f, round(i, 3), w), 0.02, how, None)
+    return found
 
 
-def _times(checkpointing: Checkpointing, block: Block) -> tuple[float, float, float]:
-    f, i, w = typical_times(checkpointing, block)
-    return f, round(i, 3), w
+ADDRESS = "127.0.0.1"
+_TIMES = [round(0.1 * n, 1) for n in range(1, 41)]
+_STOPS: dict[str, list[Any]] = {
+    "ranks": [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, MOST_RANKS],
+    "microbatches": [
+        *range(1, 17),
+        *range(18, 33, 2),
+        *range(36, 65, 4),
+        80,
+        96,
+        128,
+        192,
+        256,
+        384,
+        MOST_MICROBATCHES,
+    ],
+    "stages": [1, 2, 3, 4, 6, 8],
+    "f": _TIMES,
+    "i": _TIMES,
+    "w": [0, *_TIMES],
+    "comm": [0, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1],
+    "checkpointing": list(Checkpointing),
+    "limit": ["", 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3],
+}
+"""Stops of each slider."""
+
+
+def server(port: int = 0) -> ThreadingHTTPServer:
+    """A server on this machine's loopback address, to be started by `serve_forever`. Port 0 takes a free one."""
+    return ThreadingHTTPServer((ADDRESS, port), _Handler)
+
+
+# Users move sliders back and forth. A few hundred answers have some megabytes.
+_simulated, _planned = lru_cache(maxsize=256)(answer_simulation), lru_cache(maxsize=64)(answer_plan)
+
+
+def answer(path: str, query: str) -> tuple[int, str, str]:
+    """Status, content type and text for a request."""
+    if path == "/":
+        return 200, "text/html; charset=utf-8", _page()
+    if path not in ("/schedule", "/plan"):
+        return _json(404, {"error": f"there is no {path} here: open /"})
+    asked = dict(parse_qsl(query, keep_blank_values=True))
+    try:
+        name = asked.pop("name", "")
+        setting = Setting.parse(asked)
+        return _json(200, _planned(setting) if path == "/plan" else _simulated(setting, name))
+    except ValueError as error:
+        return _json(400, {"error": str(error)})
+
+
+def _page() -> str:
+    """The page, with the stops of its sliders and its presets."""
+    data = {
+        "stops": _STOPS,
+        "presets": {name: setting.texts() for name, setting in presets().items()},
+        "names": sorted((each.name for each in schedules().values()), key=str.lower),
+        # The page uses it to change the time of I with the checkpointing.
+        "recomputed": {how: round(LLAMA_3_8B.recomputed(how), 3) for how in Checkpointing},
+    }
+    return fill("playground.html", data=pack(data))
+
+
+def _json(status: int, body: dict[str, Any]) -> tuple[int, str, str]:
+    return status, "application/json", json.dumps(body)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers GET requests only."""
+
+    def do_GET(self) -> None:
+        # A page from another site may resolve its own name to this address. Host contains that name then.
+        if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (ADDRESS, "localhost"):
+            self._send(*_json(403, {"error": f"this server answers only at {ADDRESS} and localhost"}))
+            return
+        parts = urlsplit(self.path)
+        self._send(*answer(parts.path, parts.query))
+
+    def _send(self, status: int, kind: str, text: str) -> None:
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: the terminal belongs to the user."""

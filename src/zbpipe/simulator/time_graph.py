@@ -1,4 +1,4 @@
-"""What waits for what in a step, under each transport and with FSDP's collectives.
+"""What waits for what in a step, under each transport and with FSDP's collectives, and the times that follow.
 
 Once the lists of all ranks are fixed, that is a static graph. To the ops and messages of `Schedule.graph` come:
 
@@ -12,18 +12,26 @@ Once the lists of all ranks are fixed, that is a static graph. To the ops and me
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import reduce
 from itertools import accumulate, chain
-from typing import NamedTuple
+from math import inf
+from typing import Any, NamedTuple
 
+from zbpipe.costs.model import GATHER, REDUCE, CostModel
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.graph import CycleError, Graph
-from zbpipe.schedule.ir import Schedule
+from zbpipe.schedule.ir import OpKind, Schedule
 from zbpipe.schedule.tables import Cell
 from zbpipe.simulator.actions import COMPUTE, SENDS, WAITS, Action, Rows, message_of, other_end
 
-GATHER, HEAD, REDUCE = "UNSHARD", "HEAD", "REDUCE_GRAD"
-"""A gather, the part of a gather that precedes the first F beside it, and a reduction."""
+HEAD = "HEAD"
+"""The part of a gather that precedes the first F beside it."""
+BEGIN, GATE, QUEUE = "BEGIN", "GATE", "QUEUE"
+"""The begins of a rank, of all ranks, and of a queue."""
+NO_TIME = frozenset((BEGIN, GATE, QUEUE, *WAITS))
+"""Nodes without a time of their own."""
 
 
 class CollectiveNode(NamedTuple):
@@ -128,8 +136,8 @@ class TimeGraph(Graph[Cell]):
 
     def _add_begins(self, ahead: Sequence[int]) -> None:
         """The step begins where a rank is done with the previous one, and after `ahead` ops where all ranks are."""
-        begins = [self._add_begin((rank, "BEGIN", -1), ops[-1:]) for rank, ops in enumerate(self.ops)]
-        gate = self._add((-1, "GATE", -1), begins)
+        begins = [self._add_begin((rank, BEGIN, -1), ops[-1:]) for rank, ops in enumerate(self.ops)]
+        gate = self._add((-1, GATE, -1), begins)
         for rank, (ops, number) in enumerate(zip(self.ops, ahead, strict=True)):
             self._first[rank] = [begins[rank] if number else gate]
             self._wait_from(ops, *self._first[rank])
@@ -150,7 +158,7 @@ class TimeGraph(Graph[Cell]):
         for rank, row in enumerate(rows):
             blocking = self._first[rank]
             peers = [other for one, other in placement.hops if one == rank] if per_peer else [-1]
-            begins = {peer: self._add_begin((rank, "QUEUE", peer), ()) for peer in peers} if self.begins else {}
+            begins = {peer: self._add_begin((rank, QUEUE, peer), ()) for peer in peers} if self.begins else {}
             last = {peer: [begins[peer]] if begins else [] for peer in peers}
             """The last message of each queue."""
             for action in row:
@@ -175,7 +183,7 @@ class TimeGraph(Graph[Cell]):
             gathered = self._first[rank]
             for stage, op in sorted(first.items(), key=lambda each: each[1]):
                 gather = self._add((stage, GATHER, -1), gathered)
-                self._wait(op, [self._add((stage, HEAD, -1), gathered) if overlaps else gather])
+                self._wait(op, [self._add((stage, HEAD, self.nodes[op][2]), gathered) if overlaps else gather])
                 gathered = [gather]
                 self.collectives[rank].append(CollectiveNode(gather, op))
             last = {self.nodes[op][0]: op for op in ops if self.nodes[op][1] in ("W", "B")}
@@ -189,3 +197,58 @@ class TimeGraph(Graph[Cell]):
                 self.collectives[rank].append(CollectiveNode(reduction, op))
             if self.begins:
                 self.begins[list(self.begins)[rank]] += reduced
+
+
+def longest_path(graph: Graph[Any], seconds: Sequence[float]) -> tuple[list[float], list[float]]:
+    """Start and end of each node. It starts when all that it waits for is over, or at 0 if it waits for nothing."""
+    before, starts, ends = graph.before, [0.0] * len(graph.nodes), [0.0] * len(graph.nodes)
+    for node in graph.order:
+        waits = before[node]
+        start = -inf if waits else 0.0
+        for each in waits:
+            start = max(start, ends[each])
+        starts[node] = start
+        ends[node] = start + seconds[node]
+    return starts, ends
+
+
+def last_ends(graph: Graph[Any], seconds: Callable[[int], Any], latest: Callable[[Any, Any], Any]) -> list[Any]:
+    """As `longest_path`, for arrays, with a number for each sample: the ends for which no node waits.
+
+    Args:
+        graph: the graph.
+        seconds: durations of a node.
+        latest: the later of two times.
+    """
+    users = Counter(chain.from_iterable(graph.before))
+    ends: dict[int, Any] = {}
+    for node in graph.order:
+        waits = graph.before[node]
+        ends[node] = reduce(latest, [ends[each] for each in waits] or [0.0]) + seconds(node)
+        for each in waits:
+            users[each] -= 1
+            if not users[each]:  # arrays are large
+                del ends[each]
+    return list(ends.values())
+
+
+def durations(graph: TimeGraph, costs: CostModel) -> list[float]:
+    """Seconds of each node."""
+    rank_of = graph.schedule.placement.rank_of
+    messages: dict[tuple[int, str, float], float] = {}
+    found = []
+    for node in graph.nodes:
+        stage, kind, microbatch = node
+        if kind in SENDS:
+            size = costs.of(stage, OpKind.F if kind == "SEND_F" else OpKind.I, microbatch).message
+            if (key := (stage, kind, size)) not in messages:
+                messages[key] = costs.transfer(rank_of[stage], rank_of[other_end(node).stage], size)
+            found.append(messages[key])
+        elif kind == HEAD:
+            gather = costs.of(stage, GATHER, microbatch).seconds
+            found.append(max(gather - costs.of(stage, OpKind.F, microbatch).seconds, 0.0))
+        elif kind in NO_TIME:
+            found.append(0.0)
+        else:
+            found.append(costs.of(stage, kind, microbatch).seconds)
+    return found

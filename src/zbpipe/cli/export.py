@@ -11,9 +11,9 @@ from zbpipe.cli.costs import Costs, limit_option
 from zbpipe.cli.named import Request, request_options
 from zbpipe.costs.memory_limit import RELATIVE, MemoryLimit
 from zbpipe.costs.model import CostModel
-from zbpipe.schedule.files import read_text
 from zbpipe.schedule.ir import Schedule
-from zbpipe.simulator.actions import check_table
+from zbpipe.schedule.user_code import read_text
+from zbpipe.simulator.message_checks import check_table
 from zbpipe.simulator.validation import validate as findings_of
 
 _IN_SHARES = f"{RELATIVE}, or a number in units of a rank's share of one microbatch"

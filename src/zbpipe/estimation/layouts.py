@@ -12,7 +12,7 @@ from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation.devices import Device, find
 from zbpipe.estimation.estimate import estimate
 from zbpipe.estimation.rates import rates
-from zbpipe.estimation.result import Estimate
+from zbpipe.estimation.rows import Estimate
 from zbpipe.estimation.workload import Degrees, Workload
 
 FEW = ("1F1B", "Interleaved1F1B", "ZBV", "VHalf")

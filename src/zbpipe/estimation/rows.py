@@ -93,12 +93,12 @@ class Step:
         return self.fits and self.runs
 
 
-def answer(pipeline: Step, alone: Step) -> Answer:
+def answer(pipeline: Step, fsdp: Step) -> Answer:
     """Whether a pipeline pays, from its step and the one without: surely at all plausible speeds."""
-    _, most = pipeline.relative_range(alone)
+    _, most = pipeline.relative_range(fsdp)
     if most <= 1 - DECIDED:
         return Answer.YES
-    return Answer.NO if pipeline.seconds > (1 - HARDLY) * alone.seconds else Answer.UNDECIDED
+    return Answer.NO if pipeline.seconds > (1 - HARDLY) * fsdp.seconds else Answer.UNDECIDED
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,8 @@ class Estimate:
     @property
     def on_these_degrees(self) -> Step | None:
         """The fastest schedule that fits and uses the pipeline ranks, if there are several. None if nothing does."""
-        alone = self.workload.degrees.pipeline == 1
-        wanted = (step for step in self.steps if alone == (step.timeline is None))
+        has_none = self.workload.degrees.pipeline == 1
+        wanted = (step for step in self.steps if has_none == (step.timeline is None))
         return next((step for step in wanted if step.is_usable), None)
 
     def _named(self, name: str) -> Step | None:
