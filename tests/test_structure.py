@@ -27,7 +27,7 @@ BUDGETS = {
     "src/zbpipe/cli": 1830,
     "src/zbpipe/costs": 960,
     "src/zbpipe/estimation": 1050,
-    "src/zbpipe/frameworks": 2885,
+    "src/zbpipe/frameworks": 2855,
     "src/zbpipe/planner": 1760,
     "src/zbpipe/runtime": 8200,
     "src/zbpipe/schedule": 730,
