@@ -112,7 +112,7 @@ def find_changes(recorded: Set[str], seen: Set[str]) -> set[str]:
     """
     untried = {each for each in recorded if each.endswith(_UNTRIED)}
     known = tuple(re.sub(f"({re.escape(_UNTRIED[:-2])})+ \\|$", " |", each) for each in untried)
-    return recorded - seen - untried | {each for each in seen - recorded if not each.startswith(known)}
+    return set(recorded - seen - untried) | {each for each in seen - recorded if not each.startswith(known)}
 
 
 def read(page: str) -> dict[str, tuple[str, dict[str, str]]]:

@@ -66,7 +66,7 @@ def test_the_bound_repeats_the_rule(data: st.DataObject) -> None:
         for stage in stages if kind is OpKind.F else reversed(stages):
             rows[placement.rank_of[stage]].append(Op(stage, kind, 0))
     timeline = simulate(Schedule("alone", placement, 1, tuple(map(tuple, rows))), costs)
-    path = bound._alone(placement, costs)
+    path = bound._alone(placement, bound._Possible(costs, frozenset()))
     for span in chain.from_iterable(timeline.spans):
         if span.op.kind is OpKind.F:
             assert (span.start, span.end) == (path.forward_start[span.op.stage], path.forward_end[span.op.stage])

@@ -204,7 +204,7 @@ def test_memory_is_taken_and_given_back(run: Run, num_steps: int) -> None:
         )
 
 
-HUNGRY = {"freed_by_i": -0.5, "working": {OpKind.F: 0.5, OpKind.I: (4.0,), OpKind.B: 2}}
+HUNGRY: dict[str, Any] = {"freed_by_i": -0.5, "working": {OpKind.F: 0.5, OpKind.I: (4.0,), OpKind.B: 2}}
 
 
 def plain_memory(run: Run, op: Op, position: int, rank: int) -> float:
