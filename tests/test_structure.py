@@ -34,7 +34,7 @@ BUDGETS = {
     "src/zbpipe/simulator": 1870,
     "src/zbpipe/titan": 110,
     "src/zbpipe/views": 1280,
-    "tests": 24700,
+    "tests": 23850,
     "benchmarks": 3030,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
