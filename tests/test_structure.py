@@ -34,7 +34,7 @@ BUDGETS = {
     "src/zbpipe/simulator": 1870,
     "src/zbpipe/titan": 100,
     "src/zbpipe/views": 1180,
-    "tests": 24240,
+    "tests": 23600,
     "benchmarks": 2700,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
