@@ -49,10 +49,10 @@ def test_a_schedule_or_a_plan_runs_as_it_is() -> None:
         assert built.schedule == ops
         assert len(gradients) == 2
         torch.testing.assert_close(gradients, expected)
-    assert trained(plan)[0].by_size.costs == costs
+    assert trained(plan)[0].lists.costs == costs
     adopting, _ = trained("ZBV")
     adopting.adopt(plan)
-    assert (adopting.schedule, adopting.by_size.costs) == (plan.schedule, costs)
+    assert (adopting.schedule, adopting.lists.costs) == (plan.schedule, costs)
     # A name means its own class, also after a schedule of that name was given.
     assert type(trained("ZBV")[0]) is zbpipe.ScheduleZBV
 
@@ -197,7 +197,7 @@ def from_the_first() -> list[str]:
     stages = [PipelineStage(nn.Linear(4, 4), index, planned.schedule.placement.num_stages, CPU) for index in indices]
     built = zbpipe.build_pipeline_schedule(planned, stages, 4, nn.functional.mse_loss)
     assert isinstance(built, RegisteredSchedule)
-    assert built.by_size.costs == planned.timeline.costs
+    assert built.lists.costs == planned.timeline.costs
     found = [str(planned.schedule)]
     for wrong in (fail, lambda: "ZBV"):
         try:

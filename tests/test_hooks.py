@@ -16,8 +16,8 @@ from torch.distributed.pipelining import PipelineStage
 import zbpipe
 from zbpipe.runtime._torch import hooks as torch_hooks
 from zbpipe.runtime._torch import pipelining
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.hooks import HookOrder
-from zbpipe.runtime.attributes import replaced
 
 ORDERS = (HookOrder.FOLLOW, HookOrder.CHECK, HookOrder.COPY)
 

@@ -18,7 +18,7 @@ from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit, MemoryLimitLike
 from zbpipe.costs.model import CostModel, least_room
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import Objective
-from zbpipe.runtime import arguments, checks
+from zbpipe.runtime import checks
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.logs import log_visibly
 from zbpipe.runtime.measure.profiler import Profiler
@@ -119,10 +119,10 @@ class AutoSchedule(RegisteredSchedule):
         measured: Callable[[JobCosts], None] = lambda costs: None,
         **options: Any,
     ) -> None:
-        arguments.require_above_0("budget", budget)
+        checks.require_above_0("budget", budget)
         (profile_steps,) = require_whole(1, profile_steps=profile_steps)
-        arguments.require_group(group)
-        arguments.require_callable(measured=measured)
+        checks.require_group(group)
+        checks.require_callable(measured=measured)
         super().__init__(stages, n_microbatches, loss_fn, *args, memory_limit=memory_limit, **options)
         self.outcome: AutoOutcome | None = None
         self._offload = Offload.parse(offload)
@@ -154,7 +154,7 @@ class AutoSchedule(RegisteredSchedule):
         return offloaded(lean, costs, what=self._offload) if self._offload else lean
 
     def _find_limits(self, number: int, costs: CostModel) -> tuple[float, ...]:
-        return find_memory_limits(self.by_size.limit, costs, self.placement.num_ranks, number)
+        return find_memory_limits(self.lists.limit, costs, self.placement.num_ranks, number)
 
     def _plan(self, costs: JobCosts) -> None:
         records = self._profiler.records

@@ -1,21 +1,23 @@
-"""Checks before a run: options, stages, orders and batches that do not fit a schedule are refused."""
+"""Checks of all input: arguments, options, stages, orders and batches. A ValueError names the value and a valid one."""
 
 from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from zbpipe.costs.transport import Receives
-from zbpipe.runtime import arguments
 from zbpipe.runtime._torch import fsdp_overlap, hooks, pipelining
 from zbpipe.runtime.split.stage import SplitBackward, is_split
 from zbpipe.schedule import registry
@@ -38,6 +40,55 @@ _WAY_OUT = (
 )
 
 
+def require_schedule(what: str, schedule: object) -> None:
+    """Refuse anything but a schedule of torch or zbpipe."""
+    if not isinstance(schedule, pipelining.PipelineSchedule):
+        raise ValueError(
+            f"{what} takes a schedule on its stages, from zbpipe.build_pipeline_schedule, got {schedule!r}"
+        )
+
+
+def require_known(who: str, options: Iterable[str], known: set[str]) -> None:
+    """Refuse the first of `options` that is not `known`. The message lists the known options, and names the nearest."""
+    for option in options:
+        if option not in known:
+            near = get_close_matches(option, known, n=1)
+            hint = f"did you mean {near[0]!r}? It" if near else "it"
+            raise ValueError(f"{who} has no option {option!r}; {hint} takes: {', '.join(sorted(known))}")
+
+
+def require_above_0(name: str, number: object) -> None:
+    """Refuse anything but a number above 0. None is accepted."""
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if number is not None and not (is_number and number > 0):  # type: ignore[operator]
+        raise ValueError(f"{name} has to be a number above 0, or None for the default, got {name}={number!r}")
+
+
+def require_callable(**functions: object) -> None:
+    """Refuse the first of `functions` that cannot be called."""
+    for name, function in functions.items():
+        if not callable(function):
+            raise ValueError(f"{name} has to be a function, got {function!r}")
+
+
+def require_group(group: object) -> None:
+    """Refuse anything but a process group. None means all ranks of the job."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group has to be a process group of torch.distributed, or None for all ranks, got {group!r}")
+
+
+def require_path(name: str, path: Any) -> None:
+    """Refuse anything but a file path. None means no file."""
+    if path is not None and not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"{name} has to be the path of a file, got {path!r}")
+
+
+def require_yes_or_no(name: str, value: object) -> None:
+    """Refuse anything but True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} has to be True or False, got {value!r}")
+
+
 def require_writable(file: str | Path) -> None:
     """Refuse an unwritable file before the job runs; creates the folder if it is missing."""
     path = Path(file)
@@ -56,7 +107,7 @@ def require_options(name: str, options: Iterable[str], build: Callable[..., Any]
     """Refuse options that a schedule lacks with the installed torch: neither arguments of `build` nor in `more`."""
     no_options = {"self", "stage", "stages", "n_microbatches", "loss_fn", "args", "options"}
     known = set(inspect.signature(build).parameters) - no_options | set(more) - no_options
-    arguments.require_known(f"{name} on this torch", options, known)
+    require_known(f"{name} on this torch", options, known)
 
 
 def require_cut(name: str, placement: Placement, num_layers: int, cut: int | None, field: str) -> None:

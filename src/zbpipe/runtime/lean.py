@@ -14,7 +14,7 @@ from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import Checkpointing, usual_costs
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import checkpoints, hooks, pipelining
-from zbpipe.runtime.attributes import plain_attribute
+from zbpipe.runtime._torch.attributes import plain_attribute
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
 

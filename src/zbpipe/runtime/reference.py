@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zbpipe.runtime._torch import autograd, compiled_backward, fsdp, pipelining
-from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime.contents import Contents, keep_shared_generators
 from zbpipe.runtime.optimizer.backup import RandomState
 from zbpipe.runtime.split.layers import deferrals

@@ -17,10 +17,10 @@ from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.planner.result import Plan
-from zbpipe.runtime import arguments, checks, tied_weights
+from zbpipe.runtime import checks, tied_weights
 from zbpipe.runtime._torch import fsdp, fsdp_overlap, hooks, pipelining, running_ahead
 from zbpipe.runtime._torch.fsdp_overlap import FsdpMode
-from zbpipe.runtime.lowering import Lowering, find_usual_transport
+from zbpipe.runtime.lists import Lists, find_usual_transport
 from zbpipe.runtime.offload.beside import Copies
 from zbpipe.runtime.offload.copiers import make_copier
 from zbpipe.runtime.optimizer.backup import RandomState
@@ -28,12 +28,11 @@ from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.ranks.step_board import StepBoard
 from zbpipe.runtime.ranks.step_failures import StepFailures
 from zbpipe.runtime.ranks.step_sizes import StepSizes
-from zbpipe.runtime.schedules_by_size import SchedulesBySize
+from zbpipe.runtime.ranks.warm_up import warm_up
 from zbpipe.runtime.split import stage as split
 from zbpipe.runtime.split.loss import defer_in_loss
 from zbpipe.runtime.split.products import WeightGradients
 from zbpipe.runtime.split.stage import SplitBackward
-from zbpipe.runtime.warm_up import warm_up
 from zbpipe.schedule.files import read_text
 from zbpipe.schedule.garbage import without_collections
 from zbpipe.schedule.ir import OpKind, Schedule, require_whole
@@ -153,8 +152,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         **options: Any,
     ) -> None:
         algorithm = self.algorithm
-        arguments.require_yes_or_no("defer_loss", defer_loss)
-        arguments.require_yes_or_no("plain", plain)
+        checks.require_yes_or_no("defer_loss", defer_loss)
+        checks.require_yes_or_no("plain", plain)
         if plain:
             logger.warning("plain: %s", PLAIN)
             fsdp_mode = "torch"
@@ -168,8 +167,9 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         costs = None if costs is None else as_cost_model(costs, self.placement)
         self.transport = transport or find_usual_transport(stages[0])
         self._is_plain = plain
-        self.by_size = SchedulesBySize(algorithm, self.placement, costs, limit, wanted, self.transport)
-        schedule = self.by_size.of(n_microbatches, self.by_size.make)
+        frees_early = options.get("max_outstanding_sends") is None
+        self.lists = Lists(algorithm, self.placement, costs, limit, wanted, self.transport, asked_receives, frees_early)
+        schedule = self.lists.of(n_microbatches, self.lists.make)
         gradients = WeightGradients(may_fuse=not plain)
         self._split: Callable[[], object] | None = partial(
             split.split_backward, stages, split_backward, gradients, in_compiled_regions=not plain
@@ -184,7 +184,6 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             stage.fsdp_mode = fsdp_mode
         if words := fsdp_overlap.describe(fsdp_mode, (stage.submod for stage in stages)):
             logger.info("%s", words)
-        self._lowering = Lowering(asked_receives, self.transport, options.get("max_outstanding_sends") is None)
         self._board = StepBoard(stages[0])
         self._failures = StepFailures(self._board, has_events=not plain)
         self.sizes = StepSizes(self._board, n_microbatches)
@@ -225,14 +224,12 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         checks.require_same_placement(schedule, self.placement)
         checks.require_pairs(schedule, hooks.stages_of(self))
         if costs is not None:
-            self._use_costs(as_cost_model(costs, self.placement))
+            self.lists.use_costs(as_cost_model(costs, self.placement))
         if schedule.num_microbatches == pipelining.num_microbatches(self):
             self._use(schedule)
         else:
             checks.require_runnable(schedule)
-        self.by_size.adopt(schedule)
-        # Another rank may have adopted a schedule that is new, where this one returns to a known one.
-        self._lowering.forget_agreement()
+        self.lists.adopt(schedule)
 
     def load_table(self, file: str) -> None:
         self.adopt(Schedule.from_csv(read_text(file), name=str(file)))
@@ -256,7 +253,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     def remake(self, costs: CostModel) -> None:
         """Remake all schedules that were not adopted, for these costs. All ranks have to call this."""
-        self._use_costs(costs)
+        self.lists.use_costs(costs)
         self._use(self.for_microbatches(pipelining.num_microbatches(self)))
 
     def for_microbatches(self, number: int) -> Schedule:
@@ -265,15 +262,11 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         Raises:
             ValueError: there is no such schedule, for example because the running one is a table.
         """
-        return self.by_size.of(number, self.make_for_microbatches)
+        return self.lists.of(number, self.make_for_microbatches)
 
     def make_for_microbatches(self, number: int) -> Schedule:
         """The schedule for another number of microbatches, the same on all ranks."""
-        return self.by_size.make(number, runs_ahead=self._optimizer_step is not None)
-
-    def _use_costs(self, costs: CostModel) -> None:
-        self.by_size.use_costs(costs)
-        self._lowering.forget()
+        return self.lists.make(number)
 
     @without_collections()
     def _take_microbatches(self, number: int) -> None:
@@ -294,8 +287,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     def _use(self, schedule: Schedule) -> None:
         """Run a schedule from the next step on. It has that step's number of microbatches."""
         schedule = schedule.computations if self._is_plain else schedule
-        stages, costs = hooks.stages_of(self), self.by_size.simulated_costs
-        lowered = self._lowering.lower(self, schedule, costs)
+        stages, costs = hooks.stages_of(self), self.lists.simulated_costs
+        lowered = self.lists.lower(self, schedule)
         if self._split and OpKind.I in schedule.kinds:
             self._split()
             self._split = None
@@ -401,8 +394,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     def run_ahead_of(self, optimizer_step: ValidatedStep) -> None:
         """Begin steps from now on while the validation of the last optimizer step is pending."""
-        self._optimizer_step = optimizer_step
-        if (schedule := self.by_size.make_to_run_ahead(self.schedule)) != self.schedule:
+        self._optimizer_step, self.lists.runs_ahead = optimizer_step, True
+        if (schedule := self.lists.make_to_run_ahead(self.schedule)) != self.schedule:
             self.adopt(schedule)
 
     @property
@@ -417,8 +410,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     def gain_of_running_ahead(self) -> float:
         """Simulated share of a step saved by running ahead; 0 with copies to the host, which cannot be undone."""
-        schedule = self.by_size.make_to_run_ahead(self.schedule)
-        return 0.0 if schedule.has_copies else gain(schedule, self.by_size.simulated_costs)
+        schedule = self.lists.make_to_run_ahead(self.schedule)
+        return 0.0 if schedule.has_copies else gain(schedule, self.lists.simulated_costs)
 
     def finish_optimizer_step(self) -> None:
         """Wait until the last optimizer step is validated."""
@@ -426,4 +419,4 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             self._optimizer_step.finish()
 
     def _cut(self) -> RunAhead | None:
-        return self._running.cut(self, self.by_size.simulated_costs)
+        return self._running.cut(self, self.lists.simulated_costs)

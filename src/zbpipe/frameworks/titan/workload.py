@@ -17,7 +17,7 @@ from zbpipe.estimation.workload import ASYNC_TENSOR, Degrees, LayerWork, Workloa
 from zbpipe.frameworks import layer_work
 from zbpipe.frameworks.titan import batches, command_line, cpu, layer_split
 from zbpipe.frameworks.titan.versions import find_installed, require_names
-from zbpipe.runtime.attributes import plain_attribute
+from zbpipe.runtime._torch.attributes import plain_attribute
 from zbpipe.runtime.measure.counts import LayerBytes, Operations, count_bytes, count_operations
 from zbpipe.runtime.split.work import percent
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, require_whole

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime._torch.attributes import replaced
 
 PLAIN = (Tensor, nn.Parameter)
 """Types of weights whose gradient is only a product of x and dY."""

@@ -22,8 +22,8 @@ from torch._guards import CompileContext, TracingContext, compile_context, traci
 from torch.fx import Graph, GraphModule, Node
 
 from zbpipe.runtime._torch import autograd
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.later import postpone
-from zbpipe.runtime.attributes import replaced
 
 _aten = torch.ops.aten
 _VIEWS = {

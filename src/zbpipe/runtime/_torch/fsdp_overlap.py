@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.fsdp import (
     free_all,
     groups_of,
@@ -27,7 +28,6 @@ from zbpipe.runtime._torch.fsdp import (
     list_unsharded,
     settle_group,
 )
-from zbpipe.runtime.attributes import replaced
 
 FsdpMode = Literal["overlap", "reshard", "torch"]
 """When FSDP2's collectives run, see `zbpipe.runtime.schedules.RegisteredSchedule`."""

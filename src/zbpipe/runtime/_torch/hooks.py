@@ -11,7 +11,7 @@ from typing import Any, cast
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineSchedule
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime._torch.attributes import replaced
 
 Call = Callable[..., Any]
 

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as _is_traceable
 
 from zbpipe.runtime._torch import autograd
-from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime._torch.attributes import replaced
 
 _MOST_NODES = 1000
 """Limit of nodes of a layer among which Functions are looked for."""

@@ -29,6 +29,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from zbpipe.runtime._torch import fsdp_overlap
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.autograd import tree_map_only
 from zbpipe.runtime._torch.buffers import (
     WAIT_KINDS,
@@ -40,7 +41,6 @@ from zbpipe.runtime._torch.buffers import (
 from zbpipe.runtime._torch.fsdp import is_fsdp
 from zbpipe.runtime._torch.hooks import HookOrder, Routed, hook
 from zbpipe.runtime._torch.place import Place, Receives
-from zbpipe.runtime.attributes import replaced
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.actions import Action, Rows
 

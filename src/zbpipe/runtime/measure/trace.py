@@ -13,7 +13,7 @@ import torch.distributed as dist
 from zbpipe.costs.model import CostModel
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import hooks, pipelining
-from zbpipe.runtime.lowering import find_messages
+from zbpipe.runtime.lists import find_messages
 from zbpipe.runtime.measure.collectives import Collectives, find_exposed, measure_collectives
 from zbpipe.runtime.measure.profiler import Links, RankTable, average_by_kind, combine, find_placement, measure_links
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect

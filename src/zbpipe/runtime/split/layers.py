@@ -29,8 +29,8 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from zbpipe.runtime._torch import autograd, compiler, fsdp
+from zbpipe.runtime._torch.attributes import declares
 from zbpipe.runtime._torch.autograd import PLAIN
-from zbpipe.runtime.attributes import declares
 from zbpipe.runtime.split.contents import Checks
 from zbpipe.runtime.split.functions import Functions
 from zbpipe.runtime.split.further import Further, swap

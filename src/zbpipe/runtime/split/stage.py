@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zbpipe.costs.job import ENOUGH
 from zbpipe.runtime._torch import autograd, compiler, fsdp, pipelining
-from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime.split.delaying import delay_in_i_alone, delaying, forget
 from zbpipe.runtime.split.last_w import accumulate, accumulate_and_reduce
 from zbpipe.runtime.split.layers import (

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from zbpipe.runtime._torch import autograd, fsdp, graph_products
-from zbpipe.runtime.attributes import plain_attribute, replaced
+from zbpipe.runtime._torch.attributes import plain_attribute, replaced
 from zbpipe.runtime.split.delaying import delays
 from zbpipe.runtime.split.layers import Deferral, deferral_of
 from zbpipe.runtime.split.products import PendingGradient

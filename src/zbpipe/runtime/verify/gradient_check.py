@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpipe.runtime import arguments
+from zbpipe.runtime import checks
 from zbpipe.runtime._torch import autograd, fsdp, hooks, pipelining
 from zbpipe.runtime._torch.fsdp_overlap import without_overlap
 from zbpipe.runtime.measure.recording import Wanted, Watcher, watch
@@ -98,15 +98,15 @@ class GradientCheck(Watcher):
         tolerance: float | None = None,
         done: Callable[[GradientReport], None] = lambda report: None,
     ) -> None:
-        arguments.require_schedule("zbpipe.GradientCheck", schedule)
+        checks.require_schedule("zbpipe.GradientCheck", schedule)
         if not isinstance(schedule, RegisteredSchedule):
             raise ValueError(
                 f"{type(schedule).__name__} does not have zbpipe's split, so there is nothing to check: use one of"
                 " zbpipe's schedules, for example ZBVLean, which stays within about 1F1B's memory"
             )
         (steps,) = require_whole(1, steps=steps)
-        arguments.require_above_0("tolerance", tolerance)
-        arguments.require_callable(done=done)
+        checks.require_above_0("tolerance", tolerance)
+        checks.require_callable(done=done)
         self.report: GradientReport | None = None
         self._left = steps
         self._tolerance = tolerance
