@@ -44,7 +44,7 @@ class Compared:
             found = train(self.module, *inputs, call=call)
         left = list(pending)
         if not on_trial:  # then it is added already
-            accumulate(pending)
+            list(accumulate(pending))
         torch.testing.assert_close(found, train(self.plain, *inputs, call=call), **self.of_y)
         self.compare()
         return left

@@ -43,6 +43,7 @@ import zbpipe
 from zbpipe.runtime._torch import compiled_backward
 from zbpipe.runtime.split import layers
 from zbpipe.runtime.split.products import LINEAR, PendingGradient
+from zbpipe.runtime.split.stage import find_pending
 from zbpipe.runtime.verify import GradientReport
 from zbpipe.runtime.verify.gradient_report import GradientMismatchError
 from zbpipe.runtime.verify.one_process import schedule_w_last
@@ -632,7 +633,7 @@ def test_the_parts_are_left_as_they_were(one_rank: None) -> None:
     owed: list[int] = []
     watched = schedule._stages[1]
     w = watched.backward_weight_one_chunk
-    watched.backward_weight_one_chunk = lambda n, **kwargs: (owed.append(len(watched._deferred[n])), w(n, **kwargs))
+    watched.backward_weight_one_chunk = lambda n, **kwargs: (owed.append(len(find_pending(watched, n))), w(n, **kwargs))
     schedule.step(tokens, target=targets)
     assert owed == [13, 13]
 

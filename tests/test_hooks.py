@@ -15,9 +15,9 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe.runtime._torch import hooks as torch_hooks
-from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.hooks import HookOrder
+from zbpipe.runtime._torch.stage_work import own
 
 ORDERS = (HookOrder.FOLLOW, HookOrder.CHECK, HookOrder.COPY)
 
@@ -96,5 +96,5 @@ def test_a_check_is_no_backward_of_a_framework(one_rank: None) -> None:
 
     vars(second)["backward_maybe_with_nosync"] = frameworks
     with torch_hooks.route_calls(schedule, route, route, route):
-        assert pipelining.has_own_backward(first) == ""
-        assert pipelining.has_own_backward(second).endswith("frameworks")
+        assert own(first).own_backward == ""
+        assert own(second).own_backward.endswith("frameworks")

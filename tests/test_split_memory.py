@@ -21,7 +21,7 @@ from zbpipe.costs.transformer import Block, Checkpointing
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.ownership import copy_if_shared
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients
-from zbpipe.runtime.split.stage import split_backward
+from zbpipe.runtime.split.stage import find_pending, split_backward
 
 WIDTH, TOKENS = 8, 4
 SIZE = Size(dim=64, seq=32, batch=2, head_dim=16)
@@ -87,7 +87,7 @@ def assert_exact(checkpointing: Checkpointing, dtypes: str, backend: str) -> Non
     left = bytes_left(stage.f_and_i)
     size = 4 if dtypes == "float32" else 2
     expected = size * BLOCK.kept_by_i() * SIZE.seq * SIZE.batch * SIZE.blocks
-    assert (bytes_of(stage.stage._deferred[0]), left) == (expected, expected)  # type: ignore[attr-defined]
+    assert (bytes_of(find_pending(stage.stage, 0)), left) == (expected, expected)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -285,7 +285,7 @@ def test_what_the_last_stage_received_waits_as_it_is(one_rank: None) -> None:
         del received
         losses.append(last.forward_one_chunk(0, ()).square().sum())
         last.backward_one_chunk(0, losses[-1], full_backward=False)
-        pending = list(last._deferred[0])  # type: ignore[attr-defined]
+        pending = list(find_pending(last, 0))
         last.backward_weight_one_chunk(0)
         last.clear_runtime_states()
     assert [gradient.x.data_ptr() for gradient in pending] == [place]

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from zbpipe.costs.transport import Receives
 from zbpipe.runtime._torch import fsdp_overlap, hooks, pipelining
-from zbpipe.runtime.split.stage import SplitBackward, is_split
+from zbpipe.runtime.split.stage import SplitBackward, find_split
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
 from zbpipe.simulator.actions import Rows, find_mixed_up_messages, validate_lowered
@@ -304,7 +304,7 @@ def _describe(shapes: Iterable[torch.Size]) -> str:
 def require_scaled_once(runtime: pipelining.PipelineSchedule, name: str) -> None:
     """Refuse a parameter that two stages share: torch would scale its gradient once per stage."""
     stages = hooks.stages_of(runtime)
-    if not runtime.scale_grads or all(map(is_split, stages)):
+    if not runtime.scale_grads or all(map(find_split, stages)):
         return
     owners: dict[int, int] = {}
     for stage in stages:
@@ -375,7 +375,7 @@ def require_offload(what: Offload | None, split_backward: SplitBackward, spell: 
 
 def require_pairs(schedule: Schedule, stages: Sequence[pipelining.Stage]) -> None:
     """Refuse to offload deferred gradients of torch's own split, which keeps them in autograd's graph."""
-    if OpKind.OI in schedule.kinds and not all(map(is_split, stages)):
+    if OpKind.OI in schedule.kinds and not all(map(find_split, stages)):
         raise ValueError(
             f"schedule {schedule.name} offloads deferred gradients, and only zbpipe's split frees them: keep"
             " split_backward='deferred', or use offload='activations'"

@@ -180,8 +180,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         if self.defers_loss and loss_fn is not None:
             loss_fn = defer_in_loss(loss_fn, gradients)
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)
-        for stage in self.own_stages:
-            stage.fsdp_mode = fsdp_mode
+        for work in self.works:
+            work.fsdp_mode = fsdp_mode
         if words := fsdp_overlap.describe(fsdp_mode, (stage.submod for stage in stages)):
             logger.info("%s", words)
         self._board = StepBoard(stages[0])

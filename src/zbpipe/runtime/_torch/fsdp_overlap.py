@@ -164,11 +164,11 @@ def resharding(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def without_overlap(stages: Sequence[Any]) -> Iterator[None]:
+def without_overlap(works: Sequence[Any]) -> Iterator[None]:
     """Context in which FSDP2 gathers and reduces as in torch, so that W leaves gradients in gathered parameters."""
     with ExitStack() as around:
-        for stage in stages:
-            around.enter_context(replaced(stage, fsdp_mode="torch"))
+        for work in works:
+            around.enter_context(replaced(work, fsdp_mode="torch"))
         yield
 
 

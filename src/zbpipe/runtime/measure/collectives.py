@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
 from zbpipe.runtime._torch import fsdp, fsdp_overlap, pipelining
+from zbpipe.runtime._torch.stage_work import OwnWork, find_work
 from zbpipe.runtime.measure.recording import StepRecord
 from zbpipe.runtime.measure.stopwatch import time_fastest
 from zbpipe.schedule.ir import OpKind
@@ -26,8 +27,8 @@ def measure_collectives(stages: Sequence[pipelining.Stage]) -> Collectives:
 
 def _measure(stage: pipelining.Stage) -> tuple[float, float]:
     device = pipelining.device_of(stage)
-    gather = 0.0
-    if not getattr(stage, "reshards", False):  # else it is part of each F and backward
+    gather, work = 0.0, find_work(stage)
+    if not (isinstance(work, OwnWork) and work.reshards):  # else it is part of each F and backward
         gather = time_fastest(lambda: fsdp_overlap.gather_all(stage.submod), device, _ROUNDS)
         fsdp.free_all(stage.submod)
     return gather, time_fastest(lambda: fsdp_overlap.reduce_zeros(stage.submod, device), device, _ROUNDS)

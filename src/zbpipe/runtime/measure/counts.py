@@ -64,7 +64,7 @@ def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations
             given = [torch.empty_like(leaf) for leaf in results]
             _, backward, in_i = _count(lambda: torch.autograd.backward(results, given))
         work = WeightWork(module, products, pending)
-        _, weights, _ = _count(lambda: accumulate(pending))
+        _, weights, _ = _count(lambda: [*accumulate(pending)])
     return Operations(forward, backward, weights, work.flops * (1 - work.share), (in_f, in_i))
 
 

@@ -158,10 +158,11 @@ class StepBoard:
         if not pipelining.trains(schedule) or not is_ready:
             return
         store = pipelining.default_store()
-        own = {stage.stage_index for stage in schedule.own_stages}
+        own = {work.stage.stage_index for work in schedule.works}
         is_unfrozen = False
-        for stage in schedule.own_stages:
-            index, has_none = stage.stage_index, stage.is_without_gradients("inputs")
+        for work in schedule.works:
+            messages = work.messages
+            index, has_none = work.stage.stage_index, messages.is_without_gradients("inputs")
             if index - 1 not in own:
                 is_unfrozen = False
                 if has_none and not self.is_alone:
@@ -171,10 +172,10 @@ class StepBoard:
                     is_unfrozen = store.get(key) == b"1"
                     store.delete_key(key)
             if has_none and is_unfrozen:
-                stage.give_gradients("inputs")
-            if stage.is_without_gradients("outputs"):
-                if is_unfrozen := is_unfrozen or stage.is_unfrozen:
-                    stage.give_gradients("outputs")
+                messages.give_gradients("inputs")
+            if messages.is_without_gradients("outputs"):
+                if is_unfrozen := is_unfrozen or messages.is_unfrozen:
+                    messages.give_gradients("outputs")
                 if index + 1 not in own and not self.is_alone:
                     store.set(self._key(f"unfrozen/{index + 1}"), str(int(is_unfrozen)))
 

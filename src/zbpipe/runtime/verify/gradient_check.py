@@ -28,7 +28,7 @@ from zbpipe.runtime.measure.recording import Wanted, Watcher, watch
 from zbpipe.runtime.ranks.failures import share_with_other_ranks
 from zbpipe.runtime.reference import Microbatch, State, copy_gradients, widen
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.runtime.split.stage import find_product_dtypes, find_weight_work, tries_out
+from zbpipe.runtime.split.stage import find_split, find_weight_work
 from zbpipe.runtime.verify.gradient_report import GradientMismatchError, GradientReport
 from zbpipe.schedule.ir import require_whole
 
@@ -160,7 +160,7 @@ class _Checked:
     @contextmanager
     def attach(self) -> Iterator[None]:
         with (
-            without_overlap(list(self._stages.values())),
+            without_overlap(self._schedule.works),
             hooks.hook(self._schedule, hooks.HookOrder.CHECK, self._around),
             hooks.route_calls(self._schedule, self._forward, self._loss, self._backward),
         ):
@@ -176,7 +176,8 @@ class _Checked:
             with self._in(key):
                 return compute()
         comparison = self._open[key]
-        comparison.is_trial |= kind == "I" and tries_out(self._stages[stage])
+        split = find_split(self._stages[stage])
+        comparison.is_trial |= kind == "I" and split is not None and split.tries_out
         with self._in(key), comparison.measure(kind):
             result = compute()
         if comparison.knows_backward and comparison.again is not None:
@@ -343,7 +344,8 @@ def _relative(error: float, norm: float) -> float:
 
 def _find_tolerance(stage: pipelining.Stage) -> float:
     """Tolerance of the coarsest dtype of the stage's weights and products. Only the products show autocast."""
-    dtypes = {parameter.dtype for parameter in stage.submod.parameters()} | find_product_dtypes(stage)
+    split = find_split(stage)
+    dtypes = {each.dtype for each in stage.submod.parameters()} | (split.dtypes if split else frozenset())
     return max((TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0) or TOLERANCES[torch.float32]
 
 
