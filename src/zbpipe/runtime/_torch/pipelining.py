@@ -32,7 +32,7 @@ from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.fsdp import is_fsdp
 from zbpipe.runtime._torch.hooks import HookOrder, hook
 from zbpipe.runtime._torch.messages import WAIT_KINDS, WAITS_FOR_SENDS, wait_for_sends
-from zbpipe.runtime._torch.place import Place, Receives
+from zbpipe.runtime._torch.position import Position, Receives
 from zbpipe.runtime._torch.stage_work import OwnWork, own
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.actions import Action, Rows
@@ -71,8 +71,8 @@ class OwnRuntime(_PipelineScheduleRuntime):
         loss_fn = loss_fn and _require_scalars(loss_fn, stages[-1])
         super().__init__(stages, n_microbatches, loss_fn, *args, **kwargs)  # type: ignore[no-untyped-call]
         self._has_backward = True  # `step` is a training step even without a loss_fn; torch would treat it as `eval`
-        self.place = Place()
-        self.fwd_recv_ops, self.bwd_recv_ops = Receives(self.place), Receives(self.place)
+        self.position = Position()
+        self.fwd_recv_ops, self.bwd_recv_ops = Receives(self.position), Receives(self.position)
         if not WAITS_FOR_SENDS:
             wait_for_sends(self)
 
@@ -97,7 +97,7 @@ class OwnRuntime(_PipelineScheduleRuntime):
         """Run one step on already split microbatches."""
         works = self.works
         with ExitStack() as around:
-            around.enter_context(self.place.follow(self))
+            around.enter_context(self.position.follow(self))
             for work in works:
                 work.is_reduced = getattr(self, "_finalize_gradients", True)  # an argument of steps from torch 2.15 on
                 if work.reshards:
@@ -107,7 +107,7 @@ class OwnRuntime(_PipelineScheduleRuntime):
             work.finish_reduction()
 
     def _assert_unsharded(self, stage: Any) -> None:
-        action, work = self.place.action, own(stage)
+        action, work = self.position.action, own(stage)
         if action and action.computation_type is _ComputationType.FORWARD and work.overlaps_fsdp:
             work.gathering = self.unshard_ops.pop(stage.stage_index, ())
             if work.gathering:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from zbpipe.runtime._torch import autograd, graph_products, live, on_meta
+from zbpipe.runtime._torch import autograd, graph_products, on_meta, storage_meter
 from zbpipe.runtime.split.last_w import accumulate
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.products import PendingGradient, WeightGradients
@@ -118,7 +118,7 @@ def _measure(
     """Kept and peak bytes of F, then of I. Without `gradients`, of a whole backward instead of I."""
     x = x.detach().requires_grad_(x.requires_grad)
     own = _size(x)
-    with live.StorageMeter() as meter:
+    with storage_meter.StorageMeter() as meter:
         y = module(x, *args)
         most_in_f, kept_by_f = meter.peak, meter.live - _size(y)
         given = torch.empty_like(y)

@@ -23,7 +23,7 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 
-from zbpipe.runtime._torch import frames, hooks, pipelining
+from zbpipe.runtime._torch import hooks, pipelining, position
 from zbpipe.runtime.device import find_device
 
 MOST = 256
@@ -147,7 +147,7 @@ class Progress:
     def look(self, schedule: pipelining.OwnRuntime, now: float) -> float:
         """Log once that host or device have been stuck for most of the timeout. Returns the seconds until the next
         check."""
-        host = self._steps, self._runs, schedule.place.begun
+        host = self._steps, self._runs, schedule.position.begun
         is_idle = host == self._seen[0]
         if is_idle:
             with suppress(RuntimeError):  # the store may be gone; the process group notices first
@@ -166,7 +166,7 @@ class Progress:
             self._since, self._is_logged = now, False
         elif is_waiting and now - self._since > _SHARE * timeout and not self._is_logged:
             self._is_logged = True
-            place = frames.find_place(schedule) if self._runs else "the end of its step"
+            place = position.describe_position(schedule) if self._runs else "the end of its step"
             logger.error(
                 "nothing has moved for %.0f seconds, and the process group gives up after %.0f: rank %d is at %s",
                 *(now - self._since, timeout, dist.get_rank()),

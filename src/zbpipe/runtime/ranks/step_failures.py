@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from zbpipe.runtime._torch import frames, pipelining, waits
+from zbpipe.runtime._torch import pipelining, position, waits
 from zbpipe.runtime.ranks.agreement import is_alone
 from zbpipe.runtime.ranks.failures import (
     SHARED,
@@ -76,12 +76,12 @@ class StepFailures:
         except PipelineError:
             raise
         except SHARED as error:
-            places = name, frames.find_place_of(error, schedule), self._progress.describe_device()
+            places = name, position.find_failure(error, schedule), self._progress.describe_device()
             where = f", schedule {', '.join(filter(None, places))}"
             self._is_raised = True
             # A rank that refuses the step may have closed its connections before this process has read why.
             refusal = answer_in_time(self._board.find_other_refusal)
-            self._end(self._post(refusal or make_failure(error, where, frames.explain(error))))
+            self._end(self._post(refusal or make_failure(error, where, position.explain(error))))
             if self._notice is not None:
                 self._notice.wait_for_readers()
             if not isinstance(error, Exception):
@@ -110,7 +110,7 @@ class StepFailures:
         if failure is None or self._board.ended_by:
             return
         logger.error("%s", failure.description)
-        schedule.place.is_stopped = True
+        schedule.position.is_stopped = True
         self._end(failure)
         until = time.monotonic() + _GRACE
         while not self._is_raised and self._notice.is_current:
