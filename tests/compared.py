@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from zbpipe.runtime.split.last_w import accumulate
 from zbpipe.runtime.split.layers import defer_in_compiled_regions, defer_weights
-from zbpipe.runtime.split.products import PendingGradient, WeightGradients
+from zbpipe.runtime.split.products import PendingGradient
+from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 Call = Callable[..., Tensor]
 

@@ -41,7 +41,7 @@ from torch.utils.checkpoint import checkpoint
 
 import zbpipe
 from zbpipe.runtime._torch import compiled_backward
-from zbpipe.runtime.split import layers
+from zbpipe.runtime.split import deferral
 from zbpipe.runtime.split.products import LINEAR, PendingGradient
 from zbpipe.runtime.split.stage import find_pending
 from zbpipe.runtime.verify import GradientReport
@@ -455,8 +455,8 @@ def test_what_cannot_be_put_back_is_no_alarm(one_rank: None, caplog: pytest.LogC
 
 def test_a_forward_that_the_split_changes_is_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives the same output once more, and another one without the split."""
-    linear = layers._DeferredWhole.forward
-    monkeypatch.setattr(layers._DeferredWhole, "forward", staticmethod(lambda *args: 1.01 * linear(*args)))
+    linear = deferral._DeferredWhole.forward
+    monkeypatch.setattr(deferral._DeferredWhole, "forward", staticmethod(lambda *args: 1.01 * linear(*args)))
     with pytest.raises(zbpipe.PipelineError) as error:
         zbpipe.check_gradients([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], torch.randn(2, WIDTH))
     assert mismatch(error).report.off()

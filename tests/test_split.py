@@ -35,8 +35,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zbpipe.runtime._torch import hooks
 from zbpipe.runtime.split import products
 from zbpipe.runtime.split.layers import defer_weights
-from zbpipe.runtime.split.products import LINEAR, PendingGradient, WeightGradients
+from zbpipe.runtime.split.products import LINEAR, PendingGradient
 from zbpipe.runtime.split.stage import find_pending, find_split
+from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 SHAPE = (3, SEQUENCE, WIDTH)
 

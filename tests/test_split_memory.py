@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from zbpipe.costs.transformer import Block, Checkpointing
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.ownership import copy_if_shared
-from zbpipe.runtime.split.products import PendingGradient, WeightGradients
+from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.stage import find_pending, split_backward
+from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 WIDTH, TOKENS = 8, 4
 SIZE = Size(dim=64, seq=32, batch=2, head_dim=16)
@@ -39,7 +40,7 @@ def autocast(dtype: torch.dtype | None) -> AbstractContextManager[None]:
 
 
 def bytes_of(pending: list[PendingGradient]) -> int:
-    """Of all memory that x, dY and further arguments of products lie in."""
+    """Of all memory that x, dY and extra arguments of products lie in."""
     tensors = [tensor for gradient in pending for tensor in gradient.tensors]
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
 

@@ -300,7 +300,7 @@ def kept_by_a_block(how: tuple[int, str]) -> tuple[float, float, float, float]:
     from harness import meter
 
     from zbpipe.runtime.split.layers import defer_weights
-    from zbpipe.runtime.split.products import WeightGradients
+    from zbpipe.runtime.split.weight_gradients import WeightGradients
 
     tp, checkpointing = how
     dist.init_process_group("fake", rank=0, world_size=tp)

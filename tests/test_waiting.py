@@ -21,10 +21,11 @@ from zoo.runner import Setting, outcome
 import zbpipe
 from zbpipe import Op, OpKind, Placement, Schedule
 from zbpipe.runtime._torch import autograd
-from zbpipe.runtime.split import contents, ownership, products, stage
+from zbpipe.runtime.split import ownership, stage, weight_gradients
 from zbpipe.runtime.split.layers import defer_weights, deferral_of
-from zbpipe.runtime.split.products import PendingGradient, WeightGradients
+from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.stage import find_pending
+from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 WIDTH, TOKENS, MICROBATCHES = 8, 3, 3
 # Two orders of the same float64 sums.
@@ -229,8 +230,10 @@ def test_memory_that_is_written_by_its_address_between_i_and_w(one_rank: None) -
 
 def test_contents_are_compared_in_the_first_two_steps_alone(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    fingerprint = contents.fingerprints
-    monkeypatch.setattr(products, "fingerprints", lambda tensors: [taken.append(len(tensors)), fingerprint(tensors)][1])
+    fingerprint = weight_gradients.fingerprints
+    monkeypatch.setattr(
+        weight_gradients, "fingerprints", lambda tensors: [taken.append(len(tensors)), fingerprint(tensors)][1]
+    )
     module = Learned()
     schedule = pipeline(module)
     counts = []

@@ -31,8 +31,8 @@ from zbpipe.runtime.ranks.step_sizes import StepSizes
 from zbpipe.runtime.ranks.warm_up import warm_up
 from zbpipe.runtime.split import stage as split
 from zbpipe.runtime.split.loss import defer_in_loss
-from zbpipe.runtime.split.products import WeightGradients
 from zbpipe.runtime.split.stage import SplitBackward
+from zbpipe.runtime.split.weight_gradients import WeightGradients
 from zbpipe.schedule.files import read_text
 from zbpipe.schedule.garbage import without_collections
 from zbpipe.schedule.ir import OpKind, Schedule, require_whole

@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from zbpipe.runtime._torch import autograd, graph_products, on_meta, storage_meter
 from zbpipe.runtime.split.last_w import accumulate
 from zbpipe.runtime.split.layers import defer_weights
-from zbpipe.runtime.split.products import PendingGradient, WeightGradients
+from zbpipe.runtime.split.products import PendingGradient
+from zbpipe.runtime.split.weight_gradients import WeightGradients
 from zbpipe.runtime.split.work import WeightWork
 from zbpipe.schedule.ir import OpKind
 

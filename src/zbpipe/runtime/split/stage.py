@@ -15,10 +15,10 @@ from zbpipe.costs.job import ENOUGH
 from zbpipe.runtime._torch import autograd, compiler, fsdp, pipelining
 from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.stage_work import OwnWork, find_work, own
+from zbpipe.runtime.split.deferral import Deferral
 from zbpipe.runtime.split.delaying import delay_in_i_alone, delaying, forget
 from zbpipe.runtime.split.last_w import accumulate, accumulate_and_reduce
 from zbpipe.runtime.split.layers import (
-    Deferral,
     catch_around,
     defer_in_compiled_regions,
     defer_weights,
@@ -26,14 +26,8 @@ from zbpipe.runtime.split.layers import (
     deferrals,
 )
 from zbpipe.runtime.split.ownership import copy_if_shared
-from zbpipe.runtime.split.products import (
-    PendingGradient,
-    WeightGradients,
-    find_changed_contents,
-    find_changed_versions,
-    name_of,
-    title,
-)
+from zbpipe.runtime.split.products import PendingGradient, name_of, title
+from zbpipe.runtime.split.weight_gradients import WeightGradients, find_changed_contents, find_changed_versions
 from zbpipe.runtime.split.work import StaysInI, WeightWork, describe, look_at_graphs, percent
 
 SplitBackward = Literal["deferred", "strict", "autograd"]
