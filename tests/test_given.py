@@ -96,7 +96,7 @@ def test_a_file_is_read_once_a_job(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"is a table for 4 microbatches, but the job has 3"):
             built.step(torch.ones(3, 4), target=torch.zeros(3, 4), microbatches=3)
         built.remake(zbpipe.CostModel.uniform(zbpipe.Placement.v(1)))
-        built.gain_of_running_ahead()
+        built.lists.gain_of_running_ahead()
         built.step(torch.ones(4, 4), target=torch.zeros(4, 4))
     # The next job reads it again.
     file.write_text(zbpipe.generate("1F1B", 1, 4).to_csv())

@@ -198,31 +198,28 @@ def require_matching_messages(runtime: pipelining.PipelineSchedule, name: str, o
         )
 
 
-def require_no_lists(arguments: Iterable[str]) -> None:
-    """Refuse lists of microbatches where torch would take them for keyword inputs, and split them."""
-    if pipelining.TAKES_MICROBATCHES:
-        return
-    if lists := sorted({"arg_mbs", "kwarg_mbs", "target_mbs"}.intersection(arguments)):
+def require_step(
+    runtime: pipelining.ScheduleRuntime,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    target: Any,
+    *,
+    is_first: bool,
+) -> None:
+    """Refuse a step that all ranks can refuse alike: without a loss, an empty batch, a target that does not split into
+    equal microbatches, and in the first step parameters that cannot be trained."""
+    # torch before 2.14 would take lists of microbatches for keyword inputs, and split them.
+    lists = sorted({"arg_mbs", "kwarg_mbs", "target_mbs"}.intersection(kwargs))
+    if lists and not pipelining.TAKES_MICROBATCHES:
         raise ValueError(
             f"{', '.join(lists)}: microbatches as lists need torch 2.14 or newer, and this is {torch.__version__}:"
             " call step(input, target=target), which splits both"
         )
-
-
-def require_loss_and_batch(runtime: pipelining.ScheduleRuntime, inputs: Iterable[Any], target: Any) -> None:
-    """Refuse a training step without a loss, an empty batch, and a target that does not split into equal
-    microbatches."""
-    if pipelining.trains(runtime) and pipelining.loss_fn_of(runtime) is None:
-        raise ValueError(
-            "a training step needs a loss_fn on every rank, and this schedule was built without one: give it loss_fn,"
-            " or call eval, which runs forwards only"
-        )
-    for each in inputs:
+    for each in (*args, *kwargs.values()):
         if isinstance(each, Tensor) and each.dim() and not each.size(0):
             raise ValueError(f"the batch is empty, with an input of shape {tuple(each.shape)}: {_WAY_OUT}")
-    if pipelining.trains(runtime) and pipelining.needs_autograd(runtime) and not torch.is_grad_enabled():
-        how = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
-        raise ValueError(f"a training step computes gradients, but it is called under torch.{how}(): call eval there")
+    if pipelining.trains(runtime):
+        _require_training(runtime, is_first)
     if target is not None and not isinstance(target, Tensor):
         raise ValueError(
             f"a target of type {type(target).__name__} cannot be split into microbatches: give a tensor, or from torch"
@@ -236,9 +233,16 @@ def require_loss_and_batch(runtime: pipelining.ScheduleRuntime, inputs: Iterable
         )
 
 
-def require_trainable(stages: Iterable[pipelining.Stage]) -> None:
-    """Refuse to train parameters without autograd."""
-    for stage in stages:
+def _require_training(runtime: pipelining.ScheduleRuntime, is_first: bool) -> None:
+    if pipelining.loss_fn_of(runtime) is None:
+        raise ValueError(
+            "a training step needs a loss_fn on every rank, and this schedule was built without one: give it loss_fn,"
+            " or call eval, which runs forwards only"
+        )
+    if pipelining.needs_autograd(runtime) and not torch.is_grad_enabled():
+        how = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise ValueError(f"a training step computes gradients, but it is called under torch.{how}(): call eval there")
+    for stage in hooks.stages_of(runtime) if is_first else ():
         for name, parameter in stage.submod.named_parameters():
             if parameter.requires_grad and parameter.is_inference():
                 raise ValueError(

@@ -17,7 +17,7 @@ from zbpipe.schedule.registry import Algorithm
 from zbpipe.simulator import passes
 from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.offloading import offload as offloaded
-from zbpipe.simulator.post_validation import RunAhead, ahead_of
+from zbpipe.simulator.post_validation import RunAhead, ahead_of, gain
 from zbpipe.simulator.simulation import best_receives, simulate
 
 ON_ROCM = torch.version.hip is not None
@@ -33,19 +33,8 @@ class Lowered:
     receives: Receives
     is_agreed: bool = False
     """Whether all ranks are known to have the same lists."""
-    _cut: RunAhead | None = None
-
-    def cut(self, runtime: pipelining.ScheduleRuntime, costs: CostModel) -> RunAhead | None:
-        """The lists cut at the validation of an optimizer step; None if no rank runs any op before it."""
-        # Copies to the host cannot be undone.
-        if self.schedule.has_copies:
-            return None
-        if self._cut is None:
-            rows = passes.add_waits(pipelining.rows_of(runtime))
-            self._cut = RunAhead.of(rows, ahead_of(self.schedule, costs))
-            if findings := self._cut.findings():
-                raise RuntimeError(f"{self.schedule.name} cannot run ahead: {findings[0]}")
-        return self._cut if any(each.kind == "F" for row in self._cut.before for each in row) else None
+    cut: RunAhead | None = None
+    """The lists cut at the validation of an optimizer step, once that was asked for."""
 
 
 @dataclass(eq=False)
@@ -67,6 +56,8 @@ class Lists:
     """Whether sent tensors are freed as soon as they have surely been received."""
     runs_ahead: bool = False
     """Whether the next schedules are made to run ahead of `zbpipe.OptimizerStep`."""
+    running: Lowered = field(init=False)
+    """The lists of the next step."""
     _adopted: dict[int, Schedule] = field(default_factory=dict, init=False)
     _made: dict[int, Schedule] = field(default_factory=dict, init=False)
     _lowered: dict[Schedule, Lowered] = field(default_factory=dict, init=False)
@@ -113,12 +104,36 @@ class Lists:
         )
         return made if self.offload is None else offloaded(made, self.simulated_costs, what=self.offload)
 
-    def make_to_run_ahead(self, running: Schedule) -> Schedule:
-        """`running` remade to run ahead; unchanged if it was adopted, or cannot be made for that."""
+    def make_to_run_ahead(self) -> Schedule:
+        """The running schedule remade to run ahead; unchanged if it was adopted, or cannot be made for that."""
+        running = self.running.schedule
         number = running.num_microbatches
         if "runs_ahead" in self.algorithm.keywords and running == self.make(number, runs_ahead=False):
             return self.make(number, runs_ahead=True)
         return running
+
+    def gain_of_running_ahead(self) -> float:
+        """Simulated share of a step saved by running ahead; 0 with copies to the host, which cannot be undone."""
+        schedule = self.make_to_run_ahead()
+        return 0.0 if schedule.has_copies else gain(schedule, self.simulated_costs)
+
+    def cut(self, runtime: pipelining.ScheduleRuntime) -> RunAhead | None:
+        """The running lists cut at the validation of an optimizer step; None if no rank runs any op before it."""
+        running, schedule = self.running, self.running.schedule
+        # Copies to the host cannot be undone.
+        if schedule.has_copies:
+            return None
+        if running.cut is None:
+            rows = passes.add_waits(pipelining.rows_of(runtime))
+            running.cut = RunAhead.of(rows, ahead_of(schedule, self.simulated_costs))
+            if findings := running.cut.findings():
+                raise RuntimeError(f"{schedule.name} cannot run ahead: {findings[0]}")
+        return running.cut if any(each.kind == "F" for row in running.cut.before for each in row) else None
+
+    def use(self, runtime: pipelining.ScheduleRuntime, lowered: Lowered) -> None:
+        """Run these lists from the next step on."""
+        self.running = lowered
+        runtime.pipeline_order, runtime.pipeline_order_with_comms = lowered.lists
 
     def lower(self, runtime: pipelining.ScheduleRuntime, schedule: Schedule) -> Lowered:
         """The schedule as `runtime` runs it. This may replace the lists of `runtime`."""
@@ -132,7 +147,7 @@ class Lists:
         if self.frees_sends_early:
             rows = passes.free_sends_early(passes.add_waits(rows), schedule.placement)
         checks.require_sound_messages(rows, computations)
-        pipelining.use_rows(runtime, rows)
+        runtime.pipeline_order_with_comms = dict(enumerate(map(pipelining.actions_of, rows)))
         lists = runtime.pipeline_order, runtime.pipeline_order_with_comms
         self._lowered[schedule] = lowered = Lowered(schedule, lists, receives)
         return lowered

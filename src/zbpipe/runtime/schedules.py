@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
@@ -38,36 +38,12 @@ from zbpipe.schedule.garbage import without_collections
 from zbpipe.schedule.ir import OpKind, Schedule, require_whole
 from zbpipe.schedule.registry import Algorithm
 from zbpipe.simulator.offloading import Offload
-from zbpipe.simulator.post_validation import RunAhead, gain
 from zbpipe.simulator.simulation import simulate
 
 PLAIN = "without events after computations, fused W, W of compiled regions, FSDP beside computations, and offload"
 """What a plain schedule leaves out."""
 
 logger = logging.getLogger(__name__)
-
-
-class ValidatedStep(Protocol):
-    """What a schedule asks of a `zbpipe.OptimizerStep`."""
-
-    counts: Any
-    """Numbers of its steps by kind, a dataclass."""
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether the last step is still to be validated."""
-
-    def verdict(self) -> bool:
-        """Wait for the validation; whether the step counts."""
-
-    def redo(self) -> None:
-        """Repeat a rejected step."""
-
-    def finish(self) -> None:
-        """Wait until the last step is validated."""
-
-    def require_unchanged(self) -> None:
-        """Refuse weights that have changed since a pending step."""
 
 
 class RegisteredSchedule(pipelining.OwnRuntime):
@@ -125,7 +101,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     algorithm: ClassVar[Algorithm]
     changes_by_itself: ClassVar[bool] = False
     """Whether the schedule may switch to other lists later."""
-    _optimizer_step: ValidatedStep | None = None
+    _optimizer_step: Any = None
+    """The `zbpipe.OptimizerStep` that validates this schedule's gradients."""
     tied_copies: Sequence[Tensor] = ()
     """This rank's copies of tied weights: the norm of all gradients counts only the other copy."""
     _copies: Copies | None = None
@@ -157,19 +134,24 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         if plain:
             logger.warning("plain: %s", PLAIN)
             fsdp_mode = "torch"
-        limit, wanted = MemoryLimit.parse(memory_limit, costs_are_known=costs is not None), Offload.parse(offload)
         checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, pipelining.SCHEDULE_OPTIONS)
-        asked_receives = checks.read_receives(receives, options)
-        transport = None if transport is None else Transport.parse(transport)
-        n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
-        stages, self.placement = checks.place_stages(stages, algorithm)
         checks.require_fsdp_mode(fsdp_mode)
-        costs = None if costs is None else as_cost_model(costs, self.placement)
-        self.transport = transport or find_usual_transport(stages[0])
-        self._is_plain = plain
-        frees_early = options.get("max_outstanding_sends") is None
-        self.lists = Lists(algorithm, self.placement, costs, limit, wanted, self.transport, asked_receives, frees_early)
+        n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
+        limit = MemoryLimit.parse(memory_limit, costs_are_known=costs is not None)
+        stages, self.placement = checks.place_stages(stages, algorithm)
+        self.transport = find_usual_transport(stages[0]) if transport is None else Transport.parse(transport)
+        self.lists = Lists(
+            algorithm,
+            self.placement,
+            None if costs is None else as_cost_model(costs, self.placement),
+            limit,
+            Offload.parse(offload),
+            self.transport,
+            checks.read_receives(receives, options),
+            frees_sends_early=options.get("max_outstanding_sends") is None,
+        )
         schedule = self.lists.of(n_microbatches, self.lists.make)
+        self._is_plain = plain
         gradients = WeightGradients(may_fuse=not plain)
         self._split: Callable[[], object] | None = partial(
             split.split_backward, stages, split_backward, gradients, in_compiled_regions=not plain
@@ -193,12 +175,12 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     @property
     def schedule(self) -> Schedule:
         """The schedule of the next step."""
-        return self._running.schedule
+        return self.lists.running.schedule
 
     @property
     def receives(self) -> Receives:
         """When ranks post their receives in the running schedule."""
-        return self._running.receives
+        return self.lists.running.receives
 
     def adopt(self, schedule: Schedule | Plan, costs: CostModel | None = None) -> None:
         """Run `schedule` from the next step on, on the same stages. All ranks have to call this between two steps.
@@ -281,7 +263,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             self._use(schedule)
         except ValueError:
             pipelining.use_microbatches(self, before)
-            pipelining.use_lists(self, self._running.lists)
+            self.lists.use(self, self.lists.running)
             raise
 
     def _use(self, schedule: Schedule) -> None:
@@ -296,8 +278,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         if schedule.has_copies:
             self._copies = self._copies or Copies(stages, make_copier(pipelining.device_of(stages[0])))
             self._copies.follow(simulate(schedule, costs))
-        self._running = lowered
-        pipelining.use_lists(self, lowered.lists)
+        self.lists.use(self, lowered)
 
     def settle(self) -> None:
         """Adopt another schedule before the first step, if the ranks together know better costs. All ranks call it."""
@@ -338,19 +319,16 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         with self._failures.begin_step(self, self.schedule.name, is_compared=microbatches is not None):
             try:
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
-                checks.require_no_lists(kwargs)
-                checks.require_loss_and_batch(self, (*args, *kwargs.values()), target)
+                checks.require_step(self, args, kwargs, target, is_first=not self._models_are_checked)
                 if self._optimizer_step is not None:
                     self._optimizer_step.require_unchanged()
-                if pipelining.trains(self) and not self._models_are_checked:
-                    checks.require_trainable(hooks.stages_of(self))
                 return super().step(*args, target=target, **kwargs)
             finally:
                 self._take_microbatches(self.sizes.usual)
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
         """Run one step on already split microbatches. Invalid steps are refused, failures are explained."""
-        stages = hooks.stages_of(self)
+        stages, running = hooks.stages_of(self), self.lists.running
         checks.require_microbatches_alike(self, args, kwargs, targets)
         if self.sizes.agree(self, args):
             self._is_warm = False
@@ -358,11 +336,11 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         self._board.begin_messages()
         with self._failures.explain_failures(self, self.schedule.name):
             # The ranks compare their lists before their messages are set up.
-            if not (self._running.is_agreed and pipelining.is_set_up(self)):
-                if not self._running.is_agreed:
+            if not (running.is_agreed and pipelining.is_set_up(self)):
+                if not running.is_agreed:
                     self.settle()
                 agreement.require_same(self, self.schedule.name, stages[0].group, stages[0].device)
-                self._running.is_agreed = True
+                self.lists.running.is_agreed = True
             if pipelining.trains(self) and not self._models_are_checked:
                 if pipelining.has_split_backward(self):
                     split.require_no_early_reduction(stages)
@@ -380,7 +358,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         kept: list[Tensor] = []
         if self.scale_grads and trains:  # then the end of the step also divides the gradients of earlier steps
             kept = fsdp.find_kept_gradients(stage.submod for stage in stages)
-        cut = self._cut() if last is not None and last.is_pending and trains else None
+        cut = self.lists.cut(self) if last is not None and last.is_pending and trains else None
         with pipelining.saved_from_scaling(self, kept):
             if last is None or cut is None:
                 self.finish_optimizer_step()
@@ -392,10 +370,10 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                 random.restore()
                 run()
 
-    def run_ahead_of(self, optimizer_step: ValidatedStep) -> None:
+    def run_ahead_of(self, optimizer_step: Any) -> None:
         """Begin steps from now on while the validation of the last optimizer step is pending."""
         self._optimizer_step, self.lists.runs_ahead = optimizer_step, True
-        if (schedule := self.lists.make_to_run_ahead(self.schedule)) != self.schedule:
+        if (schedule := self.lists.make_to_run_ahead()) != self.schedule:
             self.adopt(schedule)
 
     @property
@@ -403,20 +381,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         """Numbers of `zbpipe.OptimizerStep`'s steps of each kind; empty without it."""
         return {} if self._optimizer_step is None else asdict(self._optimizer_step.counts)
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether any rank runs a part of its list before the validation of the last optimizer step."""
-        return self._cut() is not None
-
-    def gain_of_running_ahead(self) -> float:
-        """Simulated share of a step saved by running ahead; 0 with copies to the host, which cannot be undone."""
-        schedule = self.lists.make_to_run_ahead(self.schedule)
-        return 0.0 if schedule.has_copies else gain(schedule, self.lists.simulated_costs)
-
     def finish_optimizer_step(self) -> None:
         """Wait until the last optimizer step is validated."""
         if self._optimizer_step is not None:
             self._optimizer_step.finish()
-
-    def _cut(self) -> RunAhead | None:
-        return self._running.cut(self, self.lists.simulated_costs)

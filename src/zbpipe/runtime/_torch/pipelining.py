@@ -211,22 +211,12 @@ Lists = tuple[dict[int, list[_Action | None]], dict[int, list[_Action]]]
 """The actions of all ranks: computations alone, and with communication."""
 
 
-def use_lists(runtime: _PipelineScheduleRuntime, lists: Lists) -> None:
-    """Make `runtime` run these lists, which an earlier `lower` made, from the next step on."""
-    runtime.pipeline_order, runtime.pipeline_order_with_comms = lists
-
-
 def rows_of(runtime: _PipelineScheduleRuntime) -> Rows:
     """All ranks' actions with torch's communication. Overlapped actions become two consecutive ones."""
     return tuple(
         tuple(_find_action(part) for action in row for part in action.sub_actions or (action,))
         for _, row in sorted(runtime.pipeline_order_with_comms.items())
     )
-
-
-def use_rows(runtime: _PipelineScheduleRuntime, rows: Rows) -> None:
-    """Make `runtime` run its `rows_of`, without overlapped actions, in another order, or with waits for sends."""
-    runtime.pipeline_order_with_comms = dict(enumerate(map(actions_of, rows)))
 
 
 def actions_of(row: Iterable[Action]) -> list[_Action]:

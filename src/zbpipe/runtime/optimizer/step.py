@@ -274,7 +274,7 @@ class OptimizerStep:
     def _has_to_wait(self) -> bool:
         """Whether to wait: the schedule cannot run ahead, the last step clipped, or this is the first step."""
         schedule = self._schedule()
-        if self._votes is None or schedule is None or not schedule.runs_ahead:
+        if self._votes is None or schedule is None or schedule.lists.cut(schedule) is None:
             return True
         return self._predict and (self._last is None or self._clips(float(self._last)))
 
@@ -334,7 +334,7 @@ def _refuse_schedulers_with_arguments(schedulers: Sequence[Scheduler]) -> None:
 
 
 def _require_gain(schedule: RegisteredSchedule) -> None:
-    gained = schedule.gain_of_running_ahead()
+    gained = schedule.lists.gain_of_running_ahead()
     if gained < LEAST_GAIN:
         raise ValueError(
             f"{schedule.schedule.name} gains nothing ({gained:.1%} of a step) from an optimizer step that no rank waits"
