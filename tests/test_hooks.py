@@ -98,3 +98,13 @@ def test_a_check_is_no_backward_of_a_framework(one_rank: None) -> None:
     with torch_hooks.route_calls(schedule, route, route, route):
         assert own(first).own_backward == ""
         assert own(second).own_backward.endswith("frameworks")
+
+
+def test_a_stage_keeps_its_class_and_gets_its_methods_back(one_rank: None) -> None:
+    schedule = pipeline("ZBV")
+    stage = torch_hooks.stages_of(schedule)[1]
+    work = own(stage)
+    assert (type(stage), type(work).__name__) == (PipelineStage, "SplitWork")
+    assert "forward_one_chunk" in vars(stage)
+    work.release()
+    assert not {*work.METHODS, "zbpipe_work"} & vars(stage).keys()

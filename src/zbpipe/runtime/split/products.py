@@ -156,7 +156,7 @@ class PendingGradient:
     """Number of in-place changes of each of `tensors` when the layer deferred the gradient."""
     contents: Tensor | list[int] | None = None
     """Fingerprints of `tensors`, for the first microbatches."""
-    beside: Tensor | None = None
+    fsdp_sum: Tensor | None = None
     """FSDP's sum instead of `.grad`, if the weight has no `.grad`."""
     inner: float = 0
     """Multiplications per element of dY; 0 for as many as a row of x has elements."""
@@ -203,7 +203,7 @@ class PendingGradient:
             self._accumulate(self.weight)
 
     def _accumulate(self, weight: Tensor) -> None:
-        grad = self.beside if weight.grad is None else weight.grad
+        grad = self.fsdp_sum if weight.grad is None else weight.grad
         if self._add_in_one(weight, grad):
             return
         gradient = self.gradient()
@@ -225,7 +225,7 @@ class PendingGradient:
     def _accumulate_part(self, part: autograd.Part) -> None:
         """Add to a part of `.grad`."""
         leaf = part.leaf
-        grad = self.beside if leaf.grad is None else leaf.grad
+        grad = self.fsdp_sum if leaf.grad is None else leaf.grad
         if grad is None:
             leaf.grad = grad = torch.zeros_like(leaf, dtype=autograd.find_grad_dtype(leaf, self.dy))
         if not part.fits(grad):

@@ -313,7 +313,7 @@ class SplitWork(OwnWork):
         self._require_unchanged(microbatch, pending, "between I and W")
         if sums := fsdp.sums_beside_grad(module):
             for gradient in pending:
-                gradient.beside = sums.get(id(autograd.find_leaf(gradient.weight)))
+                gradient.fsdp_sum = sums.get(id(autograd.find_leaf(gradient.weight)))
         if is_last and self.reduces_early:
             self.is_reducing = True
             yield from accumulate_and_reduce(module, pending)
