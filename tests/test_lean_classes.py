@@ -18,7 +18,7 @@ import zbpipe
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.runtime.adaptive import LeanSchedule, checkpointing_of
-from zbpipe.runtime.classes import class_of
+from zbpipe.runtime.build import class_of
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement
 
