@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -39,7 +39,7 @@ def autocast(dtype: torch.dtype | None) -> AbstractContextManager[None]:
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
-def bytes_of(pending: list[PendingGradient]) -> int:
+def bytes_of(pending: Sequence[PendingGradient]) -> int:
     """Of all memory that x, dY and extra arguments of products lie in."""
     tensors = [tensor for gradient in pending for tensor in gradient.tensors]
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
