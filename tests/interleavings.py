@@ -106,7 +106,7 @@ class Pipelines:
         self.step(rank)
 
     def all_stages(self) -> Iterator[TokenStage]:
-        return (cast(TokenStage, stage) for schedule in self.schedules for stage in hooks.stages_of(schedule))
+        return (stage for schedule in self.schedules for stage in cast(list[TokenStage], hooks.stages_of(schedule)))
 
     def train(self, choices: Choices) -> None:
         """A step of all ranks, which has to be right."""

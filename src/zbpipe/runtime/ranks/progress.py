@@ -23,7 +23,7 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 
-from zbpipe.runtime._torch import frames, hooks, pipelining, position, waits
+from zbpipe.runtime._torch import hooks, pipelining, position, waits
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.ranks.agreement import is_alone
 from zbpipe.runtime.ranks.failures import (
@@ -267,13 +267,13 @@ class StepFailures:
         except PipelineError:
             raise
         except SHARED as error:
-            places = name, frames.find_place_of(error, schedule), self._progress.describe_device()
+            places = name, position.find_failure(error, schedule), self._progress.describe_device()
             where = f", schedule {', '.join(filter(None, places))}"
             self._is_raised = True
             # A rank that refuses the step may have closed its connections before this process has read why.
             notice = self._notice
             refusal = notice and answer_in_time(lambda: self._board.find_other_refusal(notice.connection))
-            self._end(self._post(refusal or make_failure(error, where, frames.explain(error))))
+            self._end(self._post(refusal or make_failure(error, where, position.explain(error))))
             if self._notice is not None:
                 self._notice.wait_for_readers()
             if not isinstance(error, Exception):
