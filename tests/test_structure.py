@@ -23,18 +23,18 @@ FORMALITIES = {"zbpipe", "zbpipe.__main__"}
 
 BUDGETS = {
     "src/zbpipe": 290,
-    "src/zbpipe/algorithms": 620,
+    "src/zbpipe/algorithms": 612,
     "src/zbpipe/cli": 2100,
-    "src/zbpipe/costs": 960,
+    "src/zbpipe/costs": 897,
     "src/zbpipe/estimation": 1070,
     "src/zbpipe/frameworks": 2550,
-    "src/zbpipe/planner": 1760,
+    "src/zbpipe/planner": 1730,
     "src/zbpipe/runtime": 8680,
-    "src/zbpipe/schedule": 730,
-    "src/zbpipe/simulator": 1870,
+    "src/zbpipe/schedule": 714,
+    "src/zbpipe/simulator": 1790,
     "src/zbpipe/titan": 110,
     "src/zbpipe/views": 1280,
-    "tests": 24700,
+    "tests": 24653,
     "benchmarks": 3030,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
