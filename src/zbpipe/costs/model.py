@@ -292,11 +292,15 @@ class CostModel(CommonCosts):
         if not isinstance(placement, Placement):
             raise TypeError(f"uniform costs need a zbpipe.Placement, for example Placement.loop(4), got {placement!r}")
         parts = [1 / len(placement.stages_on(rank)) for rank in placement.rank_of]
-        columns: dict[str, Any] = {
-            name: tuple(amount("uniform costs", name, each) * part for part in parts)
-            for name, each in (("f", f), ("i", i), ("w", w), ("activations", 1.0))
-        }
-        return cls(**columns, link=Link(amount("uniform costs", "comm", comm)), in_bytes=False, **others)
+        seconds = {name: amount("uniform costs", name, each) for name, each in (("f", f), ("i", i), ("w", w))}
+        columns: dict[str, Any] = {name: tuple(each * part for part in parts) for name, each in seconds.items()}
+        return cls(
+            **columns,
+            activations=tuple(parts),
+            link=Link(amount("uniform costs", "comm", comm)),
+            in_bytes=False,
+            **others,
+        )
 
     @property
     def num_stages(self) -> int:
