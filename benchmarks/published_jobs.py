@@ -254,23 +254,10 @@ def summary(found: Iterable[tuple[Job, Speed]]) -> list[list[str]]:
 
 def write_results(found: Iterable[tuple[Job, Speed]]) -> None:
     """Write a line for each job."""
-    heads = (
-        "id",
-        "source",
-        "model",
-        "device",
-        "gpus",
-        "p",
-        "published",
-        "predicted",
-        "least",
-        "most",
-        "error",
-        "use",
-    )
+    heads = "id source model device gpus p published predicted least most error use note"
     with RESULTS.open("w", newline="") as lines:
         out = csv.writer(lines, lineterminator="\n")
-        out.writerow((*heads, "note"))
+        out.writerow(heads.split())
         for job, speed in found:
             numbers = (f"{each:.4g}" for each in (job.published, speed.likely, speed.least, speed.most))
             start = (job.id, job.source, job.model, job.device, job.gpus, job.p)

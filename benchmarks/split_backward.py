@@ -318,19 +318,8 @@ def _fill_times(result: Result, split: list[Seconds], unsplit: list[Seconds]) ->
 
 def table(results: Sequence[Result]) -> str:
     """Times in milliseconds; kept between I and W, and peaks, in MiB."""
-    heads = [
-        "size",
-        "execution",
-        "checkpointing",
-        "layers",
-        "split",
-        *"FBIW",
-        "(I+W)/B",
-        "quartiles",
-        "kept",
-        "peak",
-        "peak F+B",
-    ]
+    heads = ["size", "execution", "checkpointing", "layers", "split", *"FBIW", "(I+W)/B"]
+    heads += ["quartiles", "kept", "peak", "peak F+B"]
     return markdown(heads, map(_cells, results), left=5)
 
 

@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 from zbpipe import generate
-from zbpipe.costs.torchs_split import has_torchs_split
-from zbpipe.costs.transformer import Checkpointing, typical_costs
+from zbpipe.costs.transformer import Checkpointing, has_torchs_split, typical_costs
 from zbpipe.schedule.registry import Algorithm, resolve, schedules
 from zbpipe.simulator.jitter import Jitter, step_times
 from zbpipe.simulator.simulation import simulate

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from zbpipe.runtime.split.last_w import accumulate
 from zbpipe.runtime.split.layers import defer_in_compiled_regions, defer_weights
-from zbpipe.runtime.split.products import PendingGradient, WeightGradients
+from zbpipe.runtime.split.products import PendingGradient
+from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 Call = Callable[..., Tensor]
 
@@ -45,7 +46,7 @@ class Compared:
             found = train(self.module, *inputs, call=call)
         left = list(pending)
         if not on_trial:  # then it is added already
-            accumulate(pending)
+            list(accumulate(pending))
         torch.testing.assert_close(found, train(self.plain, *inputs, call=call), **self.of_y)
         self.compare()
         return left

@@ -105,7 +105,7 @@ def compare(section: Section, write: bool) -> None:
     assert not changed, f"look at what changed in {section.title!r}; {_WAY_OUT}: {changed}"
 
 
-def find_changes(recorded: Set[str], seen: Set[str]) -> set[str]:
+def find_changes(recorded: set[str], seen: set[str]) -> set[str]:
     """Lines of the page that were not seen, and the reverse.
 
     Of cells that the page calls untried any outcome may be seen: which torch pip installs changes.

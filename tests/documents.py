@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from markdown_it import MarkdownIt
+
 ROOT = Path(__file__).parent.parent
 _FOLDERS = ("", "docs/", "benchmarks/", "tests/", "examples/**/", "titan_integration/**/")
 PAGES = sorted(page.relative_to(ROOT).as_posix() for folder in _FOLDERS for page in ROOT.glob(f"{folder}*.md"))
-_FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
-_MARK = re.compile(r"<!-- test: (.*) -->\n *$")
+_MARK = re.compile(r"<!-- test: (.*) -->\s*$")
 _STEPS = 6
 """As many as the profiler of the pages needs, and one to spare."""
 
@@ -47,13 +48,12 @@ def blocks(page: str, *languages: str) -> list[Block]:
 
 
 def _blocks(page: str) -> Iterator[Block]:
-    text = (ROOT / page).read_text()
-    for found in _FENCE.finditer(text):
-        indent, language, code = found.groups()
-        mark = _MARK.search(text[: found.start()])
-        code = re.sub(f"^{indent}", "", code, flags=re.MULTILINE)
-        line = text.count("\n", 0, found.start(3)) + 1
-        yield Block(page, line, language, code, mark[1] if mark else "")
+    above = ""
+    for token in MarkdownIt().parse((ROOT / page).read_text()):
+        if token.type == "fence" and token.map:
+            mark = _MARK.search(above)
+            yield Block(page, token.map[0] + 2, token.info, token.content, mark[1] if mark else "")
+        above = token.content if token.type == "html_block" else ""
 
 
 def run_python(page: str) -> str:

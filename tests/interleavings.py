@@ -19,7 +19,7 @@ from functools import partial
 from itertools import cycle, islice, product
 from multiprocessing import get_context
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import torch
@@ -32,6 +32,7 @@ import zbpipe
 from zbpipe import simulate
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.runtime import adaptive
+from zbpipe.runtime._torch import hooks
 from zbpipe.schedule import registry
 from zbpipe.simulator.passes import add_messages, add_waits, default_costs, free_sends_early, place_receives
 from zbpipe.simulator.simulation import best_receives
@@ -105,7 +106,7 @@ class Pipelines:
         self.step(rank)
 
     def all_stages(self) -> Iterator[TokenStage]:
-        return (stage for schedule in self.schedules for stage in schedule.own_stages)
+        return (stage for schedule in self.schedules for stage in cast(list[TokenStage], hooks.stages_of(schedule)))
 
     def train(self, choices: Choices) -> None:
         """A step of all ranks, which has to be right."""

@@ -28,7 +28,6 @@ from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import zbpipe
-from zbpipe import CostModel, Placement
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.split.products import PendingGradient
 
@@ -42,7 +41,7 @@ Gradients = dict[str, Tensor]
 class Training(NamedTuple):
     """How one schedule trains the model; the gradients are kept from every step."""
 
-    schedule: Any
+    schedule: str
     microbatches: int = 3
     steps: int = 2
     reshard_after_forward: bool = False
@@ -91,33 +90,18 @@ TRAININGS = {
 SPLIT = ("ZBV", "ZBH1")
 
 
-def _make_plan() -> Any:
-    return zbpipe.plan(PIPELINE, 4, CostModel.uniform(Placement.v(PIPELINE), 1, 1, 0.6))
-
-
-def _read_table() -> Any:
-    return zbpipe.Schedule.from_csv(zbpipe.generate("Interleaved1F1B", PIPELINE, 4).to_csv(), "table")
-
-
-MADE: dict[str, Callable[[], Any]] = {"plan": _make_plan, "table of Interleaved1F1B": _read_table}
-"""Schedules without a name."""
-
-
 def _combinations() -> Iterator[tuple[bool, str, Training]]:
     """Schedules, data parallelism, checkpointing, eager or compiled; whether the training is a long one.
 
     ZBV has every kind of data parallelism, every other schedule one.
     """
-    for row, schedule in enumerate(("ZBV", "ZBVLean", "ZBH1", "VHalf", *MADE)):
+    for row, schedule in enumerate(("ZBV", "ZBVLean", "ZBH1", "VHalf")):
         for column in range(3) if schedule == "ZBV" else (row % 3,):
             parallel, checkpointing = WAYS[column], get_args(Checkpointing)[(row + column) % 3]
             compiled = (row + column) % 2 == 1
             name = ", ".join([schedule, parallel, checkpointing, *(["compiled"] if compiled else [])])
-            microbatches = 4 if schedule in MADE else 3
-            training = Training(
-                schedule, microbatches, checkpointing=checkpointing, compiled=compiled, ways=(parallel,)
-            )
-            yield column != row % 3 or schedule in MADE, name, training
+            training = Training(schedule, checkpointing=checkpointing, compiled=compiled, ways=(parallel,))
+            yield column != row % 3, name, training
 
 
 LONG = {name: training for is_long, name, training in _combinations() if is_long}
@@ -165,8 +149,7 @@ def train(parallel: DataParallel, mesh: DeviceMesh, training: Training) -> Run:
                 modules[0].set_all_reduce_hook(partial(_note_reduction, run, index, label))
         return module
 
-    schedule = MADE.get(training.schedule, lambda: training.schedule)()
-    pipeline = Pipeline(schedule, training.microbatches, build, group=mesh.get_group("pp"), **training.options)
+    pipeline = Pipeline(training.schedule, training.microbatches, build, group=mesh.get_group("pp"), **training.options)
     for stage in pipeline.stages:
         _watch(stage, run)
     with patch.object(PendingGradient, "accumulate", _note_product(run)):

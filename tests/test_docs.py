@@ -31,7 +31,7 @@ import zbpipe
 import zbpipe.run
 from zbpipe import cli
 from zbpipe.runtime.split.layers import defer_weights
-from zbpipe.runtime.split.products import WeightGradients
+from zbpipe.runtime.split.weight_gradients import WeightGradients
 from zbpipe.schedule import registry
 
 _NAMED_FILE = re.compile(r"This is `(\S+)`[^`]*$")

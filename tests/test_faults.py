@@ -25,7 +25,7 @@ from torch import nn
 from twin import Twin
 
 import zbpipe
-from zbpipe.runtime._torch import frames, pipelining, waits
+from zbpipe.runtime._torch import pipelining, position, waits
 from zbpipe.runtime.ranks import failures, progress
 
 MICROBATCHES = 6
@@ -296,10 +296,10 @@ def places() -> list[str]:
     job = Job()
     job.step()  # torch runs the stages once before it
     for module in job.modules.values():
-        module.register_forward_pre_hook(lambda *_: found.append(frames.find_place(job.schedule)))
-        module.register_full_backward_hook(lambda *_: found.append(frames.find_place(job.schedule)))
+        module.register_forward_pre_hook(lambda *_: found.append(position.describe_position(job.schedule)))
+        module.register_full_backward_hook(lambda *_: found.append(position.describe_position(job.schedule)))
     job.step()
-    return [*found, frames.find_place(job.schedule)]
+    return [*found, position.describe_position(job.schedule)]
 
 
 def test_another_thread_can_tell_where_a_step_is() -> None:

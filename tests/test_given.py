@@ -47,10 +47,10 @@ def test_a_schedule_or_a_plan_runs_as_it_is() -> None:
         assert built.schedule == ops
         assert len(gradients) == 2
         torch.testing.assert_close(gradients, expected)
-    assert trained(plan)[0].by_size.costs == costs
+    assert trained(plan)[0].lists.costs == costs
     adopting, _ = trained("ZBV")
     adopting.adopt(plan)
-    assert (adopting.schedule, adopting.by_size.costs) == (plan.schedule, costs)
+    assert (adopting.schedule, adopting.lists.costs) == (plan.schedule, costs)
     # A name means its own class, also after a schedule of that name was given.
     assert type(trained("ZBV")[0]) is zbpipe.ScheduleZBV
 
@@ -93,7 +93,7 @@ def test_a_file_is_read_once_a_job(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"is a table for 4 microbatches, but the job has 3"):
             built.step(torch.ones(3, 4), target=torch.zeros(3, 4), microbatches=3)
         built.remake(zbpipe.CostModel.uniform(zbpipe.Placement.v(1)))
-        built.gain_of_running_ahead()
+        built.lists.gain_of_running_ahead()
         built.step(torch.ones(4, 4), target=torch.zeros(4, 4))
     # The next job reads it again.
     file.write_text(zbpipe.generate("1F1B", 1, 4).to_csv())
@@ -187,7 +187,7 @@ def from_the_first() -> list[str]:
     planned = zbpipe.from_first_rank(make)
     assert planned.timeline.costs == zbpipe.CostModel.uniform(planned.schedule.placement, 1.0, 1.2, 0.8)
     built = Pipeline(planned, 4, lambda *_: nn.Linear(4, 4), nn.functional.mse_loss).schedule
-    assert built.by_size.costs == planned.timeline.costs
+    assert built.lists.costs == planned.timeline.costs
     found = [str(planned.schedule)]
     for wrong in (fail, lambda: "ZBV"):
         try:

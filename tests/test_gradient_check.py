@@ -35,8 +35,9 @@ from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
-from zbpipe.runtime.split import compiled_backward, layers
+from zbpipe.runtime.split import compiled_backward, deferral
 from zbpipe.runtime.split.products import LINEAR, PendingGradient
+from zbpipe.runtime.split.stage import find_pending
 from zbpipe.runtime.verify import GradientReport
 from zbpipe.runtime.verify.gradient_report import GradientMismatchError
 from zbpipe.runtime.verify.one_process import schedule_w_last
@@ -394,8 +395,8 @@ def test_other_state_is_refused_by_name(kind: str) -> None:
 
 def test_a_forward_that_the_split_changes_is_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gives the same output once more, and another one without the split."""
-    linear = layers._DeferredWhole.forward
-    monkeypatch.setattr(layers._DeferredWhole, "forward", staticmethod(lambda *args: 1.01 * linear(*args)))
+    linear = deferral._DeferredWhole.forward
+    monkeypatch.setattr(deferral._DeferredWhole, "forward", staticmethod(lambda *args: 1.01 * linear(*args)))
     with pytest.raises(zbpipe.PipelineError) as error:
         zbpipe.check_gradients([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], torch.randn(2, WIDTH))
     assert mismatch(error).report.off()
@@ -529,7 +530,7 @@ def test_the_parts_are_left_as_they_were(one_rank: None) -> None:
     owed: list[int] = []
     watched = schedule._stages[1]
     w = watched.backward_weight_one_chunk
-    watched.backward_weight_one_chunk = lambda n, **kwargs: (owed.append(len(watched._deferred[n])), w(n, **kwargs))
+    watched.backward_weight_one_chunk = lambda n, **kwargs: (owed.append(len(find_pending(watched, n))), w(n, **kwargs))
     schedule.step(tokens, target=targets)
     assert owed == [13, 13]
 

@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 from pipelines import on_one_rank
 from torch import nn
+from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe.runtime._torch import hooks as torch_hooks
-from zbpipe.runtime._torch import pipelining
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.hooks import HookOrder
-from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime._torch.stage_work import own
 
 ORDERS = (HookOrder.FOLLOW, HookOrder.CHECK, HookOrder.COPY)
 
@@ -95,5 +96,15 @@ def test_a_check_is_no_backward_of_a_framework(one_rank: None) -> None:
 
     vars(second)["backward_maybe_with_nosync"] = frameworks
     with torch_hooks.route_calls(schedule, route, route, route):
-        assert pipelining.has_own_backward(first) == ""
-        assert pipelining.has_own_backward(second).endswith("frameworks")
+        assert own(first).own_backward == ""
+        assert own(second).own_backward.endswith("frameworks")
+
+
+def test_a_stage_keeps_its_class_and_gets_its_methods_back(one_rank: None) -> None:
+    schedule = pipeline("ZBV")
+    stage = torch_hooks.stages_of(schedule)[1]
+    work = own(stage)
+    assert (type(stage), type(work).__name__) == (PipelineStage, "SplitWork")
+    assert "forward_one_chunk" in vars(stage)
+    work.release()
+    assert not {*work.METHODS, "zbpipe_work"} & vars(stage).keys()

@@ -56,12 +56,6 @@ def test_what_is_always_slow_is_as_if_the_costs_said_so(schedule: Schedule, data
     assert seconds(schedule, costs, jitter, samples=2) == pytest.approx(expected)
 
 
-def test_slow_ones_by_hand() -> None:
-    two = generate("GPipe", 2, 1)
-    assert seconds(two, (1, 1, 1), Jitter(slow_ranks={1: 2}), samples=1) == pytest.approx(3 + 6)
-    assert seconds(two, (1, 1, 1), Jitter(slow_links={(1, 0): 0.5}), samples=1) == pytest.approx(6 + 2 * 0.5)
-
-
 def test_ops_vary_around_their_times() -> None:
     found = seconds(ONE, (1, 0.5, 0.5), Jitter(ops=0.3), samples=20_000)
     assert found.mean() == pytest.approx(2, rel=0.01)

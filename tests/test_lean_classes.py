@@ -18,7 +18,7 @@ import zbpipe
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.runtime.adaptive import LeanSchedule, checkpointing_of
-from zbpipe.runtime.classes import class_of
+from zbpipe.runtime.build import class_of
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement
 
@@ -136,7 +136,7 @@ def said() -> list[Any]:
 
 def test_what_is_said_wins() -> None:
     (found,) = run_ranks(1, said)
-    unknown = "checkpointing = 'some' is not one of none, selective, full"
+    unknown = "checkpointing='some' is unknown: use one of 'none', 'selective', 'full'"
     assert found == ["full", None, unknown, False, "ZBV"]
 
 

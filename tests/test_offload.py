@@ -330,8 +330,6 @@ def test_a_plan_can_be_a_named_schedule_with_copies() -> None:
     assert found.schedule.has_copies
     assert max(found.timeline.peak_memory) <= 6
     assert found.lower_bound <= found.makespan <= plain.makespan
-    with pytest.raises(ValueError, match=r"may hold 0\.5, but needs .* even with all copies that delay nothing"):
-        plan(4, 8, costs, 0.5, budget=1e4, offload="activations")
 
 
 def test_a_plan_without_a_limit_holds_as_little_as_is_free() -> None:
@@ -343,8 +341,6 @@ def test_a_plan_without_a_limit_holds_as_little_as_is_free() -> None:
 def test_a_plan_that_cannot_offload_is_refused() -> None:
     with pytest.raises(ValueError, match=r"on the command line --host-bandwidth"):
         plan(2, 4, (1, 1, 1), 1.5, budget=1e4, offload="all")
-    with pytest.raises(ValueError, match="offload='weights' is unknown"):
-        plan(2, 4, (1, 1, 1), 1.5, budget=1e4, offload="weights")
     with pytest.raises(ValueError, match=r"may hold 0\.1"):
         plan(2, 4, host_costs(2), 0.1, budget=1e4, offload="all")
 

@@ -95,7 +95,7 @@ def test_a_plain_schedule_leaves_it_out(caplog: pytest.LogCaptureFixture, monkey
     schedule.adopt(copy_all(schedule_w_last(2, 4), Offload.ALL))
     assert not schedule.schedule.has_copies
     assert not deferral_of(modules[1]).is_region
-    assert {each.fsdp_mode for each in schedule.own_stages} == {"torch"}
+    assert {each.fsdp_mode for each in schedule.works} == {"torch"}
     for _ in range(2):
         schedule.step(torch.randn(4, 4), target=torch.zeros(4, 4))
     assert fused == []

@@ -228,7 +228,7 @@ def saved_and_resumed() -> None:
 def made_again_for_running_ahead() -> None:
     job = Job("ZB2P")
     made = job.schedule.schedule
-    job.schedule.by_size.make = lambda number, runs_ahead=False: zbpipe.generate("ZBH2", 2, 4) if runs_ahead else made
+    job.schedule.lists.make = lambda number, runs_ahead=None: zbpipe.generate("ZBH2", 2, 4) if runs_ahead else made
     job.ahead(1.0)
     assert job.schedule.schedule.name == "ZBH2"
     job.schedule.adopt(another := zbpipe.generate("ZBH1", 2, 4))

@@ -202,7 +202,7 @@ def test_plans_are_never_longer_than_named_schedules_in_the_same_memory(name: st
 
 def test_a_transport_can_ask_for_another_schedule() -> None:
     def chosen(transport: str) -> tuple[str, str | None]:
-        found = plan(8, 32, (1, 1.2, 0.8), transport=transport)
+        found = plan(4, 16, (1, 1.2, 0.8), transport=transport)
         return found.placement, found.timeline.receives
 
     assert chosen("one queue") == ("v", "timed")

@@ -103,7 +103,7 @@ def test_a_plan_keeps_to_the_limit_and_is_that_of_the_command(address: str, limi
         ({"f": "0", "i": "0", "w": "0"}, "a time above zero"),
         ({"limit": "0"}, "limit = 0.0 has to be above zero"),
         ({"limit": "0.01"}, "limit"),  # too small for any plan
-        ({"checkpointing": "some"}, "checkpointing = 'some' is not one of none, selective, full"),
+        ({"checkpointing": "some"}, "checkpointing='some' is unknown: use one of 'none', 'selective', 'full'"),
         ({"more": "1"}, "more is unknown"),
         ({"name": "no"}, "'no' is not a schedule; there are"),
     ],

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.pipelining import schedules, stage
 
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.runtime.split.stage import split_class
+from zbpipe.runtime.split.stage import SplitWork
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted(each for folder in ("src/zbpipe", "titan_integration") for each in (ROOT / folder).rglob("*.py"))
@@ -84,7 +84,7 @@ def test_private_names_stay_in_their_rooms(file: Path) -> None:
     assert not found, f"{name} uses the private names {found}: give them a function in runtime/_torch"
 
 
-@pytest.mark.parametrize("kind", [RegisteredSchedule, split_class(stage.PipelineStage)])
+@pytest.mark.parametrize("kind", [RegisteredSchedule, SplitWork])
 def test_what_zbpipe_adds_to_torchs_classes_hides_nothing_private(kind: type) -> None:
     """An attribute of ours with the name of one of torch's would replace it without a word."""
     ours = [each for each in kind.__mro__ if re.match(r"zbpipe\.(?!runtime\._torch)", each.__module__)]

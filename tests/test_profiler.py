@@ -26,6 +26,8 @@ from zbpipe.costs.transformer import typical_costs
 from zbpipe.costs.transport import Receives
 from zbpipe.runtime import adaptive
 from zbpipe.runtime._torch import pipelining
+from zbpipe.runtime._torch.hooks import stages_of
+from zbpipe.runtime._torch.stage_work import find_work
 from zbpipe.runtime.adaptive import find_memory_limits
 from zbpipe.runtime.measure import communication
 from zbpipe.runtime.measure.communication import measure_links
@@ -95,8 +97,9 @@ def recorded(name: str) -> tuple[StepRecord, list[str]]:
     job.step()
     assert seen == []
     job.step()
-    stages = getattr(job.schedule, "_stages", None) or [job.schedule._stage]
-    left = [key for owner in (job.schedule, *stages) for key in vars(owner) if "one_chunk" in key or "compute" in key]
+    works = [work for stage in stages_of(job.schedule) if (work := find_work(stage)) is not None]
+    left = [key for key in vars(job.schedule) if "compute" in key]
+    left += [str(hook) for work in works for hook in work.hooks]
     job.step()
     (record,) = seen
     return record, left

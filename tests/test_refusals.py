@@ -29,10 +29,10 @@ import zbpipe
 import zbpipe.titan
 from zbpipe import CostModel, OpKind, simulate
 from zbpipe.costs.transport import Transport
-from zbpipe.runtime import lowering
+from zbpipe.runtime import lists
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.adaptive import AutoSchedule
-from zbpipe.runtime.classes import class_of
+from zbpipe.runtime.build import class_of
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule import registry
 from zbpipe.simulator.actions import Action, Rows
@@ -211,7 +211,7 @@ def ways_to_receive(patch: pytest.MonkeyPatch) -> list[str]:
     by_costs()
     usual = [built(), *(built(receives=each) for each in ("late", "early", "nearest"))]
     modelled = [built(transport=transport) for transport in Transport]
-    patch.setattr(lowering, "ON_ROCM", True)
+    patch.setattr(lists, "ON_ROCM", True)
     return [*usual, *modelled, built()]
 
 
@@ -259,9 +259,9 @@ def test_unknown_ways_to_receive(one_rank: None) -> None:
 def test_the_usual_transport_of_a_device(
     device: str, rocm: bool, per_edge: bool, expected: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lowering, "ON_ROCM", rocm)
+    monkeypatch.setattr(lists, "ON_ROCM", rocm)
     stage: Any = SimpleNamespace(device=torch.device(device), p2p_per_edge=per_edge)
-    assert lowering.find_usual_transport(stage) is expected
+    assert lists.find_usual_transport(stage) is expected
 
 
 def torchs_late_receives(name: str) -> str:

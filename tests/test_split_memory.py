@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -20,8 +20,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from zbpipe.costs.transformer import Block, Checkpointing
 from zbpipe.runtime.split.layers import defer_weights
 from zbpipe.runtime.split.ownership import copy_if_shared
-from zbpipe.runtime.split.products import PendingGradient, WeightGradients
-from zbpipe.runtime.split.stage import split_backward
+from zbpipe.runtime.split.products import PendingGradient
+from zbpipe.runtime.split.stage import find_pending, split_backward
+from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 WIDTH, TOKENS = 8, 4
 SIZE = Size(dim=64, seq=32, batch=2, head_dim=16)
@@ -38,8 +39,8 @@ def autocast(dtype: torch.dtype | None) -> AbstractContextManager[None]:
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 
 
-def bytes_of(pending: list[PendingGradient]) -> int:
-    """Of all memory that x, dY and further arguments of products lie in."""
+def bytes_of(pending: Sequence[PendingGradient]) -> int:
+    """Of all memory that x, dY and extra arguments of products lie in."""
     tensors = [tensor for gradient in pending for tensor in gradient.tensors]
     return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
 
@@ -87,7 +88,7 @@ def assert_exact(checkpointing: Checkpointing, dtypes: str, backend: str) -> Non
     left = bytes_left(stage.f_and_i)
     size = 4 if dtypes == "float32" else 2
     expected = size * BLOCK.kept_by_i() * SIZE.seq * SIZE.batch * SIZE.blocks
-    assert (bytes_of(stage.stage._deferred[0]), left) == (expected, expected)  # type: ignore[attr-defined]
+    assert (bytes_of(find_pending(stage.stage, 0)), left) == (expected, expected)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -285,7 +286,7 @@ def test_what_the_last_stage_received_waits_as_it_is(one_rank: None) -> None:
         del received
         losses.append(last.forward_one_chunk(0, ()).square().sum())
         last.backward_one_chunk(0, losses[-1], full_backward=False)
-        pending = list(last._deferred[0])  # type: ignore[attr-defined]
+        pending = list(find_pending(last, 0))
         last.backward_weight_one_chunk(0)
         last.clear_runtime_states()
     assert [gradient.x.data_ptr() for gradient in pending] == [place]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from zbpipe.runtime.split import GROUPED_MM
 from zbpipe.runtime.split.layers import defer_weights
-from zbpipe.runtime.split.products import WeightGradients
+from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 spmd = pytest.importorskip("spmd_types")
 checker = pytest.importorskip("spmd_types.checker")

@@ -23,19 +23,19 @@ FORMALITIES = {"zbpipe", "zbpipe.__main__"}
 
 BUDGETS = {
     "src/zbpipe": 290,
-    "src/zbpipe/algorithms": 620,
+    "src/zbpipe/algorithms": 612,
     "src/zbpipe/cli": 1830,
-    "src/zbpipe/costs": 960,
+    "src/zbpipe/costs": 897,
     "src/zbpipe/estimation": 1050,
-    "src/zbpipe/frameworks": 2885,
-    "src/zbpipe/planner": 1760,
-    "src/zbpipe/runtime": 8680,
-    "src/zbpipe/schedule": 730,
-    "src/zbpipe/simulator": 1870,
+    "src/zbpipe/frameworks": 2855,
+    "src/zbpipe/planner": 1730,
+    "src/zbpipe/runtime": 8260,
+    "src/zbpipe/schedule": 714,
+    "src/zbpipe/simulator": 1790,
     "src/zbpipe/titan": 100,
     "src/zbpipe/views": 1180,
-    "tests": 24700,
-    "benchmarks": 3030,
+    "tests": 23600,
+    "benchmarks": 2700,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}

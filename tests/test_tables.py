@@ -13,10 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_schedules import stub_stages
 from torch.distributed.pipelining import _schedule_visualizer, schedules
-from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from zbpipe import Op, Schedule, generate, testing, validate
-from zbpipe.simulator.actions import parse
 from zbpipe.simulator.message_checks import check_table
 from zbpipe.simulator.passes import add_messages, add_waits
 
@@ -155,11 +154,3 @@ def test_overlapped_pairs_are_read_as_their_parts(here: Path) -> None:
     (here / "overlap.csv").write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
     assert answer("validate overlap.csv").endswith("4 ops\nread: 2 F, 2 B\n")
     assert str(generate("overlap.csv", 1, 2)) == "rank 0: 0F0 0F1 0B0 0B1"
-
-
-def test_torch_reads_a_cell_as_we_do() -> None:
-    """The kinds that torch reads are those that we read, so that no other spelling is refused here and taken there."""
-    for cell in ("3F0", " 3I0", "3W11 ", "2B0", "1UNSHARD", "0SEND_F1", "(0F1;3B0)OVERLAP_F_B"):
-        action = _Action.from_str(cell)
-        parts = action.sub_actions or (action,)
-        assert [str(each) for each in parse(cell)[0]] == [str(part) for part in parts]

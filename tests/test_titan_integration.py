@@ -272,7 +272,7 @@ def kept_by_a_block(how: tuple[int, str]) -> tuple[float, float, float, float]:
     from harness import meter
 
     from zbpipe.runtime.split.layers import defer_weights
-    from zbpipe.runtime.split.products import WeightGradients
+    from zbpipe.runtime.split.weight_gradients import WeightGradients
 
     tp, checkpointing = how
     dist.init_process_group("fake", rank=0, world_size=tp)
@@ -343,10 +343,10 @@ def block_of_02(tp: int, checkpointing: str) -> tuple[Any, tuple[Any, ...], Any,
     from torchtitan.models import llama3
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
-    from zbpipe.runtime._torch import live
+    from zbpipe.runtime._torch import storage_meter
 
     # The tensors in DTensors and of pending collectives, which have storages of their own.
-    live.tree_leaves = lambda values: [inner(inner(leaf)) for leaf in tree_leaves(values)]  # type: ignore
+    storage_meter.tree_leaves = lambda values: [inner(inner(leaf)) for leaf in tree_leaves(values)]  # type: ignore
     ScaledDotProductAttentionWrapper.forward = lambda self, q, k, v, **unused: q + (k.sum(1, True) + v.sum(1, True))
     arguments = ["--parallelism.tensor_parallel_degree", str(tp), "--activation_checkpoint.mode", checkpointing]
     config = ConfigManager().parse_args([*arguments, "--activation_checkpoint.selective_ac_option", "op"])

@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from zbpipe import OpKind, Placement, generate, simulate
+from zbpipe import OpKind, Placement
 from zbpipe.costs.transformer import LLAMA_3_8B, Block, Checkpointing, typical_costs, typical_times
 
 SIZE = Size(dim=128, seq=512, batch=1, head_dim=32, blocks=2)
@@ -114,23 +114,10 @@ def test_times_of_ones_own_and_messages() -> None:
     assert costs.transfer(0, 1) == 0.5
 
 
-def test_checkpointing_decides_what_zbv_takes() -> None:
-    """1F1B's memory without checkpointing, twice that with selective, many times that with full checkpointing."""
-
-    def peak(name: str, checkpointing: str) -> float:
-        schedule = generate(name, 4, 16)
-        return max(simulate(schedule, typical_costs(schedule.placement, checkpointing)).peak_memory)
-
-    relative = [peak("ZBV", each) / peak("1F1B", each) for each in Checkpointing]
-    assert relative[0] == pytest.approx(1, abs=0.02)
-    assert 1.5 < relative[1] < 2.2
-    assert relative[2] > 5
-
-
 @pytest.mark.parametrize(
     ("wrong", "words"),
     [
-        ({"checkpointing": "op"}, "checkpointing = 'op' is not one of none, selective, full"),
+        ({"checkpointing": "op"}, "checkpointing='op' is unknown: use one of 'none', 'selective', 'full'"),
         ({"times": (1, -1, 1)}, "i = -1"),
         ({"times": (1, 1)}, "times = \\(1, 1\\) are not three numbers"),
     ],

@@ -258,22 +258,6 @@ def test_an_svg_has_one_box_per_op_where_it_belongs(shown: Timeline) -> None:
         assert float(rect.get("y", "0")) + float(rect.attrib["height"]) <= height + 0.02
 
 
-@pytest.mark.parametrize("w", [1.0, 0.01])
-def test_svg_boxes_show_their_microbatch_where_there_is_room(w: float) -> None:
-    shown = timeline("ZBV", 4, 12, w=w)
-    for row, ran in zip(rank_rows(svg(shown)), shown.spans, strict=True):
-        wide = [str(span.op.microbatch) for span in ran if w == 1 or span.op.kind is not OpKind.W]
-        assert [text.text for text in row.findall(f"{SVG}text")] == wide
-
-
-def test_an_svg_says_what_it_shows() -> None:
-    texts = [text.text or "" for text in ElementTree.fromstring(svg(timeline("1F1B", comm=0.5))).iter(f"{SVG}text")]
-    for words in ("1F1B", "rank 3", "peak 1", "F forward", "B full backward", "idle: the bubble", "time"):
-        assert words in texts
-    assert any("bubble" in text and "peak activations 4" in text for text in texts)
-    assert any("4 ranks, 8 microbatches" in text and "F 1, I 1, W 1, transfer 0.5" in text for text in texts)
-
-
 def test_timelines_below_each_other_have_one_time_scale() -> None:
     """A box of 1F1B's forward, which runs twice as long as one of ZBV's, is twice as wide."""
     together = ElementTree.fromstring(svg(timeline("1F1B"), timeline("ZBV")))

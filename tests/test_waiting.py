@@ -21,9 +21,11 @@ from zoo.runner import Setting, outcome
 import zbpipe
 from zbpipe import Op, OpKind, Placement, Schedule
 from zbpipe.runtime._torch import tensor_data
-from zbpipe.runtime.split import contents, ownership, products, stage
+from zbpipe.runtime.split import ownership, stage, weight_gradients
 from zbpipe.runtime.split.layers import defer_weights, deferral_of
-from zbpipe.runtime.split.products import PendingGradient, WeightGradients
+from zbpipe.runtime.split.products import PendingGradient
+from zbpipe.runtime.split.stage import find_pending
+from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 WIDTH, TOKENS, MICROBATCHES = 8, 3, 3
 # Two orders of the same float64 sums.
@@ -177,13 +179,13 @@ def test_a_backward_that_overwrites_dy_during_i(
     assert not deferral_of(module.late).stays_in_i
     told = "stage 0: something changes the gradient of the output (dY) of layer early (Linear) in place during I"
     assert told in caplog.text
-    assert runtime._stages[0]._deferred == {}
+    assert not find_pending(runtime._stages[0], 0)
 
 
 @pytest.mark.parametrize("first", [1, MICROBATCHES], ids=["second microbatch", "second step"])
 def test_what_versions_do_not_show_later_is_an_error(one_rank: None, first: int) -> None:
     """As a scaling that waits for the gradients of earlier microbatches, or steps."""
-    module = Fork(lambda dy: escape(dy) if schedule._stages[0]._num_split >= first else 2 * dy)
+    module = Fork(lambda dy: escape(dy) if schedule.works[0].num_split >= first else 2 * dy)
     schedule = pipeline(module)
     message = rf"microbatch {first % MICROBATCHES}: the gradient of the output \(dY\) of layer early .*weight_products"
     for _ in range(first // MICROBATCHES):
@@ -210,7 +212,7 @@ def test_memory_that_is_written_by_its_address_between_i_and_w(one_rank: None) -
     def back(dy: Tensor) -> Tensor:
         if places:
             ctypes.memset(places[-1], 0, dy.nbytes)
-        if schedule._stages[0]._num_split > 0:
+        if schedule.works[0].num_split > 0:
             places.append(dy.data_ptr())
         return 2 * dy
 
@@ -223,8 +225,10 @@ def test_memory_that_is_written_by_its_address_between_i_and_w(one_rank: None) -
 
 def test_contents_are_compared_in_the_first_two_steps_alone(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
-    fingerprint = contents.fingerprints
-    monkeypatch.setattr(products, "fingerprints", lambda tensors: [taken.append(len(tensors)), fingerprint(tensors)][1])
+    fingerprint = weight_gradients.fingerprints
+    monkeypatch.setattr(
+        weight_gradients, "fingerprints", lambda tensors: [taken.append(len(tensors)), fingerprint(tensors)][1]
+    )
     module = Learned()
     schedule = pipeline(module)
     counts = []
@@ -275,7 +279,7 @@ def num_waiting(schedule: Any, module: nn.Module) -> list[int]:
     weight, counts = stage.backward_weight_one_chunk, []
 
     def count(chunk: int, *args: Any, **kwargs: Any) -> None:
-        counts.append(len(stage._deferred[chunk]))
+        counts.append(len(find_pending(stage, chunk)))
         weight(chunk, *args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -19,7 +19,7 @@ from zoo import BY_NAME
 from zoo.case import function
 
 import zbpipe
-from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime.verify.gradient_report import GradientReport
 
 WIDTH, EXPERTS, TOKENS = 16, 4, 24

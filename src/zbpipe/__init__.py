@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zbpipe.planner.plan import plan
     from zbpipe.planner.result import Plan
 
-    # `zbpipe.runtime.classes` makes these classes by calls, so type checkers get their bases.
+    # `zbpipe.runtime.build` makes these classes by calls, so type checkers get their bases.
     from zbpipe.runtime.adaptive import LeanSchedule as ScheduleVHalfLean
     from zbpipe.runtime.adaptive import LeanSchedule as ScheduleVMinLean
     from zbpipe.runtime.adaptive import LeanSchedule as ScheduleZB
@@ -58,16 +58,16 @@ _LATER = {
     "frameworks.whole_model.pipeline": ("pipeline",),
     "planner.plan": ("plan",),
     "planner.result": ("Plan",),
-    "runtime.build": ("build_pipeline_schedule", "from_first_rank"),
-    "runtime.measure.profiler": ("Profiler",),
-    "runtime.optimizer.step": ("OptimizerStep",),
-    "runtime.ranks.failures": ("PipelineError",),
-    "runtime.classes": (
+    "runtime.build": (
+        *("build_pipeline_schedule", "from_first_rank"),
         *("ScheduleDualPipeVSplit", "ScheduleInterleavedZeroBubbleSplit"),
         *("ScheduleVHalf", "ScheduleVHalfLean", "ScheduleVMin", "ScheduleVMinLean", "ScheduleZB1P", "ScheduleZB2P"),
         *("ScheduleZB", "ScheduleZBH1", "ScheduleZBH1Lean", "ScheduleZBH2", "ScheduleZBLoop"),
         *("ScheduleZBV", "ScheduleZBVLean"),
     ),
+    "runtime.measure.profiler": ("Profiler",),
+    "runtime.optimizer.step": ("OptimizerStep",),
+    "runtime.ranks.failures": ("PipelineError",),
     "runtime.verify": ("GradientCheck", "check_gradients"),
 }
 """Names that are loaded at first use, by module: they need torch, or few users need them."""

@@ -25,11 +25,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import chain
 
 from zbpipe.costs.memory_limit import MemoryLimitLike
 from zbpipe.costs.model import CostModel, Link
 from zbpipe.schedule import registry
-from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule, inputs, users
+from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule, inputs
 from zbpipe.simulator.validation import validate
 
 try:
@@ -183,15 +184,19 @@ def runnable_schedules(
 def _any_order(draw: st.DrawFn, ops: list[Op], num_stages: int) -> Iterator[Op]:
     """A global order of ops, each after its dependencies. Lists that agree with one order cannot deadlock."""
     unmet = {op: len(inputs(op, num_stages)) for op in ops}
+    users: dict[Op, list[Op]] = {op: [] for op in ops}
+    for op in ops:
+        for choice in chain.from_iterable(inputs(op, num_stages)):
+            if choice in users:
+                users[choice].append(op)
     ready = [op for op in ops if not unmet[op]]
     while ready:
         op = ready.pop(draw(st.integers(0, len(ready) - 1)))
         yield op
-        for user in users(op, num_stages):
-            if user in unmet:
-                unmet[user] -= 1
-                if not unmet[user]:
-                    ready.append(user)
+        for user in users[op]:
+            unmet[user] -= 1
+            if not unmet[user]:
+                ready.append(user)
 
 
 _times = st.integers(1, 32).map(lambda eighths: eighths / 8)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
-from zbpipe.costs.torchs_split import NOTE
+from zbpipe.costs.transformer import NOTE
 from zbpipe.estimation.devices import GIB, USABLE
 from zbpipe.estimation.estimate import JobMemory
 from zbpipe.estimation.rows import DECIDED, Answer, Estimate, Memory, Step, answer

@@ -104,7 +104,8 @@ def from_data(data: Any) -> JobCosts:
     try:
         shared["link"] = _link(table.get("link", {}), "[link]")
         shared["host"] = _link(table["host"], "[host]") if "host" in table else None
-        shared["working"] = _working(table.get("working", {}))
+        working = table_of(table.get("working", {}), "[working]", optional=tuple(map(str, COMPUTATIONS)))
+        shared["working"] = {OpKind(kind): numbers for kind, numbers in working.items()}
         shared["links"] = _links(rows_of(table.get("links", []), "links"))
         if "layers" in table:
             rows = rows_of(table["layers"], "layers")
@@ -176,11 +177,6 @@ def _placement(rank_of: Any) -> Placement:
 
 def _link(data: Any, name: str) -> Link:
     return Link(**table_of(data, name, optional=("latency", "bandwidth")))
-
-
-def _working(data: Any) -> Mapping[OpKind, Any]:
-    table = table_of(data, "[working]", optional=tuple(map(str, COMPUTATIONS)))
-    return {OpKind(kind): numbers for kind, numbers in table.items()}
 
 
 def _links(rows: Iterator[tuple[str, Any]]) -> Mapping[tuple[int, int], Link]:

@@ -99,7 +99,7 @@ class LayerCosts(CommonCosts):
         if len(self.layers) > MOST_LAYERS:
             raise ValueError(f"a model of more than {MOST_LAYERS} layers cannot be cut: describe several as one layer")
         set_fields(self, layers=tuple(self.layers))
-        self._check(what, len(self.layers), "layer")
+        self.check_common(what, len(self.layers), "layer")
 
     def stages(self, split: Split) -> CostModel:
         """Costs of the stages of this split."""

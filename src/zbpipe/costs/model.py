@@ -106,6 +106,8 @@ Working = Mapping[OpKind, float | tuple[float, ...]]
 """Working memory by kind of op: one number for all stages, or one per stage."""
 COLUMNS = ("f", "i", "w", "activations")
 """Fields with one number per stage or layer."""
+SENDS = ("SEND_F", "SEND_B")
+"""Messages with the result of a forward, and of a backward, named like torch's actions."""
 GATHER, REDUCE = "UNSHARD", "REDUCE_GRAD"
 """Collectives of a stage, named like torch's actions."""
 OF_DATA_PARALLELISM = ("gather", "reduce")
@@ -121,14 +123,14 @@ def set_fields(instance: object, **fields: Any) -> None:
 class OpCosts(NamedTuple):
     """Costs of one op, message or collective."""
 
-    seconds: float
-    """Seconds that it takes. For its message see `CostModel.transfer`."""
+    seconds: float = 0.0
+    """Seconds that it takes. For a message see `CostModel.transfer`."""
     adds: float = 0.0
     """Memory that it adds to its rank: from its start if positive, else at its end."""
     working: float = 0.0
     """Working memory while it runs."""
     message: float = 0.0
-    """Bytes that it sends to another rank, if that has the next stage."""
+    """Bytes of a message."""
 
     @property
     def needs(self) -> float:
@@ -178,7 +180,7 @@ class CommonCosts:
     Megatron on A100 GPUs about 1 ms fits the published steps (docs/hardware.md). The default counts none.
     """
 
-    def _check(self, what: str, count: int, each: str) -> None:
+    def check_common(self, what: str, count: int, each: str) -> None:
         """Check these fields for `count` stages or layers, and set them in their usual form."""
         if not isinstance(self.link, Link):
             raise TypeError(f"{what} cannot have link = {self.link!r}: give a zbpipe.costs.Link")
@@ -257,7 +259,7 @@ class CostModel(CommonCosts):
             for name in OF_DATA_PARALLELISM
         }
         set_fields(self, **columns, **collectives)
-        self._check(what, stages, "stage")
+        self.check_common(what, stages, "stage")
 
     @classmethod
     def uniform(
@@ -290,11 +292,15 @@ class CostModel(CommonCosts):
         if not isinstance(placement, Placement):
             raise TypeError(f"uniform costs need a zbpipe.Placement, for example Placement.loop(4), got {placement!r}")
         parts = [1 / len(placement.stages_on(rank)) for rank in placement.rank_of]
-        columns: dict[str, Any] = {
-            name: tuple(amount("uniform costs", name, each) * part for part in parts)
-            for name, each in (("f", f), ("i", i), ("w", w), ("activations", 1.0))
-        }
-        return cls(**columns, link=Link(amount("uniform costs", "comm", comm)), in_bytes=False, **others)
+        seconds = {name: amount("uniform costs", name, each) for name, each in (("f", f), ("i", i), ("w", w))}
+        columns: dict[str, Any] = {name: tuple(each * part for part in parts) for name, each in seconds.items()}
+        return cls(
+            **columns,
+            activations=tuple(parts),
+            link=Link(amount("uniform costs", "comm", comm)),
+            in_bytes=False,
+            **others,
+        )
 
     @property
     def num_stages(self) -> int:
@@ -306,7 +312,7 @@ class CostModel(CommonCosts):
         return bool(self.gather or self.reduce)
 
     def of(self, stage: int, kind: str, microbatch: int = -1) -> OpCosts:
-        """Costs of an op, or of the collective `GATHER` or `REDUCE` of a stage: `costs.of(*op)`.
+        """Costs of an op, of a message in `SENDS`, or of a stage's collective `GATHER` or `REDUCE`: `costs.of(*op)`.
 
             >>> costs = CostModel((1,), (1,), (1,), activations=(4,), freed_by_i=-0.5, working={OpKind.I: 3})
             >>> [costs.of(0, kind).needs for kind in (OpKind.F, OpKind.I, OpKind.W)]
@@ -325,10 +331,10 @@ class CostModel(CommonCosts):
         deferred = [each - freed for each, freed in zip(size, by_i, strict=True)]
         host = self.host or Link()
 
-        def op(kind: OpKind, seconds: Sequence[float], frees: Sequence[float], message: float) -> list[OpCosts]:
+        def op(kind: OpKind, seconds: Sequence[float], frees: Sequence[float]) -> list[OpCosts]:
             working = self.by_stage(self.working.get(kind, 0.0))
             columns = zip(seconds, frees, working, strict=True)
-            return [OpCosts(time + self.overhead, -freed, used, message) for time, freed, used in columns]
+            return [OpCosts(time + self.overhead, -freed, used) for time, freed, used in columns]
 
         def copy(adds: Sequence[float]) -> list[OpCosts]:
             return [OpCosts(host.seconds(abs(each)) if self.host else 0.0, each) for each in adds]
@@ -336,14 +342,15 @@ class CostModel(CommonCosts):
         less, by_w = [-each for each in size], [-each for each in deferred]
         whole = [i + w for i, w in zip(self.i, self.w, strict=True)]
         return {
-            OpKind.F: op(OpKind.F, self.f, less, self.message_bytes),
-            OpKind.I: op(OpKind.I, self.i, by_i, self.message_bytes),
-            OpKind.W: op(OpKind.W, self.w, deferred, 0.0),
-            OpKind.B: op(OpKind.B, whole, size, self.message_bytes),
+            OpKind.F: op(OpKind.F, self.f, less),
+            OpKind.I: op(OpKind.I, self.i, by_i),
+            OpKind.W: op(OpKind.W, self.w, deferred),
+            OpKind.B: op(OpKind.B, whole, size),
             OpKind.OF: copy(less),
             OpKind.RF: copy(size),
             OpKind.OI: copy(by_w),
             OpKind.RI: copy(deferred),
+            **dict.fromkeys(SENDS, [OpCosts(message=self.message_bytes)] * self.num_stages),
             GATHER: [OpCosts(each) for each in self.by_stage(self.gather)],
             REDUCE: [OpCosts(each) for each in self.by_stage(self.reduce)],
         }

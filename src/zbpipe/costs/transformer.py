@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 from zbpipe.costs.model import CostModel, Link
-from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
+from zbpipe.costs.transport import Named
+from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement, Schedule
 
 _UNFUSED = 3.0
 """Memory traffic of a block's small kernels relative to those that torch.compile fuses.
@@ -33,9 +33,15 @@ _BLOCKS_PER_RANK = 8
 """Blocks per rank. Ops need the working memory of one block, whose share falls with the number of blocks."""
 _COMM = 0.01
 """Seconds from rank to rank if F takes one. This little time gives messages an order, as in `passes.default_costs`."""
+NOTE = (
+    "* torch's own split: it fails under selective checkpointing and torch.compile, recomputes for each W under full,"
+    " and takes more memory than is shown. zbpipe's split runs the same orders as ZBV, DualPipeVSplit and"
+    " InterleavedZeroBubbleSplit"
+)
+"""Note below tables that mark such schedules with an asterisk."""
 
 
-class Checkpointing(StrEnum):
+class Checkpointing(Named):
     """Activation checkpointing, which determines the memory that a block keeps after F."""
 
     NONE = "none"
@@ -44,14 +50,6 @@ class Checkpointing(StrEnum):
     """Every second product and the attention's result, TorchTitan's default. I recomputes the rest."""
     FULL = "full"
     """The input. I recomputes all else."""
-
-    @classmethod
-    def parse(cls, text: str) -> Checkpointing:
-        """The checkpointing with this name. The ValueError for unknown names lists the known ones."""
-        try:
-            return cls(text)
-        except ValueError:
-            raise ValueError(f"checkpointing = {text!r} is not one of {', '.join(cls)}") from None
 
 
 @dataclass(frozen=True)
@@ -237,3 +235,17 @@ def typical_costs(
 def usual_costs(placement: Placement, checkpointing: Checkpointing, tensor: int = 1) -> CostModel:
     """Default costs for a schedule that adapts to the checkpointing, if a job has measured none."""
     return typical_costs(placement, checkpointing, comm=_COMM, tensor=tensor)
+
+
+def has_torchs_split(schedule: Schedule, source: str) -> bool:
+    """Whether torch splits the backwards of a schedule whose class comes from `source`."""
+    return source == "torch" and OpKind.I in schedule.kinds
+
+
+def runs_torchs_split(checkpointing: Checkpointing | None, compiled: bool = False) -> bool:
+    """Whether torch's split can run, as fast as simulated. It may not if the checkpointing is unknown.
+
+    >>> [runs_torchs_split(each) for each in Checkpointing]
+    [True, False, False]
+    """
+    return checkpointing is Checkpointing.NONE and not compiled

@@ -1,4 +1,4 @@
-"""Transports of messages and times of receives, by their user-facing names."""
+"""Transports of messages and times of receives, and how users name these and other choices."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Self
 
 
-class _Named(StrEnum):
+class Named(StrEnum):
     """Enum with user-facing names."""
 
     @classmethod
@@ -30,7 +30,7 @@ class _Named(StrEnum):
         return ", ".join(repr(each.value.replace(" ", "-")) for each in cls)
 
 
-class Transport(_Named):
+class Transport(Named):
     """Dependencies of a rank's messages, besides the computations that produce them."""
 
     IDEAL = "ideal"
@@ -53,7 +53,7 @@ class Transport(_Named):
         return self not in (Transport.IDEAL, Transport.BLOCKING)
 
 
-class Receives(_Named):
+class Receives(Named):
     """When a rank posts its receives."""
 
     EARLY = "early"

@@ -11,7 +11,7 @@ from zbpipe.costs.job import JobCosts
 from zbpipe.costs.layers import Split, join_stages, merge_stages
 from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit
 from zbpipe.costs.model import CostModel, least_room
-from zbpipe.costs.torchs_split import has_torchs_split, runs_torchs_split
+from zbpipe.costs.transformer import has_torchs_split, runs_torchs_split
 from zbpipe.estimation.devices import DEVICES, Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.rates import Rates, rates

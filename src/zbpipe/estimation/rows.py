@@ -125,11 +125,6 @@ class Estimate:
         return self._named(NO_PIPELINE)
 
     @property
-    def best(self) -> Step | None:
-        """The fastest schedule that fits and can run."""
-        return next((step for step in self.steps if step.is_usable), None)
-
-    @property
     def on_these_degrees(self) -> Step | None:
         """The fastest schedule that fits and uses the pipeline ranks, if there are several. None if nothing does."""
         has_none = self.workload.degrees.pipeline == 1

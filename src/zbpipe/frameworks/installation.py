@@ -24,7 +24,7 @@ from torch.distributed.pipelining.schedules import (
 
 from zbpipe.frameworks import automodel, job_schedule
 from zbpipe.frameworks.options import Options, list_options
-from zbpipe.runtime import arguments, checks
+from zbpipe.runtime import checks
 from zbpipe.runtime._torch import pipelining
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import Placement
@@ -173,7 +173,7 @@ def install(schedule: str | None = None, *, everywhere: bool = False, **options:
     A second call replaces the first. `zbpipe.frameworks.installation.uninstall` undoes it.
     """
     # The job's own trainer steps its optimizer.
-    arguments.require_known("zbpipe.install", options, {each.name for each in list_options(steps_optimizer=False)})
+    checks.require_known("zbpipe.install", options, {each.name for each in list_options(steps_optimizer=False)})
     install_with(Options(**options), schedule, everywhere=everywhere)
 
 
@@ -182,7 +182,7 @@ def install_with(
 ) -> None:
     """`install` with an `Options`. With `torchs_too` they also apply to torch's own schedules."""
     global _installed  # noqa: PLW0603 -- torch's function is one for the whole process
-    arguments.require_yes_or_no("everywhere", everywhere)
+    checks.require_yes_or_no("everywhere", everywhere)
     if everywhere and schedule is None:
         raise ValueError("everywhere=True needs a schedule: install('ZBV', everywhere=True)")
     if schedule is not None:
@@ -207,9 +207,8 @@ def uninstall() -> None:
     if _installed is None:
         return
     automodel.restore()
-    found = _replace(_installed.replacement, _installed.torchs)
+    _replace(_installed.replacement, _installed.torchs)
     _installed = None
-    logger.info("zbpipe.frameworks.installation.uninstall: restored torch's get_schedule_class in %s", ", ".join(found))
 
 
 def find_algorithm(name: str) -> Algorithm | None:

@@ -105,7 +105,7 @@ def _require_offload(algorithm: Algorithm, options: Options, spell: checks.Spell
             f"{asked} and {spell('optimizer_step')} validated exclude each other: schedules with copies to the host"
             " cannot run ahead of an optimizer step; omit one of them"
         )
-    checks.require_offload(Offload.parse(options.offload), options.split_backward, spell)
+    checks.require_offload(Offload.read(options.offload), options.split_backward, spell)
     if options.costs_file is None and algorithm is not AutoSchedule.algorithm:
         raise ValueError(
             f"{asked} needs the times of the stages and of copies to the host: give {spell('costs_file')} a file that"

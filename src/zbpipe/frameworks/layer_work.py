@@ -8,7 +8,7 @@ from torch import nn
 
 from zbpipe.costs.layers import Layer
 from zbpipe.costs.transformer import LLAMA_3_8B, Checkpointing
-from zbpipe.runtime.attributes import plain_attribute
+from zbpipe.runtime._torch.attributes import plain_attribute
 
 
 def layer(names: Sequence[str], forward: float, how: Checkpointing = Checkpointing.NONE) -> Layer:

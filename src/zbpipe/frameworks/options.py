@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from zbpipe.costs.memory_limit import AS_1F1B, SPELLINGS, MemoryLimit, MemoryLimitLike
 from zbpipe.costs.model import set_fields
 from zbpipe.costs.transport import Receives, Transport
-from zbpipe.runtime import arguments
+from zbpipe.runtime import checks
 from zbpipe.runtime._torch.fsdp2 import FsdpMode
 from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.schedule.ir import require_whole
@@ -86,8 +86,8 @@ def _parse_lookahead(text: str) -> str | tuple[int, ...]:
 
 
 _COUNT: Mapping[str, Any] = {"metavar": "N", "type": _parse_count}
-_FLAG: Mapping[str, Any] = {"action": "store_true", "check": arguments.require_yes_or_no}
-_FILE: Mapping[str, Any] = {"metavar": "FILE", "check": arguments.require_path}
+_FLAG: Mapping[str, Any] = {"action": "store_true", "check": checks.require_yes_or_no}
+_FILE: Mapping[str, Any] = {"metavar": "FILE", "check": checks.require_path}
 _STEPS: Mapping[str, Any] = {"metavar": "N", "type": _parse_positive, "check": _require_count}
 
 
@@ -144,7 +144,7 @@ class Options:
         "Copy to the host's memory deferred gradients (pairs), activations, or both (all), as far as that costs no"
         " time. It needs {prefix}costs-file, or the schedule Auto (docs/memory.md).",
         choices=_list_words(Offload),
-        check=lambda name, value: Offload.parse(value),
+        check=lambda name, value: Offload.read(value),
     )
     receives: str | None = _zbpipes(
         "Where ranks post their receives. Default: where the simulated step is the shortest (docs/messages.md).",

@@ -114,7 +114,7 @@ def list_schedule(
     """
     nodes, microbatches = job.nodes, job.microbatches
     total = len(nodes) * microbatches
-    head, beside, left, forwards, work = loads(job)
+    head, sibling, left, forwards, work = loads(job)
     free = job.limit.copy()
     apart, room = rooms(job, needs)
     busy, wake = job.origin.copy(), job.origin.copy()
@@ -128,7 +128,7 @@ def list_schedule(
         if now >= NEVER:
             break
         chosen, start, wake[rank] = choose(
-            job, needs, head[rank], beside, now, free[rank], room, urgency, period, patience, ran, sent, arrival, first
+            job, needs, head[rank], sibling, now, free[rank], room, urgency, period, patience, ran, sent, arrival, first
         )
         if chosen < 0:
             continue
@@ -172,7 +172,7 @@ def list_schedule(
 def loads(job: Job) -> tuple[Ints, Ints, Ints, Ints, Floats]:
     """First node of each rank, next node of the same rank by node (-1: none), and each rank's ops, F, and seconds."""
     nodes = job.nodes
-    head, latest, beside = fill(job.ranks, -1), fill(job.ranks, -1), fill(len(nodes), -1)
+    head, latest, sibling = fill(job.ranks, -1), fill(job.ranks, -1), fill(len(nodes), -1)
     left, forwards, work = fill(job.ranks, 0), fill(job.ranks, 0), fill(job.ranks, 0.0)
     for number in range(len(nodes)):
         node = nodes[number]
@@ -180,7 +180,7 @@ def loads(job: Job) -> tuple[Ints, Ints, Ints, Ints, Floats]:
         if head[rank] < 0:
             head[rank] = number
         else:
-            beside[latest[rank]] = number
+            sibling[latest[rank]] = number
         latest[rank] = number
         left[rank] += job.microbatches
         forwards[rank] += job.microbatches if number % 3 == 0 else 0
@@ -188,7 +188,7 @@ def loads(job: Job) -> tuple[Ints, Ints, Ints, Ints, Floats]:
         merged = number % 3 == 1 and node.full < NEVER
         saved = node.seconds + nodes[number + 1].seconds - node.whole if merged else 0.0
         work[rank] += job.microbatches * (node.seconds - saved)
-    return head, beside, left, forwards, work
+    return head, sibling, left, forwards, work
 
 
 def earliest(times: Floats) -> tuple[int, float]:
@@ -220,7 +220,7 @@ def choose(
     job: Job,
     needs: Floats,
     head: int,
-    beside: Ints,
+    sibling: Ints,
     now: float,
     free: float,
     room: Floats,
@@ -234,10 +234,10 @@ def choose(
 ) -> tuple[int, float, float]:
     """The most urgent node from `head` on (-1: none), the arrival of its input, and when to look again for others."""
     chosen, least, start, wake = -1, NEVER, 0.0, NEVER
-    reserve = left_free(job, head, beside, ran)
+    reserve = left_free(job, head, sibling, ran)
     following = head
     while following >= 0:
-        node, following = following, beside[following]
+        node, following = following, sibling[following]
         microbatch = ran[node]
         if microbatch >= sent[node]:
             continue
@@ -254,7 +254,7 @@ def choose(
     return chosen, start, wake
 
 
-def left_free(job: Job, head: int, beside: Ints, ran: Ints) -> float:
+def left_free(job: Job, head: int, sibling: Ints, ran: Ints) -> float:
     """Memory to keep free on a rank so that one of its microbatches can continue, which then frees memory.
 
     The rank holds all that it has run of them, because no I of them is over. The one on the latest stage needs the
@@ -264,15 +264,15 @@ def left_free(job: Job, head: int, beside: Ints, ran: Ints) -> float:
     while node >= 0:
         if node % 3 == 0 and ran[node] > ran[node + 1]:
             least = min(least, job.nodes[node].ahead)
-        node = beside[node]
+        node = sibling[node]
     return least
 
 
 class Linked:
     """An op in a mutable order, and in the chain of its rank's ops. A constructor would take long."""
 
-    __slots__ = ("after", "before", "gone", "held", "needs", "place", "seconds", "takes")
-    place: int
+    __slots__ = ("after", "before", "gone", "held", "needs", "position", "seconds", "takes")
+    position: int
     """Its position in the order."""
     gone: int
     """1 for a W that is part of a B. It keeps a place in the order, which has no meaning."""
@@ -433,7 +433,7 @@ def link(job: Job, codes: Ints) -> Lists:
     for position in range(len(order)):
         number = order[position]
         op = ops[number]
-        op.place, op.before, op.after = position, -1, -1
+        op.position, op.before, op.after = position, -1, -1
         if op.gone:
             continue
         rank = job.nodes[number // job.microbatches].rank
@@ -448,19 +448,19 @@ def link(job: Job, codes: Ints) -> Lists:
     return Lists(order, ops, first, last)
 
 
-def go(job: Job, lists: Lists, op: int, later: bool, jump: int) -> Move:
+def go(job: Job, lists: Lists, op: int, delays: bool, jump: int) -> Move:
     """Move the op past others of its rank, as far as at most `jump` of them allow."""
     ops = lists.ops
-    other = reach_later(job, lists, op, jump) if later else reach_earlier(job, lists, op, jump)
+    other = reach_later(job, lists, op, jump) if delays else reach_earlier(job, lists, op, jump)
     if other == op:
         return Move(NONE, op, 0, 0, 0, 0, 0, 0)
-    position, anchor, target = ops[op].place, ops[op].before, ops[other].place
-    follower = ops[other].after if later else ops[op].after
+    position, anchor, target = ops[op].position, ops[op].before, ops[other].position
+    follower = ops[other].after if delays else ops[op].after
     left, right = min(position, target), max(position, target)
-    shift(job, lists, op, other if later else ops[other].before, target)
-    leader = anchor if later else ops[op].before
-    early = ops[leader].place if leader >= 0 else left
-    late = ops[follower].place if follower >= 0 else right
+    shift(job, lists, op, other if delays else ops[other].before, target)
+    leader = anchor if delays else ops[op].before
+    early = ops[leader].position if leader >= 0 else left
+    late = ops[follower].position if follower >= 0 else right
     return Move(SHIFTED, op, anchor, position, left, right, early, late)
 
 
@@ -475,7 +475,7 @@ def flip(job: Job, lists: Lists, op: int) -> Move:
         return Move(NONE, op, 0, 0, 0, 0, 0, 0)
     weight, before = op + job.microbatches, ops[op].before
     least, limit = ops[before].held if before >= 0 else 0.0, job.limit[node.rank]
-    anchor, position = ops[weight].before, ops[weight].place
+    anchor, position = ops[weight].before, ops[weight].position
     if not ops[weight].gone:
         kind, follower = MERGED, ops[weight].after
         if least + node.full > limit:
@@ -485,15 +485,15 @@ def flip(job: Job, lists: Lists, op: int) -> Move:
         kind, follower = PARTED, ops[op].after
         if least + max(node.needs, node.takes + job.nodes[number + 1].needs) > limit:
             return Move(NONE, op, 0, 0, 0, 0, 0, 0)
-        part(job, lists, op, op, ops[op].place + 1 if position > ops[op].place else ops[op].place)
+        part(job, lists, op, op, ops[op].position + 1 if position > ops[op].position else ops[op].position)
     # The I takes another time, which also affects those that it waits for.
-    early = ops[op].place
+    early = ops[op].position
     if ops[op].before >= 0:
-        early = min(early, ops[ops[op].before].place)
+        early = min(early, ops[ops[op].before].position)
     if node.feeder >= 0:
-        early = min(early, ops[op + (node.feeder - number) * job.microbatches].place)
-    late = ops[follower].place if follower >= 0 else ops[weight].place
-    return Move(kind, op, anchor, position, ops[op].place, ops[weight].place, early, late)
+        early = min(early, ops[op + (node.feeder - number) * job.microbatches].position)
+    late = ops[follower].position if follower >= 0 else ops[weight].position
+    return Move(kind, op, anchor, position, ops[op].position, ops[weight].position, early, late)
 
 
 def make_room(job: Job, lists: Lists, op: int, jump: int) -> Move:
@@ -506,7 +506,7 @@ def make_room(job: Job, lists: Lists, op: int, jump: int) -> Move:
             break
         if job.nodes[other // job.microbatches].full < NEVER:
             weight = ops[other + job.microbatches]
-            if not weight.gone and weight.place > ops[op].place:
+            if not weight.gone and weight.position > ops[op].position:
                 return flip(job, lists, other)
     return Move(NONE, op, 0, 0, 0, 0, 0, 0)
 
@@ -531,9 +531,9 @@ def reach_later(job: Job, lists: Lists, op: int, jump: int) -> int:
     farthest = op
     barrier = len(ops)
     if node.fed >= 0:
-        barrier = ops[op + (node.fed - number) * microbatches].place
+        barrier = ops[op + (node.fed - number) * microbatches].position
     if number % 3 == 1 and not ops[op + microbatches].gone:
-        barrier = min(barrier, ops[op + microbatches].place)
+        barrier = min(barrier, ops[op + microbatches].position)
     passed = ops[op]
     for _ in range(jump):
         least = passed.held - takes
@@ -541,7 +541,7 @@ def reach_later(job: Job, lists: Lists, op: int, jump: int) -> int:
         if other < 0:
             break
         passed = ops[other]
-        if passed.place >= barrier or other // microbatches == number or least + passed.needs > limit:
+        if passed.position >= barrier or other // microbatches == number or least + passed.needs > limit:
             break
         if passed.held - takes + needs <= limit:
             farthest = other
@@ -557,14 +557,14 @@ def reach_earlier(job: Job, lists: Lists, op: int, jump: int) -> int:
     farthest = op
     barrier = -1
     if node.feeder >= 0:
-        barrier = ops[op + (node.feeder - number) * microbatches].place
+        barrier = ops[op + (node.feeder - number) * microbatches].position
     other = ops[op].before
     for _ in range(jump):
         if other < 0:
             break
         passed = ops[other]
         least = ops[passed.before].held if passed.before >= 0 else 0.0
-        if passed.place <= barrier or other // microbatches == number or least + takes + passed.needs > limit:
+        if passed.position <= barrier or other // microbatches == number or least + takes + passed.needs > limit:
             break
         if least + needs <= limit:
             farthest = other
@@ -575,13 +575,13 @@ def reach_earlier(job: Job, lists: Lists, op: int, jump: int) -> int:
 def shift(job: Job, lists: Lists, op: int, anchor: int, position: int) -> None:
     """Move `op` to `position` of the order, which is right after `anchor` (-1: nothing) on its rank."""
     moved, rank = lists.ops[op], job.nodes[op // job.microbatches].rank
-    later = position > moved.place
+    delays = position > moved.position
     put(lists, op, position)
     # The memory changes for all ops between the old and the new place.
-    start, until = (moved.after, anchor) if later else (op, moved.after)
+    start, until = (moved.after, anchor) if delays else (op, moved.after)
     take_out(lists, op, rank)
     put_in(lists, op, anchor, rank)
-    weigh(lists, start, moved.after if later else until)
+    weigh(lists, start, moved.after if delays else until)
 
 
 def merge(job: Job, lists: Lists, op: int) -> None:
@@ -610,13 +610,13 @@ def part(job: Job, lists: Lists, op: int, anchor: int, position: int) -> None:
 def put(lists: Lists, op: int, position: int) -> None:
     """Move an op to a position of the order."""
     order, ops = lists.order, lists.ops
-    place = ops[op].place
-    step = 1 if position > place else -1
-    for at in range(place, position, step):
+    start = ops[op].position
+    step = 1 if position > start else -1
+    for at in range(start, position, step):
         order[at] = order[at + step]
-        ops[order[at]].place = at
+        ops[order[at]].position = at
     order[position] = op
-    ops[op].place = position
+    ops[op].position = position
 
 
 def take_out(lists: Lists, op: int, rank: int) -> None:
@@ -698,9 +698,9 @@ def replay(
             if position > right + 1 and stop + tail[number] > allowed:
                 return position, False
             if op.after >= 0:
-                horizon = max(horizon, ops[op.after].place)
+                horizon = max(horizon, ops[op.after].position)
             if node.fed >= 0:
-                horizon = max(horizon, ops[base + node.fed * microbatches].place)
+                horizon = max(horizon, ops[base + node.fed * microbatches].position)
     return position, True
 
 
@@ -730,9 +730,9 @@ def look_ahead(job: Job, lists: Lists, tail: list[float], left: int, right: int)
         if longest != tail[number]:
             tail[number] = longest
             if op.before >= 0:
-                horizon = min(horizon, ops[op.before].place)
+                horizon = min(horizon, ops[op.before].position)
             if node.feeder >= 0:
-                horizon = min(horizon, ops[base + node.feeder * microbatches].place)
+                horizon = min(horizon, ops[base + node.feeder * microbatches].position)
     return right - position
 
 
@@ -769,7 +769,7 @@ def squeeze(job: Job, order: Ints) -> tuple[float, Ints]:
     for position in range(total):
         number = numbers[position]
         op = ops[number]
-        op.place = position
+        op.position = position
         if op.gone:
             continue
         node = nodes[number // microbatches]
@@ -828,7 +828,7 @@ def sort_by_start(job: Job, lists: Lists, begin: Floats, end: Floats) -> None:
         chosen, least = -1, (NEVER, NEVER, 0)
         for op in heads:
             if op >= 0:
-                found = (begin[op], end[op], ops[op].place)
+                found = (begin[op], end[op], ops[op].position)
                 if found < least:
                     chosen, least = op, found
         order[position] = chosen

@@ -114,7 +114,7 @@ def plan(
         Transport.IDEAL if transport is None else Transport.parse(transport),
     )
     report = progress or report_nothing
-    wanted = Offload.parse(offload)
+    wanted = Offload.read(offload)
     if wanted is not None and objective == "period":
         raise ValueError(
             f"offload = {offload!r} and objective = 'period' exclude each other: schedules with copies to the host"

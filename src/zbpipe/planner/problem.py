@@ -8,7 +8,7 @@ from functools import cached_property
 from math import frexp, ldexp
 from typing import Any, TypeVar
 
-from zbpipe.costs.model import ROUNDING, CostModel, highest, most_room
+from zbpipe.costs.model import ROUNDING, SENDS, CostModel, highest, most_room
 from zbpipe.planner.kernel import NEVER, Job, Node, starts
 from zbpipe.schedule.graph import CycleError
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
@@ -93,8 +93,8 @@ class Problem:
             return ldexp(round(ldexp(time, 30 - exponent)), exponent - 30)
 
         def transfer(sender: int, receiver: int) -> float:
-            kind = OpKind.F if sender < receiver else OpKind.I
-            return exact(costs.transfer(rank_of[sender], rank_of[receiver], costs.of(sender, kind).message))
+            size = costs.of(sender, SENDS[sender > receiver]).message
+            return exact(costs.transfer(rank_of[sender], rank_of[receiver], size))
 
         columns: dict[str, Iterable[Any]] = {
             "rank": [rank_of[stage] for stage in stages for _ in KINDS],

@@ -19,9 +19,9 @@ from zbpipe.costs.model import CostModel, least_room
 from zbpipe.costs.transformer import Checkpointing, usual_costs
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import Objective
-from zbpipe.runtime import arguments, checks
+from zbpipe.runtime import checks
 from zbpipe.runtime._torch import checkpoints, hooks, pipelining
-from zbpipe.runtime.attributes import plain_attribute
+from zbpipe.runtime._torch.attributes import plain_attribute
 from zbpipe.runtime.measure.profiler import Profiler, log_visibly
 from zbpipe.runtime.measure.recording import Collector, StepRecord, Wanted, watch
 from zbpipe.runtime.offload import make_copier
@@ -203,13 +203,13 @@ class AutoSchedule(RegisteredSchedule):
         measured: Callable[[JobCosts], None] = lambda costs: None,
         **options: Any,
     ) -> None:
-        arguments.require_above_0("budget", budget)
+        checks.require_above_0("budget", budget)
         (profile_steps,) = require_whole(1, profile_steps=profile_steps)
-        arguments.require_group(group)
-        arguments.require_callable(measured=measured)
+        checks.require_group(group)
+        checks.require_callable(measured=measured)
         super().__init__(stages, n_microbatches, loss_fn, *args, memory_limit=memory_limit, **options)
         self.outcome: AutoOutcome | None = None
-        self._offload = Offload.parse(offload)
+        self._offload = Offload.read(offload)
         if self._offload:
             checks.require_offload(self._offload, options.get("split_backward", "deferred"))
             make_copier(pipelining.device_of(hooks.stages_of(self)[0]))  # refuses devices without host copies
@@ -238,7 +238,7 @@ class AutoSchedule(RegisteredSchedule):
         return offloaded(lean, costs, what=self._offload) if self._offload else lean
 
     def _find_limits(self, number: int, costs: CostModel) -> tuple[float, ...]:
-        return find_memory_limits(self.by_size.limit, costs, self.placement.num_ranks, number)
+        return find_memory_limits(self.lists.limit, costs, self.placement.num_ranks, number)
 
     def _plan(self, costs: JobCosts) -> None:
         records = self._profiler.records

@@ -1,10 +1,16 @@
-"""Schedules by name on given stages, ready for `step`."""
+"""Schedules by name on given stages, ready for `step`, and as classes: use them where you use torch's own.
+
+    schedule = zbpipe.ScheduleZBV(stages, n_microbatches=8, loss_fn=loss_fn)
+
+Each is a `RegisteredSchedule` and takes its arguments. The lean schedules adapt to the activation checkpointing (see
+`LeanSchedule`). `zbpipe.algorithms` has their definitions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -17,13 +23,33 @@ from zbpipe.planner.plan import plan as search
 from zbpipe.planner.result import Plan
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import hooks, pipelining
-from zbpipe.runtime.classes import class_of
+from zbpipe.runtime.adaptive import AutoSchedule, LeanSchedule
 from zbpipe.runtime.ranks import agreement
+from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split import stage as split
 from zbpipe.schedule.ir import Schedule
 from zbpipe.schedule.registry import Algorithm, resolve
 
 Made = TypeVar("Made", bound=Schedule | Plan)
+
+
+def class_of(schedule: str | Algorithm) -> type[RegisteredSchedule]:
+    """The class that runs a schedule of zbpipe or another package. A name always has the same class."""
+    algorithm = resolve(schedule)
+    return _find_class(algorithm) if algorithm.table is None else _make_class(algorithm)
+
+
+@cache
+def _find_class(algorithm: Algorithm) -> type[RegisteredSchedule]:
+    return AutoSchedule if algorithm is AutoSchedule.algorithm else _make_class(algorithm)
+
+
+def _make_class(algorithm: Algorithm) -> type[RegisteredSchedule]:
+    base = LeanSchedule if algorithm.by_checkpointing else RegisteredSchedule
+    name = algorithm.class_name
+    example = f"    schedule = zbpipe.{name}(stages, n_microbatches=8, loss_fn=loss_fn)"
+    doc = f"{algorithm.summary}\n\n{example}\n\nIts arguments are those of `{base.__name__}`."
+    return type(name, (base,), {"algorithm": algorithm, "__module__": __name__, "__doc__": doc})
 
 
 def build_pipeline_schedule(
@@ -153,3 +179,20 @@ def require_splittable(schedule: pipelining.PipelineSchedule, name: str) -> None
     """Refuse one of torch's own schedules with I and W on compiled stages."""
     if isinstance(schedule, pipelining.ScheduleRuntime) and pipelining.has_split_backward(schedule):
         split.require_not_compiled(hooks.stages_of(schedule), f"torch's own {name}")
+
+
+ScheduleZB = class_of("ZB")
+ScheduleZBLoop = class_of("ZBLoop")
+ScheduleZBH1 = class_of("ZBH1")
+ScheduleZBH2 = class_of("ZBH2")
+ScheduleZB1P = class_of("ZB1P")
+ScheduleZB2P = class_of("ZB2P")
+ScheduleZBV = class_of("ZBV")
+ScheduleVHalf = class_of("VHalf")
+ScheduleVMin = class_of("VMin")
+ScheduleDualPipeVSplit = class_of("DualPipeVSplit")
+ScheduleInterleavedZeroBubbleSplit = class_of("InterleavedZeroBubbleSplit")
+ScheduleZBH1Lean = class_of("ZBH1Lean")
+ScheduleZBVLean = class_of("ZBVLean")
+ScheduleVHalfLean = class_of("VHalfLean")
+ScheduleVMinLean = class_of("VMinLean")

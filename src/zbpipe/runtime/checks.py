@@ -1,27 +1,29 @@
-"""Checks before a run: options, stages, orders and batches that do not fit a schedule are refused."""
+"""Checks of all input: arguments, options, stages, orders and batches. A ValueError names the value and a valid one."""
 
 from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from zbpipe.costs.transport import Receives
-from zbpipe.runtime import arguments
 from zbpipe.runtime._torch import fsdp2, hooks, pipelining
-from zbpipe.runtime.split.stage import SplitBackward, is_split
+from zbpipe.runtime.split.stage import SplitBackward, find_split
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
 from zbpipe.simulator.actions import Rows
-from zbpipe.simulator.message_checks import are_sound, find_blocked_queues, find_mixed_up_messages, validate_lowered
+from zbpipe.simulator.message_checks import find_blocked_queues, find_mixed_up_messages, validate_lowered
 from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.validation import require_valid
 
@@ -36,6 +38,55 @@ _WAY_OUT = (
     "give every step a batch of the same size, a multiple of n_microbatches (for a DataLoader, drop_last=True), or give"
     " step(microbatches=) on all ranks"
 )
+
+
+def require_schedule(what: str, schedule: object) -> None:
+    """Refuse anything but a schedule of torch or zbpipe."""
+    if not isinstance(schedule, pipelining.PipelineSchedule):
+        raise ValueError(
+            f"{what} takes a schedule on its stages, from zbpipe.build_pipeline_schedule, got {schedule!r}"
+        )
+
+
+def require_known(who: str, options: Iterable[str], known: set[str]) -> None:
+    """Refuse the first of `options` that is not `known`. The message lists the known options, and names the nearest."""
+    for option in options:
+        if option not in known:
+            near = get_close_matches(option, known, n=1)
+            hint = f"did you mean {near[0]!r}? It" if near else "it"
+            raise ValueError(f"{who} has no option {option!r}; {hint} takes: {', '.join(sorted(known))}")
+
+
+def require_above_0(name: str, number: object) -> None:
+    """Refuse anything but a number above 0. None is accepted."""
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    if number is not None and not (is_number and number > 0):  # type: ignore[operator]
+        raise ValueError(f"{name} has to be a number above 0, or None for the default, got {name}={number!r}")
+
+
+def require_callable(**functions: object) -> None:
+    """Refuse the first of `functions` that cannot be called."""
+    for name, function in functions.items():
+        if not callable(function):
+            raise ValueError(f"{name} has to be a function, got {function!r}")
+
+
+def require_group(group: object) -> None:
+    """Refuse anything but a process group. None means all ranks of the job."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise ValueError(f"group has to be a process group of torch.distributed, or None for all ranks, got {group!r}")
+
+
+def require_path(name: str, path: Any) -> None:
+    """Refuse anything but a file path. None means no file."""
+    if path is not None and not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"{name} has to be the path of a file, got {path!r}")
+
+
+def require_yes_or_no(name: str, value: object) -> None:
+    """Refuse anything but True or False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} has to be True or False, got {value!r}")
 
 
 def require_writable(file: str | Path) -> None:
@@ -56,7 +107,7 @@ def require_options(name: str, options: Iterable[str], build: Callable[..., Any]
     """Refuse options that a schedule lacks with the installed torch: neither arguments of `build` nor in `more`."""
     no_options = {"self", "stage", "stages", "n_microbatches", "loss_fn", "args", "options"}
     known = set(inspect.signature(build).parameters) - no_options | set(more) - no_options
-    arguments.require_known(f"{name} on this torch", options, known)
+    require_known(f"{name} on this torch", options, known)
 
 
 def require_cut(name: str, placement: Placement, num_layers: int, cut: int | None, field: str) -> None:
@@ -147,31 +198,28 @@ def require_matching_messages(runtime: pipelining.PipelineSchedule, name: str, o
         )
 
 
-def require_no_lists(arguments: Iterable[str]) -> None:
-    """Refuse lists of microbatches where torch would take them for keyword inputs, and split them."""
-    if pipelining.TAKES_MICROBATCHES:
-        return
-    if lists := sorted({"arg_mbs", "kwarg_mbs", "target_mbs"}.intersection(arguments)):
+def require_step(
+    runtime: pipelining.ScheduleRuntime,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    target: Any,
+    *,
+    is_first: bool,
+) -> None:
+    """Refuse a step that all ranks can refuse alike: without a loss, an empty batch, a target that does not split into
+    equal microbatches, and in the first step parameters that cannot be trained."""
+    # torch before 2.14 would take lists of microbatches for keyword inputs, and split them.
+    lists = sorted({"arg_mbs", "kwarg_mbs", "target_mbs"}.intersection(kwargs))
+    if lists and not pipelining.TAKES_MICROBATCHES:
         raise ValueError(
             f"{', '.join(lists)}: microbatches as lists need torch 2.14 or newer, and this is {torch.__version__}:"
             " call step(input, target=target), which splits both"
         )
-
-
-def require_loss_and_batch(runtime: pipelining.ScheduleRuntime, inputs: Iterable[Any], target: Any) -> None:
-    """Refuse a training step without a loss, an empty batch, and a target that does not split into equal
-    microbatches."""
-    if pipelining.trains(runtime) and pipelining.loss_fn_of(runtime) is None:
-        raise ValueError(
-            "a training step needs a loss_fn on every rank, and this schedule was built without one: give it loss_fn,"
-            " or call eval, which runs forwards only"
-        )
-    for each in inputs:
+    for each in (*args, *kwargs.values()):
         if isinstance(each, Tensor) and each.dim() and not each.size(0):
             raise ValueError(f"the batch is empty, with an input of shape {tuple(each.shape)}: {_WAY_OUT}")
-    if pipelining.trains(runtime) and pipelining.needs_autograd(runtime) and not torch.is_grad_enabled():
-        how = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
-        raise ValueError(f"a training step computes gradients, but it is called under torch.{how}(): call eval there")
+    if pipelining.trains(runtime):
+        _require_training(runtime, is_first)
     if target is not None and not isinstance(target, Tensor):
         raise ValueError(
             f"a target of type {type(target).__name__} cannot be split into microbatches: give a tensor, or from torch"
@@ -185,9 +233,16 @@ def require_loss_and_batch(runtime: pipelining.ScheduleRuntime, inputs: Iterable
         )
 
 
-def require_trainable(stages: Iterable[pipelining.Stage]) -> None:
-    """Refuse to train parameters without autograd."""
-    for stage in stages:
+def _require_training(runtime: pipelining.ScheduleRuntime, is_first: bool) -> None:
+    if pipelining.loss_fn_of(runtime) is None:
+        raise ValueError(
+            "a training step needs a loss_fn on every rank, and this schedule was built without one: give it loss_fn,"
+            " or call eval, which runs forwards only"
+        )
+    if pipelining.needs_autograd(runtime) and not torch.is_grad_enabled():
+        how = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+        raise ValueError(f"a training step computes gradients, but it is called under torch.{how}(): call eval there")
+    for stage in hooks.stages_of(runtime) if is_first else ():
         for name, parameter in stage.submod.named_parameters():
             if parameter.requires_grad and parameter.is_inference():
                 raise ValueError(
@@ -253,7 +308,7 @@ def _describe(shapes: Iterable[torch.Size]) -> str:
 def require_scaled_once(runtime: pipelining.PipelineSchedule, name: str) -> None:
     """Refuse a parameter that two stages share: torch would scale its gradient once per stage."""
     stages = hooks.stages_of(runtime)
-    if not runtime.scale_grads or all(map(is_split, stages)):
+    if not runtime.scale_grads or all(map(find_split, stages)):
         return
     owners: dict[int, int] = {}
     for stage in stages:
@@ -269,8 +324,6 @@ def require_scaled_once(runtime: pipelining.PipelineSchedule, name: str) -> None
 
 def require_sound_messages(rows: Rows, schedule: Schedule) -> None:
     """Refuse a schedule whose sends and receives do not match, or deadlock."""
-    if are_sound(rows, schedule):
-        return
     findings = validate_lowered(rows) or find_blocked_queues(rows)
     if findings:
         raise ValueError(
@@ -324,7 +377,7 @@ def require_offload(what: Offload | None, split_backward: SplitBackward, spell: 
 
 def require_pairs(schedule: Schedule, stages: Sequence[pipelining.Stage]) -> None:
     """Refuse to offload deferred gradients of torch's own split, which keeps them in autograd's graph."""
-    if OpKind.OI in schedule.kinds and not all(map(is_split, stages)):
+    if OpKind.OI in schedule.kinds and not all(map(find_split, stages)):
         raise ValueError(
             f"schedule {schedule.name} offloads deferred gradients, and only zbpipe's split frees them: keep"
             " split_backward='deferred', or use offload='activations'"

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
@@ -17,56 +17,31 @@ from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.planner.result import Plan
-from zbpipe.runtime import arguments, checks
+from zbpipe.runtime import checks
 from zbpipe.runtime._torch import fsdp2, hooks, pipelining, running_ahead
 from zbpipe.runtime._torch.fsdp2 import FsdpMode
 from zbpipe.runtime.device import RandomState
-from zbpipe.runtime.lowering import Lowering, find_usual_transport
+from zbpipe.runtime.lists import Lists, find_usual_transport
 from zbpipe.runtime.offload import Copies, make_copier
 from zbpipe.runtime.ranks import agreement, tied_weights
 from zbpipe.runtime.ranks.progress import StepFailures
 from zbpipe.runtime.ranks.step_board import StepBoard, StepSizes
-from zbpipe.runtime.schedules_by_size import SchedulesBySize
+from zbpipe.runtime.ranks.warm_up import warm_up
 from zbpipe.runtime.split import stage as split
 from zbpipe.runtime.split.loss import defer_in_loss
-from zbpipe.runtime.split.products import WeightGradients
 from zbpipe.runtime.split.stage import SplitBackward
-from zbpipe.runtime.warm_up import warm_up
+from zbpipe.runtime.split.weight_gradients import WeightGradients
 from zbpipe.schedule.garbage import without_collections
 from zbpipe.schedule.ir import OpKind, Schedule, require_whole
 from zbpipe.schedule.registry import Algorithm
 from zbpipe.schedule.user_code import read_text
 from zbpipe.simulator.offloading import Offload
-from zbpipe.simulator.post_validation import RunAhead, gain
 from zbpipe.simulator.simulation import simulate
 
 PLAIN = "without events after computations, fused W, W of compiled regions, FSDP beside computations, and offload"
 """What a plain schedule leaves out."""
 
 logger = logging.getLogger(__name__)
-
-
-class ValidatedStep(Protocol):
-    """What a schedule asks of a `zbpipe.OptimizerStep`."""
-
-    counts: Any
-    """Numbers of its steps by kind, a dataclass."""
-
-    @property
-    def is_pending(self) -> bool:
-        """Whether the last step is still to be validated."""
-
-    def verdict(self) -> bool:
-        """Wait for the validation; whether the step counts."""
-
-    def redo(self) -> None:
-        """Repeat a rejected step."""
-
-    def finish(self) -> None:
-        """Wait until the last step is validated."""
-
-    def require_unchanged(self) -> None:
-        """Refuse weights that have changed since a pending step."""
 
 
 class RegisteredSchedule(pipelining.OwnRuntime):
@@ -124,7 +99,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     algorithm: ClassVar[Algorithm]
     changes_by_itself: ClassVar[bool] = False
     """Whether the schedule may switch to other lists later."""
-    _optimizer_step: ValidatedStep | None = None
+    _optimizer_step: Any = None
+    """The `zbpipe.OptimizerStep` that validates this schedule's gradients."""
     tied_copies: Sequence[Tensor] = ()
     """This rank's copies of tied weights: the norm of all gradients counts only the other copy."""
     _copies: Copies | None = None
@@ -151,23 +127,29 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         **options: Any,
     ) -> None:
         algorithm = self.algorithm
-        arguments.require_yes_or_no("defer_loss", defer_loss)
-        arguments.require_yes_or_no("plain", plain)
+        checks.require_yes_or_no("defer_loss", defer_loss)
+        checks.require_yes_or_no("plain", plain)
         if plain:
             logger.warning("plain: %s", PLAIN)
             fsdp_mode = "torch"
-        limit, wanted = MemoryLimit.parse(memory_limit, costs_are_known=costs is not None), Offload.parse(offload)
         checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, pipelining.SCHEDULE_OPTIONS)
-        asked_receives = checks.read_receives(receives, options)
-        transport = None if transport is None else Transport.parse(transport)
-        n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
-        stages, self.placement = checks.place_stages(stages, algorithm)
         checks.require_fsdp_mode(fsdp_mode)
-        costs = None if costs is None else as_cost_model(costs, self.placement)
-        self.transport = transport or find_usual_transport(stages[0])
+        n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
+        limit = MemoryLimit.parse(memory_limit, costs_are_known=costs is not None)
+        stages, self.placement = checks.place_stages(stages, algorithm)
+        self.transport = find_usual_transport(stages[0]) if transport is None else Transport.parse(transport)
+        self.lists = Lists(
+            algorithm,
+            self.placement,
+            None if costs is None else as_cost_model(costs, self.placement),
+            limit,
+            Offload.read(offload),
+            self.transport,
+            checks.read_receives(receives, options),
+            frees_sends_early=options.get("max_outstanding_sends") is None,
+        )
+        schedule = self.lists.of(n_microbatches, self.lists.make)
         self._is_plain = plain
-        self.by_size = SchedulesBySize(algorithm, self.placement, costs, limit, wanted, self.transport)
-        schedule = self.by_size.of(n_microbatches, self.by_size.make)
         gradients = WeightGradients(may_fuse=not plain)
         self._split: Callable[[], object] | None = partial(
             split.split_backward, stages, split_backward, gradients, in_compiled_regions=not plain
@@ -178,11 +160,10 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         if self.defers_loss and loss_fn is not None:
             loss_fn = defer_in_loss(loss_fn, gradients)
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)
-        for stage in self.own_stages:
-            stage.fsdp_mode = fsdp_mode
+        for work in self.works:
+            work.fsdp_mode = fsdp_mode
         if words := fsdp2.describe(fsdp_mode, (stage.submod for stage in stages)):
             logger.info("%s", words)
-        self._lowering = Lowering(asked_receives, self.transport, options.get("max_outstanding_sends") is None)
         self._board = StepBoard(stages[0])
         self._failures = StepFailures(self._board, has_events=not plain)
         self.sizes = StepSizes(self._board, n_microbatches)
@@ -192,12 +173,12 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     @property
     def schedule(self) -> Schedule:
         """The schedule of the next step."""
-        return self._running.schedule
+        return self.lists.running.schedule
 
     @property
     def receives(self) -> Receives:
         """When ranks post their receives in the running schedule."""
-        return self._running.receives
+        return self.lists.running.receives
 
     def adopt(self, schedule: Schedule | Plan, costs: CostModel | None = None) -> None:
         """Run `schedule` from the next step on, on the same stages. All ranks have to call this between two steps.
@@ -223,14 +204,12 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         checks.require_same_placement(schedule, self.placement)
         checks.require_pairs(schedule, hooks.stages_of(self))
         if costs is not None:
-            self._use_costs(as_cost_model(costs, self.placement))
+            self.lists.use_costs(as_cost_model(costs, self.placement))
         if schedule.num_microbatches == pipelining.num_microbatches(self):
             self._use(schedule)
         else:
             checks.require_runnable(schedule)
-        self.by_size.adopt(schedule)
-        # Another rank may have adopted a schedule that is new, where this one returns to a known one.
-        self._lowering.forget_agreement()
+        self.lists.adopt(schedule)
 
     def load_table(self, file: str) -> None:
         self.adopt(Schedule.from_csv(read_text(file), name=str(file)))
@@ -254,7 +233,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     def remake(self, costs: CostModel) -> None:
         """Remake all schedules that were not adopted, for these costs. All ranks have to call this."""
-        self._use_costs(costs)
+        self.lists.use_costs(costs)
         self._use(self.for_microbatches(pipelining.num_microbatches(self)))
 
     def for_microbatches(self, number: int) -> Schedule:
@@ -263,15 +242,11 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         Raises:
             ValueError: there is no such schedule, for example because the running one is a table.
         """
-        return self.by_size.of(number, self.make_for_microbatches)
+        return self.lists.of(number, self.make_for_microbatches)
 
     def make_for_microbatches(self, number: int) -> Schedule:
         """The schedule for another number of microbatches, the same on all ranks."""
-        return self.by_size.make(number, runs_ahead=self._optimizer_step is not None)
-
-    def _use_costs(self, costs: CostModel) -> None:
-        self.by_size.use_costs(costs)
-        self._lowering.forget()
+        return self.lists.make(number)
 
     @without_collections()
     def _take_microbatches(self, number: int) -> None:
@@ -286,14 +261,14 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             self._use(schedule)
         except ValueError:
             pipelining.use_microbatches(self, before)
-            pipelining.use_lists(self, self._running.lists)
+            self.lists.use(self, self.lists.running)
             raise
 
     def _use(self, schedule: Schedule) -> None:
         """Run a schedule from the next step on. It has that step's number of microbatches."""
         schedule = schedule.computations if self._is_plain else schedule
-        stages, costs = hooks.stages_of(self), self.by_size.simulated_costs
-        lowered = self._lowering.lower(self, schedule, costs)
+        stages, costs = hooks.stages_of(self), self.lists.simulated_costs
+        lowered = self.lists.lower(self, schedule)
         if self._split and OpKind.I in schedule.kinds:
             self._split()
             self._split = None
@@ -301,8 +276,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         if schedule.has_copies:
             self._copies = self._copies or Copies(stages, make_copier(pipelining.device_of(stages[0])))
             self._copies.follow(simulate(schedule, costs))
-        self._running = lowered
-        pipelining.use_lists(self, lowered.lists)
+        self.lists.use(self, lowered)
 
     def settle(self) -> None:
         """Adopt another schedule before the first step, if the ranks together know better costs. All ranks call it."""
@@ -343,19 +317,16 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         with self._failures.begin_step(self, self.schedule.name, is_compared=microbatches is not None):
             try:
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
-                checks.require_no_lists(kwargs)
-                checks.require_loss_and_batch(self, (*args, *kwargs.values()), target)
+                checks.require_step(self, args, kwargs, target, is_first=not self._models_are_checked)
                 if self._optimizer_step is not None:
                     self._optimizer_step.require_unchanged()
-                if pipelining.trains(self) and not self._models_are_checked:
-                    checks.require_trainable(hooks.stages_of(self))
                 return super().step(*args, target=target, **kwargs)
             finally:
                 self._take_microbatches(self.sizes.usual)
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
         """Run one step on already split microbatches. Invalid steps are refused, failures are explained."""
-        stages = hooks.stages_of(self)
+        stages, running = hooks.stages_of(self), self.lists.running
         checks.require_microbatches_alike(self, args, kwargs, targets)
         if self.sizes.agree(self, args):
             self._is_warm = False
@@ -363,11 +334,11 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         self._board.begin_messages()
         with self._failures.explain_failures(self, self.schedule.name):
             # The ranks compare their lists before their messages are set up.
-            if not (self._running.is_agreed and pipelining.is_set_up(self)):
-                if not self._running.is_agreed:
+            if not (running.is_agreed and pipelining.is_set_up(self)):
+                if not running.is_agreed:
                     self.settle()
                 agreement.require_same(self, self.schedule.name, stages[0].group, stages[0].device)
-                self._running.is_agreed = True
+                self.lists.running.is_agreed = True
             if pipelining.trains(self) and not self._models_are_checked:
                 if pipelining.has_split_backward(self):
                     split.require_no_early_reduction(stages)
@@ -385,7 +356,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         kept: list[Tensor] = []
         if self.scale_grads and trains:  # then the end of the step also divides the gradients of earlier steps
             kept = fsdp2.find_kept_gradients(stage.submod for stage in stages)
-        cut = self._cut() if last is not None and last.is_pending and trains else None
+        cut = self.lists.cut(self) if last is not None and last.is_pending and trains else None
         with pipelining.saved_from_scaling(self, kept):
             if last is None or cut is None:
                 self.finish_optimizer_step()
@@ -397,10 +368,10 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                 random.restore()
                 run()
 
-    def run_ahead_of(self, optimizer_step: ValidatedStep) -> None:
+    def run_ahead_of(self, optimizer_step: Any) -> None:
         """Begin steps from now on while the validation of the last optimizer step is pending."""
-        self._optimizer_step = optimizer_step
-        if (schedule := self.by_size.make_to_run_ahead(self.schedule)) != self.schedule:
+        self._optimizer_step, self.lists.runs_ahead = optimizer_step, True
+        if (schedule := self.lists.make_to_run_ahead()) != self.schedule:
             self.adopt(schedule)
 
     @property
@@ -408,20 +379,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         """Numbers of `zbpipe.OptimizerStep`'s steps of each kind; empty without it."""
         return {} if self._optimizer_step is None else asdict(self._optimizer_step.counts)
 
-    @property
-    def runs_ahead(self) -> bool:
-        """Whether any rank runs a part of its list before the validation of the last optimizer step."""
-        return self._cut() is not None
-
-    def gain_of_running_ahead(self) -> float:
-        """Simulated share of a step saved by running ahead; 0 with copies to the host, which cannot be undone."""
-        schedule = self.by_size.make_to_run_ahead(self.schedule)
-        return 0.0 if schedule.has_copies else gain(schedule, self.by_size.simulated_costs)
-
     def finish_optimizer_step(self) -> None:
         """Wait until the last optimizer step is validated."""
         if self._optimizer_step is not None:
             self._optimizer_step.finish()
-
-    def _cut(self) -> RunAhead | None:
-        return self._running.cut(self, self.by_size.simulated_costs)

@@ -135,7 +135,6 @@ OFFLOADS = (OF, OI)
 RELOADS = (RF, RI)
 """The kinds of copies back, in the order of `OFFLOADS`."""
 _COPY_FED_BY = {OF: F, RF: OF, OI: I, RI: OI}
-_COPIES_FED = {feeder: copy for copy, feeder in _COPY_FED_BY.items()}
 _RELOAD_BEFORE = {I: RF, B: RF, W: RI}
 _LANE = {**dict.fromkeys(COMPUTATIONS, 0), **dict.fromkeys(OFFLOADS, 1), **dict.fromkeys(RELOADS, 2)}
 """A rank runs one op at a time in each lane: computations, copies to the host, copies back."""
@@ -165,26 +164,6 @@ def inputs(op: Op, num_stages: int) -> tuple[tuple[Op, ...], ...]:
     if stage == num_stages - 1:
         return (forward,)
     return (forward, (new_tuple(Op, (stage + 1, I, microbatch)), new_tuple(Op, (stage + 1, B, microbatch))))
-
-
-def users(op: Op, num_stages: int) -> tuple[Op, ...]:
-    """The ops that depend on `op`, the reverse of `inputs`. A schedule has either the I or the B.
-
-    >>> [str(user) for user in users(Op.parse("1I0"), num_stages=4)]
-    ['1W0', '0I0', '0B0', '1OI0']
-    """
-    stage, kind, microbatch = op
-    found: list[Op] = []
-    if kind is F:
-        found = [Op(stage + 1, F, microbatch)] if stage < num_stages - 1 else []
-        found += [Op(stage, each, microbatch) for each in (I, B)]
-    if kind is I:
-        found = [Op(stage, W, microbatch)]
-    if kind in (I, B) and stage > 0:
-        found += [Op(stage - 1, each, microbatch) for each in (I, B)]
-    if kind in _COPIES_FED:
-        found.append(Op(stage, _COPIES_FED[kind], microbatch))
-    return tuple(found)
 
 
 def reload_before(op: Op) -> Op | None:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
+from zbpipe.costs.model import SENDS
 from zbpipe.schedule import tables
 from zbpipe.schedule.ir import COMPUTATIONS, KINDS, Op, OpKind, inputs, new_tuple
 
-SENDS = ("SEND_F", "SEND_B")
 RECEIVES = ("RECV_F", "RECV_B")
 WAITS = tuple(f"WAIT_{send}" for send in SENDS)
 COMPUTE = frozenset(COMPUTATIONS)

@@ -17,11 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbpipe.costs.job import JobCosts, as_cost_model
-from zbpipe.costs.model import CostModel, amount, set_fields
+from zbpipe.costs.model import SENDS, CostModel, amount, set_fields
 from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import KINDS, Schedule, require_whole
 from zbpipe.schedule.tables import Cell
-from zbpipe.simulator.actions import SENDS, other_end
+from zbpipe.simulator.actions import other_end
 from zbpipe.simulator.time_graph import TimeGraph, durations, last_ends
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.simulator.validation import require_runnable, require_schedule

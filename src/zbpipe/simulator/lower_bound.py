@@ -26,7 +26,7 @@ from itertools import accumulate, pairwise
 from math import floor, inf
 from typing import NamedTuple
 
-from zbpipe.costs.model import GATHER, REDUCE, ROUNDING, CostModel, OpCosts
+from zbpipe.costs.model import GATHER, REDUCE, ROUNDING, SENDS, CostModel, OpCosts
 from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import Op, OpKind, Placement
 
@@ -183,10 +183,9 @@ def _alone(placement: Placement, least: _Possible, earliest: Mapping[Op, float] 
     times: list[tuple[float, float]] = []
     for before, op in zip([ops[0], *ops], ops, strict=False):
         cost = least.of(op.stage, op.kind)
-        way = rank_of[before.stage], rank_of[op.stage]
-        arrival = (
-            least.costs.transfer(*way, least.of(before.stage, before.kind).message) + (times or [(0.0, 0.0)])[-1][1]
-        )
+        size = least.costs.of(before.stage, SENDS[before.kind is not OpKind.F]).message
+        way = least.costs.transfer(rank_of[before.stage], rank_of[op.stage], size)
+        arrival = way + (times[-1][1] if times else 0.0)
         start = max(arrival, earliest.get(op, 0.0))
         times.append((start, start + cost.seconds))
     down, up = times[: len(stages)], times[: len(stages) - 1 : -1]

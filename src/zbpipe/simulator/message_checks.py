@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from zbpipe.costs.memory_limit import MemoryLimitLike
+from zbpipe.costs.model import SENDS
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule import tables
 from zbpipe.schedule.ir import OpKind, Schedule
 from zbpipe.simulator.actions import (
     COMPUTE,
     RECEIVES,
-    SENDS,
     WAITS,
     Action,
     Rows,
-    action_of,
     dependencies,
     other_end,
     parse,
@@ -184,37 +183,3 @@ def find_blocked_queues(rows: Rows) -> list[Finding]:
     rank = next(rank for rank, row in enumerate(rows) if cycle[0] in row)
     text = "messages wait for each other: " + " before ".join(map(str, cycle))
     return [Finding("deadlock", rank, rows[rank].index(cycle[0]), cycle[0], text)]
-
-
-def are_sound(rows: Rows, schedule: Schedule) -> bool:
-    """Whether `rows` are the valid `schedule` with messages, one queue per rank, and run to their end.
-
-    Then `validate_lowered` and `find_blocked_queues` find nothing. They take ten times as long.
-    """
-    rank_of, microbatches = schedule.placement.rank_of, range(schedule.num_microbatches)
-    sends = sends_by_action(rank_of)
-    for rank, (row, ops) in enumerate(zip(rows, schedule, strict=True)):
-        if [each for each in row if each.kind in COMPUTE] != list(map(action_of, ops)):
-            return False
-        mine = [(stage, kind) for stage, kind in sends if rank_of[stage] == rank and kind not in COMPUTE]
-        expected = {(stage, kind, each) for stage, kind in mine for each in microbatches}
-        found = [each for each in row if each.kind in _MESSAGES]
-        there = set(found)
-        if len(found) > len(there) or not there <= expected or any(each[1] in _ENDS for each in expected - there):
-            return False
-    if any(_sent_early(row) for row in rows):
-        return False
-    blocked = TimeGraph(schedule, Transport.ONE_QUEUE, rows).find_cycle()
-    return not blocked and next(find_ungathered(rows), None) is None
-
-
-def _sent_early(row: Sequence[Action]) -> bool:
-    """Whether a result is sent before it is computed."""
-    made: set[tuple[int, str, int]] = set()
-    for stage, kind, microbatch in row:
-        if kind in COMPUTE:
-            if kind != "W":
-                made.add((stage, "SEND_F" if kind == "F" else "SEND_B", microbatch))
-        elif kind in SENDS and (stage, kind, microbatch) not in made:
-            return True
-    return False

@@ -10,14 +10,13 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from math import inf
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from zbpipe.costs.job import JobCosts, as_cost_model
 from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
 from zbpipe.costs.model import ROUNDING, CostModel, amount
-from zbpipe.costs.transport import Transport
+from zbpipe.costs.transport import Named, Transport
 from zbpipe.schedule.ir import Op, OpKind, Schedule
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.time_graph import durations
@@ -25,7 +24,7 @@ from zbpipe.simulator.timeline import Span, Timeline
 from zbpipe.simulator.validation import require_schedule, require_valid
 
 
-class Offload(StrEnum):
+class Offload(Named):
     """Kinds of memory that may be offloaded to the host."""
 
     PAIRS = "pairs"
@@ -36,17 +35,11 @@ class Offload(StrEnum):
     """Both."""
 
     @classmethod
-    def parse(cls, given: object) -> Self | None:
-        """The member called `given`. `True` is all, and `False` and None are nothing."""
-        known = ", ".join(repr(each.value) for each in cls)
+    def read(cls, given: Any) -> Self | None:
+        """The member that an option names. `True` is all, and `False` and None are nothing."""
         if given is None or isinstance(given, bool):
             return cls("all") if given else None
-        if not isinstance(given, str):
-            raise TypeError(f"offload={given!r} is not a string: use one of {known}, or True for all")
-        try:
-            return cls(given.lower())
-        except ValueError:
-            raise ValueError(f"offload={given!r} is unknown: use one of {known}, or True for all") from None
+        return cls.parse(given)
 
 
 class LimitTooSmallError(ValueError):
@@ -117,7 +110,7 @@ def offload(
     """
     require_schedule(schedule)
     costs = as_cost_model(costs, schedule.placement)
-    wanted = Offload.parse(what)
+    wanted = Offload.read(what)
     margin = amount("an offload", "margin", margin)
     require_host(costs)
     limit = MemoryLimit.parse(memory_limit) or MemoryLimit(0.0, "")

@@ -10,21 +10,10 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from itertools import chain
 
-from zbpipe.costs.model import CostModel
+from zbpipe.costs.model import SENDS, CostModel
 from zbpipe.costs.transport import Receives
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
-from zbpipe.simulator.actions import (
-    COMPUTE,
-    RECEIVES,
-    SENDS,
-    WAITS,
-    Action,
-    Rows,
-    action_of,
-    message_of,
-    other_end,
-    send_of,
-)
+from zbpipe.simulator.actions import COMPUTE, RECEIVES, WAITS, Action, Rows, action_of, message_of, other_end, send_of
 from zbpipe.simulator.rendezvous import receive_by_rendezvous
 from zbpipe.simulator.timeline import Timeline
 

@@ -19,19 +19,19 @@ from itertools import accumulate, chain
 from math import inf
 from typing import Any, NamedTuple
 
-from zbpipe.costs.model import GATHER, REDUCE, CostModel
+from zbpipe.costs.model import GATHER, REDUCE, SENDS, CostModel
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.graph import CycleError, Graph
 from zbpipe.schedule.ir import OpKind, Schedule
 from zbpipe.schedule.tables import Cell
-from zbpipe.simulator.actions import COMPUTE, SENDS, WAITS, Action, Rows, message_of, other_end
+from zbpipe.simulator.actions import COMPUTE, WAITS, Action, Rows, message_of, other_end
 
 HEAD = "HEAD"
 """The part of a gather that precedes the first F beside it."""
 BEGIN, GATE, QUEUE = "BEGIN", "GATE", "QUEUE"
 """The begins of a rank, of all ranks, and of a queue."""
-NO_TIME = frozenset((BEGIN, GATE, QUEUE, *WAITS))
-"""Nodes without a time of their own."""
+_NO_OPS = frozenset((*SENDS, HEAD, BEGIN, GATE, QUEUE, *WAITS))
+"""Nodes that are neither ops nor collectives."""
 
 
 class CollectiveNode(NamedTuple):
@@ -206,7 +206,8 @@ def longest_path(graph: Graph[Any], seconds: Sequence[float]) -> tuple[list[floa
         waits = before[node]
         start = -inf if waits else 0.0
         for each in waits:
-            start = max(start, ends[each])
+            if ends[each] > start:  # noqa: PLR1730 -- a call of max takes as long as all else here
+                start = ends[each]
         starts[node] = start
         ends[node] = start + seconds[node]
     return starts, ends
@@ -236,19 +237,19 @@ def durations(graph: TimeGraph, costs: CostModel) -> list[float]:
     """Seconds of each node."""
     rank_of = graph.schedule.placement.rank_of
     messages: dict[tuple[int, str, float], float] = {}
-    found = []
+    found, of = [], costs.of
     for node in graph.nodes:
         stage, kind, microbatch = node
-        if kind in SENDS:
-            size = costs.of(stage, OpKind.F if kind == "SEND_F" else OpKind.I, microbatch).message
+        if kind not in _NO_OPS:
+            found.append(of(stage, kind, microbatch).seconds)
+        elif kind in SENDS:
+            size = of(stage, kind, microbatch).message
             if (key := (stage, kind, size)) not in messages:
                 messages[key] = costs.transfer(rank_of[stage], rank_of[other_end(node).stage], size)
             found.append(messages[key])
         elif kind == HEAD:
-            gather = costs.of(stage, GATHER, microbatch).seconds
-            found.append(max(gather - costs.of(stage, OpKind.F, microbatch).seconds, 0.0))
-        elif kind in NO_TIME:
-            found.append(0.0)
+            gather, op = (of(stage, each, microbatch).seconds for each in (GATHER, OpKind.F))
+            found.append(max(gather - op, 0.0))
         else:
-            found.append(costs.of(stage, kind, microbatch).seconds)
+            found.append(0.0)
     return found

@@ -245,8 +245,8 @@ def _critical_path(timeline: Timeline) -> Iterator[Span]:
         waits = (ends[each] for each in graph.before[node])
         ends[node] = spans[node].end if node in spans else max(waits, default=0.0) + seconds[node]
     last = max(range(len(ends)), key=ends.__getitem__)
-    beside = {node: op for row in graph.collectives for node, op in row if ends[node] > ends[op]}
-    found: int | None = beside.get(last, last)
+    hiding = {node: op for row in graph.collectives for node, op in row if ends[node] > ends[op]}
+    found: int | None = hiding.get(last, last)
     while found is not None:
         if found in spans:
             yield spans[found]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zbpipe.schedule.ir import OpKind, users
+from zbpipe.schedule.ir import OpKind, inputs
 from zbpipe.simulator.timeline import Collective, Span, Timeline
 from zbpipe.views.style import lanes, memory_profile, summary
 
@@ -112,10 +113,10 @@ def _transfers(row: _Row) -> Iterator[_Event]:
     rank_of = row.timeline.schedule.placement.rank_of
     spans = {(span.step, span.op): span for spans in row.timeline.spans for span in spans}
     messages = (
-        (span, taker)
+        (giver, span)
         for span in spans.values()
-        for op in users(span.op, len(rank_of))
-        if (taker := spans.get((span.step, op))) and rank_of[op.stage] != rank_of[span.op.stage]
+        for op in chain.from_iterable(inputs(span.op, len(rank_of)))
+        if (giver := spans.get((span.step, op))) and rank_of[op.stage] != rank_of[span.op.stage]
     )
     for number, (giver, taker) in enumerate(messages):
         arrow = number * row.of + row.nth

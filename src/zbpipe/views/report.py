@@ -9,8 +9,7 @@ from typing import Any
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.memory_limit import LEEWAY
 from zbpipe.costs.model import ROUNDING, CostModel
-from zbpipe.costs.torchs_split import NOTE, has_torchs_split, runs_torchs_split
-from zbpipe.costs.transformer import Checkpointing
+from zbpipe.costs.transformer import NOTE, Checkpointing, has_torchs_split, runs_torchs_split
 from zbpipe.schedule.ir import OpKind
 from zbpipe.schedule.registry import schedules
 from zbpipe.simulator.post_validation import period_of

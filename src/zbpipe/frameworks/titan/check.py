@@ -7,7 +7,7 @@ from functools import cache
 from math import prod
 from typing import Any
 
-from zbpipe.costs.torchs_split import has_torchs_split
+from zbpipe.costs.transformer import has_torchs_split
 from zbpipe.estimation.workload import few_microbatches
 from zbpipe.frameworks.job_schedule import require_sense, require_size
 from zbpipe.frameworks.options import Options
@@ -164,7 +164,7 @@ def _warn_of_idle_ranks(config: Any) -> None:
 def _warn_of_first_step(algorithm: Algorithm, config: Any) -> None:
     """Warn if TorchTitan's timeout of the first step may end while ranks wait for others that compile."""
     seconds, placement = config.comm.init_timeout_seconds, algorithm.place(config.parallelism.pipeline_parallel_degree)
-    # With zbpipe's schedules all ranks compile at the same time; see `zbpipe.runtime.warm_up`.
+    # With zbpipe's schedules all ranks compile at the same time; see `zbpipe.runtime.ranks.warm_up`.
     in_turn = placement.num_stages // (placement.num_ranks if algorithm.source == "zbpipe" else 1)
     if config.compile.enable and in_turn >= _MANY_STAGES and seconds <= _DEFAULT_SECONDS:
         _warn_once(

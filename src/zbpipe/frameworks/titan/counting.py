@@ -15,7 +15,7 @@ from zbpipe.costs.transformer import LLAMA_3_8B, Block, Checkpointing
 from zbpipe.estimation.workload import ASYNC_TENSOR, Degrees, LayerWork, Workload
 from zbpipe.frameworks import layer_work
 from zbpipe.frameworks.titan import batches, layer_split, models
-from zbpipe.runtime.attributes import plain_attribute
+from zbpipe.runtime._torch.attributes import plain_attribute
 from zbpipe.runtime.measure.counts import LayerBytes, Operations, count_bytes, count_operations
 from zbpipe.runtime.split.work import percent
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind

@@ -43,8 +43,8 @@ from zbpipe.frameworks.titan.check import check, require_processes
 from zbpipe.frameworks.titan.command_line import asks_for_help
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import autograd, pipelining
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime.adaptive import LeanSchedule
-from zbpipe.runtime.attributes import replaced
 from zbpipe.runtime.build import require_splittable
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule

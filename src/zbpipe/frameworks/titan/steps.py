@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime.optimizer.step import OptimizerStep
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules import module as hooks
 
+from zbpipe.runtime._torch.attributes import plain_attribute
 from zbpipe.runtime._torch.autograd import tree_leaves, tree_map_only
 from zbpipe.runtime._torch.module_views import view_of, without_own_state
-from zbpipe.runtime.attributes import plain_attribute
 
 Blocks = nn.ModuleList | nn.ModuleDict | nn.Sequential
 """Containers of modules that run one by one."""

@@ -15,7 +15,7 @@ from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime._torch.attributes import replaced
 
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.autograd import find_nodes, sort_nodes
 from zbpipe.runtime._torch.fsdp2 import without_gradients
-from zbpipe.runtime.attributes import replaced
 
 
 def find_checkpointed(module: nn.Module) -> list[tuple[nn.Module, bool]]:

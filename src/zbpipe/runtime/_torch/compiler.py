@@ -17,7 +17,7 @@ from torch._functorch._aot_autograd import descriptors
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._inductor import config as inductor_config
 
-from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime._torch.attributes import replaced
 
 default_partition: Callable[..., Any] = partitioners.default_partition
 compile_whole: Callable[..., Any] = common.aot_module_simplified

@@ -22,8 +22,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.nn.parallel import DistributedDataParallel
 
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.autograd import has_hooks_after_accumulation
-from zbpipe.runtime.attributes import replaced
 
 FsdpMode = Literal["overlap", "reshard", "torch"]
 """When FSDP2's collectives run, see `zbpipe.runtime.schedules.RegisteredSchedule`."""
@@ -332,11 +332,11 @@ def resharding(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def without_overlap(stages: Sequence[Any]) -> Iterator[None]:
+def without_overlap(works: Sequence[Any]) -> Iterator[None]:
     """Context in which FSDP2 gathers and reduces as in torch, so that W leaves gradients in gathered parameters."""
     with ExitStack() as around:
-        for stage in stages:
-            around.enter_context(replaced(stage, fsdp_mode="torch"))
+        for work in works:
+            around.enter_context(replaced(work, fsdp_mode="torch"))
         yield
 
 

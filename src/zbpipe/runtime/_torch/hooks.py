@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from enum import IntEnum
 from functools import partial
+from operator import itemgetter
 from typing import Any, cast
 
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineSchedule
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime._torch.attributes import replaced
+from zbpipe.runtime._torch.stage_work import Around, Routed, StageWork, find_work
 
 Call = Callable[..., Any]
-
-Around = Callable[[str, int, int, Callable[[], Any]], Any]
-"""Takes kind, stage and microbatch of a computation, and the computation. Runs it and returns its result."""
 
 
 class HookOrder(IntEnum):
@@ -45,58 +44,28 @@ def hook(schedule: _PipelineSchedule, order: HookOrder, around: Around) -> Itera
 
     Waits for messages are outside the hook. Hooks may end in any order.
     """
-    hooks: _Hooks = vars(schedule).get("_hooks") or _Hooks(schedule)
-    own = order, around
-    hooks.add(own)
+    works = [find_work(stage) or StageWork(stage) for stage in stages_of(schedule)]
+    if not works[0].hooks:
+        cast(Any, schedule)._maybe_compute_loss = partial(_compute_loss, schedule._maybe_compute_loss)
+    added = order, around
+    for work in works:
+        work.hooks.append(added)
+        work.hooks.sort(key=itemgetter(0))
     try:
         yield
     finally:
-        hooks.remove(own)
+        for work in works:
+            work.hooks.remove(added)
+            if type(work) is StageWork and not work.hooks:  # a stage of one of torch's own schedules
+                work.release()
+        if not works[0].hooks:
+            del cast(Any, schedule)._maybe_compute_loss
 
 
-class _Hooks:
-    """Hooks of one schedule, attached while there are any."""
-
-    def __init__(self, schedule: _PipelineSchedule) -> None:
-        self._sorted: list[tuple[HookOrder, Around]] = []
-        self._patches = ExitStack()
-        vars(schedule)["_hooks"] = self
-        self._patches.callback(vars(schedule).pop, "_hooks")
-        for stage in stages_of(schedule):
-            for name in ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"):
-                compute = partial(self._stage_computes, name, stage.stage_index, getattr(stage, name))
-                self._patches.enter_context(replaced(stage, **{name: compute}))
-        loss = partial(self._loss_computes, schedule._maybe_compute_loss)
-        self._patches.enter_context(replaced(schedule, _maybe_compute_loss=loss))
-
-    def add(self, new: tuple[HookOrder, Around]) -> None:
-        self._sorted.append(new)
-        self._sorted.sort(key=lambda hook: hook[0])
-
-    def remove(self, old: tuple[HookOrder, Around]) -> None:
-        self._sorted.remove(old)
-        if not self._sorted:
-            self._patches.close()
-
-    def _run(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
-        for _, around in reversed(self._sorted):
-            compute = partial(around, kind, stage, microbatch, compute)
-        return compute()
-
-    def _stage_computes(self, name: str, stage: int, compute: Call, chunk: int, *args: Any, **kwargs: Any) -> Any:
-        kind = {"forward_one_chunk": "F", "backward_weight_one_chunk": "W"}.get(name)
-        kind = kind or ("B" if kwargs.get("full_backward", True) else "I")
-        return self._run(kind, stage, chunk, partial(compute, chunk, *args, **kwargs))
-
-    def _loss_computes(self, compute: Call, *args: Any, **kwargs: Any) -> Any:
-        stage, _, _, chunk, *_ = args
-        if not stage.is_last:
-            return compute(*args, **kwargs)
-        return self._run("F", stage.stage_index, chunk, partial(compute, *args, **kwargs))
-
-
-class Routed(partial[Any]):
-    """A call, and the function that it is routed through."""
+def _compute_loss(compute: Call, stage: Any, output: Any, targets: Any, microbatch: int, *more: Any) -> Any:
+    run = partial(compute, stage, output, targets, microbatch, *more)
+    work = find_work(stage)
+    return work.loss(microbatch, run) if work is not None and stage.is_last else run()
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime._torch.attributes import replaced
 
 _FORWARD = torch.ops.aten._scaled_dot_product_efficient_attention
 _BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward

@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import cache
+from functools import wraps
 from typing import Any, cast
 
 import torch
@@ -16,7 +16,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as pipelining_schedules
 from torch.distributed.pipelining import stage as pipelining_stage
-from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
     _Action,
@@ -29,18 +28,16 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from zbpipe.runtime._torch import fsdp2
-from zbpipe.runtime._torch.autograd import tree_map_only
-from zbpipe.runtime._torch.buffers import (
+from zbpipe.runtime._torch.attributes import replaced
+from zbpipe.runtime._torch.fsdp2 import is_fsdp
+from zbpipe.runtime._torch.hooks import HookOrder, hook
+from zbpipe.runtime._torch.messages import (
     WAIT_KINDS,
     WAITS_FOR_SENDS,
-    ReceivesOnDemand,
-    release_receives,
     wait_for_sends,
 )
-from zbpipe.runtime._torch.fsdp2 import is_fsdp
-from zbpipe.runtime._torch.hooks import HookOrder, Routed, hook
-from zbpipe.runtime._torch.place import Place, Receives
-from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime._torch.position import Position, Receives
+from zbpipe.runtime._torch.stage_work import OwnWork, own
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.actions import Action, Rows
 
@@ -65,45 +62,59 @@ _SETS_UP_ANEW = hasattr(_PipelineSchedule, "_initialize_pp_stages")
 class OwnRuntime(_PipelineScheduleRuntime):
     """Base class of zbpipe's schedules: torch's runtime, with public names for the private methods to override."""
 
-    def __init__(self, stages: Sequence[_PipelineStageBase], *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        stages: Sequence[_PipelineStageBase],
+        n_microbatches: int,
+        loss_fn: Callable[..., Any] | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
         for stage in stages:
             own(stage)
-        super().__init__(stages, *args, **kwargs)  # type: ignore[no-untyped-call]
-        self.own_stages = cast(list[OwnStage], self._stages)
+        loss_fn = loss_fn and _require_scalars(loss_fn, stages[-1])
+        super().__init__(stages, n_microbatches, loss_fn, *args, **kwargs)  # type: ignore[no-untyped-call]
         self._has_backward = True  # `step` is a training step even without a loss_fn; torch would treat it as `eval`
-        self.place = Place()
-        self.fwd_recv_ops, self.bwd_recv_ops = Receives(self.place), Receives(self.place)
+        self.position = Position()
+        self.fwd_recv_ops, self.bwd_recv_ops = Receives(self.position), Receives(self.position)
         if not WAITS_FOR_SENDS:
             wait_for_sends(self)
+
+    @property
+    def works(self) -> list[OwnWork]:
+        """The computations of this rank's stages."""
+        return [own(stage) for stage in self._stages]
 
     def finish_optimizer_step(self) -> None:
         """Wait until an earlier optimizer step is complete."""
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """Infer shapes by torch's run of the stages, before the first step and between training and evaluation."""
-        if _SETS_UP_ANEW and self._stages_forward_initialized:
-            for stage in self.own_stages:
-                stage.forget_receives()
+        for work in self.works:
+            if _SETS_UP_ANEW and self._stages_forward_initialized:
+                work.messages.forget_receives()
+            if self._has_backward:
+                work.messages.begin_setup()
         super()._initialize_stages(*args, **kwargs)
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
         """Run one step on already split microbatches."""
-        for stage in self.own_stages:
-            stage.is_reduced = getattr(self, "_finalize_gradients", True)  # an argument of steps from torch 2.15 on
+        works = self.works
         with ExitStack() as around:
-            around.enter_context(self.place.follow(self))
-            for stage in self.own_stages:
-                if stage.reshards:
-                    around.enter_context(fsdp2.resharding(stage.submod))
+            around.enter_context(self.position.follow(self))
+            for work in works:
+                work.is_reduced = getattr(self, "_finalize_gradients", True)  # an argument of steps from torch 2.15 on
+                if work.reshards:
+                    around.enter_context(fsdp2.resharding(work.stage.submod))
             super()._step_microbatches(args, kwargs, targets, *more, **more_by_name)
-        for stage in self.own_stages:
-            stage.finish_reduction()
+        for work in works:
+            work.finish_reduction()
 
     def _assert_unsharded(self, stage: Any) -> None:
-        action = self.place.action
-        if action and action.computation_type is _ComputationType.FORWARD and stage.overlaps_fsdp:
-            stage.gathering = self.unshard_ops.pop(stage.stage_index, ())
-            if stage.gathering:
+        action, work = self.position.action, own(stage)
+        if action and action.computation_type is _ComputationType.FORWARD and work.overlaps_fsdp:
+            work.gathering = self.unshard_ops.pop(stage.stage_index, ())
+            if work.gathering:
                 self.unsharded_stages.add(stage.stage_index)
         super()._assert_unsharded(stage)
 
@@ -127,170 +138,6 @@ class OwnRuntime(_PipelineScheduleRuntime):
         self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *args: Any, **kwargs: Any
     ) -> None:
         self.run_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **kwargs)
-
-
-class OwnStage(ReceivesOnDemand):
-    """A stage that receives on demand, frees the loss's graph, sends nothing to its own rank, and supports evaluation.
-
-    Mixed in before the class of an existing stage.
-    """
-
-    is_reduced = True
-    """Whether the running step reduces FSDP2's gradients, or leaves that to a later one."""
-    fsdp_mode: fsdp2.FsdpMode = "overlap"
-    gathering: Sequence[Any] = ()
-    """FSDP2's modules that the running F waits for, each when it needs it."""
-    is_reducing = False
-    """Whether the last W or B of this step has started FSDP2's reductions."""
-    _scale = 1
-    """Divisor of the reduced gradients."""
-    frozen: tuple[tuple[dict[str, Any], str], ...] = ()
-    """Parameters, by dictionary and name, that were frozen when torch set up its messages."""
-
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward_one_chunk(*args, **kwargs)
-        self.finish_gathering()
-        if self.has_backward and not self.is_last:
-            outputs = output if isinstance(output, (tuple, list)) else (output,)
-            for number, (given, meta) in enumerate(zip(outputs, self.metas("outputs"), strict=False)):
-                if isinstance(given, Tensor) and given.requires_grad and not meta.requires_grad:
-                    raise ValueError(
-                        f"output {number} of stage {self.stage_index} needs a gradient, but the messages between stages"
-                        " were set up for one without: if output_args and input_args are given, give tensors that"
-                        " require gradients; if parameters were unfrozen, build the schedule anew on all ranks"
-                    )
-        return output
-
-    def forget_step(self) -> None:
-        """Reset the stage to its state before a step that does not count."""
-        self.finish_gathering()
-        self.clear_runtime_states()
-        for left in (self.bwd_cache, self.backward_state, self.dw_runner):
-            left.clear()
-        release_receives(self)
-
-    def clear_runtime_states(self) -> None:
-        self.is_reducing = False
-        super().clear_runtime_states()
-
-    @property
-    def overlaps_fsdp(self) -> bool:
-        """Whether FSDP2 gathers beside the first F."""
-        return self.fsdp_mode != "torch" and fsdp2.IS_KNOWN and is_fsdp(self.submod)
-
-    @property
-    def reshards(self) -> bool:
-        """Whether FSDP2 gathers a module for each F and each backward, and frees it after it."""
-        return self.fsdp_mode == "reshard" and self.overlaps_fsdp
-
-    def finish_gathering(self) -> None:
-        """Wait for the modules that no F has waited for."""
-        for each in self.gathering:
-            each.wait()
-        self.gathering = ()
-
-    @property
-    def reduces_early(self) -> bool:
-        """Whether FSDP2 starts to reduce gradients in the last W or B."""
-        # A framework may set its own backward after the schedule was built.
-        return self.overlaps_fsdp and self.is_reduced and not has_own_backward(self) and not has_own_reduction(self)
-
-    def backward_maybe_with_nosync(
-        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> Any:
-        if backward_type != "full" or not (last_backward and self.reduces_early):
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
-        # torch forbids FSDP2's hooks to reduce in any backward, and waits at the end of each.
-        self.is_reducing = True
-        tensors = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
-        with fsdp2.reducing_backward(self.submod):
-            return stage_backward(*tensors), None
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        if self.is_last and self.has_backward:
-            _scalar(loss)
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        # torch's schedule keeps every loss until the end of the step, and the loss's graph would keep the stage's
-        # input. (The I of torch's own split leaves the graph for W.)
-        if full_backward and loss is not None and not loss._is_view():
-            loss.detach_()
-
-    @property
-    def is_unfrozen(self) -> bool:
-        """Whether the stage trains a parameter that was frozen when torch set up its messages."""
-        return any((parameter := own.get(name)) is not None and parameter.requires_grad for own, name in self.frozen)
-
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        owners = [part._parameters for part in self.submod.modules()]
-        self.frozen = tuple(
-            (own, name) for own in owners for name, each in own.items() if each is not None and not each.requires_grad
-        )
-        if loss_fn := kwargs.get("loss_fn"):
-            kwargs["loss_fn"] = lambda *args, **kwargs: _scalar(loss_fn(*args, **kwargs))
-        return super()._prepare_backward_infra(*args, **kwargs)  # type: ignore[safe-super, unused-ignore]
-
-    def _to_tensor(self, arg: Any) -> Any:
-        """The value from which torch infers shapes. Targets of single microbatches may have any type."""
-        as_tensor = super()._to_tensor  # type: ignore[misc, unused-ignore]
-        if isinstance(arg, Tensor):
-            return as_tensor(arg)
-        if hasattr(arg, "to_tensor"):
-            with torch.no_grad():
-                return as_tensor(arg).zero_()  # as integers, what is left in memory is no valid index
-        return tree_map_only(Tensor, as_tensor, arg)
-
-    # torch's list of actions is the same in evaluation, which must not scale gradients of earlier steps.
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        # The other stages of the rank may still have to compute, and the end of the reduction can wait for them.
-        if self.is_reducing:
-            self._scale = grad_scale_factor
-        elif self.has_backward:
-            super().perform_reduce_grad(grad_scale_factor)  # type: ignore[no-untyped-call, unused-ignore]
-
-    # torch 2.15 calls these two in place of `perform_reduce_grad`.
-
-    def start_gradient_reduction(self) -> None:
-        if not self.is_reducing:
-            cast(Any, super()).start_gradient_reduction()
-
-    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
-        if self.is_reducing:
-            self._scale = grad_scale_factor
-        else:
-            cast(Any, super()).wait_for_gradient_reduction(grad_scale_factor)
-
-    def finish_reduction(self) -> None:
-        """Wait for a reduction that the stage's last W or B has started, at the end of the step."""
-        if not self.is_reducing:
-            return
-        self.is_reducing = False
-        fsdp2.finish(self.submod)
-        if self._scale != 1:
-            self.scale_grads(self._scale)
-
-    def scale_grads(self, grad_scale_factor: int) -> None:
-        if self.has_backward:
-            super().scale_grads(grad_scale_factor)
-
-    # It also passes gradients between stages of one rank, which do not exist in evaluation.
-
-    def get_local_bwd_output(self, mb_index: int) -> tuple[Tensor | None, ...]:
-        if not self.has_backward:
-            return ()
-        return cast(tuple[Tensor | None, ...], super().get_local_bwd_output(mb_index))  # type: ignore[no-untyped-call]
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
-        if self.has_backward:
-            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Before torch 2.14 a pipeline begins with a message to every neighbour. gloo cannot send one to the same
-        rank."""
-        operations: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()  # type: ignore[misc, unused-ignore]
-        return [operation for operation in operations if operation.peer != dist.get_rank()]
 
 
 class StageOfKnownShapes(PipelineStage):
@@ -318,6 +165,15 @@ def _fill_with_zeros(receives: list[dist.P2POp]) -> list[dist.P2POp]:
     return receives
 
 
+def _require_scalars(loss_fn: Callable[..., Any], last: _PipelineStageBase) -> Callable[..., Any]:
+    @wraps(loss_fn)
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        loss = loss_fn(*args, **kwargs)
+        return _scalar(loss) if last.has_backward else loss
+
+    return compute
+
+
 def _scalar(loss: Any) -> Tensor:
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss
@@ -327,19 +183,6 @@ def _scalar(loss: Any) -> Tensor:
         " loss.mean() or loss.sum(), and keep other values in a list of your own (loss_fn is called once a microbatch,"
         " and once before the first step)"
     )
-
-
-def own(stage: _PipelineStageBase) -> None:
-    """Give `stage` the methods of `OwnStage`, unless it has them."""
-    if not isinstance(stage, OwnStage):
-        # The stage is the caller's object, so this changes its class instead of wrapping it, as fully_shard does.
-        stage.__class__ = _own_class(type(stage))
-        cast(OwnStage, stage).receive_on_demand()
-
-
-@cache
-def _own_class(stage_class: type[_PipelineStageBase]) -> type[_PipelineStageBase]:
-    return type(stage_class.__name__, (OwnStage, stage_class), {"__module__": __name__})
 
 
 def device_of(stage: _PipelineStageBase) -> torch.device:
@@ -372,22 +215,12 @@ Lists = tuple[dict[int, list[_Action | None]], dict[int, list[_Action]]]
 """The actions of all ranks: computations alone, and with communication."""
 
 
-def use_lists(runtime: _PipelineScheduleRuntime, lists: Lists) -> None:
-    """Make `runtime` run these lists, which an earlier `lower` made, from the next step on."""
-    runtime.pipeline_order, runtime.pipeline_order_with_comms = lists
-
-
 def rows_of(runtime: _PipelineScheduleRuntime) -> Rows:
     """All ranks' actions with torch's communication. Overlapped actions become two consecutive ones."""
     return tuple(
         tuple(_find_action(part) for action in row for part in action.sub_actions or (action,))
         for _, row in sorted(runtime.pipeline_order_with_comms.items())
     )
-
-
-def use_rows(runtime: _PipelineScheduleRuntime, rows: Rows) -> None:
-    """Make `runtime` run its `rows_of`, without overlapped actions, in another order, or with waits for sends."""
-    runtime.pipeline_order_with_comms = dict(enumerate(map(actions_of, rows)))
 
 
 def actions_of(row: Iterable[Action]) -> list[_Action]:
@@ -513,20 +346,18 @@ def is_set_up(schedule: _PipelineScheduleRuntime) -> bool:
 Shapes = tuple[bool, bool, list[dict[str, Any]]]
 """torch's setup for microbatches of some shapes: whether forward and backward are set up, and each stage's part."""
 
-_OF_SHAPES = ("frozen", "_stage_meta", "args_recv_info", "grad_recv_info", "act_send_info", "grad_send_info")
 
-
-def shapes_of(schedule: _PipelineScheduleRuntime) -> Shapes:
+def shapes_of(schedule: OwnRuntime) -> Shapes:
     """The setup for the shapes of the last step."""
-    stages = [{name: getattr(stage, name) for name in _OF_SHAPES} for stage in schedule._stages]
-    return schedule._stages_forward_initialized, schedule._stages_backward_initialized, stages
+    setups = [work.messages.setup for work in schedule.works]
+    return schedule._stages_forward_initialized, schedule._stages_backward_initialized, setups
 
 
-def use_shapes(schedule: _PipelineScheduleRuntime, shapes: Shapes) -> None:
+def use_shapes(schedule: OwnRuntime, shapes: Shapes) -> None:
     """Restore a setup returned by `shapes_of`."""
-    schedule._stages_forward_initialized, schedule._stages_backward_initialized, stages = shapes
-    for stage, known in zip(schedule._stages, stages, strict=True):
-        vars(stage).update(known)
+    schedule._stages_forward_initialized, schedule._stages_backward_initialized, setups = shapes
+    for work, setup in zip(schedule.works, setups, strict=True):
+        work.messages.use_setup(setup)
 
 
 @contextmanager
@@ -552,13 +383,13 @@ def keeping_buffers(stage: _PipelineStageBase) -> Iterator[None]:
 def forget_shapes(schedule: OwnRuntime) -> None:
     """Make torch infer all shapes in the next step, as in the first one."""
     schedule._stages_forward_initialized = schedule._stages_backward_initialized = False
-    for stage in schedule.own_stages:
-        stage.forget_shapes()
+    for work in schedule.works:
+        work.messages.forget_shapes()
 
 
 def can_infer_shapes(schedule: OwnRuntime) -> bool:
     """Whether torch (from 2.13 on) has inferred the shapes of all stages on all ranks; otherwise the user gave them."""
-    return all(stage.infers_shapes for stage in schedule.own_stages)
+    return all(work.messages.infers_shapes for work in schedule.works)
 
 
 def trains(schedule: _PipelineSchedule) -> bool:
@@ -607,29 +438,8 @@ def _find_action(action: _Action) -> Action:
     return Action(stage, kind._value_, -1 if microbatch is None else microbatch)  # `value` doubles the time
 
 
-def has_own_backward(stage: Stage) -> str:
-    """Name of the framework's function that replaces the stage's backward; empty for torch's own."""
-    own: Any = vars(stage).get("backward_maybe_with_nosync")
-    if isinstance(own, Routed):
-        (own,) = own.args
-    is_torchs = own is None or own == type(stage).backward_maybe_with_nosync.__get__(stage)
-    return "" if is_torchs else getattr(own, "__qualname__", repr(own))
-
-
-def has_own_reduction(stage: Stage) -> bool:
-    """Whether a framework or a user replaces what torch does in REDUCE_GRAD."""
-    own = "perform_reduce_grad"
-    owners = (each for each in type(stage).__mro__ if own in vars(each) and not issubclass(each, OwnStage))
-    return own in vars(stage) or next(owners) is not _PipelineStageBase
-
-
 def overlaps_fsdp(schedule: _PipelineSchedule) -> bool:
     """Whether FSDP2's collectives run beside computations in a training step, if there are any."""
     return isinstance(schedule, OwnRuntime) and all(
-        stage.reduces_early for stage in schedule.own_stages if is_fsdp(stage.submod)
+        work.reduces_early for work in schedule.works if is_fsdp(work.stage.submod)
     )
-
-
-def end_backward(stage: Stage, is_last: bool) -> None:
-    """Call a framework's backward after a W, for the work that follows a W."""
-    stage.backward_maybe_with_nosync("weight", {"stage_output": (), "param_groups": []}, last_backward=is_last)

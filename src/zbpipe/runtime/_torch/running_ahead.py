@@ -62,9 +62,10 @@ def _forget_step(runtime: OwnRuntime) -> None:
     for received in runtime.fwd_recv_ops.values():
         _wait_batch_p2p(received)  # type: ignore[no-untyped-call, unused-ignore]
     runtime.fwd_recv_ops.clear()
-    for stage in runtime.own_stages:
-        stage.gathering = runtime.unshard_ops.pop(stage.stage_index, ())
-        stage.finish_gathering()
+    for work in runtime.works:
+        stage = work.stage
+        work.gathering = runtime.unshard_ops.pop(stage.stage_index, ())
+        work.finish_gathering()
         free_all(stage.submod)  # FSDP's gathered weights belong to the step that does not count
         runtime.unsharded_stages.discard(stage.stage_index)
-        stage.forget_step()
+        work.forget_step()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from zbpipe.costs.model import Link, Links
 from zbpipe.runtime._torch import fsdp2, pipelining
+from zbpipe.runtime._torch.stage_work import OwnWork, find_work
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.offload import Copier, make_copier
 from zbpipe.schedule.ir import Placement
@@ -124,7 +125,8 @@ def measure_communication(stages: Sequence[pipelining.Stage], message_bytes: int
 
 def _measure(stage: pipelining.Stage) -> Iterator[tuple[tuple[int, str], float]]:
     device = pipelining.device_of(stage)
-    if not getattr(stage, "reshards", False):  # else it is part of each F and backward
+    work = find_work(stage)
+    if not (isinstance(work, OwnWork) and work.reshards):  # else it is part of each F and backward
         yield (stage.stage_index, "gather"), time_fastest(lambda: fsdp2.gather_all(stage.submod), device)
         fsdp2.free_all(stage.submod)
     yield (stage.stage_index, "reduce"), time_fastest(lambda: fsdp2.reduce_zeros(stage.submod, device), device)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from zbpipe.runtime._torch import autograd, live, on_meta
+from zbpipe.runtime._torch import autograd, on_meta, storage_meter
 from zbpipe.runtime.split import graph_products
 from zbpipe.runtime.split.last_w import accumulate
 from zbpipe.runtime.split.layers import defer_weights
-from zbpipe.runtime.split.products import PendingGradient, WeightGradients
+from zbpipe.runtime.split.products import PendingGradient
+from zbpipe.runtime.split.weight_gradients import WeightGradients
 from zbpipe.runtime.split.work import WeightWork
 from zbpipe.schedule.ir import OpKind
 
@@ -65,7 +66,7 @@ def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations
             given = [torch.empty_like(leaf) for leaf in results]
             _, backward, in_i = _count(lambda: torch.autograd.backward(results, given))
         work = WeightWork(module, products, pending)
-        _, weights, _ = _count(lambda: accumulate(pending))
+        _, weights, _ = _count(lambda: [*accumulate(pending)])
     return Operations(forward, backward, weights, work.flops * (1 - work.share), (in_f, in_i))
 
 
@@ -119,7 +120,7 @@ def _measure(
     """Kept and peak bytes of F, then of I. Without `gradients`, of a whole backward instead of I."""
     x = x.detach().requires_grad_(x.requires_grad)
     own = _size(x)
-    with live.StorageMeter() as meter:
+    with storage_meter.StorageMeter() as meter:
         y = module(x, *args)
         most_in_f, kept_by_f = meter.peak, meter.live - _size(y)
         given = torch.empty_like(y)

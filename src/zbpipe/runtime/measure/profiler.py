@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.model import CostModel, Link, Links
-from zbpipe.runtime import arguments
+from zbpipe.runtime import checks
 from zbpipe.runtime._torch import hooks, pipelining
-from zbpipe.runtime.lowering import find_messages
+from zbpipe.runtime.lists import find_messages
 from zbpipe.runtime.measure.communication import find_placement, measure_communication, measure_host
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement, require_whole
@@ -78,10 +78,10 @@ class Profiler:
         done: Callable[[JobCosts], None] | None = None,
     ) -> None:
         done = self._tell if done is None else done
-        arguments.require_schedule("zbpipe.Profiler", schedule)
+        checks.require_schedule("zbpipe.Profiler", schedule)
         (steps,) = require_whole(1, steps=steps)
-        arguments.require_group(group)
-        arguments.require_callable(done=done)
+        checks.require_group(group)
+        checks.require_callable(done=done)
         if not isinstance(schedule, pipelining.ScheduleRuntime) or not pipelining.has_split_backward(schedule):
             raise ValueError(
                 f"{type(schedule).__name__} runs whole backwards, so I and W cannot be timed: use Auto, which"

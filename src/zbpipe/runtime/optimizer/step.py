@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from zbpipe.runtime import arguments
+from zbpipe.runtime import checks
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.device import RandomState
 from zbpipe.runtime.optimizer.backup import Backup, Scheduler, parameters_of
@@ -119,15 +119,15 @@ class OptimizerStep:
         _refuse_what_cannot_step_again(self._optimizers)
         if max_norm is None:
             raise ValueError("max_norm=None is not a limit: give a number above 0, or math.inf for no clipping")
-        arguments.require_above_0("max_norm", max_norm)
-        arguments.require_yes_or_no("predict", predict)
-        arguments.require_group(group)
+        checks.require_above_0("max_norm", max_norm)
+        checks.require_yes_or_no("predict", predict)
+        checks.require_group(group)
         if on_nonfinite not in get_args(OnNonfinite):
             known = ", ".join(map(repr, get_args(OnNonfinite)))
             raise ValueError(f"on_nonfinite={on_nonfinite!r} is unknown: use one of {known}")
         self._clip = self._clip_by_torch if clip is None else clip
         self._step = self._step_each if step is None else step
-        arguments.require_callable(clip=self._clip, step=self._step)
+        checks.require_callable(clip=self._clip, step=self._step)
         self._schedulers = tuple(lr_schedulers) if isinstance(lr_schedulers, (list, tuple)) else (lr_schedulers,)
         if step is None:
             _refuse_schedulers_with_arguments(self._schedulers)
@@ -275,7 +275,7 @@ class OptimizerStep:
     def _has_to_wait(self) -> bool:
         """Whether to wait: the schedule cannot run ahead, the last step clipped, or this is the first step."""
         schedule = self._schedule()
-        if self._votes is None or schedule is None or not schedule.runs_ahead:
+        if self._votes is None or schedule is None or schedule.lists.cut(schedule) is None:
             return True
         return self._predict and (self._last is None or self._clips(float(self._last)))
 
@@ -335,7 +335,7 @@ def _refuse_schedulers_with_arguments(schedulers: Sequence[Scheduler]) -> None:
 
 
 def _require_gain(schedule: RegisteredSchedule) -> None:
-    gained = schedule.gain_of_running_ahead()
+    gained = schedule.lists.gain_of_running_ahead()
     if gained < LEAST_GAIN:
         raise ValueError(
             f"{schedule.schedule.name} gains nothing ({gained:.1%} of a step) from an optimizer step that no rank waits"

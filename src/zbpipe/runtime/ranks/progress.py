@@ -23,7 +23,7 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 
-from zbpipe.runtime._torch import frames, hooks, pipelining, waits
+from zbpipe.runtime._torch import hooks, pipelining, position, waits
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.ranks.agreement import is_alone
 from zbpipe.runtime.ranks.failures import (
@@ -162,7 +162,7 @@ class Progress:
     def look(self, schedule: pipelining.OwnRuntime, now: float) -> float:
         """Log once that host or device have been stuck for most of the timeout. Returns the seconds until the next
         check."""
-        host = self._steps, self._runs, schedule.place.begun
+        host = self._steps, self._runs, schedule.position.begun
         is_idle = host == self._seen[0]
         if is_idle:
             with suppress(RuntimeError):  # the store may be gone; the process group notices first
@@ -181,7 +181,7 @@ class Progress:
             self._since, self._is_logged = now, False
         elif is_waiting and now - self._since > _SHARE * timeout and not self._is_logged:
             self._is_logged = True
-            place = frames.find_place(schedule) if self._runs else "the end of its step"
+            place = position.describe_position(schedule) if self._runs else "the end of its step"
             logger.error(
                 "nothing has moved for %.0f seconds, and the process group gives up after %.0f: rank %d is at %s",
                 *(now - self._since, timeout, dist.get_rank()),
@@ -267,13 +267,13 @@ class StepFailures:
         except PipelineError:
             raise
         except SHARED as error:
-            places = name, frames.find_place_of(error, schedule), self._progress.describe_device()
+            places = name, position.find_failure(error, schedule), self._progress.describe_device()
             where = f", schedule {', '.join(filter(None, places))}"
             self._is_raised = True
             # A rank that refuses the step may have closed its connections before this process has read why.
             notice = self._notice
             refusal = notice and answer_in_time(lambda: self._board.find_other_refusal(notice.connection))
-            self._end(self._post(refusal or make_failure(error, where, frames.explain(error))))
+            self._end(self._post(refusal or make_failure(error, where, position.explain(error))))
             if self._notice is not None:
                 self._notice.wait_for_readers()
             if not isinstance(error, Exception):
@@ -302,7 +302,7 @@ class StepFailures:
         if failure is None or self._board.ended_by:
             return
         logger.error("%s", failure.description)
-        schedule.place.is_stopped = True
+        schedule.position.is_stopped = True
         self._end(failure)
         until = time.monotonic() + _GRACE
         while not self._is_raised and self._notice.is_current:

@@ -289,18 +289,19 @@ class StepSizes:
         is_ready = pipelining.is_set_up(schedule) and pipelining.can_infer_shapes(schedule)
         if not pipelining.trains(schedule) or not is_ready:
             return
-        own = {stage.stage_index for stage in schedule.own_stages}
+        own = {work.stage.stage_index for work in schedule.works}
         is_unfrozen = False
-        for stage in schedule.own_stages:
-            index, has_none = stage.stage_index, stage.is_without_gradients("inputs")
+        for work in schedule.works:
+            messages = work.messages
+            index, has_none = work.stage.stage_index, messages.is_without_gradients("inputs")
             if index - 1 not in own:
                 waits, rank_of = has_none and not self._board.is_alone, schedule.stage_index_to_group_rank
                 is_unfrozen = waits and self._board.take(f"unfrozen/{index}", rank_of[index - 1]) == "1"
             if has_none and is_unfrozen:
-                stage.give_gradients("inputs")
-            if stage.is_without_gradients("outputs"):
-                if is_unfrozen := is_unfrozen or stage.is_unfrozen:
-                    stage.give_gradients("outputs")
+                messages.give_gradients("inputs")
+            if messages.is_without_gradients("outputs"):
+                if is_unfrozen := is_unfrozen or messages.is_unfrozen:
+                    messages.give_gradients("outputs")
                 if index + 1 not in own:
                     self._board.give(f"unfrozen/{index + 1}", str(int(is_unfrozen)))
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zbpipe.runtime._torch import autograd, pipelining
-from zbpipe.runtime.attributes import plain_attribute
+from zbpipe.runtime._torch.attributes import plain_attribute
 from zbpipe.schedule.ir import Placement
 
 _SAMPLES = 32

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from zbpipe.runtime._torch import compiler
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.autograd import function_of, schema_of, without_autocast
-from zbpipe.runtime.attributes import replaced
 from zbpipe.runtime.split.lazy_products import postpone
 from zbpipe.runtime.split.sources import find_leaf
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpipe.runtime._torch import tensor_data
-from zbpipe.runtime.attributes import declares, plain_attribute
+from zbpipe.runtime._torch.attributes import declares, plain_attribute
 from zbpipe.runtime.split.products import LINEAR, PendingGradient
 
 

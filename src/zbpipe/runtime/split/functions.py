@@ -15,12 +15,13 @@ from torch.autograd.graph import GradientEdge, Node
 
 from zbpipe.runtime._torch import autograd
 from zbpipe.runtime.split import compiled_backward, lazy_products, sources
-from zbpipe.runtime.split.further import NONE, Further
-from zbpipe.runtime.split.products import PendingGradient, WeightGradients, WeightProduct
+from zbpipe.runtime.split.extra_arguments import NONE, ExtraArguments
+from zbpipe.runtime.split.products import PendingGradient, WeightProduct
+from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 
 class Deferral(Protocol):
-    """The deferral of the layer that calls the Functions: `zbpipe.runtime.split.layers.Deferral`."""
+    """The deferral of the layer that calls the Functions: `zbpipe.runtime.split.deferral.Deferral`."""
 
     layer: nn.Module
     gradients: WeightGradients
@@ -125,7 +126,7 @@ class _Replay(WeightProduct):
         matrices = recipe.as_matrices
         self.as_matrices = None if matrices is None else lambda dy, x: matrices(x, dy)
 
-    def of_weight(self, dy: Tensor, x: Tensor, further: Further = NONE, tensors: Sequence[Tensor] = ()) -> Tensor:
+    def of_weight(self, dy: Tensor, x: Tensor, extra: ExtraArguments = NONE, tensors: Sequence[Tensor] = ()) -> Tensor:
         return self.recipe.run((x, dy, *tensors))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +16,8 @@ from zbpipe.runtime.split.layers import deferrals
 from zbpipe.runtime.split.products import PendingGradient
 
 
-def accumulate(pending: list[PendingGradient]) -> None:
-    """Compute the deferred gradients, and add each to `.grad`."""
+def accumulate(pending: list[PendingGradient]) -> Iterator[None]:
+    """Compute the deferred gradients, and add each to `.grad`: one at each step of the iterator."""
     # From the last pair to the first, freeing each: the latest pairs of I are still in the cache.
     # Weights made from the same parameters, such as those of experts, share a graph that runs once.
     left = Counter(_makers_of(each.weight) for each in pending if isinstance(each.weight, sources.Made))
@@ -27,6 +27,7 @@ def accumulate(pending: list[PendingGradient]) -> None:
         weight = gradient.weight
         if not isinstance(weight, sources.Made):
             gradient.accumulate()
+            yield
             continue
         makers = _makers_of(weight)
         made[makers].append((weight.edge, gradient.gradient()))
@@ -34,6 +35,7 @@ def accumulate(pending: list[PendingGradient]) -> None:
         if not left[makers]:
             edges, gradients = zip(*made.pop(makers), strict=True)
             torch.autograd.backward(edges, gradients, retain_graph=True)
+        yield
 
 
 def _makers_of(weight: sources.Made) -> tuple[int, ...]:
@@ -41,14 +43,14 @@ def _makers_of(weight: sources.Made) -> tuple[int, ...]:
     return tuple(map(id, weight.leaves))
 
 
-def accumulate_and_reduce(module: nn.Module, pending: list[PendingGradient]) -> None:
+def accumulate_and_reduce(module: nn.Module, pending: list[PendingGradient]) -> Iterator[None]:
     """Compute the last deferred gradients of a stage, and have FSDP2 reduce each unit as soon as it has all of them."""
     units = _order(module, fsdp2.list_units(module))
     fsdp2.begin(module)
     of_others, *of_units = _sort(pending, units)
-    accumulate(of_others)
+    yield from accumulate(of_others)
     for unit, own in zip(units, of_units, strict=True):
-        accumulate(own)
+        yield from accumulate(own)
         fsdp2.reduce(unit)
 
 

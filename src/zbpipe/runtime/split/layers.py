@@ -16,39 +16,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from functools import partial
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.graph import Node
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from zbpipe.runtime._torch import autograd, compiler, fsdp2, tensor_data
-from zbpipe.runtime.attributes import declares, replaced
-from zbpipe.runtime.split import sources
-from zbpipe.runtime.split.contents import Checks
-from zbpipe.runtime.split.functions import Functions
-from zbpipe.runtime.split.further import Further, swap
-from zbpipe.runtime.split.products import (
-    FROM_BACKWARD,
-    LINEAR,
-    PendingGradient,
-    Sharing,
-    Target,
-    WeightGradients,
-    WeightProduct,
-    WholeProduct,
-    count_inner,
-    is_apply,
-    name_of,
-)
-from zbpipe.runtime.split.torchs_products import COMPOSITES, PRODUCTS, Factors, Reader, read_declared
+from zbpipe.runtime._torch import autograd, compiler, fsdp2
+from zbpipe.runtime._torch.attributes import declares, replaced
+from zbpipe.runtime.split.deferral import Deferral
+from zbpipe.runtime.split.products import FROM_BACKWARD, LINEAR, WeightProduct, is_apply
+from zbpipe.runtime.split.torchs_products import COMPOSITES, PRODUCTS, Reader, read_declared
+from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 
 def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
@@ -144,10 +127,6 @@ def _read_declared_products(layer: nn.Module) -> Mapping[Callable[..., Any], Rea
     }
 
 
-def _find_declared_functions(layer: Any) -> frozenset[type]:
-    return frozenset(each.__self__ for each, how in layer.weight_products.items() if how is FROM_BACKWARD)
-
-
 def _is_gradient(declared: object, function: object) -> bool:
     if declared is FROM_BACKWARD:
         return is_apply(function)
@@ -167,275 +146,6 @@ def deferrals(module: nn.Module) -> dict[str, Deferral]:
 
 
 _ATTRIBUTE = "_weight_deferral"
-
-
-class Deferral:
-    """Deferral of one layer's weight gradients."""
-
-    def __init__(
-        self,
-        layer: nn.Module,
-        products: Mapping[Callable[..., Any], Reader],
-        gradients: WeightGradients,
-        is_sharded: bool,
-    ) -> None:
-        self.layer = layer
-        self.is_sharded = is_sharded
-        """Whether FSDP may free the layer's parameters between I and W."""
-        self.products = products
-        self.gradients = gradients
-        self.original = layer.forward
-        self.applies = tuple(filter(is_apply, products))
-        """`apply` of autograd Functions among `products`, which no torch function mode sees."""
-        self.deferrable: set[Callable[..., Any]] = set()
-        """Functions of `products` with deferrable calls so far."""
-        self.called: dict[str, None] = {}
-        """Names of the functions that a layer with products of its own has called with its weights."""
-        self.is_caught = False
-        """Whether a torch function mode catches the products in the layer's own forward."""
-        self.is_declared = declares(layer, "weight_products")
-        """Whether the layer itself declares products."""
-        self.stays_in_i = False
-        """Whether the first I saw x or dY change, so that W could not use them."""
-        self.checks, self.sharing = Checks(), Sharing()
-        self.functions = Functions(_find_declared_functions(layer) if self.is_declared else frozenset())
-        self.has_node_hooks = False
-        """Whether hooks on autograd's own node of a weight wait for its gradient."""
-        self.has_hooks_on_views = False
-        """Whether a tensor made from a weight has hooks, which expect its gradient in an ordinary backward."""
-        self.may_make_weights = True
-        """Whether the layer may multiply with a weight that it makes from parameters. Known after its first step."""
-        self.makes_weights = False
-        self._own: set[int] = set()
-        """Ids of the layer's parameters."""
-        self.is_region = False
-        """Whether the layer is a compiled region, which defers the weight gradients of all layers in it."""
-        self.has_run = False
-        """Whether the layer has run with gradients."""
-        self.plans: dict[tuple[Any, ...], _Plan] = {}
-        """Products in this step, by the function and the weight's id, or where a view of a weight begins."""
-        self._places: dict[Callable[..., Any], int] = {}
-        """Place of the weight among a function's arguments."""
-
-    def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """`function(*args, **kwargs)`. If this is a product with a weight of the layer's, the gradient can wait."""
-        place = self._places.get(function)
-        if place is not None and place < len(args):
-            plan = self.plans.get((function, id(args[place]))) or self._find_plan_of_view(function, args[place])
-            if plan is not None and plan.fits(args, kwargs):
-                return plan.rule.multiply(function, args, kwargs, args[plan.x], args[place], plan.bias)
-        for factors in _read(self.products.get(function), args, kwargs):
-            target = self._find_target(factors, function)
-            if target is not None:
-                return self._multiply(function, args, kwargs, factors, target)
-        if not self.is_caught and self._may_call_functions(args):
-            self.has_run = True
-            return self.functions.watch(self, function, args, kwargs)
-        return function(*args, **kwargs)
-
-    def _may_call_functions(self, args: Sequence[Any]) -> bool:
-        """Whether the weight is of a class whose products may be autograd Functions, such as a quantised one."""
-        return any(
-            isinstance(each, Tensor) and type(each) not in sources.PLAIN and self.owns(each) for each in args[1:2]
-        )
-
-    def _multiply(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        factors: Factors,
-        target: Target,
-    ) -> Any:
-        bias = factors.bias if factors.bias is not None and factors.bias.requires_grad else None
-        is_whole = factors.is_whole and not isinstance(target, sources.Made)
-        inner = factors.inner or count_inner(factors.x)
-        bias_dtype = None if bias is None else bias.dtype
-        rule = _Rule(self, target, factors.product, factors.further, inner, factors.is_cast, is_whole, bias_dtype)
-        y = rule.multiply(function, args, kwargs, factors.x, factors.weight, bias, factors.more)
-        if y is None:
-            return function(*args, **kwargs)
-        self.deferrable.add(function)
-        if not factors.more and function in PRODUCTS:
-            self._plan(function, args, kwargs, factors, bias, rule)
-        return y
-
-    def _find_plan_of_view(self, function: Callable[..., Any], weight: Any) -> _Plan | None:
-        key = tensor_data.identify_view(weight) if type(weight) is Tensor else None
-        return None if key is None else self.plans.get((function, *key))
-
-    def _plan(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        factors: Factors,
-        bias: Tensor | None,
-        rule: _Rule,
-    ) -> None:
-        """Know this product again in this step, for another x."""
-        x, weight = factors.x, factors.weight
-        places = {id(each): place for place, each in enumerate(args) if isinstance(each, Tensor)}
-        part = rule.target if isinstance(rule.target, sources.Part) and not weight.is_complex() else None
-        if not {id(x), id(weight)} <= places.keys() or not (weight.is_leaf or part is not None):
-            return
-        own = places[id(x)], places[id(weight)]
-        rest = tuple((place, each) for place, each in enumerate(args) if place not in own)
-        others = (*(each for _, each in rest), *kwargs.values())
-        if any(isinstance(each, Tensor) and not isinstance(each, nn.Parameter) for each in others):
-            return  # the plan would keep an activation
-        key = tensor_data.identify_view(weight) if part is not None else (id(weight),)
-        assert key is not None
-        shape = x.shape if function is torch.einsum else None  # the equation may broadcast
-        self._places[function] = own[1]
-        owner = self if self.is_sharded else None
-        self.plans[function, *key] = _Plan(
-            *own,
-            rest,
-            kwargs,
-            type(x),
-            x.dim(),
-            shape,
-            weight if part is None else part.leaf,
-            part,
-            bias,
-            tuple(getattr(each, "requires_grad", False) for _, each in rest),
-            owner,
-            rule,
-        )
-
-    def run_region(self, compiled: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a compiled module."""
-        if torch.compiler.is_compiling() or self.gradients.is_inferring:
-            return eager(*args, **kwargs)
-        if not torch.is_grad_enabled():
-            return compiled(*args, **kwargs)
-        self.has_run = True
-        return self.functions.watch(self, compiled, args, kwargs)
-
-    def note_call(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Note the name of a function that is called with one of the layer's weights."""
-        if function not in self.deferrable and any(isinstance(each, Tensor) and self.owns(each) for each in args):
-            self.called[name_of(function)] = None
-
-    def declares(self, function: Callable[..., Any]) -> bool:
-        """Whether the layer itself declares this product."""
-        return self.is_declared and self.products.get(function) is not PRODUCTS.get(function)
-
-    def owns(self, weight: Tensor) -> bool:
-        """Whether `weight` is one of the layer's parameters, or a view, a cast or a local part of one.
-
-        A layer without `weight_products` also owns the parameters of the modules in it, which it may multiply itself.
-        """
-        if not (weight.requires_grad and torch.is_grad_enabled()):
-            return False
-        return id(weight) in self._own or self.owns_leaf(sources.find_leaf(weight))
-
-    def owns_leaf(self, leaf: Tensor | None) -> bool:
-        """Whether `leaf` is one of these parameters."""
-        if id(leaf) not in self._own and isinstance(leaf, nn.Parameter):  # FSDP replaces parameters
-            self._own = set(self._list_own())
-        return id(leaf) in self._own
-
-    def _list_own(self) -> Iterable[int]:
-        if not self.is_region:
-            return map(id, self.layer.parameters(recurse=not self.is_declared))
-        # FSDP may have freed the parameters at the end of the region.
-        kept = [each for each in self.layer.modules() if declares(each, "weight_products") and not each.weight_products]
-        names = fsdp2.find_parameter_names(self.layer)
-        kept_in_i = {name for each in kept for own in each.parameters(recurse=False) if (name := names.get(id(own)))}
-        return (number for number, name in names.items() if name not in kept_in_i)
-
-    def begin_step(self, is_settled: bool = True) -> None:
-        """Look for hooks on nodes. Hooks on the weight itself are checked at each use.
-
-        A layer in whose first step no product was found is left alone from now on, unless another trial follows.
-        """
-        self.plans.clear()  # FSDP replaces parameters
-        if self.has_run and is_settled:
-            self.functions.settle()
-            self.may_make_weights = self.makes_weights
-            if self.is_caught and not (self.is_declared or self.deferrable):
-                self.products = {}
-        if not (self.products or self.functions.may_be_called):
-            return
-        recurse = self.is_region or (self.is_caught and not self.is_declared)
-        parameters = self.layer.parameters(recurse)
-        self.has_node_hooks = any(p.requires_grad and autograd.has_hooks_on_node(p) for p in parameters)
-
-    def is_due_now(self, pending: PendingGradient, *nodes: Node) -> bool:
-        """Whether the weight gradient has to be computed now. Otherwise defer it, if this backward wants it."""
-        # It is due now if nothing records, the backward itself will be differentiated, hooks on the weight need the
-        # gradient, or x or dY would change before W. The gradient goes to `nodes`, the next in autograd's graph.
-        answers = {autograd.will_run(node) for node in nodes}
-        if answers == {False}:
-            return False
-        wanted = None not in answers
-        hooked = self.has_node_hooks or self.has_hooks_on_views
-        made = pending.weight if isinstance(pending.weight, sources.Made) else None
-        if made is not None and any(map(autograd.will_run, made.nodes)):  # this backward frees what W needs
-            return True
-        leaves = (sources.find_leaf(pending.weight),) if made is None else made.leaves
-        if all(leaf is not None and not leaf.requires_grad for leaf in leaves):  # frozen since: autograd adds nothing
-            return False
-        hooked |= any(leaf is not None and autograd.has_hooks(leaf) for leaf in leaves)
-        if not wanted or hooked or self.stays_in_i or torch.is_grad_enabled():
-            return True
-        return not self.gradients.defer(pending, self.checks)
-
-    def _find_target(self, factors: Factors, function: Callable[..., Any]) -> Target | None:
-        """Target for the gradient of the weight in W; None if it cannot be deferred."""
-        x, weight = factors.x, factors.weight
-        if not (weight.requires_grad and torch.is_grad_enabled()):
-            return None
-        is_plain = type(x) in sources.PLAIN and type(weight) in sources.PLAIN
-        if is_plain and (not x.layout is weight.layout is torch.strided or x.is_nested or autograd.is_transformed()):
-            return None
-        if any(each.requires_grad for each in factors.more):
-            return None
-        target: Target | None = None
-        if not self.is_caught or self.owns(weight):
-            if self.owns(x):  # both: a weight made from two
-                return None
-            if is_plain:
-                target = weight if weight.is_leaf else sources.find_part(weight) or sources.find_edge(weight)
-            elif (
-                isinstance(x, DTensor)
-                and isinstance(weight, DTensor)
-                and (function is F.linear or self.declares(function))
-            ):
-                target = sources.find_edge(weight)  # other products of DTensors may give partial gradients
-        if target is None and is_plain:
-            # The result of a product may also be an activation, which has a batch.
-            target = self._find_making(x, weight, through_products=factors.is_named or weight.dim() == 2)
-        return target
-
-    def is_made(self, weight: Tensor, through_products: bool = False) -> bool:
-        """Whether `weight` is made from the layer's parameters alone (see `find_making`)."""
-        return sources.find_making(weight, self.owns_leaf, True, through_products) is not None
-
-    def _find_making(self, x: Tensor, weight: Tensor, through_products: bool) -> sources.Made | None:
-        """How `weight` is made from the layer's parameters; None if its gradient cannot be deferred."""
-        # In a nested backward, hooks would run twice or miss gradients.
-        if weight.is_leaf or not self.may_make_weights or self.has_hooks_on_views or self.owns(weight):
-            return None
-        made = sources.find_making(weight, self.owns_leaf, not self.is_sharded, through_products)
-        # An x that is also made from parameters alone makes a larger weight.
-        if made is None or (x.requires_grad and self.is_made(x)):
-            return None
-        self.makes_weights = True
-        return made
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Deferral:
-        twin = object.__new__(Deferral)
-        memo[id(self)], memo[id(self.products)] = twin, self.products
-        left_out: dict[str, Any] = {"_own": set(), "plans": {}, "_places": {}}
-        vars(twin).update(deepcopy(vars(self) | left_out, memo))
-        return twin
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles as None, so that the layer can be loaded without zbpipe."""
-        return type(None), ()
 
 
 # Methods of the layer, not of its Deferral: only then does the compiler see the same code in two layers, and reuse one
@@ -511,6 +221,18 @@ def _rebind(function: object, layer: nn.Module, forward: MethodType, seen: froze
     return False
 
 
+@contextmanager
+def _catch_applies(applies: Iterable[Callable[..., Any]], catch: Callable[..., Any]) -> Iterator[None]:
+    """Context in which a call of one of these `apply` runs `catch(apply, types, args, kwargs)`: no mode sees it."""
+    with ExitStack() as stack:
+        for each in applies:
+            owner: Any = each.__self__  # type: ignore[attr-defined]
+            own = vars(owner).get("apply")
+            owner.apply = staticmethod(lambda *args, _apply=each, **options: catch(_apply, (), args, options))
+            stack.callback(partial(delattr, owner, "apply") if own is None else partial(setattr, owner, "apply", own))
+        yield
+
+
 class _CatchProducts(TorchFunctionMode):
     def __init__(self, deferral: Deferral) -> None:
         super().__init__()
@@ -535,221 +257,3 @@ class _CatchProducts(TorchFunctionMode):
     def _may_defer(self) -> bool:
         # Not in a region within the layer. Nor in a checkpoint within it, which runs again without this mode.
         return not torch.compiler.is_compiling() and autograd.find_saving_hooks() == self.hooks
-
-
-def _read(reader: Reader | None, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Factors]:
-    """All ways to read a call as a product of two different tensors."""
-    if reader is None:
-        return
-    try:
-        for factors in reader(*args, **kwargs):
-            if factors.x is not factors.weight:
-                yield factors
-    except (TypeError, ValueError, AttributeError):  # not a call that the reader knows
-        return
-
-
-class _Rule(NamedTuple):
-    """How I and W get the gradients of a product."""
-
-    deferral: Deferral
-    target: Target
-    product: WeightProduct
-    further: Further
-    inner: float
-    """Multiplications per element of dY."""
-    is_cast: bool
-    """Whether autocast casts x."""
-    is_whole: bool
-    """Whether `product` gives all gradients. Otherwise autograd computes all but the weight's."""
-    bias_dtype: torch.dtype | None
-
-    def multiply(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        more: Sequence[Tensor] = (),
-    ) -> Any:
-        """The product, whose weight gradient can wait; None if its result is no tensor."""
-        if self.is_cast and autograd.any_autocast() and (dtype := _choose_dtype(x)) != x.dtype:
-            given, x = x, _SharedCast.apply(x, dtype, self.deferral)
-            args, kwargs = swap(args, {id(given): x}), swap(kwargs, {id(given): x})
-        if self.is_whole:
-            return _DeferredWhole.apply(
-                x, weight, bias, self, partial(function, **kwargs) if kwargs else function, args
-            )
-        constant = {id(weight): weight.detach()}
-        y = function(*swap(args, constant), **swap(kwargs, constant))
-        if not isinstance(y, Tensor):
-            return None
-        leaves = self.target.leaves if isinstance(self.target, sources.Made) else (weight,)
-        return _DeferredProduct.apply(x, leaves[0], y, self, *leaves[1:], *more)
-
-
-class _Plan(NamedTuple):
-    """A product that the layer has computed before, of another x."""
-
-    x: int
-    """Its place among the arguments."""
-    weight: int
-    rest: tuple[tuple[int, Any], ...]
-    """All other arguments, with their places."""
-    options: dict[str, Any]
-    kind: type[Tensor]
-    """Class of x."""
-    dimensions: int
-    """Of x."""
-    shape: torch.Size | None
-    """The shape that x must have."""
-    known: Tensor
-    """The weight, or the leaf that it is a view of."""
-    part: sources.Part | None
-    """The part of a leaf that the weight shows."""
-    bias: Tensor | None
-    trained: tuple[bool, ...]
-    """Which of `rest` need gradients."""
-    owner: Deferral | None
-    """The layer, if FSDP would free an x that is itself a weight."""
-    rule: _Rule
-
-    def fits(self, args: Sequence[Any], options: dict[str, Any]) -> bool:
-        """Whether a call with these arguments is the same product, of another x."""
-        if len(args) != len(self.rest) + 2 or len(options) != len(self.options):
-            return False
-        for (place, known), is_trained in zip(self.rest, self.trained, strict=True):
-            if args[place] is not known or getattr(known, "requires_grad", False) is not is_trained:
-                return False
-        for name, option in options.items():
-            if self.options.get(name, self) is not option:
-                return False
-        x, weight = args[self.x], args[self.weight]
-        return (
-            type(x) is self.kind
-            and x.dim() == self.dimensions
-            and (self.shape is None or x.shape == self.shape)
-            and x.layout is torch.strided
-            and not x.is_nested
-            and (weight is self.known if self.part is None else self.part.is_shown_by(weight))
-            and weight.requires_grad
-            and torch.is_grad_enabled()
-            and not autograd.is_transformed()
-            and (self.owner is None or not self.owner.owns(x))
-        )
-
-
-def _choose_dtype(x: Tensor) -> torch.dtype:
-    """Dtype in which to keep an x that autocast casts: the result's if it is smaller. Otherwise W casts x again."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64:
-        return min(x.dtype, torch.get_autocast_dtype(device), key=lambda dtype: dtype.itemsize)
-    return x.dtype
-
-
-@contextmanager
-def _catch_applies(applies: Iterable[Callable[..., Any]], catch: Callable[..., Any]) -> Iterator[None]:
-    """Context in which a call of one of these `apply` runs `catch(apply, types, args, kwargs)`: no mode sees it."""
-    with ExitStack() as stack:
-        for each in applies:
-            owner: Any = each.__self__  # type: ignore[attr-defined]
-            own = vars(owner).get("apply")
-            owner.apply = staticmethod(lambda *args, _apply=each, **options: catch(_apply, (), args, options))
-            stack.callback(partial(delattr, owner, "apply") if own is None else partial(setattr, owner, "apply", own))
-        yield
-
-
-class _SharedCast(torch.autograd.Function):
-    """x in autocast's dtype. Layers with the same x share the memory, and each gives its own dX."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, deferral: Deferral) -> Tensor:
-        ctx.dtype = x.dtype
-        return deferral.gradients.cast(x, dtype, deferral.sharing)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        return dx.to(ctx.dtype), None, None
-
-
-class _DeferredWhole(torch.autograd.Function):
-    """y = f(x, W, b), whose backward gives dX and db at once and defers dW if something records."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        rule: _Rule,
-        function: Callable[..., Tensor],
-        args: Sequence[Any],
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        # Checkpointing may return a copy of a saved tensor. Only the target identifies the gradient's place.
-        ctx.rule = rule
-        return tensor_data.without_base(function(*args))
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        of_x, _, of_bias, *_ = ctx.needs_input_grad
-        rule: _Rule = ctx.rule
-        product, further = cast(WholeProduct, rule.product), rule.further.values
-        if product.lay_out is not None:
-            dy = product.lay_out(dy, *further)
-        dx = product.of_input(dy, x, weight, *further) if of_x else None
-        if dx is not None and dx.dtype != x.dtype:
-            dx = dx.to(x.dtype)
-        x, kept_dy = _detach(x, dy)
-        pending = PendingGradient(rule.deferral.layer, product, rule.target, x, kept_dy, rule.further, inner=rule.inner)
-        dw = pending.gradient() if rule.deferral.is_due_now(pending, ctx.next_functions[1][0]) else None
-        db = product.of_bias(dy, rule.bias_dtype, *further) if of_bias else None
-        return dx, dw, db, None, None, None
-
-
-class _DeferredProduct(torch.autograd.Function):
-    """Passes on y = f(x, W, ...), for which autograd knows W only as a constant. The backward defers dW if something
-    records."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, y: Tensor, rule: _Rule, *more: Tensor) -> Tensor:
-        # For a weight made from parameters, `weight` is the largest of these, and `more` begins with the others.
-        ctx.others = len(rule.target.leaves) - 1 if isinstance(rule.target, sources.Made) else 0
-        ctx.save_for_backward(x, *more[ctx.others :])
-        ctx.rule = rule
-        return y.detach()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        rule: _Rule = ctx.rule
-        kept_dy, x, *more = _detach(dy, *ctx.saved_tensors)
-        pending = PendingGradient(
-            rule.deferral.layer, rule.product, rule.target, x, kept_dy, rule.further, tuple(more), inner=rule.inner
-        )
-        _, of_weight, _, *after = [node for node, _ in ctx.next_functions]
-        gradients: Sequence[Tensor | None] = [None] * (1 + ctx.others)
-        if rule.deferral.is_due_now(pending, of_weight, *after[: ctx.others]):
-            dw = pending.gradient()
-            gradients = rule.target.of_leaves(dw) if isinstance(rule.target, sources.Made) else [dw]
-        return None, gradients[0], dy, None, *gradients[1:], *(None for _ in more)
-
-
-autograd.copy_type(_DeferredProduct, lambda x, weight, y, *_: y)
-autograd.copy_type(_SharedCast, lambda x, dtype, *_: x.to(dtype))
-autograd.copy_type(_DeferredWhole, lambda x, weight, bias, rule, function, args: function(*args))
-for _function in (_DeferredWhole, _DeferredProduct):
-    # For `graph_products` and `lazy_products`, instead of attributes that each call would set.
-    autograd.add_properties(
-        _function,
-        deferral=lambda node: node.rule.deferral,
-        inner=lambda node: node.rule.inner,
-        made=lambda node: node.rule.target if isinstance(node.rule.target, sources.Made) else None,
-    )
-
-
-def _detach(*tensors: Tensor) -> list[Tensor]:
-    """The tensors, detached: x would keep its graph alive until W, and others may hold dY."""
-    return [each if torch.is_grad_enabled() else each.detach() for each in tensors]

@@ -21,9 +21,9 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.overrides import TorchFunctionMode
 
 from zbpipe.runtime._torch import autograd
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.autograd import function_of, is_wrapper, schema_of
 from zbpipe.runtime._torch.tensor_data import storage_of, version_of
-from zbpipe.runtime.attributes import replaced
 from zbpipe.runtime.split.sources import find_leaf_behind, find_shape, number_edges, passes_on
 
 _MOST_NODES = 1000

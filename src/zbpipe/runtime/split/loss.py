@@ -10,12 +10,8 @@ import torch
 from torch import Tensor
 
 from zbpipe.runtime._torch import autograd
-from zbpipe.runtime.split.products import (
-    PendingGradient,
-    WeightGradients,
-    find_changed_contents,
-    find_changed_versions,
-)
+from zbpipe.runtime.split.products import PendingGradient
+from zbpipe.runtime.split.weight_gradients import WeightGradients, find_changed_contents, find_changed_versions
 
 
 def defer_in_loss(loss_fn: Callable[..., Tensor], gradients: WeightGradients) -> Callable[..., Tensor]:

@@ -1,6 +1,6 @@
 """Ownership of memory between I and W: deferred tensors share none with others, and waste none.
 
-Between I and W, nothing else may change the tensors that W reads: x, dY, and further tensors of a product. Autograd
+Between I and W, nothing else may change the tensors that W reads: x, dY, and extra tensors of a product. Autograd
 passes gradients on without copies, so dY may share its memory with a `.grad`. For example, a parameter that is added
 through a view gets a view of dY as its gradient, and later microbatches add to it in place. x may be a buffer that a
 module reuses, or a backward may keep its incoming gradient. So I ends by copying all memory with another holder: other

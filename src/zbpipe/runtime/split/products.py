@@ -1,13 +1,10 @@
-"""Weight gradients deferred to W: the split of a product, the tensors that I keeps, and the store for them."""
+"""Weight gradients deferred to W: the split of a product, and the tensors that I keeps."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-from weakref import ReferenceType, ref
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +13,7 @@ from torch.autograd.graph import GradientEdge
 from zbpipe.runtime._torch import autograd, tensor_data
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.split import sources
-from zbpipe.runtime.split.contents import RUNS, Checks, differ, fingerprints
-from zbpipe.runtime.split.further import NONE, Further
+from zbpipe.runtime.split.extra_arguments import NONE, ExtraArguments
 
 
 class WeightProduct:
@@ -25,7 +21,7 @@ class WeightProduct:
 
     Args:
         weight_gradient: Maps (dy, x, ...) to the gradient of the weight, in the weight's shape. It also gets the
-            further arguments of f, except None at the end or by name.
+            extra arguments of f, except None at the end or by name.
         as_matrices: Maps the same to two matrices whose product is that gradient. W can add such a product to `.grad`
             by one kernel.
     """
@@ -39,9 +35,9 @@ class WeightProduct:
         self.as_matrices = as_matrices
         self.weight_gradient = weight_gradient or self._multiply
 
-    def of_weight(self, dy: Tensor, x: Tensor, further: Further = NONE, tensors: Sequence[Tensor] = ()) -> Tensor:
+    def of_weight(self, dy: Tensor, x: Tensor, extra: ExtraArguments = NONE, tensors: Sequence[Tensor] = ()) -> Tensor:
         """The gradient of the weight."""
-        args, options = further.fill_in(tensors)
+        args, options = extra.fill_in(tensors)
         return self.weight_gradient(dy, x, *args, **options)
 
     def _multiply(self, dy: Tensor, x: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -66,7 +62,7 @@ class WholeProduct(WeightProduct):
     """A product of x, a weight and at most a bias, whose other gradients zbpipe also knows.
 
     `of_input` maps (dy, x, weight, ...) to the gradient of x, `of_bias` (dy, dtype, ...) to that of the bias, and
-    `lay_out` (dy, ...) to dY as the kernels of both halves read it. All get the further arguments of `weight_gradient`,
+    `lay_out` (dy, ...) to dY as the kernels of both halves read it. All get the extra arguments of `weight_gradient`,
     which are no tensors.
     """
 
@@ -83,7 +79,7 @@ class WholeProduct(WeightProduct):
         self.of_input, self.of_bias, self.lay_out = of_input, of_bias or _sum_rows, lay_out
 
 
-def _sum_rows(dy: Tensor, dtype: torch.dtype | None, *further: Any) -> Tensor:
+def _sum_rows(dy: Tensor, dtype: torch.dtype | None, *extra: Any) -> Tensor:
     """The gradient of a bias that is added to each row."""
     return rows(dy).sum(0, dtype=dtype)
 
@@ -154,14 +150,14 @@ class PendingGradient:
     x: Tensor
     dy: Tensor
     """The gradient of the product's result. All tensors are detached."""
-    further: Further = NONE
+    extra: ExtraArguments = NONE
     more: tuple[Tensor, ...] = ()
-    """The tensors among the further arguments."""
+    """The tensors among the extra arguments."""
     versions: tuple[int, ...] = ()
     """Number of in-place changes of each of `tensors` when the layer deferred the gradient."""
     contents: Tensor | list[int] | None = None
     """Fingerprints of `tensors`, for the first microbatches."""
-    beside: Tensor | None = None
+    fsdp_sum: Tensor | None = None
     """FSDP's sum instead of `.grad`, if the weight has no `.grad`."""
     inner: float = 0
     """Multiplications per element of dY; 0 for as many as a row of x has elements."""
@@ -191,7 +187,7 @@ class PendingGradient:
 
     def gradient(self) -> Tensor:
         """The product: the gradient of the weight."""
-        gradient = self.product.of_weight(self.dy, self.x, self.further, self.more)
+        gradient = self.product.of_weight(self.dy, self.x, self.extra, self.more)
         if self.product.as_matrices is None:
             _require_shape(gradient, sources.find_shape(self.weight), self)
         return gradient
@@ -208,7 +204,7 @@ class PendingGradient:
             self._accumulate(self.weight)
 
     def _accumulate(self, weight: Tensor) -> None:
-        grad = self.beside if weight.grad is None else weight.grad
+        grad = self.fsdp_sum if weight.grad is None else weight.grad
         if self._add_in_one(weight, grad):
             return
         gradient = self.gradient()
@@ -230,7 +226,7 @@ class PendingGradient:
     def _accumulate_part(self, part: sources.Part) -> None:
         """Add to a part of `.grad`."""
         leaf = part.leaf
-        grad = self.beside if leaf.grad is None else leaf.grad
+        grad = self.fsdp_sum if leaf.grad is None else leaf.grad
         if grad is None:
             leaf.grad = grad = torch.zeros_like(leaf, dtype=tensor_data.find_grad_dtype(leaf, self.dy))
         if not part.fits(grad):
@@ -250,38 +246,6 @@ class PendingGradient:
 Target = Tensor | GradientEdge | sources.Part | sources.Made
 """Place of a weight gradient: a leaf itself, a part of a leaf, or the edge at which autograd takes the gradient of
 another tensor made from it or from several."""
-
-Changes = list[tuple[PendingGradient, str]]
-"""Deferred gradients with changed tensors, and the names of these."""
-
-
-def find_changed_versions(pending: Iterable[PendingGradient]) -> Changes:
-    """In-place changes since the layers deferred their gradients, as counted by autograd."""
-    changes = []
-    for gradient in pending:
-        now = tuple([tensor_data.version_of(each) for each in gradient.tensors])
-        if now != gradient.versions:
-            changes.append((gradient, gradient.name_where(map(operator.ne, now, gradient.versions))))
-    return changes
-
-
-def find_changed_contents(pending: Iterable[PendingGradient]) -> Changes:
-    """Content changes since the fingerprints were taken, or since the last call."""
-    checked = [each for each in pending if each.contents is not None]
-    if not checked:
-        return []
-    now = [fingerprints(each.tensors) for each in checked]
-    noted = [each.contents for each in checked if isinstance(each.contents, Tensor)]
-    numbers = iter(torch.cat([each.to(now[0].device) for each in (*now, *noted)]).tolist())
-    found = [[next(numbers) for _ in each.tensors] for each in checked]
-    changes = []
-    for gradient, new in zip(checked, found, strict=True):
-        known = gradient.contents
-        old = [next(numbers) for _ in new] if isinstance(known, Tensor) else known
-        if words := gradient.name_where(map(differ, new, old or new)):
-            changes.append((gradient, words))
-        gradient.contents = new
-    return changes
 
 
 def _require_shape(gradient: object, shape: torch.Size, pending: PendingGradient) -> None:
@@ -365,96 +329,3 @@ def _try_to_sum(device: torch.device, dtype: torch.dtype) -> bool:
     except (RuntimeError, TypeError):  # no such kernel; no such overload
         return False
     return device.type == "meta" or bool(((product == 16) & (total == 17)).all())
-
-
-class WeightGradients:
-    """Collects the weight gradients that backwards defer. One per schedule and rank."""
-
-    def __init__(self, *, may_fuse: bool = True) -> None:
-        self._may_fuse = may_fuse
-        # Plain attributes: autograd runs the backward of CUDA ops in its own threads.
-        self._recording: list[PendingGradient] | None = None
-        self.on_trial = False
-        self.is_inferring = False
-        """Whether torch infers shapes, one stage after the other. Compiled regions then run without the compiler."""
-        self.step = self._run = 0
-        """Counters of steps, and of every F and I within a step."""
-        self._last_cast: _Cast | None = None
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether layers defer their weight gradients."""
-        return self._recording is not None
-
-    @contextmanager
-    def record(self, on_trial: bool = False) -> Iterator[list[PendingGradient]]:
-        """Context in which layers defer their weight gradients into the yielded list."""
-        # On trial the gradients are added at once, as by W. The list only shows which ones would be deferred.
-        pending: list[PendingGradient] = []
-        self._recording, self.on_trial = pending, on_trial
-        try:
-            yield pending
-        finally:
-            self._recording, self.on_trial = None, False
-            self.forget_cast()
-
-    def defer(self, gradient: PendingGradient, checks: Checks | None = None) -> bool:
-        """Defer `gradient`; False if nothing records, so that it has to be computed now."""
-        if self._recording is None:
-            return False
-        gradient.may_fuse = self._may_fuse
-        gradient.versions = gradient.versions or tuple([tensor_data.version_of(each) for each in gradient.tensors])
-        if checks is not None and self.step and checks.is_due(self.step, self._run):
-            gradient.contents = fingerprints(gradient.tensors)
-        self._recording.append(gradient)
-        if self.on_trial:
-            recording, self._recording = self._recording, None  # products that make a weight do not wait
-            gradient.accumulate()
-            self._recording = recording
-        return True
-
-    def cast(self, x: Tensor, dtype: torch.dtype, sharing: Sharing) -> Tensor:
-        """`x` in `dtype`, without a graph. Consecutive calls with the same `x` share the memory."""
-        # Without sharing, each of several layers with one x would cast it under autocast, and keep its own result. A
-        # layer stops sharing after a change of x's content that versions miss. It also does not share an x with a
-        # holder outside torch.
-        last = self._last_cast
-        may_share = last is not None and last.is_of(x, dtype) and not sharing.is_off and tensor_data.is_torchs_own(x)
-        if last is not None and may_share and not sharing.checks.is_due(self.step, self._run):
-            return last.result.detach()
-        result = x.detach().to(dtype)
-        if last is not None and may_share:
-            if tensor_data.same_content(result, last.result):
-                return last.result.detach()
-            sharing.is_off = True
-        self._last_cast = _Cast(ref(x), tensor_data.version_of(x), autograd.find_saving_hooks(), result)
-        return result.detach()
-
-    def forget_cast(self) -> None:
-        """Release the last result of `cast`, at the end of an F or an I."""
-        self._last_cast = None
-        self._run += 1
-
-
-@dataclass(slots=True)
-class Sharing:
-    """Whether a layer may reuse another layer's cast of x."""
-
-    checks: Checks = field(default_factory=lambda: Checks(2 * RUNS))  # checkpoints repeat F in I
-    is_off: bool = False
-
-
-class _Cast(NamedTuple):
-    source: ReferenceType[Tensor]
-    version: int
-    hooks: object
-    """Saving hooks at the cast. A checkpoint repeats only its own code, so this must not depend on earlier casts."""
-    result: Tensor
-
-    def is_of(self, x: Tensor, dtype: torch.dtype) -> bool:
-        return (
-            self.source() is x
-            and self.version == tensor_data.version_of(x)
-            and self.result.dtype == dtype
-            and self.hooks == autograd.find_saving_hooks()
-        )

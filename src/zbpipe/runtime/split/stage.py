@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,12 +13,13 @@ from torch import Tensor, nn
 
 from zbpipe.costs.job import ENOUGH
 from zbpipe.runtime._torch import autograd, compiler, fsdp2, pipelining
-from zbpipe.runtime.attributes import replaced
+from zbpipe.runtime._torch.attributes import replaced
+from zbpipe.runtime._torch.stage_work import OwnWork, find_work, own
 from zbpipe.runtime.split import sources
+from zbpipe.runtime.split.deferral import Deferral
 from zbpipe.runtime.split.delaying import delay_in_i_alone, delaying, forget
 from zbpipe.runtime.split.last_w import accumulate, accumulate_and_reduce
 from zbpipe.runtime.split.layers import (
-    Deferral,
     catch_around,
     defer_in_compiled_regions,
     defer_weights,
@@ -27,15 +27,8 @@ from zbpipe.runtime.split.layers import (
     deferrals,
 )
 from zbpipe.runtime.split.ownership import copy_if_shared
-from zbpipe.runtime.split.products import (
-    Changes,
-    PendingGradient,
-    WeightGradients,
-    find_changed_contents,
-    find_changed_versions,
-    name_of,
-    title,
-)
+from zbpipe.runtime.split.products import PendingGradient, name_of, title
+from zbpipe.runtime.split.weight_gradients import WeightGradients, find_changed_contents, find_changed_versions
 from zbpipe.runtime.split.work import StaysInI, WeightWork, describe, look_at_graphs, percent
 
 SplitBackward = Literal["deferred", "strict", "autograd"]
@@ -69,42 +62,36 @@ def split_backward(
     require_memory_that_lasts(stages)
     gradients = gradients or WeightGradients()
     for stage in stages:
-        _split(stage, stages, gradients)
+        (find_split(stage) or SplitWork(stage)).defer(tuple(stages), gradients)
         if in_compiled_regions:
             defer_in_compiled_regions(stage.submod, gradients)
         if not deferrals(stage.submod):
             _complain_of_nothing_to_defer(stage, how)
 
 
-def is_split(stage: pipelining.Stage) -> bool:
-    """Whether the stage's I and W run zbpipe's split."""
-    return isinstance(stage, _SplitBackward)
+def find_split(stage: pipelining.Stage) -> SplitWork | None:
+    """The stage's split of zbpipe; None for torch's own."""
+    found = find_work(stage)
+    return found if isinstance(found, SplitWork) else None
 
 
 def infer_without_compiler(stage: pipelining.Stage) -> AbstractContextManager[None]:
     """Context in which torch infers shapes: `stage` runs its compiled regions without the compiler."""
     # Otherwise each stage would compile when the one before it has, and not all at once in `warm_up`.
-    return replaced(stage._gradients, is_inferring=True) if isinstance(stage, _SplitBackward) else nullcontext()
-
-
-def find_product_dtypes(stage: pipelining.Stage) -> frozenset[torch.dtype]:
-    """Dtypes of the products with deferred weight gradients, known after the first I."""
-    return stage._dtypes if isinstance(stage, _SplitBackward) else frozenset()
-
-
-def tries_out(stage: pipelining.Stage) -> bool:
-    """Whether the next I is the stage's first, which leaves nothing to W."""
-    return isinstance(stage, _SplitBackward) and stage._num_split == 0
+    split = find_split(stage)
+    return nullcontext() if split is None else replaced(split.gradients, is_inferring=True)
 
 
 def find_pending(stage: pipelining.Stage, microbatch: int) -> Sequence[PendingGradient]:
     """Gradients deferred by this microbatch's I; empty after W, or for torch's own split."""
-    return stage._deferred.get(microbatch, ()) if isinstance(stage, _SplitBackward) else ()
+    split = find_split(stage)
+    return () if split is None else split.pending(microbatch)
 
 
 def find_weight_work(stage: pipelining.Stage) -> WeightWork | None:
     """Work of the stage's weight gradients and its deferred part, known after the first I."""
-    return stage._work if isinstance(stage, _SplitBackward) else None
+    split = find_split(stage)
+    return None if split is None else split.work
 
 
 def find_deferred_share(stages: Sequence[pipelining.Stage]) -> float | None:
@@ -135,7 +122,7 @@ def require_no_early_reduction(stages: Sequence[pipelining.Stage]) -> None:
     # its own backward, which it sets on the stages after the schedule was built. So call this when the first step
     # begins. Gradients that such a backward leaves unreduced are checked after the last W.
     for stage in stages:
-        if pipelining.has_own_backward(stage) or fsdp2.is_fsdp(stage.submod):
+        if own(stage).own_backward or fsdp2.is_fsdp(stage.submod):
             continue
         if any(map(fsdp2.is_fsdp, stage.submod.modules())):
             raise ValueError(
@@ -194,9 +181,9 @@ def _complain_of_nothing_to_defer(stage: pipelining.Stage, how: SplitBackward) -
     logger.warning("%s: its I is a full backward, its W does nothing", complaint)
 
 
-def _report_what_stays_in_i(stage: _SplitBackward) -> None:
+def _report_what_stays_in_i(split: SplitWork) -> None:
     """Log once the deferred share of the weight gradients, and the largest exceptions with their reasons."""
-    work = stage._work
+    work, stage = split.work, split.stage
     if work is None:
         return
     if not work.flops:
@@ -224,7 +211,7 @@ def _name(product: StaysInI) -> str:
     return f"{title(layer, product.layer)}{'' if parameter == 'weight' else f' {parameter}'}"
 
 
-def _explain_what_stays_in_i(stage: _SplitBackward, deferral: Deferral) -> None:
+def _explain_what_stays_in_i(stage: pipelining.Stage, deferral: Deferral) -> None:
     """Log functions that a layer declares without effect."""
     declared = filter(deferral.declares, deferral.products)
     never = [name_of(function) for function in declared if function not in deferral.deferrable]
@@ -239,158 +226,156 @@ def _explain_what_stays_in_i(stage: _SplitBackward, deferral: Deferral) -> None:
         )
 
 
-def _keep_in_i_what_changed(stage: pipelining.Stage, pending: Sequence[PendingGradient]) -> None:
-    changes = [*find_changed_versions(pending), *find_changed_contents(pending)]
-    for gradient, words in {id(gradient.layer): (gradient, words) for gradient, words in changes}.values():
-        deferral_of(gradient.layer).stays_in_i = True
-        logger.warning(
-            "stage %d: something changes %s of layer %s in place during I, so its weight gradient is computed in I",
-            *(stage.stage_index, words, _name_of(stage, gradient.layer)),
-        )
-
-
-def _require_unchanged(stage: pipelining.Stage, microbatch: int, changes: Changes, when: str) -> None:
-    for gradient, words in changes:
-        raise RuntimeError(
-            f"stage {stage.stage_index}, microbatch {microbatch}: {words} of layer {_name_of(stage, gradient.layer)}"
-            f" was changed in place {when}, after the layer had used it, so its weight gradient in W would be wrong."
-            " Look for hooks and backwards of yours that write into gradients, or keep the layer's weight gradient in"
-            " I: layer.weight_products = {}"
-        )
-
-
 def _name_of(stage: pipelining.Stage, layer: nn.Module) -> str:
     """Name of a layer, with its class. The stage itself has no name."""
     name = next((name for name, each in stage.submod.named_modules() if each is layer), "")
     return title(name, type(layer).__name__)
 
 
-def _split(stage: pipelining.Stage, on_rank: Sequence[pipelining.Stage], gradients: WeightGradients) -> None:
-    if not is_split(stage):
-        pipelining.own(stage)
-        stage.__class__ = split_class(type(stage))
-        stage.__dict__.update(_deferred={}, _num_split=0, _work=None, _dtypes=frozenset(), _is_scaled=False)
-        stage.__dict__.update(_has_looked_around=False, _has_reported=False)
-    stage.__dict__.update(_gradients=gradients, _on_rank=tuple(on_rank), _delaying=delay_in_i_alone(stage.submod))
-    defer_weights(stage.submod, gradients)
-
-
-@cache
-def split_class(stage_class: type[pipelining.Stage]) -> type[pipelining.Stage]:
-    return type(f"Split{stage_class.__name__}", (_SplitBackward, stage_class), {"__module__": __name__})
-
-
-class _SplitBackward(pipelining.OwnStage):
-    """Mixed in before the stage's own class. Runs I and W. torch's stage does everything else.
+class SplitWork(OwnWork):
+    """Runs I as one ordinary backward without the deferred gradients, which W computes.
 
     torch has the hook `dw_builder` for this, but a stage with that hook keeps its outputs alive until backward.
     """
 
-    _gradients: WeightGradients
-    _deferred: dict[int, list[PendingGradient]]
-    """Deferred gradients by microbatch, from I to W."""
-    _delaying: Sequence[nn.Module]
-    """Layers that delay their weight gradients themselves."""
-    _num_split: int
-    _work: WeightWork | None
-    """Weight work per microbatch, determined in the first I."""
-    _dtypes: frozenset[torch.dtype]
-    """Dtypes of the deferred products, determined in the first I."""
-    _on_rank: tuple[pipelining.Stage, ...]
-    """All stages of this rank."""
-    _has_looked_around: bool
-    """Whether products were also looked for in the modules around the layers."""
-    _has_reported: bool
-    """Whether the log has told what stays in I."""
-    _is_scaled: bool
-    """Whether this step's gradients were divided by the number of microbatches."""
+    def __init__(self, stage: pipelining.Stage) -> None:
+        super().__init__(stage)
+        self.gradients = WeightGradients()
+        """Collects the deferred gradients of this rank."""
+        self.on_rank: Sequence[pipelining.Stage] = (stage,)
+        """All stages of this rank."""
+        self.work: WeightWork | None = None
+        """Weight work per microbatch, determined in the first I."""
+        self.dtypes: frozenset[torch.dtype] = frozenset()
+        """Dtypes of the deferred products, determined in the first I."""
+        self._deferred: dict[int, list[PendingGradient]] = {}
+        """Deferred gradients by microbatch, from I to W."""
+        self._delaying: Sequence[nn.Module] = ()
+        """Layers that delay their weight gradients themselves."""
+        self.num_split = 0
+        """Number of I that this stage has split, from its last trial on."""
+        self._has_looked_around = False
+        """Whether products were also looked for in the modules around the layers."""
+        self._has_reported = False
+        """Whether the log has told what stays in I."""
+        self._is_scaled = False
+        """Whether this step's gradients were divided by the number of microbatches."""
 
-    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward_one_chunk(*args, **kwargs)
-        self._gradients.forget_cast()
+    def defer(self, on_rank: Sequence[pipelining.Stage], gradients: WeightGradients) -> None:
+        """Defer into `gradients` from now on, with all stages of this rank."""
+        self.gradients, self.on_rank = gradients, on_rank
+        self._delaying = delay_in_i_alone(self.stage.submod)
+        defer_weights(self.stage.submod, gradients)
+
+    @property
+    def tries_out(self) -> bool:
+        """Whether the next I is the stage's first, which leaves nothing to W."""
+        return self.num_split == 0
+
+    def pending(self, microbatch: int) -> Sequence[PendingGradient]:
+        """Gradients deferred by this microbatch's I; empty after W."""
+        return self._deferred.get(microbatch, ())
+
+    def forward(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(microbatch, *args, **kwargs)
+        self.gradients.forget_cast()
         return output
 
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        if not self.has_backward or full_backward:
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+    def input_gradient(self, microbatch: int, loss: Tensor | None) -> None:
+        if not self.stage.has_backward:
             return
         # The first I computes all weight gradients at once, and checks whether anything changes x or dY before W.
-        on_trial = self._num_split == 0
+        on_trial, module = self.tries_out, self.stage.submod
         layers = () if on_trial else self._delaying
         with (
-            self._gradients.record(on_trial) as pending,
+            self.gradients.record(on_trial) as pending,
             look_at_graphs(on_trial) as products,
             delaying(layers, pending),
         ):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward=True)
+            self.backward(microbatch, loss, is_last=False)
         if on_trial:
-            self._dtypes = frozenset(gradient.dy.dtype for gradient in pending)
-            _keep_in_i_what_changed(self, pending)
-            self._work = WeightWork(self.submod, products, pending)
+            self.dtypes = frozenset(gradient.dy.dtype for gradient in pending)
+            self._keep_in_i_what_changed(pending)
+            self.work = WeightWork(module, products, pending)
             pending.clear()
-            fsdp2.settle_gradients(self.submod)
-        changes = find_changed_versions(pending) or find_changed_contents(pending)
-        _require_unchanged(self, bwd_chunk_id, changes, "during I")
+            fsdp2.settle_gradients(module)
+        self._require_unchanged(microbatch, pending, "during I")
         copy_if_shared(pending)
-        self._deferred[bwd_chunk_id] = pending
-        self._num_split += 1
-        if self._num_split >= _SETTLED_AFTER and self._has_looked_around and not self._has_reported:
+        self._deferred[microbatch] = pending
+        self.num_split += 1
+        if self.num_split >= _SETTLED_AFTER and self._has_looked_around and not self._has_reported:
             self._has_reported = True
             _report_what_stays_in_i(self)
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        if not self.has_backward:
+    def weight_gradient(self, microbatch: int, is_last: bool) -> Iterator[None]:
+        if not self.stage.has_backward:
             return
-        pending = self._deferred.pop(bwd_chunk_id)
-        changes = find_changed_versions(pending) or find_changed_contents(pending)
-        _require_unchanged(self, bwd_chunk_id, changes, "between I and W")
-        if sums := fsdp2.find_separate_sums(self.submod):
+        pending, module = self._deferred.pop(microbatch), self.stage.submod
+        self._require_unchanged(microbatch, pending, "between I and W")
+        if sums := fsdp2.find_separate_sums(module):
             for gradient in pending:
-                gradient.beside = sums.get(id(sources.find_leaf(gradient.weight)))
-        if last_backward and self.reduces_early:
+                gradient.fsdp_sum = sums.get(id(sources.find_leaf(gradient.weight)))
+        if is_last and self.reduces_early:
             self.is_reducing = True
-            accumulate_and_reduce(self.submod, pending)
+            yield from accumulate_and_reduce(module, pending)
             return
-        accumulate(pending)
-        fsdp2.settle_gradients(self.submod)
-        if own := pipelining.has_own_backward(self):
-            pipelining.end_backward(self, last_backward)
-            if last_backward:
-                _require_reduced(self, own)
+        yield from accumulate(pending)
+        fsdp2.settle_gradients(module)
+        if own := self.own_backward:
+            self.end_backward(is_last)
+            if is_last:
+                _require_reduced(self.stage, own)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide each gradient once. The last stage divides gradients of parameters shared by this rank's stages."""
-        if not self.has_backward:
+        if not self.stage.has_backward:
             return
         self._is_scaled = True
-        unfinished = (stage for stage in self._on_rank if not cast(_SplitBackward, stage)._is_scaled)
+        works = (find_work(stage) for stage in self.on_rank)
+        unfinished = (work.stage for work in works if isinstance(work, SplitWork) and not work._is_scaled)
         later = {id(parameter) for stage in unfinished for parameter in stage.submod.parameters()}
-        for parameter in self.submod.parameters():
+        for parameter in self.stage.submod.parameters():
             if parameter.grad is not None and id(parameter) not in later:
                 parameter.grad.div_(grad_scale_factor)
-
-    def _look_around(self) -> bool:
-        """After the first step, catch weight gradients that stayed in I in the modules around their layers; returns
-        whether the next I is a trial again."""
-        # Not within a step, because a checkpoint has to repeat in I what it did in F.
-        if self._work is None or self._has_looked_around:
-            return False
-        self._has_looked_around = True
-        if not catch_around(self.submod, {each.parameter for each in self._work.in_i}, self._gradients):
-            return False
-        self._num_split = 0
-        return True
 
     def clear_runtime_states(self) -> None:
         self._deferred.clear()
         forget(self._delaying)
         self._is_scaled = False
-        if self.has_backward:
-            self._gradients.step += 1
+        if self.stage.has_backward:
+            self.gradients.step += 1
             autograd.register_types()  # a job may have imported spmd_types since
             is_settled = not self._look_around()
-            for deferral in deferrals(self.submod).values():
+            for deferral in deferrals(self.stage.submod).values():
                 deferral.begin_step(is_settled)
         super().clear_runtime_states()
+
+    def _look_around(self) -> bool:
+        """After the first step, catch weight gradients that stayed in I in the modules around their layers; returns
+        whether the next I is a trial again."""
+        # Not within a step, because a checkpoint has to repeat in I what it did in F.
+        if self.work is None or self._has_looked_around:
+            return False
+        self._has_looked_around = True
+        if not catch_around(self.stage.submod, {each.parameter for each in self.work.in_i}, self.gradients):
+            return False
+        self.num_split = 0
+        return True
+
+    def _keep_in_i_what_changed(self, pending: Sequence[PendingGradient]) -> None:
+        changes = [*find_changed_versions(pending), *find_changed_contents(pending)]
+        for gradient, words in {id(gradient.layer): (gradient, words) for gradient, words in changes}.values():
+            deferral_of(gradient.layer).stays_in_i = True
+            logger.warning(
+                "stage %d: something changes %s of layer %s in place during I, so its weight gradient is computed in I",
+                *(self.stage.stage_index, words, _name_of(self.stage, gradient.layer)),
+            )
+
+    def _require_unchanged(self, microbatch: int, pending: Sequence[PendingGradient], when: str) -> None:
+        for gradient, words in find_changed_versions(pending) or find_changed_contents(pending):
+            raise RuntimeError(
+                f"stage {self.stage.stage_index}, microbatch {microbatch}: {words} of layer"
+                f" {_name_of(self.stage, gradient.layer)} was changed in place {when}, after the layer had used it, so"
+                " its weight gradient in W would be wrong. Look for hooks and backwards of yours that write into"
+                " gradients, or keep the layer's weight gradient in I: layer.weight_products = {}"
+            )

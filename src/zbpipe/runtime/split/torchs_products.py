@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zbpipe.runtime._torch import autograd
-from zbpipe.runtime.split.further import NONE, Further, separate_tensors, with_factors_first
+from zbpipe.runtime.split.extra_arguments import NONE, ExtraArguments, separate_tensors, with_factors_first
 from zbpipe.runtime.split.products import (
     GROUPED_MM,
     LINEAR,
@@ -35,8 +35,8 @@ class Factors(NamedTuple):
     x: Tensor
     weight: Tensor
     product: WeightProduct
-    further: Further = NONE
-    """The further arguments of `product.weight_gradient`."""
+    extra: ExtraArguments = NONE
+    """The extra arguments of `product.weight_gradient`."""
     more: Sequence[Tensor] = ()
     """The tensors among them."""
     inner: int = 0
@@ -55,14 +55,14 @@ Reader = Callable[..., Iterator[Factors]]
 
 
 def read_declared(product: WeightProduct) -> Reader:
-    """A reader of `function(x, weight, ...)`, whose further arguments `product` takes."""
+    """A reader of `function(x, weight, ...)`, whose extra arguments `product` takes."""
 
     def read(*args: Any, **options: Any) -> Iterator[Factors]:
         factors_first, options = with_factors_first(args, options)
         x, weight, *rest = factors_first
         if isinstance(x, Tensor) and isinstance(weight, Tensor):
-            further, more = separate_tensors(rest, options)
-            yield Factors(x, weight, product, further, more, is_cast=False, is_named=True)
+            extra, more = separate_tensors(rest, options)
+            yield Factors(x, weight, product, extra, more, is_cast=False, is_named=True)
 
     return read
 
@@ -107,10 +107,10 @@ def _read_matmul(*args: Any, **options: Any) -> Iterator[Factors]:
     if other.dim() == 2:
         yield Factors(input, other, _RIGHT, inner=other.shape[0], is_whole=True)
     elif other.dim() > 2 and input.dim() > 1:
-        further = Further(tuple(other.shape))
-        yield Factors(input, other, _BATCHED_RIGHT, further, inner=other.shape[-2], is_whole=True)
+        extra = ExtraArguments(tuple(other.shape))
+        yield Factors(input, other, _BATCHED_RIGHT, extra, inner=other.shape[-2], is_whole=True)
     if input.dim() > 1 and other.dim() > 1:
-        yield Factors(other, input, _LEFT, Further(tuple(input.shape)), inner=input.shape[-1])
+        yield Factors(other, input, _LEFT, ExtraArguments(tuple(input.shape)), inner=input.shape[-1])
 
 
 def _read_addmm(input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Iterator[Factors]:
@@ -141,14 +141,14 @@ _EINSUM = WholeProduct(_einsum, of_input=_einsum_input_gradient)
 def _read_einsum(equation: str, *operands: Any) -> Iterator[Factors]:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
-    for place, further, inner in _find_factors(equation, tuple([each.shape for each in operands])):
+    for place, extra, inner in _find_factors(equation, tuple([each.shape for each in operands])):
         # Without a sum einsum multiplies elements, which autocast leaves alone.
         x, weight = operands[1 - place], operands[place]
-        yield Factors(x, weight, _EINSUM, further, inner=inner, is_cast=inner > 1, is_whole=bool(further.values[1]))
+        yield Factors(x, weight, _EINSUM, extra, inner=inner, is_cast=inner > 1, is_whole=bool(extra.values[1]))
 
 
 @lru_cache(1024)
-def _find_factors(equation: str, shapes: tuple[torch.Size, ...]) -> Sequence[tuple[int, Further, int]]:
+def _find_factors(equation: str, shapes: tuple[torch.Size, ...]) -> Sequence[tuple[int, ExtraArguments, int]]:
     """Places of operands that can be the weight, with the equations of its gradient and of that of x (empty if there
     is none), and multiplications per element of the result."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
@@ -172,8 +172,8 @@ def _find_factors(equation: str, shapes: tuple[torch.Size, ...]) -> Sequence[tup
         if set(own) <= set(other + output):
             summed = set(own + other) - set(output)
             of_input = f"{output},{own}->{other}" if set(other) <= set(own + output) else ""
-            further = Further((f"{output},{other}->{own}", of_input))
-            found.append((place, further, prod(sizes[letter] for letter in summed)))
+            extra = ExtraArguments((f"{output},{other}->{own}", of_input))
+            found.append((place, extra, prod(sizes[letter] for letter in summed)))
     return found
 
 
@@ -279,8 +279,8 @@ def _convolve(
         stride, padding, dilation, end = (_per_dimension(each, weight.dim() - 2) for each in settings)
         numbers = stride, padding, dilation, is_transposed, end, groups
         call = _Convolution(weight.shape, _find_format(x, weight), numbers)
-        further = Further((call,))
-        yield Factors(x, weight, _CONVOLUTION, further, inner=inner, is_whole=True, bias=bias, is_named=True)
+        extra = ExtraArguments((call,))
+        yield Factors(x, weight, _CONVOLUTION, extra, inner=inner, is_whole=True, bias=bias, is_named=True)
 
 
 def _find_format(*factors: Tensor) -> torch.memory_format:

@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpipe.runtime import arguments
+from zbpipe.runtime import checks
 from zbpipe.runtime._torch import autograd, fsdp2, hooks, pipelining
 from zbpipe.runtime._torch.fsdp2 import without_overlap
 from zbpipe.runtime._torch.module_state import ModuleState
 from zbpipe.runtime.measure.recording import Wanted, Watcher, watch
 from zbpipe.runtime.ranks.failures import share_with_other_ranks
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.runtime.split.stage import find_product_dtypes, find_weight_work, tries_out
+from zbpipe.runtime.split.stage import find_split, find_weight_work
 from zbpipe.runtime.verify.gradient_report import GradientMismatchError, GradientReport
 from zbpipe.runtime.verify.rerun import Microbatch, copy_gradients, widen
 from zbpipe.schedule.ir import require_whole
@@ -94,15 +94,15 @@ class GradientCheck(Watcher):
         tolerance: float | None = None,
         done: Callable[[GradientReport], None] = lambda report: None,
     ) -> None:
-        arguments.require_schedule("zbpipe.GradientCheck", schedule)
+        checks.require_schedule("zbpipe.GradientCheck", schedule)
         if not isinstance(schedule, RegisteredSchedule):
             raise ValueError(
                 f"{type(schedule).__name__} does not have zbpipe's split, so there is nothing to check: use one of"
                 " zbpipe's schedules, for example ZBVLean, which stays within about 1F1B's memory"
             )
         (steps,) = require_whole(1, steps=steps)
-        arguments.require_above_0("tolerance", tolerance)
-        arguments.require_callable(done=done)
+        checks.require_above_0("tolerance", tolerance)
+        checks.require_callable(done=done)
         self.report: GradientReport | None = None
         self._left = steps
         self._tolerance = tolerance
@@ -156,7 +156,7 @@ class _Checked:
     @contextmanager
     def attach(self) -> Iterator[None]:
         with (
-            without_overlap(list(self._stages.values())),
+            without_overlap(self._schedule.works),
             hooks.hook(self._schedule, hooks.HookOrder.CHECK, self._around),
             hooks.route_calls(self._schedule, self._forward, self._loss, self._backward),
         ):
@@ -172,7 +172,8 @@ class _Checked:
             with self._in(key):
                 return compute()
         comparison = self._open[key]
-        comparison.is_trial |= kind == "I" and tries_out(self._stages[stage])
+        split = find_split(self._stages[stage])
+        comparison.is_trial |= kind == "I" and split is not None and split.tries_out
         with self._in(key), comparison.measure(kind):
             result = compute()
         if comparison.knows_backward and comparison.again is not None:
@@ -332,7 +333,8 @@ def _relative(error: float, norm: float) -> float:
 
 def _find_tolerance(stage: pipelining.Stage) -> float:
     """Tolerance of the coarsest dtype of the stage's weights and products. Only the products show autocast."""
-    dtypes = {parameter.dtype for parameter in stage.submod.parameters()} | find_product_dtypes(stage)
+    split = find_split(stage)
+    dtypes = {each.dtype for each in stage.submod.parameters()} | (split.dtypes if split else frozenset())
     return max((TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0) or TOLERANCES[torch.float32]
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe.runtime import arguments
+from zbpipe.runtime import checks
 from zbpipe.runtime._torch import autograd, checkpoints, fsdp2
 from zbpipe.runtime._torch.module_state import ModuleState
 from zbpipe.runtime.build import build_pipeline_schedule
@@ -69,7 +69,7 @@ def check_gradients(
     """
     modules = _list_modules(parts)
     (microbatches,) = require_whole(1, microbatches=microbatches)
-    arguments.require_above_0("tolerance", tolerance)
+    checks.require_above_0("tolerance", tolerance)
     args = batch if isinstance(batch, tuple) else (batch,)
     size = next((each.shape[0] for each in args if isinstance(each, Tensor) and each.dim()), 0)
     if not size or size % microbatches:
@@ -78,7 +78,7 @@ def check_gradients(
             f" whose first dimension is a multiple of {microbatches}, or another number of microbatches"
         )
     if loss_fn is not None:
-        arguments.require_callable(loss_fn=loss_fn)
+        checks.require_callable(loss_fn=loss_fn)
     if (target is None) != (loss_fn is None):
         raise ValueError("target and loss_fn go together: give both, or none for the mean of the squares of the output")
     if target is None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from zbpipe.runtime._torch import autograd, fsdp2, pipelining, tensor_data
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.module_state import ModuleState, keep_versions
-from zbpipe.runtime.attributes import replaced
 from zbpipe.runtime.split import compiled_backward
 from zbpipe.runtime.split.layers import deferrals
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from zbpipe.runtime.split.lazy_products import map_leaves
 
 
-class Further(NamedTuple):
+class ExtraArguments(NamedTuple):
     """The arguments of a product after x and the weight, without the tensors among them: autograd saves those."""
 
     values: tuple[Any, ...] = ()
@@ -26,12 +26,12 @@ class Further(NamedTuple):
         return values[:by_position], dict(zip(self.names, values[by_position:], strict=True))
 
 
-NONE = Further()
+NONE = ExtraArguments()
 TENSOR = "tensor"
 
 
-def separate_tensors(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Further, list[Tensor]]:
-    """Further arguments of a product without tensors, and the tensors in order. None at the end or by name, such as a
+def separate_tensors(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[ExtraArguments, list[Tensor]]:
+    """Extra arguments of a product without tensors, and the tensors in order. None at the end or by name, such as a
     missing bias, is left out."""
     tensors: list[Tensor] = []
     options = {name: each for name, each in options.items() if each is not None}
@@ -44,7 +44,7 @@ def separate_tensors(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[F
             return TENSOR
         return leaf
 
-    return Further(map_leaves((*args, *options.values()), take), tuple(options)), tensors
+    return ExtraArguments(map_leaves((*args, *options.values()), take), tuple(options)), tensors
 
 
 def swap(value: Any, known: Mapping[int, Tensor]) -> Any:

@@ -1,4 +1,4 @@
-"""Memory of messages: received tensors live from their receive to their last use, sent tensors until they arrive.
+"""Messages of a stage. Received tensors live from their receive to their last use, sent tensors until they arrive.
 
 torch 2.15 does that by itself. Before, torch allocates the receive buffers of all microbatches at once and keeps them
 for the whole job. It keeps sent tensors until the end of the step. With m microbatches these are up to 4 m messages
@@ -12,48 +12,96 @@ from copy import copy
 from dataclasses import replace
 from enum import StrEnum
 from functools import cache
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _ComputationType, _wait_batch_p2p
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from zbpipe.runtime._torch.autograd import tree_map_only
 
-class ReceivesOnDemand(_PipelineStageBase):
-    """A stage that allocates each receive buffer when it posts the receive, and releases it when it runs F, I or B."""
 
-    def receive_on_demand(self) -> None:
-        """Release allocated buffers. Call it once, after these methods were added to the stage's class."""
-        self.args_recv_info = _Received(self.args_recv_info)
-        self.grad_recv_info = _Received(self.grad_recv_info)
+class StageMessages:
+    """The messages of a stage: their setup, and their buffers.
+
+    It allocates each receive buffer when it posts the receive, and releases it when the stage runs F, I or B. It sends
+    nothing to its own rank, and supports evaluation.
+    """
+
+    METHODS = (
+        *("get_fwd_recv_ops", "get_bwd_recv_ops", "get_fwd_send_ops", "get_bwd_send_ops"),
+        *("get_local_bwd_output", "set_local_bwd_input", "_retrieve_recv_activations", "_retrieve_recv_grads"),
+        *("_to_tensor", "_get_init_p2p_neighbors_ops"),
+    )
+    """Methods of torch's stage that this object replaces."""
+
+    def __init__(self, stage: _PipelineStageBase) -> None:
+        self.stage: Any = stage
+        self._torchs = replace_methods(stage, self, self.METHODS)
+        self._frozen: Sequence[tuple[dict[str, Any], str]] = ()
+        """Parameters, by dictionary and name, that were frozen when torch set up the messages."""
+        self.stage.args_recv_info = _Received(self.stage.args_recv_info)
+        self.stage.grad_recv_info = _Received(self.stage.grad_recv_info)
+
+    def begin_setup(self) -> None:
+        """Note the frozen parameters, before torch sets up the messages of training."""
+        owners = [part._parameters for part in self.stage.submod.modules()]
+        self._frozen = [
+            (own, name) for own in owners for name, each in own.items() if each is not None and not each.requires_grad
+        ]
+
+    @property
+    def is_unfrozen(self) -> bool:
+        """Whether the stage trains a parameter that was frozen when torch set up its messages."""
+        return any((parameter := own.get(name)) is not None and parameter.requires_grad for own, name in self._frozen)
+
+    @property
+    def setup(self) -> dict[str, Any]:
+        """torch's setup for microbatches of some shapes."""
+        return {name: getattr(self.stage, name) for name in _SETUP} | {"frozen": self._frozen}
+
+    def use_setup(self, setup: Mapping[str, Any]) -> None:
+        """Use a `setup` again."""
+        self._frozen = setup["frozen"]
+        for name in _SETUP:
+            setattr(self.stage, name, setup[name])
 
     def forget_shapes(self) -> None:
         """Forget all shapes, as before the first step."""
-        self._stage_meta = type(self._stage_meta)()
-        self.args_recv_info, self.grad_recv_info = _Received({}), _Received({})
-        self.act_send_info, self.grad_send_info = {}, None
+        stage = self.stage
+        stage._stage_meta = type(stage._stage_meta)()
+        stage.args_recv_info, stage.grad_recv_info = _Received({}), _Received({})
+        stage.act_send_info, stage.grad_send_info = {}, None
 
     def forget_receives(self) -> None:
         """Forget all messages before torch sets up a step's again: torch would reuse leftovers of a larger step."""
-        self.args_recv_info.clear()
-        self.grad_recv_info.clear()
-        self.grad_send_info = None
+        self.stage.args_recv_info.clear()
+        self.stage.grad_recv_info.clear()
+        self.stage.grad_send_info = None
+
+    def release_receives(self) -> None:
+        """Release received tensors that the stage has not used."""
+        for received in (self.stage.args_recv_info, self.stage.grad_recv_info):
+            for infos in received.values():
+                _empty(infos)
 
     def is_without_gradients(self, side: Literal["inputs", "outputs"]) -> bool:
         """Whether messages on this side were set up (from torch 2.13 on) without any gradient, because all earlier
         stages are frozen."""
-        if self.is_first if side == "inputs" else self.is_last:
+        if self.stage.is_first if side == "inputs" else self.stage.is_last:
             return False
         metas = self.metas(side)
         return any(each.dtype.is_floating_point for each in metas) and not any(each.requires_grad for each in metas)
 
     def give_gradients(self, side: Literal["inputs", "outputs"]) -> None:
         """Exchange gradients from now on for the messages on this side, which were set up without them."""
-        known = self._stage_meta
+        stage, known = self.stage, self.stage._stage_meta
         if any(hasattr(each, "placements") for each in getattr(known, side)):
             raise ValueError(
-                f"stage {self.stage_index} passes DTensors, and parameters were unfrozen: torch learns how gradients"
+                f"stage {stage.stage_index} passes DTensors, and parameters were unfrozen: torch learns how gradients"
                 " are placed when it sets up its messages, so build the schedule anew on all ranks"
             )
         metas = tuple(
@@ -64,40 +112,78 @@ class ReceivesOnDemand(_PipelineStageBase):
         )
         if side == "outputs":
             known.outputs, known.output_grads = metas, gradients
-            self.grad_recv_info = _Received({0: self._create_grad_recv_info(self.act_send_info)})
+            stage.grad_recv_info = _Received({0: stage._create_grad_recv_info(stage.act_send_info)})
         else:
             known.inputs, known.input_grads = metas, gradients
-            infos = tuple(map(copy, self.args_recv_info[0]))
+            infos = tuple(map(copy, stage.args_recv_info[0]))
             for info, meta in zip(infos, metas, strict=True):
                 info.tensor_meta = meta
-            self.args_recv_info, self.grad_send_info = _Received({0: infos}), None
+            stage.args_recv_info, stage.grad_send_info = _Received({0: infos}), None
+
+    def require_gradients_of(self, output: Any) -> None:
+        """Refuse outputs that need gradients which the messages do not bring."""
+        if not self.stage.has_backward or self.stage.is_last:
+            return
+        outputs = output if isinstance(output, (tuple, list)) else (output,)
+        for number, (given, meta) in enumerate(zip(outputs, self.metas("outputs"), strict=False)):
+            if isinstance(given, Tensor) and given.requires_grad and not meta.requires_grad:
+                raise ValueError(
+                    f"output {number} of stage {self.stage.stage_index} needs a gradient, but the messages between"
+                    " stages were set up for one without: if output_args and input_args are given, give tensors that"
+                    " require gradients; if parameters were unfrozen, build the schedule anew on all ranks"
+                )
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        _allocate(self.args_recv_info[fwd_chunk_id], self.device, self.infers_shapes)
-        return self._order_by_memory(super().get_fwd_recv_ops(fwd_chunk_id), self.args_recv_info[fwd_chunk_id])
+        infos = self.stage.args_recv_info[fwd_chunk_id]
+        _allocate(infos, self.stage.device, self.infers_shapes)
+        return self._order_by_memory(self._torchs.get_fwd_recv_ops(fwd_chunk_id), infos)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        if self.has_backward and not self.is_last:
-            _allocate(self.grad_recv_info[bwd_chunk_id], self.device, self.infers_shapes)
-        operations = super().get_bwd_recv_ops(bwd_chunk_id)
-        return self._order_by_memory(operations, self.grad_recv_info[bwd_chunk_id]) if operations else []
+        if not self.stage.has_backward or self.stage.is_last:
+            return []
+        infos = self.stage.grad_recv_info[bwd_chunk_id]
+        _allocate(infos, self.stage.device, self.infers_shapes)
+        return self._order_by_memory(self._torchs.get_bwd_recv_ops(bwd_chunk_id), infos)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        operations = super().get_fwd_send_ops(fwd_chunk_id)
-        return self._make_contiguous(operations, self.metas("outputs"))
+        return self._make_contiguous(self._torchs.get_fwd_send_ops(fwd_chunk_id), self.metas("outputs"))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
-        operations = super().get_bwd_send_ops(bwd_chunk_id)
-        return self._make_contiguous(operations, [each for each in self.metas("input_grads") if each is not None])
+        metas = [each for each in self.metas("input_grads") if each is not None]
+        return self._make_contiguous(self._torchs.get_bwd_send_ops(bwd_chunk_id), metas)
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        """Before torch 2.14 a pipeline begins with a message to every neighbour. gloo cannot send one to the same
+        rank."""
+        return [each for each in self._torchs._get_init_p2p_neighbors_ops() if each.peer != dist.get_rank()]
+
+    # torch's list of actions also passes gradients between stages of one rank, which do not exist in evaluation.
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return self._torchs.get_local_bwd_output(mb_index) if self.stage.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.stage.has_backward:
+            self._torchs.set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _to_tensor(self, arg: Any) -> Any:
+        """The value from which torch infers shapes. Targets of single microbatches may have any type."""
+        as_tensor = self._torchs._to_tensor
+        if isinstance(arg, Tensor):
+            return as_tensor(arg)
+        if hasattr(arg, "to_tensor"):
+            with torch.no_grad():
+                return as_tensor(arg).zero_()  # as integers, what is left in memory is no valid index
+        return tree_map_only(Tensor, as_tensor, arg)
 
     @property
     def infers_shapes(self) -> bool:
         """Whether torch (from 2.13 on) infers shapes. Both ends of a message then have the same inferred shape."""
-        return getattr(getattr(self, "_inference_mode", None), "name", "") == "DYNAMIC"
+        return getattr(getattr(self.stage, "_inference_mode", None), "name", "") == "DYNAMIC"
 
     def metas(self, kind: str) -> Sequence[Any]:
         """Metadata that torch (from 2.13 on) has for tensors of this kind, the same on both ends."""
-        return getattr(getattr(self, "_stage_meta", None), kind, None) or ()
+        return getattr(getattr(self.stage, "_stage_meta", None), kind, None) or ()
 
     def _make_contiguous(self, operations: list[Any], metas: Sequence[Any]) -> list[Any]:
         """The sends with tensors contiguous, as backends require, in the dimension order that the receiver expects."""
@@ -122,32 +208,32 @@ class ReceivesOnDemand(_PipelineStageBase):
         return operations
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
-        inputs = super()._retrieve_recv_activations(fwd_chunk_id)  # type: ignore[no-untyped-call, unused-ignore]
-        _let_go(self.args_recv_info[fwd_chunk_id])
-        if self.has_backward and torch.is_grad_enabled():
+        inputs = self._torchs._retrieve_recv_activations(fwd_chunk_id)
+        _let_go(self.stage.args_recv_info[fwd_chunk_id])
+        if self.stage.has_backward and torch.is_grad_enabled():
             for number, (given, meta) in enumerate(zip(inputs, self.metas("inputs"), strict=False)):
                 if meta.requires_grad and not given.requires_grad:
-                    raise _make_error(self.stage_index, fwd_chunk_id, f"cannot give the gradient of its input {number}")
+                    raise _make_error(self.stage, fwd_chunk_id, f"cannot give the gradient of its input {number}")
         return inputs
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Any:
         # The next stage is on this rank and had no gradient, which torch replaces by zeros.
-        for missing in _allocate(self.grad_recv_info[bwd_chunk_id], self.device, self.infers_shapes):
+        for missing in _allocate(self.stage.grad_recv_info[bwd_chunk_id], self.stage.device, self.infers_shapes):
             missing.zero_()
-        gradients = super()._retrieve_recv_grads(bwd_chunk_id)  # type: ignore[no-untyped-call, unused-ignore]
-        _let_go(self.grad_recv_info[bwd_chunk_id])
+        gradients = self._torchs._retrieve_recv_grads(bwd_chunk_id)
+        _let_go(self.stage.grad_recv_info[bwd_chunk_id])
         for number, (given, meta) in enumerate(zip(gradients, self.metas("output_grads"), strict=False)):
             if meta is not None and given is None:
-                raise _make_error(self.stage_index, bwd_chunk_id, f"does not get the gradient of its output {number}")
+                raise _make_error(self.stage, bwd_chunk_id, f"does not get the gradient of its output {number}")
         return gradients
 
 
-def _make_error(stage: int, microbatch: int, what: str) -> RuntimeError:
+def _make_error(stage: Any, microbatch: int, what: str) -> RuntimeError:
     """The error for a missing gradient: torch would continue with zeros, and all earlier stages' gradients would be
     wrong."""
     return RuntimeError(
-        f"stage {stage} {what} in microbatch {microbatch}, although the stages were set up to pass it on: something was"
-        " left from a step of another kind. Build the schedule anew, and please report this"
+        f"stage {stage.stage_index} {what} in microbatch {microbatch}, although the stages were set up to pass it on:"
+        " something was left from a step of another kind. Build the schedule anew, and please report this"
     )
 
 
@@ -225,11 +311,25 @@ def _let_go(infos: Iterable[Any]) -> None:
             info.buffer = info.placeholder
 
 
-def release_receives(stage: _PipelineStageBase) -> None:
-    """Release received tensors that `stage` has not used."""
-    for received in (stage.args_recv_info, stage.grad_recv_info):
-        for infos in received.values():
-            _empty(infos)
+_SETUP = ("_stage_meta", "args_recv_info", "grad_recv_info", "act_send_info", "grad_send_info")
+"""Attributes of torch's stage that its setup of messages sets."""
+
+
+def replace_methods(stage: Any, owner: object, names: Sequence[str]) -> SimpleNamespace:
+    """Have `stage` call these methods of `owner`, as far as it has them; returns its own ones."""
+    own = {name: getattr(stage, name) for name in names if hasattr(stage, name)}
+    for name in own:
+        setattr(stage, name, getattr(owner, name))
+    return SimpleNamespace(**own)
+
+
+def restore_methods(stage: Any, owner: object, own: SimpleNamespace) -> None:
+    """Undo `replace_methods`, but for methods that others have replaced since."""
+    for name, method in vars(own).items():
+        if vars(stage)[name] == getattr(owner, name):
+            delattr(stage, name)
+            if getattr(stage, name) != method:
+                setattr(stage, name, method)
 
 
 class _Wait(StrEnum):

@@ -1,0 +1,161 @@
+"""Position of torch's executor in its list, recorded while it runs, and its description.
+
+The executor's frames show the same. But a thread that reads another thread's frames while it runs compiled code
+sometimes crashes the process (on Python 3.11, with torch 2.13 and 2.14).
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, _wait_batch_p2p
+
+from zbpipe.runtime._torch.hooks import stages_of
+from zbpipe.schedule.ir import Op, OpKind, inputs
+from zbpipe.simulator.actions import Action, other_end
+
+
+class StoppedError(Exception):
+    """Another thread has stopped the executor."""
+
+
+class Position:
+    """Position of one executor. Its thread writes, others may read."""
+
+    def __init__(self) -> None:
+        self.begun = 0
+        """Number of actions of this step that have begun; one more than the number of actions when all have ended."""
+        self.action: _Action | None = None
+        """The last action that has begun."""
+        self.is_stopped = False
+        """Whether the executor must not begin another action. Another thread sets it."""
+        self._awaited: tuple[int, Sequence[dist.Work]] = 0, ()
+        """`begun` at the last wait for messages, and these messages."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether the action waits for messages, on the host or on the device."""
+        since, messages = self._awaited
+        return since == self.begun and not all(message.is_completed() for message in messages)
+
+    def wait_for(self, messages: Sequence[dist.Work]) -> None:
+        self._awaited = self.begun, messages
+
+    @contextmanager
+    def follow(self, runtime: _PipelineScheduleRuntime) -> Iterator[None]:
+        """Context for the executor's run of `runtime`'s lists."""
+        lists, rank = runtime.pipeline_order_with_comms, runtime.rank
+        runtime.pipeline_order_with_comms = {**lists, rank: _Row(lists[rank], self)}
+        self.begun, self.action, self._awaited = 0, None, (0, ())
+        try:
+            yield
+        finally:
+            runtime.pipeline_order_with_comms = lists
+            self._awaited = 0, ()
+
+
+class Receives(dict[tuple[int, int], list[dist.Work]]):
+    """Receives that torch's executor has posted, by stage and microbatch. It pops those that it waits for."""
+
+    def __init__(self, position: Position) -> None:
+        super().__init__()
+        self._position = position
+
+    def pop(self, *key: Any) -> Any:
+        self._position.wait_for(messages := super().pop(*key))
+        return messages
+
+
+class _Row(list[_Action]):
+    """A rank's actions, which torch's executor iterates once."""
+
+    def __init__(self, row: list[_Action], position: Position) -> None:
+        super().__init__(row[:])  # not iterated, because iteration may have side effects
+        self._row = row
+        self._position = position
+
+    def __iter__(self) -> Iterator[_Action]:
+        position = self._position
+        for position.begun, position.action in enumerate(self._row, 1):
+            if position.is_stopped:
+                raise StoppedError
+            yield position.action
+        position.begun += 1
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> list[_Action]:
+        """Torch copies the lists to print them when an action fails."""
+        return deepcopy(self._row, memo)
+
+
+def find_failure(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
+    """The step of the schedule (from 0, as torch numbers them), the action, and the message in which `error` was
+    raised."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    executor = next((n for n, frame in enumerate(frames) if frame.f_code is _EXECUTOR), len(frames) - 1)
+    found = frames[executor].f_locals  # no other error of torch's executor says so
+    if "time_step" not in found:
+        return "before step 0"
+    waits = any(frame.f_code is _wait_batch_p2p.__code__ for frame in frames[executor:])
+    if waits and frames[executor + 1].f_code is _wait_batch_p2p.__code__:
+        return _describe_end(runtime)
+    return _describe(found["time_step"], found["action"], waits, runtime)
+
+
+def describe_position(runtime: Any) -> str:
+    """The same for a step of one of zbpipe's schedules that another thread is running."""
+    position: Position = runtime.position
+    if position.action is None:
+        return "before step 0"
+    if position.begun > len(runtime.pipeline_order_with_comms[runtime.rank]):
+        return _describe_end(runtime)
+    return _describe(position.begun - 1, position.action, position.waits, runtime)
+
+
+def _describe(step: int, action: _Action, waits: bool, runtime: _PipelineScheduleRuntime) -> str:
+    message = _describe_message(action, runtime) if waits or action.computation_type.value in _MESSAGES else ""
+    return f"step {step} of {len(runtime.pipeline_order_with_comms[runtime.rank])}, {action}{message}"
+
+
+def _describe_end(runtime: _PipelineScheduleRuntime) -> str:
+    return f"after step {len(runtime.pipeline_order_with_comms[runtime.rank]) - 1}, waiting for its last sends"
+
+
+def explain(error: BaseException) -> str | None:
+    """The cause of a schedule's `error`, and its remedy, if torch's message lacks them."""
+    if "use_reentrant=True" in str(error):
+        return (
+            "torch infers what stages hand on by torch.autograd.grad, which a checkpoint with use_reentrant=True does"
+            " not allow: set use_reentrant=False, or give the shapes by PipelineStage(..., input_args=...,"
+            " output_args=...)"
+        )
+    return None
+
+
+_EXECUTOR = _PipelineScheduleRuntime._step_microbatches.__code__
+_MESSAGES = ("SEND_F", "SEND_B", "RECV_F", "RECV_B")
+
+
+def _describe_message(action: _Action, runtime: _PipelineScheduleRuntime) -> str:
+    """The peer rank of `action`, and the op that it waits for."""
+    kind, stage, microbatch = action.computation_type.value, action.stage_index, action.microbatch_index or 0
+    kind = kind.removeprefix("WAIT_")
+    if kind in _MESSAGES:
+        way = "to" if kind.startswith("SEND") else "from"
+        return f" {way} rank {_find_rank(other_end(Action(stage, kind, microbatch)).stage, runtime)}"
+    *_, feeders = inputs(Op(stage, OpKind(kind), microbatch), runtime._num_stages)
+    ops = {str(op) for row in runtime.pipeline_order.values() for op in row}
+    source = feeders[0].stage
+    awaited = next((str(op) for op in feeders if str(op) in ops), f"stage {source}")
+    return f", waiting for {awaited} from rank {_find_rank(source, runtime)}"
+
+
+def _find_rank(stage: int, runtime: _PipelineScheduleRuntime) -> int:
+    """The global rank of a stage."""
+    group = stages_of(runtime)[0].group
+    rank = runtime.stage_index_to_group_rank[stage]
+    return rank if group is None else dist.get_global_rank(group, rank)

@@ -1,0 +1,247 @@
+"""The computations of a stage: one object, which torch's executor calls through the stage's methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
+
+from torch import Tensor
+from torch.distributed.pipelining._backward import stage_backward
+from torch.distributed.pipelining.stage import _PipelineStageBase
+
+from zbpipe.runtime._torch import fsdp2
+from zbpipe.runtime._torch.fsdp2 import is_fsdp
+from zbpipe.runtime._torch.messages import StageMessages, replace_methods, restore_methods
+
+Around = Callable[[str, int, int, Callable[[], Any]], Any]
+"""Takes kind, stage and microbatch of a computation, and the computation. Runs it and returns its result."""
+
+
+class StageWork:
+    """The computations of one stage, here by torch's own methods. The stage holds it.
+
+    All hooks run around `forward`, `backward`, `input_gradient`, `weight_gradient` and the loss. Subclasses compute in
+    another way.
+    """
+
+    METHODS: ClassVar[tuple[str, ...]] = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+    """Methods of torch's stage that this object replaces."""
+
+    def __init__(self, stage: _PipelineStageBase) -> None:
+        before = find_work(stage)
+        if before is not None:
+            before.release()
+        self.stage = stage
+        self.hooks: list[tuple[int, Around]] = [] if before is None else before.hooks
+        """Functions around each computation, from the outermost to the innermost."""
+        self.torchs: SimpleNamespace = replace_methods(stage, self, self.METHODS)
+        cast(Any, stage).zbpipe_work = self
+
+    def release(self) -> None:
+        """Give the stage its own methods back."""
+        restore_methods(self.stage, self, self.torchs)
+        del cast(Any, self.stage).zbpipe_work
+
+    def forward(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+        """F, with the arguments that torch gives it."""
+        return self.torchs.forward_one_chunk(microbatch, *args, **kwargs)
+
+    def backward(self, microbatch: int, loss: Tensor | None, is_last: bool) -> None:
+        """B. `is_last`: whether it is the stage's last backward in this step."""
+        self.torchs.backward_one_chunk(microbatch, loss, True, is_last)
+
+    def input_gradient(self, microbatch: int, loss: Tensor | None) -> None:
+        """I."""
+        self.torchs.backward_one_chunk(microbatch, loss, False)
+
+    def weight_gradient(self, microbatch: int, is_last: bool) -> Iterator[None]:
+        """W in pieces: each step of the iterator computes one."""
+        self.torchs.backward_weight_one_chunk(microbatch, last_backward=is_last)
+        yield
+
+    def loss(self, microbatch: int, compute: Callable[[], Any]) -> Any:
+        """The loss of a microbatch on the last stage: for hooks one more F."""
+        return self._run("F", microbatch, compute)
+
+    # What torch's executor calls.
+
+    def forward_one_chunk(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+        return self._run("F", microbatch, partial(self.forward, microbatch, *args, **kwargs))
+
+    def backward_one_chunk(
+        self, microbatch: int, loss: Tensor | None = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if full_backward:
+            self._run("B", microbatch, partial(self.backward, microbatch, loss, last_backward))
+        else:
+            self._run("I", microbatch, partial(self.input_gradient, microbatch, loss))
+
+    def backward_weight_one_chunk(self, microbatch: int, last_backward: bool = False) -> None:
+        self._run("W", microbatch, lambda: [*self.weight_gradient(microbatch, last_backward)])
+
+    def _run(self, kind: str, microbatch: int, compute: Callable[[], Any]) -> Any:
+        for _, around in reversed(self.hooks):
+            compute = partial(around, kind, self.stage.stage_index, microbatch, compute)
+        return compute()
+
+
+class OwnWork(StageWork):
+    """The computations of a stage of zbpipe's schedules.
+
+    It frees the loss's graph, has FSDP2 gather and reduce beside computations, and supports evaluation.
+    """
+
+    METHODS = (
+        *StageWork.METHODS,
+        *("backward_maybe_with_nosync", "clear_runtime_states", "scale_grads"),
+        # torch 2.15 calls the last two in place of `perform_reduce_grad`.
+        *("perform_reduce_grad", "start_gradient_reduction", "wait_for_gradient_reduction"),
+    )
+
+    def __init__(self, stage: _PipelineStageBase) -> None:
+        before = find_work(stage)
+        super().__init__(stage)
+        known = before if isinstance(before, OwnWork) else None
+        self.messages: StageMessages = known.messages if known else StageMessages(stage)
+        self.fsdp_mode: fsdp2.FsdpMode = known.fsdp_mode if known else "overlap"
+        self.is_reduced = True
+        """Whether the running step reduces FSDP2's gradients, or leaves that to a later one."""
+        self.gathering: Sequence[Any] = ()
+        """FSDP2's modules that the running F waits for, each when it needs it."""
+        self.is_reducing = False
+        """Whether the last W or B of this step has started FSDP2's reductions."""
+        self._divisor = 1
+        """Divisor of the reduced gradients."""
+
+    def forward(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(microbatch, *args, **kwargs)
+        self.finish_gathering()
+        self.messages.require_gradients_of(output)
+        return output
+
+    def backward(self, microbatch: int, loss: Tensor | None, is_last: bool) -> None:
+        super().backward(microbatch, loss, is_last)
+        # torch's schedule keeps every loss until the end of the step, and the loss's graph would keep the stage's
+        # input. (The I of torch's own split leaves the graph for W.)
+        if loss is not None and not loss._is_view():
+            loss.detach_()
+
+    def forget_step(self) -> None:
+        """Reset the stage to its state before a step that does not count."""
+        stage = self.stage
+        self.finish_gathering()
+        stage.clear_runtime_states()
+        for left in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
+            left.clear()
+        self.messages.release_receives()
+
+    def clear_runtime_states(self) -> None:
+        self.is_reducing = False
+        self.torchs.clear_runtime_states()
+
+    @property
+    def overlaps_fsdp(self) -> bool:
+        """Whether FSDP2 gathers beside the first F."""
+        return self.fsdp_mode != "torch" and fsdp2.IS_KNOWN and is_fsdp(self.stage.submod)
+
+    @property
+    def reshards(self) -> bool:
+        """Whether FSDP2 gathers a module for each F and each backward, and frees it after it."""
+        return self.fsdp_mode == "reshard" and self.overlaps_fsdp
+
+    def finish_gathering(self) -> None:
+        """Wait for the modules that no F has waited for."""
+        for each in self.gathering:
+            each.wait()
+        self.gathering = ()
+
+    @property
+    def reduces_early(self) -> bool:
+        """Whether FSDP2 starts to reduce gradients in the last W or B."""
+        # A framework may set its own backward after the schedule was built.
+        return self.overlaps_fsdp and self.is_reduced and not self.own_backward and not self._has_own_reduction
+
+    @property
+    def own_backward(self) -> str:
+        """Name of the framework's function that replaces the stage's backward; empty for torch's own."""
+        own = self._find_method("backward_maybe_with_nosync")
+        is_torchs = own == type(self.stage).backward_maybe_with_nosync.__get__(self.stage)
+        return "" if is_torchs else getattr(own, "__qualname__", repr(own))
+
+    @property
+    def _has_own_reduction(self) -> bool:
+        """Whether a framework or a user replaces what torch does in REDUCE_GRAD."""
+        own = self._find_method("perform_reduce_grad")
+        return getattr(own, "__func__", None) is not _PipelineStageBase.perform_reduce_grad
+
+    def _find_method(self, name: str) -> Any:
+        """The method of torch's, a framework's or a user's stage."""
+        found = getattr(self.stage, name)
+        if isinstance(found, Routed):
+            (found,) = found.args
+        return getattr(self.torchs, name) if found == getattr(self, name) else found
+
+    def end_backward(self, is_last: bool) -> None:
+        """Call a framework's backward after a W, for the work that follows a W."""
+        nothing: dict[str, Any] = {"stage_output": (), "param_groups": []}
+        self.stage.backward_maybe_with_nosync("weight", nothing, last_backward=is_last)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        if backward_type != "full" or not (last_backward and self.reduces_early):
+            return self.torchs.backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward=last_backward)
+        # torch forbids FSDP2's hooks to reduce in any backward, and waits at the end of each.
+        self.is_reducing = True
+        tensors = (bwd_kwargs[name] for name in ("stage_output", "output_grads", "input_values"))
+        with fsdp2.reducing_backward(self.stage.submod):
+            return stage_backward(*tensors), None
+
+    # torch's list of actions is the same in evaluation, which must not scale gradients of earlier steps.
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        # The other stages of the rank may still have to compute, and the end of the reduction can wait for them.
+        if self.is_reducing:
+            self._divisor = grad_scale_factor
+        elif self.stage.has_backward:
+            self.torchs.perform_reduce_grad(grad_scale_factor)
+
+    def start_gradient_reduction(self) -> None:
+        if not self.is_reducing:
+            self.torchs.start_gradient_reduction()
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        if self.is_reducing:
+            self._divisor = grad_scale_factor
+        else:
+            self.torchs.wait_for_gradient_reduction(grad_scale_factor)
+
+    def finish_reduction(self) -> None:
+        """Wait for a reduction that the stage's last W or B has started, at the end of the step."""
+        if not self.is_reducing:
+            return
+        self.is_reducing = False
+        fsdp2.finish(self.stage.submod)
+        if self._divisor != 1:
+            self.stage.scale_grads(self._divisor)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        if self.stage.has_backward:
+            self.torchs.scale_grads(grad_scale_factor)
+
+
+class Routed(partial[Any]):
+    """A call, and the function that it is routed through."""
+
+
+def find_work(stage: _PipelineStageBase) -> StageWork | None:
+    """The work that `stage` holds."""
+    return getattr(stage, "zbpipe_work", None)
+
+
+def own(stage: _PipelineStageBase) -> OwnWork:
+    """The work of a stage of zbpipe's schedules, which the stage holds from now on."""
+    found = find_work(stage)
+    return found if isinstance(found, OwnWork) else OwnWork(stage)

@@ -1,0 +1,171 @@
+"""The lists of a job's steps: a schedule for each number of microbatches, as torch runs it, and its transport."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.model import CostModel
+from zbpipe.costs.transport import Receives, Transport
+from zbpipe.runtime import checks
+from zbpipe.runtime._torch import hooks, pipelining
+from zbpipe.schedule.ir import Placement, Schedule
+from zbpipe.schedule.registry import Algorithm
+from zbpipe.simulator import passes
+from zbpipe.simulator.offloading import Offload
+from zbpipe.simulator.offloading import offload as offloaded
+from zbpipe.simulator.post_validation import RunAhead, ahead_of, gain
+from zbpipe.simulator.simulation import best_receives, simulate
+
+ON_ROCM = torch.version.hip is not None
+"""Whether this torch was built for AMD's GPUs."""
+
+
+@dataclass
+class Lowered:
+    """A schedule as torch runs it."""
+
+    schedule: Schedule
+    lists: pipelining.Lists
+    receives: Receives
+    is_agreed: bool = False
+    """Whether all ranks are known to have the same lists."""
+    cut: RunAhead | None = None
+    """The lists cut at the validation of an optimizer step, once that was asked for."""
+
+
+@dataclass(eq=False)
+class Lists:
+    """Makes, lowers and keeps the schedules of one job, the same on all ranks."""
+
+    algorithm: Algorithm
+    placement: Placement
+    costs: CostModel | None
+    """Costs for the next schedules; None if unknown."""
+    limit: MemoryLimit | None
+    """Memory limit of a rank; None for the algorithm's own limit."""
+    offload: Offload | None
+    transport: Transport
+    """Transport of messages."""
+    receives: Receives | None
+    """When ranks post receives; None for the shortest simulated step."""
+    frees_sends_early: bool
+    """Whether sent tensors are freed as soon as they have surely been received."""
+    runs_ahead: bool = False
+    """Whether the next schedules are made to run ahead of `zbpipe.OptimizerStep`."""
+    running: Lowered = field(init=False)
+    """The lists of the next step."""
+    _adopted: dict[int, Schedule] = field(default_factory=dict, init=False)
+    _made: dict[int, Schedule] = field(default_factory=dict, init=False)
+    _lowered: dict[Schedule, Lowered] = field(default_factory=dict, init=False)
+
+    @property
+    def simulated_costs(self) -> CostModel:
+        """The costs, or equal times if unknown."""
+        return self.costs or passes.default_costs(self.placement)
+
+    def of(self, number: int, make: Callable[[int], Schedule]) -> Schedule:
+        """The schedule for `number` microbatches. `make` makes it if none was adopted or made before."""
+        if number in self._adopted:
+            return self._adopted[number]
+        if number not in self._made:
+            self._made[number] = make(number)
+        return self._made[number]
+
+    def adopt(self, schedule: Schedule) -> None:
+        """Run `schedule` from now on in steps with its number of microbatches."""
+        self._adopted[schedule.num_microbatches] = schedule
+        # Another rank may have adopted a schedule that is new, where this one returns to a known one. So all ranks
+        # compare the lists of each schedule again, before they next run it.
+        for lowered in self._lowered.values():
+            lowered.is_agreed = False
+
+    def use_costs(self, costs: CostModel) -> None:
+        """Make and lower schedules for these costs from now on. Adopted schedules stay."""
+        self.costs = costs
+        for lowered in self._lowered.values():
+            lowered.is_agreed = False
+        self._made.clear()
+        self._lowered.clear()
+
+    def make(self, number: int, *, runs_ahead: bool | None = None) -> Schedule:
+        """Make a schedule for the known costs; ValueError if there is none."""
+        made = self.algorithm.make(
+            self.placement.num_ranks,
+            number,
+            stages_per_rank=len(self.placement.stages_on(0)) if self.algorithm.any_stages_per_rank else None,
+            costs=self.costs,
+            memory_limit=self.limit,
+            runs_ahead=self.runs_ahead if runs_ahead is None else runs_ahead,
+            transport=self.transport,
+        )
+        return made if self.offload is None else offloaded(made, self.simulated_costs, what=self.offload)
+
+    def make_to_run_ahead(self) -> Schedule:
+        """The running schedule remade to run ahead; unchanged if it was adopted, or cannot be made for that."""
+        running = self.running.schedule
+        number = running.num_microbatches
+        if "runs_ahead" in self.algorithm.keywords and running == self.make(number, runs_ahead=False):
+            return self.make(number, runs_ahead=True)
+        return running
+
+    def gain_of_running_ahead(self) -> float:
+        """Simulated share of a step saved by running ahead; 0 with copies to the host, which cannot be undone."""
+        schedule = self.make_to_run_ahead()
+        return 0.0 if schedule.has_copies else gain(schedule, self.simulated_costs)
+
+    def cut(self, runtime: pipelining.ScheduleRuntime) -> RunAhead | None:
+        """The running lists cut at the validation of an optimizer step; None if no rank runs any op before it."""
+        running, schedule = self.running, self.running.schedule
+        # Copies to the host cannot be undone.
+        if schedule.has_copies:
+            return None
+        if running.cut is None:
+            rows = passes.add_waits(pipelining.rows_of(runtime))
+            running.cut = RunAhead.of(rows, ahead_of(schedule, self.simulated_costs))
+            if findings := running.cut.findings():
+                raise RuntimeError(f"{schedule.name} cannot run ahead: {findings[0]}")
+        return running.cut if any(each.kind == "F" for row in running.cut.before for each in row) else None
+
+    def use(self, runtime: pipelining.ScheduleRuntime, lowered: Lowered) -> None:
+        """Run these lists from the next step on."""
+        self.running = lowered
+        runtime.pipeline_order, runtime.pipeline_order_with_comms = lowered.lists
+
+    def lower(self, runtime: pipelining.ScheduleRuntime, schedule: Schedule) -> Lowered:
+        """The schedule as `runtime` runs it. This may replace the lists of `runtime`."""
+        if schedule in self._lowered:
+            return self._lowered[schedule]
+        checks.require_runnable(schedule)
+        computations, costs = schedule.computations, self.simulated_costs
+        pipelining.lower(runtime, computations)
+        receives = self.receives or best_receives(computations, costs, self.transport)
+        rows = passes.place_receives(pipelining.rows_of(runtime), receives, simulate(computations, costs))
+        if self.frees_sends_early:
+            rows = passes.free_sends_early(passes.add_waits(rows), schedule.placement)
+        checks.require_sound_messages(rows, computations)
+        runtime.pipeline_order_with_comms = dict(enumerate(map(pipelining.actions_of, rows)))
+        lists = runtime.pipeline_order, runtime.pipeline_order_with_comms
+        self._lowered[schedule] = lowered = Lowered(schedule, lists, receives)
+        return lowered
+
+
+def find_usual_transport(stage: pipelining.Stage) -> Transport:
+    """Usual transport of messages between `stage` and others on its device."""
+    # NCCL has one queue for all messages of a process group. torch >= 2.15 can give each edge of the pipeline its own
+    # group. On AMD's GPUs streams may share hardware queues, so this assumes the worst case.
+    if pipelining.device_of(stage).type == "cpu":
+        return Transport.IDEAL
+    if ON_ROCM:
+        return Transport.SHARED
+    return Transport.QUEUE_PER_PEER if getattr(stage, "p2p_per_edge", False) else Transport.ONE_QUEUE
+
+
+def find_messages(schedule: pipelining.PipelineSchedule) -> tuple[Transport, Receives]:
+    """Transport of the messages, and when ranks post receives, in a schedule of zbpipe or torch."""
+    usual = find_usual_transport(hooks.stages_of(schedule)[0])
+    by_torch = Receives.LATE if pipelining.receives_late(schedule) else Receives.EARLY
+    return getattr(schedule, "transport", usual), getattr(schedule, "receives", by_torch)

@@ -1,0 +1,182 @@
+"""The weight gradients that backwards defer to W, and checks that nothing changes what W reads.
+
+autograd's versions miss writes through `.data` or by a kernel. So the content is also compared, but only in the first
+microbatches of a layer: a correct job pays nothing after its second step. Each checking I and W waits for the device
+once.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+from zbpipe.runtime._torch import autograd, tensor_data
+from zbpipe.runtime.split.products import PendingGradient
+
+STEPS, RUNS = 2, 4
+
+
+@dataclass(slots=True)
+class Checks:
+    """Selects the checked uses of a layer: all in the first runs of its first steps."""
+
+    runs: int = RUNS
+    """Number of checked runs (F or I) per step."""
+    seen_steps: int = 0
+    seen_runs: int = 0
+    last: tuple[int, int] = (0, 0)
+
+    def is_due(self, step: int, run: int) -> bool:
+        """Whether to check in this run of this step. Step 0 is before the first step."""
+        if self.seen_steps > STEPS:
+            return False
+        if step and step != self.last[0]:
+            self.seen_steps += 1
+            self.seen_runs = 0
+        if (step, run) != self.last:
+            self.seen_runs += 1
+            self.last = step, run
+        return self.seen_steps <= STEPS and self.seen_runs <= self.runs
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
+    """A number per tensor that changes with its content, on the first tensor's device."""
+    return torch.stack([tensor_data.fingerprint(each).to(tensors[0].device) for each in tensors])
+
+
+def differ(one: float, other: float) -> bool:
+    """Whether two fingerprints show a change. A hidden content that becomes visible in a copy is no change."""
+    return tensor_data.HIDDEN not in (one, other) and one != other
+
+
+Changes = list[tuple[PendingGradient, str]]
+"""Deferred gradients with changed tensors, and the names of these."""
+
+
+def find_changed_versions(pending: Iterable[PendingGradient]) -> Changes:
+    """In-place changes since the layers deferred their gradients, as counted by autograd."""
+    changes = []
+    for gradient in pending:
+        now = tuple([tensor_data.version_of(each) for each in gradient.tensors])
+        if now != gradient.versions:
+            changes.append((gradient, gradient.name_where(map(operator.ne, now, gradient.versions))))
+    return changes
+
+
+def find_changed_contents(pending: Iterable[PendingGradient]) -> Changes:
+    """Content changes since the fingerprints were taken, or since the last call."""
+    checked = [each for each in pending if each.contents is not None]
+    if not checked:
+        return []
+    now = [fingerprints(each.tensors) for each in checked]
+    noted = [each.contents for each in checked if isinstance(each.contents, Tensor)]
+    numbers = iter(torch.cat([each.to(now[0].device) for each in (*now, *noted)]).tolist())
+    found = [[next(numbers) for _ in each.tensors] for each in checked]
+    changes = []
+    for gradient, new in zip(checked, found, strict=True):
+        known = gradient.contents
+        old = [next(numbers) for _ in new] if isinstance(known, Tensor) else known
+        if words := gradient.name_where(map(differ, new, old or new)):
+            changes.append((gradient, words))
+        gradient.contents = new
+    return changes
+
+
+class WeightGradients:
+    """Collects the weight gradients that backwards defer. One per schedule and rank."""
+
+    def __init__(self, *, may_fuse: bool = True) -> None:
+        self._may_fuse = may_fuse
+        # Plain attributes: autograd runs the backward of CUDA ops in its own threads.
+        self._recording: list[PendingGradient] | None = None
+        self.on_trial = False
+        self.is_inferring = False
+        """Whether torch infers shapes, one stage after the other. Compiled regions then run without the compiler."""
+        self.step = self._run = 0
+        """Counters of steps, and of every F and I within a step."""
+        self._last_cast: _Cast | None = None
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether layers defer their weight gradients."""
+        return self._recording is not None
+
+    @contextmanager
+    def record(self, on_trial: bool = False) -> Iterator[list[PendingGradient]]:
+        """Context in which layers defer their weight gradients into the yielded list."""
+        # On trial the gradients are added at once, as by W. The list only shows which ones would be deferred.
+        pending: list[PendingGradient] = []
+        self._recording, self.on_trial = pending, on_trial
+        try:
+            yield pending
+        finally:
+            self._recording, self.on_trial = None, False
+            self.forget_cast()
+
+    def defer(self, gradient: PendingGradient, checks: Checks | None = None) -> bool:
+        """Defer `gradient`; False if nothing records, so that it has to be computed now."""
+        if self._recording is None:
+            return False
+        gradient.may_fuse = self._may_fuse
+        gradient.versions = gradient.versions or tuple([tensor_data.version_of(each) for each in gradient.tensors])
+        if checks is not None and self.step and checks.is_due(self.step, self._run):
+            gradient.contents = fingerprints(gradient.tensors)
+        self._recording.append(gradient)
+        if self.on_trial:
+            recording, self._recording = self._recording, None  # products that make a weight do not wait
+            gradient.accumulate()
+            self._recording = recording
+        return True
+
+    def cast(self, x: Tensor, dtype: torch.dtype, sharing: Sharing) -> Tensor:
+        """`x` in `dtype`, without a graph. Consecutive calls with the same `x` share the memory."""
+        # Without sharing, each of several layers with one x would cast it under autocast, and keep its own result. A
+        # layer stops sharing after a change of x's content that versions miss. It also does not share an x with a
+        # holder outside torch.
+        last = self._last_cast
+        may_share = last is not None and last.is_of(x, dtype) and not sharing.is_off and tensor_data.is_torchs_own(x)
+        if last is not None and may_share and not sharing.checks.is_due(self.step, self._run):
+            return last.result.detach()
+        result = x.detach().to(dtype)
+        if last is not None and may_share:
+            if tensor_data.same_content(result, last.result):
+                return last.result.detach()
+            sharing.is_off = True
+        self._last_cast = _Cast(ref(x), tensor_data.version_of(x), autograd.find_saving_hooks(), result)
+        return result.detach()
+
+    def forget_cast(self) -> None:
+        """Release the last result of `cast`, at the end of an F or an I."""
+        self._last_cast = None
+        self._run += 1
+
+
+@dataclass(slots=True)
+class Sharing:
+    """Whether a layer may reuse another layer's cast of x."""
+
+    checks: Checks = field(default_factory=lambda: Checks(2 * RUNS))  # checkpoints repeat F in I
+    is_off: bool = False
+
+
+class _Cast(NamedTuple):
+    source: ReferenceType[Tensor]
+    version: int
+    hooks: object
+    """Saving hooks at the cast. A checkpoint repeats only its own code, so this must not depend on earlier casts."""
+    result: Tensor
+
+    def is_of(self, x: Tensor, dtype: torch.dtype) -> bool:
+        return (
+            self.source() is x
+            and self.version == tensor_data.version_of(x)
+            and self.result.dtype == dtype
+            and self.hooks == autograd.find_saving_hooks()
+        )
