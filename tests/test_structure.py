@@ -22,15 +22,15 @@ FORMALITIES = {"zbpipe", "zbpipe.__main__"}
 
 
 BUDGETS = {
-    "src/zbpipe": 290,
-    "src/zbpipe/algorithms": 612,
+    "src/zbpipe": 295,
+    "src/zbpipe/algorithms": 815,
     "src/zbpipe/cli": 1830,
     "src/zbpipe/costs": 897,
     "src/zbpipe/estimation": 1050,
-    "src/zbpipe/frameworks": 2855,
+    "src/zbpipe/frameworks": 2865,
     "src/zbpipe/planner": 1730,
     "src/zbpipe/runtime": 8260,
-    "src/zbpipe/schedule": 714,
+    "src/zbpipe/schedule": 717,
     "src/zbpipe/simulator": 1790,
     "src/zbpipe/titan": 100,
     "src/zbpipe/views": 1180,

@@ -223,7 +223,8 @@ REFUSALS = {
     "too few stages": ((*pipeline("ZBV"), "--parallelism.pipeline_parallel_layers_per_stage", "4"), CUTS, CUTS),
     "a wave of one": (
         (*pipeline("ZB"), "--parallelism.pipeline_parallel_layers_per_stage", "4"),
-        *2 * ["ZB in TorchTitan runs an even number of stages per rank, and this cut has 1: choose"],
+        "ZB in TorchTitan runs an even number of stages per rank, and this cut has 1: choose",
+        "ZB in TorchTitan runs an even number of stages per rank, and this cut has 1: choose",
     ),
     "a deadlock": (pipeline("deadlock.csv"), "deadlock: ", "deadlock: "),
     "different schedules": ((*pipeline("ZBV")[:2], *faulty("other_schedule")), DIFFER, DIFFER),

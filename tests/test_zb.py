@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpipe import OpKind, Placement, generate, simulate
-from zbpipe.algorithms._fill import Filler
+from zbpipe.algorithms._fill import Filler, Order
 from zbpipe.algorithms.zb import in_slots, with_short_warm_up
 from zbpipe.costs.memory_limit import MemoryLimit, memory_of_1f1b
 from zbpipe.costs.model import least_room
@@ -25,7 +25,7 @@ sizes = st.tuples(st.integers(1, 6), st.integers(1, 13), st.integers(1, 4))
 
 
 @st.composite
-def orders(draw: st.DrawFn) -> tuple[Placement, int, list[list[object]]]:
+def orders(draw: st.DrawFn) -> tuple[Placement, int, Order]:
     """A placement, a number of microbatches, and an order of F and I."""
     ranks, microbatches, stages = draw(sizes)
     placement = draw(st.sampled_from([Placement.loop, Placement.v]))(ranks, stages)
@@ -63,9 +63,7 @@ def test_a_loop_has_the_order_of_interleaved_1f1b() -> None:
 
 
 @given(orders(), st.data())
-def test_filled_orders_run_and_are_timed_as_simulated(
-    drawn: tuple[Placement, int, list[list[object]]], data: st.DataObject
-) -> None:
+def test_filled_orders_run_and_are_timed_as_simulated(drawn: tuple[Placement, int, Order], data: st.DataObject) -> None:
     """Also where memory makes a B of an I. Nothing exceeds the limit."""
     placement, microbatches, order = drawn
     costs = data.draw(cost_models(placement))

@@ -249,11 +249,11 @@ def _helpers(
     ValueError if the user's cut has another number of stages, or if a cut lacks a module.
     """
     by_hand = job.parallelism.module_fqns_per_model_part
-    cut = _count_stages(job) if by_hand is None else len(by_hand)
-    placement = _place(algorithm, job.parallelism.pipeline_parallel_degree, cut)
+    num_stages = _count_stages(job) if by_hand is None else len(by_hand)
+    placement = _place(algorithm, job.parallelism.pipeline_parallel_degree, num_stages)
     if by_hand is None:
         field = f"pipeline_parallel_layers_per_stage={job.parallelism.pipeline_parallel_layers_per_stage}"
-        checks.require_cut(algorithm.name, placement, _num_layers(job), cut, field)
+        checks.require_cut(algorithm.name, placement, _num_layers(job), num_stages, field)
     else:
         checks.require_parts(algorithm.name, placement, len(by_hand))
         _require_known(model, by_hand)
@@ -300,9 +300,9 @@ def _find_names(module: ModuleType, name: str) -> list[str]:
     return [each for each in (name, f"_{name}") if hasattr(module, each)]
 
 
-def _place(algorithm: Algorithm, ranks: int, cut: int | None) -> Placement:
+def _place(algorithm: Algorithm, ranks: int, num_stages: int | None) -> Placement:
     """The placement of the stages, as many as the user's cut has where the schedule runs any number of them."""
-    each, left = divmod(cut or 0, ranks)
+    each, left = divmod(num_stages or 0, ranks)
     if not (each and algorithm.any_stages_per_rank) or left:
         return algorithm.place(ranks)
     placement = algorithm.place(ranks, each)
