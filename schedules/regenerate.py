@@ -25,8 +25,8 @@ explains F, I and W.
 **Choose by the columns of your checkpointing.** *Step* is the length of a step and *memory* the peak of the worst rank,
 both relative to 1F1B under the same costs: those of a transformer whose F, I and W take 1 : 0.99 : 0.67, with what I
 recomputes on top (`zbpipe compare -p 4 -m 8 --checkpointing ...` prints more). Selective is TorchTitan's default.
-**Start with ZBVLean**: the shortest step in 1F1B's memory. [Choose a schedule](../docs/choosing.md) has the exceptions:
-AMD's GPUs, and full checkpointing. *Stages* are those of a rank.
+**Start with ZB**, under full checkpointing with ZBLoop, if there are layers for 4 stages per rank.
+[Choose a schedule](../docs/choosing.md) has the exceptions: AMD's GPUs, and less memory. *Stages* are those of a rank.
 
 **Jitter** is the 95th percentile of the step, relative to 1F1B, where times vary ([more](../docs/messages.md#jitter)):
 under selective checkpointing, the time of an op by a standard deviation of 10 %, and each message comes late by 0.3 of

@@ -413,7 +413,7 @@ def test_the_command(file: Path) -> None:
         (("--device", "H100", "--link", "1,2,3"), "give one number for links between nodes, or two"),
         (("--device", "H100", "--parallelism.x", "2"), "unknown options: --parallelism.x 2"),
         (("--device", "H100", "--module", "llama3", "--config", "x"), "--layers takes no options of TorchTitan"),
-        (("--device", "H100", "--schedule", "ZBW"), "unknown schedule 'ZBW'; did you mean 'ZBV'?"),
+        (("--device", "H100", "--schedule", "ZBW"), "unknown schedule 'ZBW'; did you mean 'ZB'?"),
     ],
 )
 def test_what_is_refused(file: Path, arguments: tuple[str, ...], words: str) -> None:

@@ -55,11 +55,11 @@ def test_every_name_in_any_case() -> None:
                 assert ask(written).__name__ == f"Schedule{algorithm.name}"
     assert ask("PipelineScheduleSingle") is PipelineScheduleSingle
     assert ask("auto") is ask("Auto")
-    with pytest.raises(ValueError, match=r"unknown schedule 'ZBX'; did you mean 'ZBV'\?"):
+    with pytest.raises(ValueError, match=r"unknown schedule 'ZBX'; did you mean 'ZB'\?"):
         ask("ZBX")
 
 
-LOOKS = dict.fromkeys(("ZBV", "VHalf", "VMin", "Auto", "v.csv"), "v")
+LOOKS = dict.fromkeys(("ZB", "ZBV", "VHalf", "VMin", "Auto", "v.csv"), "v")
 LOOKS |= dict.fromkeys(("ZBH1", "ZBH2", "ZB1P", "ZB2P", "one.csv"), "one stage") | dict.fromkeys(
     ("loop.csv", "wave.csv"), "loop"
 )
@@ -256,7 +256,7 @@ def test_a_script_that_cannot_be_changed(arguments: list[str], runs: str, own: l
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--schedule", "ZBX", "--", __file__], "unknown schedule 'ZBX'; did you mean 'ZBV'?"),
+        (["--schedule", "ZBX", "--", __file__], "unknown schedule 'ZBX'; did you mean 'ZB'?"),
         (["--schedule", "ZBV", "--", "other.py"], "there is no script 'other.py'; for a module write -m"),
         (["--schedule", "ZBV"], "name the script to run, or -m and a module"),
         (["--schedule", "ZBV", "-m"], "name the script to run, or -m and a module"),

@@ -277,7 +277,7 @@ def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, name: str) -> None:
         ("eight_microbatches.csv", "is a table for 8 microbatches, but the job has 4"),
         ("no_schedule.csv", "no_schedule.csv' holds no schedule: row 1 (rank 0), column 1: 'garbage' is not an op"),
         ("missing.csv", "missing: rank 1, 1B3: no rank runs this backward"),
-        ("ZBV memory-limit 2x", "memory-limit is for the schedules that adapt to one, Auto, ZBH1Lean"),
+        ("ZBV memory-limit 2x", "memory-limit is for the schedules that adapt to one, Auto, ZB, ZBH1Lean"),
         ("ZBVLean memory-limit 3e9 costs-file four.toml", "memory_limit = 3000000000 is too small for ZBVLean"),
         ("ZBV costs-out a.toml", "costs-out a.toml needs measured costs: set --zbpipe.profile-steps"),
         ("ZBV profile-steps 9", "profile-steps needs 11 steps, but training.steps=10: lower it, or train longer"),

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from zbpipe.costs.model import ROUNDING, CostModel
+from zbpipe.costs.model import ROUNDING, SENDS, CostModel
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
 
 Order = Sequence[Sequence[Op]]
@@ -40,10 +40,10 @@ class Filler:
         """By kind and stage: stage and kind of the op that takes the result. Stage -1 is none."""
         self._transfer = {
             kind: [
-                costs.transfer(rank_of[stage], rank_of[after], known[kind][stage].message)
+                costs.transfer(rank_of[stage], rank_of[after], costs.of(stage, send).message)
                 for stage, (after, _) in enumerate(row)
             ]
-            for kind, row in self._next.items()
+            for (kind, row), send in zip(self._next.items(), SENDS, strict=True)
         }
 
     def fill(self, order: Order, apart: int, patience: float = 0.0) -> Filled | None:
@@ -87,6 +87,7 @@ class _Rank:
     def __init__(self, filler: Filler, order: Sequence[Op], limit: float, patience: float) -> None:
         self._seconds, self._adds, self._needs = filler.seconds, filler.adds, filler.needs
         self._limit, self._share = limit, 1 - patience
+        self._room_of_w = max(self._needs[W][op.stage] for op in order)
         self.left = list(reversed(order))
         """F and I to come, the next one last."""
         self.done: list[Op] = []
@@ -115,7 +116,11 @@ class _Rank:
             self._run(self._deferred.popleft())
 
     def _has_room(self, stage: int, kind: OpKind) -> bool:
-        return self._held + self._needs[kind][stage] <= self._limit
+        """Whether there is room for the op, and after it for any W."""
+        if self._held + self._needs[kind][stage] > self._limit:
+            return False
+        then = self._room_of_w if kind is I or self._deferred else 0.0
+        return not then or self._held + self._adds[kind][stage] + then <= self._limit
 
     def _run(self, op: Op) -> None:
         self.clock += self._seconds[op.kind][op.stage]

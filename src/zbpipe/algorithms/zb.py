@@ -13,6 +13,9 @@ slot is a building block of Pipeline Parallelism with Controllable Memory (arXiv
 Without deferred gradients a loop keeps p + (p - 2) / v microbatches on the first rank, a wave p - 1 / v on each. With a
 shorter warm-up a loop keeps p, too (GIS: PipeOffload, arXiv 2503.01328, section 3). W then runs in gaps, or where
 memory is needed.
+
+**Take ZB**, and ZBLoop under full checkpointing, except on AMD's GPUs (see `zbh1_lean`). Four stages per rank are
+shorter than two, if there are as many layers.
 """
 
 from __future__ import annotations

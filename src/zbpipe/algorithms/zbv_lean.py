@@ -1,6 +1,6 @@
 """ZBV, VHalf and DualPipeV made lean: the shortest step found in 1F1B's memory, under any checkpointing.
 
-**Try it first**, except on AMD GPUs, where ZBH1Lean has the shorter step. ZB-V (Zero Bubble Pipeline Parallelism, arXiv
+ZB is as short or shorter, with any number of stages per rank. ZB-V (Zero Bubble Pipeline Parallelism, arXiv
 2401.10241, section 6) takes 1F1B's activations, but with checkpointing deferred gradients take more memory than these.
 Here W is deferred only as far as 1F1B's memory has room, deferred gradients and working memory included. Where there is
 no room, I and W run as one op B.
@@ -24,7 +24,7 @@ from zbpipe.schedule.registry import register
     "ZBVLean",
     placement="v",
     stages_per_rank=2,
-    summary="start with this one, on AMD's GPUs with ZBH1Lean: the shortest step found in 1F1B's memory",
+    summary="two stages per rank: ZBV's kind of order, as short as found in 1F1B's memory",
     by_checkpointing=True,
 )
 def zbv_lean(
