@@ -110,7 +110,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> list[Mutant]:
     parser.add_argument("--name", default="", help="only faults whose description has this text")
     parsed = parser.parse_args(arguments)
     number, of = map(int, parsed.part.split("/"))
-    return [each for each in MUTANTS[number - 1 :: of] if parsed.name in each.what]
+    found = [each for each in MUTANTS[number - 1 :: of] if parsed.name in each.what]
+    if not found:
+        parser.error(f"no fault of part {parsed.part} has {parsed.name!r} in its description")
+    return found
 
 
 def write_table() -> str:
