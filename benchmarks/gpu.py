@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import zbpipe
 from zbpipe.runtime._torch import hooks
-from zbpipe.runtime.split.layers import defer_weights
+from zbpipe.runtime.split.deferring_layers import defer_weights
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 from zbpipe.runtime.verify.one_process import schedule_w_last
 from zbpipe.schedule import registry

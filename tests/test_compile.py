@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.checkpoint import checkpoint
 
 import zbpipe
-from zbpipe.runtime.split.layers import defer_in_compiled_regions, defer_weights
+from zbpipe.runtime.split.deferring_layers import defer_in_compiled_regions, defer_weights
 from zbpipe.runtime.split.stage import require_memory_that_lasts
 
 IN_TURN = ["selective", *(pytest.param(each, marks=pytest.mark.long) for each in ("none", "full"))]

@@ -30,7 +30,7 @@ from documents import PAGES, ROOT, Block, blocks
 import zbpipe
 import zbpipe.run
 from zbpipe import cli
-from zbpipe.runtime.split.layers import defer_weights
+from zbpipe.runtime.split.deferring_layers import defer_weights
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 from zbpipe.schedule import registry
 

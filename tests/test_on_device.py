@@ -15,7 +15,7 @@ from torch import nn
 from zbpipe.runtime.measure.recording import HostCounter
 from zbpipe.runtime.offload import Copier
 from zbpipe.runtime.split import products, stage
-from zbpipe.runtime.split.layers import deferral_of
+from zbpipe.runtime.split.deferring_layers import deferral_of
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.verify import on_device
 from zbpipe.runtime.verify.one_process import schedule_w_last

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from zbpipe.runtime._torch import hooks
 from zbpipe.runtime.split import products
-from zbpipe.runtime.split.layers import defer_weights
+from zbpipe.runtime.split.deferring_layers import defer_weights
 from zbpipe.runtime.split.products import LINEAR, PendingGradient
 from zbpipe.runtime.split.stage import find_pending, find_split
 from zbpipe.runtime.split.weight_gradients import WeightGradients

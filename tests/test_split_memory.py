@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zbpipe.costs.transformer import Block, Checkpointing
-from zbpipe.runtime.split.layers import defer_weights
+from zbpipe.runtime.split.deferring_layers import defer_weights
 from zbpipe.runtime.split.ownership import copy_if_shared
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.stage import find_pending, split_backward

@@ -14,7 +14,7 @@ from pipelines import as_rank
 from torch import Tensor, nn
 
 from zbpipe.runtime.split import GROUPED_MM
-from zbpipe.runtime.split.layers import defer_weights
+from zbpipe.runtime.split.deferring_layers import defer_weights
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 spmd = pytest.importorskip("spmd_types")

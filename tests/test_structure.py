@@ -34,8 +34,8 @@ BUDGETS = {
     "src/zbpipe/simulator": 1790,
     "src/zbpipe/titan": 100,
     "src/zbpipe/views": 1180,
-    "tests": 23600,
-    "benchmarks": 2700,
+    "tests": 23550,
+    "benchmarks": 2730,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}

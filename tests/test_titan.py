@@ -726,7 +726,7 @@ def experts() -> float:
     import torch
     from torchtitan.models.moe import moe
 
-    from zbpipe.runtime.split.layers import defer_weights
+    from zbpipe.runtime.split.deferring_layers import defer_weights
     from zbpipe.runtime.split.weight_gradients import WeightGradients
 
     moe.indices_padding_wrapper = lambda function: function  # it pads by a kernel of Triton

@@ -271,7 +271,7 @@ def kept_by_a_block(how: tuple[int, str]) -> tuple[float, float, float, float]:
     """Elements for each token that a block of the debug model keeps from F to I and from I to W, counted and told."""
     from harness import meter
 
-    from zbpipe.runtime.split.layers import defer_weights
+    from zbpipe.runtime.split.deferring_layers import defer_weights
     from zbpipe.runtime.split.weight_gradients import WeightGradients
 
     tp, checkpointing = how

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from zoo.case import function
 
 import zbpipe
-from zbpipe.runtime.split.layers import deferrals
+from zbpipe.runtime.split.deferring_layers import deferrals
 from zbpipe.runtime.split.products import FROM_BACKWARD, LINEAR
 
 WIDTH = 6

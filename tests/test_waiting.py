@@ -22,7 +22,7 @@ import zbpipe
 from zbpipe import Op, OpKind, Placement, Schedule
 from zbpipe.runtime._torch import tensor_data
 from zbpipe.runtime.split import ownership, stage, weight_gradients
-from zbpipe.runtime.split.layers import defer_weights, deferral_of
+from zbpipe.runtime.split.deferring_layers import defer_weights, deferral_of
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.stage import find_pending
 from zbpipe.runtime.split.weight_gradients import WeightGradients

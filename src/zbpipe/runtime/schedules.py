@@ -59,8 +59,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         n_microbatches: the number of microbatches, at least 1.
         loss_fn: `(output, target) -> loss`. Without it there is only `eval`.
         split_backward: with "deferred", I is one ordinary backward and W computes the weight gradients (see
-            `zbpipe.runtime.split.layers`). A stage without a layer that can defer logs a warning. With "strict" it is
-            an error. "autograd" is torch's own split, for comparison.
+            `zbpipe.runtime.split.deferring_layers`). A stage without a layer that can defer logs a warning. With
+            "strict" it is an error. "autograd" is torch's own split, for comparison.
         defer_loss: whether to defer to W also the weight gradients of backwards that the loss runs during F, such as
             those of the LM head in TorchTitan's chunked loss. The gradients of all logits of a microbatch then stay in
             memory until W.

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge
 from zbpipe.runtime._torch import autograd, fsdp2
 from zbpipe.runtime._torch.fsdp2 import Unit
 from zbpipe.runtime.split import sources
-from zbpipe.runtime.split.layers import deferrals
+from zbpipe.runtime.split.deferring_layers import deferrals
 from zbpipe.runtime.split.products import PendingGradient
 
 

@@ -17,15 +17,15 @@ from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.stage_work import OwnWork, find_work, own
 from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.deferral import Deferral
-from zbpipe.runtime.split.delaying import delay_in_i_alone, delaying, forget
-from zbpipe.runtime.split.last_w import accumulate, accumulate_and_reduce
-from zbpipe.runtime.split.layers import (
+from zbpipe.runtime.split.deferring_layers import (
     catch_around,
     defer_in_compiled_regions,
     defer_weights,
     deferral_of,
     deferrals,
 )
+from zbpipe.runtime.split.delaying import delay_in_i_alone, delaying, forget
+from zbpipe.runtime.split.last_w import accumulate, accumulate_and_reduce
 from zbpipe.runtime.split.ownership import copy_if_shared
 from zbpipe.runtime.split.products import PendingGradient, name_of, title
 from zbpipe.runtime.split.weight_gradients import WeightGradients, find_changed_contents, find_changed_versions

@@ -15,8 +15,8 @@ from zbpipe.runtime._torch import autograd, fsdp2
 from zbpipe.runtime._torch.attributes import plain_attribute, replaced
 from zbpipe.runtime.split import graph_products, sources
 from zbpipe.runtime.split.deferral import Deferral
+from zbpipe.runtime.split.deferring_layers import deferral_of
 from zbpipe.runtime.split.delaying import delays
-from zbpipe.runtime.split.layers import deferral_of
 from zbpipe.runtime.split.products import PendingGradient
 
 _MOST_NAMES = 8

@@ -19,7 +19,7 @@ from zbpipe.runtime._torch import autograd, fsdp2, pipelining, tensor_data
 from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.module_state import ModuleState, keep_versions
 from zbpipe.runtime.split import compiled_backward
-from zbpipe.runtime.split.layers import deferrals
+from zbpipe.runtime.split.deferring_layers import deferrals
 
 _HIDDEN_STATE = (
     "stage {stage}, microbatch {microbatch}: its gradients cannot be checked, because a second run of its forward from"
