@@ -178,7 +178,7 @@ def costs_of(job: Job, placement: Placement, ops: Ops) -> CostModel:
     parts = [len(placement.stages_on(rank)) for rank in placement.rank_of]
     f, i, w = (tuple(time / part for part in parts) for time in typical_times(job.checkpointing))
     freed = tuple(1 - waits / each for each in activations)
-    return CostModel(f, i, w, tuple(activations), freed, message_bytes=message, working=working)
+    return CostModel(f, i, w, tuple(activations), freed_by_i=freed, message_bytes=message, working=working)
 
 
 def schedule_of(name: str, job: Job, stages: StageBytes) -> tuple[Schedule, CostModel]:

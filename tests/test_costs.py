@@ -46,6 +46,7 @@ LAYERS = (Layer(("norm",), 1, 1, 1, 1),)
         ),
         (lambda: CostModel((), (), (), ()), "at least one stage"),
         (lambda: CostModel(**ONES | {"f": ()}), "need one number for each stage, got {'f': 0, 'i': 2"),
+        (lambda: CostModel(*[(1, 1)] * 5), "takes 5 positional arguments but 6 were given"),
         (lambda: CostModel(**ONES, freed_by_i="0"), "freed_by_i = '0': give a number up to 1"),
         (lambda: CostModel(**ONES, freed_by_i=2), "freed_by_i = 2: give a number up to 1"),
         *(

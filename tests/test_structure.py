@@ -24,8 +24,8 @@ FORMALITIES = {"zbpipe", "zbpipe.__main__"}
 BUDGETS = {
     "src/zbpipe": 295,
     "src/zbpipe/algorithms": 815,
-    "src/zbpipe/cli": 1830,
-    "src/zbpipe/costs": 897,
+    "src/zbpipe/cli": 1825,
+    "src/zbpipe/costs": 898,
     "src/zbpipe/estimation": 1050,
     "src/zbpipe/frameworks": 2865,
     "src/zbpipe/planner": 1730,

@@ -7,7 +7,7 @@ All memory is in the unit of `CostModel.activations`: bytes if measured. In cost
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property, partial
 from math import inf
 from typing import Any, NamedTuple, SupportsFloat
@@ -229,6 +229,7 @@ class CostModel(CommonCosts):
     """Seconds of the backward for the weights (dW)."""
     activations: tuple[float, ...]
     """Memory kept of one microbatch after F, in bytes or shares of a rank's microbatch. The unit of all memory."""
+    _: KW_ONLY
     gather: float | tuple[float, ...] = 0.0
     """Seconds in which data-parallel ranks gather the parameters of a stage, once a step: one number for all stages, or
     one per stage.
