@@ -340,6 +340,12 @@ def test_automodel_cuts_and_places_as_the_schedule_says(automodel: Any, tmp_path
     schedules.get_schedule_class("InterleavedZeroBubbleSplit")
     assert automodel.calculate_virtual_stages(12, 2, RANKS, False) == (6, 3)
     assert automodel.stage_ids_this_rank(1, RANKS, 6) == (1, 3, 5)
+    schedules.get_schedule_class("ZB")
+    assert automodel.calculate_virtual_stages(16, 2, RANKS, False) == (8, 4)
+    assert automodel.stage_ids_this_rank(0, RANKS, 8) == (0, 3, 4, 7)
+    # The loss would be reported from rank 0, which has no last stage.
+    with pytest.raises(ValueError, match=r"ZB in NeMo AutoModel runs an even number of stages .* this cut has 3"):
+        automodel.calculate_virtual_stages(12, 2, RANKS, False)
     schedules.get_schedule_class("1F1B")
     assert automodel.calculate_virtual_stages is calculate_virtual_stages
     schedules.get_schedule_class("ZBH1")

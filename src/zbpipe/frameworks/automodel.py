@@ -96,8 +96,7 @@ def _count_stages(
 ) -> tuple[int, int]:
     """The number of stages: in total, and on each rank. Takes AutoModel's arguments."""
     cut = None if layers_per_stage is None else math.ceil(num_layers / layers_per_stage)
-    chosen = cut // pp_size if cut and cut % pp_size == 0 and algorithm.any_stages_per_rank else None
-    placement = algorithm.place(pp_size, chosen)
+    placement = checks.place_cut(algorithm, pp_size, cut, "NeMo AutoModel")
     checks.require_cut(algorithm.name, placement, num_layers, cut, f"layers_per_stage={layers_per_stage}")
     return placement.num_stages, placement.num_stages // pp_size
 
@@ -106,8 +105,7 @@ def _stages_on_rank(
     algorithm: Algorithm, pp_rank: int, pp_size: int, num_stages: int, style: str = "loop"
 ) -> tuple[int, ...]:
     """The stages on a rank. Takes AutoModel's arguments."""
-    chosen = num_stages // pp_size if algorithm.any_stages_per_rank else None
-    placement = algorithm.place(pp_size, chosen)
+    placement = checks.place_cut(algorithm, pp_size, num_stages, "NeMo AutoModel")
     checks.require_parts(algorithm.name, placement, num_stages)
     return placement.stages_on(pp_rank)
 

@@ -110,6 +110,21 @@ def require_options(name: str, options: Iterable[str], build: Callable[..., Any]
     require_known(f"{name} on this torch", options, known)
 
 
+def place_cut(algorithm: registry.Algorithm, ranks: int, num_stages: int | None, framework: str) -> Placement:
+    """The placement of the stages, as many as a job's cut has where the schedule runs any number of them."""
+    each, left = divmod(num_stages or 0, ranks)
+    if not (each and algorithm.any_stages_per_rank) or left:
+        return algorithm.place(ranks)
+    placement = algorithm.place(ranks, each)
+    # The framework asks for the rank with the loss by the schedule's name alone.
+    if placement.rank_of[-1] != algorithm.place(ranks).rank_of[-1]:
+        raise ValueError(
+            f"{algorithm.name} in {framework} runs an even number of stages per rank, and this cut has {each}: choose"
+            " another number of layers per stage, or the schedule ZBLoop"
+        )
+    return placement
+
+
 def require_cut(name: str, placement: Placement, num_layers: int, cut: int | None, field: str) -> None:
     """Refuse a job's own number of stages, `cut`, if the schedule `name` has another number."""
     # None leaves it to the schedule. `field` is the config field with the number.

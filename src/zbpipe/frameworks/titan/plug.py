@@ -250,7 +250,7 @@ def _helpers(
     """
     by_hand = job.parallelism.module_fqns_per_model_part
     num_stages = _count_stages(job) if by_hand is None else len(by_hand)
-    placement = _place(algorithm, job.parallelism.pipeline_parallel_degree, num_stages)
+    placement = checks.place_cut(algorithm, job.parallelism.pipeline_parallel_degree, num_stages, "TorchTitan")
     if by_hand is None:
         field = f"pipeline_parallel_layers_per_stage={job.parallelism.pipeline_parallel_layers_per_stage}"
         checks.require_cut(algorithm.name, placement, _num_layers(job), num_stages, field)
@@ -298,21 +298,6 @@ def _outermost(original: Callable[..., Any], replacement: Callable[..., Any], in
 def _find_names(module: ModuleType, name: str) -> list[str]:
     """The name of TorchTitan's function in `module`, if it is there. Since 0.3 it is private."""
     return [each for each in (name, f"_{name}") if hasattr(module, each)]
-
-
-def _place(algorithm: Algorithm, ranks: int, num_stages: int | None) -> Placement:
-    """The placement of the stages, as many as the user's cut has where the schedule runs any number of them."""
-    each, left = divmod(num_stages or 0, ranks)
-    if not (each and algorithm.any_stages_per_rank) or left:
-        return algorithm.place(ranks)
-    placement = algorithm.place(ranks, each)
-    # TorchTitan asks for the rank with the loss by the schedule's name alone (see `rank_with_loss`).
-    if placement.rank_of[-1] != algorithm.place(ranks).rank_of[-1]:
-        raise ValueError(
-            f"{algorithm.name} in TorchTitan runs an even number of stages per rank, and this cut has {each}: choose"
-            " another number of layers per stage, or the schedule ZBLoop"
-        )
-    return placement
 
 
 def _num_layers(job: _Job) -> int:
