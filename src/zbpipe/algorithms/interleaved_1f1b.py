@@ -29,14 +29,20 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2) ->
         rank 1: 1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
     """
     placement = Placement.loop(ranks, stages_per_rank)
-    groups = split_into_groups(microbatches, ranks)
-    rows = []
-    for rank in range(ranks):
-        forwards = list(in_groups(placement.stages_on(rank), OpKind.F, groups))
-        backwards = in_groups(placement.stages_on(rank)[::-1], OpKind.B, groups)
-        warmup = (stages_per_rank - 1) * len(groups[0]) + 2 * (ranks - rank - 1) + 1
-        rows.append(b_f(forwards, backwards, warmup))
-    return Schedule("Interleaved1F1B", placement, microbatches, tuple(rows))
+    rows = tuple(
+        b_f(forwards, backwards, warmup + 2 * (ranks - rank - 1) + 1)
+        for rank, (forwards, backwards, warmup) in enumerate(interleave(placement, microbatches, OpKind.B))
+    )
+    return Schedule("Interleaved1F1B", placement, microbatches, rows)
+
+
+def interleave(placement: Placement, microbatches: int, backward: OpKind) -> Iterator[tuple[list[Op], list[Op], int]]:
+    """For each rank its forwards, its backwards of this kind, and the (v - 1) g forwards that each warm-up has."""
+    groups = split_into_groups(microbatches, placement.num_ranks)
+    for rank in range(placement.num_ranks):
+        stages = placement.stages_on(rank)
+        forwards, backwards = in_groups(stages, OpKind.F, groups), in_groups(stages[::-1], backward, groups)
+        yield list(forwards), list(backwards), (len(stages) - 1) * len(groups[0])
 
 
 def split_into_groups(microbatches: int, ranks: int) -> list[range]:

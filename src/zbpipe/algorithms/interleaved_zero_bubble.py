@@ -5,7 +5,7 @@ per rank. torch's class runs it, with torch's split of the backward.
 """
 
 from zbpipe.algorithms._one_stage import i_w_f
-from zbpipe.algorithms.interleaved_1f1b import in_groups, split_into_groups
+from zbpipe.algorithms.interleaved_1f1b import interleave
 from zbpipe.schedule.ir import OpKind, Placement, Schedule
 from zbpipe.schedule.registry import register
 
@@ -21,12 +21,8 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int 
         rank 1: 1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
     """
     placement = Placement.loop(ranks, stages_per_rank)
-    groups = split_into_groups(microbatches, ranks)
     rows = []
-    for rank in range(ranks):
-        stages = placement.stages_on(rank)
-        forwards = list(in_groups(stages, OpKind.F, groups))
-        inputs = list(in_groups(stages[::-1], OpKind.I, groups))
-        warmup = (stages_per_rank - 1) * len(groups[0]) + ranks - rank
+    for rank, (forwards, inputs, shared) in enumerate(interleave(placement, microbatches, OpKind.I)):
+        warmup = shared + ranks - rank
         rows.append((*forwards[:warmup], *i_w_f(inputs, forwards[warmup:], rank)))
     return Schedule("InterleavedZeroBubble", placement, microbatches, tuple(rows))

@@ -26,7 +26,7 @@ from math import inf
 
 from zbpipe.algorithms._fill import Filler, Order
 from zbpipe.algorithms._lean import find_best, resolve_limits
-from zbpipe.algorithms.interleaved_1f1b import in_groups, split_into_groups
+from zbpipe.algorithms.interleaved_1f1b import interleave, split_into_groups
 from zbpipe.algorithms.one_f_one_b import b_f
 from zbpipe.algorithms.v_half import v_half
 from zbpipe.algorithms.v_min import v_min
@@ -70,7 +70,7 @@ def zb(
     rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
     rank 1: 1F0 2F0 1F1 2F1 2B0 1I0 1W0 2I1 2W1 1I1 1W1
     """
-    placement = (Placement.loop if stages_per_rank % 2 else Placement.v)(ranks, stages_per_rank)
+    placement = Placement.wave(ranks, stages_per_rank)
     return _find("ZB", placement, microbatches, costs, memory_limit, transport)
 
 
@@ -128,20 +128,19 @@ def _fill_all(placement: Placement, microbatches: int, costs: CostModel, limits:
     if not _is_wave(placement):
         orders.append(with_short_warm_up(placement, microbatches))
     ways = (0, 0.0), (placement.num_ranks, 0.0), (microbatches, 0.5), (microbatches, 1.0)
-    filled = [filler.fill(order, apart, patience) for order in orders for apart, patience in ways]
-    whole = [each.schedule for each in filled[:1] if each]
-    return [each.schedule for each in sorted(filter(None, filled), key=lambda each: each.seconds)[:_SEEDS]] + whole
+    without_w, *others = [filler.fill(order, apart, patience) for order in orders for apart, patience in ways]
+    shortest = sorted(filter(None, (without_w, *others)), key=lambda each: each.seconds)[:_SEEDS]
+    if without_w and all(each is not without_w for each in shortest):
+        shortest.append(without_w)
+    return [each.schedule for each in shortest]
 
 
 def with_short_warm_up(placement: Placement, microbatches: int) -> Order:
     """Interleaved1F1B's order in a loop, with (v - 1) g + p - r forwards before the first I of rank r."""
-    groups = split_into_groups(microbatches, placement.num_ranks)
-    rows = []
-    for rank in range(placement.num_ranks):
-        stages = placement.stages_on(rank)
-        forwards, inputs = list(in_groups(stages, OpKind.F, groups)), in_groups(stages[::-1], OpKind.I, groups)
-        rows.append(b_f(forwards, inputs, (len(stages) - 1) * len(groups[0]) + placement.num_ranks - rank))
-    return rows
+    return [
+        b_f(forwards, inputs, warmup + placement.num_ranks - rank)
+        for rank, (forwards, inputs, warmup) in enumerate(interleave(placement, microbatches, OpKind.I))
+    ]
 
 
 def in_slots(placement: Placement, microbatches: int, delay: int = 0) -> Order:

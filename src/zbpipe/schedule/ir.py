@@ -223,6 +223,11 @@ class Placement:
         down = tuple(range(num_ranks))
         return cls(tuple(rank for leg in range(stages_per_rank) for rank in (down, down[::-1])[leg % 2]))
 
+    @classmethod
+    def wave(cls, num_ranks: int, stages_per_rank: int = 2) -> Placement:
+        """Like `v` for even `stages_per_rank`, and a loop for odd ones."""
+        return (cls.loop if stages_per_rank % 2 else cls.v)(num_ranks, stages_per_rank)
+
     @property
     def num_stages(self) -> int:
         return len(self.rank_of)

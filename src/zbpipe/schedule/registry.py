@@ -101,8 +101,8 @@ class Algorithm:
         if stages != self.stages_per_rank and not self.any_stages_per_rank:
             raise ValueError(f"{self.name} runs {self.stages_per_rank} stage(s) per rank, got stages_per_rank={stages}")
         if self.table is None:
-            is_loop = self.placement == "loop" or (self.placement == "wave" and stages % 2)
-            return (Placement.loop if is_loop else Placement.v)(num_ranks, stages)
+            kinds = {"loop": Placement.loop, "v": Placement.v, "wave": Placement.wave}
+            return kinds[self.placement](num_ranks, stages)
         placement = self.table.placement
         if num_ranks != placement.num_ranks:
             raise ValueError(f"{self.name} is a table for {placement.num_ranks} ranks, but the job has {num_ranks}")
