@@ -371,6 +371,6 @@ class BrokenStore:
 @pytest.mark.parametrize("store", [SilentStore(), BrokenStore(), None])
 def test_a_store_that_is_gone_with_its_host(monkeypatch: pytest.MonkeyPatch, store: Any) -> None:
     monkeypatch.setattr(pipelining, "default_store", lambda: store)
-    monkeypatch.setattr(failures, "_PATIENCE", 0.2)
+    monkeypatch.setattr(failures, "PATIENCE", 0.2)
     with pytest.raises(ArithmeticError), failures.share_with_other_ranks():
         explode()

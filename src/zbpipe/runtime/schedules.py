@@ -267,7 +267,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     def _use(self, schedule: Schedule) -> None:
         """Run a schedule from the next step on. It has that step's number of microbatches."""
         schedule = schedule.computations if self._is_plain else schedule
-        stages, costs = hooks.stages_of(self), self.lists.simulated_costs
+        stages = hooks.stages_of(self)
         lowered = self.lists.lower(self, schedule)
         if self._split and OpKind.I in schedule.kinds:
             self._split()
@@ -275,7 +275,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         checks.require_pairs(schedule, stages)
         if schedule.has_copies:
             self._copies = self._copies or Copies(stages, make_copier(pipelining.device_of(stages[0])))
-            self._copies.follow(simulate(schedule, costs))
+            self._copies.follow(simulate(schedule, self.lists.simulated_costs))
         self.lists.use(self, lowered)
 
     def settle(self) -> None:

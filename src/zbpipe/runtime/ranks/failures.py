@@ -26,7 +26,7 @@ from zbpipe.runtime._torch import pipelining
 _FAILURE = "zbpipe/failure/"
 _LINGER = 5.0
 """Longest wait in seconds of the rank with the store for its readers."""
-_PATIENCE = 5.0
+PATIENCE = 5.0
 """Seconds to wait for the store: its host may be the rank that died."""
 _LONGEST = 2000
 """Number of an error's characters that other ranks get."""
@@ -203,5 +203,5 @@ def answer_in_time(ask: Callable[[], Answer]) -> Answer | None:
 
     thread = Thread(target=run, daemon=True)
     thread.start()
-    thread.join(_PATIENCE)
+    thread.join(PATIENCE)
     return answers[0] if answers else None

@@ -27,6 +27,7 @@ from zbpipe.runtime._torch import hooks, pipelining, position, waits
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.ranks.agreement import is_alone
 from zbpipe.runtime.ranks.failures import (
+    PATIENCE,
     SHARED,
     Failure,
     Notice,
@@ -201,8 +202,6 @@ def _launched_on(device: torch.device) -> Launched | None:
 
 _is_ending = Event()
 _threads = WeakSet[Thread]()
-_PATIENCE = 5.0
-"""Longest wait in seconds for a thread: the store's host may have died."""
 
 
 @register
@@ -210,7 +209,7 @@ def _end_threads() -> None:
     # A thread whose call of the store returns while the interpreter ends would abort the process.
     _is_ending.set()
     for thread in list(_threads):
-        thread.join(_PATIENCE)
+        thread.join(PATIENCE)
 
 
 def _watch(progress: ref[Progress], schedule: ref[pipelining.OwnRuntime]) -> None:
