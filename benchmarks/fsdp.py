@@ -297,7 +297,7 @@ def parse_arguments() -> argparse.Namespace:
     arguments = parser(__doc__)
     add = arguments.add_argument
     add("--ranks", nargs="+", type=int, default=[2, 4], metavar="P", help="pipeline ranks")
-    names = ["ZBV", "ZBVLean", "plan", "1F1B", "Interleaved1F1B"]
+    names = ["ZBV", "ZB", "plan", "1F1B", "Interleaved1F1B"]
     add("--schedules", nargs="+", default=names, metavar="NAME", help='names, and "plan"')
     times = "a rank's for one microbatch; or none, selective, full: of a typical transformer with this checkpointing"
     add("--times", nargs="+", type=read_times, default=[(1.0, 1.0, 1.0)], metavar="F,I,W", help=times)

@@ -1,4 +1,4 @@
-"""A plain training loop with ZBVLean: two stages per rank, on a V.
+"""A plain training loop with ZB: two stages per rank, on a V.
 
     torchrun --nproc-per-node 2 examples/plain_loop.py
 
@@ -73,7 +73,7 @@ def train(schedule: Any, stages: list[PipelineStage], steps: Iterable[int]) -> N
 
 
 if __name__ == "__main__":
-    stages = build_stages("ZBVLean", join_job())
-    schedule = zbpipe.build_pipeline_schedule("ZBVLean", stages, MICROBATCHES, loss_fn)
+    stages = build_stages("ZB", join_job())
+    schedule = zbpipe.build_pipeline_schedule("ZB", stages, MICROBATCHES, loss_fn)
     train(schedule, stages, range(STEPS))
     dist.destroy_process_group()

@@ -26,6 +26,6 @@ def draw_fewer(times: int) -> settings:
 
 @pytest.fixture(scope="module")
 def short_search() -> Iterator[None]:
-    """Lean schedules and plans take little search in a whole module."""
+    """ZB and plans take little search in a whole module."""
     with searching_little():
         yield

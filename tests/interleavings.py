@@ -377,7 +377,7 @@ def count_sound(case: Case, number: int) -> int:
 
 # How many, of what.
 
-SCHEDULES = ("ZBH1", "ZBH2", "ZBV", "ZBVLean", "VHalf", "VMin")
+SCHEDULES = ("ZBH1", "ZBH2", "ZBV", "ZB", "VHalf", "VMin")
 
 
 def cases(ranks: Iterable[int], microbatches: Iterable[int]) -> list[Case]:

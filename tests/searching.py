@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 import pytest
 
-from zbpipe.algorithms import _lean
+from zbpipe.algorithms import _search
 from zbpipe.planner import stages
 
 
 @contextmanager
 def searching_little() -> Iterator[None]:
-    """Lean schedules and plans take little search, for what holds however good they are."""
+    """ZB and plans take little search, for what holds however good they are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_lean, "BUDGET", 2e4)
+        patch.setattr(_search, "_BUDGET", 2e4)
         patch.setattr(stages, "default_budget", lambda *_: 2e5)
         yield

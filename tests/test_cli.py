@@ -230,7 +230,7 @@ def test_compare_sorts_by_makespan_and_tells_the_gap() -> None:
     # Those that take any number of stages have it; the others keep their own.
     stages = {entry["schedule"]: entry["stages_per_rank"] for entry in compared("-p 4 -m 8 --stages-per-rank 3")}
     assert stages["Interleaved1F1B"] == stages["LoopedBFS"] == 3
-    assert (stages["1F1B"], stages["ZBVLean"]) == (1, 2)
+    assert (stages["1F1B"], stages["ZB"]) == (1, 2)
 
 
 @pytest.mark.parametrize("checkpointing", Checkpointing)
@@ -433,12 +433,12 @@ def test_validate_says_in_a_line_what_makes_no_sense(here: Path, content: bytes,
         (f"compare -p 2 -m {HUGE}", f"{HUGE} microbatches are too many for them: use at most 131072"),
         ("show /dev/zero.csv", "cannot be read"),
         ("show ZBV -p 2 -m 2 --costs 1e200,1,1", "'1e200,1,1' must be three times between 0 and 1e+100"),
-        ("show ZBH1Lean -p 4 -m 8 --memory-limit 0.1x", "small for ZBH1Lean: one microbatch peaks at 0.3057x"),
+        ("show ZB -p 4 -m 8 --memory-limit 0.1x", "small for ZB: one microbatch peaks at 0.3057x"),
         (
             "show ZBV -p 4 -m 8 --memory-limit 1x",
             "memory-limit is for the schedules that adapt to one, Auto, ZB, ZBH1",
         ),
-        ("simulate VHalfLean -p 4 -m 8 --memory-limit 1x", "not for VHalfLean: omit it"),
+        ("simulate VHalf -p 4 -m 8 --memory-limit 1x", "not for VHalf: omit it"),
         ("compare -p 4 -m 8 --transport nccl", "use one of 'ideal', 'one-queue', 'queue-per-peer', 'shared-with-comp"),
         ("export ZBV -p 2 -m 2", "'-o'"),
         ("show", "Missing argument 'NAME'. See `zbpipe show --help`."),
@@ -530,7 +530,7 @@ def test_the_installed_command_draws_and_refuses(here: Path) -> None:
     assert refused.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["ZBVLean", "ZBH1Lean"])
+@pytest.mark.parametrize("name", ["ZB", "ZBLoop"])
 def test_lean_schedules_keep_to_the_limit(name: str, here: Path) -> None:
     """By name, and in the comparison, where they would exceed the limit otherwise."""
     costs = "-p 4 -m 8 --checkpointing full"

@@ -95,7 +95,7 @@ def _combinations() -> Iterator[tuple[bool, str, Training]]:
 
     ZBV has every kind of data parallelism, every other schedule one.
     """
-    for row, schedule in enumerate(("ZBV", "ZBVLean", "ZBH1", "VHalf")):
+    for row, schedule in enumerate(("ZBV", "ZB", "ZBH1", "VHalf")):
         for column in range(3) if schedule == "ZBV" else (row % 3,):
             parallel, checkpointing = WAYS[column], get_args(Checkpointing)[(row + column) % 3]
             compiled = (row + column) % 2 == 1

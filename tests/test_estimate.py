@@ -422,14 +422,14 @@ def test_what_is_refused(file: Path, arguments: tuple[str, ...], words: str) -> 
     assert len(output.strip().splitlines()) == 1
 
 
-@pytest.mark.parametrize(("name", "placement"), [("ZBVLean", Placement.v(2)), ("ZB1P", Placement.loop(2))])
+@pytest.mark.parametrize(("name", "placement"), [("ZB", Placement.v(2)), ("ZB1P", Placement.loop(2))])
 def test_schedules_are_made_as_in_a_job(name: str, placement: Placement) -> None:
-    """Without measured costs ZBVLean is made for a typical transformer's memory, ZB1P for equal times, and neither for
+    """Without measured costs ZB is made for a typical transformer's memory, ZB1P for equal times, and neither for
     this job's costs."""
     work = replace(workload(layers=8), checkpointing=Checkpointing.FULL)
     step = row(named(work, name), name, len(placement.stages_on(0)))
     assert step.timeline is not None
-    usual = usual_costs(placement, Checkpointing.FULL) if name == "ZBVLean" else None
+    usual = usual_costs(placement, Checkpointing.FULL) if name == "ZB" else None
     made = generate(name, 2, 8, costs=usual)
     assert step.timeline.schedule == made != generate(name, 2, 8, costs=step.timeline.costs)
 

@@ -115,6 +115,6 @@ def test_torchtitan(titan: Titan, tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     arguments = (*short(), *start_from(titan.seed()), "--metrics.json_lines", str(metrics), "--dump_folder", "out")
     output = run(tmp_path, EXAMPLES / "torchtitan" / "train.sh", *arguments)
-    assert "pipeline: ZBVLean" in output
+    assert "pipeline: ZB" in output
     steps = tuple(json.loads(line) for line in metrics.read_text().splitlines())
     assert_trains_alike(JobOutcome(steps, None), titan.without_pipeline())

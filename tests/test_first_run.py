@@ -118,8 +118,8 @@ def test_torchs_classes_post_their_own_receives(tmp_path: Path, stub: Path) -> N
     run = FirstRun(first_run.parse(["--out", str(tmp_path)]), stub)
     run._platform = "cpu"
     jobs = [(job.schedule, job.receives, job.trace is not None) for job in run._jobs()]
-    lean = [("ZBH1Lean", when, when == "early") for when in WAYS]
-    assert jobs == [("1F1B", None, False), ("Interleaved1F1B", None, False), *lean, ("ZBVLean", "timed", False)]
+    lean = [("ZBLoop", when, when == "early") for when in WAYS]
+    assert jobs == [("1F1B", None, False), ("Interleaved1F1B", None, False), *lean, ("ZB", "timed", False)]
 
 
 def test_it_goes_on_after_what_fails(tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:

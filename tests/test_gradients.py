@@ -126,7 +126,7 @@ def evaluate_and_accumulate(names: tuple[str, ...], microbatches: int) -> dict[s
 
 @pytest.mark.long  # test_modes has such sequences, too
 def test_validation_and_gradient_accumulation() -> None:
-    num_ranks, names, microbatches = 3, ("ZBV", "ZBH1", "VHalfLean"), 4
+    num_ranks, names, microbatches = 3, ("ZBV", "ZBH1", "ZB"), 4
     per_rank = run_ranks(num_ranks, evaluate_and_accumulate, names, microbatches)
     for name in names:
         num_stages = registry.resolve(name).place(num_ranks).num_stages

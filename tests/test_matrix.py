@@ -59,8 +59,8 @@ _MOE = "ZBV, mixture of experts (DeepSeek V3), torch.compile"
 COMBINATIONS_03 = {
     **{name: Cell(name, name) for name in ("ZBH1", "ZBH2", "ZB1P", "ZB2P", "VMin")},
     **{name: _OF_BOTH[name] for name in ("ZBV p=4", "VHalf p=4")},
-    "lean dp_shard": Cell("ZBVLean, FSDP2 (`fully_shard`)", "ZBVLean", settings=_SHARDED, ranks_per_stage=2),
-    "lean tp": Cell("ZBVLean, tensor parallelism", "ZBVLean", settings=_TENSOR_PARALLEL, ranks_per_stage=2),
+    "lean dp_shard": Cell("ZB, FSDP2 (`fully_shard`)", "ZB", settings=_SHARDED, ranks_per_stage=2),
+    "lean tp": Cell("ZB, tensor parallelism", "ZB", settings=_TENSOR_PARALLEL, ranks_per_stage=2),
     **_OF_BOTH,
     "dp_replicate": Cell(
         "ZBV, replicated data parallelism by FSDP2", settings=(REPLICATE, "2", SHARD, "1"), ranks_per_stage=2
@@ -87,8 +87,8 @@ COMBINATIONS_02 = {
     "tp": Cell("ZBV, tensor parallelism", settings=_TENSOR_PARALLEL, ranks_per_stage=2),
     "moe compiled": Cell(_MOE, model=DEEPSEEK, compiled=True, tolerances=_BF16_EXPERTS),
     "llama4": Cell(
-        "ZBVLean, mixture of experts (Llama 4), sharded and replicated (HSDP)",
-        "ZBVLean",
+        "ZB, mixture of experts (Llama 4), sharded and replicated (HSDP)",
+        "ZB",
         model="rows02_config:llama4_python_stdlib",
         settings=_HYBRID,
         ranks_per_stage=4,
@@ -220,7 +220,7 @@ trains the frozen weights. With tensor parallelism the loss is parallel as well.
 def resumes(titan: Titan, folder: Path) -> str:
     first = _saved(titan, folder / "first", *pipeline("ZBV"), "--checkpoint.async_mode", "async", *_LONGER)
     shutil.copytree(folder / "first" / "step-2", folder / "resumed" / "step-2")
-    resumed = _saved(titan, folder / "resumed", *pipeline("ZBVLean", 4), *_LONGER, num_ranks=4)
+    resumed = _saved(titan, folder / "resumed", *pipeline("ZB", 4), *_LONGER, num_ranks=4)
     assert [step["step"] for step in resumed.steps] == [3, 4]
     for job in (first, resumed):
         assert_values(job.steps, titan.without_pipeline(*_LONGER).steps[-len(job.steps) :])
@@ -277,7 +277,7 @@ def _saved(titan: Titan, folder: Path, *arguments: str, num_ranks: int = 2, mode
 
 
 def lean(feature: str, model: str, **more: Any) -> Cell:
-    return Cell(f"ZBVLean, {feature}", "ZBVLean", model=f"rows_config:{model}", **more)
+    return Cell(f"ZB, {feature}", "ZB", model=f"rows_config:{model}", **more)
 
 
 def titans(model: str, error: str, *settings: str, on: int = 1) -> Callable[[Titan, Path], str]:
@@ -349,7 +349,7 @@ ROWS: dict[str, Cell | tuple[str, str, Callable[[Titan, Path], str]]] = {
         has_equal_expert_biases,
     ),
     "resume": (
-        "ZBV, asynchronous checkpoints, resumed by ZBVLean",
+        "ZBV, asynchronous checkpoints, resumed by ZB",
         "2 ranks: pp=2, then 4 ranks: pp=4",
         resumes,
     ),

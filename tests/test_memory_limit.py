@@ -44,19 +44,19 @@ def built(schedule: str, **options: Any) -> Any:
 def test_a_plan_and_a_job_mean_the_same(limit: float | str) -> None:
     costs = CostModel((1, 1), (1, 1), (1, 1), (0.5 * GB, 0.5 * GB))
     plan = zbpipe.plan(1, 4, costs, limit, placements="v", budget=1e4)
-    job = built("ZBVLean", costs=costs, memory_limit=limit).schedule
+    job = built("ZB", costs=costs, memory_limit=limit).schedule
     assert plan.limits == (2 * GB,)
-    assert job == zbpipe.generate("ZBVLean", 1, 4, costs=costs, memory_limit=plan.limits)
+    assert job == zbpipe.generate("ZB", 1, 4, costs=costs, memory_limit=plan.limits)
     for schedule in (plan.schedule, job):
         assert zbpipe.validate(schedule, limit, costs) == []
     with pytest.raises(ValueError, match="memory_limit = 500000000 is too small"):
         zbpipe.plan(1, 4, costs, 0.5 * GB, placements="v")
     with pytest.raises(ValueError, match="memory_limit = 500000000 is too small"):
-        built("ZBVLean", costs=costs, memory_limit=0.5 * GB)
+        built("ZB", costs=costs, memory_limit=0.5 * GB)
 
 
 @pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("schedule", ["ZBVLean", "Auto"])
+@pytest.mark.parametrize("schedule", ["ZB", "Auto"])
 @pytest.mark.parametrize("limit", [3, "3", "2GiB"])
 def test_a_job_without_costs_refuses_a_limit_in_their_unit(schedule: str, limit: float | str) -> None:
     with pytest.raises(ValueError, match="but no costs are known here") as error:
@@ -148,7 +148,7 @@ def test_what_is_too_small_is_refused_with_the_least_limit(costs: CostModel, lim
         lambda limit: offload(zbpipe.generate("ZBV", 2, 4), HOST, limit),
         lambda limit: JobCosts(IN_BYTES, memory_limit=limit),
         lambda limit: built("Auto", memory_limit=limit),
-        lambda limit: built("ZBH1Lean", memory_limit=limit),
+        lambda limit: built("ZBLoop", memory_limit=limit),
         lambda limit: zbpipe.install("Auto", memory_limit=limit),
     ],
 )
@@ -160,7 +160,7 @@ def test_all_that_take_a_limit_refuse_it(take: Callable[[Any], object]) -> None:
 def test_what_costs_do_not_tell() -> None:
     for call in (
         lambda: zbpipe.plan(2, 4, (1, 1, 1), "2GiB"),
-        lambda: zbpipe.generate("ZBVLean", 2, 4, memory_limit="2GiB"),
+        lambda: zbpipe.generate("ZB", 2, 4, memory_limit="2GiB"),
         lambda: zbpipe.validate(zbpipe.generate("ZBV", 2, 4), "2GiB"),
         lambda: zbpipe.plan(2, 4, typical_costs, "2GiB"),
     ):

@@ -28,7 +28,7 @@ from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
 from zbpipe.simulator.offloading import Offload, copy_all
 
 WIDTH, USUAL = 4, 3
-NAMES = ("ZBH1", "ZBV", "ZBVLean", "ZB2P", "VHalf", "Auto", "Table", "Plan")
+NAMES = ("ZBH1", "ZBV", "ZB", "ZB2P", "VHalf", "Auto", "Table", "Plan")
 
 Grad = Literal["no_grad", "inference_mode", "enable_grad"]
 

@@ -58,7 +58,7 @@ def on_the_command_line(command: str) -> dict[str, Any]:
     return json.loads(CliRunner().invoke(cli.main, [*arguments, "--json"], catch_exceptions=False).stdout)
 
 
-@pytest.mark.parametrize("name", ["1F1B", "ZBVLean", "Interleaved1F1B", "ZB1P"])
+@pytest.mark.parametrize("name", ["1F1B", "ZB", "Interleaved1F1B", "ZB1P"])
 @pytest.mark.parametrize("stages", [1, 3])
 def test_the_server_answers_what_the_simulator_says(address: str, name: str, stages: int) -> None:
     setting = replace(SMALL, stages=stages)

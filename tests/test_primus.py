@@ -132,7 +132,7 @@ def test_the_format_of_the_example(experiment: ModuleType) -> None:
     module, sections = experiment.load(EXAMPLE)
     assert module.keys() == {"framework", "config", "model", "overrides"}
     assert module["framework"] == "torchtitan"
-    assert sections["parallelism"] == {"pipeline_parallel_degree": 8, "pipeline_parallel_schedule": "ZBH1Lean"}
+    assert sections["parallelism"] == {"pipeline_parallel_degree": 8, "pipeline_parallel_schedule": "ZB"}
 
 
 def wrong_keys(kind: type, values: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[str]:
@@ -164,7 +164,7 @@ def test_torchtitan_takes_the_example(experiment: ModuleType) -> None:
     assert sorted(wrong_keys(JobConfig, misspelt)) == ["parallelism.pipeline_degree", "training.steps"]
     config = experiment.job_config(sections)
     check.check(config, resolve(config.parallelism.pipeline_parallel_schedule), Options())
-    assert (config.parallelism.pipeline_parallel_schedule, config.model.flavor) == ("ZBH1Lean", "8B")
+    assert (config.parallelism.pipeline_parallel_schedule, config.model.flavor) == ("ZB", "8B")
     assert (config.primus_turbo, config.compile.enable) == ({"enable_primus_turbo": False}, False)
     config.parallelism.pipeline_parallel_schedule = "ZBW"
     with pytest.raises(ValueError, match="unknown schedule 'ZBW'"):
@@ -214,5 +214,5 @@ def test_training_as_primus_does(experiment: ModuleType, tmp_path: Path) -> None
     losses = [step["loss_metrics/global_avg_loss"] for step in steps]
     assert len(losses) == 4
     assert losses[-1] < losses[0]
-    assert [step["zbpipe/schedule/ZBH1Lean"] for step in steps] == [1] * 4
+    assert [step["zbpipe/schedule/ZB"] for step in steps] == [1] * 4
     assert trace.exists()

@@ -21,20 +21,17 @@ from torch.distributed.pipelining import PipelineStage
 import zbpipe
 from zbpipe import CostModel, simulate
 from zbpipe.costs import JobCosts, dump_costs
-from zbpipe.costs.memory_limit import MemoryLimit
-from zbpipe.costs.transformer import typical_costs
 from zbpipe.costs.transport import Receives
 from zbpipe.runtime import adaptive
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime._torch.hooks import stages_of
 from zbpipe.runtime._torch.stage_work import find_work
-from zbpipe.runtime.adaptive import find_memory_limits
 from zbpipe.runtime.measure import communication
 from zbpipe.runtime.measure.communication import measure_links
 from zbpipe.runtime.measure.profiler import find_overhead
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.measure.trace import write_trace
-from zbpipe.schedule.ir import Op, OpKind, Placement
+from zbpipe.schedule.ir import Op, OpKind
 from zbpipe.simulator import passes
 from zbpipe.simulator.timeline import Span
 
@@ -420,7 +417,7 @@ def assert_trace(name: str, data: Any) -> None:
 
 
 def agreed() -> tuple[Any, ...]:
-    """With plans that are tried whatever they gain: so small a job has none that is shorter than ZBVLean."""
+    """With plans that are tried whatever they gain: so small a job has none that is shorter than ZB."""
     setattr(adaptive, "_WORTH_IT", 2.0)  # noqa: B010
     job = Job("Auto", profile_steps=1, budget=1e5)
     names = [job.schedule.schedule.name]
@@ -437,7 +434,7 @@ def receives_by_measured_times() -> tuple[Any, ...]:
         job.step()
     profile: Any = job.schedule._profiler
     chosen, costs = job.schedule.schedule, profile.costs.costs
-    start = zbpipe.generate("ZBVLean", 2, MICROBATCHES, costs=costs)
+    start = zbpipe.generate("ZB", 2, MICROBATCHES, costs=costs)
     placed = [
         each for row in pipelining.rows_of(job.schedule) for each in row if each.kind.startswith(("SEND", "RECV"))
     ]
@@ -456,10 +453,10 @@ def test_auto_plans_and_receives_by_what_it_measured_and_for_the_transport() -> 
 def test_auto_plans_and_keeps_the_better() -> None:
     (names, outcome, rows), (names_of_second, outcome_of_second, rows_of_second) = run_ranks(2, agreed)
     assert (names, outcome, rows) == (names_of_second, outcome_of_second, rows_of_second)
-    assert (names[0], outcome.start) == ("Auto-ZBVLean", "ZBVLean")
+    assert (names[0], outcome.start) == ("Auto-ZB", "ZB")
     assert names[-1] == outcome.chosen
     assert outcome.measured_after is not None
-    assert outcome.chosen == ("plan" if outcome.measured_after <= outcome.measured_before else "ZBVLean")
+    assert outcome.chosen == ("plan" if outcome.measured_after <= outcome.measured_before else "ZB")
     assert rows.startswith("rank 0: 0F0")
 
 
@@ -479,7 +476,7 @@ def offloading() -> tuple[bool, bool, bool, int]:
     for _ in range(6):
         job.step()
         seen[job.schedule.schedule.name] = job.schedule.schedule.has_copies
-    return seen["Auto-ZBVLean"], seen["plan"], seen["ZBVLean"], job.schedule._copies.copier.copied
+    return seen["Auto-ZB"], seen["plan"], seen["ZB"], job.schedule._copies.copier.copied
 
 
 def test_auto_offloads_by_what_it_measured() -> None:
@@ -491,16 +488,3 @@ def test_auto_offloads_by_what_it_measured() -> None:
 def test_auto_refuses_to_offload_what_it_cannot(one_rank: None) -> None:
     with pytest.raises(ValueError, match=r"offload pairs takes deferred gradients, .* omit split_backward autograd"):
         on_one_rank([nn.Linear(2, 2), nn.Linear(2, 2)], 2, "Auto", split_backward="autograd", offload="pairs")
-
-
-def test_memory_limits_of_the_plan() -> None:
-    """In the unit of the costs, and at least what one microbatch takes."""
-    even = CostModel.uniform(Placement.v(4))
-    assert find_memory_limits(MemoryLimit.parse("0.5x"), even, 4, 8) == (2.0, 2.0, 2.0, 2.0)
-    assert find_memory_limits(None, even, 4, 8) == (4.08, 4.08, 4.08, 4.08)
-    assert find_memory_limits(MemoryLimit.parse("0.1"), even, 4, 8) == (1.0, 1.0, 1.0, 1.0)
-    # Under full checkpointing 1F1B needs more than 4 checkpoints: what B needs while it runs.
-    full = typical_costs(Placement.v(4), "full")
-    of_1f1b = max(zbpipe.simulate(zbpipe.generate("1F1B", 4, 8), typical_costs(Placement.loop(4), "full")).peak_memory)
-    assert of_1f1b > 7
-    assert max(find_memory_limits(None, full, 4, 8)) == pytest.approx(1.02 * of_1f1b)

@@ -202,7 +202,7 @@ def test_a_group_that_torch_lists_twice(one_rank: None, events: Events) -> None:
 
 @pytest.mark.parametrize("before", ["0F0,1F0,1I0,1W0,0I0,0W0", "0F0,1F0,1B0,0B0"])
 def test_a_last_b_reduces_in_its_backward(one_rank: None, events: Events, before: str) -> None:
-    """Lean schedules end with a whole backward, and others have no other one."""
+    """ZB ends with a whole backward, and others have no other one."""
     table = f"{before},0F1,1F1,1B1,0B1"
     job = Job(Part, events, zbpipe.Schedule.from_csv(table, "table"), microbatches=2)
     job.step()
@@ -328,8 +328,8 @@ IN_BF16 = {"rtol": 0.1, "atol": 0.02}
         (Part, {"how": {"reshard_after_forward": True}}, {}),
         (Part, {"how": MIXED}, IN_BF16),
         (Part, {"how": MIXED, "microbatches": 1}, IN_BF16),
-        (Part, {"schedule": "ZBVLean"}, {}),
-        (two_layers, {"schedule": "ZBVLean"}, {}),
+        (Part, {"schedule": "ZB"}, {}),
+        (two_layers, {"schedule": "ZB"}, {}),
         (Seldom, {"microbatches": 4}, {}),
         (Tied, {}, {}),
         (Partial, {}, {}),

@@ -143,7 +143,7 @@ def test_unknown_names_and_options(one_rank: None) -> None:
         ValueError, match=r"no option 'split_backwards'; did you mean 'split_backward'\? It takes: .*sc"
     ):
         build(split_backwards="deferred")
-    with pytest.raises(ValueError, match=r"^memory_limit is for .* Auto, ZB, .* ZBVLean, not for ZBV: omit it"):
+    with pytest.raises(ValueError, match=r"^memory_limit is for .* Auto, ZB, .* ZB, not for ZBV: omit it"):
         build(memory_limit="3x")
     with pytest.raises(ValueError, match="ZBVZeroBubble on this torch has no option 'split_backward'"):
         build("ZBVZeroBubble", split_backward="deferred")

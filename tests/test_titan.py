@@ -86,11 +86,9 @@ JOBS = {
         settings=("--training.global_batch_size", "8", *flavor().validation),  # twice the local batch
         says=("gradient accumulation steps 2",),
     ),
-    # Lean schedules take the checkpointing from the config.
+    # ZB takes the checkpointing from the config.
     **{
-        f"lean {how}": Cell(
-            schedule="ZBVLean", checkpointing=how, says=(f"is made for {how} activation checkpointing",)
-        )
+        f"lean {how}": Cell(schedule="ZB", checkpointing=how, says=(f"is made for {how} activation checkpointing",))
         for how in ("none", "full")
     },
     # As many stages per rank as the user's cut has: four of each rank, embedding and head count as layers.
@@ -277,13 +275,13 @@ def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, name: str) -> None:
         ("eight_microbatches.csv", "is a table for 8 microbatches, but the job has 4"),
         ("no_schedule.csv", "no_schedule.csv' holds no schedule: row 1 (rank 0), column 1: 'garbage' is not an op"),
         ("missing.csv", "missing: rank 1, 1B3: no rank runs this backward"),
-        ("ZBV memory-limit 2x", "memory-limit is for the schedules that adapt to one, Auto, ZB, ZBH1Lean"),
-        ("ZBVLean memory-limit 3e9 costs-file four.toml", "memory_limit = 3000000000 is too small for ZBVLean"),
+        ("ZBV memory-limit 2x", "memory-limit is for the schedules that adapt to one, Auto, ZB, ZBLoop"),
+        ("ZB memory-limit 3e9 costs-file four.toml", "memory_limit = 3000000000 is too small for ZB"),
         ("ZBV costs-out a.toml", "costs-out a.toml needs measured costs: set --zbpipe.profile-steps"),
         ("ZBV profile-steps 9", "profile-steps needs 11 steps, but training.steps=10: lower it, or train longer"),
         ("ZBV trace a.json trace-step 11", "--zbpipe.trace-step needs 11 steps"),
         ("1F1B profile-steps 1", "1F1B runs whole backwards"),
-        ("1F1B check-gradients 1", "check-gradients, or use one of zbpipe's schedules, for example ZBVLean"),
+        ("1F1B check-gradients 1", "check-gradients, or use one of zbpipe's schedules, for example ZB"),
         ("ZBV check-gradients 11", "--zbpipe.check-gradients needs 11 steps"),
         ("Auto memory-limit 0.5microbatches", "memory_limit = 0.5 microbatches is too small for Auto: one mic"),
         ("ZBV offload all", "the times of the stages and of copies to the host: give --zbpipe.costs-file a file"),
@@ -327,7 +325,7 @@ IN_TIME = "; 1F1B compiles=1; 1F1B ranks=8 batch=16 compiles=1 seconds=1800; ZBV
         ("ZBV trace=a.json mode=fake_backend", "ZBV trace=a.json", "measures all ranks, and with --comm.mode fake_b"),
         (
             "Auto mode=fake_backend",
-            "Auto; ZBVLean mode=fake_backend defer_loss=yes",
+            "Auto; ZB mode=fake_backend defer_loss=yes",
             "measures all ranks, and with --com",
         ),
         # torch's split is not for a loss in chunks.
@@ -498,7 +496,7 @@ def test_auto_learns_and_measures_while_it_trains(titan: Titan, tmp_path: Path) 
     """Losses are those without a pipeline, in every step, whatever schedule it ran."""
     costs, trace = tmp_path / "costs.toml", tmp_path / "trace.json"
     files = options(f"costs-out {costs}", f"trace {trace}", "trace-step 7")
-    says = ("Auto: a step took", "Auto: in turn, the plan takes|Auto: stays with ZBVLean", "MiB after F")
+    says = ("Auto: a step took", "Auto: in turn, the plan takes|Auto: stays with ZB", "MiB after F")
     job = train_as_without_a_pipeline(
         titan, Cell(schedule="Auto", steps=FOR_AUTO, options=(*MEASURES, *files), says=says)
     )
@@ -574,10 +572,10 @@ def test_steps_of_different_sizes(titan: Titan, schedule: str) -> None:
 @pytest.mark.versions
 def test_a_dry_run_in_one_process(titan: Titan) -> None:
     """Two pipeline ranks, each shared by two ranks of tensor parallelism, all but one of them fake."""
-    degrees = (*pipeline("ZBVLean"), "--parallelism.tensor_parallel_degree", "2")
+    degrees = (*pipeline("ZB"), "--parallelism.tensor_parallel_degree", "2")
     job = titan.train(*degrees, "--comm.mode", "fake_backend", "--checkpoint.no-enable", num_ranks=1)
     assert job.error is None, job.log
-    assert "Using zbpipe's pipeline schedule ZBVLean with 4 microbatches" in job.log
+    assert "Using zbpipe's pipeline schedule ZB with 4 microbatches" in job.log
     assert len(re.findall(r"step: +\d+ ", job.log)) == STEPS
 
 
@@ -599,7 +597,7 @@ def stopped(titan: Titan, tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = (*pipeline("Auto"), *LONGER, *faulty("killed_in_step_3"))
     job = titan.train(*arguments, num_ranks=2, checkpoints=checkpoints)
     assert job.exit_codes == (1, -signal.SIGKILL), job.log
-    seen = r"rank 0, schedule Auto-ZBVLean, step \d+ of \d+, .* rank 1: RuntimeError: .*by peer"
+    seen = r"rank 0, schedule Auto-ZB, step \d+ of \d+, .* rank 1: RuntimeError: .*by peer"
     assert re.search(seen, job.errors[0])
     assert [step["step"] for step in job.steps] == [1, 2]
     return checkpoints

@@ -31,7 +31,7 @@ def fake_group() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", ["ZBV", "ZBH1", "VHalf", "ZBVLean"])
+@pytest.mark.parametrize("name", ["ZBV", "ZBH1", "VHalf", "ZB"])
 def test_a_dump_has_only_what_torch_reads_and_is_read_again(name: str, tmp_path: Path) -> None:
     file, theirs = str(tmp_path / "dump.csv"), str(tmp_path / "theirs.csv")
     schedule: Any

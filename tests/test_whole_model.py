@@ -111,7 +111,7 @@ def test_a_model_whose_stages_would_compute_something_else(name: str) -> None:
     ("schedule", "advice"),
     [
         ("ZBH1", "use fewer ranks"),
-        ("ZBV", "use fewer ranks, or a schedule with one stage per rank, such as ZBH1Lean"),
+        ("ZBV", "use fewer ranks, or a schedule with one stage per rank, such as ZBH1"),
     ],
 )
 def test_too_few_blocks(schedule: str, advice: str) -> None:

@@ -458,9 +458,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("first_run"), help="folder for report, logs, seed and trace")
     parser.add_argument("--steps", type=int, default=20 if on_gpus else 3, help="of each job; Auto takes twice as many")
     parser.add_argument("--timeout", type=float, default=1800.0 if on_gpus else 300.0, help="seconds for each job")
-    parser.add_argument(
-        "--schedules", type=_words, default=_words("Interleaved1F1B,ZBH1Lean,ZBVLean"), help="besides 1F1B"
-    )
+    parser.add_argument("--schedules", type=_words, default=_words("Interleaved1F1B,ZBLoop,ZB"), help="besides 1F1B")
     # zbpipe chooses "nearest" or "rendezvous" for most schedules on AMD's GPUs; the latter nowhere else.
     ways = "early,late,timed,nearest,rendezvous" if torch.version.hip else "early,late,timed"
     parser.add_argument("--receives", type=_words, default=_words(ways), help="ways to try with each")

@@ -19,7 +19,7 @@ torch.manual_seed(0)
 device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 tokenizer = AutoTokenizer.from_pretrained(name)
 model = AutoModelForCausalLM.from_pretrained(name).train()
-pipe = zbpipe.pipeline(model, schedule="ZBVLean", microbatches=8)
+pipe = zbpipe.pipeline(model, schedule="ZB", microbatches=8)
 optimizer = torch.optim.AdamW(pipe.parameters(), lr=LEARNING_RATE)
 
 

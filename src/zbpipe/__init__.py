@@ -25,12 +25,8 @@ if TYPE_CHECKING:
     from zbpipe.planner.result import Plan
 
     # `zbpipe.runtime.build` makes these classes by calls, so type checkers get their bases.
-    from zbpipe.runtime.adaptive import LeanSchedule as ScheduleVHalfLean
-    from zbpipe.runtime.adaptive import LeanSchedule as ScheduleVMinLean
-    from zbpipe.runtime.adaptive import LeanSchedule as ScheduleZB
-    from zbpipe.runtime.adaptive import LeanSchedule as ScheduleZBH1Lean
-    from zbpipe.runtime.adaptive import LeanSchedule as ScheduleZBLoop
-    from zbpipe.runtime.adaptive import LeanSchedule as ScheduleZBVLean
+    from zbpipe.runtime.adaptive import AdaptiveSchedule as ScheduleZB
+    from zbpipe.runtime.adaptive import AdaptiveSchedule as ScheduleZBLoop
     from zbpipe.runtime.build import build_pipeline_schedule, from_first_rank
     from zbpipe.runtime.measure.profiler import Profiler
     from zbpipe.runtime.optimizer.step import OptimizerStep
@@ -61,9 +57,9 @@ _LATER = {
     "runtime.build": (
         *("build_pipeline_schedule", "from_first_rank"),
         *("ScheduleDualPipeVSplit", "ScheduleInterleavedZeroBubbleSplit"),
-        *("ScheduleVHalf", "ScheduleVHalfLean", "ScheduleVMin", "ScheduleVMinLean", "ScheduleZB1P", "ScheduleZB2P"),
-        *("ScheduleZB", "ScheduleZBH1", "ScheduleZBH1Lean", "ScheduleZBH2", "ScheduleZBLoop"),
-        *("ScheduleZBV", "ScheduleZBVLean"),
+        *("ScheduleVHalf", "ScheduleVMin", "ScheduleZB1P", "ScheduleZB2P"),
+        *("ScheduleZB", "ScheduleZBH1", "ScheduleZBH2", "ScheduleZBLoop"),
+        "ScheduleZBV",
     ),
     "runtime.measure.profiler": ("Profiler",),
     "runtime.optimizer.step": ("OptimizerStep",),
@@ -86,18 +82,14 @@ __all__ = [
     "ScheduleDualPipeVSplit",
     "ScheduleInterleavedZeroBubbleSplit",
     "ScheduleVHalf",
-    "ScheduleVHalfLean",
     "ScheduleVMin",
-    "ScheduleVMinLean",
     "ScheduleZB",
     "ScheduleZB1P",
     "ScheduleZB2P",
     "ScheduleZBH1",
-    "ScheduleZBH1Lean",
     "ScheduleZBH2",
     "ScheduleZBLoop",
     "ScheduleZBV",
-    "ScheduleZBVLean",
     "build_pipeline_schedule",
     "check_gradients",
     "estimate",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from zbpipe.algorithms._lean import resolve_limits
-from zbpipe.algorithms.zbv_lean import find_shortest
+from zbpipe.algorithms._search import resolve_limits
+from zbpipe.algorithms.zb import find_shortest
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import typical_costs
@@ -15,11 +15,15 @@ from zbpipe.schedule.registry import register
 from zbpipe.simulator.simulation import simulate
 
 
-@register("Auto", placement="v", stages_per_rank=2, listed=False, summary="measures the job and plans for it")
+@register("Auto", placement="wave", stages_per_rank=2, listed=False, summary="measures the job and plans for it")
 def auto(
-    ranks: int, microbatches: int, costs: CostModel | None = None, memory_limit: MemoryLimit | None = None
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int = 2,
+    costs: CostModel | None = None,
+    memory_limit: MemoryLimit | None = None,
 ) -> Schedule:
-    """ZBVLean for full checkpointing, which fits under any checkpointing: with whole backwards it is as lean as 1F1B.
+    """ZB for full checkpointing, which fits under any checkpointing: with whole backwards it is as lean as 1F1B.
 
     Every op kind can be measured: on every stage some microbatches run I, then W. Costs default to typical ones without
     working memory, which would be a guess.
@@ -28,10 +32,10 @@ def auto(
     rank 0: 0F0 0F1 0F2 3F0 3B0 3F1 3B1 0B0 3F2 3B2 0B1 0I2 0W2 0F3 3F3 3I3 3W3 0B3
     rank 1: 1F0 2F0 1F1 2F1 2B0 1F2 1B0 2F2 2B1 1B1 2I2 2W2 1I2 1W2 1F3 2F3 2B3 1B3
     """
-    placement = Placement.v(ranks)
+    placement = Placement.wave(ranks, stages_per_rank)
     costs = costs or replace(typical_costs(placement, "full"), working={})
     limits = resolve_limits("Auto", placement, costs, microbatches, memory_limit)
-    lean = find_shortest("Auto-ZBVLean", ranks, microbatches, costs, limits)
+    lean = find_shortest("Auto-ZB", placement, microbatches, costs, MemoryLimit(limits, ""))
     allowed = tuple(map(max, limits, simulate(lean, costs).peak_memory))
 
     def excess(schedule: Schedule) -> float:

@@ -32,9 +32,9 @@ def generate(
         ranks: pipeline ranks, at least 1.
         microbatches: at least 1.
         stages_per_rank: for looped schedules. Default: the usual number of the schedule.
-        costs: costs of the stages, or three numbers (f, i, w), for schedules that adapt to them (ZB1P, ZB2P). Other
+        costs: costs of the stages, or three numbers (f, i, w), for schedules that adapt to them (ZB, ZB1P, ZB2P). Other
             schedules ignore them.
-        memory_limit: for schedules that adapt to a limit (ZBVLean, ZBH1Lean), see `zbpipe.costs.MemoryLimit`.
+        memory_limit: for schedules that adapt to a limit (ZB, ZBLoop), see `zbpipe.costs.MemoryLimit`.
         runs_ahead: whether steps use `zbpipe.OptimizerStep`. Schedules that support it (ZB2P) then minimise the period
             instead of the makespan.
 

@@ -1,8 +1,7 @@
 """1F1B over v stages per rank (Megatron-LM, arXiv 2104.04473, section 2.2).
 
 The bubble is v times smaller, at the price of v times as many messages and some more memory. Use it where the backward
-cannot be split, or under full checkpointing. There its step is 3 to 4 % shorter than that of ZBVLean, with a third more
-memory.
+cannot be split. Elsewhere ZBLoop has a step as short or shorter, in less memory.
 """
 
 from collections.abc import Iterator

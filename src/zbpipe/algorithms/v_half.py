@@ -1,7 +1,8 @@
 """V-Half (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 4.2).
 
 Half of 1F1B's activations and about half of its bubble: for models that do not fit otherwise, or for longer sequences.
-With checkpointing, deferred gradients add to that, and on few ranks they outweigh it. VHalfLean defers less.
+With checkpointing, deferred gradients add to that, and on few ranks they outweigh it. ZB with a memory
+limit defers less.
 """
 
 from zbpipe.algorithms._v_block import Block, repeat

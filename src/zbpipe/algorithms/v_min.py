@@ -1,7 +1,8 @@
 """V-Min (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, section 4.2).
 
 A third of 1F1B's activations, and two thirds of its bubble where F, I and W take equal time. With checkpointing, I is
-longer, so a step is longer than with 1F1B, and deferred gradients add memory. VMinLean defers less.
+longer, so a step is longer than with 1F1B, and deferred gradients add memory. ZB with a memory
+limit defers less.
 """
 
 from zbpipe.algorithms._v_block import Block, repeat

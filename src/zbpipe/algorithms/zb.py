@@ -25,25 +25,28 @@ from dataclasses import replace
 from math import inf
 
 from zbpipe.algorithms._fill import Filler, Order
-from zbpipe.algorithms._lean import find_best, resolve_limits
+from zbpipe.algorithms._search import find_best, resolve_limits
 from zbpipe.algorithms.interleaved_1f1b import interleave, split_into_groups
 from zbpipe.algorithms.one_f_one_b import b_f
 from zbpipe.algorithms.v_half import v_half
 from zbpipe.algorithms.v_min import v_min
 from zbpipe.algorithms.zbv import zbv
 from zbpipe.costs.memory_limit import MemoryLimit
-from zbpipe.costs.model import CostModel, least_room
+from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
 from zbpipe.schedule.registry import register
+from zbpipe.simulator.lower_bound import lower_bound
 from zbpipe.simulator.simulation import simulate
 
-_MOST_SEARCHED = 6000
-"""Largest number of ops for which a search follows. For more it takes seconds, and finds next to nothing."""
+_MOST_SEARCHED, _MOST_SEARCHED_TWICE = 6_000, 24_000
+"""Largest numbers of ops for which a search follows: one from the best fillings, and in a V, if these are far from the
+bound, one from the papers' schedules. For more it takes seconds, and finds next to nothing."""
+_FAR = 1.03
+"""Length relative to the lower bound, from which a schedule is far from it."""
 _SEEDS = 3
 """Number of filled orders from which the search starts."""
-_AS_1F1B = MemoryLimit(1.0, "x", "1x")
 
 
 @register(
@@ -60,6 +63,7 @@ def zb(
     costs: CostModel | None = None,
     memory_limit: MemoryLimit | None = None,
     transport: Transport | None = None,
+    search: bool = True,
 ) -> Schedule:
     """The shortest of some ways to fill W into the slots, and of a short search from these.
 
@@ -71,7 +75,7 @@ def zb(
     rank 1: 1F0 2F0 1F1 2F1 2B0 1I0 1W0 2I1 2W1 1I1 1W1
     """
     placement = Placement.wave(ranks, stages_per_rank)
-    return _find("ZB", placement, microbatches, costs, memory_limit, transport)
+    return find_shortest("ZB", placement, microbatches, costs, memory_limit, transport, search=search)
 
 
 @register(
@@ -87,6 +91,7 @@ def zb_loop(
     costs: CostModel | None = None,
     memory_limit: MemoryLimit | None = None,
     transport: Transport | None = None,
+    search: bool = True,
 ) -> Schedule:
     """ZB in a loop for all numbers of stages. Interleaved1F1B is a candidate where it fits into the limit.
 
@@ -96,29 +101,43 @@ def zb_loop(
     rank 0: 0F0 0F1 2F0 2F1 2B0 2I1 2W1 0I0 0W0 0I1 0W1
     rank 1: 1F0 1F1 3F0 3I0 3W0 3F1 3I1 3W1 1I0 1W0 1I1 1W1
     """
-    return _find("ZBLoop", Placement.loop(ranks, stages_per_rank), microbatches, costs, memory_limit, transport)
+    placement = Placement.loop(ranks, stages_per_rank)
+    return find_shortest("ZBLoop", placement, microbatches, costs, memory_limit, transport, search=search)
 
 
-def _find(
+def find_shortest(
     name: str,
     placement: Placement,
     microbatches: int,
-    costs: CostModel | None,
-    memory_limit: MemoryLimit | None,
-    transport: Transport | None,
+    costs: CostModel | None = None,
+    memory_limit: MemoryLimit | None = None,
+    transport: Transport | None = None,
+    *,
+    search: bool = True,
 ) -> Schedule:
-    costs = costs or typical_costs(placement)
-    limits = resolve_limits(name, placement, costs, microbatches, memory_limit or _AS_1F1B)
-    limits = tuple(map(max, limits, least_room(placement, costs)))
-    found = _fill_all(placement, microbatches, costs, limits)
-    if not found or 3 * placement.num_stages * microbatches <= _MOST_SEARCHED:
-        seeds = (found or _fill_all(placement, microbatches, costs, (inf,) * len(limits)))[:_SEEDS]
-        if placement == Placement.v(placement.num_ranks):
-            seeds += [form(placement.num_ranks, microbatches) for form in (zbv, v_half, v_min)]
-        found.insert(1, find_best(name, seeds, costs, limits, transport))
-    transport = transport or Transport.IDEAL
-    candidates = found[:2] if transport is Transport.IDEAL else found
-    return replace(min(candidates, key=lambda each: simulate(each, costs, transport=transport).makespan), name=name)
+    """`zb` on any loop or wave. Without a `search` it may exceed the limit where nothing filled is within it."""
+    costs, transport = costs or typical_costs(placement), transport or Transport.IDEAL
+    limits = resolve_limits(name, placement, costs, microbatches, memory_limit)
+    filled = _fill_all(placement, microbatches, costs, limits)
+    papers, num_ops = _make_v(placement, microbatches), 3 * placement.num_stages * microbatches
+    others = papers if filled and papers else _fill_all(placement, microbatches, costs, (inf,) * len(limits))[:_SEEDS]
+    if not search:
+        return replace((filled or others)[0], name=name)
+
+    def length(schedule: Schedule) -> float:
+        return simulate(schedule, costs, transport=transport).makespan
+
+    found = filled[:2] if transport is Transport.IDEAL else list(filled)
+    if filled and num_ops <= _MOST_SEARCHED:
+        found.append(find_best(name, [*filled[:_SEEDS], *papers], costs, limits, transport))
+    if not found or (papers and num_ops <= _MOST_SEARCHED_TWICE and _are_far(found, costs, limits)):
+        found.append(find_best(name, others, costs, limits, transport))
+    return replace(min(found, key=length), name=name)
+
+
+def _are_far(found: Sequence[Schedule], costs: CostModel, limits: Sequence[float]) -> bool:
+    shortest = min(simulate(each, costs).makespan for each in found)
+    return shortest > _FAR * lower_bound(found[0].placement, costs, found[0].num_microbatches, limits)
 
 
 def _fill_all(placement: Placement, microbatches: int, costs: CostModel, limits: Sequence[float]) -> list[Schedule]:
@@ -127,6 +146,7 @@ def _fill_all(placement: Placement, microbatches: int, costs: CostModel, limits:
     orders = [in_slots(placement, microbatches), in_slots(placement, microbatches, delay=1)]
     if not _is_wave(placement):
         orders.append(with_short_warm_up(placement, microbatches))
+    orders += [_order_of(form) for form in _make_v(placement, microbatches)]
     ways = (0, 0.0), (placement.num_ranks, 0.0), (microbatches, 0.5), (microbatches, 1.0)
     without_w, *others = [filler.fill(order, apart, patience) for order in orders for apart, patience in ways]
     shortest = sorted(filter(None, (without_w, *others)), key=lambda each: each.seconds)[:_SEEDS]
@@ -172,6 +192,16 @@ def in_slots(placement: Placement, microbatches: int, delay: int = 0) -> Order:
                     (back + later, True, Op(stage, OpKind.I, microbatch)),
                 ]
     return [[op for _, _, op in sorted(row)] for row in rows]
+
+
+def _make_v(placement: Placement, microbatches: int) -> list[Schedule]:
+    """The papers' schedules for a V of two stages per rank."""
+    is_v = placement == Placement.v(placement.num_ranks)
+    return [form(placement.num_ranks, microbatches) for form in (zbv, v_half, v_min)] if is_v else []
+
+
+def _order_of(schedule: Schedule) -> Order:
+    return [[op for op in row if op.kind in (OpKind.F, OpKind.I)] for row in schedule]
 
 
 def _is_wave(placement: Placement) -> bool:

@@ -1,8 +1,8 @@
 """ZB-H1 (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.3): 1F1B's order, with dW split off.
 
 One stage per rank and as many activations as 1F1B, with a third of its bubble if F, I and W take equal time. Without
-checkpointing that is 1F1B's memory. With checkpointing, deferred gradients take more memory than activations. ZBH1Lean
-stays within 1F1B's memory.
+checkpointing that is 1F1B's memory. With checkpointing, deferred gradients take more memory than activations. ZB
+with one stage per rank stays within 1F1B's memory.
 """
 
 from zbpipe.algorithms._one_stage import f_i_w

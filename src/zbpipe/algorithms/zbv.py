@@ -2,7 +2,7 @@
 
 Only the skew at the start is left of the bubble if F, I and W take equal time. Without checkpointing it takes 1F1B's
 memory. With checkpointing, deferred gradients take more memory than activations: ZBV takes about twice 1F1B's memory
-under TorchTitan's selective checkpointing, and many times as much under full checkpointing. Try ZBVLean first, which
+under TorchTitan's selective checkpointing, and many times as much under full checkpointing. Try ZB first, which
 stays within 1F1B's memory.
 
 Stage r goes down the ranks and stage 2p - 1 - r comes up again, so rank 0 holds the first and the last stage. The

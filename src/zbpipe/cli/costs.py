@@ -210,4 +210,4 @@ def limit_option(what: str, spellings: str = SPELLINGS) -> Callable[[_Function],
 
 
 memory_limit_option = limit_option("Memory limit of a rank")
-fitted_limit_option = limit_option("Memory limit of a rank, for schedules that adapt to it, such as ZBVLean")
+fitted_limit_option = limit_option("Memory limit of a rank, for schedules that adapt to it, such as ZB")

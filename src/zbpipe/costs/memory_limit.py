@@ -150,11 +150,8 @@ class MemoryLimit:
         return 1.0
 
 
-LEEWAY = 1.02
-"""Factor of default limits over 1F1B's memory. Even without checkpointing, I needs slightly more working memory than B.
-Without leeway, no W could be deferred on a full rank."""
-AS_1F1B = MemoryLimit(LEEWAY, "x", f"{LEEWAY}x")
-"""Default limit of lean schedules and `Auto`."""
+AS_1F1B = MemoryLimit(1.0, "x", "1x")
+"""Default limit of `ZB`, `ZBLoop` and `Auto`."""
 
 MemoryLimitLike = MemoryLimit | float | str | Sequence[float | str]
 """Types accepted as a limit."""

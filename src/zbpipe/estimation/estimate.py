@@ -32,7 +32,7 @@ _PLANNED = ("single", "v", "wave")
 _BUDGET = 2e7
 """Budget of one plan's search in timed ops: a fraction of a second."""
 _SEARCHED = 1024
-"""Limit of ranks times microbatches for including searched schedules, such as ZBVLean, by default."""
+"""Limit of ranks times microbatches for including searched schedules, such as ZB, by default."""
 _MESSAGES = 6
 """Number of messages per stage of a rank for which a plan leaves room. The table counts the actual ones."""
 _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")

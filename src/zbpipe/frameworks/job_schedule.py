@@ -44,7 +44,7 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
         raise ValueError(
             f"torch's {name} takes only the options that torch also has: omit the others, such as"
             f" {spell('split_backward')}, {spell('defer_loss')} and {spell('check_gradients')}, or use one of zbpipe's"
-            " schedules, for example ZBVLean, which stays within about 1F1B's memory"
+            " schedules, for example ZB, which stays within 1F1B's memory"
         )
     checks.read_receives(options.receives, options.select_for("torch"))
     if options.transport is not None:

@@ -128,7 +128,7 @@ class Options:
         **_FILE,
     )
     memory_limit: MemoryLimitLike | None = _zbpipes(
-        f"For ZBVLean, ZBH1Lean and Auto, the memory limit of a rank: {SPELLINGS}. Without a cost file no costs are"
+        f"For ZB, ZBLoop and Auto, the memory limit of a rank: {SPELLINGS}. Without a cost file no costs are"
         f" known, and it has to be one of the first two. Default: {AS_1F1B.written}.",
         metavar="X",
     )

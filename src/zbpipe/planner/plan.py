@@ -214,7 +214,7 @@ def _plan_named(request: Request, costs_of: CostsOf | None) -> Iterator[Plan]:
         bounds = {name: bound.lower_bound(placement, costs, request.microbatches)}
         for algorithm in registry.schedules().values():
             try:
-                schedule = algorithm.make_on(placement, request.microbatches, costs)
+                schedule = algorithm.make_on(placement, request.microbatches, costs=costs)
             except Exception:  # a broken function of an installed package does not end the search
                 continue
             if schedule is not None:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from math import inf
+from typing import Any
 
 from zbpipe.costs.layers import LayerCosts, Sizes, Split, balance, even_sizes, move_layer, require_enough, split_of
-from zbpipe.costs.memory_limit import CostsOf
+from zbpipe.costs.memory_limit import CostsOf, MemoryLimit
 from zbpipe.costs.model import ROUNDING, CostModel, least_room, most_room, require_room, too_small
 from zbpipe.costs.transport import Transport
 from zbpipe.planner.engine import Engine, fastest
@@ -107,9 +108,8 @@ def make_named_schedules(problems: Sequence[Problem]) -> Iterator[tuple[Problem,
     """Every named schedule on its placement, made lean within the limits: its problem, order, and description."""
     for problem in problems:
         for algorithm in registry.schedules().values():
-            # Skip schedules that are searched themselves. They take as long as this search with less effort, and begin
-            # with the same lean forms of known schedules.
-            if "costs" in algorithm.keywords:
+            # Skip schedules that are searched themselves: they take as long as this search with less effort.
+            if "costs" in algorithm.keywords and "search" not in algorithm.keywords:
                 continue
             if found := _order(problem, algorithm):
                 yield problem, *found
@@ -117,8 +117,11 @@ def make_named_schedules(problems: Sequence[Problem]) -> Iterator[tuple[Problem,
 
 def _order(problem: Problem, algorithm: registry.Algorithm) -> tuple[list[int], str] | None:
     """The named schedule for this problem, and its description. None if there is none."""
+    known: dict[str, Any] = {}
+    if "memory_limit" in algorithm.keywords:
+        known = {"costs": problem.costs, "memory_limit": MemoryLimit(problem.limits, ""), "search": False}
     try:
-        schedule = algorithm.make_on(problem.placement, problem.num_microbatches)
+        schedule = algorithm.make_on(problem.placement, problem.num_microbatches, **known)
         if schedule is None:
             return None
         if problem.fits(schedule):

@@ -1,4 +1,4 @@
-"""Schedules that adapt to the job: the lean ones to its activation checkpointing, `Auto` to its measured costs."""
+"""Schedules that adapt to the job: `ZB` to its activation checkpointing, `Auto` to its measured costs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe.algorithms.zbv_lean import find_shortest
+from zbpipe.algorithms.zb import find_shortest
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit, MemoryLimitLike
 from zbpipe.costs.model import CostModel, least_room
@@ -27,7 +27,7 @@ from zbpipe.runtime.measure.recording import Collector, StepRecord, Wanted, watc
 from zbpipe.runtime.offload import make_copier
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.schedule.ir import Placement, Schedule, require_whole
+from zbpipe.schedule.ir import Schedule, require_whole
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.offloading import offload as offloaded
@@ -46,10 +46,10 @@ Records = list[StepRecord]
 logger = logging.getLogger(__name__)
 
 
-class LeanSchedule(RegisteredSchedule):
+class AdaptiveSchedule(RegisteredSchedule):
     """A schedule that defers W only where memory permits. The amount depends on the checkpointing.
 
-        schedule = zbpipe.ScheduleZBVLean(stages, n_microbatches=8, loss_fn=loss_fn)
+        schedule = zbpipe.ScheduleZB(stages, n_microbatches=8, loss_fn=loss_fn)
 
     It takes the arguments of all zbpipe schedules, and
 
@@ -134,7 +134,7 @@ class AutoOutcome:
     """Result of `Auto`. Times are seconds per step."""
 
     start: str
-    """Name of the schedule without a plan: ZBVLean for the measured costs."""
+    """Name of the schedule without a plan: ZB for the measured costs."""
     chosen: str
     """Name of the schedule that runs from now on."""
     expected_before: float
@@ -159,21 +159,21 @@ class _Proposal:
 
 
 class AutoSchedule(RegisteredSchedule):
-    """Starts as lean as 1F1B, measures the job, plans for it, and switches between two steps.
+    """ZB that measures the job, plans for it, and switches between two steps.
 
         schedule = zbpipe.build_pipeline_schedule("Auto", stages, n_microbatches=16, loss_fn=loss_fn)
         ...                     # train; the first rank's log reports each decision
         schedule.outcome        # the measurements and the choice; None before
 
-    It measures with the ZBVLean of full checkpointing, which has whole backwards and few I and W. That takes
-    `profile_steps` + 2 steps. Then it makes ZBVLean for the measured costs, and plans. Plan and ZBVLean alternate
-    for `profile_steps` steps each, and the faster one stays. Weights, optimizer, order of the data and the
-    placement of the stages (two per rank, in a V) never change, so neither do the losses. With
+    It measures with the ZB of full checkpointing, which has whole backwards and few I and W. That takes
+    `profile_steps` + 2 steps. Then it makes ZB for the measured costs, and plans. Plan and ZB alternate for
+    `profile_steps` steps each, and the faster one stays. Weights, optimizer, order of the data and the placement of
+    the stages, which is that of ZB, never change, so neither do the losses. With
     `zbpipe.OptimizerStep` it plans for the shortest period. Timed steps do not run ahead.
 
     Args:
         stages: as for every zbpipe schedule, like `n_microbatches`, `loss_fn`, `args` and `options`.
-        offload: tensors that the plan and ZBVLean may copy to the host: "pairs", "activations" or "all".
+        offload: tensors that the plan and ZB may copy to the host: "pairs", "activations" or "all".
         memory_limit: as for every schedule. During measurement only activations and deferred gradients count. Default:
             the memory of 1F1B's worst rank with the measured costs, working memory included.
         profile_steps: timed steps of the start, and later of the plan and of the start again.
@@ -222,23 +222,26 @@ class AutoSchedule(RegisteredSchedule):
         self._profiler = Profiler(self, profile_steps, group=group, done=self._plan)
 
     def make_for_microbatches(self, number: int) -> Schedule:
-        """The schedule for measurements before the plan, afterwards the better one of plan and ZBVLean."""
+        """The schedule for measurements before the plan, afterwards the better one of plan and ZB."""
         if self._known is None:
             return super().make_for_microbatches(number)
-        lean = self._make_lean(number, self._known)
-        if self.outcome is None or self.outcome.chosen == lean.name:
-            return lean
+        start = self._make_start(number, self._known)
+        if self.outcome is None or self.outcome.chosen == start.name:
+            return start
         found = self._search(JobCosts(self._known), self._find_limits(number, self._known), number)
-        is_better = found.expected < simulate(lean, self._known, transport=self.transport).makespan * _WORTH_IT
-        return Schedule.from_csv(found.table, "plan") if is_better else lean
+        is_better = found.expected < simulate(start, self._known, transport=self.transport).makespan * _WORTH_IT
+        return Schedule.from_csv(found.table, "plan") if is_better else start
 
-    def _make_lean(self, number: int, costs: CostModel) -> Schedule:
-        limits = self._find_limits(number, costs)
-        lean = find_shortest("ZBVLean", self.placement.num_ranks, number, costs, limits, self.transport)
-        return offloaded(lean, costs, what=self._offload) if self._offload else lean
+    def _make_start(self, number: int, costs: CostModel) -> Schedule:
+        """ZB for these costs."""
+        limit = MemoryLimit(self._find_limits(number, costs), "")
+        found = find_shortest("ZB", self.placement, number, costs, limit, self.transport)
+        return offloaded(found, costs, what=self._offload) if self._offload else found
 
     def _find_limits(self, number: int, costs: CostModel) -> tuple[float, ...]:
-        return find_memory_limits(self.lists.limit, costs, self.placement.num_ranks, number)
+        """Memory limit of each rank, and at least the memory of one microbatch, which has already run."""
+        limits = (self.lists.limit or AS_1F1B).resolve(costs, self.placement.num_ranks, number)
+        return tuple(map(max, limits, least_room(self.placement, costs)))
 
     def _plan(self, costs: JobCosts) -> None:
         records = self._profiler.records
@@ -247,7 +250,7 @@ class AutoSchedule(RegisteredSchedule):
         self._measured(costs)
         number = self.sizes.usual
         limits = self._find_limits(number, model)
-        start = self._make_lean(number, model)
+        start = self._make_start(number, model)
         self._known = model
         self.adopt(start, model)
         expected = simulate(start, model, transport=self.transport, receives=self.receives).makespan
@@ -329,10 +332,3 @@ def _make_proposal(*size: Any, **wanted: Any) -> _Proposal:
         f" the best possible, with a peak of {max(found.timeline.peak_activations):.3g} microbatches"
     )
     return _Proposal(found.schedule.to_csv(), found.makespan, words)
-
-
-def find_memory_limits(limit: MemoryLimit | None, costs: CostModel, ranks: int, microbatches: int) -> tuple[float, ...]:
-    """Memory limit of each rank in the unit of `costs.activations`. Without `limit`, 1F1B's memory."""
-    # At least the memory of one microbatch, which has already run.
-    limits = (limit or AS_1F1B).resolve(costs, ranks, microbatches)
-    return tuple(map(max, limits, least_room(Placement.v(ranks), costs)))

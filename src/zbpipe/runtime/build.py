@@ -2,8 +2,8 @@
 
     schedule = zbpipe.ScheduleZBV(stages, n_microbatches=8, loss_fn=loss_fn)
 
-Each is a `RegisteredSchedule` and takes its arguments. The lean schedules adapt to the activation checkpointing (see
-`LeanSchedule`). `zbpipe.algorithms` has their definitions.
+Each is a `RegisteredSchedule` and takes its arguments. ZB and ZBLoop adapt to the activation checkpointing (see
+`AdaptiveSchedule`). `zbpipe.algorithms` has their definitions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zbpipe.planner.plan import plan as search
 from zbpipe.planner.result import Plan
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import hooks, pipelining
-from zbpipe.runtime.adaptive import AutoSchedule, LeanSchedule
+from zbpipe.runtime.adaptive import AdaptiveSchedule, AutoSchedule
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split import stage as split
@@ -45,7 +45,7 @@ def _find_class(algorithm: Algorithm) -> type[RegisteredSchedule]:
 
 
 def _make_class(algorithm: Algorithm) -> type[RegisteredSchedule]:
-    base = LeanSchedule if algorithm.by_checkpointing else RegisteredSchedule
+    base = AdaptiveSchedule if algorithm.by_checkpointing else RegisteredSchedule
     name = algorithm.class_name
     example = f"    schedule = zbpipe.{name}(stages, n_microbatches=8, loss_fn=loss_fn)"
     doc = f"{algorithm.summary}\n\n{example}\n\nIts arguments are those of `{base.__name__}`."
@@ -192,7 +192,3 @@ ScheduleVHalf = class_of("VHalf")
 ScheduleVMin = class_of("VMin")
 ScheduleDualPipeVSplit = class_of("DualPipeVSplit")
 ScheduleInterleavedZeroBubbleSplit = class_of("InterleavedZeroBubbleSplit")
-ScheduleZBH1Lean = class_of("ZBH1Lean")
-ScheduleZBVLean = class_of("ZBVLean")
-ScheduleVHalfLean = class_of("VHalfLean")
-ScheduleVMinLean = class_of("VMinLean")

@@ -72,7 +72,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             everything with a version of torch whose FSDP2 zbpipe does not know
             (`zbpipe.runtime._torch.fsdp2`).
         costs: costs for schedules that adapt to measured times (ZB1P, ZB2P), to place receives, and for `offload`.
-        memory_limit: limit for schedules that adapt to one (ZBVLean, ZBH1Lean, Auto), see
+        memory_limit: limit for schedules that adapt to one (ZB, ZBLoop, Auto), see
             `zbpipe.costs.MemoryLimit`.
         offload: tensors copied to the host's memory and back, as far as that costs no time: "pairs" (deferred
             gradients), "activations" or "all" (also True). It needs costs with `host`. A schedule that already has

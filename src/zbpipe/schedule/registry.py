@@ -7,8 +7,9 @@ A schedule is a function `(ranks, microbatches) -> Schedule`, registered under i
 
 A function that also takes `stages_per_rank` runs with any number of stages. One that takes `costs` can adapt to
 measured times, one that takes `memory_limit` to a `zbpipe.costs.MemoryLimit`, and one that takes `transport` to the
-transport of messages. Installed packages offer their functions through the entry-point group "zbpipe.algorithms".
-zbpipe's functions are in `zbpipe.algorithms`, which `import zbpipe` imports.
+transport of messages. The planner starts from functions that take no costs, and from those that take `search`: it
+passes False, for a schedule within milliseconds. Installed packages offer their functions through the entry-point group
+"zbpipe.algorithms". zbpipe's functions are in `zbpipe.algorithms`, which `import zbpipe` imports.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from difflib import get_close_matches
 from functools import cache, partial
 from importlib.metadata import entry_points
 from types import MappingProxyType
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from zbpipe.schedule.ir import Placement, Schedule, require_size, require_whole
 from zbpipe.schedule.user_code import SEPARATOR, function_of, read_text
@@ -37,7 +38,7 @@ class _Planned(Protocol):
     def schedule(self) -> Schedule: ...
 
 
-_KEYWORDS = ("stages_per_rank", "costs", "memory_limit", "runs_ahead", "transport")
+_KEYWORDS = ("stages_per_rank", "costs", "memory_limit", "runs_ahead", "transport", "search")
 """The keywords that the function of a schedule may take."""
 
 
@@ -64,7 +65,7 @@ class Algorithm:
     table: Schedule | None = None
     """The existing schedule."""
     keywords: frozenset[str] = frozenset()
-    """The keywords that the function takes: `stages_per_rank`, `costs`, `memory_limit`, `runs_ahead`, `transport`."""
+    """The keywords that the function takes, some of `_KEYWORDS`."""
     listed: bool = True
     """Whether it is a separate schedule, to be listed and compared with others."""
     by_checkpointing: bool = False
@@ -118,9 +119,11 @@ class Algorithm:
         memory_limit: object = None,
         runs_ahead: bool = False,
         transport: object = None,
+        search: bool = True,
     ) -> Schedule:
-        """The schedule of this size, which the function makes for `costs`, `memory_limit` and `transport` if it takes
-        them. `zbpipe.generate` takes a name, and costs and limits as users write them.
+        """The schedule of this size, which the function makes for those of the other arguments that it takes.
+
+        `zbpipe.generate` takes a name, and costs and limits as users write them.
         """
         ranks, microbatches = require_whole(1, ranks=ranks, microbatches=microbatches)
         placement = self.place(ranks, stages_per_rank)
@@ -128,18 +131,18 @@ class Algorithm:
             require_size(f"{self.name} on {ranks} ranks", placement.num_stages, microbatches)
         if memory_limit is not None:
             self.require_limits("memory_limit")
-        values = (len(placement.stages_on(0)), costs, memory_limit, runs_ahead, transport)
+        values = (len(placement.stages_on(0)), costs, memory_limit, runs_ahead, transport, search)
         given = dict(zip(_KEYWORDS, values, strict=True))
         schedule = self.generate(ranks, microbatches, **{name: given[name] for name in self.keywords})
         _require_as_asked(schedule, self.name, placement, microbatches)
         return schedule
 
-    def make_on(self, placement: Placement, microbatches: int, costs: object = None) -> Schedule | None:
-        """The schedule on this placement. None if it has another one."""
+    def make_on(self, placement: Placement, microbatches: int, **others: Any) -> Schedule | None:
+        """The schedule on this placement, with the other arguments of `make`. None if it has another placement."""
         stages = len(placement.stages_on(0)) if self.any_stages_per_rank else None
         if self.place(placement.num_ranks, stages) != placement:
             return None
-        return self.make(placement.num_ranks, microbatches, stages_per_rank=stages, costs=costs)
+        return self.make(placement.num_ranks, microbatches, stages_per_rank=stages, **others)
 
 
 def _require_as_asked(schedule: object, name: str, placement: Placement, microbatches: int) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbpipe.costs.job import JobCosts
-from zbpipe.costs.memory_limit import LEEWAY
 from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.costs.transformer import NOTE, Checkpointing, has_torchs_split, runs_torchs_split
 from zbpipe.schedule.ir import OpKind
@@ -195,7 +194,7 @@ class ComparedSchedule:
     def is_within(self) -> bool:
         """Whether it can run within the limits, or without any within 1F1B's memory or slightly more."""
         share = self.figures["memory_to_1f1b"]
-        fits = self.broken is None if self.limits else share is not None and share <= LEEWAY * (1 + ROUNDING)
+        fits = self.broken is None if self.limits else share is not None and share <= _AS_1F1B * (1 + ROUNDING)
         return self.runs and fits
 
     def record(self) -> dict[str, Any]:
@@ -249,6 +248,8 @@ def _steps(compared: Iterable[ComparedSchedule]) -> dict[str, float]:
     return {each.figures["schedule"]: each.figures["makespan"] for each in compared}
 
 
+_AS_1F1B = 1.02
+"""Memory relative to 1F1B's up to which a schedule counts as one of the same memory."""
 _BASELINES = ("1F1B", "Interleaved1F1B")
 
 
@@ -293,7 +294,7 @@ def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | No
     yield ""
     yield f"{_LEGEND}; {more}{_OF_QUANTILES if quantiles else ''}"
     if chosen is not None:
-        within = "the memory limit" if chosen.limits else f"{LEEWAY}x of 1F1B's memory"
+        within = "the memory limit" if chosen.limits else f"{_AS_1F1B}x of 1F1B's memory"
         yield f"recommended: the shortest step within {within}"
     if any(each.has_torchs_split for each in best_first):
         yield NOTE

@@ -44,7 +44,7 @@ from zbpipe.frameworks.titan.command_line import asks_for_help
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import autograd, pipelining
 from zbpipe.runtime._torch.attributes import replaced
-from zbpipe.runtime.adaptive import LeanSchedule
+from zbpipe.runtime.adaptive import AdaptiveSchedule
 from zbpipe.runtime.build import require_splittable
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -419,7 +419,7 @@ def complete(schedule: pipelining.PipelineSchedule, name: str, job: _Job) -> Non
 def _complete_zbpipes(schedule: RegisteredSchedule, job: _Job) -> None:
     name = schedule.algorithm.name
     logger.info("Using zbpipe's pipeline schedule %s with %d microbatches", name, pipelining.num_microbatches(schedule))
-    if isinstance(schedule, LeanSchedule):
+    if isinstance(schedule, AdaptiveSchedule):
         # From the config, not from each rank's modules: all ranks need one schedule now.
         tensor = job.parallelism.tensor_parallel_degree
         schedule.make_for(job.checkpointing, tensor)

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 def pipeline(
     model: nn.Module,
     *,
-    schedule: str | Schedule | Plan | Algorithm = "ZBVLean",
+    schedule: str | Schedule | Plan | Algorithm = "ZB",
     microbatches: int,
     mesh: DeviceMesh | None = None,
     loss: Loss | None = None,
@@ -49,7 +49,7 @@ def pipeline(
 ) -> Pipeline:
     """The `model`, cut into stages, of which this rank keeps its own on its device.
 
-        pipe = zbpipe.pipeline(model, schedule="ZBVLean", microbatches=8, mesh=mesh["pp"])
+        pipe = zbpipe.pipeline(model, schedule="ZB", microbatches=8, mesh=mesh["pp"])
         optimizer = torch.optim.AdamW(pipe.parameters())
         loss = pipe.step(**batch)
 
@@ -340,7 +340,7 @@ def _cut(model: nn.Module, anatomy: Anatomy, placement: Placement) -> tuple[rang
         has_several = placement.num_stages > placement.num_ranks
         raise ValueError(
             f"{type(model).__name__} has {len(blocks)} blocks, and each of the {placement.num_stages} stages needs one:"
-            f" use fewer ranks{', or a schedule with one stage per rank, such as ZBH1Lean' if has_several else ''}"
+            f" use fewer ranks{', or a schedule with one stage per rank, such as ZBH1' if has_several else ''}"
         )
     work = [products(block) for _, block in blocks]
     for names, end in ((anatomy.before, 0), (anatomy.after, -1)):

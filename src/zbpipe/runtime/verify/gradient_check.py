@@ -98,7 +98,7 @@ class GradientCheck(Watcher):
         if not isinstance(schedule, RegisteredSchedule):
             raise ValueError(
                 f"{type(schedule).__name__} does not have zbpipe's split, so there is nothing to check: use one of"
-                " zbpipe's schedules, for example ZBVLean, which stays within about 1F1B's memory"
+                " zbpipe's schedules, for example ZB, which stays within 1F1B's memory"
             )
         (steps,) = require_whole(1, steps=steps)
         checks.require_above_0("tolerance", tolerance)

@@ -1,4 +1,4 @@
-"""The lean schedules on torch: they find the checkpointing, agree on it, and train as without a pipeline."""
+"""ZB and ZBLoop on torch: they find the checkpointing, agree on it, and train as without a pipeline."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from torch import nn
 import zbpipe
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import typical_costs
-from zbpipe.runtime.adaptive import LeanSchedule, checkpointing_of
+from zbpipe.runtime.adaptive import AdaptiveSchedule, checkpointing_of
 from zbpipe.runtime.build import class_of
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement
 
-LEAN = ("ZBVLean", "ZBH1Lean", "VHalfLean", "VMinLean")
+NAMES = ("ZB", "ZBLoop")
 MICROBATCHES = (1, 3)
 CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "selective", "full")
 
 
 def train_all(checkpointing: Checkpointing) -> dict[str, Any]:
     with searching_little():
-        return {name: train(name, MICROBATCHES, checkpointing) for name in (*LEAN, "Auto")}
+        return {name: train(name, MICROBATCHES, checkpointing) for name in (*NAMES, "Auto")}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def train_all(checkpointing: Checkpointing) -> dict[str, Any]:
 )
 def test_gradients(checkpointing: Checkpointing) -> None:
     per_rank = run_ranks(2, train_all, checkpointing)
-    for name in (*LEAN, "Auto"):
+    for name in (*NAMES, "Auto"):
         num_stages = registry.resolve(name).place(2).num_stages
         assert_like_reference([results[name] for results in per_rank], num_stages, MICROBATCHES)
 
@@ -89,14 +89,14 @@ def step(pipeline: Pipeline) -> None:
 def agree_on_the_leanest() -> tuple[list[tuple[str, str]], str]:
     """Rank 0 sees full checkpointing, rank 1 none: both run what full needs. Then they have different schedules."""
     seen: Checkpointing = "full" if dist.get_rank() == 0 else "none"
-    pipeline = build("ZBVLean", seen)
+    pipeline = build("ZB", seen)
     runtime = pipeline.schedule
     before = str(runtime.checkpointing)
     step(pipeline)
     step(pipeline)
     found = [(before, str(runtime.checkpointing)), (str(runtime.schedule), runtime.schedule.name)]
     try:
-        step(build("ZBVLean" if dist.get_rank() == 0 else "VHalf", "none"))
+        step(build("ZB" if dist.get_rank() == 0 else "VHalf", "none"))
     except zbpipe.PipelineError as error:
         return found, str(error)
     return found, "it ran"
@@ -108,7 +108,7 @@ def test_ranks_agree_on_what_keeps_least_and_refuse_another_schedule() -> None:
     assert first[1] == second[1]
     for message in (said, too):
         assert "the ranks have different schedules" in message
-        assert "ZBVLean with 8 microbatches, checkpointing: none" in message
+        assert "ZB with 8 microbatches, checkpointing: none" in message
         assert "VHalf with 8 microbatches" in message
 
 
@@ -118,15 +118,15 @@ def of_iterator(name: str, stages: Any, *more: Any, **options: Any) -> Any:
 
 def said() -> list[Any]:
     """What the caller says wins over what the modules show, and needs no exchange."""
-    full = build("ZBVLean", "none", checkpointing="full", make=of_iterator).schedule
+    full = build("ZB", "none", checkpointing="full", make=of_iterator).schedule
     times = CostModel.uniform(Placement.v(1), 1, 2, 3)
-    measured = build("ZBVLean", "full", costs=times).schedule
+    measured = build("ZB", "full", costs=times).schedule
     try:
-        build("ZBVLean", "full", checkpointing="some")
+        build("ZB", "full", checkpointing="some")
     except ValueError as error:
         refusal = str(error)
-    build("ZBVLean", "full", memory_limit="3x")
-    pipeline = build("VMinLean", "full")
+    build("ZB", "full", memory_limit="3x")
+    pipeline = build("ZB", "full")
     adopted = pipeline.schedule
     has_i = any(op.kind is OpKind.I for ops in adopted.schedule for op in ops)
     adopted.adopt(zbpipe.generate("ZBV", 1, 8))
@@ -140,11 +140,11 @@ def test_what_is_said_wins() -> None:
     assert found == ["full", None, unknown, False, "ZBV"]
 
 
-@pytest.mark.parametrize("name", LEAN)
+@pytest.mark.parametrize("name", NAMES)
 def test_public_classes(name: str) -> None:
     kind = getattr(zbpipe, f"Schedule{name}")
     assert kind.algorithm.name == name
-    assert issubclass(kind, LeanSchedule)
+    assert issubclass(kind, AdaptiveSchedule)
     assert class_of(name.upper()) is kind
     tables = {
         zbpipe.generate(name, 4, 16, costs=typical_costs(kind.algorithm.place(4), each)) for each in CHECKPOINTING

@@ -1,13 +1,12 @@
-"""Search for the lean schedules, within a memory limit that includes deferred gradients and working memory."""
+"""A short search within a memory limit that includes deferred gradients and working memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zbpipe.costs.memory_limit import AS_1F1B, LEEWAY, MemoryLimit, memory_of_1f1b
+from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit
 from zbpipe.costs.model import ROUNDING, CostModel, least_room, require_room
-from zbpipe.costs.transformer import typical_costs
 from zbpipe.costs.transport import Transport
 from zbpipe.planner.engine import at_hand
 from zbpipe.planner.lean import fit_within, make_leanest
@@ -18,22 +17,22 @@ from zbpipe.simulator.simulation import simulate
 
 _MOST_WITH_QUEUES = 3
 """Number of orders simulated if messages share queues with compute. Chosen by hand: each takes 0.2 seconds."""
-BUDGET = 5e5
+_BUDGET = 5e5
 """Budget of one search, in ops placed and timed: some 0.2 seconds without numba."""
 
 
 def resolve_limits(
     name: str, placement: Placement, costs: CostModel, microbatches: int, limit: MemoryLimit | None
 ) -> tuple[float, ...]:
-    """Memory limit of each rank: the given one, or slightly more than the peak of 1F1B's worst rank.
+    """Memory limit of each rank: the given one, or the peak of 1F1B's worst rank, or what one microbatch needs.
 
-    ValueError if the limit is too small for even one microbatch of the schedule called `name`.
+    ValueError if the given limit is too small for even one microbatch of the schedule called `name`.
     """
     limits = (limit or AS_1F1B).resolve(costs, placement.num_ranks, microbatches)
     if limit is not None:
         with limit.explain(costs, placement.num_ranks, microbatches):
             require_room(placement, costs, limits, f" for {name}")
-    return limits
+    return tuple(map(max, limits, least_room(placement, costs)))
 
 
 def find_best(
@@ -45,13 +44,12 @@ def find_best(
 ) -> Schedule:
     """The shortest schedule within `limits` that a short search finds from lean forms of `seeds`. Ties: the leanest.
 
-    All seeds have the same placement and number of microbatches. Each rank may hold what one microbatch needs, even
-    above its limit. With messages that share queues with compute, the shortest step is the one under that transport.
-    Other transports make no difference.
+    All seeds have the same placement and number of microbatches. With messages that share queues with compute, the
+    shortest step is the one under that transport. Other transports make no difference.
     """
     placement, microbatches = seeds[0].placement, seeds[0].num_microbatches
-    problem = Problem("", placement, costs, microbatches, tuple(map(max, limits, least_room(placement, costs))))
-    search = Search([problem], BUDGET, at_hand(), effort=Effort.quick(BUDGET, problem.num_ops))
+    problem = Problem("", placement, costs, microbatches, tuple(limits))
+    search = Search([problem], _BUDGET, at_hand(), effort=Effort.quick(_BUDGET, problem.num_ops))
     leanest = [make_leanest(seed, costs) for seed in seeds]
     forms = (
         form
@@ -67,18 +65,3 @@ def find_best(
     shortest = [each.order for each in search.kept if each.length <= search.shortest * (1 + ROUNDING)]
     schedules = [problem.schedule(name, order) for order in dict.fromkeys(shortest)]
     return min(schedules, key=lambda each: max(simulate(each, costs).peak_memory))
-
-
-def find_within_share(
-    name: str, form: Schedule, share: float, costs: CostModel | None, transport: Transport | None = None
-) -> Schedule:
-    """The best schedule within a share of 1F1B's activations, or within the leanest form of the paper's schedule.
-
-    The share excludes working memory, because a rank runs one op at a time. Costs default to typical ones.
-    """
-    ranks, costs = form.num_ranks, costs or typical_costs(form.placement)
-    peak = memory_of_1f1b(costs, ranks, ranks)
-    held = memory_of_1f1b(replace(costs, working={}), ranks, ranks)
-    least = max(simulate(make_leanest(form, costs), costs).peak_memory)
-    limit = max(LEEWAY * (share * held + peak - held), least)
-    return find_best(name, [form], costs, (limit,) * ranks, transport)
