@@ -23,14 +23,14 @@ FORMALITIES = {"zbpipe", "zbpipe.__main__"}
 
 BUDGETS = {
     "src/zbpipe": 295,
-    "src/zbpipe/algorithms": 813,
+    "src/zbpipe/algorithms": 740,
     "src/zbpipe/cli": 1825,
     "src/zbpipe/costs": 898,
     "src/zbpipe/estimation": 1050,
     "src/zbpipe/frameworks": 2850,
-    "src/zbpipe/planner": 1730,
+    "src/zbpipe/planner": 1734,
     "src/zbpipe/runtime": 8270,
-    "src/zbpipe/schedule": 720,
+    "src/zbpipe/schedule": 721,
     "src/zbpipe/simulator": 1790,
     "src/zbpipe/titan": 100,
     "src/zbpipe/views": 1180,
