@@ -40,12 +40,13 @@ class Pipeline:
         *,
         group: dist.ProcessGroup | None = None,
         make: Callable[..., Any] = zbpipe.build_pipeline_schedule,
+        stages_per_rank: int | None = None,
         **options: Any,
     ) -> None:
         rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         table = getattr(schedule, "schedule", schedule)  # of a plan
-        self.indices = zbpipe.stage_indices(table, rank=rank, num_ranks=num_ranks)
-        self.num_stages = registry.resolve(table).place(num_ranks).num_stages
+        placement = registry.resolve(table).place(num_ranks, stages_per_rank)
+        self.indices, self.num_stages = placement.stages_on(rank), placement.num_stages
         self.has_first, self.has_last = 0 in self.indices, self.num_stages - 1 in self.indices
         self.modules = {index: build(index, self.num_stages) for index in self.indices}
         self.stages = [

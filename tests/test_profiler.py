@@ -416,10 +416,10 @@ def assert_trace(name: str, data: Any) -> None:
         assert ops[2 * rank] == ops[2 * rank + 1] == list(map(str, row))
 
 
-def agreed() -> tuple[Any, ...]:
+def agreed(stages_per_rank: int) -> tuple[Any, ...]:
     """With plans that are tried whatever they gain: so small a job has none that is shorter than ZB."""
     setattr(adaptive, "_WORTH_IT", 2.0)  # noqa: B010
-    job = Job("Auto", profile_steps=1, budget=1e5)
+    job = Job("Auto", stages_per_rank=stages_per_rank, profile_steps=1, budget=1e5)
     names = [job.schedule.schedule.name]
     for _ in range(6):
         job.step()
@@ -450,8 +450,10 @@ def test_auto_plans_and_receives_by_what_it_measured_and_for_the_transport() -> 
         assert predicted == pytest.approx(expected)
 
 
-def test_auto_plans_and_keeps_the_better() -> None:
-    (names, outcome, rows), (names_of_second, outcome_of_second, rows_of_second) = run_ranks(2, agreed)
+@pytest.mark.parametrize("stages_per_rank", [2, 3])
+def test_auto_plans_and_keeps_the_better(stages_per_rank: int) -> None:
+    """In a wave, and in a loop."""
+    (names, outcome, rows), (names_of_second, outcome_of_second, rows_of_second) = run_ranks(2, agreed, stages_per_rank)
     assert (names, outcome, rows) == (names_of_second, outcome_of_second, rows_of_second)
     assert (names[0], outcome.start) == ("Auto-ZB", "ZB")
     assert names[-1] == outcome.chosen

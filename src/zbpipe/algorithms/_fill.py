@@ -106,9 +106,9 @@ class _Rank:
         if not self._has_room(stage, kind):
             return False
         self.clock = max(self.clock, arrival)
-        self._run(op if kind is op.kind else op._replace(kind=kind))
+        self._run(op if kind is op.kind else Op(stage, kind, op.microbatch))
         if kind is I:
-            deferred.append(op._replace(kind=W))
+            deferred.append(Op(stage, W, op.microbatch))
         return True
 
     def run_all_w(self) -> None:

@@ -29,7 +29,7 @@ def auto(
     working memory, which would be a guess.
 
     >>> print(auto(2, 4))
-    rank 0: 0F0 0F1 0F2 3F0 3B0 3F1 3B1 0B0 3F2 3B2 0B1 0I2 0W2 0F3 3F3 3I3 3W3 0B3
+    rank 0: 0F0 0F1 3F0 3B0 0F2 3F1 3B1 0B0 3F2 3B2 0B1 0I2 0W2 0F3 3F3 3I3 3W3 0B3
     rank 1: 1F0 2F0 1F1 2F1 2B0 1F2 1B0 2F2 2B1 1B1 2I2 2W2 1I2 1W2 1F3 2F3 2B3 1B3
     """
     placement = Placement.wave(ranks, stages_per_rank)

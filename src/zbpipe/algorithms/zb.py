@@ -118,21 +118,22 @@ def find_shortest(
     """`zb` on any loop or wave. Without a `search` it may exceed the limit where nothing filled is within it."""
     costs, transport = costs or typical_costs(placement), transport or Transport.IDEAL
     limits = resolve_limits(name, placement, costs, microbatches, memory_limit)
-    filled = _fill_all(placement, microbatches, costs, limits)
+    filled = _fill_all(placement, microbatches, costs, limits, transport)
     papers, num_ops = _make_v(placement, microbatches), 3 * placement.num_stages * microbatches
-    others = papers if filled and papers else _fill_all(placement, microbatches, costs, (inf,) * len(limits))[:_SEEDS]
+    others = papers if filled else _fill_all(placement, microbatches, costs, (inf,) * len(limits), transport)[:_SEEDS]
     if not search:
         return replace((filled or others)[0], name=name)
 
     def length(schedule: Schedule) -> float:
         return simulate(schedule, costs, transport=transport).makespan
 
-    found = filled[:2] if transport is Transport.IDEAL else list(filled)
+    is_timed = transport is Transport.IDEAL and not (costs.gather or costs.reduce)
+    found = filled[:1] if is_timed else list(filled)
     if filled and num_ops <= _MOST_SEARCHED:
         found.append(find_best(name, [*filled[:_SEEDS], *papers], costs, limits, transport))
     if not found or (papers and num_ops <= _MOST_SEARCHED_TWICE and _are_far(found, costs, limits)):
         found.append(find_best(name, others, costs, limits, transport))
-    return replace(min(found, key=length), name=name)
+    return replace(min(found, key=length) if found[1:] else found[0], name=name)
 
 
 def _are_far(found: Sequence[Schedule], costs: CostModel, limits: Sequence[float]) -> bool:
@@ -140,10 +141,14 @@ def _are_far(found: Sequence[Schedule], costs: CostModel, limits: Sequence[float
     return shortest > _FAR * lower_bound(found[0].placement, costs, found[0].num_microbatches, limits)
 
 
-def _fill_all(placement: Placement, microbatches: int, costs: CostModel, limits: Sequence[float]) -> list[Schedule]:
+def _fill_all(
+    placement: Placement, microbatches: int, costs: CostModel, limits: Sequence[float], transport: Transport
+) -> list[Schedule]:
     """The shortest ways to fill W into the orders within the limits, the best first, and last the one without W."""
     filler = Filler(placement, microbatches, costs, limits)
-    orders = [in_slots(placement, microbatches), in_slots(placement, microbatches, delay=1)]
+    orders = [in_slots(placement, microbatches)]
+    if transport is not Transport.IDEAL:
+        orders.append(in_slots(placement, microbatches, delay=1))
     if not _is_wave(placement):
         orders.append(with_short_warm_up(placement, microbatches))
     orders += [_order_of(form) for form in _make_v(placement, microbatches)]
