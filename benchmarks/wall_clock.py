@@ -108,16 +108,27 @@ def uniform_costs(placement: Placement, times: Times, unit: float, latency: floa
 
 
 def source_of(name: str, job: Job, costs: Callable[[Placement], CostModel], directory: Path) -> str:
-    """The schedule's name, or the CSV file of the plan, which rank 0 makes for all."""
-    name = name.partition("@")[0]
-    if name not in PLANNED:
+    """The schedule's name, or the CSV file of a plan or of NAME:v, which rank 0 makes for all."""
+    name, stages = split_name(name)
+    if name not in PLANNED and stages is None:
         return name
-    file = directory / f"{re.sub('[^a-z0-9.+]+', '-', name)}.csv"
+    file = directory / f"{re.sub('[^A-Za-z0-9.+]+', '-', name)}-{stages}.csv"
     if dist.get_rank() == 0:
-        found = zbpipe.plan(job.ranks, job.microbatches, costs, PLANNED[name](job.ranks))
-        file.write_text(found.schedule.to_csv())
+        size = job.ranks, job.microbatches
+        if name in PLANNED:
+            schedule = zbpipe.plan(*size, costs, PLANNED[name](job.ranks)).schedule
+        else:
+            placement = resolve(name).place(job.ranks, stages)
+            schedule = zbpipe.generate(name, *size, stages_per_rank=stages, costs=costs(placement))
+        file.write_text(schedule.to_csv())
     dist.barrier()
     return str(file)
+
+
+def split_name(name: str) -> tuple[str, int | None]:
+    """The schedule, and its stages per rank, from NAME:v@receives."""
+    name, _, stages = name.partition("@")[0].partition(":")
+    return name, int(stages) if stages else None
 
 
 def receives_of(name: str) -> str | None:
@@ -218,7 +229,7 @@ def table(results: Sequence[Result]) -> str:
 
 def _cells(result: Result, results: Sequence[Result]) -> list[str]:
     baseline = next(r for r in results if r.schedule == BASELINE and _setting(r) == _setting(result))
-    name = result.schedule.partition("@")[0]
+    name, _ = split_name(result.schedule)
     ratio = f"{result.ratio:.3f}"
     return [
         f"{result.ranks}, {result.microbatches}",
@@ -254,7 +265,9 @@ def parse_arguments() -> argparse.Namespace:
     add("--microbatches", type=int, nargs="+", help="for each of the ranks; 2p without it")
     add("--unit", type=float, default=0.1, help="seconds of a time of 1")
     add("--steps", type=int, default=3, help="measured of each schedule")
-    schedules = "1F1B always runs. ZBV@early posts receives early; also @late, @timed, @nearest"
+    schedules = (
+        "1F1B always runs. ZB:4 has 4 stages per rank. ZBV@early posts receives early; also @late, @timed, @nearest"
+    )
     add("--schedules", nargs="+", default=[*NAMED, *PLANS], metavar="NAME", help=schedules)
     add("--backend", default="gloo", help="or one of benchmarks/fifo.py, where messages queue")
     times = "or none, selective, full: typical times of a transformer with this checkpointing"
@@ -280,8 +293,8 @@ def read_times(text: str) -> Times:
 
 
 def _known(text: str) -> str:
-    name, at, receives = text.partition("@")
-    return resolve(name).name + at + (Receives.parse(receives) if at else "")
+    (name, stages), (_, at, receives) = split_name(text), text.partition("@")
+    return f"{resolve(name).name}{f':{stages}' if stages else ''}{at}{Receives.parse(receives) if at else ''}"
 
 
 def main() -> int:
