@@ -131,10 +131,8 @@ _jitter_options = options(
         "--jitter",
         callback=parse_with(_parse_jitter),
         metavar="WORDS",
-        help="Varying times, separated by commas: ops=0.1 (standard deviation of an op's time, as a share), links=0.5"
-        " (of a message's), delay=0.2 (seconds that a message is late on average), burst=0.01 (the chance that a rank"
-        " or a link is slow for a step) with burst-factor=2 and burst-delay=1, slow-rank=3:1.2, slow-link=0-1:0.5"
-        " (docs/messages.md).",
+        help="Varying times, separated by commas: ops=0.1 (standard deviation of an op's time, as a share), delay=0.2"
+        " (seconds that a message is late on average), slow-rank=3:1.2, slow-link=0-1:0.5 (docs/messages.md).",
     ),
     click.option(
         "--samples",
