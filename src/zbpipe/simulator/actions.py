@@ -37,18 +37,13 @@ Rows = tuple[tuple[Action, ...], ...]
 
 # Tables, because a step of a new size processes tens of thousands of actions before it can run.
 _NAMES = {kind: kind.value for kind in OpKind}
-_STEP = {"F": 1, "B": -1}
-"""Stage offset of a message: the output of a forward goes to the next stage, a gradient to the previous one."""
-_OTHER_END = {
-    **{f"SEND_{way}": (f"RECV_{way}", step) for way, step in _STEP.items()},
-    **{f"RECV_{way}": (f"SEND_{way}", -step) for way, step in _STEP.items()},
-}
+_OTHER_END = {"SEND_F": ("RECV_F", 1), "RECV_F": ("SEND_F", -1), "SEND_B": ("RECV_B", -1), "RECV_B": ("SEND_B", 1)}
 """Other end of each end of a message: (kind, stage offset)."""
 _MESSAGE_OF = {
     **dict.fromkeys(("SEND_F", "WAIT_SEND_F"), ("SEND_F", 0)),
     **dict.fromkeys(("SEND_B", "WAIT_SEND_B"), ("SEND_B", 0)),
-    **dict.fromkeys(("F", "RECV_F"), ("SEND_F", -_STEP["F"])),
-    **dict.fromkeys(("I", "B", "RECV_B"), ("SEND_B", -_STEP["B"])),
+    **dict.fromkeys(("F", "RECV_F"), ("SEND_F", -1)),
+    **dict.fromkeys(("I", "B", "RECV_B"), ("SEND_B", 1)),
 }
 """Send of the message of each action: (kind, stage offset)."""
 
@@ -61,11 +56,6 @@ def action_of(op: Op) -> Action:
 def op_of(action: Action) -> Op:
     """The op of an action in `COMPUTE`."""
     return Op(action.stage, KINDS[action.kind], action.microbatch)
-
-
-def send_of(op: Op) -> Action:
-    """The send of the result that an F, I or B computes for another rank."""
-    return new_tuple(Action, (op.stage, "SEND_F" if op.kind is OpKind.F else "SEND_B", op.microbatch))
 
 
 def other_end(action: tables.Cell) -> Action:
@@ -85,11 +75,10 @@ def message_of(action: Action) -> Action | None:
     >>> print(message_of(Action(3, "F", 0)), message_of(Action(3, "WAIT_SEND_B", 0)))
     2SEND_F0 3SEND_B0
     """
-    stage, kind, microbatch = action
-    if kind not in _MESSAGE_OF:
+    if action.kind not in _MESSAGE_OF:
         return None
-    kind, step = _MESSAGE_OF[kind]
-    return new_tuple(Action, (stage + step, kind, microbatch))
+    kind, step = _MESSAGE_OF[action.kind]
+    return new_tuple(Action, (action.stage + step, kind, action.microbatch))
 
 
 def sends_by_action(rank_of: Sequence[int]) -> dict[tuple[int, str], tuple[int, str]]:

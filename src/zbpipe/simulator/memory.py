@@ -1,8 +1,4 @@
-"""Peak memory of each rank of a pipeline: activations, deferred gradients, working memory, and messages.
-
-`Timeline.peak_memory` has all but the messages. It depends only on the order of the ops, and plans keep it within their
-limits. Messages depend on the lists of sends and receives that the ranks run.
-"""
+"""Peak memory of each rank of a pipeline, with its messages, which `Timeline.peak_memory` leaves out."""
 
 from __future__ import annotations
 
@@ -67,7 +63,7 @@ def peak_parts(timeline: Timeline, rows: Rows | None = None) -> tuple[Held, ...]
 
 
 def rows_of(timeline: Timeline) -> Rows:
-    """The lists with messages and waits that zbpipe's schedules run, unless the caller sets options.
+    """The lists with messages and waits that zbpipe's schedules run.
 
     >>> print(*rows_of(zbpipe.simulate(zbpipe.generate("1F1B", 2, 1), (1, 1, 1)))[0])
     0F0 0SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F0

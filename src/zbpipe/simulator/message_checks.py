@@ -10,22 +10,12 @@ from zbpipe.costs.model import SENDS
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule import tables
 from zbpipe.schedule.ir import OpKind, Schedule
-from zbpipe.simulator.actions import (
-    COMPUTE,
-    RECEIVES,
-    WAITS,
-    Action,
-    Rows,
-    dependencies,
-    other_end,
-    parse,
-    sends_by_action,
-)
+from zbpipe.simulator import actions
+from zbpipe.simulator.actions import COMPUTE, RECEIVES, WAITS, Action, Rows, dependencies, other_end
 from zbpipe.simulator.time_graph import TimeGraph
-from zbpipe.simulator.validation import Finding, Rule, find_deadlocks, find_disordered, validate
+from zbpipe.simulator.validation import Finding, Rule, find_deadlocks, find_disordered, find_places, validate
 
 _ENDS = frozenset((*SENDS, *RECEIVES))
-_MESSAGES = frozenset(tables.MESSAGES)
 _LEFT_OUT = {
     **dict.fromkeys((*SENDS, *RECEIVES), "sends and receives"),
     **dict.fromkeys(WAITS, "waits for sends"),
@@ -50,12 +40,13 @@ def check_table(
     >>> how
     'read: 2 F, 2 B; omitted: 3 sends and receives; jobs place their own'
     """
-    rows = parse(table)
+    rows = actions.parse(table)
     schedule = Schedule.from_actions(rows, name)
     left_out = Counter(_LEFT_OUT[each.kind] for row in rows for each in row if each.kind in _LEFT_OUT)
     findings = validate_lowered(rows, memory_limit) if left_out else validate(schedule, memory_limit)
-    written = [[cell.strip() for cell in row if cell.strip()] for row in tables.cells(table)]
-    if written == [list(map(str, row)) for row in schedule]:
+    if [[cell.strip() for cell in row if cell.strip()] for row in tables.cells(table)] == [
+        list(map(str, row)) for row in schedule
+    ]:
         return schedule, findings, ""
     read = Counter(op.kind for row in schedule for op in row)
     how = "read: " + ", ".join(f"{read[kind]} {kind}" for kind in OpKind if kind in read)
@@ -71,14 +62,8 @@ def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) ->
     checks = _Table(rows, compute)
     # The messages show more clearly which rank waits for which.
     alone = [finding for finding in validate(compute, memory_limit) if finding.rule != "deadlock"]
-    return [
-        *alone,
-        *checks.find_unmatched(),
-        *checks.find_disordered(),
-        *find_ungathered(rows),
-        *checks.find_crossed(),
-        *find_deadlocks(rows, checks.places, lambda action: dependencies(action, checks.rank_of)),
-    ]
+    ordered = (*checks.find_unmatched(), *checks.find_disordered(), *find_ungathered(rows), *checks.find_crossed())
+    return [*alone, *ordered, *find_deadlocks(rows, checks.places, lambda each: dependencies(each, checks.rank_of))]
 
 
 def find_mixed_up_messages(rows: Rows) -> list[Finding]:
@@ -108,10 +93,7 @@ class _Table:
         self.rows = rows
         self.rank_of = compute.placement.rank_of
         self.num_microbatches = compute.num_microbatches
-        self.places: dict[Action, list[tuple[int, int]]] = defaultdict(list)
-        for rank, row in enumerate(rows):
-            for position, action in enumerate(row):
-                self.places[action].append((rank, position))
+        self.places = find_places(rows)
 
     def make_finding(self, rule: Rule, action: Action, message: str, place: tuple[int, int] | None = None) -> Finding:
         rank, position = place or (self.rank_of[min(action.stage, len(self.rank_of) - 1)], None)
@@ -119,7 +101,7 @@ class _Table:
 
     def find_unmatched(self) -> Iterator[Finding]:
         """Messages that are missing, doubled, not requested, or on a rank that does not hold their stage."""
-        ends = [(stage, kind) for stage, kind in sends_by_action(self.rank_of) if kind in _ENDS]
+        ends = [(stage, kind) for stage, kind in actions.sends_by_action(self.rank_of) if kind in _ENDS]
         expected = {Action(*end, microbatch) for end in ends for microbatch in range(self.num_microbatches)}
         for action in sorted(expected - self.places.keys()):
             done = "received" if action.kind in RECEIVES else "sent"

@@ -1,13 +1,9 @@
 """What waits for what in a step, under each transport and with FSDP's collectives, and the times that follow.
 
-Once the lists of all ranks are fixed, that is a static graph. To the ops and messages of `Schedule.graph` come:
-
-- with a previous step, the begin of each rank and of each queue;
-- for the blocking transport: a rank waits for its message before it goes on;
-- for queues: a message waits for the computations before it and for the previous message, at both ends;
-- FSDP's gathers, one after the other in the order in which the rank needs its stages, and its reductions. With overlap,
-  a stage's first F ends no earlier than its gather, and its reduction starts with its last W or B. Otherwise that F
-  starts after the gather, the reduction after that W or B, and the rank waits for both, as in torch.
+Once the lists of all ranks are fixed, that is a static graph: ops and messages as in `Schedule.graph`, waits for
+messages by transport, FSDP's gathers and reductions one after the other, and the begin of each rank and queue if there
+is a previous step. If gathers and reductions overlap, a stage's first F ends no earlier than its gather, and its
+reduction starts with its last W or B. Otherwise the rank waits for both, as in torch.
 """
 
 from __future__ import annotations
@@ -35,11 +31,10 @@ _NO_OPS = frozenset((*SENDS, HEAD, BEGIN, GATE, QUEUE, *WAITS))
 
 
 class CollectiveNode(NamedTuple):
-    """A collective in a graph."""
+    """A collective in a graph, and the op that it runs beside, before or after."""
 
     node: int
     op: int
-    """Node of the op that it runs beside, before or after."""
 
 
 class TimeGraph(Graph[Cell]):
@@ -214,13 +209,7 @@ def longest_path(graph: Graph[Any], seconds: Sequence[float]) -> tuple[list[floa
 
 
 def last_ends(graph: Graph[Any], seconds: Callable[[int], Any], latest: Callable[[Any, Any], Any]) -> list[Any]:
-    """As `longest_path`, for arrays, with a number for each sample: the ends for which no node waits.
-
-    Args:
-        graph: the graph.
-        seconds: durations of a node.
-        latest: the later of two times.
-    """
+    """As `longest_path` for arrays of samples: the ends for which no node waits. `latest` is the later of two times."""
     users = Counter(chain.from_iterable(graph.before))
     ends: dict[int, Any] = {}
     for node in graph.order:

@@ -41,14 +41,11 @@ class Collective(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """Idle seconds of a rank, by phase."""
+    """Idle seconds of a rank: before its first backward, until its last forward, and after both."""
 
     warmup: float
-    """Before its first backward."""
     steady: float
-    """Between its first backward and its last forward."""
     cooldown: float
-    """After its last forward (or first backward, whichever is later)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -98,8 +95,7 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         """The picture, in notebooks."""
-        page: str = self._pictures.draw_in_notebook(self)
-        return page
+        return str(self._pictures.draw_in_notebook(self))
 
     def show(self) -> None:
         """Draw it in the terminal, as `zbpipe show` does."""
@@ -125,15 +121,12 @@ class Timeline:
     @property
     def gathers(self) -> tuple[tuple[Collective, ...], ...]:
         """Gathers of parameters on each rank (`costs.gather`), in order."""
-        return self._find_collectives("gather")
+        return tuple(tuple(each for each in row if each.kind == "gather") for row in self.collectives)
 
     @property
     def reductions(self) -> tuple[tuple[Collective, ...], ...]:
         """Reductions of gradients on each rank (`costs.reduce`), in order."""
-        return self._find_collectives("reduce")
-
-    def _find_collectives(self, kind: str) -> tuple[tuple[Collective, ...], ...]:
-        return tuple(tuple(each for each in row if each.kind == kind) for row in self.collectives)
+        return tuple(tuple(each for each in row if each.kind == "reduce") for row in self.collectives)
 
     @property
     def exposed_reduction(self) -> float:
@@ -163,8 +156,7 @@ class Timeline:
     def memory(self, rank: int) -> list[tuple[float, float]]:
         """Memory of a rank over time: (start, memory) pairs, in the unit of `costs.activations`.
 
-        It consists of the activations and the working memory of the op that runs (`costs.working`). Offloaded memory
-        counts until the end of its copy out, and from the start of its copy back.
+        Offloaded memory counts until the end of its copy out, and from the start of its copy back.
         """
         held, profile = 0.0, [(0.0, 0.0)]
         changes = list(_memory_changes(self.spans[rank], self.costs))
@@ -221,11 +213,9 @@ def _memory_changes(spans: tuple[Span, ...], costs: CostModel) -> Iterator[tuple
     """Times at which a rank takes and frees memory: an op takes at its start and frees at its end."""
     for span in spans:
         cost = costs.of(*span.op)
-        taken = cost.needs
-        freed = taken - cost.adds
-        if taken:
-            yield span.start, taken
-        if freed:
+        if cost.needs:
+            yield span.start, cost.needs
+        if freed := cost.needs - cost.adds:
             yield span.end, -freed
 
 
