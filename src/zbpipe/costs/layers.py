@@ -7,15 +7,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise, product
 from typing import Any
 
-from zbpipe.costs.model import (
-    COLUMNS,
-    OF_DATA_PARALLELISM,
-    CommonCosts,
-    CostModel,
-    amount,
-    highest,
-    set_fields,
-)
+from zbpipe.costs.model import COLUMNS, OF_DATA_PARALLELISM, CommonCosts, CostModel, amount, highest, set_fields
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 
 MOST_LAYERS = 10_000
@@ -34,12 +26,10 @@ _DIGITS = 9
 class Layer:
     """A piece of the model that stays on one stage. Times are seconds per microbatch.
 
-        >>> Layer(("norm", "lm_head"), f=2, i=2, w=2, activations=4e8).seconds
-        6.0
+    >>> Layer(("norm", "lm_head"), f=2, i=2, w=2, activations=4e8).seconds
+    6.0
 
-    Raises:
-        TypeError: `modules` is not a list of names, or another field is not a number.
-        ValueError: there is no name, or a number is negative or not finite.
+    Raises TypeError or ValueError for invalid fields.
     """
 
     modules: tuple[str, ...]
@@ -82,9 +72,7 @@ class LayerCosts(CommonCosts):
         >>> costs.even(Placement.loop(2)).f
         (2.0, 1.0)
 
-    Raises:
-        TypeError: a field is not of Layers, Links and numbers.
-        ValueError: there is no layer or more than 10,000, or a number is negative or not finite.
+    Raises TypeError or ValueError for invalid fields, and for no layer or more than 10,000.
     """
 
     layers: tuple[Layer, ...]
@@ -167,8 +155,8 @@ def split_of(sizes: Sequence[int]) -> Split:
 def even_sizes(num_layers: int, num_stages: int, ends: tuple[int, int] = (1, 1)) -> tuple[int, ...]:
     """Numbers of layers per stage, equal or one more on the first stages: TorchTitan's default.
 
-    TorchTitan counts the embedding as one layer, and norm and head together as one, like their `Layer` here. `ends`
-    overrides these counts. ValueError for fewer layers than stages, or an end that counts for more than a stage has.
+    TorchTitan counts the embedding as one layer, and norm and head together as one. `ends` overrides these counts.
+    ValueError for fewer layers than stages, or an end that counts for more than a stage has.
 
     >>> even_sizes(7, 3), even_sizes(9, 3, ends=(1, 2))
     ((3, 2, 2), (4, 3, 2))

@@ -1,9 +1,8 @@
 """Priorities for list scheduling: an urgency for each op, from a few numbers.
 
 The urgency of an op is its start in a simple model: microbatches follow each other at a regular interval, each as a
-*block* of the same shape (Pipeline Parallelism with Controllable Memory, 2405.15362, section 3). In that paper the
-blocks are the schedule and must not collide. Here they only set priorities: list scheduling (`kernel`) keeps the ranks
-busy and within the limits. So every shape works, for any times of the stages.
+*block* of the same shape (Pipeline Parallelism with Controllable Memory, 2405.15362, section 3). Blocks only set
+priorities: list scheduling (`kernel`) keeps the ranks busy and within the limits, so every shape works.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def _perhaps(random: Random, chance: float, low: float, high: float) -> float:
 
 
 def _leanness(random: Random) -> float:
-    """Random use of the free room: all of it, some, or none. With none, B runs as long as there are F to come."""
+    """Random use of the free room: all of it, some, or none."""
     return random.choice((0.0, random.uniform(0, 4), NEVER))
 
 

@@ -53,7 +53,12 @@ class Request:
             raise ValueError(f"objective has to be 'makespan' or 'period', got {self.objective!r}")
         require_whole(seed=self.seed)
         if self.budget is not None:
-            _require_budget(self.budget)
+            usually = f"it is the number of ops to time, usually {1e8:g}"
+            budget = number(self.budget, f"budget = {self.budget!r} is not a number: {usually}")
+            if not budget > 0:
+                raise ValueError(f"budget={budget:g} is too small for a search: {usually}")
+            if budget > _MOST_BUDGET:
+                raise ValueError(f"budget={budget:g} would take days: {usually}")
         if not self.placements:
             raise ValueError(f"no placement to try: name some of {', '.join(PLACEMENTS)}")
 
@@ -68,16 +73,6 @@ def require_job(ranks: int, microbatches: int) -> tuple[int, int]:
     ranks, microbatches = require_whole(1, ranks=ranks, microbatches=microbatches)
     require_size(f"a plan for {ranks} ranks", ranks, microbatches)
     return ranks, microbatches
-
-
-def _require_budget(budget: Any) -> None:
-    budget = number(budget, f"budget = {budget!r} is not a number: it is the number of ops to time, usually {1e8:g}")
-    if not budget > 0:
-        raise ValueError(
-            f"budget={budget:g} is too small for a search: it is the number of ops to time, usually {1e8:g}"
-        )
-    if budget > _MOST_BUDGET:
-        raise ValueError(f"budget={budget:g} would take days: it is the number of ops to time, usually {1e8:g}")
 
 
 def name_placements(ranks: int, wanted: Any) -> dict[str, Placement]:

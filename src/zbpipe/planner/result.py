@@ -47,7 +47,6 @@ class Plan:
         set_fields(self, bounds=FrozenDict(self.bounds))
 
     def __repr__(self) -> str:
-        """Without its ops."""
         return (
             f"Plan({self.schedule.name!r}, {self.placement!r}, p={self.schedule.num_ranks},"
             f" m={self.schedule.num_microbatches}, makespan={self.makespan:g}, gap={self.gap:.2%},"
@@ -55,7 +54,6 @@ class Plan:
         )
 
     def _repr_html_(self) -> str:
-        """The picture, in notebooks."""
         return self.timeline._repr_html_()
 
     @property
