@@ -119,11 +119,8 @@ class OutputFile(click.Path):
         return file
 
 
-class _Count(click.IntRange):
-    name = "whole number"
-
-
-COUNT = _Count(min=1)
+COUNT = click.IntRange(min=1)
+COUNT.name = "whole number"
 
 
 def complete_name(context: click.Context, option: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -168,8 +165,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 @contextmanager
 def progress_line() -> Iterator[Callable[[str], None]]:
-    """A function that replaces the previous line of progress. It works only on a terminal, and removes the line at the
-    end."""
+    """A function that replaces the previous line of progress, only on a terminal."""
     if not sys.stderr.isatty():
         yield lambda line: None
         return

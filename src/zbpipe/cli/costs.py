@@ -74,6 +74,11 @@ class Costs:
         """Costs that resolve memory limits."""
         return self.job.costs if self.job else self.of
 
+    def limits(self, given: MemoryLimit | None, ranks: int, microbatches: int) -> tuple[float, ...] | None:
+        """The given limit of each rank, else the cost file's, in the unit of the costs."""
+        limit = given or (MemoryLimit.parse(self.job.memory_limit) if self.job else None)
+        return limit.resolve(self.for_limits, ranks, microbatches) if limit else None
+
     def baseline(self, ranks: int, microbatches: int) -> float | None:
         """1F1B's memory in the unit of the costs; None if its stages cannot be put together from those of the file."""
         costs = self.for_limits

@@ -64,7 +64,9 @@ def _lines(log: Path | None) -> Iterator[str]:
     yield "\n# TorchTitan"
     yield _plug()
     yield "\n# Environment"
-    yield from (f"{name}={os.environ[name]}" for name in sorted(os.environ) if _is_of_a_job(name))
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(_VARIABLES) and not any(word in name for word in _SECRETS):
+            yield f"{name}={value}"
     if log is not None:
         yield f"\n# The last lines of {log}"
         with log.open(encoding="utf-8", errors="replace") as file:
@@ -128,10 +130,6 @@ def _plug() -> str:
     except subprocess.TimeoutExpired:
         return f"the plug timed out after {_PLUG_SECONDS} seconds"
     return tried.stdout.strip() if tried.returncode == 0 else f"the plug does not fit:\n{tried.stderr.strip()}"
-
-
-def _is_of_a_job(name: str) -> bool:
-    return name.startswith(_VARIABLES) and not any(word in name for word in _SECRETS)
 
 
 def _issues() -> str:

@@ -108,14 +108,12 @@ def simulate_all(
     microbatches: int,
     costs: Costs,
     memory_limit: MemoryLimit | None = None,
-    *,
     stages_per_rank: int | None = None,
     **how: Any,
 ) -> Iterator[Timeline]:
-    """Timelines of all named schedules whose placement has costs. `how` goes to `zbpipe.simulate`.
+    """Timelines of all named schedules whose placement has costs, with the limit and the stages that they can adapt to.
 
-    Schedules that adapt to a memory limit use the given one. Schedules that take any number of stages use the given
-    one. A schedule that cannot have these sizes, or fails in any other way, is omitted with a line on stderr.
+    A schedule that cannot have these sizes, or fails in any other way, is omitted with a line on stderr.
     """
     with progress_line() as show:
         known = schedules().values()
@@ -126,7 +124,6 @@ def simulate_all(
                 if costs.job is None or costs.has(algorithm.place(ranks, stages)):
                     limit = memory_limit if "memory_limit" in algorithm.keywords else None
                     yield Request(algorithm.name, ranks, microbatches, costs, stages, limit).simulate(**how)
-            except ValueError as error:
-                click.echo(f"skipped {algorithm.name}: {one_line(str(error))}", err=True)
             except Exception as error:  # a broken function of one installed package must not hide the others
-                click.echo(f"skipped {algorithm.name}: {type(error).__name__}: {one_line(str(error))}", err=True)
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                click.echo(f"skipped {algorithm.name}: {kind}{one_line(str(error))}", err=True)

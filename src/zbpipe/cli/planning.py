@@ -13,7 +13,6 @@ import click
 from zbpipe.cli.base import Command, OutputFile, compared_size, progress_line, transport_option
 from zbpipe.cli.costs import Costs, cost_options, is_given, memory_limit_option
 from zbpipe.cli.named import simulate_all
-from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Placement
 
@@ -113,6 +112,7 @@ def plan(
       zbpipe plan -p 4 -m 8 --costs 1,2,1 --placement v --placement wave --json plan.json
     """
     from zbpipe.planner.plan import plan as search
+    from zbpipe.views.report import comparison
 
     asked = _complete(context, costs, asked)
     with progress_line() as show:
@@ -128,7 +128,10 @@ def plan(
         click.echo("\n".join(_sum_up(found)))
     planned, *others = _compare(found, costs, asked)
     if json_file is None:
-        click.echo("\n".join(_text(found, planned, others, costs.words)))
+        lines = ["", *comparison([planned, *others], planned), costs.words]
+        if found.layers is not None:
+            lines += ["named schedules have TorchTitan's even split of the layers", "", *_split(found)]
+        click.echo("\n".join(lines))
     else:
         with click.open_file(json_file, "w", encoding="utf-8") as file:
             file.write(json.dumps(_record(found, planned, others), indent=2) + "\n")
@@ -158,11 +161,10 @@ def _compare(found: Plan, costs: Costs, asked: Mapping[str, Any]) -> Iterator[Co
     """The plan, and all named schedules for the same stages, or the even split of the layers."""
     from zbpipe.views.report import ComparedSchedule
 
-    ranks, microbatches, job = asked["ranks"], asked["microbatches"], costs.job
-    limit = asked["memory_limit"] or (MemoryLimit.parse(job.memory_limit) if job else None)
-    transport = asked["transport"] or (job and job.transport) or Transport.IDEAL
+    ranks, microbatches = asked["ranks"], asked["microbatches"]
+    transport = asked["transport"] or (costs.job and costs.job.transport) or Transport.IDEAL
     named = simulate_all(ranks, microbatches, costs, asked["memory_limit"], transport=transport)
-    limits = limit.resolve(costs.for_limits, ranks, microbatches) if limit else None
+    limits = costs.limits(asked["memory_limit"], ranks, microbatches)
     baseline = costs.baseline(ranks, microbatches)
     for timeline in chain((found.timeline,), named):
         yield ComparedSchedule.of(timeline, limits, baseline, checkpointing=costs.checkpointing)
@@ -198,19 +200,6 @@ def _sum_up(found: Plan) -> Iterator[str]:
         f" this one is at most {percent(found.gap)} above the best"
     )
     yield from tell_fsdp(found.timeline)
-
-
-def _text(found: Plan, planned: ComparedSchedule, others: Sequence[ComparedSchedule], source: str) -> Iterator[str]:
-    """The table, the source of the costs, and the split of the layers."""
-    from zbpipe.views.report import comparison
-
-    yield ""
-    yield from comparison([planned, *others], planned)
-    yield source
-    if found.layers is not None:
-        yield "named schedules have TorchTitan's even split of the layers"
-        yield ""
-        yield from _split(found)
 
 
 def _split(found: Plan) -> Iterator[str]:

@@ -7,18 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zbpipe.cli.base import (
-    COUNT,
-    Command,
-    OutputFile,
-    compared_size,
-    json_option,
-    options,
-    parse_with,
-    print_json,
-    stages_option,
-    transport_option,
-)
+from zbpipe.cli import base
+from zbpipe.cli.base import COUNT, Command, OutputFile, print_json
 from zbpipe.cli.costs import Costs, cost_options, memory_limit_option
 from zbpipe.cli.named import Request, request_options, simulate_all
 from zbpipe.costs.memory_limit import MemoryLimit
@@ -33,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @click.command("list", cls=Command)
-@json_option
+@base.json_option
 def list_(as_json: bool) -> None:
     """List all schedules, with those of installed packages. `compare` has their step times and memory.
 
@@ -44,23 +34,20 @@ def list_(as_json: bool) -> None:
     from zbpipe.views.report import table
 
     known = sorted(schedules().values(), key=lambda algorithm: algorithm.name.lower())
+    keys = ("name", "source", "stages_per_rank", "placement", "summary")
+    rows = [{key: getattr(each, key) for key in keys} for each in known]
     if as_json:
-        keys = ("name", "source", "stages_per_rank", "placement", "summary")
-        print_json([{key: getattr(each, key) for key in keys} for each in known])
+        print_json(rows)
         return
-    rows = [
-        (
-            *(each.name, each.source, f"{each.stages_per_rank}{' or any' if each.any_stages_per_rank else ''}"),
-            *(each.placement, each.summary),
-        )
-        for each in known
-    ]
-    click.echo("\n".join(table(("schedule", "from", "stages per rank", "placement", "summary"), rows, left=5)))
+    for row, each in zip(rows, known, strict=True):
+        row["stages_per_rank"] = f"{each.stages_per_rank}{' or any' if each.any_stages_per_rank else ''}"
+    cells = [tuple(row.values()) for row in rows]
+    click.echo("\n".join(table(("schedule", "from", "stages per rank", "placement", "summary"), cells, left=5)))
 
 
 @click.command(cls=Command)
 @request_options(times="1,1,1")
-@transport_option
+@base.transport_option
 @click.option("--svg", "svg_file", type=OutputFile(), help="Write a picture to this file.")
 @click.option("--html", "html_file", type=OutputFile(), help="Write an interactive page, with memory over time.")
 @click.option(
@@ -92,32 +79,22 @@ def show(
 
     costs = request.costs
     timeline = request.simulate(transport=costs.transport(transport, click.get_current_context()))
-    written = _write_pictures(timeline, costs.words, svg_file, html_file, perfetto_file)
-    if not written:
-        timeline.show()
-    click.echo(summary(timeline))
-    click.echo(f"drawn with {costs.words}")
-    for file in written:
-        click.echo(f"wrote {file}")
-
-
-def _write_pictures(
-    timeline: Timeline, drawn_with: str, svg_file: Path | None, html_file: Path | None, perfetto_file: Path | None
-) -> list[Path]:
-    """Write the files that are named, and return them."""
     if svg_file is not None:
         from zbpipe.views.svg import svg
 
-        svg_file.write_text(svg(timeline, drawn_with=drawn_with), encoding="utf-8")
+        svg_file.write_text(svg(timeline, drawn_with=costs.words), encoding="utf-8")
     if html_file is not None:
         from zbpipe.views.html import html
 
-        html_file.write_text(html(timeline, drawn_with), encoding="utf-8")
+        html_file.write_text(html(timeline, costs.words), encoding="utf-8")
     if perfetto_file is not None:
         from zbpipe.views.perfetto import write_perfetto
 
         write_perfetto(perfetto_file, timeline)
-    return [file for file in (svg_file, html_file, perfetto_file) if file is not None]
+    written = list(filter(None, (svg_file, html_file, perfetto_file)))
+    if not written:
+        timeline.show()
+    click.echo("\n".join([summary(timeline), f"drawn with {costs.words}", *(f"wrote {file}" for file in written)]))
 
 
 def _parse_jitter(text: str) -> Jitter:
@@ -126,27 +103,22 @@ def _parse_jitter(text: str) -> Jitter:
     return Jitter.parse(text)
 
 
-_jitter_options = options(
+_jitter_options = base.options(
     click.option(
         "--jitter",
-        callback=parse_with(_parse_jitter),
+        callback=base.parse_with(_parse_jitter),
         metavar="WORDS",
         help="Varying times, separated by commas: ops=0.1 (standard deviation of an op's time, as a share), delay=0.2"
         " (seconds that a message is late on average), slow-rank=3:1.2, slow-link=0-1:0.5 (docs/messages.md).",
     ),
-    click.option(
-        "--samples",
-        type=COUNT,
-        default=1000,
-        show_default=True,
-        metavar="N",
-        help="How many steps to simulate with --jitter.",
-    ),
+    click.option("--samples", type=COUNT, default=1000, show_default=True, metavar="N", help="Steps with --jitter."),
 )
 
 
-def _vary(jitter: Jitter, samples: int) -> Vary:
-    """A function that returns the step times of a timeline's schedule."""
+def _vary(jitter: Jitter | None, samples: int) -> Vary | None:
+    """A function that returns the step times of a timeline's schedule. None without jitter."""
+    if jitter is None:
+        return None
 
     def varied(timeline: Timeline) -> dict[str, float]:
         from zbpipe.simulator.jitter import step_times
@@ -158,13 +130,13 @@ def _vary(jitter: Jitter, samples: int) -> Vary:
 
 @click.command(cls=Command)
 @request_options()
-@transport_option
+@base.transport_option
 @click.option("--steps", type=COUNT, default=1, show_default=True, help="Training steps in a row.")
 @click.option(
     "--no-sync", is_flag=True, help="Let each rank start its next step as soon as it is done. ZBH2 and ZB2P rely on it."
 )
 @_jitter_options
-@json_option
+@base.json_option
 def simulate(
     request: Request,
     transport: Transport,
@@ -192,9 +164,9 @@ def simulate(
     if jitter and (no_sync or steps > 1 or transport is not Transport.IDEAL):
         raise click.UsageError("--jitter is for one synchronous step with the ideal transport: omit the others")
     timeline = request.simulate(num_steps=steps, synchronous=not no_sync, transport=transport)
-    schedule = timeline.schedule
-    baseline = costs.baseline(schedule.num_ranks, schedule.num_microbatches)
-    varied = _vary(jitter, samples)(timeline) if jitter else None
+    baseline = costs.baseline(timeline.schedule.num_ranks, timeline.schedule.num_microbatches)
+    vary = _vary(jitter, samples)
+    varied = vary(timeline) if vary else None
     if as_json:
         print_json(record(timeline, baseline) | ({"jitter": varied} if varied else {}))
         return
@@ -206,13 +178,13 @@ def simulate(
 
 
 @click.command(cls=Command)
-@compared_size
-@stages_option
+@base.compared_size
+@base.stages_option
 @cost_options()
-@transport_option
+@base.transport_option
 @memory_limit_option
 @_jitter_options
-@json_option
+@base.json_option
 def compare(
     ranks: int | None,
     microbatches: int,
@@ -244,22 +216,19 @@ def compare(
     ranks = costs.require_ranks(ranks)
     transport = costs.transport(transport, click.get_current_context())
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
-    limit = memory_limit or (MemoryLimit.parse(costs.job.memory_limit) if costs.job else None)
-    limits = limit.resolve(costs.for_limits, ranks, microbatches) if limit else None
+    limits = costs.limits(memory_limit, ranks, microbatches)
     baseline = costs.baseline(ranks, microbatches)
     if jitter and transport is not transport.IDEAL:
         raise click.UsageError("--jitter is for the ideal transport: omit --transport")
     if not as_json:
         click.echo(f"{ranks} ranks, {microbatches} microbatches; {costs.words}\n")
-    timelines = simulate_all(
-        ranks, microbatches, costs, memory_limit, stages_per_rank=stages_per_rank, transport=transport
-    )
-    varied = _vary(jitter, samples) if jitter else None
-    standings = report.compare(timelines, limits, baseline, varied, costs.checkpointing, with_period=as_json)
+    timelines = simulate_all(ranks, microbatches, costs, memory_limit, stages_per_rank, transport=transport)
+    vary = _vary(jitter, samples)
+    standings = report.compare(timelines, limits, baseline, vary, costs.checkpointing, with_period=as_json)
     if as_json:
         print_json(report.records(standings))
-        return
-    click.echo("\n".join(report.comparison(standings)))
+    else:
+        click.echo("\n".join(report.comparison(standings)))
 
 
 @click.command(cls=Command)

@@ -34,9 +34,8 @@ class Device:
     peak: float
     """Floating-point operations per second in BF16, without sparsity."""
     products: float
-    """Share of the peak that products reach, most likely."""
+    """Share of the peak that products reach, most likely; and attention."""
     attention: float
-    """Share of the peak that attention reaches, most likely."""
     hbm: float
     """Bytes per second between the GPU and its memory."""
     inside: float

@@ -66,9 +66,7 @@ def estimate(
         plans: whether to search for plans, one for each number of stages per rank.
         budget: number of ops that the search of one plan may time.
 
-    Raises:
-        TypeError: an argument has another type.
-        ValueError: the device or schedule is unknown, a rate is invalid, or the costs are for another number of ranks.
+    Raises ValueError for unknown devices and schedules, invalid rates, and costs for another number of ranks.
     """
     if not isinstance(workload, Workload):
         raise TypeError(
@@ -78,8 +76,14 @@ def estimate(
     if device is None and costs is None:
         raise ValueError("an estimate needs a device, for example 'H100', or measured costs")
     found = None if device is None else find(device)
+    ranks = workload.degrees.pipeline
     if costs is not None:
-        _require_ranks(costs, workload.degrees.pipeline)
+        costs.require_ranks(ranks)
+        if isinstance(costs.costs, CostModel) and costs.costs.num_stages % ranks:
+            raise ValueError(
+                f"the costs are of {costs.costs.num_stages} stages, which {ranks} ranks cannot share equally: measure"
+                f" them on {ranks} ranks"
+            )
     for name, given in (("only", () if only is None else only), ("stages_per_rank", stages_per_rank)):
         if not isinstance(given, Iterable) or isinstance(given, str):
             raise TypeError(f"an estimate cannot have {name} = {given!r}: give a list")
@@ -89,7 +93,7 @@ def estimate(
     names = None if only is None else {resolve(name).name for name in only}
     wanted = [each for each in schedules().values() if names is None or each.name in names]
     left_out: list[tuple[str, str]] = []
-    if names is None and workload.degrees.pipeline * workload.microbatches > _SEARCHED:
+    if names is None and ranks * workload.microbatches > _SEARCHED:
         slow = [each for each in wanted if "memory_limit" in each.keywords and each is not own]
         left_out += [(each.name, "its search takes long at this size: name it with --schedule") for each in slow]
         wanted = [each for each in wanted if each not in slow]
@@ -103,7 +107,7 @@ def estimate(
     steps: list[Step] = []
     for algorithm, stages in _variants(wanted, own, workload, stages_per_rank):
         steps += kept(f"{algorithm.name}, {stages} stages per rank", job.named, algorithm, stages)
-    if plans and workload.degrees.pipeline > 1:
+    if plans and ranks > 1:
         for name in _PLANNED:
             steps += kept(f"plan, {name}", job.planned, name, budget)
     if job.rates is not None:
@@ -111,18 +115,6 @@ def estimate(
     steps.sort(key=lambda step: (not step.runs, not step.fits, step.seconds, step.has_torchs_split))
     device = None if job.rates is None else job.rates.device
     return Estimate(workload, device, tuple(steps), tuple(left_out), tuple(job.words(tflops, link)))
-
-
-def _require_ranks(costs: JobCosts, ranks: int) -> None:
-    """Refuse costs that are not of this number of ranks."""
-    if not isinstance(costs, JobCosts):
-        raise TypeError(f"an estimate cannot have costs = {costs!r}: give zbpipe.costs.JobCosts, as zbpipe.load_costs")
-    costs.require_ranks(ranks)
-    if isinstance(costs.costs, CostModel) and costs.costs.num_stages % ranks:
-        raise ValueError(
-            f"the costs are for {costs.costs.num_stages} stages, which {ranks} ranks cannot share equally: measure them"
-            f" on {ranks} ranks"
-        )
 
 
 def _variants(
@@ -164,16 +156,14 @@ class _Job:
         placement = algorithm.place(degrees.pipeline, stages)
         split = self.workload.split(placement, algorithm)
         costs = self.costs(placement, split)
-        made_for = costs if self.measured is not None else self._usual_costs(algorithm, placement, costs)
+        made_for: CostModel | None = costs
+        if self.measured is None and not (algorithm.by_checkpointing and self.workload.checkpointing is None):
+            made_for = self.workload.usual_costs(algorithm, placement)
         _require_torch_runs(algorithm, degrees.pipeline, stages, microbatches)
         schedule = algorithm.make(degrees.pipeline, microbatches, stages_per_rank=stages, costs=made_for)
-        return self.step(schedule, costs, split, algorithm.name, _words_of(placement), algorithm.source)
-
-    def _usual_costs(self, algorithm: Algorithm, placement: Placement, costs: CostModel) -> CostModel | None:
-        """Default costs of a schedule in a job without measurements, or `costs` if its checkpointing is unknown."""
-        if algorithm.by_checkpointing and self.workload.checkpointing is None:
-            return costs
-        return self.workload.usual_costs(algorithm, placement)
+        known = {"loop": Placement.loop(degrees.pipeline, stages), "v": Placement.v(degrees.pipeline, stages)}
+        kind = next((name for name, each in known.items() if each == placement), "table")
+        return self.step(schedule, costs, split, algorithm.name, "single" if stages == 1 else kind, algorithm.source)
 
     def planned(self, name: str, budget: float) -> Step:
         """The best plan found that leaves room for the weights."""
@@ -351,14 +341,6 @@ def _memory(weights: float, optimizer: float, held: Held, last_stage: int) -> Me
     )
 
 
-def _words_of(placement: Placement) -> str:
-    ranks, stages = placement.num_ranks, len(placement.stages_on(0))
-    if stages == 1:
-        return "single"
-    known = {"loop": Placement.loop(ranks, stages), "v": Placement.v(ranks, stages)}
-    return next((name for name, each in known.items() if each == placement), "table")
-
-
 @dataclass(frozen=True)
 class JobMemory:
     """Memory of a job's GPUs, by pipeline rank."""
@@ -383,32 +365,22 @@ class JobMemory:
 def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobMemory:
     """Memory of each rank with the job's own schedule. With `Auto` a plan may use all of the limit.
 
-    Not counted: buffers of the communication library, copies that FSDP makes to reduce gradients at the end of a step,
-    and fragmentation. `USABLE` leaves room for these. Compiled modules need less.
+    `USABLE` leaves room for buffers of the communication library, copies of FSDP, and fragmentation.
     """
     algorithm = resolve(workload.schedule)
     placement = algorithm.place(workload.degrees.pipeline)
     split = workload.split(placement, algorithm)
     costs = join_stages(workload.layer_costs(lambda layer: (1.0, 1.0, 1.0)), split)  # times make no difference
-    timeline = simulate(_schedule(algorithm, placement, workload, limit), costs)
+    made_for = workload.usual_costs(algorithm, placement)
+    ranks, microbatches = placement.num_ranks, workload.microbatches
+    timeline = simulate(algorithm.make(ranks, microbatches, costs=made_for, memory_limit=limit), costs)
     memories = tuple(memories_by_rank(workload, timeline, split))
     if algorithm.name == "Auto":
-        memories = tuple(_add_plan(memories, placement, costs, workload, limit or AS_1F1B))
+        rooms = (limit or AS_1F1B).resolve(costs, ranks, microbatches)
+        needed = map(max, rooms, least_room(placement, costs))
+        # The excess of a plan counts as activations.
+        empty = (replace(each, waiting=0.0, buffers=0.0, working=0.0, logits=0.0) for each in memories)
+        planned = [replace(each, activations=room) for each, room in zip(empty, needed, strict=True)]
+        memories = tuple(max(both, key=lambda each: each.total) for both in zip(memories, planned, strict=True))
     parameters = workload.parameters_by_rank(placement, split)
     return JobMemory(parameters, memories, sum(costs.activations) / placement.num_ranks)
-
-
-def _schedule(algorithm: Algorithm, placement: Placement, workload: Workload, limit: MemoryLimit | None) -> Schedule:
-    """The job's schedule before any measurement."""
-    made_for = workload.usual_costs(algorithm, placement)
-    return algorithm.make(workload.degrees.pipeline, workload.microbatches, costs=made_for, memory_limit=limit)
-
-
-def _add_plan(
-    memories: tuple[Memory, ...], placement: Placement, costs: CostModel, workload: Workload, limit: MemoryLimit
-) -> Iterator[Memory]:
-    """The memory with the full limit of a plan, if that is more. The excess counts as activations."""
-    rooms = limit.resolve(costs, placement.num_ranks, workload.microbatches)
-    for memory, least, room in zip(memories, least_room(placement, costs), rooms, strict=True):
-        empty = replace(memory, waiting=0.0, buffers=0.0, working=0.0, logits=0.0)
-        yield max(memory, replace(empty, activations=max(room, least)), key=lambda each: each.total)

@@ -62,14 +62,12 @@ def _round(workload: Workload, rates: Rates, costs: CostModel, size: int) -> Ite
     gather, reduce = seconds(gathered), seconds(_REDUCED)
     yield gather[0]
     for layer in range(costs.num_stages):
-        yield _together(size * costs.f[layer], gather[layer])
-        yield _together(size * (costs.i[layer] + costs.w[layer]), gather[layer] + reduce[layer])
+        for computing, communicating in (
+            (size * costs.f[layer], gather[layer]),
+            (size * (costs.i[layer] + costs.w[layer]), gather[layer] + reduce[layer]),
+        ):
+            yield max(computing, communicating) + _SLOWER * min(computing, communicating)
     yield reduce[0]
-
-
-def _together(computing: float, communicating: float) -> float:
-    """Seconds of both beside each other."""
-    return max(computing, communicating) + _SLOWER * min(computing, communicating)
 
 
 def _memory(workload: Workload, costs: CostModel, size: int) -> Memory:

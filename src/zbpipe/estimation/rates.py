@@ -19,28 +19,20 @@ from zbpipe.estimation.workload import LayerWork, Workload
 from zbpipe.schedule.ir import Placement
 
 FLOAT8 = 1.6
-"""Speed of float8 products relative to bfloat16, with all casts.
-
-TorchTitan, December 2024 and June 2025: Llama 3 8B trains 1.28 times as fast with float8 (tensorwise), 70B 1.36 times.
-"""
+"""Speed of float8 products relative to bfloat16, with all casts. TorchTitan, December 2024 and June 2025: Llama 3 8B
+trains 1.28 times as fast with float8 (tensorwise), 70B 1.36 times."""
 _CASTS = 1.75
 """Memory traffic of a block in float8 relative to bfloat16: each factor of a product is read twice and cast."""
 _RING = 0.08
-"""Share by which attention takes longer for each further GPU of context parallelism.
-
-TorchTitan, December 2024: Llama 3 8B on 8 H100, 32k to 262k tokens with CP 1 to 8.
-"""
+"""Share by which attention takes longer for each further GPU of context parallelism. TorchTitan, December 2024: Llama 3
+8B on 8 H100, 32k to 262k tokens with CP 1 to 8."""
 _TILE = 64
 """Width by which a product is longer than its operations: tensor parallelism cuts it into narrower ones."""
 _OPTIMIZER_BYTES = 32.0
-"""Bytes that AdamW in float32 moves for each parameter: it reads and writes the parameter and both moments, and reads
-the gradient, once more for its norm."""
+"""Bytes that AdamW in float32 moves for each parameter: parameter and both moments twice, the gradient twice."""
 _STRAGGLERS = {False: 0.006, True: 0.003}
-"""Growth of the step with each doubling of GPUs beyond a node, by whether there is a pipeline.
-
-Published: 0.6 to 1.1 % without a pipeline (TorchTitan from 8 to 128 H100, MaxText from 64 to 256), 0.3 to 0.5 % with
-one (NeMo from 64 to 2048).
-"""
+"""Growth of the step with each doubling of GPUs beyond a node, by whether there is a pipeline. Published: 0.6 to 1.1 %
+without one (TorchTitan from 8 to 128 H100, MaxText from 64 to 256), 0.3 to 0.5 % with one (NeMo from 64 to 2048)."""
 
 
 @dataclass(frozen=True)

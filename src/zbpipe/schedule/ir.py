@@ -73,9 +73,8 @@ class OpKind(StrEnum):
     F is a forward, I the backward for the input, W the backward for the weights, and B a full backward (I and W).
 
     The others are copies between a rank and its host, parallel to the computations. OF offloads the activations that F
-    has left for I (or B), and RF reloads them. OI offloads the deferred gradients that I has left for W, and RI reloads
-    them. The position of a copy in its rank's list is where it is issued: it starts when the computation before it is
-    over. One stream for each direction runs the copies in the order of the list.
+    has left for I (or B), OI the deferred gradients that I has left for W. RF and RI reload them. A copy starts when
+    the computation before it in the list is over. One stream for each direction runs them in the order of the list.
 
         >>> OpKind("I") is OpKind.I
         True
@@ -129,26 +128,20 @@ new_tuple = tuple.__new__
 """`new_tuple(Op, (0, F, 0))` is `Op(0, F, 0)` in two thirds of the time."""
 
 COMPUTATIONS = (F, I, W, B)
-"""The kinds of ops that compute."""
-OFFLOADS = (OF, OI)
-"""The kinds of copies to the host."""
-RELOADS = (RF, RI)
-"""The kinds of copies back, in the order of `OFFLOADS`."""
+OFFLOADS, RELOADS = (OF, OI), (RF, RI)
+"""The kinds of copies to the host, and back, in the same order."""
 _COPY_FED_BY = {OF: F, RF: OF, OI: I, RI: OI}
 _RELOAD_BEFORE = {I: RF, B: RF, W: RI}
 _LANE = {**dict.fromkeys(COMPUTATIONS, 0), **dict.fromkeys(OFFLOADS, 1), **dict.fromkeys(RELOADS, 2)}
 """A rank runs one op at a time in each lane: computations, copies to the host, copies back."""
-_UNKNOWN = ((),)
-"""Dependencies of an op of a stage that does not exist: none of no op is ever over."""
 
 
 def inputs(op: Op, num_stages: int) -> tuple[tuple[Op, ...], ...]:
     """Dependencies of `op`: one op of each group has to be over before it can start.
 
     F takes the output of the stage before, W its I. I and B take their own F and the gradient of the stage after, from
-    an I or from a B. A copy takes the tensors that it copies. An op whose input was offloaded also waits for the
-    reload: see `reload_before`. This is the rule for all of zbpipe. The planner's flat numbers and the bound repeat it
-    for speed, and tests compare them with it.
+    an I or from a B. A copy takes the tensors that it copies. For reloads see `reload_before`. The planner's flat
+    numbers and the bound repeat this rule for speed, and tests compare them with it.
 
         >>> [[str(choice) for choice in group] for group in inputs(Op.parse("1I0"), num_stages=4)]
         [['1F0'], ['2I0', '2B0']]
@@ -183,9 +176,7 @@ class Placement:
         >>> Placement((0, 1, 1, 0)).stages_on(0)
         (0, 3)
 
-    Raises:
-        TypeError: `rank_of` contains something other than integers.
-        ValueError: a rank has no stage.
+    TypeError for something other than integers, ValueError for a rank without a stage.
     """
 
     rank_of: tuple[int, ...]
@@ -269,9 +260,7 @@ def _require_placeable(num_ranks: int, stages_per_rank: int) -> None:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A list of ops for each rank, in the order in which they run.
-
-    A `Schedule` can have any lists of ops. `zbpipe.validate` checks them.
+    """A list of ops for each rank, in the order in which they run. `zbpipe.validate` checks them.
 
         >>> mine = Schedule.from_csv("0F0,0F1,0B0,0B1", name="mine")
         >>> mine
@@ -279,9 +268,7 @@ class Schedule:
         >>> mine.ops[0][-1]
         Op(stage=0, kind=<OpKind.B: 'B'>, microbatch=1)
 
-    Raises:
-        TypeError: a list contains something other than ops, or another field has the wrong type.
-        ValueError: there are fewer lists than ranks.
+    TypeError for lists with something other than ops, ValueError for fewer lists than ranks.
     """
 
     name: str
@@ -313,19 +300,15 @@ class Schedule:
 
     @cached_property
     def kinds(self) -> frozenset[OpKind]:
-        """The kinds of op in it.
-
-        >>> sorted(Schedule.from_csv("0F0,0B0").kinds)
-        [<OpKind.B: 'B'>, <OpKind.F: 'F'>]
-        """
+        """The kinds of op in it."""
         return frozenset(op.kind for row in self.ops for op in row)
 
     @cached_property
     def computations(self) -> Schedule:
         """The schedule without copies to the host and back. torch runs it and reads its table.
 
-        >>> print(*Schedule.from_csv("0F0,0OF0,0RF0,0B0").computations)
-        (Op(stage=0, kind=<OpKind.F: 'F'>, microbatch=0), Op(stage=0, kind=<OpKind.B: 'B'>, microbatch=0))
+        >>> Schedule.from_csv("0F0,0OF0,0RF0,0B0").computations
+        Schedule('csv', p=1, m=1, ops='0F0 0B0')
         """
         if self.kinds.issubset(COMPUTATIONS):
             return self
@@ -364,7 +347,8 @@ class Schedule:
             for stage, kind, microbatch in row:
                 place, lane = len(before), _LANE[kind]
                 waits = [last[0]] if last[0] >= 0 else []
-                for group in needed.get((stage, kind), _UNKNOWN):
+                # An op of a stage that does not exist waits for one of no ops.
+                for group in needed.get((stage, kind), ((),)):
                     for giver_stage, giver_kind in group:
                         giver = number.get((giver_stage, giver_kind, microbatch))
                         if giver is not None:
@@ -409,8 +393,7 @@ class Schedule:
     def _repr_html_(self) -> str:
         """The picture with one second for each of F, I and W, in notebooks."""
         # By name, because views import schedules.
-        page: str = import_module("zbpipe.views.pictures").draw_in_notebook(self)
-        return page
+        return str(import_module("zbpipe.views.pictures").draw_in_notebook(self))
 
     def to_csv(self) -> str:
         """The table that torch's `_load_csv(..., format="compute_only")` reads: a row per rank, a cell per op.
@@ -427,26 +410,19 @@ class Schedule:
 
     @classmethod
     def from_csv(cls, table: str, name: str = "csv") -> Schedule:
-        """Read a table of computations, or the computations of a table with communication.
+        """Read the text of a table of computations, or the computations of a table with communication.
 
-        It reads both formats of torch's `_dump_csv`, and the same without stages where each rank has one (see
-        `zbpipe.schedule.tables`). Bubbles, sends, receives and gathers of weights are omitted: jobs place their own,
-        and `zbpipe.simulator.message_checks.check_table` checks them. Placement and number of microbatches come from
-        the table: a stage is on the rank in whose row it first appears.
+        It reads both formats of torch's `_dump_csv`, and the same without stages where each rank has one. Bubbles,
+        sends, receives and gathers of weights are omitted: jobs place their own. A stage is on the rank in whose row it
+        first appears.
 
             >>> Schedule.from_csv("0F0,,0B0\\n1F0,1B0").placement.rank_of
             (0, 1)
             >>> print(Schedule.from_csv("0UNSHARD,0F0,(0F1;0B0)OVERLAP_F_B,0B1"))
             rank 0: 0F0 0F1 0B0 0B1
 
-        Args:
-            table: the text, not the path of a file: `zbpipe.generate` takes that.
-            name: name of the schedule.
-
-        Raises:
-            TypeError: the table is not a string.
-            ValueError: a cell is not an action, a row or the whole table is empty, no row has a stage, or there are
-                far too few ops for a microbatch that a cell names.
+        TypeError if the table is not a string. ValueError if a cell is not an action, a row or the table is empty, no
+        row has a stage, or there are far too few ops for a microbatch that a cell names.
         """
         return cls.from_actions(tables.read(table), name)
 
@@ -471,9 +447,9 @@ class Schedule:
         for rank, ops in enumerate(rows):
             if not ops:
                 raise ValueError(f"schedule {name}: rank {rank} has no ops: omit its row, or add the ops of its stages")
-            for op in ops:
-                rank_of.setdefault(op.stage, rank)
         everything = [(rank, op) for rank, ops in enumerate(rows) for op in ops]
+        for rank, op in everything:
+            rank_of.setdefault(op.stage, rank)
         num_stages = next(stage for stage in count() if stage not in rank_of)
         for rank, op in everything:
             if not 0 <= op.stage < num_stages:
@@ -506,19 +482,15 @@ def _freeze(rows: Iterable[Iterable[Op]], name: str) -> tuple[tuple[Op, ...], ..
         raise TypeError(f"schedule {name}: ops has to be one list of ops per rank, got {reprlib.repr(rows)}") from None
     for rank, row in enumerate(frozen):
         for position, op in enumerate(row):
-            if fault := _find_fault(op):
-                raise TypeError(
-                    f"schedule {name}: rank {rank}, position {position} has {op!r:.80}, {fault}: make one with"
-                    " zbpipe.Op.parse('3F0')"
-                )
+            if type(op) is Op and type(op.kind) is OpKind and type(op.stage) is type(op.microbatch) is int:
+                continue
+            fault = "which is not a zbpipe.Op"
+            if type(op) is Op and type(op.kind) is not OpKind:
+                fault = "whose kind is not a zbpipe.OpKind"
+            elif type(op) is Op:
+                fault = f"whose {'microbatch' if type(op.stage) is int else 'stage'} is not a Python int"
+            raise TypeError(
+                f"schedule {name}: rank {rank}, position {position} has {op!r:.80}, {fault}: make one with"
+                " zbpipe.Op.parse('3F0')"
+            )
     return frozen
-
-
-def _find_fault(op: object) -> str | None:
-    if type(op) is not Op:
-        return "which is not a zbpipe.Op"
-    if type(op.kind) is not OpKind:
-        return "whose kind is not a zbpipe.OpKind"
-    if type(op.stage) is not int or type(op.microbatch) is not int:
-        return f"whose {'microbatch' if type(op.stage) is int else 'stage'} is not a Python int"
-    return None

@@ -8,7 +8,6 @@ A schedule is a function `(ranks, microbatches) -> Schedule`, registered under i
 A function that also takes `stages_per_rank` runs with any number of stages. One that takes `costs` can adapt to
 measured times, one that takes `memory_limit` to a `zbpipe.costs.MemoryLimit`, and one that takes `transport` to the
 transport of messages. Installed packages offer their functions through the entry-point group "zbpipe.algorithms".
-zbpipe's functions are in `zbpipe.algorithms`, which `import zbpipe` imports.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Literal, Protocol, runtime_checkable
@@ -52,12 +51,11 @@ class Algorithm:
 
     name: str
     placement: Literal["loop", "v", "wave", "table"]
-    """Position of stages on ranks: see `register`; "table" for an existing schedule, such as a CSV file, which has its
-    placement."""
+    """See `register`; "table" for an existing schedule, such as a CSV file."""
     stages_per_rank: int
     """Default number of stages per rank."""
     generate: Generate
-    """`(ranks, microbatches) -> Schedule`, with `keywords`. Call `make`, which checks sizes and result."""
+    """Call `make`, which checks sizes and result."""
     source: Literal["torch", "zbpipe"] = "zbpipe"
     """Owner of the class that runs it."""
     summary: str = ""
@@ -72,7 +70,6 @@ class Algorithm:
 
     @property
     def any_stages_per_rank(self) -> bool:
-        """Whether the caller may choose another number of stages per rank."""
         return "stages_per_rank" in self.keywords
 
     @property
@@ -119,9 +116,7 @@ class Algorithm:
         runs_ahead: bool = False,
         transport: object = None,
     ) -> Schedule:
-        """The schedule of this size, which the function makes for `costs`, `memory_limit` and `transport` if it takes
-        them. `zbpipe.generate` takes a name, and costs and limits as users write them.
-        """
+        """The schedule of this size, made for the others if the function takes them."""
         ranks, microbatches = require_whole(1, ranks=ranks, microbatches=microbatches)
         placement = self.place(ranks, stages_per_rank)
         if self.table is None:
@@ -189,10 +184,7 @@ def register(
         listed: whether listings and comparisons show it.
         by_checkpointing: whether jobs without measured costs pass the default costs of their activation checkpointing.
 
-    Raises:
-        ValueError: another function has the name, it is that of a file, or it cannot be written on a command line; or
-            the placement is impossible.
-        TypeError: the decorated object is not a function (ranks, microbatches).
+    ValueError for an impossible or taken name or an impossible placement, TypeError for another signature.
     """
     _require_name(name)
     require_whole(1, stages_per_rank=stages_per_rank)
@@ -221,17 +213,8 @@ def register(
                 f"{generate!r} cannot be registered as {name!r}, {error}: a schedule is a function"
                 f" (ranks, microbatches), and may take the keywords {', '.join(_KEYWORDS)}"
             ) from None
-        _registered[name.lower()] = Algorithm(
-            name,
-            placement,
-            stages_per_rank,
-            generate,
-            source,
-            summary,
-            keywords=keywords,
-            listed=listed,
-            by_checkpointing=by_checkpointing,
-        )
+        about = (name, placement, stages_per_rank, generate, source, summary, None, keywords, listed, by_checkpointing)
+        _registered[name.lower()] = Algorithm(*about)
         return generate
 
     return add
@@ -254,18 +237,14 @@ def schedules() -> Mapping[str, Algorithm]:
 
 
 def resolve(schedule: str | Schedule | _Planned | Algorithm) -> Algorithm:
-    """The algorithm behind a name (in any case), the path of a CSV file, or `file.py:function`.
-
-    Resolve a name once and pass on the algorithm, because a file may change. A Schedule or Plan becomes an algorithm
-    that returns it.
+    """The algorithm behind a name (in any case), the path of a CSV file, `file.py:function`, or an existing schedule.
 
         >>> resolve("zbv").place(num_ranks=2).rank_of
         (0, 1, 1, 0)
         >>> resolve(zbpipe.generate("ZBV", 2, 4)).placement
         'table'
 
-    Raises:
-        ValueError: there is none (the message lists the names and the nearest one), or the file holds no schedule.
+    ValueError if there is none (the message lists the names and the nearest one), or the file holds no schedule.
     """
     match schedule:
         case Algorithm():
@@ -322,17 +301,17 @@ def _read_table(path: str) -> Algorithm:
 
 
 def _stand_for(schedule: Schedule) -> Algorithm:
+    def give_back(ranks: int, microbatches: int) -> Schedule:
+        if microbatches != schedule.num_microbatches:
+            raise ValueError(
+                f"{schedule.name} is a table for {schedule.num_microbatches} microbatches, but the job has"
+                f" {microbatches}: name a schedule that is made for any number, or let the job's schedule adopt one for"
+                f" {microbatches}"
+            )
+        return schedule
+
     stages_per_rank = len(schedule.placement.stages_on(0))
-    return Algorithm(schedule.name, "table", stages_per_rank, partial(_give_back, schedule), table=schedule)
-
-
-def _give_back(schedule: Schedule, ranks: int, microbatches: int) -> Schedule:
-    if microbatches != schedule.num_microbatches:
-        raise ValueError(
-            f"{schedule.name} is a table for {schedule.num_microbatches} microbatches, but the job has {microbatches}:"
-            f" name a schedule that is made for any number, or let the job's schedule adopt one for {microbatches}"
-        )
-    return schedule
+    return Algorithm(schedule.name, "table", stages_per_rank, give_back, table=schedule)
 
 
 def stage_indices(
@@ -349,9 +328,7 @@ def stage_indices(
         num_ranks: size of the pipeline group.
         stages_per_rank: for looped schedules, which support any number. Default: the usual number of the schedule.
 
-    Raises:
-        ValueError: the name is unknown, the rank is outside the group, the schedule does not support this number of
-            stages, or there are more than 1024 stages.
+    ValueError for an unknown name, a rank outside the group, and numbers of stages that the schedule does not support.
     """
     return resolve(schedule).place(num_ranks, stages_per_rank).stages_on(rank)
 

@@ -24,9 +24,7 @@ _TICKS = 2**32
 def html(timeline: Timeline, drawn_with: str = "") -> str:
     """The page: a grid of all ranks, the activations of each over time below it, and the critical path on demand.
 
-    It needs no network and no other file, and is dark where the reader prefers that. Where boxes would be narrower than
-    two pixels it shows the shares of time instead. Mouse, touch and keyboard zoom in, and describe each box. A table
-    has the ranks' numbers. `drawn_with` names the costs.
+    It needs no network and no other file, and is dark where the reader prefers that. `drawn_with` names the costs.
     """
     sizes = style.size(timeline) + (f"; {drawn_with}" if drawn_with else "")
     return fill(
@@ -73,11 +71,8 @@ def pack(data: Any) -> str:
 
 
 def drawing(timeline: Timeline) -> dict[str, Any]:
-    """The data that the script draws, in types for JSON.
-
-    Kinds are numbers, and times integer ticks. `changes` has by kind and stage the memory that an op takes at its start
-    and frees at its end, in its rank's share of one microbatch. So the page need not contain the memory over time.
-    """
+    """The data that the script draws: kinds as numbers, times in ticks, and in `changes` by kind and stage the memory
+    that an op takes at its start and frees at its end, in its rank's share of one microbatch."""
     placement = timeline.schedule.placement
     stages, present = style.most_stages(placement), style.kinds(timeline)
     collectives = {each.kind: style.kind_of(each, timeline) for row in timeline.collectives for each in row}

@@ -38,9 +38,8 @@ class Setting:
     stages: int
     """Stages per rank, for schedules that support any number."""
     times: tuple[float, float, float]
-    """Times of F, I and W of a rank and a microbatch, in any unit."""
+    """Times of F, I and W of a rank and a microbatch."""
     comm: float
-    """Time from one rank to another, in the same unit."""
     checkpointing: Checkpointing
     limit: float | None
     """Memory relative to that of 1F1B's worst rank."""
@@ -100,11 +99,6 @@ class Setting:
         return typical_costs(placement, self.checkpointing, times=self.times, comm=self.comm)
 
     @property
-    def baseline(self) -> float:
-        """Memory of 1F1B's worst rank."""
-        return memory_of_1f1b(self.costs, self.ranks, self.microbatches)
-
-    @property
     def options(self) -> str:
         """The setting as options of the command line."""
         costs = ",".join(f"{time:.6g}" for time in self.times)
@@ -143,7 +137,7 @@ def answer_plan(setting: Setting) -> dict[str, Any]:
 
 
 def _answer(timeline: Timeline, setting: Setting, title: str, command: str) -> dict[str, Any]:
-    figures = record(timeline, setting.baseline)
+    figures = record(timeline, memory_of_1f1b(setting.costs, setting.ranks, setting.microbatches))
     memory = figures["memory_to_1f1b"]
     return {
         "title": title,
@@ -172,18 +166,7 @@ ADDRESS = "127.0.0.1"
 _TIMES = [round(0.1 * n, 1) for n in range(1, 41)]
 _STOPS: dict[str, list[Any]] = {
     "ranks": [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, MOST_RANKS],
-    "microbatches": [
-        *range(1, 17),
-        *range(18, 33, 2),
-        *range(36, 65, 4),
-        80,
-        96,
-        128,
-        192,
-        256,
-        384,
-        MOST_MICROBATCHES,
-    ],
+    "microbatches": [*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), 80, 96, 128, 192, 256, 384, 512],
     "stages": [1, 2, 3, 4, 6, 8],
     "f": _TIMES,
     "i": _TIMES,

@@ -44,14 +44,9 @@ class _Scale:
 def svg(timeline: Timeline, *below: Timeline, drawn_with: str = "") -> str:
     """The picture: title, outcome, a row of boxes per rank, a time axis and a legend.
 
-    `drawn_with` describes the costs in words. Default: the times, if they are equal on all ranks.
-
-    The width of a box is the duration of its op. It is coloured by kind, paler for the later stages of a rank, and
-    shows its microbatch where there is room. Idle time is hatched. Pointing at a box shows the op's name and times,
-    unless there are thousands. Further timelines are below the first one, all on one time scale, so a shorter step is a
-    shorter picture. With offloading, thin boxes below those of the ops show the copies out to the host, and below these
-    the copies in again. FSDP's gathers and reductions have such boxes too, in the colours of F and of W or B. The
-    picture is dark where the reader prefers that.
+    `drawn_with` describes the costs in words. Default: the times, if they are equal on all ranks. Further timelines are
+    below the first one, all on one time scale. Thin boxes below those of the ops show copies to the host and back, and
+    FSDP's collectives. The picture is dark where the reader prefers that.
     """
     per_second = max(_per_second(each) for each in (timeline, *below))
     pictures = [_picture(each, per_second, drawn_with) for each in (timeline, *below)]
@@ -98,7 +93,9 @@ def _picture(timeline: Timeline, per_second: float, drawn_with: str) -> _Picture
         f"<title>{escape(timeline.schedule.name)}, {style.size(timeline)}</title>",
         *_styles(timeline),
         f'<rect class="paper" width="{_px(width)}" height="{_px(height)}"/>',
-        *_heading(timeline.schedule.name, headings),
+        f'<text x="24" y="34" font-size="20" font-weight="bold">{escape(timeline.schedule.name)}</text>',
+        f'<text x="24" y="54">{headings[0]}</text>',
+        f'<text class="faint" x="24" y="72">{escape(headings[1])}</text>',
         *_axis(scale, len(timeline.spans)),
         *(line for rank in range(len(timeline.spans)) for line in _row(timeline, rank, scale)),
         *legend,
@@ -144,13 +141,6 @@ def _theme(theme: style.Theme) -> Iterator[str]:
     yield f".zbp .ops rect,.zbp .key{{stroke:{theme.paper};stroke-width:1}}"
 
 
-def _heading(name: str, headings: tuple[str, str]) -> Iterator[str]:
-    result, sizes = headings
-    yield f'<text x="24" y="34" font-size="20" font-weight="bold">{escape(name)}</text>'
-    yield f'<text x="24" y="54">{result}</text>'
-    yield f'<text class="faint" x="24" y="72">{escape(sizes)}</text>'
-
-
 def _times(costs: CostModel, placement: Placement) -> str:
     """Times of a rank per microbatch, if they are equal on all ranks."""
 
@@ -190,7 +180,10 @@ def _row(timeline: Timeline, rank: int, scale: _Scale) -> Iterator[str]:
         for span in timeline.spans[rank]:
             yield _box(span, timeline, nth, scale, y)
     for span in timeline.spans[rank]:
-        yield from _microbatch(span, nth[span.op.stage], scale, y)
+        begin, width, number = scale.x(span.start), (span.end - span.start) * scale.per_second, span.op.microbatch
+        if width >= len(str(number)) * LETTER + 2:
+            place = f'x="{_px(begin + width / 2)}" y="{_px(middle)}"'
+            yield f'<text class="{span.op.kind}{nth[span.op.stage]}" {place}>{number}</text>'
     yield "</g>"
     for lane, (name, boxes) in enumerate(style.lanes(timeline, rank)):
         yield f'<g class="{name}">'
@@ -228,15 +221,6 @@ def _box(
         f' width="{_px((box.end - box.start) * scale.per_second)}" height="{height}">'
         f"<title>{words}: {style.number(box.start)} to {style.number(box.end)}</title></rect>"
     )
-
-
-def _microbatch(span: Span, nth: int, scale: _Scale, y: float) -> Iterator[str]:
-    """The microbatch's number on its box, if that is wide enough."""
-    begin, width = scale.x(span.start), (span.end - span.start) * scale.per_second
-    microbatch = str(span.op.microbatch)
-    if width >= len(microbatch) * LETTER + 2:
-        middle = f'x="{_px(begin + width / 2)}" y="{_px(y + _BOX / 2 + 4)}"'
-        yield f'<text class="{span.op.kind}{nth}" {middle}>{microbatch}</text>'
 
 
 def _legend(timeline: Timeline, y: float) -> tuple[list[str], float]:
