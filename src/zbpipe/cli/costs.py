@@ -28,8 +28,6 @@ Times = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs chosen by the options of a command."""
-
     of: CostsOf
     words: str
     """Source of times and memory, for people."""
@@ -57,7 +55,6 @@ class Costs:
         return given
 
     def require_ranks(self, given: int | None) -> int:
-        """The number of ranks, for a command that requires it."""
         found = self.ranks(given)
         if found is None:
             raise click.UsageError("Missing option '-p' / '--ranks'", click.get_current_context())
@@ -101,7 +98,6 @@ def typical(times: Times | None, comm: float, checkpointing: str, host: Link | N
 
 
 def is_given(context: click.Context, name: str) -> bool:
-    """Whether the command line has this option."""
     return context.get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
@@ -124,7 +120,6 @@ def _from_file(file: Path, context: click.Context) -> Costs:
 
 
 def _times(context: click.Context, option: click.Parameter, text: str) -> Times | None:
-    """Parse `--costs`; None for the typical times."""
     if text == "typical":
         return None
     try:

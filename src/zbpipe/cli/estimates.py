@@ -125,7 +125,6 @@ def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]
 
 
 def record(found: Estimate) -> dict[str, Any]:
-    """An estimate for JSON, in seconds, bytes and shares."""
     work, device = found.workload, found.device
     return {
         "job": work.name,
@@ -164,7 +163,6 @@ def rank_lines(found: JobMemory) -> Iterator[str]:
 
 
 def rank_record(found: JobMemory) -> dict[str, Any]:
-    """The ranks' memory for JSON, in bytes."""
     ranks = [
         {"parameters": count, **vars(memory), "total": memory.total}
         for count, memory in zip(found.parameters, found.memories, strict=True)

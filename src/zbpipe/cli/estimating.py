@@ -25,7 +25,6 @@ _titan_arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED,
 
 
 def _link(context: click.Context, option: click.Parameter, text: str | None) -> tuple[float, ...] | None:
-    """Parse `--link`."""
     if text is None:
         return None
     try:

@@ -64,7 +64,6 @@ class Request:
         return replace(schedule, name=algorithm.name), costs
 
     def make_valid(self, transport: Transport | None = None) -> tuple[Schedule, CostModel]:
-        """The validated schedule, and the costs of its stages."""
         schedule, costs = self.make(transport)
         if findings := validate(schedule):
             more = f" (the first of {len(findings)} findings)" if len(findings) > 1 else ""

@@ -14,33 +14,12 @@ from zbpipe.cli.base import Command, OutputFile, compared_size, progress_line, t
 from zbpipe.cli.costs import Costs, cost_options, is_given, memory_limit_option
 from zbpipe.cli.named import simulate_all
 from zbpipe.costs.transport import Transport
-from zbpipe.schedule.ir import Placement
 
 if TYPE_CHECKING:
     from zbpipe.planner.result import Plan
     from zbpipe.views.report import ComparedSchedule
 
 _STANDARD_OUTPUT = Path("-")
-
-
-def _placements(context: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> list[str | Placement]:
-    """Parse `--placement`: names, or the rank of each stage."""
-    from zbpipe.planner.request import PLACEMENTS
-
-    found: list[str | Placement] = []
-    for text in texts:
-        ranks = text.split("-")
-        if text in PLACEMENTS:
-            found.append(text)
-        elif all(map(str.isdecimal, ranks)):
-            try:
-                found.append(Placement(tuple(map(int, ranks))))
-            except ValueError as error:
-                raise click.BadParameter(f"{text!r}: {error}") from None
-        else:
-            names = ", ".join(PLACEMENTS)
-            raise click.BadParameter(f"{text!r} is not one of {names}, nor the rank of each stage, for example 0-1-1-0")
-    return found
 
 
 @click.command(cls=Command)
@@ -52,7 +31,6 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
     "--placement",
     "placements",
     multiple=True,
-    callback=_placements,
     metavar="NAME",
     help="A placement to try: single, loop, v, wave, or the rank of each stage, like 0-1-1-0. Can be given several"
     " times; default: single, loop and v. A wave has four stages per rank, and is often shorter.",
@@ -171,7 +149,6 @@ def _compare(found: Plan, costs: Costs, asked: Mapping[str, Any]) -> Iterator[Co
 
 
 def _record(found: Plan, planned: ComparedSchedule, others: Sequence[ComparedSchedule]) -> dict[str, Any]:
-    """The keys of `simulate --json` and more. The lower bound covers all placements tried, and includes the limit."""
     parts = found.module_fqns_per_model_part
     return {
         **planned.figures,
@@ -189,7 +166,6 @@ def _record(found: Plan, planned: ComparedSchedule, others: Sequence[ComparedSch
 
 
 def _sum_up(found: Plan) -> Iterator[str]:
-    """Summary of the search's result."""
     from zbpipe.views.report import tell_fsdp
     from zbpipe.views.style import number, percent, summary
 
@@ -203,7 +179,6 @@ def _sum_up(found: Plan) -> Iterator[str]:
 
 
 def _split(found: Plan) -> Iterator[str]:
-    """The layer split, and its gain."""
     from zbpipe.views.report import longer
     from zbpipe.views.style import number
 

@@ -51,7 +51,6 @@ def load_costs(path: str | Path) -> JobCosts:
 
 
 def read_data(path: str | Path) -> Any:
-    """Contents of a TOML or JSON file."""
     require_ending(path)
     path = Path(path)
     kind = path.suffix[1:].upper()

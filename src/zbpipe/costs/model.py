@@ -22,7 +22,6 @@ ROUNDING = 1e-9
 
 
 def is_amount(number: float) -> bool:
-    """Whether the value is a valid cost."""
     return 0 <= number <= MOST
 
 
@@ -106,7 +105,6 @@ OF_DATA_PARALLELISM = ("gather", "reduce")
 
 
 def set_fields(instance: object, **fields: Any) -> None:
-    """Set fields of a frozen dataclass while it is initialised."""
     for name, value in fields.items():
         object.__setattr__(instance, name, value)
 
@@ -130,7 +128,6 @@ class OpCosts(NamedTuple):
 
     @property
     def frees(self) -> float:
-        """Memory that it frees at its end."""
         return -self.adds
 
 

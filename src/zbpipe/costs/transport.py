@@ -7,8 +7,6 @@ from typing import Self
 
 
 class Named(StrEnum):
-    """Enum with user-facing names."""
-
     @classmethod
     def parse(cls, text: str) -> Self:
         """The member called `text`, with spaces, dashes or underscores between the words.
@@ -26,7 +24,6 @@ class Named(StrEnum):
 
     @classmethod
     def names(cls) -> str:
-        """All names, as written on a command line."""
         return ", ".join(repr(each.value.replace(" ", "-")) for each in cls)
 
 

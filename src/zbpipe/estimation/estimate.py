@@ -145,8 +145,6 @@ def _require_torch_runs(algorithm: Algorithm, ranks: int, stages_per_rank: int, 
 
 @dataclass(frozen=True)
 class _Job:
-    """A workload with its known times."""
-
     workload: Workload
     rates: Rates | None
     measured: JobCosts | None
@@ -282,7 +280,6 @@ class _Job:
         return tuple(replace(self, rates=replace(self.rates, speed=speed, extremes=None)) for speed in speeds)
 
     def words(self, tflops: float | None, link: Any) -> Iterator[str]:
-        """Sources of the figures, in sentences."""
         if self.measured is not None:
             yield "times and activations: measured, from the cost file"
         else:

@@ -45,7 +45,6 @@ def _divisors(number: int) -> list[int]:
 
 
 def _layouts(workload: Workload, gpus_per_node: int) -> Iterator[Workload]:
-    """The job on all degrees, with every checkpointing."""
     kinds = (None,) if workload.checkpointing is None else Checkpointing
     for degrees in degrees_to_try(workload, gpus_per_node):
         for how in kinds:

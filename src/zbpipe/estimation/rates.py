@@ -37,8 +37,6 @@ without one (TorchTitan from 8 to 128 H100, MaxText from 64 to 256), 0.3 to 0.5 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of computation and communication."""
-
     device: Device
     """Device whose rates apply."""
     speed: float = 1.0

@@ -108,7 +108,6 @@ class Estimate:
 
     @property
     def usual(self) -> Step | None:
-        """The row of 1F1B."""
         return self._named("1F1B")
 
     @property

@@ -93,13 +93,10 @@ def _perhaps(random: Random, chance: float, low: float, high: float) -> float:
 
 
 def _leanness(random: Random) -> float:
-    """Random use of the free room: all of it, some, or none."""
     return random.choice((0.0, random.uniform(0, 4), NEVER))
 
 
 class ListScheduler:
-    """List scheduling of one problem."""
-
     def __init__(self, problem: Problem, engine: Engine) -> None:
         self.engine = engine
         self.job: Job = engine.prepare(problem.job)

@@ -70,12 +70,10 @@ class Job(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """Mean seconds of a node."""
         return sum(node.seconds for node in self.nodes) / len(self.nodes)
 
 
 def fill(count: int, value: Number) -> list[Number]:
-    """A mutable sequence of equal numbers."""
     return [value] * count
 
 
@@ -188,7 +186,6 @@ def loads(job: Job) -> tuple[Ints, Ints, Ints, Ints, Floats]:
 
 
 def earliest(times: Floats) -> tuple[int, float]:
-    """Index of the first minimum, and the minimum."""
     least = 0
     for each in range(1, len(times)):
         if times[each] < times[least]:
@@ -279,7 +276,6 @@ class Linked:
 
 
 def blank_ops(count: int) -> list[Linked]:
-    """Ops without a place."""
     return [Linked() for _ in range(count)]
 
 
@@ -415,7 +411,6 @@ def fold(job: Job, lists: Lists) -> Ints:
 
 
 def link(job: Job, codes: Ints) -> Lists:
-    """Linked lists of an order."""
     order, ops = unfold(job, codes)
     first, last = fill(job.ranks, -1), fill(job.ranks, -1)
     for position in range(len(order)):
@@ -500,7 +495,6 @@ def make_room(job: Job, lists: Lists, op: int, jump: int) -> Move:
 
 
 def undo(job: Job, lists: Lists, move: Move) -> None:
-    """Undo the move."""
     if move.kind == SHIFTED:
         shift(job, lists, move.op, move.anchor, move.position)
     elif move.kind == MERGED:
@@ -608,7 +602,6 @@ def put(lists: Lists, op: int, position: int) -> None:
 
 
 def take_out(lists: Lists, op: int, rank: int) -> None:
-    """Remove an op from its rank's chain."""
     before, after = lists.ops[op].before, lists.ops[op].after
     if before >= 0:
         lists.ops[before].after = after
@@ -841,7 +834,6 @@ def starts(job: Job, order: Ints) -> Floats:
 
 
 def measure(job: Job, last: Ints, end: Floats) -> float:
-    """Length of the order."""
     longest = 0.0
     for rank in range(job.ranks):
         longest = max(longest, end[last[rank]] - job.origin[rank])

@@ -22,8 +22,6 @@ KINDS = (OpKind.F, OpKind.I, OpKind.W)
 
 @dataclass(frozen=True)
 class Problem:
-    """The scheduling problem on one placement."""
-
     name: str
     placement: Placement
     costs: CostModel
@@ -41,7 +39,6 @@ class Problem:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Lower bound of the step, in seconds."""
         return self.bound(self.costs)
 
     @property
@@ -192,7 +189,6 @@ class Problem:
         ]
 
     def sort_by_start(self, order: list[int]) -> list[int]:
-        """The schedule with its ops sorted by start."""
         return [op for _, op in sorted(zip(starts(self.job, order), order, strict=True), key=lambda pair: pair[0])]
 
     def length(self, order: Iterable[int]) -> float:

@@ -63,7 +63,6 @@ class Request:
             raise ValueError(f"no placement to try: name some of {', '.join(PLACEMENTS)}")
 
     def part(self, searches: int) -> Request:
-        """The request of one of several `searches`, which share the budget."""
         budget = None if self.budget is None else self.budget / searches
         return replace(self, budget=budget, share=self.share / searches)
 
@@ -83,7 +82,10 @@ def name_placements(ranks: int, wanted: Any) -> dict[str, Placement]:
 
 
 def _name(ranks: int, wanted: Iterable[str | Placement]) -> Iterator[tuple[str, Placement]]:
-    for each in wanted:
+    for given in wanted:
+        each = given
+        if isinstance(given, str) and "-" in given and all(map(str.isdecimal, given.split("-"))):
+            each = Placement(tuple(map(int, given.split("-"))))
         if isinstance(each, Placement):
             if each.num_ranks != ranks:
                 raise ValueError(f"the placement {each.rank_of} is for {each.num_ranks} ranks, but the job has {ranks}")
@@ -92,4 +94,7 @@ def _name(ranks: int, wanted: Iterable[str | Placement]) -> Iterator[tuple[str, 
         elif isinstance(each, str) and each in PLACEMENTS:
             yield each, PLACEMENTS[each](ranks)
         else:
-            raise ValueError(f"unknown placement {each!r}; give a zbpipe.Placement or one of {', '.join(PLACEMENTS)}")
+            raise ValueError(
+                f"unknown placement {each!r}; give one of {', '.join(PLACEMENTS)}, the rank of each stage like 0-1-1-0,"
+                " or a zbpipe.Placement"
+            )

@@ -68,7 +68,6 @@ class Plan:
 
     @property
     def makespan(self) -> float:
-        """Seconds of a synchronous step."""
         return self.timeline.makespan
 
     @cached_property

@@ -187,16 +187,13 @@ class Search:
         return better if better.length < start.length else start
 
     def reached(self, problem: Problem) -> float:
-        """Seconds of the best order on its placement."""
         return min((each.length for each in self.kept if each.problem is problem), default=inf)
 
     @property
     def shortest(self) -> float:
-        """Seconds of the best order. Infinite before the first."""
         return self.best.length if self.best else inf
 
     def keep(self, problem: Problem, order: list[int], by: str) -> Found:
-        """Store the order if it is the best one so far."""
         found = Found(problem, tuple(order), problem.length(order), by)
         self.kept.append(found)
         if found.length < self.shortest:

@@ -60,12 +60,10 @@ def default_budget(problems: Sequence[Problem], engine: Engine) -> float:
 
 
 def fits(placement: Placement, costs: CostModel, limits: Sequence[float] | None) -> bool:
-    """Whether every rank can hold one microbatch."""
     return limits is None or not too_small(least_room(placement, costs), limits)
 
 
 def make_problem(request: Request, name: str, placement: Placement, costs: CostModel) -> Problem:
-    """The search's problem on one placement."""
     require_size(f"the placement {name}", placement.num_stages, request.microbatches)
     with_fsdp = costs if costs.gather or costs.reduce else None
     costs = replace(costs, gather=0.0, reduce=0.0)
@@ -243,7 +241,6 @@ class _Trials:
         return make_problem(self.request, "", self.placement, stages).lower_bound
 
     def length(self, sizes: Sizes) -> float:
-        """Step time found by a short search, in seconds."""
         if sizes not in self.known:
             self.known[sizes] = self.search(sizes, _EFFORT)
         return self.known[sizes]

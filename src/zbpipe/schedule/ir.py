@@ -300,7 +300,6 @@ class Schedule:
 
     @cached_property
     def kinds(self) -> frozenset[OpKind]:
-        """The kinds of op in it."""
         return frozenset(op.kind for row in self.ops for op in row)
 
     @cached_property
@@ -317,7 +316,6 @@ class Schedule:
 
     @property
     def has_copies(self) -> bool:
-        """Whether it offloads anything."""
         return self.computations is not self
 
     @cached_property

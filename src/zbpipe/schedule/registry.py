@@ -279,7 +279,6 @@ def _find_name(name: str) -> Algorithm:
 
 
 def _find_function(source: str) -> Algorithm:
-    """The algorithm that `file.py:function` has registered."""
     function = function_of(source)
     for algorithm in _registered.values():
         if algorithm.generate is function:

@@ -87,8 +87,6 @@ def find_ungathered(rows: Rows) -> Iterator[Finding]:
 
 
 class _Table:
-    """A table with communication, and the lookups for the checks."""
-
     def __init__(self, rows: Rows, compute: Schedule) -> None:
         self.rows = rows
         self.rank_of = compute.placement.rank_of

@@ -184,7 +184,6 @@ class _Rank:
         return held
 
     def row(self) -> Iterator[Op]:
-        """The rank's list with the copies where they are issued."""
         issued: dict[int, list[Op]] = defaultdict(list)
         for thing in self.chosen:
             issued[thing.made].append(thing.there)
@@ -195,7 +194,6 @@ class _Rank:
             yield from issued[position]
 
     def _peak(self, chosen: Sequence[_Thing]) -> tuple[float, float]:
-        """Time and size of the rank's peak."""
         rows: list[tuple[Span, ...]] = [()] * len(self.timeline.spans)
         rows[self.rank] = tuple(self._copies(chosen))
         return max(replace(self.timeline, copies=tuple(rows)).memory(self.rank), key=lambda moment: moment[1])

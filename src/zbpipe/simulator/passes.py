@@ -193,7 +193,6 @@ def add_waits(rows: Rows) -> Rows:
 
 
 def wait_of(send: Action) -> Action:
-    """The wait for a send."""
     return Action(send.stage, f"WAIT_{send.kind}", send.microbatch)
 
 

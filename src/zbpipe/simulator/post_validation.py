@@ -105,7 +105,6 @@ def _delays(graph: TimeGraph, costs: CostModel) -> list[list[float]]:
 
 
 def _mean_step(delays: Sequence[Sequence[float]]) -> float:
-    """The mean time of a step."""
     # Karp's algorithm: the longest paths of each number of steps, here to all ranks from the first one.
     reached = [[0.0, *(-inf for _ in delays[1:])]]
     for _ in delays:
@@ -163,7 +162,6 @@ class RunAhead:
 
 
 def _cut(row: tuple[Action, ...], number: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-    """The actions before computation `number`, and the others."""
     computations = (n for n, each in enumerate(row) if each.kind in COMPUTE)
     position = next(islice(computations, number, None), len(row))
     return row[:position], row[position:]

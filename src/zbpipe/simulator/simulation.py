@@ -169,7 +169,6 @@ def gather_in_each_op(costs: CostModel) -> CostModel:
 
 
 def _step(timeline: Timeline, costs: CostModel) -> float:
-    """Seconds of one step with other costs."""
     return simulate(
         timeline.schedule,
         costs,

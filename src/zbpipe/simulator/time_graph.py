@@ -223,7 +223,6 @@ def last_ends(graph: Graph[Any], seconds: Callable[[int], Any], latest: Callable
 
 
 def durations(graph: TimeGraph, costs: CostModel) -> list[float]:
-    """Seconds of each node."""
     rank_of = graph.schedule.placement.rank_of
     messages: dict[tuple[int, str, float], float] = {}
     found, of = [], costs.of

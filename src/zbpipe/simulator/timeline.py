@@ -220,7 +220,6 @@ def _memory_changes(spans: tuple[Span, ...], costs: CostModel) -> Iterator[tuple
 
 
 def _critical_path(timeline: Timeline) -> Iterator[Span]:
-    """The critical path, from its end to its beginning."""
     graph = timeline.graph or TimeGraph(timeline.schedule)
     last_step = timeline.num_steps - 1
     seconds, spans = durations(graph, timeline.costs), dict[int, Span]()

@@ -75,7 +75,6 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24, *, colours: bool
 
 
 def _bands(timeline: Timeline, scale: _Scale, label: int) -> Iterator[Text]:
-    """All ops, and a time axis below each band."""
     paints = style.paints(timeline)
 
     def look(span: Span | Collective) -> _Look:
@@ -224,7 +223,6 @@ def _legend(timeline: Timeline, scale: _Scale, colours: bool) -> Iterator[Text]:
 
 
 def _pack(entries: Iterable[Text], width: int) -> list[Text]:
-    """Lines with as many entries as fit."""
     lines: list[Text] = []
     for entry in entries:
         if lines and len(lines[-1]) + 3 + len(entry) <= width:

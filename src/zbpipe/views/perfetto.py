@@ -49,8 +49,6 @@ def write_perfetto(file: str | Path, timeline: Timeline, **others: Timeline) -> 
 
 
 class _Row(NamedTuple):
-    """One of the timelines in a file."""
-
     timeline: Timeline
     name: str
     nth: int

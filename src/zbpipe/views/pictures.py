@@ -25,12 +25,10 @@ def show(timeline: Timeline) -> None:
 
 
 def write_svg(timeline: Timeline, file: str | Path) -> None:
-    """Draw it into a file."""
     Path(file).write_text(svg(timeline), encoding="utf-8")
 
 
 def write_html(timeline: Timeline, file: str | Path) -> None:
-    """Write an interactive page with zoom and tooltips."""
     Path(file).write_text(html(timeline), encoding="utf-8")
 
 

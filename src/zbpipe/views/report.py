@@ -223,7 +223,6 @@ def records(compared: Sequence[ComparedSchedule]) -> list[dict[str, Any]]:
 
 
 def recommend(compared: Iterable[ComparedSchedule]) -> ComparedSchedule | None:
-    """The first of the sorted schedules within its limits."""
     return next((each for each in compared if each.is_within), None)
 
 

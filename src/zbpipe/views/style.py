@@ -42,8 +42,6 @@ _LANES = (("copies out", OFFLOADS), ("copies in", RELOADS))
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours except those of the ops, as #rrggbb."""
-
     paper: str
     ink: str
     faint: str
@@ -107,12 +105,10 @@ def nth_stage(placement: Placement) -> tuple[int, ...]:
 
 
 def most_stages(placement: Placement) -> int:
-    """Largest number of stages of a rank."""
     return max(len(placement.stages_on(rank)) for rank in range(placement.num_ranks))
 
 
 def kinds(timeline: Timeline) -> tuple[OpKind, ...]:
-    """The kinds of ops that occur."""
     return tuple(kind for kind in OpKind if kind in timeline.schedule.kinds)
 
 

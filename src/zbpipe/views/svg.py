@@ -34,7 +34,6 @@ class _Scale:
 
     @property
     def plot(self) -> float:
-        """Width of the timeline."""
         return self.makespan * self.per_second
 
     def x(self, time: float) -> float:
@@ -61,8 +60,6 @@ def svg(timeline: Timeline, *below: Timeline, drawn_with: str = "") -> str:
 
 @dataclass(frozen=True)
 class _Picture:
-    """One timeline with its drawing data."""
-
     width: float
     height: float
     content: list[str]
