@@ -98,15 +98,13 @@ def options(*options: Callable[[_Function], _Function]) -> Callable[[_Function],
 class OutputFile(click.Path):
     """A file to write at the end. A path that cannot be written is refused at the start."""
 
-    def __init__(self, allow_dash: bool = False, ending: str = "") -> None:
-        super().__init__(dir_okay=False, writable=True, allow_dash=allow_dash, path_type=Path)
+    def __init__(self, ending: str = "") -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
         self.ending = ending
         """File name suffix, from which readers of the file know its format."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         file = Path(os.fsdecode(super().convert(value, param, ctx)))
-        if self.allow_dash and str(file) == "-":
-            return file
         if not str(file).lower().endswith(self.ending):
             self.fail(f"{str(file)!r} has to end in {self.ending}, the suffix of schedule files")
         try:

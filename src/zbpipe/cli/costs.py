@@ -112,8 +112,7 @@ def _from_file(file: Path, context: click.Context) -> Costs:
     for name, (option, what) in reasons.items():
         if is_given(context, name):
             raise click.UsageError(
-                f"{option} and --costs-file {file} exclude each other: the file already has {what}; omit one",
-                context,
+                f"{option} and --costs-file {file} exclude each other: the file already has {what}; omit one", context
             )
     job = load_costs(file)
     return Costs(job.on, f"costs of {file}", job, file)

@@ -56,9 +56,7 @@ def _link(context: click.Context, option: click.Parameter, text: str | None) -> 
 )
 @click.option("--ranks", is_flag=True, help="Only the memory of each rank, with the job's own schedule; no --device.")
 @click.option(
-    "--search",
-    is_flag=True,
-    help="Compare all layouts: pipeline, tensor and context parallelism, FSDP, checkpointing.",
+    "--search", is_flag=True, help="Compare all layouts: pipeline, tensor and context parallelism, FSDP, checkpointing."
 )
 @click.option("--float8", is_flag=True, help="Estimate products of blocks in float8.")
 @click.option("--async-tp", is_flag=True, help="Estimate asynchronous tensor parallelism.")

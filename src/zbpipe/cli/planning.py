@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zbpipe.cli.base import Command, OutputFile, compared_size, progress_line, transport_option
+from zbpipe.cli.base import Command, OutputFile, compared_size, json_option, print_json, progress_line, transport_option
 from zbpipe.cli.costs import Costs, cost_options, is_given, memory_limit_option
 from zbpipe.cli.named import simulate_all
 from zbpipe.costs.transport import Transport
@@ -18,8 +18,6 @@ from zbpipe.costs.transport import Transport
 if TYPE_CHECKING:
     from zbpipe.planner.result import Plan
     from zbpipe.views.report import ComparedSchedule
-
-_STANDARD_OUTPUT = Path("-")
 
 
 @click.command(cls=Command)
@@ -60,25 +58,9 @@ _STANDARD_OUTPUT = Path("-")
     metavar="FILE.csv",
     help="Write the plan as the schedule that torch, TorchTitan and zbpipe.titan.train load.",
 )
-@click.option(
-    "--json",
-    "json_file",
-    type=OutputFile(allow_dash=True),
-    is_flag=False,
-    flag_value="-",
-    metavar="[FILE]",
-    help="Print JSON, or write it to a file.",
-)
+@json_option
 @click.pass_context
-def plan(
-    context: click.Context,
-    /,
-    *,
-    costs: Costs,
-    output: Path | None,
-    json_file: Path | None,
-    **asked: Any,
-) -> None:
+def plan(context: click.Context, /, *, costs: Costs, output: Path | None, as_json: bool, **asked: Any) -> None:
     """Search for the best schedule for these times and this memory.
 
     Prints it next to the named schedules, with its largest possible distance from the best schedule. With costs of
@@ -87,7 +69,7 @@ def plan(
     \b
     Examples:
       zbpipe plan -p 8 -m 32 --memory-limit 1.0x -o plan.csv
-      zbpipe plan -p 4 -m 8 --costs 1,2,1 --placement v --placement wave --json plan.json
+      zbpipe plan -p 4 -m 8 --costs 1,2,1 --placement v --placement wave --json
     """
     from zbpipe.planner.plan import plan as search
     from zbpipe.views.report import comparison
@@ -102,20 +84,18 @@ def plan(
         )
     if output is not None:
         output.write_text(found.schedule.to_csv(), encoding="utf-8")
-    if json_file is None:
+    if not as_json:
         click.echo("\n".join(_sum_up(found)))
     planned, *others = _compare(found, costs, asked)
-    if json_file is None:
+    if as_json:
+        print_json(_record(found, planned, others))
+    else:
         lines = ["", *comparison([planned, *others], planned), costs.words]
         if found.layers is not None:
             lines += ["named schedules have TorchTitan's even split of the layers", "", *_split(found)]
         click.echo("\n".join(lines))
-    else:
-        with click.open_file(json_file, "w", encoding="utf-8") as file:
-            file.write(json.dumps(_record(found, planned, others), indent=2) + "\n")
-    for written in (output, json_file):
-        if written is not None and written != _STANDARD_OUTPUT:
-            click.echo(f"wrote {written}", err=json_file == _STANDARD_OUTPUT)
+    if output is not None:
+        click.echo(f"wrote {output}", err=as_json)
 
 
 def _complete(context: click.Context, costs: Costs, asked: dict[str, Any]) -> dict[str, Any]:

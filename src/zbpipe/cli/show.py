@@ -57,11 +57,7 @@ def list_(as_json: bool) -> None:
     help="Write a trace for ui.perfetto.dev or chrome://tracing; gzipped if its name ends in .gz.",
 )
 def show(
-    request: Request,
-    transport: Transport,
-    svg_file: Path | None,
-    html_file: Path | None,
-    perfetto_file: Path | None,
+    request: Request, transport: Transport, svg_file: Path | None, html_file: Path | None, perfetto_file: Path | None
 ) -> None:
     """Draw a schedule, in the terminal or into files.
 
@@ -224,7 +220,9 @@ def compare(
         click.echo(f"{ranks} ranks, {microbatches} microbatches; {costs.words}\n")
     timelines = simulate_all(ranks, microbatches, costs, memory_limit, stages_per_rank, transport=transport)
     vary = _vary(jitter, samples)
-    standings = report.compare(timelines, limits, baseline, vary, costs.checkpointing, with_period=as_json)
+    how = (limits, baseline, vary, costs.checkpointing)
+    compared = (report.ComparedSchedule.of(each, *how, with_period=as_json) for each in timelines)
+    standings = sorted(compared, key=lambda each: each.sort_key)
     if as_json:
         print_json(report.records(standings))
     else:

@@ -144,11 +144,7 @@ def merge_stages(costs: CostModel, num_stages: int) -> CostModel:
 
 
 def split_of(sizes: Sequence[int]) -> Split:
-    """The split with these numbers of layers per stage.
-
-    >>> split_of((2, 1))
-    (range(0, 2), range(2, 3))
-    """
+    """The split with these numbers of layers per stage."""
     return tuple(range(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True))
 
 

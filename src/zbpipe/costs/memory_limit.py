@@ -156,10 +156,8 @@ MemoryLimitLike = MemoryLimit | float | str | Sequence[float | str]
 
 
 def one_stage_a_rank(costs: CostModel | LayerCosts | CostsOf, ranks: int) -> CostModel:
-    """Costs of 1F1B's stages: neighbouring stages joined, or TorchTitan's even split of the layers.
-
-    ValueError if the stages cannot be shared equally by the ranks, or have no costs.
-    """
+    """Costs of 1F1B's stages: neighbouring stages joined, or TorchTitan's even split of the layers. ValueError if ranks
+    cannot share the stages equally, or have no costs."""
     if isinstance(costs, CostModel):
         return merge_stages(costs, ranks)
     return (costs.even if isinstance(costs, LayerCosts) else costs)(Placement.loop(ranks))

@@ -233,14 +233,7 @@ class CostModel(CommonCosts):
 
     @classmethod
     def uniform(
-        cls,
-        placement: Placement,
-        f: float = 1.0,
-        i: float = 1.0,
-        w: float = 1.0,
-        *,
-        comm: float = 0.0,
-        **others: Any,
+        cls, placement: Placement, f: float = 1.0, i: float = 1.0, w: float = 1.0, *, comm: float = 0.0, **others: Any
     ) -> CostModel:
         """Equal costs on every rank. The unit of memory is a rank's share of one microbatch.
 
@@ -338,12 +331,7 @@ class CostModel(CommonCosts):
         return max(i.needs, i.adds + w.needs) - b.needs
 
     def saves_by_b(self, stage: int) -> bool:
-        """Whether B needs less memory than I and then W, so that it may replace them.
-
-        >>> costs = CostModel((1, 1), (1, 1), (1, 1), activations=(1, 1), freed_by_i=(0.0, -2.0))
-        >>> [costs.saves_by_b(stage) for stage in range(2)]
-        [False, True]
-        """
+        """Whether B needs less memory than I and then W, so that it may replace them."""
         return self.compare_backwards(stage) > 0
 
     def least_backward(self, stage: int) -> tuple[OpKind, ...]:

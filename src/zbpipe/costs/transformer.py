@@ -71,11 +71,7 @@ class Block:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, over all GPUs that share the block.
-
-        >>> LLAMA_3_8B.parameters
-        218112000
-        """
+        """Number of parameters, over all GPUs that share the block."""
         products = (2 * self.queries + self.keys_and_values + 3 * self.hidden) * self.dim
         return products + 2 * self.dim
 
@@ -131,9 +127,6 @@ class Block:
         """Elements that F and I read and write besides products and attention: in norms with the sums before them, in
         rotary embeddings and the activation function. I also reads the gradients, and computes again what the
         checkpointing drops. Without a compiler each of these is several kernels, with copies in float32.
-
-            >>> LLAMA_3_8B.traffic("none")
-            (86016.0, 122880.0)
         """
         rotated = 2 * (self.queries + self.keys_and_values / 2)
         in_f = 2 * 4 * self.dim + rotated + 3 * self.hidden
@@ -143,12 +136,7 @@ class Block:
         return unfused * in_f, unfused * (in_i + again * in_f)
 
     def recomputed(self, checkpointing: Checkpointing | str) -> float:
-        """Share of F's floating-point operations that I repeats. The attention is causal, and costs half.
-
-        >>> block = Block(dim=4096, queries=4096, keys_and_values=2048, hidden=14336)
-        >>> [block.recomputed(each) for each in Checkpointing]
-        [0.0, 0.3, 1.0]
-        """
+        """Share of F's floating-point operations that I repeats. The attention is causal, and costs half."""
         attention = _SEQ_LEN * self.queries
         products = self.dim * (2 * self.queries + self.keys_and_values + 3 * self.hidden)
         match Checkpointing.parse(checkpointing):

@@ -1,10 +1,9 @@
 """GPU figures from the makers' data sheets, and the shares of the peak that training sustains. As of November 2026.
 
-The makers' figures are dense BF16 peaks, one-directional bandwidths, and memory as torch reports it. No maker states
-the sustained shares, one of products and one of attention. They are fitted to published jobs, and are the least
-certain numbers of an estimate: on the same GPUs, frameworks differ by a factor of 1.3. So each device has a range of
-plausible speeds. It is equal for all schedules: it scales all rows alike; the gains barely change. `--tflops` replaces
-the shares. `benchmarks/published_jobs.csv` has the published jobs (docs/hardware.md).
+The makers' figures are dense BF16 peaks, one-directional bandwidths, and memory as torch reports it. The sustained
+shares are fitted to published jobs (`benchmarks/published_jobs.csv`, docs/hardware.md), and are the least certain
+numbers of an estimate: on the same GPUs, frameworks differ by a factor of 1.3. So each device has a range of plausible
+speeds, which scales all rows alike; the gains barely change. `--tflops` replaces the shares.
 """
 
 from __future__ import annotations
@@ -67,11 +66,9 @@ class Device:
         return USABLE * self.gib * GIB
 
     def bandwidth(self, gpus: int, apart: int) -> float:
-        """Bandwidth of a collective, in bytes per second for each GPU of a group.
+        """Bandwidth of a collective, in bytes per second for each GPU of a group, whose GPUs are `apart`.
 
-        A group that spans nodes uses the network cards of all its GPUs in a node in parallel. Data enters a node once
-        and is passed on inside. `apart` is the distance between neighbouring GPUs of the group, with ranks numbered
-        node by node.
+        A group that spans nodes uses the network cards of all its GPUs in a node in parallel. Data enters a node once.
 
         >>> find("H100").bandwidth(8, apart=1) / 1e9, find("H100").bandwidth(4, apart=8) / 1e9
         (450.0, 50.0)
@@ -82,9 +79,7 @@ class Device:
         return min(self.inside, here * self.between)
 
     def collective(self, size: float, gpus: int, apart: int = 1) -> float:
-        """Seconds in which a group gathers, or reduces and scatters, this number of bytes.
-
-        It is a ring, which passes each GPU once.
+        """Seconds in which a group gathers, or reduces and scatters, this number of bytes, in a ring.
 
         >>> h100 = find("H100")
         >>> [round(size / h100.collective(size, 8) / 450e9 * 7 / 8, 2) for size in (17e6, 67e6, 268e6)]

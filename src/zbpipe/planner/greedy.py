@@ -131,19 +131,14 @@ class ListScheduler:
         return self.engine.justify(self.job, self.mirrored, self.engine.integers(order))
 
     def list_by_kind(self) -> list[tuple[float, list[int]]]:
-        """Orders by kind alone: I or F first, W last or before F, with and without patience (0.5 and 1 W).
-
-        Where B saves memory, both with as few B as possible and with as many.
-        """
+        """Orders by kind alone: I or F first, W last or before F, with patience of 0, 0.5 and 1 W. Where B saves memory,
+        with as few B as possible and with as many."""
         rankings = ((1, 0, 2), (2, 0, 1), (0, 1, 2), (0, 2, 1))
         cases = [(ranking, patience, False) for patience in (0.0, 0.5, 1.0) for ranking in rankings]
         return [self._list(lean, *case) for lean in self._leannesses for case in cases]
 
     def list_around_the_first(self) -> list[tuple[float, list[int]]]:
-        """Orders like those of the Zero Bubble paper, which have the shortest periods: I first, then F, then W.
-
-        Ranks wait for the first I, or have little patience.
-        """
+        """Orders like those of the Zero Bubble paper, which have the shortest periods: I first, then F, then W."""
         cases = (((1, 0, 2), 0.0, True), ((1, 0, 2), 0.125, False))
         return [self._list(lean, *case) for lean in self._leannesses for case in cases]
 

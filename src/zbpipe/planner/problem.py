@@ -53,10 +53,7 @@ class Problem:
 
     @cached_property
     def merges(self) -> tuple[bool, ...]:
-        """Whether B helps on each stage.
-
-        It needs less memory than I and then W, and memory is limited; or it needs no more and takes less time.
-        """
+        """Whether B helps on each stage: it needs less of limited memory than I and then W, or no more and less time."""
         most = most_room(self.placement, self.costs, self.num_microbatches)
         return tuple(
             (self._saved(stage) > 0 and self.costs.compare_backwards(stage) >= 0)

@@ -37,10 +37,7 @@ _RANKS = 8
 
 
 def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report_nothing) -> Plan:
-    """The best schedule found for these stages. All placements of the request have costs.
-
-    ValueError for too many stages, or a limit too small for even one microbatch.
-    """
+    """The best schedule found for these stages. ValueError for too many, or a limit too small for one microbatch."""
     problems = [
         make_problem(request, name, placement, costs_of(placement)) for name, placement in request.placements.items()
     ]
@@ -172,10 +169,7 @@ def _find_tail(row: Sequence[Op]) -> int:
 
 
 def plan_layers(request: Request, layers: LayerCosts, progress: Progress) -> Plan:
-    """Cut a model into stages, and search for the schedule with the shortest step.
-
-    Placements with more stages than layers are omitted. ValueError if there are no others.
-    """
+    """Cut a model into stages, and search for the schedule with the shortest step. ValueError for too few layers."""
     num_layers = len(layers.layers)
     possible = {name: each for name, each in request.placements.items() if each.num_stages <= num_layers}
     if not possible:

@@ -32,12 +32,7 @@ MOST_WORK = 2**18
 
 
 def require_size(what: str, num_stages: int, num_microbatches: int = 1) -> None:
-    """Raise ValueError for sizes that would take gigabytes or hours, before anything of that size is made.
-
-    >>> require_size("a plan", num_stages=4096)
-    Traceback (most recent call last):
-    ValueError: a plan has 4096 stages, but at most 1024 are possible: use fewer
-    """
+    """Raise ValueError for sizes that would take gigabytes or hours, before anything of that size is made."""
     if num_stages > MOST_STAGES:
         raise ValueError(f"{what} has {num_stages} stages, but at most {MOST_STAGES} are possible: use fewer")
     if num_stages * num_microbatches > MOST_WORK:
@@ -160,11 +155,7 @@ def inputs(op: Op, num_stages: int) -> tuple[tuple[Op, ...], ...]:
 
 
 def reload_before(op: Op) -> Op | None:
-    """The copy back from the host for which `op` waits, if the schedule has that copy.
-
-    >>> str(reload_before(Op.parse("3W0"))), str(reload_before(Op.parse("3B0"))), reload_before(Op.parse("3F0"))
-    ('3RI0', '3RF0', None)
-    """
+    """The copy back from the host for which `op` waits, if the schedule has that copy."""
     kind = _RELOAD_BEFORE.get(op.kind)
     return None if kind is None else Op(op.stage, kind, op.microbatch)
 
@@ -394,9 +385,7 @@ class Schedule:
         return str(import_module("zbpipe.views.pictures").draw_in_notebook(self))
 
     def to_csv(self) -> str:
-        """The table that torch's `_load_csv(..., format="compute_only")` reads: a row per rank, a cell per op.
-
-        torch does not know copies. For a schedule with copies, this is the table of `computations`.
+        """The table of `computations` that torch's `_load_csv(..., format="compute_only")` reads: a row per rank.
 
         >>> print(zbpipe.generate("1F1B", 2, 2).to_csv(), end="")
         0F0,0F1,0B0,0B1
@@ -435,11 +424,7 @@ class Schedule:
 
     @classmethod
     def from_rows(cls, rows: Sequence[Sequence[Op]], name: str) -> Schedule:
-        """A schedule from one sequence of ops per rank, with the placement from the ops. Raises as `from_csv` does.
-
-        >>> Schedule.from_rows([[Op(0, OpKind.F, 0), Op(0, OpKind.B, 0)]], name="mine").num_microbatches
-        1
-        """
+        """A schedule from one sequence of ops per rank, with the placement from the ops. Raises as `from_csv` does."""
         rows = _freeze(rows, name)
         rank_of: dict[int, int] = {}
         for rank, ops in enumerate(rows):

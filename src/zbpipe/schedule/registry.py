@@ -89,10 +89,7 @@ class Algorithm:
             )
 
     def place(self, num_ranks: int, stages_per_rank: int | None = None) -> Placement:
-        """The placement on `num_ranks` ranks, with the given or the default number of stages on each.
-
-        ValueError for numbers of ranks or stages that this schedule does not support, or more than 1024 stages.
-        """
+        """The placement on `num_ranks` ranks. ValueError for numbers of ranks or stages that it does not support."""
         stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
         num_ranks, stages = require_whole(1, num_ranks=num_ranks, stages_per_rank=stages)
         if stages != self.stages_per_rank and not self.any_stages_per_rank:

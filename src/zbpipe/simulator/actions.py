@@ -1,9 +1,8 @@
 """The actions of torch's tables with communication.
 
-A cell is an action in torch's form: the compute ops, and `0SEND_F1`, `1RECV_F1`, `1SEND_B1`, `0RECV_B1`,
-`0WAIT_SEND_F1`, `0UNSHARD`, `0RESHARD`, `0REDUCE_GRAD`, ... A send does not block its rank. A receive waits for its
-send, and a wait for a send waits for the receive. Messages carry no tags, so a rank has to receive them in the order in
-which the other rank sends them.
+A cell is an action in torch's form: the compute ops, and `0SEND_F1`, `1RECV_F1`, `0WAIT_SEND_F1`, `0UNSHARD`, ... A
+send does not block its rank. A receive waits for its send, and a wait for a send waits for the receive. Messages carry
+no tags, so a rank has to receive them in the order in which the other rank sends them.
 """
 
 from __future__ import annotations
@@ -70,11 +69,7 @@ def other_end(action: tables.Cell) -> Action:
 
 
 def message_of(action: Action) -> Action | None:
-    """The send whose message the action takes, makes or waits for, if it is between two ranks.
-
-    >>> print(message_of(Action(3, "F", 0)), message_of(Action(3, "WAIT_SEND_B", 0)))
-    2SEND_F0 3SEND_B0
-    """
+    """The send whose message the action takes, makes or waits for, if it is between two ranks."""
     if action.kind not in _MESSAGE_OF:
         return None
     kind, step = _MESSAGE_OF[action.kind]
@@ -82,11 +77,7 @@ def message_of(action: Action) -> Action | None:
 
 
 def sends_by_action(rank_of: Sequence[int]) -> dict[tuple[int, str], tuple[int, str]]:
-    """`message_of` by stage and kind, for the actions whose message goes to another rank.
-
-    >>> sends_by_action((0, 1))[1, "F"]
-    (0, 'SEND_F')
-    """
+    """`message_of` by stage and kind, for the actions whose message goes to another rank."""
     stages = range(len(rank_of))
     found = {}
     for stage, (kind, (send, step)) in product(stages, _MESSAGE_OF.items()):
@@ -103,11 +94,7 @@ def parse(table: str) -> Rows:
 
 
 def dependencies(action: Action, rank_of: Sequence[int]) -> list[tuple[Action, ...]]:
-    """Groups of actions. One of each group has to be over before `action`.
-
-    >>> [[str(each) for each in group] for group in dependencies(Action(1, "I", 0), (0, 1, 0))]
-    [['1F0'], ['1RECV_B0']]
-    """
+    """Groups of actions. One of each group has to be over before `action`."""
     if action.kind in COMPUTE:
         op = op_of(action)
         receive = Action(op.stage, "RECV_F" if op.kind is OpKind.F else "RECV_B", op.microbatch)

@@ -31,14 +31,10 @@ _MOST_SAMPLES = 100_000
 
 @dataclass(frozen=True)
 class Jitter:
-    """The random variation of times. Default: none.
+    """The random variation of times. Default: none. TypeError or ValueError for invalid numbers.
 
     >>> Jitter(ops=0.1, delay=0.5) == Jitter.parse("ops=0.1,delay=0.5")
     True
-
-    Raises:
-        TypeError: an argument is not a number.
-        ValueError: a number is negative, or a rank's factor is 0.
     """
 
     ops: float = 0.0
@@ -66,20 +62,12 @@ class Jitter:
             raise ValueError("with a jitter's factor of 0 ops would take no time: give more than 0")
 
     def late_by(self, one: int, other: int) -> float:
-        """Extra seconds of a message between two ranks in all steps.
-
-        >>> Jitter(slow_links={(0, 1): 0.5}).late_by(1, 0)
-        0.5
-        """
+        """Extra seconds of a message between two ranks in all steps."""
         return self.slow_links.get((min(one, other), max(one, other)), 0.0)
 
     @classmethod
     def parse(cls, text: str) -> Jitter:
-        """Parse the words of the command line.
-
-        >>> Jitter.parse("ops=0.1,slow-rank=3:1.2,slow-link=0-1:0.3").slow_links
-        FrozenDict({(0, 1): 0.3})
-        """
+        """Parse the words of the command line."""
         numbers: dict[str, float] = {}
         ranks: dict[int, float] = {}
         links: dict[tuple[int, int], float] = {}
@@ -156,8 +144,7 @@ def step_times(
 ) -> StepTimes:
     """Synchronous step times in each of the samples, with the ideal transport.
 
-    An op gets the same factors in all schedules that have its stage, so the comparison uses the same random times.
-    FSDP's collectives take their time of the costs.
+    An op gets the same factors in all schedules that have its stage. FSDP's collectives take their time of the costs.
 
     Args:
         schedule: a valid schedule that copies nothing to the host.
@@ -166,9 +153,7 @@ def step_times(
         samples: number of steps to simulate.
         seed: seed of the random times.
 
-    Raises:
-        TypeError: an argument has another type.
-        ValueError: there are no samples or too many, a rank does not exist, or the schedule cannot run.
+    ValueError for no samples or too many, a rank that does not exist, or a schedule that cannot run.
     """
     require_schedule(schedule)
     if not isinstance(jitter, Jitter):

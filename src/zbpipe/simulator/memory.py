@@ -63,11 +63,7 @@ def peak_parts(timeline: Timeline, rows: Rows | None = None) -> tuple[Held, ...]
 
 
 def rows_of(timeline: Timeline) -> Rows:
-    """The lists with messages and waits that zbpipe's schedules run.
-
-    >>> print(*rows_of(zbpipe.simulate(zbpipe.generate("1F1B", 2, 1), (1, 1, 1)))[0])
-    0F0 0SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F0
-    """
+    """The lists with messages and waits that zbpipe's schedules run."""
     schedule = timeline.schedule
     rows = place_receives(add_messages(schedule), timeline.receives or Receives.TIMED, timeline)
     return free_sends_early(add_waits(rows), schedule.placement)

@@ -152,11 +152,7 @@ class _Table:
 
 
 def find_blocked_queues(rows: Rows) -> list[Finding]:
-    """A cycle of messages that wait for each other if each rank sends and receives one at a time, in order.
-
-    Each message begins when the computations before it are over, and lasts until both ends have met. The table must
-    have no findings of `validate_lowered`.
-    """
+    """A cycle of messages that wait for each other if each rank sends and receives one at a time, in order."""
     cycle = TimeGraph(Schedule.from_actions(rows, ""), Transport.ONE_QUEUE, rows).find_cycle()
     if not cycle:
         return []

@@ -129,15 +129,7 @@ def _rhythm(delays: Sequence[Sequence[float]], length: float) -> list[float]:
 
 @dataclass(frozen=True)
 class RunAhead:
-    """Lists with communication, cut where the previous step is validated.
-
-    >>> from zbpipe.simulator.actions import parse
-    >>> rows = parse("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\\n"
-    ...              "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1")
-    >>> cut = RunAhead.of(rows, ahead=(2, 0))
-    >>> print(*cut.before[1], "|", *cut.after[1][:3], "|", *cut.drain[1])
-    1RECV_F0 | 1F0 1RECV_F1 1F1 | 1RECV_F1
-    """
+    """Lists with communication, cut where the previous step is validated."""
 
     before: Rows
     """Actions of each rank before the validation."""

@@ -129,12 +129,7 @@ def _make_timeline(graph: TimeGraph, costs: CostModel, num_steps: int) -> Timeli
 
 
 def exposed_fsdp(timeline: Timeline) -> float:
-    """Seconds that FSDP's gathers and reductions add to one step.
-
-    >>> costs = CostModel(f=(1,), i=(1,), w=(2,), activations=(1,), gather=2, reduce=3)
-    >>> exposed_fsdp(simulate(zbpipe.generate("ZBH1", 1, 1), costs))
-    2.0
-    """
+    """Seconds that FSDP's gathers and reductions add to one step."""
     costs = timeline.costs
     if not costs.has_fsdp:
         return 0.0
@@ -142,25 +137,13 @@ def exposed_fsdp(timeline: Timeline) -> float:
 
 
 def price_of_resharding(timeline: Timeline) -> float:
-    """Share of a step that `fsdp_mode="reshard"` adds, with which each F and each backward gathers its parameters.
-
-    >>> costs = CostModel(f=(1,), i=(2,), w=(2,), activations=(1,), gather=2)
-    >>> price_of_resharding(simulate(zbpipe.generate("ZBH1", 1, 3), costs))
-    0.125
-    """
+    """Share of a step that `fsdp_mode="reshard"` adds, with which each F and each backward gathers its parameters."""
     return _step(timeline, gather_in_each_op(timeline.costs)) / _step(timeline, timeline.costs) - 1
 
 
 def gather_in_each_op(costs: CostModel) -> CostModel:
-    """The costs where each F and each backward gathers the parameters again (`fsdp_mode="reshard"`).
-
-    An op takes no less time than its gather, and none precedes the step.
-
-    >>> costs = CostModel(f=(1,), i=(3,), w=(2,), activations=(1,), gather=2, reduce=3)
-    >>> resharded = gather_in_each_op(costs)
-    >>> resharded.f, resharded.i, resharded.gather
-    ((2.0,), (3.0,), 0.0)
-    """
+    """The costs where each F and each backward gathers the parameters again, takes no less time than that, and none
+    precedes the step (`fsdp_mode="reshard"`)."""
     f, i = (
         tuple(max(each, costs.of(stage, GATHER).seconds) for stage, each in enumerate(own))
         for own in (costs.f, costs.i)

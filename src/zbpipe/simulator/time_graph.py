@@ -38,16 +38,10 @@ class CollectiveNode(NamedTuple):
 
 
 class TimeGraph(Graph[Cell]):
-    """What waits for what in a step.
+    """What waits for what in a step of a schedule that can run.
 
-    Args:
-        schedule: a schedule that can run.
-        transport: which messages wait for each other.
-        rows: the lists with messages, for a transport with queues.
-        ahead: number of ops that each rank may start before all ranks are done with the previous step. Default: there
-            is no previous step.
-        has_fsdp: whether there are collectives.
-        overlaps_fsdp: whether these run beside the computations.
+    The lists with messages (`rows`) are for a transport with queues. `ahead` is the number of ops that each rank may
+    start before all ranks are done with the previous step. By default there is none.
     """
 
     # Callers need different subsets.

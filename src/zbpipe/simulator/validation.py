@@ -43,9 +43,7 @@ class Finding:
 
 
 def validate(
-    schedule: Schedule,
-    memory_limit: MemoryLimitLike | None = None,
-    costs: CostModel | None = None,
+    schedule: Schedule, memory_limit: MemoryLimitLike | None = None, costs: CostModel | None = None
 ) -> list[Finding]:
     """All faults of `schedule`. An empty list if it is valid.
 
@@ -65,10 +63,7 @@ def validate(
         memory_limit: see `zbpipe.costs.MemoryLimit`. Default: no limit.
         costs: costs of the stages. Default: `CostModel.uniform`, whose unit is a rank's activations of one microbatch.
 
-    Raises:
-        TypeError: `schedule`, `memory_limit` or `costs` has another type.
-        ValueError: a limit is negative, the number of limits is not that of ranks, or the costs are for another number
-            of stages.
+    TypeError for other types, ValueError for invalid limits and costs for another number of stages.
     """
     require_schedule(schedule)
     costs = as_cost_model((1, 1, 1) if costs is None else costs, schedule.placement)

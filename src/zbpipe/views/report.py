@@ -116,7 +116,7 @@ def costs(job: JobCosts) -> str:
 
 @dataclass(frozen=True)
 class ComparedSchedule:
-    """A table's figures of one schedule among others."""
+    """A table's figures of one schedule among others. None as checkpointing stands for an unknown one."""
 
     figures: Mapping[str, Any]
     """Its `record`, because many timelines at a time would take too much memory."""
@@ -193,22 +193,6 @@ class ComparedSchedule:
     def record(self) -> dict[str, Any]:
         own = {"source": self.source, "gap": self.gap, "fits": self.broken is None, "runs": self.runs}
         return {**self.figures, **own, **({} if self.jitter is None else {"jitter": dict(self.jitter)})}
-
-
-def compare(
-    timelines: Iterable[Timeline],
-    limits: tuple[float, ...] | None,
-    baseline: float | None,
-    vary: Vary | None = None,
-    checkpointing: Checkpointing | None = None,
-    *,
-    with_period: bool = True,
-) -> list[ComparedSchedule]:
-    """Schedules, best first, then those that exceed the limit of a rank (in the costs' unit of memory), then those that
-    cannot run as simulated with this checkpointing, or unknown checkpointing (None)."""
-    how = (limits, baseline, vary, checkpointing)
-    compared = (ComparedSchedule.of(each, *how, with_period=with_period) for each in timelines)
-    return sorted(compared, key=lambda each: each.sort_key)
 
 
 def records(compared: Sequence[ComparedSchedule]) -> list[dict[str, Any]]:

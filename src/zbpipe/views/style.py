@@ -96,11 +96,7 @@ def paints(timeline: Timeline) -> dict[tuple[int, OpKind], Paint]:
 
 
 def nth_stage(placement: Placement) -> tuple[int, ...]:
-    """Index of each stage among the stages of its rank, from 0.
-
-    >>> nth_stage(Placement.v(2))
-    (0, 0, 1, 1)
-    """
+    """Index of each stage among the stages of its rank, from 0."""
     return tuple(placement.stages_on(rank).index(stage) for stage, rank in enumerate(placement.rank_of))
 
 
