@@ -60,7 +60,6 @@ def _lines(log: Path | None) -> Iterator[str]:
     yield from (f"{name} {found}" for name in _PACKAGES if (found := _version(name)))
     yield "\n# Devices"
     yield from _devices()
-    yield from _trials()
     yield "\n# TorchTitan"
     yield _plug()
     yield "\n# Environment"
@@ -87,24 +86,15 @@ def _devices() -> Iterator[str]:
         yield f"torch cannot be imported: {error}"
         return
     yield f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, {torch.accelerator.device_count()} devices"
-    if not torch.accelerator.is_available():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         return
-    module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
+    module: Any = torch.get_device_module(accelerator)
     for index in range(torch.accelerator.device_count()):
         found = module.get_device_properties(index)
         yield f"{index}: {found.name}, {found.total_memory / 2**30:.1f} GiB"
     if hasattr(module, "nccl"):
         yield f"NCCL or RCCL {module.nccl.version()}"
-
-
-def _trials() -> Iterator[str]:
-    try:
-        import torch
-    except (ImportError, OSError):
-        return
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return
     from zbpipe.runtime.verify import on_device
 
     yield "\n# Tried on the GPUs"

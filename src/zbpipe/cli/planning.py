@@ -99,17 +99,12 @@ def plan(context: click.Context, /, *, costs: Costs, output: Path | None, as_jso
 
 
 def _complete(context: click.Context, costs: Costs, asked: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `zbpipe.plan` from the command line, checked before anything is printed."""
-    from zbpipe.planner.request import DEFAULT_PLACEMENTS, Request, name_placements, require_job
-
+    """Arguments of `zbpipe.plan` from the command line."""
     job = costs.job
     if job is not None and job.placement is not None and asked["placements"]:
         raise click.UsageError(f"--placement and the rank_of in {costs.file} exclude each other: omit one", context)
-    ranks, microbatches = require_job(costs.require_ranks(asked["ranks"]), asked["microbatches"])
-    placements = name_placements(ranks, asked["placements"] or DEFAULT_PLACEMENTS)
-    Request(ranks, microbatches, placements, budget=asked["budget"])
     return asked | {
-        "ranks": ranks,
+        "ranks": costs.require_ranks(asked["ranks"]),
         "placements": asked["placements"] or None,
         "transport": asked["transport"] if is_given(context, "transport") else None,
     }

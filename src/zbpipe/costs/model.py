@@ -162,8 +162,9 @@ class CommonCosts:
 
     def check_common(self, what: str, count: int, each: str) -> None:
         """Check these fields for `count` stages or layers, and set them in their usual form."""
-        for name in ("link", "host")[: 1 + (self.host is not None)]:
-            if not isinstance(given := getattr(self, name), Link):
+        ways: dict[str, Any] = {"link": self.link, "host": self.host or self.link}
+        for name, given in ways.items():
+            if not isinstance(given, Link):
                 way_out = "give a zbpipe.costs.Link, for example Link(bandwidth=25e9)"
                 raise TypeError(f"{what} cannot have {name} = {given!r}: {way_out}")
         if not isinstance(self.links, Mapping):

@@ -170,9 +170,8 @@ class _Job:
         costs = self.costs(placement, split)
         room = self._room(placement, split)
         planned = self._with_fsdp(costs, split)
-        found = plan(
-            placement.num_ranks, self.workload.microbatches, planned, room, placements=[placement], budget=budget
-        )
+        size = (placement.num_ranks, self.workload.microbatches)
+        found = plan(*size, planned, room, placements=[placement], budget=budget)
         return self.step(found.schedule, costs, split, PLAN, name, "zbpipe")
 
     def step(self, schedule: Schedule, costs: CostModel, split: Split, name: str, placement: str, source: str) -> Step:
@@ -183,11 +182,12 @@ class _Job:
         stages = len(schedule.placement.stages_on(0))
         torchs = has_torchs_split(schedule, source)
         runs = not torchs or runs_torchs_split(self.workload.checkpointing, self.workload.compiled)
-        row = self._row(name, placement, stages, seconds, timeline.bubble, worst, source, timeline)
+        about = {"source": source, "timeline": timeline, "has_torchs_split": torchs, "runs": runs}
         others = (self._with_fsdp(job.costs(schedule.placement, split), split) for job in self._extremes)
         ends = tuple(self._seconds(simulate(schedule, each, overlaps_fsdp=overlaps), split) for each in others)
-        return replace(row, has_torchs_split=torchs, runs=runs, range=_pair(ends))
+        return self._row(name, placement, stages, seconds, timeline.bubble, worst, ends, **about)
 
+    # A row has as many figures.
     def _row(
         self,
         name: str,
@@ -196,8 +196,8 @@ class _Job:
         seconds: float,
         bubble: float,
         memory: Memory,
-        source: str = "",
-        timeline: Timeline | None = None,
+        ends: tuple[float, ...],
+        **about: Any,
     ) -> Step:
         if not seconds:
             raise ValueError("its step takes 0 seconds: give times above 0")
@@ -205,7 +205,8 @@ class _Job:
         device = None if self.rates is None else self.rates.device
         mfu = speed * self.workload.operations / device.peak if device else None
         fits = device is None or memory.total <= device.usable_bytes
-        return Step(name, placement, stages, seconds, max(bubble, 0.0), speed, mfu, memory, fits, source, timeline)
+        about["range"] = (ends[0], ends[1]) if len(ends) == 2 else None
+        return Step(name, placement, stages, seconds, max(bubble, 0.0), speed, mfu, memory, fits, **about)
 
     @cached_property
     def _layers(self) -> CostModel:
@@ -266,10 +267,9 @@ class _Job:
         """A step with the same tokens and GPUs, with FSDP over all of them and no pipeline."""
         assert self.rates is not None
         seconds, exposed, memory = step_without_pipeline(self.workload, self.rates)
-        row = self._row(NO_PIPELINE, "", 1, seconds, exposed / (seconds or 1.0), memory)
         others = (job.rates for job in self._extremes)
         ends = tuple(step_without_pipeline(self.workload, each).seconds for each in others if each is not None)
-        return replace(row, range=_pair(ends))
+        return self._row(NO_PIPELINE, "", 1, seconds, exposed / (seconds or 1.0), memory, ends)
 
     @cached_property
     def _extremes(self) -> tuple[_Job, ...]:
@@ -309,10 +309,6 @@ class _Job:
             " schedules before and after these; without a pipeline, a layer's communication overlaps another's"
             " computation, and the longer of both counts"
         )
-
-
-def _pair(ends: tuple[float, ...]) -> tuple[float, float] | None:
-    return (ends[0], ends[1]) if len(ends) == 2 else None
 
 
 def memories_by_rank(workload: Workload, timeline: Timeline, split: Split) -> Iterator[Memory]:

@@ -7,7 +7,6 @@ One rate for all of them would make W as long as F. Measured W takes 0.50 to 0.7
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import log2
 from typing import Any
@@ -74,8 +73,12 @@ class Rates:
 
     def costs(self, workload: Workload, layers: CostModel, placement: Placement, split: Split) -> CostModel:
         """Costs of the stages from those of the layers, with the links between neighbours."""
-        stages = join_stages(layers, split)
-        links = dict(self._links(workload, placement))
+        stages, links = join_stages(layers, split), {}
+        # In TorchTitan's numbering of GPUs the pipeline is outermost, so its ranks are far apart.
+        apart, node = workload.degrees.gpus // workload.degrees.pipeline, self.device.gpus_per_node
+        for one, other in placement.hops:
+            together = one * apart // node == other * apart // node
+            links[one, other] = Link(self.device.latency, self.device.inside if together else self.device.between)
         slowest = min(links.values(), key=lambda link: link.bandwidth, default=Link())
         return replace(stages, link=slowest, links=links, overhead=self.device.overhead)
 
@@ -85,15 +88,6 @@ class Rates:
         doublings = max(log2(degrees.gpus / self.device.gpus_per_node), 0.0)
         optimizer = _OPTIMIZER_BYTES * parameters / self.device.memory
         return (seconds + optimizer) * (1 + _STRAGGLERS[degrees.pipeline > 1] * doublings)
-
-    def _links(self, workload: Workload, placement: Placement) -> Iterator[tuple[tuple[int, int], Link]]:
-        """Links in TorchTitan's numbering of GPUs: the pipeline is outermost, so its ranks are far apart."""
-        apart = workload.degrees.gpus // workload.degrees.pipeline
-        node = self.device.gpus_per_node
-        for one, other in placement.hops:
-            together = one * apart // node == other * apart // node
-            bandwidth = self.device.inside if together else self.device.between
-            yield (one, other), Link(self.device.latency, bandwidth)
 
 
 def rates(device: Device, tflops: Any = None, link: Any = None) -> Rates:

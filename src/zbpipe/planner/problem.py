@@ -53,7 +53,7 @@ class Problem:
 
     @cached_property
     def merges(self) -> tuple[bool, ...]:
-        """Whether B helps on each stage: it needs less of limited memory than I and then W, or no more and less time."""
+        """Whether B helps on each stage: it needs less of limited memory than I and W, or no more and less time."""
         most = most_room(self.placement, self.costs, self.num_microbatches)
         return tuple(
             (self._saved(stage) > 0 and self.costs.compare_backwards(stage) >= 0)

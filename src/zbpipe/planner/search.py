@@ -33,12 +33,10 @@ _JUSTIFYING = 40
 """Work of justifying one op. Timed with numba: 19 and more, depending on how many ops can move."""
 _LEAST_CLIMB = 2 * (_LISTING + _JUSTIFYING)
 """Least work of each climb per op, however small the budget is."""
-_PROMISING = 1.04
-"""Ratio to the shortest list up to which a list is justified."""
 _SHARE_OF_SHAPES = 0.4
 """Share of the budget for list scheduling."""
-_WORTH = 1.1
-"""Ratio to the best order up to which an order is annealed."""
+_PROMISING, _WORTH = 1.04, 1.1
+"""Ratio to the shortest list up to which a list is justified, and to the best order up to which one is annealed."""
 _MOST_PERIODS = 4
 """Number of schedules whose period is computed where milliseconds count."""
 _MOST_HEAT = 0.4

@@ -28,10 +28,8 @@ _MOST_CANDIDATES = 64
 # Chosen by hand, so that a split for 8 ranks and 32 microbatches takes some seconds. Not tuned.
 _MOST_TRIES, _LEAST_TRIES, _OPS = 60, 12, 100_000
 """Largest and smallest number of splits per placement for short searches, and their total number of ops."""
-_EFFORT, _SECOND_EFFORT = 200, 4000
-"""Number of times that a short search, and a second one, may time each op."""
-_FINALISTS = 6
-"""Number of best splits that get a second search."""
+_EFFORT, _SECOND_EFFORT, _FINALISTS = 200, 4000, 6
+"""Number of times that a short search, and a second one, may time each op, and of splits that get a second one."""
 _RANKS = 8
 """Number of ranks with the most work that give layers, and of ranks with the least work that take some."""
 

@@ -183,7 +183,13 @@ def register(
 
     ValueError for an impossible or taken name or an impossible placement, TypeError for another signature.
     """
-    _require_name(name)
+    if not isinstance(name, str) or not name.isprintable() or name != name.strip() or not name or name[0] == "-":
+        raise ValueError(
+            f"{name!r} cannot be the name of a schedule: give one of printable characters, without spaces around it or"
+            " a dash in front"
+        )
+    if name.lower().endswith(".csv"):
+        raise ValueError(f"{name!r} cannot be registered: names ending in .csv are files")
     require_whole(1, stages_per_rank=stages_per_rank)
     if placement not in ("loop", "v", "wave"):
         raise ValueError(
@@ -215,16 +221,6 @@ def register(
         return generate
 
     return add
-
-
-def _require_name(name: str) -> None:
-    if not isinstance(name, str) or not name.isprintable() or name != name.strip() or not name or name[0] == "-":
-        raise ValueError(
-            f"{name!r} cannot be the name of a schedule: give one of printable characters, without spaces around it or"
-            " a dash in front"
-        )
-    if name.lower().endswith(".csv"):
-        raise ValueError(f"{name!r} cannot be registered: names ending in .csv are files")
 
 
 def schedules() -> Mapping[str, Algorithm]:

@@ -160,7 +160,10 @@ class _Rank:
         self.timeline = timeline
         self.rank = rank
         self.spans = timeline.spans[rank]
-        self.ends = list(_ends(timeline, rank))
+        assert timeline.graph, "it was simulated"
+        seconds, arrivals = durations(timeline.graph, timeline.costs), timeline.graph.arrivals
+        ops = zip(timeline.graph.ops[rank], self.spans, strict=True)
+        self.ends = [span.end + (seconds[arrivals[op]] if op in arrivals else 0.0) for op, span in ops]
         """When the rank goes on after each op, which is when copies are issued."""
         things = _things(timeline, rank, self.ends, wanted, 1 + margin)
         self.things = sorted(things, key=lambda thing: thing.since - thing.until)
@@ -233,14 +236,6 @@ def _out(chosen: Sequence[_Thing], seconds: Sequence[float]) -> Iterator[Span]:
         start = max(free, thing.since)
         free = start + long
         yield Span(thing.there, start, free)
-
-
-def _ends(timeline: Timeline, rank: int) -> Iterator[float]:
-    """Ends of a rank's ops, with the messages that it waits for."""
-    assert timeline.graph, "it was simulated"
-    seconds, arrivals = durations(timeline.graph, timeline.costs), timeline.graph.arrivals
-    for op, span in zip(timeline.graph.ops[rank], timeline.spans[rank], strict=True):
-        yield span.end + (seconds[arrivals[op]] if op in arrivals else 0.0)
 
 
 def _things(

@@ -69,7 +69,13 @@ def simulate(
     """
     require_schedule(schedule)
     costs = as_cost_model(costs, schedule.placement)
-    _require_sense(schedule, num_steps)
+    require_whole(1, num_steps=num_steps)
+    num_ops = sum(map(len, schedule))
+    if num_steps > 1 and num_steps * num_ops > _MOST_SPANS:
+        most = max(_MOST_SPANS // num_ops, 1)
+        raise ValueError(f"num_steps={num_steps} of {num_ops} ops are too many: simulate at most {most}")
+    if num_ops < schedule.placement.num_stages * schedule.num_microbatches:  # too few for the forwards
+        require_valid(schedule)
     transport = Transport.parse(transport)
     chosen = None if receives is None else Receives.parse(receives)
     overlaps_fsdp = overlaps_fsdp and transport is not Transport.SHARED
@@ -189,13 +195,3 @@ def _find_receives(
         if makespan < shortest * _WORTH_IT:
             best, best_rows, shortest = each, rows, makespan
     return best, best_rows
-
-
-def _require_sense(schedule: Schedule, num_steps: int) -> None:
-    require_whole(1, num_steps=num_steps)
-    num_ops = sum(map(len, schedule))
-    if num_steps > 1 and num_steps * num_ops > _MOST_SPANS:
-        most = max(_MOST_SPANS // num_ops, 1)
-        raise ValueError(f"num_steps={num_steps} of {num_ops} ops are too many: simulate at most {most}")
-    if num_ops < schedule.placement.num_stages * schedule.num_microbatches:  # too few for the forwards
-        require_valid(schedule)

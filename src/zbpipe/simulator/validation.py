@@ -74,10 +74,16 @@ def validate(
 
 def _find_faults(schedule: Schedule) -> Iterator[Finding]:
     """All faults except memory."""
+
+    def dependencies(op: Op) -> Iterator[tuple[Op, ...]]:
+        yield from inputs(op, schedule.placement.num_stages)
+        if reload := reload_before(op):
+            yield (reload,)
+
     places = find_places(schedule.ops)
     yield from _find_misplaced(schedule, places)
     yield from islice(_find_missing(schedule, places), len(places) + _MOST_MISSING)
-    yield from _find_disordered(schedule)
+    yield from find_disordered(schedule.ops, dependencies)
     yield from find_deadlocks(schedule.ops, places, lambda op: inputs(op, schedule.placement.num_stages))
 
 
@@ -167,17 +173,6 @@ def _find_lost_copies(
         elif len(copies) == 1:
             lost = Op(stage, back if copies[0].kind is there else there, microbatch)
             yield Finding("missing", rank, None, lost, f"no rank runs it, but {copies[0]} is there")
-
-
-def _find_disordered(schedule: Schedule) -> Iterator[Finding]:
-    """Ops before their dependencies in one rank's list."""
-
-    def dependencies(op: Op) -> Iterator[tuple[Op, ...]]:
-        yield from inputs(op, schedule.placement.num_stages)
-        if reload := reload_before(op):
-            yield (reload,)
-
-    return find_disordered(schedule.ops, dependencies)
 
 
 def find_disordered(

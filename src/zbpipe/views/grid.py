@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, groupby
 
@@ -16,10 +16,8 @@ from zbpipe.views import style
 IDLE = "·"
 _BETWEEN_TICKS = 10
 """Least distance of time labels, in columns."""
-_MOST_COLUMNS = 2**16
-"""Largest number of columns, for timelines far longer than their ops, or with very many ops."""
-_MOST_SCREENS = 3
-"""Largest height of a picture, in screens: nobody views a longer one completely."""
+_MOST_COLUMNS, _MOST_SCREENS = 2**16, 3
+"""Largest width of a picture in columns, and height in screens: nobody views a longer one completely."""
 _LEVELS = "▁▂▃▄▅▆▇█"
 """Levels of how busy a rank is in the time of a column."""
 _MIXTURE = "+"
@@ -28,8 +26,6 @@ _PLAIN = 0.6
 
 _Cell = tuple[str, str]
 """A character and its style."""
-_Look = tuple[tuple[str, str], style.Paint]
-"""The long and the short form of a box's words, and its colours."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +73,26 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24, *, colours: bool
 def _bands(timeline: Timeline, scale: _Scale, label: int) -> Iterator[Text]:
     paints = style.paints(timeline)
 
-    def look(span: Span | Collective) -> _Look:
-        if isinstance(span, Span):
-            stage, kind, microbatch = span.op
-            return (f"{kind}{microbatch}", kind), paints[stage, kind]
-        return (span.kind, span.kind[0]), paints[span.stage, style.kind_of(span, timeline)]
+    def cells(spans: Iterable[Span | Collective]) -> list[_Cell]:
+        found: list[_Cell] = [(IDLE, "dim")] * scale.columns
+        for span in spans:
+            begin, end = scale.column(span.start), scale.column(span.end)
+            if isinstance(span, Span):
+                stage, kind, full, short = (
+                    span.op.stage,
+                    span.op.kind,
+                    f"{span.op.kind}{span.op.microbatch}",
+                    span.op.kind,
+                )
+            else:
+                stage, kind, full, short = span.stage, style.kind_of(span, timeline), span.kind, span.kind[0]
+            fill, text = paints[stage, kind]
+            label = (full if len(full) <= end - begin else short).ljust(end - begin)[: end - begin]
+            found[begin:end] = [(letter, f"{text} on {fill}") for letter in label]
+        return found
 
     rows = [
-        (name, _cells(spans, scale, look))
+        (name, cells(spans))
         for rank, computed in enumerate(timeline.spans)
         for name, spans in (
             (f"rank {rank} ".ljust(label), computed),
@@ -166,18 +174,6 @@ def _scale(makespan: float, shortest: float, box: int, width: int) -> _Scale:
     columns = max(math.ceil(makespan * box / shortest - 1e-6), 1)
     bands = -(-columns // (width // box * box))
     return _Scale(box / shortest, columns, -(-columns // (bands * box)) * box)
-
-
-def _cells(
-    spans: Iterable[Span | Collective], scale: _Scale, look: Callable[[Span | Collective], _Look]
-) -> list[_Cell]:
-    cells: list[_Cell] = [(IDLE, "dim")] * scale.columns
-    for span in spans:
-        begin, end = scale.column(span.start), scale.column(span.end)
-        (full, short), (fill, text) = look(span)
-        label = full if len(full) <= end - begin else short
-        cells[begin:end] = [(letter, f"{text} on {fill}") for letter in label.ljust(end - begin)[: end - begin]]
-    return cells
 
 
 def _line(cells: list[_Cell]) -> Text:

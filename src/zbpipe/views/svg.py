@@ -50,35 +50,27 @@ def svg(timeline: Timeline, *below: Timeline, drawn_with: str = "") -> str:
     per_second = max(_per_second(each) for each in (timeline, *below))
     pictures = [_picture(each, per_second, drawn_with) for each in (timeline, *below)]
     if not below:
-        return "\n".join([*pictures[0].lines(), ""])
-    width, height = max(picture.width for picture in pictures), sum(picture.height for picture in pictures)
-    tops = accumulate((picture.height for picture in pictures), initial=0.0)
-    lines = [line for picture, y in zip(pictures, tops, strict=False) for line in picture.lines(y)]
+        return "\n".join([*_element(*pictures[0]), ""])
+    widths, heights, _ = zip(*pictures, strict=True)
+    width, height = max(widths), sum(heights)
+    tops = accumulate(heights, initial=0.0)
+    lines = [line for picture, y in zip(pictures, tops, strict=False) for line in _element(*picture, y)]
     paper = f'<rect class="paper" width="{_px(width)}" height="{_px(height)}"/>'
-    return "\n".join([f"{_opening(width, height)}>", paper, *lines, "</svg>\n"])
+    return "\n".join([*_element(width, height, [paper, *lines]), ""])
 
 
-@dataclass(frozen=True)
-class _Picture:
-    width: float
-    height: float
-    content: list[str]
-
-    def lines(self, y: float = 0.0) -> list[str]:
-        """The lines of the picture as a separate element, `y` below the top of its parent."""
-        shifted = f' y="{_px(y)}"' if y else ""
-        return [f"{_opening(self.width, self.height)}{shifted}>", *self.content, "</svg>"]
-
-
-def _opening(width: float, height: float) -> str:
-    """The element's tag, without its end, so that attributes can follow."""
-    return (
+def _element(width: float, height: float, content: list[str], y: float = 0.0) -> list[str]:
+    """The lines of a picture, `y` below the top of its parent."""
+    opening = (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="zbp" width="{_px(width)}" height="{_px(height)}"'
         f' viewBox="0 0 {_px(width)} {_px(height)}" font-family="{_FAMILY}" font-size="{_FONT}"'
     )
+    shifted = f' y="{_px(y)}"' if y else ""
+    return [f"{opening}{shifted}>", *content, "</svg>"]
 
 
-def _picture(timeline: Timeline, per_second: float, drawn_with: str) -> _Picture:
+def _picture(timeline: Timeline, per_second: float, drawn_with: str) -> tuple[float, float, list[str]]:
+    """Width, height and content of one timeline's picture."""
     scale = _Scale(per_second, timeline.makespan or 1.0)
     costs = drawn_with or _times(timeline.costs, timeline.schedule.placement)
     headings = style.outcome(timeline), style.size(timeline) + (f"; {costs}" if costs else "")
@@ -97,7 +89,7 @@ def _picture(timeline: Timeline, per_second: float, drawn_with: str) -> _Picture
         *(line for rank in range(len(timeline.spans)) for line in _row(timeline, rank, scale)),
         *legend,
     ]
-    return _Picture(width, height, content)
+    return width, height, content
 
 
 def _per_second(timeline: Timeline) -> float:
