@@ -183,18 +183,11 @@ def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
 
     def add(command: _Function) -> _Function:
         @wraps(command)
-        def with_costs(
-            *,
-            costs: Times | None,
-            checkpointing: str,
-            comm: float,
-            host: Link | None,
-            costs_file: Path | None,
-            **others: Any,
-        ) -> Any:
-            context = click.get_current_context()
-            chosen = _from_file(costs_file, context) if costs_file else typical(costs, comm, checkpointing, host)
-            return command(costs=chosen, **others)
+        def with_costs(*, costs_file: Path | None, **given: Any) -> Any:
+            chosen = typical(*(given.pop(name) for name in ("costs", "comm", "checkpointing", "host")))
+            if costs_file:
+                chosen = _from_file(costs_file, click.get_current_context())
+            return command(costs=chosen, **given)
 
         return add_options(with_costs)  # type: ignore[return-value]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import wraps
 from typing import Any
 
@@ -82,18 +82,9 @@ def request_options(times: str = "typical") -> Callable[[Callable[..., Any]], Ca
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)
-        def with_request(
-            *,
-            name: str,
-            ranks: int | None,
-            microbatches: int | None,
-            stages_per_rank: int | None,
-            costs: Costs,
-            memory_limit: MemoryLimit | None,
-            **others: Any,
-        ) -> Any:
-            request = Request(name, ranks, microbatches, costs, stages_per_rank, memory_limit)
-            return command(request=request, **others)
+        def with_request(**given: Any) -> Any:
+            request = Request(**{field.name: given.pop(field.name) for field in fields(Request)})
+            return command(request=request, **given)
 
         return options(name_argument, size_options, stages_option, cost_options(times), fitted_limit_option)(
             with_request

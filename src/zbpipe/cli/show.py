@@ -15,10 +15,8 @@ from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import require_size
 from zbpipe.schedule.registry import schedules
-from zbpipe.simulator.timeline import Timeline
 
 if TYPE_CHECKING:
-    from zbpipe.simulator.jitter import Jitter
     from zbpipe.views.report import Vary
 
 
@@ -93,35 +91,22 @@ def show(
     click.echo("\n".join([summary(timeline), f"drawn with {costs.words}", *(f"wrote {file}" for file in written)]))
 
 
-def _parse_jitter(text: str) -> Jitter:
-    from zbpipe.simulator.jitter import Jitter
+def _parse_jitter(text: str) -> Vary:
+    """A function that returns the step times of a timeline's schedule."""
+    from zbpipe.simulator.jitter import Jitter, step_times
 
-    return Jitter.parse(text)
+    jitter = Jitter.parse(text)
+    return lambda timeline: step_times(timeline.schedule, timeline.costs, jitter).record()
 
 
-_jitter_options = base.options(
-    click.option(
-        "--jitter",
-        callback=base.parse_with(_parse_jitter),
-        metavar="WORDS",
-        help="Varying times, separated by commas: ops=0.1 (standard deviation of an op's time, as a share), delay=0.2"
-        " (seconds that a message is late on average), slow-rank=3:1.2, slow-link=0-1:0.5 (docs/messages.md).",
-    ),
-    click.option("--samples", type=COUNT, default=1000, show_default=True, metavar="N", help="Steps with --jitter."),
+_jitter_option = click.option(
+    "--jitter",
+    "vary",
+    callback=base.parse_with(_parse_jitter),
+    metavar="WORDS",
+    help="Varying times, separated by commas: ops=0.1 (standard deviation of an op's time, as a share), delay=0.2"
+    " (seconds that a message is late on average), slow-rank=3:1.2, slow-link=0-1:0.5 (docs/messages.md).",
 )
-
-
-def _vary(jitter: Jitter | None, samples: int) -> Vary | None:
-    """A function that returns the step times of a timeline's schedule. None without jitter."""
-    if jitter is None:
-        return None
-
-    def varied(timeline: Timeline) -> dict[str, float]:
-        from zbpipe.simulator.jitter import step_times
-
-        return step_times(timeline.schedule, timeline.costs, jitter, samples=samples).record()
-
-    return varied
 
 
 @click.command(cls=Command)
@@ -131,15 +116,14 @@ def _vary(jitter: Jitter | None, samples: int) -> Vary | None:
 @click.option(
     "--no-sync", is_flag=True, help="Let each rank start its next step as soon as it is done. ZBH2 and ZB2P rely on it."
 )
-@_jitter_options
+@_jitter_option
 @base.json_option
 def simulate(
     request: Request,
     transport: Transport,
     steps: int,
     no_sync: bool,
-    jitter: Jitter | None,
-    samples: int,
+    vary: Vary | None,
     as_json: bool,
 ) -> None:
     """Simulate a schedule: makespan, bubble, memory.
@@ -157,11 +141,10 @@ def simulate(
 
     costs = request.costs
     transport = costs.transport(transport, click.get_current_context())
-    if jitter and (no_sync or steps > 1 or transport is not Transport.IDEAL):
+    if vary and (no_sync or steps > 1 or transport is not Transport.IDEAL):
         raise click.UsageError("--jitter is for one synchronous step with the ideal transport: omit the others")
     timeline = request.simulate(num_steps=steps, synchronous=not no_sync, transport=transport)
     baseline = costs.baseline(timeline.schedule.num_ranks, timeline.schedule.num_microbatches)
-    vary = _vary(jitter, samples)
     varied = vary(timeline) if vary else None
     if as_json:
         print_json(record(timeline, baseline) | ({"jitter": varied} if varied else {}))
@@ -169,7 +152,7 @@ def simulate(
     click.echo(report(timeline, baseline))
     if varied:
         words = ", ".join(f"{name} {number(seconds)}" for name, seconds in varied.items())
-        click.echo(f"\nwhere times vary, {samples} steps: {words}")
+        click.echo(f"\nwhere times vary, 1000 steps: {words}")
     click.echo(f"\n{costs.words}")
 
 
@@ -179,7 +162,7 @@ def simulate(
 @cost_options()
 @base.transport_option
 @memory_limit_option
-@_jitter_options
+@_jitter_option
 @base.json_option
 def compare(
     ranks: int | None,
@@ -188,8 +171,7 @@ def compare(
     costs: Costs,
     transport: Transport,
     memory_limit: MemoryLimit | None,
-    jitter: Jitter | None,
-    samples: int,
+    vary: Vary | None,
     as_json: bool,
 ) -> None:
     """Compare all schedules, the shortest step first.
@@ -214,12 +196,11 @@ def compare(
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
     limits = costs.limits(memory_limit, ranks, microbatches)
     baseline = costs.baseline(ranks, microbatches)
-    if jitter and transport is not transport.IDEAL:
+    if vary and transport is not transport.IDEAL:
         raise click.UsageError("--jitter is for the ideal transport: omit --transport")
     if not as_json:
         click.echo(f"{ranks} ranks, {microbatches} microbatches; {costs.words}\n")
     timelines = simulate_all(ranks, microbatches, costs, memory_limit, stages_per_rank, transport=transport)
-    vary = _vary(jitter, samples)
     how = (limits, baseline, vary, costs.checkpointing)
     compared = (report.ComparedSchedule.of(each, *how, with_period=as_json) for each in timelines)
     standings = sorted(compared, key=lambda each: each.sort_key)

@@ -153,9 +153,6 @@ def even_sizes(num_layers: int, num_stages: int, ends: tuple[int, int] = (1, 1))
 
     TorchTitan counts the embedding as one layer, and norm and head together as one. `ends` overrides these counts.
     ValueError for fewer layers than stages, or an end that counts for more than a stage has.
-
-    >>> even_sizes(7, 3), even_sizes(9, 3, ends=(1, 2))
-    ((3, 2, 2), (4, 3, 2))
     """
     require_enough(num_layers, num_stages)
     first, last = ends

@@ -152,7 +152,6 @@ AS_1F1B = MemoryLimit(LEEWAY, "x", f"{LEEWAY}x")
 """Default limit of lean schedules and `Auto`."""
 
 MemoryLimitLike = MemoryLimit | float | str | Sequence[float | str]
-"""Types accepted as a limit."""
 
 
 def one_stage_a_rank(costs: CostModel | LayerCosts | CostsOf, ranks: int) -> CostModel:
@@ -172,7 +171,7 @@ def memory_of_1f1b(costs: CostModel | LayerCosts | CostsOf, ranks: int, microbat
     of_ranks = one_stage_a_rank(costs, ranks)
 
     def peak(rank: int) -> float:
-        """The peak is in the warm-up, or in the first backward after it."""
+        # It is in the warm-up, or in the first backward after it.
         return highest(of_ranks, [(rank, kind) for kind in [OpKind.F] * min(ranks - rank, microbatches) + [OpKind.B]])
 
     return max(map(peak, range(ranks)))

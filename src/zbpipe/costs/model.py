@@ -241,14 +241,8 @@ class CostModel(CommonCosts):
             >>> CostModel.uniform(Placement.v(1), w=0.5).w
             (0.25, 0.25)
 
-        Args:
-            placement: placement of the schedule. The time of a rank is shared equally by its stages.
-            f: seconds that a rank spends on the forward of one microbatch, over all its stages; `i` and `w`
-                accordingly.
-            comm: seconds from one rank to another.
-            others: fields of the costs, such as `freed_by_i` and `working`, in that unit of memory.
-
-        Raises TypeError or ValueError for invalid arguments.
+        `f`, `i` and `w` are the seconds of a rank for one microbatch, shared equally by its stages, `comm` those of a
+        message, and `others` fields of the costs, such as `freed_by_i`. TypeError or ValueError for invalid ones.
         """
         if not isinstance(placement, Placement):
             raise TypeError(f"uniform costs need a zbpipe.Placement, for example Placement.loop(4), got {placement!r}")

@@ -14,10 +14,8 @@ from zbpipe.costs.transport import Named
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement, Schedule
 
 _UNFUSED = 3.0
-"""Memory traffic of a block's small kernels relative to those that torch.compile fuses.
-
-TorchTitan, December 2024: Llama 3 8B trains 1.16 times as fast with torch.compile on 8 and on 128 H100.
-"""
+"""Memory traffic of a block's small kernels relative to those that torch.compile fuses. TorchTitan, December 2024:
+Llama 3 8B trains 1.16 times as fast with torch.compile on 8 and on 128 H100."""
 PAPERS_TIMES = (1.0, 0.99, 0.67)
 """F, I and W of a model of 6.2 billion parameters on A100, relative to F: 29.718, 29.444 and 19.927 ms without
 checkpointing. From Zero Bubble Pipeline Parallelism (arXiv 2401.10241), the table of profiled times."""
@@ -179,13 +177,8 @@ def typical_costs(
         >>> costs.of(0, OpKind.W).frees / costs.activations[0]
         17.0
 
-    Args:
-        placement: placement of the schedule. The blocks of a rank are shared equally by its stages.
-        checkpointing: "none", "selective" or "full".
-        times: seconds of a rank for F, I and W of one microbatch, with all recomputation. Default: `typical_times`.
-        comm: seconds from one rank to another.
-        host: link to the memory of the host, with a bandwidth in this unit of memory per second.
-        tensor: degree of tensor parallelism.
+    `times` are the seconds of a rank for F, I and W of one microbatch, by default `typical_times`, `comm` those of a
+    message, and `tensor` is the degree of tensor parallelism. `host` has a bandwidth in this unit of memory per second.
     """
     checkpointing = Checkpointing.parse(checkpointing)
     block, kept = LLAMA_3_8B, LLAMA_3_8B.kept_by_f(checkpointing, tensor)

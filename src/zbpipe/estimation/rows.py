@@ -10,10 +10,8 @@ from zbpipe.estimation.workload import Workload
 from zbpipe.simulator.timeline import Timeline
 
 DECIDED = 0.1
-"""Difference between a pipeline and FSDP from which on an estimate decides for a pipeline.
-
-Published steps of one model on the same GPUs, Llama 70B on 64 H100 with FSDP, differ by 35 % between frameworks.
-"""
+"""Difference between a pipeline and FSDP from which on an estimate decides for a pipeline. Published steps of Llama 70B
+on 64 H100 with FSDP differ by 35 % between frameworks."""
 HARDLY = 0.05
 """Gain of a pipeline up to which the answer is FSDP, which is simpler: the estimate's mean error."""
 NO_PIPELINE = "no pipeline (FSDP)"

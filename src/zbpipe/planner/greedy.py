@@ -67,7 +67,7 @@ class PriorityParams:
         )
 
     def vary(self, random: Random, *, merges: bool = False) -> PriorityParams:
-        """A shape like this one: about a quarter of its numbers change. Steps and chances were chosen by hand."""
+        """A shape like this one: about a quarter of its numbers change, by steps chosen by hand."""
 
         def near(numbers: tuple[float, ...], by: float) -> tuple[float, ...]:
             return tuple(each + random.uniform(-by, by) if random.random() < 0.25 else each for each in numbers)
@@ -114,17 +114,8 @@ class ListScheduler:
 
     def run(self, shape: PriorityParams, cutoff: float = NEVER) -> tuple[float, list[int]]:
         """The length and the order for a shape. Infinity if the length is not below `cutoff`."""
-        return self.engine.list_schedule(
-            self.job,
-            self.engine.floats(self._needs(shape.spare)),
-            self.engine.floats(self._urgency(shape)),
-            self.interval,
-            shape.patience * self.weight,
-            shape.pace * self.interval,
-            self.engine.floats(self._margin(shape.lean)),
-            cutoff,
-            False,
-        )
+        times = (self.interval, shape.patience * self.weight, shape.pace * self.interval)
+        return self._schedule(self._urgency(shape), shape.lean, shape.spare, times, cutoff, False)
 
     def justify(self, order: Sequence[int]) -> tuple[float, list[int]]:
         """The length and the order after moving all ops to the end and back."""
@@ -152,18 +143,32 @@ class ListScheduler:
         """The length and the order by kind alone. `ranking` has the places of F, I and W, `patience` is in W."""
         stages = range(self.problem.placement.num_stages)
         urgency = [float(place * len(stages) - stage) for stage in stages for place in ranking]
-        needs, margin = (self.engine.floats(each) for each in (self._needs(0.0), self._margin((lean,) * self.legs)))
-        return self.engine.list_schedule(
-            self.job, needs, self.engine.floats(urgency), 0.0, patience * self.weight, 0.0, margin, NEVER, first
-        )
+        times = (0.0, patience * self.weight, 0.0)
+        return self._schedule(urgency, (lean,) * self.legs, 0.0, times, NEVER, first)
 
-    def _margin(self, lean: Sequence[float]) -> list[float]:
-        nodes = self.problem.job.nodes
-        return [
-            each
-            for stage, leg in enumerate(self.leg)
-            for each in (0.0, lean[leg] if lean[leg] == NEVER else lean[leg] * nodes[3 * stage].takes, 0.0)
-        ]
+    def _schedule(
+        self,
+        urgency: list[float],
+        lean: Sequence[float],
+        spare: float,
+        times: tuple[float, float, float],
+        cutoff: float,
+        first: bool,
+    ) -> tuple[float, list[int]]:
+        """List scheduling with `kernel.list_schedule`'s period, patience and release (`times`).
+
+        An op needs more free memory by `spare` where that leaves room for a microbatch.
+        """
+        job, floats = self.problem.job, self.engine.floats
+        needs, margin = [node.needs for node in job.nodes], [0.0] * len(job.nodes)
+        for stage, leg in enumerate(self.leg):
+            node = job.nodes[3 * stage]
+            margin[3 * stage + 1] = lean[leg] if lean[leg] == NEVER else lean[leg] * node.takes
+            if leg < self.legs - 1 and node.needs + spare * node.takes <= job.limit[node.rank]:
+                needs[3 * stage] += spare * node.takes
+        return self.engine.list_schedule(
+            self.job, floats(needs), floats(urgency), *times, floats(margin), cutoff, first
+        )
 
     def _urgency(self, shape: PriorityParams) -> list[float]:
         nodes, leg = self.problem.job.nodes, self.leg
@@ -187,14 +192,3 @@ class ListScheduler:
                 if leg[stage - 1] != leg[stage]:
                     now += shape.turn_backward[leg[stage]] * nodes[3 * stage + 1].seconds
         return urgency
-
-    def _needs(self, spare: float) -> list[float]:
-        """Memory that has to be free for an op, increased by `spare` where that leaves room for a microbatch."""
-        job = self.problem.job
-        needs = [node.needs for node in job.nodes]
-        for stage, leg in enumerate(self.leg):
-            node = job.nodes[3 * stage]
-            more = spare * node.takes
-            if leg < self.legs - 1 and needs[3 * stage] + more <= job.limit[node.rank]:
-                needs[3 * stage] += more
-        return needs

@@ -93,15 +93,13 @@ def list_schedule(
     Args:
         job: the scheduling problem.
         needs: memory that has to be free for each node, at least that of the job.
-        urgency: urgency of each node for microbatch 0; the least is the most urgent. Microbatch m has m * `period`
-            more.
-        period: seconds between microbatches in `urgency`.
+        urgency: urgency of each node for microbatch 0; the least is the most urgent.
+        period: what microbatch m has m times more.
         patience: seconds that a rank waits for an op more urgent than those that are ready.
         release: seconds between the microbatches that may enter the first stage.
         margin: memory to keep free after an I of each node while there are F to come; otherwise B runs in its place.
         cutoff: give up as soon as the length is sure to reach this.
-        first: whether ranks have endless patience for each I of the first microbatch. All other I follow it, so an F
-            that delays it on one rank delays all ranks before.
+        first: whether ranks have endless patience for each I of the first microbatch, which all other I follow.
 
     Returns:
         The length, and the ops in the order of their starts. Infinity if it gave up or cannot continue.
@@ -314,18 +312,9 @@ NONE, SHIFTED, MERGED, PARTED = 0, 1, 2, 3
 def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: int) -> tuple[float, Ints, int]:
     """Move ops of the critical path back and forth on their rank. Keep orders that are not longer, or not by much.
 
-    Where a full backward saves memory, it also merges an I and its W, and separates them again.
-
-    Args:
-        job: the scheduling problem.
-        start: a sound order within the limits.
-        target: seconds at which it stops.
-        heat: seconds that one move may lose at the start; it falls to zero.
-        work: number of ops to time before it ends.
-        seed: seed of the random numbers, 1 to 2147483646.
-
-    Returns:
-        Length and order of the best, and the work done.
+    Where a full backward saves memory, it also merges an I and its W, and separates them again. `start` is a sound
+    order within the limits. A move may lose `heat` seconds at the start, which falls to zero. It ends at `target`
+    seconds, or after timing `work` ops. Returns length and order of the best, and the work done.
     """
     total = len(start)
     lists = link(job, start)

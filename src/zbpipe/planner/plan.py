@@ -83,11 +83,8 @@ def plan(
             little as costs no time.
         progress: called with the completed share of the work, and the shortest time so far.
 
-    Raises:
-        TypeError: an argument has another type.
-        ValueError: no schedule can have these numbers, a name is unknown, the costs fit none of the placements, there
-            are fewer layers than stages, the limit is too small for one microbatch, or the period is requested of a
-            schedule that offloads.
+    ValueError if no schedule can have these numbers, a name is unknown, the costs fit none of the placements, there are
+    fewer layers than stages, the limit is too small for one microbatch, or a period with offload is requested.
     """
     ranks, microbatches = require_job(ranks, microbatches)
     if isinstance(costs, JobCosts):
@@ -138,7 +135,7 @@ def plan(
 
 
 def _costs_of(costs: Any) -> CostsOf:
-    """A function that returns the costs of any placement's stages, from the costs that the caller gave."""
+    """A function that returns the costs of any placement's stages."""
     if not callable(costs):
         return lambda placement: as_cost_model(costs, placement)
 

@@ -37,9 +37,8 @@ class Plan:
     bounds: Mapping[str, float]
     """Lower bound of the objective on each placement tried."""
     layers: LayerCosts | None = None
-    """Layers to be cut into stages. None if the stages were given."""
+    """Layers that were cut into stages, and those of each stage. None if the stages were given."""
     split: Split | None = None
-    """Layers of each stage. None without layers."""
     even: Plan | None = None
     """Plan of the same search for TorchTitan's even split. None without layers, or if the split breaks the limit."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
 from math import inf
 
@@ -205,6 +205,8 @@ def split_layers(
     """The split with the shortest step on one placement, according to short searches of `tries` splits."""
     if tries is None:
         tries = min(_MOST_TRIES, max(_LEAST_TRIES, _OPS // (3 * placement.num_stages * request.microbatches)))
+    # Queues apply only to the final plan.
+    request = replace(request, placements={"": placement}, transport=Transport.IDEAL)
     trials = _Trials(request, layers, placement, tries)
     best = min((balance(layers, placement), even_sizes(len(layers.layers), placement.num_stages)), key=trials.length)
     while better := trials.find_better_neighbour(best, progress):
@@ -214,16 +216,15 @@ def split_layers(
     return split_of(best)
 
 
+@dataclass
 class _Trials:
     """Step times of splits on one placement. Each split is searched once."""
 
-    def __init__(self, request: Request, layers: LayerCosts, placement: Placement, tries: int) -> None:
-        # Queues apply only to the final plan.
-        self.request = replace(request, placements={"": placement}, transport=Transport.IDEAL)
-        self.costs = layers
-        self.placement = placement
-        self.tries = tries
-        self.known: dict[Sizes, float] = {}
+    request: Request
+    costs: LayerCosts
+    placement: Placement
+    tries: int
+    known: dict[Sizes, float] = field(default_factory=dict)
 
     def bound(self, sizes: Sizes) -> float:
         """Lower bound of the step, in seconds. Infinite if not even one microbatch keeps to the limit."""

@@ -34,14 +34,11 @@ from zbpipe.schedule.ir import Op, OpKind, Placement
 def lower_bound(
     placement: Placement, costs: CostModel, num_microbatches: int, limits: Sequence[float] | None = None
 ) -> float:
-    """Lower bound of a synchronous step, in seconds, for any order of the ops.
+    """Lower bound of a synchronous step, in seconds, for any order of the ops within these limits of the ranks.
 
-        >>> placement = Placement.v(4)
-        >>> lower_bound(placement, CostModel.uniform(placement), num_microbatches=8)
-        25.5
-
-    Args:
-        limits: memory limit of each rank, in the unit of `costs.activations`. Default: no limit.
+    >>> placement = Placement.v(4)
+    >>> lower_bound(placement, CostModel.uniform(placement), num_microbatches=8)
+    25.5
     """
     least = _as_possible(placement, costs, limits)
     path, begun = _alone(placement, least), _alone(placement, least, _earliest(costs))

@@ -21,12 +21,8 @@ def peak_bytes(timeline: Timeline, rows: Rows | None = None) -> tuple[float, ...
         >>> timeline.peak_memory, peak_bytes(timeline)
         ((6000000000.0, 1000000000.0), (6300000000.0, 1200000000.0))
 
-    With offloading, which depends on times, it is an upper bound.
-
-    Args:
-        timeline: a timeline with costs in bytes, including `message_bytes`. The costs of an op include its input:
-            activations include the stage's input, and deferred gradients include dY if a layer needs that for W.
-        rows: the lists with messages and waits that run. Default: those of zbpipe's schedules for this timeline.
+    The timeline has costs in bytes, including `message_bytes`. The costs of an op include its input. `rows` are the
+    lists with messages and waits that run, by default those of zbpipe's schedules. With offloading it is a bound.
     """
     return tuple(held.total for held in peak_parts(timeline, rows))
 

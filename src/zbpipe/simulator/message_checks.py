@@ -32,8 +32,6 @@ def check_table(
 ) -> tuple[Schedule, list[Finding], str]:
     """The ops of a table, all findings about it and its communication, and how it was read.
 
-    The last is empty if the cells are the ops. ValueError for text that is not a table.
-
     >>> schedule, findings, how = check_table("0F0,0SEND_F0,0RECV_B0,0B0\\n1F0,1B0,1SEND_B0", "mine")
     >>> print(*findings)
     missing: rank 1, 1RECV_F0: the message is never received

@@ -99,10 +99,8 @@ def offload(
         margin: how much longer copies may take than `costs.host` predicts without a delay, as a share.
         transport: which messages wait for each other.
 
-    Raises:
-        TypeError: an argument has another type.
-        ValueError: the costs have no `host` or are for another number of stages, the schedule cannot run, or no copies
-            keep to the limits without delaying the step.
+    ValueError if the costs have no `host` or are for another number of stages, the schedule cannot run, or no copies
+    keep to the limits without delaying the step.
     """
     require_schedule(schedule)
     costs = as_cost_model(costs, schedule.placement)

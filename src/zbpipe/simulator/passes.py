@@ -1,8 +1,4 @@
-"""Passes over lists of actions: they add messages to a schedule, and move its receives and waits.
-
-torch adds the messages itself. `add_messages` makes the same lists without torch. The passes take both. Lists from
-torch also gather and reduce weights, which makes no difference to their messages.
-"""
+"""Passes over lists of actions, torch's or those of `add_messages`, that move their receives and waits."""
 
 from __future__ import annotations
 
@@ -101,10 +97,8 @@ def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
     """Move each receive to the position of its rank when the message starts.
 
     All ops get a place in one order by their ends, in which no op precedes its dependencies. On every rank the messages
-    follow this order of the ops that make them, so nothing can wait in a cycle, whatever the real times are.
-
-    If more than `share` of the computation that runs when the message starts is over by then, the receive goes after
-    it.
+    follow this order of the ops that make them, so nothing can wait in a cycle, whatever the real times are. If more
+    than `share` of the computation that runs when the message starts is over by then, the receive goes after it.
     """
     spans = {action_of(span.op): span for row in timeline.spans for span in row if not span.step}
     place = {action_of(op): n for n, op in enumerate(sort_by_end(timeline))}

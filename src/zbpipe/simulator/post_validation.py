@@ -5,9 +5,8 @@ norm of all gradients becomes known. That is the validation, at a fixed place in
 Parallelism, arXiv 2401.10241, section 4: post-validation). If the norm shows that the gradients should have been
 clipped, the rank discards the ops that it ran ahead, steps again, and runs its list again.
 
-Only forwards run ahead, and none of the last stage: they change no gradient and no loss. A message sent ahead may be
-received late, but a message is received early only if it was sent early. So on failure a rank knows which messages
-come.
+Only forwards run ahead, and none of the last stage: they change no gradient and no loss. A message is received early
+only if it was sent early, so on failure a rank knows which messages come.
 """
 
 from __future__ import annotations

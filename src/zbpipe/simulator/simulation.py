@@ -62,10 +62,9 @@ def simulate(
         overlaps_fsdp: whether FSDP gathers beside the first F of a stage and reduces beside its last W or B, as
             zbpipe's schedules do, or before the one and after the other, as always with "shared with compute".
 
-    Raises:
-        TypeError: `schedule` or `costs` has another type.
-        ValueError: the costs are for another number of stages, there is no step or there are millions of ops, `ahead`
-            is for another number of ranks or another transport, the schedule cannot run, or a name is unknown.
+    TypeError for another type of `schedule` or `costs`. ValueError if the costs are for another number of stages, there
+    is no step or there are millions of ops, `ahead` is for other ranks or another transport, the schedule cannot run,
+    or a name is unknown.
     """
     require_schedule(schedule)
     costs = as_cost_model(costs, schedule.placement)

@@ -78,14 +78,11 @@ def _bands(timeline: Timeline, scale: _Scale, label: int) -> Iterator[Text]:
         for span in spans:
             begin, end = scale.column(span.start), scale.column(span.end)
             if isinstance(span, Span):
-                stage, kind, full, short = (
-                    span.op.stage,
-                    span.op.kind,
-                    f"{span.op.kind}{span.op.microbatch}",
-                    span.op.kind,
-                )
+                stage, kind, microbatch = span.op
+                full, short = f"{kind}{microbatch}", str(kind)
             else:
-                stage, kind, full, short = span.stage, style.kind_of(span, timeline), span.kind, span.kind[0]
+                stage, kind = span.stage, style.kind_of(span, timeline)
+                full, short = str(span.kind), span.kind[0]
             fill, text = paints[stage, kind]
             label = (full if len(full) <= end - begin else short).ljust(end - begin)[: end - begin]
             found[begin:end] = [(letter, f"{text} on {fill}") for letter in label]
