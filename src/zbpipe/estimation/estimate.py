@@ -78,6 +78,10 @@ def estimate(
     found = None if device is None else find(device)
     ranks = workload.degrees.pipeline
     if costs is not None:
+        if not isinstance(costs, JobCosts):
+            raise TypeError(
+                f"an estimate cannot have costs = {costs!r}: give zbpipe.costs.JobCosts, as zbpipe.load_costs"
+            )
         costs.require_ranks(ranks)
         if isinstance(costs.costs, CostModel) and costs.costs.num_stages % ranks:
             raise ValueError(
