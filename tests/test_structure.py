@@ -22,19 +22,19 @@ FORMALITIES = {"zbpipe", "zbpipe.__main__"}
 
 
 BUDGETS = {
-    "src/zbpipe": 295,
+    "src/zbpipe": 280,
     "src/zbpipe/algorithms": 813,
-    "src/zbpipe/cli": 1825,
-    "src/zbpipe/costs": 898,
-    "src/zbpipe/estimation": 1050,
+    "src/zbpipe/cli": 1660,
+    "src/zbpipe/costs": 880,
+    "src/zbpipe/estimation": 930,
     "src/zbpipe/frameworks": 2850,
-    "src/zbpipe/planner": 1730,
+    "src/zbpipe/planner": 1710,
     "src/zbpipe/runtime": 8270,
-    "src/zbpipe/schedule": 720,
-    "src/zbpipe/simulator": 1790,
+    "src/zbpipe/schedule": 710,
+    "src/zbpipe/simulator": 1630,
     "src/zbpipe/titan": 100,
-    "src/zbpipe/views": 1180,
-    "tests": 23550,
+    "src/zbpipe/views": 1050,
+    "tests": 23490,
     "benchmarks": 2730,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""

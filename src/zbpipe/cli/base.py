@@ -131,14 +131,10 @@ def complete_name(context: click.Context, option: click.Parameter, typed: str) -
 name_argument = click.argument("name", shell_complete=complete_name)
 size_options = options(
     click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks. A CSV file has its own."),
-    click.option(
-        "-m", "--microbatches", type=COUNT, metavar="M", help="Microbatches per step. A CSV file has its own."
-    ),
+    click.option("-m", "--microbatches", type=COUNT, metavar="M", help="Microbatches per step. A CSV file has one."),
 )
 compared_size = options(
-    click.option(
-        "-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks. A cost file with rank_of has its own."
-    ),
+    click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks. The rank_of of a cost file has them."),
     click.option("-m", "--microbatches", type=COUNT, metavar="M", required=True, help="Microbatches per step."),
 )
 stages_option = click.option(

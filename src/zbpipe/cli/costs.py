@@ -23,7 +23,6 @@ from zbpipe.schedule.ir import Placement
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Times = tuple[float, float, float]
-"""Seconds per rank for F, I and W of one microbatch."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class Costs:
     """Content of `--costs-file`."""
     file: Path | None = None
     checkpointing: Checkpointing | None = None
-    """None if unknown."""
 
     def has(self, placement: Placement) -> bool:
         """Whether there are costs for the stages of `placement`."""

@@ -134,18 +134,17 @@ def record(found: Estimate) -> dict[str, Any]:
         "microbatches": work.microbatches,
         "tokens_per_step": work.global_tokens,
         "parameters": work.parameters,
-        "schedules": [_step(found, step) for step in found.steps],
+        "schedules": [
+            {
+                **{name: value for name, value in vars(step).items() if name not in ("timeline", "memory")},
+                "memory": {**vars(step.memory), "total": step.memory.total},
+                "step_to_1f1b": found.relative(step, found.usual),
+                "step_to_fsdp": found.relative(step, found.without_pipeline),
+            }
+            for step in found.steps
+        ],
         "left_out": dict(found.left_out),
         "words": [*work.warnings, *found.words],
-    }
-
-
-def _step(found: Estimate, step: Step) -> dict[str, Any]:
-    return {
-        **{name: value for name, value in vars(step).items() if name not in ("timeline", "memory")},
-        "memory": {**vars(step.memory), "total": step.memory.total},
-        "step_to_1f1b": found.relative(step, found.usual),
-        "step_to_fsdp": found.relative(step, found.without_pipeline),
     }
 
 
@@ -163,8 +162,6 @@ def rank_lines(found: JobMemory) -> Iterator[str]:
 
 
 def rank_record(found: JobMemory) -> dict[str, Any]:
-    ranks = [
-        {"parameters": count, **vars(memory), "total": memory.total}
-        for count, memory in zip(found.parameters, found.memories, strict=True)
-    ]
+    both = zip(found.parameters, found.memories, strict=True)
+    ranks = [{"parameters": count, **vars(memory), "total": memory.total} for count, memory in both]
     return {"ranks": ranks, "unit_of_memory_limit": found.unit, "fits": found.fits}

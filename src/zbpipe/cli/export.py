@@ -16,7 +16,6 @@ from zbpipe.simulator.message_checks import check_table
 from zbpipe.simulator.validation import validate as findings_of
 
 _IN_SHARES = f"{RELATIVE}, or a number in units of a rank's share of one microbatch"
-"""Form of a limit for `validate`."""
 
 
 @click.command(cls=Command)

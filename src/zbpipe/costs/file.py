@@ -121,11 +121,9 @@ def to_data(job: JobCosts) -> _Table:
         "memory_limit": limit and limit.written,
         "transport": None if job.transport is None else str(job.transport),
         "link": _link_data(costs.link),
+        "host": None if costs.host is None else _link_data(costs.host),
+        "working": {str(kind): numbers for kind, numbers in costs.working.items()},
     }
-    if costs.host is not None:
-        values["host"] = _link_data(costs.host)
-    if costs.working:
-        values["working"] = {str(kind): numbers for kind, numbers in costs.working.items()}
     # 0 is a valid limit, and a link to the host may take no time, so only None is omitted.
     there = {key for key in ("memory_limit", "host") if values.get(key) is not None}
     data = {key: value for key, value in values.items() if value or key in there}

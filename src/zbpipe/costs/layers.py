@@ -43,9 +43,8 @@ class Layer:
     activations: float
     """Bytes that it keeps of one microbatch after F."""
     gather: float = 0.0
-    """Seconds in which data-parallel ranks gather its parameters."""
+    """Seconds in which data-parallel ranks gather its parameters; and reduce its gradients."""
     reduce: float = 0.0
-    """Seconds in which data-parallel ranks reduce its gradients."""
 
     def __post_init__(self) -> None:
         names = self.modules

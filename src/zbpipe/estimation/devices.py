@@ -42,16 +42,14 @@ class Device:
     gib: float
     """GiB of memory, as torch reports it."""
     source: str
-    """Source of the maker's figures."""
+    """Source of the maker's figures; and of the shares."""
     share_from: str
-    """Source of the shares."""
     between: float = 50e9
     """One-directional bandwidth from a GPU to other nodes through its own network card, in bytes per second."""
     range: tuple[float, float] | None = None
     """Least and largest plausible speed of computation, relative to the likely one. None if only one is known."""
     gpus_per_node: int = 8
     latency: float = 2e-5
-    """Latency of a message, in seconds."""
     overhead: float = 3e-4
     """Seconds between two ops of a schedule: Python and launches. One H200 takes 0.33 ms (benchmarks/README.md)."""
 

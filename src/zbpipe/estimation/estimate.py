@@ -345,7 +345,6 @@ class JobMemory:
     parameters: tuple[float, ...]
     """Number of parameters in each rank's stages, over all GPUs that share them."""
     memories: tuple[Memory, ...]
-    """Memory of each GPU."""
     unit: float
     """Bytes that F keeps of one microbatch in an average rank's layers: a memory limit of 1 microbatch."""
 

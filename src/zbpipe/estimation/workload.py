@@ -99,9 +99,8 @@ class LayerWork:
     parameters: float
     """Number of parameters, on all GPUs together that share them."""
     activations: float
-    """Bytes kept from F to I."""
+    """Bytes kept from F to I; `waits` from I to W."""
     waits: float
-    """Bytes kept from I to W."""
     working: tuple[tuple[OpKind, float], ...] = ()
     """Working memory of ops, in bytes."""
     transfers: tuple[int, int] = (0, 0)
@@ -141,7 +140,6 @@ class Workload:
     words: str
     """Source of operations and bytes."""
     schedule: str = "1F1B"
-    """The job's own schedule."""
     checkpointing: Checkpointing | None = None
     """Activation checkpointing, for schedules that adapt to it. None if unknown."""
     compiled: bool = False
@@ -157,9 +155,8 @@ class Workload:
     ends: tuple[int, int] | None = None
     """Number of layers as which embedding and head count, if the user wants an even split."""
     remade: Callable[[Degrees, Checkpointing | None], Workload] | None = None
-    """Function that builds the same job on other degrees, with another checkpointing. None if that is impossible."""
+    """Function that builds the same job on other degrees, with another checkpointing."""
     microbatch_size: int = 1
-    """Sequences per microbatch."""
     deferred: float | None = None
     """Share of the weight gradients that W computes. None if unknown."""
     batch_option: str = "microbatches"

@@ -21,13 +21,11 @@ class PriorityParams:
     """The shape of a block. A *leg* is one stage of every rank: V placements have two, down the ranks and up again."""
 
     forward: tuple[float, ...]
-    """Offset of each leg from the F of a stage to the F of the next, in times of that F."""
+    """Offset of each leg from the F of a stage to the F of the next, in times of that F; `backward` of the I."""
     backward: tuple[float, ...]
-    """Offset of each leg from the I of a stage to the I of the previous one, in times of that I."""
     turn_forward: tuple[float, ...]
-    """Offset added at the end of each leg, in times of F."""
+    """Offset added at the end of each leg, in times of F, or before its start, in times of I (`turn_backward`)."""
     turn_backward: tuple[float, ...]
-    """Offset added before the start of each leg, in times of I."""
     turn_loss: float
     """Offset from the last F to the first I, in times of that I."""
     weight: tuple[float, ...]

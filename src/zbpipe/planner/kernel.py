@@ -68,10 +68,6 @@ class Job(NamedTuple):
     """Start of each rank's step. The *length* of an order is the longest time from there to the end of a rank; with
     zeros it is the makespan."""
 
-    @property
-    def mean(self) -> float:
-        return sum(node.seconds for node in self.nodes) / len(self.nodes)
-
 
 def fill(count: int, value: Number) -> list[Number]:
     return [value] * count
@@ -260,7 +256,6 @@ class Linked:
 
     __slots__ = ("after", "before", "gone", "held", "needs", "position", "seconds", "takes")
     position: int
-    """Its position in the order."""
     gone: int
     """1 for a W that is part of a B. It keeps a place in the order, which has no meaning."""
     before: int

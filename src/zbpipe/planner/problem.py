@@ -43,7 +43,6 @@ class Problem:
 
     @property
     def full_costs(self) -> CostModel:
-        """The costs with FSDP's collectives, if there are any."""
         return self.with_fsdp or self.costs
 
     def bound(self, costs: CostModel) -> float:

@@ -37,7 +37,6 @@ class Request:
     ranks: int
     microbatches: int
     placements: Mapping[str, Placement]
-    """Placements to try, by name."""
     limits: tuple[float, ...] | None = None
     """Memory limit of each rank, in the unit of the costs' activations. None means no limit."""
     objective: Objective = "makespan"

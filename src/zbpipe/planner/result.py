@@ -27,11 +27,9 @@ class Plan:
 
     timeline: Timeline
     placement: str
-    """Name of the chosen placement."""
     found_by: str
     """Searches that led to it, for example "VHalf, annealing"."""
     objective: Objective
-    """The minimised time."""
     limits: tuple[float, ...] | None
     """Memory limit of each rank, in the unit of the costs' activations. None means no limit."""
     bounds: Mapping[str, float]

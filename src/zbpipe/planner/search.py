@@ -72,7 +72,6 @@ class Found:
     length: float
     """Seconds of the minimised time."""
     by: str
-    """Searches that led to it."""
 
 
 class Search:
@@ -117,7 +116,8 @@ class Search:
                 found.append(self.keep(problem, order, "list scheduling"))
                 self.spend(0)  # for the progress: it may be the last that is found
             # A placement that is far behind after one climb does not catch up, so the others get its share.
-            waiting = [each for each in waiting if self.reached(each) < _WORTH * self.shortest]
+            reached = {each.problem.name: each.length for each in sorted(self.kept, key=lambda each: -each.length)}
+            waiting = [each for each in waiting if reached[each.name] < _WORTH * self.shortest]
         return self.race(found)
 
     def shapes(self, problem: Problem, scheduler: ListScheduler, budget: float) -> list[int]:
@@ -167,7 +167,7 @@ class Search:
     def anneal(self, start: Found, work: float) -> Found:
         """An order at least as good."""
         problem = start.problem
-        mean = problem.job.mean
+        mean = sum(node.seconds for node in problem.job.nodes) / len(problem.job.nodes)
         heat = mean * min(self.effort.heat * sqrt(max(work, 1) / problem.num_ops / 1000), _MOST_HEAT)
         job, mirrored = self.engine.prepare(problem.job), self.engine.prepare(problem.mirrored)
         _, order, done = self.engine.anneal(
@@ -183,9 +183,6 @@ class Search:
         _, order = self.engine.justify(job, mirrored, self.engine.integers(order))
         better = self.keep(problem, order, by)
         return better if better.length < start.length else start
-
-    def reached(self, problem: Problem) -> float:
-        return min((each.length for each in self.kept if each.problem is problem), default=inf)
 
     @property
     def shortest(self) -> float:

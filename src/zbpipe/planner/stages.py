@@ -23,9 +23,9 @@ from zbpipe.simulator.post_validation import period_of
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
 
-_MOST_CANDIDATES = 64
-"""Number of candidates simulated with a transport that has queues. Chosen by hand: each takes tens of milliseconds."""
 # Chosen by hand, so that a split for 8 ranks and 32 microbatches takes some seconds. Not tuned.
+_MOST_CANDIDATES = 64
+"""Number of candidates simulated with a transport that has queues: each takes tens of milliseconds."""
 _MOST_TRIES, _LEAST_TRIES, _OPS = 60, 12, 100_000
 """Largest and smallest number of splits per placement for short searches, and their total number of ops."""
 _EFFORT, _SECOND_EFFORT, _FINALISTS = 200, 4000, 6

@@ -60,11 +60,9 @@ class Algorithm:
     """Owner of the class that runs it."""
     summary: str = ""
     table: Schedule | None = None
-    """The existing schedule."""
     keywords: frozenset[str] = frozenset()
     """The keywords that the function takes: `stages_per_rank`, `costs`, `memory_limit`, `runs_ahead`, `transport`."""
     listed: bool = True
-    """Whether it is a separate schedule, to be listed and compared with others."""
     by_checkpointing: bool = False
     """Whether a job without measured costs passes the default costs of its activation checkpointing."""
 

@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 SEPARATOR = ".py:"
-"""Separator in `file.py:function`."""
 _MOST_BYTES = 2**25
 """Far more than any table or cost file has. A device file may never end."""
 

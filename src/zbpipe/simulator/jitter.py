@@ -1,7 +1,7 @@
 """Step times under jitter: many simulations with random times.
 
 An op takes its time from the costs, times a random factor. A message arrives after the link's time plus a random delay.
-Every sample keeps the schedule's order of ops, as torch runs it. All samples are simulated at once, op by op.
+All samples keep the schedule's order of ops, and are simulated at once.
 """
 
 from __future__ import annotations

@@ -93,8 +93,6 @@ class _Path(NamedTuple):
 
 
 class _Window(NamedTuple):
-    """The time window of a bound."""
-
     begin: float
     """Seconds after which it begins if a microbatch starts at 0 alone."""
     behind: list[float]

@@ -32,11 +32,9 @@ class Held:
     """Memory of a rank at its peak, by part, in the unit of the costs' activations."""
 
     activations: float = 0.0
-    """Activations, from F to I."""
     waiting: float = 0.0
     """Deferred gradients, from I to W."""
     working: float = 0.0
-    """Working memory of the op that runs."""
     messages: float = 0.0
     """Messages that are received and not yet used, or sent and not yet released."""
     op: Op | None = None

@@ -65,7 +65,7 @@ def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) ->
 
 
 def find_mixed_up_messages(rows: Rows) -> list[Finding]:
-    """Receives that take the message of another receive, so that results are wrong without an error."""
+    """Receives that take the message of another receive, which no error shows."""
     return list(_Table(rows, Schedule.from_actions(rows, "")).find_crossed())
 
 

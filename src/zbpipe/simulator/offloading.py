@@ -25,14 +25,11 @@ from zbpipe.simulator.validation import require_schedule, require_valid
 
 
 class Offload(Named):
-    """Kinds of memory that may be offloaded to the host."""
+    """Memory that may be offloaded: deferred gradients (x and dY of each linear layer), activations, or both."""
 
     PAIRS = "pairs"
-    """Deferred gradients: x and dY of each linear layer, from I to W."""
     ACTIVATIONS = "activations"
-    """Activations from F to I or B."""
     ALL = "all"
-    """Both."""
 
     @classmethod
     def read(cls, given: Any) -> Self | None:

@@ -18,8 +18,7 @@ def add_messages(schedule: Schedule) -> Rows:
     """The lists that torch makes of `schedule`, with sends and early receives, without torch.
 
     The ranks take turns. A rank whose next op has its input computes it, and posts its send and the other rank's
-    receive. (In torch's lists, gathering weights also takes turns, which moves some receives by an op.) Copies to the
-    host are omitted.
+    receive. (In torch, gathers also take turns, which moves some receives by an op.) Copies to the host are omitted.
 
         >>> for row in add_messages(Schedule.from_csv("0F0,0B0\\n1F0,1B0")):
         ...     print(*row)
@@ -143,9 +142,8 @@ def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
 def free_sends_early(rows: Rows, placement: Placement) -> Rows:
     """`rows` with waits for sends moved forward, to where a later message from the receiver shows that it has received.
 
-    torch waits for most sends at the end of the step. (Its own `max_outstanding_sends` takes seconds for 8 ranks and 32
-    microbatches.) If a rank posts a receive before a send, it has posted the receive when that send arrives here. So no
-    wait blocks. For lists without waits see `add_waits`.
+    torch waits for most sends at the end of the step. If a rank posts a receive before a send, it has posted the
+    receive when that send arrives here. So no wait blocks. For lists without waits see `add_waits`.
     """
     places = {each: n for row in rows for n, each in enumerate(row) if each.kind in RECEIVES or each.kind in SENDS}
     return tuple(tuple(_free_row_early(row, places, placement)) for row in rows)

@@ -14,8 +14,7 @@ def receive_by_rendezvous(rows: Rows, placement: Placement, costs: CostModel) ->
     """`rows` with each receive moved to where its message starts.
 
     A rank runs one computation or message at a time. A message starts when both of its ranks are free, and not before
-    an earlier message that waits for one of them. A free rank prefers a message to its next computation. The result
-    records one run, so nothing in it can wait in a cycle.
+    an earlier one that waits for them. A free rank prefers a message. As the record of a run, nothing waits in a cycle.
 
         >>> from zbpipe.simulator.actions import parse
         >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0F1,0SEND_F1,0RECV_B1,0B0,0B1\\n"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from itertools import accumulate, chain
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from zbpipe.costs.model import GATHER, REDUCE, SENDS, CostModel
 from zbpipe.costs.transport import Transport
@@ -22,19 +22,10 @@ from zbpipe.schedule.ir import OpKind, Schedule
 from zbpipe.schedule.tables import Cell
 from zbpipe.simulator.actions import COMPUTE, WAITS, Action, Rows, message_of, other_end
 
-HEAD = "HEAD"
-"""The part of a gather that precedes the first F beside it."""
-BEGIN, GATE, QUEUE = "BEGIN", "GATE", "QUEUE"
-"""The begins of a rank, of all ranks, and of a queue."""
+HEAD, BEGIN, GATE, QUEUE = "HEAD", "BEGIN", "GATE", "QUEUE"
+"""The part of a gather that precedes the first F beside it, and the begins of a rank, of all ranks, and of a queue."""
 _NO_OPS = frozenset((*SENDS, HEAD, BEGIN, GATE, QUEUE, *WAITS))
 """Nodes that are neither ops nor collectives."""
-
-
-class CollectiveNode(NamedTuple):
-    """A collective in a graph, and the op that it runs beside, before or after."""
-
-    node: int
-    op: int
 
 
 class TimeGraph(Graph[Cell]):
@@ -59,13 +50,12 @@ class TimeGraph(Graph[Cell]):
         super().__init__(base.nodes.copy(), base.before.copy())
         self.schedule = schedule
         self.ops: list[range] = []
-        """Nodes of each rank's ops."""
         for last, row in zip(accumulate(map(len, schedule)), schedule, strict=True):
             self.ops.append(range(last - len(row), last))
         self.begins: dict[int, list[int]] = {}
         """Where each rank, and then each queue, begins the step, and its nodes that end the previous step."""
-        self.collectives: list[list[CollectiveNode]] = [[] for _ in schedule]
-        """Gathers and reductions of each rank, in order."""
+        self.collectives: list[list[tuple[int, int]]] = [[] for _ in schedule]
+        """Gathers and reductions of each rank, in order, each with the op that it runs beside, before or after."""
         self._first: list[list[int]] = [[] for _ in schedule]
         """Node for which each rank's first op waits, if any."""
         self.arrivals: dict[int, int] = {}
@@ -174,7 +164,7 @@ class TimeGraph(Graph[Cell]):
                 gather = self._add((stage, GATHER, -1), gathered)
                 self._wait(op, [self._add((stage, HEAD, self.nodes[op][2]), gathered) if overlaps else gather])
                 gathered = [gather]
-                self.collectives[rank].append(CollectiveNode(gather, op))
+                self.collectives[rank].append((gather, op))
             last = {self.nodes[op][0]: op for op in ops if self.nodes[op][1] in ("W", "B")}
             reduced: list[int] = []
             for stage, op in sorted(last.items(), key=lambda each: each[1]):
@@ -183,7 +173,7 @@ class TimeGraph(Graph[Cell]):
                 if not overlaps:
                     self._wait_from(range(op + 1, ops.stop), reduction)
                 reduced = [reduction]
-                self.collectives[rank].append(CollectiveNode(reduction, op))
+                self.collectives[rank].append((reduction, op))
             if self.begins:
                 self.begins[list(self.begins)[rank]] += reduced
 

@@ -64,7 +64,7 @@ class Timeline:
     schedule: Schedule
     costs: CostModel
     spans: tuple[tuple[Span, ...], ...]
-    """Computations of each rank, in the order in which they ran."""
+    """Computations of each rank, in order."""
     num_steps: int = 1
     transport: Transport = Transport.IDEAL
     receives: Receives | None = None

@@ -25,7 +25,6 @@ _PLAIN = 0.6
 """Share of a column's work above which one kind sets its colour."""
 
 _Cell = tuple[str, str]
-"""A character and its style."""
 
 
 @dataclass(frozen=True)

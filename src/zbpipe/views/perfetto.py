@@ -14,7 +14,6 @@ from zbpipe.simulator.timeline import Collective, Span, Timeline
 from zbpipe.views.style import lanes, memory_profile, summary
 
 _MICROSECONDS = 1e6
-"""Microseconds in a second."""
 
 _Event = dict[str, Any]
 
