@@ -91,15 +91,12 @@ def test_the_other_objective_is_reported_as_such() -> None:
 
 
 def test_what_it_writes(here: Path) -> None:
-    written = run(f"-p 2 -m 4 {QUICK} -o plan.csv --json plan.json")
-    assert written.stdout == "wrote plan.csv\nwrote plan.json\n"
-    found = json.loads((here / "plan.json").read_text())
+    written = run(f"-p 2 -m 4 {QUICK} -o plan.csv --json")
+    assert written.stderr == "wrote plan.csv\n"
+    found = json.loads(written.stdout)
     schedule = zbpipe.Schedule.from_csv((here / "plan.csv").read_text())
     assert zbpipe.validate(schedule) == []
     assert list(schedule.placement.rank_of) == found["rank_of"]
-    both = run(f"-p 2 -m 4 {QUICK} -o plan.csv --json")
-    assert json.loads(both.stdout) == found
-    assert both.stderr == "wrote plan.csv\n"
 
 
 # Cost files
@@ -178,11 +175,11 @@ def test_torchtitan_trains_an_exported_plan(request: pytest.FixtureRequest, tmp_
     if cut == "evenly":
         ranks, options = 4, "--costs 1,1.4,0.6 --checkpointing none --memory-limit 2.6 --placement single"
     else:
-        ranks, options = 2, f"--costs-file {costs} --placement v --json {split}"
+        ranks, options = 2, f"--costs-file {costs} --placement v --json"
         blocks = (Layer((f"layers.{number}",), 1, 1, 1, 1) for number in range(6))
         head = Layer(("norm", "lm_head"), 4, 4, 4, 1)
         dump_costs(JobCosts(LayerCosts((Layer(("tok_embeddings",), 0.1, 0, 0.1, 0), *blocks, head))), costs)
-    answer(f"-p {ranks} -m 4 {options} -o {table} {QUICK}")
+    split.write_text(run(f"-p {ranks} -m 4 {options} -o {table} {QUICK}").stdout)
     module = () if cut == "evenly" else ("--module", "job_configs", "--config", "llama3_split")
     job = titan.train(*pipeline(str(table), ranks), *module, num_ranks=ranks)
     print(job.log)

@@ -539,7 +539,7 @@ def in_two(schedule: Schedule) -> Schedule:
         ({"seed": 0.5}, "seed has to be a whole number, got 0.5"),
         (
             {"placements": ["spiral"]},
-            "unknown placement 'spiral'; give a zbpipe.Placement or one of single, loop, v, wave",
+            "unknown placement 'spiral'; give one of single, loop, v, wave, the rank of each stage",
         ),
         ({"placements": [Placement.v(3)]}, "for 3 ranks, but the job has 2"),
         ({"placements": []}, "no placement"),

@@ -24,7 +24,7 @@ from zbpipe.costs.transformer import Checkpointing, typical_costs
 from zbpipe.views import playground
 from zbpipe.views.playground import ADDRESS, Setting, answer_simulation, presets, server
 
-SMALL = Setting(3, 5, 2, (1.0, 1.3, 0.7), 0.1, Checkpointing.SELECTIVE, None)
+SMALL = Setting(3, 5, 2, 1.0, 1.3, 0.7, 0.1, Checkpointing.SELECTIVE, None)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -22,20 +22,20 @@ FORMALITIES = {"zbpipe", "zbpipe.__main__"}
 
 
 BUDGETS = {
-    "src/zbpipe": 295,
-    "src/zbpipe/algorithms": 740,
-    "src/zbpipe/cli": 1825,
-    "src/zbpipe/costs": 898,
-    "src/zbpipe/estimation": 1050,
+    "src/zbpipe": 271,
+    "src/zbpipe/algorithms": 734,
+    "src/zbpipe/cli": 1654,
+    "src/zbpipe/costs": 874,
+    "src/zbpipe/estimation": 926,
     "src/zbpipe/frameworks": 2850,
-    "src/zbpipe/planner": 1734,
-    "src/zbpipe/runtime": 8270,
-    "src/zbpipe/schedule": 721,
-    "src/zbpipe/simulator": 1790,
-    "src/zbpipe/titan": 100,
-    "src/zbpipe/views": 1180,
-    "tests": 23550,
-    "benchmarks": 2730,
+    "src/zbpipe/planner": 1714,
+    "src/zbpipe/runtime": 8262,
+    "src/zbpipe/schedule": 705,
+    "src/zbpipe/simulator": 1629,
+    "src/zbpipe/titan": 95,
+    "src/zbpipe/views": 1046,
+    "tests": 23433,
+    "benchmarks": 2752,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}

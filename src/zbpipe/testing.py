@@ -16,9 +16,7 @@
         assert simulate(found, costs).makespan <= simulate(known, costs).makespan
 
 Everything shrinks towards one rank, one microbatch, a plain schedule and times of 1/8 second. All numbers are short
-binary fractions, so that sums of them are exact whatever the order of adding: tests can compare times with `==`.
-
-Only this module of zbpipe needs hypothesis (`pip install hypothesis`).
+binary fractions, so sums are exact, and tests can compare times with `==`. Only this module needs hypothesis.
 """
 
 from __future__ import annotations
@@ -48,14 +46,7 @@ def check_schedule(
 
         check_schedule(my_schedule(ranks=4, microbatches=8), memory_limit=4)
 
-    Args:
-        schedule: the one to check.
-        memory_limit: see `zbpipe.costs.MemoryLimit`.
-        costs: costs of the stages. Default: `CostModel.uniform`, whose unit is a rank's share of one microbatch's
-            activations, so 1F1B and ZBV need p.
-
-    Raises:
-        AssertionError: everything that is wrong, one finding per line.
+    The arguments are those of `zbpipe.validate`. AssertionError with everything that is wrong, one finding per line.
     """
     findings = [str(finding) for finding in validate(schedule, memory_limit, costs)]
     if findings:
@@ -65,21 +56,14 @@ def check_schedule(
 
 @st.composite
 def placements(
-    draw: st.DrawFn,
-    *,
-    ranks: int | None = None,
-    stages_per_rank: int | None = None,
-    max_ranks: int = 8,
+    draw: st.DrawFn, *, ranks: int | None = None, stages_per_rank: int | None = None, max_ranks: int = 8
 ) -> Placement:
     """Placements: loops, Vs, and stages in any order, on some ranks more than on others.
 
         @given(placements(ranks=4))
         def test_every_stage_has_a_rank(placement): ...
 
-    Args:
-        ranks: the number of ranks; default: 1 to `max_ranks`.
-        stages_per_rank: stages on every rank; default: 1 to 4, different between ranks.
-        max_ranks: the bound where `ranks` is not given.
+    By default there are 1 to `max_ranks` ranks with 1 to 4 stages, different between ranks.
     """
     num_ranks = draw(st.integers(1, max_ranks)) if ranks is None else ranks
     stages = draw(st.integers(1, _MOST_STAGES_PER_RANK)) if stages_per_rank is None else stages_per_rank
@@ -113,15 +97,12 @@ def schedules(
 
     Args:
         name: name of the schedule; default: any that is registered.
-        ranks: the number of ranks; default: 1 to `max_ranks`.
-        microbatches: the number of microbatches; default: 1 to `max_microbatches`.
+        ranks: default: 1 to `max_ranks`.
+        microbatches: default: 1 to `max_microbatches`.
         stages_per_rank: stages on every rank; default: 1 to 4 where the schedule leaves the choice. Without `name` only
             schedules that run with the given number are drawn.
-        max_ranks: the bound where `ranks` is not given.
-        max_microbatches: the bound where `microbatches` is not given.
 
-    Raises:
-        ValueError: unknown name, or numbers that the schedule cannot have.
+    ValueError for an unknown name, and numbers that the schedule cannot have.
     """
     algorithm = draw(st.sampled_from(_candidates(stages_per_rank))) if name is None else registry.resolve(name)
     num_ranks = draw(st.integers(1, max_ranks)) if ranks is None else ranks
@@ -139,33 +120,21 @@ def _generate(algorithm: registry.Algorithm, ranks: int, microbatches: int, stag
 
 def _candidates(stages_per_rank: int | None) -> list[registry.Algorithm]:
     """Schedules that run with this number of stages per rank, plain ones first: hypothesis shrinks towards these."""
-    fitting = [
-        algorithm
-        for algorithm in registry.schedules().values()
-        if stages_per_rank in (None, algorithm.stages_per_rank) or algorithm.any_stages_per_rank
-    ]
+    known = registry.schedules().values()
+    fitting = [x for x in known if stages_per_rank in (None, x.stages_per_rank) or x.any_stages_per_rank]
     if not fitting:
         raise ValueError(f"no registered schedule runs {stages_per_rank} stages per rank")
-    return sorted(
-        fitting, key=lambda algorithm: (algorithm.stages_per_rank, algorithm.placement, algorithm.name.lower())
-    )
+    return sorted(fitting, key=lambda each: (each.stages_per_rank, each.placement, each.name.lower()))
 
 
 @st.composite
-def runnable_schedules(
-    draw: st.DrawFn,
-    placement: Placement | None = None,
-    *,
-    max_microbatches: int = 6,
-) -> Schedule:
+def runnable_schedules(draw: st.DrawFn, placement: Placement | None = None, *, max_microbatches: int = 6) -> Schedule:
     """Valid schedules in any runnable order, with full and with split backwards. Most of them are slow.
 
         @given(runnable_schedules())
         def test_my_tool_copes_with_whatever_can_run(schedule): ...
 
-    Args:
-        placement: placement of the stages; default: any of up to 4 ranks.
-        max_microbatches: the largest number of microbatches.
+    The placement defaults to any of up to 4 ranks.
     """
     if placement is None:
         placement = draw(placements(max_ranks=4))
@@ -215,11 +184,8 @@ def cost_models(draw: st.DrawFn, placement: Placement) -> CostModel:
             timeline = simulate(schedule, data.draw(cost_models(schedule.placement)))
             assert timeline.makespan >= timeline.lower_bound
 
-    Forwards take 1/8 to 4 seconds. I and W may take no time, as in a first stage or one with frozen weights. I may free
-    all activations, or leave up to twice their bytes. Some kinds of ops need working memory.
-
-    Args:
-        placement: placement of the schedule's stages.
+    Forwards take 1/8 to 4 seconds. I and W may take no time. I may free all activations, or leave up to twice their
+    bytes. Some kinds of ops need working memory.
     """
 
     def by_stage(numbers: st.SearchStrategy[float]) -> tuple[float, ...]:

@@ -98,15 +98,13 @@ def options(*options: Callable[[_Function], _Function]) -> Callable[[_Function],
 class OutputFile(click.Path):
     """A file to write at the end. A path that cannot be written is refused at the start."""
 
-    def __init__(self, allow_dash: bool = False, ending: str = "") -> None:
-        super().__init__(dir_okay=False, writable=True, allow_dash=allow_dash, path_type=Path)
+    def __init__(self, ending: str = "") -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
         self.ending = ending
         """File name suffix, from which readers of the file know its format."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         file = Path(os.fsdecode(super().convert(value, param, ctx)))
-        if self.allow_dash and str(file) == "-":
-            return file
         if not str(file).lower().endswith(self.ending):
             self.fail(f"{str(file)!r} has to end in {self.ending}, the suffix of schedule files")
         try:
@@ -119,11 +117,8 @@ class OutputFile(click.Path):
         return file
 
 
-class _Count(click.IntRange):
-    name = "whole number"
-
-
-COUNT = _Count(min=1)
+COUNT = click.IntRange(min=1)
+COUNT.name = "whole number"
 
 
 def complete_name(context: click.Context, option: click.Parameter, typed: str) -> list[CompletionItem]:
@@ -136,14 +131,10 @@ def complete_name(context: click.Context, option: click.Parameter, typed: str) -
 name_argument = click.argument("name", shell_complete=complete_name)
 size_options = options(
     click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks. A CSV file has its own."),
-    click.option(
-        "-m", "--microbatches", type=COUNT, metavar="M", help="Microbatches per step. A CSV file has its own."
-    ),
+    click.option("-m", "--microbatches", type=COUNT, metavar="M", help="Microbatches per step. A CSV file has one."),
 )
 compared_size = options(
-    click.option(
-        "-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks. A cost file with rank_of has its own."
-    ),
+    click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks. The rank_of of a cost file has them."),
     click.option("-m", "--microbatches", type=COUNT, metavar="M", required=True, help="Microbatches per step."),
 )
 stages_option = click.option(
@@ -168,8 +159,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 @contextmanager
 def progress_line() -> Iterator[Callable[[str], None]]:
-    """A function that replaces the previous line of progress. It works only on a terminal, and removes the line at the
-    end."""
+    """A function that replaces the previous line of progress, only on a terminal."""
     if not sys.stderr.isatty():
         yield lambda line: None
         return

@@ -23,13 +23,10 @@ from zbpipe.schedule.ir import Placement
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Times = tuple[float, float, float]
-"""Seconds per rank for F, I and W of one microbatch."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs chosen by the options of a command."""
-
     of: CostsOf
     words: str
     """Source of times and memory, for people."""
@@ -37,7 +34,6 @@ class Costs:
     """Content of `--costs-file`."""
     file: Path | None = None
     checkpointing: Checkpointing | None = None
-    """None if unknown."""
 
     def has(self, placement: Placement) -> bool:
         """Whether there are costs for the stages of `placement`."""
@@ -57,7 +53,6 @@ class Costs:
         return given
 
     def require_ranks(self, given: int | None) -> int:
-        """The number of ranks, for a command that requires it."""
         found = self.ranks(given)
         if found is None:
             raise click.UsageError("Missing option '-p' / '--ranks'", click.get_current_context())
@@ -73,6 +68,11 @@ class Costs:
     def for_limits(self) -> CostModel | LayerCosts | CostsOf:
         """Costs that resolve memory limits."""
         return self.job.costs if self.job else self.of
+
+    def limits(self, given: MemoryLimit | None, ranks: int, microbatches: int) -> tuple[float, ...] | None:
+        """The given limit of each rank, else the cost file's, in the unit of the costs."""
+        limit = given or (MemoryLimit.parse(self.job.memory_limit) if self.job else None)
+        return limit.resolve(self.for_limits, ranks, microbatches) if limit else None
 
     def baseline(self, ranks: int, microbatches: int) -> float | None:
         """1F1B's memory in the unit of the costs; None if its stages cannot be put together from those of the file."""
@@ -96,7 +96,6 @@ def typical(times: Times | None, comm: float, checkpointing: str, host: Link | N
 
 
 def is_given(context: click.Context, name: str) -> bool:
-    """Whether the command line has this option."""
     return context.get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
@@ -111,15 +110,13 @@ def _from_file(file: Path, context: click.Context) -> Costs:
     for name, (option, what) in reasons.items():
         if is_given(context, name):
             raise click.UsageError(
-                f"{option} and --costs-file {file} exclude each other: the file already has {what}; omit one",
-                context,
+                f"{option} and --costs-file {file} exclude each other: the file already has {what}; omit one", context
             )
     job = load_costs(file)
     return Costs(job.on, f"costs of {file}", job, file)
 
 
 def _times(context: click.Context, option: click.Parameter, text: str) -> Times | None:
-    """Parse `--costs`; None for the typical times."""
     if text == "typical":
         return None
     try:
@@ -184,18 +181,11 @@ def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
 
     def add(command: _Function) -> _Function:
         @wraps(command)
-        def with_costs(
-            *,
-            costs: Times | None,
-            checkpointing: str,
-            comm: float,
-            host: Link | None,
-            costs_file: Path | None,
-            **others: Any,
-        ) -> Any:
-            context = click.get_current_context()
-            chosen = _from_file(costs_file, context) if costs_file else typical(costs, comm, checkpointing, host)
-            return command(costs=chosen, **others)
+        def with_costs(*, costs_file: Path | None, **given: Any) -> Any:
+            chosen = typical(*(given.pop(name) for name in ("costs", "comm", "checkpointing", "host")))
+            if costs_file:
+                chosen = _from_file(costs_file, click.get_current_context())
+            return command(costs=chosen, **given)
 
         return add_options(with_costs)  # type: ignore[return-value]
 

@@ -60,11 +60,12 @@ def _lines(log: Path | None) -> Iterator[str]:
     yield from (f"{name} {found}" for name in _PACKAGES if (found := _version(name)))
     yield "\n# Devices"
     yield from _devices()
-    yield from _trials()
     yield "\n# TorchTitan"
     yield _plug()
     yield "\n# Environment"
-    yield from (f"{name}={os.environ[name]}" for name in sorted(os.environ) if _is_of_a_job(name))
+    for name, value in sorted(os.environ.items()):
+        if name.startswith(_VARIABLES) and not any(word in name for word in _SECRETS):
+            yield f"{name}={value}"
     if log is not None:
         yield f"\n# The last lines of {log}"
         with log.open(encoding="utf-8", errors="replace") as file:
@@ -85,24 +86,15 @@ def _devices() -> Iterator[str]:
         yield f"torch cannot be imported: {error}"
         return
     yield f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, {torch.accelerator.device_count()} devices"
-    if not torch.accelerator.is_available():
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
         return
-    module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
+    module: Any = torch.get_device_module(accelerator)
     for index in range(torch.accelerator.device_count()):
         found = module.get_device_properties(index)
         yield f"{index}: {found.name}, {found.total_memory / 2**30:.1f} GiB"
     if hasattr(module, "nccl"):
         yield f"NCCL or RCCL {module.nccl.version()}"
-
-
-def _trials() -> Iterator[str]:
-    try:
-        import torch
-    except (ImportError, OSError):
-        return
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return
     from zbpipe.runtime.verify import on_device
 
     yield "\n# Tried on the GPUs"
@@ -128,10 +120,6 @@ def _plug() -> str:
     except subprocess.TimeoutExpired:
         return f"the plug timed out after {_PLUG_SECONDS} seconds"
     return tried.stdout.strip() if tried.returncode == 0 else f"the plug does not fit:\n{tried.stderr.strip()}"
-
-
-def _is_of_a_job(name: str) -> bool:
-    return name.startswith(_VARIABLES) and not any(word in name for word in _SECRETS)
 
 
 def _issues() -> str:

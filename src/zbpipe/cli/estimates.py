@@ -29,34 +29,30 @@ LEGEND = (
 
 def lines(found: Estimate, searched: bool = False) -> Iterator[str]:
     """The verdict, the table, and the sources of its figures. `searched`: whether other degrees were compared."""
-    yield from _warnings(found)
+    yield from found.workload.warnings
     yield _job(found)
-    yield from _verdict(found, searched)
+    if not searched:  # the search has its own
+        yield _verdict(found)
     yield ""
     yield from table((*_HEADS, *_PARTS.values()), [_cells(found, step) for step in found.steps], left=2)
     yield ""
-    yield from _notes(found)
+    yield LEGEND
+    if any(step.has_torchs_split for step in found.steps):
+        yield NOTE
+    yield from found.words
 
 
-def _warnings(found: Estimate) -> Iterator[str]:
-    work = found.workload
-    yield from filter(None, (work.too_few_microbatches, work.too_much_in_i))
-
-
-def _verdict(found: Estimate, searched: bool) -> Iterator[str]:
-    """One sentence: whether a pipeline pays. The search has its own."""
+def _verdict(found: Estimate) -> str:
+    """One sentence: whether a pipeline pays."""
     fsdp, best = found.without_pipeline, found.on_these_degrees
-    if searched:
-        return
     if found.workload.degrees.pipeline == 1:
-        yield "This job has no pipeline: --search compares pipelines with it."
-    elif best is None:
-        yield "No schedule that can run fits."
-    elif fsdp is None or not fsdp.fits:
+        return "This job has no pipeline: --search compares pipelines with it."
+    if best is None:
+        return "No schedule that can run fits."
+    if fsdp is None or not fsdp.fits:
         without = "" if fsdp is None else "; without a pipeline it does not fit"
-        yield f"The shortest step that fits: {best.schedule}{without}."
-    else:
-        yield compare(best, fsdp, best.schedule)
+        return f"The shortest step that fits: {best.schedule}{without}."
+    return compare(best, fsdp, best.schedule)
 
 
 def compare(best: Step, fsdp: Step, name: str) -> str:
@@ -75,25 +71,6 @@ def compare(best: Step, fsdp: Step, name: str) -> str:
             return f"Undecided: {words} Frameworks differ by more than {DECIDED:.0%}: try both."
 
 
-def _verdict_of_search(searched: Sequence[Estimate]) -> Iterator[str]:
-    """The best pipeline against the best job without one."""
-    sides = {each.workload.degrees.pipeline > 1: each for each in reversed(searched) if each.on_these_degrees}
-    if len(sides) < 2:
-        yield "No pipeline fits." if False in sides else "Without a pipeline it does not fit."
-        return
-    best, fsdp = sides[True].on_these_degrees, sides[False].on_these_degrees
-    assert best is not None, "it fits"
-    assert fsdp is not None, "it fits"
-    yield compare(best, fsdp, f"{best.schedule} on {sides[True].workload.degrees}")
-
-
-def _notes(found: Estimate) -> Iterator[str]:
-    yield LEGEND
-    if any(step.has_torchs_split for step in found.steps):
-        yield NOTE
-    yield from found.words
-
-
 def _job(found: Estimate) -> str:
     work, device = found.workload, found.device
     gpus = f"{work.degrees.gpus} {device.name if device else 'devices'}"
@@ -106,36 +83,19 @@ def _job(found: Estimate) -> str:
 
 
 def _cells(found: Estimate, step: Step) -> tuple[str, ...]:
-    memory = step.memory
+    memory, tokens = step.memory, step.tokens_per_second * step.seconds
+    own = " (the job's)" if step.schedule == found.workload.schedule else ""
+    others = (found.relative(step, each) for each in (found.usual, found.without_pipeline))
     return (
-        step.schedule
-        + "*" * step.has_torchs_split
-        + (" (the job's)" if step.schedule == found.workload.schedule else ""),
-        step.placement,
-        str(step.stages_per_rank),
-        f"{step.seconds:.4g}",
-        percent(step.bubble),
+        step.schedule + "*" * step.has_torchs_split + own,
+        *(step.placement, str(step.stages_per_rank), f"{step.seconds:.4g}", percent(step.bubble)),
         f"{step.tokens_per_second:,.0f}",
-        _range(step),
+        "" if step.range is None else f"{tokens / step.range[1]:,.0f} to {tokens / step.range[0]:,.0f}",
         "" if step.mfu is None else percent(step.mfu),
-        _longer(found.relative(step, found.usual)),
-        _longer(found.relative(step, found.without_pipeline)),
-        _gib(memory.total),
-        *(_gib(getattr(memory, part)) for part in _PARTS),
+        *("" if relative is None else longer(relative, than=1) for relative in others),
+        *map(_gib, (memory.total, *(getattr(memory, part) for part in _PARTS))),
         *([] if step.fits else ["  does not fit"]),
     )
-
-
-def _range(step: Step) -> str:
-    """Tokens per second of each GPU over the plausible speeds."""
-    if step.range is None:
-        return ""
-    fast, slow = (step.tokens_per_second * step.seconds / each for each in step.range)
-    return f"{slow:,.0f} to {fast:,.0f}"
-
-
-def _longer(relative: float | None) -> str:
-    return "" if relative is None else longer(relative, than=1)
 
 
 def _gib(size: float) -> str:
@@ -155,12 +115,16 @@ def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]
     ]
     yield from table(("degrees", "checkpointing", "microbatches", *_HEADS, *_PARTS.values()), rows, left=2)
     yield ""
-    yield from _verdict_of_search(searched)
+    sides = {each.workload.degrees.pipeline > 1: each for each in reversed(searched) if each.on_these_degrees}
+    pipeline, fsdp = (sides[side].on_these_degrees if side in sides else None for side in (True, False))
+    if pipeline and fsdp:
+        yield compare(pipeline, fsdp, f"{pipeline.schedule} on {sides[True].workload.degrees}")
+    else:
+        yield "No pipeline fits." if fsdp else "Without a pipeline it does not fit."
     yield from lines(best, searched=True)
 
 
 def record(found: Estimate) -> dict[str, Any]:
-    """An estimate for JSON, in seconds, bytes and shares."""
     work, device = found.workload, found.device
     return {
         "job": work.name,
@@ -170,27 +134,26 @@ def record(found: Estimate) -> dict[str, Any]:
         "microbatches": work.microbatches,
         "tokens_per_step": work.global_tokens,
         "parameters": work.parameters,
-        "schedules": [_step(found, step) for step in found.steps],
+        "schedules": [
+            {
+                **{name: value for name, value in vars(step).items() if name not in ("timeline", "memory")},
+                "memory": {**vars(step.memory), "total": step.memory.total},
+                "step_to_1f1b": found.relative(step, found.usual),
+                "step_to_fsdp": found.relative(step, found.without_pipeline),
+            }
+            for step in found.steps
+        ],
         "left_out": dict(found.left_out),
-        "words": [*_warnings(found), *found.words],
-    }
-
-
-def _step(found: Estimate, step: Step) -> dict[str, Any]:
-    plain = {name: value for name, value in vars(step).items() if name not in ("timeline", "memory")}
-    return {
-        **plain,
-        "memory": {**vars(step.memory), "total": step.memory.total},
-        "step_to_1f1b": found.relative(step, found.usual),
-        "step_to_fsdp": found.relative(step, found.without_pipeline),
+        "words": [*work.warnings, *found.words],
     }
 
 
 def rank_lines(found: JobMemory) -> Iterator[str]:
     """A table with the memory of each rank, and the devices that are large enough."""
+    ranks = enumerate(zip(found.parameters, found.memories, strict=True))
     rows = [
         (str(rank), f"{count / 1e9:.2f}B", *(_gib(getattr(memory, part)) for part in _PARTS), _gib(memory.total))
-        for rank, (count, memory) in enumerate(zip(found.parameters, found.memories, strict=True))
+        for rank, (count, memory) in ranks
     ]
     yield from table(("rank", "parameters", *_PARTS.values(), "GiB"), rows, left=0)
     yield f"1 microbatch in --zbpipe.memory-limit: {found.unit / GIB:.2f} GiB"
@@ -199,9 +162,6 @@ def rank_lines(found: JobMemory) -> Iterator[str]:
 
 
 def rank_record(found: JobMemory) -> dict[str, Any]:
-    """The ranks' memory for JSON, in bytes."""
-    ranks = [
-        {"parameters": count, **vars(memory), "total": memory.total}
-        for count, memory in zip(found.parameters, found.memories, strict=True)
-    ]
+    both = zip(found.parameters, found.memories, strict=True)
+    ranks = [{"parameters": count, **vars(memory), "total": memory.total} for count, memory in both]
     return {"ranks": ranks, "unit_of_memory_limit": found.unit, "fits": found.fits}

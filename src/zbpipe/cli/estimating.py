@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,9 +15,8 @@ from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.schedule.garbage import importing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
-    from zbpipe.estimation.rows import Estimate
     from zbpipe.estimation.workload import Workload
 
 _EXISTING = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -27,7 +25,6 @@ _titan_arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED,
 
 
 def _link(context: click.Context, option: click.Parameter, text: str | None) -> tuple[float, ...] | None:
-    """Parse `--link`."""
     if text is None:
         return None
     try:
@@ -59,9 +56,7 @@ def _link(context: click.Context, option: click.Parameter, text: str | None) -> 
 )
 @click.option("--ranks", is_flag=True, help="Only the memory of each rank, with the job's own schedule; no --device.")
 @click.option(
-    "--search",
-    is_flag=True,
-    help="Compare all layouts: pipeline, tensor and context parallelism, FSDP, checkpointing.",
+    "--search", is_flag=True, help="Compare all layouts: pipeline, tensor and context parallelism, FSDP, checkpointing."
 )
 @click.option("--float8", is_flag=True, help="Estimate products of blocks in float8.")
 @click.option("--async-tp", is_flag=True, help="Estimate asynchronous tensor parallelism.")
@@ -85,9 +80,8 @@ def estimate(
     """Estimate the gain of a job before it is launched, without a GPU.
 
     Prints each schedule and placement with its step time, bubble, tokens per second, MFU, and the memory of the worst
-    rank, next to plans, 1F1B, and no pipeline at all on the same GPUs. Operations are counted on meta tensors; the
-    table names the source of each figure. Further options are TorchTitan's: --module and --config, or
-    --job.config_file for TorchTitan 0.2. With --ranks, a job's --zbpipe.memory-limit counts.
+    rank, next to plans, 1F1B, and no pipeline at all on the same GPUs. Further options are TorchTitan's: --module and
+    --config, or --job.config_file for TorchTitan 0.2. With --ranks, a job's --zbpipe.memory-limit counts.
 
     \b
     Examples:
@@ -96,6 +90,7 @@ def estimate(
       zbpipe estimate --layers model.toml --gpus 64 --device H100
       zbpipe estimate --ranks --gpus 64 --module titan_integration.llama3 --config llama3_70b
     """
+    from zbpipe.cli.estimates import lines, list_searched, record
     from zbpipe.estimation.devices import find
     from zbpipe.estimation.estimate import estimate as estimated
     from zbpipe.estimation.layouts import search as searched
@@ -109,21 +104,22 @@ def estimate(
     if device is not None:
         find(device)  # before the import of TorchTitan, which takes seconds
     workload = _workload(layers, gpus, arguments)
-    if float8:
-        workload = replace(workload, float8=True)
-    if async_tp:
-        workload = replace(workload, hidden_tensor=ASYNC_TENSOR)
+    hidden = ASYNC_TENSOR if async_tp else workload.hidden_tensor
+    workload = replace(workload, float8=float8 or workload.float8, hidden_tensor=hidden)
     if ranks:
         _show_ranks(workload, arguments, as_json)
         return
-    costs = None if costs_file is None else load_costs(costs_file)
+    costs, names = load_costs(costs_file) if costs_file else None, ("1F1B", *only) if only else None
     if search and device is not None:
-        all_found = searched(workload, device, tflops=tflops, link=link)
+        found = searched(workload, device, tflops=tflops, link=link)
     else:
-        all_found = [
-            estimated(workload, device, tflops=tflops, link=link, costs=costs, only=("1F1B", *only) if only else None)
-        ]
-    _show(all_found, as_json, search)
+        found = [estimated(workload, device, tflops=tflops, link=link, costs=costs, only=names)]
+    if as_json:
+        print_json([record(each) for each in found] if search else record(found[0]))
+    else:
+        click.echo("\n".join(list_searched(found, found[0]) if search else lines(found[0])))
+    for name, reason in found[0].left_out:
+        click.echo(f"skipped {name}: {reason}", err=True)
 
 
 def _workload(layers: Path | None, gpus: int, arguments: Sequence[str]) -> Workload:
@@ -135,8 +131,13 @@ def _workload(layers: Path | None, gpus: int, arguments: Sequence[str]) -> Workl
     from zbpipe.frameworks.titan.command_line import read_workload
 
     _require_job(arguments)
-    with in_one_line(ImportError), _without_warnings(), importing():
-        return read_workload(arguments, gpus)
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # TorchTitan's warnings concern running jobs
+    try:
+        with in_one_line(ImportError), importing():
+            return read_workload(arguments, gpus)
+    finally:
+        logging.disable(disabled)
 
 
 def _require_job(arguments: Sequence[str]) -> None:
@@ -153,35 +154,12 @@ def _show_ranks(workload: Workload, arguments: Sequence[str], as_json: bool) -> 
     if as_json:
         print_json(rank_record(found))
     else:
-        click.echo("\n".join(filter(None, (workload.too_few_microbatches, *rank_lines(found)))))
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    """Silence TorchTitan's warnings, which concern running jobs."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.disable(disabled)
+        click.echo("\n".join((*workload.warnings, *rank_lines(found))))
 
 
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
         raise click.UsageError(otherwise, click.get_current_context())
-
-
-def _show(found: Sequence[Estimate], as_json: bool, search: bool) -> None:
-    from zbpipe.cli.estimates import lines, list_searched, record
-
-    best = found[0]
-    if as_json:
-        print_json([record(each) for each in found] if search else record(best))
-    else:
-        click.echo("\n".join(list_searched(found, best) if search else lines(best)))
-    for name, reason in best.left_out:
-        click.echo(f"skipped {name}: {reason}", err=True)
 
 
 @click.command(cls=Command, context_settings=_TITANS)

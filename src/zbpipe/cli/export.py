@@ -11,13 +11,11 @@ from zbpipe.cli.costs import Costs, limit_option
 from zbpipe.cli.named import Request, request_options
 from zbpipe.costs.memory_limit import RELATIVE, MemoryLimit
 from zbpipe.costs.model import CostModel
-from zbpipe.schedule.ir import Schedule
 from zbpipe.schedule.user_code import read_text
 from zbpipe.simulator.message_checks import check_table
 from zbpipe.simulator.validation import validate as findings_of
 
 _IN_SHARES = f"{RELATIVE}, or a number in units of a rank's share of one microbatch"
-"""Form of a limit for `validate`."""
 
 
 @click.command(cls=Command)
@@ -89,7 +87,13 @@ def validate(
         except ValueError as error:
             click.echo(f"table: {one_line(str(error))}")
             raise SystemExit(1) from None
-        _require_size(schedule, ranks, microbatches, stages_per_rank)
+        for given, own, what in (
+            (ranks, schedule.num_ranks, "ranks"),
+            (microbatches, schedule.num_microbatches, "microbatches"),
+            (stages_per_rank, len(schedule.placement.stages_on(0)), "stages per rank"),
+        ):
+            if given not in (None, own):
+                raise ValueError(f"{schedule.name} is a table for {own} {what}, not {given}: omit that option")
     for finding in findings:
         click.echo(str(finding))
     if findings:
@@ -101,14 +105,3 @@ def validate(
         f" {count_noun(sum(map(len, schedule)), 'op')}"
     )
     click.echo(how, nl=bool(how))
-
-
-def _require_size(table: Schedule, ranks: int | None, microbatches: int | None, stages_per_rank: int | None) -> None:
-    """Refuse numbers other than those of the table."""
-    for given, own, what in (
-        (ranks, table.num_ranks, "ranks"),
-        (microbatches, table.num_microbatches, "microbatches"),
-        (stages_per_rank, len(table.placement.stages_on(0)), "stages per rank"),
-    ):
-        if given not in (None, own):
-            raise ValueError(f"{table.name} is a table for {own} {what}, not {given}: omit that option")

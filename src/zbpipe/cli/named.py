@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import wraps
 from typing import Any
 
@@ -64,7 +64,6 @@ class Request:
         return replace(schedule, name=algorithm.name), costs
 
     def make_valid(self, transport: Transport | None = None) -> tuple[Schedule, CostModel]:
-        """The validated schedule, and the costs of its stages."""
         schedule, costs = self.make(transport)
         if findings := validate(schedule):
             more = f" (the first of {len(findings)} findings)" if len(findings) > 1 else ""
@@ -83,18 +82,9 @@ def request_options(times: str = "typical") -> Callable[[Callable[..., Any]], Ca
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)
-        def with_request(
-            *,
-            name: str,
-            ranks: int | None,
-            microbatches: int | None,
-            stages_per_rank: int | None,
-            costs: Costs,
-            memory_limit: MemoryLimit | None,
-            **others: Any,
-        ) -> Any:
-            request = Request(name, ranks, microbatches, costs, stages_per_rank, memory_limit)
-            return command(request=request, **others)
+        def with_request(**given: Any) -> Any:
+            request = Request(**{field.name: given.pop(field.name) for field in fields(Request)})
+            return command(request=request, **given)
 
         return options(name_argument, size_options, stages_option, cost_options(times), fitted_limit_option)(
             with_request
@@ -108,14 +98,12 @@ def simulate_all(
     microbatches: int,
     costs: Costs,
     memory_limit: MemoryLimit | None = None,
-    *,
     stages_per_rank: int | None = None,
     **how: Any,
 ) -> Iterator[Timeline]:
-    """Timelines of all named schedules whose placement has costs. `how` goes to `zbpipe.simulate`.
+    """Timelines of all named schedules whose placement has costs, with the limit and the stages that they can adapt to.
 
-    Schedules that adapt to a memory limit use the given one. Schedules that take any number of stages use the given
-    one. A schedule that cannot have these sizes, or fails in any other way, is omitted with a line on stderr.
+    A schedule that cannot have these sizes, or fails in any other way, is omitted with a line on stderr.
     """
     with progress_line() as show:
         known = schedules().values()
@@ -126,7 +114,6 @@ def simulate_all(
                 if costs.job is None or costs.has(algorithm.place(ranks, stages)):
                     limit = memory_limit if "memory_limit" in algorithm.keywords else None
                     yield Request(algorithm.name, ranks, microbatches, costs, stages, limit).simulate(**how)
-            except ValueError as error:
-                click.echo(f"skipped {algorithm.name}: {one_line(str(error))}", err=True)
             except Exception as error:  # a broken function of one installed package must not hide the others
-                click.echo(f"skipped {algorithm.name}: {type(error).__name__}: {one_line(str(error))}", err=True)
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                click.echo(f"skipped {algorithm.name}: {kind}{one_line(str(error))}", err=True)

@@ -10,38 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zbpipe.cli.base import Command, OutputFile, compared_size, progress_line, transport_option
+from zbpipe.cli.base import Command, OutputFile, compared_size, json_option, print_json, progress_line, transport_option
 from zbpipe.cli.costs import Costs, cost_options, is_given, memory_limit_option
 from zbpipe.cli.named import simulate_all
-from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.transport import Transport
-from zbpipe.schedule.ir import Placement
 
 if TYPE_CHECKING:
     from zbpipe.planner.result import Plan
     from zbpipe.views.report import ComparedSchedule
-
-_STANDARD_OUTPUT = Path("-")
-
-
-def _placements(context: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> list[str | Placement]:
-    """Parse `--placement`: names, or the rank of each stage."""
-    from zbpipe.planner.request import PLACEMENTS
-
-    found: list[str | Placement] = []
-    for text in texts:
-        ranks = text.split("-")
-        if text in PLACEMENTS:
-            found.append(text)
-        elif all(map(str.isdecimal, ranks)):
-            try:
-                found.append(Placement(tuple(map(int, ranks))))
-            except ValueError as error:
-                raise click.BadParameter(f"{text!r}: {error}") from None
-        else:
-            names = ", ".join(PLACEMENTS)
-            raise click.BadParameter(f"{text!r} is not one of {names}, nor the rank of each stage, for example 0-1-1-0")
-    return found
 
 
 @click.command(cls=Command)
@@ -53,7 +29,6 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
     "--placement",
     "placements",
     multiple=True,
-    callback=_placements,
     metavar="NAME",
     help="A placement to try: single, loop, v, wave, or the rank of each stage, like 0-1-1-0. Can be given several"
     " times; default: single, loop and v. A wave has four stages per rank, and is often shorter.",
@@ -83,25 +58,9 @@ def _placements(context: click.Context, option: click.Parameter, texts: tuple[st
     metavar="FILE.csv",
     help="Write the plan as the schedule that torch, TorchTitan and zbpipe.titan.train load.",
 )
-@click.option(
-    "--json",
-    "json_file",
-    type=OutputFile(allow_dash=True),
-    is_flag=False,
-    flag_value="-",
-    metavar="[FILE]",
-    help="Print JSON, or write it to a file.",
-)
+@json_option
 @click.pass_context
-def plan(
-    context: click.Context,
-    /,
-    *,
-    costs: Costs,
-    output: Path | None,
-    json_file: Path | None,
-    **asked: Any,
-) -> None:
+def plan(context: click.Context, /, *, costs: Costs, output: Path | None, as_json: bool, **asked: Any) -> None:
     """Search for the best schedule for these times and this memory.
 
     Prints it next to the named schedules, with its largest possible distance from the best schedule. With costs of
@@ -110,9 +69,10 @@ def plan(
     \b
     Examples:
       zbpipe plan -p 8 -m 32 --memory-limit 1.0x -o plan.csv
-      zbpipe plan -p 4 -m 8 --costs 1,2,1 --placement v --placement wave --json plan.json
+      zbpipe plan -p 4 -m 8 --costs 1,2,1 --placement v --placement wave --json
     """
     from zbpipe.planner.plan import plan as search
+    from zbpipe.views.report import comparison
 
     asked = _complete(context, costs, asked)
     with progress_line() as show:
@@ -124,31 +84,27 @@ def plan(
         )
     if output is not None:
         output.write_text(found.schedule.to_csv(), encoding="utf-8")
-    if json_file is None:
+    if not as_json:
         click.echo("\n".join(_sum_up(found)))
     planned, *others = _compare(found, costs, asked)
-    if json_file is None:
-        click.echo("\n".join(_text(found, planned, others, costs.words)))
+    if as_json:
+        print_json(_record(found, planned, others))
     else:
-        with click.open_file(json_file, "w", encoding="utf-8") as file:
-            file.write(json.dumps(_record(found, planned, others), indent=2) + "\n")
-    for written in (output, json_file):
-        if written is not None and written != _STANDARD_OUTPUT:
-            click.echo(f"wrote {written}", err=json_file == _STANDARD_OUTPUT)
+        lines = ["", *comparison([planned, *others], planned), costs.words]
+        if found.layers is not None:
+            lines += ["named schedules have TorchTitan's even split of the layers", "", *_split(found)]
+        click.echo("\n".join(lines))
+    if output is not None:
+        click.echo(f"wrote {output}", err=as_json)
 
 
 def _complete(context: click.Context, costs: Costs, asked: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `zbpipe.plan` from the command line, checked before anything is printed."""
-    from zbpipe.planner.request import DEFAULT_PLACEMENTS, Request, name_placements, require_job
-
+    """Arguments of `zbpipe.plan` from the command line."""
     job = costs.job
     if job is not None and job.placement is not None and asked["placements"]:
         raise click.UsageError(f"--placement and the rank_of in {costs.file} exclude each other: omit one", context)
-    ranks, microbatches = require_job(costs.require_ranks(asked["ranks"]), asked["microbatches"])
-    placements = name_placements(ranks, asked["placements"] or DEFAULT_PLACEMENTS)
-    Request(ranks, microbatches, placements, budget=asked["budget"])
     return asked | {
-        "ranks": ranks,
+        "ranks": costs.require_ranks(asked["ranks"]),
         "placements": asked["placements"] or None,
         "transport": asked["transport"] if is_given(context, "transport") else None,
     }
@@ -158,18 +114,16 @@ def _compare(found: Plan, costs: Costs, asked: Mapping[str, Any]) -> Iterator[Co
     """The plan, and all named schedules for the same stages, or the even split of the layers."""
     from zbpipe.views.report import ComparedSchedule
 
-    ranks, microbatches, job = asked["ranks"], asked["microbatches"], costs.job
-    limit = asked["memory_limit"] or (MemoryLimit.parse(job.memory_limit) if job else None)
-    transport = asked["transport"] or (job and job.transport) or Transport.IDEAL
+    ranks, microbatches = asked["ranks"], asked["microbatches"]
+    transport = asked["transport"] or (costs.job and costs.job.transport) or Transport.IDEAL
     named = simulate_all(ranks, microbatches, costs, asked["memory_limit"], transport=transport)
-    limits = limit.resolve(costs.for_limits, ranks, microbatches) if limit else None
+    limits = costs.limits(asked["memory_limit"], ranks, microbatches)
     baseline = costs.baseline(ranks, microbatches)
     for timeline in chain((found.timeline,), named):
         yield ComparedSchedule.of(timeline, limits, baseline, checkpointing=costs.checkpointing)
 
 
 def _record(found: Plan, planned: ComparedSchedule, others: Sequence[ComparedSchedule]) -> dict[str, Any]:
-    """The keys of `simulate --json` and more. The lower bound covers all placements tried, and includes the limit."""
     parts = found.module_fqns_per_model_part
     return {
         **planned.figures,
@@ -187,7 +141,6 @@ def _record(found: Plan, planned: ComparedSchedule, others: Sequence[ComparedSch
 
 
 def _sum_up(found: Plan) -> Iterator[str]:
-    """Summary of the search's result."""
     from zbpipe.views.report import tell_fsdp
     from zbpipe.views.style import number, percent, summary
 
@@ -200,21 +153,7 @@ def _sum_up(found: Plan) -> Iterator[str]:
     yield from tell_fsdp(found.timeline)
 
 
-def _text(found: Plan, planned: ComparedSchedule, others: Sequence[ComparedSchedule], source: str) -> Iterator[str]:
-    """The table, the source of the costs, and the split of the layers."""
-    from zbpipe.views.report import comparison
-
-    yield ""
-    yield from comparison([planned, *others], planned)
-    yield source
-    if found.layers is not None:
-        yield "named schedules have TorchTitan's even split of the layers"
-        yield ""
-        yield from _split(found)
-
-
 def _split(found: Plan) -> Iterator[str]:
-    """The layer split, and its gain."""
     from zbpipe.views.report import longer
     from zbpipe.views.style import number
 

@@ -7,33 +7,21 @@ from typing import TYPE_CHECKING
 
 import click
 
-from zbpipe.cli.base import (
-    COUNT,
-    Command,
-    OutputFile,
-    compared_size,
-    json_option,
-    options,
-    parse_with,
-    print_json,
-    stages_option,
-    transport_option,
-)
+from zbpipe.cli import base
+from zbpipe.cli.base import COUNT, Command, OutputFile, print_json
 from zbpipe.cli.costs import Costs, cost_options, memory_limit_option
 from zbpipe.cli.named import Request, request_options, simulate_all
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import require_size
 from zbpipe.schedule.registry import schedules
-from zbpipe.simulator.timeline import Timeline
 
 if TYPE_CHECKING:
-    from zbpipe.simulator.jitter import Jitter
     from zbpipe.views.report import Vary
 
 
 @click.command("list", cls=Command)
-@json_option
+@base.json_option
 def list_(as_json: bool) -> None:
     """List all schedules, with those of installed packages. `compare` has their step times and memory.
 
@@ -44,23 +32,20 @@ def list_(as_json: bool) -> None:
     from zbpipe.views.report import table
 
     known = sorted(schedules().values(), key=lambda algorithm: algorithm.name.lower())
+    keys = ("name", "source", "stages_per_rank", "placement", "summary")
+    rows = [{key: getattr(each, key) for key in keys} for each in known]
     if as_json:
-        keys = ("name", "source", "stages_per_rank", "placement", "summary")
-        print_json([{key: getattr(each, key) for key in keys} for each in known])
+        print_json(rows)
         return
-    rows = [
-        (
-            *(each.name, each.source, f"{each.stages_per_rank}{' or any' if each.any_stages_per_rank else ''}"),
-            *(each.placement, each.summary),
-        )
-        for each in known
-    ]
-    click.echo("\n".join(table(("schedule", "from", "stages per rank", "placement", "summary"), rows, left=5)))
+    for row, each in zip(rows, known, strict=True):
+        row["stages_per_rank"] = f"{each.stages_per_rank}{' or any' if each.any_stages_per_rank else ''}"
+    cells = [tuple(row.values()) for row in rows]
+    click.echo("\n".join(table(("schedule", "from", "stages per rank", "placement", "summary"), cells, left=5)))
 
 
 @click.command(cls=Command)
 @request_options(times="1,1,1")
-@transport_option
+@base.transport_option
 @click.option("--svg", "svg_file", type=OutputFile(), help="Write a picture to this file.")
 @click.option("--html", "html_file", type=OutputFile(), help="Write an interactive page, with memory over time.")
 @click.option(
@@ -70,11 +55,7 @@ def list_(as_json: bool) -> None:
     help="Write a trace for ui.perfetto.dev or chrome://tracing; gzipped if its name ends in .gz.",
 )
 def show(
-    request: Request,
-    transport: Transport,
-    svg_file: Path | None,
-    html_file: Path | None,
-    perfetto_file: Path | None,
+    request: Request, transport: Transport, svg_file: Path | None, html_file: Path | None, perfetto_file: Path | None
 ) -> None:
     """Draw a schedule, in the terminal or into files.
 
@@ -92,88 +73,57 @@ def show(
 
     costs = request.costs
     timeline = request.simulate(transport=costs.transport(transport, click.get_current_context()))
-    written = _write_pictures(timeline, costs.words, svg_file, html_file, perfetto_file)
-    if not written:
-        timeline.show()
-    click.echo(summary(timeline))
-    click.echo(f"drawn with {costs.words}")
-    for file in written:
-        click.echo(f"wrote {file}")
-
-
-def _write_pictures(
-    timeline: Timeline, drawn_with: str, svg_file: Path | None, html_file: Path | None, perfetto_file: Path | None
-) -> list[Path]:
-    """Write the files that are named, and return them."""
     if svg_file is not None:
         from zbpipe.views.svg import svg
 
-        svg_file.write_text(svg(timeline, drawn_with=drawn_with), encoding="utf-8")
+        svg_file.write_text(svg(timeline, drawn_with=costs.words), encoding="utf-8")
     if html_file is not None:
         from zbpipe.views.html import html
 
-        html_file.write_text(html(timeline, drawn_with), encoding="utf-8")
+        html_file.write_text(html(timeline, costs.words), encoding="utf-8")
     if perfetto_file is not None:
         from zbpipe.views.perfetto import write_perfetto
 
         write_perfetto(perfetto_file, timeline)
-    return [file for file in (svg_file, html_file, perfetto_file) if file is not None]
+    written = list(filter(None, (svg_file, html_file, perfetto_file)))
+    if not written:
+        timeline.show()
+    click.echo("\n".join([summary(timeline), f"drawn with {costs.words}", *(f"wrote {file}" for file in written)]))
 
 
-def _parse_jitter(text: str) -> Jitter:
-    from zbpipe.simulator.jitter import Jitter
-
-    return Jitter.parse(text)
-
-
-_jitter_options = options(
-    click.option(
-        "--jitter",
-        callback=parse_with(_parse_jitter),
-        metavar="WORDS",
-        help="Varying times, separated by commas: ops=0.1 (standard deviation of an op's time, as a share), links=0.5"
-        " (of a message's), delay=0.2 (seconds that a message is late on average), burst=0.01 (the chance that a rank"
-        " or a link is slow for a step) with burst-factor=2 and burst-delay=1, slow-rank=3:1.2, slow-link=0-1:0.5"
-        " (docs/messages.md).",
-    ),
-    click.option(
-        "--samples",
-        type=COUNT,
-        default=1000,
-        show_default=True,
-        metavar="N",
-        help="How many steps to simulate with --jitter.",
-    ),
-)
-
-
-def _vary(jitter: Jitter, samples: int) -> Vary:
+def _parse_jitter(text: str) -> Vary:
     """A function that returns the step times of a timeline's schedule."""
+    from zbpipe.simulator.jitter import Jitter, step_times
 
-    def varied(timeline: Timeline) -> dict[str, float]:
-        from zbpipe.simulator.jitter import step_times
+    jitter = Jitter.parse(text)
+    return lambda timeline: step_times(timeline.schedule, timeline.costs, jitter).record()
 
-        return step_times(timeline.schedule, timeline.costs, jitter, samples=samples).record()
 
-    return varied
+_jitter_option = click.option(
+    "--jitter",
+    "vary",
+    callback=base.parse_with(_parse_jitter),
+    metavar="WORDS",
+    help="Varying times, separated by commas: ops=0.1 (standard deviation of an op's time, as a share), delay=0.2"
+    " (seconds that a message is late on average), slow-rank=3:1.2, slow-link=0-1:0.5 (docs/messages.md).",
+)
 
 
 @click.command(cls=Command)
 @request_options()
-@transport_option
+@base.transport_option
 @click.option("--steps", type=COUNT, default=1, show_default=True, help="Training steps in a row.")
 @click.option(
     "--no-sync", is_flag=True, help="Let each rank start its next step as soon as it is done. ZBH2 and ZB2P rely on it."
 )
-@_jitter_options
-@json_option
+@_jitter_option
+@base.json_option
 def simulate(
     request: Request,
     transport: Transport,
     steps: int,
     no_sync: bool,
-    jitter: Jitter | None,
-    samples: int,
+    vary: Vary | None,
     as_json: bool,
 ) -> None:
     """Simulate a schedule: makespan, bubble, memory.
@@ -191,30 +141,29 @@ def simulate(
 
     costs = request.costs
     transport = costs.transport(transport, click.get_current_context())
-    if jitter and (no_sync or steps > 1 or transport is not Transport.IDEAL):
+    if vary and (no_sync or steps > 1 or transport is not Transport.IDEAL):
         raise click.UsageError("--jitter is for one synchronous step with the ideal transport: omit the others")
     timeline = request.simulate(num_steps=steps, synchronous=not no_sync, transport=transport)
-    schedule = timeline.schedule
-    baseline = costs.baseline(schedule.num_ranks, schedule.num_microbatches)
-    varied = _vary(jitter, samples)(timeline) if jitter else None
+    baseline = costs.baseline(timeline.schedule.num_ranks, timeline.schedule.num_microbatches)
+    varied = vary(timeline) if vary else None
     if as_json:
         print_json(record(timeline, baseline) | ({"jitter": varied} if varied else {}))
         return
     click.echo(report(timeline, baseline))
     if varied:
         words = ", ".join(f"{name} {number(seconds)}" for name, seconds in varied.items())
-        click.echo(f"\nwhere times vary, {samples} steps: {words}")
+        click.echo(f"\nwhere times vary, 1000 steps: {words}")
     click.echo(f"\n{costs.words}")
 
 
 @click.command(cls=Command)
-@compared_size
-@stages_option
+@base.compared_size
+@base.stages_option
 @cost_options()
-@transport_option
+@base.transport_option
 @memory_limit_option
-@_jitter_options
-@json_option
+@_jitter_option
+@base.json_option
 def compare(
     ranks: int | None,
     microbatches: int,
@@ -222,8 +171,7 @@ def compare(
     costs: Costs,
     transport: Transport,
     memory_limit: MemoryLimit | None,
-    jitter: Jitter | None,
-    samples: int,
+    vary: Vary | None,
     as_json: bool,
 ) -> None:
     """Compare all schedules, the shortest step first.
@@ -246,22 +194,20 @@ def compare(
     ranks = costs.require_ranks(ranks)
     transport = costs.transport(transport, click.get_current_context())
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
-    limit = memory_limit or (MemoryLimit.parse(costs.job.memory_limit) if costs.job else None)
-    limits = limit.resolve(costs.for_limits, ranks, microbatches) if limit else None
+    limits = costs.limits(memory_limit, ranks, microbatches)
     baseline = costs.baseline(ranks, microbatches)
-    if jitter and transport is not transport.IDEAL:
+    if vary and transport is not transport.IDEAL:
         raise click.UsageError("--jitter is for the ideal transport: omit --transport")
     if not as_json:
         click.echo(f"{ranks} ranks, {microbatches} microbatches; {costs.words}\n")
-    timelines = simulate_all(
-        ranks, microbatches, costs, memory_limit, stages_per_rank=stages_per_rank, transport=transport
-    )
-    varied = _vary(jitter, samples) if jitter else None
-    standings = report.compare(timelines, limits, baseline, varied, costs.checkpointing, with_period=as_json)
+    timelines = simulate_all(ranks, microbatches, costs, memory_limit, stages_per_rank, transport=transport)
+    how = (limits, baseline, vary, costs.checkpointing)
+    compared = (report.ComparedSchedule.of(each, *how, with_period=as_json) for each in timelines)
+    standings = sorted(compared, key=lambda each: each.sort_key)
     if as_json:
         print_json(report.records(standings))
-        return
-    click.echo("\n".join(report.comparison(standings)))
+    else:
+        click.echo("\n".join(report.comparison(standings)))
 
 
 @click.command(cls=Command)

@@ -7,7 +7,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from itertools import chain, islice
+from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -41,10 +41,7 @@ def load_costs(path: str | Path) -> JobCosts:
         >>> load_costs(f"{folder.name}/costs.toml").costs.activations
         (2000000000.0, 1000000000.0)
 
-    Raises:
-        TypeError: the argument is not a path.
-        ValueError: the file cannot be read or is neither format, or a key or value is unknown, missing, of the wrong
-            type or of the wrong length. The message names file, key and value.
+    Raises ValueError for a file that cannot be read, and for invalid keys and values. The message names them.
     """
     data = read_data(path)
     try:
@@ -54,7 +51,6 @@ def load_costs(path: str | Path) -> JobCosts:
 
 
 def read_data(path: str | Path) -> Any:
-    """Contents of a TOML or JSON file."""
     require_ending(path)
     path = Path(path)
     kind = path.suffix[1:].upper()
@@ -79,10 +75,7 @@ def dump_costs(costs: JobCosts | CostModel | LayerCosts, path: str | Path) -> No
         >>> load_costs(f"{folder.name}/costs.json") == job
         True
 
-    Raises:
-        TypeError: the first argument has no costs, or the second is not a path.
-        ValueError: the name has another suffix.
-        OSError: the file cannot be written.
+    Raises OSError if the file cannot be written.
     """
     require_ending(path)
     job = costs if isinstance(costs, JobCosts) else JobCosts(costs)
@@ -108,10 +101,9 @@ def from_data(data: Any) -> JobCosts:
         shared["working"] = {OpKind(kind): numbers for kind, numbers in working.items()}
         shared["links"] = _links(rows_of(table.get("links", []), "links"))
         if "layers" in table:
-            rows = rows_of(table["layers"], "layers")
+            layers = (Layer(**each) for _, each in layer_tables(table["layers"], COLUMNS, OF_DATA_PARALLELISM))
             # One more than allowed is enough to raise an error: `count` can be any number.
-            layers = islice(chain.from_iterable(_layers(row, name) for name, row in rows), MOST_LAYERS + 1)
-            return JobCosts(LayerCosts(tuple(layers), **shared), **job)
+            return JobCosts(LayerCosts(tuple(islice(layers, MOST_LAYERS + 1)), **shared), **job)
         stages = table_of(table["stages"], "[stages]", required=COLUMNS, optional=("rank_of", *OF_DATA_PARALLELISM))
         placement = _placement(stages.pop("rank_of")) if "rank_of" in stages else None
         return JobCosts(CostModel(**stages, **shared), placement, **job)
@@ -129,11 +121,9 @@ def to_data(job: JobCosts) -> _Table:
         "memory_limit": limit and limit.written,
         "transport": None if job.transport is None else str(job.transport),
         "link": _link_data(costs.link),
+        "host": None if costs.host is None else _link_data(costs.host),
+        "working": {str(kind): numbers for kind, numbers in costs.working.items()},
     }
-    if costs.host is not None:
-        values["host"] = _link_data(costs.host)
-    if costs.working:
-        values["working"] = {str(kind): numbers for kind, numbers in costs.working.items()}
     # 0 is a valid limit, and a link to the host may take no time, so only None is omitted.
     there = {key for key in ("memory_limit", "host") if values.get(key) is not None}
     data = {key: value for key, value in values.items() if value or key in there}
@@ -204,18 +194,14 @@ def _columns(costs: CostModel | Layer) -> _Table:
     return {name: getattr(costs, name) for name in COLUMNS} | optional
 
 
-def _layers(row: Any, name: str) -> Iterator[Layer]:
-    """One layer, or several equal ones."""
-    table = row_table(row, name, required=("modules", *COLUMNS), optional=OF_DATA_PARALLELISM)
-    return (Layer(**each) for each in repeat_counted(table, name))
+def layer_tables(data: Any, columns: Sequence[str], optional: Sequence[str]) -> Iterator[tuple[str, _Table]]:
+    """The tables of all layers, each with its name for messages."""
+    for name, row in rows_of(data, "layers"):
+        table = table_of(row, name, required=("modules", *columns), optional=(*optional, "count"))
+        yield from ((name, each) for each in _repeat_counted(table, name))
 
 
-def row_table(row: Any, name: str, *, required: Sequence[str], optional: Sequence[str] = ()) -> _Table:
-    """A row in a list of layers, with an optional `count`."""
-    return table_of(row, name, required=required, optional=(*optional, "count"))
-
-
-def repeat_counted(row: _Table, name: str) -> Iterator[_Table]:
+def _repeat_counted(row: _Table, name: str) -> Iterator[_Table]:
     """The table of a layer, or `count` tables with consecutive numbers at the end of the module's name."""
     modules, count = row["modules"], row.pop("count", None)
     if count is None:
@@ -233,21 +219,18 @@ def repeat_counted(row: _Table, name: str) -> Iterator[_Table]:
 
 
 def _toml(data: Mapping[str, Any]) -> str:
-    """TOML text: numbers, strings and lists first, then tables, then lists of tables, as in `to_data`.
+    """TOML text, by hand, because Python's library only reads TOML. Values look the same in TOML and JSON."""
 
-    Written by hand, because Python's library only reads TOML. The values of a cost file look the same in TOML and JSON.
-    """
+    def line(pair: tuple[str, Any]) -> str:
+        text = json.dumps(pair[1], ensure_ascii=False).replace("\x7f", "\\u007f")  # the one that JSON may leave
+        return f"{pair[0]} = {text}"
+
     lines = []
     for key, value in data.items():
         if isinstance(value, dict):
-            lines += ["", f"[{key}]", *map(_line, value.items())]
+            lines += ["", f"[{key}]", *map(line, value.items())]
         elif isinstance(value, list):
-            lines += [line for row in value for line in ("", f"[[{key}]]", *map(_line, row.items()))]
+            lines += [text for row in value for text in ("", f"[[{key}]]", *map(line, row.items()))]
         else:
-            lines.append(_line((key, value)))
+            lines.append(line((key, value)))
     return "\n".join(lines).lstrip() + "\n"
-
-
-def _line(pair: tuple[str, Any]) -> str:
-    text = json.dumps(pair[1], ensure_ascii=False).replace("\x7f", "\\u007f")  # the only character that JSON may leave
-    return f"{pair[0]} = {text}"

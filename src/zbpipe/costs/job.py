@@ -26,10 +26,7 @@ class JobCosts:
         >>> job.transport
         <Transport.ONE_QUEUE: 'one queue'>
 
-    Raises:
-        TypeError: a field has the wrong type.
-        ValueError: the placement has another number of stages than the costs, or the costs are those of layers. Also
-            for limits that are invalid or for another number of ranks than the placement, or an unknown transport.
+    Raises TypeError or ValueError for invalid fields, and for those that do not fit the placement.
     """
 
     costs: CostModel | LayerCosts
@@ -42,9 +39,14 @@ class JobCosts:
     """Transport of messages, None if unknown."""
 
     def __post_init__(self) -> None:
-        _require(self.costs, "costs", (CostModel, LayerCosts), "a zbpipe.CostModel or zbpipe.costs.LayerCosts")
-        _require(self.placement, "placement", (Placement, type(None)), "a zbpipe.Placement, or None")
-        _require(self.transport, "transport", (str, type(None)), f"one of {Transport.names()}, or None")
+        kinds: dict[str, tuple[Any, str]] = {
+            "costs": ((CostModel, LayerCosts), "a zbpipe.CostModel or zbpipe.costs.LayerCosts"),
+            "placement": ((Placement, type(None)), "a zbpipe.Placement, or None"),
+            "transport": ((str, type(None)), f"one of {Transport.names()}, or None"),
+        }
+        for name, (kind, expected) in kinds.items():
+            if not isinstance(value := getattr(self, name), kind):
+                raise TypeError(f"a job cannot have {name} = {value!r}: give {expected}")
         transport = None if self.transport is None else Transport.parse(self.transport)
         set_fields(self, memory_limit=MemoryLimit.parse(self.memory_limit), transport=transport)
         if self.placement is None:
@@ -76,11 +78,6 @@ class JobCosts:
         if isinstance(self.costs, LayerCosts):
             return self.costs.even(placement)
         return as_cost_model(self.costs, placement)
-
-
-def _require(value: Any, name: str, kinds: tuple[type, ...], expected: str) -> None:
-    if not isinstance(value, kinds):
-        raise TypeError(f"a job cannot have {name} = {value!r}: give {expected}")
 
 
 def as_cost_model(costs: CostModel | JobCosts | Sequence[float], placement: Placement) -> CostModel:

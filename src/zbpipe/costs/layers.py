@@ -7,15 +7,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise, product
 from typing import Any
 
-from zbpipe.costs.model import (
-    COLUMNS,
-    OF_DATA_PARALLELISM,
-    CommonCosts,
-    CostModel,
-    amount,
-    highest,
-    set_fields,
-)
+from zbpipe.costs.model import COLUMNS, OF_DATA_PARALLELISM, CommonCosts, CostModel, amount, highest, set_fields
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 
 MOST_LAYERS = 10_000
@@ -34,12 +26,10 @@ _DIGITS = 9
 class Layer:
     """A piece of the model that stays on one stage. Times are seconds per microbatch.
 
-        >>> Layer(("norm", "lm_head"), f=2, i=2, w=2, activations=4e8).seconds
-        6.0
+    >>> Layer(("norm", "lm_head"), f=2, i=2, w=2, activations=4e8).seconds
+    6.0
 
-    Raises:
-        TypeError: `modules` is not a list of names, or another field is not a number.
-        ValueError: there is no name, or a number is negative or not finite.
+    Raises TypeError or ValueError for invalid fields.
     """
 
     modules: tuple[str, ...]
@@ -53,9 +43,8 @@ class Layer:
     activations: float
     """Bytes that it keeps of one microbatch after F."""
     gather: float = 0.0
-    """Seconds in which data-parallel ranks gather its parameters."""
+    """Seconds in which data-parallel ranks gather its parameters; and reduce its gradients."""
     reduce: float = 0.0
-    """Seconds in which data-parallel ranks reduce its gradients."""
 
     def __post_init__(self) -> None:
         names = self.modules
@@ -82,9 +71,7 @@ class LayerCosts(CommonCosts):
         >>> costs.even(Placement.loop(2)).f
         (2.0, 1.0)
 
-    Raises:
-        TypeError: a field is not of Layers, Links and numbers.
-        ValueError: there is no layer or more than 10,000, or a number is negative or not finite.
+    Raises TypeError or ValueError for invalid fields, and for no layer or more than 10,000.
     """
 
     layers: tuple[Layer, ...]
@@ -156,22 +143,15 @@ def merge_stages(costs: CostModel, num_stages: int) -> CostModel:
 
 
 def split_of(sizes: Sequence[int]) -> Split:
-    """The split with these numbers of layers per stage.
-
-    >>> split_of((2, 1))
-    (range(0, 2), range(2, 3))
-    """
+    """The split with these numbers of layers per stage."""
     return tuple(range(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True))
 
 
 def even_sizes(num_layers: int, num_stages: int, ends: tuple[int, int] = (1, 1)) -> tuple[int, ...]:
     """Numbers of layers per stage, equal or one more on the first stages: TorchTitan's default.
 
-    TorchTitan counts the embedding as one layer, and norm and head together as one, like their `Layer` here. `ends`
-    overrides these counts. ValueError for fewer layers than stages, or an end that counts for more than a stage has.
-
-    >>> even_sizes(7, 3), even_sizes(9, 3, ends=(1, 2))
-    ((3, 2, 2), (4, 3, 2))
+    TorchTitan counts the embedding as one layer, and norm and head together as one. `ends` overrides these counts.
+    ValueError for fewer layers than stages, or an end that counts for more than a stage has.
     """
     require_enough(num_layers, num_stages)
     first, last = ends

@@ -34,16 +34,11 @@ _WRITTEN = re.compile(r"\s*(.*?)\s*([kmg]i?b|b|x|microbatch(?:es)?)?\s*", re.IGN
 class MemoryLimit:
     """Memory limit of a rank for activations, deferred gradients and working memory.
 
-    Formats:
-
     - `"1.2x"`: multiple of the peak of 1F1B's worst rank under the same costs;
-    - `"4 microbatches"`: multiple of an average rank's activations of one microbatch, of which 1F1B on p ranks holds
-      p;
+    - `"4 microbatches"`: multiple of an average rank's activations of one microbatch;
     - `"6.5GiB"`, also `KiB`, `MiB`, `KB`, `MB`, `GB` and `B`: for costs that are measured in bytes;
-    - a number in the unit of the costs' activations: bytes if measured, else a rank's share of one microbatch. A job
-      without known costs refuses a bare number.
-
-    A list has one limit per rank, all of one unit.
+    - a number in the unit of the costs' activations: bytes if measured, else a rank's share of one microbatch;
+    - a list with one limit per rank, all of one unit.
 
         >>> MemoryLimit.parse("2KiB")
         MemoryLimit(amount=2048.0, unit='bytes')
@@ -100,12 +95,7 @@ class MemoryLimit:
             )
 
     def resolve(self, costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> tuple[float, ...]:
-        """Memory limit of each rank, in the unit of the costs' activations.
-
-        Raises:
-            ValueError: the number of limits differs from that of ranks, bytes are given but nothing is measured in
-                bytes, or a multiple of 1F1B's memory is given for stages that cannot be shared equally by the ranks.
-        """
+        """Memory limit of each rank, in the unit of the costs' activations. ValueError if that is impossible."""
         self.require_ranks(ranks)
         amounts = self.amount if isinstance(self.amount, tuple) else (self.amount,) * ranks
         factor = self._factor(costs, ranks, microbatches) if self.unit else 1.0
@@ -127,8 +117,13 @@ class MemoryLimit:
             if not factor:  # F keeps nothing, and only working memory is too large
                 raise
             gap = " " if self.unit == "microbatches" else ""
-            spelled = (f"{_round_up(amount / factor):.6g}{gap}{suffix}" for amount in error.args[:2])
-            raise LimitTooSmallError(*spelled, *error.args[2:]) from None
+
+            def spell(amount: float) -> str:
+                """Rounded up to four digits."""
+                digits = 3 - floor(log10(amount)) if amount > 0 else 0
+                return f"{ceil(amount * 10.0**digits * (1 - 1e-9)) / 10.0**digits:.6g}{gap}{suffix}"
+
+            raise LimitTooSmallError(*(spell(each / factor) for each in error.args[:2]), *error.args[2:]) from None
 
     def _factor(self, costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> float:
         if self.unit == "x":
@@ -154,14 +149,11 @@ AS_1F1B = MemoryLimit(1.0, "x", "1x")
 """Default limit of `ZB`, `ZBLoop` and `Auto`."""
 
 MemoryLimitLike = MemoryLimit | float | str | Sequence[float | str]
-"""Types accepted as a limit."""
 
 
 def one_stage_a_rank(costs: CostModel | LayerCosts | CostsOf, ranks: int) -> CostModel:
-    """Costs of 1F1B's stages: neighbouring stages joined, or TorchTitan's even split of the layers.
-
-    ValueError if the stages cannot be shared equally by the ranks, or have no costs.
-    """
+    """Costs of 1F1B's stages: neighbouring stages joined, or TorchTitan's even split of the layers. ValueError if ranks
+    cannot share the stages equally, or have no costs."""
     if isinstance(costs, CostModel):
         return merge_stages(costs, ranks)
     return (costs.even if isinstance(costs, LayerCosts) else costs)(Placement.loop(ranks))
@@ -176,16 +168,10 @@ def memory_of_1f1b(costs: CostModel | LayerCosts | CostsOf, ranks: int, microbat
     of_ranks = one_stage_a_rank(costs, ranks)
 
     def peak(rank: int) -> float:
-        """The peak is in the warm-up, or in the first backward after it."""
+        # It is in the warm-up, or in the first backward after it.
         return highest(of_ranks, [(rank, kind) for kind in [OpKind.F] * min(ranks - rank, microbatches) + [OpKind.B]])
 
     return max(map(peak, range(ranks)))
-
-
-def _round_up(amount: float) -> float:
-    """The amount rounded up to four digits."""
-    digits = 3 - floor(log10(amount)) if amount > 0 else 0
-    return ceil(amount * 10.0**digits * (1 - 1e-9)) / 10.0**digits
 
 
 def _parse(given: object) -> tuple[float, _Unit, object]:

@@ -22,12 +22,11 @@ ROUNDING = 1e-9
 
 
 def is_amount(number: float) -> bool:
-    """Whether the value is a valid cost: a number from 0 to 1e100."""
     return 0 <= number <= MOST
 
 
 def amount(what: str, name: str, value: Any) -> float:
-    """`value` as a cost. The TypeError or ValueError for invalid values names `what`, `name` and the value."""
+    """`value` as a cost. TypeError or ValueError for invalid values."""
     refusal = f"{what} cannot have {name} = {value!r}: give a number from 0 to {MOST:g}"
     found = number(value, refusal)
     if not is_amount(found):
@@ -37,19 +36,14 @@ def amount(what: str, name: str, value: Any) -> float:
 
 def amounts(what: str, name: str, values: Any, each: str) -> tuple[float, ...]:
     """Several costs, a number for `each` item."""
-    values = as_python(values)
+    values = values.tolist() if hasattr(values, "tolist") else values  # an array of numpy or torch
     if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
         raise TypeError(f"{what} cannot have {name} = {values!r}: give one number for each {each}, for example (1, 1)")
     return tuple(amount(what, name, value) for value in values)
 
 
-def as_python(values: Any) -> Any:
-    """The numbers of an array of numpy or torch, as a list. All else as it is."""
-    return values.tolist() if hasattr(values, "tolist") else values
-
-
-def share(what: str, value: Any) -> float:
-    """`value` as the share of the activations that I frees, at most 1. Raises as `amount` does."""
+def _share(what: str, value: Any) -> float:
+    """`value` as the share of the activations that I frees, at most 1."""
     refusal = f"{what} cannot have freed_by_i = {value!r}: give a number up to 1"
     found = number(value, refusal)
     if not -MOST <= found <= 1:
@@ -75,12 +69,10 @@ def number(value: Any, refusal: str) -> float:
 class Link:
     """The link from one rank to another: a message of n bytes takes `latency + n / bandwidth` seconds.
 
-        >>> Link(latency=1e-5, bandwidth=1e9).seconds(2e6)
-        0.00201
+    >>> Link(latency=1e-5, bandwidth=1e9).seconds(2e6)
+    0.00201
 
-    Raises:
-        TypeError: a field is not a number.
-        ValueError: the latency is negative or not finite, or the bandwidth is not positive.
+    Raises TypeError or ValueError for invalid numbers.
     """
 
     latency: float = 0.0
@@ -102,8 +94,6 @@ class Link:
 
 Links = Mapping[tuple[int, int], Link]
 """Links by (from rank, to rank)."""
-Working = Mapping[OpKind, float | tuple[float, ...]]
-"""Working memory by kind of op: one number for all stages, or one per stage."""
 COLUMNS = ("f", "i", "w", "activations")
 """Fields with one number per stage or layer."""
 SENDS = ("SEND_F", "SEND_B")
@@ -115,7 +105,6 @@ OF_DATA_PARALLELISM = ("gather", "reduce")
 
 
 def set_fields(instance: object, **fields: Any) -> None:
-    """Set fields of a frozen dataclass while it is initialised."""
     for name, value in fields.items():
         object.__setattr__(instance, name, value)
 
@@ -139,7 +128,6 @@ class OpCosts(NamedTuple):
 
     @property
     def frees(self) -> float:
-        """Memory that it frees at its end."""
         return -self.adds
 
 
@@ -148,11 +136,10 @@ class CommonCosts:
     """What the costs of stages and of layers have in common."""
 
     freed_by_i: float | tuple[float, ...] = 0.0
-    """Share of the activations that I frees, at most 1: one number for all stages or layers, or one for
-    each.
+    """Share of the activations that I frees, at most 1: one number for all stages or layers, or one for each.
 
-    W frees the rest. Negative if more is kept for W than F kept. Under activation checkpointing F keeps a checkpoint,
-    and I keeps the inputs and gradients of all layers for their dW. These count from the start of I.
+    W frees the rest. Negative if more is kept for W than F kept, as under activation checkpointing. That counts from
+    the start of I.
     """
     link: Link = field(default_factory=Link)
     """Default link between two ranks."""
@@ -160,30 +147,26 @@ class CommonCosts:
     """Other links, by (from rank, to rank)."""
     message_bytes: float = 0.0
     """Bytes of one microbatch sent from a stage to the next, and received back as a gradient."""
-    working: Working = field(default_factory=lambda: FrozenDict({}))
+    working: Mapping[OpKind, float | tuple[float, ...]] = field(default_factory=lambda: FrozenDict({}))
     """Working memory of ops, by kind: one number for all stages or layers, or one for each. Missing kinds need none.
 
     It adds to the memory held before the op and to what the op adds. Under activation checkpointing, I and B recompute
-    one block at a time, so `working` is the memory of one block and its gradients.
+    one block at a time, so it is the memory of one block and its gradients.
     """
     host: Link | None = None
-    """Link between a rank and the memory of its host, for copies in each direction. None if unknown.
-
-    A copy takes its size divided by the bandwidth, in the unit of the activations per second. Ranks that share a link
-    to one host each have a part of it.
-    """
+    """Link between a rank and the memory of its host, for copies in each direction. None if unknown. The bandwidth is
+    in the unit of the activations per second."""
     overhead: float = 0.0
     """Seconds that each op of a stage takes besides its computation: Python, launches, gaps between kernels. B has it
-    once.
-
-    `zbpipe.Profiler` measures it. It lengthens schedules with more ops: I and W apart, several stages per rank. With
-    Megatron on A100 GPUs about 1 ms fits the published steps (docs/hardware.md). The default counts none.
-    """
+    once. `zbpipe.Profiler` measures it. On A100 GPUs about 1 ms fits Megatron's published steps (docs/hardware.md)."""
 
     def check_common(self, what: str, count: int, each: str) -> None:
         """Check these fields for `count` stages or layers, and set them in their usual form."""
-        if not isinstance(self.link, Link):
-            raise TypeError(f"{what} cannot have link = {self.link!r}: give a zbpipe.costs.Link")
+        ways: dict[str, Any] = {"link": self.link, "host": self.host or self.link}
+        for name, given in ways.items():
+            if not isinstance(given, Link):
+                way_out = "give a zbpipe.costs.Link, for example Link(bandwidth=25e9)"
+                raise TypeError(f"{what} cannot have {name} = {given!r}: {way_out}")
         if not isinstance(self.links, Mapping):
             raise TypeError(
                 f"{what} cannot have links = {self.links!r}: give zbpipe.costs.Links by (from rank, to rank)"
@@ -194,16 +177,12 @@ class CommonCosts:
                 raise TypeError(
                     f"{what} cannot have links = {{{key!r}: {link!r}}}: give a zbpipe.costs.Link for each pair of ranks"
                 )
-        if not isinstance(self.host, (Link, type(None))):
-            raise TypeError(
-                f"{what} cannot have host = {self.host!r}: give a zbpipe.costs.Link, for example Link(bandwidth=25e9)"
-            )
         set_fields(
             self,
             links=FrozenDict(self.links),
             message_bytes=amount(what, "message_bytes", self.message_bytes),
             working=_check_working(what, self.working, count, each),
-            freed_by_i=_one_or_each("freed_by_i", self.freed_by_i, count, each, partial(share, what)),
+            freed_by_i=_one_or_each("freed_by_i", self.freed_by_i, count, each, partial(_share, what)),
             overhead=amount(what, "overhead", self.overhead),
         )
 
@@ -216,9 +195,7 @@ class CostModel(CommonCosts):
         >>> costs.num_stages, costs.of(0, OpKind.I)
         (2, OpCosts(seconds=1.0, adds=-750000000.0, working=0.0, message=0.0))
 
-    Raises:
-        TypeError: a field is not a number or list of numbers.
-        ValueError: lists have different lengths, or a number is negative or not finite.
+    Raises TypeError or ValueError for invalid numbers, and for lists of different lengths.
     """
 
     f: tuple[float, ...]
@@ -232,17 +209,10 @@ class CostModel(CommonCosts):
     _: KW_ONLY
     gather: float | tuple[float, ...] = 0.0
     """Seconds in which data-parallel ranks gather the parameters of a stage, once a step: one number for all stages, or
-    one per stage.
-
-    A step begins with the gathers, in the order in which the rank needs its stages. A stage's first F runs beside the
-    gather, and ends no earlier.
-    """
+    one per stage. A step begins with the gathers. A stage's first F runs beside its gather, and ends no earlier."""
     reduce: float | tuple[float, ...] = 0.0
     """Seconds in which data-parallel ranks reduce the gradients of a stage, once a step: one number for all stages, or
-    one per stage.
-
-    The reduction runs beside the computations, from the start of the stage's last W or B.
-    """
+    one per stage. The reduction runs beside the computations, from the start of the stage's last W or B."""
     in_bytes: bool = field(default=True, compare=False, repr=False)
     """Whether memory is in bytes. False if 1 is a rank's share of one microbatch."""
 
@@ -264,31 +234,15 @@ class CostModel(CommonCosts):
 
     @classmethod
     def uniform(
-        cls,
-        placement: Placement,
-        f: float = 1.0,
-        i: float = 1.0,
-        w: float = 1.0,
-        *,
-        comm: float = 0.0,
-        **others: Any,
+        cls, placement: Placement, f: float = 1.0, i: float = 1.0, w: float = 1.0, *, comm: float = 0.0, **others: Any
     ) -> CostModel:
         """Equal costs on every rank. The unit of memory is a rank's share of one microbatch.
 
             >>> CostModel.uniform(Placement.v(1), w=0.5).w
             (0.25, 0.25)
 
-        Args:
-            placement: placement of the schedule. The time of a rank is shared equally by its stages.
-            f: seconds that a rank spends on the forward of one microbatch, over all its stages; `i` and `w`
-                accordingly.
-            comm: seconds from one rank to another.
-            others: fields of the costs, such as `freed_by_i` and `working`, in units of a rank's share of one
-                microbatch.
-
-        Raises:
-            TypeError: the placement is not a Placement, or another argument is not a number.
-            ValueError: a number is negative or not finite.
+        `f`, `i` and `w` are the seconds of a rank for one microbatch, shared equally by its stages, `comm` those of a
+        message, and `others` fields of the costs, such as `freed_by_i`. TypeError or ValueError for invalid ones.
         """
         if not isinstance(placement, Placement):
             raise TypeError(f"uniform costs need a zbpipe.Placement, for example Placement.loop(4), got {placement!r}")
@@ -319,8 +273,7 @@ class CostModel(CommonCosts):
             >>> [costs.of(0, kind).needs for kind in (OpKind.F, OpKind.I, OpKind.W)]
             [4.0, 5.0, 0.0]
 
-        Everything in zbpipe asks here. All microbatches are alike, and -1 stands for any of them. A copy takes no time
-        if the link to the host is unknown.
+        All microbatches are alike, and -1 stands for any of them.
         """
         return self._of[kind][stage]
 
@@ -373,12 +326,7 @@ class CostModel(CommonCosts):
         return max(i.needs, i.adds + w.needs) - b.needs
 
     def saves_by_b(self, stage: int) -> bool:
-        """Whether B needs less memory than I and then W, so that it may replace them.
-
-        >>> costs = CostModel((1, 1), (1, 1), (1, 1), activations=(1, 1), freed_by_i=(0.0, -2.0))
-        >>> [costs.saves_by_b(stage) for stage in range(2)]
-        [False, True]
-        """
+        """Whether B needs less memory than I and then W, so that it may replace them."""
         return self.compare_backwards(stage) > 0
 
     def least_backward(self, stage: int) -> tuple[OpKind, ...]:
@@ -390,7 +338,7 @@ def _one_or_each(
     name: str, given: Any, count: int, each: str, read: Callable[[Any], float]
 ) -> float | tuple[float, ...]:
     """One number for all stages or layers, or one for `each`."""
-    given = as_python(given)
+    given = given.tolist() if hasattr(given, "tolist") else given
     if not isinstance(given, (tuple, list)):
         return read(given)
     if len(given) != count:
@@ -416,8 +364,16 @@ def _check_working(what: str, working: Any, count: int, each: str) -> FrozenDict
 
 
 def least_room(placement: Placement, costs: CostModel) -> tuple[float, ...]:
-    """Peak memory of each rank for one microbatch that runs alone, in the unit of `costs.activations`."""
-    return tuple(_peak(costs, placement.stages_on(rank)) for rank in range(placement.num_ranks))
+    """Peak memory of each rank for one microbatch that runs alone, in the unit of `costs.activations`.
+
+    It is the peak of F of all stages, then each backward. No other order needs less.
+    """
+
+    def peak(stages: tuple[int, ...]) -> float:
+        backward = [(stage, kind) for stage in reversed(stages) for kind in costs.least_backward(stage)]
+        return highest(costs, [*((stage, OpKind.F) for stage in stages), *backward])
+
+    return tuple(map(peak, map(placement.stages_on, range(placement.num_ranks))))
 
 
 def too_small(least: Sequence[float], limits: Sequence[float]) -> list[int]:
@@ -426,11 +382,8 @@ def too_small(least: Sequence[float], limits: Sequence[float]) -> list[int]:
 
 
 class LimitTooSmallError(ValueError):
-    """Error for a memory limit that cannot hold even one microbatch.
-
-    Its arguments are the limit and the least sufficient one (numbers, or text in the user's unit), the rank, and an
-    addition to the message. Pickle copies them.
-    """
+    """Error for a memory limit that cannot hold even one microbatch. Its arguments, which pickle copies: the limit and
+    the least sufficient one (numbers, or text in the user's unit), the rank, and an addition to the message."""
 
     def __str__(self) -> str:
         limit, least, rank, more = self.args
@@ -442,14 +395,7 @@ class LimitTooSmallError(ValueError):
 
 
 def require_room(placement: Placement, costs: CostModel, limits: Sequence[float], more: str = "") -> None:
-    """Raise LimitTooSmallError, with the least sufficient limit, if a limit is too small for one microbatch.
-
-    Args:
-        placement: placement of the stages.
-        costs: costs of the stages.
-        limits: memory limit of each rank, in the unit of `costs.activations`.
-        more: addition to the message.
-    """
+    """Raise LimitTooSmallError, with `more` in its message, if a limit of a rank is too small for one microbatch."""
     least = least_room(placement, costs)
     if short := too_small(least, limits):
         rank = max(short, key=least.__getitem__)
@@ -464,13 +410,6 @@ def most_room(placement: Placement, costs: CostModel, num_microbatches: int) -> 
         return num_microbatches * kept + max(costs.of(stage, kind).needs for stage in stages for kind in COMPUTATIONS)
 
     return tuple(most(placement.stages_on(rank)) for rank in range(placement.num_ranks))
-
-
-def _peak(costs: CostModel, stages: tuple[int, ...]) -> float:
-    """Peak of F of all stages, then each backward. No other order needs less."""
-    forward = [(stage, OpKind.F) for stage in stages]
-    backward = [(stage, kind) for stage in reversed(stages) for kind in costs.least_backward(stage)]
-    return highest(costs, (*forward, *backward))
 
 
 def highest(costs: CostModel, ops: Iterable[Op | tuple[int, OpKind]]) -> float:

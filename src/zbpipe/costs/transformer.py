@@ -1,9 +1,7 @@
 """Costs of a typical transformer block by activation checkpointing, for schedules before any measurement.
 
 The block is that of Llama: RMSNorm, grouped-query attention by a kernel that keeps its inputs and result, RMSNorm,
-SwiGLU. The unit is elements per token: numbers in the dtype of the activations, 2 bytes in bfloat16. Small tensors do
-not count: logsumexp of the attention, statistics of the norms, gradients of weights. Compiled blocks need less working
-memory.
+SwiGLU. The unit is elements per token, 2 bytes each in bfloat16. Small tensors do not count.
 """
 
 from __future__ import annotations
@@ -16,18 +14,11 @@ from zbpipe.costs.transport import Named
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement, Schedule
 
 _UNFUSED = 3.0
-"""Memory traffic of a block's small kernels relative to those that torch.compile fuses.
-
-TorchTitan, December 2024: Llama 3 8B trains 1.16 times as fast with torch.compile on 8 and on 128 H100.
-"""
+"""Memory traffic of a block's small kernels relative to those that torch.compile fuses. TorchTitan, December 2024:
+Llama 3 8B trains 1.16 times as fast with torch.compile on 8 and on 128 H100."""
 PAPERS_TIMES = (1.0, 0.99, 0.67)
 """F, I and W of a model of 6.2 billion parameters on A100, relative to F: 29.718, 29.444 and 19.927 ms without
-checkpointing.
-
-From Zero Bubble Pipeline Parallelism (arXiv 2401.10241), the table of profiled times.
-"""
-
-
+checkpointing. From Zero Bubble Pipeline Parallelism (arXiv 2401.10241), the table of profiled times."""
 _SEQ_LEN = 8192
 _BLOCKS_PER_RANK = 8
 """Blocks per rank. Ops need the working memory of one block, whose share falls with the number of blocks."""
@@ -78,11 +69,7 @@ class Block:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters, over all GPUs that share the block.
-
-        >>> LLAMA_3_8B.parameters
-        218112000
-        """
+        """Number of parameters, over all GPUs that share the block."""
         products = (2 * self.queries + self.keys_and_values + 3 * self.hidden) * self.dim
         return products + 2 * self.dim
 
@@ -90,13 +77,10 @@ class Block:
         """Memory kept from F to I.
 
         - Full: the input.
-        - Selective: the input, and the first, third and fifth of the five products q-k-v, out, gate, up and down. Of
-          seven products, with separate q, k and v, these are q, v, gate and down. TP does not cut the result of down,
-          which is a summand. Also the attention's result.
-        - None: all tensors that autograd saves. These are input and result of both norms (the result is the x of q, k
-          and v, and of gate and up), q, k and v, rotated, and the attention's result, also x of the out product. From
-          the feed-forward layer: gate before and after its activation function, up, and their product, which is x of
-          down.
+        - Selective: also the attention's result, and the first, third and fifth of the five products q-k-v, out, gate,
+          up and down; with separate q, k and v these are q, v, gate and down. TP does not cut the result of down.
+        - None: input and result of both norms, q, k and v, rotated, the attention's result, gate before and after its
+          activation function, up, and their product.
         """
         match Checkpointing.parse(checkpointing):
             case Checkpointing.NONE:
@@ -110,24 +94,16 @@ class Block:
                 return self.dim / tp
 
     def kept_by_i(self, tp: int = 1) -> float:
-        """Deferred gradients from I to W: x and dY of all products, for any checkpointing.
-
-        q, k and v share the same x, and so do gate and up. TP leaves both of these x uncut, and also dY of out and
-        down.
-        """
+        """Deferred gradients from I to W: x and dY of all products. q, k and v share an x, and so do gate and up. TP
+        leaves both of these x uncut, and also dY of out and down."""
         return 4 * self.dim + (2 * self.queries + self.keys_and_values + 3 * self.hidden) / tp
 
     def working(self, checkpointing: Checkpointing | str, kind: OpKind, tp: int = 1) -> float:
-        """Working memory of an op in eager mode, beyond what it adds (`CostModel.working`).
+        """Working memory of an op in eager mode, beyond what it adds (`CostModel.working`), in the feed-forward layer.
 
-        The feed-forward layer needs the most.
-
-        - F: both summands of the result. With checkpointing also x, the activated gate, up and their product, which are
-          not kept. (Selective keeps one of them, the result.)
-        - B: the saved tensors of one recomputed block, and gradients of the result, of the activated gate
-          and of up. The product is free by then.
-        - I: as for B, plus the product, which W needs later. Blocks that I has already passed hold their deferred
-          gradients. So the last block that I runs needs the most, or the first one if F keeps more.
+        - F: both summands of the result. With checkpointing also x, the activated gate, up and their product.
+        - B: the saved tensors of one recomputed block, and gradients of the result, of the activated gate and of up.
+        - I: as for B, plus the product, which W needs later, less the deferred gradients of blocks already passed.
         - W: only gradients of weights.
         """
         checkpointing = Checkpointing.parse(checkpointing)
@@ -146,15 +122,9 @@ class Block:
                 return 0.0
 
     def traffic(self, checkpointing: Checkpointing | str, compiled: bool = True) -> tuple[float, float]:
-        """Elements that F and I read and write besides products and attention.
-
-        F: a norm reads and writes the hidden state, with the sum before it, which reads one more and writes one more.
-        Rotary embeddings read and write queries and keys, the activation function reads gate and up and writes their
-        product. I also reads the gradients, and computes again what the checkpointing drops. Without a compiler each
-        of these is several kernels, with copies in float32.
-
-            >>> LLAMA_3_8B.traffic("none")
-            (86016.0, 122880.0)
+        """Elements that F and I read and write besides products and attention: in norms with the sums before them, in
+        rotary embeddings and the activation function. I also reads the gradients, and computes again what the
+        checkpointing drops. Without a compiler each of these is several kernels, with copies in float32.
         """
         rotated = 2 * (self.queries + self.keys_and_values / 2)
         in_f = 2 * 4 * self.dim + rotated + 3 * self.hidden
@@ -164,12 +134,7 @@ class Block:
         return unfused * in_f, unfused * (in_i + again * in_f)
 
     def recomputed(self, checkpointing: Checkpointing | str) -> float:
-        """Share of F's floating-point operations that I repeats. The attention is causal, and costs half.
-
-        >>> block = Block(dim=4096, queries=4096, keys_and_values=2048, hidden=14336)
-        >>> [block.recomputed(each) for each in Checkpointing]
-        [0.0, 0.3, 1.0]
-        """
+        """Share of F's floating-point operations that I repeats. The attention is causal, and costs half."""
         attention = _SEQ_LEN * self.queries
         products = self.dim * (2 * self.queries + self.keys_and_values + 3 * self.hidden)
         match Checkpointing.parse(checkpointing):
@@ -206,20 +171,14 @@ def typical_costs(
 ) -> CostModel:
     """Costs of a model with eight Llama 3 8B blocks per rank and nothing else, on this placement.
 
-    The unit of memory is the activations of a rank's share of one microbatch under this checkpointing. So 1F1B on p
-    ranks holds p of them, plus working memory.
+    The unit of memory is the activations of a rank's share of one microbatch under this checkpointing.
 
         >>> costs = typical_costs(Placement.v(4), "full")
         >>> costs.of(0, OpKind.W).frees / costs.activations[0]
         17.0
 
-    Args:
-        placement: placement of the schedule. The blocks of a rank are shared equally by its stages.
-        checkpointing: "none", "selective" or "full".
-        times: seconds of a rank for F, I and W of one microbatch, with all recomputation. Default: `typical_times`.
-        comm: seconds from one rank to another.
-        host: link to the memory of the host, with a bandwidth in this unit of memory per second.
-        tensor: degree of tensor parallelism. It shrinks activations more than deferred gradients.
+    `times` are the seconds of a rank for F, I and W of one microbatch, by default `typical_times`, `comm` those of a
+    message, and `tensor` is the degree of tensor parallelism. `host` has a bandwidth in this unit of memory per second.
     """
     checkpointing = Checkpointing.parse(checkpointing)
     block, kept = LLAMA_3_8B, LLAMA_3_8B.kept_by_f(checkpointing, tensor)

@@ -7,8 +7,6 @@ from typing import Self
 
 
 class Named(StrEnum):
-    """Enum with user-facing names."""
-
     @classmethod
     def parse(cls, text: str) -> Self:
         """The member called `text`, with spaces, dashes or underscores between the words.
@@ -26,7 +24,6 @@ class Named(StrEnum):
 
     @classmethod
     def names(cls) -> str:
-        """All names, as written on a command line."""
         return ", ".join(repr(each.value.replace(" ", "-")) for each in cls)
 
 
@@ -36,16 +33,13 @@ class Transport(Named):
     IDEAL = "ideal"
     """Nothing: each message leaves as soon as it is computed."""
     ONE_QUEUE = "one queue"
-    """All messages of a rank go one after the other. Each starts when both ends have reached it, as NCCL and RCCL send
-    those of one process group."""
+    """All messages of a rank go one after the other, each when both ends have reached it, as NCCL and RCCL send."""
     QUEUE_PER_PEER = "queue per peer"
     """One queue for the messages between two ranks, as with a process group for each edge of the pipeline."""
     SHARED = "shared with compute"
-    """One queue that includes the computations: a message that waits delays its rank. This is the worst case if streams
-    share the hardware's queues, as on some AMD GPUs."""
+    """One queue that includes the computations: the worst case if streams share the hardware's queues, as on AMD."""
     BLOCKING = "blocking"
-    """An op ends when its message has arrived, so its rank computes nothing meanwhile. So are Megatron's interleaved
-    schedules without overlap. torch sends while the rank computes."""
+    """An op ends when its message has arrived, as in Megatron's interleaved schedules without overlap."""
 
     @property
     def has_queues(self) -> bool:

@@ -1,18 +1,18 @@
 """GPU figures from the makers' data sheets, and the shares of the peak that training sustains. As of November 2026.
 
-The makers' figures are dense BF16 peaks, one-directional bandwidths, and memory as torch reports it. No maker states
-the sustained shares, one of products and one of attention. They are fitted to published jobs, and are the least
-certain numbers of an estimate: on the same GPUs, frameworks differ by a factor of 1.3. So each device has a range of
-plausible speeds. It is equal for all schedules: it scales all rows alike; the gains barely change. `--tflops` replaces
-the shares. `benchmarks/published_jobs.csv` has the published jobs (docs/hardware.md).
+The makers' figures are dense BF16 peaks, one-directional bandwidths, and memory as torch reports it. The sustained
+shares are fitted to published jobs (`benchmarks/published_jobs.csv`, docs/hardware.md), and are the least certain
+numbers of an estimate: on the same GPUs, frameworks differ by a factor of 1.3. So each device has a range of plausible
+speeds, which scales all rows alike; the gains barely change. `--tflops` replaces the shares.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from types import MappingProxyType
+from typing import Any
 
 GIB = 2**30
 _OF_MEMORY = 0.8
@@ -33,9 +33,8 @@ class Device:
     peak: float
     """Floating-point operations per second in BF16, without sparsity."""
     products: float
-    """Share of the peak that products reach, most likely."""
+    """Share of the peak that products reach, most likely; and attention."""
     attention: float
-    """Share of the peak that attention reaches, most likely."""
     hbm: float
     """Bytes per second between the GPU and its memory."""
     inside: float
@@ -43,16 +42,14 @@ class Device:
     gib: float
     """GiB of memory, as torch reports it."""
     source: str
-    """Source of the maker's figures."""
+    """Source of the maker's figures; and of the shares."""
     share_from: str
-    """Source of the shares."""
     between: float = 50e9
     """One-directional bandwidth from a GPU to other nodes through its own network card, in bytes per second."""
     range: tuple[float, float] | None = None
     """Least and largest plausible speed of computation, relative to the likely one. None if only one is known."""
     gpus_per_node: int = 8
     latency: float = 2e-5
-    """Latency of a message, in seconds."""
     overhead: float = 3e-4
     """Seconds between two ops of a schedule: Python and launches. One H200 takes 0.33 ms (benchmarks/README.md)."""
 
@@ -67,11 +64,9 @@ class Device:
         return USABLE * self.gib * GIB
 
     def bandwidth(self, gpus: int, apart: int) -> float:
-        """Bandwidth of a collective, in bytes per second for each GPU of a group.
+        """Bandwidth of a collective, in bytes per second for each GPU of a group, whose GPUs are `apart`.
 
-        A group that spans nodes uses the network cards of all its GPUs in a node in parallel. Data enters a node once
-        and is passed on inside. `apart` is the distance between neighbouring GPUs of the group, with ranks numbered
-        node by node.
+        A group that spans nodes uses the network cards of all its GPUs in a node in parallel. Data enters a node once.
 
         >>> find("H100").bandwidth(8, apart=1) / 1e9, find("H100").bandwidth(4, apart=8) / 1e9
         (450.0, 50.0)
@@ -82,9 +77,7 @@ class Device:
         return min(self.inside, here * self.between)
 
     def collective(self, size: float, gpus: int, apart: int = 1) -> float:
-        """Seconds in which a group gathers, or reduces and scatters, this number of bytes.
-
-        It is a ring, which passes each GPU once.
+        """Seconds in which a group gathers, or reduces and scatters, this number of bytes, in a ring.
 
         >>> h100 = find("H100")
         >>> [round(size / h100.collective(size, 8) / 450e9 * 7 / 8, 2) for size in (17e6, 67e6, 268e6)]
@@ -94,154 +87,65 @@ class Device:
         return (gpus - 1) * (size / gpus / (_OF_LINK * self.bandwidth(gpus, apart)) + hop)
 
 
+_COLUMNS = ("peak", "products", "attention", "hbm", "range", "inside", "between", "gib")
+_FIGURES = {
+    "A100": (312e12, 0.70, 0.45, 2.039e12, (0.85, 1.2), 300e9, 25e9, 79),
+    "H100": (989.4e12, 0.60, 0.42, 3.35e12, (0.82, 1.25), 450e9, 50e9, 79),
+    "H100-500W": (989.4e12, 0.46, 0.28, 2.4e12, (0.87, 1.15), 450e9, 50e9, 94),
+    "H200": (989.4e12, 0.60, 0.42, 4.8e12, (0.82, 1.25), 450e9, 50e9, 139),
+    "B200": (2250e12, 0.60, 0.40, 8e12, (0.8, 1.15), 900e9, 50e9, 178),
+    "GB200": (2500e12, 0.60, 0.40, 8e12, (0.8, 1.15), 900e9, 50e9, 184),
+    "L40S": (362.05e12, 0.50, 0.35, 8.64e11, (0.6, 1.4), 32e9, 25e9, 44),
+    "MI250X": (191.5e12, 0.42, 0.25, 1.6e12, (0.85, 1.1), 200e9, 12.5e9, 64),
+    "MI300X": (1307.4e12, 0.45, 0.25, 5.3e12, (0.8, 1.3), 448e9, 50e9, 192),
+    "MI325X": (1307.4e12, 0.55, 0.33, 6e12, (0.8, 1.2), 448e9, 50e9, 256),
+    "MI355X": (2516.6e12, 0.45, 0.25, 8e12, (0.7, 1.3), 537.6e9, 50e9, 288),
+}
 _NVLINK = "400 Gb/s ConnectX-7 per GPU, as in NVIDIA DGX H100 and HGX reference designs"
-_TITAN = "fitted to TorchTitan's reports of December 2024 and June 2025, Llama 3 8B, 70B and 405B"
-_PUBLISHED = "fitted to published jobs of NVIDIA's NeMo and of MosaicML, 2 to 405 billion parameters"
-_BRIDGE = "fitted to NVIDIA's Megatron-Bridge 25.11 in float8, Llama 3 8B to 405B"
-_REPORTED = (
-    "a benchmark of January 2026, github.com/DmitriiNikolaevAtAmd/tprimat: 32 and 38 % of the peak on 8 MI300X, with"
-    " Llama 3.1 8B and Qwen 2.5 7B, attention not counted"
-)
-_UNKNOWN = "an assumption, without a public measurement:"
 _NICS = "8 network cards of 400 Gb/s per node, as in ROCm's documentation of distributed setups"
+_SOURCES = {
+    "A100": "NVIDIA A100 80GB data sheet (SXM): 312 TFLOPS, NVLink 600 GB/s; 200 Gb/s ConnectX-6 per GPU, as in NVIDIA"
+    " DGX A100",
+    "H100": f"NVIDIA H100 data sheet (SXM5, 700 W): 1,979 TFLOPS with sparsity, NVLink 900 GB/s; {_NVLINK}",
+    "H100-500W": "Meta's Grand Teton: H100 with 96 GB of HBM2e, limited to 500 W, and otherwise as H100",
+    "H200": f"NVIDIA H200 data sheet (SXM): 1,979 TFLOPS with sparsity, NVLink 900 GB/s, 141 GB; {_NVLINK}",
+    "B200": "NVIDIA DGX B200 data sheet: 8 GPUs of 1,440 GB together, NVLink 1.8 TB/s; HGX B200: 4.5 PFLOPS with"
+    f" sparsity; {_NVLINK}",
+    "GB200": "NVIDIA GB200 NVL72 data sheet: 72 GPUs with 360 PFLOPS with sparsity, 13.4 TB and NVLink 130 TB/s"
+    f" together; {_NVLINK}",
+    "L40S": "NVIDIA L40S data sheet: 362.05 TFLOPS, PCIe 64 GB/s both ways, 48 GB; a network card of 200 Gb/s per GPU"
+    " is an assumption",
+    "MI250X": "AMD Instinct MI250X data sheet: one of its two dies, each of which is a GPU to torch, with half of 383"
+    " TFLOPS, 128 GB and 8 Infinity Fabric links of 100 GB/s both ways; 4 network cards of 200 Gb/s for 8 dies, as on"
+    " Frontier",
+    "MI300X": f"AMD Instinct MI300X data sheet: 1,307.4 TFLOPS, 7 Infinity Fabric links of 128 GB/s both ways; {_NICS}",
+    "MI325X": f"AMD Instinct MI325X data sheet: 1,307.4 TFLOPS, 7 Infinity Fabric links of 128 GB/s both ways; {_NICS}",
+    "MI355X": f"AMD Instinct MI355X data sheet: 2.5 PFLOPS, 7 Infinity Fabric links of 153.6 GB/s both ways; {_NICS}",
+}
+_BRIDGE = "fitted to NVIDIA's Megatron-Bridge 25.11 in float8, Llama 3 8B to 405B"
+_SHARES = {
+    "A100": "fitted to published jobs of TorchTitan and MosaicML, Llama 8B to 70B",
+    "H100": "fitted to published jobs of NVIDIA's NeMo and of MosaicML, 2 to 405 billion parameters",
+    "H100-500W": "fitted to TorchTitan's reports of December 2024 and June 2025, Llama 3 8B, 70B and 405B",
+    "H200": "as H100; one H200 reaches 78 % for milliseconds (benchmarks/README.md)",
+    "B200": _BRIDGE,
+    "GB200": _BRIDGE,
+    "L40S": "an assumption, without a public measurement: as H100",
+    "MI250X": "arXiv 2312.12705, on Frontier: 38, 36 and 32 % of the peak for 22B, 175B and 1T parameters",
+    "MI300X": "a benchmark of January 2026, github.com/DmitriiNikolaevAtAmd/tprimat: 32 and 38 % of the peak on 8"
+    " MI300X, with Llama 3.1 8B and Qwen 2.5 7B, attention not counted",
+    "MI325X": "fitted to AMD Primus, Llama 2 70B on 8 and 64 GPUs",
+    "MI355X": "an assumption, without a public measurement: as MI300X",
+}
 
-_H100 = Device(
-    "H100",
-    peak=989.4e12,
-    products=0.60,
-    attention=0.42,
-    hbm=3.35e12,
-    range=(0.82, 1.25),
-    inside=450e9,
-    gib=79,
-    source=f"NVIDIA H100 data sheet (SXM5, 700 W): 1,979 TFLOPS with sparsity, NVLink 900 GB/s; {_NVLINK}",
-    share_from=_PUBLISHED,
-)
-_B200 = Device(
-    "B200",
-    peak=2250e12,
-    products=0.6,
-    attention=0.4,
-    hbm=8e12,
-    range=(0.8, 1.15),
-    inside=900e9,
-    gib=178,
-    source=f"NVIDIA DGX B200 data sheet: 8 GPUs of 1,440 GB together, NVLink 1.8 TB/s; HGX B200: 4.5 PFLOPS"
-    f" with sparsity; {_NVLINK}",
-    share_from=_BRIDGE,
-)
-_MI300X = Device(
-    "MI300X",
-    peak=1307.4e12,
-    products=0.45,
-    attention=0.25,
-    hbm=5.3e12,
-    range=(0.8, 1.3),
-    inside=448e9,
-    gib=192,
-    source=f"AMD Instinct MI300X data sheet: 1,307.4 TFLOPS, 7 Infinity Fabric links of 128 GB/s both ways; {_NICS}",
-    share_from=_REPORTED,
-)
-_TABLE = (
-    Device(
-        "A100",
-        peak=312e12,
-        products=0.7,
-        attention=0.45,
-        hbm=2.039e12,
-        range=(0.85, 1.2),
-        inside=300e9,
-        gib=79,
-        source="NVIDIA A100 80GB data sheet (SXM): 312 TFLOPS, NVLink 600 GB/s; 200 Gb/s ConnectX-6 per GPU, as"
-        " in NVIDIA DGX A100",
-        share_from="fitted to published jobs of TorchTitan and MosaicML, Llama 8B to 70B",
-        between=25e9,
-    ),
-    _H100,
-    replace(
-        _H100,
-        name="H100-500W",
-        products=0.46,
-        attention=0.28,
-        hbm=2.4e12,
-        range=(0.87, 1.15),
-        gib=94,
-        source="Meta's Grand Teton: H100 with 96 GB of HBM2e, limited to 500 W, and otherwise as H100",
-        share_from=_TITAN,
-    ),
-    replace(
-        _H100,
-        name="H200",
-        hbm=4.8e12,
-        gib=139,
-        source=f"NVIDIA H200 data sheet (SXM): 1,979 TFLOPS with sparsity, NVLink 900 GB/s, 141 GB; {_NVLINK}",
-        share_from="as H100; one H200 reaches 78 % for milliseconds (benchmarks/README.md)",
-    ),
-    _B200,
-    replace(
-        _B200,
-        name="GB200",
-        peak=2500e12,
-        gib=184,
-        source="NVIDIA GB200 NVL72 data sheet: 72 GPUs with 360 PFLOPS with sparsity, 13.4 TB and NVLink 130"
-        f" TB/s together; {_NVLINK}",
-        gpus_per_node=72,
-    ),
-    Device(
-        "L40S",
-        peak=362.05e12,
-        products=0.5,
-        attention=0.35,
-        hbm=8.64e11,
-        range=(0.6, 1.4),
-        inside=32e9,
-        gib=44,
-        source="NVIDIA L40S data sheet: 362.05 TFLOPS, PCIe 64 GB/s both ways, 48 GB; a network card of 200"
-        " Gb/s per GPU is an assumption",
-        share_from=f"{_UNKNOWN} as H100",
-        between=25e9,
-    ),
-    Device(
-        "MI250X",
-        peak=191.5e12,
-        products=0.42,
-        attention=0.25,
-        hbm=1.6e12,
-        range=(0.85, 1.1),
-        inside=200e9,
-        gib=64,
-        source="AMD Instinct MI250X data sheet: one of its two dies, each of which is a GPU to torch, with"
-        " half of 383 TFLOPS, 128 GB and 8 Infinity Fabric links of 100 GB/s both ways; 4 network cards of 200"
-        " Gb/s for 8 dies, as on Frontier",
-        share_from="arXiv 2312.12705, on Frontier: 38, 36 and 32 % of the peak for 22B, 175B and 1T parameters",
-        between=12.5e9,
-    ),
-    _MI300X,
-    replace(
-        _MI300X,
-        name="MI325X",
-        products=0.55,
-        attention=0.33,
-        hbm=6e12,
-        range=(0.8, 1.2),
-        gib=256,
-        source="AMD Instinct MI325X data sheet: 1,307.4 TFLOPS, 7 Infinity Fabric links of 128 GB/s both ways;"
-        f" {_NICS}",
-        share_from="fitted to AMD Primus, Llama 2 70B on 8 and 64 GPUs",
-    ),
-    replace(
-        _MI300X,
-        name="MI355X",
-        peak=2516.6e12,
-        hbm=8e12,
-        range=(0.7, 1.3),
-        inside=537.6e9,
-        gib=288,
-        source=f"AMD Instinct MI355X data sheet: 2.5 PFLOPS, 7 Infinity Fabric links of 153.6 GB/s both ways; {_NICS}",
-        share_from=f"{_UNKNOWN} as MI300X",
-    ),
-)
-DEVICES: Mapping[str, Device] = MappingProxyType({device.name: device for device in _TABLE})
+
+def _device(name: str) -> Device:
+    figures: dict[str, Any] = dict(zip(_COLUMNS, _FIGURES[name], strict=True))
+    nodes = 72 if name == "GB200" else 8
+    return Device(name, source=_SOURCES[name], share_from=_SHARES[name], gpus_per_node=nodes, **figures)
+
+
+DEVICES: Mapping[str, Device] = MappingProxyType({name: _device(name) for name in _FIGURES})
 """Devices by user-facing name."""
 
 

@@ -66,9 +66,7 @@ def estimate(
         plans: whether to search for plans, one for each number of stages per rank.
         budget: number of ops that the search of one plan may time.
 
-    Raises:
-        TypeError: an argument has another type.
-        ValueError: the device or schedule is unknown, a rate is invalid, or the costs are for another number of ranks.
+    Raises ValueError for unknown devices and schedules, invalid rates, and costs for another number of ranks.
     """
     if not isinstance(workload, Workload):
         raise TypeError(
@@ -78,8 +76,18 @@ def estimate(
     if device is None and costs is None:
         raise ValueError("an estimate needs a device, for example 'H100', or measured costs")
     found = None if device is None else find(device)
+    ranks = workload.degrees.pipeline
     if costs is not None:
-        _require_ranks(costs, workload.degrees.pipeline)
+        if not isinstance(costs, JobCosts):
+            raise TypeError(
+                f"an estimate cannot have costs = {costs!r}: give zbpipe.costs.JobCosts, as zbpipe.load_costs"
+            )
+        costs.require_ranks(ranks)
+        if isinstance(costs.costs, CostModel) and costs.costs.num_stages % ranks:
+            raise ValueError(
+                f"the costs are of {costs.costs.num_stages} stages, which {ranks} ranks cannot share equally: measure"
+                f" them on {ranks} ranks"
+            )
     for name, given in (("only", () if only is None else only), ("stages_per_rank", stages_per_rank)):
         if not isinstance(given, Iterable) or isinstance(given, str):
             raise TypeError(f"an estimate cannot have {name} = {given!r}: give a list")
@@ -89,7 +97,7 @@ def estimate(
     names = None if only is None else {resolve(name).name for name in only}
     wanted = [each for each in schedules().values() if names is None or each.name in names]
     left_out: list[tuple[str, str]] = []
-    if names is None and workload.degrees.pipeline * workload.microbatches > _SEARCHED:
+    if names is None and ranks * workload.microbatches > _SEARCHED:
         slow = [each for each in wanted if "memory_limit" in each.keywords and each is not own]
         left_out += [(each.name, "its search takes long at this size: name it with --schedule") for each in slow]
         wanted = [each for each in wanted if each not in slow]
@@ -103,7 +111,7 @@ def estimate(
     steps: list[Step] = []
     for algorithm, stages in _variants(wanted, own, workload, stages_per_rank):
         steps += kept(f"{algorithm.name}, {stages} stages per rank", job.named, algorithm, stages)
-    if plans and workload.degrees.pipeline > 1:
+    if plans and ranks > 1:
         for name in _PLANNED:
             steps += kept(f"plan, {name}", job.planned, name, budget)
     if job.rates is not None:
@@ -111,18 +119,6 @@ def estimate(
     steps.sort(key=lambda step: (not step.runs, not step.fits, step.seconds, step.has_torchs_split))
     device = None if job.rates is None else job.rates.device
     return Estimate(workload, device, tuple(steps), tuple(left_out), tuple(job.words(tflops, link)))
-
-
-def _require_ranks(costs: JobCosts, ranks: int) -> None:
-    """Refuse costs that are not of this number of ranks."""
-    if not isinstance(costs, JobCosts):
-        raise TypeError(f"an estimate cannot have costs = {costs!r}: give zbpipe.costs.JobCosts, as zbpipe.load_costs")
-    costs.require_ranks(ranks)
-    if isinstance(costs.costs, CostModel) and costs.costs.num_stages % ranks:
-        raise ValueError(
-            f"the costs are for {costs.costs.num_stages} stages, which {ranks} ranks cannot share equally: measure them"
-            f" on {ranks} ranks"
-        )
 
 
 def _variants(
@@ -153,8 +149,6 @@ def _require_torch_runs(algorithm: Algorithm, ranks: int, stages_per_rank: int, 
 
 @dataclass(frozen=True)
 class _Job:
-    """A workload with its known times."""
-
     workload: Workload
     rates: Rates | None
     measured: JobCosts | None
@@ -164,16 +158,14 @@ class _Job:
         placement = algorithm.place(degrees.pipeline, stages)
         split = self.workload.split(placement, algorithm)
         costs = self.costs(placement, split)
-        made_for = costs if self.measured is not None else self._usual_costs(algorithm, placement, costs)
+        made_for: CostModel | None = costs
+        if self.measured is None and not (algorithm.by_checkpointing and self.workload.checkpointing is None):
+            made_for = self.workload.usual_costs(algorithm, placement)
         _require_torch_runs(algorithm, degrees.pipeline, stages, microbatches)
         schedule = algorithm.make(degrees.pipeline, microbatches, stages_per_rank=stages, costs=made_for)
-        return self.step(schedule, costs, split, algorithm.name, _words_of(placement), algorithm.source)
-
-    def _usual_costs(self, algorithm: Algorithm, placement: Placement, costs: CostModel) -> CostModel | None:
-        """Default costs of a schedule in a job without measurements, or `costs` if its checkpointing is unknown."""
-        if algorithm.by_checkpointing and self.workload.checkpointing is None:
-            return costs
-        return self.workload.usual_costs(algorithm, placement)
+        known = {"loop": Placement.loop(degrees.pipeline, stages), "v": Placement.v(degrees.pipeline, stages)}
+        kind = next((name for name, each in known.items() if each == placement), "table")
+        return self.step(schedule, costs, split, algorithm.name, "single" if stages == 1 else kind, algorithm.source)
 
     def planned(self, name: str, budget: float) -> Step:
         """The best plan found that leaves room for the weights."""
@@ -182,9 +174,8 @@ class _Job:
         costs = self.costs(placement, split)
         room = self._room(placement, split)
         planned = self._with_fsdp(costs, split)
-        found = plan(
-            placement.num_ranks, self.workload.microbatches, planned, room, placements=[placement], budget=budget
-        )
+        size = (placement.num_ranks, self.workload.microbatches)
+        found = plan(*size, planned, room, placements=[placement], budget=budget)
         return self.step(found.schedule, costs, split, PLAN, name, "zbpipe")
 
     def step(self, schedule: Schedule, costs: CostModel, split: Split, name: str, placement: str, source: str) -> Step:
@@ -195,11 +186,12 @@ class _Job:
         stages = len(schedule.placement.stages_on(0))
         torchs = has_torchs_split(schedule, source)
         runs = not torchs or runs_torchs_split(self.workload.checkpointing, self.workload.compiled)
-        row = self._row(name, placement, stages, seconds, timeline.bubble, worst, source, timeline)
+        about = {"source": source, "timeline": timeline, "has_torchs_split": torchs, "runs": runs}
         others = (self._with_fsdp(job.costs(schedule.placement, split), split) for job in self._extremes)
         ends = tuple(self._seconds(simulate(schedule, each, overlaps_fsdp=overlaps), split) for each in others)
-        return replace(row, has_torchs_split=torchs, runs=runs, range=_pair(ends))
+        return self._row(name, placement, stages, seconds, timeline.bubble, worst, ends, **about)
 
+    # A row has as many figures.
     def _row(
         self,
         name: str,
@@ -208,8 +200,8 @@ class _Job:
         seconds: float,
         bubble: float,
         memory: Memory,
-        source: str = "",
-        timeline: Timeline | None = None,
+        ends: tuple[float, ...],
+        **about: Any,
     ) -> Step:
         if not seconds:
             raise ValueError("its step takes 0 seconds: give times above 0")
@@ -217,7 +209,8 @@ class _Job:
         device = None if self.rates is None else self.rates.device
         mfu = speed * self.workload.operations / device.peak if device else None
         fits = device is None or memory.total <= device.usable_bytes
-        return Step(name, placement, stages, seconds, max(bubble, 0.0), speed, mfu, memory, fits, source, timeline)
+        about["range"] = (ends[0], ends[1]) if len(ends) == 2 else None
+        return Step(name, placement, stages, seconds, max(bubble, 0.0), speed, mfu, memory, fits, **about)
 
     @cached_property
     def _layers(self) -> CostModel:
@@ -278,10 +271,9 @@ class _Job:
         """A step with the same tokens and GPUs, with FSDP over all of them and no pipeline."""
         assert self.rates is not None
         seconds, exposed, memory = step_without_pipeline(self.workload, self.rates)
-        row = self._row(NO_PIPELINE, "", 1, seconds, exposed / (seconds or 1.0), memory)
         others = (job.rates for job in self._extremes)
         ends = tuple(step_without_pipeline(self.workload, each).seconds for each in others if each is not None)
-        return replace(row, range=_pair(ends))
+        return self._row(NO_PIPELINE, "", 1, seconds, exposed / (seconds or 1.0), memory, ends)
 
     @cached_property
     def _extremes(self) -> tuple[_Job, ...]:
@@ -292,7 +284,6 @@ class _Job:
         return tuple(replace(self, rates=replace(self.rates, speed=speed, extremes=None)) for speed in speeds)
 
     def words(self, tflops: float | None, link: Any) -> Iterator[str]:
-        """Sources of the figures, in sentences."""
         if self.measured is not None:
             yield "times and activations: measured, from the cost file"
         else:
@@ -324,10 +315,6 @@ class _Job:
         )
 
 
-def _pair(ends: tuple[float, ...]) -> tuple[float, float] | None:
-    return (ends[0], ends[1]) if len(ends) == 2 else None
-
-
 def memories_by_rank(workload: Workload, timeline: Timeline, split: Split) -> Iterator[Memory]:
     """Peak memory of each GPU, by rank."""
     placement = timeline.schedule.placement
@@ -351,14 +338,6 @@ def _memory(weights: float, optimizer: float, held: Held, last_stage: int) -> Me
     )
 
 
-def _words_of(placement: Placement) -> str:
-    ranks, stages = placement.num_ranks, len(placement.stages_on(0))
-    if stages == 1:
-        return "single"
-    known = {"loop": Placement.loop(ranks, stages), "v": Placement.v(ranks, stages)}
-    return next((name for name, each in known.items() if each == placement), "table")
-
-
 @dataclass(frozen=True)
 class JobMemory:
     """Memory of a job's GPUs, by pipeline rank."""
@@ -366,7 +345,6 @@ class JobMemory:
     parameters: tuple[float, ...]
     """Number of parameters in each rank's stages, over all GPUs that share them."""
     memories: tuple[Memory, ...]
-    """Memory of each GPU."""
     unit: float
     """Bytes that F keeps of one microbatch in an average rank's layers: a memory limit of 1 microbatch."""
 
@@ -383,32 +361,22 @@ class JobMemory:
 def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobMemory:
     """Memory of each rank with the job's own schedule. With `Auto` a plan may use all of the limit.
 
-    Not counted: buffers of the communication library, copies that FSDP makes to reduce gradients at the end of a step,
-    and fragmentation. `USABLE` leaves room for these. Compiled modules need less.
+    `USABLE` leaves room for buffers of the communication library, copies of FSDP, and fragmentation.
     """
     algorithm = resolve(workload.schedule)
     placement = algorithm.place(workload.degrees.pipeline)
     split = workload.split(placement, algorithm)
     costs = join_stages(workload.layer_costs(lambda layer: (1.0, 1.0, 1.0)), split)  # times make no difference
-    timeline = simulate(_schedule(algorithm, placement, workload, limit), costs)
+    made_for = workload.usual_costs(algorithm, placement)
+    ranks, microbatches = placement.num_ranks, workload.microbatches
+    timeline = simulate(algorithm.make(ranks, microbatches, costs=made_for, memory_limit=limit), costs)
     memories = tuple(memories_by_rank(workload, timeline, split))
     if algorithm.name == "Auto":
-        memories = tuple(_add_plan(memories, placement, costs, workload, limit or AS_1F1B))
+        rooms = (limit or AS_1F1B).resolve(costs, ranks, microbatches)
+        needed = map(max, rooms, least_room(placement, costs))
+        # The excess of a plan counts as activations.
+        empty = (replace(each, waiting=0.0, buffers=0.0, working=0.0, logits=0.0) for each in memories)
+        planned = [replace(each, activations=room) for each, room in zip(empty, needed, strict=True)]
+        memories = tuple(max(both, key=lambda each: each.total) for both in zip(memories, planned, strict=True))
     parameters = workload.parameters_by_rank(placement, split)
     return JobMemory(parameters, memories, sum(costs.activations) / placement.num_ranks)
-
-
-def _schedule(algorithm: Algorithm, placement: Placement, workload: Workload, limit: MemoryLimit | None) -> Schedule:
-    """The job's schedule before any measurement."""
-    made_for = workload.usual_costs(algorithm, placement)
-    return algorithm.make(workload.degrees.pipeline, workload.microbatches, costs=made_for, memory_limit=limit)
-
-
-def _add_plan(
-    memories: tuple[Memory, ...], placement: Placement, costs: CostModel, workload: Workload, limit: MemoryLimit
-) -> Iterator[Memory]:
-    """The memory with the full limit of a plan, if that is more. The excess counts as activations."""
-    rooms = limit.resolve(costs, placement.num_ranks, workload.microbatches)
-    for memory, least, room in zip(memories, least_room(placement, costs), rooms, strict=True):
-        empty = replace(memory, waiting=0.0, buffers=0.0, working=0.0, logits=0.0)
-        yield max(memory, replace(empty, activations=max(room, least)), key=lambda each: each.total)

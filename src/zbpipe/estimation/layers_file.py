@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from zbpipe.costs.file import read_data, repeat_counted, row_table, rows_of, table_of
+from zbpipe.costs.file import layer_tables, read_data, table_of
 from zbpipe.costs.model import amount
 from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes, Workload
 from zbpipe.schedule.ir import OpKind, require_whole
@@ -21,14 +20,8 @@ _PARAMETER_BYTES = ("gathered", "summed", "stored")
 def load_layers(path: str | Path, gpus: int) -> Workload:
     """The workload from a file about a model's layers, on this number of GPUs. FSDP uses GPUs that the degrees leave.
 
-    Args:
-        path: path of a file in the format of docs/costs-file.md.
-        gpus: number of GPUs of the whole job.
-
-    Raises:
-        TypeError: the argument is not a path.
-        ValueError: the file cannot be read, a key or value is unknown, missing or no amount, or the number of GPUs is
-            not a multiple of its degrees.
+    docs/costs-file.md has the format. Raises ValueError for a file that cannot be read, for invalid keys and values,
+    and if the number of GPUs is not a multiple of the degrees.
     """
     data = read_data(path)
     (gpus,) = require_whole(1, gpus=gpus)
@@ -42,7 +35,7 @@ def _workload(data: Any, gpus: int, name: str) -> Workload:
     required = ("tokens", "microbatches", "message_bytes", "layers")
     job = table_of(data, "", required=required, optional=("schedule", "degrees", "parameter_bytes"))
     require_whole(1, tokens=job["tokens"], microbatches=job["microbatches"])
-    layers = tuple(chain.from_iterable(_layers(row, name) for name, row in rows_of(job["layers"], "layers")))
+    layers = tuple(_layer(table, name) for name, table in layer_tables(job["layers"], _AMOUNTS, _OPTIONAL))
     if not layers:
         raise ValueError("a model needs at least one layer: give [[layers]]")
     given = table_of(job.get("parameter_bytes", {}), "[parameter_bytes]", optional=_PARAMETER_BYTES)
@@ -69,11 +62,6 @@ def _degrees(given: Any, gpus: int) -> Degrees:
     if gpus % each:
         raise ValueError(f"{gpus} GPUs are not a multiple of the degrees' product {each}")
     return Degrees(**found, fsdp=gpus // each)
-
-
-def _layers(row: Any, name: str) -> list[LayerWork]:
-    table = row_table(row, name, required=("modules", *_AMOUNTS), optional=_OPTIONAL)
-    return [_layer(each, name) for each in repeat_counted(table, name)]
 
 
 def _layer(table: dict[str, Any], name: str) -> LayerWork:

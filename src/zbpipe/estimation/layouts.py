@@ -7,7 +7,6 @@ from dataclasses import replace
 from math import gcd, inf
 from typing import Any
 
-from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation.devices import Device, find
 from zbpipe.estimation.estimate import estimate
@@ -17,12 +16,9 @@ from zbpipe.estimation.workload import Degrees, Workload
 
 FEW = ("1F1B", "Interleaved1F1B", "ZBV", "VHalf")
 """Schedules for comparing layouts, cheap to generate. Plans and other schedules follow for the best layouts."""
-_MOST_RANKS = 16
-_CONTEXT = (1, 2, 4, 8)
-_MOST_SHARING = 16
-"""Most GPUs that share a microbatch."""
-_MOST_MICROBATCHES = 2048
-"""Most ranks times microbatches, for the time of the search. Bubbles are small by then."""
+_MOST_RANKS, _CONTEXT = 16, (1, 2, 4, 8)
+_MOST_SHARING, _MOST_MICROBATCHES = 16, 2048
+"""Most GPUs that share a microbatch, and most ranks times microbatches. Bubbles are small by then."""
 _STAGES_PER_RANK = range(12, 1, -1)
 """Numbers of stages per rank to try, from the largest one that cuts the blocks evenly."""
 
@@ -49,7 +45,6 @@ def _divisors(number: int) -> list[int]:
 
 
 def _layouts(workload: Workload, gpus_per_node: int) -> Iterator[Workload]:
-    """The job on all degrees, with every checkpointing."""
     kinds = (None,) if workload.checkpointing is None else Checkpointing
     for degrees in degrees_to_try(workload, gpus_per_node):
         for how in kinds:
@@ -60,20 +55,21 @@ def _layouts(workload: Workload, gpus_per_node: int) -> Iterator[Workload]:
 
 
 def search(workload: Workload, device: str | Device, **how: Any) -> list[Estimate]:
-    """Estimates of the best layout for each choice of degrees, best first.
+    """Estimates of the best layout for each choice of degrees, best first. Arguments as for `zbpipe.estimate`.
 
     The tokens of a step stay the same. The best layout with a pipeline and the best one without have all schedules,
     plans and ranges. Layouts whose computation alone takes longer than the best step are left out.
-
-    Args:
-        workload: the job.
-        device: as for `zbpipe.estimate`.
-        how: the rates, as for `zbpipe.estimate`.
     """
     device = find(device)
     known = rates(device, how.get("tflops"), how.get("link"))
     likely = replace(known.device, range=None)
-    layouts = [(_computing(each, known.layer_costs(each)), each) for each in _layouts(workload, device.gpus_per_node)]
+
+    def computing(layout: Workload) -> float:
+        """Least seconds of a step: the computation of an average rank."""
+        costs = known.layer_costs(layout)
+        return layout.microbatches * sum(map(sum, (costs.f, costs.i, costs.w))) / layout.degrees.pipeline
+
+    layouts = [(computing(each), each) for each in _layouts(workload, device.gpus_per_node)]
     if not layouts:
         raise ValueError(f"no degrees fit {workload.degrees.gpus} GPUs: give the job more microbatches")
     found: dict[Degrees, Estimate] = {}
@@ -90,19 +86,11 @@ def search(workload: Workload, device: str | Device, **how: Any) -> list[Estimat
     ordered = sorted(found.values(), key=_order)
     if not ordered:
         raise ValueError(f"the job does not fit {workload.degrees.gpus} GPUs on any degrees")
-    sides = [next((each for each in ordered if _is_usable(each, side)), None) for side in (False, True)]
-    best = [each.workload for each in sides if each is not None] or [ordered[0].workload]
+    usable = [each.workload for each in ordered if each.on_these_degrees is not None]
+    sides = ([each for each in usable if (each.degrees.pipeline > 1) is side] for side in (False, True))
+    best = [side[0] for side in sides if side] or [ordered[0].workload]
     full = [estimate(each, device, stages_per_rank=(*_stages(each), 2, 4), **how) for each in best]
     return [*sorted(full, key=_order), *(each for each in ordered if each.workload not in best)]
-
-
-def _is_usable(each: Estimate, has_pipeline: bool) -> bool:
-    return (each.workload.degrees.pipeline > 1) == has_pipeline and each.on_these_degrees is not None
-
-
-def _computing(workload: Workload, costs: CostModel) -> float:
-    """Least seconds of a step: the computation of an average rank."""
-    return workload.microbatches * sum(map(sum, (costs.f, costs.i, costs.w))) / workload.degrees.pipeline
 
 
 def _least_bytes(workload: Workload) -> float:

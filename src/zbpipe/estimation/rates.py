@@ -7,7 +7,6 @@ One rate for all of them would make W as long as F. Measured W takes 0.50 to 0.7
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import log2
 from typing import Any
@@ -19,34 +18,24 @@ from zbpipe.estimation.workload import LayerWork, Workload
 from zbpipe.schedule.ir import Placement
 
 FLOAT8 = 1.6
-"""Speed of float8 products relative to bfloat16, with all casts.
-
-TorchTitan, December 2024 and June 2025: Llama 3 8B trains 1.28 times as fast with float8 (tensorwise), 70B 1.36 times.
-"""
+"""Speed of float8 products relative to bfloat16, with all casts. TorchTitan, December 2024 and June 2025: Llama 3 8B
+trains 1.28 times as fast with float8 (tensorwise), 70B 1.36 times."""
 _CASTS = 1.75
 """Memory traffic of a block in float8 relative to bfloat16: each factor of a product is read twice and cast."""
 _RING = 0.08
-"""Share by which attention takes longer for each further GPU of context parallelism.
-
-TorchTitan, December 2024: Llama 3 8B on 8 H100, 32k to 262k tokens with CP 1 to 8.
-"""
+"""Share by which attention takes longer for each further GPU of context parallelism. TorchTitan, December 2024: Llama 3
+8B on 8 H100, 32k to 262k tokens with CP 1 to 8."""
 _TILE = 64
 """Width by which a product is longer than its operations: tensor parallelism cuts it into narrower ones."""
 _OPTIMIZER_BYTES = 32.0
-"""Bytes that AdamW in float32 moves for each parameter: it reads and writes the parameter and both moments, and reads
-the gradient, once more for its norm."""
+"""Bytes that AdamW in float32 moves for each parameter: parameter and both moments twice, the gradient twice."""
 _STRAGGLERS = {False: 0.006, True: 0.003}
-"""Growth of the step with each doubling of GPUs beyond a node, by whether there is a pipeline.
-
-Published: 0.6 to 1.1 % without a pipeline (TorchTitan from 8 to 128 H100, MaxText from 64 to 256), 0.3 to 0.5 % with
-one (NeMo from 64 to 2048).
-"""
+"""Growth of the step with each doubling of GPUs beyond a node, by whether there is a pipeline. Published: 0.6 to 1.1 %
+without one (TorchTitan from 8 to 128 H100, MaxText from 64 to 256), 0.3 to 0.5 % with one (NeMo from 64 to 2048)."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of computation and communication."""
-
     device: Device
     """Device whose rates apply."""
     speed: float = 1.0
@@ -84,8 +73,12 @@ class Rates:
 
     def costs(self, workload: Workload, layers: CostModel, placement: Placement, split: Split) -> CostModel:
         """Costs of the stages from those of the layers, with the links between neighbours."""
-        stages = join_stages(layers, split)
-        links = dict(self._links(workload, placement))
+        stages, links = join_stages(layers, split), {}
+        # In TorchTitan's numbering of GPUs the pipeline is outermost, so its ranks are far apart.
+        apart, node = workload.degrees.gpus // workload.degrees.pipeline, self.device.gpus_per_node
+        for one, other in placement.hops:
+            together = one * apart // node == other * apart // node
+            links[one, other] = Link(self.device.latency, self.device.inside if together else self.device.between)
         slowest = min(links.values(), key=lambda link: link.bandwidth, default=Link())
         return replace(stages, link=slowest, links=links, overhead=self.device.overhead)
 
@@ -95,15 +88,6 @@ class Rates:
         doublings = max(log2(degrees.gpus / self.device.gpus_per_node), 0.0)
         optimizer = _OPTIMIZER_BYTES * parameters / self.device.memory
         return (seconds + optimizer) * (1 + _STRAGGLERS[degrees.pipeline > 1] * doublings)
-
-    def _links(self, workload: Workload, placement: Placement) -> Iterator[tuple[tuple[int, int], Link]]:
-        """Links in TorchTitan's numbering of GPUs: the pipeline is outermost, so its ranks are far apart."""
-        apart = workload.degrees.gpus // workload.degrees.pipeline
-        node = self.device.gpus_per_node
-        for one, other in placement.hops:
-            together = one * apart // node == other * apart // node
-            bandwidth = self.device.inside if together else self.device.between
-            yield (one, other), Link(self.device.latency, bandwidth)
 
 
 def rates(device: Device, tflops: Any = None, link: Any = None) -> Rates:

@@ -10,10 +10,8 @@ from zbpipe.estimation.workload import Workload
 from zbpipe.simulator.timeline import Timeline
 
 DECIDED = 0.1
-"""Difference between a pipeline and FSDP from which on an estimate decides for a pipeline.
-
-Published steps of one model on the same GPUs, Llama 70B on 64 H100 with FSDP, differ by 35 % between frameworks.
-"""
+"""Difference between a pipeline and FSDP from which on an estimate decides for a pipeline. Published steps of Llama 70B
+on 64 H100 with FSDP differ by 35 % between frameworks."""
 HARDLY = 0.05
 """Gain of a pipeline up to which the answer is FSDP, which is simpler: the estimate's mean error."""
 NO_PIPELINE = "no pipeline (FSDP)"
@@ -37,15 +35,13 @@ class Memory:
     optimizer: float
     """Gradients and the optimizer's moments."""
     activations: float
-    """Activations from F to I."""
     waiting: float
-    """Deferred gradients (x and dY of each linear layer)."""
+    """Deferred gradients."""
     buffers: float
     """Messages in transit."""
     working: float
-    """Working memory of the running op."""
     logits: float
-    """Working memory of F of the stage with the head."""
+    """Working memory of F of the stage with the head, or of any other op."""
 
     @property
     def total(self) -> float:
@@ -81,16 +77,9 @@ class Step:
 
     def relative_range(self, to: Step) -> tuple[float, float]:
         """Least and largest step time relative to another row, over the plausible rates."""
-        both = [(self.seconds, to.seconds)]
-        if self.range and to.range:
-            both += zip(self.range, to.range, strict=True)
-        found = [one / other for one, other in both]
+        ends = zip(self.range, to.range, strict=True) if self.range and to.range else ()
+        found = [one / other for one, other in ((self.seconds, to.seconds), *ends)]
         return min(found), max(found)
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether it fits and can run."""
-        return self.fits and self.runs
 
 
 def answer(pipeline: Step, fsdp: Step) -> Answer:
@@ -117,7 +106,6 @@ class Estimate:
 
     @property
     def usual(self) -> Step | None:
-        """The row of 1F1B."""
         return self._named("1F1B")
 
     @property
@@ -129,7 +117,7 @@ class Estimate:
         """The fastest schedule that fits and uses the pipeline ranks, if there are several. None if nothing does."""
         has_none = self.workload.degrees.pipeline == 1
         wanted = (step for step in self.steps if has_none == (step.timeline is None))
-        return next((step for step in wanted if step.is_usable), None)
+        return next((step for step in wanted if step.fits and step.runs), None)
 
     def _named(self, name: str) -> Step | None:
         return next((step for step in self.steps if step.schedule == name), None)

@@ -13,19 +13,13 @@ from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 from zbpipe.schedule.registry import Algorithm
 
 ASYNC_TENSOR = 0.48
-"""Share of tensor parallelism's communication that torch's asynchronous tensor parallelism hides.
-
-TorchTitan, June 2025: steps of Llama 3 8B and 70B with TP 8 become 9 and 8 % shorter.
-"""
+"""Share of tensor parallelism's communication that torch's asynchronous tensor parallelism hides. TorchTitan, June
+2025: steps of Llama 3 8B and 70B with TP 8 become 9 and 8 % shorter."""
 
 
 @dataclass(frozen=True)
 class Degrees:
-    """Sizes of the parallel dimensions.
-
-    >>> Degrees(pipeline=4, tensor=8, fsdp=2).gpus
-    64
-    """
+    """Sizes of the parallel dimensions."""
 
     pipeline: int = 1
     tensor: int = 1
@@ -64,10 +58,8 @@ class Degrees:
 
 @dataclass(frozen=True)
 class ParameterBytes:
-    """Memory of a GPU for each parameter of its stages.
-
-    A pipeline reduces its gradients after freeing its activations, layer after layer, each in place of its sum. So
-    reduced gradients add to the sums only if they remain from an earlier pipeline step.
+    """Memory of a GPU for each parameter of its stages. Reduced gradients add to the sums only if they remain from an
+    earlier pipeline step: a pipeline reduces each in place of its sum.
 
         >>> ParameterBytes().total(shards=8), ParameterBytes(accumulates=True).total(shards=8)
         (7.5, 8.0)
@@ -86,7 +78,6 @@ class ParameterBytes:
         return self.gathered + self.stored / shards
 
     def optimizer(self, shards: int) -> float:
-        """Gradients and moments."""
         reduced = self.stored / shards
         gradients = self.summed + reduced if self.accumulates else max(self.summed, reduced)
         return gradients + 2 * reduced
@@ -103,15 +94,13 @@ class LayerWork:
     f: float
     """Floating-point operations of F, on all GPUs together that share the layer."""
     i: float
-    """Floating-point operations of I, with any recomputation."""
+    """Those of I, with any recomputation."""
     w: float
-    """Floating-point operations of W."""
     parameters: float
     """Number of parameters, on all GPUs together that share them."""
     activations: float
-    """Bytes kept from F to I."""
+    """Bytes kept from F to I; `waits` from I to W."""
     waits: float
-    """Bytes kept from I to W."""
     working: tuple[tuple[OpKind, float], ...] = ()
     """Working memory of ops, in bytes."""
     transfers: tuple[int, int] = (0, 0)
@@ -139,7 +128,6 @@ class Workload:
 
     name: str
     layers: tuple[LayerWork, ...]
-    """Layers from the embedding to the head."""
     degrees: Degrees
     microbatches: int
     """Number of microbatches in the step of one pipeline."""
@@ -152,11 +140,9 @@ class Workload:
     words: str
     """Source of operations and bytes."""
     schedule: str = "1F1B"
-    """The job's own schedule."""
     checkpointing: Checkpointing | None = None
     """Activation checkpointing, for schedules that adapt to it. None if unknown."""
     compiled: bool = False
-    """Whether torch.compile runs the layers."""
     float8: bool = False
     """Whether the products of blocks are in float8."""
     hidden_tensor: float = 0.0
@@ -169,32 +155,27 @@ class Workload:
     ends: tuple[int, int] | None = None
     """Number of layers as which embedding and head count, if the user wants an even split."""
     remade: Callable[[Degrees, Checkpointing | None], Workload] | None = None
-    """Function that builds the same job on other degrees, with another checkpointing. None if that is impossible."""
+    """Function that builds the same job on other degrees, with another checkpointing."""
     microbatch_size: int = 1
-    """Sequences per microbatch."""
     deferred: float | None = None
     """Share of the weight gradients that W computes. None if unknown."""
     batch_option: str = "microbatches"
     """Name of the option for a larger batch, in sequences of one pipeline's step."""
 
     @property
-    def too_few_microbatches(self) -> str | None:
-        """The sentence of `few_microbatches` for this job."""
-        return few_microbatches(self.degrees.pipeline, self.microbatches, self.microbatch_size, self.batch_option)
-
-    @property
-    def too_much_in_i(self) -> str | None:
-        """A sentence for jobs in which W computes less than 80 % of the weight gradients. None for other jobs."""
-        if self.deferred is None or self.deferred >= ENOUGH:
-            return None
-        return (
+    def warnings(self) -> list[str]:
+        """Sentences for jobs with few microbatches, and with less than 80 % of the weight gradients in W."""
+        found = few_microbatches(self.degrees.pipeline, self.microbatches, self.microbatch_size, self.batch_option)
+        in_i = (
             f"W computes only {self.deferred:.0%} of the weight gradients, so schedules with I and W gain less: the"
             " job's log names the layers"
+            if self.deferred is not None and self.deferred < ENOUGH
+            else None
         )
+        return [each for each in (found, in_i) if each]
 
     @property
     def global_tokens(self) -> int:
-        """Tokens of a step, on all GPUs."""
         return self.tokens * self.microbatches * self.degrees.data
 
     @property
@@ -207,10 +188,7 @@ class Workload:
         return self.message_bytes * self.degrees.sharing / (2 * self.tokens)
 
     def on(self, degrees: Degrees, checkpointing: Checkpointing | None = None) -> Workload:
-        """This step on other degrees: the number of tokens stays, that of microbatches changes.
-
-        ValueError if other degrees or another checkpointing are not supported, or its batch cannot be shared so.
-        """
+        """This step with its tokens on other degrees. ValueError if they are not supported, or cannot share it."""
         checkpointing = checkpointing or self.checkpointing
         if (degrees, checkpointing) == (self.degrees, self.checkpointing):
             return self
@@ -258,7 +236,6 @@ class Workload:
         return usual_costs(placement, self.checkpointing, self.degrees.tensor)
 
     def parameters_by_stage(self, split: Split) -> list[float]:
-        """Number of parameters in each stage, over all GPUs that share them."""
         return [sum(self.layers[layer].parameters for layer in stage) for stage in split]
 
     def parameters_by_rank(self, placement: Placement, split: Split) -> tuple[float, ...]:

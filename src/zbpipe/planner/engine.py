@@ -1,7 +1,6 @@
 """The inner loops in Python or, with numba, as machine code. Both give bit-identical results.
 
-numba takes a third of a second to import and compiles once per installation, for some 10 seconds. So it is for searches
-that take longer. Schedules by name do not use it.
+numba compiles once per installation, for some 10 seconds. Schedules by name do not use it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Priorities for list scheduling: an urgency for each op, from a few numbers.
 
 The urgency of an op is its start in a simple model: microbatches follow each other at a regular interval, each as a
-*block* of the same shape (Pipeline Parallelism with Controllable Memory, 2405.15362, section 3). In that paper the
-blocks are the schedule and must not collide. Here they only set priorities: list scheduling (`kernel`) keeps the ranks
-busy and within the limits. So every shape works, for any times of the stages.
+*block* of the same shape (Pipeline Parallelism with Controllable Memory, 2405.15362, section 3). Blocks only set
+priorities: list scheduling (`kernel`) keeps the ranks busy and within the limits, so every shape works.
 """
 
 from __future__ import annotations
@@ -22,13 +21,11 @@ class PriorityParams:
     """The shape of a block. A *leg* is one stage of every rank: V placements have two, down the ranks and up again."""
 
     forward: tuple[float, ...]
-    """Offset of each leg from the F of a stage to the F of the next, in times of that F."""
+    """Offset of each leg from the F of a stage to the F of the next, in times of that F; `backward` of the I."""
     backward: tuple[float, ...]
-    """Offset of each leg from the I of a stage to the I of the previous one, in times of that I."""
     turn_forward: tuple[float, ...]
-    """Offset added at the end of each leg, in times of F."""
+    """Offset added at the end of each leg, in times of F, or before its start, in times of I (`turn_backward`)."""
     turn_backward: tuple[float, ...]
-    """Offset added before the start of each leg, in times of I."""
     turn_loss: float
     """Offset from the last F to the first I, in times of that I."""
     weight: tuple[float, ...]
@@ -68,7 +65,7 @@ class PriorityParams:
         )
 
     def vary(self, random: Random, *, merges: bool = False) -> PriorityParams:
-        """A shape like this one: about a quarter of its numbers change. Steps and chances were chosen by hand."""
+        """A shape like this one: about a quarter of its numbers change, by steps chosen by hand."""
 
         def near(numbers: tuple[float, ...], by: float) -> tuple[float, ...]:
             return tuple(each + random.uniform(-by, by) if random.random() < 0.25 else each for each in numbers)
@@ -94,13 +91,10 @@ def _perhaps(random: Random, chance: float, low: float, high: float) -> float:
 
 
 def _leanness(random: Random) -> float:
-    """Random use of the free room: all of it, some, or none. With none, B runs as long as there are F to come."""
     return random.choice((0.0, random.uniform(0, 4), NEVER))
 
 
 class ListScheduler:
-    """List scheduling of one problem."""
-
     def __init__(self, problem: Problem, engine: Engine) -> None:
         self.engine = engine
         self.job: Job = engine.prepare(problem.job)
@@ -118,36 +112,22 @@ class ListScheduler:
 
     def run(self, shape: PriorityParams, cutoff: float = NEVER) -> tuple[float, list[int]]:
         """The length and the order for a shape. Infinity if the length is not below `cutoff`."""
-        return self.engine.list_schedule(
-            self.job,
-            self.engine.floats(self._needs(shape.spare)),
-            self.engine.floats(self._urgency(shape)),
-            self.interval,
-            shape.patience * self.weight,
-            shape.pace * self.interval,
-            self.engine.floats(self._margin(shape.lean)),
-            cutoff,
-            False,
-        )
+        times = (self.interval, shape.patience * self.weight, shape.pace * self.interval)
+        return self._schedule(self._urgency(shape), shape.lean, shape.spare, times, cutoff, False)
 
     def justify(self, order: Sequence[int]) -> tuple[float, list[int]]:
         """The length and the order after moving all ops to the end and back."""
         return self.engine.justify(self.job, self.mirrored, self.engine.integers(order))
 
     def list_by_kind(self) -> list[tuple[float, list[int]]]:
-        """Orders by kind alone: I or F first, W last or before F, with and without patience (0.5 and 1 W).
-
-        Where B saves memory, both with as few B as possible and with as many.
-        """
+        """Orders by kind alone: I or F first, W last or before F, with patience of 0, 0.5 and 1 W; where B saves memory
+        with as few B as possible and with as many."""
         rankings = ((1, 0, 2), (2, 0, 1), (0, 1, 2), (0, 2, 1))
         cases = [(ranking, patience, False) for patience in (0.0, 0.5, 1.0) for ranking in rankings]
         return [self._list(lean, *case) for lean in self._leannesses for case in cases]
 
     def list_around_the_first(self) -> list[tuple[float, list[int]]]:
-        """Orders like those of the Zero Bubble paper, which have the shortest periods: I first, then F, then W.
-
-        Ranks wait for the first I, or have little patience.
-        """
+        """Orders like those of the Zero Bubble paper, which have the shortest periods: I first, then F, then W."""
         cases = (((1, 0, 2), 0.0, True), ((1, 0, 2), 0.125, False))
         return [self._list(lean, *case) for lean in self._leannesses for case in cases]
 
@@ -161,18 +141,32 @@ class ListScheduler:
         """The length and the order by kind alone. `ranking` has the places of F, I and W, `patience` is in W."""
         stages = range(self.problem.placement.num_stages)
         urgency = [float(place * len(stages) - stage) for stage in stages for place in ranking]
-        needs, margin = (self.engine.floats(each) for each in (self._needs(0.0), self._margin((lean,) * self.legs)))
-        return self.engine.list_schedule(
-            self.job, needs, self.engine.floats(urgency), 0.0, patience * self.weight, 0.0, margin, NEVER, first
-        )
+        times = (0.0, patience * self.weight, 0.0)
+        return self._schedule(urgency, (lean,) * self.legs, 0.0, times, NEVER, first)
 
-    def _margin(self, lean: Sequence[float]) -> list[float]:
-        nodes = self.problem.job.nodes
-        return [
-            each
-            for stage, leg in enumerate(self.leg)
-            for each in (0.0, lean[leg] if lean[leg] == NEVER else lean[leg] * nodes[3 * stage].takes, 0.0)
-        ]
+    def _schedule(
+        self,
+        urgency: list[float],
+        lean: Sequence[float],
+        spare: float,
+        times: tuple[float, float, float],
+        cutoff: float,
+        first: bool,
+    ) -> tuple[float, list[int]]:
+        """List scheduling with `kernel.list_schedule`'s period, patience and release (`times`).
+
+        An op needs more free memory by `spare` where that leaves room for a microbatch.
+        """
+        job, floats = self.problem.job, self.engine.floats
+        needs, margin = [node.needs for node in job.nodes], [0.0] * len(job.nodes)
+        for stage, leg in enumerate(self.leg):
+            node = job.nodes[3 * stage]
+            margin[3 * stage + 1] = lean[leg] if lean[leg] == NEVER else lean[leg] * node.takes
+            if leg < self.legs - 1 and node.needs + spare * node.takes <= job.limit[node.rank]:
+                needs[3 * stage] += spare * node.takes
+        return self.engine.list_schedule(
+            self.job, floats(needs), floats(urgency), *times, floats(margin), cutoff, first
+        )
 
     def _urgency(self, shape: PriorityParams) -> list[float]:
         nodes, leg = self.problem.job.nodes, self.leg
@@ -196,14 +190,3 @@ class ListScheduler:
                 if leg[stage - 1] != leg[stage]:
                     now += shape.turn_backward[leg[stage]] * nodes[3 * stage + 1].seconds
         return urgency
-
-    def _needs(self, spare: float) -> list[float]:
-        """Memory that has to be free for an op, increased by `spare` where that leaves room for a microbatch."""
-        job = self.problem.job
-        needs = [node.needs for node in job.nodes]
-        for stage, leg in enumerate(self.leg):
-            node = job.nodes[3 * stage]
-            more = spare * node.takes
-            if leg < self.legs - 1 and needs[3 * stage] + more <= job.limit[node.rank]:
-                needs[3 * stage] += more
-        return needs

@@ -1,17 +1,13 @@
 """The inner loops of the search, on plain numbers: list scheduling, justifying, and annealing of an order of ops.
 
-These functions run in Python, and as machine code where numba is installed (`zbpipe.planner.engine`), with the same
-results. So they use only types that numba can compile: flat lists of numbers and of records, which are arrays there.
-Records replace parallel lists, because each list that a function gets makes the compilation longer. Some functions are
-long and have many arguments, because calls in the innermost loop cost time. `feeder` and `fed` repeat an op's
-dependencies in numbers. Tests compare the times with `zbpipe.simulate`.
+They run in Python, and as machine code where numba is installed (`zbpipe.planner.engine`), with the same results. So
+they use only types that numba can compile: numbers, flat lists of numbers and of records. Some functions are long,
+because calls in the innermost loop cost time. Tests compare the times with `zbpipe.simulate`.
 
 A *node* is 3 * stage + kind, kind being 0 for F, 1 for I and 2 for W. Number node * microbatches + microbatch stands
-for one op. An order of all ops is *sound* if no op comes before its dependencies. Then the ranks, which run their ops
-in that order, cannot wait for each other in a cycle.
-
-A full backward B is an I that includes its W. In an order the number of all ops is added to the numbers of both. The
-place of that W has no meaning.
+for one op. An order of all ops is *sound* if no op comes before its dependencies. Then ranks cannot wait for each other
+in a cycle. A full backward B is an I that includes its W. In an order the number of all ops is added to the numbers of
+both. The place of that W has no meaning.
 """
 
 from __future__ import annotations
@@ -72,14 +68,8 @@ class Job(NamedTuple):
     """Start of each rank's step. The *length* of an order is the longest time from there to the end of a rank; with
     zeros it is the makespan."""
 
-    @property
-    def mean(self) -> float:
-        """Mean seconds of a node."""
-        return sum(node.seconds for node in self.nodes) / len(self.nodes)
-
 
 def fill(count: int, value: Number) -> list[Number]:
-    """A mutable sequence of equal numbers."""
     return [value] * count
 
 
@@ -99,15 +89,13 @@ def list_schedule(
     Args:
         job: the scheduling problem.
         needs: memory that has to be free for each node, at least that of the job.
-        urgency: urgency of each node for microbatch 0; the least is the most urgent. Microbatch m has m * `period`
-            more.
-        period: seconds between microbatches in `urgency`.
+        urgency: urgency of each node for microbatch 0; the least is the most urgent.
+        period: what microbatch m has m times more.
         patience: seconds that a rank waits for an op more urgent than those that are ready.
         release: seconds between the microbatches that may enter the first stage.
         margin: memory to keep free after an I of each node while there are F to come; otherwise B runs in its place.
         cutoff: give up as soon as the length is sure to reach this.
-        first: whether ranks have endless patience for each I of the first microbatch. All other I follow it, so an F
-            that delays it on one rank delays all ranks before.
+        first: whether ranks have endless patience for each I of the first microbatch, which all other I follow.
 
     Returns:
         The length, and the ops in the order of their starts. Infinity if it gave up or cannot continue.
@@ -192,7 +180,6 @@ def loads(job: Job) -> tuple[Ints, Ints, Ints, Ints, Floats]:
 
 
 def earliest(times: Floats) -> tuple[int, float]:
-    """Index of the first minimum, and the minimum."""
     least = 0
     for each in range(1, len(times)):
         if times[each] < times[least]:
@@ -255,11 +242,7 @@ def choose(
 
 
 def left_free(job: Job, head: int, sibling: Ints, ran: Ints) -> float:
-    """Memory to keep free on a rank so that one of its microbatches can continue, which then frees memory.
-
-    The rank holds all that it has run of them, because no I of them is over. The one on the latest stage needs the
-    least.
-    """
+    """Memory to keep free on a rank so that one of its microbatches, none of which has run an I, can continue."""
     least, node = NEVER, head
     while node >= 0:
         if node % 3 == 0 and ran[node] > ran[node + 1]:
@@ -273,7 +256,6 @@ class Linked:
 
     __slots__ = ("after", "before", "gone", "held", "needs", "position", "seconds", "takes")
     position: int
-    """Its position in the order."""
     gone: int
     """1 for a W that is part of a B. It keeps a place in the order, which has no meaning."""
     before: int
@@ -287,19 +269,15 @@ class Linked:
 
 
 def blank_ops(count: int) -> list[Linked]:
-    """Ops without a place."""
     return [Linked() for _ in range(count)]
 
 
 class Lists(NamedTuple):
-    """Mutable form of an order for annealing."""
+    """Mutable form of an order for annealing: ops by position, by op, and the first and last op of each rank."""
 
     order: Ints
-    """Ops by position."""
     ops: list[Linked]
-    """By op."""
     first: Ints
-    """First op of each rank."""
     last: Ints
 
 
@@ -315,9 +293,8 @@ class Move(NamedTuple):
     position: int
     """Its previous position in the order."""
     left: int
-    """First position that changed."""
     right: int
-    """Last position that changed."""
+    """First and last position that changed."""
     early: int
     """First position from which on the time to the end of all may change."""
     late: int
@@ -330,18 +307,9 @@ NONE, SHIFTED, MERGED, PARTED = 0, 1, 2, 3
 def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: int) -> tuple[float, Ints, int]:
     """Move ops of the critical path back and forth on their rank. Keep orders that are not longer, or not by much.
 
-    Where a full backward saves memory, it also merges an I and its W, and separates them again.
-
-    Args:
-        job: the scheduling problem.
-        start: a sound order within the limits.
-        target: seconds at which it stops.
-        heat: seconds that one move may lose at the start; it falls to zero.
-        work: number of ops to time before it ends.
-        seed: seed of the random numbers, 1 to 2147483646.
-
-    Returns:
-        The length of the best order, that order, and the amount of work done.
+    Where a full backward saves memory, it also merges an I and its W, and separates them again. `start` is a sound
+    order within the limits. A move may lose `heat` seconds at the start, which falls to zero. It ends at `target`
+    seconds, or after timing `work` ops. Returns length and order of the best, and the work done.
     """
     total = len(start)
     lists = link(job, start)
@@ -427,7 +395,6 @@ def fold(job: Job, lists: Lists) -> Ints:
 
 
 def link(job: Job, codes: Ints) -> Lists:
-    """Linked lists of an order, for annealing."""
     order, ops = unfold(job, codes)
     first, last = fill(job.ranks, -1), fill(job.ranks, -1)
     for position in range(len(order)):
@@ -512,7 +479,6 @@ def make_room(job: Job, lists: Lists, op: int, jump: int) -> Move:
 
 
 def undo(job: Job, lists: Lists, move: Move) -> None:
-    """Undo the move."""
     if move.kind == SHIFTED:
         shift(job, lists, move.op, move.anchor, move.position)
     elif move.kind == MERGED:
@@ -620,7 +586,6 @@ def put(lists: Lists, op: int, position: int) -> None:
 
 
 def take_out(lists: Lists, op: int, rank: int) -> None:
-    """Remove an op from its rank's chain."""
     before, after = lists.ops[op].before, lists.ops[op].after
     if before >= 0:
         lists.ops[before].after = after
@@ -670,10 +635,8 @@ def replay(
     """Time the ops again from position `begin` of the order on. The old ends go to `backup`, by position.
 
     After the position `right` the order is the one for which `tail` holds, which shows early if it gets too long. It
-    stops after `horizon` where no end changes any more.
-
-    Returns:
-        The last position that it timed, and False if the length is sure to exceed `allowed`.
+    stops after `horizon` where no end changes any more. Returns the last position that it timed, and False if the
+    length is sure to exceed `allowed`.
     """
     order, ops, nodes, microbatches = lists.order, lists.ops, job.nodes, job.microbatches
     position = begin
@@ -707,8 +670,7 @@ def replay(
 def look_ahead(job: Job, lists: Lists, tail: list[float], left: int, right: int) -> int:
     """Update the least time from the end of each op to the end of all, after a change between `left` and `right`.
 
-    Returns:
-        Number of ops that it visited.
+    Returns the number of ops that it visited.
     """
     order, ops, nodes, microbatches = lists.order, lists.ops, job.nodes, job.microbatches
     horizon = left
@@ -739,11 +701,8 @@ def look_ahead(job: Job, lists: Lists, tail: list[float], left: int, right: int)
 def justify(job: Job, mirrored: Job, order: Ints) -> tuple[float, Ints]:
     """Move all ops as late as possible, beginning at the end, and then all as early as possible.
 
-    Known as forward-backward improvement in project scheduling with limited resources. Ops that move to the end open
-    gaps at the start that others can fill, and the other way round. `mirrored` is the job in reversed time.
-
-    Returns:
-        A length that is not greater, and the ops in the order of their starts.
+    Known as forward-backward improvement in project scheduling with limited resources. `mirrored` is the job in
+    reversed time. Returns a length that is not greater, and the ops in the order of their starts.
     """
     _, late = squeeze(mirrored, mirror(order, job.microbatches))
     return squeeze(job, mirror(late, job.microbatches))
@@ -817,10 +776,7 @@ def earliest_gap(job: Job, lists: Lists, number: int, ready: float, begin: Float
 
 
 def sort_by_start(job: Job, lists: Lists, begin: Floats, end: Floats) -> None:
-    """Sort the ops of all ranks by start. Ties: the earlier end first, then the previous order.
-
-    A W that is part of a B comes right after its I.
-    """
+    """Sort the ops of all ranks by start, then end, then previous order. W that are part of a B follow their I."""
     order, ops = lists.order, lists.ops
     heads = lists.first.copy()
     position = 0
@@ -862,7 +818,6 @@ def starts(job: Job, order: Ints) -> Floats:
 
 
 def measure(job: Job, last: Ints, end: Floats) -> float:
-    """Length of the order."""
     longest = 0.0
     for rank in range(job.ranks):
         longest = max(longest, end[last[rank]] - job.origin[rank])
@@ -870,16 +825,11 @@ def measure(job: Job, last: Ints, end: Floats) -> float:
 
 
 def critical_ops(job: Job, lists: Lists, end: Floats, lag: Floats, path: Ints) -> int:
-    """Write a chain of ops to `path`, each waiting for the next, from the one that ends last; `lag` is by op.
-
-    Returns:
-        Number of ops in the chain.
-    """
+    """Write a chain of ops to `path`, each waiting for the next, from the one that ends last. Returns its length."""
     ops, last, microbatches = lists.ops, lists.last, job.microbatches
-    worst, longest = 0, -1.0
-    for rank in range(job.ranks):
-        if end[last[rank]] - job.origin[rank] > longest:
-            worst, longest = rank, end[last[rank]] - job.origin[rank]
+    worst, length = 0, measure(job, last, end)
+    while end[last[worst]] - job.origin[worst] < length:
+        worst += 1
     steps, op = 0, last[worst]
     while op >= 0:
         path[steps] = op

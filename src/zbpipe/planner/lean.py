@@ -1,8 +1,7 @@
 """Passes over schedules that limit deferred gradients: W runs sooner, or a whole backward replaces I and W.
 
 Under activation checkpointing, I leaves far more for W than F has left for I: x and dY of all layers of a stage. A
-whole backward B frees them layer by layer. It also makes the previous stage wait for W, so B is only used where there
-is no room.
+whole backward B frees them layer by layer, but makes the previous stage wait, so it is only used where room is short.
 """
 
 from __future__ import annotations

@@ -70,27 +70,21 @@ def plan(
         memory_limit: see `zbpipe.costs.MemoryLimit`. Default: no limit.
         placements: some of "single", "loop", "v" and "wave", or placements. Default: all names except "wave".
         objective: the time to minimise: "makespan", of a synchronous step, or "period", from step to step where
-            `zbpipe.OptimizerStep` lets ranks run ahead. With a transport that has queues the period is not known. Then
-            the longest time from a rank's first op to its last counts.
-        budget: number of ops that the search may time, so results do not depend on the machine. Default: about a
-            second. Layers get it once for the split found and once for TorchTitan's even split. The short searches that
-            compare splits are additional.
+            `zbpipe.OptimizerStep` lets ranks run ahead (with queues: the longest time from a rank's first op to its
+            last).
+        budget: number of ops that the search may time. Default: about a second. Layers get it for the split found and
+            for TorchTitan's even split, besides the short searches that compare splits.
         seed: seed of the search's random numbers.
-        transport: which messages wait for each other (see `zbpipe.costs.transport`), by default none. The search
-            ignores queues. Of all orders found, and the named schedules, the plan has the shortest step under this
-            transport. The bounds hold for every transport.
+        transport: which messages wait for each other, by default none. The search ignores queues. Of all orders found,
+            and the named schedules, the plan has the shortest step under this transport. The bounds hold for all.
         offload: memory that may be offloaded to the host: "pairs" (deferred gradients), "activations" or "all"
             (also True). The costs need `host`. Then the plan is the best of the named schedules and of several
-            searches, some of them with looser limits. Copies that delay no op make these fit (see
-            `zbpipe.simulator.offload`). The searches share the budget. Without a limit, the plan holds as little as
-            costs no time.
+            searches that share the budget, which copies that delay no op make fit. Without a limit, the plan holds as
+            little as costs no time.
         progress: called with the completed share of the work, and the shortest time so far.
 
-    Raises:
-        TypeError: an argument has another type.
-        ValueError: no schedule can have these numbers, the placement or transport is unknown, the costs fit none of the
-            placements, there are fewer layers than stages, the limit is too small for one microbatch, or the period is
-            requested of a schedule that offloads.
+    ValueError if no schedule can have these numbers, a name is unknown, the costs fit none of the placements, there are
+    fewer layers than stages, the limit is too small for one microbatch, or a period with offload is requested.
     """
     ranks, microbatches = require_job(ranks, microbatches)
     if isinstance(costs, JobCosts):
@@ -121,35 +115,27 @@ def plan(
             " cannot run ahead of an optimizer step; omit one of them"
         )
     if isinstance(costs, CostModel):
-        request = _keep_stages(request, costs.num_stages)
+        fitting = {name: each for name, each in request.placements.items() if each.num_stages == costs.num_stages}
+        if not fitting:
+            raise ValueError(
+                f"the costs are for {costs.num_stages} stages, and no placement has that number on {ranks} ranks;"
+                " name one that does, or pass a function that gives a CostModel for any placement"
+            )
+        request = replace(request, placements=fitting)
 
     def search(request: Request) -> Plan:
         with limit.explain(known, ranks, microbatches) if limit else nullcontext():
-            return _search(request)
-
-    def _search(request: Request) -> Plan:
-        if isinstance(costs, LayerCosts):
-            return plan_layers(request, costs, report)
-        return plan_stages(request, _costs_of(costs), report)
+            if isinstance(costs, LayerCosts):
+                return plan_layers(request, costs, report)
+            return plan_stages(request, _costs_of(costs), report)
 
     if wanted is None:
         return search(request)
     return _plan_offloaded(request, wanted, search, None if isinstance(costs, LayerCosts) else _costs_of(costs))
 
 
-def _keep_stages(request: Request, num_stages: int) -> Request:
-    """The request, without placements of another number of stages."""
-    fitting = {name: each for name, each in request.placements.items() if each.num_stages == num_stages}
-    if not fitting:
-        raise ValueError(
-            f"the costs are for {num_stages} stages, and no placement has that number on {request.ranks} ranks;"
-            " name one that does, or pass a function that gives a CostModel for any placement"
-        )
-    return replace(request, placements=fitting)
-
-
 def _costs_of(costs: Any) -> CostsOf:
-    """A function that returns the costs of any placement's stages, from the costs that the caller gave."""
+    """A function that returns the costs of any placement's stages."""
     if not callable(costs):
         return lambda placement: as_cost_model(costs, placement)
 
@@ -165,15 +151,9 @@ def _costs_of(costs: Any) -> CostsOf:
 def _plan_offloaded(
     request: Request, what: Offload, search: Callable[[Request], Plan], costs_of: CostsOf | None
 ) -> Plan:
-    """The best of named schedules, and of plans under looser limits, which copies make fit.
+    """The best of named schedules, and of plans of `search` under looser limits, which copies make fit.
 
-    Without limits it is the plan itself, with as little memory as costs no time.
-
-    Args:
-        request: request with the limits to keep, or none.
-        what: the kinds of memory that may be copied.
-        search: search for a plan that offloads nothing.
-        costs_of: costs of any placement's stages. None where the search cuts the stages.
+    Without limits it is the plan itself. `costs_of` is None where the search cuts the stages.
     """
     if request.limits is None:
         return _add_copies(search(request), request, what)
@@ -208,8 +188,9 @@ def _search_looser(request: Request, search: Callable[[Request], Plan], refusals
 
 def _plan_named(request: Request, costs_of: CostsOf | None) -> Iterator[Plan]:
     """The named schedules on the placements, with any memory."""
-    for name, placement in request.placements.items() if costs_of else ():
-        assert costs_of is not None
+    for name, placement in request.placements.items():
+        if costs_of is None:
+            return
         costs = costs_of(placement)
         bounds = {name: bound.lower_bound(placement, costs, request.microbatches)}
         for algorithm in registry.schedules().values():

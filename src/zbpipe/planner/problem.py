@@ -12,7 +12,7 @@ from zbpipe.costs.model import ROUNDING, SENDS, CostModel, highest, most_room
 from zbpipe.planner.kernel import NEVER, Job, Node, starts
 from zbpipe.schedule.graph import CycleError
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
-from zbpipe.simulator import lower_bound as bound
+from zbpipe.simulator import lower_bound
 from zbpipe.simulator.post_validation import period
 from zbpipe.simulator.simulation import simulate
 
@@ -22,10 +22,7 @@ KINDS = (OpKind.F, OpKind.I, OpKind.W)
 
 @dataclass(frozen=True)
 class Problem:
-    """The scheduling problem on one placement."""
-
     name: str
-    """Name of the placement."""
     placement: Placement
     costs: CostModel
     num_microbatches: int
@@ -42,29 +39,20 @@ class Problem:
 
     @cached_property
     def lower_bound(self) -> float:
-        """Lower bound of the step, in seconds."""
-        return self._bound(self.costs)
+        return self.bound(self.costs)
 
     @property
     def full_costs(self) -> CostModel:
-        """The costs with FSDP's collectives, if there are any."""
         return self.with_fsdp or self.costs
 
-    @property
-    def bound_with_fsdp(self) -> float:
-        """The same with FSDP's collectives."""
-        return self._bound(self.full_costs)
-
-    def _bound(self, costs: CostModel) -> float:
-        below = bound.period_bound if self.by_period else bound.lower_bound
+    def bound(self, costs: CostModel) -> float:
+        """Lower bound of the minimised time with these costs, in seconds."""
+        below = lower_bound.period_bound if self.by_period else lower_bound.lower_bound
         return below(self.placement, costs, self.num_microbatches, self.limits)
 
     @cached_property
     def merges(self) -> tuple[bool, ...]:
-        """Whether B helps on each stage.
-
-        It needs less memory than I and then W, and memory is limited; or it needs no more and takes less time.
-        """
+        """Whether B helps on each stage: it needs less of limited memory than I and W, or no more and less time."""
         most = most_room(self.placement, self.costs, self.num_microbatches)
         return tuple(
             (self._saved(stage) > 0 and self.costs.compare_backwards(stage) >= 0)
@@ -124,9 +112,8 @@ class Problem:
                 for stage, merges in enumerate(self.merges)
             ),
             # Room for one microbatch to finish on the rank, and for W to follow its I. Otherwise every rank could fill
-            # up with microbatches that cannot continue. Another microbatch may use that room: any that can finish
-            # leaves enough for the next, so the limit may be full. If ops other than F take memory, that is not
-            # guaranteed.
+            # up with microbatches that cannot continue. Any that can finish leaves enough for the next, so it may use
+            # that room, unless ops other than F take memory.
             "reserve": _flat((self._to_come(stage), costs.of(stage, OpKind.W).needs, 0.0) for stage in stages),
             "ahead": _flat((self._to_come(stage) if self._plain(stage) else NEVER, NEVER, NEVER) for stage in stages),
         }
@@ -198,7 +185,6 @@ class Problem:
         ]
 
     def sort_by_start(self, order: list[int]) -> list[int]:
-        """The schedule with its ops sorted by start."""
         return [op for _, op in sorted(zip(starts(self.job, order), order, strict=True), key=lambda pair: pair[0])]
 
     def length(self, order: Iterable[int]) -> float:
@@ -217,9 +203,7 @@ class Problem:
     def _first_starts(self, exact: Callable[[float], float], transfer: Callable[[int, int], float]) -> list[float]:
         """Arrival of the first microbatch on each rank if nothing delays it.
 
-        The inner loops count from there on, so an order that they find can repeat at intervals of its length: its
-        period is no longer. A later begin seldom helps: the first I are late then, and there may be no room for as many
-        F before them.
+        The inner loops count from there on, so an order that they find can repeat at intervals of its length.
         """
         first: dict[int, float] = {}
         now = 0.0

@@ -37,7 +37,6 @@ class Request:
     ranks: int
     microbatches: int
     placements: Mapping[str, Placement]
-    """Placements to try, by name."""
     limits: tuple[float, ...] | None = None
     """Memory limit of each rank, in the unit of the costs' activations. None means no limit."""
     objective: Objective = "makespan"
@@ -53,12 +52,16 @@ class Request:
             raise ValueError(f"objective has to be 'makespan' or 'period', got {self.objective!r}")
         require_whole(seed=self.seed)
         if self.budget is not None:
-            _require_budget(self.budget)
+            usually = f"it is the number of ops to time, usually {1e8:g}"
+            budget = number(self.budget, f"budget = {self.budget!r} is not a number: {usually}")
+            if not budget > 0:
+                raise ValueError(f"budget={budget:g} is too small for a search: {usually}")
+            if budget > _MOST_BUDGET:
+                raise ValueError(f"budget={budget:g} would take days: {usually}")
         if not self.placements:
             raise ValueError(f"no placement to try: name some of {', '.join(PLACEMENTS)}")
 
     def part(self, searches: int) -> Request:
-        """The request of one of several `searches`, which share the budget."""
         budget = None if self.budget is None else self.budget / searches
         return replace(self, budget=budget, share=self.share / searches)
 
@@ -70,16 +73,6 @@ def require_job(ranks: int, microbatches: int) -> tuple[int, int]:
     return ranks, microbatches
 
 
-def _require_budget(budget: Any) -> None:
-    budget = number(budget, f"budget = {budget!r} is not a number: it is the number of ops to time, usually {1e8:g}")
-    if not budget > 0:
-        raise ValueError(
-            f"budget={budget:g} is too small for a search: it is the number of ops to time, usually {1e8:g}"
-        )
-    if budget > _MOST_BUDGET:
-        raise ValueError(f"budget={budget:g} would take days: it is the number of ops to time, usually {1e8:g}")
-
-
 def name_placements(ranks: int, wanted: Any) -> dict[str, Placement]:
     """The `wanted` placements by name. A single one needs no list."""
     if not isinstance(wanted, Iterable) and not isinstance(wanted, Placement):
@@ -88,7 +81,10 @@ def name_placements(ranks: int, wanted: Any) -> dict[str, Placement]:
 
 
 def _name(ranks: int, wanted: Iterable[str | Placement]) -> Iterator[tuple[str, Placement]]:
-    for each in wanted:
+    for given in wanted:
+        each = given
+        if isinstance(given, str) and "-" in given and all(map(str.isdecimal, given.split("-"))):
+            each = Placement(tuple(map(int, given.split("-"))))
         if isinstance(each, Placement):
             if each.num_ranks != ranks:
                 raise ValueError(f"the placement {each.rank_of} is for {each.num_ranks} ranks, but the job has {ranks}")
@@ -97,4 +93,7 @@ def _name(ranks: int, wanted: Iterable[str | Placement]) -> Iterator[tuple[str, 
         elif isinstance(each, str) and each in PLACEMENTS:
             yield each, PLACEMENTS[each](ranks)
         else:
-            raise ValueError(f"unknown placement {each!r}; give a zbpipe.Placement or one of {', '.join(PLACEMENTS)}")
+            raise ValueError(
+                f"unknown placement {each!r}; give one of {', '.join(PLACEMENTS)}, the rank of each stage like 0-1-1-0,"
+                " or a zbpipe.Placement"
+            )

@@ -27,19 +27,16 @@ class Plan:
 
     timeline: Timeline
     placement: str
-    """Name of the chosen placement."""
     found_by: str
     """Searches that led to it, for example "VHalf, annealing"."""
     objective: Objective
-    """The minimised time."""
     limits: tuple[float, ...] | None
     """Memory limit of each rank, in the unit of the costs' activations. None means no limit."""
     bounds: Mapping[str, float]
     """Lower bound of the objective on each placement tried."""
     layers: LayerCosts | None = None
-    """Layers to be cut into stages. None if the stages were given."""
+    """Layers that were cut into stages, and those of each stage. None if the stages were given."""
     split: Split | None = None
-    """Layers of each stage. None without layers."""
     even: Plan | None = None
     """Plan of the same search for TorchTitan's even split. None without layers, or if the split breaks the limit."""
 
@@ -47,7 +44,6 @@ class Plan:
         set_fields(self, bounds=FrozenDict(self.bounds))
 
     def __repr__(self) -> str:
-        """Without its ops."""
         return (
             f"Plan({self.schedule.name!r}, {self.placement!r}, p={self.schedule.num_ranks},"
             f" m={self.schedule.num_microbatches}, makespan={self.makespan:g}, gap={self.gap:.2%},"
@@ -55,7 +51,6 @@ class Plan:
         )
 
     def _repr_html_(self) -> str:
-        """The picture, in notebooks."""
         return self.timeline._repr_html_()
 
     @property
@@ -70,7 +65,6 @@ class Plan:
 
     @property
     def makespan(self) -> float:
-        """Seconds of a synchronous step."""
         return self.timeline.makespan
 
     @cached_property

@@ -25,20 +25,18 @@ def report_nothing(share: float, best: float) -> None:
     """Ignore the progress of a search."""
 
 
-# The constants were chosen by hand, then checked on 6 jobs of 4 to 8 ranks, with 3 seeds each and a budget of 1e7. The
-# mean gap to the bound is 0.92% with these, and 0.92 to 1.19% if one of them is halved or doubled, or nearly so.
+# Checked on 6 jobs of 4 to 8 ranks, with 3 seeds each and a budget of 1e7: the mean gap to the bound is 0.92%, and 0.92
+# to 1.19% if one of the constants is halved or doubled.
 _LISTING = 10
 """Work of placing one op by list scheduling, in ops that annealing times. Timed with numba: 6 to 16."""
 _JUSTIFYING = 40
 """Work of justifying one op. Timed with numba: 19 and more, depending on how many ops can move."""
 _LEAST_CLIMB = 2 * (_LISTING + _JUSTIFYING)
 """Least work of each climb per op, however small the budget is."""
-_PROMISING = 1.04
-"""Ratio to the shortest list up to which a list is justified."""
 _SHARE_OF_SHAPES = 0.4
 """Share of the budget for list scheduling."""
-_WORTH = 1.1
-"""Ratio to the best order up to which an order is annealed."""
+_PROMISING, _WORTH = 1.04, 1.1
+"""Ratio to the shortest list up to which a list is justified, and to the best order up to which one is annealed."""
 _MOST_PERIODS = 4
 """Number of schedules whose period is computed where milliseconds count."""
 _MOST_HEAT = 0.4
@@ -74,7 +72,6 @@ class Found:
     length: float
     """Seconds of the minimised time."""
     by: str
-    """Searches that led to it."""
 
 
 class Search:
@@ -119,7 +116,8 @@ class Search:
                 found.append(self.keep(problem, order, "list scheduling"))
                 self.spend(0)  # for the progress: it may be the last that is found
             # A placement that is far behind after one climb does not catch up, so the others get its share.
-            waiting = [each for each in waiting if self.reached(each) < _WORTH * self.shortest]
+            reached = {each.problem.name: each.length for each in sorted(self.kept, key=lambda each: -each.length)}
+            waiting = [each for each in waiting if reached[each.name] < _WORTH * self.shortest]
         return self.race(found)
 
     def shapes(self, problem: Problem, scheduler: ListScheduler, budget: float) -> list[int]:
@@ -169,7 +167,7 @@ class Search:
     def anneal(self, start: Found, work: float) -> Found:
         """An order at least as good."""
         problem = start.problem
-        mean = problem.job.mean
+        mean = sum(node.seconds for node in problem.job.nodes) / len(problem.job.nodes)
         heat = mean * min(self.effort.heat * sqrt(max(work, 1) / problem.num_ops / 1000), _MOST_HEAT)
         job, mirrored = self.engine.prepare(problem.job), self.engine.prepare(problem.mirrored)
         _, order, done = self.engine.anneal(
@@ -186,17 +184,11 @@ class Search:
         better = self.keep(problem, order, by)
         return better if better.length < start.length else start
 
-    def reached(self, problem: Problem) -> float:
-        """Seconds of the best order on its placement. Infinite before the first."""
-        return min((each.length for each in self.kept if each.problem is problem), default=inf)
-
     @property
     def shortest(self) -> float:
-        """Seconds of the best order. Infinite before the first."""
         return self.best.length if self.best else inf
 
     def keep(self, problem: Problem, order: list[int], by: str) -> Found:
-        """Store the order if it is the best one so far."""
         found = Found(problem, tuple(order), problem.length(order), by)
         self.kept.append(found)
         if found.length < self.shortest:
@@ -220,17 +212,8 @@ def find_best_within(
 ) -> Schedule:
     """The best of list scheduling by kind and of `seeds`, by the synchronous step. Takes milliseconds.
 
-    Ties go to the shortest span of a rank, which is close to the period.
-
-    Args:
-        name: name of the result.
-        placement: placement of the stages.
-        num_microbatches: at least 1.
-        limit: microbatches that a rank may hold, as in the definitions of the named schedules; at least 1. If one
-        microbatch alone needs more, its need is the limit.
-        costs: costs of the placement's stages. Default: F, I and W take equal time and communication none.
-        seeds: schedules with this placement to try as well. Those that break the limit are omitted.
-        by_period: whether the period decides. The synchronous step then breaks ties.
+    Ties go to the shortest span of a rank, which is close to the period. If that decides (`by_period`), the step breaks
+    ties. The limit is the number of microbatches that a rank may hold, or what one microbatch needs.
     """
     costs = costs or CostModel.uniform(placement)
     weights = (limit * share for share in rank_shares(placement, costs))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import takewhile
+from dataclasses import dataclass, field, replace
+from itertools import chain, takewhile
 from math import inf
 from typing import Any
 
@@ -24,24 +24,19 @@ from zbpipe.simulator.post_validation import period_of
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
 
-_MOST_CANDIDATES = 64
-"""Number of candidates simulated with a transport that has queues. Chosen by hand: each takes tens of milliseconds."""
 # Chosen by hand, so that a split for 8 ranks and 32 microbatches takes some seconds. Not tuned.
+_MOST_CANDIDATES = 64
+"""Number of candidates simulated with a transport that has queues: each takes tens of milliseconds."""
 _MOST_TRIES, _LEAST_TRIES, _OPS = 60, 12, 100_000
 """Largest and smallest number of splits per placement for short searches, and their total number of ops."""
-_EFFORT = 200
-"""Number of times that a short search may time each op."""
-_FINALISTS, _SECOND_EFFORT = 6, 4000
-"""Number of best splits that get a second search, and the number of times that it may time each op."""
+_EFFORT, _SECOND_EFFORT, _FINALISTS = 200, 4000, 6
+"""Number of times that a short search, and a second one, may time each op, and of splits that get a second one."""
 _RANKS = 8
 """Number of ranks with the most work that give layers, and of ranks with the least work that take some."""
 
 
 def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report_nothing) -> Plan:
-    """The best schedule found for these stages. All placements of the request have costs.
-
-    ValueError for too many stages, or a limit too small for even one microbatch.
-    """
+    """The best schedule found for these stages. ValueError for too many, or a limit too small for one microbatch."""
     problems = [
         make_problem(request, name, placement, costs_of(placement)) for name, placement in request.placements.items()
     ]
@@ -49,7 +44,7 @@ def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report
     budget = request.budget or request.share * default_budget(problems, engine)
     search = Search(problems, budget, engine, seed=request.seed, progress=progress)
     found = search.run(make_named_schedules(problems))
-    bounds = {problem.name: problem.bound_with_fsdp for problem in problems}
+    bounds = {problem.name: problem.bound(problem.full_costs) for problem in problems}
     found, timeline = _find_shortest([found, *search.kept], request.transport, request.objective)
     return Plan(timeline, found.problem.name, found.by, request.objective, request.limits, bounds)
 
@@ -61,12 +56,10 @@ def default_budget(problems: Sequence[Problem], engine: Engine) -> float:
 
 
 def fits(placement: Placement, costs: CostModel, limits: Sequence[float] | None) -> bool:
-    """Whether every rank can hold one microbatch."""
     return limits is None or not too_small(least_room(placement, costs), limits)
 
 
 def make_problem(request: Request, name: str, placement: Placement, costs: CostModel) -> Problem:
-    """The search's problem on one placement."""
     require_size(f"the placement {name}", placement.num_stages, request.microbatches)
     with_fsdp = costs if costs.gather or costs.reduce else None
     costs = replace(costs, gather=0.0, reduce=0.0)
@@ -79,8 +72,7 @@ def make_problem(request: Request, name: str, placement: Placement, costs: CostM
 
 
 def _find_shortest(candidates: Sequence[Found], transport: Transport, objective: Objective) -> tuple[Found, Timeline]:
-    """The candidate with the shortest step under the transport, with FSDP's collectives. With the ideal transport and
-    none of these, the first and best one."""
+    """The candidate with the shortest step under the transport, with FSDP's collectives."""
 
     def timeline_of(found: Found) -> Timeline:
         schedule = found.problem.schedule(f"plan-{found.problem.name}", found.order)
@@ -146,18 +138,17 @@ def hide_reductions(schedule: Schedule, costs: CostModel) -> Schedule:
     if not costs.reduce:
         return schedule
     variants = [schedule, *(replace(schedule, ops=tuple(map(each, schedule))) for each in (_end_with_b, _sort_tail))]
-    # The changed ops pass nothing on, so each rank can take the variant that is best for it.
     timelines = [simulate(each, costs) for each in variants]
-    return replace(schedule, ops=tuple(_pick(timelines, rank) for rank in range(schedule.num_ranks)))
 
+    def pick(rank: int) -> tuple[Op, ...]:
+        """The row that ends first. The changed ops pass nothing on, so each rank can take the best one."""
 
-def _pick(timelines: Sequence[Timeline], rank: int) -> tuple[Op, ...]:
-    """The row of the rank that ends first."""
+        def end(timeline: Timeline) -> float:
+            return max((row[-1].end for row in (timeline.spans[rank], timeline.reductions[rank]) if row), default=0.0)
 
-    def end(timeline: Timeline) -> float:
-        return max((each[-1].end for each in (timeline.spans[rank], timeline.reductions[rank]) if each), default=0.0)
+        return min(timelines, key=end).schedule.ops[rank]
 
-    return min(timelines, key=end).schedule.ops[rank]
+    return replace(schedule, ops=tuple(map(pick, range(schedule.num_ranks))))
 
 
 def _end_with_b(row: Sequence[Op]) -> tuple[Op, ...]:
@@ -180,10 +171,7 @@ def _find_tail(row: Sequence[Op]) -> int:
 
 
 def plan_layers(request: Request, layers: LayerCosts, progress: Progress) -> Plan:
-    """Cut a model into stages, and search for the schedule with the shortest step.
-
-    Placements with more stages than layers are omitted. ValueError if there are no others.
-    """
+    """Cut a model into stages, and search for the schedule with the shortest step. ValueError for too few layers."""
     num_layers = len(layers.layers)
     possible = {name: each for name, each in request.placements.items() if each.num_stages <= num_layers}
     if not possible:
@@ -218,29 +206,29 @@ def split_layers(
     tries: int | None = None,
     progress: Progress = report_nothing,
 ) -> Split:
-    """The split with the shortest step on one placement, according to short searches.
-
-    They try `tries` splits, by default 60, and fewer in large jobs.
-    """
+    """The split with the shortest step on one placement, according to short searches of `tries` splits."""
     if tries is None:
         tries = min(_MOST_TRIES, max(_LEAST_TRIES, _OPS // (3 * placement.num_stages * request.microbatches)))
+    # Queues apply only to the final plan.
+    request = replace(request, placements={"": placement}, transport=Transport.IDEAL)
     trials = _Trials(request, layers, placement, tries)
     best = min((balance(layers, placement), even_sizes(len(layers.layers), placement.num_stages)), key=trials.length)
     while better := trials.find_better_neighbour(best, progress):
         best = better
-    return split_of(trials.pick_winner())
+    finalists = sorted(trials.known, key=trials.length)[:_FINALISTS]
+    best = min(finalists, key=lambda sizes: trials.search(sizes, _SECOND_EFFORT))
+    return split_of(best)
 
 
+@dataclass
 class _Trials:
     """Step times of splits on one placement. Each split is searched once."""
 
-    def __init__(self, request: Request, layers: LayerCosts, placement: Placement, tries: int) -> None:
-        # Queues apply only to the final plan.
-        self.request = replace(request, placements={"": placement}, transport=Transport.IDEAL)
-        self.costs = layers
-        self.placement = placement
-        self.tries = tries
-        self.known: dict[Sizes, float] = {}
+    request: Request
+    costs: LayerCosts
+    placement: Placement
+    tries: int
+    known: dict[Sizes, float] = field(default_factory=dict)
 
     def bound(self, sizes: Sizes) -> float:
         """Lower bound of the step, in seconds. Infinite if not even one microbatch keeps to the limit."""
@@ -250,9 +238,8 @@ class _Trials:
         return make_problem(self.request, "", self.placement, stages).lower_bound
 
     def length(self, sizes: Sizes) -> float:
-        """Step time found by a short search, in seconds."""
         if sizes not in self.known:
-            self.known[sizes] = self._search(sizes, _EFFORT)
+            self.known[sizes] = self.search(sizes, _EFFORT)
         return self.known[sizes]
 
     def find_better_neighbour(self, sizes: Sizes, progress: Progress) -> Sizes | None:
@@ -267,12 +254,7 @@ class _Trials:
                 return each
         return None
 
-    def pick_winner(self) -> Sizes:
-        """The best split after a longer search."""
-        finalists = sorted(self.known, key=self.length)[:_FINALISTS]
-        return min(finalists, key=lambda sizes: self._search(sizes, _SECOND_EFFORT))
-
-    def _search(self, sizes: Sizes, effort: int) -> float:
+    def search(self, sizes: Sizes, effort: int) -> float:
         if self.bound(sizes) == inf:
             return inf
         stages = self.costs.stages(split_of(sizes))
@@ -284,11 +266,9 @@ class _Trials:
         seconds = [sum(self.costs.layers[layer].seconds for layer in stage) for stage in split_of(sizes)]
         work = self.placement.sum_by_rank(seconds)
         ranks = sorted(range(self.placement.num_ranks), key=work.__getitem__)
-        light, heavy = ranks[:_RANKS], ranks[-_RANKS:]
-        return (
-            [stage for rank in heavy for stage in self.placement.stages_on(rank)],
-            [stage for rank in light for stage in self.placement.stages_on(rank)],
-        )
+        stages_on = self.placement.stages_on
+        heavy, light = (list(chain.from_iterable(map(stages_on, each))) for each in (ranks[-_RANKS:], ranks[:_RANKS]))
+        return heavy, light
 
 
 def _part(progress: Progress, begin: float, share: float) -> Progress:

@@ -126,8 +126,6 @@ class Lists:
         if running.cut is None:
             rows = passes.add_waits(pipelining.rows_of(runtime))
             running.cut = RunAhead.of(rows, ahead_of(schedule, self.simulated_costs))
-            if findings := running.cut.findings():
-                raise RuntimeError(f"{schedule.name} cannot run ahead: {findings[0]}")
         return running.cut if any(each.kind == "F" for row in running.cut.before for each in row) else None
 
     def use(self, runtime: pipelining.ScheduleRuntime, lowered: Lowered) -> None:

@@ -1,4 +1,4 @@
-"""Garbage collection, which large schedules trigger again and again without any garbage."""
+"""Garbage collection, which large schedules and imports trigger again and again without any garbage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Context without garbage collection, which tens of thousands of ops would trigger."""
+    """Context without garbage collection."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -21,8 +21,7 @@ def without_collections() -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Context for large imports: no garbage collection, which takes a fifth of their time, nor do later ones look at
-    what was imported."""
+    """Context for large imports: no garbage collection, also later of what was imported."""
     with without_collections():
         yield
         gc.freeze()

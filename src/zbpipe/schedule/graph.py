@@ -11,12 +11,11 @@ N = TypeVar("N")
 
 
 class CycleError(ValueError):
-    """Error for nodes that wait for each other in a cycle."""
+    """Error for a cycle of nodes, each of which waits for the previous one, and the first for the last."""
 
     def __init__(self, message: str, cycle: Sequence[Any]) -> None:
         super().__init__(message)
         self.cycle = cycle
-        """The nodes, each of which waits for the previous one, and the first for the last."""
 
 
 @dataclass(eq=False)

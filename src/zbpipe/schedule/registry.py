@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -53,27 +53,23 @@ class Algorithm:
 
     name: str
     placement: Literal["loop", "v", "wave", "table"]
-    """Position of stages on ranks: see `register`; "table" for an existing schedule, such as a CSV file, which has its
-    placement."""
+    """See `register`; "table" for an existing schedule, such as a CSV file."""
     stages_per_rank: int
     """Default number of stages per rank."""
     generate: Generate
-    """`(ranks, microbatches) -> Schedule`, with `keywords`. Call `make`, which checks sizes and result."""
+    """Call `make`, which checks sizes and result."""
     source: Literal["torch", "zbpipe"] = "zbpipe"
     """Owner of the class that runs it."""
     summary: str = ""
     table: Schedule | None = None
-    """The existing schedule."""
     keywords: frozenset[str] = frozenset()
     """The keywords that the function takes, some of `_KEYWORDS`."""
     listed: bool = True
-    """Whether it is a separate schedule, to be listed and compared with others."""
     by_checkpointing: bool = False
     """Whether a job without measured costs passes the default costs of its activation checkpointing."""
 
     @property
     def any_stages_per_rank(self) -> bool:
-        """Whether the caller may choose another number of stages per rank."""
         return "stages_per_rank" in self.keywords
 
     @property
@@ -93,10 +89,7 @@ class Algorithm:
             )
 
     def place(self, num_ranks: int, stages_per_rank: int | None = None) -> Placement:
-        """The placement on `num_ranks` ranks, with the given or the default number of stages on each.
-
-        ValueError for numbers of ranks or stages that this schedule does not support, or more than 1024 stages.
-        """
+        """The placement on `num_ranks` ranks. ValueError for numbers of ranks or stages that it does not support."""
         stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
         num_ranks, stages = require_whole(1, num_ranks=num_ranks, stages_per_rank=stages)
         if stages != self.stages_per_rank and not self.any_stages_per_rank:
@@ -121,10 +114,7 @@ class Algorithm:
         transport: object = None,
         search: bool = True,
     ) -> Schedule:
-        """The schedule of this size, which the function makes for those of the other arguments that it takes.
-
-        `zbpipe.generate` takes a name, and costs and limits as users write them.
-        """
+        """The schedule of this size, made for those of the others that the function takes."""
         ranks, microbatches = require_whole(1, ranks=ranks, microbatches=microbatches)
         placement = self.place(ranks, stages_per_rank)
         if self.table is None:
@@ -192,12 +182,15 @@ def register(
         listed: whether listings and comparisons show it.
         by_checkpointing: whether jobs without measured costs pass the default costs of their activation checkpointing.
 
-    Raises:
-        ValueError: another function has the name, it is that of a file, or it cannot be written on a command line; or
-            the placement is impossible.
-        TypeError: the decorated object is not a function (ranks, microbatches).
+    ValueError for an impossible or taken name or an impossible placement, TypeError for another signature.
     """
-    _require_name(name)
+    if not isinstance(name, str) or not name.isprintable() or name != name.strip() or not name or name[0] == "-":
+        raise ValueError(
+            f"{name!r} cannot be the name of a schedule: give one of printable characters, without spaces around it or"
+            " a dash in front"
+        )
+    if name.lower().endswith(".csv"):
+        raise ValueError(f"{name!r} cannot be registered: names ending in .csv are files")
     require_whole(1, stages_per_rank=stages_per_rank)
     if placement not in ("loop", "v", "wave"):
         raise ValueError(
@@ -224,30 +217,11 @@ def register(
                 f"{generate!r} cannot be registered as {name!r}, {error}: a schedule is a function"
                 f" (ranks, microbatches), and may take the keywords {', '.join(_KEYWORDS)}"
             ) from None
-        _registered[name.lower()] = Algorithm(
-            name,
-            placement,
-            stages_per_rank,
-            generate,
-            source,
-            summary,
-            keywords=keywords,
-            listed=listed,
-            by_checkpointing=by_checkpointing,
-        )
+        about = (name, placement, stages_per_rank, generate, source, summary, None, keywords, listed, by_checkpointing)
+        _registered[name.lower()] = Algorithm(*about)
         return generate
 
     return add
-
-
-def _require_name(name: str) -> None:
-    if not isinstance(name, str) or not name.isprintable() or name != name.strip() or not name or name[0] == "-":
-        raise ValueError(
-            f"{name!r} cannot be the name of a schedule: give one of printable characters, without spaces around it or"
-            " a dash in front"
-        )
-    if name.lower().endswith(".csv"):
-        raise ValueError(f"{name!r} cannot be registered: names ending in .csv are files")
 
 
 def schedules() -> Mapping[str, Algorithm]:
@@ -257,18 +231,14 @@ def schedules() -> Mapping[str, Algorithm]:
 
 
 def resolve(schedule: str | Schedule | _Planned | Algorithm) -> Algorithm:
-    """The algorithm behind a name (in any case), the path of a CSV file, or `file.py:function`.
-
-    Resolve a name once and pass on the algorithm, because a file may change. A Schedule or Plan becomes an algorithm
-    that returns it.
+    """The algorithm behind a name (in any case), the path of a CSV file, `file.py:function`, or an existing schedule.
 
         >>> resolve("zbv").place(num_ranks=2).rank_of
         (0, 1, 1, 0)
         >>> resolve(zbpipe.generate("ZBV", 2, 4)).placement
         'table'
 
-    Raises:
-        ValueError: there is none (the message lists the names and the nearest one), or the file holds no schedule.
+    ValueError if there is none (the message lists the names and the nearest one), or the file holds no schedule.
     """
     match schedule:
         case Algorithm():
@@ -303,7 +273,6 @@ def _find_name(name: str) -> Algorithm:
 
 
 def _find_function(source: str) -> Algorithm:
-    """The algorithm that `file.py:function` has registered."""
     function = function_of(source)
     for algorithm in _registered.values():
         if algorithm.generate is function:
@@ -325,17 +294,17 @@ def _read_table(path: str) -> Algorithm:
 
 
 def _stand_for(schedule: Schedule) -> Algorithm:
+    def give_back(ranks: int, microbatches: int) -> Schedule:
+        if microbatches != schedule.num_microbatches:
+            raise ValueError(
+                f"{schedule.name} is a table for {schedule.num_microbatches} microbatches, but the job has"
+                f" {microbatches}: name a schedule that is made for any number, or let the job's schedule adopt one for"
+                f" {microbatches}"
+            )
+        return schedule
+
     stages_per_rank = len(schedule.placement.stages_on(0))
-    return Algorithm(schedule.name, "table", stages_per_rank, partial(_give_back, schedule), table=schedule)
-
-
-def _give_back(schedule: Schedule, ranks: int, microbatches: int) -> Schedule:
-    if microbatches != schedule.num_microbatches:
-        raise ValueError(
-            f"{schedule.name} is a table for {schedule.num_microbatches} microbatches, but the job has {microbatches}:"
-            f" name a schedule that is made for any number, or let the job's schedule adopt one for {microbatches}"
-        )
-    return schedule
+    return Algorithm(schedule.name, "table", stages_per_rank, give_back, table=schedule)
 
 
 def stage_indices(
@@ -352,9 +321,7 @@ def stage_indices(
         num_ranks: size of the pipeline group.
         stages_per_rank: for looped schedules, which support any number. Default: the usual number of the schedule.
 
-    Raises:
-        ValueError: the name is unknown, the rank is outside the group, the schedule does not support this number of
-            stages, or there are more than 1024 stages.
+    ValueError for an unknown name, a rank outside the group, and numbers of stages that the schedule does not support.
     """
     return resolve(schedule).place(num_ranks, stages_per_rank).stages_on(rank)
 

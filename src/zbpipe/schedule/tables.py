@@ -41,9 +41,7 @@ def read(table: str) -> list[list[Cell]]:
         >>> read("F0, b0, None, W0")
         [[(0, 'F', 0), (0, 'I', 0), (0, 'W', 0)]]
 
-    Raises:
-        TypeError: the table is not a string.
-        ValueError: the text is not CSV, a cell is not an action, or only some cells name their stage.
+    ValueError if the text is not CSV, a cell is not an action, or only some cells name their stage.
     """
     rows: list[list[_Written]] = []
     for rank, row in enumerate(cells(table)):
@@ -65,7 +63,7 @@ def read(table: str) -> list[list[Cell]]:
 
 
 def cells(table: str) -> list[list[str]]:
-    """The cells of a CSV table, row by row. It accepts Excel's additions: a byte order mark, other line ends."""
+    """The cells of a CSV table, row by row, also with a byte order mark and other line ends."""
     if not isinstance(table, str):
         raise TypeError(
             f"a table is the text of a CSV file, got {reprlib.repr(table)}: zbpipe.generate takes the path of a file"

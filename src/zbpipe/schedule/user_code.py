@@ -12,16 +12,12 @@ from types import ModuleType
 from typing import Any
 
 SEPARATOR = ".py:"
-"""Separator in `file.py:function`."""
 _MOST_BYTES = 2**25
 """Far more than any table or cost file has. A device file may never end."""
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import modules that register schedules. They may be in the current folder, as with `python -m`.
-
-    ValueError if there is no module of that name, or its own code fails, then with its error.
-    """
+    """Import modules that register schedules, also from the current folder. ValueError with the error of one."""
     for name in names:
         import_from_here()
         try:
@@ -68,12 +64,7 @@ def _module(path: str) -> ModuleType:
 
 
 def read_text(path: str | Path) -> str:
-    """The UTF-8 text of a file, without the byte order mark that Excel writes.
-
-    Raises:
-        OSError: the file cannot be read.
-        ValueError: it is not UTF-8 text, or has more than 32 MiB.
-    """
+    """The UTF-8 text of a file, without the byte order mark that Excel writes. OSError or ValueError if it has none."""
     with Path(path).open("rb") as file:
         data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:

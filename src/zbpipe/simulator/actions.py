@@ -1,9 +1,8 @@
 """The actions of torch's tables with communication.
 
-A cell is an action in torch's form: the compute ops, and `0SEND_F1`, `1RECV_F1`, `1SEND_B1`, `0RECV_B1`,
-`0WAIT_SEND_F1`, `0UNSHARD`, `0RESHARD`, `0REDUCE_GRAD`, ... A send does not block its rank. A receive waits for its
-send, and a wait for a send waits for the receive. Messages carry no tags, so a rank has to receive them in the order in
-which the other rank sends them.
+A cell is an action in torch's form: the compute ops, and `0SEND_F1`, `1RECV_F1`, `0WAIT_SEND_F1`, `0UNSHARD`, ... A
+send does not block its rank. A receive waits for its send, and a wait for a send waits for the receive. Messages carry
+no tags, so a rank has to receive them in the order in which the other rank sends them.
 """
 
 from __future__ import annotations
@@ -37,18 +36,13 @@ Rows = tuple[tuple[Action, ...], ...]
 
 # Tables, because a step of a new size processes tens of thousands of actions before it can run.
 _NAMES = {kind: kind.value for kind in OpKind}
-_STEP = {"F": 1, "B": -1}
-"""Stage offset of a message: the output of a forward goes to the next stage, a gradient to the previous one."""
-_OTHER_END = {
-    **{f"SEND_{way}": (f"RECV_{way}", step) for way, step in _STEP.items()},
-    **{f"RECV_{way}": (f"SEND_{way}", -step) for way, step in _STEP.items()},
-}
+_OTHER_END = {"SEND_F": ("RECV_F", 1), "RECV_F": ("SEND_F", -1), "SEND_B": ("RECV_B", -1), "RECV_B": ("SEND_B", 1)}
 """Other end of each end of a message: (kind, stage offset)."""
 _MESSAGE_OF = {
     **dict.fromkeys(("SEND_F", "WAIT_SEND_F"), ("SEND_F", 0)),
     **dict.fromkeys(("SEND_B", "WAIT_SEND_B"), ("SEND_B", 0)),
-    **dict.fromkeys(("F", "RECV_F"), ("SEND_F", -_STEP["F"])),
-    **dict.fromkeys(("I", "B", "RECV_B"), ("SEND_B", -_STEP["B"])),
+    **dict.fromkeys(("F", "RECV_F"), ("SEND_F", -1)),
+    **dict.fromkeys(("I", "B", "RECV_B"), ("SEND_B", 1)),
 }
 """Send of the message of each action: (kind, stage offset)."""
 
@@ -63,11 +57,6 @@ def op_of(action: Action) -> Op:
     return Op(action.stage, KINDS[action.kind], action.microbatch)
 
 
-def send_of(op: Op) -> Action:
-    """The send of the result that an F, I or B computes for another rank."""
-    return new_tuple(Action, (op.stage, "SEND_F" if op.kind is OpKind.F else "SEND_B", op.microbatch))
-
-
 def other_end(action: tables.Cell) -> Action:
     """The receive of a send, or the send of a receive.
 
@@ -80,24 +69,15 @@ def other_end(action: tables.Cell) -> Action:
 
 
 def message_of(action: Action) -> Action | None:
-    """The send whose message the action takes, makes or waits for, if it is between two ranks.
-
-    >>> print(message_of(Action(3, "F", 0)), message_of(Action(3, "WAIT_SEND_B", 0)))
-    2SEND_F0 3SEND_B0
-    """
-    stage, kind, microbatch = action
-    if kind not in _MESSAGE_OF:
+    """The send whose message the action takes, makes or waits for, if it is between two ranks."""
+    if action.kind not in _MESSAGE_OF:
         return None
-    kind, step = _MESSAGE_OF[kind]
-    return new_tuple(Action, (stage + step, kind, microbatch))
+    kind, step = _MESSAGE_OF[action.kind]
+    return new_tuple(Action, (action.stage + step, kind, action.microbatch))
 
 
 def sends_by_action(rank_of: Sequence[int]) -> dict[tuple[int, str], tuple[int, str]]:
-    """`message_of` by stage and kind, for the actions whose message goes to another rank.
-
-    >>> sends_by_action((0, 1))[1, "F"]
-    (0, 'SEND_F')
-    """
+    """`message_of` by stage and kind, for the actions whose message goes to another rank."""
     stages = range(len(rank_of))
     found = {}
     for stage, (kind, (send, step)) in product(stages, _MESSAGE_OF.items()):
@@ -114,11 +94,7 @@ def parse(table: str) -> Rows:
 
 
 def dependencies(action: Action, rank_of: Sequence[int]) -> list[tuple[Action, ...]]:
-    """Groups of actions. One of each group has to be over before `action`.
-
-    >>> [[str(each) for each in group] for group in dependencies(Action(1, "I", 0), (0, 1, 0))]
-    [['1F0'], ['1RECV_B0']]
-    """
+    """Groups of actions. One of each group has to be over before `action`."""
     if action.kind in COMPUTE:
         op = op_of(action)
         receive = Action(op.stage, "RECV_F" if op.kind is OpKind.F else "RECV_B", op.microbatch)

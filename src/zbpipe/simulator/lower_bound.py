@@ -34,14 +34,11 @@ from zbpipe.schedule.ir import Op, OpKind, Placement
 def lower_bound(
     placement: Placement, costs: CostModel, num_microbatches: int, limits: Sequence[float] | None = None
 ) -> float:
-    """Lower bound of a synchronous step, in seconds, for any order of the ops.
+    """Lower bound of a synchronous step, in seconds, for any order of the ops within these limits of the ranks.
 
-        >>> placement = Placement.v(4)
-        >>> lower_bound(placement, CostModel.uniform(placement), num_microbatches=8)
-        25.5
-
-    Args:
-        limits: memory limit of each rank, in the unit of `costs.activations`. Default: no limit.
+    >>> placement = Placement.v(4)
+    >>> lower_bound(placement, CostModel.uniform(placement), num_microbatches=8)
+    25.5
     """
     least = _as_possible(placement, costs, limits)
     path, begun = _alone(placement, least), _alone(placement, least, _earliest(costs))
@@ -49,12 +46,19 @@ def lower_bound(
     finish = (end + least.of(stage, OpKind.W).seconds for stage, end in enumerate(path.input_end))
     behind = list(accumulate(finish, max))
     stages = range(costs.num_stages)
-    exposed = [_exposed_reduction(stage, path, costs) for stage in stages]
+
+    def exposed_reduction(stage: int) -> float:
+        """Seconds for which a step lasts beyond a rank's last op, which is a W or B of this stage."""
+        reduction = costs.of(stage, REDUCE).seconds
+        after_w, after_b = (reduction - costs.of(stage, kind).seconds for kind in (OpKind.W, OpKind.B))
+        # After a B, the gradient still has to go to the first stage.
+        onward = path.input_end[0] - path.input_end[stage] + (costs.of(0, OpKind.W).seconds if stage else 0.0)
+        return max(min(after_w, max(after_b, onward)), 0.0)
+
+    exposed = list(map(exposed_reduction, stages))
     window = _Window(0.0, behind, _behind_b(stages, behind, path), True, begun, exposed)
-    ranks = (
-        _rank_bound(stages, window, path, least, num_microbatches, limit) for stages, limit in _ranks(placement, limits)
-    )
-    return max(behind[-1], *ranks)
+    ranks = _ranks(placement, limits)
+    return max(behind[-1], *(_rank_bound(own, window, path, least, num_microbatches, limit) for own, limit in ranks))
 
 
 def period_bound(
@@ -62,8 +66,7 @@ def period_bound(
 ) -> float:
     """Lower bound of the time from step to step where each rank begins the next step when it is done.
 
-    Between its first and last op a rank does all its work. In that time later ranks also do their work,
-    except for W that may run afterwards. Before it, the rank waits for its first gather, and after it for a reduction.
+    Between its first and last op a rank does all its work. In that time later ranks do theirs, except for some W.
 
         >>> placement = Placement.loop(4)
         >>> period_bound(placement, CostModel.uniform(placement), num_microbatches=8)
@@ -83,15 +86,13 @@ def period_bound(
 class _Path(NamedTuple):
     """One microbatch alone in the pipeline, in seconds by stage."""
 
-    forward_start: list[float]
-    forward_end: list[float]
-    input_start: list[float]
-    input_end: list[float]
+    forward_start: tuple[float, ...]
+    forward_end: tuple[float, ...]
+    input_start: tuple[float, ...]
+    input_end: tuple[float, ...]
 
 
 class _Window(NamedTuple):
-    """The time window of a bound."""
-
     begin: float
     """Seconds after which it begins if a microbatch starts at 0 alone."""
     behind: list[float]
@@ -108,9 +109,8 @@ class _Window(NamedTuple):
 
 def _window_of(watched: Sequence[int], stages: Sequence[int], path: _Path, least: _Possible) -> _Window:
     """The time in which the rank with the stages `watched` does a step, for this rank or one behind it."""
-    finish = (
-        end + least.of(stage, OpKind.W).seconds if stage in watched else 0.0 for stage, end in enumerate(path.input_end)
-    )
+    ends = enumerate(path.input_end)
+    finish = (end + least.of(stage, OpKind.W).seconds if stage in watched else 0.0 for stage, end in ends)
     behind = list(accumulate(finish, max))
     own = watched == stages
     behind_b = _behind_b(stages, behind, path) if own else behind
@@ -146,7 +146,7 @@ class _Possible(NamedTuple):
         return cost._replace(seconds=cost.seconds - (i + cost.seconds - b))
 
     def saves_by_b(self, stage: int) -> bool:
-        return stage not in self.forced and self.costs.saves_by_b(stage)
+        return stage not in self.forced and self.costs.compare_backwards(stage) > 0
 
 
 def _as_possible(placement: Placement, costs: CostModel, limits: Sequence[float] | None) -> _Possible:
@@ -167,15 +167,6 @@ def _earliest(costs: CostModel) -> dict[Op, float]:
     return {op: max(costs.of(op.stage, GATHER).seconds - costs.of(*op).seconds, 0.0) for op in first}
 
 
-def _exposed_reduction(stage: int, path: _Path, costs: CostModel) -> float:
-    """Seconds for which a step lasts beyond a rank's last op, which is a W or B of this stage."""
-    reduction = costs.of(stage, REDUCE).seconds
-    after_w, after_b = (reduction - costs.of(stage, kind).seconds for kind in (OpKind.W, OpKind.B))
-    # After a B, the gradient still has to go to the first stage.
-    onward = path.input_end[0] - path.input_end[stage] + (costs.of(0, OpKind.W).seconds if stage else 0.0)
-    return max(min(after_w, max(after_b, onward)), 0.0)
-
-
 def _alone(placement: Placement, least: _Possible, earliest: Mapping[Op, float] = FrozenDict({})) -> _Path:
     """F down all stages and I up again, none before its `earliest` time."""
     rank_of, stages = placement.rank_of, range(placement.num_stages)
@@ -189,13 +180,11 @@ def _alone(placement: Placement, least: _Possible, earliest: Mapping[Op, float] 
         start = max(arrival, earliest.get(op, 0.0))
         times.append((start, start + cost.seconds))
     down, up = times[: len(stages)], times[: len(stages) - 1 : -1]
-    return _Path(
-        [start for start, _ in down], [end for _, end in down], [start for start, _ in up], [end for _, end in up]
-    )
+    return _Path(*zip(*down, strict=True), *zip(*up, strict=True))
 
 
 def _ranks(placement: Placement, limits: Sequence[float] | None) -> list[tuple[tuple[int, ...], float]]:
-    stages = [placement.stages_on(rank) for rank in range(placement.num_ranks)]
+    stages = map(placement.stages_on, range(placement.num_ranks))
     return list(zip(stages, limits or [inf] * placement.num_ranks, strict=True))
 
 
@@ -241,9 +230,7 @@ class _Room(NamedTuple):
     before_backward: float
     """Room at the start of its first I or B, when only F have run."""
     after_forward: float
-    """Room at the end of an F."""
     before_weight: float
-    """Room at the start of a W."""
     for_kept: float
     """Room at any time."""
     limited: bool
@@ -266,10 +253,7 @@ def _room(stages: tuple[int, ...], least: _Possible, limit: float) -> _Room:
 
 
 def _life(least: _Possible, path: _Path, stage: int, works: bool = True) -> float:
-    """Lower bound of memory times duration of one microbatch on a stage, from its F to its W or B.
-
-    Without working memory unless it `works`.
-    """
+    """Memory times duration of one microbatch on a stage, at least. Without working memory unless it `works`."""
     size, waits = least.of(stage, OpKind.F).adds, least.of(stage, OpKind.W).frees
 
     def while_running(kind: OpKind, held: float) -> float:
@@ -284,18 +268,15 @@ def _life(least: _Possible, path: _Path, stage: int, works: bool = True) -> floa
 
 def _whole(sizes: Sequence[float], limit: float) -> float:
     """Largest part of the limit that things of these sizes can fill, where that is easy to calculate."""
-    if min(sizes) == max(sizes) > 0 and limit < inf:
-        return floor(limit / sizes[0] + ROUNDING) * sizes[0]
-    return limit
+    is_easy = min(sizes) == max(sizes) > 0 and limit < inf
+    return floor(limit / sizes[0] + ROUNDING) * sizes[0] if is_easy else limit
 
 
 def _knapsack(values: Sequence[float], sizes: Sequence[float], count: int, room: float) -> float:
     """Largest value that fits into `room`, of `count` things of each kind, of which fractions may be taken."""
     total = 0.0
-    kinds = sorted(
-        zip(values, sizes, strict=True), key=lambda kind: kind[0] / kind[1] if kind[1] else inf, reverse=True
-    )
-    for value, size in kinds:
+    best_first = sorted(zip(values, sizes, strict=True), key=lambda each: each[0] / (each[1] or 1e-300), reverse=True)
+    for value, size in best_first:
         taken = min(count, room / size) if size else count
         total += taken * value
         room -= taken * size

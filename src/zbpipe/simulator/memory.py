@@ -1,8 +1,4 @@
-"""Peak memory of each rank of a pipeline: activations, deferred gradients, working memory, and messages.
-
-`Timeline.peak_memory` has all but the messages. It depends only on the order of the ops, and plans keep it within their
-limits. Messages depend on the lists of sends and receives that the ranks run.
-"""
+"""Peak memory of each rank of a pipeline, with its messages, which `Timeline.peak_memory` leaves out."""
 
 from __future__ import annotations
 
@@ -25,12 +21,8 @@ def peak_bytes(timeline: Timeline, rows: Rows | None = None) -> tuple[float, ...
         >>> timeline.peak_memory, peak_bytes(timeline)
         ((6000000000.0, 1000000000.0), (6300000000.0, 1200000000.0))
 
-    With offloading, which depends on times, it is an upper bound.
-
-    Args:
-        timeline: a timeline with costs in bytes, including `message_bytes`. The costs of an op include its input:
-            activations include the stage's input, and deferred gradients include dY if a layer needs that for W.
-        rows: the lists with messages and waits that run. Default: those of zbpipe's schedules for this timeline.
+    The timeline has costs in bytes, including `message_bytes`. The costs of an op include its input. `rows` are the
+    lists with messages and waits that run, by default those of zbpipe's schedules. With offloading it is a bound.
     """
     return tuple(held.total for held in peak_parts(timeline, rows))
 
@@ -40,11 +32,9 @@ class Held:
     """Memory of a rank at its peak, by part, in the unit of the costs' activations."""
 
     activations: float = 0.0
-    """Activations, from F to I."""
     waiting: float = 0.0
     """Deferred gradients, from I to W."""
     working: float = 0.0
-    """Working memory of the op that runs."""
     messages: float = 0.0
     """Messages that are received and not yet used, or sent and not yet released."""
     op: Op | None = None
@@ -67,11 +57,7 @@ def peak_parts(timeline: Timeline, rows: Rows | None = None) -> tuple[Held, ...]
 
 
 def rows_of(timeline: Timeline) -> Rows:
-    """The lists with messages and waits that zbpipe's schedules run, unless the caller sets options.
-
-    >>> print(*rows_of(zbpipe.simulate(zbpipe.generate("1F1B", 2, 1), (1, 1, 1)))[0])
-    0F0 0SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F0
-    """
+    """The lists with messages and waits that zbpipe's schedules run."""
     schedule = timeline.schedule
     rows = place_receives(add_messages(schedule), timeline.receives or Receives.TIMED, timeline)
     return free_sends_early(add_waits(rows), schedule.placement)

@@ -10,22 +10,12 @@ from zbpipe.costs.model import SENDS
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule import tables
 from zbpipe.schedule.ir import OpKind, Schedule
-from zbpipe.simulator.actions import (
-    COMPUTE,
-    RECEIVES,
-    WAITS,
-    Action,
-    Rows,
-    dependencies,
-    other_end,
-    parse,
-    sends_by_action,
-)
+from zbpipe.simulator import actions
+from zbpipe.simulator.actions import COMPUTE, RECEIVES, WAITS, Action, Rows, dependencies, other_end
 from zbpipe.simulator.time_graph import TimeGraph
-from zbpipe.simulator.validation import Finding, Rule, find_deadlocks, find_disordered, validate
+from zbpipe.simulator.validation import Finding, Rule, find_deadlocks, find_disordered, find_places, validate
 
 _ENDS = frozenset((*SENDS, *RECEIVES))
-_MESSAGES = frozenset(tables.MESSAGES)
 _LEFT_OUT = {
     **dict.fromkeys((*SENDS, *RECEIVES), "sends and receives"),
     **dict.fromkeys(WAITS, "waits for sends"),
@@ -42,20 +32,19 @@ def check_table(
 ) -> tuple[Schedule, list[Finding], str]:
     """The ops of a table, all findings about it and its communication, and how it was read.
 
-    The last is empty if the cells are the ops. ValueError for text that is not a table.
-
     >>> schedule, findings, how = check_table("0F0,0SEND_F0,0RECV_B0,0B0\\n1F0,1B0,1SEND_B0", "mine")
     >>> print(*findings)
     missing: rank 1, 1RECV_F0: the message is never received
     >>> how
     'read: 2 F, 2 B; omitted: 3 sends and receives; jobs place their own'
     """
-    rows = parse(table)
+    rows = actions.parse(table)
     schedule = Schedule.from_actions(rows, name)
     left_out = Counter(_LEFT_OUT[each.kind] for row in rows for each in row if each.kind in _LEFT_OUT)
     findings = validate_lowered(rows, memory_limit) if left_out else validate(schedule, memory_limit)
-    written = [[cell.strip() for cell in row if cell.strip()] for row in tables.cells(table)]
-    if written == [list(map(str, row)) for row in schedule]:
+    if [[cell.strip() for cell in row if cell.strip()] for row in tables.cells(table)] == [
+        list(map(str, row)) for row in schedule
+    ]:
         return schedule, findings, ""
     read = Counter(op.kind for row in schedule for op in row)
     how = "read: " + ", ".join(f"{read[kind]} {kind}" for kind in OpKind if kind in read)
@@ -71,18 +60,12 @@ def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) ->
     checks = _Table(rows, compute)
     # The messages show more clearly which rank waits for which.
     alone = [finding for finding in validate(compute, memory_limit) if finding.rule != "deadlock"]
-    return [
-        *alone,
-        *checks.find_unmatched(),
-        *checks.find_disordered(),
-        *find_ungathered(rows),
-        *checks.find_crossed(),
-        *find_deadlocks(rows, checks.places, lambda action: dependencies(action, checks.rank_of)),
-    ]
+    ordered = (*checks.find_unmatched(), *checks.find_disordered(), *find_ungathered(rows), *checks.find_crossed())
+    return [*alone, *ordered, *find_deadlocks(rows, checks.places, lambda each: dependencies(each, checks.rank_of))]
 
 
 def find_mixed_up_messages(rows: Rows) -> list[Finding]:
-    """Receives that take the message of another receive, so that results are wrong without an error."""
+    """Receives that take the message of another receive, which no error shows."""
     return list(_Table(rows, Schedule.from_actions(rows, "")).find_crossed())
 
 
@@ -102,16 +85,11 @@ def find_ungathered(rows: Rows) -> Iterator[Finding]:
 
 
 class _Table:
-    """A table with communication, and the lookups for the checks."""
-
     def __init__(self, rows: Rows, compute: Schedule) -> None:
         self.rows = rows
         self.rank_of = compute.placement.rank_of
         self.num_microbatches = compute.num_microbatches
-        self.places: dict[Action, list[tuple[int, int]]] = defaultdict(list)
-        for rank, row in enumerate(rows):
-            for position, action in enumerate(row):
-                self.places[action].append((rank, position))
+        self.places = find_places(rows)
 
     def make_finding(self, rule: Rule, action: Action, message: str, place: tuple[int, int] | None = None) -> Finding:
         rank, position = place or (self.rank_of[min(action.stage, len(self.rank_of) - 1)], None)
@@ -119,7 +97,7 @@ class _Table:
 
     def find_unmatched(self) -> Iterator[Finding]:
         """Messages that are missing, doubled, not requested, or on a rank that does not hold their stage."""
-        ends = [(stage, kind) for stage, kind in sends_by_action(self.rank_of) if kind in _ENDS]
+        ends = [(stage, kind) for stage, kind in actions.sends_by_action(self.rank_of) if kind in _ENDS]
         expected = {Action(*end, microbatch) for end in ends for microbatch in range(self.num_microbatches)}
         for action in sorted(expected - self.places.keys()):
             done = "received" if action.kind in RECEIVES else "sent"
@@ -172,11 +150,7 @@ class _Table:
 
 
 def find_blocked_queues(rows: Rows) -> list[Finding]:
-    """A cycle of messages that wait for each other if each rank sends and receives one at a time, in order.
-
-    Each message begins when the computations before it are over, and lasts until both ends have met. The table must
-    have no findings of `validate_lowered`.
-    """
+    """A cycle of messages that wait for each other if each rank sends and receives one at a time, in order."""
     cycle = TimeGraph(Schedule.from_actions(rows, ""), Transport.ONE_QUEUE, rows).find_cycle()
     if not cycle:
         return []

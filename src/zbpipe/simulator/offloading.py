@@ -1,7 +1,7 @@
 """Offload: long-lived memory goes to the host and comes back in time, so that no op waits for a copy.
 
-Activations and deferred gradients can be offloaded. PipeOffload (2503.01328) offloads activations. It finds that at
-least half of them cost no time if the copies of a whole microbatch take no longer than its computations.
+PipeOffload (2503.01328) offloads activations: at least half of them cost no time if the copies of a whole microbatch
+take no longer than its computations.
 """
 
 from __future__ import annotations
@@ -25,14 +25,11 @@ from zbpipe.simulator.validation import require_schedule, require_valid
 
 
 class Offload(Named):
-    """Kinds of memory that may be offloaded to the host."""
+    """Memory that may be offloaded: deferred gradients (x and dY of each linear layer), activations, or both."""
 
     PAIRS = "pairs"
-    """Deferred gradients: x and dY of each linear layer, from I to W."""
     ACTIVATIONS = "activations"
-    """Activations from F to I or B."""
     ALL = "all"
-    """Both."""
 
     @classmethod
     def read(cls, given: Any) -> Self | None:
@@ -43,10 +40,7 @@ class Offload(Named):
 
 
 class LimitTooSmallError(ValueError):
-    """No copies that cost no time keep to the limit.
-
-    Its arguments are the message and the peak of the rank that exceeds the limit the most.
-    """
+    """No copies that cost no time keep to the limit. Its arguments: the message, and the peak of the worst rank."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -84,8 +78,7 @@ def offload(
 ) -> Schedule:
     """`schedule` with copies to the host and back, only as many as each rank needs to keep to its limit.
 
-    The order of the computations stays unchanged, and none of them waits for a copy. Of the memory held at a rank's
-    peak, the part that waits the longest is copied first.
+    The order of the computations stays unchanged, and none waits for a copy. What waits the longest is copied first.
 
         >>> schedule = zbpipe.generate("ZBV", 4, 8)
         >>> costs = CostModel.uniform(schedule.placement, host=zbpipe.costs.Link(bandwidth=1))
@@ -101,12 +94,10 @@ def offload(
         memory_limit: see `zbpipe.costs.MemoryLimit`. Default: as little as costs no time.
         what: the kinds of memory that may be copied.
         margin: how much longer copies may take than `costs.host` predicts without a delay, as a share.
-        transport: which messages wait for each other (see `zbpipe.costs.transport`).
+        transport: which messages wait for each other.
 
-    Raises:
-        TypeError: an argument has another type.
-        ValueError: the costs have no `host` or are for another number of stages, the schedule cannot run, or no copies
-            keep to the limits without delaying the step. Then the message has the least sufficient limit.
+    ValueError if the costs have no `host` or are for another number of stages, the schedule cannot run, or no copies
+    keep to the limits without delaying the step.
     """
     require_schedule(schedule)
     costs = as_cost_model(costs, schedule.placement)
@@ -144,10 +135,8 @@ def require_host(costs: CostModel) -> None:
 class _Thing(NamedTuple):
     """Memory that could be offloaded, and when it waits, in seconds."""
 
-    stage: int
-    microbatch: int
-    there: OpKind
-    back: OpKind
+    there: Op
+    back: Op
     made: int
     """Positions in its rank's list of the op that makes it, and of the op that takes it."""
     taken: int
@@ -158,13 +147,6 @@ class _Thing(NamedTuple):
     most: float
     """Longest time allowed for a copy."""
 
-    @property
-    def waits(self) -> float:
-        return self.until - self.since
-
-    def op(self, kind: OpKind) -> Op:
-        return Op(self.stage, kind, self.microbatch)
-
 
 class _Rank:
     """One rank's computations, whose times stay, and its copies."""
@@ -173,17 +155,22 @@ class _Rank:
         self.timeline = timeline
         self.rank = rank
         self.spans = timeline.spans[rank]
-        self.ends = list(_ends(timeline, rank))
+        assert timeline.graph, "it was simulated"
+        seconds, arrivals = durations(timeline.graph, timeline.costs), timeline.graph.arrivals
+        ops = zip(timeline.graph.ops[rank], self.spans, strict=True)
+        self.ends = [span.end + (seconds[arrivals[op]] if op in arrivals else 0.0) for op, span in ops]
         """When the rank goes on after each op, which is when copies are issued."""
         things = _things(timeline, rank, self.ends, wanted, 1 + margin)
-        self.things = sorted(things, key=lambda thing: -thing.waits)
+        self.things = sorted(things, key=lambda thing: thing.since - thing.until)
         self.chosen: list[_Thing] = []
 
     def offload(self, limit: float) -> float:
         """Choose copies until the rank keeps to the limit, or can hold no less. Returns its peak then."""
         while True:
             time, held = self._peak(self.chosen)
-            trials = ([*self.chosen, thing] for thing in self._held_at(time))
+            # Memory that waits then, after the end of its copy out and before the start of its copy back.
+            there = (each for each in self.things if each.since + each.copy <= time <= each.until - each.most)
+            trials = ([*self.chosen, each] for each in there if each not in self.chosen)
             more = next((trial for trial in trials if self._back(trial) is not None), None)
             if held <= limit * (1 + ROUNDING) or more is None:
                 break
@@ -195,27 +182,16 @@ class _Rank:
         return held
 
     def row(self) -> Iterator[Op]:
-        """The rank's list with the copies where they are issued."""
         issued: dict[int, list[Op]] = defaultdict(list)
         for thing in self.chosen:
-            issued[thing.made].append(thing.op(thing.there))
+            issued[thing.made].append(thing.there)
         for thing, position in self._back(self.chosen) or ():
-            issued[position].append(thing.op(thing.back))
+            issued[position].append(thing.back)
         for position, span in enumerate(self.spans):
             yield span.op
             yield from issued[position]
 
-    def _held_at(self, time: float) -> list[_Thing]:
-        """Memory that waits at that time, after the end of its copy out and before the start of its copy back."""
-        chosen = set(self.chosen)
-        return [
-            thing
-            for thing in self.things
-            if thing.since + thing.copy <= time <= thing.until - thing.most and thing not in chosen
-        ]
-
     def _peak(self, chosen: Sequence[_Thing]) -> tuple[float, float]:
-        """Time and size of the rank's peak."""
         rows: list[tuple[Span, ...]] = [()] * len(self.timeline.spans)
         rows[self.rank] = tuple(self._copies(chosen))
         return max(replace(self.timeline, copies=tuple(rows)).memory(self.rank), key=lambda moment: moment[1])
@@ -229,7 +205,7 @@ class _Rank:
         latest, found = inf, []
         for thing in sorted(chosen, key=lambda thing: -thing.taken):
             latest = min(latest, thing.until) - thing.most
-            if latest < there[thing.op(thing.there)] * (1 - ROUNDING):
+            if latest < there[thing.there] * (1 - ROUNDING):
                 return None
             after = bisect_right(self.ends, latest * (1 + ROUNDING), hi=thing.taken) - 1
             found.append((thing, max(after, thing.made)))
@@ -243,9 +219,9 @@ class _Rank:
             yield span
         free = 0.0
         for thing, after in self._back(chosen) or ():
-            start = max(free, there[thing.op(thing.there)], self.ends[after])
+            start = max(free, there[thing.there], self.ends[after])
             free = start + thing.copy
-            yield Span(thing.op(thing.back), start, free)
+            yield Span(thing.back, start, free)
 
 
 def _out(chosen: Sequence[_Thing], seconds: Sequence[float]) -> Iterator[Span]:
@@ -254,15 +230,7 @@ def _out(chosen: Sequence[_Thing], seconds: Sequence[float]) -> Iterator[Span]:
     for thing, long in sorted(zip(chosen, seconds, strict=True), key=lambda each: each[0].made):
         start = max(free, thing.since)
         free = start + long
-        yield Span(thing.op(thing.there), start, free)
-
-
-def _ends(timeline: Timeline, rank: int) -> Iterator[float]:
-    """Ends of a rank's ops, with the messages that it waits for."""
-    assert timeline.graph, "it was simulated"
-    seconds, arrivals = durations(timeline.graph, timeline.costs), timeline.graph.arrivals
-    for op, span in zip(timeline.graph.ops[rank], timeline.spans[rank], strict=True):
-        yield span.end + (seconds[arrivals[op]] if op in arrivals else 0.0)
+        yield Span(thing.there, start, free)
 
 
 def _things(
@@ -279,4 +247,4 @@ def _things(
         cost, until = costs.of(op.stage, back, op.microbatch), spans[taken].start
         copy, most = cost.seconds, cost.seconds * longer
         if wanted in (Offload.ALL, kind) and cost.adds > 0 and until - since > copy + most:
-            yield _Thing(op.stage, op.microbatch, there, back, made, taken, since, until, copy, most)
+            yield _Thing(op._replace(kind=there), op._replace(kind=back), made, taken, since, until, copy, most)

@@ -1,8 +1,4 @@
-"""Passes over lists of actions: they add messages to a schedule, and move its receives and waits.
-
-torch adds the messages itself. `add_messages` makes the same lists without torch. The passes take both. Lists from
-torch also gather and reduce weights, which makes no difference to their messages.
-"""
+"""Passes over lists of actions, torch's or those of `add_messages`, that move their receives and waits."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ from itertools import chain
 from zbpipe.costs.model import SENDS, CostModel
 from zbpipe.costs.transport import Receives
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
-from zbpipe.simulator.actions import COMPUTE, RECEIVES, WAITS, Action, Rows, action_of, message_of, other_end, send_of
+from zbpipe.simulator.actions import COMPUTE, RECEIVES, WAITS, Action, Rows, action_of, message_of, other_end
 from zbpipe.simulator.rendezvous import receive_by_rendezvous
 from zbpipe.simulator.timeline import Timeline
 
@@ -22,9 +18,7 @@ def add_messages(schedule: Schedule) -> Rows:
     """The lists that torch makes of `schedule`, with sends and early receives, without torch.
 
     The ranks take turns. A rank whose next op has its input computes it, and posts its send and the other rank's
-    receive. (In torch's lists, gathering weights also takes turns, which moves some receives by an op.)
-
-    Copies to the host and back have no place in torch's lists, and are omitted.
+    receive. (In torch, gathers also take turns, which moves some receives by an op.) Copies to the host are omitted.
 
         >>> for row in add_messages(Schedule.from_csv("0F0,0B0\\n1F0,1B0")):
         ...     print(*row)
@@ -50,14 +44,12 @@ def add_messages(schedule: Schedule) -> Rows:
 
 
 def place_receives(rows: Rows, receives: Receives, timeline: Timeline) -> Rows:
-    """`rows` with their receives moved.
+    """`rows`, which have torch's early receives, with these moved by the timeline of the same schedule.
 
-        >>> schedule = zbpipe.generate("1F1B", 2, 2)
-        >>> timeline = zbpipe.simulate(schedule, (1, 1, 1))
-        >>> print(*place_receives(add_messages(schedule), Receives.LATE, timeline)[1])
-        1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1
-
-    `rows` have torch's early receives. The timeline of the same schedule is for the other ways.
+    >>> schedule = zbpipe.generate("1F1B", 2, 2)
+    >>> timeline = zbpipe.simulate(schedule, (1, 1, 1))
+    >>> print(*place_receives(add_messages(schedule), Receives.LATE, timeline)[1])
+    1RECV_F0 1F0 1B0 1RECV_F1 1SEND_B0 1F1 1B1 1SEND_B1
     """
     match receives:
         case Receives.EARLY:
@@ -73,19 +65,15 @@ def place_receives(rows: Rows, receives: Receives, timeline: Timeline) -> Rows:
 
 
 def default_costs(placement: Placement) -> CostModel:
-    """Default costs for placing receives before anything was measured: equal times, messages take a hundredth.
-
-    This little time puts messages that would start at the same time into the order in which they are needed. Without it
-    V-Half loses 13 % in one queue where messages take time.
-    """
+    """Costs for placing receives before anything was measured: equal times, messages take a hundredth. With none, which
+    leaves the order of messages open, V-Half loses 13 % in a queue."""
     return CostModel.uniform(placement, comm=0.01)
 
 
 def _receive_late(row: tuple[Action, ...]) -> tuple[Action, ...]:
     """Move each receive after computations, to the op that needs it or the next message of its rank.
 
-    torch's own `defer_pp_recv` moves them further, past other messages. On a V it then mixes up F and I from the same
-    rank. With all messages of a rank in one queue it can hang.
+    torch's own `defer_pp_recv` moves them further, past other messages, which mixes up messages on a V and can hang.
     """
     held: list[Action] = []
     reordered: list[Action] = []
@@ -108,16 +96,16 @@ def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
     """Move each receive to the position of its rank when the message starts.
 
     All ops get a place in one order by their ends, in which no op precedes its dependencies. On every rank the messages
-    follow this order of the ops that make them. A receive precedes all ops that are later in the order than the one
-    that makes its message. Or it is after one of them, but before that one's own send and before the op that needs it.
-    So nothing can wait in a cycle, whatever the real times are.
-
-    If more than `share` of the computation that runs when the message starts is over by then, the receive goes after
-    it.
+    follow this order of the ops that make them, so nothing can wait in a cycle, whatever the real times are. If more
+    than `share` of the computation that runs when the message starts is over by then, the receive goes after it.
     """
     spans = {action_of(span.op): span for row in timeline.spans for span in row if not span.step}
     place = {action_of(op): n for n, op in enumerate(sort_by_end(timeline))}
-    maker = {other_end(send_of(span.op)): span for span in spans.values() if span.op.kind is not OpKind.W}
+    maker = {
+        other_end((span.op.stage, SENDS[span.op.kind is not OpKind.F], span.op.microbatch)): span
+        for span in spans.values()
+        if span.op.kind is not OpKind.W
+    }
     """Span of the computation whose result each receive gets."""
 
     def move_receives(row: tuple[Action, ...]) -> Iterator[Action]:
@@ -154,10 +142,8 @@ def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
 def free_sends_early(rows: Rows, placement: Placement) -> Rows:
     """`rows` with waits for sends moved forward, to where a later message from the receiver shows that it has received.
 
-    torch waits for most sends at the end of the step. Until then a rank of a V keeps the gradients that it has sent.
-    (torch's own `max_outstanding_sends` takes seconds for 8 ranks and 32 microbatches, and minutes for twice that.) If
-    a rank posts a receive before a send, it has posted the receive when that send arrives here. So no wait blocks. For
-    lists without waits see `add_waits`.
+    torch waits for most sends at the end of the step. If a rank posts a receive before a send, it has posted the
+    receive when that send arrives here. So no wait blocks. For lists without waits see `add_waits`.
     """
     places = {each: n for row in rows for n, each in enumerate(row) if each.kind in RECEIVES or each.kind in SENDS}
     return tuple(tuple(_free_row_early(row, places, placement)) for row in rows)
@@ -190,32 +176,21 @@ def _free_row_early(row: tuple[Action, ...], places: dict[Action, int], placemen
 
 
 def add_waits(rows: Rows) -> Rows:
-    """`rows` with a wait for each send at the end of its rank's list, where there is none yet.
-
-    Lists from torch before 2.15 and from `add_messages` have none. `free_sends_early` moves them.
-    """
+    """`rows` with a wait for each send at the end of its rank's list, where there is none yet (torch before 2.15)."""
     there = {each for row in rows for each in row}
     waits = ([wait_of(each) for each in row if each.kind in SENDS] for row in rows)
     return tuple((*row, *(wait for wait in mine if wait not in there)) for row, mine in zip(rows, waits, strict=True))
 
 
 def wait_of(send: Action) -> Action:
-    """The wait for a send."""
     return Action(send.stage, f"WAIT_{send.kind}", send.microbatch)
 
 
 def messages_held(rows: Rows) -> tuple[tuple[int, ...], ...]:
     """Number of messages that each rank holds during each action of its list, besides its stages' activations.
 
-    An op's input counts from its receive to the op's start. Then it is a part of the op's activations or working
-    memory. Its result counts from its end to the wait for its send, or until the next stage takes it on the same rank.
-    `zbpipe.simulator.peak_bytes` adds both up, each message with its bytes. A send without a wait is held to the end:
-    see `add_waits` and `free_sends_early`.
-
-    >>> from zbpipe.simulator.actions import parse
-    >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0\\n1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0")
-    >>> messages_held(rows)
-    ((0, 1, 2, 1, 1), (1, 0, 0, 1, 1))
+    An op's input counts from its receive to the op's start, its result from its end to the wait for its send, or until
+    the next stage takes it on the same rank. A send without a wait is held to the end.
     """
     last = max((each.stage for row in rows for each in row), default=0)
     return tuple(tuple(_held(row, last)) for row in rows)

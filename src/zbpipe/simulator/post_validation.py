@@ -5,14 +5,12 @@ norm of all gradients becomes known. That is the validation, at a fixed place in
 Parallelism, arXiv 2401.10241, section 4: post-validation). If the norm shows that the gradients should have been
 clipped, the rank discards the ops that it ran ahead, steps again, and runs its list again.
 
-Only forwards run ahead, and none of the last stage: they change no gradient and no loss. A message sent ahead may be
-received late, but a message is received early only if it was sent early. So on failure a rank knows which messages
-come.
+Only forwards run ahead, and none of the last stage: they change no gradient and no loss. A message is received early
+only if it was sent early, so on failure a rank knows which messages come.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
@@ -22,12 +20,12 @@ from operator import add
 from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Schedule
-from zbpipe.simulator.actions import COMPUTE, Action, Rows, dependencies, other_end
+from zbpipe.simulator.actions import COMPUTE, Action, Rows, other_end
 from zbpipe.simulator.passes import wait_of
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.time_graph import TimeGraph, durations, longest_path
 from zbpipe.simulator.timeline import Timeline
-from zbpipe.simulator.validation import find_deadlocks, require_runnable
+from zbpipe.simulator.validation import require_runnable
 
 LEAST_GAIN = 1e-3
 """Least gain of a schedule, as a share of a step, that justifies a copy of the weights."""
@@ -36,15 +34,13 @@ LEAST_GAIN = 1e-3
 def ahead_of(schedule: Schedule, costs: CostModel) -> tuple[int, ...]:
     """Number of first ops of each rank that may run before the previous step is validated.
 
-    These ops start before the last rank has ended that step, in steps that are all alike and wait for no validation.
-    The others start later anyway, so waiting for the validation costs them nothing.
+    These ops start before the last rank has ended that step. The others start later anyway.
 
         >>> schedule = zbpipe.generate("ZBV", 4, 8)
         >>> ahead_of(schedule, CostModel.uniform(schedule.placement))
         (3, 2, 1, 0)
     """
-    # These are forwards, and none of the last stage: all other ops depend on every rank in the same step. The
-    # dependencies of each start before it.
+    # These are forwards, and none of the last stage: all other ops depend on every rank in the same step.
     graph = _step(schedule)
     delays = _delays(graph, costs)
     length = _mean_step(delays)
@@ -61,19 +57,14 @@ def period(schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = N
     >>> period(schedule, CostModel.uniform(schedule.placement))
     24.0
     """
-    # `ahead_of` guarantees that validation never delays an op.
     return _mean_step(_delays(_step(schedule, ahead), costs))
 
 
 def period_of(timeline: Timeline) -> float:
-    """The period of the schedule of a timeline, with its costs.
-
-    A schedule with copies to the host waits for the validation. With messages in queues the period is not known. The
-    longest time from a rank's first op to its last replaces it.
-    """
-    if timeline.schedule.has_copies:
+    """The period of the schedule of a timeline, with its costs."""
+    if timeline.schedule.has_copies:  # it waits for the validation
         return timeline.makespan / timeline.num_steps
-    if timeline.transport is not Transport.IDEAL:
+    if timeline.transport is not Transport.IDEAL:  # the period in queues is not known
         return timeline.longest_rank_span
     return period(timeline.schedule, timeline.costs)
 
@@ -102,8 +93,7 @@ def _times(graph: TimeGraph, costs: CostModel, begin: Iterable[float]) -> tuple[
 def _delays(graph: TimeGraph, costs: CostModel) -> list[list[float]]:
     """Least delay from one rank's end of the last step (column) to another's end of this step (row).
 
-    They are longest paths. The next step depends on this one in the same way, so the mean step time is the largest mean
-    of a cycle of ranks, each of which begins where the path of the previous one ends (the eigenvalue of a matrix in
+    They are longest paths. The mean step time is the largest mean of a cycle of ranks (the eigenvalue of a matrix in
     max-plus algebra: Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity, 1992, section 3.2).
     """
     columns = []
@@ -114,7 +104,6 @@ def _delays(graph: TimeGraph, costs: CostModel) -> list[list[float]]:
 
 
 def _mean_step(delays: Sequence[Sequence[float]]) -> float:
-    """The mean time of a step."""
     # Karp's algorithm: the longest paths of each number of steps, here to all ranks from the first one.
     reached = [[0.0, *(-inf for _ in delays[1:])]]
     for _ in delays:
@@ -139,15 +128,7 @@ def _rhythm(delays: Sequence[Sequence[float]], length: float) -> list[float]:
 
 @dataclass(frozen=True)
 class RunAhead:
-    """Lists with communication, cut where the previous step is validated.
-
-    >>> from zbpipe.simulator.actions import parse
-    >>> rows = parse("0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\\n"
-    ...              "1RECV_F0,1F0,1RECV_F1,1F1,1B0,1SEND_B0,1B1,1SEND_B1")
-    >>> cut = RunAhead.of(rows, ahead=(2, 0))
-    >>> print(*cut.before[1], "|", *cut.after[1][:3], "|", *cut.drain[1])
-    1RECV_F0 | 1F0 1RECV_F1 1F1 | 1RECV_F1
-    """
+    """Lists with communication, cut where the previous step is validated."""
 
     before: Rows
     """Actions of each rank before the validation."""
@@ -170,28 +151,8 @@ class RunAhead:
         drain = tuple(tuple(_drain(mine, rest, sent)) for mine, rest in zip(before, after, strict=True))
         return cls(before, after, drain)
 
-    def findings(self) -> list[str]:
-        """Findings in words: something other than forwards runs ahead, or ranks would wait forever."""
-        rows = map(add, self.before, self.after)
-        rank_of = [rank for _, rank in sorted({(each.stage, rank) for rank, row in enumerate(rows) for each in row})]
-        foreign = [
-            f"rank {rank} runs {each} ahead"
-            for rank, row in enumerate(self.before)
-            for each in row
-            if each.kind not in _AHEAD or (each.kind == "F" and each.stage == len(rank_of) - 1)
-        ]
-        # What runs ahead must need nothing from after the validation. Waits for sends may: the validation needs only
-        # votes.
-        alone = tuple(tuple(each for each in row if not each.kind.startswith("WAIT")) for row in self.before)
-        drained = tuple((*before, *drain) for before, drain in zip(self.before, self.drain, strict=True))
-        return [*foreign, *_stuck(alone, rank_of), *_stuck(drained, rank_of), *_find_left_over(drained)]
-
-
-_AHEAD = frozenset({"F", "SEND_F", "RECV_F", "WAIT_SEND_F", "UNSHARD", "RESHARD"})
-
 
 def _cut(row: tuple[Action, ...], number: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-    """The actions before computation `number`, and the others."""
     computations = (n for n, each in enumerate(row) if each.kind in COMPUTE)
     position = next(islice(computations, number, None), len(row))
     return row[:position], row[position:]
@@ -201,24 +162,3 @@ def _drain(before: Sequence[Action], after: Sequence[Action], sent: Set[Action])
     yield from (each for each in after if each.kind.startswith("RECV") and other_end(each) in sent)
     waits = [wait_of(each) for each in before if each.kind.startswith("SEND")]
     yield from (wait for wait in waits if wait not in before)
-
-
-def _stuck(rows: Rows, rank_of: Sequence[int]) -> Iterator[str]:
-    """Actions that wait for one that is not in these rows, and actions that wait for each other."""
-    places: dict[Action, list[tuple[int, int]]] = defaultdict(list)
-    for rank, row in enumerate(rows):
-        for position, action in enumerate(row):
-            places[action].append((rank, position))
-    for action, ((rank, _), *_) in list(places.items()):
-        for choices in dependencies(action, rank_of):
-            if places.keys().isdisjoint(choices):
-                yield f"rank {rank} waits for {choices[0]}, which no rank runs ahead of the validation"
-    yield from map(str, find_deadlocks(rows, places, lambda action: dependencies(action, rank_of)))
-
-
-def _find_left_over(rows: Rows) -> Iterator[str]:
-    """Messages of which one end is missing, or that no rank waits for."""
-    every = {each for row in rows for each in row}
-    for each in sorted(every):
-        if each.kind.startswith("SEND") and not {other_end(each), wait_of(each)} <= every:
-            yield f"{each} is not received, or nobody waits for it"

@@ -1,7 +1,4 @@
-"""Receives where a message blocks both of its ranks: posted where both are free first, by a simulation.
-
-A graph gives the times of lists, but here the order of the messages in the lists follows from the times.
-"""
+"""Receives where a message blocks both of its ranks. No graph: the order of the messages follows from the times."""
 
 from __future__ import annotations
 
@@ -17,8 +14,7 @@ def receive_by_rendezvous(rows: Rows, placement: Placement, costs: CostModel) ->
     """`rows` with each receive moved to where its message starts.
 
     A rank runs one computation or message at a time. A message starts when both of its ranks are free, and not before
-    an earlier message that waits for one of them. A free rank prefers a message to its next computation. The result
-    records one run, so nothing in it can wait in a cycle.
+    an earlier one that waits for them. A free rank prefers a message. As the record of a run, nothing waits in a cycle.
 
         >>> from zbpipe.simulator.actions import parse
         >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0F1,0SEND_F1,0RECV_B1,0B0,0B1\\n"
@@ -64,9 +60,11 @@ class _Run:
                 self._record(rank)
         held = self._begin_messages(now)
         for rank, to_come in enumerate(self._to_come):
-            if self.until[rank] is None and rank not in held and to_come and self._has_input(to_come[0]):
-                self.done[rank].append(to_come.popleft())
-                self.until[rank] = now + self._seconds(self.done[rank][-1])
+            if self.until[rank] is None and rank not in held and to_come:
+                maker = self._makers.get(to_come[0][:2])
+                if maker is None or Action(*maker, to_come[0].microbatch) in self._begun:
+                    self.done[rank].append(to_come.popleft())
+                    self.until[rank] = now + self._seconds(self.done[rank][-1])
 
     def _record(self, rank: int) -> None:
         """Record the actions up to the next send that has not begun."""
@@ -91,10 +89,6 @@ class _Run:
             size = self._costs.of(*send).message
             self.until[sender] = self.until[receiver] = now + self._ticks(self._costs.transfer(sender, receiver, size))
         return held
-
-    def _has_input(self, compute: Action) -> bool:
-        maker = self._makers.get(compute[:2])
-        return maker is None or Action(*maker, compute.microbatch) in self._begun
 
     def _seconds(self, compute: Action) -> int:
         """Ticks of a computation. Those of a B are rounded like the planner's, part by part."""

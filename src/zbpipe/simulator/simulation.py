@@ -1,10 +1,8 @@
 """Schedule x CostModel -> Timeline: the times of all ops.
 
-Every rank runs its list in order. An op starts when its rank is free and its inputs (`ir.inputs`) have arrived. A value
-from another rank arrives after the link's time, one from the same rank at once. Sends cost the rank no time. That is
-the ideal transport. With the blocking one the sender waits for the arrival, and with the others messages wait for each
-other (`zbpipe.costs.transport`). Copies to the host and back run parallel to the computations, one at a time in each
-direction. So do FSDP's collectives. All of it is one graph (`zbpipe.simulator.time_graph`).
+Every rank runs its list in order. An op starts when its rank is free and its inputs (`ir.inputs`) have arrived, which
+takes the link's time. Transports let messages wait for each other (`zbpipe.costs.transport`). Copies to the host and
+back, and FSDP's collectives, run parallel to the computations. All of it is one graph (`zbpipe.simulator.time_graph`).
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from zbpipe.costs.job import JobCosts, as_cost_model
 from zbpipe.costs.model import GATHER, CostModel
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.ir import COMPUTATIONS, Schedule, require_whole
-from zbpipe.schedule.tables import Cell
 from zbpipe.simulator.actions import Rows
 from zbpipe.simulator.passes import add_messages, place_receives
 from zbpipe.simulator.time_graph import TimeGraph, durations, longest_path
@@ -29,8 +26,6 @@ _MOST_SPANS = 2**22
 """Largest number of spans in a timeline of several steps: half a gigabyte."""
 _PREFERRED = (Receives.TIMED, Receives.NEAREST, Receives.LATE, Receives.EARLY)
 """Ways to receive. Ties go to the first."""
-_WITH_SHARED = (*_PREFERRED, Receives.RENDEZVOUS)
-"""Ways to receive where a message blocks both of its ranks."""
 _WORTH_IT = 1 - 1e-3
 """Factor below which a way to receive replaces a preferred one: it has to save a thousandth of a step."""
 
@@ -56,28 +51,30 @@ def simulate(
         costs: costs of its stages, or three numbers `(f, i, w)`, the seconds of each rank for one microbatch. Default:
             one second each.
         num_steps: number of consecutive steps.
-        synchronous: whether all ranks wait for each other between steps, as for an optimizer that needs a global
-            gradient norm. Otherwise each rank begins the next step when it is done, as ZBH2 and ZB2P assume.
+        synchronous: whether all ranks wait for each other between steps, as for a global gradient norm. Otherwise each
+            rank begins the next step when it is done, as ZBH2 and ZB2P assume.
         ahead: number of ops of a step that each rank may start before all ranks are done with the previous step,
-            instead of none (synchronous) or all (see `zbpipe.simulator.post_validation`). For the ideal transport.
-        transport: which messages wait for each other, or its name: "ideal", "one queue", "queue per peer", "shared with
-            compute", "blocking".
-        receives: where ranks post their receives ("early", "late", "timed", "nearest", "rendezvous"), which matters for
-            transports with queues. Default: the way with the shortest step, as zbpipe's schedules choose
-            it ("rendezvous" only for "shared with compute").
-        overlaps_fsdp: whether FSDP gathers beside the first F of a stage and reduces beside its last W or B
-            (`costs.gather`, `costs.reduce`), as zbpipe's schedules do, or before the one and after the other. With
-            "shared with compute" they always run before and after these.
+            instead of none (synchronous) or all. For the ideal transport.
+        transport: which messages wait for each other: "ideal", "one queue", "queue per peer", "shared with compute",
+            "blocking".
+        receives: where ranks post their receives, which matters for transports with queues: "early", "late", "timed",
+            "nearest", "rendezvous". Default: the way with the shortest step, as zbpipe's schedules choose it.
+        overlaps_fsdp: whether FSDP gathers beside the first F of a stage and reduces beside its last W or B, as
+            zbpipe's schedules do, or before the one and after the other, as always with "shared with compute".
 
-    Raises:
-        TypeError: `schedule` or `costs` has another type.
-        ValueError: the costs are for another number of stages, there is no step at all or there are millions of ops in
-            all steps, `ahead` is for another number of ranks or another transport, the schedule cannot run, or the
-            transport is unknown.
+    TypeError for another type of `schedule` or `costs`. ValueError if the costs are for another number of stages, there
+    is no step or there are millions of ops, `ahead` is for other ranks or another transport, the schedule cannot run,
+    or a name is unknown.
     """
     require_schedule(schedule)
     costs = as_cost_model(costs, schedule.placement)
-    _require_sense(schedule, num_steps)
+    require_whole(1, num_steps=num_steps)
+    num_ops = sum(map(len, schedule))
+    if num_steps > 1 and num_steps * num_ops > _MOST_SPANS:
+        most = max(_MOST_SPANS // num_ops, 1)
+        raise ValueError(f"num_steps={num_steps} of {num_ops} ops are too many: simulate at most {most}")
+    if num_ops < schedule.placement.num_stages * schedule.num_microbatches:  # too few for the forwards
+        require_valid(schedule)
     transport = Transport.parse(transport)
     chosen = None if receives is None else Receives.parse(receives)
     overlaps_fsdp = overlaps_fsdp and transport is not Transport.SHARED
@@ -120,8 +117,11 @@ def _make_timeline(graph: TimeGraph, costs: CostModel, num_steps: int) -> Timeli
                 ran = [span for span in ran if span.op.kind in COMPUTATIONS]
             spans[rank] += ran
             for node, op in graph.collectives[rank]:
-                if ends[node] > starts[node]:
-                    collectives[rank].append(_describe(graph.nodes[node], starts[node], ends[node], ends[op], step))
+                stage, kind, _ = graph.nodes[node]
+                if ends[node] > starts[node] and kind == GATHER:
+                    collectives[rank].append(Collective("gather", stage, starts[node], ends[node], step))
+                elif ends[node] > starts[node]:
+                    collectives[rank].append(Collective("reduce", stage, starts[node], max(ends[node], ends[op]), step))
     return Timeline(
         schedule,
         costs,
@@ -133,20 +133,8 @@ def _make_timeline(graph: TimeGraph, costs: CostModel, num_steps: int) -> Timeli
     )
 
 
-def _describe(node: Cell, start: float, end: float, end_of_op: float, step: int) -> Collective:
-    stage, kind, _ = node
-    if kind == GATHER:
-        return Collective("gather", stage, start, end, step)
-    return Collective("reduce", stage, start, max(end, end_of_op), step)
-
-
 def exposed_fsdp(timeline: Timeline) -> float:
-    """Seconds that FSDP's gathers and reductions add to one step.
-
-    >>> costs = CostModel(f=(1,), i=(1,), w=(2,), activations=(1,), gather=2, reduce=3)
-    >>> exposed_fsdp(simulate(zbpipe.generate("ZBH1", 1, 1), costs))
-    2.0
-    """
+    """Seconds that FSDP's gathers and reductions add to one step."""
     costs = timeline.costs
     if not costs.has_fsdp:
         return 0.0
@@ -154,25 +142,13 @@ def exposed_fsdp(timeline: Timeline) -> float:
 
 
 def price_of_resharding(timeline: Timeline) -> float:
-    """Share of a step that `fsdp_mode="reshard"` adds, with which each F and each backward gathers its parameters.
-
-    >>> costs = CostModel(f=(1,), i=(2,), w=(2,), activations=(1,), gather=2)
-    >>> price_of_resharding(simulate(zbpipe.generate("ZBH1", 1, 3), costs))
-    0.125
-    """
+    """Share of a step that `fsdp_mode="reshard"` adds, with which each F and each backward gathers its parameters."""
     return _step(timeline, gather_in_each_op(timeline.costs)) / _step(timeline, timeline.costs) - 1
 
 
 def gather_in_each_op(costs: CostModel) -> CostModel:
-    """The costs where each F and each backward gathers the parameters again (`fsdp_mode="reshard"`).
-
-    An op takes no less time than its gather, and none precedes the step.
-
-    >>> costs = CostModel(f=(1,), i=(3,), w=(2,), activations=(1,), gather=2, reduce=3)
-    >>> resharded = gather_in_each_op(costs)
-    >>> resharded.f, resharded.i, resharded.gather
-    ((2.0,), (3.0,), 0.0)
-    """
+    """The costs where each F and each backward gathers the parameters again, takes no less time than that, and none
+    precedes the step (`fsdp_mode="reshard"`)."""
     f, i = (
         tuple(max(each, costs.of(stage, GATHER).seconds) for stage, each in enumerate(own))
         for own in (costs.f, costs.i)
@@ -181,7 +157,6 @@ def gather_in_each_op(costs: CostModel) -> CostModel:
 
 
 def _step(timeline: Timeline, costs: CostModel) -> float:
-    """Seconds of one step with other costs."""
     return simulate(
         timeline.schedule,
         costs,
@@ -210,7 +185,7 @@ def _find_receives(
         return receives, place_receives(messages, receives, ideal)
     best, shortest = _PREFERRED[0], inf
     best_rows: Rows = ()
-    for each in _WITH_SHARED if transport is Transport.SHARED else _PREFERRED:
+    for each in (*_PREFERRED, Receives.RENDEZVOUS) if transport is Transport.SHARED else _PREFERRED:
         if ideal.makespan >= shortest * _WORTH_IT:
             break
         rows = place_receives(messages, each, ideal)
@@ -219,13 +194,3 @@ def _find_receives(
         if makespan < shortest * _WORTH_IT:
             best, best_rows, shortest = each, rows, makespan
     return best, best_rows
-
-
-def _require_sense(schedule: Schedule, num_steps: int) -> None:
-    require_whole(1, num_steps=num_steps)
-    num_ops = sum(map(len, schedule))
-    if num_steps > 1 and num_steps * num_ops > _MOST_SPANS:
-        most = max(_MOST_SPANS // num_ops, 1)
-        raise ValueError(f"num_steps={num_steps} of {num_ops} ops are too many: simulate at most {most}")
-    if num_ops < schedule.placement.num_stages * schedule.num_microbatches:  # too few for the forwards
-        require_valid(schedule)

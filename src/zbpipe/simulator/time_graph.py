@@ -1,13 +1,9 @@
 """What waits for what in a step, under each transport and with FSDP's collectives, and the times that follow.
 
-Once the lists of all ranks are fixed, that is a static graph. To the ops and messages of `Schedule.graph` come:
-
-- with a previous step, the begin of each rank and of each queue;
-- for the blocking transport: a rank waits for its message before it goes on;
-- for queues: a message waits for the computations before it and for the previous message, at both ends;
-- FSDP's gathers, one after the other in the order in which the rank needs its stages, and its reductions. With overlap,
-  a stage's first F ends no earlier than its gather, and its reduction starts with its last W or B. Otherwise that F
-  starts after the gather, the reduction after that W or B, and the rank waits for both, as in torch.
+Once the lists of all ranks are fixed, that is a static graph: ops and messages as in `Schedule.graph`, waits for
+messages by transport, FSDP's gathers and reductions one after the other, and the begin of each rank and queue if there
+is a previous step. If gathers and reductions overlap, a stage's first F ends no earlier than its gather, and its
+reduction starts with its last W or B. Otherwise the rank waits for both, as in torch.
 """
 
 from __future__ import annotations
@@ -17,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from itertools import accumulate, chain
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from zbpipe.costs.model import GATHER, REDUCE, SENDS, CostModel
 from zbpipe.costs.transport import Transport
@@ -26,33 +22,17 @@ from zbpipe.schedule.ir import OpKind, Schedule
 from zbpipe.schedule.tables import Cell
 from zbpipe.simulator.actions import COMPUTE, WAITS, Action, Rows, message_of, other_end
 
-HEAD = "HEAD"
-"""The part of a gather that precedes the first F beside it."""
-BEGIN, GATE, QUEUE = "BEGIN", "GATE", "QUEUE"
-"""The begins of a rank, of all ranks, and of a queue."""
+HEAD, BEGIN, GATE, QUEUE = "HEAD", "BEGIN", "GATE", "QUEUE"
+"""The part of a gather that precedes the first F beside it, and the begins of a rank, of all ranks, and of a queue."""
 _NO_OPS = frozenset((*SENDS, HEAD, BEGIN, GATE, QUEUE, *WAITS))
 """Nodes that are neither ops nor collectives."""
 
 
-class CollectiveNode(NamedTuple):
-    """A collective in a graph."""
-
-    node: int
-    op: int
-    """Node of the op that it runs beside, before or after."""
-
-
 class TimeGraph(Graph[Cell]):
-    """What waits for what in a step.
+    """What waits for what in a step of a schedule that can run.
 
-    Args:
-        schedule: a schedule that can run.
-        transport: which messages wait for each other.
-        rows: the lists with messages, for a transport with queues.
-        ahead: number of ops that each rank may start before all ranks are done with the previous step. Default: there
-            is no previous step.
-        has_fsdp: whether there are collectives.
-        overlaps_fsdp: whether these run beside the computations.
+    The lists with messages (`rows`) are for a transport with queues. `ahead` is the number of ops that each rank may
+    start before all ranks are done with the previous step. By default there is none.
     """
 
     # Callers need different subsets.
@@ -70,13 +50,12 @@ class TimeGraph(Graph[Cell]):
         super().__init__(base.nodes.copy(), base.before.copy())
         self.schedule = schedule
         self.ops: list[range] = []
-        """Nodes of each rank's ops."""
         for last, row in zip(accumulate(map(len, schedule)), schedule, strict=True):
             self.ops.append(range(last - len(row), last))
         self.begins: dict[int, list[int]] = {}
         """Where each rank, and then each queue, begins the step, and its nodes that end the previous step."""
-        self.collectives: list[list[CollectiveNode]] = [[] for _ in schedule]
-        """Gathers and reductions of each rank, in order."""
+        self.collectives: list[list[tuple[int, int]]] = [[] for _ in schedule]
+        """Gathers and reductions of each rank, in order, each with the op that it runs beside, before or after."""
         self._first: list[list[int]] = [[] for _ in schedule]
         """Node for which each rank's first op waits, if any."""
         self.arrivals: dict[int, int] = {}
@@ -185,7 +164,7 @@ class TimeGraph(Graph[Cell]):
                 gather = self._add((stage, GATHER, -1), gathered)
                 self._wait(op, [self._add((stage, HEAD, self.nodes[op][2]), gathered) if overlaps else gather])
                 gathered = [gather]
-                self.collectives[rank].append(CollectiveNode(gather, op))
+                self.collectives[rank].append((gather, op))
             last = {self.nodes[op][0]: op for op in ops if self.nodes[op][1] in ("W", "B")}
             reduced: list[int] = []
             for stage, op in sorted(last.items(), key=lambda each: each[1]):
@@ -194,7 +173,7 @@ class TimeGraph(Graph[Cell]):
                 if not overlaps:
                     self._wait_from(range(op + 1, ops.stop), reduction)
                 reduced = [reduction]
-                self.collectives[rank].append(CollectiveNode(reduction, op))
+                self.collectives[rank].append((reduction, op))
             if self.begins:
                 self.begins[list(self.begins)[rank]] += reduced
 
@@ -214,13 +193,7 @@ def longest_path(graph: Graph[Any], seconds: Sequence[float]) -> tuple[list[floa
 
 
 def last_ends(graph: Graph[Any], seconds: Callable[[int], Any], latest: Callable[[Any, Any], Any]) -> list[Any]:
-    """As `longest_path`, for arrays, with a number for each sample: the ends for which no node waits.
-
-    Args:
-        graph: the graph.
-        seconds: durations of a node.
-        latest: the later of two times.
-    """
+    """As `longest_path` for arrays of samples: the ends for which no node waits. `latest` is the later of two times."""
     users = Counter(chain.from_iterable(graph.before))
     ends: dict[int, Any] = {}
     for node in graph.order:
@@ -234,7 +207,6 @@ def last_ends(graph: Graph[Any], seconds: Callable[[int], Any], latest: Callable
 
 
 def durations(graph: TimeGraph, costs: CostModel) -> list[float]:
-    """Seconds of each node."""
     rank_of = graph.schedule.placement.rank_of
     messages: dict[tuple[int, str, float], float] = {}
     found, of = [], costs.of

@@ -8,7 +8,7 @@ from functools import cached_property
 from importlib import import_module
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from zbpipe.costs.model import CostModel, rank_shares
 from zbpipe.costs.transport import Receives, Transport
@@ -41,14 +41,11 @@ class Collective(NamedTuple):
 
 
 class Idle(NamedTuple):
-    """Idle seconds of a rank, by phase."""
+    """Idle seconds of a rank: before its first backward, until its last forward, and after both."""
 
     warmup: float
-    """Before its first backward."""
     steady: float
-    """Between its first backward and its last forward."""
     cooldown: float
-    """After its last forward (or first backward, whichever is later)."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,7 +64,7 @@ class Timeline:
     schedule: Schedule
     costs: CostModel
     spans: tuple[tuple[Span, ...], ...]
-    """Computations of each rank, in the order in which they ran."""
+    """Computations of each rank, in order."""
     num_steps: int = 1
     transport: Transport = Transport.IDEAL
     receives: Receives | None = None
@@ -91,54 +88,37 @@ class Timeline:
         size = f"p={schedule.num_ranks}, m={schedule.num_microbatches}"
         return f"Timeline({schedule.name!r}, {size}, makespan={self.makespan:g})"
 
-    @property
-    def _pictures(self) -> Any:
-        """Functions that draw it. They import this module, so the first picture imports them by name."""
-        return import_module("zbpipe.views.pictures")
-
+    # The modules that draw it import this one, so they are imported by name.
     def _repr_html_(self) -> str:
-        """The picture, in notebooks."""
-        page: str = self._pictures.draw_in_notebook(self)
-        return page
+        return str(import_module("zbpipe.views.pictures").draw_in_notebook(self))
 
     def show(self) -> None:
         """Draw it in the terminal, as `zbpipe show` does."""
-        self._pictures.show(self)
+        import_module("zbpipe.views.pictures").show(self)
 
     def svg(self, file: str | Path) -> None:
         """Draw it into an SVG file."""
-        self._pictures.write_svg(self, file)
+        Path(file).write_text(import_module("zbpipe.views.svg").svg(self), encoding="utf-8")
 
     def html(self, file: str | Path) -> None:
         """Write an interactive page with zoom and tooltips, which needs no network and no other file."""
-        self._pictures.write_html(self, file)
+        Path(file).write_text(import_module("zbpipe.views.html").html(self), encoding="utf-8")
 
     @cached_property
     def makespan(self) -> float:
         """End of the last rank, with its reductions."""
-        return max([self._end_of_computations, *(each.end for row in self.collectives for each in row)])
-
-    @property
-    def _end_of_computations(self) -> float:
-        return max((spans[-1].end for spans in self.spans if spans), default=0.0)
+        ends = (each.end for row in self.collectives for each in row)
+        return max([0.0, *(spans[-1].end for spans in self.spans if spans), *ends])
 
     @property
     def gathers(self) -> tuple[tuple[Collective, ...], ...]:
         """Gathers of parameters on each rank (`costs.gather`), in order."""
-        return self._find_collectives("gather")
+        return tuple(tuple(each for each in row if each.kind == "gather") for row in self.collectives)
 
     @property
     def reductions(self) -> tuple[tuple[Collective, ...], ...]:
         """Reductions of gradients on each rank (`costs.reduce`), in order."""
-        return self._find_collectives("reduce")
-
-    def _find_collectives(self, kind: str) -> tuple[tuple[Collective, ...], ...]:
-        return tuple(tuple(each for each in row if each.kind == kind) for row in self.collectives)
-
-    @property
-    def exposed_reduction(self) -> float:
-        """Seconds at the end in which nothing but reductions runs."""
-        return self.makespan - self._end_of_computations
+        return tuple(tuple(each for each in row if each.kind == "reduce") for row in self.collectives)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
@@ -163,8 +143,7 @@ class Timeline:
     def memory(self, rank: int) -> list[tuple[float, float]]:
         """Memory of a rank over time: (start, memory) pairs, in the unit of `costs.activations`.
 
-        It consists of the activations and the working memory of the op that runs (`costs.working`). Offloaded memory
-        counts until the end of its copy out, and from the start of its copy back.
+        Offloaded memory counts until the end of its copy out, and from the start of its copy back.
         """
         held, profile = 0.0, [(0.0, 0.0)]
         changes = list(_memory_changes(self.spans[rank], self.costs))
@@ -185,10 +164,7 @@ class Timeline:
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """Peak of each rank without working memory.
-
-        The unit is a rank's share of one microbatch: the activations of all its stages.
-        """
+        """Peak of each rank without working memory. The unit is the activations of one microbatch in all its stages."""
         kept = replace(self, costs=replace(self.costs, working={})) if self.costs.working else self
         shares = rank_shares(self.schedule.placement, self.costs)
         return tuple(peak / share if share else 0.0 for peak, share in zip(kept.peak_memory, shares, strict=True))
@@ -221,16 +197,13 @@ def _memory_changes(spans: tuple[Span, ...], costs: CostModel) -> Iterator[tuple
     """Times at which a rank takes and frees memory: an op takes at its start and frees at its end."""
     for span in spans:
         cost = costs.of(*span.op)
-        taken = cost.needs
-        freed = taken - cost.adds
-        if taken:
-            yield span.start, taken
-        if freed:
+        if cost.needs:
+            yield span.start, cost.needs
+        if freed := cost.needs - cost.adds:
             yield span.end, -freed
 
 
 def _critical_path(timeline: Timeline) -> Iterator[Span]:
-    """The critical path, from its end to its beginning."""
     graph = timeline.graph or TimeGraph(timeline.schedule)
     last_step = timeline.num_steps - 1
     seconds, spans = durations(graph, timeline.costs), dict[int, Span]()

@@ -17,8 +17,6 @@ from zbpipe.schedule.ir import OFFLOADS, RELOADS, Op, OpKind, Schedule, inputs, 
 
 N = TypeVar("N", bound=NamedTuple)
 Rule = Literal["missing", "doubled", "foreign", "placement", "order", "deadlock", "memory"]
-_Places = dict[Op, list[tuple[int, int]]]
-"""The places of each op: rank and position, several if it is doubled."""
 _MOST_MISSING = 1000
 """Largest number of missing ops that are listed, in addition to the number of ops."""
 
@@ -45,9 +43,7 @@ class Finding:
 
 
 def validate(
-    schedule: Schedule,
-    memory_limit: MemoryLimitLike | None = None,
-    costs: CostModel | None = None,
+    schedule: Schedule, memory_limit: MemoryLimitLike | None = None, costs: CostModel | None = None
 ) -> list[Finding]:
     """All faults of `schedule`. An empty list if it is valid.
 
@@ -58,20 +54,16 @@ def validate(
 
     It checks for: ops that are missing, doubled or foreign (a stage or microbatch that the schedule does not have, or
     an I or W of a microbatch that has a B); a stage whose ops are on a rank that does not hold it; an order that a rank
-    cannot run (I or W too early, a stage before its dependency on the same rank); ranks that wait for each other in a
-    cycle; ranks above their memory limit; and copies that do not come back exactly once, after the copy out and before
-    they are needed. Memory is counted in list order, where an offload frees at once. For the time that it takes see
-    `Timeline.memory`. If most ops are missing, only some of these are listed.
+    cannot run; ranks that wait for each other in a cycle; ranks above their memory limit; and copies that do not come
+    back exactly once, after the copy out and before they are needed. Memory is counted in list order, where an offload
+    frees at once. If most ops are missing, only some of these are listed.
 
     Args:
         schedule: a schedule with any lists.
         memory_limit: see `zbpipe.costs.MemoryLimit`. Default: no limit.
         costs: costs of the stages. Default: `CostModel.uniform`, whose unit is a rank's activations of one microbatch.
 
-    Raises:
-        TypeError: `schedule`, `memory_limit` or `costs` has another type.
-        ValueError: a limit is negative, the number of limits is not that of ranks, or the costs are for another number
-            of stages.
+    TypeError for other types, ValueError for invalid limits and costs for another number of stages.
     """
     require_schedule(schedule)
     costs = as_cost_model((1, 1, 1) if costs is None else costs, schedule.placement)
@@ -82,14 +74,26 @@ def validate(
 
 def _find_faults(schedule: Schedule) -> Iterator[Finding]:
     """All faults except memory."""
-    places: _Places = defaultdict(list)
-    for rank, ops in enumerate(schedule):
-        for position, op in enumerate(ops):
-            places[op].append((rank, position))
+
+    def dependencies(op: Op) -> Iterator[tuple[Op, ...]]:
+        yield from inputs(op, schedule.placement.num_stages)
+        if reload := reload_before(op):
+            yield (reload,)
+
+    places = find_places(schedule.ops)
     yield from _find_misplaced(schedule, places)
     yield from islice(_find_missing(schedule, places), len(places) + _MOST_MISSING)
-    yield from _find_disordered(schedule)
+    yield from find_disordered(schedule.ops, dependencies)
     yield from find_deadlocks(schedule.ops, places, lambda op: inputs(op, schedule.placement.num_stages))
+
+
+def find_places(rows: Sequence[Sequence[N]]) -> dict[N, list[tuple[int, int]]]:
+    """The places of each item: rank and position, several if it is doubled."""
+    places: dict[N, list[tuple[int, int]]] = defaultdict(list)
+    for rank, row in enumerate(rows):
+        for position, item in enumerate(row):
+            places[item].append((rank, position))
+    return places
 
 
 def require_runnable(schedule: Schedule) -> None:
@@ -118,7 +122,7 @@ def require_valid(schedule: Schedule) -> None:
         raise ValueError("\n  ".join(lines))
 
 
-def _find_misplaced(schedule: Schedule, places: _Places) -> Iterator[Finding]:
+def _find_misplaced(schedule: Schedule, places: dict[Op, list[tuple[int, int]]]) -> Iterator[Finding]:
     """Ops in a wrong place: unknown, on another stage's rank, or doubled."""
     placement, microbatches = schedule.placement, schedule.num_microbatches
     for op, standing in places.items():
@@ -138,7 +142,7 @@ def _find_misplaced(schedule: Schedule, places: _Places) -> Iterator[Finding]:
                 yield Finding("doubled", rank, position, op, message)
 
 
-def _find_missing(schedule: Schedule, places: _Places) -> Iterator[Finding]:
+def _find_missing(schedule: Schedule, places: dict[Op, list[tuple[int, int]]]) -> Iterator[Finding]:
     """Missing ops. Every stage and microbatch needs one F and either one B or one I and one W."""
     for stage, rank in enumerate(schedule.placement.rank_of):
         for microbatch in range(schedule.num_microbatches):
@@ -157,7 +161,9 @@ def _find_missing(schedule: Schedule, places: _Places) -> Iterator[Finding]:
             yield from _find_lost_copies(rank, stage, microbatch, places)
 
 
-def _find_lost_copies(rank: int, stage: int, microbatch: int, places: _Places) -> Iterator[Finding]:
+def _find_lost_copies(
+    rank: int, stage: int, microbatch: int, places: dict[Op, list[tuple[int, int]]]
+) -> Iterator[Finding]:
     """Copies of which one direction is missing, or copies for a W that the schedule does not have."""
     b = Op(stage, OpKind.B, microbatch)
     for there, back in zip(OFFLOADS, RELOADS, strict=True):
@@ -167,17 +173,6 @@ def _find_lost_copies(rank: int, stage: int, microbatch: int, places: _Places) -
         elif len(copies) == 1:
             lost = Op(stage, back if copies[0].kind is there else there, microbatch)
             yield Finding("missing", rank, None, lost, f"no rank runs it, but {copies[0]} is there")
-
-
-def _find_disordered(schedule: Schedule) -> Iterator[Finding]:
-    """Ops before their dependencies in one rank's list."""
-
-    def dependencies(op: Op) -> Iterator[tuple[Op, ...]]:
-        yield from inputs(op, schedule.placement.num_stages)
-        if reload := reload_before(op):
-            yield (reload,)
-
-    return find_disordered(schedule.ops, dependencies)
 
 
 def find_disordered(
@@ -220,11 +215,9 @@ def find_deadlocks(
     places: Mapping[N, Sequence[tuple[int, int]]],
     dependencies: Callable[[N], Iterable[tuple[N, ...]]],
 ) -> Iterator[Finding]:
-    """The first ranks that wait for each other in a cycle.
+    """The first ranks that wait for each other in a cycle. Only waiting between ranks counts.
 
-    Only waiting between ranks counts. An item that is missing, or late on its own rank, has a separate finding.
-    `places` are the ranks and positions of every item. `dependencies` are groups, of which one item each has to be
-    over.
+    `dependencies` are groups, of which one item each has to be over.
     """
     nodes = [(rank, position) for rank, row in enumerate(rows) for position in range(len(row))]
     number = {place: n for n, place in enumerate(nodes)}
@@ -243,7 +236,7 @@ def find_deadlocks(
     # Each waits for the next one, and the ops of one rank follow each other.
     hops = [(one, other) for one, other in pairwise([*cycle, cycle[0]]) if one[0] != other[0]]
     first = hops.index(min(hops))
-    hops = [*hops[first:], *hops[:first]]
+    hops = hops[first:] + hops[:first]
     text = ", ".join(
         f"rank {rank} (position {position}, {rows[rank][position]}) waits for {rows[giver][place]} on rank {giver}"
         f" (position {place})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, groupby
 
@@ -16,10 +16,8 @@ from zbpipe.views import style
 IDLE = "·"
 _BETWEEN_TICKS = 10
 """Least distance of time labels, in columns."""
-_MOST_COLUMNS = 2**16
-"""Largest number of columns, for timelines far longer than their ops, or with very many ops."""
-_MOST_SCREENS = 3
-"""Largest height of a picture, in screens: nobody views a longer one completely."""
+_MOST_COLUMNS, _MOST_SCREENS = 2**16, 3
+"""Largest width of a picture in columns, and height in screens: nobody views a longer one completely."""
 _LEVELS = "▁▂▃▄▅▆▇█"
 """Levels of how busy a rank is in the time of a column."""
 _MIXTURE = "+"
@@ -27,9 +25,6 @@ _PLAIN = 0.6
 """Share of a column's work above which one kind sets its colour."""
 
 _Cell = tuple[str, str]
-"""A character and its style."""
-_Look = tuple[tuple[str, str], style.Paint]
-"""The long and the short form of a box's words, and its colours."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +49,8 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24, *, colours: bool
     """The picture, with a time axis and a legend.
 
     Every op shows its letter, and its microbatch where there is room. Boxes are as wide as fits into `width` x
-    `height`. A timeline that is too long for one line continues in a band below. With offloading, each rank has two
-    more lines, for its copies out to the host and in again, and with FSDP one more for its collectives. Large timelines
-    are condensed to one line per rank, whose height shows in each column how busy the rank is then. Without `colours`,
-    a letter shows the most frequent kind.
+    `height`. A timeline that is too long for one line continues in a band below. Copies to the host and back, and
+    FSDP's collectives, have their own lines. Large timelines are condensed to one line per rank.
 
     >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 2), (1, 1, 1))
     >>> print(grid(timeline, width=30).plain.splitlines()[0].rstrip())
@@ -69,23 +62,33 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24, *, colours: bool
     if _lines(timeline, scale) > _MOST_SCREENS * height:
         lines = _overview(timeline, columns, width, label, colours)
     else:
-        legend = _pack(_legend(timeline, scale, colours), width)
-        lines = [*_bands(timeline, scale, label), *legend, *_list_left_out(timeline, scale)]
+        lines = [*_bands(timeline, scale, label), *_pack(_legend(timeline, scale, colours), width)]
+        everything = chain.from_iterable((*timeline.spans, *timeline.copies))
+        if count := sum(scale.column(span.start) == scale.column(span.end) for span in everything):
+            lines.append(Text(f"{count} ops are too short for a column; --html has them all", "italic"))
     return Text("\n").join(lines)
 
 
 def _bands(timeline: Timeline, scale: _Scale, label: int) -> Iterator[Text]:
-    """All ops, and a time axis below each band."""
     paints = style.paints(timeline)
 
-    def look(span: Span | Collective) -> _Look:
-        if isinstance(span, Span):
-            stage, kind, microbatch = span.op
-            return (f"{kind}{microbatch}", kind), paints[stage, kind]
-        return (span.kind, span.kind[0]), paints[span.stage, style.kind_of(span, timeline)]
+    def cells(spans: Iterable[Span | Collective]) -> list[_Cell]:
+        found: list[_Cell] = [(IDLE, "dim")] * scale.columns
+        for span in spans:
+            begin, end = scale.column(span.start), scale.column(span.end)
+            if isinstance(span, Span):
+                stage, kind, microbatch = span.op
+                full, short = f"{kind}{microbatch}", str(kind)
+            else:
+                stage, kind = span.stage, style.kind_of(span, timeline)
+                full, short = str(span.kind), span.kind[0]
+            fill, text = paints[stage, kind]
+            label = (full if len(full) <= end - begin else short).ljust(end - begin)[: end - begin]
+            found[begin:end] = [(letter, f"{text} on {fill}") for letter in label]
+        return found
 
     rows = [
-        (name, _cells(spans, scale, look))
+        (name, cells(spans))
         for rank, computed in enumerate(timeline.spans)
         for name, spans in (
             (f"rank {rank} ".ljust(label), computed),
@@ -102,8 +105,7 @@ def _bands(timeline: Timeline, scale: _Scale, label: int) -> Iterator[Text]:
 def _overview(timeline: Timeline, columns: int, width: int, label: int, colours: bool) -> list[Text]:
     """A line per rank: the height of a column shows how busy the rank is then, its colour the most frequent kind.
 
-    Without colours it has the letter of that kind, in lower case where the rank is busy for less than half of the
-    column.
+    Without colours it has that kind's letter, in lower case where the rank is busy for less than half of the column.
     """
     scale = _Scale(columns / (timeline.makespan or 1.0), columns, columns)
     lines = [
@@ -111,12 +113,8 @@ def _overview(timeline: Timeline, columns: int, width: int, label: int, colours:
         for rank, spans in enumerate(timeline.spans)
     ]
     lines.append(Text(" " * label + _axis(timeline, scale, 0, columns), "dim"))
-    keys = [
-        Text.assemble(
-            ("██", style.paint(kind, 0, 1).fill) if colours else str(kind), f" mostly {style.KIND_WORDS[kind]}"
-        )
-        for kind in style.kinds(timeline)
-    ]
+    shown = {kind: ("██", style.paint(kind, 0, 1).fill) if colours else str(kind) for kind in style.kinds(timeline)}
+    keys = [Text.assemble(look, f" mostly {style.KIND_WORDS[kind]}") for kind, look in shown.items()]
     words = (
         f"a column: {style.number(timeline.makespan / columns)}",
         "its height: how busy the rank is" if colours else "small letters: the rank is idle for more than half of it",
@@ -135,21 +133,17 @@ def _busy(spans: tuple[Span, ...], scale: _Scale, colours: bool) -> Iterator[_Ce
             share = min(end, column + 1) - max(begin, column)
             work[column][span.op.kind] = work[column].get(span.op.kind, 0.0) + share
     for shares in work:
-        yield _level(shares, colours)
-
-
-def _level(shares: dict[OpKind, float], colours: bool) -> _Cell:
-    """The cell of a column with these shares of time by kind."""
-    busy = sum(shares.values())
-    level = min(round(busy * len(_LEVELS)), len(_LEVELS))
-    if not level:
-        return IDLE, ""
-    kind = max(shares, key=lambda kind: shares[kind])
-    is_plain = shares[kind] >= _PLAIN * busy
-    if not colours:
+        busy = sum(shares.values())
+        level = min(round(busy * len(_LEVELS)), len(_LEVELS))
+        kind = max(shares, key=shares.__getitem__, default=OpKind.F)
+        is_plain = bool(level) and shares[kind] >= _PLAIN * busy
         letter = str(kind) if is_plain else _MIXTURE
-        return letter if busy >= 0.5 else letter.lower(), ""
-    return _LEVELS[level - 1], style.paint(kind, 0, 1).fill if is_plain else ""
+        if not level:
+            yield IDLE, ""
+        elif colours:
+            yield _LEVELS[level - 1], style.paint(kind, 0, 1).fill if is_plain else ""
+        else:
+            yield letter if busy >= 0.5 else letter.lower(), ""
 
 
 def _fit(timeline: Timeline, width: int, height: int) -> _Scale:
@@ -176,28 +170,6 @@ def _scale(makespan: float, shortest: float, box: int, width: int) -> _Scale:
     columns = max(math.ceil(makespan * box / shortest - 1e-6), 1)
     bands = -(-columns // (width // box * box))
     return _Scale(box / shortest, columns, -(-columns // (bands * box)) * box)
-
-
-def _cells(
-    spans: Iterable[Span | Collective], scale: _Scale, look: Callable[[Span | Collective], _Look]
-) -> list[_Cell]:
-    cells: list[_Cell] = [(IDLE, "dim")] * scale.columns
-    for span in spans:
-        begin, end = scale.column(span.start), scale.column(span.end)
-        words, (fill, text) = look(span)
-        cells[begin:end] = [(letter, f"{text} on {fill}") for letter in _label(words, end - begin)]
-    return cells
-
-
-def _label(words: tuple[str, str], width: int) -> str:
-    """The long form, or the short one, in a box of this width."""
-    full, short = words
-    return (full if len(full) <= width else short).ljust(width)[:width]
-
-
-def _has_number(span: Span, scale: _Scale) -> bool:
-    """Whether its box shows the microbatch."""
-    return scale.column(span.end) - scale.column(span.start) >= len(f"{span.op.kind}{span.op.microbatch}")
 
 
 def _line(cells: list[_Cell]) -> Text:
@@ -233,13 +205,16 @@ def _legend(timeline: Timeline, scale: _Scale, colours: bool) -> Iterator[Text]:
     yield Text.assemble((IDLE, "dim"), " idle")
     if stages > 1 and colours:
         yield Text("paler: later stages of a rank")
-    labels = {_has_number(span, scale) for spans in timeline.spans for span in spans}
+    labels = {
+        scale.column(span.end) - scale.column(span.start) >= len(f"{span.op.kind}{span.op.microbatch}")
+        for spans in timeline.spans
+        for span in spans
+    }
     if True in labels:
         yield Text("number: microbatch" + (", where there is room" if False in labels else ""))
 
 
 def _pack(entries: Iterable[Text], width: int) -> list[Text]:
-    """Lines with as many entries as fit."""
     lines: list[Text] = []
     for entry in entries:
         if lines and len(lines[-1]) + 3 + len(entry) <= width:
@@ -247,9 +222,3 @@ def _pack(entries: Iterable[Text], width: int) -> list[Text]:
         else:
             lines.append(entry)
     return lines
-
-
-def _list_left_out(timeline: Timeline, scale: _Scale) -> list[Text]:
-    everything = chain.from_iterable((*timeline.spans, *timeline.copies))
-    count = sum(scale.column(span.start) == scale.column(span.end) for span in everything)
-    return [Text(f"{count} ops are too short for a column; --html has them all", "italic")] if count else []

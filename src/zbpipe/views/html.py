@@ -24,9 +24,7 @@ _TICKS = 2**32
 def html(timeline: Timeline, drawn_with: str = "") -> str:
     """The page: a grid of all ranks, the activations of each over time below it, and the critical path on demand.
 
-    It needs no network and no other file, and is dark where the reader prefers that. Where boxes would be narrower than
-    two pixels it shows the shares of time instead. Mouse, touch and keyboard zoom in, and describe each box. A table
-    has the ranks' numbers. `drawn_with` names the costs.
+    It needs no network and no other file, and is dark where the reader prefers that. `drawn_with` names the costs.
     """
     sizes = style.size(timeline) + (f"; {drawn_with}" if drawn_with else "")
     return fill(
@@ -73,13 +71,16 @@ def pack(data: Any) -> str:
 
 
 def drawing(timeline: Timeline) -> dict[str, Any]:
-    """The data that the script draws, in types for JSON.
-
-    Kinds are numbers, and times integer ticks. `changes` has by kind and stage the memory that an op takes at its start
-    and frees at its end, in its rank's share of one microbatch. So the page need not contain the memory over time.
-    """
+    """The data that the script draws: kinds as numbers, times in ticks, and in `changes` by kind and stage the memory
+    that an op takes at its start and frees at its end, in its rank's share of one microbatch."""
     placement = timeline.schedule.placement
     stages, present = style.most_stages(placement), style.kinds(timeline)
+    shares = rank_shares(placement, timeline.costs)
+
+    def changes(kind: OpKind) -> list[tuple[float, float]]:
+        costs = [(timeline.costs.of(stage, kind), shares[rank] or 1.0) for stage, rank in enumerate(placement.rank_of)]
+        return [(cost.needs / share, (cost.needs - cost.adds) / share) for cost, share in costs]
+
     collectives = {each.kind: style.kind_of(each, timeline) for row in timeline.collectives for each in row}
     numbers = {str(kind): number for number, kind in enumerate((*present, *collectives))}
     frees_nothing = [(0.0, 0.0)] * placement.num_stages
@@ -96,7 +97,7 @@ def drawing(timeline: Timeline) -> dict[str, Any]:
         ],
         "paints": [[style.paint(kind, nth, stages) for nth in range(stages)] for kind in painted],
         "nthStage": style.nth_stage(placement),
-        "changes": [*(_changes(timeline, kind) for kind in present), *(frees_nothing for _ in collectives)],
+        "changes": [*map(changes, present), *(frees_nothing for _ in collectives)],
         "ranks": [_rank(timeline, rank, numbers) for rank in range(len(timeline.spans))],
         "criticalPath": [(placement.rank_of[span.op.stage], places[id(span)]) for span in timeline.critical_path],
     }
@@ -104,16 +105,6 @@ def drawing(timeline: Timeline) -> dict[str, Any]:
 
 def _tick(timeline: Timeline) -> float:
     return (timeline.makespan or 1.0) / _TICKS
-
-
-def _changes(timeline: Timeline, kind: OpKind) -> list[tuple[float, float]]:
-    costs, placement = timeline.costs, timeline.schedule.placement
-    shares, found = rank_shares(placement, costs), []
-    for stage, rank in enumerate(placement.rank_of):
-        share = shares[rank] or 1.0
-        cost = costs.of(stage, kind)
-        found.append((cost.needs / share, (cost.needs - cost.adds) / share))
-    return found
 
 
 def _rank(timeline: Timeline, rank: int, numbers: Mapping[str, int]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from zbpipe.simulator.timeline import Collective, Span, Timeline
 from zbpipe.views.style import lanes, memory_profile, summary
 
 _MICROSECONDS = 1e6
-"""Microseconds in a second."""
 
 _Event = dict[str, Any]
 
@@ -22,19 +21,14 @@ _Event = dict[str, Any]
 def perfetto(timeline: Timeline, **others: Timeline) -> str:
     """JSON in the trace-event format, times in microseconds.
 
-    Each rank is a process with a complete event per op, named in torch's text form (`3F0`). A counter shows the
-    activations that the rank holds, in its share of one microbatch. Copies to its host and back have separate threads,
-    and so have FSDP's collectives.
-    Arrows lead from each op to the one on another rank that takes its result. `perfetto(planned, measured=...)` adds a
-    row with the name `measured` below each rank. Further timelines have the same number of ranks.
+    Each rank is a process with an event per op, threads for copies and collectives, and a counter of activations in its
+    share of one microbatch. Arrows lead from each op to the one on another rank that takes its result.
+    `perfetto(planned, measured=...)` adds a row with the name `measured` below each rank.
     """
     every = {"": timeline, **others}
     rows = [_Row(each, name, nth, len(every)) for nth, (name, each) in enumerate(every.items())]
     events = [
-        event
-        for rank in range(len(timeline.spans))
-        for row in rows
-        for event in (*_names(row, rank), *_ops(row, rank), *_memory(row, rank))
+        event for rank in range(len(timeline.spans)) for row in rows for event in (*_names(row, rank), *_ops(row, rank))
     ]
     return json.dumps(
         {
@@ -54,8 +48,6 @@ def write_perfetto(file: str | Path, timeline: Timeline, **others: Timeline) -> 
 
 
 class _Row(NamedTuple):
-    """One of the timelines in a file."""
-
     timeline: Timeline
     name: str
     nth: int
@@ -79,14 +71,11 @@ def _ops(row: _Row, rank: int) -> Iterator[_Event]:
     other_boxes = (boxes for _, boxes in lanes(row.timeline, rank))
     for thread, boxes in enumerate((row.timeline.spans[rank], *other_boxes)):
         for box in boxes:
-            yield {
-                "ph": "X",
-                "pid": row.process(rank),
-                "tid": thread,
-                "ts": box.start * _MICROSECONDS,
-                "dur": (box.end - box.start) * _MICROSECONDS,
-                **_describe(box),
-            }
+            times = {"ts": box.start * _MICROSECONDS, "dur": (box.end - box.start) * _MICROSECONDS}
+            yield {"ph": "X", "pid": row.process(rank), "tid": thread, **times, **_describe(box)}
+    for time, held in memory_profile(row.timeline, rank):
+        counter = {"name": "activations", "ts": time * _MICROSECONDS, "args": {"held": held}}
+        yield {"ph": "C", "pid": row.process(rank), **counter}
 
 
 def _describe(box: Span | Collective) -> _Event:
@@ -95,17 +84,6 @@ def _describe(box: Span | Collective) -> _Event:
         about = {"stage": stage, "microbatch": microbatch, "kind": str(kind), "step": box.step}
         return {"name": str(box.op), "cat": str(kind), "args": about}
     return {"name": str(box), "cat": box.kind, "args": {"stage": box.stage, "kind": box.kind, "step": box.step}}
-
-
-def _memory(row: _Row, rank: int) -> Iterator[_Event]:
-    for time, held in memory_profile(row.timeline, rank):
-        yield {
-            "ph": "C",
-            "pid": row.process(rank),
-            "name": "activations",
-            "ts": time * _MICROSECONDS,
-            "args": {"held": held},
-        }
 
 
 def _transfers(row: _Row) -> Iterator[_Event]:
@@ -125,13 +103,5 @@ def _transfers(row: _Row) -> Iterator[_Event]:
 
 
 def _flow(phase: str, number: int, span: Span, process: int) -> _Event:
-    name = "activation" if span.op.kind is OpKind.F else "gradient"
-    return {
-        "ph": phase,
-        "id": number,
-        "pid": process,
-        "tid": 0,
-        "name": name,
-        "cat": "transfer",
-        "ts": span.start * _MICROSECONDS,
-    }
+    about = {"name": "activation" if span.op.kind is OpKind.F else "gradient", "cat": "transfer"}
+    return {"ph": phase, "id": number, "pid": process, "tid": 0, **about, "ts": span.start * _MICROSECONDS}

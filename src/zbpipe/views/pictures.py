@@ -1,9 +1,8 @@
-"""Drawings for the methods of timelines: in the terminal, into files, and in notebooks."""
+"""Drawings for the methods of timelines: in the terminal and in notebooks."""
 
 from __future__ import annotations
 
 from html import escape
-from pathlib import Path
 
 from rich.console import Console
 
@@ -11,7 +10,6 @@ from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.views.grid import grid
-from zbpipe.views.html import html
 from zbpipe.views.svg import svg
 
 _MOST_OPS = 20_000
@@ -22,16 +20,6 @@ def show(timeline: Timeline) -> None:
     """Draw it in the terminal, as wide and high as the terminal is."""
     console = Console(highlight=False)
     console.print(grid(timeline, console.width, console.height, colours=console.color_system is not None))
-
-
-def write_svg(timeline: Timeline, file: str | Path) -> None:
-    """Draw it into a file."""
-    Path(file).write_text(svg(timeline), encoding="utf-8")
-
-
-def write_html(timeline: Timeline, file: str | Path) -> None:
-    """Write an interactive page with zoom and tooltips."""
-    Path(file).write_text(html(timeline), encoding="utf-8")
 
 
 def draw_in_notebook(thing: Schedule | Timeline) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache, partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -24,34 +24,28 @@ from zbpipe.views.report import record
 MOST_RANKS, MOST_MICROBATCHES, MOST_STAGES = 64, 512, 8
 _MOST_CELLS = 2**13
 """Largest number of ranks times microbatches. More would take too long."""
-_NAMES = ("ranks", "microbatches", "stages", "f", "i", "w", "comm", "checkpointing", "limit")
 PLAN_BUDGET = 2e6
 """Number of ops that a search may time: about a second."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Values of the sliders."""
-
     ranks: int
     microbatches: int
     stages: int
     """Stages per rank, for schedules that support any number."""
-    times: tuple[float, float, float]
-    """Times of F, I and W of a rank and a microbatch, in any unit."""
+    f: float
+    """Times of F, I and W of a rank and a microbatch, and of a message."""
+    i: float
+    w: float
     comm: float
-    """Time from one rank to another, in the same unit."""
     checkpointing: Checkpointing
     limit: float | None
     """Memory relative to that of 1F1B's worst rank."""
 
     def __post_init__(self) -> None:
-        for name, value, most in (
-            ("ranks", self.ranks, MOST_RANKS),
-            ("microbatches", self.microbatches, MOST_MICROBATCHES),
-            ("stages", self.stages, MOST_STAGES),
-        ):
-            if not 1 <= value <= most:
+        for name, most in (("ranks", MOST_RANKS), ("microbatches", MOST_MICROBATCHES), ("stages", MOST_STAGES)):
+            if not 1 <= (value := getattr(self, name)) <= most:
                 raise ValueError(f"{name} = {value} has to be from 1 to {most}")
         if self.ranks * self.microbatches > _MOST_CELLS:
             raise ValueError(
@@ -68,45 +62,36 @@ class Setting:
     @classmethod
     def parse(cls, asked: Mapping[str, str]) -> Setting:
         """The setting from texts by name. ValueError for missing and unknown names, and for invalid numbers."""
-        if missing := [name for name in _NAMES if name not in asked]:
+        names = [field.name for field in fields(cls)]
+        if missing := [name for name in names if name not in asked]:
             raise ValueError(f"{', '.join(missing)} is missing")
-        if unknown := [name for name in asked if name not in _NAMES]:
+        if unknown := [name for name in asked if name not in names]:
             raise ValueError(f"{', '.join(unknown)} is unknown")
 
-        def number(name: str, kind: type[int] | type[float]) -> Any:
+        def read(name: str, text: str) -> Any:
+            if name == "checkpointing":
+                return Checkpointing.parse(text)
+            is_whole = name in ("ranks", "microbatches", "stages")
             try:
-                return kind(asked[name])
+                return int(text) if is_whole else None if name == "limit" and not text else float(text)
             except ValueError:
-                what = "a whole number" if kind is int else "a number"
-                raise ValueError(f"{name} = {asked[name]!r} is not {what}") from None
+                raise ValueError(f"{name} = {text!r} is not a {'whole ' * is_whole}number") from None
 
-        return cls(
-            number("ranks", int),
-            number("microbatches", int),
-            number("stages", int),
-            (number("f", float), number("i", float), number("w", float)),
-            number("comm", float),
-            Checkpointing.parse(asked["checkpointing"]),
-            number("limit", float) if asked["limit"] else None,
-        )
+        return cls(**{name: read(name, text) for name, text in asked.items()})
 
     def texts(self) -> dict[str, str]:
-        """The texts for `parse`."""
-        values = (self.ranks, self.microbatches, self.stages, *self.times, self.comm)
-        limit = "" if self.limit is None else f"{self.limit:.6g}"
-        return dict(zip(_NAMES, (*(f"{value:.6g}" for value in values), str(self.checkpointing), limit), strict=True))
+        values = {name: "" if value is None else value for name, value in vars(self).items()}
+        return {name: value if isinstance(value, str) else f"{value:.6g}" for name, value in values.items()}
 
     def costs(self, placement: Placement) -> CostModel:
         return typical_costs(placement, self.checkpointing, times=self.times, comm=self.comm)
 
     @property
-    def baseline(self) -> float:
-        """Memory of 1F1B's worst rank."""
-        return memory_of_1f1b(self.costs, self.ranks, self.microbatches)
+    def times(self) -> tuple[float, float, float]:
+        return self.f, self.i, self.w
 
     @property
     def options(self) -> str:
-        """The setting as options of the command line."""
         costs = ",".join(f"{time:.6g}" for time in self.times)
         return (
             f"-p {self.ranks} -m {self.microbatches} --costs {costs} --comm {self.comm:.6g}"
@@ -143,7 +128,7 @@ def answer_plan(setting: Setting) -> dict[str, Any]:
 
 
 def _answer(timeline: Timeline, setting: Setting, title: str, command: str) -> dict[str, Any]:
-    figures = record(timeline, setting.baseline)
+    figures = record(timeline, memory_of_1f1b(setting.costs, setting.ranks, setting.microbatches))
     memory = figures["memory_to_1f1b"]
     return {
         "title": title,
@@ -161,10 +146,10 @@ def _answer(timeline: Timeline, setting: Setting, title: str, command: str) -> d
 
 def presets() -> dict[str, Setting]:
     """Equal times, and those of a transformer, by name."""
-    found = {"equal times, as in the papers": Setting(4, 8, 2, (1.0, 1.0, 1.0), 0.0, Checkpointing.NONE, None)}
+    found = {"equal times, as in the papers": Setting(4, 8, 2, 1.0, 1.0, 1.0, 0.0, Checkpointing.NONE, None)}
     for how in (Checkpointing.SELECTIVE, Checkpointing.NONE, Checkpointing.FULL):
         f, i, w = typical_times(how)
-        found[f"typical transformer, {how} checkpointing"] = Setting(8, 32, 2, (f, round(i, 3), w), 0.02, how, None)
+        found[f"typical transformer, {how} checkpointing"] = Setting(8, 32, 2, f, round(i, 3), w, 0.02, how, None)
     return found
 
 
@@ -172,18 +157,7 @@ ADDRESS = "127.0.0.1"
 _TIMES = [round(0.1 * n, 1) for n in range(1, 41)]
 _STOPS: dict[str, list[Any]] = {
     "ranks": [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, MOST_RANKS],
-    "microbatches": [
-        *range(1, 17),
-        *range(18, 33, 2),
-        *range(36, 65, 4),
-        80,
-        96,
-        128,
-        192,
-        256,
-        384,
-        MOST_MICROBATCHES,
-    ],
+    "microbatches": [*range(1, 17), *range(18, 33, 2), *range(36, 65, 4), 80, 96, 128, 192, 256, 384, 512],
     "stages": [1, 2, 3, 4, 6, 8],
     "f": _TIMES,
     "i": _TIMES,
@@ -205,7 +179,6 @@ _simulated, _planned = lru_cache(maxsize=256)(answer_simulation), lru_cache(maxs
 
 
 def answer(path: str, query: str) -> tuple[int, str, str]:
-    """Status, content type and text for a request."""
     if path == "/":
         return 200, "text/html; charset=utf-8", _page()
     if path not in ("/schedule", "/plan"):

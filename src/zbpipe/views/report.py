@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import Any
 
 from zbpipe.costs.job import JobCosts
@@ -23,8 +24,7 @@ Vary = Callable[[Timeline], Mapping[str, float]]
 def record(timeline: Timeline, baseline: float | None = None, *, with_period: bool = True) -> dict[str, Any]:
     """A timeline in numbers: times in seconds, peaks by rank, memory in the unit of the costs' activations.
 
-    The period takes longer than all else together, so tables that do not show it skip it. `memory_to_1f1b` is the worst
-    rank's peak relative to `baseline`, that of 1F1B's worst rank. None where that is not known.
+    The period takes longer than all else together. `memory_to_1f1b` is the worst rank's peak relative to `baseline`.
     """
     schedule = timeline.schedule
     return {
@@ -48,7 +48,7 @@ def record(timeline: Timeline, baseline: float | None = None, *, with_period: bo
 
 
 def report(timeline: Timeline, baseline: float | None = None) -> str:
-    """The record as text: the summary, the memory relative to 1F1B, the bounds, and a table of the ranks.
+    """The summary, the memory relative to 1F1B, the bounds, and a table of the ranks.
 
     >>> print(report(zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))).splitlines()[0])
     ZBV, 4 ranks, 8 microbatches, 2 stages per rank: makespan 25.5, bubble 5.9%, ...
@@ -93,37 +93,29 @@ def costs(job: JobCosts) -> str:
     mebibyte = 2.0**20
     rows = [
         (
-            str(stage),
-            str(job.placement.rank_of[stage]) if job.placement else "",
+            *(str(stage), str(job.placement.rank_of[stage]) if job.placement else ""),
             *(f"{1e3 * column[stage]:.3f}" for column in (model.f, model.i, model.w)),
-            f"{model.activations[stage] / mebibyte:.2f}",
-            f"{model.of(stage, OpKind.W).frees / mebibyte:.2f}",
+            *(f"{size / mebibyte:.2f}" for size in (model.activations[stage], model.of(stage, OpKind.W).frees)),
         )
         for stage in range(model.num_stages)
     ]
-    ways = [
-        *(
-            (f"rank {sender} to {receiver}", link)
-            for (sender, receiver), link in model.links.items()
-            if sender < receiver
-        ),
-        *((("to the host", model.host),) if model.host else ()),
-    ]
-    gaps = [f"{1e3 * model.overhead:.3f} ms between ops"] if model.overhead else []
-    links = [f"{way}: {1e6 * link.latency:.0f} us + {link.bandwidth / 1e9:.2f} GB/s" for way, link in ways]
+    ways = {f"rank {one} to {other}": link for (one, other), link in model.links.items() if one < other}
+    if model.host:
+        ways["to the host"] = model.host
+    words = [f"{model.message_bytes / mebibyte:.2f} MiB per message"]
+    words += [f"{way}: {1e6 * link.latency:.0f} us + {link.bandwidth / 1e9:.2f} GB/s" for way, link in ways.items()]
+    if model.overhead:
+        words.append(f"{1e3 * model.overhead:.3f} ms between ops")
+    for verb, given in (("gathers", model.gather), ("reduces", model.reduce)):
+        if given:
+            words.append(f"FSDP {verb} a stage in up to {1e3 * max(model.by_stage(given)):.3f} ms")
     head = ("stage", "rank", "F ms", "I ms", "W ms", "MiB after F", "after I")
-    fsdp = [
-        f"FSDP {verb} a stage in up to {1e3 * max(model.by_stage(given)):.3f} ms"
-        for verb, given in (("gathers", model.gather), ("reduces", model.reduce))
-        if given
-    ]
-    words = [f"{model.message_bytes / mebibyte:.2f} MiB per message", *links, *gaps, *fsdp]
     return "\n".join([*table(head, rows), "; ".join(words)])
 
 
 @dataclass(frozen=True)
 class ComparedSchedule:
-    """A table's figures of one schedule among others."""
+    """A table's figures of one schedule among others. None as checkpointing stands for an unknown one."""
 
     figures: Mapping[str, Any]
     """Its `record`, because many timelines at a time would take too much memory."""
@@ -198,49 +190,22 @@ class ComparedSchedule:
         return self.runs and fits
 
     def record(self) -> dict[str, Any]:
-        figures = {
-            **self.figures,
-            "source": self.source,
-            "gap": self.gap,
-            "fits": self.broken is None,
-            "runs": self.runs,
-        }
-        return figures if self.jitter is None else {**figures, "jitter": dict(self.jitter)}
-
-
-def compare(
-    timelines: Iterable[Timeline],
-    limits: tuple[float, ...] | None,
-    baseline: float | None,
-    vary: Vary | None = None,
-    checkpointing: Checkpointing | None = None,
-    *,
-    with_period: bool = True,
-) -> list[ComparedSchedule]:
-    """Schedules, best first, then those that exceed the limit of a rank (in the costs' unit of memory).
-
-    Last come those that cannot run as simulated with this checkpointing. None means unknown checkpointing.
-    """
-    compared = (
-        ComparedSchedule.of(timeline, limits, baseline, vary, checkpointing, with_period=with_period)
-        for timeline in timelines
-    )
-    return sorted(compared, key=lambda each: each.sort_key)
+        own = {"source": self.source, "gap": self.gap, "fits": self.broken is None, "runs": self.runs}
+        return {**self.figures, **own, **({} if self.jitter is None else {"jitter": dict(self.jitter)})}
 
 
 def records(compared: Sequence[ComparedSchedule]) -> list[dict[str, Any]]:
     """Sorted schedules for JSON: their figures, their steps relative to the baselines, and which is recommended."""
     chosen, steps = recommend(compared), _steps(compared)
 
-    def relative(each: ComparedSchedule) -> Iterator[tuple[str, float | None]]:
-        for name in _BASELINES:
-            yield f"step_to_{name.lower()}", each.figures["makespan"] / steps[name] if steps.get(name) else None
+    def relative(step: float) -> dict[str, float | None]:
+        return {f"step_to_{name.lower()}": step / steps[name] if steps.get(name) else None for name in _BASELINES}
 
-    return [each.record() | dict(relative(each)) | {"recommended": each is chosen} for each in compared]
+    relatives = (relative(each.figures["makespan"]) | {"recommended": each is chosen} for each in compared)
+    return [each.record() | more for each, more in zip(compared, relatives, strict=True)]
 
 
 def recommend(compared: Iterable[ComparedSchedule]) -> ComparedSchedule | None:
-    """The first sorted schedule that can run within the memory limit, or without one within 1F1B's memory."""
     return next((each for each in compared if each.is_within), None)
 
 
@@ -282,15 +247,14 @@ def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | No
             yield "  recommended"
 
     quantiles = _QUANTILES if any(each.jitter for each in best_first) else ()
-    heads = ["schedule", "from", "stages", "makespan", *(f"vs {name}" for name in _BASELINES)]
-    heads += ["bubble", "memory", "peak", "gap"]
-    more = "gap: distance from the lower bound"
-    if plan is not None:
-        heads[4:] = "to the plan", "period", "bubble", "memory", "peak"
-        more = "period: from step to step with zbpipe.OptimizerStep"
+    if plan is None:
+        heads = (*(f"vs {name}" for name in _BASELINES), "bubble", "memory", "peak", "gap")
+        more = "gap: distance from the lower bound; vs: the step relative to that of 1F1B or Interleaved1F1B"
     else:
-        more += "; vs: the step relative to that of 1F1B or Interleaved1F1B"
-    yield from table((*heads, *quantiles), [tuple(cells(each)) for each in best_first], left=2)
+        heads = ("to the plan", "period", "bubble", "memory", "peak")
+        more = "period: from step to step with zbpipe.OptimizerStep"
+    heads = ("schedule", "from", "stages", "makespan", *heads, *quantiles)
+    yield from table(heads, [tuple(cells(each)) for each in best_first], left=2)
     yield ""
     yield f"{_LEGEND}; {more}{_OF_QUANTILES if quantiles else ''}"
     if chosen is not None:
@@ -322,10 +286,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> 
     """
     lines = [head, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return ["  ".join(_align(line, widths, left)).rstrip() for line in lines]
 
+    def align(line: Sequence[str]) -> Iterator[str]:
+        for column, (cell, width) in enumerate(zip(line, chain(widths, repeat(0)), strict=False)):
+            yield cell.ljust(width) if column < left else cell.rjust(width)
 
-def _align(line: Sequence[str], widths: Sequence[int], left: int) -> Iterator[str]:
-    for column, cell in enumerate(line):
-        width = widths[column] if column < len(widths) else 0
-        yield cell.ljust(width) if column < left else cell.rjust(width)
+    return ["  ".join(align(line)).rstrip() for line in lines]

@@ -42,8 +42,6 @@ _LANES = (("copies out", OFFLOADS), ("copies in", RELOADS))
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours except those of the ops, as #rrggbb."""
-
     paper: str
     ink: str
     faint: str
@@ -59,28 +57,8 @@ class Theme:
     """Stripes across idle time: the bubble has to be visible at a glance, and distinct from ops without colours."""
 
 
-LIGHT = Theme(
-    paper="#ffffff",
-    ink="#1f2328",
-    faint="#59636e",
-    line="#d1d9e0",
-    panel="#eef1f4",
-    curve="#2e3ab2",
-    path="#d1002f",
-    idle="#dfe3e8",
-    stripe="#6e7781",
-)
-DARK = Theme(
-    paper="#0d1117",
-    ink="#e6edf3",
-    faint="#9da7b3",
-    line="#3d444d",
-    panel="#1c232c",
-    curve="#7e96f8",
-    path="#ff6b81",
-    idle="#262c36",
-    stripe="#8b949e",
-)
+LIGHT = Theme("#ffffff", "#1f2328", "#59636e", "#d1d9e0", "#eef1f4", "#2e3ab2", "#d1002f", "#dfe3e8", "#6e7781")
+DARK = Theme("#0d1117", "#e6edf3", "#9da7b3", "#3d444d", "#1c232c", "#7e96f8", "#ff6b81", "#262c36", "#8b949e")
 
 
 class Paint(NamedTuple):
@@ -100,15 +78,14 @@ def paint(kind: OpKind, nth: int, of: int) -> Paint:
 
 def contrast(one: str, other: str) -> float:
     """The contrast ratio of two colours, from 1 to 21 (WCAG 2.2, "contrast ratio"). Text needs 4.5, other marks 3."""
-    darker, lighter = sorted((_luminance(one), _luminance(other)))
+
+    def luminance(colour: str) -> float:
+        parts = (int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5))
+        linear = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+        return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    darker, lighter = sorted(map(luminance, (one, other)))
     return (lighter + 0.05) / (darker + 0.05)
-
-
-def _luminance(colour: str) -> float:
-    """The luminance, from 0 for black to 1 for white (WCAG 2.2, "relative luminance")."""
-    parts = (int(colour[n : n + 2], 16) / 255 for n in (1, 3, 5))
-    linear = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return sum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 def paints(timeline: Timeline) -> dict[tuple[int, OpKind], Paint]:
@@ -119,30 +96,23 @@ def paints(timeline: Timeline) -> dict[tuple[int, OpKind], Paint]:
 
 
 def nth_stage(placement: Placement) -> tuple[int, ...]:
-    """Index of each stage among the stages of its rank, from 0.
-
-    >>> nth_stage(Placement.v(2))
-    (0, 0, 1, 1)
-    """
+    """Index of each stage among the stages of its rank, from 0."""
     return tuple(placement.stages_on(rank).index(stage) for stage, rank in enumerate(placement.rank_of))
 
 
 def most_stages(placement: Placement) -> int:
-    """Largest number of stages of a rank."""
     return max(len(placement.stages_on(rank)) for rank in range(placement.num_ranks))
 
 
 def kinds(timeline: Timeline) -> tuple[OpKind, ...]:
-    """The kinds of ops that occur."""
     return tuple(kind for kind in OpKind if kind in timeline.schedule.kinds)
 
 
 def lanes(timeline: Timeline, rank: int) -> tuple[tuple[str, tuple[Span | Collective, ...]], ...]:
-    """What a rank runs beside its computations, as (name, boxes): copies out to its host, copies in from there, and
-    FSDP's collectives. Empty without offloading and FSDP."""
-    copies = timeline.copies[rank] if timeline.copies else None
+    """What a rank runs beside its computations, as (name, boxes): copies out and in, and FSDP's collectives."""
     found: list[tuple[str, tuple[Span | Collective, ...]]] = []
-    if copies is not None:
+    if timeline.copies:
+        copies = timeline.copies[rank]
         found += [(name, tuple(span for span in copies if span.op.kind in kinds)) for name, kinds in _LANES]
     if any(timeline.collectives):
         found.append(("FSDP", timeline.collectives[rank]))

@@ -34,7 +34,6 @@ class _Scale:
 
     @property
     def plot(self) -> float:
-        """Width of the timeline."""
         return self.makespan * self.per_second
 
     def x(self, time: float) -> float:
@@ -44,49 +43,34 @@ class _Scale:
 def svg(timeline: Timeline, *below: Timeline, drawn_with: str = "") -> str:
     """The picture: title, outcome, a row of boxes per rank, a time axis and a legend.
 
-    `drawn_with` describes the costs in words. Default: the times, if they are equal on all ranks.
-
-    The width of a box is the duration of its op. It is coloured by kind, paler for the later stages of a rank, and
-    shows its microbatch where there is room. Idle time is hatched. Pointing at a box shows the op's name and times,
-    unless there are thousands. Further timelines are below the first one, all on one time scale, so a shorter step is a
-    shorter picture. With offloading, thin boxes below those of the ops show the copies out to the host, and below these
-    the copies in again. FSDP's gathers and reductions have such boxes too, in the colours of F and of W or B. The
-    picture is dark where the reader prefers that.
+    `drawn_with` describes the costs in words. Default: the times, if they are equal on all ranks. Further timelines are
+    below the first one, all on one time scale. Thin boxes below those of the ops show copies to the host and back, and
+    FSDP's collectives. The picture is dark where the reader prefers that.
     """
     per_second = max(_per_second(each) for each in (timeline, *below))
     pictures = [_picture(each, per_second, drawn_with) for each in (timeline, *below)]
     if not below:
-        return "\n".join([*pictures[0].lines(), ""])
-    width, height = max(picture.width for picture in pictures), sum(picture.height for picture in pictures)
-    tops = accumulate((picture.height for picture in pictures), initial=0.0)
-    lines = [line for picture, y in zip(pictures, tops, strict=False) for line in picture.lines(y)]
+        return "\n".join([*_element(*pictures[0]), ""])
+    widths, heights, _ = zip(*pictures, strict=True)
+    width, height = max(widths), sum(heights)
+    tops = accumulate(heights, initial=0.0)
+    lines = [line for picture, y in zip(pictures, tops, strict=False) for line in _element(*picture, y)]
     paper = f'<rect class="paper" width="{_px(width)}" height="{_px(height)}"/>'
-    return "\n".join([f"{_opening(width, height)}>", paper, *lines, "</svg>\n"])
+    return "\n".join([*_element(width, height, [paper, *lines]), ""])
 
 
-@dataclass(frozen=True)
-class _Picture:
-    """One timeline with its drawing data."""
-
-    width: float
-    height: float
-    content: list[str]
-
-    def lines(self, y: float = 0.0) -> list[str]:
-        """The lines of the picture as a separate element, `y` below the top of its parent."""
-        shifted = f' y="{_px(y)}"' if y else ""
-        return [f"{_opening(self.width, self.height)}{shifted}>", *self.content, "</svg>"]
-
-
-def _opening(width: float, height: float) -> str:
-    """The element's tag, without its end, so that attributes can follow."""
-    return (
+def _element(width: float, height: float, content: list[str], y: float = 0.0) -> list[str]:
+    """The lines of a picture, `y` below the top of its parent."""
+    opening = (
         f'<svg xmlns="http://www.w3.org/2000/svg" class="zbp" width="{_px(width)}" height="{_px(height)}"'
         f' viewBox="0 0 {_px(width)} {_px(height)}" font-family="{_FAMILY}" font-size="{_FONT}"'
     )
+    shifted = f' y="{_px(y)}"' if y else ""
+    return [f"{opening}{shifted}>", *content, "</svg>"]
 
 
-def _picture(timeline: Timeline, per_second: float, drawn_with: str) -> _Picture:
+def _picture(timeline: Timeline, per_second: float, drawn_with: str) -> tuple[float, float, list[str]]:
+    """Width, height and content of one timeline's picture."""
     scale = _Scale(per_second, timeline.makespan or 1.0)
     costs = drawn_with or _times(timeline.costs, timeline.schedule.placement)
     headings = style.outcome(timeline), style.size(timeline) + (f"; {costs}" if costs else "")
@@ -98,12 +82,14 @@ def _picture(timeline: Timeline, per_second: float, drawn_with: str) -> _Picture
         f"<title>{escape(timeline.schedule.name)}, {style.size(timeline)}</title>",
         *_styles(timeline),
         f'<rect class="paper" width="{_px(width)}" height="{_px(height)}"/>',
-        *_heading(timeline.schedule.name, headings),
+        f'<text x="24" y="34" font-size="20" font-weight="bold">{escape(timeline.schedule.name)}</text>',
+        f'<text x="24" y="54">{headings[0]}</text>',
+        f'<text class="faint" x="24" y="72">{escape(headings[1])}</text>',
         *_axis(scale, len(timeline.spans)),
         *(line for rank in range(len(timeline.spans)) for line in _row(timeline, rank, scale)),
         *legend,
     ]
-    return _Picture(width, height, content)
+    return width, height, content
 
 
 def _per_second(timeline: Timeline) -> float:
@@ -142,13 +128,6 @@ def _theme(theme: style.Theme) -> Iterator[str]:
     yield f".zbp .ground{{fill:{theme.idle}}} .zbp .stripe{{fill:{theme.stripe}}}"
     yield f".zbp text{{fill:{theme.ink}}} .zbp .faint{{fill:{theme.faint}}}"
     yield f".zbp .ops rect,.zbp .key{{stroke:{theme.paper};stroke-width:1}}"
-
-
-def _heading(name: str, headings: tuple[str, str]) -> Iterator[str]:
-    result, sizes = headings
-    yield f'<text x="24" y="34" font-size="20" font-weight="bold">{escape(name)}</text>'
-    yield f'<text x="24" y="54">{result}</text>'
-    yield f'<text class="faint" x="24" y="72">{escape(sizes)}</text>'
 
 
 def _times(costs: CostModel, placement: Placement) -> str:
@@ -190,7 +169,10 @@ def _row(timeline: Timeline, rank: int, scale: _Scale) -> Iterator[str]:
         for span in timeline.spans[rank]:
             yield _box(span, timeline, nth, scale, y)
     for span in timeline.spans[rank]:
-        yield from _microbatch(span, nth[span.op.stage], scale, y)
+        begin, width, number = scale.x(span.start), (span.end - span.start) * scale.per_second, span.op.microbatch
+        if width >= len(str(number)) * LETTER + 2:
+            place = f'x="{_px(begin + width / 2)}" y="{_px(middle)}"'
+            yield f'<text class="{span.op.kind}{nth[span.op.stage]}" {place}>{number}</text>'
     yield "</g>"
     for lane, (name, boxes) in enumerate(style.lanes(timeline, rank)):
         yield f'<g class="{name}">'
@@ -228,15 +210,6 @@ def _box(
         f' width="{_px((box.end - box.start) * scale.per_second)}" height="{height}">'
         f"<title>{words}: {style.number(box.start)} to {style.number(box.end)}</title></rect>"
     )
-
-
-def _microbatch(span: Span, nth: int, scale: _Scale, y: float) -> Iterator[str]:
-    """The microbatch's number on its box, if that is wide enough."""
-    begin, width = scale.x(span.start), (span.end - span.start) * scale.per_second
-    microbatch = str(span.op.microbatch)
-    if width >= len(microbatch) * LETTER + 2:
-        middle = f'x="{_px(begin + width / 2)}" y="{_px(y + _BOX / 2 + 4)}"'
-        yield f'<text class="{span.op.kind}{nth}" {middle}>{microbatch}</text>'
 
 
 def _legend(timeline: Timeline, y: float) -> tuple[list[str], float]:
