@@ -159,6 +159,13 @@ class StepBoard:
         store.delete_key(key)
         return value
 
+    def gather(self, name: str, value: bool) -> list[bool]:
+        """The values of all ranks of the pipeline, which have to call this in the same step."""
+        store, keys = pipelining.default_store(), {rank: self._key(f"{name}/{rank}") for rank in self._ranks}
+        store.set(keys[self._me], str(int(value)))
+        self._wait_for(keys, "reached the end of this step")
+        return [store.get(key) == b"1" for key in keys.values()]
+
     def _require_running(self) -> None:
         if self.ended_by:
             raise PipelineError(
@@ -194,7 +201,8 @@ class StepBoard:
         timeout = pipelining.timeout_of(self._stage) or _PATIENCE
         deadline = time.monotonic() + timeout
         while not _are_there(store, [*keys.values()]):
-            self._require_running()
+            if self.ended_by:
+                raise PipelineError(self.ended_by)
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in keys.items() if not store.check([key])]
                 self.ended_by = f"{name_ranks(missing)} has not {what}, and {timeout:.0f} seconds are over"
