@@ -27,6 +27,7 @@ from zbpipe.runtime.transport import Known, find_known, find_known_of
 from zbpipe.simulator.actions import Rows
 
 ONE, PER_PEER, SHARED = Transport.ONE_QUEUE, Transport.QUEUE_PER_PEER, Transport.SHARED
+ASSUMED = Known(ONE, False, "")
 PER_EDGE = {"TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P": "1"}
 ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
@@ -68,7 +69,7 @@ def test_a_stage_tells_what_holds_for_it(monkeypatch: pytest.MonkeyPatch, caplog
     monkeypatch.delenv("TORCH_DIST_USE_NCCL2", raising=False)
 
     def find(device: str = "cuda", *, bound_to: object = None, **attributes: bool) -> Transport:
-        group = SimpleNamespace(bound_device_id=bound_to)
+        group = type("Group", (), {"bound_device_id": bound_to})()
         stage: Any = SimpleNamespace(device=torch.device(device), group=group, **attributes)
         return find_known_of(stage).transport
 
@@ -118,7 +119,9 @@ def train(name: str, sharing: Sequence[int], monkeypatch: pytest.MonkeyPatch, **
     """Two steps on this rank, on devices of which those of some ranks share a queue."""
     device = (Shared if dist.get_rank() in sharing else Cpu)(torch.device("cpu"))
     monkeypatch.setattr(transport, "find_device", lambda of: device)
-    monkeypatch.setattr(schedules, "find_known_of", lambda stage: Known(ONE, False, ""))
+    measured = dict[Any, Known]()
+    monkeypatch.setattr(transport, "_measured", measured)
+    monkeypatch.setattr(schedules, "find_known_of", lambda stage: find_known_of(stage) if measured else ASSUMED)
     logged, asked, lists = list[str](), list[str](), list[Rows]()
     monkeypatch.setattr(schedules.logger, "info", lambda words, *values: logged.append(words % values))
     gather = StepBoard.gather
@@ -133,6 +136,8 @@ def train(name: str, sharing: Sequence[int], monkeypatch: pytest.MonkeyPatch, **
     assert all(work.messages.routes is None for work in pipeline.schedule.works)
     messages = [each for each in logged if each.startswith("Messages: ")]
     result = losses, pipeline.gradients()
+    other = Pipeline("ZBH1", MICROBATCHES).schedule  # which asks as the first one does, if that has not
+    assert (other.transport, other._probe is None) == (pipeline.schedule.transport, bool(asked))
     return Found(result, str(pipeline.schedule.transport), lists[0] == lists[1], messages, asked)
 
 
@@ -183,11 +188,14 @@ def probe_over_gloo() -> Found:
 
 
 def test_over_gloo_no_computation_waits() -> None:
-    """A job on the CPU does not ask, and one rank asks nobody."""
+    """A job on the CPU does not ask."""
     for found in run_ranks(2, probe_over_gloo):
         assert (found.transport, found.asked, found.is_like_before) == (str(ONE), ["free/1", "free/0"], True)
-    (alone,) = run_ranks(1, probe_over_gloo)
-    assert not alone.asked
+
+
+def test_one_rank_asks_nobody(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(schedules, "find_known_of", lambda stage: ASSUMED)
+    assert Pipeline("ZB", MICROBATCHES).schedule._probe is None
 
 
 # In any order of the ranks' turns.
@@ -211,7 +219,7 @@ class EventOfTurns:
 @pytest.fixture
 def probing(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Pipelines that probe, with a random rank whose computations wait, or none."""
-    monkeypatch.setattr(schedules, "find_known_of", lambda stage: Known(ONE, False, ""))
+    monkeypatch.setattr(schedules, "find_known_of", lambda stage: ASSUMED)
 
     def make(case: Case, random: Random) -> tuple[Pipelines, Transport]:
         pipelines, waits = Pipelines(case, transport=None), random.randrange(case.ranks + 1)

@@ -39,10 +39,11 @@ class Transport(Named):
     """All messages of a rank go one after the other. Each starts when both ends have reached it, as NCCL and RCCL send
     those of one process group."""
     QUEUE_PER_PEER = "queue per peer"
-    """One queue for the messages between two ranks, as with a process group for each edge of the pipeline."""
+    """One queue for the messages between two ranks, as with a communicator for each pair or a process group for each
+    edge of the pipeline."""
     SHARED = "shared with compute"
     """One queue that includes the computations: a message that waits delays its rank. This is the worst case if streams
-    share the hardware's queues, as on some AMD GPUs."""
+    share the hardware's queues. Drivers and variables determine whether they do."""
     BLOCKING = "blocking"
     """An op ends when its message has arrived, so its rank computes nothing meanwhile. So are Megatron's interleaved
     schedules without overlap. torch sends while the rank computes."""

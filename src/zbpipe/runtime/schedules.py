@@ -82,9 +82,10 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             `zbpipe.costs.transport.Receives`). By default the choice with the shortest step, simulated with the
             transport and `costs`, or with equal times of F, I and W.
         transport: transport of messages: "ideal", "one queue", "queue per peer" or "shared with compute" (see
-            `zbpipe.costs.transport.Transport`). By default "ideal" on the CPU. On GPUs the version of torch and
-            variables tell which messages wait for each other. After the first step all ranks measure, once, whether
-            computations wait for messages, and the schedule is remade if they do (`zbpipe.runtime.transport`).
+            `zbpipe.costs.transport.Transport`). Default on the CPU: "ideal". On GPUs the version of torch and
+            variables determine which messages wait for each other. After the first step all ranks measure, once,
+            whether computations wait for messages, too. If they do, the schedule is remade (see
+            `zbpipe.runtime.transport`).
         plain: whether to leave out what GPUs run in another way than CPUs, to find a fault: events after computations,
             one kernel for product and addition in W, W of compiled regions, FSDP beside computations, copies to the
             host, of `offload` or a plan, and the probe of the transport. Gradients are the same.
@@ -172,8 +173,12 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         self._failures = StepFailures(self._board, has_events=not plain)
         self.sizes = StepSizes(self._board, n_microbatches)
         self._use(schedule)
-        is_unsure = transport is None and known.transport.has_queues and not self._board.is_alone and not plain
-        if is_unsure and (self.lists.receives is None or "transport" in algorithm.keywords):
+        is_unsure = transport is None and known.transport.has_queues and not known.is_measured and not plain
+        if (
+            is_unsure
+            and not self._board.is_alone
+            and (self.lists.receives is None or "transport" in algorithm.keywords)
+        ):
             self._probe = Probe(self.works, self._board, known.queues)
         checks.require_scaled_once(self, algorithm.name)
 

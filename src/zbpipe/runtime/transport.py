@@ -1,4 +1,4 @@
-"""The transport of a job's messages: what versions and variables tell, and a probe after the first step."""
+"""The transport of a job's messages: known from versions and variables, and measured after the first step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,7 @@ from zbpipe.runtime.ranks.step_board import StepBoard
 
 _QUEUES = {
     (0, 0): (Transport.ONE_QUEUE, "sends all messages of a process group as batches"),
-    (2, 13): (
-        Transport.QUEUE_PER_PEER,
-        "has a communicator for each pair of ranks, unless the group is bound to a device",
-    ),
+    (2, 13): (Transport.QUEUE_PER_PEER, "has a communicator for each pair of ranks, unless a device is bound"),
     (2, 15): (Transport.ONE_QUEUE, "has one stream for all messages of a process group"),
 }
 """By the first version of torch, the queues of single messages over NCCL and RCCL, and why."""
@@ -43,16 +41,19 @@ _WIDTH, _PRODUCTS = 256, 20
 
 logger = logging.getLogger(__name__)
 _warn_once = cache(logger.warning)
+_measured = WeakKeyDictionary[Any, "Known"]()
+"""What was measured, by the process group of a pipeline: a job may build a schedule for each step."""
 
 
 class Known(NamedTuple):
-    """What is known of a transport without a measurement."""
+    """What is known of a transport."""
 
     queues: Transport
     """Which messages wait for each other."""
     is_shared: bool
-    """Whether a setting lets computations wait for messages, too."""
+    """Whether computations wait for messages, too."""
     reason: str
+    is_measured: bool = False
 
     @property
     def transport(self) -> Transport:
@@ -62,14 +63,14 @@ class Known(NamedTuple):
 def find_known(
     version: str, environment: Mapping[str, str], *, is_bound: bool = False, per_edge: bool = False, rocm: bool = False
 ) -> Known:
-    """What this version of torch and these variables tell of messages over NCCL or RCCL.
+    """The transport over NCCL or RCCL, as this version of torch and these variables determine it.
 
     Args:
         version: torch's.
         environment: the job's variables.
         is_bound: whether the process group was bound to a device when it was made (`device_id`). Groups for each
             direction of the pipeline are.
-        per_edge: whether torch has a group for each edge of the pipeline, also if no variable tells.
+        per_edge: whether torch has a group for each edge of the pipeline, even without its variable.
         rocm: whether torch was built for AMD's GPUs.
     """
     number = like = tuple(map(int, version.split(".")[:2]))
@@ -83,16 +84,19 @@ def find_known(
         queues, reason = Transport.QUEUE_PER_PEER, "has a group for each edge of the pipeline"
     elif is_bound and queues is Transport.QUEUE_PER_PEER:
         queues, reason = Transport.ONE_QUEUE, "has one communicator for a process group that is bound to a device"
-    # On ROCm the effect of variables depends on its version, so there the probe tells.
+    # On ROCm the effect of variables depends on its version.
     is_shared = environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1" and not rocm
     return Known(queues, is_shared, _ONE_CONNECTION if is_shared else f"torch {version} {reason}")
 
 
 def find_known_of(stage: pipelining.Stage) -> Known:
     """What is known of the messages of a stage. Warns once of a costly setting."""
+    group: Any = stage.group or dist.group.WORLD
+    if group in _measured:
+        return _measured[group]
     if pipelining.device_of(stage).type == "cpu":
         return Known(Transport.IDEAL, False, "on the CPU messages do not wait for each other")
-    is_bound = getattr(stage.group or dist.group.WORLD, "bound_device_id", None) is not None
+    is_bound = getattr(group, "bound_device_id", None) is not None
     per_edge, rocm = getattr(stage, "p2p_per_edge", False), torch.version.hip is not None
     known = find_known(torch.__version__, os.environ, is_bound=is_bound, per_edge=per_edge, rocm=rocm)
     if known.is_shared:
@@ -108,7 +112,7 @@ def find_messages(schedule: pipelining.PipelineSchedule) -> tuple[Transport, Rec
 
 
 class Probe:
-    """Measures once, after a step, whether computations wait for messages. It listens to the step for their routes."""
+    """Measures once, after a step, whether computations wait for messages. It uses the routes of the step's messages."""
 
     def __init__(self, works: Sequence[OwnWork], board: StepBoard, queues: Transport) -> None:
         self._stage, self._messages = works[0].stage, [work.messages for work in works]
@@ -120,23 +124,22 @@ class Probe:
     def find_transport(self) -> Transport:
         """The transport of the job. All ranks of the pipeline have to call this after the same step.
 
-        Ranks of an odd number receive first, then those of an even number. Their neighbours send when all ranks have
-        told whether computations ended while receives waited. So the answer does not depend on how late a host is.
+        Odd ranks receive first, then even ranks. Their neighbours send once all ranks have reported whether their
+        computations ended while receives waited. So the answer does not depend on how late a host is.
         """
-        stage, device = self._stage, pipelining.device_of(self._stage)
+        me, device = self._stage.group_rank, pipelining.device_of(self._stage)
+        group: Any = self._stage.group or dist.group.WORLD
         x = torch.zeros(_WIDTH, _WIDTH, device=device)
         compute = partial(torch.mm, x, x, out=torch.empty_like(x))
         compute()  # a kernel that is loaded while a receive waits may have to wait for it
         find_device(device).synchronize()
-        place = dist.get_process_group_ranks(stage.group or dist.group.WORLD).index
-        routes = [
-            each for own in self._messages for each in own.routes or () if (place(each[1]) - stage.group_rank) % 2
-        ]
-        routes = sorted(set(routes), key=lambda route: (route[1], route[2].group_name))  # alike at both ends
+        place = dist.get_process_group_ranks(group).index
+        routes = {each for own in self._messages for each in own.routes or () if (place(each[1]) - me) % 2}
+        ordered = sorted(routes, key=lambda route: (route[1], route[2].group_name))  # alike at both ends
         are_free = True
         for turn in (1, 0):
-            is_receiver = stage.group_rank % 2 == turn
-            mine = [each for each in routes if (each[0] is dist.irecv) == is_receiver]
+            is_receiver = me % 2 == turn
+            mine = [each for each in ordered if (each[0] is dist.irecv) == is_receiver]
             begin = partial(messages.post, mine * 2, device)  # the second receive of a route waits for the first one
             posted = begin() if is_receiver else []
             is_free = not posted or _runs(compute, find_device(device).new_event())
@@ -145,9 +148,10 @@ class Probe:
                 work.wait()
         for each in self._messages:
             each.routes = None
-        found = self._queues if are_free else Transport.SHARED
         # Replicas of a pipeline share the collectives of FSDP and TP, which all have to run in the same order.
-        return agreement.find_once(self._question, lambda: found)
+        is_shared = agreement.find_once(self._question, lambda: not are_free)
+        _measured[group] = known = Known(self._queues, is_shared, "all ranks measured it", is_measured=True)
+        return known.transport
 
 
 def _runs(compute: Callable[[], object], event: torch.Event) -> bool:

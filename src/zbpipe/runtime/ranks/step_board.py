@@ -163,7 +163,10 @@ class StepBoard:
         """The values of all ranks of the pipeline, which have to call this in the same step."""
         store, keys = pipelining.default_store(), {rank: self._key(f"{name}/{rank}") for rank in self._ranks}
         store.set(keys[self._me], str(int(value)))
-        self._wait_for(keys, "reached the end of this step")
+        try:
+            self._wait_for(keys, "reached the end of this step")
+        except PipelineError:  # it is this step that has failed, not an earlier one
+            raise PipelineError(self.ended_by) from None
         return [store.get(key) == b"1" for key in keys.values()]
 
     def _require_running(self) -> None:
@@ -201,8 +204,7 @@ class StepBoard:
         timeout = pipelining.timeout_of(self._stage) or _PATIENCE
         deadline = time.monotonic() + timeout
         while not _are_there(store, [*keys.values()]):
-            if self.ended_by:
-                raise PipelineError(self.ended_by)
+            self._require_running()
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in keys.items() if not store.check([key])]
                 self.ended_by = f"{name_ranks(missing)} has not {what}, and {timeout:.0f} seconds are over"
