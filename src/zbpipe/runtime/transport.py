@@ -112,7 +112,7 @@ def find_messages(schedule: pipelining.PipelineSchedule) -> tuple[Transport, Rec
 
 
 class Probe:
-    """Measures once, after a step, whether computations wait for messages. It uses the routes of the step's messages."""
+    """Measures once, after a step and on the routes of its messages, whether computations wait for messages."""
 
     def __init__(self, works: Sequence[OwnWork], board: StepBoard, queues: Transport) -> None:
         self._stage, self._messages = works[0].stage, [work.messages for work in works]
