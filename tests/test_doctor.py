@@ -18,6 +18,7 @@ def refuse() -> None:
 def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(versions, "find_installed", refuse)
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     monkeypatch.setenv("HF_TOKEN", "of mine")
     monkeypatch.setenv("SLURM_JWT_KEY", "of mine")
     log, report = tmp_path / "job.log", tmp_path / "report.txt"
@@ -28,6 +29,8 @@ def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = text.splitlines()
     for line in ("zbpipe 0.1.0", "torchtitan is too new", "NCCL_DEBUG=INFO", "step 1", "step 200 \ufffd"):
         assert line in lines
+    shared = "Messages between GPUs: 'shared with compute'. CUDA_DEVICE_MAX_CONNECTIONS=1 makes streams share a queue"
+    assert any(line.startswith(shared) for line in lines)
     assert "step 0" not in lines
     assert "of mine" not in text
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zbpipe
-from zbpipe.costs.transport import Transport
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.split import products
+from zbpipe.runtime.transport import find_known
 
 CUDA = torch.device("cuda", 0)
 MICROBATCHES, ROWS = 4, 2
@@ -57,7 +57,7 @@ def test_steps_stay_on_the_device(rank: int, dtype: torch.dtype) -> None:
         ends = ((batch[:ROWS], hidden), (hidden, logits))[rank]
         stage = pipelining.StageOfKnownShapes(module, rank, 2, CUDA, input_args=ends[0], output_args=ends[1])
         schedule: Any = zbpipe.build_pipeline_schedule("ZBH1", [stage], MICROBATCHES, loss_fn, plain=True)
-        assert schedule.transport is Transport.ONE_QUEUE
+        assert schedule.transport is find_known(torch.__version__, {}).transport
         given: Any = {"target": batch} if rank else {}
         losses: list[Tensor] = []
         output = schedule.eval(*([] if rank else [batch]), **given)

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ import zbpipe
 import zbpipe.titan
 from zbpipe import CostModel, OpKind, simulate
 from zbpipe.costs.transport import Transport
-from zbpipe.runtime import lists
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.adaptive import AutoSchedule
 from zbpipe.runtime.build import class_of
@@ -211,7 +209,7 @@ def ways_to_receive(patch: pytest.MonkeyPatch) -> list[str]:
     by_costs()
     usual = [built(), *(built(receives=each) for each in ("late", "early", "nearest"))]
     modelled = [built(transport=transport) for transport in Transport]
-    patch.setattr(lists, "ON_ROCM", True)
+    patch.setattr(torch.version, "hip", "7.2")
     return [*usual, *modelled, built()]
 
 
@@ -244,24 +242,6 @@ def test_unknown_ways_to_receive(one_rank: None) -> None:
         build(transport="wire")
     with pytest.raises(ValueError, match=r"ZBV .* has no option 'defer_pp_recv'; .* receives"):
         build(defer_pp_recv=True)
-
-
-@pytest.mark.parametrize(
-    ("device", "rocm", "per_edge", "expected"),
-    [
-        ("cpu", False, False, Transport.IDEAL),
-        ("cpu", True, False, Transport.IDEAL),
-        ("cuda", False, False, Transport.ONE_QUEUE),
-        ("cuda", False, True, Transport.QUEUE_PER_PEER),
-        ("cuda", True, False, Transport.SHARED),
-    ],
-)
-def test_the_usual_transport_of_a_device(
-    device: str, rocm: bool, per_edge: bool, expected: Transport, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lists, "ON_ROCM", rocm)
-    stage: Any = SimpleNamespace(device=torch.device(device), p2p_per_edge=per_edge)
-    assert lists.find_usual_transport(stage) is expected
 
 
 def torchs_late_receives(name: str) -> str:

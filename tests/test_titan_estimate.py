@@ -46,6 +46,8 @@ rows = {step.schedule: step for step in estimate(job, "MI300X", only=["ZBV"], pl
 found["memory"] = [rows["ZBV"].memory.total, memory_by_rank(job).worst]
 other = job.on(Degrees(8, 4, 2))
 found["other"] = [other.microbatches, other.global_tokens == job.global_tokens, other.layers[1].f == block.f]
+shared = [job.on(Degrees(4, tensor, 16 // tensor // context, 1, context)) for tensor, context in ((4, 2), (2, 1))]
+found["messages"] = [[each.message_bytes, each.degrees.sharing] for each in (job, *shared)]
 counted = read_workload([*named, "--parallelism.tensor_parallel_degree", "1"], 64)
 weighted = "--parallelism.pipeline_parallel_first_stage_less_layers 3".split()
 ends = [read_workload([*named, *more], 64) for more in ([], weighted)]
@@ -116,6 +118,8 @@ def test_the_job(found: dict[str, Any]) -> None:
     assert found["job"][:4] == ["PP 4 x TP 8 x FSDP 2", 16, "ZBV", "selective"]
     assert found["job"][4] == pytest.approx(70.6e9, rel=0.01)
     assert found["other"] == [16, True, True]
+    # Hidden states of 8192 tokens, 8192 wide, in two bytes, of which each GPU sends its share to one other.
+    assert found["messages"] == [[2 * 8192 * 8192 / sharing, sharing] for sharing in (8, 8, 2)]
     by_work, weighted = found["ends"]
     assert weighted == [9, 11, 11, 11, 10, 10, 10, 10] != by_work  # 82 layers, of which the embedding counts as 3
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from zbpipe.runtime import transport
 from zbpipe.runtime._torch import pipelining, waits
 from zbpipe.runtime.measure import recording
 from zbpipe.runtime.ranks import agreement, failures, progress, step_board
@@ -167,6 +168,7 @@ class Turns:
                 },
             ),
             (step_board, {"time": clock}),
+            (transport, {"time": clock}),
             (waits, {"interrupt": self._interrupt}),
             (schedules, {"record_function": lambda name: nullcontext()}),  # takes a third of the time
             (recording, {"make_counter": lambda device: None}),  # only one per process

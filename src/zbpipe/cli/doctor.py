@@ -86,6 +86,10 @@ def _devices() -> Iterator[str]:
         yield f"torch cannot be imported: {error}"
         return
     yield f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, {torch.accelerator.device_count()} devices"
+    from zbpipe.runtime.transport import find_known
+
+    known = find_known(torch.__version__, os.environ, rocm=torch.version.hip is not None)
+    yield f"Messages between GPUs: {str(known.transport)!r}. {known.reason}"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return

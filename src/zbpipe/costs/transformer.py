@@ -23,7 +23,10 @@ _SEQ_LEN = 8192
 _BLOCKS_PER_RANK = 8
 """Blocks per rank. Ops need the working memory of one block, whose share falls with the number of blocks."""
 _COMM = 0.01
-"""Seconds from rank to rank if F takes one. This little time gives messages an order, as in `passes.default_costs`."""
+"""Seconds from rank to rank if F takes one. This little time gives messages an order, as in `passes.default_costs`.
+
+Tensor and context parallelism divide messages as they divide F.
+"""
 NOTE = (
     "* torch's own split: it fails under selective checkpointing and torch.compile, recomputes for each W under full,"
     " and takes more memory than is shown. zbpipe's split runs the same orders as ZBV, DualPipeVSplit and"

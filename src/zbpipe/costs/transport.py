@@ -35,9 +35,11 @@ class Transport(Named):
     ONE_QUEUE = "one queue"
     """All messages of a rank go one after the other, each when both ends have reached it, as NCCL and RCCL send."""
     QUEUE_PER_PEER = "queue per peer"
-    """One queue for the messages between two ranks, as with a process group for each edge of the pipeline."""
+    """One queue for the messages between two ranks, as with a communicator for each pair or a process group for each
+    edge of the pipeline."""
     SHARED = "shared with compute"
-    """One queue that includes the computations: the worst case if streams share the hardware's queues, as on AMD."""
+    """One queue that includes the computations: a message that waits delays its rank. This is the worst case if streams
+    share the hardware's queues. Drivers and variables determine whether they do."""
     BLOCKING = "blocking"
     """An op ends when its message has arrived, as in Megatron's interleaved schedules without overlap."""
 

@@ -305,7 +305,7 @@ class _Job:
                 f" ({'given' if link is not None else device.source})"
             )
         yield (
-            "messages: an ideal transport, in which none waits in a queue or delays computations; for ROCm see zbpipe"
+            "messages: an ideal transport, in which none waits in a queue or delays computations; for others see zbpipe"
             " compare --transport shared-with-compute"
         )
         yield (

@@ -151,7 +151,7 @@ class Options:
         choices=_list_words(Receives),
     )
     transport: str | None = _zbpipes(
-        "Which messages wait for each other. Default: as usual on the device (docs/messages.md).",
+        "Which messages wait for each other. Default: measured after the first step (docs/messages.md).",
         choices=_list_words(Transport),
     )
     max_outstanding_sends: int | None = _torchs(

@@ -120,6 +120,9 @@ class _Moment:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, end: _Moment) -> float:
         return (end.time - self.time) * 1000
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import torch
-
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.runtime import checks
-from zbpipe.runtime._torch import hooks, pipelining
+from zbpipe.runtime._torch import pipelining
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import Algorithm
 from zbpipe.simulator import passes
@@ -19,9 +17,6 @@ from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.offloading import offload as offloaded
 from zbpipe.simulator.post_validation import RunAhead, ahead_of, gain
 from zbpipe.simulator.simulation import best_receives, simulate
-
-ON_ROCM = torch.version.hip is not None
-"""Whether this torch was built for AMD's GPUs."""
 
 
 @dataclass
@@ -83,9 +78,9 @@ class Lists:
         for lowered in self._lowered.values():
             lowered.is_agreed = False
 
-    def use_costs(self, costs: CostModel) -> None:
-        """Make and lower schedules for these costs from now on. Adopted schedules stay."""
-        self.costs = costs
+    def use_costs(self, costs: CostModel | None, transport: Transport | None = None) -> None:
+        """Make and lower schedules for these costs, and this transport, from now on. Adopted schedules stay."""
+        self.costs, self.transport = costs, transport or self.transport
         for lowered in self._lowered.values():
             lowered.is_agreed = False
         self._made.clear()
@@ -149,21 +144,3 @@ class Lists:
         lists = runtime.pipeline_order, runtime.pipeline_order_with_comms
         self._lowered[schedule] = lowered = Lowered(schedule, lists, receives)
         return lowered
-
-
-def find_usual_transport(stage: pipelining.Stage) -> Transport:
-    """Usual transport of messages between `stage` and others on its device."""
-    # NCCL has one queue for all messages of a process group. torch >= 2.15 can give each edge of the pipeline its own
-    # group. On AMD's GPUs streams may share hardware queues, so this assumes the worst case.
-    if pipelining.device_of(stage).type == "cpu":
-        return Transport.IDEAL
-    if ON_ROCM:
-        return Transport.SHARED
-    return Transport.QUEUE_PER_PEER if getattr(stage, "p2p_per_edge", False) else Transport.ONE_QUEUE
-
-
-def find_messages(schedule: pipelining.PipelineSchedule) -> tuple[Transport, Receives]:
-    """Transport of the messages, and when ranks post receives, in a schedule of zbpipe or torch."""
-    usual = find_usual_transport(hooks.stages_of(schedule)[0])
-    by_torch = Receives.LATE if pipelining.receives_late(schedule) else Receives.EARLY
-    return getattr(schedule, "transport", usual), getattr(schedule, "receives", by_torch)

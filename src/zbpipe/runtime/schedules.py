@@ -21,7 +21,7 @@ from zbpipe.runtime import checks
 from zbpipe.runtime._torch import fsdp2, hooks, pipelining, running_ahead
 from zbpipe.runtime._torch.fsdp2 import FsdpMode
 from zbpipe.runtime.device import RandomState
-from zbpipe.runtime.lists import Lists, find_usual_transport
+from zbpipe.runtime.lists import Lists
 from zbpipe.runtime.offload import Copies, make_copier
 from zbpipe.runtime.ranks import agreement, tied_weights
 from zbpipe.runtime.ranks.progress import StepFailures
@@ -31,6 +31,7 @@ from zbpipe.runtime.split import stage as split
 from zbpipe.runtime.split.loss import defer_in_loss
 from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.runtime.split.weight_gradients import WeightGradients
+from zbpipe.runtime.transport import Probe, find_known_of
 from zbpipe.schedule.garbage import without_collections
 from zbpipe.schedule.ir import OpKind, Schedule, require_whole
 from zbpipe.schedule.registry import Algorithm
@@ -38,7 +39,7 @@ from zbpipe.schedule.user_code import read_text
 from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.simulation import simulate
 
-PLAIN = "without events after computations, fused W, W of compiled regions, FSDP beside computations, and offload"
+PLAIN = "without events after computations, fused W, W of compiled regions, FSDP beside computations, offload, a probe"
 """What a plain schedule leaves out."""
 
 logger = logging.getLogger(__name__)
@@ -81,11 +82,13 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             `zbpipe.costs.transport.Receives`). By default the choice with the shortest step, simulated with the
             transport and `costs`, or with equal times of F, I and W.
         transport: transport of messages: "ideal", "one queue", "queue per peer" or "shared with compute" (see
-            `zbpipe.costs.transport.Transport`). By default the device's usual one: "ideal" on the CPU, "shared with
-            compute" on AMD's GPUs, "one queue" on others, or "queue per peer" if torch has a group for each edge.
+            `zbpipe.costs.transport.Transport`). Default on the CPU: "ideal". On GPUs the version of torch and
+            variables determine which messages wait for each other. After the first step all ranks measure, once,
+            whether computations wait for messages, too. If they do, the schedule is remade (see
+            `zbpipe.runtime.transport`).
         plain: whether to leave out what GPUs run in another way than CPUs, to find a fault: events after computations,
-            one kernel for product and addition in W, W of compiled regions, FSDP beside computations, and copies to the
-            host, of `offload` or a plan. Gradients are the same.
+            one kernel for product and addition in W, W of compiled regions, FSDP beside computations, copies to the
+            host, of `offload` or a plan, and the probe of the transport. Gradients are the same.
         options: further arguments of torch's multi-stage schedules, as far as the installed torch has them:
             `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `max_active_stages`,
             `unshard_lookahead`, `defer_reduce_grad_wait`, `max_outstanding_sends` and others. Without the last one,
@@ -104,6 +107,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     tied_copies: Sequence[Tensor] = ()
     """This rank's copies of tied weights: the norm of all gradients counts only the other copy."""
     _copies: Copies | None = None
+    _probe: Probe | None = None
+    """Measures the transport after the first step; None afterwards, or with a known transport."""
     _models_are_checked = False
     _is_warm = False
     """Whether the compiler has seen the stages."""
@@ -137,14 +142,14 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
         limit = MemoryLimit.parse(memory_limit, costs_are_known=costs is not None)
         stages, self.placement = checks.place_stages(stages, algorithm)
-        self.transport = find_usual_transport(stages[0]) if transport is None else Transport.parse(transport)
+        known = find_known_of(stages[0])
         self.lists = Lists(
             algorithm,
             self.placement,
             None if costs is None else as_cost_model(costs, self.placement),
             limit,
             Offload.read(offload),
-            self.transport,
+            known.transport if transport is None else Transport.parse(transport),
             checks.read_receives(receives, options),
             frees_sends_early=options.get("max_outstanding_sends") is None,
         )
@@ -168,7 +173,19 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         self._failures = StepFailures(self._board, has_events=not plain)
         self.sizes = StepSizes(self._board, n_microbatches)
         self._use(schedule)
+        is_unsure = transport is None and known.transport.has_queues and not known.is_measured and not plain
+        if (
+            is_unsure
+            and not self._board.is_alone
+            and (self.lists.receives is None or "transport" in algorithm.keywords)
+        ):
+            self._probe = Probe(self.works, self._board, known.queues)
         checks.require_scaled_once(self, algorithm.name)
+
+    @property
+    def transport(self) -> Transport:
+        """The transport for which schedules are made."""
+        return self.lists.transport
 
     @property
     def schedule(self) -> Schedule:
@@ -349,6 +366,17 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             run = partial(super().run_microbatches, args, kwargs, targets, *more, **more_by_name)
             with self._copies.issue_during(self) if self._copies and self.schedule.has_copies else nullcontext():
                 self._run_ahead(run)
+            if self._probe is not None and pipelining.trains(self):
+                self._use_transport(self._probe.find_transport())
+                self._probe = None
+
+    def _use_transport(self, transport: Transport) -> None:
+        """Remake all schedules for the measured transport, unless they are made for it."""
+        if transport is not self.transport:
+            self.lists.use_costs(self.lists.costs, transport)
+            self._use(self.for_microbatches(pipelining.num_microbatches(self)))
+        how = "computations wait" if transport is Transport.SHARED else "no computation waits"
+        logger.info("Messages: %s receives, for the transport %r: %s for messages", self.receives, str(transport), how)
 
     def _run_ahead(self, run: Callable[[], None]) -> None:
         """Run a step ahead of a pending validation of the last optimizer step. Repeat it if that step did not count."""

@@ -7,7 +7,7 @@ each way on a rank with two stages. `zbpipe.simulator.passes.messages_held` coun
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
 from enum import StrEnum
@@ -22,6 +22,9 @@ from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _Computa
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from zbpipe.runtime._torch.autograd import tree_map_only
+
+Route = tuple[Callable[..., Any], int, Any]
+"""The way of messages between two ranks: `dist.isend` or `dist.irecv`, the other's global rank, and the group."""
 
 
 class StageMessages:
@@ -43,6 +46,8 @@ class StageMessages:
         self._torchs = replace_methods(stage, self, self.METHODS)
         self._frozen: Sequence[tuple[dict[str, Any], str]] = ()
         """Parameters, by dictionary and name, that were frozen when torch set up the messages."""
+        self.routes: set[Route] | None = None
+        """Routes of all messages since this was set to an empty set; None to keep none."""
         self.stage.args_recv_info = _Received(self.stage.args_recv_info)
         self.stage.grad_recv_info = _Received(self.stage.grad_recv_info)
 
@@ -187,6 +192,7 @@ class StageMessages:
 
     def _make_contiguous(self, operations: list[Any], metas: Sequence[Any]) -> list[Any]:
         """The sends with tensors contiguous, as backends require, in the dimension order that the receiver expects."""
+        self._keep_routes(operations)
         for number, operation in enumerate(operations):
             order = memory_order(metas[number].shape, metas[number].stride) if self.infers_shapes else None
             tensor = operation.tensor if order is None else operation.tensor.permute(order)
@@ -195,6 +201,7 @@ class StageMessages:
 
     def _order_by_memory(self, operations: list[Any], infos: Sequence[Any]) -> list[Any]:
         """The receives, each into its buffer as a contiguous tensor."""
+        self._keep_routes(operations)
         for operation in operations:
             buffer = operation.tensor
             if buffer.is_contiguous():
@@ -206,6 +213,10 @@ class StageMessages:
                 if info.buffer is buffer:
                     info.buffer = operation.tensor = torch.empty_like(buffer, memory_format=torch.contiguous_format)
         return operations
+
+    def _keep_routes(self, operations: list[Any]) -> None:
+        if self.routes is not None:
+            self.routes.update((each.op, each.peer, each.group) for each in operations)
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> Any:
         inputs = self._torchs._retrieve_recv_activations(fwd_chunk_id)
@@ -226,6 +237,12 @@ class StageMessages:
             if meta is not None and given is None:
                 raise _make_error(self.stage, bwd_chunk_id, f"does not get the gradient of its output {number}")
         return gradients
+
+
+def post(routes: Iterable[Route], device: torch.device) -> list[dist.Work]:
+    """Post a small message on each route, alone, as torch's schedules do."""
+    posted = [_batch_p2p([dist.P2POp(way, torch.zeros(1, device=device), *ends)]) for way, *ends in routes]
+    return [work for works in posted for work in works]
 
 
 def _make_error(stage: Any, microbatch: int, what: str) -> RuntimeError:

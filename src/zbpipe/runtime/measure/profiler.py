@@ -16,9 +16,9 @@ from zbpipe.costs.job import JobCosts
 from zbpipe.costs.model import CostModel, Link, Links
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import hooks, pipelining
-from zbpipe.runtime.lists import find_messages
 from zbpipe.runtime.measure.communication import find_placement, measure_communication, measure_host
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
+from zbpipe.runtime.transport import find_messages
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement, require_whole
 from zbpipe.views import report
 

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from zbpipe.costs.model import CostModel
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import hooks, pipelining
-from zbpipe.runtime.lists import find_messages
 from zbpipe.runtime.measure.communication import Communication, find_placement, measure_communication
 from zbpipe.runtime.measure.profiler import RankTable, average_by_kind, combine
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
+from zbpipe.runtime.transport import find_messages
 from zbpipe.schedule.ir import OpKind, Schedule
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Span, Timeline

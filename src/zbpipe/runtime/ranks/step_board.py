@@ -159,6 +159,16 @@ class StepBoard:
         store.delete_key(key)
         return value
 
+    def gather(self, name: str, value: bool) -> list[bool]:
+        """The values of all ranks of the pipeline, which have to call this in the same step."""
+        store, keys = pipelining.default_store(), {rank: self._key(f"{name}/{rank}") for rank in self._ranks}
+        store.set(keys[self._me], str(int(value)))
+        try:
+            self._wait_for(keys, "reached the end of this step")
+        except PipelineError:  # it is this step that has failed, not an earlier one
+            raise PipelineError(self.ended_by) from None
+        return [store.get(key) == b"1" for key in keys.values()]
+
     def _require_running(self) -> None:
         if self.ended_by:
             raise PipelineError(
