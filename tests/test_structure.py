@@ -34,7 +34,7 @@ BUDGETS = {
     "src/zbpipe/simulator": 1790,
     "src/zbpipe/titan": 100,
     "src/zbpipe/views": 1180,
-    "tests": 23550,
+    "tests": 22440,
     "benchmarks": 2730,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
