@@ -77,7 +77,7 @@ WITHOUT_TORCH := costs costs_file edges feeding jitter lean planner published re
 test-python: $(VENV)-without-torch/dev  ## what needs no torch, on another Python: PYTHON=python3.14
 	PYTHONPATH=tests $(VENV)-without-torch/bin/pytest --noconftest -p determinism $(WITHOUT_TORCH:%=tests/test_%.py)
 
-long: $(VENV)/dev  ## the tests that are left to CI: some 140 small models against plain autograd, TorchTitan with everything turned on, ...
+long: $(VENV)/dev  ## the tests that are left to CI: some 100 small models against plain autograd, TorchTitan with everything turned on, ...
 	$(PYTEST) -m long --ignore=tests/test_torch.py
 
 PART := 1/1

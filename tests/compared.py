@@ -1,7 +1,5 @@
 """A module with the backward split beside the same module without, on the same inputs."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -75,8 +73,6 @@ def train(module: nn.Module, *inputs: Tensor, call: Call = call) -> list[Tensor]
 
 
 class Operations(TorchDispatchMode):
-    """What torch is asked for, and the arguments."""
-
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -89,5 +85,4 @@ class Operations(TorchDispatchMode):
         return [func for func, *_ in self.seen if func is not torch.ops.aten.t.default]
 
     def arguments(self, *functions: Any) -> list[tuple[Any, ...]]:
-        """Of the calls of these."""
         return [args for func, args, _ in self.seen if func in functions]

@@ -2,8 +2,8 @@
 
 An interleaving is one training step of all ranks, on torch's executor with zbpipe's schedules, in one order of all
 computations, sends, receives, ends of messages, and accesses to the store. The stages compute nothing. A step has to
-end on all ranks, with the right messages. If one does not, this prints the case, and the shortest list of choices found
-that fails, too. Four in five of the million run the lists alone: actions and queues of messages, without an executor.
+end on all ranks, with the right messages. If one does not, this prints the case and the choices. Four in five of the
+million run the lists alone: actions and queues of messages, without an executor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from itertools import cycle, islice, product
 from multiprocessing import get_context
 from random import Random
 from typing import Any, NamedTuple, cast
-from unittest import mock
 
 import torch
 from fifo import BACKENDS
@@ -31,7 +30,6 @@ from turns import CLOSED, Choices, TokenStage, Turns
 import zbpipe
 from zbpipe import simulate
 from zbpipe.costs.transport import Receives, Transport
-from zbpipe.runtime import adaptive
 from zbpipe.runtime._torch import hooks
 from zbpipe.schedule import registry
 from zbpipe.simulator.passes import add_messages, add_waits, default_costs, free_sends_early, place_receives
@@ -63,8 +61,8 @@ class FoundError(AssertionError):
 class Pipelines:
     """The ranks' schedules."""
 
-    def __init__(self, case: Case, **options: Any) -> None:
-        self.case, self._options = case, options
+    def __init__(self, case: Case) -> None:
+        self.case = case
         self.turns = Turns(case.ranks, BACKENDS[case.queues])
         self.turns.store_is_in_rank_0 = case.store_ends
         self.turns.interrupts = case.interrupts
@@ -74,7 +72,6 @@ class Pipelines:
 
     @contextmanager
     def running(self) -> Iterator[Pipelines]:
-        """Context in which the ranks have their schedules."""
         with self.turns.instead_of_processes():
             self.schedules = self.run(self._build)
             yield self
@@ -82,12 +79,11 @@ class Pipelines:
     def _build(self, rank: int) -> Any:
         number, case = len(self.rank_of), self.case
         stages = [TokenStage(self.turns, index, number) for index in range(number) if self.rank_of[index] == rank]
-        options = {"transport": TRANSPORTS[case.queues], "receives": case.receives, **self._options}
+        options = {"transport": TRANSPORTS[case.queues], "receives": case.receives}
         make = zbpipe.build_pipeline_schedule
         return make(case.schedule, stages, case.microbatches, _loss, split_backward="autograd", **options)
 
     def run(self, job: Callable[[int], Any], choices: Choices | None = None) -> list[Any]:
-        """What `job` returned, or raised, on each rank."""
         jobs = [lambda rank=rank: job(rank) for rank in range(self.case.ranks)]
         found = self.turns.run(jobs, choices or Choices())  # type: ignore[arg-type]
         for each in found:
@@ -96,7 +92,6 @@ class Pipelines:
         return found
 
     def step(self, rank: int, rows: int | None = None, **given: Any) -> None:
-        """A rank's step."""
         batch = torch.zeros(rows or self.case.microbatches, 1)
         is_first, is_last = rank == self.rank_of[0], rank == self.rank_of[-1]
         self.schedules[rank].step(*([batch] if is_first else []), target=batch if is_last else None, **given)
@@ -142,54 +137,24 @@ def explore(case: Case, choices: Iterable[Choices]) -> Iterator[Choices]:
             try:
                 pipelines.train(each)
             except Exception as error:
-                raise FoundError(_describe(case, each, Pipelines.train, error)) from error
+                raise FoundError(
+                    f"{case} fails with Choices({each.deviations}), maybe after earlier steps: {error!r}"
+                ) from error
             yield each
 
 
-def try_out(case: Case, choices: Choices, trial: Trial, **options: Any) -> None:
+def try_out(case: Case, choices: Choices, trial: Trial) -> None:
     """Run this trial after one step of new pipelines.
 
     Raises:
         FoundError: it failed.
     """
     try:
-        _run_once(case, choices, trial, **options)
+        with Pipelines(case).running() as pipelines:
+            pipelines.train(Choices())
+            trial(pipelines, choices)
     except Exception as error:
-        raise FoundError(_describe(case, choices, trial, error, **options)) from error
-
-
-def _run_once(case: Case, choices: Choices, trial: Trial, **options: Any) -> None:
-    with Pipelines(case, **options).running() as pipelines:
-        pipelines.train(Choices())
-        trial(pipelines, choices)
-
-
-def _describe(case: Case, choices: Choices, trial: Trial, error: Exception, **options: Any) -> str:
-    """The failure, with the fewest choices that lead to one."""
-
-    def fails(given: dict[int, int]) -> bool:
-        try:
-            _run_once(case, Choices(given), trial, **options)
-        except Exception:
-            return True
-        return False
-
-    found = choices.deviations
-    again = f"Choices({shrink(found, fails)})" if fails(found) else f"after earlier steps, Choices({found})"
-    return f"{case} fails with {again}: {type(error).__name__}: {error}"
-
-
-def shrink(deviations: dict[int, int], fails: Callable[[dict[int, int]], bool]) -> dict[int, int]:
-    """Few of these choices, with which it fails, too."""
-    size = len(deviations)
-    while size:
-        turns = list(deviations)
-        for start in range(0, len(turns), size):
-            less = {turn: deviations[turn] for turn in deviations if turn not in turns[start : start + size]}
-            if fails(less):
-                deviations = less
-        size //= 2
-    return deviations
+        raise FoundError(f"{case} fails with Choices({choices.deviations}): {error!r}") from error
 
 
 class Search:
@@ -293,39 +258,6 @@ def disagree(pipelines: Pipelines, choices: Choices) -> None:
     pipelines.train(Choices())
 
 
-def swap(pipelines: Pipelines, choices: Choices) -> None:
-    """All ranks adopt another schedule between two steps; then one a new one, while the rest return to their first."""
-    case = pipelines.case
-
-    def step(rank: int, *names: str) -> None:
-        pipelines.schedules[rank].adopt(zbpipe.generate(names[rank != 0], case.ranks, case.microbatches))
-        pipelines.step(rank)
-
-    for error in pipelines.run(lambda rank: step(rank, "VMin", "VMin"), choices):
-        assert error is None, error
-    ends = pipelines.run(lambda rank: step(rank, "VHalf", case.schedule), Choices(choices.deviations))
-    found = (
-        rf"rank 0: VHalf with 3 microbatches \(table \w+\); rank 1: {case.schedule} with 3 microbatches \(table \w+\)"
-    )
-    _require_ends(ends, *[f"PipelineError: the ranks have different schedules: {found}$"] * case.ranks)
-
-
-def plan(pipelines: Pipelines, choices: Choices) -> None:
-    """Auto measures, tries a plan in turn with another schedule, and all ranks choose the same one."""
-    case = pipelines.case
-    table = zbpipe.generate("ZBV", case.ranks, case.microbatches).to_csv()
-    found = adaptive._Proposal(table, 0.0, "")
-
-    def train(rank: int) -> list[str]:
-        return [pipelines.schedules[rank].schedule.to_csv() for _ in range(9) if pipelines.step(rank) is None]
-
-    with mock.patch.object(adaptive, "_make_proposal", return_value=found):
-        ends = pipelines.run(train, choices)
-    assert all(each == ends[0] for each in ends), ends
-    assert table in ends[0]
-    assert all(schedule.outcome for schedule in pipelines.schedules)
-
-
 FAULTS: dict[str, tuple[Case, Callable[[Random], Trial]]] = {
     "a rank is killed": (Case("ZBV", 3, 3), lambda random: kill(random.randrange(3), random.randrange(1000))),
     "an op fails": (Case("ZBV", 3, 3), lambda random: fail(_draw_op(random))),
@@ -333,8 +265,6 @@ FAULTS: dict[str, tuple[Case, Callable[[Random], Trial]]] = {
     "a batch is refused": (Case("ZBH2", 3, 2), lambda random: refuse),
     "sizes differ": (Case("VMin", 3, 2), lambda random: disagree),
     "a size is forgotten": (Case("ZBV", 3, 3), lambda random: forget),
-    "schedules are adopted": (Case("ZBV", 2, 3), lambda random: swap),
-    "Auto plans": (Case("Auto", 2, 3), lambda random: plan),
 }
 
 
@@ -352,11 +282,10 @@ def try_faults(what: str, seeds: Sequence[int]) -> int:
     for seed in seeds:
         random = Random(seed)
         case, draw = FAULTS[what]
-        options = {"profile_steps": 1} if case.schedule == "Auto" else {}
         trial = draw(random)
         interrupts = seed % 3 != 1 or what == "a rank is killed"
         case = case._replace(queues=[*BACKENDS][seed % 3], store_ends=seed % 2 == 1, interrupts=interrupts)
-        try_out(case, Choices(random=random), trial, **options)
+        try_out(case, Choices(random=random), trial)
     return len(seeds)
 
 
@@ -364,7 +293,6 @@ def try_faults(what: str, seeds: Sequence[int]) -> int:
 
 
 def count_sound(case: Case, number: int) -> int:
-    """Run the lists of a case in this number of orders of ranks and messages; returns it."""
     schedule = zbpipe.generate(case.schedule, case.ranks, case.microbatches)
     costs = default_costs(schedule.placement)
     receives = case.receives or best_receives(schedule, costs, Transport.parse(TRANSPORTS[case.queues]))
@@ -381,15 +309,12 @@ SCHEDULES = ("ZBH1", "ZBH2", "ZBV", "ZB", "VHalf", "VMin")
 
 
 def cases(ranks: Iterable[int], microbatches: Iterable[int]) -> list[Case]:
-    """Each schedule with each kind of queues, in turn with each way to receive."""
     ways = cycle(Receives)
     sizes = product(SCHEDULES, BACKENDS, ranks, microbatches)
     return [Case(name, p, m, queues, next(ways)) for name, queues, p, m in sizes]
 
 
 class Part(NamedTuple):
-    """A part of the whole."""
-
     what: str
     run: Callable[..., int]
     """Returns how many interleavings it ran."""

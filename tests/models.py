@@ -1,7 +1,5 @@
 """A small model cut into stages, with every kind of layer that the backward split treats differently."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -20,8 +18,6 @@ WIDTH, VOCABULARY, SEQUENCE = 16, 32, 6
 
 
 class DoubledLinear(nn.Linear):
-    """A subclass with a forward of its own."""
-
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
 
@@ -133,7 +129,6 @@ def batch(num_microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
-    """Mean over one microbatch."""
     return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
 
 
@@ -155,7 +150,6 @@ def reference(num_stages: int, num_microbatches: int, seed: int = 0) -> tuple[li
 def without_pipeline(
     num_stages: int, num_microbatches: int, tokens: Tensor, targets: Tensor
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """As `reference`, with this batch."""
     stages = {index: build_stage(index, num_stages) for index in range(num_stages)}
     losses = []
     for x, target in zip(tokens.chunk(num_microbatches), targets.chunk(num_microbatches), strict=True):

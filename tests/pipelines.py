@@ -1,7 +1,5 @@
 """This rank's part of a pipeline, as a job builds and runs it, and what all ranks have together."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -56,7 +54,6 @@ class Pipeline:
         self.schedule: Any = make(schedule, self.stages, microbatches, loss, **options)
 
     def run(self, *inputs: Tensor, target: Any, how: str = "step", **given: Any) -> list[float]:
-        """The losses of one step, on the rank with the last stage."""
         losses: list[Tensor] = []
         run = getattr(self.schedule, how)
         run(*(inputs if self.has_first else ()), target=target if self.has_last else None, losses=losses, **given)
@@ -76,7 +73,6 @@ class Pipeline:
 def on_one_rank(
     modules: Sequence[nn.Module], microbatches: int, name: Any = "ZBV", loss: Any = loss_fn, **options: Any
 ) -> Any:
-    """A schedule over these stages, all on this process."""
     stages = [PipelineStage(each, n, len(modules), torch.device("cpu")) for n, each in enumerate(modules)]
     return zbpipe.build_pipeline_schedule(name, stages, microbatches, loss, **options)
 
@@ -91,9 +87,9 @@ def as_rank(rank: int, num_ranks: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def shard(module: Any, mesh: DeviceMesh | None = None, **how: Any) -> Any:
+def shard(module: Any, mesh: DeviceMesh | None = None, by: Any = fully_shard, **how: Any) -> Any:
     """`fully_shard` over gloo, which has no reduction that scales; without a mesh on this rank alone."""
-    fully_shard(module, mesh=mesh or init_device_mesh("cpu", (1,)), **how)
+    by(module, mesh=mesh or init_device_mesh("cpu", (1,)), **how)
     for each in module if isinstance(module, list) else [module]:
         each.set_force_sum_reduction_for_comms(True)
     return module

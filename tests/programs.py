@@ -3,8 +3,6 @@
 A backward need not be the gradient of its forward. Whatever it does, a pipeline has to give the gradients of 1F1B.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 
@@ -70,8 +68,6 @@ class Program(NamedTuple):
     is_plain: bool
     """Whether all weight gradients can wait, as the page on the split says."""
     schedule: str
-    length: int = 0
-    """Number of choices that it takes."""
 
     @property
     def undeclared(self) -> str:
@@ -292,7 +288,6 @@ class _Writer:
         return options[self.number(0, len(options) - 1)]
 
     def one_in(self, times: int) -> bool:
-        """True once in `times` choices."""
         return self.number(1, times) == times
 
     def stage(self) -> str:
@@ -315,7 +310,6 @@ class _Writer:
         return "\n".join([*self.functions, *layers, *lines, "", "", *self.between(number), ""])
 
     def between(self, layers: int) -> list[str]:
-        """What the user does after a step, with a comment in the place of nothing."""
         step = self.pick(("zero_grad()", "zero_grad(set_to_none=False)", "train()"))
         lines = ["def between(stage, step):", f"    stage.{step}"]
         if not self.is_plain and self.one_in(3):
@@ -501,7 +495,6 @@ class _Writer:
         return [f"if {guard}:", f"    {line}"]
 
     def differentiated(self, new: str, known: dict[str, list[str]]) -> list[str]:
-        """A backward that runs another forward and backward."""
         a, b, m = (self.pick(known[each]) for each in ("a", "a", "m"))
         into_weight = self.one_in(3)
         product = self.pick(("F.linear(i, {w})", "i @ {w}", "torch.tanh(i.mm({w}))"))
@@ -518,7 +511,6 @@ class _Writer:
         return [*lines, f"{new}, {new}m = torch.autograd.grad(o, (i, j), {b})"]
 
     def returned(self, known: dict[str, list[str]]) -> list[str]:
-        """Lines that end a backward."""
         dx = self.pick((*known["a"][::-1], "dy.mm(w)", "dy @ w"))
         how = self.pick(
             (
@@ -567,7 +559,6 @@ class _Writer:
         return [f"return {dx}, {last}, None, None, None"]
 
     def late_write(self, known: dict[str, list[str]]) -> list[str]:
-        """Perhaps a write after the product of the weight gradient."""
         if not self.one_in(3):
             return []
         shape = self.pick(("a", "m"))
@@ -591,7 +582,7 @@ def write(choices: bytes, is_plain: bool = False) -> Program:
     schedule = writer.pick(("WeightsLast", "ZBH1"))
     source = writer.stage()
     dtype = "float32" if writer.has_autocast else "float64"
-    return Program(f"{PRELUDE}\n\n{source}", dtype, writer.is_hidden, is_plain, schedule, writer.place)
+    return Program(f"{PRELUDE}\n\n{source}", dtype, writer.is_hidden, is_plain, schedule)
 
 
 choices = st.binary(min_size=LENGTH, max_size=LENGTH)

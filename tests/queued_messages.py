@@ -3,8 +3,6 @@
 It looks for no cycles: it goes on until all is over, or nothing more can be done.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator
 from random import Random
@@ -21,8 +19,6 @@ from zbpipe.simulator.timeline import Timeline
 
 
 class Message(NamedTuple):
-    """A message between two ranks, the same at both ends."""
-
     sender: int
     receiver: int
     send: Action
@@ -128,7 +124,6 @@ class Lists:
 
 
 def gets_stuck(rows: Rows, backend: str) -> bool:
-    """Whether the lists do not come to their end."""
     return Lists(rows, backend).gets_stuck(Random(0))
 
 
@@ -178,5 +173,4 @@ def in_any_order(rows: Rows, timeline: Timeline, random: Random, eagerness: floa
 
 
 def makers(send: Action) -> list[Action]:
-    """The computations that may make the message."""
     return [send._replace(kind=kind) for kind in (["F"] if send.kind == "SEND_F" else ["I", "B"])]

@@ -1,7 +1,5 @@
 """What a CUDA graph could capture: a steady step waits for nothing and does the same operations every time."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The backward split inside of compiled regions: what leaves the graph, how often it compiles, and what is refused."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -29,6 +27,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
+from zoo.case import bare
 
 import zbpipe
 from zbpipe.runtime.split.deferring_layers import defer_in_compiled_regions, defer_weights
@@ -100,17 +99,114 @@ def test_a_checkpoint_that_begins_before_the_region() -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-def test_outside_of_a_recording_the_region_gives_complete_gradients() -> None:
-    both = blocks(FeedForward)
-    for _ in range(3):
-        x = torch.randn(SHAPE)
-        for each in (both.module, both.plain):
-            each(x).square().sum().backward()
-    both.compare()
-    # torch's metadata inference asks for the gradient of the input alone, and must not leave any behind.
-    x = x.requires_grad_()
-    torch.autograd.grad(both.module(x).sum(), x)
-    both.compare()
+class Looped(FeedForward):
+    """The block as often as it is told."""
+
+    def forward(self, x: Tensor, times: int = 1) -> Tensor:  # type: ignore[override]
+        for _ in range(times):
+            x = super().forward(x)
+        return x
+
+
+class Broken(FeedForward):
+    """A graph break between the layers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.up(self.norm(x)))
+        torch._dynamo.graph_break()
+        return x + self.down(h)
+
+
+class Around(nn.Module):
+    """A block within a block, maybe between graph breaks; maybe compiled as well as plain."""
+
+    def __init__(self, inner: nn.Module, breaks: bool = False, beside: bool = False) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(WIDTH, WIDTH), inner, nn.Linear(WIDTH, WIDTH)
+        self.breaks, self.fast = breaks, optimized(inner) if beside else inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if self.breaks:
+            torch._dynamo.graph_break()
+        h = self.inner(h) + self.fast(h.tanh())
+        if self.breaks:
+            torch._dynamo.graph_break()
+        return self.last(h)  # type: ignore[no-any-return]
+
+
+def optimized(module: nn.Module) -> Any:
+    """As torchtitan 0.2 compiles a block."""
+    return torch.compile(module, backend="aot_eager")
+
+
+def compiled(module: nn.Module) -> Any:
+    module.compile(backend="aot_eager")
+    return module
+
+
+def after_no_grad(module: nn.Module, x: Tensor, step: int) -> Tensor:
+    with torch.no_grad():
+        y = module(x)
+    return module(x) + y  # type: ignore[no-any-return]
+
+
+def by_function(module: Any, x: Tensor, step: int) -> Tensor:
+    """Not the module is compiled but a function that calls its layers."""
+
+    @torch.compile(backend="aot_eager")
+    def run(x: Tensor) -> Any:
+        return module.down(torch.tanh(module.up(x)))
+
+    return run(x)
+
+
+def trained(first: bool) -> Callable[[Any, Tensor, int], Tensor]:
+    """Layer `up` trains in the first step, or in the later ones."""
+
+    def run(module: Any, x: Tensor, step: int) -> Tensor:
+        module.up.weight.requires_grad_(first == (step == 0))
+        return module(x)  # type: ignore[no-any-return]
+
+    return run
+
+
+def by_itself(module: Any, x: Tensor, step: int) -> Tensor:
+    return module(x)  # type: ignore[no-any-return]
+
+
+Run = Callable[[Any, Tensor, int], Tensor]
+AROUND: dict[str, tuple[Callable[[], nn.Module], Run]] = {
+    **{
+        name: (make, by_itself)
+        for name, make in {
+            "optimized in optimized, with breaks": lambda: optimized(Around(optimized(Broken()), breaks=True)),
+            "compiled in compiled": lambda: compiled(Around(compiled(Broken()))),
+            "compiled beside itself": lambda: Around(FeedForward(), beside=True),
+        }.items()
+    },
+    **{
+        name: (lambda: compiled(FeedForward()), run)
+        for name, run in {
+            "twice": lambda module, x, step: module(module(x)),
+            "and its layer": lambda module, x, step: module(x) + module.up(torch.tanh(x))[..., :WIDTH],
+            "without a gradient first": after_no_grad,
+            "frozen later": trained(True),
+            "thawed later": trained(False),
+        }.items()
+    },
+    "a compiled function": (FeedForward, by_function),
+    "more often later": (lambda: compiled(Looped()), lambda module, x, step: module(x, 1 + step)),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", AROUND)
+def test_what_is_around_a_region(name: str) -> None:
+    make, run = AROUND[name]
+    both = Compared(make(), **TOLERANCE)
+    for step in range(3):
+        both.train(torch.randn(SHAPE), call=lambda module, x, step=step: run(module, x, step), on_trial=not step)
 
 
 class Mixture(nn.Module):
@@ -145,24 +241,15 @@ def test_products_of_experts_leave_the_region(checkpointing: Checkpointing) -> N
     assert not counters["graph_break"]
 
 
-def compiled_in_place() -> Any:
-    block = Mixture()
-    block.compile(backend="aot_eager")
-    return block
-
-
-def wrapped_by_torch_compile() -> Any:
-    """As torchtitan 0.2 does it."""
-    return torch.compile(FeedForward(), backend="aot_eager", fullgraph=True)
-
-
 class Sharded(Compared):
     def compare(self) -> None:
         self.module.unshard()  # type: ignore[operator]
         super().compare()
 
 
-@pytest.mark.parametrize(("build", "products"), [(compiled_in_place, 4), (wrapped_by_torch_compile, 3)])
+@pytest.mark.parametrize(
+    ("build", "products"), [(lambda: compiled(Mixture()), 4), (lambda: optimized(FeedForward()), 3)]
+)
 def test_fsdp_around_a_region(one_rank: None, build: Callable[[], Any], products: int) -> None:
     """The weights are there only when FSDP has gathered them, and are others than those that were learned from."""
     both = Sharded(build(), of_norm=HALF, of_y=ROUGHLY)
@@ -189,85 +276,57 @@ class PerHead(nn.Module):
         return y + self.bias + decay / len(self.weight) + torch.stack([self.weight, -self.weight]).sum()
 
 
-class Twice(nn.Linear):
-    """Multiplies with its weight and with the transpose of it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) @ self.weight
-
-
-class InALoop(nn.Module):
-    """Each expert multiplies with a part of the weights."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sum((x * (x[..., :1] > n) @ self.weight[n] for n in range(EXPERTS)), x)
-
-
-class Convolved(nn.Module):
-    """Both kinds of convolutions, whose backward computes dX, dW and db in one operation."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.there = nn.Conv1d(SEQUENCE, 6, 3, padding=1)
-        self.back = nn.ConvTranspose1d(6, SEQUENCE, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.back(self.there(x).tanh())  # type: ignore[no-any-return]
-
-
-class ByFactors(nn.Module):
-    """The product of two factors is the weight, whose gradient is multiplied again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x)) + x @ (self.down.weight @ self.up.weight)  # type: ignore[no-any-return]
-
-
-class Concatenated(nn.Module):
-    """The gradients of three weights are parts of one product, and two of them the same part."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / 4 for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second, third = self.weights
-        one, other = (torch.cat([first + third, second]) @ x.mT).chunk(2, 1)
-        return x + (one * other).mT
-
-
-class Gated(nn.Module):
-    """The gradient of `gate` leads to that of `lin`, so I needs it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin, self.gate = nn.Linear(WIDTH, WIDTH, bias=False), nn.Parameter(torch.randn(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.lin(x.detach())  # else I needs it for dX, too
-        return x + h @ (self.gate + torch.tanh(h).mean((0, 1)))
-
-
 class Kept(nn.Linear):
     weight_products: ClassVar[Any] = {}
 
 
-LAYERS: dict[str, tuple[Callable[[], nn.Module], int]] = {
-    "of the user's own": (PerHead, 1),
-    "twice": (lambda: nn.Sequential(Twice(WIDTH, WIDTH)), 1),
-    "in a loop": (InALoop, 1),
-    "convolutions": (Convolved, 2),
-    "factors": (ByFactors, 2),
-    "concatenated": (Concatenated, 3),
-    "gated": (Gated, 1),
-    "an empty declaration": (lambda: nn.Sequential(Kept(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), 1),
+def linear(inputs: int = WIDTH, outputs: int = WIDTH, bias: bool = True) -> Callable[[], nn.Linear]:
+    return lambda: nn.Linear(inputs, outputs, bias)
+
+
+def weight(*shape: int) -> Callable[[], nn.Parameter]:
+    return lambda: nn.Parameter(torch.randn(shape) / 4)
+
+
+def in_a_loop(s: Any, x: Tensor) -> Tensor:
+    """Each expert multiplies with a part of the weights."""
+    return sum((x * (x[..., :1] > n) @ s.w[n] for n in range(EXPERTS)), x)
+
+
+def by_factors(s: Any, x: Tensor) -> Tensor:
+    """The product of two factors is the weight, whose gradient is multiplied again."""
+    return x + s.down(s.up(x)) + x @ (s.down.weight @ s.up.weight)  # type: ignore[no-any-return]
+
+
+def concatenated(s: Any, x: Tensor) -> Tensor:
+    """The gradients of three weights are parts of one product, and two of them the same part."""
+    one, other = (torch.cat([s.a + s.c, s.b]) @ x.mT).chunk(2, 1)
+    return x + (one * other).mT
+
+
+def gated(s: Any, x: Tensor) -> Tensor:
+    """The gradient of `gate` leads to that of `lin`, so I needs it."""
+    h = s.lin(x.detach())  # else I needs it for dX, too
+    return x + h @ (s.gate + torch.tanh(h).mean((0, 1)))  # type: ignore[no-any-return]
+
+
+LAYERS: dict[str, tuple[Callable[..., nn.Module], int]] = {
+    "of the user's own": (lambda _: PerHead(), 1),
+    "and with the transpose": (bare(lambda s, x: s.a(x) @ s.a.weight, a=linear()), 1),
+    "in a loop": (bare(in_a_loop, w=weight(EXPERTS, WIDTH, WIDTH)), 1),
+    # Their backward computes dX, dW and db in one operation.
+    "convolutions": (
+        bare(
+            lambda s, x: x + s.back(s.there(x).tanh()),
+            there=lambda: nn.Conv1d(SEQUENCE, 6, 3, padding=1),
+            back=lambda: nn.ConvTranspose1d(6, SEQUENCE, 3, padding=1),
+        ),
+        2,
+    ),
+    "factors": (bare(by_factors, up=linear(WIDTH, 2, False), down=linear(2)), 2),
+    "concatenated": (bare(concatenated, **dict.fromkeys("abc", weight(WIDTH, WIDTH))), 3),
+    "gated": (bare(gated, lin=linear(bias=False), gate=weight(WIDTH, WIDTH)), 1),
+    "an empty declaration": (lambda _: nn.Sequential(Kept(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), 1),
 }
 """Layers, and the number of their weights whose gradients wait."""
 
@@ -275,20 +334,15 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], int]] = {
 @pytest.mark.parametrize("kind", LAYERS)
 def test_every_kind_of_layer_leaves_its_products_to_w(kind: str) -> None:
     build, number = LAYERS[kind]
-    assert run_two_blocks(build) == [2 * number] * 3
+    assert run_two_blocks(lambda: build(0)) == [2 * number] * 3
     assert not counters["graph_break"]
-
-
-class Bounded(nn.Linear):
-    """Multiplies with a weight that it makes, whose gradient depends on it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, torch.tanh(self.weight), self.bias)
 
 
 @pytest.mark.parametrize("checkpointing", IN_TURN)
 def test_a_made_weight_leaves_the_region(checkpointing: Checkpointing) -> None:
-    assert run_two_blocks(lambda: nn.Sequential(Bounded(WIDTH, WIDTH)), checkpointing) == [2, 2, 2]
+    """Its gradient depends on the weight."""
+    bounded = bare(lambda s, x: F.linear(x, torch.tanh(s.a.weight), s.a.bias), a=linear())
+    assert run_two_blocks(lambda: bounded(0), checkpointing) == [2, 2, 2]
 
 
 class RowsOfData(nn.Module):

@@ -3,8 +3,6 @@
 Autograd runs no backward of such tensors, so I gets zeros instead, and W is tested with deferred gradients made here.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Gradient scaling over the stages of a pipeline: an overflow on one rank is one on all."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -42,7 +40,6 @@ def built(num_stages: int) -> list[nn.Linear]:
 def train(
     parts: dict[int, nn.Linear], scaler: torch.amp.GradScaler, run: Callable[[Tensor, Tensor], object]
 ) -> list[tuple[float, list[Tensor]]]:
-    """After each step the scale and the weights."""
     hooks = [Overflow(index) for index in parts]
     for hook, part in zip(hooks, parts.values(), strict=True):
         part.weight.register_hook(hook)

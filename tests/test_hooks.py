@@ -1,7 +1,5 @@
 """Hooks around computations run in one order, whoever came first, and end in any order."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import permutations

@@ -1,7 +1,5 @@
 """Copies to the host and back: as ops, in time and memory, and where the offload pass puts them."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -107,13 +105,6 @@ def test_copies_run_beside_computations() -> None:
     assert timeline.busy == (6,)
     assert dict(timeline.memory(0)) == {0: 1, 1: 2, 2.5: 2, 6.5: 1, 7: 1, 9.5: 0}
     assert timeline.peak_memory == (2,)
-
-
-def test_copies_of_one_direction_run_one_after_the_other() -> None:
-    schedule = lone("0F0,0OF0,0F1,0OF1,0F2,0B2,0RF1,0RF0,0B1,0B0")
-    timeline = simulate(schedule, costs_of(schedule))
-    assert copied(timeline) == [("0OF0", 1, 2.5), ("0OF1", 2.5, 4), ("0RF1", 5, 6.5), ("0RF0", 6.5, 8)]
-    assert [span.start for span in timeline.spans[0]] == [0, 1, 2, 3, 6.5, 8.5]
 
 
 def test_a_host_of_which_nothing_is_known_takes_no_time() -> None:

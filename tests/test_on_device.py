@@ -1,7 +1,5 @@
 """What GPUs run in another way than CPUs: the trials of it notice faults, and plain schedules leave it out."""
 
-from __future__ import annotations
-
 import logging
 from contextlib import nullcontext
 from importlib import import_module

@@ -1,7 +1,5 @@
 """The optimizer step that no rank waits for gives what an ordinary one gives, to the bit: also when it is repeated."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -169,7 +167,7 @@ def digest(parts: dict[int, nn.Module], optimizer: Optimizer) -> str:
 
 
 def pairs(name: str, cases: list[Case]) -> list[tuple[Outcome, Outcome]]:
-    """By case, an ordinary training and one that runs ahead."""
+    """By case, an ordinary training and one that runs ahead. Cases share the ordinary one."""
     ordinary = cache(partial(train, name, ordinary=True))
     found = []
     for optimizer, dtype, how in cases:
@@ -180,79 +178,71 @@ def pairs(name: str, cases: list[Case]) -> list[tuple[Outcome, Outcome]]:
     return found
 
 
-def compare(name: str, *cases: Case) -> list[tuple[Outcome, Outcome]]:
-    """By case, what rank 0 found in both ways. All ranks decide alike."""
-    by_rank = run_ranks(RANKS, pairs, name, cases)
-    for number, case in enumerate(cases):
-        require_as_ordinary(case, [found[number] for found in by_rank])
-    return by_rank[0]  # type: ignore[no-any-return]
+@cache
+def run_all(name: str, dtype: torch.dtype, cases: tuple[str, ...]) -> list[list[tuple[Outcome, Outcome]]]:
+    """By rank and case. One start of the processes serves all."""
+    return run_ranks(RANKS, pairs, name, [(CASES[case][0], dtype, CASES[case][1]) for case in cases])
 
 
-def require_as_ordinary(case: Case, by_rank: list[tuple[Outcome, Outcome]]) -> None:
+def compare(name: str, dtype: torch.dtype, cases: tuple[str, ...], case: str) -> tuple[Outcome, Outcome]:
+    """What rank 0 found in both ways. All ranks decide alike."""
+    by_rank = [found[cases.index(case)] for found in run_all(name, dtype, cases)]
     for rank, (usual, ahead) in enumerate(by_rank):
-        assert ahead.digest == usual.digest, (case, rank)
-        assert ahead.losses == usual.losses, (case, rank)
+        assert ahead.digest == usual.digest, rank
+        assert ahead.losses == usual.losses, rank
         # No step follows the last one.
-        assert ahead.begun_ahead >= ahead.counts.validated + ahead.counts.repeated - 1, (case, rank)
-        assert ahead.counts == by_rank[0][1].counts, case
+        assert ahead.begun_ahead >= ahead.counts.validated + ahead.counts.repeated - 1, rank
+        assert ahead.counts == by_rank[0][1].counts
+    return by_rank[0]
 
 
 CLOSE, NEARLY = -1.0, 1 + 5e-6
 """Stands for a limit that the first norm does not exceed, but is too close to to tell from a sum in another order."""
-CASES: dict[str, dict[str, Any]] = {
-    "predicting": {"predict": True},
-    "usual": {"predict": False},
-    "NaN": {"nan": True, "predict": False},
-    "NaN, skipped": {"nan": True, "on_nonfinite": "skip", "predict": False},
-    "zeroed by the job": {"zeroed_by_the_job": True, "predict": False},
-    "close": {"max_norm": CLOSE, "predict": False},
-    "unlimited": {"max_norm": inf},
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "predicting": ("AdamW", {"predict": True}),
+    "usual": ("AdamW", {"predict": False}),
+    # SGD with Nesterov's momentum, which writes into gradients, repeats steps with the same ones.
+    "gradients set to 0 by the job": ("SGD", {"zeroed_by_the_job": True, "predict": False}),
+    "close to the limit": ("AdamW", {"max_norm": CLOSE, "predict": False}),
+    "NaN": ("AdamW", {"nan": True, "predict": False}),
+    "NaN, skipped": ("AdamW", {"nan": True, "on_nonfinite": "skip", "predict": False}),
+    "unlimited": ("AdamW", {"max_norm": inf}),
+    **{name: (name, {"predict": False}) for name in ("fused AdamW", "SGD", "Adam", "Adafactor")},
 }
+"""An optimizer, and arguments of `train`."""
+USUAL = tuple(CASES)[:7]
 
 
-GROUPS = (("predicting", "usual", "zeroed by the job", "close"), ("NaN", "NaN, skipped", "unlimited"))
-"""One start of the processes serves all cases of a group, and those with the same ordinary training share it."""
-
-
-@cache
-def run_group(names: tuple[str, ...]) -> list[list[tuple[Outcome, Outcome]]]:
-    """By rank and case."""
-    return run_ranks(RANKS, pairs, "ZBV", [case_of(name) for name in names])
-
-
-def case_of(name: str) -> Case:
-    return "SGD" if name == "zeroed by the job" else "AdamW", torch.float32, CASES[name]
-
-
-def compare_case(name: str) -> tuple[Outcome, Outcome]:
-    (group,) = (each for each in GROUPS if name in each)
-    by_rank = [found[group.index(name)] for found in run_group(group)]
-    require_as_ordinary(case_of(name), by_rank)
-    return by_rank[0]
-
-
-@pytest.mark.parametrize("name", ["predicting", "usual"])
-def test_the_result_is_that_of_an_ordinary_step(name: str) -> None:
-    _, found = compare_case(name)
-    require_counts(found.counts, predicts=name == "predicting")
+@pytest.mark.parametrize("case", USUAL)
+def test_the_result_is_that_of_an_ordinary_step(case: str) -> None:
+    usual, found = compare("ZBV", torch.float32, USUAL, case)
+    counts = found.counts
+    assert counts.validated + counts.repeated + counts.synchronous + counts.unlimited == STEPS
+    assert (counts.synchronous > 0) == (case == "predicting")
+    match case:
+        case "unlimited":  # no message beyond those of the schedule, and of the stages' set-up in torch 2.15
+            assert counts == StepCounts(unlimited=STEPS)
+            assert [each for each in found.reductions if not each.startswith("torch.distributed.pipelining.")] == []
+        case "close to the limit":
+            limit = NEARLY * float(usual.norms[0])
+            assert counts.repeated == sum(float(norm) * (1 + 1e-5) >= limit for norm in usual.norms)
+        case _:
+            assert counts.validated > 0
+            assert counts.repeated >= (2 if case == "predicting" else len(CLIPPED) + case.startswith("NaN"))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("name", "dtype", "optimizers"),
-    [("ZBV", torch.bfloat16, ["fused AdamW", "SGD", "Adafactor"]), ("ZBH2", torch.float32, ["Adam", "Adafactor"])],
+    ("name", "dtype", "cases"),
+    [("ZBV", torch.bfloat16, ("fused AdamW", "SGD", "Adafactor")), ("ZBH2", torch.float32, ("Adam", "Adafactor"))],
     ids=str,
 )
-def test_other_optimizers(name: str, dtype: torch.dtype, optimizers: list[str]) -> None:
-    for _, found in compare(name, *((optimizer, dtype, {"predict": False}) for optimizer in optimizers)):
-        require_counts(found.counts, predicts=False)
-
-
-def require_counts(counts: StepCounts, predicts: bool) -> None:
-    assert counts.validated > 0
-    assert counts.repeated >= (2 if predicts else len(CLIPPED))
-    assert (counts.synchronous > 0) == predicts
-    assert counts.validated + counts.repeated + counts.synchronous == STEPS
+def test_other_optimizers(name: str, dtype: torch.dtype, cases: tuple[str, ...]) -> None:
+    for case in cases:
+        counts = compare(name, dtype, cases, case)[1].counts
+        assert counts.validated > 0
+        assert counts.validated + counts.repeated == STEPS
+        assert counts.repeated >= len(CLIPPED)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -263,31 +253,6 @@ def test_the_norm_is_of_plain_and_sharded_gradients_together() -> None:
     plain.grad, sharded.grad = torch.full((2,), 3.0), distribute_tensor(torch.full((2,), 4.0), mesh)
     for parameters in ([plain, sharded], [sharded, plain]):
         assert clip(parameters, inf, None, torch.device("cpu")).item() == pytest.approx(50**0.5)
-
-
-@pytest.mark.parametrize("name", ["NaN", "NaN, skipped"])
-def test_nan_on_one_rank(name: str) -> None:
-    _, found = compare_case(name)
-    assert found.counts.repeated > len(CLIPPED)
-
-
-def test_a_job_may_set_gradients_to_0_itself() -> None:
-    """And SGD with Nesterov's momentum, which writes into gradients, repeats steps with the same ones."""
-    _, found = compare_case("zeroed by the job")
-    assert found.counts.repeated >= len(CLIPPED)
-
-
-def test_a_norm_close_to_the_limit_is_looked_at_again() -> None:
-    limit = NEARLY * float(compare_case("usual")[0].norms[0])
-    usual, found = compare_case("close")
-    assert found.counts.repeated == sum(float(norm) * (1 + 1e-5) >= limit for norm in usual.norms)
-
-
-def test_without_a_limit_nothing_is_validated() -> None:
-    """And there is no message beyond those of the schedule, and of the stages' set-up in torch 2.15."""
-    _, found = compare_case("unlimited")
-    assert found.counts == StepCounts(unlimited=STEPS)
-    assert [each for each in found.reductions if not each.startswith("torch.distributed.pipelining.")] == []
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -1,7 +1,5 @@
 """OptimizerStep in jobs as users write them: FSDP2, checkpointing, the compiler, plans, Auto, resuming, failures."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -196,13 +194,6 @@ def with_auto() -> tuple[list[str], StepCounts]:
     return asked, step.counts
 
 
-def test_auto_swaps_under_a_step_that_is_pending() -> None:
-    per_rank = run_ranks(2, with_auto)
-    assert [objective for asked, _ in per_rank for objective in asked] == ["period"], "one rank searches for all"
-    for _, counts in per_rank:
-        assert counts.synchronous + counts.validated + counts.repeated == 14
-
-
 def saved_and_resumed() -> None:
     """Around a step that is repeated."""
     usual, job = Job(), Job()
@@ -300,59 +291,50 @@ def poison(job: Job) -> None:
         job.trained[0].grad[:] = inf  # type: ignore[index]
 
 
-def all_at_once() -> str:
+def all_at_once() -> tuple[list[str], StepCounts, str]:
     saved_and_resumed()
     evaluated_while_pending()
     logged_steps_wait()
     changed_while_pending()
     made_again_for_running_ahead()
-    return raises_on_all_ranks()
+    refuse_all()
+    return *with_auto(), raises_on_all_ranks()
 
 
-def test_saving_evaluating_logging_and_raising() -> None:
-    for words in run_ranks(2, all_at_once):
+def test_what_jobs_do_around_steps_that_are_pending() -> None:
+    """They save, evaluate, log, change the model, swap schedules under Auto, are refused, and raise."""
+    per_rank = run_ranks(2, all_at_once)
+    assert [objective for asked, *_ in per_rank for objective in asked] == ["period"], "one rank searches for all"
+    for _, counts, words in per_rank:
+        assert counts.synchronous + counts.validated + counts.repeated == 14
         assert "the norm of the gradients is inf in optimizer step 1: lower the learning rate" in words
 
 
-def one_is_killed_before_its_vote() -> None:
+def killed_before_its_vote() -> None:
     job = Job()
     step = job.ahead(1e6, predict=False)
-
-    def stepped() -> None:
-        if job.optimizer.state and dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        step()
-
-    job.train(stepped)
+    job.train(lambda: (end_suddenly(bool(job.optimizer.state)), step()))
 
 
-def test_a_rank_killed_while_others_wait_for_its_vote() -> None:
-    first, second = endings(2, one_is_killed_before_its_vote, group_timeout=20)
-    assert second.exit_code == -signal.SIGKILL
-    assert first.error is not None
-    assert "PipelineError" in first.error
-
-
-def one_is_killed_when_it_should_drain() -> None:
+def killed_when_it_should_drain() -> None:
+    """Rank 0 has sent it what it does not receive any more, and rank 2 waits for its clipping."""
     job = Job("ZBH2")
     step = job.ahead(1e-6, predict=False)  # all steps clip
     verdict = step.verdict
-
-    def killed() -> bool:
-        counts: bool = verdict()
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return counts
-
-    step.verdict = killed
+    step.verdict = lambda: (verdict(), end_suddenly())[0]
     job.train(step)
 
 
-def test_a_rank_killed_when_all_have_to_drain() -> None:
-    """Rank 0 has sent it what it does not receive any more, and rank 2 waits for its clipping."""
-    first, second, third = endings(3, one_is_killed_when_it_should_drain, group_timeout=20)
+def end_suddenly(now: bool = True) -> None:
+    if now and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("ranks", "job"), [(2, killed_before_its_vote), (3, killed_when_it_should_drain)])
+def test_a_rank_killed_while_others_wait_for_it(ranks: int, job: Callable[[], None]) -> None:
+    first, second, *others = endings(ranks, job, group_timeout=20)
     assert second.exit_code == -signal.SIGKILL
-    for survivor in (first, third):
+    for survivor in (first, *others):
         assert "PipelineError" in (survivor.error or "")
 
 
@@ -399,7 +381,3 @@ def refuse_all() -> None:
         with pytest.raises((TypeError, ValueError)) as error:
             act()
         assert words in str(error.value), str(error.value)
-
-
-def test_refusals() -> None:
-    run_ranks(2, refuse_all)

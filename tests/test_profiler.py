@@ -1,7 +1,5 @@
 """What a running job is measured to take: recorded steps, costs that all ranks agree on, and traces."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import time
@@ -20,8 +18,9 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe import CostModel, simulate
+from zbpipe.algorithms.zb import find_shortest
 from zbpipe.costs import JobCosts, dump_costs
-from zbpipe.costs.transport import Receives
+from zbpipe.costs.transport import Receives, Transport
 from zbpipe.runtime import adaptive
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime._torch.hooks import stages_of
@@ -102,21 +101,24 @@ def recorded(name: str) -> tuple[StepRecord, list[str]]:
     return record, left
 
 
-def each(function: Callable[..., Any], names: tuple[str, ...], *args: Any) -> dict[str, Any]:
-    """The function's results by name, all in the same processes, because a new one takes seconds."""
-    return {name: function(name, *args) for name in names}
+@pytest.fixture(scope="module")
+def by_rank(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Any]]:
+    """What each of two ranks found, by function and schedule. One start of the processes serves all tests."""
+    return run_ranks(2, run_all, tmp_path_factory.mktemp("traces"), timeout=300)
 
 
-RECORDED = ("ZBV", "1F1B", "Interleaved1F1B")
+def run_all(folder: Path) -> dict[tuple[str, str], Any]:
+    jobs = {recorded: ("ZBV", "1F1B", "Interleaved1F1B"), profiled: ("ZBV", "ZBH1"), kept: ("ZBV", "Auto")}
+    found = {(function.__name__, name): function(name) for function, names in jobs.items() for name in names}
+    found |= {("traced", name): traced(name, folder / f"{name}.json") for name in ("ZBV", "1F1B")}
+    found |= {("Auto", stages): planned(int(stages)) for stages in "23"}
+    return found | {("links", ""): links_of_uneven_messages(), ("offload", ""): offloading()}
 
 
-def test_a_step_is_recorded_op_by_op() -> None:
-    for rank, results in enumerate(run_ranks(2, each, recorded, RECORDED)):
-        for name in RECORDED:
-            assert_recorded(name, rank, *results[name])
-
-
-def assert_recorded(name: str, rank: int, record: StepRecord, left: list[str]) -> None:
+@pytest.mark.parametrize("name", ["ZBV", "1F1B", "Interleaved1F1B"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_is_recorded_op_by_op(by_rank: Any, name: str, rank: int) -> None:
+    record, left = by_rank[rank]["recorded", name]
     expected = zbpipe.generate(name, 2, MICROBATCHES)
     assert [span.op for span in record.spans] == list(expected.ops[rank])
     assert record.schedule == name
@@ -136,8 +138,20 @@ def naps(op: Op) -> int:
     return times[op.kind] * (op.stage + 1)
 
 
-def profiled(name: str, steps: int) -> tuple[bool, Any, int]:
-    job = Job(name)
+class Logits(nn.Module):
+    """A head with so many logits that they are larger than the largest message that links are measured with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.weight).repeat(1, 2**21 // WIDTH)
+
+
+def profiled(name: str, steps: int = 2) -> tuple[bool, Any, int]:
+    last = zbpipe.schedule.registry.resolve(name).place(dist.get_world_size()).num_stages
+    job = Job(name, lambda number: nn.Sequential(Sleepy(number), *([Logits()] if number == last else [])))
     told: list[JobCosts] = []
     profiler = zbpipe.Profiler(job.schedule, steps, done=told.append)
     for _ in range(steps + 1):
@@ -180,13 +194,9 @@ def test_the_link_to_the_host_is_that_of_the_slower_direction(monkeypatch: pytes
     assert found.latency == pytest.approx(1e-5 + communication._SMALL_COPY / 1e9)
 
 
-def test_all_ranks_end_with_the_same_costs(tmp_path: Path) -> None:
-    by_rank = run_ranks(2, each, profiled, ("ZBV", "ZBH1"), 2)
-    for name in by_rank[0]:
-        assert_alike(name, [results[name] for results in by_rank], tmp_path)
-
-
-def assert_alike(name: str, results: list[Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["ZBV", "ZBH1"])
+def test_all_ranks_end_with_the_same_costs(by_rank: Any, name: str, tmp_path: Path) -> None:
+    results = [found["profiled", name] for found in by_rank]
     assert [(early, told) for early, _, told in results] == [(False, 1)] * 2
     assert results[0] == results[1]
     first = results[0][1]
@@ -199,7 +209,7 @@ def assert_alike(name: str, results: list[Any], tmp_path: Path) -> None:
             assert model.of(stage, kind).seconds >= naps(Op(stage, kind, 0)) * NAP
     assert set(model.links) == {(0, 1), (1, 0)}
     assert all(link.latency > 0 and link.bandwidth > 0 for link in model.links.values())
-    assert model.message_bytes == 2 * WIDTH * 4
+    assert model.message_bytes == 2 * WIDTH * 4, "logits are no message"
     assert model.host is not None
     assert model.host.latency > 0
     file = tmp_path / "costs.toml"
@@ -208,28 +218,6 @@ def assert_alike(name: str, results: list[Any], tmp_path: Path) -> None:
     planned = zbpipe.plan(2, 4, first, budget=1e4)
     assert (planned.schedule.placement, planned.timeline.transport) == (placement, first.transport)
     assert planned.timeline.costs == model
-
-
-class Logits(nn.Module):
-    """A head with so many logits that they are larger than the largest message that links are measured with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x * self.weight).repeat(1, 2**21 // WIDTH)
-
-
-def message_of_wide_job(name: str) -> float:
-    num_stages = zbpipe.schedule.registry.resolve(name).place(dist.get_world_size()).num_stages
-    job = Job(name, lambda number: Logits() if number == num_stages else nn.Linear(WIDTH, WIDTH))
-    profiler = zbpipe.Profiler(job.schedule, 1)
-    for _ in range(3):
-        job.step()
-    assert profiler.costs is not None
-    assert isinstance(profiler.costs.costs, CostModel)
-    return profiler.costs.costs.message_bytes
 
 
 def test_the_overhead_is_the_time_between_ops_that_wait_for_no_message() -> None:
@@ -241,19 +229,14 @@ def test_the_overhead_is_the_time_between_ops_that_wait_for_no_message() -> None
     assert find_overhead([], num_stages=2) == 0.0
 
 
-def test_logits_are_no_message() -> None:
-    for results in run_ranks(2, each, message_of_wide_job, ("ZBV", "ZBH1")):
-        assert results == {"ZBV": 2 * WIDTH * 4, "ZBH1": 2 * WIDTH * 4}
-
-
 def links_of_uneven_messages() -> list[tuple[int, int]]:
     rank = dist.get_rank()
     stage: Any = PipelineStage(Sleepy(1), rank, 2, CPU)
     return sorted(measure_links([stage], message_bytes=rank << 21))
 
 
-def test_ranks_with_messages_of_different_sizes_measure_their_link() -> None:
-    assert run_ranks(2, links_of_uneven_messages) == [[(0, 1), (1, 0)]] * 2
+def test_ranks_with_messages_of_different_sizes_measure_their_link(by_rank: Any) -> None:
+    assert [found["links", ""] for found in by_rank] == [[(0, 1), (1, 0)]] * 2
 
 
 def kept(name: str) -> Any:
@@ -268,10 +251,9 @@ def kept(name: str) -> Any:
     return profiler.costs
 
 
-def test_bytes_of_activations() -> None:
+def test_bytes_of_activations(by_rank: Any) -> None:
     """Two sequences of 6 tokens, 16 wide, in float32, through two checkpointed blocks."""
-    found = run_ranks(2, each, kept, ("ZBV", "Auto"))[0]
-    costs, of_auto = found["ZBV"].costs, found["Auto"].costs
+    costs, of_auto = (by_rank[0]["kept", name].costs for name in ("ZBV", "Auto"))
     assert isinstance(costs, CostModel)
     message = 2 * 6 * WIDTH * 4
     random_state = torch.get_rng_state().numel()  # checkpointing keeps one for each block
@@ -338,27 +320,19 @@ def test_a_schedule_without_i_and_w_cannot_be_profiled(one_rank: None) -> None:
         zbpipe.Profiler(Job("Interleaved1F1B").schedule)
 
 
-def test_stages_may_give_their_device_by_name(one_rank: None) -> None:
+def test_who_has_seen_enough_leaves(one_rank: None) -> None:
     by_name: Any = "cpu"
     stages = [PipelineStage(nn.Linear(WIDTH, WIDTH), index, 2, by_name) for index in range(2)]
-    schedule = zbpipe.build_pipeline_schedule("ZBV", stages, MICROBATCHES, mean_loss)
-    profiler, check = zbpipe.Profiler(schedule, steps=1), zbpipe.GradientCheck(schedule)
-    for _ in range(3):
-        schedule.step(x := torch.randn(2 * MICROBATCHES, WIDTH), target=x)
-    assert profiler.costs is not None
-    assert check.report is not None
-
-
-def test_who_has_seen_enough_leaves(one_rank: None) -> None:
-    job = Job("ZBV")
-    zbpipe.Profiler(job.schedule, steps=1)
-    zbpipe.GradientCheck(job.schedule, steps=2)
+    schedule: Any = zbpipe.build_pipeline_schedule("ZBV", stages, MICROBATCHES, mean_loss)
+    profiler, check = zbpipe.Profiler(schedule, steps=1), zbpipe.GradientCheck(schedule, steps=2)
     left = []
     for _ in range(4):
-        job.step()
-        left.append([type(each).__name__ for each in job.schedule._watchers])
-    both, profiler = ["Collector", "GradientCheck"], ["Collector"]
-    assert left == [both, both, profiler, []]
+        schedule.step(x := torch.randn(2 * MICROBATCHES, WIDTH), target=x)
+        left.append([type(each).__name__ for each in schedule._watchers])
+    both, collector = ["Collector", "GradientCheck"], ["Collector"]
+    assert left == [both, both, collector, []]
+    assert profiler.costs is not None
+    assert check.report is not None
 
 
 def test_validation_is_not_measured(one_rank: None) -> None:
@@ -373,23 +347,27 @@ def test_validation_is_not_measured(one_rank: None) -> None:
     assert len(seen) == 2
 
 
-def traced(name: str, folder: str) -> list[str]:
+def traced(name: str, file: Path) -> tuple[list[str], Path]:
     job = Job(name)
-    file = Path(folder) / f"{name}.json"
     told: list[str] = []
     write_trace(job.schedule, file, 2, done=told.append)
     job.step()
     assert not file.exists()
     job.step()
-    return told
+    return told, file
 
 
-def test_a_trace_has_the_planned_and_the_measured_step(tmp_path: Path) -> None:
-    first, second = run_ranks(2, each, traced, ("ZBV", "1F1B"), str(tmp_path))
-    for name in first:
-        assert second[name] == []
-        assert f"shows {name}: " in first[name][0]
-        assert_trace(name, json.loads((tmp_path / f"{name}.json").read_text()))
+@pytest.mark.parametrize("name", ["ZBV", "1F1B"])
+def test_a_trace_has_the_planned_and_the_measured_step(by_rank: Any, name: str) -> None:
+    (told, file), (silent, _) = (found["traced", name] for found in by_rank)
+    assert silent == []
+    assert f"shows {name}: " in told[0]
+    data = json.loads(file.read_text())
+    rows = {event["args"]["name"]: event["pid"] for event in data["traceEvents"] if event["name"] == "process_name"}
+    assert rows == {"rank 0": 0, "rank 0 measured": 1, "rank 1": 2, "rank 1 measured": 3}
+    ops = {pid: [e["name"] for e in data["traceEvents"] if e["ph"] == "X" and e["pid"] == pid] for pid in range(4)}
+    for rank, row in enumerate(zbpipe.generate(name, 2, MICROBATCHES)):
+        assert ops[2 * rank] == ops[2 * rank + 1] == list(map(str, row))
 
 
 def test_a_trace_that_cannot_be_written(one_rank: None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -408,53 +386,34 @@ def test_a_trace_that_cannot_be_written(one_rank: None, tmp_path: Path, caplog: 
     assert "cannot be written: [Errno 28] No space left" in caplog.text
 
 
-def assert_trace(name: str, data: Any) -> None:
-    rows = {event["args"]["name"]: event["pid"] for event in data["traceEvents"] if event["name"] == "process_name"}
-    assert rows == {"rank 0": 0, "rank 0 measured": 1, "rank 1": 2, "rank 1 measured": 3}
-    ops = {pid: [e["name"] for e in data["traceEvents"] if e["ph"] == "X" and e["pid"] == pid] for pid in range(4)}
-    for rank, row in enumerate(zbpipe.generate(name, 2, MICROBATCHES)):
-        assert ops[2 * rank] == ops[2 * rank + 1] == list(map(str, row))
-
-
-def agreed(stages_per_rank: int) -> tuple[Any, ...]:
-    """With plans that are tried whatever they gain: so small a job has none that is shorter than ZB."""
+def planned(stages_per_rank: int) -> tuple[Any, ...]:
+    """In a wave or a loop, with plans that are tried whatever they gain: so small a job has none that is shorter than ZB."""
     setattr(adaptive, "_WORTH_IT", 2.0)  # noqa: B010
-    job = Job("Auto", stages_per_rank=stages_per_rank, profile_steps=1, budget=1e5)
+    job = Job("Auto", stages_per_rank=stages_per_rank, profile_steps=1, budget=1e5, transport="one queue")
     names = [job.schedule.schedule.name]
     for _ in range(6):
         job.step()
         names.append(job.schedule.schedule.name)
+    profile: Any = job.schedule._profiler
+    chosen, costs = job.schedule.schedule, profile.costs.costs
+    assert str(profile.costs.transport) == "one queue"
+    rows = passes.place_receives(passes.add_messages(chosen), Receives.TIMED, simulate(chosen, costs))
+    placed, expected = (
+        [each for row in rows for each in row if each.kind.startswith(("SEND", "RECV"))]
+        for rows in (pipelining.rows_of(job.schedule), rows)
+    )
+    assert placed == expected
+    start = find_shortest("ZB", chosen.placement, MICROBATCHES, costs, transport=Transport.ONE_QUEUE)
+    predicted = simulate(start, costs, transport="one queue").makespan
+    assert job.schedule.outcome.expected_before == pytest.approx(predicted)
     return names, job.schedule.outcome, str(job.schedule.schedule)
 
 
-def receives_by_measured_times() -> tuple[Any, ...]:
-    """Before and after `Auto` has measured, and how it simulates then."""
-    job = Job("Auto", profile_steps=1, budget=1e5, transport="one queue")
-    for _ in range(6):
-        job.step()
-    profile: Any = job.schedule._profiler
-    chosen, costs = job.schedule.schedule, profile.costs.costs
-    start = zbpipe.generate("ZB", 2, MICROBATCHES, costs=costs)
-    placed = [
-        each for row in pipelining.rows_of(job.schedule) for each in row if each.kind.startswith(("SEND", "RECV"))
-    ]
-    rows = passes.place_receives(passes.add_messages(chosen), Receives.TIMED, simulate(chosen, costs))
-    expected = [each for row in rows for each in row if each.kind.startswith(("SEND", "RECV"))]
-    predicted = simulate(start, costs, transport="one queue").makespan
-    return str(profile.costs.transport), placed == expected, predicted, job.schedule.outcome.expected_before
-
-
-def test_auto_plans_and_receives_by_what_it_measured_and_for_the_transport() -> None:
-    for transport, as_measured, predicted, expected in run_ranks(2, receives_by_measured_times):
-        assert (transport, as_measured) == ("one queue", True)
-        assert predicted == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("stages_per_rank", [2, 3])
-def test_auto_plans_and_keeps_the_better(stages_per_rank: int) -> None:
-    """In a wave, and in a loop."""
-    (names, outcome, rows), (names_of_second, outcome_of_second, rows_of_second) = run_ranks(2, agreed, stages_per_rank)
-    assert (names, outcome, rows) == (names_of_second, outcome_of_second, rows_of_second)
+@pytest.mark.parametrize("stages", ["2", "3"])
+def test_auto_plans_by_what_it_measured_for_the_transport_and_keeps_the_better(by_rank: Any, stages: str) -> None:
+    first, second = (found["Auto", stages] for found in by_rank)
+    assert first == second
+    names, outcome, rows = first
     assert (names[0], outcome.start) == ("Auto-ZB", "ZB")
     assert names[-1] == outcome.chosen
     assert outcome.measured_after is not None
@@ -481,10 +440,10 @@ def offloading() -> tuple[bool, bool, bool, int]:
     return seen["Auto-ZB"], seen["plan"], seen["ZB"], job.schedule._copies.copier.copied
 
 
-def test_auto_offloads_by_what_it_measured() -> None:
-    by_rank = run_ranks(2, offloading)
-    assert [copies for *copies, _ in by_rank] == [[False, True, True]] * 2
-    assert sum(copied for *_, copied in by_rank) > 0
+def test_auto_offloads_by_what_it_measured(by_rank: Any) -> None:
+    results = [found["offload", ""] for found in by_rank]
+    assert [copies for *copies, _ in results] == [[False, True, True]] * 2
+    assert sum(copied for *_, copied in results) > 0
 
 
 def test_auto_refuses_to_offload_what_it_cannot(one_rank: None) -> None:

@@ -1,7 +1,5 @@
 """Quantised training by torchao: W computes the weight gradients, by the recipe and the kernel of the layer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """Bad input is refused at construction, by an error that names the value and the way out."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from models import build_stage, loss_fn
 from pipelines import as_rank
 from torch import nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
@@ -26,15 +24,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 import zbpipe
 import zbpipe.titan
-from zbpipe import CostModel, OpKind, simulate
+from zbpipe import CostModel
 from zbpipe.costs.transport import Transport
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.adaptive import AutoSchedule
 from zbpipe.runtime.build import class_of
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule import registry
-from zbpipe.simulator.actions import Action, Rows
-from zbpipe.simulator.passes import add_messages, free_sends_early, place_receives
+from zbpipe.simulator.passes import add_messages
 
 
 def stages(*indices: int, num_stages: int = 2, module: nn.Module | None = None) -> list[PipelineStage]:
@@ -58,46 +55,12 @@ def test_names_give_classes(one_rank: None) -> None:
     assert type(build("1f1b", single)) is Schedule1F1B
     one: Any = zbpipe.build_pipeline_schedule("1F1B", single[0], 2, loss_fn)
     assert type(one) is Schedule1F1B
-
-
-def test_torchs_constructor_arguments(one_rank: None) -> None:
-    schedule = zbpipe.ScheduleZBV(
-        stages(0, 1),
-        4,
-        loss_fn,
-        None,
-        None,
-        None,
-        scale_grads=False,
-        backward_requires_autograd=True,
+    assert zbpipe.ScheduleZBH1(single[0], 2, loss_fn)._stages[0].stage_index == 0
+    as_torchs = zbpipe.ScheduleZBV(
+        stages(1, 0), 4, loss_fn, None, None, None, scale_grads=False, backward_requires_autograd=True
     )
-    assert schedule.scale_grads is False
-
-
-def test_stages_may_come_in_any_order(one_rank: None) -> None:
-    assert [stage.stage_index for stage in build(on=stages(1, 0))._stages] == [0, 1]
-
-
-@pytest.mark.parametrize(
-    ("name", "indices", "num_stages", "message"),
-    [
-        ("ZBV", (0,), 2, r"rank 0 holds the stages \[0, 1\]; got the stages \[0\]"),
-        ("ZBV", (0, 1, 2), 3, r"has 2 stages in all.*got the stages \[0, 1, 2\] built with num_stages=\[3\]"),
-        ("ZBV", (0, 2), 4, r"num_stages=\[4\]"),
-        ("ZBV", (), 2, "ZBV got no stages; zbpipe.stage_indices"),
-        ("1F1B", (0, 1), 2, r"rank 0 holds the stages \[0\]; got the stages \[0, 1\]"),
-        ("ZBVZeroBubble", (0,), 1, r"rank 0 holds the stages \[0, 1\]"),
-    ],
-)
-def test_wrong_stages(one_rank: None, name: str, indices: tuple[int, ...], num_stages: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(name, stages(*indices, num_stages=num_stages))
-
-
-@pytest.mark.parametrize("microbatches", [0, -1, 2.0, None])
-def test_wrong_number_of_microbatches(one_rank: None, microbatches: Any) -> None:
-    with pytest.raises(ValueError, match=f"from 1 on, got {microbatches!r}"):
-        build(m=microbatches)
+    assert as_torchs.scale_grads is False
+    assert [stage.stage_index for stage in as_torchs._stages] == [0, 1]
 
 
 def test_numbers_of_any_whole_type(one_rank: None) -> None:
@@ -130,29 +93,6 @@ def test_numbers_of_any_whole_type(one_rank: None) -> None:
             build(m=wrong)
         with pytest.raises(ValueError, match="whole number"):
             schedule.step(x, target=x, microbatches=wrong)
-
-
-def test_unknown_names_and_options(one_rank: None) -> None:
-    with pytest.raises(ValueError, match="did you mean 'ZBV'"):
-        build("ZBVV")
-    with pytest.raises(ValueError, match=r"ZBV on this torch has no option 'frobnicate'; it takes: .*scale_grads"):
-        build(frobnicate=1)
-    with pytest.raises(
-        ValueError, match=r"no option 'split_backwards'; did you mean 'split_backward'\? It takes: .*sc"
-    ):
-        build(split_backwards="deferred")
-    with pytest.raises(ValueError, match=r"^memory_limit is for .* Auto, ZB, .* ZB, not for ZBV: omit it"):
-        build(memory_limit="3x")
-    with pytest.raises(ValueError, match="ZBVZeroBubble on this torch has no option 'split_backward'"):
-        build("ZBVZeroBubble", split_backward="deferred")
-    with pytest.raises(ValueError, match="split_backward='half' is unknown: use 'deferred'"):
-        build(split_backward="half")
-
-
-def test_distributed_data_parallel_is_refused(one_rank: None) -> None:
-    module = DistributedDataParallel(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"stage 0 is wrapped by DistributedDataParallel.*use fully_shard"):
-        build(on=stages(0, 1, module=module))
 
 
 def test_a_registered_schedule_has_to_be_runnable(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,78 +132,41 @@ def test_a_registered_schedule_runs_under_its_own_class(one_rank: None, monkeypa
     assert type(schedule).__name__ == "ScheduleTwin"
 
 
-def ways_to_receive(patch: pytest.MonkeyPatch) -> list[str]:
-    rank = dist.get_rank()
+def test_receives_stand_where_the_transport_or_the_user_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def built(**options: Any) -> Any:
+        return build("ZBV", stages(1, 6, num_stages=8), 8, **options)
 
-    def built(**options: Any) -> str:
-        schedule = build("ZBV", stages(rank, 7 - rank, num_stages=8), 8, **options)
-        rows = pipelining.rows_of(schedule)
-        equal = CostModel.uniform(schedule.schedule.placement, comm=0.01)
-        early = sorted_rows(add_messages(schedule.schedule))
-        by_times = simulate(schedule.schedule, equal)
-        as_said = free_sends_early(place_receives(rows, schedule.receives, by_times), schedule.schedule.placement)
-        assert sorted_rows(rows) == early
-        assert as_said == rows
-        return f"{schedule.receives}"
-
-    by_costs()
-    usual = [built(), *(built(receives=each) for each in ("late", "early", "nearest"))]
-    modelled = [built(transport=transport) for transport in Transport]
-    patch.setattr(torch.version, "hip", "7.2")
-    return [*usual, *modelled, built()]
-
-
-def by_costs() -> None:
-    """Other costs move the receives of the schedule that runs."""
-    schedule = build("ZBV", stages(dist.get_rank(), 7 - dist.get_rank(), num_stages=8), 8)
-    before = pipelining.rows_of(schedule)
-    schedule.adopt(schedule.schedule, CostModel.uniform(schedule.schedule.placement, comm=3))
-    assert before != pipelining.rows_of(schedule)
-
-
-def sorted_rows(rows: Rows) -> list[list[Action]]:
-    kinds = ("SEND_F", "SEND_B", "RECV_F", "RECV_B", *OpKind)
-    return [sorted(each for each in row if each.kind in kinds) for row in rows]
-
-
-def test_receives_stand_where_the_transport_or_the_user_wants_them() -> None:
-    usual = ["timed", "late", "early", "nearest"]
-    modelled = ["timed", "timed", "timed", "nearest", "timed"]
-    # On the CPU nothing waits, AMD's or not.
-    for rank in range(4):
-        with as_rank(rank, 4), pytest.MonkeyPatch.context() as patch:
-            assert ways_to_receive(patch) == [*usual, *modelled, "timed"]
-
-
-def test_unknown_ways_to_receive(one_rank: None) -> None:
-    with pytest.raises(ValueError, match="receives='soon' is unknown: use one of 'early', 'late', 'timed', 'nearest'"):
-        build(receives="soon")
-    with pytest.raises(ValueError, match="transport='wire' is unknown: use one of 'ideal', 'one-queue'"):
-        build(transport="wire")
-    with pytest.raises(ValueError, match=r"ZBV .* has no option 'defer_pp_recv'; .* receives"):
-        build(defer_pp_recv=True)
-
-
-def torchs_late_receives(name: str) -> str:
-    indices = zbpipe.stage_indices(name, rank=dist.get_rank(), num_ranks=4)
-    with pytest.raises(ValueError, match=name) as refused:
-        build(name, stages(*indices, num_stages=8), 8, defer_pp_recv=True)
-    build(name, stages(*indices, num_stages=8), 8, defer_pp_recv=False)
-    return str(refused.value)
+    with as_rank(1, 4):
+        usual = [built(), *(built(receives=each) for each in ("late", "early", "nearest"))]
+        assert [f"{each.receives}" for each in usual] == ["timed", "late", "early", "nearest"]
+        modelled = [f"{built(transport=each).receives}" for each in Transport]
+        assert modelled == ["timed", "timed", "timed", "nearest", "timed"]
+        early, late = (add_messages(each.schedule) for each in usual[:2])
+        assert early == late
+        rows = [pipelining.rows_of(each) for each in usual]
+        assert all(sorted(map(str, each[1])) == sorted(map(str, rows[0][1])) for each in rows)
+        assert rows[0] != rows[1]
+        # Other costs move the receives of the schedule that runs.
+        usual[0].adopt(usual[0].schedule, CostModel.uniform(usual[0].schedule.placement, comm=3))
+        assert pipelining.rows_of(usual[0]) != rows[0]
+        monkeypatch.setattr(torch.version, "hip", "7.2")  # on the CPU nothing waits, AMD's or not
+        assert f"{built().receives}" == "timed"
 
 
 def test_torchs_late_receives_that_would_mix_up_messages_or_block() -> None:
     """torch 2.13 and 2.15 take activations for gradients, without a word; or they may wait for ever."""
     with as_rank(0, 1):
         assert build("Interleaved1F1B", defer_pp_recv=True) is not None
-    for rank in range(4):
-        with as_rank(rank, 4):
-            mixed_up, *blocked = map(torchs_late_receives, ("ZBVZeroBubble", "Interleaved1F1B", "LoopedBFS"))
-        assert "defer_pp_recv=True makes torch receive the messages of ZBVZeroBubble in another order" in mixed_up
-        for name, refusal in zip(("Interleaved1F1B", "LoopedBFS"), blocked, strict=True):
-            assert f"makes torch receive the messages of {name} so late that ranks would wait for each other" in refusal
-            assert "deadlock: rank 0, position " in refusal
-            assert "omit the option, or use one of zbpipe's schedules" in refusal
+    blocked = r"so late that ranks would wait for each other.*deadlock: rank 0, position .*omit the option"
+    for name, words in (
+        ("ZBVZeroBubble", "makes torch receive the messages of ZBVZeroBubble in another order"),
+        *(("Interleaved1F1B", blocked), ("LoopedBFS", blocked)),
+    ):
+        with as_rank(2, 4):
+            on = stages(*zbpipe.stage_indices(name, rank=2, num_ranks=4), num_stages=8)
+            with pytest.raises(ValueError, match=f"(?s){words}"):
+                build(name, on, 8, defer_pp_recv=True)
+            build(name, on, 8, defer_pp_recv=False)
 
 
 def test_a_table_for_another_job(one_rank: None, tmp_path: Path) -> None:
@@ -290,66 +193,106 @@ def test_stages_placed_for_another_schedule() -> None:
         build(on=stages(1, 3, num_stages=4))
 
 
-def test_arguments_of_the_wrong_kind(one_rank: None) -> None:
-    with pytest.raises(ValueError, match="ZBV runs stages, got Linear: wrap each part of the model in a torch"):
-        build(on=[nn.Linear(2, 2), nn.Linear(2, 2)])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="needs a loss_fn that can be called"):
-        zbpipe.build_pipeline_schedule("ZBV", stages(0, 1), 2, loss_fn=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"n_microbatches has .* got True"):
-        build(m=True)
-    with pytest.raises(ValueError, match="ZBV got no stages"):
-        zbpipe.ScheduleZBV(None, 2, loss_fn)  # type: ignore[arg-type]
-    assert zbpipe.ScheduleZBH1(stages(0, num_stages=1)[0], 2, loss_fn)._stages[0].stage_index == 0
+def build_any(on: Any, **options: Any) -> object:
+    return zbpipe.build_pipeline_schedule("ZBV", on, 2, options.pop("loss_fn", loss_fn), **options)
+
+
+def wrongly_placed(name: str, *indices: int, num_stages: int = 2) -> object:
+    return build(name, stages(*indices, num_stages=num_stages))
+
+
+def declared(products: Any) -> list[PipelineStage]:
+    layer: Any = nn.Linear(2, 2)
+    layer.weight_products = products
+    return stages(0, 1, module=layer)
+
+
+API: Any = zbpipe
+UNKNOWN = r"no option 'split_backwards'; did you mean 'split_backward'\? It takes: .*sc"
+CALLS: list[tuple[Callable[[], object], str]] = [
+    (lambda: wrongly_placed("ZBV", 0), r"rank 0 holds the stages \[0, 1\]; got the stages \[0\]"),
+    (
+        lambda: wrongly_placed("ZBV", 0, 1, 2, num_stages=3),
+        r"has 2 stages in all.*got the stages \[0, 1, 2\] built with num_stages=\[3\]",
+    ),
+    (lambda: wrongly_placed("ZBV", 0, 2, num_stages=4), r"num_stages=\[4\]"),
+    (lambda: wrongly_placed("ZBV"), "ZBV got no stages; zbpipe.stage_indices"),
+    (lambda: wrongly_placed("1F1B", 0, 1), r"rank 0 holds the stages \[0\]; got the stages \[0, 1\]"),
+    (lambda: wrongly_placed("ZBVZeroBubble", 0, num_stages=1), r"rank 0 holds the stages \[0, 1\]"),
+    (lambda: build_any(3), "ZBV runs stages, got int: wrap each part"),
+    (lambda: build_any(None), "ZBV got no stages"),
+    (
+        lambda: build_any([nn.Linear(2, 2), nn.Linear(2, 2)]),
+        "ZBV runs stages, got Linear: wrap each part of the model",
+    ),
+    (lambda: API.ScheduleZBV(None, 2, loss_fn), "ZBV got no stages"),
+    (
+        lambda: build(on=stages(0, 1, module=DistributedDataParallel(nn.Linear(2, 2)))),
+        r"stage 0 is wrapped by DistributedDataParallel.*use fully_shard",
+    ),
+    *(
+        (lambda on=on, how=how: build(on=stages(0, 1, module=on()), split_backward=how), r"stage 0 .*fully_shard")  # type: ignore[misc]
+        for on in (
+            lambda: replicate(build_stage(0, 2)),
+            lambda: nn.Sequential(nn.Linear(2, 2), replicate(nn.Linear(2, 2))),
+            lambda: nn.Sequential(nn.Linear(2, 2), DistributedDataParallel(nn.Linear(2, 2))),
+        )
+        for how in ("deferred", "autograd")
+    ),
+    (lambda: build(on=declared({torch.bmm: 3})), "weight_products of Linear .* got"),
+    *((lambda m=m: build(m=m), f"from 1 on, got {m!r}") for m in (0, -1, 2.0, None, True)),  # type: ignore[misc]
+    (lambda: build_any(stages(0, 1), loss_fn=3), "needs a loss_fn that can be called"),
+    (lambda: build("ZBVV"), "did you mean 'ZBV'"),
+    (lambda: build(frobnicate=1), r"ZBV on this torch has no option 'frobnicate'; it takes: .*scale_grads"),
+    (lambda: build(split_backwards="deferred"), UNKNOWN),
+    (lambda: build(memory_limit="3x"), r"^memory_limit is for .* Auto, ZB, .* ZB, not for ZBV: omit it"),
+    (
+        lambda: build("ZBVZeroBubble", split_backward="deferred"),
+        "ZBVZeroBubble on this torch has no option 'split_backward'",
+    ),
+    (lambda: build(split_backward="half"), "split_backward='half' is unknown: use 'deferred'"),
+    (lambda: build(split_backward=2), "split_backward=2 is unknown"),
+    (lambda: build(defer_loss="yes"), "defer_loss has to be True or False, got 'yes'"),
+    (
+        lambda: build(receives="soon"),
+        "receives='soon' is unknown: use one of 'early', 'late', 'timed', 'nearest'",
+    ),
+    (lambda: build(transport="wire"), "transport='wire' is unknown: use one of 'ideal', 'one-queue'"),
+    (lambda: build(defer_pp_recv=True), r"ZBV .* has no option 'defer_pp_recv'; .* receives"),
+    (lambda: build().adopt("ZBV"), "adopt takes a zbpipe.Schedule, .* got 'ZBV'"),
+    (
+        lambda: build().adopt(zbpipe.generate("1F1B", 1, 2)),
+        r"stages on the ranks \(0,\), but they are on \(0, 0\)",
+    ),
+    (lambda: API.Profiler(None), "takes a schedule on its stages, .* got None"),
+    (lambda: API.Profiler(build(), "3"), "whole number from 1 on, got '3'"),
+    (lambda: API.Profiler(build(), group=2), "group has to be a process group .* got 2"),
+    (lambda: API.Profiler(build(), done="x"), "done has to be a function, got 'x'"),
+    (lambda: API.GradientCheck("ZBV"), "takes a schedule on its stages, .* got 'ZBV'"),
+    (lambda: API.GradientCheck(build(), 1.5), "from 1 on, got 1.5"),
+    (lambda: API.GradientCheck(build(), tolerance="x"), "above 0, .* got tolerance='x'"),
+    (lambda: API.check_gradients(None, torch.ones(2)), r"takes a model or the parts of one, .* got None"),
+    (lambda: API.check_gradients([], torch.ones(2)), r"takes a model or the parts of one, .* got \[\]"),
+    (lambda: API.check_gradients(nn.Linear(2, 2), None), "0 samples do not make 2 microbatches"),
+    (lambda: API.check_gradients(nn.Linear(2, 2), torch.ones(2, 2), microbatches=0), "microbatches has .* got 0"),
+    (lambda: AutoSchedule(stages(0, 1), 2, loss_fn, profile_steps=0), "profile_steps has .* got 0"),
+    (lambda: API.install(3), "named by a string, .* got 3"),
+    (lambda: API.install("ZBV", everywhere="yes"), "everywhere has to be True or False, got 'yes'"),
+    (lambda: API.install("ZBV", check_gradients=0), "from 1 on, got 0"),
+    (lambda: API.install("ZBV", trace=3), "trace has to be the path of a file, got 3"),
+    (lambda: API.install("ZBV", split_backward="half"), "split_backward='half' is unknown"),
+    (lambda: API.titan.plug_in("ZBV"), "plug_in takes options from .* got 'ZBV'"),
+]
 
 
 def test_every_public_function_names_what_it_cannot_take(one_rank: None) -> None:
-    schedule: Any = build()
-    layer: Any = nn.Linear(2, 2)
-    layer.weight_products = {torch.bmm: 3}
-    api: Any = zbpipe
-    junk: dict[str, Any] = {"split_backward": 2}
-    calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: build_any(3), "ZBV runs stages, got int: wrap each part"),
-        (lambda: build_any(None), "ZBV got no stages"),
-        (lambda: build(on=None, **junk), "split_backward=2 is unknown"),
-        (
-            lambda: build(on=[PipelineStage(layer, n, 2, torch.device("cpu")) for n in range(2)]),
-            "weight_products of Linear .* got",
-        ),
-        (lambda: build(defer_loss="yes"), "defer_loss has to be True or False, got 'yes'"),
-        (lambda: schedule.adopt("ZBV"), "adopt takes a zbpipe.Schedule, .* got 'ZBV'"),
-        (
-            lambda: schedule.adopt(zbpipe.generate("1F1B", 1, 2)),
-            r"stages on the ranks \(0,\), but they are on \(0, 0\)",
-        ),
-        (lambda: api.Profiler(None), "takes a schedule on its stages, .* got None"),
-        (lambda: api.Profiler(schedule, "3"), "whole number from 1 on, got '3'"),
-        (lambda: api.Profiler(schedule, group=2), "group has to be a process group .* got 2"),
-        (lambda: api.Profiler(schedule, done="x"), "done has to be a function, got 'x'"),
-        (lambda: api.GradientCheck("ZBV"), "takes a schedule on its stages, .* got 'ZBV'"),
-        (lambda: api.GradientCheck(schedule, 1.5), "from 1 on, got 1.5"),
-        (lambda: api.GradientCheck(schedule, tolerance="x"), "above 0, .* got tolerance='x'"),
-        (lambda: api.check_gradients(None, torch.ones(2)), r"takes a model or the parts of one, .* got None"),
-        (lambda: api.check_gradients([], torch.ones(2)), r"takes a model or the parts of one, .* got \[\]"),
-        (lambda: api.check_gradients(nn.Linear(2, 2), None), "0 samples do not make 2 microbatches"),
-        (lambda: api.check_gradients(nn.Linear(2, 2), torch.ones(2, 2), microbatches=0), "microbatches has .* got 0"),
-        (lambda: AutoSchedule(stages(0, 1), 2, loss_fn, profile_steps=0), "profile_steps has .* got 0"),
-        (lambda: api.install(3), "named by a string, .* got 3"),
-        (lambda: api.install("ZBV", everywhere="yes"), "everywhere has to be True or False, got 'yes'"),
-        (lambda: api.install("ZBV", check_gradients=0), "from 1 on, got 0"),
-        (lambda: api.install("ZBV", trace=3), "trace has to be the path of a file, got 3"),
-        (lambda: api.install("ZBV", split_backward="half"), "split_backward='half' is unknown"),
-        (lambda: api.titan.plug_in("ZBV"), "plug_in takes options from .* got 'ZBV'"),
-    ]
-    for call, message in calls:
+    for call, message in CALLS:
         with pytest.raises(ValueError, match=message):
             call()
 
 
-def build_any(on: Any) -> object:
-    return zbpipe.build_pipeline_schedule("ZBV", on, 2, loss_fn)
-
-
+@pytest.mark.long
+@pytest.mark.versions
 def test_a_torch_that_is_not_known_is_named() -> None:
     """In a process of its own: what was imported stays imported."""
     program = (

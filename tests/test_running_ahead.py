@@ -1,7 +1,5 @@
 """Where ranks may run ahead of the optimizer step's validation: the cut of their lists, checked without torch."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -58,38 +56,22 @@ def find_faults(cut: RunAhead) -> Iterator[str]:
 
 @given(st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 10), st.sampled_from(list(Receives)), st.data())
 def test_every_cut_is_sound(name: str, ranks: int, microbatches: int, receives: Receives, data: st.DataObject) -> None:
+    """Only forwards run ahead, with all that feeds them. The period lies between running freely and waiting."""
     schedule = zbpipe.generate(name, ranks, microbatches)
     costs = data.draw(cost_models(schedule.placement))
-    ahead = ahead_of(schedule, costs)
+    numbers = ahead_of(schedule, costs)
     rows = lists_of(schedule, receives)
-    cut = RunAhead.of(rows, ahead)
-    assert [*find_faults(cut)] == []
+    cut = RunAhead.of(rows, numbers)
+    assert cut.findings() == []
     whole = tuple((*before, *after) for before, after in zip(cut.before, cut.after, strict=True))
     assert [sorted(row) for row in whole] == [sorted(row) for row in rows]
     assert validate_lowered(whole) == []
-
-
-@given(st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 10), st.data())
-def test_only_forwards_run_ahead_and_all_that_feeds_them(
-    name: str, ranks: int, microbatches: int, data: st.DataObject
-) -> None:
-    schedule = zbpipe.generate(name, ranks, microbatches)
-    numbers = ahead_of(schedule, data.draw(cost_models(schedule.placement)))
     ahead = {op for row, number in zip(schedule, numbers, strict=True) for op in row[:number]}
     assert all(op.kind is OpKind.F and op.stage < schedule.placement.num_stages - 1 for op in ahead)
     assert all(op.stage == 0 or op._replace(stage=op.stage - 1) in ahead for op in ahead)
-
-
-@given(st.sampled_from(NAMES), st.integers(1, 6), st.integers(1, 10), st.data())
-def test_the_period_lies_between_running_freely_and_waiting(
-    name: str, ranks: int, microbatches: int, data: st.DataObject
-) -> None:
-    schedule = zbpipe.generate(name, ranks, microbatches)
-    costs = data.draw(cost_models(schedule.placement))
-    synchronous = simulate(schedule, costs).makespan
-    longest_work = max(simulate(schedule, costs).busy)
-    assert longest_work * (1 - 1e-6) <= period(schedule, costs) <= synchronous * (1 + 1e-6)
-    assert period(schedule, costs, (0,) * ranks) == pytest.approx(synchronous)
+    timeline = simulate(schedule, costs)
+    assert max(timeline.busy) * (1 - 1e-6) <= period(schedule, costs) <= timeline.makespan * (1 + 1e-6)
+    assert period(schedule, costs, (0,) * ranks) == pytest.approx(timeline.makespan)
 
 
 @draw_fewer(2)

@@ -1,11 +1,6 @@
 """What the backward split does on one stage: which work in I, which in W, how often, and what it keeps in between."""
 
-from __future__ import annotations
-
-import gc
-import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -55,14 +50,11 @@ def test_a_layer_whose_forward_was_wrapped(kind: type[nn.Linear], times: int) ->
         inner = layer.forward
         layer.forward = lambda input: 3 * inner(input)  # type: ignore[method-assign]
 
-    module = kind(WIDTH, 8)
-    both = Compared(module)
-    for _ in range(times):
-        wrap(both.plain)  # type: ignore[arg-type]
-    fresh = kind(WIDTH, 8)
-    fresh.load_state_dict(module.state_dict())
-    for _ in range(times):
-        wrap(fresh)
+    both, fresh = Compared(kind(WIDTH, 8)), kind(WIDTH, 8)
+    fresh.load_state_dict(both.plain.state_dict())
+    for each in (both.plain, fresh):
+        for _ in range(times):
+            wrap(each)  # type: ignore[arg-type]
     both.module = fresh
     for _ in range(2):  # the second time it is prepared already
         defer_weights(fresh, both.gradients)
@@ -197,62 +189,6 @@ def test_each_product_runs_once(checkpointing: Checkpointing) -> None:
         assert all(left.shape[1] == right.shape[0] == 2 * SEQUENCE for left, right in factors)
 
 
-Watch = Callable[[str, int, Any], object]
-
-
-def watching(schedule: Any, watch: Watch) -> AbstractContextManager[None]:
-    """Context that calls `watch(kind, index, stage)` after each I and each W."""
-    stages = {each.stage_index: each for each in hooks.stages_of(schedule)}
-
-    def run(kind: str, index: int, microbatch: int, compute: Callable[[], Any]) -> Any:
-        result = compute()
-        if kind in "IW":
-            watch(kind, index, stages[index])
-        return result
-
-    return hooks.hook(schedule, hooks.HookOrder.RECORD, run)
-
-
-def test_i_frees_the_activations_and_w_the_rest(one_rank: None) -> None:
-    """From I to W only each linear layer's x and dY live on; what other layers had saved dies in I."""
-    modules = [build_stage(index, 2, num_blocks=2) for index in range(2)]
-    schedule, seen = on_one_rank(modules, 3), []
-    norm_inputs: list[list[weakref.ref[Any]]] = [[], []]
-    linear_inputs: list[list[weakref.ref[Any]]] = [[], []]
-
-    def remember(refs: list[weakref.ref[Any]], module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        refs.append(weakref.ref(inputs[0].untyped_storage()))
-
-    for index, module in enumerate(modules):
-        # The second block, because the first one's input may be a receive buffer, which torch may keep.
-        block = [layer for layer in module if isinstance(layer, Block)][1]  # type: ignore[attr-defined]
-        block.norm.register_forward_pre_hook(partial(remember, norm_inputs[index]))
-        block.up.register_forward_pre_hook(partial(remember, linear_inputs[index]))
-
-    def watch(kind: str, index: int, stage: Any) -> None:
-        gc.collect()
-        counts = [len(find_pending(stage, each)) for each in range(3)]
-        assert sorted(counts) == [0, 0, [10, 11][index] * (kind == "I")]  # 5 a block, and the head; one W is owed
-        if kind == "I":
-            assert norm_inputs[index].pop(0)() is None
-            assert linear_inputs[index][0]() is not None
-        else:
-            assert linear_inputs[index].pop(0)() is None
-        if "0I" not in seen and (kind, index) == ("I", 0):  # real work, to the far end
-            found = {name for name, each in modules[0].named_parameters() if each.grad is not None}
-            assert ("0.weight" in found, "1.up.weight" in found) == (True, False)
-        seen.append(f"{index}{kind}")
-
-    tokens, targets = batch(3)
-    schedule.step(tokens, target=targets)  # the first step runs torch's metadata inference, and its first I does all
-    for refs in (*norm_inputs, *linear_inputs):
-        refs.clear()
-    modules[0].zero_grad()
-    with watching(schedule, watch):
-        schedule.step(tokens, target=targets)
-    assert sorted(seen) == sorted(f"{index}{kind}" for index in range(2) for kind in "IW" for _ in range(3))
-
-
 @pytest.mark.parametrize("split", ["deferred", "autograd"])
 def test_one_rank_alone(one_rank: None, split: str) -> None:
     pipe = Pipeline("ZBV", 3, split_backward=split)
@@ -307,10 +243,12 @@ def test_a_loss_with_backwards_of_its_own(one_rank: None, defer_loss: bool) -> N
     )
     seen: list[tuple[int, bool]] = []
 
-    def watch(kind: str, index: int, stage: Any) -> None:
+    def watch(kind: str, index: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+        result = compute()
         if (kind, index) == ("I", 1):
-            owed = max(len(find_pending(stage, each)) for each in range(3))
+            owed = max(len(find_pending(hooks.stages_of(schedule)[1], each)) for each in range(3))
             seen.append((owed, last.head.weight.grad is not None))
+        return result
 
     tokens, targets = batch(3)
     losses: list[Tensor] = []
@@ -318,7 +256,7 @@ def test_a_loss_with_backwards_of_its_own(one_rank: None, defer_loss: bool) -> N
     schedule.step(tokens, target=targets)
     for module in modules:
         module.zero_grad()
-    with watching(schedule, watch):
+    with hooks.hook(schedule, hooks.HookOrder.RECORD, watch):
         schedule.step(tokens, target=targets, losses=losses)
     assert [owed for owed, _ in seen] == [7 if defer_loss else 5] * 3  # both halves of the head, and 5 of the block
     assert seen[0][1] != defer_loss

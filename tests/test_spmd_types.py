@@ -1,7 +1,5 @@
 """Strict SPMD type checking takes deferred layers for what they are: it finds the types that plain layers get."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any
@@ -46,7 +44,6 @@ def typed(tensor: Tensor, axis: Any, name: str) -> Tensor:
 
 
 def types(call: Any, axis: Any) -> Any:
-    """Of the result, or the error of the check."""
     with spmd.set_current_mesh(frozenset({axis})), checker.typecheck(strict_mode="strict"):
         try:
             return spmd.get_local_type(call())

@@ -1,7 +1,5 @@
 """What a step refuses before anything is sent, and what comes after one that failed or was refused."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import re
@@ -11,14 +9,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
 from models import VOCABULARY, WIDTH, batch
-from pipelines import on_one_rank
+from pipelines import as_rank, on_one_rank
 from ranks import endings, run_ranks
 from test_faults import MICROBATCHES, Job, OnCall, explode, raised_by, renew_group
 from torch import Tensor, nn
@@ -42,26 +40,10 @@ def take(
     )
 
 
-def uneven() -> None:
-    take(Job("ZBH1"), 13)
-
-
-def too_few() -> None:
-    take(Job("ZBH1"), 4)
-
-
 def smaller() -> None:
     job = Job("ZBH1")
     take(job, 12)
     take(job, 6)
-
-
-def no_input() -> None:
-    take(Job(), 12, with_input=False)
-
-
-def no_target() -> None:
-    take(Job(), 12, with_target=False)
 
 
 def no_loss() -> None:
@@ -70,14 +52,6 @@ def no_loss() -> None:
     outputs = job.schedule.eval(*([tokens] if 0 in job.modules else []))
     assert (outputs is not None) == (job.num_stages - 1 in job.modules)
     take(job, 12)
-
-
-def five_microbatches() -> None:
-    job = Job()
-    tokens, targets = batch(MICROBATCHES)
-    inputs = [(each,) for each in tokens.chunk(MICROBATCHES)][:5]
-    first = 0 in job.modules
-    job.schedule.step(arg_mbs=inputs if first else None, target_mbs=list(targets.chunk(6)) if first else None)
 
 
 def refused_alike() -> None:
@@ -102,11 +76,16 @@ def refused_alone() -> None:
 
 def after_a_failure() -> None:
     job = Job()
+    with suppress(zbpipe.PipelineError):
+        fail(job, explode)
+    job.step()
+
+
+def fail(job: Job, action: Callable[[], Any]) -> None:
+    """In the second step, on the rank with stage 1."""
     job.step()
     if 1 in job.modules:
-        job.modules[1].register_forward_pre_hook(OnCall(3, explode))
-    with pytest.raises(zbpipe.PipelineError, match="too much"):
-        job.step()
+        job.modules[1].register_forward_pre_hook(OnCall(3, action))
     job.step()
 
 
@@ -114,23 +93,23 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def interrupted() -> None:
-    job = Job()
-    job.step()
-    if 1 in job.modules:
-        job.modules[1].register_forward_pre_hook(OnCall(3, interrupt))
-    job.step()
+CASES: dict[str, Callable[[], None]] = {
+    "smaller": smaller,
+    "no_target": lambda: take(Job(), 12, with_target=False),
+    "no_loss": no_loss,
+    "refused_alike": refused_alike,
+    "refused_alone": refused_alone,
+    "after_a_failure": after_a_failure,
+    "interrupted": lambda: fail(Job(), interrupt),
+}
 
 
-CASES: tuple[Callable[[], None], ...] = (
-    *(uneven, too_few, smaller, no_input, no_target, no_loss, refused_alike, refused_alone),
-    *(after_a_failure, interrupted),
-    *((five_microbatches,) if pipelining.TAKES_MICROBATCHES else ()),
-)
+def all_cases(folder: Path) -> dict[str, str]:
+    return raised_by(CASES, folder)
 
 
 def test_refusals_and_failures_of_steps(tmp_path: Path) -> None:
-    first, second = run_ranks(2, raised_by, CASES, tmp_path)
+    first, second = run_ranks(2, all_cases, tmp_path)
 
     def assert_refused(name: str, *words: str) -> None:
         """By rank 0 before anything is sent, and rank 1 learns of it in its messages."""
@@ -139,17 +118,8 @@ def test_refusals_and_failures_of_steps(tmp_path: Path) -> None:
         assert second[name].startswith("PipelineError: another rank failed first: rank 0, schedule "), second[name]
         assert f", before step 0: {first[name]} (rank 1 runs this step)" in second[name], second[name]
 
-    assert_refused("smaller", "shapes (1, 6), but those of the first step", "had (2, 6)", "drop_last=True")
-    assert_refused("no_input", "stage 0 is on this rank, and the step got no input for it")
+    assert_refused("smaller", "shapes (1, 6), but those of the first step", "had (2, 6)", "drop_last=True), or give")
     assert_refused("no_target", "the last stage is on this rank, and the step got no target")
-    if pipelining.TAKES_MICROBATCHES:
-        assert "6 arg_mbs but got 5" in first["five_microbatches"]
-        assert first["five_microbatches"] in second["five_microbatches"]
-    assert "microbatch 1 has inputs of the shapes (2, 6), but microbatch 0 has (3, 6)" in first["uneven"]
-    assert "a step has 6 microbatches, but the inputs give 4" in first["too_few"]
-    # Rank 1 has the last stage, and with it the target.
-    for name, rows in (("uneven", 13), ("too_few", 4)):
-        assert f"a target of shape ({rows}, 6) cannot be split into 6 equal microbatches" in second[name]
     for errors in (first, second):
         assert "ValueError: a training step needs a loss_fn on every rank" in errors["no_loss"]
         assert "refused_alike" not in errors
@@ -165,6 +135,32 @@ def test_refusals_and_failures_of_steps(tmp_path: Path) -> None:
     assert first["interrupted"].startswith(seen)
 
 
+@pytest.mark.parametrize(
+    ("rank", "words"),
+    [
+        (0, "microbatch 1 has inputs of the shapes (2, 6), but microbatch 0 has (3, 6)"),
+        (1, "a target of shape (13, 6) cannot be split into 6 equal microbatches"),
+    ],
+)
+def test_what_is_wrong_with_a_batch(rank: int, words: str) -> None:
+    with as_rank(rank, 2), pytest.raises(ValueError, match=re.escape(words)):
+        take(Job("ZBH1"), 13)
+
+
+def test_what_else_is_wrong_with_a_batch() -> None:
+    tokens, _ = batch(MICROBATCHES)
+    inputs = [(each,) for each in tokens.chunk(MICROBATCHES)][:5]
+    with as_rank(0, 2):
+        job = Job()
+        with pytest.raises(ValueError, match="a step has 6 microbatches, but the inputs give 4"):
+            take(job, 4, with_target=False)
+        with pytest.raises(ValueError, match="stage 0 is on this rank, and the step got no input for it"):
+            take(job, 12, with_input=False)
+        if pipelining.TAKES_MICROBATCHES:
+            with pytest.raises(ValueError, match="6 arg_mbs but got 5"):
+                job.schedule.step(arg_mbs=inputs, target_mbs=[*tokens.chunk(6)])
+
+
 def refused(job: Job, rows: int, **given: Any) -> str:
     try:
         take(job, rows, **given)
@@ -173,49 +169,19 @@ def refused(job: Job, rows: int, **given: Any) -> str:
     return ""
 
 
-def refusals(folder: Path) -> dict[str, str]:
-    """What this rank, of two, says to steps that the ranks are not given alike."""
-    rank = dist.get_rank()
-    renew_group(folder / "alike")
-    job = Job("ZBH1")
-    take(job, 6)
-    found = {str(wrong): refused(job, 6, microbatches=wrong) for wrong in (0, True, "3", 2.0)}
-    found["different"] = refused(job, 6, microbatches=2 + rank)
-    # Rank 1 has the target, and nothing to refuse by itself.
-    found["uneven"] = refused(job, 7 - rank, microbatches=3)
-    take(job, 6, microbatches=3)
-    renew_group(folder / "without")
-    job = Job("ZBH1")
-    take(job, 6)
-    found["without"] = refused(job, 12, microbatches=None)
-    renew_group(folder / "table")
-    table: Any = zbpipe.generate("1F1B", 2, MICROBATCHES)
-    found["table"] = refused(Job(table), 6, microbatches=3)
-    renew_group(folder / "forgotten")
-    job = Job("ZBH1")
-    take(job, 6)
-    found["forgotten"] = refused(job, 6, **({} if rank else {"microbatches": 3}))
-    renew_group(folder / "end")
-    return found
-
-
-def test_what_ranks_are_not_given_alike_is_refused_on_all(tmp_path: Path) -> None:
-    first, second = run_ranks(2, refusals, tmp_path)
-    for found in (first, second):
-        for wrong in ("0", "True", "'3'", "2.0"):
-            words = f"ValueError: microbatches has to be a whole number from 1 on, got {wrong}"
-            assert found[wrong.strip("'")] == words
-        assert found["different"].startswith(
-            "RefusedStepError: the ranks were given different microbatches=: 2 on rank 0, 3 on rank 1. Give the same"
-        )
-        assert "is a table for 6 microbatches, but the job has 3: name a schedule" in found["table"]
-    assert first["uneven"].startswith("ValueError: microbatch 1 has inputs of the shapes (2, 6), but microbatch 0")
-    told = f"RefusedStepError: rank 0, schedule ZBH1, before step 0: {first['uneven']}. All ranks skip this step"
-    assert second["uneven"] == told
-    assert "the microbatches have inputs of the shapes (2, 6), but those of the first step" in first["without"]
-    assert "or give step(microbatches=) on all ranks" in first["without"]
-    assert "rank 0, before step 0: it got microbatches=3; give all ranks of the" in first["forgotten"]
-    assert "another rank failed first: rank 0, before step 0: it got" in second["forgotten"]
+def test_numbers_of_microbatches_that_are_refused(one_rank: None) -> None:
+    """The ranks compare theirs in the interleavings and in test_modes."""
+    x = torch.ones(6, 2)
+    layers = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    schedule = on_one_rank(layers, 6, loss=nn.functional.mse_loss)
+    schedule.step(x, target=x)
+    for wrong in (0, True, "3", 2.0):
+        with pytest.raises(ValueError, match=f"microbatches has to be a whole number from 1 on, got {wrong!r}"):
+            schedule.step(x, target=x, microbatches=wrong)
+    of_table: Any = zbpipe.generate("1F1B", 1, 6)
+    schedule = on_one_rank(layers[:1], 6, of_table, nn.functional.mse_loss)
+    with pytest.raises(ValueError, match="is a table for 6 microbatches, but the job has 3: name a schedule"):
+        schedule.step(x, target=x, microbatches=3)
 
 
 def test_the_lists_of_a_size_are_made_once(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,6 +230,7 @@ def without_torchrun(port: int) -> None:
     take(job, 12)
 
 
+@pytest.mark.long
 def test_rank_0_has_the_store_and_fails() -> None:
     """The interleavings have refusals, too."""
     with socket.socket() as free:
@@ -282,23 +249,20 @@ def schedules_that_stay(folder: Path) -> list[str]:
     gc.disable()
     stay = []
     for kind in ("good", "watched", "failed"):
-        schedule = ref(end(kind).schedule)
+        schedule = end(kind)
         if schedule() is not None:
             stay.append(kind)
         renew_group(folder / kind)
     return stay
 
 
-def end(kind: str) -> Job:
+def end(kind: str) -> Any:
     job = Job()
     if kind == "watched":
         collect(job.schedule, [Wanted.TIMES], list[StepRecord]().extend)
-    job.step()
-    if kind == "failed" and 1 in job.modules:
-        job.modules[1].register_forward_pre_hook(explode)
     with suppress(zbpipe.PipelineError):
-        job.step()
-    return job
+        fail(job, explode if kind == "failed" else gc.isenabled)
+    return ref(job.schedule)
 
 
 def test_no_end_keeps_a_schedule_in_a_cycle(tmp_path: Path) -> None:
@@ -394,15 +358,6 @@ def test_evaluation_on_neighbouring_stages_without_i(one_rank: None) -> None:
     assert torch.equal(schedule.eval(x, target=x), nn.Sequential(*layers)(x))
 
 
-@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
-def test_a_training_step_without_gradients(one_rank: None, mode: str) -> None:
-    x = torch.ones(4, 3)
-    schedule = alone(nn.Linear(3, 3), nn.functional.mse_loss)
-    with getattr(torch, mode)(), pytest.raises(ValueError, match=rf"is called under torch\.{mode}\(\): call eval"):
-        schedule.step(x, target=x)
-    schedule.step(x, target=x)
-
-
 def test_parameters_that_are_inference_tensors(one_rank: None) -> None:
     with torch.inference_mode():
         layer = nn.Linear(3, 3)
@@ -432,71 +387,53 @@ def test_interruptions_of_a_job(one_rank: None, error: BaseException, note: str)
     assert bool(note) == (b"nothing" not in pipelining.default_store().get("zbpipe/failure/0"))
 
 
-class Kept(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
-
-
-def warnings_of_two_steps(schedule: str, prepare: Callable[[dict[int, nn.Module], int], None]) -> list[str]:
-    job = Job(schedule)
-    prepare(job.modules, job.num_stages - 1)
-    kept = Kept()
-    logger = logging.getLogger("zbpipe.runtime.ranks.tied_weights")
-    logger.addHandler(kept)
-    job.step()
-    job.step()
-    logger.removeHandler(kept)
-    return kept.messages
-
-
-def fill(modules: dict[int, nn.Module], last: int, value: Tensor, trains: bool = True) -> None:
-    for index, layer in ((0, 0), (last, -1)):
-        if index in modules:
-            weight = modules[index][layer].weight  # type: ignore[index]
-            weight.requires_grad_(trains)
-            with torch.no_grad():
-                weight.copy_(value)
-
-
-def tie(modules: dict[int, nn.Module], last: int) -> None:
-    fill(modules, last, torch.arange(VOCABULARY * WIDTH).view(VOCABULARY, WIDTH) / 1000)
-
-
-def tie_to_frozen_head(modules: dict[int, nn.Module], last: int) -> None:
-    tie(modules, last)
-    if last in modules:
-        modules[last][-1].weight.requires_grad_(False)  # type: ignore[index]
-
-
-def tie_frozen(modules: dict[int, nn.Module], last: int) -> None:
-    fill(modules, last, torch.arange(VOCABULARY * WIDTH).view(VOCABULARY, WIDTH) / 1000, trains=False)
-
-
-def fill_with_ones(modules: dict[int, nn.Module], last: int) -> None:
-    fill(modules, last, torch.ones(VOCABULARY, WIDTH))
-
-
-def leave(modules: dict[int, nn.Module], last: int) -> None:
-    pass
-
-
 class Config:
     tie_word_embeddings = True
 
 
-def say_tied(modules: dict[int, nn.Module], last: int) -> None:
-    for module in modules.values():
-        module.config = Config()  # type: ignore[assignment]
+class Ends(NamedTuple):
+    """The weights of the embedding and the head."""
+
+    schedule: str
+    are_equal: bool = False
+    differ: bool = True
+    """Within themselves, unlike ones after an initialisation."""
+    embedding_trains: bool = True
+    head_trains: bool = True
+    are_said_to_be_tied: bool = False
+
+    def prepare(self, modules: dict[int, nn.Module], last: int) -> None:
+        numbers = torch.arange(VOCABULARY * WIDTH) / 1000 if self.differ else torch.ones(VOCABULARY * WIDTH)
+        for index, layer, trains in ((0, 0, self.embedding_trains), (last, -1, self.head_trains)):
+            if index in modules and self.are_equal:
+                weight = modules[index][layer].weight  # type: ignore[index]
+                weight.requires_grad_(trains)
+                with torch.no_grad():
+                    weight.copy_(numbers.view(VOCABULARY, WIDTH))
+        for module in modules.values() if self.are_said_to_be_tied else ():
+            module.config = Config()  # type: ignore[assignment]
+
+
+TOLD = Ends("ZBH1", True), Ends("ZBH1", True, head_trains=False), Ends("ZBH1", are_said_to_be_tied=True)
+NOT_TOLD = (
+    *(Ends("ZBH1"), Ends("ZBH1", True, embedding_trains=False, head_trains=False), Ends("ZBH1", True, differ=False)),
+    *(Ends("ZBV", True), Ends("ZBV", are_said_to_be_tied=True)),
+)
 
 
 def ties() -> list[list[str]]:
-    cases = [("ZBH1", leave), ("ZBH1", tie_frozen), ("ZBH1", fill_with_ones)]
-    told: list[Any] = [("ZBH1", tie), ("ZBH1", tie_to_frozen_head), ("ZBH1", say_tied)]
-    return [warnings_of_two_steps(*case) for case in [*told, *cases, ("ZBV", tie), ("ZBV", say_tied)]]
+    """The warnings of two steps."""
+    found: list[list[str]] = []
+    logging.getLogger("zbpipe.runtime.ranks.tied_weights").addFilter(
+        lambda each: found[-1].append(each.getMessage()) or True
+    )
+    for ends in (*TOLD, *NOT_TOLD):
+        found.append([])
+        job = Job(ends.schedule)
+        ends.prepare(job.modules, job.num_stages - 1)
+        job.step()
+        job.step()
+    return found
 
 
 def test_ties_across_ranks_are_told() -> None:

@@ -34,7 +34,7 @@ BUDGETS = {
     "src/zbpipe/simulator": 1629,
     "src/zbpipe/titan": 95,
     "src/zbpipe/views": 1046,
-    "tests": 23624,
+    "tests": 22517,
     "benchmarks": 2752,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""

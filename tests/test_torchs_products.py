@@ -18,7 +18,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from zoo.case import function
 
 import zbpipe
-from zbpipe.runtime.split.deferring_layers import deferrals
 from zbpipe.runtime.split.products import FROM_BACKWARD, LINEAR
 
 WIDTH = 6
@@ -255,25 +254,6 @@ def test_i_computes_no_weight_gradient_for_the_bias_of_a_convolution() -> None:
         pending.pop().accumulate()
     computed = [args[-1] for args in operations.arguments(torch.ops.aten.convolution_backward.default)]
     assert computed == [[True, False, False], [False, True, False]], "of x, the weight and the bias"
-
-
-def test_a_full_backward_and_an_evaluation_are_ordinary() -> None:
-    both, x = Compared(Own(CASES["select"])), torch.randn(3, 4, WIDTH)
-    torch.testing.assert_close(train(both.module, x), train(both.plain, x), rtol=0, atol=0)
-    both.compare()
-    layers: Any = both.module, both.plain
-    (mine,), (theirs,) = (torch.autograd.grad(each(x).sum(), each.w) for each in layers)
-    torch.testing.assert_close(mine, theirs)
-    with torch.no_grad():
-        torch.testing.assert_close(both.module(x), both.plain(x), rtol=0, atol=0)
-
-
-def test_a_layer_without_products_is_left_alone_after_a_step() -> None:
-    both = Compared(nn.Sequential(Own(CASES["no product"]), Own(CASES["@"])))
-    train(both.module, torch.randn(3, WIDTH, WIDTH))
-    for each in deferrals(both.module).values():
-        each.begin_step()
-    assert {name: bool(each.products) for name, each in deferrals(both.module).items()} == {"0": False, "1": True}
 
 
 def test_a_view_with_a_gradient_in_another_layout() -> None:

@@ -1,8 +1,6 @@
 """Copies to the host, and events after computations, on a twin of a GPU: whatever the order in which its streams run,
 nothing is read too early."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any

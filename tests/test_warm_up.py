@@ -1,7 +1,5 @@
 """Compiled stages are compiled before the first message, and nothing else of that shows."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """The share of the weight gradients' work that waits for W, against an independent count."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Callable
@@ -23,41 +21,40 @@ from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime.verify.gradient_report import GradientReport
 
 WIDTH, EXPERTS, TOKENS = 16, 4, 24
+Forward = Callable[[Any, Tensor], Tensor]
 
 
 class Own(nn.Module):
-    """A forward of its own over parameters `w`, three-dimensional, and `v`, two-dimensional, and a linear layer."""
+    """A forward of its own over parameters `w`, three-dimensional, and `v`, two-dimensional, and a linear layer.
 
-    def __init__(self, forward: Callable[[Any, Tensor], Tensor]) -> None:
+    They may be in a dictionary, as those of peft's adapters.
+    """
+
+    def __init__(self, forward: Forward, in_dict: bool = False) -> None:
         super().__init__()
+        held = nn.ParameterDict() if in_dict else self
         self.lin = nn.Linear(WIDTH, WIDTH)
-        self.w = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / 4)
-        self.v = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
-        self.scale = nn.Parameter(torch.ones(WIDTH))
+        for name, shape in (("w", (EXPERTS, WIDTH, WIDTH)), ("v", (WIDTH, WIDTH))):
+            setattr(held, name, nn.Parameter(torch.randn(shape) / 4))
+        held.scale = nn.Parameter(torch.ones(WIDTH))
+        if in_dict:
+            self.held = held
         self.function = forward
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function(self, self.lin(x))
+        return self.function(getattr(self, "held", self), self.lin(x))
 
 
-class Adapter(nn.Module):
-    """The same with its parameters in a dictionary, as those of peft: the layer itself has none."""
-
-    def __init__(self, forward: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.lin, self.held = nn.Linear(WIDTH, WIDTH), nn.ParameterDict(Own(forward).named_parameters(recurse=False))
-        self.function = forward
+class Checkpointed(nn.Sequential):
+    """A checkpoint that is opened around a layer."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.function(self.held, self.lin(x))
+        return checkpoint(super().forward, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def select(s: Any, x: Tensor) -> Tensor:
-    return sum(F.linear(x[n::EXPERTS], s.w[n]).sum() for n in range(EXPERTS)) + x  # type: ignore[no-any-return]
-
-
-def unbind(s: Any, x: Tensor) -> Tensor:
-    return sum(x @ each for each in s.w.unbind(0))  # type: ignore[return-value]
+def own(forward: Forward, in_checkpoint: bool = False) -> nn.Module:
+    layer = Own(forward)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Checkpointed(layer) if in_checkpoint else layer)
 
 
 def chosen_by_data(s: Any, x: Tensor) -> Tensor:
@@ -100,7 +97,6 @@ def spectral(s: Any, x: Tensor) -> Tensor:
 
 
 def sparse(s: Any, x: Tensor) -> Tensor:
-    """As SHiRA."""
     weight = torch.ones(WIDTH, WIDTH)
     weight += torch.sparse_coo_tensor(torch.arange(WIDTH).expand(2, -1), 2 * s.scale, (WIDTH, WIDTH))
     return F.linear(x, weight)
@@ -113,7 +109,6 @@ def between_constants(s: Any, x: Tensor) -> Tensor:
 
 
 def filtered(s: Any, x: Tensor) -> Tensor:
-    """As WaveFT."""
     return F.linear(x, F.conv1d(s.v.unsqueeze(1), torch.ones(1, 1, 1)).squeeze(1))
 
 
@@ -144,23 +139,8 @@ def reentrant(s: Any, x: Tensor) -> Tensor:
     return checkpoint(lambda x: s.lin(F.linear(x, s.w[1])), x, use_reentrant=True)  # type: ignore[no-any-return]
 
 
-def checkpointed(s: Any, x: Tensor) -> Tensor:
+def within_checkpoint(s: Any, x: Tensor) -> Tensor:
     return checkpoint(lambda x: s.lin(torch.bmm(x.expand(EXPERTS, -1, -1), s.w)).sum(0), x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
-def own(forward: Callable[[Any, Tensor], Tensor]) -> Callable[[], nn.Module]:
-    return lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Own(forward))
-
-
-class Checkpointed(nn.Module):
-    """A layer in a checkpoint that is opened around it."""
-
-    def __init__(self, forward: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.before, self.inner = nn.Linear(WIDTH, WIDTH), Own(forward)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, self.before(x), use_reentrant=False)  # type: ignore[no-any-return]
 
 
 OF_THE_ZOO = {
@@ -179,9 +159,9 @@ OF_THE_ZOO = {
     "grouped experts": "",
     "bilinear": "a bilinear layer",
 }
-OF_PARTS = {
-    "select": (select, ""),
-    "unbind": (unbind, ""),
+
+
+OF_PARTS: dict[str, tuple[Forward, str]] = {
     "chosen by data": (chosen_by_data, ""),
     "gathered": (gathered, ""),
     "a gain": (gained, ""),
@@ -189,26 +169,21 @@ OF_PARTS = {
     "a Function": (by_a_function, "the autograd Function Own, which is not declared"),
     "a Function with torch's products": (lambda s, x: ByTorch.apply(x, s.v), ""),
     "reentrant": (reentrant, ""),
-    "checkpointed": (checkpointed, ""),
+    "checkpointed": (within_checkpoint, ""),
 }
-OF_ADAPTERS = {
-    "Kronecker product": kronecker,
-    "inverse FFT": spectral,
-    "sparse matrix": sparse,
-    "products with constants": between_constants,
-    "filtered weight": filtered,
+OF_ADAPTERS = kronecker, spectral, sparse, between_constants, filtered
+IN_A_CHECKPOINT: dict[Forward, str] = {
+    gathered: "a part of a parameter (Index)",
+    between_constants: "parameter (Mm)",
+    gained: "more than a view of a parameter (Mul)",
 }
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     **{name: (partial(BY_NAME[name].build, 0), (1, 4, 8), reason) for name, reason in OF_THE_ZOO.items()},
-    **{name: (own(forward), (TOKENS, WIDTH), reason) for name, (forward, reason) in OF_PARTS.items()},
-    **{name: (partial(Adapter, forward), (2, TOKENS, WIDTH), "") for name, forward in OF_ADAPTERS.items()},
+    **{name: (partial(own, forward), (TOKENS, WIDTH), reason) for name, (forward, reason) in OF_PARTS.items()},
+    **{each.__name__: (partial(Own, each, in_dict=True), (2, TOKENS, WIDTH), "") for each in OF_ADAPTERS},
     **{
-        f"{forward.__name__} in a checkpoint": (partial(Checkpointed, forward), (TOKENS, WIDTH), reason)
-        for forward, reason in (
-            (gathered, "a part of a parameter (Index)"),
-            (between_constants, "parameter (Mm)"),
-            (gained, "more than a view of a parameter (Mul)"),
-        )
+        f"{forward.__name__} in a checkpoint": (partial(own, forward, True), (TOKENS, WIDTH), reason)
+        for forward, reason in IN_A_CHECKPOINT.items()
     },
 }
 """Models, the shape of their x, and one of the reasons why a weight gradient of theirs stays in I."""
@@ -275,12 +250,11 @@ def logged(module: nn.Module, x: Tensor, caplog: pytest.LogCaptureFixture) -> li
 
 
 def test_the_log_warns_if_little_waits(caplog: pytest.LogCaptureFixture) -> None:
-    ((level, words),) = logged(Checkpointed(gathered), torch.randn(4 * TOKENS, WIDTH), caplog)
+    ((level, words),) = logged(own(gathered, True), torch.randn(4 * TOKENS, WIDTH), caplog)
     assert level == logging.WARNING
     assert words == (
-        "stage 0 defers 66.7 % of its weight gradients' FLOPs to W; in I: inner (Own) w 33.3 % (its weight is a part"
-        " of a parameter (Index)). So its schedule gains less. docs/the-split.md shows how to declare a layer's"
-        " products"
+        "stage 0 defers 66.7 % of its weight gradients' FLOPs to W; in I: 1.0 (Own) w 33.3 % (its weight is a part of a"
+        " parameter (Index)). So its schedule gains less. docs/the-split.md shows how to declare a layer's products"
     )
 
 
@@ -288,7 +262,7 @@ def test_the_log_of_a_good_job_does_not_warn(caplog: pytest.LogCaptureFixture) -
     large = nn.Sequential(nn.Linear(WIDTH, 256), nn.Tanh(), nn.Linear(256, WIDTH))
     everything = (logging.INFO, "stage 0 defers 100 % of its weight gradients' FLOPs to W")
     assert logged(large, torch.randn(4 * TOKENS, WIDTH), caplog) == [everything]
-    _, (level, words) = logged(nn.Sequential(large, own(by_a_function)()), torch.randn(4 * TOKENS, WIDTH), caplog)
+    _, (level, words) = logged(nn.Sequential(large, own(by_a_function)), torch.randn(4 * TOKENS, WIDTH), caplog)
     assert level == logging.INFO
     assert "97.1 % of its weight gradients' FLOPs to W; in I: 1.1 (Own) v 2.86 % (the autograd Function" in words
 
@@ -321,7 +295,7 @@ def test_lookups_and_what_does_not_run_are_not_named(runs: bool, caplog: pytest.
 
 def test_a_report_of_several_stages(caplog: pytest.LogCaptureFixture) -> None:
     x = torch.randn(4 * TOKENS, WIDTH)
-    report = zbpipe.check_gradients([nn.Linear(WIDTH, WIDTH), own(by_a_function)()], x)
+    report = zbpipe.check_gradients([nn.Linear(WIDTH, WIDTH), own(by_a_function)], x)
     assert report.shares == {0: 1, 1: pytest.approx(2 / 3)}
     assert report.share == pytest.approx(3 / 4)
     assert (
@@ -330,18 +304,15 @@ def test_a_report_of_several_stages(caplog: pytest.LogCaptureFixture) -> None:
     ) in str(report)
 
 
-@pytest.mark.parametrize("given", [False, True])
-def test_compiled_regions(one_rank: None, given: bool) -> None:
+def test_compiled_regions(one_rank: None) -> None:
     """They also defer a product of an autograd Function."""
-    example = torch.zeros(TOKENS, WIDTH)
-    shapes: dict[str, Any] = {"input_args": example, "output_args": example.clone().requires_grad_()} if given else {}
     reports = []
     for compiled in (False, True):
         torch.compiler.reset()
         layers = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), Own(by_a_function)
         for layer in layers if compiled else ():
             layer.compile(backend="aot_eager")
-        reports.append(check_steps(nn.Sequential(*layers), 3 * TOKENS, WIDTH, microbatches=3, **shapes))
+        reports.append(check_steps(nn.Sequential(*layers), 3 * TOKENS, WIDTH, microbatches=3))
     torch.compiler.reset()
     eager, in_regions = reports
     assert eager.flops[0] == pytest.approx(in_regions.flops[0])
@@ -350,7 +321,7 @@ def test_compiled_regions(one_rank: None, given: bool) -> None:
 
 
 def test_fully_sharded_weights_have_names(one_rank: None) -> None:
-    report = check_steps(shard(own(by_a_function)()), 2 * TOKENS, WIDTH)
+    report = check_steps(shard(own(by_a_function)), 2 * TOKENS, WIDTH)
     assert report.shares[0] == pytest.approx(2 / 3)
     assert [each.parameter for _, each in report.in_i] == ["1.v"]
     assert report.not_deferred == {(0, "1.v")}

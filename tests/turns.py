@@ -74,8 +74,6 @@ class Choices:
 
 
 class Actor:
-    """A thread of a rank."""
-
     def __init__(self, turns: Turns, rank: int) -> None:
         self.rank = rank
         self.run: Job | None = None
@@ -103,8 +101,6 @@ class Actor:
 
 
 class Turns:
-    """The threads of all ranks, their messages and their store."""
-
     def __init__(self, ranks: int, queue_of: Callable[[int, bool], Hashable]) -> None:
         self.ranks = ranks
         self.now = 0.0
@@ -224,7 +220,6 @@ class Turns:
         actor.baton.release()
 
     def start_thread(self, run: Job) -> Actor:
-        """Another thread of the running rank."""
         actor = Actor(self, self._running.rank)
         actor.run = run
         self._others.append(actor)
@@ -232,12 +227,10 @@ class Turns:
         return actor
 
     def sleep(self, seconds: float) -> None:
-        """A turn after this time. It may come earlier."""
         self._running.is_ready, self._running.until = bool, self.now + seconds
         self._let_others_run(self._sleeping)
 
     def wait(self, is_ready: Callable[[], bool] | None = None, until: float | None = None) -> None:
-        """A turn, not before `is_ready`, or the time is up."""
         actor = self._running
         if actor is self._main[actor.rank]:
             self.taken[actor.rank] += 1
@@ -269,7 +262,6 @@ class Turns:
             self._start(self._choose())
 
     def die(self, rank: int) -> None:
-        """End the process of this rank, and its connections."""
         self.dead.add(rank)
         self._close(rank)
         self.store.is_gone = self.store_is_in_rank_0 and 0 in self.dead
@@ -336,8 +328,6 @@ class _Thread:
 
 
 class End(dist.Work):
-    """One end of a message."""
-
     def __init__(self, turns: Turns, rank: int, peer: int, tensor: Tensor, sends: bool) -> None:
         super().__init__()
         self.rank, self.peer, self.tensor, self.sends = rank, peer, tensor.data, sends
@@ -408,18 +398,14 @@ class Network:
                 self._begin(queue[0])
 
     def count_pending(self) -> int:
-        """Ends of messages that are not over."""
         return sum(map(len, self._queues.values()))
 
     def close(self, rank: int) -> None:
-        """All messages of this rank fail."""
         self.met = [pair for pair in self.met if rank not in (pair[0].rank, pair[0].peer)]
         self._finish([end for queue in self._queues.values() for end in queue if rank in (end.rank, end.peer)], CLOSED)
 
 
 class Collective(dist.Work):
-    """What all ranks give to each other."""
-
     def __init__(self, group: Group, given: dict[int, Any], take: Callable[[list[Any]], None]) -> None:
         super().__init__()
         self._group, self._given, self._take = group, given, take
@@ -438,8 +424,6 @@ class Collective(dist.Work):
 
 
 class Group(dist.ProcessGroup):
-    """The process group of one rank."""
-
     group_name = "turns"  # type: ignore[assignment]
 
     def __init__(self, turns: Turns, rank: int) -> None:
@@ -485,8 +469,6 @@ class Group(dist.ProcessGroup):
 
 
 class Store:
-    """The job's store."""
-
     def __init__(self, turns: Turns) -> None:
         self._turns = turns
         self._values: dict[str, bytes] = {}

@@ -35,8 +35,6 @@ class RaceError(AssertionError):
 
 
 class Event:
-    """A place in a stream's queue."""
-
     def __init__(self, twin: Twin, number: int) -> None:
         self.twin, self.number = twin, number
         self.is_over = True  # as that of a GPU before it is recorded
@@ -81,7 +79,6 @@ class Stream:
         return self.twin.record(self.twin.new_event(), self)
 
     def run_one(self) -> bool:
-        """Run the head, if it may run."""
         if not self.queue:
             return False
         head = self.queue[0]
@@ -104,8 +101,6 @@ class Stream:
 
 
 class Twin(Cpu):
-    """The streams and memory of such a device."""
-
     def __init__(self, seed: int) -> None:
         super().__init__(torch.device("cpu"))
         self._random = Random(seed)
@@ -155,7 +150,6 @@ class Twin(Cpu):
                 assert any(each.run_one() for each in self._random.sample(ready, len(ready))), "a deadlock of streams"
 
     def go_on(self) -> None:
-        """Run some of what may run."""
         for _ in range(self._random.choice((0, 0, 1, 3, 20))):
             stream = self._random.choice(self.streams)
             if stream.number:

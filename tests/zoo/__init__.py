@@ -5,7 +5,7 @@ Products, views, checkpoints and Functions of any kind are generated: test_progr
 
 from importlib import import_module
 
-_MODULES = ("layers", "hooks", "differentiated", "precision", "experts", "checkpoints", "compiled", "pipelines")
+_MODULES = ("layers", "autograd", "pipelines")
 CASES = tuple(case for name in _MODULES for case in import_module(f"zoo.{name}").CASES)
 BY_NAME = {case.name: case for case in CASES}
 assert len(BY_NAME) == len(CASES), "two models of one name"

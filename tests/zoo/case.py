@@ -1,10 +1,7 @@
 """What a model of the zoo is: a stage factory, and what a pipeline of such stages is fed with and has to give."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -30,7 +27,7 @@ def rows_of_numbers(samples: int) -> Batch:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A model, cut into stages of one kind. Expected are the gradients of plain autograd, or a refusal."""
+    """A model, cut into stages of one kind. Expected are the gradients of plain autograd."""
 
     name: str
     build: Callable[[int], nn.Module]
@@ -43,18 +40,13 @@ class Case:
     """In a microbatch. One is where a gradient is most easily a view of another."""
     batch: Callable[[int], Batch] = rows_of_numbers
     loss: Callable[[Any, Tensor], Tensor] = F.mse_loss
-    options: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """Of the schedule."""
+    scale_grads: bool = True
     no_gradient: tuple[str, ...] = ()
     """Ends of the names of parameters that get no gradient, or zeros."""
-    refused: str | None = None
-    """What the error has to say that this model ends in."""
     schedules: tuple[str, ...] | None = None
     """Only with these."""
-    most_ranks: int = 4
-    """Of a pipeline that it is run on."""
-    shapes: Literal["given", "inferred", "any"] = "any"
-    """How torch learns what the stages hand on, if not either way."""
+    on_two_ranks: bool = False
+    """Whether it is also run on two ranks, as what stages send and receive matters."""
     share: Callable[[Mapping[int, nn.Module]], None] = lambda stages: None
     """Ties stages, by index, that are on one rank; in a V these are the first and the last one."""
     prepared: Callable[[nn.Module], object] = lambda stage: None
@@ -71,9 +63,9 @@ ONE_BY_ONE = ("WeightsLast", "ZBH1")
 """On one rank they finish F and I of a microbatch before the next: what is changed in F is needed by the I before."""
 
 
-def one_by_one(name: str, build: Callable[[int], nn.Module], *, most_ranks: int = 1, **options: Any) -> Case:
+def one_by_one(name: str, build: Callable[[int], nn.Module], **options: Any) -> Case:
     """A model that keeps something from one microbatch to the next."""
-    return Case(name, build, schedules=ONE_BY_ONE, most_ranks=most_ranks, **options)
+    return Case(name, build, schedules=ONE_BY_ONE, **options)
 
 
 class Stage(nn.Module):

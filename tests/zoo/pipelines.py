@@ -1,29 +1,18 @@
 """What stages share and hand on, and what is done with them around a step. Sequences of steps: test_modes."""
 
-from __future__ import annotations
-
 import copy
-import pickle
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.nn.functional import mse_loss
 
 from zoo.case import EVERY_MODE, ONLY_EAGER, TOKENS, WIDTH, Batch, Case, bare, linear, plain, stage
 
 VOCABULARY = 12
-
-
-def looped(s: Any, x: Tensor) -> Tensor:
-    """Once in the first microbatch and then more often."""
-    h = s.a(x)
-    for _ in range(1 + s.microbatch):
-        h = torch.tanh(s.b(h))
-    return h
 
 
 def early_exit(s: Any, x: Tensor) -> Tensor:
@@ -36,48 +25,6 @@ def tied(index: int) -> nn.Module:
     module = stage(plain)(index)
     module.b.weight = module.a.weight
     return module
-
-
-def one_module_two_names(index: int) -> nn.Module:
-    module = stage(lambda s, x: s.again(torch.tanh(s.a(s.b(x)))))(index)
-    module.again = module.a
-    return module
-
-
-def swapped(s: Any, x: Tensor) -> Tensor:
-    return s.b(functional_call(s.a, dict(s.c.named_parameters()), (torch.tanh(s.a(x)),)))
-
-
-class Swapping(nn.Module):
-    """What FSDP2 does: other parameters in the layer's place during F and I, sharded ones between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(WIDTH, WIDTH)
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.sharded = dict(self.lin._parameters)
-        self.gathered: dict[str, nn.Parameter] = {}
-
-    def gather(self) -> None:
-        if not self.gathered:
-            self.gathered = {name: nn.Parameter(each.detach().clone()) for name, each in self.sharded.items()}  # type: ignore[union-attr]
-        self.lin._parameters.update(self.gathered)
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.gather()
-        y = torch.tanh(self.lin(x))
-        self.lin._parameters.update(self.sharded)
-        if y.requires_grad:
-            y.register_hook(lambda gradient: self.gather())
-        return self.out(y)
-
-    def finish_step(self) -> None:
-        self.lin._parameters.update(self.sharded)
-        for name, sharded in self.sharded.items():
-            gradient = self.gathered[name].grad
-            if gradient is not None:
-                sharded.grad = gradient / 4  # type: ignore[union-attr]
-        self.gathered = {}
 
 
 def tokens(samples: int) -> Batch:
@@ -107,7 +54,6 @@ def tie_ends(stages: Mapping[int, nn.Module]) -> None:
 
 
 def share_layer(stages: Mapping[int, nn.Module]) -> None:
-    """The first and the last stage have a layer in common."""
     if 0 in stages:
         stages[max(stages)].a = stages[0].a
 
@@ -116,7 +62,7 @@ V_SHAPED = ("ZBV", "WeightsLast")
 
 
 class Plain(nn.Module):
-    """Two linear layers, of a class that can be pickled."""
+    """Two linear layers."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -135,17 +81,11 @@ def of_all(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
 
 
 def rows(second: Callable[[Tensor], Tensor] = lambda x: x) -> Callable[[int], Batch]:
-    """Two inputs."""
-
     def make(samples: int) -> Batch:
         x, y, target = torch.randn(3, samples, TOKENS, WIDTH)
         return (x, second(y)), target
 
     return make
-
-
-def two_outputs(s: Any, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    return s.b(torch.tanh(s.a(x))) + y, s.c(y)
 
 
 def mask_along(s: Any, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -173,16 +113,12 @@ def is_averaged(module: nn.Module) -> None:
     assert all(each.grad is None for each in module.parameters())
 
 
-def computes_the_same(made_from: Callable[[nn.Module, Tensor], Any]) -> Callable[[nn.Module], None]:
-    def check(module: nn.Module) -> None:
-        x = example()
-        assert torch.allclose(made_from(module, x)(x), module(x))
-
-    return check
+def is_traced(module: nn.Module) -> None:
+    x = example()
+    assert torch.allclose(torch.jit.trace(module, x)(x), module(x))
 
 
 def trains_alone(module: nn.Module) -> None:
-    """A forward and backward outside of the pipeline is complete at once."""
     module(example()).square().sum().backward()
     assert all(each.grad is not None for each in module.parameters())
     module.zero_grad()
@@ -194,19 +130,10 @@ def has_fresh_weights(module: nn.Module) -> None:
 
 
 def has_another_layer(module: nn.Module) -> None:
-    """A layer that was not there when the schedule was built."""
     module.b = nn.Linear(WIDTH, WIDTH)
     with torch.no_grad():
         for each in module.b.parameters():
             each.copy_(torch.linspace(-1, 1, each.numel()).view_as(each))
-
-
-def channels_last(s: Any, x: Tensor) -> Tensor:
-    return torch.tanh(s.c(x.to(memory_format=torch.channels_last))).to(memory_format=torch.channels_last)
-
-
-def images(samples: int) -> Batch:
-    return (torch.randn(samples, 3, 5, 4),), torch.randn(samples, 3, 5, 4)
 
 
 def gives_transposed(s: Any, x: Tensor) -> Tensor:
@@ -214,13 +141,9 @@ def gives_transposed(s: Any, x: Tensor) -> Tensor:
     return torch.tanh(s.a(x.transpose(0, 1)).transpose(0, 1).contiguous())
 
 
-CASES = (
-    Case("a layer used more often later", stage(looped), modes=EVERY_MODE),
+_ALL = (
     Case("an early exit", stage(early_exit), modes=EVERY_MODE),
     Case("tied weights", tied, modes=EVERY_MODE),
-    Case("one module under two names", one_module_two_names),
-    Case("functional_call with other parameters", stage(swapped, c=linear()), modes=EVERY_MODE),
-    Case("swapped parameters", lambda index: Swapping(), modes=ONLY_EAGER, options={"scale_grads": False}),
     *(
         Case(
             f"embedding and head tied{words}",
@@ -229,12 +152,11 @@ CASES = (
             loss=lambda logits, target: F.cross_entropy(logits.flatten(0, 1), target.flatten()),
             share=tie_ends,
             schedules=V_SHAPED,
-            options={"scale_grads": scales},
+            scale_grads=scales,
         )
         for words, scales in ((" over stages", True), (", not scaled", False))
     ),
     Case("a layer of two stages", stage(plain), share=share_layer, schedules=V_SHAPED),
-    Case("two outputs", stage(two_outputs, c=linear()), EVERY_MODE, batch=rows(), loss=of_all),
     Case("a mask goes along", stage(mask_along), EVERY_MODE, batch=rows(lambda y: y > -0.5), loss=of_first),
     Case("an output that skips", stage(skips), batch=rows(), loss=of_all),
     Case("an output without gradient", stage(detached_second), batch=rows(), loss=of_first),
@@ -248,18 +170,10 @@ CASES = (
         stage(lambda s, x: s.c(torch.tanh(s.a(x)))[..., ::2], c=linear(WIDTH, 2 * WIDTH)),
         no_gradient=("b.weight", "b.bias"),
     ),
-    Case("channels last", bare(channels_last, c=lambda: nn.Conv2d(3, 3, 3, padding=1)), batch=images, samples=2),
     Case("a gradient that is not contiguous", bare(gives_transposed, a=linear()), samples=2),
     Case("gradients over two steps, shared weights", Plain, accumulates=True, schedules=V_SHAPED, share=share_layer),
     Case("a copy for an average", Plain, prepared=is_averaged),
-    *(
-        Case(name, Plain, ONLY_EAGER, prepared=computes_the_same(make))
-        for name, make in {
-            "pickle": lambda module, x: pickle.loads(pickle.dumps(module)),
-            "torch.jit.trace": torch.jit.trace,
-            "torch.export": lambda module, x: torch.export.export(module, (x,)).module(),
-        }.items()
-    ),
+    Case("torch.jit.trace", Plain, ONLY_EAGER, prepared=is_traced),
     Case("a backward outside", Plain, EVERY_MODE, prepared=trains_alone),
     Case("weights replaced", Plain, EVERY_MODE, between=has_fresh_weights),
     Case("another layer later", Plain, between=has_another_layer),
@@ -273,8 +187,9 @@ CASES = (
         "gradients over two steps, two schedules",
         Plain,
         EVERY_MODE,
-        options={"scale_grads": False},
+        scale_grads=False,
         schedules=V_SHAPED,
         second_schedule="VHalf",
     ),
 )
+CASES = tuple(replace(case, on_two_ranks=True) for case in _ALL)

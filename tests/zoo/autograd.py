@@ -1,14 +1,20 @@
-"""Hooks, and what keeps or changes tensors. Backwards of other kinds are generated (`programs`)."""
+"""Hooks, what keeps or changes tensors, checkpoints, and models that differentiate within a forward or a backward.
 
-from __future__ import annotations
+Backwards of other kinds are generated (`programs`), and checkpoints of products and of layers.
+"""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
+from torch.func import functional_call, grad, jvp, vmap
+from torch.utils.checkpoint import checkpoint
 
 from zoo.case import (
     EVERY_MODE,
@@ -21,6 +27,7 @@ from zoo.case import (
     function,
     linear,
     one_by_one,
+    parameter,
     plain,
     stage,
 )
@@ -48,14 +55,6 @@ def hooked(tensor: Tensor, hook: Callable[[Tensor], Any]) -> Tensor:
 def on_parameters(s: Any) -> None:
     s.a.weight.register_hook(lambda gradient: 2 * gradient)
     s.a.bias.register_hook(doubled_in_place)
-
-
-def removed_after_one(s: Any) -> None:
-    def hook(gradient: Tensor) -> Tensor:
-        handle.remove()
-        return 3 * gradient
-
-    handle = s.a.weight.register_hook(hook)
 
 
 def counts_gradients(s: Any) -> None:
@@ -112,12 +111,6 @@ def zeroed(kept: list[Tensor], new: Tensor) -> None:
     kept[:] = [new]
 
 
-def keeps_input(s: Any, x: Tensor) -> Tensor:
-    """Keeps what the stage received."""
-    zeroed(s.kept, x)
-    return s.a(x) + s.b(torch.tanh(x))
-
-
 def hook_that_keeps(s: Any, x: Tensor) -> Tensor:
     """On the stage's output, whose gradient the next stage sent."""
     return hooked(s.a(x) + s.b(torch.tanh(x)), lambda gradient: zeroed(s.kept, gradient))
@@ -163,26 +156,12 @@ def workspace(s: Any, x: Tensor) -> Tensor:
     return s.b(s.a(s.work)) + x
 
 
-def moved_average(s: Any, x: Tensor) -> Tensor:
-    """A buffer that is changed in F after it was used, as batch norm's."""
-    y = s.b(s.a(x) + s.average)
-    with torch.no_grad():
-        s.average.lerp_(x.mean((0, 1)), 0.1)
-    return y
-
-
 def reused_input(s: Any, x: Tensor) -> Tensor:
     """x of one layer is overwritten when nobody needs it for autograd: the layer's weight is frozen."""
     h = s.a(x)
     y = s.c(h)
     h.mul_(0)
     return s.b(y)
-
-
-def gated(y: Tensor) -> Tensor:
-    """Halves of y, one of them changed in place."""
-    gate, up = y.narrow(-1, 0, WIDTH), y.narrow(-1, WIDTH, WIDTH)
-    return up.mul_(gate.sigmoid())
 
 
 def double(ctx: Any, x: Tensor) -> Tensor:
@@ -193,47 +172,101 @@ def double(ctx: Any, x: Tensor) -> Tensor:
 DoublesInPlace = function(lambda ctx, dy: 2 * dy, double)
 
 
-def write_and_pass(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    """Writes past the version counter, as kernels in Triton or C++ do."""
-    returned, (write, *tensors) = 1 * dy, ctx.given
-    write(dy, *tensors)
-    return returned, *(None for _ in ctx.given)
+def energy(s: Any, x: Tensor) -> Tensor:
+    return torch.tanh(s.b(torch.tanh(s.a(x)))).square().sum()
 
 
-WritesInBackward = function(write_and_pass)
+def forces(s: Any, x: Tensor) -> Tensor:
+    """The gradient of an energy: what is trained is the gradient's gradient."""
+    with torch.enable_grad():
+        x = x if x.requires_grad else x.detach().requires_grad_()
+        (force,) = torch.autograd.grad(energy(s, x), x, create_graph=True)
+    return x + s.c(force)
 
 
-def x_written(s: Any, x: Tensor) -> Tensor:
-    """A backward reuses the memory of an activation that it takes for done with."""
-    h = torch.tanh(x)
-    return WritesInBackward.apply(s.b(x), lambda dy, h: h.data.mul_(3), h) + s.a(h)
+def run_without_graph(ctx: Any, x: Tensor, run: Callable[[Tensor], Tensor], *weights: Tensor) -> Tensor:
+    """Keeps x alone: the backward runs the layers again."""
+    ctx.run, ctx.weights = run, weights
+    ctx.save_for_backward(x)
+    with torch.no_grad():
+        return run(x)
 
 
-def two_uses(s: Any, x: Tensor) -> Tensor:
-    """Several layers with one dY, of which only the first was multiplied before."""
-    y = WritesInBackward.apply(s.b(x), lambda dy: dy.data.mul_(2))
-    return y + s.a(x.tanh()) + s.a(x.sin())
+@torch.enable_grad()
+def run_again(ctx: Any) -> tuple[Tensor, Tensor]:
+    x = ctx.saved_tensors[0].detach().requires_grad_()
+    return x, ctx.run(x)
 
 
-def numpy_workspace(s: Any, x: Tensor) -> Tensor:
-    """x of the layer lies in memory that NumPy has lent, and that the next microbatch overwrites."""
-    work = s.memory.array
-    work[...] = x.detach().tanh().numpy()
-    return s.b(torch.tanh(s.a(torch.from_numpy(work)))) + x
+def of_named_weights(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+    x, y = run_again(ctx)
+    dx, *of_weights = torch.autograd.grad(y, [x, *ctx.weights], dy)
+    return dx, None, *of_weights
 
 
-def numpy_view(s: Any, x: Tensor) -> Tensor:
-    """The module keeps a NumPy view of x, and empties it in the next microbatch."""
-    if s.memory.array is not None:
-        s.memory.array[...] = 0
-    h = x.detach().tanh()
-    s.memory.array = h.numpy()
-    return s.b(torch.tanh(s.a(h))) + x
+def of_input_alone(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    """Though the layers have weights."""
+    x, y = run_again(ctx)
+    return torch.autograd.grad(y, x, dy)[0], None
 
 
-class Memory:
-    def __init__(self, *shape: int) -> None:
-        self.array = torch.zeros(shape).numpy() if shape else None
+Recomputed, RecomputedForInputs = (function(each, run_without_graph) for each in (of_named_weights, of_input_alone))
+
+
+def inner_loop(s: Any, x: Tensor) -> Tensor:
+    """MAML: a step of gradient descent within the forward, and the weights after it."""
+    weights = dict(s.a.named_parameters())
+    with torch.enable_grad():
+        loss = functional_call(s.a, weights, (x,)).square().mean()
+        slopes = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+    moved = {name: each - 0.1 * slope for (name, each), slope in zip(weights.items(), slopes, strict=True)}
+    return s.b(torch.tanh(functional_call(s.a, moved, (x,))))
+
+
+def gradient_by_func(s: Any, x: Tensor) -> Tensor:
+    return x + s.c(grad(lambda x: energy(s, x))(x))
+
+
+def pushed_forward(s: Any, x: Tensor) -> Tensor:
+    y, dy = jvp(lambda x: s.b(torch.tanh(s.a(x))), (x,), (torch.ones_like(x),))  # type: ignore[misc]
+    return y + dy
+
+
+def with_dual_numbers(s: Any, x: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        y, dy = forward_ad.unpack_dual(s.b(torch.tanh(s.a(dual))))
+    return y + dy
+
+
+def both(s: Any) -> tuple[Tensor, ...]:
+    return tuple(each for layer in (s.a, s.b) for each in layer.parameters())
+
+
+def layers(s: Any) -> Callable[[Tensor], Tensor]:
+    return lambda x: s.b(torch.tanh(s.a(x)))
+
+
+again = partial(checkpoint, use_reentrant=False)
+
+
+def overwritten_in_numpy(s: Any, x: Tensor) -> Tensor:
+    """x of one layer is in memory of NumPy's, x of the other is lent to it. The next microbatch overwrites both."""
+    s.kept[...] = x.detach().tanh().numpy()
+    if s.lent is not None:
+        s.lent[...] = 0
+    h = x.detach().sin()
+    s.lent = h.numpy()
+    return s.b(torch.tanh(s.a(torch.from_numpy(s.kept)))) + s.c(h) + x
+
+
+class OfItsChild(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.child.weight, self.child.bias * 2)
 
 
 CASES = (
@@ -243,10 +276,8 @@ CASES = (
         EVERY_MODE,
     ),
     Case("full backward hooks", with_hooks(around_layer, lambda s, x: s.b(s.a(torch.tanh(s.c(x)))), c=linear())),
-    Case("a tensor hook in place on a fork", stage(lambda s, x: hooked(s.a(x), doubled_in_place) + s.b(torch.tanh(x)))),
     Case("retained gradients", stage(retained)),
     Case("a hook on the weight", with_hooks(on_parameters), EVERY_MODE),
-    one_by_one("a hook that removes itself", with_hooks(removed_after_one)),
     Case("a hook that counts", with_hooks(counts_gradients), ONLY_EAGER),
     Case("a hook on several", with_hooks(several_at_once)),
     Case("a node hook", with_hooks(on_node)),
@@ -255,24 +286,16 @@ CASES = (
     one_by_one(
         "a backward that keeps a part of its gradient",
         with_hooks(keeping, lambda s, x: s.b(x) + Keeps.apply(F.pad(s.a(x[:, :2]), (0, 0, 0, TOKENS - 2)), s.kept)),
-        most_ranks=2,
+        on_two_ranks=True,
     ),
-    one_by_one("an input that is kept", with_hooks(keeping, keeps_input), modes=ONLY_EAGER),
-    one_by_one("a hook that keeps y's gradient", with_hooks(keeping, hook_that_keeps), most_ranks=2),
-    Case("x scaled through .data in a backward", stage(x_written), modes=ONLY_EAGER),
-    Case("dY of two scaled through .data", stage(two_uses)),
+    one_by_one("a hook that keeps y's gradient", with_hooks(keeping, hook_that_keeps), on_two_ranks=True),
     one_by_one(
-        "a workspace of NumPy's", stage(numpy_workspace, memory=lambda: Memory(1, TOKENS, WIDTH)), modes=ONLY_EAGER
+        "memory of NumPy's",
+        stage(overwritten_in_numpy, c=linear(), lent=lambda: None, kept=lambda: torch.zeros(1, TOKENS, WIDTH).numpy()),
+        modes=ONLY_EAGER,
     ),
-    one_by_one("a NumPy view of x", stage(numpy_view, memory=Memory), modes=ONLY_EAGER),
     Case("a part of y in place", stage(part_of_y), modes=EVERY_MODE),
-    Case(
-        "chunks of y in place",
-        stage(lambda s, x: s.b(gated(s.c(x))), c=linear(WIDTH, 2 * WIDTH)),
-        no_gradient=("a.weight", "a.bias"),
-    ),
     one_by_one("a workspace", stage(workspace, work=buffer(1, TOKENS, WIDTH)), modes=NOT_REPEATED),
-    Case("a moved average", stage(moved_average, average=buffer(WIDTH)), modes=NOT_REPEATED),
     Case(
         "an input that is overwritten",
         stage(reused_input, c=lambda: nn.Linear(WIDTH, WIDTH).requires_grad_(False)),
@@ -283,5 +306,28 @@ CASES = (
         "an input marked dirty, of a fork",
         stage(lambda s, x: DoublesInPlace.apply(s.a(x)) + s.b(torch.tanh(x))),
         modes=EVERY_MODE,
+    ),
+    Case("forces", stage(forces, c=linear(bias=False)), no_gradient=("b.bias",)),
+    Case("recomputed by autograd.grad", stage(lambda s, x: Recomputed.apply(x, layers(s), *both(s))), ONLY_EAGER),
+    Case(
+        "recomputed for inputs",
+        stage(lambda s, x: s.a(x) + RecomputedForInputs.apply(s.c(x), layers(s)), c=linear()),
+        ONLY_EAGER,
+        no_gradient=("b.weight", "b.bias"),
+    ),
+    Case("an inner loop", stage(inner_loop)),
+    Case("vmap", stage(lambda s, x: s.b(torch.tanh(vmap(s.a)(x))))),
+    Case("func.grad", stage(gradient_by_func, c=linear(bias=False)), ONLY_EAGER, no_gradient=("b.bias",)),
+    Case("jvp", stage(pushed_forward)),
+    Case("forward-mode AD", stage(with_dual_numbers)),
+    Case("checkpoint with dropout", stage(lambda s, x: again(lambda x: s.b(F.dropout(s.a(x), 0.3)), x))),
+    Case(
+        "checkpoint that moves to the CPU",
+        stage(lambda s, x: s.b(s.c(s.a(x))), c=lambda: offload_wrapper(nn.Sequential(linear()(), nn.Tanh()))),
+    ),
+    Case(
+        "checkpoint of a block that multiplies with its child's weight, in a stage with a parameter",
+        stage(lambda s, x: again(s.c, x * s.scale), c=OfItsChild, scale=parameter(TOKENS, WIDTH)),
+        no_gradient=("a.weight", "a.bias", "b.weight", "b.bias"),
     ),
 )
