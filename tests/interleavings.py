@@ -61,8 +61,8 @@ class FoundError(AssertionError):
 class Pipelines:
     """The ranks' schedules."""
 
-    def __init__(self, case: Case) -> None:
-        self.case = case
+    def __init__(self, case: Case, **options: Any) -> None:
+        self.case, self.options = case, options
         self.turns = Turns(case.ranks, BACKENDS[case.queues])
         self.turns.store_is_in_rank_0 = case.store_ends
         self.turns.interrupts = case.interrupts
@@ -79,7 +79,7 @@ class Pipelines:
     def _build(self, rank: int) -> Any:
         number, case = len(self.rank_of), self.case
         stages = [TokenStage(self.turns, index, number) for index in range(number) if self.rank_of[index] == rank]
-        options = {"transport": TRANSPORTS[case.queues], "receives": case.receives}
+        options = {"transport": TRANSPORTS[case.queues], "receives": case.receives} | self.options
         make = zbpipe.build_pipeline_schedule
         return make(case.schedule, stages, case.microbatches, _loss, split_backward="autograd", **options)
 

@@ -387,7 +387,7 @@ def test_a_trace_that_cannot_be_written(one_rank: None, tmp_path: Path, caplog: 
 
 
 def planned(stages_per_rank: int) -> tuple[Any, ...]:
-    """In a wave or a loop, with plans that are tried whatever they gain: so small a job has none that is shorter than ZB."""
+    """In a wave or a loop. Plans are tried whatever they gain: so small a job has none that is shorter than ZB."""
     setattr(adaptive, "_WORTH_IT", 2.0)  # noqa: B010
     job = Job("Auto", stages_per_rank=stages_per_rank, profile_steps=1, budget=1e5, transport="one queue")
     names = [job.schedule.schedule.name]
