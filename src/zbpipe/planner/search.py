@@ -117,7 +117,7 @@ class Search:
                 self.spend(0)  # for the progress: it may be the last that is found
             # A placement that is far behind after one climb does not catch up, so the others get its share.
             reached = {each.problem.name: each.length for each in sorted(self.kept, key=lambda each: -each.length)}
-            waiting = [each for each in waiting if reached[each.name] < _WORTH * self.shortest]
+            waiting = [each for each in waiting if reached.get(each.name, inf) < _WORTH * self.shortest]
         return self.race(found)
 
     def shapes(self, problem: Problem, scheduler: ListScheduler, budget: float) -> list[int]:
