@@ -31,7 +31,6 @@ from zbpipe.runtime.split import stage as split
 from zbpipe.runtime.split.loss import defer_in_loss
 from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.runtime.split.weight_gradients import WeightGradients
-from zbpipe.schedule.garbage import without_collections
 from zbpipe.schedule.ir import OpKind, Schedule, require_whole
 from zbpipe.schedule.registry import Algorithm
 from zbpipe.schedule.user_code import read_text
@@ -248,7 +247,6 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         """The schedule for another number of microbatches, the same on all ranks."""
         return self.lists.make(number)
 
-    @without_collections()
     def _take_microbatches(self, number: int) -> None:
         """Switch the next step to this number of microbatches."""
         (number,) = require_whole(1, microbatches=number)

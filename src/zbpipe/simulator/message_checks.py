@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from zbpipe.costs.memory_limit import MemoryLimitLike
 from zbpipe.costs.model import SENDS
@@ -22,7 +22,7 @@ from zbpipe.simulator.actions import (
     sends_by_action,
 )
 from zbpipe.simulator.time_graph import TimeGraph
-from zbpipe.simulator.validation import Finding, Rule, find_deadlocks, find_disordered, validate
+from zbpipe.simulator.validation import Finding, find_disordered, find_excess, find_miscounted, validate
 
 _ENDS = frozenset((*SENDS, *RECEIVES))
 _MESSAGES = frozenset(tables.MESSAGES)
@@ -68,25 +68,23 @@ def check_table(
 def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) -> list[Finding]:
     """Findings about the compute ops, the messages between ranks, and their order."""
     compute = Schedule.from_actions(rows, "table")
-    checks = _Table(rows, compute)
-    # The messages show more clearly which rank waits for which.
-    alone = [finding for finding in validate(compute, memory_limit) if finding.rule != "deadlock"]
+    rank_of = compute.placement.rank_of
     return [
-        *alone,
-        *checks.find_unmatched(),
-        *checks.find_disordered(),
-        *find_ungathered(rows),
-        *checks.find_crossed(),
-        *find_deadlocks(rows, checks.places, lambda action: dependencies(action, checks.rank_of)),
+        *find_miscounted(compute),
+        *find_excess(compute, memory_limit),
+        *_find_unmatched(rows, compute),
+        *_find_ungathered(rows),
+        *_find_crossed(rows, rank_of),
+        *find_disordered(rows, lambda action: dependencies(action, rank_of)),
     ]
 
 
 def find_mixed_up_messages(rows: Rows) -> list[Finding]:
     """Receives that take the message of another receive, so that results are wrong without an error."""
-    return list(_Table(rows, Schedule.from_actions(rows, "")).find_crossed())
+    return list(_find_crossed(rows, Schedule.from_actions(rows, "").placement.rank_of))
 
 
-def find_ungathered(rows: Rows) -> Iterator[Finding]:
+def _find_ungathered(rows: Rows) -> Iterator[Finding]:
     """Compute on a stage whose FSDP parameters are not gathered, in rows that gather any."""
     for rank, row in enumerate(rows):
         if "UNSHARD" not in [action.kind for action in row]:
@@ -101,74 +99,51 @@ def find_ungathered(rows: Rows) -> Iterator[Finding]:
                 yield Finding("order", rank, position, action, f"it needs {action.stage}UNSHARD before it")
 
 
-class _Table:
-    """A table with communication, and the lookups for the checks."""
-
-    def __init__(self, rows: Rows, compute: Schedule) -> None:
-        self.rows = rows
-        self.rank_of = compute.placement.rank_of
-        self.num_microbatches = compute.num_microbatches
-        self.places: dict[Action, list[tuple[int, int]]] = defaultdict(list)
-        for rank, row in enumerate(rows):
-            for position, action in enumerate(row):
-                self.places[action].append((rank, position))
-
-    def make_finding(self, rule: Rule, action: Action, message: str, place: tuple[int, int] | None = None) -> Finding:
-        rank, position = place or (self.rank_of[min(action.stage, len(self.rank_of) - 1)], None)
-        return Finding(rule, rank, position, action, message)
-
-    def find_unmatched(self) -> Iterator[Finding]:
-        """Messages that are missing, doubled, not requested, or on a rank that does not hold their stage."""
-        ends = [(stage, kind) for stage, kind in sends_by_action(self.rank_of) if kind in _ENDS]
-        expected = {Action(*end, microbatch) for end in ends for microbatch in range(self.num_microbatches)}
-        for action in sorted(expected - self.places.keys()):
-            done = "received" if action.kind in RECEIVES else "sent"
-            yield self.make_finding("missing", action, f"the message is never {done}")
-        for action, standing in self.places.items():
-            if action.kind not in tables.MESSAGES:
+def _find_unmatched(rows: Rows, compute: Schedule) -> Iterator[Finding]:
+    """Messages that are missing, doubled, not requested, or on a rank that does not hold their stage."""
+    rank_of, microbatches = compute.placement.rank_of, range(compute.num_microbatches)
+    ends = sorted(end for end in sends_by_action(rank_of) if end[1] in _ENDS)
+    expected = {end for stage, kind in ends for end in ((stage, kind), (stage, f"WAIT_{kind}"))}
+    found: set[tuple[int, str, int]] = set()
+    for rank, row in enumerate(rows):
+        for position, action in enumerate(row):
+            if action.kind not in _MESSAGES:
                 continue
-            message = action._replace(kind=action.kind.removeprefix("WAIT_"))
-            for again, place in enumerate(standing):
-                if message not in expected:
-                    yield self.make_finding("foreign", action, "no other rank has the stage next to it", place)
-                elif self.rank_of[action.stage] != place[0]:
-                    where = self.rank_of[action.stage]
-                    yield self.make_finding("placement", action, f"stage {action.stage} is on rank {where}", place)
-                if again:
-                    yield self.make_finding("doubled", action, "it is already in the table", place)
+            stage, kind, microbatch = action
+            if (stage, kind) not in expected or microbatch not in microbatches:
+                yield Finding("foreign", rank, position, action, "no other rank has the stage next to it")
+            elif rank_of[stage] != rank:
+                yield Finding("placement", rank, position, action, f"stage {stage} is on rank {rank_of[stage]}")
+            if action in found:
+                yield Finding("doubled", rank, position, action, "it is already in the table")
+            found.add(action)
+    for stage, kind in ends:
+        for microbatch in microbatches:
+            if (stage, kind, microbatch) not in found:
+                done = "received" if kind in RECEIVES else "sent"
+                lost = Action(stage, kind, microbatch)
+                yield Finding("missing", rank_of[stage], None, lost, f"the message is never {done}")
 
-    def find_disordered(self) -> Iterator[Finding]:
-        """Messages around compute in the wrong order on one rank. `validate` only knows compute."""
 
-        def around_messages(action: Action) -> Iterator[tuple[Action, ...]]:
-            for choices in dependencies(action, self.rank_of):
-                if action.kind not in COMPUTE or any(choice.kind not in COMPUTE for choice in choices):
-                    yield choices
-
-        return find_disordered(self.rows, around_messages)
-
-    def find_crossed(self) -> Iterator[Finding]:
-        """Messages from one rank to another that are not received in the order in which they are sent."""
-        sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
-        received: dict[tuple[int, int], list[tuple[Action, Action, tuple[int, int]]]] = defaultdict(list)
-        for rank, row in enumerate(self.rows):
-            for position, action in enumerate(row):
-                if action.kind not in _ENDS:
-                    continue
+def _find_crossed(rows: Rows, rank_of: Sequence[int]) -> Iterator[Finding]:
+    """Messages from one rank to another that are not received in the order in which they are sent."""
+    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    received: dict[tuple[int, int], list[tuple[Action, Action, int]]] = defaultdict(list)
+    for rank, row in enumerate(rows):
+        for position, action in enumerate(row):
+            if action.kind in _ENDS:
                 end = other_end(action)
-                if not 0 <= end.stage < len(self.rank_of):
-                    continue
-                peer = self.rank_of[end.stage]
+                peer = rank_of[end.stage] if 0 <= end.stage < len(rank_of) else rank
                 if action.kind in SENDS:
                     sent[rank, peer].append(action)
                 else:
-                    received[peer, rank].append((end, action, (rank, position)))
-        for way, receives in received.items():
-            for (message, action, place), posted in zip(receives, sent[way], strict=False):
-                if message != posted:
-                    text = f"rank {way[0]} sends {posted} here, and messages arrive in the order of their sends"
-                    yield self.make_finding("order", action, text, place)
-                    break
+                    received[peer, rank].append((end, action, position))
+    for (sender, rank), receives in received.items():
+        for (message, action, position), posted in zip(receives, sent[sender, rank], strict=False):
+            if message != posted:
+                text = f"rank {sender} sends {posted} here, and messages arrive in the order of their sends"
+                yield Finding("order", rank, position, action, text)
+                break
 
 
 def find_blocked_queues(rows: Rows) -> list[Finding]:

@@ -12,10 +12,9 @@ come.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 from operator import add
 
@@ -27,7 +26,7 @@ from zbpipe.simulator.passes import wait_of
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.time_graph import TimeGraph, durations, longest_path
 from zbpipe.simulator.timeline import Timeline
-from zbpipe.simulator.validation import find_deadlocks, require_runnable
+from zbpipe.simulator.validation import find_disordered, require_runnable
 
 LEAST_GAIN = 1e-3
 """Least gain of a schedule, as a share of a step, that justifies a copy of the weights."""
@@ -205,15 +204,13 @@ def _drain(before: Sequence[Action], after: Sequence[Action], sent: Set[Action])
 
 def _stuck(rows: Rows, rank_of: Sequence[int]) -> Iterator[str]:
     """Actions that wait for one that is not in these rows, and actions that wait for each other."""
-    places: dict[Action, list[tuple[int, int]]] = defaultdict(list)
+    there = set(chain.from_iterable(rows))
     for rank, row in enumerate(rows):
-        for position, action in enumerate(row):
-            places[action].append((rank, position))
-    for action, ((rank, _), *_) in list(places.items()):
-        for choices in dependencies(action, rank_of):
-            if places.keys().isdisjoint(choices):
-                yield f"rank {rank} waits for {choices[0]}, which no rank runs ahead of the validation"
-    yield from map(str, find_deadlocks(rows, places, lambda action: dependencies(action, rank_of)))
+        for action in row:
+            for choices in dependencies(action, rank_of):
+                if there.isdisjoint(choices):
+                    yield f"rank {rank} waits for {choices[0]}, which no rank runs ahead of the validation"
+    yield from map(str, find_disordered(rows, lambda action: dependencies(action, rank_of)))
 
 
 def _find_left_over(rows: Rows) -> Iterator[str]:
