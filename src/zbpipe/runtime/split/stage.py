@@ -250,6 +250,8 @@ class SplitWork(OwnWork):
         """Dtypes of the deferred products, determined in the first I."""
         self._deferred: dict[int, list[PendingGradient]] = {}
         """Deferred gradients by microbatch, from I to W."""
+        self._is_sharded = False
+        """Whether FSDP2 holds any of the stage's parameters."""
         self._delaying: Sequence[nn.Module] = ()
         """Layers that delay their weight gradients themselves."""
         self.num_split = 0
@@ -264,6 +266,7 @@ class SplitWork(OwnWork):
     def defer(self, on_rank: Sequence[pipelining.Stage], gradients: WeightGradients) -> None:
         """Defer into `gradients` from now on, with all stages of this rank."""
         self.gradients, self.on_rank = gradients, on_rank
+        self._is_sharded = any(map(fsdp2.is_fsdp, self.stage.submod.modules()))
         self._delaying = delay_in_i_alone(self.stage.submod)
         defer_weights(self.stage.submod, gradients)
 
@@ -312,7 +315,7 @@ class SplitWork(OwnWork):
             return
         pending, module = self._deferred.pop(microbatch), self.stage.submod
         self._require_unchanged(microbatch, pending, "between I and W")
-        if sums := fsdp2.find_separate_sums(module):
+        if self._is_sharded and (sums := fsdp2.find_separate_sums(module)):
             for gradient in pending:
                 gradient.fsdp_sum = sums.get(id(sources.find_leaf(gradient.weight)))
         if is_last and self.reduces_early:
@@ -320,7 +323,8 @@ class SplitWork(OwnWork):
             yield from accumulate_and_reduce(module, pending)
             return
         yield from accumulate(pending)
-        fsdp2.settle_gradients(module)
+        if self._is_sharded:
+            fsdp2.settle_gradients(module)
         if own := self.own_backward:
             self.end_backward(is_last)
             if is_last:
