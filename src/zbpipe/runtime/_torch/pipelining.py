@@ -169,20 +169,16 @@ def _require_scalars(loss_fn: Callable[..., Any], last: _PipelineStageBase) -> C
     @wraps(loss_fn)
     def compute(*args: Any, **kwargs: Any) -> Any:
         loss = loss_fn(*args, **kwargs)
-        return _scalar(loss) if last.has_backward else loss
+        if not last.has_backward or (isinstance(loss, Tensor) and loss.numel() == 1):
+            return loss
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(
+            f"loss_fn returned {found}, but training needs a tensor with a single number: return the loss alone, as"
+            " loss.mean() or loss.sum(), and keep other values in a list of your own (loss_fn is called once a"
+            " microbatch, and once before the first step)"
+        )
 
     return compute
-
-
-def _scalar(loss: Any) -> Tensor:
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss
-    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-    raise ValueError(
-        f"loss_fn returned {found}, but training needs a tensor with a single number: return the loss alone, as"
-        " loss.mean() or loss.sum(), and keep other values in a list of your own (loss_fn is called once a microbatch,"
-        " and once before the first step)"
-    )
 
 
 def device_of(stage: _PipelineStageBase) -> torch.device:

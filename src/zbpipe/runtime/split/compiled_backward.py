@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import partial
+from operator import or_
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -210,17 +211,13 @@ class _Backward:
             kept: dict[int, Tensor] = {}
             for number, (place, _, like, _) in enumerate(part.gradients):
                 run = _WeightGradient(part, number, kept)
-                defers = _mode.defers and _is_static(like)
-                results[place] = postpone(run, own, like) if defers else run(*own)
+                is_static = all(isinstance(size, int) for size in (*like.shape, *like.stride()))
+                results[place] = postpone(run, own, like) if _mode.defers and is_static else run(*own)
         return results
 
 
 def _run_boxed(run: Callable[..., Any], args: list[Any]) -> Any:
     return run(args) if getattr(run, "_boxed_call", False) else run(*args)
-
-
-def _is_static(like: Tensor) -> bool:
-    return all(isinstance(size, int) for size in (*like.shape, *like.stride()))
 
 
 def find_compiled_products(node: Any) -> Mapping[int, float] | None:
@@ -307,9 +304,6 @@ class _Taken(NamedTuple):
     products: set[Node]
     factors: dict[Node, None]
 
-    def with_all_of(self, other: _Taken) -> _Taken:
-        return _Taken(self.nodes | other.nodes, self.products | other.products, self.factors | other.factors)
-
 
 class _Found:
     """Nodes of a backward that only weight gradients need."""
@@ -385,7 +379,7 @@ def _join(taken: Mapping[int, _Taken]) -> list[tuple[list[int], _Taken]]:
         for group in [each for each in groups if not own.products.isdisjoint(each[1].products)]:
             groups.remove(group)
             places = [*group[0], *places]
-            joined = group[1].with_all_of(joined)
+            joined = _Taken(*map(or_, group[1], joined))
         groups.append((places, joined))
     return groups
 

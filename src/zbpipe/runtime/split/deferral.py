@@ -26,7 +26,6 @@ from zbpipe.runtime.split.products import (
     WholeProduct,
     count_inner,
     is_apply,
-    name_of,
 )
 from zbpipe.runtime.split.torchs_products import PRODUCTS, Factors, Reader
 from zbpipe.runtime.split.weight_gradients import Checks, Sharing, WeightGradients
@@ -177,11 +176,6 @@ class Deferral:
         self.has_run = True
         return self.functions.watch(self, compiled, args, kwargs)
 
-    def note_call(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Note the name of a function that is called with one of the layer's weights."""
-        if function not in self.deferrable and any(isinstance(each, Tensor) and self.owns(each) for each in args):
-            self.called[name_of(function)] = None
-
     def declares(self, function: Callable[..., Any]) -> bool:
         """Whether the layer itself declares this product."""
         return self.is_declared and self.products.get(function) is not PRODUCTS.get(function)
@@ -239,10 +233,12 @@ class Deferral:
         made = pending.weight if isinstance(pending.weight, sources.Made) else None
         if made is not None and any(map(autograd.will_run, made.nodes)):  # this backward frees what W needs
             return True
-        leaves = (sources.find_leaf(pending.weight),) if made is None else made.leaves
-        if all(leaf is not None and not leaf.requires_grad for leaf in leaves):  # frozen since: autograd adds nothing
+        is_frozen = True
+        for leaf in (sources.find_leaf(pending.weight),) if made is None else made.leaves:
+            is_frozen &= leaf is not None and not leaf.requires_grad
+            hooked |= leaf is not None and autograd.has_hooks(leaf)
+        if is_frozen:  # since F: autograd adds nothing
             return False
-        hooked |= any(leaf is not None and autograd.has_hooks(leaf) for leaf in leaves)
         if not wanted or hooked or self.stays_in_i or torch.is_grad_enabled():
             return True
         return not self.gradients.defer(pending, self.checks)

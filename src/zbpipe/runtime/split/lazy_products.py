@@ -480,14 +480,11 @@ def list_functions(outputs: Iterable[Any], inputs: Iterable[Any]) -> Iterator[No
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(cast(object, node), BackwardCFunction) and not _is_other(node):
-            yield node
+        if isinstance(cast(object, node), BackwardCFunction):
+            is_ours = "apply" in vars(node) or hasattr(node, "deferral")
+            if not (is_ours or passes_on(node)):
+                yield node
         waiting += [each for each, _ in node.next_functions]
-
-
-def _is_other(node: Any) -> bool:
-    """Whether the node belongs to zbpipe, or only passes gradients on."""
-    return "apply" in vars(node) or hasattr(node, "deferral") or passes_on(node)
 
 
 class Weight(NamedTuple):
