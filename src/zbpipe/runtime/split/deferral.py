@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from zbpipe.runtime._torch import autograd, fsdp2, tensor_data
 from zbpipe.runtime._torch.attributes import declares
 from zbpipe.runtime.split import sources
-from zbpipe.runtime.split.extra_arguments import ExtraArguments, swap
 from zbpipe.runtime.split.functions import Functions
+from zbpipe.runtime.split.lazy_products import map_leaves
 from zbpipe.runtime.split.products import (
     FROM_BACKWARD,
+    ExtraArguments,
     PendingGradient,
     Target,
     WeightProduct,
@@ -338,13 +339,14 @@ class _Rule(NamedTuple):
         """The product, whose weight gradient can wait; None if its result is no tensor."""
         if self.is_cast and autograd.any_autocast() and (dtype := _choose_dtype(x)) != x.dtype:
             given, x = x, _SharedCast.apply(x, dtype, self.deferral)
-            args, kwargs = swap(args, {id(given): x}), swap(kwargs, {id(given): x})
+            args, kwargs = map_leaves((args, kwargs), lambda leaf: x if leaf is given else leaf)
         if self.is_whole:
             return _DeferredWhole.apply(
                 x, weight, bias, self, partial(function, **kwargs) if kwargs else function, args
             )
-        constant = {id(weight): weight.detach()}
-        y = function(*swap(args, constant), **swap(kwargs, constant))
+        constant = weight.detach()
+        args, kwargs = map_leaves((args, kwargs), lambda leaf: constant if leaf is weight else leaf)
+        y = function(*args, **kwargs)
         if not isinstance(y, Tensor):
             return None
         leaves = self.target.leaves if isinstance(self.target, sources.Made) else (weight,)

@@ -15,8 +15,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from zbpipe.runtime._torch import autograd
 from zbpipe.runtime.split import compiled_backward, lazy_products, sources
-from zbpipe.runtime.split.extra_arguments import NONE, ExtraArguments
-from zbpipe.runtime.split.products import PendingGradient, WeightProduct
+from zbpipe.runtime.split.products import NONE, ExtraArguments, PendingGradient, WeightProduct
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 
