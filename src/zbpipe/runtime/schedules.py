@@ -98,8 +98,6 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     algorithm: ClassVar[Algorithm]
     changes_by_itself: ClassVar[bool] = False
     """Whether the schedule may switch to other lists later."""
-    _optimizer_step: Any = None
-    """The `zbpipe.OptimizerStep` that validates this schedule's gradients."""
     tied_copies: Sequence[Tensor] = ()
     """This rank's copies of tied weights: the norm of all gradients counts only the other copy."""
     _copies: Copies | None = None
@@ -376,8 +374,3 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     def optimizer_steps(self) -> dict[str, int]:
         """Numbers of `zbpipe.OptimizerStep`'s steps of each kind; empty without it."""
         return {} if self._optimizer_step is None else asdict(self._optimizer_step.counts)
-
-    def finish_optimizer_step(self) -> None:
-        """Wait until the last optimizer step is validated."""
-        if self._optimizer_step is not None:
-            self._optimizer_step.finish()
