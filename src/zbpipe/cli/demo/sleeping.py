@@ -145,18 +145,12 @@ def run_together(run: Callable[[], None]) -> tuple[float, float]:
     """Run one step on all ranks; returns their common start (of `time.monotonic`) and the seconds that it took."""
     gc.collect()
     gc.disable()  # as trainers do: they collect garbage between steps
-    start = _common_start()
-    sleep_until(start)
+    dist.barrier()
+    begin = torch.tensor([time.monotonic() + 0.02], dtype=torch.float64)  # all ranks share one clock
+    dist.broadcast(begin, 0)
+    sleep_until(start := begin.item())
     run()
     taken = torch.tensor([time.monotonic() - start], dtype=torch.float64)
     gc.enable()
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     return start, taken.item()
-
-
-def _common_start() -> float:
-    """A time a little ahead, the same on all ranks, which share one clock."""
-    dist.barrier()
-    start = torch.tensor([time.monotonic() + 0.02], dtype=torch.float64)
-    dist.broadcast(start, 0)
-    return start.item()

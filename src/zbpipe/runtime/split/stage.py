@@ -55,7 +55,12 @@ def split_backward(
             " 'autograd' (torch's own)"
         )
     for stage in stages:
-        _refuse_hooks_that_reduce(stage)
+        if any(map(fsdp2.reduces_in_hooks, stage.submod.modules())):
+            raise ValueError(
+                f"stage {stage.stage_index} is wrapped by DistributedDataParallel or the replicate made from it, whose"
+                " gradient hooks do not fit a backward in two parts: use fully_shard, or FSDP2's replicate, or a"
+                " schedule without I and W"
+            )
     if how == "autograd":
         require_not_compiled(stages, "split_backward='autograd'")
         return
@@ -66,7 +71,13 @@ def split_backward(
         if in_compiled_regions:
             defer_in_compiled_regions(stage.submod, gradients)
         if not deferrals(stage.submod):
-            _complain_of_nothing_to_defer(stage, how)
+            complaint = (
+                f"stage {stage.stage_index} has no layer that can defer its weight gradient: none that multiplies with"
+                " a parameter"
+            )
+            if how == "strict":
+                raise ValueError(f"{complaint}; split_backward='deferred' would run full backwards as its I")
+            logger.warning("%s: its I is a full backward, its W does nothing", complaint)
 
 
 def find_split(stage: pipelining.Stage) -> SplitWork | None:
@@ -107,15 +118,6 @@ def find_deferred_share(stages: Sequence[pipelining.Stage]) -> float | None:
     return waiting / everything if everything else None
 
 
-def _refuse_hooks_that_reduce(stage: pipelining.Stage) -> None:
-    if any(map(fsdp2.reduces_in_hooks, stage.submod.modules())):
-        raise ValueError(
-            f"stage {stage.stage_index} is wrapped by DistributedDataParallel or the replicate made from it, whose"
-            " gradient hooks do not fit a backward in two parts: use fully_shard, or FSDP2's replicate, or a"
-            " schedule without I and W"
-        )
-
-
 def require_no_early_reduction(stages: Sequence[pipelining.Stage]) -> None:
     """Refuse stages whose gradients FSDP would reduce in I, before W adds to them."""
     # torch's stages defer the reduction only if the whole stage is an FSDP module. A framework may handle the parts in
@@ -130,17 +132,6 @@ def require_no_early_reduction(stages: Sequence[pipelining.Stage]) -> None:
                 " reduce their gradients in I, before W adds to them. Also call fully_shard on the whole stage, or use"
                 " a schedule without I and W"
             )
-
-
-def _require_reduced(stage: pipelining.Stage, backward: str) -> None:
-    """Refuse unreduced gradients after the last W. An earlier reduction in I is fine: FSDP accumulates."""
-    # torch reduces after the last W if the whole stage is an FSDP module.
-    if not fsdp2.is_fsdp(stage.submod) and fsdp2.owes_reduction(stage.submod):
-        raise RuntimeError(
-            f"stage {stage.stage_index}: {backward}, which replaces torch's backward, does not reduce the gradients"
-            " that the last W has added to parts in fully_shard. Make it reduce them when it is called with"
-            " last_backward=True, also call fully_shard on the whole stage, or use a schedule without I and W"
-        )
 
 
 def require_not_compiled(stages: Sequence[pipelining.Stage], what: str) -> None:
@@ -169,16 +160,6 @@ def require_memory_that_lasts(stages: Sequence[pipelining.Stage]) -> None:
                     " triton.cudagraphs and TORCHINDUCTOR_CUDAGRAPHS=1 turn them on, mode='max-autotune-no-cudagraphs'"
                     " does not), or use a schedule without I and W"
                 )
-
-
-def _complain_of_nothing_to_defer(stage: pipelining.Stage, how: SplitBackward) -> None:
-    complaint = (
-        f"stage {stage.stage_index} has no layer that can defer its weight gradient: none that multiplies with a"
-        " parameter"
-    )
-    if how == "strict":
-        raise ValueError(f"{complaint}; split_backward='deferred' would run full backwards as its I")
-    logger.warning("%s: its I is a full backward, its W does nothing", complaint)
 
 
 def _report_what_stays_in_i(split: SplitWork) -> None:
@@ -327,8 +308,14 @@ class SplitWork(OwnWork):
             fsdp2.settle_gradients(module)
         if own := self.own_backward:
             self.end_backward(is_last)
-            if is_last:
-                _require_reduced(self.stage, own)
+            # An earlier reduction in I is fine: FSDP accumulates. torch reduces now if the stage is an FSDP module.
+            if is_last and not fsdp2.is_fsdp(module) and fsdp2.owes_reduction(module):
+                raise RuntimeError(
+                    f"stage {self.stage.stage_index}: {own}, which replaces torch's backward, does not reduce the"
+                    " gradients that the last W has added to parts in fully_shard. Make it reduce them when it is"
+                    " called with last_backward=True, also call fully_shard on the whole stage, or use a schedule"
+                    " without I and W"
+                )
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide each gradient once. The last stage divides gradients of parameters shared by this rank's stages."""
