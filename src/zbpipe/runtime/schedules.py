@@ -161,9 +161,9 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             work.fsdp_mode = fsdp_mode
         if words := fsdp2.describe(fsdp_mode, (stage.submod for stage in stages)):
             logger.info("%s", words)
-        self._board = StepBoard(stages[0])
-        self._failures = StepFailures(self._board, has_events=not plain)
-        self.sizes = StepSizes(self._board, n_microbatches)
+        board = StepBoard(stages[0])
+        self._failures = StepFailures(board, has_events=not plain)
+        self.sizes = StepSizes(board, n_microbatches)
         self._use(schedule)
         checks.require_scaled_once(self, algorithm.name)
 
@@ -327,7 +327,6 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         if self.sizes.agree(self, args):
             self._is_warm = False
         checks.require_known_shapes(self, args)
-        self._board.begin_messages()
         with self._failures.explain_failures(self, self.schedule.name):
             # The ranks compare their lists before their messages are set up.
             if not (running.is_agreed and pipelining.is_set_up(self)):

@@ -55,4 +55,7 @@ def _forget_step(runtime: OwnRuntime) -> None:
         work.finish_gathering()
         free_all(stage.submod)  # FSDP's gathered weights belong to the step that does not count
         runtime.unsharded_stages.discard(stage.stage_index)
-        work.forget_step()
+        stage.clear_runtime_states()
+        for left in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
+            left.clear()
+        work.messages.release_receives()

@@ -128,15 +128,6 @@ class OwnWork(StageWork):
         if loss is not None and not loss._is_view():
             loss.detach_()
 
-    def forget_step(self) -> None:
-        """Reset the stage to its state before a step that does not count."""
-        stage = self.stage
-        self.finish_gathering()
-        stage.clear_runtime_states()
-        for left in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
-            left.clear()
-        self.messages.release_receives()
-
     def clear_runtime_states(self) -> None:
         self.is_reducing = False
         self.torchs.clear_runtime_states()
@@ -182,11 +173,6 @@ class OwnWork(StageWork):
         if isinstance(found, Routed):
             (found,) = found.args
         return getattr(self.torchs, name) if found == getattr(self, name) else found
-
-    def end_backward(self, is_last: bool) -> None:
-        """Call a framework's backward after a W, for the work that follows a W."""
-        nothing: dict[str, Any] = {"stage_output": (), "param_groups": []}
-        self.stage.backward_maybe_with_nosync("weight", nothing, last_backward=is_last)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False

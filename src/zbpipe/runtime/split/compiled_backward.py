@@ -168,20 +168,13 @@ class _WeightGradient:
 
 class _Mode:
     # Not one for each thread: autograd runs the backward of CUDA ops in its own threads.
-    defers = is_whole = False
+    defers = False
+    """Whether compiled backwards return a `LazyTensor` for each gradient that can wait."""
+    is_whole = False
+    """Whether backwards run as torch compiles them, in one part."""
 
 
-_mode = _Mode()
-
-
-def deferring() -> AbstractContextManager[None]:
-    """Context in which compiled backwards return a `LazyTensor` for each gradient that can wait."""
-    return replaced(_mode, defers=True)
-
-
-def as_torch_compiles() -> AbstractContextManager[None]:
-    """Context in which backwards run as torch compiles them, in one part."""
-    return replaced(_mode, is_whole=True)
+mode = _Mode()
 
 
 class _Backward:
@@ -200,7 +193,7 @@ class _Backward:
         self.products = {each.argument: each.flops for part in parts for each in part.gradients}
 
     def __call__(self, args: list[Any]) -> Any:
-        if _mode.is_whole:
+        if mode.is_whole:
             if self._whole is None:
                 self._whole = self._compile_whole()
             return _run_boxed(self._whole, args)
@@ -212,7 +205,7 @@ class _Backward:
             for number, (place, _, like, _) in enumerate(part.gradients):
                 run = _WeightGradient(part, number, kept)
                 is_static = all(isinstance(size, int) for size in (*like.shape, *like.stride()))
-                results[place] = postpone(run, own, like) if _mode.defers and is_static else run(*own)
+                results[place] = postpone(run, own, like) if mode.defers and is_static else run(*own)
         return results
 
 

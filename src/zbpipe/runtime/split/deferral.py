@@ -85,23 +85,21 @@ class Deferral:
         """`function(*args, **kwargs)`. If this is a product with a weight of the layer's, the gradient can wait."""
         place = self._places.get(function)
         if place is not None and place < len(args):
-            plan = self.plans.get((function, id(args[place]))) or self._find_plan_of_view(function, args[place])
+            plan = self.plans.get((function, id(weight := args[place])))
+            if plan is None and type(weight) is Tensor and (view := tensor_data.identify_view(weight)) is not None:
+                plan = self.plans.get((function, *view))
             if plan is not None and plan.fits(args, kwargs):
-                return plan.rule.multiply(function, args, kwargs, args[plan.x], args[place], plan.bias)
+                return plan.rule.multiply(function, args, kwargs, args[plan.x], weight, plan.bias)
         for factors in _read(self.products.get(function), args, kwargs):
             target = self._find_target(factors, function)
             if target is not None:
                 return self._multiply(function, args, kwargs, factors, target)
-        if not self.is_caught and self._may_call_functions(args):
+        # The products of a weight of another class, such as a quantised one, may be autograd Functions.
+        others = (each for each in args[1:2] if isinstance(each, Tensor) and type(each) not in sources.PLAIN)
+        if not self.is_caught and any(map(self.owns, others)):
             self.has_run = True
             return self.functions.watch(self, function, args, kwargs)
         return function(*args, **kwargs)
-
-    def _may_call_functions(self, args: Sequence[Any]) -> bool:
-        """Whether the weight is of a class whose products may be autograd Functions, such as a quantised one."""
-        return any(
-            isinstance(each, Tensor) and type(each) not in sources.PLAIN and self.owns(each) for each in args[1:2]
-        )
 
     def _multiply(
         self,
@@ -123,10 +121,6 @@ class Deferral:
         if not factors.more and function in PRODUCTS:
             self._plan(function, args, kwargs, factors, bias, rule)
         return y
-
-    def _find_plan_of_view(self, function: Callable[..., Any], weight: Any) -> _Plan | None:
-        key = tensor_data.identify_view(weight) if type(weight) is Tensor else None
-        return None if key is None else self.plans.get((function, *key))
 
     def _plan(
         self,

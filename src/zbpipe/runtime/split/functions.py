@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from zbpipe.runtime._torch import autograd
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime.split import compiled_backward, lazy_products, sources
 from zbpipe.runtime.split.products import NONE, ExtraArguments, PendingGradient, WeightProduct
 from zbpipe.runtime.split.weight_gradients import WeightGradients
@@ -90,7 +91,7 @@ class _Backward:
 
     def _run(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
         if lazy_products.is_compiled(node):
-            with compiled_backward.deferring():
+            with replaced(compiled_backward.mode, defers=True):
                 return lazy_products.run_own_backward(node, gradients)
         try:
             return lazy_products.run_without_products(node, gradients, self.weights)

@@ -307,7 +307,8 @@ class SplitWork(OwnWork):
         if self._is_sharded:
             fsdp2.settle_gradients(module)
         if own := self.own_backward:
-            self.end_backward(is_last)
+            nothing: dict[str, Any] = {"stage_output": (), "param_groups": []}
+            self.stage.backward_maybe_with_nosync("weight", nothing, last_backward=is_last)
             # An earlier reduction in I is fine: FSDP accumulates. torch reduces now if the stage is an FSDP module.
             if is_last and not fsdp2.is_fsdp(module) and fsdp2.owes_reduction(module):
                 raise RuntimeError(
