@@ -151,8 +151,10 @@ class OwnWork(StageWork):
     @property
     def reduces_early(self) -> bool:
         """Whether FSDP2 starts to reduce gradients in the last W or B."""
-        # A framework may set its own backward after the schedule was built.
-        return self.overlaps_fsdp and self.is_reduced and not self.own_backward and not self._has_own_reduction
+        # A framework may set its own backward after the schedule was built, or replace what torch does in REDUCE_GRAD.
+        own = self._find_method("perform_reduce_grad")
+        is_torchs = getattr(own, "__func__", None) is _PipelineStageBase.perform_reduce_grad
+        return self.overlaps_fsdp and self.is_reduced and not self.own_backward and is_torchs
 
     @property
     def own_backward(self) -> str:
@@ -160,12 +162,6 @@ class OwnWork(StageWork):
         own = self._find_method("backward_maybe_with_nosync")
         is_torchs = own == type(self.stage).backward_maybe_with_nosync.__get__(self.stage)
         return "" if is_torchs else getattr(own, "__qualname__", repr(own))
-
-    @property
-    def _has_own_reduction(self) -> bool:
-        """Whether a framework or a user replaces what torch does in REDUCE_GRAD."""
-        own = self._find_method("perform_reduce_grad")
-        return getattr(own, "__func__", None) is not _PipelineStageBase.perform_reduce_grad
 
     def _find_method(self, name: str) -> Any:
         """The method of torch's, a framework's or a user's stage."""

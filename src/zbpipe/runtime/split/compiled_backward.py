@@ -8,7 +8,6 @@ computes the same gradients from the factors at any time.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import partial
 from operator import or_
@@ -43,12 +42,8 @@ _COLLECTIVES = ("_c10d_functional", "symm_mem")
 _CONVOLUTION = _aten.convolution_backward.default
 
 
-def cut_backwards() -> AbstractContextManager[None]:
-    """Context in which torch compiles backwards in two parts."""
-    return compiler.replace_compilation(_compile)
-
-
-def _compile(module: Any, args: Sequence[Any], *more: Any, **options: Any) -> Any:
+def compile_in_parts(module: Any, args: Sequence[Any], *more: Any, **options: Any) -> Any:
+    """torch's compilation of a region, with its backward in two parts."""
     given = module.graph.find_nodes(op="placeholder") if isinstance(module, GraphModule) else ()
     examples = [getattr(node.meta.get("grapharg"), "example", None) for node in given]
     weights = {
