@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # defines the backend "fake" before torch 2.15
 
-from zbpipe.runtime._torch.storage_meter import StorageMeter
+from zbpipe.runtime._torch.on_meta import StorageMeter
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):

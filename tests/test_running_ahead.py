@@ -17,7 +17,7 @@ from zbpipe.simulator.actions import Rows, dependencies, other_end, parse
 from zbpipe.simulator.message_checks import validate_lowered
 from zbpipe.simulator.passes import add_messages, add_waits, default_costs, free_sends_early, place_receives, wait_of
 from zbpipe.simulator.post_validation import RunAhead, ahead_of, gain, period, period_of
-from zbpipe.simulator.validation import find_deadlocks
+from zbpipe.simulator.validation import find_disordered
 from zbpipe.testing import cost_models
 
 AHEAD = frozenset({"F", "SEND_F", "RECV_F", "WAIT_SEND_F", "UNSHARD", "RESHARD"})
@@ -48,7 +48,7 @@ def find_faults(cut: RunAhead) -> Iterator[str]:
             for choices in dependencies(action, rank_of):
                 if places.keys().isdisjoint(choices):
                     yield f"rank {rank} waits for {choices[0]}, which no rank runs ahead of the validation"
-        yield from map(str, find_deadlocks(rows, places, lambda action: dependencies(action, rank_of)))
+        yield from map(str, find_disordered(rows, lambda action: dependencies(action, rank_of)))
     for each in sorted(places):
         if each.kind.startswith("SEND") and not {other_end(each), wait_of(each)} <= places.keys():
             yield f"{each} is not received, or nobody waits for it"

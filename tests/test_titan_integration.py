@@ -343,10 +343,10 @@ def block_of_02(tp: int, checkpointing: str) -> tuple[Any, tuple[Any, ...], Any,
     from torchtitan.models import llama3
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
-    from zbpipe.runtime._torch import storage_meter
+    from zbpipe.runtime._torch import on_meta
 
     # The tensors in DTensors and of pending collectives, which have storages of their own.
-    storage_meter.tree_leaves = lambda values: [inner(inner(leaf)) for leaf in tree_leaves(values)]  # type: ignore
+    on_meta.tree_leaves = lambda values: [inner(inner(leaf)) for leaf in tree_leaves(values)]  # type: ignore
     ScaledDotProductAttentionWrapper.forward = lambda self, q, k, v, **unused: q + (k.sum(1, True) + v.sum(1, True))
     arguments = ["--parallelism.tensor_parallel_degree", str(tp), "--activation_checkpoint.mode", checkpointing]
     config = ConfigManager().parse_args([*arguments, "--activation_checkpoint.selective_ac_option", "op"])

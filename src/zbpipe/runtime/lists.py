@@ -10,6 +10,7 @@ from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import pipelining
+from zbpipe.schedule.garbage import without_collections
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import Algorithm
 from zbpipe.simulator import passes
@@ -62,6 +63,7 @@ class Lists:
         """The costs, or equal times if unknown."""
         return self.costs or passes.default_costs(self.placement)
 
+    @without_collections()
     def of(self, number: int, make: Callable[[int], Schedule]) -> Schedule:
         """The schedule for `number` microbatches. `make` makes it if none was adopted or made before."""
         if number in self._adopted:
@@ -128,6 +130,7 @@ class Lists:
         self.running = lowered
         runtime.pipeline_order, runtime.pipeline_order_with_comms = lowered.lists
 
+    @without_collections()
     def lower(self, runtime: pipelining.ScheduleRuntime, schedule: Schedule) -> Lowered:
         """The schedule as `runtime` runs it. This may replace the lists of `runtime`."""
         if schedule in self._lowered:

@@ -137,7 +137,8 @@ class Copies:
         reload = reload_before(op)
         if reload is not None and reload in self._ops:
             self.copier.wait(self._copies.pop(_find_copied(reload)))
-        with self._saving(op):
+        is_saved = op.kind is OpKind.F and op._replace(kind=OpKind.OF) in self._ops
+        with self._saved.setdefault((stage, microbatch), Saved()).record() if is_saved else nullcontext():
             result = compute()
         if self._loss_comes(op):
             return result
@@ -146,11 +147,6 @@ class Copies:
         for copy in self._released.get(op, ()):
             self._release(copy)
         return result
-
-    def _saving(self, op: Op) -> Any:
-        if op.kind is not OpKind.F or op._replace(kind=OpKind.OF) not in self._ops:
-            return nullcontext()
-        return self._saved.setdefault((op.stage, op.microbatch), Saved()).record()
 
     def _loss_comes(self, op: Op) -> bool:
         """Whether this is the first part of the last stage's F. The second part is the loss."""

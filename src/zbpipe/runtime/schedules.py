@@ -32,7 +32,6 @@ from zbpipe.runtime.split.loss import defer_in_loss
 from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 from zbpipe.runtime.transport import Probe, find_known_of
-from zbpipe.schedule.garbage import without_collections
 from zbpipe.schedule.ir import OpKind, Schedule, require_whole
 from zbpipe.schedule.registry import Algorithm
 from zbpipe.schedule.user_code import read_text
@@ -102,8 +101,6 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     algorithm: ClassVar[Algorithm]
     changes_by_itself: ClassVar[bool] = False
     """Whether the schedule may switch to other lists later."""
-    _optimizer_step: Any = None
-    """The `zbpipe.OptimizerStep` that validates this schedule's gradients."""
     tied_copies: Sequence[Tensor] = ()
     """This rank's copies of tied weights: the norm of all gradients counts only the other copy."""
     _copies: Copies | None = None
@@ -169,17 +166,13 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             work.fsdp_mode = fsdp_mode
         if words := fsdp2.describe(fsdp_mode, (stage.submod for stage in stages)):
             logger.info("%s", words)
-        self._board = StepBoard(stages[0])
-        self._failures = StepFailures(self._board, has_events=not plain)
-        self.sizes = StepSizes(self._board, n_microbatches)
+        board = StepBoard(stages[0])
+        self._failures = StepFailures(board, has_events=not plain)
+        self.sizes = StepSizes(board, n_microbatches)
         self._use(schedule)
         is_unsure = transport is None and known.transport.has_queues and not known.is_measured and not plain
-        if (
-            is_unsure
-            and not self._board.is_alone
-            and (self.lists.receives is None or "transport" in algorithm.keywords)
-        ):
-            self._probe = Probe(self.works, self._board, known.queues)
+        if is_unsure and not board.is_alone and (self.lists.receives is None or "transport" in algorithm.keywords):
+            self._probe = Probe(self.works, board, known.queues)
         checks.require_scaled_once(self, algorithm.name)
 
     @property
@@ -265,7 +258,6 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         """The schedule for another number of microbatches, the same on all ranks."""
         return self.lists.make(number)
 
-    @without_collections()
     def _take_microbatches(self, number: int) -> None:
         """Switch the next step to this number of microbatches."""
         (number,) = require_whole(1, microbatches=number)
@@ -348,7 +340,6 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         if self.sizes.agree(self, args):
             self._is_warm = False
         checks.require_known_shapes(self, args)
-        self._board.begin_messages()
         with self._failures.explain_failures(self, self.schedule.name):
             # The ranks compare their lists before their messages are set up.
             if not (running.is_agreed and pipelining.is_set_up(self)):
@@ -406,8 +397,3 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     def optimizer_steps(self) -> dict[str, int]:
         """Numbers of `zbpipe.OptimizerStep`'s steps of each kind; empty without it."""
         return {} if self._optimizer_step is None else asdict(self._optimizer_step.counts)
-
-    def finish_optimizer_step(self) -> None:
-        """Wait until the last optimizer step is validated."""
-        if self._optimizer_step is not None:
-            self._optimizer_step.finish()

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from zbpipe.costs.memory_limit import MemoryLimitLike
 from zbpipe.costs.model import SENDS
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule import tables
 from zbpipe.schedule.ir import OpKind, Schedule
-from zbpipe.simulator import actions
-from zbpipe.simulator.actions import COMPUTE, RECEIVES, WAITS, Action, Rows, dependencies, other_end
+from zbpipe.simulator.actions import (
+    COMPUTE,
+    RECEIVES,
+    WAITS,
+    Action,
+    Rows,
+    dependencies,
+    other_end,
+    parse,
+    sends_by_action,
+)
 from zbpipe.simulator.time_graph import TimeGraph
-from zbpipe.simulator.validation import Finding, Rule, find_deadlocks, find_disordered, find_places, validate
+from zbpipe.simulator.validation import Finding, find_disordered, find_excess, find_miscounted, validate
 
 _ENDS = frozenset((*SENDS, *RECEIVES))
+_MESSAGES = frozenset(tables.MESSAGES)
 _LEFT_OUT = {
     **dict.fromkeys((*SENDS, *RECEIVES), "sends and receives"),
     **dict.fromkeys(WAITS, "waits for sends"),
@@ -32,19 +42,20 @@ def check_table(
 ) -> tuple[Schedule, list[Finding], str]:
     """The ops of a table, all findings about it and its communication, and how it was read.
 
+    The last is empty if the cells are the ops. ValueError for text that is not a table.
+
     >>> schedule, findings, how = check_table("0F0,0SEND_F0,0RECV_B0,0B0\\n1F0,1B0,1SEND_B0", "mine")
     >>> print(*findings)
     missing: rank 1, 1RECV_F0: the message is never received
     >>> how
     'read: 2 F, 2 B; omitted: 3 sends and receives; jobs place their own'
     """
-    rows = actions.parse(table)
+    rows = parse(table)
     schedule = Schedule.from_actions(rows, name)
     left_out = Counter(_LEFT_OUT[each.kind] for row in rows for each in row if each.kind in _LEFT_OUT)
     findings = validate_lowered(rows, memory_limit) if left_out else validate(schedule, memory_limit)
-    if [[cell.strip() for cell in row if cell.strip()] for row in tables.cells(table)] == [
-        list(map(str, row)) for row in schedule
-    ]:
+    written = [[cell.strip() for cell in row if cell.strip()] for row in tables.cells(table)]
+    if written == [list(map(str, row)) for row in schedule]:
         return schedule, findings, ""
     read = Counter(op.kind for row in schedule for op in row)
     how = "read: " + ", ".join(f"{read[kind]} {kind}" for kind in OpKind if kind in read)
@@ -57,19 +68,23 @@ def check_table(
 def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) -> list[Finding]:
     """Findings about the compute ops, the messages between ranks, and their order."""
     compute = Schedule.from_actions(rows, "table")
-    checks = _Table(rows, compute)
-    # The messages show more clearly which rank waits for which.
-    alone = [finding for finding in validate(compute, memory_limit) if finding.rule != "deadlock"]
-    ordered = (*checks.find_unmatched(), *checks.find_disordered(), *find_ungathered(rows), *checks.find_crossed())
-    return [*alone, *ordered, *find_deadlocks(rows, checks.places, lambda each: dependencies(each, checks.rank_of))]
+    rank_of = compute.placement.rank_of
+    return [
+        *find_miscounted(compute),
+        *find_excess(compute, memory_limit),
+        *_find_unmatched(rows, compute),
+        *_find_ungathered(rows),
+        *_find_crossed(rows, rank_of),
+        *find_disordered(rows, lambda action: dependencies(action, rank_of)),
+    ]
 
 
 def find_mixed_up_messages(rows: Rows) -> list[Finding]:
-    """Receives that take the message of another receive, which no error shows."""
-    return list(_Table(rows, Schedule.from_actions(rows, "")).find_crossed())
+    """Receives that take the message of another receive, so that results are wrong without an error."""
+    return list(_find_crossed(rows, Schedule.from_actions(rows, "").placement.rank_of))
 
 
-def find_ungathered(rows: Rows) -> Iterator[Finding]:
+def _find_ungathered(rows: Rows) -> Iterator[Finding]:
     """Compute on a stage whose FSDP parameters are not gathered, in rows that gather any."""
     for rank, row in enumerate(rows):
         if "UNSHARD" not in [action.kind for action in row]:
@@ -84,73 +99,59 @@ def find_ungathered(rows: Rows) -> Iterator[Finding]:
                 yield Finding("order", rank, position, action, f"it needs {action.stage}UNSHARD before it")
 
 
-class _Table:
-    def __init__(self, rows: Rows, compute: Schedule) -> None:
-        self.rows = rows
-        self.rank_of = compute.placement.rank_of
-        self.num_microbatches = compute.num_microbatches
-        self.places = find_places(rows)
-
-    def make_finding(self, rule: Rule, action: Action, message: str, place: tuple[int, int] | None = None) -> Finding:
-        rank, position = place or (self.rank_of[min(action.stage, len(self.rank_of) - 1)], None)
-        return Finding(rule, rank, position, action, message)
-
-    def find_unmatched(self) -> Iterator[Finding]:
-        """Messages that are missing, doubled, not requested, or on a rank that does not hold their stage."""
-        ends = [(stage, kind) for stage, kind in actions.sends_by_action(self.rank_of) if kind in _ENDS]
-        expected = {Action(*end, microbatch) for end in ends for microbatch in range(self.num_microbatches)}
-        for action in sorted(expected - self.places.keys()):
-            done = "received" if action.kind in RECEIVES else "sent"
-            yield self.make_finding("missing", action, f"the message is never {done}")
-        for action, standing in self.places.items():
-            if action.kind not in tables.MESSAGES:
+def _find_unmatched(rows: Rows, compute: Schedule) -> Iterator[Finding]:
+    """Messages that are missing, doubled, not requested, or on a rank that does not hold their stage."""
+    rank_of, microbatches = compute.placement.rank_of, range(compute.num_microbatches)
+    ends = sorted(end for end in sends_by_action(rank_of) if end[1] in _ENDS)
+    expected = {end for stage, kind in ends for end in ((stage, kind), (stage, f"WAIT_{kind}"))}
+    found: set[tuple[int, str, int]] = set()
+    for rank, row in enumerate(rows):
+        for position, action in enumerate(row):
+            if action.kind not in _MESSAGES:
                 continue
-            message = action._replace(kind=action.kind.removeprefix("WAIT_"))
-            for again, place in enumerate(standing):
-                if message not in expected:
-                    yield self.make_finding("foreign", action, "no other rank has the stage next to it", place)
-                elif self.rank_of[action.stage] != place[0]:
-                    where = self.rank_of[action.stage]
-                    yield self.make_finding("placement", action, f"stage {action.stage} is on rank {where}", place)
-                if again:
-                    yield self.make_finding("doubled", action, "it is already in the table", place)
+            stage, kind, microbatch = action
+            if (stage, kind) not in expected or microbatch not in microbatches:
+                yield Finding("foreign", rank, position, action, "no other rank has the stage next to it")
+            elif rank_of[stage] != rank:
+                yield Finding("placement", rank, position, action, f"stage {stage} is on rank {rank_of[stage]}")
+            if action in found:
+                yield Finding("doubled", rank, position, action, "it is already in the table")
+            found.add(action)
+    for stage, kind in ends:
+        for microbatch in microbatches:
+            if (stage, kind, microbatch) not in found:
+                done = "received" if kind in RECEIVES else "sent"
+                lost = Action(stage, kind, microbatch)
+                yield Finding("missing", rank_of[stage], None, lost, f"the message is never {done}")
 
-    def find_disordered(self) -> Iterator[Finding]:
-        """Messages around compute in the wrong order on one rank. `validate` only knows compute."""
 
-        def around_messages(action: Action) -> Iterator[tuple[Action, ...]]:
-            for choices in dependencies(action, self.rank_of):
-                if action.kind not in COMPUTE or any(choice.kind not in COMPUTE for choice in choices):
-                    yield choices
-
-        return find_disordered(self.rows, around_messages)
-
-    def find_crossed(self) -> Iterator[Finding]:
-        """Messages from one rank to another that are not received in the order in which they are sent."""
-        sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
-        received: dict[tuple[int, int], list[tuple[Action, Action, tuple[int, int]]]] = defaultdict(list)
-        for rank, row in enumerate(self.rows):
-            for position, action in enumerate(row):
-                if action.kind not in _ENDS:
-                    continue
+def _find_crossed(rows: Rows, rank_of: Sequence[int]) -> Iterator[Finding]:
+    """Messages from one rank to another that are not received in the order in which they are sent."""
+    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    received: dict[tuple[int, int], list[tuple[Action, Action, int]]] = defaultdict(list)
+    for rank, row in enumerate(rows):
+        for position, action in enumerate(row):
+            if action.kind in _ENDS:
                 end = other_end(action)
-                if not 0 <= end.stage < len(self.rank_of):
-                    continue
-                peer = self.rank_of[end.stage]
+                peer = rank_of[end.stage] if 0 <= end.stage < len(rank_of) else rank
                 if action.kind in SENDS:
                     sent[rank, peer].append(action)
                 else:
-                    received[peer, rank].append((end, action, (rank, position)))
-        for way, receives in received.items():
-            for (message, action, place), posted in zip(receives, sent[way], strict=False):
-                if message != posted:
-                    text = f"rank {way[0]} sends {posted} here, and messages arrive in the order of their sends"
-                    yield self.make_finding("order", action, text, place)
-                    break
+                    received[peer, rank].append((end, action, position))
+    for (sender, rank), receives in received.items():
+        for (message, action, position), posted in zip(receives, sent[sender, rank], strict=False):
+            if message != posted:
+                text = f"rank {sender} sends {posted} here, and messages arrive in the order of their sends"
+                yield Finding("order", rank, position, action, text)
+                break
 
 
 def find_blocked_queues(rows: Rows) -> list[Finding]:
-    """A cycle of messages that wait for each other if each rank sends and receives one at a time, in order."""
+    """A cycle of messages that wait for each other if each rank sends and receives one at a time, in order.
+
+    Each message begins when the computations before it are over, and lasts until both ends have met. The table must
+    have no findings of `validate_lowered`.
+    """
     cycle = TimeGraph(Schedule.from_actions(rows, ""), Transport.ONE_QUEUE, rows).find_cycle()
     if not cycle:
         return []

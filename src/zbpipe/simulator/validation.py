@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import reprlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import chain, islice, pairwise
 from typing import Literal, NamedTuple, TypeVar
 
 from zbpipe.costs.job import as_cost_model
@@ -17,6 +17,8 @@ from zbpipe.schedule.ir import OFFLOADS, RELOADS, Op, OpKind, Schedule, inputs, 
 
 N = TypeVar("N", bound=NamedTuple)
 Rule = Literal["missing", "doubled", "foreign", "placement", "order", "deadlock", "memory"]
+_Places = dict[Op, list[tuple[int, int]]]
+"""The places of each op: rank and position, several if it is doubled."""
 _MOST_MISSING = 1000
 """Largest number of missing ops that are listed, in addition to the number of ops."""
 
@@ -43,7 +45,9 @@ class Finding:
 
 
 def validate(
-    schedule: Schedule, memory_limit: MemoryLimitLike | None = None, costs: CostModel | None = None
+    schedule: Schedule,
+    memory_limit: MemoryLimitLike | None = None,
+    costs: CostModel | None = None,
 ) -> list[Finding]:
     """All faults of `schedule`. An empty list if it is valid.
 
@@ -54,46 +58,41 @@ def validate(
 
     It checks for: ops that are missing, doubled or foreign (a stage or microbatch that the schedule does not have, or
     an I or W of a microbatch that has a B); a stage whose ops are on a rank that does not hold it; an order that a rank
-    cannot run; ranks that wait for each other in a cycle; ranks above their memory limit; and copies that do not come
-    back exactly once, after the copy out and before they are needed. Memory is counted in list order, where an offload
-    frees at once. If most ops are missing, only some of these are listed.
+    cannot run (I or W too early, a stage before its dependency on the same rank); ranks that wait for each other in a
+    cycle; ranks above their memory limit; and copies that do not come back exactly once, after the copy out and before
+    they are needed. Memory is counted in list order, where an offload frees at once. For the time that it takes see
+    `Timeline.memory`. If most ops are missing, only some of these are listed.
 
     Args:
         schedule: a schedule with any lists.
         memory_limit: see `zbpipe.costs.MemoryLimit`. Default: no limit.
         costs: costs of the stages. Default: `CostModel.uniform`, whose unit is a rank's activations of one microbatch.
 
-    TypeError for other types, ValueError for invalid limits and costs for another number of stages.
+    Raises:
+        TypeError: `schedule`, `memory_limit` or `costs` has another type.
+        ValueError: a limit is negative, the number of limits is not that of ranks, or the costs are for another number
+            of stages.
     """
     require_schedule(schedule)
-    costs = as_cost_model((1, 1, 1) if costs is None else costs, schedule.placement)
-    limit = MemoryLimit.parse(memory_limit)
-    limits = limit.resolve(costs, schedule.num_ranks, schedule.num_microbatches) if limit else None
-    return [*_find_faults(schedule), *(_find_excess(schedule, limits, costs) if limits else ())]
-
-
-def _find_faults(schedule: Schedule) -> Iterator[Finding]:
-    """All faults except memory."""
+    num_stages = schedule.placement.num_stages
 
     def dependencies(op: Op) -> Iterator[tuple[Op, ...]]:
-        yield from inputs(op, schedule.placement.num_stages)
+        yield from inputs(op, num_stages)
         if reload := reload_before(op):
             yield (reload,)
 
-    places = find_places(schedule.ops)
+    over = find_excess(schedule, memory_limit, costs)
+    return [*find_miscounted(schedule), *find_disordered(schedule.ops, dependencies), *over]
+
+
+def find_miscounted(schedule: Schedule) -> Iterator[Finding]:
+    """Ops that are missing, doubled, foreign or on a wrong rank."""
+    places: _Places = defaultdict(list)
+    for rank, ops in enumerate(schedule):
+        for position, op in enumerate(ops):
+            places[op].append((rank, position))
     yield from _find_misplaced(schedule, places)
     yield from islice(_find_missing(schedule, places), len(places) + _MOST_MISSING)
-    yield from find_disordered(schedule.ops, dependencies)
-    yield from find_deadlocks(schedule.ops, places, lambda op: inputs(op, schedule.placement.num_stages))
-
-
-def find_places(rows: Sequence[Sequence[N]]) -> dict[N, list[tuple[int, int]]]:
-    """The places of each item: rank and position, several if it is doubled."""
-    places: dict[N, list[tuple[int, int]]] = defaultdict(list)
-    for rank, row in enumerate(rows):
-        for position, item in enumerate(row):
-            places[item].append((rank, position))
-    return places
 
 
 def require_runnable(schedule: Schedule) -> None:
@@ -122,7 +121,7 @@ def require_valid(schedule: Schedule) -> None:
         raise ValueError("\n  ".join(lines))
 
 
-def _find_misplaced(schedule: Schedule, places: dict[Op, list[tuple[int, int]]]) -> Iterator[Finding]:
+def _find_misplaced(schedule: Schedule, places: _Places) -> Iterator[Finding]:
     """Ops in a wrong place: unknown, on another stage's rank, or doubled."""
     placement, microbatches = schedule.placement, schedule.num_microbatches
     for op, standing in places.items():
@@ -142,7 +141,7 @@ def _find_misplaced(schedule: Schedule, places: dict[Op, list[tuple[int, int]]])
                 yield Finding("doubled", rank, position, op, message)
 
 
-def _find_missing(schedule: Schedule, places: dict[Op, list[tuple[int, int]]]) -> Iterator[Finding]:
+def _find_missing(schedule: Schedule, places: _Places) -> Iterator[Finding]:
     """Missing ops. Every stage and microbatch needs one F and either one B or one I and one W."""
     for stage, rank in enumerate(schedule.placement.rank_of):
         for microbatch in range(schedule.num_microbatches):
@@ -158,12 +157,11 @@ def _find_missing(schedule: Schedule, places: dict[Op, list[tuple[int, int]]]) -
             elif len(halves) == 1:
                 lost = w if halves == [i] else i
                 yield Finding("missing", rank, None, lost, f"no rank runs it, but {halves[0]} is there")
-            yield from _find_lost_copies(rank, stage, microbatch, places)
+            if schedule.has_copies:
+                yield from _find_lost_copies(rank, stage, microbatch, places)
 
 
-def _find_lost_copies(
-    rank: int, stage: int, microbatch: int, places: dict[Op, list[tuple[int, int]]]
-) -> Iterator[Finding]:
+def _find_lost_copies(rank: int, stage: int, microbatch: int, places: _Places) -> Iterator[Finding]:
     """Copies of which one direction is missing, or copies for a W that the schedule does not have."""
     b = Op(stage, OpKind.B, microbatch)
     for there, back in zip(OFFLOADS, RELOADS, strict=True):
@@ -178,19 +176,61 @@ def _find_lost_copies(
 def find_disordered(
     rows: Sequence[Sequence[N]], dependencies: Callable[[N], Iterable[tuple[N, ...]]]
 ) -> Iterator[Finding]:
-    """Items before their dependencies in one rank's list."""
+    """Items before their dependencies in one rank's list, then the first ranks that wait for each other in a cycle.
+
+    An item that is missing or doubled has a separate finding. `dependencies` are groups, of which one item each has to
+    be over. They have the item's microbatch, and do not depend on it.
+    """
+    items: list[tuple[int, str, int]] = [*chain.from_iterable(rows)]
+    node_of = dict(zip(reversed(items), range(len(items) - 1, -1, -1), strict=True))
+    known: dict[tuple[int, str], list[list[tuple[int, str]]]] = {}
+    before: list[list[int]] = []
     for rank, row in enumerate(rows):
-        first = {item: position for position, item in reversed(list(enumerate(row)))}
-        for position, item in enumerate(row):
-            for choices in dependencies(item):
-                here = [first[choice] for choice in choices if choice in first]
-                if here and min(here) > position:
-                    message = f"it needs {row[min(here)]}, which comes later, at position {min(here)}"
-                    yield Finding("order", rank, position, item, message)
+        first, end = len(before), len(before) + len(row)
+        for node in range(first, end):
+            stage, kind, microbatch = items[node]
+            if (groups := known.get((stage, kind))) is None:
+                asked = dependencies(row[node - first])
+                groups = known[stage, kind] = [[(each[0], each[1]) for each in group] for group in asked]
+            waits = [node - 1] if node > first else []
+            for group in groups:
+                found = [node_of[each] for giver in group if (each := (*giver, microbatch)) in node_of]
+                here = [each for each in found if first <= each < end]
+                if here and min(here) > node:
+                    text = f"it needs {row[min(here) - first]}, which comes later, at position {min(here) - first}"
+                    yield Finding("order", rank, node - first, row[node - first], text)
+                elif found and not here:
+                    waits.append(min(found))
+            before.append(waits)
+    try:
+        Graph(list(range(len(items))), before).order  # noqa: B018 -- which raises if there is none
+    except CycleError as error:
+        yield _describe_cycle(rows, error.cycle[::-1])
 
 
-def _find_excess(schedule: Schedule, limits: Sequence[float], costs: CostModel) -> Iterator[Finding]:
+def _describe_cycle(rows: Sequence[Sequence[N]], cycle: Sequence[int]) -> Finding:
+    """The deadlock of a cycle of items, each of which waits for the next one."""
+    places = [(rank, position) for rank, row in enumerate(rows) for position in range(len(row))]
+    # The ops of one rank follow each other.
+    pairs = pairwise([places[node] for node in (*cycle, cycle[0])])
+    hops = [(one, other) for one, other in pairs if one[0] != other[0]]
+    first = hops.index(min(hops))
+    text = ", ".join(
+        f"rank {rank} (position {position}, {rows[rank][position]}) waits for {rows[giver][place]} on rank {giver}"
+        f" (position {place})"
+        for (rank, position), (giver, place) in (*hops[first:], *hops[:first])
+    )
+    rank, position = hops[first][0]
+    return Finding("deadlock", rank, position, rows[rank][position], text)
+
+
+def find_excess(
+    schedule: Schedule, memory_limit: MemoryLimitLike | None, costs: CostModel | None = None
+) -> Iterator[Finding]:
     """The first op of every rank that exceeds its limit."""
+    costs = as_cost_model((1, 1, 1) if costs is None else costs, schedule.placement)
+    parsed = MemoryLimit.parse(memory_limit)
+    limits = parsed.resolve(costs, schedule.num_ranks, schedule.num_microbatches) if parsed else ()
     # A row beyond the placement only contains ops that are in the wrong place.
     for rank, (ops, limit) in enumerate(zip(schedule, limits, strict=False)):
         held, holders = 0.0, dict[tuple[int, int], Op]()
@@ -208,39 +248,3 @@ def _find_excess(schedule: Schedule, limits: Sequence[float], costs: CostModel) 
                 message = f"its activations take {most:g}, the limit is {limit:g}; held by {ops_held}"
                 yield Finding("memory", rank, position, op, message)
                 break
-
-
-def find_deadlocks(
-    rows: Sequence[Sequence[N]],
-    places: Mapping[N, Sequence[tuple[int, int]]],
-    dependencies: Callable[[N], Iterable[tuple[N, ...]]],
-) -> Iterator[Finding]:
-    """The first ranks that wait for each other in a cycle. Only waiting between ranks counts.
-
-    `dependencies` are groups, of which one item each has to be over.
-    """
-    nodes = [(rank, position) for rank, row in enumerate(rows) for position in range(len(row))]
-    number = {place: n for n, place in enumerate(nodes)}
-    before = []
-    for rank, position in nodes:
-        known = (
-            [places[each][0] for each in choices if each in places] for choices in dependencies(rows[rank][position])
-        )
-        others = [min(choices) for choices in known if choices and all(place[0] != rank for place in choices)]
-        before.append([number[each] for each in [*([(rank, position - 1)] if position else []), *others]])
-    try:
-        Graph(nodes, before).order  # noqa: B018 -- which raises if there is none
-        return
-    except CycleError as error:
-        cycle = error.cycle[::-1]
-    # Each waits for the next one, and the ops of one rank follow each other.
-    hops = [(one, other) for one, other in pairwise([*cycle, cycle[0]]) if one[0] != other[0]]
-    first = hops.index(min(hops))
-    hops = hops[first:] + hops[:first]
-    text = ", ".join(
-        f"rank {rank} (position {position}, {rows[rank][position]}) waits for {rows[giver][place]} on rank {giver}"
-        f" (position {place})"
-        for (rank, position), (giver, place) in hops
-    )
-    rank, position = hops[0][0]
-    yield Finding("deadlock", rank, position, rows[rank][position], text)

@@ -40,18 +40,17 @@ def demo(steps: int) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="zbpipe-demo-") as folder:
             outcomes = run_demo(steps, Path(folder))
-        _echo(_compare(outcomes))
-        _echo(_announce_emulated())
+        click.echo("\n".join(_compare(outcomes)))
+        click.echo(
+            f"\nThe more ranks, the more bubble there is to fill. Here are {emulated.RANKS} ranks and"
+            f" {emulated.MICROBATCHES} microbatches: the processes, the messages and torch's executor are real, the"
+            f" computing is emulated. On each rank F, I and W sleep for {1e3 * emulated.SECONDS:.0f} ms each.\n"
+        )
         _show_emulated(emulated.emulate())
     except DemoError as error:
         raise click.ClickException(str(error)) from None
     # torch's ZBVZeroBubble is known to fail.
     raise SystemExit(int(any(_error(each) for name, each in outcomes.items() if name != "ZBVZeroBubble")))
-
-
-def _echo(lines: Iterator[str]) -> None:
-    for line in lines:
-        click.echo(line)
 
 
 def run_demo(
@@ -135,14 +134,6 @@ def _cells(schedule: str, rounds: Sequence[JobOutcome]) -> tuple[str, ...]:
     )
 
 
-def _announce_emulated() -> Iterator[str]:
-    yield (
-        f"\nThe more ranks, the more bubble there is to fill. Here are {emulated.RANKS} ranks and"
-        f" {emulated.MICROBATCHES} microbatches: the processes, the messages and torch's executor are real, the"
-        f" computing is emulated. On each rank F, I and W sleep for {1e3 * emulated.SECONDS:.0f} ms each.\n"
-    )
-
-
 def _show_emulated(found: Sequence[Emulated]) -> None:
     """Print a table of measured and simulated times, and the last schedule's picture: planned above measured."""
     from zbpipe.views.report import longer, table
@@ -160,7 +151,7 @@ def _show_emulated(found: Sequence[Emulated]) -> None:
         )
         for each in found
     ]
-    _echo(iter(table(head, rows, left=2)))
+    click.echo("\n".join(table(head, rows, left=2)))
     for what, timeline in (("planned", shown.planned), ("measured", shown.measured)):
         click.echo(f"\n{shown.schedule} as {what}, {number(timeline.makespan)} s:")
         timeline.show()

@@ -75,7 +75,13 @@ def run_to_end(command: Sequence[str], log: Path, threads: int, timeout: float) 
         except subprocess.TimeoutExpired:
             return None
         finally:
-            _end(process)
+            if process.poll() is None:
+                process.terminate()  # torchrun passes the signal on to its ranks
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=10)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def write_steps(logger: Any, file: Path) -> None:
@@ -105,17 +111,6 @@ def demo_arguments(folder: Path, model: str) -> list[str]:
         *("--lr_scheduler.warmup_steps", "2", "--lr_scheduler.decay_ratio", "0.8"),
         *("--job.dump_folder", str(folder), "--metrics.log_freq", "1", "--metrics.disable_color_printing"),
     ]
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End torchrun and its ranks, whatever they are doing."""
-    if process.poll() is None:
-        process.terminate()  # torchrun passes the signal on to its ranks
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=10)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def first_error(folder: Path) -> str:

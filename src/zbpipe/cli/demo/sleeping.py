@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,15 +19,11 @@ from torch.autograd.graph import Node
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.costs.model import CostModel
+from zbpipe.runtime._torch.hooks import HookOrder, hook
 from zbpipe.runtime.build import build_pipeline_schedule
 from zbpipe.schedule.ir import Op, OpKind
 from zbpipe.schedule.registry import resolve
 
-_METHODS = {
-    OpKind.F: "forward_one_chunk",
-    OpKind.B: "backward_one_chunk",  # and I
-    OpKind.W: "backward_weight_one_chunk",
-}
 _LATE = 1e-4
 """Usual delay of `time.sleep` in seconds. Spinning takes no longer than that, because cores are few."""
 
@@ -82,22 +77,6 @@ class Ran(NamedTuple):
     """Kind (F, I, W) and seconds of each sleep."""
 
 
-def follow(stage: PipelineStage, ran: list[Ran]) -> None:
-    """Record in `ran` each op that `stage` runs from now on."""
-    layer = cast(SleepingLayer, stage.submod)
-
-    def run_followed(run: Callable[..., Any], usual: OpKind, microbatch: int, *args: Any, **kwargs: Any) -> Any:
-        kind = OpKind.I if kwargs.get("full_backward") is False else usual
-        layer.slept = []
-        start = time.monotonic()
-        result = run(microbatch, *args, **kwargs)
-        ran.append(Ran(Op(stage.stage_index, kind, microbatch), start, time.monotonic(), tuple(layer.slept)))
-        return result
-
-    for kind, method in _METHODS.items():
-        setattr(stage, method, partial(run_followed, getattr(stage, method), kind))
-
-
 def check(ran: Sequence[Ran], ops: Sequence[Op], costs: CostModel, torchs_split: bool) -> None:
     """Raise unless exactly `ops` ran, in this order, and each slept for its own kinds, once and long enough.
 
@@ -120,8 +99,8 @@ class Runner:
         rank, ranks, last = dist.get_rank(), dist.get_world_size(), costs.num_stages - 1
         algorithm = resolve(source)
         indices = algorithm.place(ranks).stages_on(rank)
-        layers = {index: SleepingLayer() for index in indices}
-        stages = [PipelineStage(layer, i, costs.num_stages, torch.device("cpu")) for i, layer in layers.items()]
+        self._layers = {index: SleepingLayer() for index in indices}
+        stages = [PipelineStage(layer, i, costs.num_stages, torch.device("cpu")) for i, layer in self._layers.items()]
         self.torchs = algorithm.source == "torch"
         options: dict[str, Any] = {} if self.torchs else {"costs": costs, "receives": receives}
         self.schedule = build_pipeline_schedule(algorithm, stages, microbatches, mean_loss, **options)
@@ -131,21 +110,28 @@ class Runner:
         """Ops of the last step."""
         self.start = 0.0
         """Start of the last step, in seconds of `time.monotonic`."""
-        for stage in stages:
-            follow(stage, self.ran)
         batch = torch.ones(microbatches, 1)
         self.arguments = [batch] if 0 in indices else []
         self.target = batch if last in indices else None
         self._run()  # without sleep: shapes, and whatever else the first step prepares
-        for index, layer in layers.items():
+        for index, layer in self._layers.items():
             layer.seconds = {kind: costs.of(index, kind).seconds for kind in layer.seconds}
 
     def seconds(self) -> float:
         """Run one step; returns the seconds from a common start to the end of the last rank."""
         self.ran.clear()
-        self.start, seconds = run_together(self._run)
+        with hook(self.schedule, HookOrder.RECORD, self._follow):
+            self.start, seconds = run_together(self._run)
         check(self.ran, self.ops, self.costs, self.torchs)
         return seconds
+
+    def _follow(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+        op, layer, start = Op(stage, OpKind(kind), microbatch), self._layers[stage], time.monotonic()
+        layer.slept = []
+        result = compute()
+        if not self.ran or self.ran[-1].op != op:  # else this is the loss, for hooks one more F
+            self.ran.append(Ran(op, start, time.monotonic(), tuple(layer.slept)))
+        return result
 
     def _run(self) -> None:
         self.schedule.step(*self.arguments, target=self.target, return_outputs=False)
@@ -159,18 +145,12 @@ def run_together(run: Callable[[], None]) -> tuple[float, float]:
     """Run one step on all ranks; returns their common start (of `time.monotonic`) and the seconds that it took."""
     gc.collect()
     gc.disable()  # as trainers do: they collect garbage between steps
-    start = _common_start()
-    sleep_until(start)
+    dist.barrier()
+    begin = torch.tensor([time.monotonic() + 0.02], dtype=torch.float64)  # all ranks share one clock
+    dist.broadcast(begin, 0)
+    sleep_until(start := begin.item())
     run()
     taken = torch.tensor([time.monotonic() - start], dtype=torch.float64)
     gc.enable()
     dist.all_reduce(taken, dist.ReduceOp.MAX)
     return start, taken.item()
-
-
-def _common_start() -> float:
-    """A time a little ahead, the same on all ranks, which share one clock."""
-    dist.barrier()
-    start = torch.tensor([time.monotonic() + 0.02], dtype=torch.float64)
-    dist.broadcast(start, 0)
-    return start.item()

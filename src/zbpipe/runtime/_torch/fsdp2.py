@@ -81,18 +81,15 @@ def owes_reduction(module: nn.Module) -> bool:
 
 def settle_gradients(module: nn.Module) -> None:
     """Pass gradients that W has added to the `.grad` of unsharded parameters to FSDP2."""
-    for group in list_groups(module):
-        settle_group(group)
-
-
-def settle_group(group: Any) -> None:
-    """The same for one of FSDP2's groups of parameters."""
     # Older versions (torch 2.13) take them only at the end of a backward. They keep the sum in a separate attribute, in
     # the dtype of the reduction.
-    if _HAS_SEPARATE_SUMS:
-        for parameter in list_unsharded(group):
-            parameter.accumulate_unsharded_grad_if_needed()
-            parameter.to_accumulated_grad_if_needed()
+    _settle(_list_with_separate_sums(module))
+
+
+def _settle(parameters: Iterable[Any]) -> None:
+    for each in parameters:
+        each.accumulate_unsharded_grad_if_needed()
+        each.to_accumulated_grad_if_needed()
 
 
 def find_separate_sums(module: nn.Module) -> dict[int, Tensor]:
@@ -266,7 +263,7 @@ def reduce(unit: Unit) -> None:
     """Start the reduction of the unit's gradients, on FSDP2's own streams, and free its gathered parameters."""
     # FSDP2 expects the last group of a module first.
     for group in reversed(unit.groups):
-        settle_group(group)
+        _settle(list_unsharded(group) if _HAS_SEPARATE_SUMS else ())
         group.post_backward()
 
 

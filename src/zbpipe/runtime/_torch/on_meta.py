@@ -1,7 +1,8 @@
-"""Ops that are fused on a GPU, also fused on the meta device, and the operations of attention."""
+"""A layer on the meta device: ops that a GPU fuses, FLOPs of attention, and bytes of tensors, also on the CPU."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from zbpipe.runtime._torch.attributes import replaced
 
@@ -76,3 +79,45 @@ def fuse_on_meta() -> Iterator[None]:
     """Context in which attention and norms are one op each on the meta device, as on a GPU."""
     with replaced(F, scaled_dot_product_attention=_attention, rms_norm=_norm):
         yield
+
+
+class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts from 0 at its entry. Older tensors are not counted.
+
+    It sees the result of every operator, counts each storage once, and subtracts it when the storage is freed.
+    Temporary memory inside a kernel is not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.live = 0
+        self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        # Results may be arguments or views of arguments, also of arguments older than this meter.
+        for storage in _list_storages((args, kwargs)):
+            self._know(storage, 0)
+        result = func(*args, **kwargs)
+        for storage in _list_storages(result):
+            self._know(storage, storage.nbytes())
+        self.peak = max(self.peak, self.live)
+        return result
+
+    def _know(self, storage: torch.UntypedStorage, size: int) -> None:
+        # A storage has one Python object for its whole life, so the object's id and its end are the storage's.
+        if id(storage) not in self._known:
+            self._known.add(id(storage))
+            self.live += size
+            weakref.finalize(storage, self._forget, id(storage), size)
+
+    def _forget(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self.live -= size
+
+
+def _list_storages(values: Any) -> list[torch.UntypedStorage]:
+    return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]

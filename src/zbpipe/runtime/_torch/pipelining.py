@@ -62,6 +62,9 @@ _SETS_UP_ANEW = hasattr(_PipelineSchedule, "_initialize_pp_stages")
 class OwnRuntime(_PipelineScheduleRuntime):
     """Base class of zbpipe's schedules: torch's runtime, with public names for the private methods to override."""
 
+    _optimizer_step: Any = None
+    """The `zbpipe.OptimizerStep` that validates this schedule's gradients."""
+
     def __init__(
         self,
         stages: Sequence[_PipelineStageBase],
@@ -86,7 +89,9 @@ class OwnRuntime(_PipelineScheduleRuntime):
         return [own(stage) for stage in self._stages]
 
     def finish_optimizer_step(self) -> None:
-        """Wait until an earlier optimizer step is complete."""
+        """Wait until the last optimizer step is validated."""
+        if self._optimizer_step is not None:
+            self._optimizer_step.finish()
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """Infer shapes by torch's run of the stages, before the first step and between training and evaluation."""
@@ -169,20 +174,16 @@ def _require_scalars(loss_fn: Callable[..., Any], last: _PipelineStageBase) -> C
     @wraps(loss_fn)
     def compute(*args: Any, **kwargs: Any) -> Any:
         loss = loss_fn(*args, **kwargs)
-        return _scalar(loss) if last.has_backward else loss
+        if not last.has_backward or (isinstance(loss, Tensor) and loss.numel() == 1):
+            return loss
+        found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(
+            f"loss_fn returned {found}, but training needs a tensor with a single number: return the loss alone, as"
+            " loss.mean() or loss.sum(), and keep other values in a list of your own (loss_fn is called once a"
+            " microbatch, and once before the first step)"
+        )
 
     return compute
-
-
-def _scalar(loss: Any) -> Tensor:
-    if isinstance(loss, Tensor) and loss.numel() == 1:
-        return loss
-    found = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-    raise ValueError(
-        f"loss_fn returned {found}, but training needs a tensor with a single number: return the loss alone, as"
-        " loss.mean() or loss.sum(), and keep other values in a list of your own (loss_fn is called once a microbatch,"
-        " and once before the first step)"
-    )
 
 
 def device_of(stage: _PipelineStageBase) -> torch.device:

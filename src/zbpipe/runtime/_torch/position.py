@@ -7,9 +7,8 @@ sometimes crashes the process (on Python 3.11, with torch 2.13 and 2.14).
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
 from typing import Any
 
 import torch.distributed as dist
@@ -50,13 +49,21 @@ class Position:
     def follow(self, runtime: _PipelineScheduleRuntime) -> Iterator[None]:
         """Context for the executor's run of `runtime`'s lists."""
         lists, rank = runtime.pipeline_order_with_comms, runtime.rank
-        runtime.pipeline_order_with_comms = {**lists, rank: _Row(lists[rank], self)}
+        row = lists[rank]
+        runtime.pipeline_order_with_comms = {**lists, rank: Row(row[:], lambda: self._walk(row))}
         self.begun, self.action, self._awaited = 0, None, (0, ())
         try:
             yield
         finally:
             runtime.pipeline_order_with_comms = lists
             self._awaited = 0, ()
+
+    def _walk(self, row: Sequence[_Action]) -> Iterator[_Action]:
+        for self.begun, self.action in enumerate(row, 1):
+            if self.is_stopped:
+                raise StoppedError
+            yield self.action
+        self.begun += 1
 
 
 class Receives(dict[tuple[int, int], list[dist.Work]]):
@@ -71,25 +78,19 @@ class Receives(dict[tuple[int, int], list[dist.Work]]):
         return messages
 
 
-class _Row(list[_Action]):
-    """A rank's actions, which torch's executor iterates once."""
+class Row(list[_Action]):
+    """A rank's actions, which torch's executor iterates once: as `walk` yields them."""
 
-    def __init__(self, row: list[_Action], position: Position) -> None:
-        super().__init__(row[:])  # not iterated, because iteration may have side effects
-        self._row = row
-        self._position = position
+    def __init__(self, row: Sequence[_Action], walk: Callable[[], Iterator[_Action]]) -> None:
+        super().__init__(row)
+        self._walk = walk
 
     def __iter__(self) -> Iterator[_Action]:
-        position = self._position
-        for position.begun, position.action in enumerate(self._row, 1):
-            if position.is_stopped:
-                raise StoppedError
-            yield position.action
-        position.begun += 1
+        return self._walk()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> list[_Action]:
-        """Torch copies the lists to print them when an action fails."""
-        return deepcopy(self._row, memo)
+        """Torch copies the lists to print them when an action fails. A walk may have side effects."""
+        return self[:]
 
 
 def find_failure(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:

@@ -2,40 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from torch.distributed.pipelining.schedules import _Action, _wait_batch_p2p
 
 from zbpipe.runtime._torch.fsdp2 import free_all
 from zbpipe.runtime._torch.pipelining import OwnRuntime, actions_of
+from zbpipe.runtime._torch.position import Row
 from zbpipe.simulator.post_validation import RunAhead
 
 
 class _StepIsVoidError(Exception):
     """The actions that ran ahead do not count."""
-
-
-class _CutList(list[_Action]):
-    """All actions of a rank. torch's executor iterates it once: first the actions that run ahead, then those allowed by
-    the verdict."""
-
-    def __init__(
-        self, before: Sequence[_Action], after: Sequence[_Action], drain: Sequence[_Action], verdict: Callable[[], bool]
-    ) -> None:
-        super().__init__((*before, *after))
-        self._before = before
-        self._after = after
-        self._drain = drain
-        self._verdict = verdict
-
-    def __iter__(self) -> Iterator[_Action]:
-        yield from self._before
-        if self._verdict():
-            yield from self._after
-            return
-        yield from self._drain
-        # The executor's loop does not expect an error from its list, so it neither logs it nor reports a failure.
-        raise _StepIsVoidError
 
 
 def run_ahead(runtime: OwnRuntime, cut: RunAhead, verdict: Callable[[], bool], run: Callable[[], None]) -> bool:
@@ -46,8 +24,17 @@ def run_ahead(runtime: OwnRuntime, cut: RunAhead, verdict: Callable[[], bool], r
     """
     lists, rank = runtime.pipeline_order_with_comms, runtime.rank
     before, after, drain = (actions_of(rows[rank]) for rows in (cut.before, cut.after, cut.drain))
-    cut_list = _CutList(before, after, drain, verdict)
-    runtime.pipeline_order_with_comms = {**lists, rank: cut_list}
+
+    def walk() -> Iterator[_Action]:
+        yield from before
+        if verdict():
+            yield from after
+            return
+        yield from drain
+        # The executor's loop does not expect an error from its list, so it neither logs it nor reports a failure.
+        raise _StepIsVoidError
+
+    runtime.pipeline_order_with_comms = {**lists, rank: Row([*before, *after], walk)}
     try:
         run()
     except _StepIsVoidError:
@@ -68,4 +55,7 @@ def _forget_step(runtime: OwnRuntime) -> None:
         work.finish_gathering()
         free_all(stage.submod)  # FSDP's gathered weights belong to the step that does not count
         runtime.unsharded_stages.discard(stage.stage_index)
-        work.forget_step()
+        stage.clear_runtime_states()
+        for left in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
+            left.clear()
+        work.messages.release_receives()

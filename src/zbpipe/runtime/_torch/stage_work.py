@@ -128,15 +128,6 @@ class OwnWork(StageWork):
         if loss is not None and not loss._is_view():
             loss.detach_()
 
-    def forget_step(self) -> None:
-        """Reset the stage to its state before a step that does not count."""
-        stage = self.stage
-        self.finish_gathering()
-        stage.clear_runtime_states()
-        for left in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
-            left.clear()
-        self.messages.release_receives()
-
     def clear_runtime_states(self) -> None:
         self.is_reducing = False
         self.torchs.clear_runtime_states()
@@ -160,8 +151,10 @@ class OwnWork(StageWork):
     @property
     def reduces_early(self) -> bool:
         """Whether FSDP2 starts to reduce gradients in the last W or B."""
-        # A framework may set its own backward after the schedule was built.
-        return self.overlaps_fsdp and self.is_reduced and not self.own_backward and not self._has_own_reduction
+        # A framework may set its own backward after the schedule was built, or replace what torch does in REDUCE_GRAD.
+        own = self._find_method("perform_reduce_grad")
+        is_torchs = getattr(own, "__func__", None) is _PipelineStageBase.perform_reduce_grad
+        return self.overlaps_fsdp and self.is_reduced and not self.own_backward and is_torchs
 
     @property
     def own_backward(self) -> str:
@@ -170,23 +163,12 @@ class OwnWork(StageWork):
         is_torchs = own == type(self.stage).backward_maybe_with_nosync.__get__(self.stage)
         return "" if is_torchs else getattr(own, "__qualname__", repr(own))
 
-    @property
-    def _has_own_reduction(self) -> bool:
-        """Whether a framework or a user replaces what torch does in REDUCE_GRAD."""
-        own = self._find_method("perform_reduce_grad")
-        return getattr(own, "__func__", None) is not _PipelineStageBase.perform_reduce_grad
-
     def _find_method(self, name: str) -> Any:
         """The method of torch's, a framework's or a user's stage."""
         found = getattr(self.stage, name)
         if isinstance(found, Routed):
             (found,) = found.args
         return getattr(self.torchs, name) if found == getattr(self, name) else found
-
-    def end_backward(self, is_last: bool) -> None:
-        """Call a framework's backward after a W, for the work that follows a W."""
-        nothing: dict[str, Any] = {"stage_output": (), "param_groups": []}
-        self.stage.backward_maybe_with_nosync("weight", nothing, last_backward=is_last)
 
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from zbpipe.runtime._torch import autograd, on_meta, storage_meter
+from zbpipe.runtime._torch import autograd, on_meta
 from zbpipe.runtime.split import graph_products
 from zbpipe.runtime.split.deferring_layers import defer_weights
 from zbpipe.runtime.split.last_w import accumulate
@@ -120,7 +120,7 @@ def _measure(
     """Kept and peak bytes of F, then of I. Without `gradients`, of a whole backward instead of I."""
     x = x.detach().requires_grad_(x.requires_grad)
     own = _size(x)
-    with storage_meter.StorageMeter() as meter:
+    with on_meta.StorageMeter() as meter:
         y = module(x, *args)
         most_in_f, kept_by_f = meter.peak, meter.live - _size(y)
         given = torch.empty_like(y)

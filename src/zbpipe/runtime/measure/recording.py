@@ -198,7 +198,10 @@ class _Recorder:
     def _around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         op = Op(stage, OpKind(kind), microbatch)
         start = self._mark()
-        with self._allocated.within_op(op) if self._allocated and self._is_watched(op) else nullcontext():
+        # The very first microbatch allocates `.grad`.
+        is_late = microbatch >= min(1, pipelining.num_microbatches(self._schedule) - 1)
+        is_watched = self._allocated and is_late and self._watched.setdefault((stage, op.kind), op) == op
+        with self._allocated.within_op(op) if self._allocated and is_watched else nullcontext():
             result = compute()
         # The loss comes as a second F of the last stage.
         first, _ = self._marks.get(op, (start, None))
@@ -215,12 +218,6 @@ class _Recorder:
         event = self._device.new_event(timed=True)
         event.record()
         return event
-
-    def _is_watched(self, op: Op) -> bool:
-        # The very first microbatch allocates `.grad`.
-        if op.microbatch < min(1, pipelining.num_microbatches(self._schedule) - 1):
-            return False
-        return self._watched.setdefault((op.stage, op.kind), op) == op
 
     def record(self) -> StepRecord:
         def seconds(mark: torch.Event) -> float:

@@ -116,7 +116,11 @@ class OptimizerStep:
             )
         _refuse_scalers(optimizers, clip, step, pipelining.loss_fn_of(schedule))
         self._optimizers = _as_tuple(optimizers)
-        _refuse_what_cannot_step_again(self._optimizers)
+        for each in self._optimizers:
+            if isinstance(each, LBFGS):
+                raise ValueError("OptimizerStep cannot step LBFGS, which runs the model itself: use its own step")
+            if getattr(each, "grad_scale", None) is not None or getattr(each, "found_inf", None) is not None:
+                raise ValueError(_NO_SCALER)
         if max_norm is None:
             raise ValueError("max_norm=None is not a limit: give a number above 0, or math.inf for no clipping")
         checks.require_above_0("max_norm", max_norm)
@@ -188,7 +192,12 @@ class OptimizerStep:
             it, it is the cause of a PipelineError.
         """
         self.finish()
-        self._refuse_sparse_gradients()
+        for each in self._parameters:
+            if each.grad is not None and each.grad.is_sparse:
+                raise ValueError(
+                    f"a parameter of shape {tuple(each.shape)} has a sparse gradient, whose norm torch does not"
+                    " compute: use sparse=False in its layer, or the optimizer's own step"
+                )
         self._number += 1
         if not self._validates:
             norm = self._clip() if now else None
@@ -283,14 +292,6 @@ class OptimizerStep:
         for each in self._parameters:
             each.grad = None
 
-    def _refuse_sparse_gradients(self) -> None:
-        for each in self._parameters:
-            if each.grad is not None and each.grad.is_sparse:
-                raise ValueError(
-                    f"a parameter of shape {tuple(each.shape)} has a sparse gradient, whose norm torch does not"
-                    " compute: use sparse=False in its layer, or the optimizer's own step"
-                )
-
     def _count(self, which: str) -> None:
         self.counts = replace(self.counts, **{which: getattr(self.counts, which) + 1})
 
@@ -312,14 +313,6 @@ def _refuse_scalers(*where: object) -> None:
                 known = getclosurevars(function)
                 used += [*known.nonlocals.values(), *known.globals.values()]
         if any(isinstance(one, torch.amp.GradScaler) and one.is_enabled() for one in used):
-            raise ValueError(_NO_SCALER)
-
-
-def _refuse_what_cannot_step_again(optimizers: Sequence[Optimizer]) -> None:
-    for each in optimizers:
-        if isinstance(each, LBFGS):
-            raise ValueError("OptimizerStep cannot step LBFGS, which runs the model itself: use its own step")
-        if getattr(each, "grad_scale", None) is not None or getattr(each, "found_inf", None) is not None:
             raise ValueError(_NO_SCALER)
 
 

@@ -260,6 +260,7 @@ class StepFailures:
             PipelineError: the step failed on this rank, or earlier on another one. KeyboardInterrupt and SystemExit
             pass unchanged.
         """
+        self._board.begin_messages()
         try:
             with self._progress.follow(schedule):
                 yield

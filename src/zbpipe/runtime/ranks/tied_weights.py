@@ -56,7 +56,12 @@ def warn_if_parted(stages: Sequence[pipelining.Stage], placement: Placement) -> 
     mine = _Description(
         _find_weights(stages[0].submod, (nn.Embedding,)) if stages[0].is_first else {},
         _find_weights(stages[-1].submod, (nn.Embedding, nn.Linear)) if stages[-1].is_last else {},
-        any(_says_tied(stage.submod) for stage in stages if stage.is_first or stage.is_last),
+        any(
+            plain_attribute(plain_attribute(part, "config"), "tie_word_embeddings") is True
+            for stage in stages
+            if stage.is_first or stage.is_last
+            for part in stage.submod.modules()
+        ),
     )
     descriptions = [mine] * placement.num_ranks
     dist.all_gather_object(descriptions, mine, group=group)
@@ -103,8 +108,3 @@ def _compute_digest(weight: Tensor) -> bytes | None:
         return None
     about = repr((tuple(local.shape), local.dtype, values.tolist()))
     return sha256(about.encode()).digest()
-
-
-def _says_tied(module: nn.Module) -> bool:
-    configs = (plain_attribute(part, "config") for part in module.modules())
-    return any(plain_attribute(config, "tie_word_embeddings") is True for config in configs)

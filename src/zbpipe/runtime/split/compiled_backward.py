@@ -8,9 +8,9 @@ computes the same gradients from the factors at any time.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from copy import deepcopy
 from functools import partial
+from operator import or_
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -42,12 +42,8 @@ _COLLECTIVES = ("_c10d_functional", "symm_mem")
 _CONVOLUTION = _aten.convolution_backward.default
 
 
-def cut_backwards() -> AbstractContextManager[None]:
-    """Context in which torch compiles backwards in two parts."""
-    return compiler.replace_compilation(_compile)
-
-
-def _compile(module: Any, args: Sequence[Any], *more: Any, **options: Any) -> Any:
+def compile_in_parts(module: Any, args: Sequence[Any], *more: Any, **options: Any) -> Any:
+    """torch's compilation of a region, with its backward in two parts."""
     given = module.graph.find_nodes(op="placeholder") if isinstance(module, GraphModule) else ()
     examples = [getattr(node.meta.get("grapharg"), "example", None) for node in given]
     weights = {
@@ -167,20 +163,13 @@ class _WeightGradient:
 
 class _Mode:
     # Not one for each thread: autograd runs the backward of CUDA ops in its own threads.
-    defers = is_whole = False
+    defers = False
+    """Whether compiled backwards return a `LazyTensor` for each gradient that can wait."""
+    is_whole = False
+    """Whether backwards run as torch compiles them, in one part."""
 
 
-_mode = _Mode()
-
-
-def deferring() -> AbstractContextManager[None]:
-    """Context in which compiled backwards return a `LazyTensor` for each gradient that can wait."""
-    return replaced(_mode, defers=True)
-
-
-def as_torch_compiles() -> AbstractContextManager[None]:
-    """Context in which backwards run as torch compiles them, in one part."""
-    return replaced(_mode, is_whole=True)
+mode = _Mode()
 
 
 class _Backward:
@@ -199,7 +188,7 @@ class _Backward:
         self.products = {each.argument: each.flops for part in parts for each in part.gradients}
 
     def __call__(self, args: list[Any]) -> Any:
-        if _mode.is_whole:
+        if mode.is_whole:
             if self._whole is None:
                 self._whole = self._compile_whole()
             return _run_boxed(self._whole, args)
@@ -210,17 +199,13 @@ class _Backward:
             kept: dict[int, Tensor] = {}
             for number, (place, _, like, _) in enumerate(part.gradients):
                 run = _WeightGradient(part, number, kept)
-                defers = _mode.defers and _is_static(like)
-                results[place] = postpone(run, own, like) if defers else run(*own)
+                is_static = all(isinstance(size, int) for size in (*like.shape, *like.stride()))
+                results[place] = postpone(run, own, like) if mode.defers and is_static else run(*own)
         return results
 
 
 def _run_boxed(run: Callable[..., Any], args: list[Any]) -> Any:
     return run(args) if getattr(run, "_boxed_call", False) else run(*args)
-
-
-def _is_static(like: Tensor) -> bool:
-    return all(isinstance(size, int) for size in (*like.shape, *like.stride()))
 
 
 def find_compiled_products(node: Any) -> Mapping[int, float] | None:
@@ -307,9 +292,6 @@ class _Taken(NamedTuple):
     products: set[Node]
     factors: dict[Node, None]
 
-    def with_all_of(self, other: _Taken) -> _Taken:
-        return _Taken(self.nodes | other.nodes, self.products | other.products, self.factors | other.factors)
-
 
 class _Found:
     """Nodes of a backward that only weight gradients need."""
@@ -385,7 +367,7 @@ def _join(taken: Mapping[int, _Taken]) -> list[tuple[list[int], _Taken]]:
         for group in [each for each in groups if not own.products.isdisjoint(each[1].products)]:
             groups.remove(group)
             places = [*group[0], *places]
-            joined = group[1].with_all_of(joined)
+            joined = _Taken(*map(or_, group[1], joined))
         groups.append((places, joined))
     return groups
 

@@ -16,17 +16,17 @@ from torch.distributed.tensor import DTensor
 from zbpipe.runtime._torch import autograd, fsdp2, tensor_data
 from zbpipe.runtime._torch.attributes import declares
 from zbpipe.runtime.split import sources
-from zbpipe.runtime.split.extra_arguments import ExtraArguments, swap
 from zbpipe.runtime.split.functions import Functions
+from zbpipe.runtime.split.lazy_products import map_leaves
 from zbpipe.runtime.split.products import (
     FROM_BACKWARD,
+    ExtraArguments,
     PendingGradient,
     Target,
     WeightProduct,
     WholeProduct,
     count_inner,
     is_apply,
-    name_of,
 )
 from zbpipe.runtime.split.torchs_products import PRODUCTS, Factors, Reader
 from zbpipe.runtime.split.weight_gradients import Checks, Sharing, WeightGradients
@@ -85,23 +85,21 @@ class Deferral:
         """`function(*args, **kwargs)`. If this is a product with a weight of the layer's, the gradient can wait."""
         place = self._places.get(function)
         if place is not None and place < len(args):
-            plan = self.plans.get((function, id(args[place]))) or self._find_plan_of_view(function, args[place])
+            plan = self.plans.get((function, id(weight := args[place])))
+            if plan is None and type(weight) is Tensor and (view := tensor_data.identify_view(weight)) is not None:
+                plan = self.plans.get((function, *view))
             if plan is not None and plan.fits(args, kwargs):
-                return plan.rule.multiply(function, args, kwargs, args[plan.x], args[place], plan.bias)
+                return plan.rule.multiply(function, args, kwargs, args[plan.x], weight, plan.bias)
         for factors in _read(self.products.get(function), args, kwargs):
             target = self._find_target(factors, function)
             if target is not None:
                 return self._multiply(function, args, kwargs, factors, target)
-        if not self.is_caught and self._may_call_functions(args):
+        # The products of a weight of another class, such as a quantised one, may be autograd Functions.
+        others = (each for each in args[1:2] if isinstance(each, Tensor) and type(each) not in sources.PLAIN)
+        if not self.is_caught and any(map(self.owns, others)):
             self.has_run = True
             return self.functions.watch(self, function, args, kwargs)
         return function(*args, **kwargs)
-
-    def _may_call_functions(self, args: Sequence[Any]) -> bool:
-        """Whether the weight is of a class whose products may be autograd Functions, such as a quantised one."""
-        return any(
-            isinstance(each, Tensor) and type(each) not in sources.PLAIN and self.owns(each) for each in args[1:2]
-        )
 
     def _multiply(
         self,
@@ -123,10 +121,6 @@ class Deferral:
         if not factors.more and function in PRODUCTS:
             self._plan(function, args, kwargs, factors, bias, rule)
         return y
-
-    def _find_plan_of_view(self, function: Callable[..., Any], weight: Any) -> _Plan | None:
-        key = tensor_data.identify_view(weight) if type(weight) is Tensor else None
-        return None if key is None else self.plans.get((function, *key))
 
     def _plan(
         self,
@@ -176,11 +170,6 @@ class Deferral:
             return compiled(*args, **kwargs)
         self.has_run = True
         return self.functions.watch(self, compiled, args, kwargs)
-
-    def note_call(self, function: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Note the name of a function that is called with one of the layer's weights."""
-        if function not in self.deferrable and any(isinstance(each, Tensor) and self.owns(each) for each in args):
-            self.called[name_of(function)] = None
 
     def declares(self, function: Callable[..., Any]) -> bool:
         """Whether the layer itself declares this product."""
@@ -239,10 +228,12 @@ class Deferral:
         made = pending.weight if isinstance(pending.weight, sources.Made) else None
         if made is not None and any(map(autograd.will_run, made.nodes)):  # this backward frees what W needs
             return True
-        leaves = (sources.find_leaf(pending.weight),) if made is None else made.leaves
-        if all(leaf is not None and not leaf.requires_grad for leaf in leaves):  # frozen since: autograd adds nothing
+        is_frozen = True
+        for leaf in (sources.find_leaf(pending.weight),) if made is None else made.leaves:
+            is_frozen &= leaf is not None and not leaf.requires_grad
+            hooked |= leaf is not None and autograd.has_hooks(leaf)
+        if is_frozen:  # since F: autograd adds nothing
             return False
-        hooked |= any(leaf is not None and autograd.has_hooks(leaf) for leaf in leaves)
         if not wanted or hooked or self.stays_in_i or torch.is_grad_enabled():
             return True
         return not self.gradients.defer(pending, self.checks)
@@ -342,13 +333,14 @@ class _Rule(NamedTuple):
         """The product, whose weight gradient can wait; None if its result is no tensor."""
         if self.is_cast and autograd.any_autocast() and (dtype := _choose_dtype(x)) != x.dtype:
             given, x = x, _SharedCast.apply(x, dtype, self.deferral)
-            args, kwargs = swap(args, {id(given): x}), swap(kwargs, {id(given): x})
+            args, kwargs = map_leaves((args, kwargs), lambda leaf: x if leaf is given else leaf)
         if self.is_whole:
             return _DeferredWhole.apply(
                 x, weight, bias, self, partial(function, **kwargs) if kwargs else function, args
             )
-        constant = {id(weight): weight.detach()}
-        y = function(*swap(args, constant), **swap(kwargs, constant))
+        constant = weight.detach()
+        args, kwargs = map_leaves((args, kwargs), lambda leaf: constant if leaf is weight else leaf)
+        y = function(*args, **kwargs)
         if not isinstance(y, Tensor):
             return None
         leaves = self.target.leaves if isinstance(self.target, sources.Made) else (weight,)

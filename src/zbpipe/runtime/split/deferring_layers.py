@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from zbpipe.runtime._torch import autograd, compiler, fsdp2
 from zbpipe.runtime._torch.attributes import declares, replaced
 from zbpipe.runtime.split.deferral import Deferral
-from zbpipe.runtime.split.products import FROM_BACKWARD, LINEAR, WeightProduct, is_apply
+from zbpipe.runtime.split.products import FROM_BACKWARD, LINEAR, WeightProduct, is_apply, name_of
 from zbpipe.runtime.split.torchs_products import COMPOSITES, PRODUCTS, Reader, read_declared
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 
@@ -111,7 +111,12 @@ def _owns_matrices(layer: nn.Module) -> bool:
 def _read_declared_products(layer: nn.Module) -> Mapping[Callable[..., Any], Reader]:
     products: Any = layer.weight_products
     pairs = products.items() if isinstance(products, Mapping) else [(None, products)]
-    if not all(callable(function) and _is_gradient(each, function) for function, each in pairs):
+    if not all(
+        is_apply(function)
+        if each is FROM_BACKWARD
+        else callable(function) and (isinstance(each, WeightProduct) or callable(each))
+        for function, each in pairs
+    ):
         raise ValueError(
             f"weight_products of {type(layer).__name__} has to be a mapping of functions to the gradients of their"
             " weights, such as {torch.bmm: lambda dy, x: x.mT @ dy} or {MyFunction.apply: FROM_BACKWARD}, or {} for a"
@@ -125,12 +130,6 @@ def _read_declared_products(layer: nn.Module) -> Mapping[Callable[..., Any], Rea
         for function, each in products.items()
         if not (function is F.linear and each is LINEAR) and each is not FROM_BACKWARD
     }
-
-
-def _is_gradient(declared: object, function: object) -> bool:
-    if declared is FROM_BACKWARD:
-        return is_apply(function)
-    return isinstance(declared, WeightProduct) or callable(declared)
 
 
 def deferral_of(layer: nn.Module) -> Deferral:
@@ -243,7 +242,9 @@ class _CatchProducts(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if self.deferral.is_declared:
-            self.deferral.note_call(func, args)
+            weights = (each for each in args if isinstance(each, Tensor) and self.deferral.owns(each))
+            if func not in self.deferral.deferrable and next(weights, None) is not None:
+                self.deferral.called[name_of(func)] = None
         if func in self.products and self._may_defer():
             return self.deferral.multiply(func, args, kwargs or {})
         if func in COMPOSITES and self._may_defer():

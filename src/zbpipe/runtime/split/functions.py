@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
-from zbpipe.runtime._torch import autograd
+from zbpipe.runtime._torch import autograd, compiler
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime.split import compiled_backward, lazy_products, sources
-from zbpipe.runtime.split.extra_arguments import NONE, ExtraArguments
-from zbpipe.runtime.split.products import PendingGradient, WeightProduct
+from zbpipe.runtime.split.products import NONE, ExtraArguments, PendingGradient, WeightProduct
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 
@@ -51,7 +51,7 @@ class Functions:
         """`run(*args, **kwargs)`; the known Functions between its arguments and its result defer weight gradients."""
         if not self.may_be_called:
             return run(*args, **kwargs)
-        with compiled_backward.cut_backwards():
+        with compiler.replace_compilation(compiled_backward.compile_in_parts):
             output = run(*args, **kwargs)
         for node in lazy_products.list_functions(autograd.tree_leaves(output), autograd.tree_leaves((args, kwargs))):
             weights = lazy_products.list_weights(node, deferral.owns_leaf)
@@ -91,7 +91,7 @@ class _Backward:
 
     def _run(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
         if lazy_products.is_compiled(node):
-            with compiled_backward.deferring():
+            with replaced(compiled_backward.mode, defers=True):
                 return lazy_products.run_own_backward(node, gradients)
         try:
             return lazy_products.run_without_products(node, gradients, self.weights)
@@ -111,7 +111,7 @@ class _Backward:
             return False
         recipe = lazy_products.Recipe(gradient, self._memory)
         # W cannot if it needs a weight that FSDP may free before.
-        if not recipe.flops or (recipe.reads_weights and self.deferral.is_sharded):
+        if not recipe.flops or (recipe.weights and self.deferral.is_sharded):
             return False
         pending = _make_pending(self.deferral, recipe, weight)
         return pending is not None and not self.deferral.is_due_now(pending, weight.edge.node)

@@ -121,8 +121,11 @@ def _visit(node: Node, edges: Sequence[_Edge], found: list[GraphProduct]) -> _We
         return _make(node, kind, edges)
     factors = [edges[place] for place in places if place < len(edges)]
     for place, (weight, source, number) in zip(places, factors, strict=False):
-        if weight is not None and source is not None and _is_matrix(weight, source, number):
-            flops = _count_flops(node, kind, place == places[0], _shape_of(source, number), edges)
+        if weight is None or source is None:
+            continue
+        shape = _shape_of(source, number)
+        if len(shape) >= _MATRIX or any(leaf.dim() >= _MATRIX for leaf in weight.leaves):
+            flops = _count_flops(node, kind, place == places[0], shape, edges)
             found.append(GraphProduct(kind, _find_deferral(node), weight.leaves, weight.made_by, flops))
     if kind == "Convolution" and edges[0][0] is not None:  # a filter on a weight
         return _join([edges[0][0]], kind)
@@ -154,10 +157,6 @@ def _is_function(node: Node, kind: str, edges: Sequence[_Edge]) -> bool:
     weights = [weight for weight in sources if weight is not None]
     elements = {prod(_shape_of(source, number)) for weight, source, number in edges if weight is not None and source}
     return kind == _REGION or len(weights) < len(sources) or prod(_shape_of(node, 0)) not in elements
-
-
-def _is_matrix(weight: _Weight, source: Node, number: int) -> bool:
-    return len(_shape_of(source, number)) >= _MATRIX or any(leaf.dim() >= _MATRIX for leaf in weight.leaves)
 
 
 def _make(node: Node, kind: str, edges: Sequence[_Edge]) -> _Weight | None:

@@ -218,7 +218,9 @@ class LazyProducts(TorchFunctionMode):
             self._compute_before(args[:1] or kwargs)
         elif kind == "may write" or kwargs.get("out") is not None:
             self._compute_before((args, kwargs))
-        elif kind == "product" and self._is_in_same_backward() and not autograd.any_autocast():
+        elif kind == "product" and not torch.is_grad_enabled() and not autograd.any_autocast():
+            if autograd.current_backward() != self._backward:  # the backward runs another one, or a forward
+                return func(*args, **kwargs)
             call = _Call(func, args, kwargs)
             spec = _infer(call)
             is_lent = self._lent and not self._lent.isdisjoint(list_memory(_list_tensors((args, kwargs))))
@@ -236,10 +238,6 @@ class LazyProducts(TorchFunctionMode):
         for each in self.waiting:
             if each.value is None and not memory.isdisjoint(each.find_memory()):
                 each.now()
-
-    def _is_in_same_backward(self) -> bool:
-        """Whether the backward itself calls, not a forward or another backward that it runs."""
-        return not torch.is_grad_enabled() and autograd.current_backward() == self._backward
 
 
 @lru_cache(4096)
@@ -291,7 +289,7 @@ class Recipe:
 
     def __init__(self, lazy: Tensor, memory: Collection[int] = ()) -> None:
         self._memory = memory
-        self._weights: list[tuple[Tensor, int]] = []
+        self.weights: list[tuple[Tensor, int]] = []
         """Weights that it reads, each with the number of its in-place changes so far."""
         self.tensors: list[Tensor] = []
         """All tensors that it reads, detached."""
@@ -328,16 +326,11 @@ class Recipe:
             inner = {name: self._note(getattr(tensor, name)) for name in names}
             return _Wrapper(type(tensor), inner, context, tensor.shape, tensor.stride())
         if storage_of(tensor) in self._memory:
-            self._weights.append((tensor.detach(), version_of(tensor)))
-            return self._weights[-1][0]
+            self.weights.append((tensor.detach(), version_of(tensor)))
+            return self.weights[-1][0]
         self.tensors.append(tensor.detach())
         self.versions.append(self._noted.get(id(tensor), version_of(tensor)))
         return _At(len(self.tensors) - 1)
-
-    @property
-    def reads_weights(self) -> bool:
-        """Whether the result depends on a weight itself."""
-        return bool(self._weights)
 
     @property
     def as_matrices(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
@@ -356,7 +349,7 @@ class Recipe:
 
     def run(self, tensors: Sequence[Tensor]) -> Tensor:
         """The result for these tensors."""
-        _require_unchanged(self._weights, "a backward that depends on a weight")
+        _require_unchanged(self.weights, "a backward that depends on a weight")
         results: list[Tensor] = []
 
         def fill_in(leaf: Any) -> Any:
@@ -480,14 +473,11 @@ def list_functions(outputs: Iterable[Any], inputs: Iterable[Any]) -> Iterator[No
         if node is None or node in seen:
             continue
         seen.add(node)
-        if isinstance(cast(object, node), BackwardCFunction) and not _is_other(node):
-            yield node
+        if isinstance(cast(object, node), BackwardCFunction):
+            is_ours = "apply" in vars(node) or hasattr(node, "deferral")
+            if not (is_ours or passes_on(node)):
+                yield node
         waiting += [each for each, _ in node.next_functions]
-
-
-def _is_other(node: Any) -> bool:
-    """Whether the node belongs to zbpipe, or only passes gradients on."""
-    return "apply" in vars(node) or hasattr(node, "deferral") or passes_on(node)
 
 
 class Weight(NamedTuple):

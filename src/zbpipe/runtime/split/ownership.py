@@ -33,7 +33,7 @@ def copy_if_shared(pending: Sequence[PendingGradient]) -> None:
         if storage is None
         or found.is_foreign
         or tensor_data.count_holders(storage) > found.accounted
-        or found.is_wasted()
+        or 0 < _WASTE * sum(found.parts.values()) <= found.size
     }
     if to_copy:
         _copy(pending, storages, to_copy)
@@ -51,9 +51,6 @@ class _Memory:
     """Number of known tensors that hold it."""
     parts: dict[tuple[object, ...], int] = field(default_factory=dict)
     """Bytes of each tensor that is only a part of it."""
-
-    def is_wasted(self) -> bool:
-        return 0 < _WASTE * sum(self.parts.values()) <= self.size
 
 
 def _count(tensor: Tensor, memory: dict[int | None, _Memory]) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,27 @@ from torch.autograd.graph import GradientEdge
 from zbpipe.runtime._torch import autograd, tensor_data
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.split import sources
-from zbpipe.runtime.split.extra_arguments import NONE, ExtraArguments
+from zbpipe.runtime.split.lazy_products import map_leaves
+
+
+class ExtraArguments(NamedTuple):
+    """The arguments of a product after x and the weight, without the tensors among them: autograd saves those."""
+
+    values: tuple[Any, ...] = ()
+    """`TENSOR` in the places of tensors, also within lists, tuples and dictionaries."""
+    names: tuple[str, ...] = ()
+    """Names of the last values, which are keyword arguments."""
+
+    def fill_in(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments, with `tensors` in their places."""
+        left = iter(tensors)
+        values = map_leaves(self.values, lambda leaf: next(left) if leaf is TENSOR else leaf)
+        by_position = len(values) - len(self.names)
+        return values[:by_position], dict(zip(self.names, values[by_position:], strict=True))
+
+
+NONE = ExtraArguments()
+TENSOR = "tensor"
 
 
 class WeightProduct:

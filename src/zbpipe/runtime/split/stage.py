@@ -55,7 +55,12 @@ def split_backward(
             " 'autograd' (torch's own)"
         )
     for stage in stages:
-        _refuse_hooks_that_reduce(stage)
+        if any(map(fsdp2.reduces_in_hooks, stage.submod.modules())):
+            raise ValueError(
+                f"stage {stage.stage_index} is wrapped by DistributedDataParallel or the replicate made from it, whose"
+                " gradient hooks do not fit a backward in two parts: use fully_shard, or FSDP2's replicate, or a"
+                " schedule without I and W"
+            )
     if how == "autograd":
         require_not_compiled(stages, "split_backward='autograd'")
         return
@@ -66,7 +71,13 @@ def split_backward(
         if in_compiled_regions:
             defer_in_compiled_regions(stage.submod, gradients)
         if not deferrals(stage.submod):
-            _complain_of_nothing_to_defer(stage, how)
+            complaint = (
+                f"stage {stage.stage_index} has no layer that can defer its weight gradient: none that multiplies with"
+                " a parameter"
+            )
+            if how == "strict":
+                raise ValueError(f"{complaint}; split_backward='deferred' would run full backwards as its I")
+            logger.warning("%s: its I is a full backward, its W does nothing", complaint)
 
 
 def find_split(stage: pipelining.Stage) -> SplitWork | None:
@@ -107,15 +118,6 @@ def find_deferred_share(stages: Sequence[pipelining.Stage]) -> float | None:
     return waiting / everything if everything else None
 
 
-def _refuse_hooks_that_reduce(stage: pipelining.Stage) -> None:
-    if any(map(fsdp2.reduces_in_hooks, stage.submod.modules())):
-        raise ValueError(
-            f"stage {stage.stage_index} is wrapped by DistributedDataParallel or the replicate made from it, whose"
-            " gradient hooks do not fit a backward in two parts: use fully_shard, or FSDP2's replicate, or a"
-            " schedule without I and W"
-        )
-
-
 def require_no_early_reduction(stages: Sequence[pipelining.Stage]) -> None:
     """Refuse stages whose gradients FSDP would reduce in I, before W adds to them."""
     # torch's stages defer the reduction only if the whole stage is an FSDP module. A framework may handle the parts in
@@ -130,17 +132,6 @@ def require_no_early_reduction(stages: Sequence[pipelining.Stage]) -> None:
                 " reduce their gradients in I, before W adds to them. Also call fully_shard on the whole stage, or use"
                 " a schedule without I and W"
             )
-
-
-def _require_reduced(stage: pipelining.Stage, backward: str) -> None:
-    """Refuse unreduced gradients after the last W. An earlier reduction in I is fine: FSDP accumulates."""
-    # torch reduces after the last W if the whole stage is an FSDP module.
-    if not fsdp2.is_fsdp(stage.submod) and fsdp2.owes_reduction(stage.submod):
-        raise RuntimeError(
-            f"stage {stage.stage_index}: {backward}, which replaces torch's backward, does not reduce the gradients"
-            " that the last W has added to parts in fully_shard. Make it reduce them when it is called with"
-            " last_backward=True, also call fully_shard on the whole stage, or use a schedule without I and W"
-        )
 
 
 def require_not_compiled(stages: Sequence[pipelining.Stage], what: str) -> None:
@@ -169,16 +160,6 @@ def require_memory_that_lasts(stages: Sequence[pipelining.Stage]) -> None:
                     " triton.cudagraphs and TORCHINDUCTOR_CUDAGRAPHS=1 turn them on, mode='max-autotune-no-cudagraphs'"
                     " does not), or use a schedule without I and W"
                 )
-
-
-def _complain_of_nothing_to_defer(stage: pipelining.Stage, how: SplitBackward) -> None:
-    complaint = (
-        f"stage {stage.stage_index} has no layer that can defer its weight gradient: none that multiplies with a"
-        " parameter"
-    )
-    if how == "strict":
-        raise ValueError(f"{complaint}; split_backward='deferred' would run full backwards as its I")
-    logger.warning("%s: its I is a full backward, its W does nothing", complaint)
 
 
 def _report_what_stays_in_i(split: SplitWork) -> None:
@@ -250,6 +231,8 @@ class SplitWork(OwnWork):
         """Dtypes of the deferred products, determined in the first I."""
         self._deferred: dict[int, list[PendingGradient]] = {}
         """Deferred gradients by microbatch, from I to W."""
+        self._is_sharded = False
+        """Whether FSDP2 holds any of the stage's parameters."""
         self._delaying: Sequence[nn.Module] = ()
         """Layers that delay their weight gradients themselves."""
         self.num_split = 0
@@ -264,6 +247,7 @@ class SplitWork(OwnWork):
     def defer(self, on_rank: Sequence[pipelining.Stage], gradients: WeightGradients) -> None:
         """Defer into `gradients` from now on, with all stages of this rank."""
         self.gradients, self.on_rank = gradients, on_rank
+        self._is_sharded = any(map(fsdp2.is_fsdp, self.stage.submod.modules()))
         self._delaying = delay_in_i_alone(self.stage.submod)
         defer_weights(self.stage.submod, gradients)
 
@@ -312,7 +296,7 @@ class SplitWork(OwnWork):
             return
         pending, module = self._deferred.pop(microbatch), self.stage.submod
         self._require_unchanged(microbatch, pending, "between I and W")
-        if sums := fsdp2.find_separate_sums(module):
+        if self._is_sharded and (sums := fsdp2.find_separate_sums(module)):
             for gradient in pending:
                 gradient.fsdp_sum = sums.get(id(sources.find_leaf(gradient.weight)))
         if is_last and self.reduces_early:
@@ -320,11 +304,19 @@ class SplitWork(OwnWork):
             yield from accumulate_and_reduce(module, pending)
             return
         yield from accumulate(pending)
-        fsdp2.settle_gradients(module)
+        if self._is_sharded:
+            fsdp2.settle_gradients(module)
         if own := self.own_backward:
-            self.end_backward(is_last)
-            if is_last:
-                _require_reduced(self.stage, own)
+            nothing: dict[str, Any] = {"stage_output": (), "param_groups": []}
+            self.stage.backward_maybe_with_nosync("weight", nothing, last_backward=is_last)
+            # An earlier reduction in I is fine: FSDP accumulates. torch reduces now if the stage is an FSDP module.
+            if is_last and not fsdp2.is_fsdp(module) and fsdp2.owes_reduction(module):
+                raise RuntimeError(
+                    f"stage {self.stage.stage_index}: {own}, which replaces torch's backward, does not reduce the"
+                    " gradients that the last W has added to parts in fully_shard. Make it reduce them when it is"
+                    " called with last_backward=True, also call fully_shard on the whole stage, or use a schedule"
+                    " without I and W"
+                )
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide each gradient once. The last stage divides gradients of parameters shared by this rank's stages."""

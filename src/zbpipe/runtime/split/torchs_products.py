@@ -6,7 +6,7 @@ weight. A call that does not fit the signature is one that zbpipe does not know:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from string import ascii_letters
@@ -17,10 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zbpipe.runtime._torch import autograd
-from zbpipe.runtime.split.extra_arguments import NONE, ExtraArguments, separate_tensors, with_factors_first
+from zbpipe.runtime.split.lazy_products import map_leaves
 from zbpipe.runtime.split.products import (
     GROUPED_MM,
     LINEAR,
+    NONE,
+    TENSOR,
+    ExtraArguments,
     WeightProduct,
     WholeProduct,
     as_constant,
@@ -54,14 +57,47 @@ class Factors(NamedTuple):
 Reader = Callable[..., Iterator[Factors]]
 
 
+def _separate_tensors(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[ExtraArguments, list[Tensor]]:
+    """Extra arguments of a product without tensors, and the tensors in order. None at the end or by name, such as a
+    missing bias, is left out."""
+    tensors: list[Tensor] = []
+    options = {name: each for name, each in options.items() if each is not None}
+    while args and args[-1] is None:
+        args = args[:-1]
+
+    def take(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+            return TENSOR
+        return leaf
+
+    return ExtraArguments(map_leaves((*args, *options.values()), take), tuple(options)), tensors
+
+
+def _with_factors_first(args: Sequence[Any], options: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments of a product with x and the weight by position, even if they were keyword arguments."""
+    if len(args) > 1:
+        return args, options
+    for place, names in enumerate(_FACTORS):
+        given = [name for name in names if name in options]
+        if len(args) == place and len(given) == 1:
+            args = (*args, options[given[0]])
+            options = {name: each for name, each in options.items() if name != given[0]}
+    return args, options
+
+
+_FACTORS = (("input", "self", "mat_a"), ("weight", "mat2", "other", "mat_b"))
+"""torch's names of x and the weight in its products."""
+
+
 def read_declared(product: WeightProduct) -> Reader:
     """A reader of `function(x, weight, ...)`, whose extra arguments `product` takes."""
 
     def read(*args: Any, **options: Any) -> Iterator[Factors]:
-        factors_first, options = with_factors_first(args, options)
+        factors_first, options = _with_factors_first(args, options)
         x, weight, *rest = factors_first
         if isinstance(x, Tensor) and isinstance(weight, Tensor):
-            extra, more = separate_tensors(rest, options)
+            extra, more = _separate_tensors(rest, options)
             yield Factors(x, weight, product, extra, more, is_cast=False, is_named=True)
 
     return read
@@ -101,7 +137,7 @@ _BATCHED_RIGHT, _LEFT = WholeProduct(_batched_right, of_input=_right_input_gradi
 
 
 def _read_matmul(*args: Any, **options: Any) -> Iterator[Factors]:
-    (input, other), options = with_factors_first(args, options)
+    (input, other), options = _with_factors_first(args, options)
     if options:
         return
     if other.dim() == 2:

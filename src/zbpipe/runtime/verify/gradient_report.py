@@ -71,14 +71,6 @@ class GradientReport:
         waiting = sum(self.shares[stage] * flops for stage, flops in self.flops.items())
         return waiting / total if (total := sum(self.flops.values())) else 1.0
 
-    def _describe_in_i(self) -> str:
-        total = sum(self.flops.values()) or 1.0
-        found = [
-            (f"{each.parameter} of stage {stage}", each.share * self.flops[stage] / total, each.reason)
-            for stage, each in self.in_i
-        ]
-        return f"; in I: {describe(found)}" if found else ""
-
     def off(self) -> list[tuple[int, str]]:
         """Stage and parameter of errors above the tolerance, the largest first."""
         found = [key for key, error in self.errors.items() if not error <= self.tolerances[key[0]]]
@@ -92,7 +84,13 @@ class GradientReport:
             f" {len(self.not_deferred)} did not"
         )
         if any(self.flops.values()):
-            words += f"; {percent(self.share)} of the weight gradients' FLOPs are deferred to W{self._describe_in_i()}"
+            total = sum(self.flops.values())
+            in_i = [
+                (f"{each.parameter} of stage {stage}", each.share * self.flops[stage] / total, each.reason)
+                for stage, each in self.in_i
+            ]
+            words += f"; {percent(self.share)} of the weight gradients' FLOPs are deferred to W"
+            words += f"; in I: {describe(in_i)}" if in_i else ""
         if self.errors:
             stage, name = max(self.errors, key=self.errors.__getitem__)
             words += (

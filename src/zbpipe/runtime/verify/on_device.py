@@ -183,14 +183,19 @@ _TOLERANCE = 1e-3
 """GPUs may multiply float32 with fewer bits (TF32), and add in another order."""
 
 
+def _compare(device: torch.device, **options: Any) -> Any:
+    """Train, and require the gradients of the model in one piece. Returns the schedule."""
+    gradients, runtime = _train(device, **options)
+    _require_same(gradients, _expected(device, options.get("name", "ZBV")), _TOLERANCE)
+    return runtime
+
+
 def _try_plain(device: torch.device) -> None:
-    gradients, _ = _train(device, plain=True)
-    _require_same(gradients, _expected(device), _TOLERANCE)
+    _compare(device, plain=True)
 
 
 def _try_events(device: torch.device) -> None:
-    gradients, _ = _train(device)
-    _require_same(gradients, _expected(device), _TOLERANCE)
+    _compare(device)
     if device.type == "cpu":  # which has no events
         return
     launched, x = Launched(find_device(device).new_event), torch.ones(DIM, DIM, device=device)
@@ -221,8 +226,7 @@ def _try_measuring(device: torch.device) -> None:
     found = counter.found()[op]
     _require(found.kept == kept.nbytes and found.most == 2 * size, f"{size} and {2 * size} bytes were seen as {found}")
     costs: list[JobCosts] = []
-    gradients, _ = _train(device, steps=4, attach=lambda runtime: Profiler(runtime, 1, done=costs.append))
-    _require_same(gradients, _expected(device), _TOLERANCE)
+    _compare(device, steps=4, attach=lambda runtime: Profiler(runtime, 1, done=costs.append))
     _require(len(costs) == 1, "nothing was measured")
     measured = costs[0].costs
     assert isinstance(measured, CostModel), "it measures stages"
@@ -230,9 +234,7 @@ def _try_measuring(device: torch.device) -> None:
 
 
 def _try_compiled_w(device: torch.device) -> None:
-    gradients, schedule = _train(device, wrap=lambda part: part.compile())
-    _require_same(gradients, _expected(device), _TOLERANCE)
-    for stage in hooks.stages_of(schedule):
+    for stage in hooks.stages_of(_compare(device, wrap=lambda part: part.compile())):
         work = find_weight_work(stage)
         _require(work is not None and work.share > 0.9, f"only {work.share if work else 0:.0%} of W could wait")
 
@@ -240,14 +242,12 @@ def _try_compiled_w(device: torch.device) -> None:
 def _try_fsdp(device: torch.device) -> None:
     _require(fsdp2.IS_KNOWN, f"unknown for torch {torch.__version__}, so FSDP runs as torch has it")
     mesh = DeviceMesh(device.type, [0])
-    gradients, _ = _train(device, wrap=lambda part: fully_shard(part, mesh=mesh))
-    _require_same(gradients, _expected(device), _TOLERANCE)
+    _compare(device, wrap=lambda part: fully_shard(part, mesh=mesh))
 
 
 def _try_messages(device: torch.device) -> None:
     for name in ("1F1B", "ZBH1", "ZBV"):
-        gradients, _ = _train(device, name=name)
-        _require_same(gradients, _expected(device, name), _TOLERANCE)
+        _compare(device, name=name)
 
 
 def _try_groups_per_edge(device: torch.device) -> None:

@@ -88,9 +88,11 @@ def check_gradients(
         stages = [PipelineStage(module, n, len(modules), device) for n, module in enumerate(modules)]
         schedule = build_pipeline_schedule(schedule_w_last(len(stages), microbatches), stages, microbatches, loss_fn)
         check = GradientCheck(schedule, _STEPS, tolerance=tolerance)
-        with _left_as_they_are(modules, device), ExitStack() as inferring:
+        with ExitStack() as kept:
             for stage in stages:
-                inferring.enter_context(checkpoints.infer_through_checkpoints(stage))
+                kept.callback(ModuleState(stage.submod, device).restore)
+                kept.enter_context(fsdp2.without_gradients(stage.submod))
+                kept.enter_context(checkpoints.infer_through_checkpoints(stage))
             for _ in range(_STEPS):
                 schedule.step(*args, target=target)
     assert check.report is not None, "a step that returns was checked"
@@ -160,12 +162,3 @@ def _followed_as_before(modules: list[nn.Module]) -> Iterator[None]:
     finally:
         for deferral, gradients in followed.items():
             deferral.gradients = gradients
-
-
-@contextmanager
-def _left_as_they_are(modules: list[nn.Module], device: torch.device) -> Iterator[None]:
-    with ExitStack() as kept:
-        for module in modules:
-            kept.callback(ModuleState(module, device).restore)
-            kept.enter_context(fsdp2.without_gradients(module))
-        yield

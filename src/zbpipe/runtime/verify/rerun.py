@@ -184,5 +184,5 @@ def _plain(module: nn.Module) -> Iterator[None]:
     with ExitStack() as plain:
         for deferral in deferrals(module).values():
             plain.enter_context(replaced(deferral, products={}, plans={}))
-        plain.enter_context(compiled_backward.as_torch_compiles())
+        plain.enter_context(replaced(compiled_backward.mode, is_whole=True))
         yield
