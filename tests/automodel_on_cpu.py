@@ -1,8 +1,4 @@
-"""NeMo AutoModel's command line on a machine without a GPU: what asks for one, before it asks whether there is one, is
-stood in for. Configs for it name gloo. It trains one after the other, because importing AutoModel takes longer.
-"""
-
-from __future__ import annotations
+"""NeMo AutoModel's command line on a machine without a GPU, with one config after the other."""
 
 import sys
 from collections.abc import Callable

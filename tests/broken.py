@@ -1,7 +1,5 @@
 """Schedules that are broken in exactly one way, with the place at which `zbpipe.validate` has to find it."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -17,15 +15,11 @@ from zbpipe.testing import schedules
 
 Rows = list[list[Op]]
 Place = tuple[int, int | None, Op]
-"""Rank, position and op of a finding."""
 
 
 class Broken(NamedTuple):
-    """A schedule with one fault."""
-
     schedule: Schedule
     rule: Rule
-    """Under which `validate` has to report it, and nothing else."""
     place: Place | None
     """None: of several ops any may be named."""
 

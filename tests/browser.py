@@ -1,7 +1,6 @@
 """Chromium without a window, driven over WebDriver (w3.org/TR/webdriver2) by the standard library alone."""
 
-from __future__ import annotations
-
+import base64
 import json
 import os
 import re
@@ -11,25 +10,20 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
 
 _BROWSERS, _DRIVERS = ("chromium", "chromium-browser", "google-chrome"), ("chromedriver", "chromium.chromedriver")
-_ARGUMENTS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--hide-scrollbars",
-)
+_ARGUMENTS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-sync"),
+]
 
 
 def _found(names: tuple[str, ...]) -> str | None:
@@ -47,8 +41,6 @@ def require_browser() -> tuple[str, str]:
 
 
 class Browser:
-    """One page at a time."""
-
     def __init__(self, address: str, session: str) -> None:
         self._session = f"{address}/session/{session}"
 
@@ -56,13 +48,11 @@ class Browser:
         return _request(f"{self._session}/{command}", body)
 
     def devtools(self, command: str, **parameters: Any) -> Any:
-        """A command of the DevTools protocol."""
         return self._post("goog/cdp/execute", cmd=command, params=parameters)
 
     def show(
         self, page: Path | str, width: int = 1280, height: int = 800, *, dark: bool = False, phone: bool = False
     ) -> None:
-        """Open a file or an address in a window of this size, in CSS pixels."""
         self.devtools(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1 + phone, mobile=phone
         )
@@ -72,18 +62,15 @@ class Browser:
         self._post("url", url=page.as_uri() if isinstance(page, Path) else page)
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What `script`, the body of a function, returns; a promise is waited for."""
         return self._post("execute/sync", script=script, args=list(arguments))
 
     def until(self, condition: str, seconds: float = 10) -> None:
-        """Wait until the expression is true."""
         end = time.monotonic() + seconds
         while not self.run(f"return Boolean({condition})"):
             assert time.monotonic() < end, f"never true: {condition}; the console says {self.console()}"
             time.sleep(0.02)
 
     def press(self, *keys: str) -> None:
-        """Keys, into what has the focus; the names are those of DevTools: `ArrowRight`."""
         for key in keys:
             for kind in ("keyDown", "keyUp"):
                 text = {"text": key} if len(key) == 1 and kind == "keyDown" else {}
@@ -101,11 +88,9 @@ class Browser:
         self.devtools("Input.dispatchMouseEvent", type="mouseWheel", **how)
 
     def point(self, x: float, y: float) -> None:
-        """Move the mouse there."""
         self.devtools("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
 
     def console(self) -> list[str]:
-        """What the console has got since the last call."""
         return [entry["message"] for entry in self._post("se/log", type="browser")]
 
 
@@ -144,3 +129,21 @@ def running_browser() -> Iterator[Browser]:
         finally:
             while ends:
                 ends.pop()()
+
+
+def page_data(page: str) -> dict[str, Any]:
+    match = re.search(r'<script id="data" type="text/plain">(.*?)</script>', page, re.DOTALL)
+    assert match is not None
+    return json.loads(zlib.decompress(base64.b64decode(match[1])))
+
+
+def page_ops(data: dict[str, Any], columns: dict[str, list[int]]) -> list[tuple[str, float, float, int]]:
+    ends = list(accumulate(gap + length for gap, length in zip(columns["gap"], columns["length"], strict=True)))
+    names = (
+        f"{stage}{data['kinds'][kind][0]}{microbatch}"
+        for stage, kind, microbatch in zip(columns["stage"], columns["kind"], columns["microbatch"], strict=True)
+    )
+    return [
+        (name, (end - length) * data["tick"], end * data["tick"], step)
+        for name, end, length, step in zip(names, ends, columns["length"], columns["step"], strict=True)
+    ]

@@ -1,8 +1,13 @@
-"""The command line in this process."""
+"""The command line in this process, and processes."""
 
 import json
+import os
 import shlex
+import signal
+import subprocess
+from contextlib import suppress
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
@@ -29,3 +34,26 @@ def at_small_size(words: list[str]) -> list[str]:
 
 def json_of(line: str) -> Any:
     return json.loads(answer(f"{line} --json"))
+
+
+def process(
+    *command: str | Path,
+    folder: Path | None = None,
+    code: int | None = 0,
+    clean: bool = False,
+    timeout: float = 240,
+    **more: Any,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, with more variables in the environment, or hardly any others. None of it is left."""
+    kept = ("PATH", "HOME", "LANG", "PYTHONPATH")
+    environment = {name: value for name, value in os.environ.items() if not clean or name in kept}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    started = subprocess.Popen(command, cwd=folder, env=environment | more, start_new_session=True, **pipes)
+    try:
+        out, error = started.communicate(timeout=timeout)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+        started.wait()
+    assert code in (None, started.returncode), f"{out}\n{error}"
+    return subprocess.CompletedProcess(command, started.returncode, out, error)

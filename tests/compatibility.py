@@ -1,14 +1,7 @@
-"""docs/compatibility.md, put together from what tests saw: a section for each target, written by that target's tests.
-
-A target is a framework on a version of torch, such as "torchtitan 0.3 with torch 2.15". Its test file runs what it
-claims, makes a `Section`, and calls `compare`: with `--write-compatibility` its part of the page is written anew;
-without, it has to be what the page says, but for the last number of a release.
-"""
-
-from __future__ import annotations
+"""docs/compatibility.md has a section for each framework and version, of what its tests saw."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
@@ -20,16 +13,12 @@ PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
 
 
 class Row(NamedTuple):
-    """A line of a table of features."""
-
     feature: str
     how: str
     outcome: str
 
 
 class Table(NamedTuple):
-    """A table with a heading of its own."""
-
     heading: str
     about: str
     columns: Sequence[str]
@@ -37,53 +26,29 @@ class Table(NamedTuple):
 
 
 class Section(NamedTuple):
-    """What is known of one target."""
-
     title: str
     """By which the page knows it; it must not change from run to run."""
     own: str
-    """Its first paragraph."""
     about: str
-    """Paragraphs on its framework, which all of its sections share."""
     tables: Sequence[Table]
 
 
 def target(framework: str) -> str:
-    """The title for what is installed, as in "torchtitan 0.3 with torch 2.15"."""
     return f"{framework} {_minor(framework)} with torch {_minor('torch')}"
 
 
 def seen_with(*packages: str) -> str:
-    """Exact versions, as in "torch 2.15.0 and torchtitan 0.3.0"."""
     return " and ".join(f"{package} {_release(package)}" for package in packages)
 
 
 def features(heading: str, about: str, rows: Iterable[Row]) -> Table:
-    """A table of features, how each was tested, and the outcome."""
     return Table(heading, about, ("feature", "tested how", "outcome"), list(rows))
-
-
-def by_checkpointing(
-    heading: str, about: str, outcomes: Mapping[tuple[str, str, str], str], schedules: Sequence[str]
-) -> Table:
-    """A line for each schedule; the outcomes are by schedule, checkpointing, and "eager" or "compiled"."""
-    columns = list(dict.fromkeys((checkpointing, compiled) for _, checkpointing, compiled in outcomes))
-    lines = [[schedule, *(outcomes[schedule, *column] for column in columns)] for schedule in schedules]
-    return Table(heading, about, ["schedule", *map(", ".join, columns)], lines)
 
 
 def compare_when_all_ran(
     request: pytest.FixtureRequest, parameter: str, everything: Set[Any], seen: Set[Any], section: Callable[[], Section]
 ) -> None:
-    """At the end of a run: compare, unless only some of the cells were selected.
-
-    Args:
-        request: of the test that calls this.
-        parameter: the name of the parameter by which pytest knows the cells.
-        everything: all cells.
-        seen: those that did what they should.
-        section: makes this target's part of the page from them.
-    """
+    """At the end of a run: compare, unless only some of the cells of `parameter` were selected."""
     calls = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
     if not everything <= {params[parameter] for params in calls if parameter in params}:
         pytest.skip("not all cells were selected")
@@ -92,7 +57,6 @@ def compare_when_all_ran(
 
 
 def compare(section: Section, write: bool) -> None:
-    """Hold the page against `section`, or write that part of it."""
     page = PAGE.read_text()
     if write:
         PAGE.write_text(put(section, page))
@@ -106,17 +70,13 @@ def compare(section: Section, write: bool) -> None:
 
 
 def find_changes(recorded: set[str], seen: set[str]) -> set[str]:
-    """Lines of the page that were not seen, and the reverse.
-
-    Of cells that the page calls untried any outcome may be seen: which torch pip installs changes.
-    """
+    """Lines of the page that were not seen, and the reverse. Of cells that it calls untried any outcome may be seen."""
     untried = {each for each in recorded if each.endswith(_UNTRIED)}
     known = tuple(re.sub(f"({re.escape(_UNTRIED[:-2])})+ \\|$", " |", each) for each in untried)
     return set(recorded - seen - untried) | {each for each in seen - recorded if not each.startswith(known)}
 
 
 def read(page: str) -> dict[str, tuple[str, dict[str, str]]]:
-    """By framework what all of its sections share, and its sections by their titles."""
     frameworks = {}
     for framework in re.split(r"^## ", page.removesuffix(_by_hand(page)), flags=re.MULTILINE)[1:]:
         first, *parts = (each.partition("\n") for each in re.split(r"^### ", framework, flags=re.MULTILINE))
@@ -125,7 +85,6 @@ def read(page: str) -> dict[str, tuple[str, dict[str, str]]]:
 
 
 def put(section: Section, page: str) -> str:
-    """The page with this section, newer versions first."""
     frameworks, name = read(page), section.title.split()[0]
     _, sections = frameworks.get(name, ("", {}))
     frameworks[name] = _filled(section.about), sections | {section.title: _drawn(section)}
@@ -158,11 +117,8 @@ def _drawn(section: Section) -> str:
 
 
 def _filled(text: str) -> str:
-    """Paragraph by paragraph in lines of the width of this page."""
-    paragraphs = (" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
-    return "\n\n".join(
-        fill(paragraph, _WIDTH, break_long_words=False, break_on_hyphens=False) for paragraph in paragraphs
-    )
+    how: dict[str, Any] = {"width": 120, "break_long_words": False, "break_on_hyphens": False}
+    return "\n\n".join(fill(" ".join(paragraph.split()), **how) for paragraph in text.split("\n\n"))
 
 
 def _line(fields: Iterable[str]) -> str:
@@ -179,7 +135,6 @@ def _release(package: str) -> str:
 
 _UNTRIED = " | not tried |"
 _WAY_OUT = "the same tests with --write-compatibility write it anew"
-_WIDTH = 120
 _HEAD = """\
 # What works together
 
@@ -194,4 +149,3 @@ those of the same job without a pipeline and without a compiler. The job is Torc
 compiled a second time for a later microbatch, no graph breaks, and no weight gradient is computed in I instead of W.
 Where a job differs, its row says so.
 """
-"""What all sections of TorchTitan say."""

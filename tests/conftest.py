@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from determinism import short_search  # noqa: F401
+from determinism import here, short_search  # noqa: F401
 from reaper import watch_session
 
 from zbpipe.planner.engine import fastest
@@ -23,14 +23,13 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # A collection for each compiled function takes longer than small functions take to run.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
-pytest.register_assert_rewrite("titan_jobs", "cells", "compatibility")
+pytest.register_assert_rewrite("titan_jobs", "compatibility")
 gc.disable()  # until all tests are collected: it takes a fifth of the time of the imports
 
 SLOWEST = (
-    *("matrix", "titan", "zoo", "published", "titan_step", "titan_integration", "data_parallel", "gradient_check"),
-    *("examples", "first_run", "modes", "split_memory", "gradients", "compile", "docs", "schedules"),
+    *("matrix", "titan", "zoo", "published", "titan_integration", "data_parallel", "gradient_check"),
+    *("examples", "titan_script", "modes", "split_memory", "gradients", "compile", "docs", "schedules"),
 )
-"""Files of tests, the longest first."""
 LAST = "test_the_page_says_what_was_seen"
 _deselected = {"deselected": 0}
 """The number of tests that options deselected; each process of pytest-xdist counts all of them."""
@@ -52,10 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)  # also after a plugin that shuffles
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The files that take longest come first, so that the processes of pytest-xdist end at the same time.
-
-    Tests that look at what the others of their file have seen come last.
-    """
+    """The files that take longest first, so that processes end alike; tests that look at the others' results last."""
     import torch
 
     torch.set_num_threads(1)
@@ -82,7 +78,6 @@ def pytest_testnodedown(node: Any) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
-    """The last line of `make test`."""
     yield
     reporter: Any = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter and session.config.option.markexpr == "not long" and not session.config.option.keyword:
@@ -93,7 +88,6 @@ def pytest_sessionfinish(session: pytest.Session) -> Iterator[None]:
 
 @pytest.fixture
 def one_rank() -> Iterator[None]:
-    """A process group with this process alone, for pipelines of one rank."""
     import torch
     import torch.distributed as dist
 
@@ -121,7 +115,6 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def titan(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Titan]:
-    """Trains short TorchTitan jobs; what one test compared with, another finds done."""
     from titan_jobs import Titan
 
     trains = Titan(tmp_path_factory.mktemp("titan"))

@@ -7,8 +7,6 @@ A comment right above a block says how it runs, where that is not "as it stands"
     <!-- test: compiled only, WHY -->           it is only compiled
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -24,26 +22,20 @@ _FOLDERS = ("", "docs/", "benchmarks/", "tests/", "examples/**/", "titan_integra
 PAGES = sorted(page.relative_to(ROOT).as_posix() for folder in _FOLDERS for page in ROOT.glob(f"{folder}*.md"))
 _MARK = re.compile(r"<!-- test: (.*) -->\s*$")
 _STEPS = 6
-"""As many as the profiler of the pages needs, and one to spare."""
 
 
 class Block(NamedTuple):
-    """A fenced block of a page."""
-
     page: str
     line: int
-    """Of its first line of code."""
     language: str
     code: str
     mark: str
-    """What the comment above it says."""
 
     def __str__(self) -> str:
         return f"{self.page}:{self.line}"
 
 
 def blocks(page: str, *languages: str) -> list[Block]:
-    """Those in one of `languages`, in their order; all without any."""
     return [block for block in _blocks(page) if not languages or block.language in languages]
 
 
@@ -78,7 +70,6 @@ def run_python(page: str) -> str:
 
 
 def _on_one_rank() -> dict[str, Any]:
-    """What the pages suppose: a job that has begun, a model in parts, a batch, and a schedule."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -101,7 +92,6 @@ def _on_one_rank() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run all pages in this folder, and print what failed, by page."""
     from searching import searching_little
 
     from zbpipe.frameworks.installation import uninstall

@@ -1,7 +1,5 @@
 """Calls in processes that are forked from one that has imported what takes long to import."""
 
-from __future__ import annotations
-
 import gc
 import io
 import multiprocessing
@@ -10,12 +8,11 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
 TIMEOUT = 200
-"""Seconds for all calls of a list."""
 
 
 def on_forks(function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[Any]:
@@ -56,7 +53,7 @@ def _run_rank(folder: Path, rank: int, num_ranks: int, port: int, command: tuple
     os.chdir(folder)
     torch.set_num_threads(1)
     script, sys.argv = command[0], list(command)
-    with redirect_stdout(io.StringIO()) as printed:
+    with redirect_stdout(io.StringIO()) as printed, redirect_stderr(printed):
         if script.endswith(".py"):
             sys.path.insert(0, str(Path(script).parent))
             runpy.run_path(script, run_name="__main__")

@@ -1,9 +1,4 @@
-"""Configs for TorchTitan's `--module`: the debug model in jobs that go wrong, with a plan's layers, or of any sizes.
-
-Of those that go wrong, rank 1 is told to be at fault.
-"""
-
-from __future__ import annotations
+"""Configs for TorchTitan's `--module`: jobs in which rank 1 goes wrong, with a plan's layers, or of any sizes."""
 
 import json
 import os
@@ -109,8 +104,6 @@ class VaryingTrainer(Trainer):  # type: ignore[misc]
 
 
 class SmallValidator(Validator):  # type: ignore[misc]
-    """Validates on batches of a size of its own."""
-
     @dataclass(kw_only=True, slots=True)
     class Config(Validator.Config):  # type: ignore[misc]
         pass

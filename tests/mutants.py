@@ -1,11 +1,8 @@
 """Faults that tests have to find: `python tests/mutants.py` puts each into a copy of the package, and runs its test.
 
 A fault is one place in the code. It is caught if its test fails within a minute, where it passes without the fault.
-`--part 3/10` takes a tenth of the faults; `--name` those whose description has this text. `--list` prints the table of
-tests/README.md.
+`--part 3/10` takes a tenth of the faults; `--name` those whose description has this text.
 """
-
-from __future__ import annotations
 
 import argparse
 import os
@@ -17,7 +14,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -116,19 +112,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> list[Mutant]:
     return found
 
 
-def write_table() -> str:
-    """A row of Markdown for each file of tests, with the faults that it catches."""
-    caught: dict[str, list[str]] = defaultdict(list)
-    for mutant in MUTANTS:
-        caught[mutant.test.partition(".py")[0]].append(mutant.what)
-    return "\n".join(f"| `{file}` | {'; '.join(faults)} |" for file, faults in caught.items())
-
-
 def main() -> int:
     """Print what caught each fault; returns how many escaped."""
-    if "--list" in sys.argv:
-        print(write_table())
-        return 0
     escaped, mutants = 0, parse_arguments()
     for mutant in mutants:
         began = time.monotonic()

@@ -4,8 +4,6 @@ A session starts this program with its pipe as standard input, which closes when
 it starts inherit the variable, whatever starts them: torchrun, the fork server, a browser's driver.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Models of torchtitan 0.2 that the demo lacks, on its text: an import makes their names known to `--model.name`."""
 
-from __future__ import annotations
-
 from torchtitan.models import llama4, qwen3
 from torchtitan.protocols.train_spec import register_train_spec
 

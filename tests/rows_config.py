@@ -1,7 +1,5 @@
 """Configs for TorchTitan's `--module`: the demo's Llama job with debug models of TorchTitan that the demo lacks."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -51,7 +49,6 @@ def llama3_lora_chat() -> Trainer.Config:
 
 
 def _converse(line: dict[str, str]) -> list[dict[str, str]]:
-    """A line of code in two halves."""
     text, middle = line["text"], len(line["text"]) // 2
     return [{"role": "user", "content": text[:middle]}, {"role": "assistant", "content": text[middle:] + "."}]
 
@@ -62,7 +59,6 @@ class ChatTokenizer(ByteTokenizer):
         pass
 
     def apply_chat_template(self, messages: list[dict[str, str]], add_generation_prompt: bool = False) -> str:
-        """The messages one after the other."""
         return "".join(message["content"] for message in messages)
 
 
@@ -93,7 +89,6 @@ def qwen3_moe_small() -> Trainer.Config:
 
 
 def muse_glimmer_images() -> Trainer.Config:
-    """With four of its eight blocks. Every sequence begins with an image, which its own text gives the pixels."""
     vision_encoder.compiled_create_block_mask = create_block_mask
     spec = muse_glimmer.model_registry("debugmodel_mm")
     del spec.model.layers[4:]
@@ -108,7 +103,6 @@ def muse_glimmer_images() -> Trainer.Config:
 
 
 def kimi_images() -> Trainer.Config:
-    """Smaller, and with an image at the beginning of every sequence."""
     kimi_encoder.compiled_create_block_mask = create_block_mask
     spec = kimi_k2_7.model_registry("debugmodel")
     encoder = spec.model.vision_encoder

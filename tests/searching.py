@@ -1,7 +1,5 @@
 """Short searches, also for ranks: this imports no hypothesis, which takes them longer than a step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

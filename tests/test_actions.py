@@ -1,7 +1,6 @@
 """torch's tables with communication: torch's own lowering is right, and every way to break it is found."""
 
-from __future__ import annotations
-
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,18 +9,14 @@ import pytest
 from commands import answer
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.pipelining.schedules import (
-    _Action,
-    _add_send_recv,
-    _PipelineScheduleRuntime,
-)
+from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _PipelineScheduleRuntime
 
 from zbpipe import CostModel, Schedule, generate, simulate, testing
 from zbpipe.costs.transport import Receives
 from zbpipe.runtime._torch.pipelining import lower, rows_of, write_lowered
 from zbpipe.schedule import registry
 from zbpipe.simulator.actions import Action, Rows, parse
-from zbpipe.simulator.message_checks import check_table, find_blocked_queues, find_mixed_up_messages, validate_lowered
+from zbpipe.simulator.message_checks import find_blocked_queues, find_mixed_up_messages, validate_lowered
 from zbpipe.simulator.passes import add_messages, add_waits, free_sends_early, place_receives
 
 NAMES = ["1F1B", "Interleaved1F1B", "ZBH1", "ZBV", "VHalf"]
@@ -35,7 +30,6 @@ def lowered(name: str, ranks: int, microbatches: int, defer_pp_recv: bool = Fals
 
 
 def bare_runtime(schedule: Schedule, **options: Any) -> Any:
-    """One of torch's schedules for these numbers of ranks, stages and microbatches."""
     stages, ranks = schedule.placement.num_stages, schedule.num_ranks
     stage: Any = SimpleNamespace(num_stages=stages, group_size=ranks, group_rank=0, is_last=False, submod=None)
     runtime = _PipelineScheduleRuntime([stage], schedule.num_microbatches)
@@ -44,16 +38,9 @@ def bare_runtime(schedule: Schedule, **options: Any) -> Any:
 
 
 def lowered_runtime(schedule: Schedule, **options: Any) -> Any:
-    """One that has the tables of ours."""
     runtime = bare_runtime(schedule, **options)
     lower(runtime, schedule)
     return runtime
-
-
-def changed(rows: Rows, rank: int, change: Any) -> Rows:
-    copy = [list(row) for row in rows]
-    change(copy[rank])
-    return tuple(map(tuple, copy))
 
 
 @pytest.mark.parametrize("defer_pp_recv", [False, True])
@@ -68,50 +55,34 @@ def test_what_torch_makes_of_our_schedules_is_right(name: str, defer_pp_recv: bo
     assert validate_lowered(parse(table)) == []
 
 
-@pytest.mark.parametrize(("kind", "done"), [("SEND_F", "sent"), ("RECV_B", "received")])
-def test_a_lost_message(kind: str, done: str) -> None:
-    rows = parse(lowered("1F1B", 2, 3))
-    lost = Action(0, kind, 1)
-    broken = changed(rows, 0, lambda row: row.remove(lost))
-    (missing,) = [finding for finding in validate_lowered(broken) if finding.rule == "missing"]
-    assert (missing.rank, missing.op, missing.message) == (0, lost, f"the message is never {done}")
-
-
-def test_a_doubled_a_foreign_and_a_misplaced_message() -> None:
-    rows = parse(lowered("1F1B", 2, 3))
-    twice = changed(rows, 0, lambda row: row.append(Action(0, "SEND_F", 1)))
-    assert "doubled" in [finding.rule for finding in validate_lowered(twice)]
-    stranger = changed(rows, 1, lambda row: row.append(Action(1, "SEND_F", 0)))
-    assert [finding.rule for finding in validate_lowered(stranger)] == ["foreign"]
-    moved = changed(rows, 1, lambda row: row.append(Action(0, "SEND_F", 0)))
-    assert {"placement", "doubled"} <= {finding.rule for finding in validate_lowered(moved)}
-
-
-def test_a_forward_before_its_input_is_received() -> None:
-    rows = parse(lowered("1F1B", 2, 2))
-    receive, forward = Action(1, "RECV_F", 1), Action(1, "F", 1)
-
-    def swap(row: list[Action]) -> None:
-        a, b = row.index(receive), row.index(forward)
-        row[a], row[b] = row[b], row[a]
-
-    findings = [finding for finding in validate_lowered(changed(rows, 1, swap)) if finding.op == forward]
-    assert [finding.rule for finding in findings] == ["order"]
-    assert "needs 1RECV_F1" in findings[0].message
-
-
-def test_two_ends_that_disagree_on_the_order() -> None:
-    rows = parse(lowered("GPipe", 2, 2))
-    first, second = Action(1, "RECV_F", 0), Action(1, "RECV_F", 1)
-
-    def receive_the_second_first(row: list[Action]) -> None:
-        row.remove(second)
-        row.insert(row.index(first), second)
-
-    findings = validate_lowered(changed(rows, 1, receive_the_second_first))
-    (finding,) = [finding for finding in findings if finding.op == second]
-    assert finding.rule == "order"
-    assert "rank 0 sends 0SEND_F0 here" in finding.message
+@pytest.mark.parametrize(
+    ("name", "rank", "old", "new", "found"),
+    [
+        ("1F1B", 0, "0SEND_F1,", "", "missing: rank 0, 0SEND_F1: the message is never sent"),
+        ("1F1B", 0, "0RECV_B1,", "", "missing: rank 0, 0RECV_B1: the message is never received"),
+        ("1F1B", 0, "$", ",0SEND_F1", "doubled: "),
+        ("1F1B", 1, "$", ",1SEND_F0", "foreign: "),
+        ("1F1B", 1, "$", ",0SEND_F0", "placement: "),
+        ("1F1B", 1, "1RECV_F1,(.*?1F1)", r"\1,1RECV_F1", r"order: rank 1, .* 1F1: .* needs 1RECV_F1"),
+        (
+            "GPipe",
+            1,
+            "(1RECV_F0,.*)1RECV_F1,",
+            r"1RECV_F1,\1",
+            "order: rank 1, .* 1RECV_F1: rank 0 sends 0SEND_F0 here",
+        ),
+        ("ZBV", 0, "3UNSHARD,", "", "order: rank 0, .* 3F0: it needs 3UNSHARD before it"),
+        ("ZBV", 0, ",3F0", ",3RESHARD,3F0", "order: rank 0, .* 3F0: it needs 3UNSHARD before it"),
+    ],
+)
+def test_a_wrong_table(name: str, rank: int, old: str, new: str, found: str) -> None:
+    rows = lowered(name, 2, 3).split("\n")
+    changed = re.sub(old, new, rows[rank], count=1)
+    assert changed != rows[rank]
+    rows[rank] = changed
+    findings = [str(finding) for finding in validate_lowered(parse("\n".join(rows)))]
+    assert any(re.match(found, finding) for finding in findings), findings
+    assert len(findings) == 1 or not found.startswith("foreign")
 
 
 def test_ranks_that_wait_for_each_others_sends() -> None:
@@ -119,17 +90,6 @@ def test_ranks_that_wait_for_each_others_sends() -> None:
     (deadlock,) = [finding for finding in validate_lowered(parse(table)) if finding.rule == "deadlock"]
     assert "rank 0 (position 2, 0RECV_B0) waits for 1SEND_B0 on rank 1" in deadlock.message
     assert "rank 1 (position 0, 1RECV_F1) waits for 0SEND_F1 on rank 0" in deadlock.message
-
-
-def test_compute_on_a_stage_that_is_not_gathered() -> None:
-    rows = parse(lowered("ZBV", 2, 3))
-    for change in (
-        lambda row: row.remove(Action(3, "UNSHARD", -1)),
-        lambda row: row.insert(row.index(Action(3, "F", 0)), Action(3, "RESHARD", -1)),
-    ):
-        finding, *_ = validate_lowered(changed(rows, 0, change))
-        assert (finding.rule, finding.rank, finding.op) == ("order", 0, Action(3, "F", 0))
-        assert "it needs 3UNSHARD before it" in finding.message
 
 
 @given(testing.runnable_schedules(), st.integers(1, 4), st.sampled_from(["full", "auto"]))
@@ -145,13 +105,6 @@ def test_what_we_lower_is_what_torch_lowers(schedule: Schedule, most: int, looka
 
 def test_overlapped_actions_stand_one_after_the_other() -> None:
     assert parse("(0F1;1B0)OVERLAP_F_B,0UNSHARD")[0] == (Action(0, "F", 1), Action(1, "B", 0), Action(0, "UNSHARD", -1))
-
-
-@pytest.mark.parametrize("cell", ["0SEND_F", "0UNSHARD1", "0JUMP1", "0FULL_BACKWARD1"])
-def test_what_is_no_action_is_refused(cell: str) -> None:
-    with pytest.raises(ValueError, match=r"row 1 \(rank 0\), column 2: .* is not an op") as error:
-        parse(f"0F0,{cell}")
-    assert repr(cell) in str(error.value)
 
 
 def test_the_command_checks_memory(tmp_path: Path) -> None:
@@ -267,13 +220,6 @@ def test_messages_that_block_each_others_queue() -> None:
 def test_torchs_own_late_receives_block_queues() -> None:
     assert find_blocked_queues(parse(lowered("1F1B", 4, 8))) == []
     assert find_blocked_queues(parse(lowered("1F1B", 4, 8, defer_pp_recv=True))) != []
-
-
-def test_numbers_without_end_are_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"rank 0 runs 0F99999999, but 3 op\(s\) are far too few"):
-        check_table("0F0,0SEND_F0,0F99999999\n1RECV_F0,1F0\n", "x")
-    with pytest.raises(ValueError, match=r"row 1 \(rank 0\), column 2: '0SEND_F9999.*' is not an op"):
-        check_table("0F0,0SEND_F" + 9999 * "9", "x")
 
 
 @pytest.mark.long

@@ -1,23 +1,22 @@
-"""NeMo AutoModel's own pipelines with zbpipe installed: gradients and losses of the model without a pipeline.
-
-`make test-automodel` runs this in an environment of its own.
-"""
-
-from __future__ import annotations
+"""NeMo AutoModel's own pipelines with zbpipe installed, against the model without a pipeline."""
 
 import json
-import os
-import subprocess
 import sys
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
-from automodel_jobs import MICROBATCHES, Gradients, Run, Training, train_all, without_a_pipeline
+import torch.distributed as dist
+import torch.nn.functional as F
+from commands import process
 from compatibility import Section, Table, compare, seen_with, target
 from ranks import fork_from, run_ranks
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import zbpipe
 from zbpipe.frameworks.installation import uninstall
@@ -27,50 +26,217 @@ yaml = pytest.importorskip("yaml")
 
 fork_from("nemo_automodel._transformers.infrastructure", "nemo_automodel.components.models.qwen3_moe.model")
 
+Sharding = Literal["plain", "FSDP2", "MoE", "MoE, parts"]
+"""Nothing, AutoModel's dense strategy, or its one for mixtures of experts, over the whole stage or its parts alone."""
+Gradients = dict[str, Tensor]
+
+VOCABULARY, WIDTH, MICROBATCHES = 64, 32, 8
+EXACT = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, output_dtype=torch.float32)
+
+
+class Training(NamedTuple):
+    schedule: str
+    sharding: Sharding = "plain"
+    pipeline: int = 2
+    """Ranks of one model; the others are data-parallel."""
+    layers: int = 8
+    lengths: tuple[int, ...] = (12,)
+    """Of the sequences, one number for each batch; gradients add up over the batches."""
+    says_lengths: bool = False
+    """Whether AutoModel is told each length before the step, as its recipes do."""
+    own_backward: bool = False
+    """Whether stages run AutoModel's backward in the place of torch's, as they do with `enable_fsdp_optimizations`."""
+    defer_fsdp_grad_sync: bool = True
+    in_mean: bool = False
+
+
+class Run(NamedTuple):
+    runs: str
+    stages: tuple[int, ...]
+    gradients: Gradients
+    losses: list[list[float]]
+
+
+def build_model(training: Training) -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": 2 * WIDTH,
+        "num_hidden_layers": training.layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    return _mixture_of_experts(sizes) if training.sharding.startswith("MoE") else _llama(sizes)
+
+
+def _llama(sizes: dict[str, int]) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**sizes))
+
+
+def _mixture_of_experts(sizes: dict[str, int]) -> nn.Module:
+    """AutoModel's own class, which is a `MoEFSDPSyncMixin`."""
+    from nemo_automodel.components.models.common import BackendConfig
+    from nemo_automodel.components.models.qwen3_moe import model as qwen3_moe
+    from transformers import Qwen3MoeConfig
+
+    config = Qwen3MoeConfig(
+        **sizes,
+        head_dim=8,
+        moe_intermediate_size=WIDTH,
+        num_experts=4,
+        router_aux_loss_coef=0.0,
+        num_experts_per_tok=2,
+        dtype="float32",
+    )
+    backend = BackendConfig(
+        attn="sdpa", linear="torch", rms_norm="torch", rope_fusion=False, experts="torch", dispatcher="torch"
+    )
+    rotary = qwen3_moe.RotaryEmbedding
+    with (  # it puts the angles on a GPU
+        patch.object(torch.cuda, "current_device", return_value=0),
+        patch.object(qwen3_moe, "RotaryEmbedding", lambda **given: rotary(**given | {"device": torch.device("cpu")})),
+    ):
+        model = qwen3_moe.Qwen3MoeForCausalLM(config, backend=backend)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def batches(training: Training, replica: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(replica)
+    return [
+        tuple(torch.randint(VOCABULARY, (MICROBATCHES, length), generator=generator) for _ in range(2))  # type: ignore[misc]
+        for length in training.lengths
+    ]
+
+
+def without_a_pipeline(training: Training, replicas: int) -> tuple[Gradients, list[list[list[float]]]]:
+    """Gradients added up over batches and microbatches, mean over replicas; the losses by replica and batch."""
+    model = build_model(training)
+    losses: list[list[list[float]]] = []
+    for replica in range(replicas):
+        losses.append([])
+        for tokens, targets in batches(training, replica):
+            each = [
+                loss_fn(model(x).logits, target) for x, target in zip(tokens.split(1), targets.split(1), strict=True)
+            ]
+            (torch.stack(each).sum() / (replicas * (MICROBATCHES if training.in_mean else 1))).backward()
+            losses[-1].append([loss.item() for loss in each])
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, losses
+
+
+def train_all(trainings: Sequence[Training]) -> list[Run]:
+    zbpipe.install()
+    return [train(training) for training in trainings]
+
+
+def train(training: Training) -> Run:
+    from nemo_automodel.components.training.utils import prepare_for_final_backward, prepare_for_grad_accumulation
+
+    pp, replica = build(training)
+    info = pp.info
+    prepare_for_grad_accumulation(pp.parts, pp_enabled=True)
+    losses = []
+    for number, (tokens, targets) in enumerate(batches(training, replica)):
+        if number == len(training.lengths) - 1:
+            prepare_for_final_backward(pp.parts, pp_enabled=True)
+        if training.says_lengths:
+            pp.update_seq_len(tokens.shape[1])
+        kept: list[Tensor] = []
+        inputs = (tokens,) if info.has_first_stage else ()
+        last = {"target": targets, "losses": kept} if info.has_last_stage else {}
+        info.schedule.step(*inputs, **last)
+        losses.append([loss.item() for loss in kept])
+    stages = tuple(stage.stage_index for stage in info.stages)
+    return Run(type(info.schedule).__name__, stages, _whole_gradients(pp.parts), losses)
+
+
+def build(training: Training) -> tuple[Any, int]:
+    from nemo_automodel._transformers.infrastructure import instantiate_infrastructure
+    from nemo_automodel.recipes._dist_utils import create_distributed_setup_from_config
+
+    setup = create_distributed_setup_from_config(
+        {
+            "strategy": "fsdp2",
+            "pp_size": training.pipeline,
+            "dp_size": dist.get_world_size() // training.pipeline,
+            "mp_policy": EXACT,
+            "defer_fsdp_grad_sync": training.defer_fsdp_grad_sync,
+            "pipeline": {
+                "pp_schedule": training.schedule,
+                "pp_microbatch_size": 1,
+                "pp_batch_size": MICROBATCHES,
+                "scale_grads_in_schedule": training.in_mean,
+                "patch_stage_backward_maybe_with_nosync": training.own_backward,
+            },
+        },
+        world_size=dist.get_world_size(),
+    )
+    _, pp, shard_dense, _ = instantiate_infrastructure(
+        distributed_config=setup.strategy_config,
+        pipeline_config=setup.pipeline_config,
+        device=torch.device("cpu"),
+        mesh=setup.mesh_context,
+    )
+    pp.build(build_model(training), loss_fn=loss_fn, parallelize_fn=_shard(training.sharding, shard_dense))
+    for module in (module for part in pp.parts for module in part.modules()):
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that scales
+    return pp, _data_mesh(setup.mesh_context.device_mesh).get_local_rank()
+
+
+def _data_mesh(mesh: Any) -> Any:
+    from nemo_automodel.components.distributed.mesh_utils import get_flat_mesh
+
+    return get_flat_mesh(mesh, "dp")
+
+
+def _shard(sharding: Sharding, shard_dense: Any) -> Callable[..., Any] | None:
+    if sharding == "plain":
+        return None
+    return shard_dense if sharding == "FSDP2" else partial(_shard_experts, sharding == "MoE")
+
+
+def _shard_experts(whole: bool, part: nn.Module, *, world_mesh: Any, **unused: Any) -> None:
+    """What AutoModel does with expert parallelism, `wrap_outer_model` being a field of its config."""
+    from nemo_automodel.components.moe.parallelizer import apply_fsdp
+
+    mesh = _data_mesh(world_mesh)
+    apply_fsdp(part, mesh, ep_enabled=False, ep_shard_enabled=False, mp_policy=EXACT, wrap_outer_model=whole)
+
+
+def _whole_gradients(parts: Sequence[nn.Module]) -> Gradients:
+    named = ((name, p.grad) for part in parts for name, p in part.named_parameters() if p.grad is not None)
+    return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in named}
+
+
 # Both add the same float32 numbers in another order.
 TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-6}
 
 
-class Cell(NamedTuple):
-    """One training, and what AutoModel makes of its schedule."""
-
-    training: Training
-    runs: str
-    """The class of the schedule."""
-    first_rank: tuple[int, ...]
-    """The stages of the first rank."""
-
-
-V, V_OF_FOUR, ONE = (0, 3), (0, 7), (0,)
+STAGES = {"1f1b": 1, "zbh1": 1, "wave.csv": 4}
+"""Per rank, by schedule; others have two."""
+LENGTHS: dict[str, Any] = {"lengths": (12, 20, 8), "says_lengths": True}
 ON_TWO = {
-    "ZBV": Cell(Training("ZBV"), "ScheduleZBV", V),
-    "ZBV, mean of microbatches": Cell(Training("ZBV", in_mean=True), "ScheduleZBV", V),
-    "VHalf": Cell(Training("vhalf"), "ScheduleVHalf", V),
-    "VMin": Cell(Training("VMin"), "ScheduleVMin", V),
-    "ZBH1": Cell(Training("ZBH1"), "ScheduleZBH1", ONE),
-    "Auto": Cell(Training("Auto"), "AutoSchedule", V),
-    "plan.csv": Cell(Training("plan.csv"), "ScheduleFromFile", V),
-    "wave.csv": Cell(Training("wave.csv"), "ScheduleFromFile", (0, 3, 4, 7)),
-    "1F1B": Cell(Training("1f1b"), "Schedule1F1B", ONE),
-    "Interleaved1F1B": Cell(Training("Interleaved1F1B"), "ScheduleInterleaved1F1B", (0, 2)),
+    "ZBV, mean of microbatches": Training("ZBV", in_mean=True),
+    **{name: Training(name) for name in ("ZBV", "VMin", "ZBH1", "Auto", "plan.csv", "wave.csv", "Interleaved1F1B")},
+    **{"VHalf": Training("vhalf"), "1F1B": Training("1f1b")},
     # As the recipes do, which tell AutoModel the length of each batch; all others have torch find it out.
-    "ZBV, lengths that change": Cell(Training("ZBV", lengths=(12, 20, 8), says_lengths=True), "ScheduleZBV", V),
-    "ZBH1, lengths that change": Cell(Training("ZBH1", lengths=(12, 20, 8), says_lengths=True), "ScheduleZBH1", ONE),
-    "1F1B, lengths that change": Cell(Training("1f1b", lengths=(12, 20, 8), says_lengths=True), "Schedule1F1B", ONE),
+    **{f"{name}, lengths that change": Training(name, **LENGTHS) for name in ("ZBV", "ZBH1", "1f1b")},
 }
 ON_FOUR = {
-    "ZBV, p=4": Cell(Training("ZBV", pipeline=4), "ScheduleZBV", V_OF_FOUR),
-    "ZBH1, p=4": Cell(Training("ZBH1", pipeline=4), "ScheduleZBH1", ONE),
-    "Auto, p=4": Cell(Training("Auto", pipeline=4), "AutoSchedule", V_OF_FOUR),
-    "wave.csv, p=4": Cell(Training("wave.csv", pipeline=4, layers=16), "ScheduleFromFile", (0, 7, 8, 15)),
-    "ZBV, FSDP2": Cell(Training("ZBV", "FSDP2"), "ScheduleZBV", V),
-    "VHalf, FSDP2": Cell(Training("VHalf", "FSDP2"), "ScheduleVHalf", V),
-    "ZBH1, FSDP2": Cell(Training("ZBH1", "FSDP2"), "ScheduleZBH1", ONE),
-    "Auto, FSDP2": Cell(Training("Auto", "FSDP2"), "AutoSchedule", V),
-    "wave.csv, FSDP2": Cell(Training("wave.csv", "FSDP2"), "ScheduleFromFile", (0, 3, 4, 7)),
-    "1F1B, FSDP2": Cell(Training("1f1b", "FSDP2"), "Schedule1F1B", ONE),
+    **{f"{name}, p=4": Training(name, pipeline=4) for name in ("ZBV", "ZBH1", "Auto")},
+    "wave.csv, p=4": Training("wave.csv", pipeline=4, layers=16),
+    **{f"{name}, FSDP2": Training(name, "FSDP2") for name in ("ZBV", "VHalf", "ZBH1", "Auto", "wave.csv", "1F1B")},
     **{
-        f"{name}, {how}": Cell(Training(name, own_backward=True, **more), runs, stages)  # type: ignore[arg-type]
+        f"{name}, {how}": Training(name, own_backward=True, **more)  # type: ignore[arg-type]
         for how, more in {
             "FSDP2 by AutoModel's backward": {"sharding": "FSDP2"},
             "FSDP2 that reduces every microbatch": {"sharding": "FSDP2", "defer_fsdp_grad_sync": False},
@@ -78,21 +244,15 @@ ON_FOUR = {
             "experts, parts": {"sharding": "MoE, parts", "layers": 4},
             # The gradients of the first batch wait, unreduced, for those of the second one.
             "experts, parts, two batches": {"sharding": "MoE, parts", "layers": 4, "lengths": (12, 12)},
-            "experts, parts, lengths that change": {
-                "sharding": "MoE, parts",
-                "layers": 4,
-                "lengths": (12, 20),
-                "says_lengths": True,
-            },
+            "experts, parts, lengths that change": {"sharding": "MoE, parts", "layers": 4, **LENGTHS},
         }.items()
-        for name, runs, stages in (("ZBV", "ScheduleZBV", V), ("ZBH1", "ScheduleZBH1", ONE))
+        for name in ("ZBV", "ZBH1")
     },
 }
 
 
 @pytest.fixture(scope="module")
 def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder for each number of ranks, with a plan in a V and one in a wave."""
     folder = tmp_path_factory.mktemp("tables")
     for ranks in (2, 4):
         (folder / str(ranks)).mkdir()
@@ -104,28 +264,20 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def on_two(tables: Path) -> dict[str, list[Run]]:
-    """By cell, what each rank saw. One start of the processes serves all tests."""
-    return run_cells(2, ON_TWO, tables)
+def runs(tables: Path) -> dict[str, list[Run]]:
+    """By training, what each rank saw. One start of the processes serves all of a number of ranks."""
+    return run_all(2, ON_TWO, tables) | run_all(4, ON_FOUR, tables)
 
 
-@pytest.fixture(scope="module")
-def on_four(tables: Path) -> dict[str, list[Run]]:
-    return run_cells(4, ON_FOUR, tables)
-
-
-def run_cells(ranks: int, cells: dict[str, Cell], tables: Path) -> dict[str, list[Run]]:
-    trainings = [with_table(cell.training, tables) for cell in cells.values()]
-    for cell in cells.values():  # before the ranks: what one process has compiled, they all find
-        expected(model_of(cell.training), ranks // cell.training.pipeline)
+def run_all(ranks: int, named: dict[str, Training], tables: Path) -> dict[str, list[Run]]:
+    for each in named.values():  # before the ranks: what one process has compiled, they all find
+        expected(model_of(each), ranks // each.pipeline)
+    trainings = [
+        each._replace(schedule=str(tables / str(each.pipeline) / each.schedule)) if ".csv" in each.schedule else each
+        for each in named.values()
+    ]
     by_rank = run_ranks(ranks, train_all, trainings, timeout=500)
-    return dict(zip(cells, map(list, zip(*by_rank, strict=True)), strict=True))
-
-
-def with_table(training: Training, tables: Path) -> Training:
-    if not training.schedule.endswith(".csv"):
-        return training
-    return training._replace(schedule=str(tables / str(training.pipeline) / training.schedule))
+    return dict(zip(named, map(list, zip(*by_rank, strict=True)), strict=True))
 
 
 @cache
@@ -135,15 +287,16 @@ def expected(training: Training, replicas: int) -> tuple[Gradients, list[list[li
 
 
 def model_of(training: Training) -> Training:
-    """The part of a training that it has without a pipeline, too."""
     sharding: Any = training.sharding[:3]
     return Training("", sharding, 0, training.layers, training.lengths, in_mean=training.in_mean)
 
 
-def assert_as_without_a_pipeline(cell: Cell, runs: list[Run]) -> None:
-    training = cell.training
-    assert {run.runs for run in runs} == {cell.runs}
-    assert runs[0].stages == cell.first_rank
+def assert_as_without_a_pipeline(training: Training, runs: list[Run]) -> None:
+    name, count = training.schedule.lower(), STAGES.get(training.schedule.lower(), 2)
+    classes = {"auto": "autoschedule", "plan.csv": "schedulefromfile", "wave.csv": "schedulefromfile"}
+    assert {run.runs.lower() for run in runs} == {classes.get(name, f"schedule{name}")}
+    place = zbpipe.Placement.loop if name.startswith("interleaved") else zbpipe.Placement.v
+    assert runs[0].stages == place(training.pipeline, count).stages_on(0)
     gradients, losses = expected(model_of(training), len(runs) // training.pipeline)
     found = {name: gradient for run in runs for name, gradient in run.gradients.items()}
     assert found.keys() == gradients.keys()
@@ -154,14 +307,9 @@ def assert_as_without_a_pipeline(cell: Cell, runs: list[Run]) -> None:
     assert reported == [[pytest.approx(batch, rel=1e-5) for batch in replica] for replica in losses]
 
 
-@pytest.mark.parametrize("name", ON_TWO)
-def test_two_ranks_train_as_without_a_pipeline(name: str, on_two: dict[str, list[Run]]) -> None:
-    assert_as_without_a_pipeline(ON_TWO[name], on_two[name])
-
-
-@pytest.mark.parametrize("name", ON_FOUR)
-def test_four_ranks_train_as_without_a_pipeline(name: str, on_four: dict[str, list[Run]]) -> None:
-    assert_as_without_a_pipeline(ON_FOUR[name], on_four[name])
+@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
+def test_ranks_train_as_without_a_pipeline(name: str, runs: dict[str, list[Run]]) -> None:
+    assert_as_without_a_pipeline((ON_TWO | ON_FOUR)[name], runs[name])
 
 
 COLUMNS = {
@@ -190,15 +338,13 @@ LoRA's first weights, which each rank draws for its own layers, are made alike.
 """
 
 
-def test_the_page_says_what_works(
-    on_two: dict[str, list[Run]], on_four: dict[str, list[Run]], request: pytest.FixtureRequest
-) -> None:
-    cells, runs = ON_TWO | ON_FOUR, on_two | on_four
+def test_the_page_says_what_works(runs: dict[str, list[Run]], request: pytest.FixtureRequest) -> None:
+    trainings = ON_TWO | ON_FOUR
 
     def outcome(name: str) -> str:
-        if name not in cells:
+        if name not in trainings:
             return "not tried"
-        assert_as_without_a_pipeline(cells[name], runs[name])
+        assert_as_without_a_pipeline(trainings[name], runs[name])
         return "works"
 
     lines = [[schedule, *(outcome(schedule + suffix) for suffix in COLUMNS.values())] for schedule in SCHEDULES]
@@ -226,7 +372,6 @@ SMALL_STEPS = {
 
 @pytest.fixture(scope="module")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model from a small config, as one that was downloaded."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     folder = tmp_path_factory.mktemp("model")
@@ -245,14 +390,10 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 Written = dict[str, list[dict[str, Any]]]
-"""What a job wrote of training and of validation."""
 
 
 def write_job(pipeline: int, model: Path, folder: Path, more: dict[str, dict[str, Any]]) -> Path:
-    """The config of the example's job, cut down to three steps of a small model.
-
-    `more` has further settings by section of the config.
-    """
+    """The config of the example's job, cut down to three steps of a small model, with `more` by section."""
     job = yaml.safe_load(EXAMPLE.read_text())
     for section, values in [*CPU_ONLY.items(), *more.items()]:
         job[section] = job.get(section, {}) | values
@@ -271,22 +412,13 @@ def write_job(pipeline: int, model: Path, folder: Path, more: dict[str, dict[str
 
 
 def run_recipes(pipeline: int, model: Path, folder: Path) -> dict[str, Written]:
-    """The jobs of `SETTINGS`, one after the other in the same processes."""
     configs = []
     for name, more in SETTINGS.items():
         (folder / name).mkdir()
         configs.append(write_job(pipeline, model, folder / name, more))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(pipeline)]
-    ended = subprocess.run(
-        [*torchrun, "-m", "zbpipe.run", "--", "-m", "automodel_on_cpu", *map(str, configs)],
-        cwd=Path(__file__).parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(pipeline))
+    job: list[str | Path] = ["-m", "zbpipe.run", "--", "-m", "automodel_on_cpu", *configs]
+    ended = process(*torchrun, *job, folder=Path(__file__).parent, timeout=400, OMP_NUM_THREADS="1")
     assert ("the schedule ZBV and gets zbpipe's ZBV" in ended.stdout + ended.stderr) == (pipeline > 1)
     return {
         job: {
@@ -314,7 +446,6 @@ SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def jobs(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Written]]:
-    """What the jobs of `SETTINGS` wrote, on two ranks and on one."""
     return [run_recipes(ranks, small_model, tmp_path_factory.mktemp("jobs")) for ranks in (2, 1)]
 
 

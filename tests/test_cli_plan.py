@@ -1,7 +1,5 @@
 """`zbpipe plan`: what it prints and writes, what it refuses, and that torch and TorchTitan run what it exports."""
 
-from __future__ import annotations
-
 import json
 import os
 import pty
@@ -15,7 +13,6 @@ from typing import Any
 import commands
 import pytest
 from click.testing import Result
-from documents import blocks
 from ranks import run_ranks
 from test_cli import SIMULATE_KEYS
 from test_gradients import assert_like_reference, train_from_file
@@ -38,15 +35,6 @@ def answer(line: str) -> str:
 
 def json_of(line: str) -> Any:
     return commands.json_of(f"plan {line} {QUICK}")
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder to write into, with the cost files of the docs."""
-    monkeypatch.chdir(tmp_path)
-    for name, block in zip(("stages", "layers"), blocks("docs/costs-file.md", "toml")[:2], strict=True):
-        (tmp_path / f"{name}.toml").write_text(block.code)
-    return tmp_path
 
 
 def test_the_plan_stands_beside_the_schedules_with_a_name() -> None:
@@ -87,7 +75,6 @@ def test_the_other_objective_is_reported_as_such() -> None:
     found = json_of("-p 4 -m 6 --objective period")
     assert found["objective"] == "period"
     assert found["gap"] == pytest.approx(found["period"] / found["lower_bound"] - 1, abs=1e-12)
-    assert "has a period below" in answer(f"-p 4 -m 6 --objective period {QUICK}")
 
 
 def test_what_it_writes(here: Path) -> None:
@@ -97,9 +84,6 @@ def test_what_it_writes(here: Path) -> None:
     schedule = zbpipe.Schedule.from_csv((here / "plan.csv").read_text())
     assert zbpipe.validate(schedule) == []
     assert list(schedule.placement.rank_of) == found["rank_of"]
-
-
-# Cost files
 
 
 def test_layers_that_take_no_time(here: Path) -> None:
@@ -132,12 +116,9 @@ def test_costs_of_layers_from_a_file(here: Path) -> None:
     assert "a plan for TorchTitan's even split takes" in printed
 
 
-# While it runs
-
-
 def test_progress_on_a_terminal_only() -> None:
     command = [sys.executable, "-m", "zbpipe", "plan", "-p", "2", "-m", "4", "--budget", "1e5", "--placement", "single"]
-    quiet = subprocess.run(command, capture_output=True, text=True, check=True)
+    quiet = commands.process(*command)
     assert quiet.stderr == ""
     ours, theirs = pty.openpty()
     on_terminal = subprocess.run(command, stdout=subprocess.PIPE, stderr=theirs, check=True, text=True)
@@ -147,21 +128,13 @@ def test_progress_on_a_terminal_only() -> None:
     assert on_terminal.stdout == quiet.stdout
 
 
-# What torch makes of it
-
-
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_torch_gets_the_right_gradients_from_an_exported_plan(num_ranks: int, tmp_path: Path) -> None:
+def test_torch_gets_the_right_gradients_from_an_exported_plan(tmp_path: Path) -> None:
     """For uneven stages and little memory, so that it is none of the schedules with a name."""
-    placement = Placement.v(num_ranks)
-    uneven = tuple(1 + stage % 3 / 2 for stage in range(placement.num_stages))
+    placement, uneven = Placement.v(2), (1, 1.5, 2, 1)
     dump_costs(JobCosts(CostModel(uneven, uneven[::-1], uneven, uneven), placement), tmp_path / "costs.json")
     table = tmp_path / "plan.csv"
-    answer(
-        f"-m 6 --costs-file {tmp_path / 'costs.json'} --memory-limit { ({2: 5, 4: 8}[num_ranks]) } -o {table} {QUICK}"
-    )
-    per_rank = run_ranks(num_ranks, train_from_file, str(table), 6)
-    assert_like_reference(per_rank, 2 * num_ranks, (6,))
+    answer(f"-m 6 --costs-file {tmp_path / 'costs.json'} --memory-limit 5 -o {table} {QUICK}")
+    assert_like_reference(run_ranks(2, train_from_file, str(table), 6), 4, (6,))
 
 
 @pytest.mark.long

@@ -1,7 +1,5 @@
 """FSDP's collectives in the simulator: beside the first F of a stage, and beside its last W or B."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace
@@ -10,7 +8,7 @@ from operator import sub
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpipe import CostModel, Placement, Schedule, generate, simulate, validate
@@ -76,16 +74,13 @@ def test_a_whole_backward_hides_more() -> None:
 
 
 def test_the_first_f_runs_beside_the_gather() -> None:
-    """Of the rank that begins; the others gather while they wait."""
     costs = replace(CostModel.uniform(V), gather=2.0)
     usual, with_gathers, as_torch = (
         simulate(generate("ZBV", 2, 4), each, overlaps_fsdp=overlaps)
         for each, overlaps in ((CostModel.uniform(V), True), (costs, True), (costs, False))
     )
-    assert [str(each) for each in with_gathers.gathers[0]] == ["0 gather", "3 gather"]
-    assert [each.end for each in with_gathers.gathers[0]] == [2.0, 4.0]
-    assert with_gathers.spans[0][0][1:3] == (1.5, 2.0)
-    assert as_torch.spans[0][0][1:3] == (2.0, 2.5)
+    assert [(str(each), each.end) for each in with_gathers.gathers[0]] == [("0 gather", 2.0), ("3 gather", 4.0)]
+    assert (with_gathers.spans[0][0][1:3], as_torch.spans[0][0][1:3]) == ((1.5, 2.0), (2.0, 2.5))
     # The gather of stage 3 ends at 4.
     assert exposed_fsdp(with_gathers) == with_gathers.makespan - usual.makespan == 2.5
     assert str(with_gathers.critical_path[0].op) == "2F0"
@@ -111,7 +106,6 @@ def with_collectives(draw: st.DrawFn) -> tuple[Schedule, CostModel]:
 
 
 @given(with_collectives(), st.sampled_from(Transport))
-@settings(deadline=None)
 def test_every_stage_is_gathered_before_use_and_reduced_after_it(
     case: tuple[Schedule, CostModel], transport: Transport
 ) -> None:
@@ -120,16 +114,15 @@ def test_every_stage_is_gathered_before_use_and_reduced_after_it(
     for timeline in (overlap, torchs):
         for spans, row in zip(timeline.spans, timeline.collectives, strict=True):
             assert all(one.end <= other.start + 1e-9 for one, other in pairwise(row)), "one at a time"
-            stages = {span.op.stage for span in spans}
-            for kind, name in (("gather", GATHER), ("reduce", REDUCE)):
-                taking = {stage for stage in stages if costs.of(stage, name).seconds}
-                assert {each.stage for each in row if each.kind == kind} == taking
+            seconds = {
+                (kind, stage): costs.of(stage, name).seconds
+                for kind, name in (("gather", GATHER), ("reduce", REDUCE))
+                for stage in {span.op.stage for span in spans}
+            }
+            assert {(each.kind, each.stage) for each in row} == {what for what, taken in seconds.items() if taken}
             for each in row:
                 own = [span for span in spans if span.op.stage == each.stage]
-                assert (
-                    each.end - each.start
-                    >= costs.of(each.stage, GATHER if each.kind == "gather" else REDUCE).seconds - 1e-9
-                )
+                assert each.end - each.start >= seconds[each.kind, each.stage] - 1e-9
                 if each.kind == "gather":
                     assert own[0].start >= (each.start if timeline.overlaps_fsdp else each.end)
                     assert own[0].end >= each.end - 1e-9
@@ -147,7 +140,6 @@ def test_every_stage_is_gathered_before_use_and_reduced_after_it(
 
 
 @given(with_collectives())
-@settings(deadline=None)
 def test_other_ends_are_valid_and_no_longer(case: tuple[Schedule, CostModel]) -> None:
     schedule, costs = case
     changed = hide_reductions(schedule, costs)

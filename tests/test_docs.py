@@ -1,9 +1,10 @@
 """What the documents say, works: every code block runs, or is checked as far as it can be without a cluster."""
 
-from __future__ import annotations
-
+import ast
 import copy
-import csv
+import doctest
+import importlib
+import inspect
 import json
 import os
 import re
@@ -16,27 +17,31 @@ from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import documents
-import mutants
 import pytest
 import torch
 from click.testing import CliRunner
-from commands import at_small_size
-from compatibility import PAGE, TITAN, Section, Table, find_changes, put, read
+from commands import at_small_size, json_of, process
 from documents import PAGES, ROOT, Block, blocks
+from searching import searching_little
 
 import zbpipe
 import zbpipe.run
+import zbpipe.titan
 from zbpipe import cli
+from zbpipe.frameworks.installation import uninstall
+from zbpipe.planner import stages
+from zbpipe.runtime.adaptive import AutoSchedule
 from zbpipe.runtime.split.deferring_layers import defer_weights
 from zbpipe.runtime.split.weight_gradients import WeightGradients
+from zbpipe.runtime.verify import GradientReport
 from zbpipe.schedule import registry
 
 _NAMED_FILE = re.compile(r"This is `(\S+)`[^`]*$")
 _LANGUAGES = {"", "python", "sh", "bash", "diff", "toml", "csv", "yaml"}
-"""What is checked below. A block without a language is what a program prints."""
 ALL_BLOCKS = [block for page in PAGES for block in blocks(page)]
 
 
@@ -61,10 +66,7 @@ def test_every_block_is_in_a_language_that_is_checked() -> None:
 
 @pytest.fixture(scope="module")
 def failures(folder: Path) -> dict[str, str]:
-    """What failed in the Python of each page. One process runs them all."""
-    program = [sys.executable, documents.__file__]
-    result = subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
-    assert result.returncode == 0, result.stderr
+    result = process(sys.executable, documents.__file__, folder=folder)
     found: dict[str, str] = json.loads(result.stderr.splitlines()[-1])
     return found
 
@@ -86,7 +88,7 @@ def commands(block: Block) -> list[list[str]]:
 
 def run_zbpipe(words: list[str], folder: Path) -> None:
     # The playground serves until somebody ends it, and plans for minutes before it writes a file. TorchTitan takes
-    # seconds to import; test_titan_integration.py runs what reads its configs, tests/test_doctor.py `doctor`.
+    # seconds to import; test_titan_integration.py runs what reads its configs, test_cli.py `doctor`.
     options = ["--help"] if words[1:2] in (["playground"], ["doctor"]) or "--module" in words else []
     result = CliRunner().invoke(cli.main, [*at_small_size(words[1:]), *options])
     assert result.exit_code == 0, result.output
@@ -98,12 +100,10 @@ def is_a_target(words: list[str], folder: Path) -> None:
 
 @cache
 def help_of_pip(command: str) -> str:
-    program = [sys.executable, "-m", "pip", command, "--help"]
-    return subprocess.run(program, capture_output=True, text=True, check=True).stdout
+    return process(sys.executable, "-m", "pip", command, "--help").stdout
 
 
 def installs(words: list[str], folder: Path) -> None:
-    """Options that pip has, and extras that zbpipe has."""
     if words[1] == "index":
         return
     assert [word for word in words if word.startswith("-") and word not in help_of_pip(words[1])] == []
@@ -128,7 +128,6 @@ def launches(words: list[str], folder: Path) -> list[list[str]]:
 
 
 def runs_python(words: list[str], folder: Path) -> None:
-    """A program of this repository, whose source has the options."""
     if words[1] in ("-c", "-m") or words[1].startswith("../"):
         assert words[1] != "-m" or words[2] in ("venv", "zbpipe", "zbpipe.titan.check_clone")
         return
@@ -137,7 +136,6 @@ def runs_python(words: list[str], folder: Path) -> None:
 
 
 def is_a_script(words: list[str], folder: Path) -> None:
-    """What its arguments do is tested in test_titan_integration.py."""
     assert (ROOT / words[0]).is_file()
 
 
@@ -165,19 +163,18 @@ WITH_COMMANDS = [
 ]
 
 
-@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("block", WITH_COMMANDS)
 def test_the_commands_of_a_block(block: Block, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     code = block.code.replace("<", "").replace(">", "")  # placeholders such as <the address of your copy>
     if block.language != "diff":
         subprocess.run(["bash", "-n"], input=code, text=True, check=True)
     monkeypatch.chdir(folder)
-    for words in commands(block):
-        PROGRAMS[words[0]](words, folder)
+    with searching_little():
+        for words in commands(block):
+            PROGRAMS[words[0]](words, folder)
 
 
 def test_launches_have_enough_microbatches() -> None:
-    """As zbpipe's plug wants them; TorchTitan's default is one."""
     batch, degree = "--training.local_batch_size", "--parallelism.pipeline_parallel_degree"
     launched = [words for block in ALL_BLOCKS if block.language == "sh" for words in commands(block) if degree in words]
     given = [given for words in launched if (given := dict(pairwise(words)))[degree] != "1"]
@@ -186,29 +183,20 @@ def test_launches_have_enough_microbatches() -> None:
         assert int(each.get(batch, 1)) >= 2 * int(each[degree]), each
 
 
-@pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.language in ("toml", "csv", "yaml")], ids=str)
-def test_a_block_of_data(block: Block) -> None:
-    match block.language:
-        case "toml":
-            assert tomllib.loads(block.code)
-        case "csv":
-            assert zbpipe.validate(zbpipe.Schedule.from_csv(block.code)) == []
-            assert list(csv.reader(block.code.splitlines()))
-        case "yaml":
-            yaml = pytest.importorskip("yaml")
-            [example] = (ROOT / block.page).parent.glob("*.yaml")
-            known = set(re.findall(r"(\w+):", example.read_text()))
-            assert {key for key in _keys(yaml.safe_load(block.code)) if key not in known} == set()
-
-
-def _keys(tree: Any) -> set[str]:
-    if not isinstance(tree, dict):
-        return set()
-    return {key for key, value in tree.items() for key in (key, *_keys(value))}
+def test_blocks_of_data() -> None:
+    for block in (block for block in ALL_BLOCKS if block.language in ("toml", "csv", "yaml")):
+        match block.language:
+            case "toml":
+                assert tomllib.loads(block.code)
+            case "csv":
+                assert zbpipe.validate(zbpipe.Schedule.from_csv(block.code)) == []
+            case "yaml":
+                [example] = (ROOT / block.page).parent.glob("*.yaml")
+                keys = re.compile(r"^ *(\w+):", re.MULTILINE)
+                assert set(keys.findall(block.code)) <= set(re.findall(r"(\w+):", example.read_text())), block
 
 
 def test_the_reference_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
-    """The names of the package, the commands, the options of a job."""
     api = (ROOT / "docs/api.md").read_text()
     documented = re.findall(r"^::: zbpipe\.(\w+)$", api, re.MULTILINE)
     classes = re.findall(r"`(Schedule\w+)`", api)  # which have one signature, that of RegisteredSchedule
@@ -220,11 +208,9 @@ def test_the_reference_has_everything(capsys: pytest.CaptureFixture[str]) -> Non
     runpy.run_path(str(ROOT / "docs/_options.py"))
     printed = capsys.readouterr().out
     assert (ROOT / "docs/options.md").read_text() == printed, "python docs/_options.py > docs/options.md"
-    assert mutants.write_table() in (ROOT / "tests/README.md").read_text(), "python tests/mutants.py --list"
 
 
 def test_every_relative_link_leads_to_a_file() -> None:
-    """`make docs` also looks for the places within pages. The code names pages that exist, too."""
     missing = [
         f"{page}: {target}"
         for page in PAGES
@@ -239,7 +225,6 @@ def test_every_relative_link_leads_to_a_file() -> None:
 
 
 def test_the_lines_of_the_log_are_those_of_the_code() -> None:
-    """Those that docs/logs.md explains."""
     code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
     code = re.sub(r'"\s*\n\s*f?"', "", code)  # a string in several lines
     rows = re.findall(r"^\| .*?(`.*?`)[^|]*\|", (ROOT / "docs/logs.md").read_text(), re.MULTILINE)
@@ -249,7 +234,6 @@ def test_the_lines_of_the_log_are_those_of_the_code() -> None:
 
 
 def test_all_pages_have_one_address() -> None:
-    """That of pyproject.toml."""
     address = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
     owner = address.rpartition("/")[0]
     texts = {page: (ROOT / page).read_text() for page in (*PAGES, "mkdocs.yml", "pyproject.toml")}
@@ -273,8 +257,7 @@ def test_adding_a_schedule(tmp_path: Path) -> None:
     (metadata / "entry_points.txt").write_text(f"[zbpipe.algorithms]\n{name} = {module}\n")
     shown = "print(zbpipe.generate('lateweights', 2, 1), zbpipe.stage_indices('LateWeights', rank=1, num_ranks=2))"
     for begin in (function.code, f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import zbpipe"):
-        program = [sys.executable, "-c", f"{begin}\n{shown}"]
-        printed = subprocess.run(program, capture_output=True, text=True, check=True, timeout=240).stdout
+        printed = process(sys.executable, "-c", f"{begin}\n{shown}").stdout
         assert printed == "rank 0: 0F0 0I0 0W0\nrank 1: 1F0 1I0 1W0 (1,)\n"
 
 
@@ -283,11 +266,9 @@ def test_deferring_a_layer() -> None:
     names: dict[str, Any] = {}
     (block,) = (each for each in blocks("docs/the-split.md", "python") if "weight_products" in each.code)
     exec(block.code, names)
-    layer = names["PerHead"](3, 4)
-    plain = copy.deepcopy(layer)
-    store = WeightGradients()
+    layer, store = names["PerHead"](3, 4), WeightGradients()
+    plain, x = copy.deepcopy(layer), torch.randn(3, 5, 4, requires_grad=True)
     defer_weights(layer, store)
-    x = torch.randn(3, 5, 4, requires_grad=True)
     loss = layer(x).square().sum()
     with store.record() as pending:
         loss.backward()
@@ -298,18 +279,68 @@ def test_deferring_a_layer() -> None:
     torch.testing.assert_close(layer.weight.grad, plain.weight.grad)
 
 
-def test_the_page_of_what_works_together_takes_a_section_and_tells_what_changed() -> None:
-    page = PAGE.read_text()
-    (title, older), *_ = read(page)["torchtitan"][1].items()
-    table = Table("More features", "", ["feature", "tested how", "outcome"], [["one", "2 ranks", "works"]])
-    changed = read(put(Section("torchtitan 0.1 with torch 2.1", "Tested.", TITAN, [table]), page))
-    drawn = (
-        "Tested.\n\n#### More features\n\n| feature | tested how | outcome |\n|---|---|---|\n| one | 2 ranks | works |"
-    )
-    assert list(changed["torchtitan"][1].items())[-1] == ("torchtitan 0.1 with torch 2.1", drawn)
-    assert changed["torchtitan"][1][title] == older
-    assert changed["torchtitan"][0] == read(page)["torchtitan"][0] == TITAN.strip()
-    recorded = {"| one | works |", "| two | not tried | not tried |", "| three | works | not tried |"}
-    assert not find_changes(recorded, {"| one | works |", "| two | fails | works |", "| three | works | works |"})
-    seen = {"| one | fails |", "| three | fails | works |"}
-    assert find_changes(recorded, seen) == {"| one | works |", *seen}
+MODULES = sorted(
+    ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+    for path in (ROOT / "src").rglob("*.py")
+    if ">>> " in path.read_text()
+)
+LONG = {"estimate", "pipeline"}
+PUBLIC = [
+    *(getattr(each, name) for each in (zbpipe, zbpipe.costs, zbpipe.simulator) for name in each.__all__),
+    *(AutoSchedule, GradientReport, zbpipe.titan.plug_in, uninstall),
+]
+
+
+def imported(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        if (error.name or "").startswith("zbpipe"):
+            raise
+        pytest.skip(f"{error}")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+    monkeypatch.setattr(stages, "default_budget", lambda *_: 2e5)
+    module = imported(name)
+    result = doctest.testmod(module, extraglobs={"zbpipe": zbpipe}, optionflags=doctest.ELLIPSIS)
+    assert result.failed == 0
+    runner = doctest.DocTestRunner()
+    for each in ast.parse(inspect.getsource(module)).body[1:]:
+        if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant):
+            text = str(each.value.value)
+            runner.run(doctest.DocTestParser().get_doctest(text, dict(vars(module)), name, module.__file__, 0))
+    assert runner.failures == 0
+    assert result.attempted + runner.tries > 0
+
+
+def test_each_public_name_has_an_example() -> None:
+    """Above torch one that runs; below, where stages would have to be made first, some lines of code."""
+    without = []
+    for public in PUBLIC:
+        words, *_ = re.split(r"^(?:Args|Raises):", inspect.getdoc(public) or "", flags=re.MULTILINE)
+        above_torch = not re.match(r"zbpipe\.(runtime|frameworks|titan)", public.__module__)
+        if not re.search(r">>> " if above_torch else r"^(>>> |    )", words, re.MULTILINE):
+            without.append(public.__name__)
+    assert set(without) <= LONG
+
+
+def rows_of_the_table() -> dict[str, tuple[str, ...]]:
+    rows = re.findall(r"^\| (.*?) \|(.*)\|$", (ROOT / "README.md").read_text().split("```")[0], re.MULTILINE)
+    return {name.strip("*"): tuple(each.strip(" *") for each in cells.split("|")) for name, cells in rows[1:]}
+
+
+def simulated_row(line: str) -> tuple[str, ...]:
+    found, *others = (json_of(f"{each} -p 8 -m 32") for each in (line, "simulate 1F1B", "simulate Interleaved1F1B"))
+    shorter = [f"{1 - found['makespan'] / other['makespan']:.1%}".replace("%", " % shorter") for other in others]
+    return *shorter, f"{max(found['peak_memory']) / max(others[0]['peak_memory']):.2f}x"
+
+
+def test_the_readme_compares_as_the_simulator_does() -> None:
+    rows = rows_of_the_table()
+    assert len(rows) == 7
+    for name, cells in rows.items():
+        expected = simulated_row(f"simulate {name.replace(' (torch)', '').replace(', `', ' ').rstrip('`')}")
+        assert cells == tuple("" if each.startswith("0.0 %") else each for each in expected), name

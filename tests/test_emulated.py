@@ -1,7 +1,5 @@
 """The demo's second part: real processes, whose stages sleep."""
 
-from __future__ import annotations
-
 import subprocess
 from typing import Any
 

@@ -1,19 +1,15 @@
 """The scripts in examples/: losses are those of the same model without a pipeline."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import plain_loop
 import pytest
 import torch
+from commands import process
 from forks import run_script
 from titan_jobs import Titan, assert_trains_alike, require_titan, short, start_from
 from torch import nn
@@ -22,41 +18,14 @@ import zbpipe
 from zbpipe.cli.demo.launch import JobOutcome
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-TIMEOUT = 150
-"""Seconds for a script. It takes 10 on two cores of its own."""
 RANKS = 2
-AS_USERS = "plain_loop"
-"""The script that is started as its first lines say."""
-SHORTEST = "own_schedule"
-"""The script of `make test`. It trains with the loop of the first one."""
 STAGES = {"plain_loop": 4, "measure_and_plan": 4, "own_schedule": 2}
-"""On two ranks, by script."""
 
 
 def run(folder: Path, *command: str | Path) -> str:
-    """What the command prints, started in `folder`. It ends well, and none of its processes is left."""
-    settings = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": ""}
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=os.environ | settings,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=TIMEOUT)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    assert process.returncode == 0, output
-    return output
-
-
-def losses_in(output: str) -> list[float]:
-    return [float(loss) for loss in re.findall(r"^step \d+ loss (.*)$", output, re.MULTILINE)]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    ended = process(*command, folder=folder, PATH=path, CUDA_VISIBLE_DEVICES="")
+    return ended.stdout + ended.stderr
 
 
 def losses_without_a_pipeline(part: plain_loop.Part, num_stages: int) -> list[float]:
@@ -81,16 +50,18 @@ def test_all_scripts_are_tried_and_short() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == SHORTEST else pytest.mark.long) for name in STAGES]
+    "name",
+    ["own_schedule", *(pytest.param(name, marks=pytest.mark.long) for name in ("plain_loop", "measure_and_plan"))],
 )
 def test_losses_are_those_without_a_pipeline(name: str, tmp_path: Path) -> None:
     script = str(EXAMPLES / f"{name}.py")
-    if name == AS_USERS:
+    if name == "plain_loop":  # as its first lines say
         output = run(tmp_path, "torchrun", "--standalone", "--nproc-per-node", str(RANKS), script)
     else:
         output = run_script(tmp_path, RANKS, script)
     expected = losses_without_a_pipeline(plain_loop.build_part, STAGES[name])
-    assert losses_in(output) == pytest.approx(expected, abs=2e-5)
+    losses = [float(loss) for loss in re.findall(r"^step \d+ loss (.*)$", output, re.MULTILINE)]
+    assert losses == pytest.approx(expected, abs=2e-5)
     if name == "measure_and_plan":
         assert_left_a_plan(tmp_path, output)
     if name == "own_schedule":
@@ -99,7 +70,6 @@ def test_losses_are_those_without_a_pipeline(name: str, tmp_path: Path) -> None:
 
 
 def assert_left_a_plan(folder: Path, output: str) -> None:
-    """A schedule no longer than ZBV for the costs in the other file, and files that the next job can start from."""
     planned, usual = re.findall(r"planned ([\d.]+) ms a step, with ZBV ([\d.]+) ms", output)[0]
     assert 0 < float(planned) <= float(usual)
     plan = zbpipe.generate(str(folder / "plan.csv"), RANKS, plain_loop.MICROBATCHES)
@@ -110,7 +80,6 @@ def assert_left_a_plan(folder: Path, output: str) -> None:
 
 @pytest.mark.long
 def test_torchtitan(titan: Titan, tmp_path: Path) -> None:
-    """The debug model, with the losses of TorchTitan's own job without a pipeline."""
     require_titan("0.3.0")
     metrics = tmp_path / "metrics.jsonl"
     arguments = (*short(), *start_from(titan.seed()), "--metrics.json_lines", str(metrics), "--dump_folder", "out")

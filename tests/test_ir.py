@@ -1,14 +1,27 @@
 """Ops, placements and schedules as text and as torch's CSV."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
 
 import pytest
+from commands import answer, process
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.distributed.pipelining.schedules import _Action
 
-from zbpipe import Op, OpKind, Placement, Schedule, generate
-from zbpipe.schedule.ir import COMPUTATIONS
+import zbpipe
+from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, simulate, testing, validate
+from zbpipe.planner.problem import Problem
+from zbpipe.schedule import registry
+from zbpipe.schedule.graph import CycleError, Graph
+from zbpipe.schedule.ir import COMPUTATIONS, inputs
+from zbpipe.simulator import lower_bound as bound
+from zbpipe.simulator.message_checks import check_table
+from zbpipe.simulator.passes import add_messages, add_waits
+from zbpipe.testing import cost_models, placements, runnable_schedules
 
 ops = st.builds(Op, st.integers(0, 200), st.sampled_from(COMPUTATIONS), st.integers(0, 999))
 
@@ -16,7 +29,8 @@ ops = st.builds(Op, st.integers(0, 200), st.sampled_from(COMPUTATIONS), st.integ
 @given(ops)
 def test_an_op_is_written_as_torch_writes_it(op: Op) -> None:
     assert Op.parse(str(op)) == op
-    assert repr(_Action.from_str(str(op))) == str(op)
+    torchs = pytest.importorskip("torch.distributed.pipelining.schedules")
+    assert repr(torchs._Action.from_str(str(op))) == str(op)
 
 
 @pytest.mark.parametrize(
@@ -41,52 +55,253 @@ def test_a_loop_goes_round_and_a_v_comes_back(ranks: int, stages_per_rank: int) 
         assert all(len(placement.stages_on(rank)) == stages_per_rank for rank in range(ranks))
 
 
-@pytest.mark.parametrize("rank_of", [(), (0, 2), (1,), (-1, 0), (0, 10**20)])
-def test_a_placement_without_a_stage_on_some_rank_is_refused(rank_of: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="a placement needs a stage on every rank"):
-        Placement(rank_of)
-
-
-@pytest.mark.parametrize(
-    ("table", "message"),
-    [
-        ("0F0,0Q0\n", r"row 1 \(rank 0\), column 2: '0Q0' is not an op.*for example 3F0.*empty cells"),
-        ("", "the table is empty"),
-        ("0F0,0B0\n,\n", "rank 1 has no ops"),
-        ("0F0,2F0\n", "rank 0 runs 2F0, but no rank runs stage 1"),
-        ("0F0,0B0\n999999999999999F0\n", "rank 1 runs 999999999999999F0, but no rank runs stage 1"),
-        (
-            "0F0,0F99999999,0B0\n1F0,1B0\n",
-            r"rank 0 runs 0F99999999, but 5 op\(s\) are far too few for 100000000 microbatches on 2 stage",
-        ),
-        ("0F" + 9999 * "9", r"row 1 \(rank 0\), column 1: '0F999\d*\.\.\.9*' is not an op"),
-        (200_000 * "0", "the table is not valid CSV: field larger"),
-        ("0F0;0B0\n", "';' separates the cells of the table: save it with commas"),
-        ("0F0\t0B0\n", "'\\\\t' separates the cells"),
-        ("0F0 0B0\n", "' ' separates the cells"),
-    ],
-)
-def test_a_csv_that_is_no_schedule_is_refused(table: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Schedule.from_csv(table)
-
-
 def test_what_excel_adds_is_taken() -> None:
     table = generate("1F1B", 2, 2).to_csv()
     for ends in ("\r\n", "\r"):
         assert Schedule.from_csv("\ufeff" + table.replace("\n", ends), "1F1B") == generate("1F1B", 2, 2)
 
 
-@pytest.mark.parametrize("op", [Op(-1, OpKind.F, 0), Op(0, OpKind.F, -1)])
-def test_rows_with_numbers_below_zero_are_refused(op: Op) -> None:
-    with pytest.raises(ValueError, match=f"rank 0 runs {op}, but"):
-        Schedule.from_rows([[Op(0, OpKind.F, 0), op, Op(0, OpKind.B, 0)]], "x")
+def test_an_unknown_name_gets_the_list_and_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"unknown schedule 'ZBW'; did you mean 'ZB'\?") as error:
+        registry.resolve("ZBW")
+    for name in ("ZBV", "1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"):
+        assert name in str(error.value)
 
 
-@pytest.mark.parametrize("place", [Placement.loop, Placement.v])
-def test_placements_have_an_end(place: Callable[[int, int], Placement]) -> None:
-    assert place(256, 4).num_stages == 1024
-    with pytest.raises(ValueError, match=r"10{20} ranks with 1 stage\(s\) each has 10{20} stages, but at most 1024"):
-        place(10**20, 1)
-    with pytest.raises(ValueError, match="1025 ranks"):
-        place(1025, 1)
+@pytest.mark.parametrize(
+    ("name", "rank", "more", "stages"),
+    [
+        ("ZBV", 0, {}, (0, 7)),
+        ("zbv", 3, {}, (3, 4)),
+        ("1F1B", 2, {}, (2,)),
+        ("LoopedBFS", 1, {}, (1, 5)),
+        ("Interleaved1F1B", 1, {"stages_per_rank": 3}, (1, 5, 9)),
+    ],
+)
+def test_stages_to_build(name: str, rank: int, more: dict[str, int], stages: tuple[int, ...]) -> None:
+    assert zbpipe.stage_indices(name, rank=rank, num_ranks=4, **more) == stages
+
+
+def test_a_schedule_can_be_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
+
+    @zbpipe.register("Mine", placement="v", stages_per_rank=2, summary="a test")
+    def mine(ranks: int, microbatches: int) -> zbpipe.Schedule:
+        return zbpipe.generate("ZBV", ranks, microbatches)
+
+    assert zbpipe.generate("MINE", 2, 3).num_microbatches == 3
+    assert zbpipe.stage_indices("mine", rank=0, num_ranks=2) == (0, 3)
+    with pytest.raises(ValueError, match="'Mine' is already registered"):
+        zbpipe.register("mine")(registry.resolve("1F1B").generate)
+
+
+def test_a_large_job_is_no_mistake() -> None:
+    assert zbpipe.generate("Interleaved1F1B", 64, 512, stages_per_rank=4).num_microbatches == 512
+
+
+def test_a_checkout_that_is_not_installed_can_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "zbpipe").symlink_to(Path(zbpipe.__file__).parent)
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import zbpipe; print(zbpipe.__version__)"
+    result = process(sys.executable, "-I", "-S", "-c", program)
+    assert result.stdout == "0+unknown\n"
+    assert zbpipe.__version__ == metadata.version("zbpipe")
+
+
+def test_a_broken_entry_point_leaves_the_other_schedules(tmp_path: Path) -> None:
+    metadata = tmp_path / "broken-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text("[zbpipe.algorithms]\nlost = no_such_module\n")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import zbpipe"
+    program += "; zbpipe.schedule.registry.schedules(); print(zbpipe.generate('1F1B', 1, 1))"
+    result = process(sys.executable, "-c", program)
+    assert result.stdout == "rank 0: 0F0 0B0\n"
+    assert "entry point lost = no_such_module in the group zbpipe.algorithms cannot be loaded" in result.stderr
+
+
+def users(op: Op, num_stages: int) -> list[Op]:
+    others = [Op(stage, kind, op.microbatch) for stage in range(num_stages) for kind in OpKind]
+    return [other for other in others if op in chain.from_iterable(inputs(other, num_stages))]
+
+
+def test_the_rule_in_words() -> None:
+    def said(text: str) -> str:
+        return " and ".join(" or ".join(map(str, group)) for group in inputs(Op.parse(text), num_stages=3))
+
+    assert said("0F1") == ""
+    assert said("2F1") == "1F1"
+    assert said("1I1") == said("1B1") == "1F1 and 2I1 or 2B1"
+    assert said("2I1") == said("2B1") == "2F1"
+    assert said("1W1") == "1I1"
+
+
+@given(placements(max_ranks=4))
+def test_the_planner_repeats_the_rule(placement: Placement) -> None:
+    """In flat numbers, with I and W only; that an I comes after its own F follows from the other stages."""
+    num_stages, kinds = placement.num_stages, (OpKind.F, OpKind.I, OpKind.W)
+    job = Problem("", placement, CostModel.uniform(placement), 1, (9.0,) * placement.num_ranks).job
+    assert len(job.nodes) == 3 * num_stages
+    for number, node in enumerate(job.nodes):
+        stage, kind = divmod(number, 3)
+        op = Op(stage, kinds[kind], 0)
+        groups = inputs(op, num_stages)
+        feeder = groups[-1][0] if groups else None
+        assert node.feeder == (-1 if feeder is None else 3 * feeder.stage + kinds.index(feeder.kind))
+        other = [user for user in users(op, num_stages) if user.kind in kinds and user.kind is not OpKind.W]
+        takers = [user for user in other if inputs(user, num_stages)[-1][0] == op]
+        assert [node.fed] == ([3 * each.stage + kinds.index(each.kind) for each in takers] or [-1])
+
+
+@given(st.data())
+def test_the_bound_repeats_the_rule(data: st.DataObject) -> None:
+    """One microbatch alone, with its W last, is as fast as the simulator lets it be."""
+    placement = data.draw(placements(max_ranks=4))
+    costs = data.draw(cost_models(placement))
+    rows: list[list[Op]] = [[] for _ in range(placement.num_ranks)]
+    for kind in (OpKind.F, OpKind.I, OpKind.W):
+        stages = range(placement.num_stages)
+        for stage in stages if kind is OpKind.F else reversed(stages):
+            rows[placement.rank_of[stage]].append(Op(stage, kind, 0))
+    timeline = simulate(Schedule("alone", placement, 1, tuple(map(tuple, rows))), costs)
+    path = bound._alone(placement, bound._as_possible(placement, costs, None))
+    for span in chain.from_iterable(timeline.spans):
+        if span.op.kind is OpKind.F:
+            assert (span.start, span.end) == (path.forward_start[span.op.stage], path.forward_end[span.op.stage])
+        if span.op.kind is OpKind.I:
+            assert (span.start, span.end) == (path.input_start[span.op.stage], path.input_end[span.op.stage])
+
+
+@given(runnable_schedules())
+def test_each_op_and_message_comes_after_what_it_waits_for(schedule: Schedule) -> None:
+    graph, num_stages = schedule.graph, schedule.placement.num_stages
+    assert sorted(graph.order) == list(range(len(graph.nodes)))
+    place = {graph.nodes[node]: n for n, node in enumerate(graph.order)}
+    for row in schedule:
+        assert [place[op] for op in row] == sorted(place[op] for op in row)
+        for op in row:
+            for group in inputs(op, num_stages):
+                assert min(place[each] for each in group if each in place) < place[op]
+
+
+@given(st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=8, max_size=8))
+def test_a_graph_has_an_order_or_a_cycle(before: list[list[int]]) -> None:
+    graph = Graph(list(range(8)), before)
+    try:
+        order = graph.order
+    except CycleError as error:
+        for one, other in pairwise([*error.cycle, error.cycle[0]]):
+            assert one in before[other]
+    else:
+        assert sorted(order) == list(range(8))
+        assert all(order.index(each) < order.index(node) for node in order for each in before[node])
+
+
+TORCHS = ["LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+
+
+def torchs(name: str, ranks: int, microbatches: int) -> Any:
+    """One of torch's schedules that can dump its tables, and not run."""
+    pytest.importorskip("torch")
+    from test_schedules import stub_stages
+    from torch.distributed.pipelining import _schedule_visualizer, schedules
+
+    ops = _schedule_visualizer.get_schedule_ops(schedules.get_schedule_class(name), ranks, microbatches)
+    runtime: Any = object.__new__(schedules._PipelineScheduleRuntime)
+    schedules._PipelineScheduleRuntime.__init__(runtime, stub_stages(ranks, 2), microbatches)
+    runtime.pipeline_order = dict(enumerate(ops))
+    runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+    return runtime
+
+
+def computations(row: list[Any]) -> Iterator[str]:
+    for action in row:
+        for part in (action.sub_actions or [action]) if action else []:
+            if part.is_compute_op:
+                yield str(part)
+
+
+@pytest.mark.parametrize("name", TORCHS)
+@pytest.mark.parametrize(("ranks", "microbatches"), [(1, 2), (2, 4), (2, 6), (4, 8), (4, 12), (8, 16)])
+@pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
+def test_what_torch_dumps(name: str, ranks: int, microbatches: int, form: str, tmp_path: Path) -> None:
+    runtime = torchs(name, ranks, microbatches)
+    file = tmp_path / "torchs.csv"
+    runtime._dump_csv(str(file), format=form)
+    expected = [list(computations(runtime.pipeline_order[rank])) for rank in range(ranks)]
+    schedule = Schedule.from_csv(file.read_text())
+    assert [list(map(str, row)) for row in schedule] == expected
+    assert generate(str(file), ranks, microbatches).ops == schedule.ops
+    assert validate(schedule) == []
+    checked, findings, how = check_table(file.read_text(), "torchs")
+    assert (checked.ops, findings) == (schedule.ops, [])
+    assert ("omitted" in how) == (form == "compute_comms")
+
+
+@given(testing.runnable_schedules(), st.booleans(), st.booleans())
+def test_what_zbpipe_writes(schedule: Schedule, messages: bool, waits: bool) -> None:
+    assert Schedule.from_csv(schedule.to_csv(), schedule.name) == schedule
+    if messages and not schedule.has_copies:
+        rows = add_messages(schedule)
+        table = "\n".join(",".join(map(str, row)) for row in (add_waits(rows) if waits else rows))
+        assert Schedule.from_csv(table, schedule.name) == schedule
+        assert check_table(table, schedule.name)[1] == []
+
+
+@given(testing.runnable_schedules(), st.data())
+def test_what_people_write(schedule: Schedule, data: st.DataObject) -> None:
+    def written(op: Op) -> str:
+        text = str(op).lower() if data.draw(st.booleans()) else str(op)
+        return data.draw(st.sampled_from(["{}", " {}", "{}\t", ",{}", "{}, ", "None,{}", "{},none"])).format(text)
+
+    table = "\n".join(",".join(map(written, row)) for row in schedule)
+    assert Schedule.from_csv(table, schedule.name) == schedule
+
+
+@pytest.mark.parametrize("name", ["1F1B", "GPipe", "ZBH1", "ZBH2", "ZB1P"])
+def test_tables_without_stages(name: str) -> None:
+    """As in the papers: B is the input's gradient if a W follows, else the whole backward."""
+    schedule = generate(name, 3, 5)
+    table = "\n".join(",".join(f"{op.kind}{op.microbatch}".replace("I", "B") for op in row) for row in schedule)
+    assert Schedule.from_csv(table, name) == schedule
+    assert Schedule.from_csv(table.lower(), name) == schedule
+
+
+def test_with_a_stage_b_is_what_torch_means_by_it() -> None:
+    (finding,) = validate(Schedule.from_csv("0F0,0B0,0W0"))
+    assert (finding.rule, str(finding.op)) == ("foreign", "0W0")
+
+
+COMMUNICATION = (
+    "0UNSHARD,0F0,0SEND_F0,0RECV_B0,0B0,0REDUCE_GRAD,0RESHARD,0WAIT_SEND_F0,0WAIT_REDUCE_GRAD\n"
+    "1UNSHARD,1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0,1REDUCE_GRAD,1RESHARD,1WAIT_REDUCE_GRAD\n"
+)
+
+
+def test_all_commands_read_a_table_by_its_computations(here: Path) -> None:
+    (here / "comms.csv").write_text(COMMUNICATION)
+    (here / "plain.csv").write_text("0F0,0B0\n1F0,1B0\n")
+    first, second = answer("validate comms.csv").splitlines()
+    assert first == "comms.csv: valid; 2 ranks, 2 stages, 1 microbatch, 4 ops"
+    assert second == (
+        "read: 2 F, 2 B; omitted: 4 sends and receives, 2 waits for sends, 2 unshards, 2 reshards, 2 reductions of"
+        " gradients, 2 waits for reductions; jobs place their own"
+    )
+    for command in ("show", "simulate"):
+        assert answer(f"{command} comms.csv") == answer(f"{command} plain.csv").replace("plain.csv", "comms.csv")
+    answer("export comms.csv -o again.csv")
+    assert (here / "again.csv").read_text() == (here / "plain.csv").read_text()
+    assert answer("validate plain.csv").count("\n") == 1
+
+
+def test_validate_checks_the_communication_that_others_leave_out(here: Path) -> None:
+    (here / "bad.csv").write_text(COMMUNICATION.replace("1RECV_F0,", ""))
+    finding, *_, how = answer("validate bad.csv", code=1).splitlines()
+    assert finding == "missing: rank 1, 1RECV_F0: the message is never received"
+    assert how.startswith("read: 2 F, 2 B; omitted: 3 sends and receives")
+    answer("show bad.csv")
+
+
+def test_overlapped_pairs_are_read_as_their_parts(here: Path) -> None:
+    (here / "overlap.csv").write_text("0F0,(0F1;0B0)OVERLAP_F_B,0B1\n")
+    assert answer("validate overlap.csv").endswith("4 ops\nread: 2 F, 2 B\n")
+    assert str(generate("overlap.csv", 1, 2)) == "rank 0: 0F0 0F1 0B0 0B1"

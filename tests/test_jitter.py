@@ -1,21 +1,17 @@
 """Steps where times vary: the same as the simulator's where nothing does, and by hand where something does."""
 
-from __future__ import annotations
-
-import json
-from collections.abc import Callable
 from dataclasses import replace
 from operator import mul
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from commands import answer, json_of
 from determinism import draw_fewer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbpipe import CostModel, Schedule, cli, generate, simulate, testing
+from zbpipe import CostModel, Schedule, generate, simulate, testing
 from zbpipe.costs import Link
 from zbpipe.simulator.jitter import Jitter, step_times
 
@@ -96,66 +92,18 @@ def test_on_average_jitter_makes_nothing_shorter(schedule: Schedule) -> None:
     assert times.p50 <= times.p95 <= times.p99 == times.quantile(0.99)
 
 
-@pytest.mark.parametrize(
-    ("make", "error"),
-    [
-        (lambda: Jitter(ops=-0.1), "jitter cannot have ops = -0.1: give a number from 0"),
-        (lambda: Jitter(slow_ranks={0: 0}), "a jitter's factor of 0"),
-        (lambda: Jitter(slow_ranks={1: float("nan")}), r"slow_ranks\[1\] = nan: give a number from 0"),
-        (lambda: Jitter.parse("ops=0.1,lag=2"), "'lag=2' is not understood; it takes ops=X, delay=X, slow-rank=RANK"),
-        (lambda: Jitter.parse("slow-rank=1"), "'slow-rank=1' is not understood"),
-        (
-            lambda: step_times(ONE, (1, 1, 1), Jitter(slow_ranks={1: 2.0})),
-            "jitter names rank 1, but there are ranks 0 to 0",
-        ),
-        (lambda: step_times(ONE, (1, 1, 1), Jitter(), samples=0), "samples has to be a whole number from 1 on, got 0"),
-        (lambda: step_times(ONE, (1, 1, 1), Jitter(), seed=-1), "seed has to be a whole number from 0 on, got -1"),
-    ],
-)
-def test_what_cannot_be(make: Callable[[], object], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        make()
-
-
-def test_what_is_something_else() -> None:
-    with pytest.raises(TypeError, match="jitter cannot have ops = 'much': give a number from 0"):
-        Jitter(ops="much")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"jitter = 0.1 is not a zbpipe\.simulator\.jitter\.Jitter"):
-        step_times(ONE, (1, 1, 1), 0.1)  # type: ignore[arg-type]
-
-
 def test_what_was_parsed() -> None:
     text = "ops=0.1, delay=0.2,slow-rank=3:1.2,slow-link=1-0:0.5"
     assert Jitter.parse(text) == Jitter(ops=0.1, delay=0.2, slow_ranks={3: 1.2}, slow_links={(0, 1): 0.5})
 
 
 def test_all_schedules_by_the_quantile() -> None:
-    words = "ops=0.1,delay=0.5"
-    run = CliRunner().invoke(
-        cli.main, ["compare", "-p", "2", "-m", "4", "--costs", "1,1,1", "--jitter", words, "--json"]
-    )
-    rows = json.loads(run.stdout)
-    by_hand = step_times(generate("ZBV", 2, 4), (1, 1, 1), Jitter.parse(words))
+    size, words = "-p 2 -m 4 --costs 1,1,1", "--jitter ops=0.1,delay=0.5"
+    rows = json_of(f"compare {size} {words}")
+    by_hand = step_times(generate("ZBV", 2, 4), (1, 1, 1), Jitter.parse("ops=0.1,delay=0.5"))
     (zbv,) = (row for row in rows if row["schedule"] == "ZBV")
     assert zbv["jitter"] == pytest.approx(by_hand.record())
     p95s = [row["jitter"]["p95"] for row in rows if row["runs"]]
     assert p95s == sorted(p95s)
-    table = CliRunner().invoke(cli.main, ["compare", "-p", "2", "-m", "4", "--jitter", words]).output
-    assert table.splitlines()[2].split()[-2:] == ["p50", "p95"]
-    one = CliRunner().invoke(cli.main, ["simulate", "ZBV", "-p", "2", "-m", "4", "--costs", "1,1,1", "--jitter", words])
-    assert f"where times vary, 1000 steps: mean {by_hand.mean:.6g}"[:-3] in one.output
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["compare", "-p", "2", "-m", "4", "--jitter", "lag=1"], "'lag=1' is not understood"),
-        (["compare", "-p", "2", "-m", "4", "--jitter", "ops=1", "--transport", "one-queue"], "omit --transport"),
-        (["simulate", "ZBV", "-p", "2", "-m", "4", "--jitter", "ops=1", "--steps", "2"], "one synchronous step"),
-        (["simulate", "ZBV", "-p", "2", "-m", "4", "--jitter", "slow-rank=2:2"], "names rank 2"),
-    ],
-)
-def test_what_the_command_line_refuses(arguments: list[str], error: str) -> None:
-    run = CliRunner().invoke(cli.main, arguments)
-    assert run.exit_code != 0
-    assert error in " ".join(run.output.split())
+    assert answer(f"compare -p 2 -m 4 {words}").splitlines()[2].split()[-2:] == ["p50", "p95"]
+    assert f"where times vary, 1000 steps: mean {by_hand.mean:.6g}"[:-3] in answer(f"simulate ZBV {size} {words}")

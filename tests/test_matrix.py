@@ -1,13 +1,8 @@
-"""What works together: TorchTitan jobs with a pipeline against the same jobs without one, and what does not train.
-
-`make everything` runs it with TorchTitan 0.3 and `make test-titan02` with 0.2; both hold docs/compatibility.md against
-what they saw. `make compatibility` and `make test-titan02 WRITE=--write-compatibility` write that page.
-"""
-
-from __future__ import annotations
+"""TorchTitan jobs with a pipeline against the same jobs without one, for docs/compatibility.md."""
 
 import shutil
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +10,22 @@ import compatibility
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from cells import MATRIX, Cell, row, table_of_matrix, train_as_without_a_pipeline
 from compatibility import Row, Section
 from models import build_stage
 from pipelines import Pipeline, as_rank
-from titan_jobs import DEEPSEEK, LLAMA, STEPS, Job, Titan, assert_trains_alike, assert_values, flavor, pipeline
+from titan_jobs import (
+    DEEPSEEK,
+    LLAMA,
+    STEPS,
+    Cell,
+    Job,
+    Titan,
+    assert_trains_alike,
+    assert_values,
+    flavor,
+    pipeline,
+    train_as_without_a_pipeline,
+)
 from titan_jobs import require_titan as require
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
@@ -29,7 +35,7 @@ IS_02 = require("0.3.0", "0.2.2") == "0.2.2"
 pytestmark = [pytest.mark.long, pytest.mark.versions, pytest.mark.timeout(900)]
 
 SHARD, REPLICATE = "--parallelism.data_parallel_shard_degree", "--parallelism.data_parallel_replicate_degree"
-_SHARDED, _HYBRID = (SHARD, "2"), (REPLICATE, "2", SHARD, "2")
+_SHARDED, _HYBRID, _REPLICATED = (SHARD, "2"), (REPLICATE, "2", SHARD, "2"), (REPLICATE, "2", SHARD, "1")
 _TENSOR_PARALLEL = ("--parallelism.tensor_parallel_degree", "2")
 _BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
 _LONGER = ("--training.steps", "4")
@@ -96,12 +102,16 @@ COMBINATIONS_02 = {
     ),
     **_VALIDATION,
 }
+MATRIX = {
+    f"ZBV {checkpointing} {compiled}": Cell(checkpointing=checkpointing, compiled=compiled == "compiled")
+    for checkpointing in ("none", "selective", "full")
+    for compiled in ("eager", "compiled")
+}
 COMBINATIONS = COMBINATIONS_02 if IS_02 else COMBINATIONS_03
 CELLS = MATRIX | COMBINATIONS
 seen: dict[str, str] = {}
 """What became of each cell and each refusal, in words for the page."""
 rows: dict[str, Row] = {}
-"""Those of other models and features that were as they should be."""
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -117,10 +127,7 @@ def test_trains_as_without_a_pipeline(titan: Titan, name: str) -> None:
 def fails(
     titan: Titan, error: str, outcome: str, *arguments: str, on: int = 2, model: str = LLAMA, say: int = 2, **more: Any
 ) -> str:
-    """A job in which at least `say` ranks fail with `error` before the first step ends.
-
-    `outcome` has the whole error of the first one as {0}, without its type as {1}, its first sentence as {2}.
-    """
+    """At least `say` ranks fail with `error`: {0} in `outcome` is the whole of it, {1} without type, {2} a sentence."""
     began, functorch = more.pop("began", False), more
     job = titan.train(*arguments, num_ranks=on, model=model, functorch=functorch)
     found = [each for each in job.errors if error in each]
@@ -135,55 +142,43 @@ _COMPILED = (*ZERO_BUBBLE, "--compile.enable")
 _TORCHS_COMPILED = "ValueError: torch's own ZBVZeroBubble cannot split"
 
 
-def torch_selective(titan: Titan) -> str:
-    selective = () if IS_02 else ("activation-checkpoint:selective",)
-    outcome = "fails in torch, in the first step: {2}"
-    return fails(titan, "Trying to backward an extra time", outcome, *ZERO_BUBBLE, *selective, say=1, began=True)
-
-
-def distributed_data_parallel(titan: Titan) -> str:
-    return refusal(lambda index, total: DistributedDataParallel(build_stage(index, total)), num_ranks=1)
-
-
-def late_receives(titan: Titan) -> str:
-    return refusal(build_stage, num_ranks=4, schedule="ZBVZeroBubble", defer_pp_recv=True)
-
-
 def refusal(build: Callable[[int, int], Any], num_ranks: int, schedule: str = "ZBV", **options: Any) -> str:
-    """What zbpipe says to a V on rank 0, whose stages are the first and the last."""
     with as_rank(0, num_ranks), pytest.raises(ValueError, match=r"ZBV|stage 0") as refused:
         Pipeline(schedule, 8, build, **options)
     return f"refused: {refused.value}"
 
 
-_ON_TWO = "TorchTitan, 2 ranks"
-_SELECTIVE = ("torch's ZBVZeroBubble, selective checkpointing", _ON_TWO, torch_selective)
-_BY_TITAN = "refused by TorchTitan: {0}"
-REFUSALS_02: dict[str, tuple[str, str, Callable[[Titan], str]]] = {
+Refusals = dict[str, tuple[str, str, Callable[[Titan], str]]]
+_ON_TWO, _BY_TITAN, _QWEN = "TorchTitan, 2 ranks", "refused by TorchTitan: {0}", "rows02_config:qwen3_python_stdlib"
+_SELECTIVE = "Trying to backward an extra time", "fails in torch, in the first step: {2}", *ZERO_BUBBLE
+_OF_BOTH_REFUSED: Refusals = {
+    "torch selective": (
+        "torch's ZBVZeroBubble, selective checkpointing",
+        _ON_TWO,
+        lambda titan: fails(
+            titan, *_SELECTIVE, *(() if IS_02 else ("activation-checkpoint:selective",)), say=1, began=True
+        ),
+    )
+}
+REFUSALS_02: Refusals = {
     "qwen3": (
         "Qwen 3, and GPT-OSS, which are alike in this",
         "2 ranks",
-        lambda titan: fails(
-            titan, "does not support pipelining", _BY_TITAN, *pipeline("ZBV"), model="rows02_config:qwen3_python_stdlib"
-        ),
+        lambda titan: fails(titan, "does not support pipelining", _BY_TITAN, *pipeline("ZBV"), model=_QWEN),
     ),
     "dp_replicate": (
         "ZBV, replicated data parallelism by DDP",
         "4 ranks",
-        lambda titan: fails(
-            titan, "DDP has not supported > 1D", _BY_TITAN, *pipeline("ZBV"), REPLICATE, "2", SHARD, "1", on=4
-        ),
+        lambda titan: fails(titan, "DDP has not supported > 1D", _BY_TITAN, *pipeline("ZBV"), *_REPLICATED, on=4),
     ),
     "torch compiled": (
         "torch's ZBVZeroBubble, torch.compile",
         _ON_TWO,
-        lambda titan: fails(
-            titan, "not supported with stage modules that have used torch.comp", "refused by torch: {1}", *_COMPILED
-        ),
+        lambda titan: fails(titan, "with stage modules that have used torch.comp", "refused by torch: {1}", *_COMPILED),
     ),
-    "torch selective": _SELECTIVE,
+    **_OF_BOTH_REFUSED,
 }
-REFUSALS_03: dict[str, tuple[str, str, Callable[[Titan], str]]] = {
+REFUSALS_03: Refusals = {
     "torch compiled": (
         "torch's ZBVZeroBubble, torch.compile",
         _ON_TWO,
@@ -194,9 +189,17 @@ REFUSALS_03: dict[str, tuple[str, str, Callable[[Titan], str]]] = {
         _ON_TWO,
         lambda titan: fails(titan, _TORCHS_COMPILED, "refused: {1}", *_COMPILED, donated_buffer=False),
     ),
-    "torch selective": _SELECTIVE,
-    "ddp": ("ZBV, stages in DistributedDataParallel", "construction, 1 rank", distributed_data_parallel),
-    "defer_pp_recv": ("torch's ZBVZeroBubble, `defer_pp_recv=True`", "construction as on 4 ranks", late_receives),
+    **_OF_BOTH_REFUSED,
+    "ddp": (
+        "ZBV, stages in DistributedDataParallel",
+        "construction, 1 rank",
+        lambda titan: refusal(lambda index, total: DistributedDataParallel(build_stage(index, total)), num_ranks=1),
+    ),
+    "defer_pp_recv": (
+        "torch's ZBVZeroBubble, `defer_pp_recv=True`",
+        "construction as on 4 ranks",
+        lambda titan: refusal(build_stage, num_ranks=4, schedule="ZBVZeroBubble", defer_pp_recv=True),
+    ),
 }
 REFUSALS = REFUSALS_02 if IS_02 else REFUSALS_03
 
@@ -214,7 +217,6 @@ have smaller experts. Attention with sinks and the attention of images and of pa
 place of FlexAttention. LoRA has `--parallelism.spmd_backend partial_dtensor`: with its default, TorchTitan 0.3.0 also
 trains the frozen weights. With tensor parallelism the loss is parallel as well.
 """
-"""What the page says before the table of `ROWS`."""
 
 
 def resumes(titan: Titan, folder: Path) -> str:
@@ -348,11 +350,7 @@ ROWS: dict[str, Cell | tuple[str, str, Callable[[Titan, Path], str]]] = {
         "2 ranks: pp=2",
         has_equal_expert_biases,
     ),
-    "resume": (
-        "ZBV, asynchronous checkpoints, resumed by ZB",
-        "2 ranks: pp=2, then 4 ranks: pp=4",
-        resumes,
-    ),
+    "resume": ("ZBV, asynchronous checkpoints, resumed by ZB", "2 ranks: pp=2, then 4 ranks: pp=4", resumes),
     "export": ("ZBV, weights exported for Hugging Face", "2 ranks: pp=2", exports),
     "ep": (
         "expert parallelism over gloo (DeepSeek V3)",
@@ -411,8 +409,23 @@ SHORT = {
 REFUSED = '"Refused" means at construction, before any message is sent, and in TorchTitan\'s jobs by every rank.'
 
 
+def row(cell: Cell, outcome: str) -> Row:
+    """A line of the page for a cell outside of the matrix: its ranks, and the other degrees of parallelism."""
+    short = {SHARD: "dp_shard=", REPLICATE: "dp_replicate=", _TENSOR_PARALLEL[0]: "tp="}
+    degrees = [short[name] + degree for name, degree in pairwise(cell.settings) if name in short]
+    num_ranks = cell.pipeline_ranks * cell.ranks_per_stage
+    how = f"{num_ranks} ranks: {' x '.join([f'pp={cell.pipeline_ranks}', *degrees])}"
+    return Row(cell.feature, how, outcome)
+
+
+def table_of_matrix() -> compatibility.Table:
+    columns = ["schedule", *(", ".join(name.split()[1:]) for name in MATRIX)]
+    heading = "Schedule, activation checkpointing, torch.compile"
+    about = 'Llama 3. "Compiled" means TorchTitan\'s `--compile.enable`: every block, by Inductor, and the loss.'
+    return compatibility.Table(heading, about, columns, [["ZBV", *(seen[name] for name in MATRIX)]])
+
+
 def section() -> Section:
-    """This target's part of docs/compatibility.md, as it should be."""
     own = " ".join((OWN_02 if IS_02 else OWN_03).split())
     combinations = [row(cell, seen[name]) for name, cell in COMBINATIONS.items()]
     others = (
@@ -424,7 +437,7 @@ def section() -> Section:
         f"Tested with {compatibility.seen_with('torch', 'torchtitan')} {own}",
         compatibility.TITAN,
         [
-            table_of_matrix(seen),
+            table_of_matrix(),
             compatibility.features("More features", SHORT[IS_02], combinations),
             *others,
             compatibility.features("What does not work", "" if IS_02 else REFUSED, refused),

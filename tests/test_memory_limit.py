@@ -1,7 +1,5 @@
 """The spellings of a memory limit mean the same in each function, option, file and command that takes one."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Callable
@@ -20,7 +18,6 @@ import zbpipe
 from zbpipe import CostModel, Placement
 from zbpipe.costs import JobCosts, Link
 from zbpipe.costs.memory_limit import SPELLINGS, MemoryLimit, memory_of_1f1b
-from zbpipe.costs.transformer import typical_costs
 from zbpipe.frameworks.options import Options
 from zbpipe.schedule.ir import OpKind
 from zbpipe.simulator import offload
@@ -75,20 +72,12 @@ def test_a_job_without_costs_refuses_a_limit_in_their_unit(schedule: str, limit:
 @pytest.mark.parametrize(
     ("limit", "expected"),
     [
-        (4 * GB, (4 * GB, 4 * GB)),
-        ("4e9", (4 * GB, 4 * GB)),
-        ([4 * GB, math.inf], (4 * GB, math.inf)),
-        ("4gb", (4 * GB, 4 * GB)),
-        (["1MiB", "2 KiB"], (2.0**20, 2.0**11)),
-        (["1.5GiB", "3MB"], (1.5 * 2.0**30, 3e6)),
-        (["2KB", "5B"], (2e3, 5.0)),
-        ("1.5x", (1.5 * 6.25 * GB,) * 2),
-        ("2 microbatches", (6 * GB, 6 * GB)),
-        ("1Microbatch", (3 * GB, 3 * GB)),
-        (MemoryLimit(4 * GB, ""), (4 * GB, 4 * GB)),
+        *((limit, (4 * GB, 4 * GB)) for limit in (4 * GB, "4e9", "4gb", MemoryLimit(4 * GB, ""))),
+        *((limit, (6 * GB, 6 * GB)) for limit in ("2 microbatches", MemoryLimit(2, "microbatches"))),
+        *((limit, (1.5 * 6.25 * GB,) * 2) for limit in ("1.5x", MemoryLimit(1.5, "x"))),
+        *(([4 * GB, math.inf], (4 * GB, math.inf)), ("1Microbatch", (3 * GB, 3 * GB)), (["2KB", "5B"], (2e3, 5.0))),
+        *((["1MiB", "2 KiB"], (2.0**20, 2.0**11)), (["1.5GiB", "3MB"], (1.5 * 2.0**30, 3e6))),
         (MemoryLimit((3 * GB, math.inf), "bytes"), (3 * GB, math.inf)),
-        (MemoryLimit(1.5, "x"), (1.5 * 6.25 * GB,) * 2),
-        (MemoryLimit(2, "microbatches"), (6 * GB, 6 * GB)),
     ],
 )
 def test_the_spellings(limit: Any, expected: tuple[float, ...]) -> None:
@@ -96,26 +85,6 @@ def test_the_spellings(limit: Any, expected: tuple[float, ...]) -> None:
     assert found is not None
     assert found.resolve(IN_BYTES, 2, 8) == expected
     assert MemoryLimit.parse(found.written) == found
-
-
-@pytest.mark.parametrize(
-    ("limit", "words"),
-    [
-        (True, "memory_limit = True is not a number: write 1.2x"),
-        ([3, None], "memory_limit = None is not a number"),
-        (object(), "memory_limit = <object .*> is not a number"),
-        (-1, "memory_limit = -1 is not an amount: write 1.2x"),
-        (math.nan, "memory_limit = nan is not an amount"),
-        ("1y", "memory_limit = '1y' is not an amount"),
-        ("x", "'x' is not an amount"),
-        (["1x", 2], r"memory_limit = \['1x', 2\] mixes units"),
-        ([], r"memory_limit = \[\] mixes units"),
-        (lambda: MemoryLimit(-1, "x"), "memory_limit = '-1x' is not an amount: write 1.2x"),
-    ],
-)
-def test_what_is_no_limit(limit: Any, words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=words):
-        MemoryLimit.parse(limit() if callable(limit) else limit)
 
 
 @pytest.mark.parametrize(
@@ -155,22 +124,6 @@ def test_what_is_too_small_is_refused_with_the_least_limit(costs: CostModel, lim
 def test_all_that_take_a_limit_refuse_it(take: Callable[[Any], object]) -> None:
     with pytest.raises(ValueError, match="memory_limit = '1y' is not an amount"):
         take("1y")
-
-
-def test_what_costs_do_not_tell() -> None:
-    for call in (
-        lambda: zbpipe.plan(2, 4, (1, 1, 1), "2GiB"),
-        lambda: zbpipe.generate("ZB", 2, 4, memory_limit="2GiB"),
-        lambda: zbpipe.validate(zbpipe.generate("ZBV", 2, 4), "2GiB"),
-        lambda: zbpipe.plan(2, 4, typical_costs, "2GiB"),
-    ):
-        with pytest.raises(ValueError, match="'2GiB' is in bytes, but nothing here was measured in bytes"):
-            call()
-    three = CostModel((1,) * 3, (1,) * 3, (1,) * 3, (1,) * 3)
-    with pytest.raises(ValueError, match="'1x' is a multiple of 1F1B's memory, which these costs do not give: 3"):
-        zbpipe.plan(2, 4, three, "1x", placements=Placement((0, 1, 1)))
-    with pytest.raises(ValueError, match="one number or one for each rank, got 1 for 2 ranks"):
-        zbpipe.plan(2, 4, (1, 1, 1), ["1x"])
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 8))

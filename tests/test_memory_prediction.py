@@ -1,7 +1,5 @@
 """What a rank is said to hold at most: activations, what ops need while they run, and messages."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import activation_memory
@@ -46,7 +44,6 @@ def test_more_microbatches_need_no_more_messages() -> None:
 
 @given(st.data())
 def test_a_stage_takes_what_its_layers_take_in_turn(data: st.DataObject) -> None:
-    """Whatever is simulated with one layer a stage on one rank, in the order in which a stage runs them."""
     layers = data.draw(testing.cost_models(Placement.loop(1, 4)))
     amounts = st.tuples(*(st.sampled_from([0.0, 0.5, 4.0]) for _ in range(4)))
     layers = replace(layers, working=data.draw(st.dictionaries(st.sampled_from(COMPUTATIONS), amounts)))
@@ -72,9 +69,7 @@ def test_what_waits_is_counted_layer_by_layer() -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
-def test_what_ranks_are_said_to_hold_is_what_they_hold(
-    checkpointing: Checkpointing,
-) -> None:
+def test_what_ranks_are_said_to_hold_is_what_they_hold(checkpointing: Checkpointing) -> None:
     """Within 5 %, messages and what ops need while they run included, from one stage that was measured alone."""
     job = activation_memory.Job(checkpointing, ranks=2, microbatches=8, layers=8, device="cpu", timeout=240)
     stages = activation_memory.measure_stages(job)

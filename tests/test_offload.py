@@ -7,11 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from browser import page_data, page_ops
 from commands import answer, run
 from determinism import draw_fewer
 from hypothesis import given
 from hypothesis import strategies as st
-from pages import page_data, page_ops
 
 import zbpipe
 from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, plan, simulate, validate
@@ -211,8 +211,7 @@ def test_nothing_waits_for_an_offload(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "bandwidth", "peaks"),
-    [("1F1B", 2, (4, 2)), ("ZBV", 2, (4, 1.5)), ("ZBH2", 2, (7, 3))],
+    ("name", "bandwidth", "peaks"), [("1F1B", 2, (4, 2)), ("ZBV", 2, (4, 1.5)), ("ZBH2", 2, (7, 3))]
 )
 def test_what_a_fast_host_gains(name: str, bandwidth: float, peaks: tuple[float, float]) -> None:
     schedule = generate(name, 4, 16)

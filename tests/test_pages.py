@@ -1,7 +1,5 @@
 """HTML pages in a browser without a window: what they draw, and how they answer mouse, fingers and keys."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,16 +39,14 @@ def browser() -> Iterator[Browser]:
         yield started
 
 
+def timeline(ranks: int, microbatches: int) -> Timeline:
+    schedule = generate("ZBV", ranks, microbatches)
+    return simulate(schedule, CostModel.uniform(schedule.placement, 1, 1.2, 0.8))
+
+
 @pytest.fixture(scope="module")
 def shown() -> Timeline:
-    schedule = generate("ZBV", 4, 8)
-    return simulate(schedule, CostModel.uniform(schedule.placement, 1, 1.2, 0.8))
-
-
-@pytest.fixture(scope="module")
-def big() -> Timeline:
-    schedule = generate("ZBV", 64, 512)
-    return simulate(schedule, CostModel.uniform(schedule.placement, 1, 1.2, 0.8))
+    return timeline(4, 8)
 
 
 def opened(browser: Browser, folder: Path, timeline: Timeline, size: tuple[int, int] = DESKTOP, **how: Any) -> None:
@@ -65,20 +61,13 @@ def tip(browser: Browser) -> str:
 
 
 def settled(browser: Browser) -> list[float]:
-    """What the picture shows, from when to when, once it is drawn."""
     browser.until("!picture.asked")
     begin, end = browser.run("return [picture.view.begin, picture.view.end]")
     return [begin, end]
 
 
 @pytest.mark.parametrize(
-    ("size", "dark"),
-    [
-        pytest.param(PHONE, True, id="phone, dark"),
-        pytest.param(DESKTOP, False, id="desktop, light"),
-        pytest.param(PHONE, False, id="phone, light", marks=pytest.mark.long),
-        pytest.param(DESKTOP, True, id="desktop, dark", marks=pytest.mark.long),
-    ],
+    ("size", "dark"), [pytest.param(PHONE, True, id="phone, dark"), pytest.param(DESKTOP, False, id="desktop, light")]
 )
 def test_a_page_draws_each_op_in_its_colour(
     browser: Browser, tmp_path: Path, shown: Timeline, size: tuple[int, int], dark: bool
@@ -97,7 +86,6 @@ def test_a_page_draws_each_op_in_its_colour(
 
 
 def test_a_page_knows_the_memory_over_time(browser: Browser, tmp_path: Path, shown: Timeline) -> None:
-    """It makes it from the ops, with copies to the host and without."""
     schedule = generate("ZBV", 2, 4)
     costs = CostModel.uniform(schedule.placement, 1, 1, 1, host=Link(bandwidth=2))
     for timeline in (shown, simulate(offload(schedule, costs, what="activations"), costs)):
@@ -173,7 +161,8 @@ def test_tables_tell_what_the_picture_shows(browser: Browser, tmp_path: Path, sh
 
 
 @pytest.mark.long
-def test_a_large_page_is_small_and_draws_what_is_in_view(browser: Browser, tmp_path: Path, big: Timeline) -> None:
+def test_a_large_page_is_small_and_draws_what_is_in_view(browser: Browser, tmp_path: Path) -> None:
+    big = timeline(64, 512)
     opened(browser, tmp_path, big)
     assert (tmp_path / "page.html").stat().st_size < 2e6
     assert len(svg(big)) < 2e6

@@ -14,9 +14,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 import pytest
-from browser import Browser, running_browser
+from browser import Browser, page_ops, running_browser
 from click.testing import CliRunner
-from pages import page_ops
 from searching import searching_little
 
 from zbpipe import Schedule, cli, generate, simulate, validate

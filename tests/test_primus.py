@@ -1,13 +1,10 @@
 """titan_integration/primus/: the patch in a stand-in of Primus, and the example against torchtitan 0.2."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import is_dataclass
@@ -17,6 +14,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
+from commands import process
 
 from zbpipe import titan
 from zbpipe.frameworks.options import Options
@@ -32,7 +30,6 @@ EXAMPLE = FOLDER / "llama3.1_8B.yaml"
 
 @pytest.fixture
 def primus(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The stand-in's registry, with our patch before two of Primus' own."""
     monkeypatch.syspath_prepend(STAND_IN)
     monkeypatch.syspath_prepend(FOLDER)
     patches = importlib.import_module("primus.core.patches")
@@ -46,7 +43,6 @@ def primus(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
 
 @pytest.fixture
 def plugged(monkeypatch: pytest.MonkeyPatch) -> list[Options]:
-    """The options with which TorchTitan would have been patched."""
     found: list[Options] = []
     monkeypatch.setattr(titan, "plug_in", found.append, raising=False)
     return found
@@ -57,7 +53,6 @@ def set_up(primus: ModuleType, **params: Any) -> None:
 
 
 def test_the_patch_comes_last(primus: ModuleType, plugged: list[Options]) -> None:
-    """And leaves other backends and phases alone."""
     primus.run_patches("megatron", "setup", SimpleNamespace())
     primus.run_patches("torchtitan", "before_train", SimpleNamespace())
     assert plugged == []
@@ -82,11 +77,8 @@ LINE = "zbpipe: .*has to be a line such as --zbpipe.trace-step 5, got"
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ("strict", LINE),
-        ("--zbpipe.trace-step 5 --steps 3", LINE),
-        (SimpleNamespace(trace_step=5), LINE),
-        ("--zbpipe.split strict", "2"),
-        (None, "zbpipe: torchtitan 0.4.0 is unknown"),
+        *(("strict", LINE), ("--zbpipe.trace-step 5 --steps 3", LINE), (SimpleNamespace(trace_step=5), LINE)),
+        *(("--zbpipe.split strict", "2"), (None, "zbpipe: torchtitan 0.4.0 is unknown")),
     ],
 )
 def test_what_ends_the_job(primus: ModuleType, monkeypatch: pytest.MonkeyPatch, said: object, words: str) -> None:
@@ -101,16 +93,14 @@ def test_what_ends_the_job(primus: ModuleType, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_as_the_script_of_primus_cli(primus: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It hands over to Primus' own script when the patch is registered."""
     primus.registered.clear()
-    seen: list[list[str]] = []
-    monkeypatch.setattr("primus.cli.main.main", lambda: seen.append([patch.id for patch in primus.registered]))
+    seen: list[str] = []
+    monkeypatch.setattr("primus.cli.main.main", lambda: seen.extend(patch.id for patch in primus.registered))
     runpy.run_path(str(PATCH), run_name="__main__")
-    assert seen == [["torchtitan.zbpipe.schedules"]]
+    assert seen == ["torchtitan.zbpipe.schedules"]
 
 
 OF_PRIMUS = {("training", "mock_data"), ("primus_turbo",), ("zbpipe",)}
-"""Keys that are none of TorchTitan's."""
 
 
 @pytest.fixture
@@ -136,7 +126,6 @@ def test_the_format_of_the_example(experiment: ModuleType) -> None:
 
 
 def wrong_keys(kind: type, values: Mapping[str, Any], path: tuple[str, ...] = ()) -> list[str]:
-    """Those that `kind` does not have, or not of this type."""
     from typeguard import TypeCheckError, check_type
 
     types, wrong = get_type_hints(kind), []
@@ -174,42 +163,25 @@ def test_torchtitan_takes_the_example(experiment: ModuleType) -> None:
 ON_THE_CPU: dict[str, Any] = {
     "experimental": {"custom_import": "zbpipe.cli.demo.models02"},
     "lr_scheduler": {"warmup_steps": 2},
-    "model": {
-        "name": "llama3_python_stdlib",
-        "flavor": "debugmodel",
-        "hf_assets_path": str(Path(titan.__file__).parent),
-        "converters": [],
-    },
+    "model": {"name": "llama3_python_stdlib", "flavor": "debugmodel", "converters": []}
+    | {"hf_assets_path": str(Path(titan.__file__).parent)},
     "parallelism": {"pipeline_parallel_degree": 2},
     "training": {"dataset": "python_stdlib", "local_batch_size": 4, "seq_len": 64, "steps": 4, "dtype": "float32"},
 }
-"""Puts the demo's model in the place of Llama 3 8B."""
 
 
 @needs_torchtitan_02
 def test_training_as_primus_does(experiment: ModuleType, tmp_path: Path) -> None:
-    """Two processes, each with the patches and then `Trainer(config).train()`."""
     written = yaml.safe_load(EXAMPLE.read_text())
     module = written["modules"]["pre_trainer"]
     trace = tmp_path / "trace.json"
     more = {"zbpipe": f"--zbpipe.trace {trace} --zbpipe.trace-step 2", "job": {"dump_folder": str(tmp_path)}}
     module["overrides"] = experiment.merged(experiment.merged(module["overrides"], ON_THE_CPU), more)
     (tmp_path / "experiment.yaml").write_text(yaml.safe_dump(written))
-    result = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(PATCH)),
-            *("train", "pretrain", "--config", str(tmp_path / "experiment.yaml")),
-        ],
-        cwd=tmp_path,
-        env=os.environ
-        | {"PYTHONPATH": os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    print(result.stdout, result.stderr)
-    assert result.returncode == 0
+    path = os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")])
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", PATCH)
+    arguments = ("train", "pretrain", "--config", tmp_path / "experiment.yaml")
+    process(*torchrun, *arguments, folder=tmp_path, PYTHONPATH=path, OMP_NUM_THREADS="1")
     steps = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     losses = [step["loss_metrics/global_avg_loss"] for step in steps]
     assert len(losses) == 4

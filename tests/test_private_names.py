@@ -1,7 +1,5 @@
 """Private names of torch and TorchTitan stand in their own rooms, so that a new version means few files to read."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The simulator against published figures whose inputs are published, too: `benchmarks/published.py`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from statistics import fmean
 
@@ -17,13 +15,10 @@ from zbpipe.estimation.rows import Answer, answer
 BOUNDS = {"bubble": 0.004, "ratio": 0.06, "memory": 0.09, "activations": 0.09}
 """Largest error by metric: absolute for bubbles, which the authors computed, and relative for all others."""
 GIVEN = [row for row in read_rows() if row.kind == "A" and not row.is_fitted]
-LARGEST = 16 * 48
-"""Ranks times microbatches up to which a row takes a fraction of a second."""
 
 
 @pytest.mark.parametrize(
-    "row",
-    [pytest.param(row, id=row.id, marks=pytest.mark.long if row.p * row.m > LARGEST else []) for row in GIVEN],
+    "row", [pytest.param(row, id=row.id, marks=pytest.mark.long if row.p * row.m > 16 * 48 else []) for row in GIVEN]
 )
 def test_figures_with_published_inputs(row: Row) -> None:
     assert abs(error(row, predict(row))) <= BOUNDS[row.metric]
@@ -39,10 +34,8 @@ def test_every_row_has_a_source_and_no_row_counts_twice() -> None:
 
 
 def test_messages_of_megatrons_interleaved_schedule_block() -> None:
-    """The published gains are below those of torch's transport, which hides messages."""
-    interleaved = [
-        row for row in GIVEN if row.metric == "ratio" and row.schedule.startswith("Interleaved") and row.p < 16
-    ]
+    ratios = [row for row in GIVEN if row.metric == "ratio" and row.p < 16]
+    interleaved = [row for row in ratios if row.schedule.startswith("Interleaved")]
     assert len(interleaved) == 6
     for row in interleaved:
         hidden = predict(replace(row, source="another trainer"))
@@ -51,8 +44,7 @@ def test_messages_of_megatrons_interleaved_schedule_block() -> None:
 
 @pytest.mark.long
 def test_published_speeds_of_jobs() -> None:
-    """With and without a pipeline: bias, mean error, and four of five within the printed range. A third of the rows was
-    used for no figure. Those never fitted are reported and have no bounds."""
+    """With and without a pipeline: bias, mean error, and four of five within the printed range."""
     jobs = published_jobs.read_jobs()
     fitted, kept_back = ([job for job in jobs if job.use == use] for use in ("fitted", "kept back"))
     assert 3 * len(fitted) <= 2 * len(jobs)
@@ -70,7 +62,6 @@ def test_published_speeds_of_jobs() -> None:
 @pytest.mark.parametrize("name", ["titan-8b-8", "nemo-70b-64", "nemo-405b-576-float8", "tp-70b-256"])
 @pytest.mark.parametrize("times", [2, 8])
 def test_more_gpus_are_never_faster_each(name: str, times: int) -> None:
-    """The same layout, with FSDP over more GPUs and each with as many sequences."""
     job = next(each for each in published_jobs.read_jobs() if each.id == name)
     few, many = (published_jobs.predict(each).likely for each in (job, replace(job, gpus=times * job.gpus)))
     assert 0.9 * few < many <= few
@@ -106,7 +97,4 @@ def test_the_answers_of_practice(
     work = published_jobs.workload(replace(changed, tp=8, m=sequences * 8 // gpus))
     found = search(work, device)
     best = {each.workload.degrees.pipeline > 1: each.on_these_degrees for each in reversed(found)}
-    with_pipeline, without = best[True], best[False]
-    assert with_pipeline is not None
-    assert without is not None
-    assert answer(with_pipeline, without) is expected
+    assert answer(best[True], best[False]) is expected  # type: ignore[arg-type]

@@ -35,9 +35,7 @@ def uniform(name: str, ranks: int, microbatches: int, stages_per_rank: int | Non
     return simulate(schedule, CostModel.uniform(schedule.placement))
 
 
-# --- valid at any size ---
-
-CORNERS = [(1, 1), (1, 5), (5, 1), (16, 1), (3, 2), (5, 7), (7, 16), (8, 9), (13, 40), (16, 64)]
+CORNERS = [(1, 1), (1, 5), (5, 1), (16, 1), (3, 2), (5, 7), (7, 16), (8, 9), (16, 64)]
 """One microbatch, one rank, odd ranks, microbatches that the ranks do not divide, and the largest size."""
 
 
@@ -65,8 +63,6 @@ def test_valid_for_any_number_of_stages(name: str, stages_per_rank: int) -> None
         assert schedule.placement.num_stages == ranks * stages_per_rank
 
 
-# --- the figures of the papers ---
-
 Figure = Callable[[int, int, int], tuple[float, float]]
 """Bubble (makespan less 3m) and the most activations on a rank, both from p, m, v."""
 FIGURES: dict[str, Figure] = {
@@ -83,22 +79,18 @@ FIGURES: dict[str, Figure] = {
     # Half of 1F1B's bubble of 3 (p - 1), at the most 7/13 of it (p = 14), 23.5/45 on 16 ranks.
     "VHalf": lambda p, m, v: (7 / 13 * 3 * (p - 1), (p + 2) // 2),
 }
-"""For synchronous steps; with m >= p the bubble is exactly this, but for VHalf."""
 
 
 @pytest.mark.parametrize("name", FIGURES)
 def test_bubble_and_memory(name: str) -> None:
-    sizes = product((2, 3, 4, 5, 6, 7, 8, 9, 12, 14, 16), (1, 2, 4), (None,))
+    sizes = product((2, 3, 4, 5, 8, 14), (1, 2, 4), (None,))
     for ranks, rounds, v in product((2, 3, 4, 8), (1, 2, 3), (1, 2, 3, 4)) if name in ANY_STAGES else sizes:
         timeline = uniform(name, ranks, rounds * ranks, v)
         bubble, most = FIGURES[name](ranks, rounds * ranks, v or 2)
         found, held = timeline.makespan - 3 * rounds * ranks, max(timeline.peak_activations)
         assert found <= bubble + 1e-9 if name == "VHalf" else found == pytest.approx(bubble), (ranks, rounds, v)
-        assert held == pytest.approx(most) if name in ("GPipe", "1F1B", "LoopedBFS") else held <= most + 1e-9, (
-            ranks,
-            rounds,
-            v,
-        )
+        is_exact = name in ("GPipe", "1F1B", "LoopedBFS")
+        assert held == pytest.approx(most) if is_exact else held <= most + 1e-9, (ranks, rounds, v)
 
 
 @pytest.mark.parametrize("stages_per_rank", [2, 4])
@@ -116,7 +108,7 @@ def test_interleaved_where_ranks_do_not_divide_microbatches(
 
 
 @pytest.mark.parametrize("name", ["ZBH2", "ZBV"])
-@given(st.integers(1, 16), st.integers(1, 64))
+@given(st.integers(1, 10), st.integers(1, 40))
 def test_no_bubble_but_the_skew_at_the_start(name: str, ranks: int, microbatches: int) -> None:
     """From 2p - 1 microbatches on a rank idles only before its first F, and after its last W until all are done."""
     if microbatches >= 2 * ranks - 1:
@@ -137,6 +129,7 @@ def test_warm_up_forwards_of_zbv(rank: int) -> None:
     assert [sum(op.stage == stage for op in warm_up[:-1]) for stage in (rank, 7 - rank)] == [8 - (rank + 1), rank]
 
 
+@draw_fewer(2)
 @given(st.integers(1, 12), st.integers(1, 40))
 def test_memory_with_any_number_of_microbatches(ranks: int, microbatches: int) -> None:
     peaks = uniform("1F1B", ranks, microbatches).peak_activations
@@ -149,7 +142,6 @@ def test_memory_with_any_number_of_microbatches(ranks: int, microbatches: int) -
 @draw_fewer(2)
 @given(st.integers(1, 6), st.integers(1, 12), st.data())
 def test_searched_schedules_fit_any_costs(ranks: int, microbatches: int, data: st.DataObject) -> None:
-    """Never longer than the handcrafted ones and never above the limit, whatever the times are."""
     placement = generate("ZBH1", ranks, 1).placement
     for costs in (CostModel.uniform(placement), data.draw(cost_models(placement))):
         for searched, handcrafted, limit in (("ZB1P", ("ZBH1",), ranks), ("ZB2P", ("ZBH1", "ZBH2"), 2 * ranks)):
@@ -183,18 +175,13 @@ def require_within(limit: float, schedule: Schedule, costs: CostModel) -> Timeli
 def test_the_search_fits_any_placement_costs_and_limit(
     placement: Placement, microbatches: int, limit: float, data: st.DataObject
 ) -> None:
-    """However many stages share a rank: what it admits can always come to its end."""
     costs = data.draw(cost_models(placement))
     found = find_best_within("searched", placement, microbatches, limit, costs)
     check_schedule(found)
     require_within(limit, found, costs)
 
 
-# --- torch ---
-
-
 def stub_stages(ranks: int, stages_per_rank: int) -> list[Any]:
-    """As much of a stage as torch's constructors look at."""
     stage = {"num_stages": ranks * stages_per_rank, "group_size": ranks, "group_rank": 0, "is_last": False}
     return [SimpleNamespace(**stage, submod=None) for _ in range(stages_per_rank)]
 
@@ -232,25 +219,17 @@ def recorded(name: str, rank: int, ranks: int, microbatches: int) -> list[Op]:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (1, 4), (2, 3), (3, 2), (3, 7), (4, 4), (4, 8), (5, 11)])
 def test_torch_lowers_it_and_runs_it_to_the_end(name: str, ranks: int, microbatches: int) -> None:
-    """Through torch's validation, its passes for FSDP and communication, and its own dry run of sends and receives."""
     schedule = generate(name, ranks, microbatches)
     runtime = _PipelineScheduleRuntime(stub_stages(ranks, schedule.placement.num_stages // ranks), microbatches)
     lower(runtime, schedule)
     assert tuple(runtime.stage_index_to_group_rank[s] for s in range(schedule.placement.num_stages)) == (
         schedule.placement.rank_of
     )
-    # torch's dry run knows no FSDP.
-    talk = {
-        rank: [
-            action
-            for action in actions
-            if not str(action.computation_type).endswith(("UNSHARD", "RESHARD", "REDUCE_GRAD"))
-        ]
-        for rank, actions in runtime.pipeline_order_with_comms.items()
-    }
-    ran = pipelining._simulate_comms_compute(
-        talk, schedule.placement.rank_of.__getitem__, schedule.placement.num_stages
-    )
+    of_fsdp = ("UNSHARD", "RESHARD", "REDUCE_GRAD")  # which torch's dry run does not know
+    rows = runtime.pipeline_order_with_comms.items()
+    talk = {rank: [each for each in row if not str(each.computation_type).endswith(of_fsdp)] for rank, row in rows}
+    place = schedule.placement.rank_of.__getitem__
+    ran = pipelining._simulate_comms_compute(talk, place, schedule.placement.num_stages)
     computed = [[op for op in ran[rank] if op is not None and op.is_compute_op] for rank in range(ranks)]
     assert [tuple(flat(actions)) for actions in computed] == list(schedule.ops)
 
@@ -278,7 +257,6 @@ def test_multi_stage_schedules_as_torch_lists_them(name: str, stages_per_rank: i
         assert ours == torch_lists(name, ranks, microbatches, stages_per_rank), (ranks, microbatches)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 8])
-def test_zbv_is_no_slower_than_torchs(ranks: int) -> None:
-    for microbatches in range(1, 2 * ranks + 2):
+def test_zbv_is_no_slower_than_torchs() -> None:
+    for ranks, microbatches in ((p, m) for p in (1, 2, 3, 4, 6) for m in range(1, 2 * p + 2)):
         assert uniform("ZBV", ranks, microbatches).makespan <= uniform("ZBVZeroBubble", ranks, microbatches).makespan

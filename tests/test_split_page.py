@@ -1,7 +1,5 @@
 """docs/the-split.md lists what is refused as the code says it; `--write-compatibility` writes the list anew."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -37,20 +35,14 @@ def step(schedule: Any) -> None:
     schedule.step(x, target=x.detach())
 
 
-def in_ddp() -> None:
-    build(DistributedDataParallel(two_linear()))
-
-
-def sharded_in_part() -> None:
+def sharded_in_part() -> Any:
     module = two_linear()
     fully_shard(module[0], mesh=init_device_mesh("cpu", (1,)))
-    step(build(module))
+    return build(module)
 
 
 def leaves_unreduced() -> None:
-    module = two_linear()
-    fully_shard(module[0], mesh=init_device_mesh("cpu", (1,)))
-    schedule = build(module)
+    schedule = sharded_in_part()
     torchs = schedule._stages[0].backward_maybe_with_nosync
 
     def backward_of_a_framework(kind: str, tensors: Any, last_backward: bool = False) -> Any:
@@ -60,25 +52,10 @@ def leaves_unreduced() -> None:
     step(schedule)
 
 
-def compiled_with_torchs_split() -> None:
+def compiled(**how: Any) -> nn.Module:
     module = two_linear()
-    module[0].compile(backend="aot_eager")
-    build(module, split_backward="autograd")
-
-
-def in_cuda_graphs() -> None:
-    module = two_linear()
-    module[0].compile(mode="reduce-overhead")
-    build(module)
-
-
-def nothing_to_defer() -> None:
-    build(nn.LayerNorm(WIDTH), split_backward="strict")
-
-
-def shared_and_scaled() -> None:
-    shared = two_linear()
-    build(shared, shared, "ZBVZeroBubble")
+    module[0].compile(**how)
+    return module
 
 
 class Checkpointed(nn.Module):
@@ -90,10 +67,6 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inside, x, use_reentrant=True)  # type: ignore[no-any-return]
 
 
-def reentrant() -> None:
-    step(build(Checkpointed(), Checkpointed()))
-
-
 def changed_later() -> None:
     module = Fork(lambda dy: 2 * dy)
     schedule = build(module)
@@ -102,24 +75,33 @@ def changed_later() -> None:
     step(schedule)
 
 
-CASES: dict[str, tuple[str, Callable[[], None]]] = {
-    "a stage in `DistributedDataParallel`": ("construction", in_ddp),
-    "`fully_shard` on a part of a stage alone": ("first step", sharded_in_part),
+CASES: dict[str, tuple[str, Callable[[], object]]] = {
+    "a stage in `DistributedDataParallel`": ("construction", lambda: build(DistributedDataParallel(two_linear()))),
+    "`fully_shard` on a part of a stage alone": ("first step", lambda: step(sharded_in_part())),
     "the same with a framework's backward in the place of torch's, which reduces nothing at the end": (
         "last W",
         leaves_unreduced,
     ),
-    "torch's split on a compiled stage": ("construction", compiled_with_torchs_split),
+    "torch's split on a compiled stage": (
+        "construction",
+        lambda: build(compiled(backend="aot_eager"), split_backward="autograd"),
+    ),
     "a module that is compiled to run in CUDA graphs (Inductor's configuration: first step)": (
         "construction",
-        in_cuda_graphs,
+        lambda: build(compiled(mode="reduce-overhead")),
     ),
-    '`split_backward="strict"` and nothing to leave to W': ("construction", nothing_to_defer),
+    '`split_backward="strict"` and nothing to leave to W': (
+        "construction",
+        lambda: build(nn.LayerNorm(WIDTH), split_backward="strict"),
+    ),
     "a parameter in two stages of a rank, torch's own schedule, `scale_grads=True`": (
         "construction",
-        shared_and_scaled,
+        lambda: build(shared := two_linear(), shared, "ZBVZeroBubble"),
     ),
-    "a checkpoint with `use_reentrant=True`, shapes inferred": ("first step", reentrant),
+    "a checkpoint with `use_reentrant=True`, shapes inferred": (
+        "first step",
+        lambda: step(build(Checkpointed(), Checkpointed())),
+    ),
     "something that writes into x or dY during I, and did not in the first I": ("that I", changed_later),
 }
 

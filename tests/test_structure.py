@@ -1,7 +1,5 @@
 """The arrows between modules: no cycle, few floors, and no torch above the runtime."""
 
-from __future__ import annotations
-
 import ast
 import io
 import re
@@ -34,7 +32,7 @@ BUDGETS = {
     "src/zbpipe/simulator": 1631,
     "src/zbpipe/titan": 95,
     "src/zbpipe/views": 1046,
-    "tests": 22517,
+    "tests": 21101,
     "benchmarks": 2752,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""

@@ -1,21 +1,14 @@
 """The configs in titan_integration/ for TorchTitan 0.2 and 0.3: built without weights, estimated, and one trained."""
 
-from __future__ import annotations
-
 import hashlib
 import json
-import logging
-import multiprocessing
-import os
 import re
 import shlex
-import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,17 +18,17 @@ import test_docs
 import torch
 import torch.distributed as dist
 from click.testing import CliRunner
+from commands import process
 from documents import blocks
 from forks import on_forks
 from searching import searching_little
-from titan_jobs import require_titan
+from titan_jobs import Titan, require_titan
 
-from zbpipe import cli, estimate, generate
+from zbpipe import OpKind, cli, estimate, generate
 from zbpipe.costs.transformer import Block
 from zbpipe.estimation import devices
-from zbpipe.estimation.estimate import JobMemory, memory_by_rank
-from zbpipe.estimation.rows import Step
-from zbpipe.estimation.workload import Workload
+from zbpipe.estimation.estimate import memory_by_rank
+from zbpipe.estimation.workload import Degrees, LayerWork, Workload
 from zbpipe.frameworks.options import Options
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.schedule.registry import resolve
@@ -48,46 +41,15 @@ IS_02 = require_titan("0.3.0", "0.2.2") == "0.2.2"
 needs_03 = pytest.mark.skipif(IS_02, reason="of torchtitan 0.3")
 ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / "titan_integration" / "run_train.sh"
-TOML_FILES = sorted((ROOT / "titan_integration" / "titan02").glob("*.toml"))
-"""The configs for TorchTitan 0.2."""
-CONFIGS = (
-    "llama3_debug",
-    "llama3_8b",
-    "llama3_8b_no_downloads",
-    "llama3_70b",
-    "llama3_70b_80gb",
-    "llama3_405b",
-    "llama3_405b_288gb",
-    "llama3_405b_80gb",
-)
-
-
-# What runs in a process of its own, which imports TorchTitan once. It forks for every rank, because meshes stay behind
-# in caches when a process group is destroyed.
-
-
-def import_titan() -> None:
-    from zbpipe.frameworks.titan import cpu
-
-    cpu.stand_in()
-    from zbpipe.frameworks.titan import plug
-
-    plug.plug_in(Options(), on_cpu=True)
-    torch.set_num_threads(1)
-    sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-    logging.disable(logging.WARNING)
-
-
-@pytest.fixture(scope="module")
-def with_titan() -> Iterator[Callable[..., Any]]:
-    """Calls a function of this file in the process that has TorchTitan."""
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context, initializer=import_titan) as pool:
-        yield lambda function, *arguments: pool.submit(function, *arguments).result()
+TOML = ROOT / "titan_integration" / "titan02"
+TOML_FILES = sorted(TOML.glob("*.toml"))
+CONFIGS = [
+    *("llama3_debug", "llama3_8b", "llama3_8b_no_downloads", "llama3_70b", "llama3_70b_80gb"),
+    *("llama3_405b", "llama3_405b_288gb", "llama3_405b_80gb"),
+]
 
 
 def read_config(name: str, config: Any = None) -> Workload:
-    """What `zbpipe estimate` reads of one of our configs."""
     from titan_integration import llama3
     from zbpipe.frameworks.titan import command_line, counting
 
@@ -96,40 +58,19 @@ def read_config(name: str, config: Any = None) -> Workload:
 
 
 class Built(NamedTuple):
-    """What a pipeline rank has when TorchTitan has cut the model."""
-
     modules: dict[int, tuple[str, ...]]
-    """By stage."""
     parameters: int
     on_one_gpu: int
-    """The same, of those that one GPU keeps after TP and FSDP."""
     lowered: str
-    """A hash of the table with sends, receives and unshards."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A config, and what becomes of it."""
-
-    schedule: str
-    pp: int
-    tp: int
-    gpus: int
-    usable_bytes: float
-    """Of the smallest GPU that the config is for."""
-    doc: str
-    num_layers: int
-    estimated: JobMemory
-    ranks: dict[int, Built]
-    """By place in the pipeline."""
 
 
 _config: Any = None
 _model: Any = None
 
 
-def build_job(name: str) -> Job:
-    """Pipeline ranks at the full size of the job, from meta tensors: all of the small jobs, else those at both ends."""
+def check_full_size(name: str) -> None:
+    """Ranks from meta tensors: all of the small jobs, else both ends. The estimated parameters are those of the modules
+    that were built, and the docstring tells the sum."""
     global _config, _model  # noqa: PLW0603 (the forks have no other way to it)
     from torchtitan.distributed import utils
 
@@ -138,30 +79,39 @@ def build_job(name: str) -> Job:
 
     function, hardware = getattr(llama3, name), llama3.HARDWARE[name]
     _config = replace(function())  # TorchTitan's own checks, which the CPU's adaption would satisfy
-    check.check(_config, resolve(_config.parallelism.pipeline_parallel_schedule), Options())
+    parallelism, layers = _config.parallelism, _config.model_spec.model.layers
+    schedule, pp = parallelism.pipeline_parallel_schedule, parallelism.pipeline_parallel_degree
+    tp = parallelism.tensor_parallel_degree
+    check.check(_config, resolve(schedule), Options())
     estimated = memory_by_rank(read_config(name))
     cpu.adapt(_config)
-    parallelism = _config.parallelism
-    utils.set_spmd_backend(parallelism.spmd_backend)
+    utils.set_spmd_backend(_config.parallelism.spmd_backend)
     _config.model_spec.model.update_from_config(config=_config)
     with torch.device("meta"):
         _model = _config.model_spec.model.build()
     assert sum(estimated.parameters) == sum(parameter.numel() for parameter in _model.parameters())
-    pp = parallelism.pipeline_parallel_degree
     places = range(pp) if name in ("llama3_debug", "llama3_8b") else (0, pp - 1)
     # The last of the ranks at each place of the pipeline, so that TP and FSDP are not at 0.
     ranks = [(hardware.gpus, (place + 1) * hardware.gpus // pp - 1) for place in places]
-    return Job(
-        parallelism.pipeline_parallel_schedule,
-        pp,
-        parallelism.tensor_parallel_degree,
-        hardware.gpus,
-        devices.DEVICES[hardware.kind].usable_bytes,
-        function.__doc__,
-        len(_config.model_spec.model.layers),
-        estimated,
-        dict(zip(places, on_forks(build_rank, ranks), strict=True)),
-    )
+    built: list[Built] = on_forks(build_rank, ranks)
+    by_stage = {stage: modules for each in built for stage, modules in each.modules.items()}
+    assert all(by_stage.values())
+    if len(built) == pp:
+        modules = [name for stage in sorted(by_stage) for name in by_stage[stage]]
+        assert modules == ["tok_embeddings", *(f"layers.{n}" for n in range(len(layers))), "norm", "lm_head"]
+    assert validate(generate(schedule, pp, 4 * pp)) == []
+    assert len({each.lowered for each in built}) == 1
+    fsdp, computed = hardware.gpus // (pp * tp), 4 if name == "llama3_debug" else 2
+    for place, each in zip(places, built, strict=True):
+        count, memory = estimated.parameters[place], estimated.memories[place]
+        assert count == each.parameters
+        # TP does not cut the norms.
+        assert each.on_one_gpu * fsdp * tp == pytest.approx(count, rel=1e-3)
+        expected = each.on_one_gpu * ((computed + 4) * fsdp + 12)
+        assert memory.weights + memory.optimizer == pytest.approx(expected, rel=1e-3)
+    assert estimated.worst <= devices.DEVICES[hardware.kind].usable_bytes
+    if name not in ("llama3_debug", "llama3_8b_no_downloads"):
+        assert f"{round(estimated.worst / 2**30)} GiB" in function.__doc__
 
 
 def build_rank(job: tuple[int, int]) -> Built:
@@ -178,15 +128,13 @@ def build_rank(job: tuple[int, int]) -> Built:
     spec = _config.model_spec
     schedule, parts, has_first, has_last = plug.make_pipelining(spec.pipelining_fn, Options())(
         _model,
-        parallel_dims=dims,
-        training=_config.training,
-        parallelism=_config.parallelism,
-        compile_config=_config.compile,
-        ac_config=_config.activation_checkpoint,
-        dump_folder="",
-        device=torch.device("cpu"),
-        model_config=spec.model,
-        parallelize_fn=spec.parallelize_fn,
+        **{"parallel_dims": dims, "training": _config.training, "parallelism": _config.parallelism, "dump_folder": ""},
+        **{
+            "compile_config": _config.compile,
+            "ac_config": _config.activation_checkpoint,
+            "device": torch.device("cpu"),
+        },
+        **{"model_config": spec.model, "parallelize_fn": spec.parallelize_fn},
         loss_fn=_config.loss.build(compile_config=_config.compile),
     )
     place, stages = dims.get_mesh("pp").get_local_rank(), [stage.stage_index for stage in hooks.stages_of(schedule)]
@@ -215,59 +163,21 @@ def modules_of(part: Any) -> tuple[str, ...]:
     return (*ends[: "tok_embeddings" in ends], *layers, *ends["tok_embeddings" in ends :])
 
 
-@needs_03
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_job_at_its_full_size(with_titan: Callable[..., Any], name: str) -> None:
-    """The estimated parameters are those of the modules that were built, and the docstring tells the sum."""
-    job: Job = with_titan(build_job, name)
-    by_stage = {stage: modules for built in job.ranks.values() for stage, modules in built.modules.items()}
-    assert all(by_stage.values())
-    if len(job.ranks) == job.pp:
-        modules = [name for stage in sorted(by_stage) for name in by_stage[stage]]
-        layers = [f"layers.{number}" for number in range(job.num_layers)]
-        assert modules == ["tok_embeddings", *layers, "norm", "lm_head"]
-    assert validate(generate(job.schedule, job.pp, 4 * job.pp)) == []
-    assert len({built.lowered for built in job.ranks.values()}) == 1
-    fsdp = job.gpus // (job.pp * job.tp)
-    computed = 4 if name == "llama3_debug" else 2
-    for place, built in job.ranks.items():
-        count, memory = job.estimated.parameters[place], job.estimated.memories[place]
-        assert count == built.parameters
-        # TP does not cut the norms.
-        assert built.on_one_gpu * fsdp * job.tp == pytest.approx(count, rel=1e-3)
-        each = (computed + 4) * fsdp + 12
-        assert memory.weights + memory.optimizer == pytest.approx(built.on_one_gpu * each, rel=1e-3)
-    assert job.estimated.worst <= job.usable_bytes
-    if name not in ("llama3_debug", "llama3_8b_no_downloads"):
-        told = re.search(r"(\d+) GiB", job.doc)
-        assert told is not None
-        assert int(told[1]) == round(job.estimated.worst / 2**30)
-
-
-def estimate_steps(name: str) -> tuple[str, dict[str, float]]:
-    """The config's schedule, and by schedule that fits and runs the tokens per second and GPU."""
+def check_choice(name: str) -> None:
     from titan_integration import llama3
 
     work = read_config(name)
-    steps = estimate(work, llama3.HARDWARE[name].kind, plans=False).steps
-
-    def runs(step: Step) -> bool:
-        """With the stages that a config gets by default; torch's own split does not work under checkpointing."""
-        if step.timeline is None or step.has_torchs_split:
-            return False
-        return step.stages_per_rank == resolve(step.schedule).stages_per_rank
-
-    return work.schedule, {step.schedule: step.tokens_per_second for step in steps if step.fits and runs(step)}
-
-
-@needs_03
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("llama3_debug", "llama3_8b_no_downloads")])
-def test_a_job_has_the_best_schedule_that_fits(with_titan: Callable[..., Any], name: str) -> None:
-    schedule, speeds = with_titan(estimate_steps, name)
-    assert speeds[schedule] >= 0.95 * max(speeds.values()), speeds  # the estimate is no more exact
+    speeds = {
+        step.schedule: step.tokens_per_second
+        for step in estimate(work, llama3.HARDWARE[name].kind, plans=False).steps
+        # torch's own split does not work under checkpointing.
+        if step.fits and step.timeline is not None and not step.has_torchs_split
+        if step.stages_per_rank == resolve(step.schedule).stages_per_rank
+    }
+    assert speeds[work.schedule] >= 0.95 * max(speeds.values()), speeds  # the estimate is no more exact
 
 
-def kept_by_a_block(how: tuple[int, str]) -> tuple[float, float, float, float]:
+def check_kept(how: tuple[int, str]) -> None:
     """Elements for each token that a block of the debug model keeps from F to I and from I to W, counted and told."""
     from harness import meter
 
@@ -294,13 +204,8 @@ def kept_by_a_block(how: tuple[int, str]) -> tuple[float, float, float, float]:
     assert len(pending) == (7 if IS_02 else 5)
     # The CPU's attention keeps other things than a GPU's, and was replaced: the result of a GPU's is added.
     attention = told.queries / tp if checkpointing == "selective" else 0
-    scale = 2 * TOKENS
-    return (
-        after_f / scale + attention,
-        told.kept_by_f(checkpointing, tp),
-        after_i / scale,
-        told.kept_by_i(tp),
-    )
+    assert after_f / (2 * TOKENS) + attention == told.kept_by_f(checkpointing, tp)
+    assert after_i / (2 * TOKENS) == told.kept_by_i(tp)
 
 
 TOKENS = 256
@@ -336,7 +241,6 @@ def attend_to_nothing(self: Any, q_BLNH: Any, k_BLNH: Any, v_BLNH: Any, **unused
 
 
 def block_of_02(tp: int, checkpointing: str) -> tuple[Any, tuple[Any, ...], Any, Block]:
-    """See `block_of_03`."""
     from torch.utils._pytree import tree_leaves
     from torchtitan.config import ConfigManager
     from torchtitan.distributed import ParallelDims
@@ -370,55 +274,39 @@ def inner(leaf: Any) -> Any:
     return getattr(leaf, "_local_tensor", getattr(leaf, "elem", leaf))
 
 
-def test_what_a_block_keeps(with_titan: Callable[..., Any]) -> None:
-    """The arithmetic of activations, against what TorchTitan's block under zbpipe's split leaves alive."""
+def test_what_a_block_keeps(titan: Titan) -> None:
     hows = [(tp, checkpointing) for tp in (1, 8) for checkpointing in ("selective", "full")]
-    for counted_f, told_f, counted_i, told_i in with_titan(on_forks, kept_by_a_block, hows):
-        assert counted_f == told_f
-        assert counted_i == told_i
-
-
-# The TOML files for TorchTitan 0.2.
-
-
-def estimate_of(arguments: Sequence[str], gpus: int) -> JobMemory:
-    from zbpipe.frameworks.titan import command_line
-
-    return memory_by_rank(command_line.read_workload(arguments, gpus))
+    titan.call(on_forks, check_kept, hows)
 
 
 SAID = r"PP (\d+)(?: x TP (\d+))?(?: x FSDP (\d+))? on .*?(MI\d+X).*GiB on the worst GPU: (\d+)\."
 
 
-@pytest.mark.skipif(not IS_02, reason="of torchtitan 0.2")
-@pytest.mark.parametrize(
-    "file", [file for file in TOML_FILES if file.stem != "llama3_debug"], ids=lambda file: file.stem
-)
-def test_a_file(with_titan: Callable[..., Any], file: Path) -> None:
+def check_file(name: str) -> None:
     """Its first lines tell what the worst GPU needs, and the smallest GPU is large enough."""
+    from zbpipe.frameworks.titan.command_line import read_workload
+
+    file = TOML / f"{name}.toml"
     text = " ".join(line.removeprefix("# ") for line in file.read_text().split("\n\n")[0].splitlines())
-    found = re.search(SAID, text)
-    assert found is not None
-    *degrees, smallest, gib = found.groups(default="1")
-    pp, tp, fsdp = map(int, degrees)
+    ((*degrees, smallest, gib),) = re.findall(SAID, text)
+    pp, tp, fsdp = (int(each or 1) for each in degrees)
     arguments = ["--job.config_file", str(file)]
-    memory: JobMemory = with_titan(estimate_of, arguments, pp * tp * fsdp)
+    memory = memory_by_rank(read_workload(arguments, pp * tp * fsdp))
     assert (len(memory.memories), round(memory.worst / 2**30)) == (pp, int(gib))
     assert smallest in memory.fits
-    if file.stem == "llama3_8b":  # float32 for want of FSDP
+    if name == "llama3_8b":  # float32 for want of FSDP
         arguments += ["--training.dtype", "float32"]
-        assert with_titan(estimate_of, arguments, 16)
+        assert memory_by_rank(read_workload(arguments, 16))
         with pytest.raises(
             ValueError, match=r"only with FSDP.* take twice as many GPUs, or --training.dtype bfloat16$"
         ):
-            with_titan(estimate_of, arguments, 8)
+            memory_by_rank(read_workload(arguments, 8))
 
 
-def settings_of(name: str) -> dict[str, Any]:
-    """What the TOML file for TorchTitan 0.2 has to say to mean the same."""
+def check_same_job(name: str) -> None:
     from titan_integration import llama3
 
-    config = getattr(llama3, name)()
+    config, toml = getattr(llama3, name)(), tomllib.loads((TOML / f"{name}.toml").read_text())
     (parameters,) = config.optimizer.param_groups
     same = (
         (config.training, ("local_batch_size", "seq_len", "steps")),
@@ -428,43 +316,133 @@ def settings_of(name: str) -> dict[str, Any]:
         (config.lr_scheduler, ("warmup_steps",)),
         (config.model_spec, ("flavor",)),
     )
-    return {name: getattr(section, name) for section, names in same for name in names} | {
+    expected = {name: getattr(section, name) for section, names in same for name in names} | {
         "optimizer": {"lr": parameters.optimizer_kwargs["lr"]},
         "mode": "selective" if "Selective" in type(config.activation_checkpoint).__qualname__ else "full",
         "compile": config.compile.enable,
     }
-
-
-@needs_03
-@pytest.mark.parametrize("file", TOML_FILES, ids=lambda file: file.stem)
-def test_the_same_job_for_torchtitan_02(with_titan: Callable[..., Any], file: Path) -> None:
-    toml = tomllib.loads(file.read_text())
-    found = {name: value for section in ("training", "parallelism", "comm") for name, value in toml[section].items()}
-    found |= toml["lr_scheduler"] | toml["model"] | toml["activation_checkpoint"] | {"optimizer": toml["optimizer"]}
-    found["compile"] = toml.get("compile", {}).get("enable", False)
-    expected = with_titan(settings_of, file.stem)
+    sections = ("training", "parallelism", "comm", "lr_scheduler", "model", "activation_checkpoint")
+    found = {name: value for section in sections for name, value in toml[section].items()}
+    found |= {"optimizer": toml["optimizer"], "compile": toml.get("compile", {}).get("enable", False)}
     assert {name: found[name] for name in expected} == expected
 
 
-@pytest.mark.skipif(not IS_02, reason="of torchtitan 0.2")
-def test_training_on_the_cpu(tmp_path: Path) -> None:
-    """Two processes by the script, torchrun and TorchTitan's trainer; the platform is found, not given.
+def read(*arguments: str, gpus: int = 64) -> Workload:
+    from zbpipe.frameworks.titan import command_line
 
-    For TorchTitan 0.3, tests/test_first_run.py trains by the script.
-    """
-    size = ("--training.steps", "4", "--training.local_batch_size", "4", "--training.seq_len", "64")
-    # Which of the ranks fails is not known before.
-    settings = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "LOG_RANK": "0,1"}
-    command = [str(SCRIPT), "--job.dump_folder", str(tmp_path), *size]
-    how: Any = {"cwd": tmp_path, "env": os.environ | settings, "timeout": 200}  # not the repository's folder
-    result = subprocess.run(command, **how, capture_output=True, text=True, check=False)
-    print(result.stdout, result.stderr)
-    assert result.returncode == 0
-    assert "Using zbpipe's pipeline schedule ZBV with 4 microbatches" in result.stdout + result.stderr
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    losses = [json.loads(line)["loss_metrics/global_avg_loss"] for line in lines]
-    assert len(losses) == 4
-    assert losses[-1] < losses[0] - 0.5  # and so none is NaN
+    named = () if "--module" in arguments else ("--module", "titan_integration.llama3", "--config", "llama3_70b")
+    return command_line.read_workload([*named, *arguments], gpus)
+
+
+def check_operations() -> None:
+    """Two for each weight and token, and half of the attention's two products; I repeats every second product."""
+    block = read().layers[1]
+    tokens, dim, hidden, kv = 8192, 8192, 28672, 1024
+    products = 2 * tokens * (2 * dim * dim + 2 * dim * kv + 3 * dim * hidden)
+    attention = 2 * tokens * tokens * dim
+    assert (block.f, block.w) == (products + attention, products)
+    again = 2 * tokens * (dim * dim + dim * hidden)  # out and up
+    assert block.i == products + 2.5 * attention + again
+    assert block.parameters == products / (2 * tokens) + 2 * dim
+
+
+def check_degrees() -> None:
+    job, placement = read(), resolve("ZBV").place(4)
+    found = (str(job.degrees), job.microbatches, job.schedule, str(job.checkpointing))
+    assert found == ("PP 4 x TP 8 x FSDP 2", 16, "ZBV", "selective")
+    assert job.parameters == pytest.approx(70.6e9, rel=0.01)
+    other = job.on(Degrees(8, 4, 2))
+    assert (other.microbatches, other.global_tokens) == (16, job.global_tokens)
+    assert other.layers[1].f == job.layers[1].f
+    # Hidden states of 8192 tokens, 8192 wide, in two bytes, of which each GPU sends its share to one other.
+    shared = (job.on(Degrees(4, tensor, 16 // tensor // context, 1, context)) for tensor, context in ((4, 2), (2, 1)))
+    messages = [(each.message_bytes, each.degrees.sharing) for each in (job, *shared)]
+    assert messages == [(2 * 8192 * 8192 / sharing, sharing) for sharing in (8, 8, 2)]
+    ends = (job, read("--parallelism.pipeline_parallel_first_stage_less_layers", "3"))
+    by_work, weighted = (list(map(len, each.split(placement, resolve("ZBV")))) for each in ends)
+    assert weighted == [9, 11, 11, 11, 10, 10, 10, 10] != by_work  # 82 layers, of which the embedding counts as 3
+    # The table has the memory of the worst rank.
+    (row,) = (each for each in estimate(job, "MI300X", only=["ZBV"], plans=False).steps if each.schedule == "ZBV")
+    assert row.memory.total == pytest.approx(memory_by_rank(job).worst, rel=1e-6)
+
+
+def bytes_of(layer: LayerWork) -> list[float]:
+    return [layer.activations, layer.waits, *(dict(layer.working)[kind] for kind in (OpKind.F, OpKind.I, OpKind.B))]
+
+
+def check_formulas() -> None:
+    """A layer that meta tensors cannot run counts as a Llama block, which it is here. Both ways agree."""
+    from zbpipe.frameworks.titan import counting
+
+    alone = ("--parallelism.tensor_parallel_degree", "1")
+    counted = read(*alone)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(counting, "_on_meta", lambda block, x, *args: None)
+        guessed = read(*alone)
+    assert bytes_of(guessed.layers[1]) == pytest.approx(bytes_of(counted.layers[1]), rel=0.01)
+    assert guessed.layers[1].f == counted.layers[1].f
+    assert "read values" in guessed.words
+
+
+def check_other_models() -> None:
+    """TorchTitan's own configs, without what its trainer wants to be said about a pipeline."""
+    from zbpipe.frameworks.titan import models
+
+    in_two = ("--parallelism.pipeline_parallel_degree", "2")
+    moe = read("--module", "qwen3", "--config", "qwen3_moe_debug", *in_two, gpus=4)
+    assert "read values" in moe.words
+    assert all(layer.activations > 0 for layer in moe.layers[1:-1])
+    # TorchTitan asks for a device with float8 when it makes the config, and meta tensors show no float8 products.
+    kinds = [read("--module", "llama3", "--config", f"llama3_debugmodel{kind}", gpus=8) for kind in ("", "_float8")]
+    assert [each.float8 for each in kinds] == [False, True]
+    assert kinds[0].layers == kinds[1].layers
+    # Encoders of images count on the first stage, with two operations for each weight and token in each of F, I and W.
+    seeing = read("--module", "rows_config", "--config", "muse_glimmer_images", *in_two, gpus=2)
+    first, embedding = seeing.layers[0], 2048 * 256
+    assert first.modules == ("tok_embeddings", "vision_projection", "vision_encoder", "vision_adapter")
+    of_weights = 2 * (first.parameters - embedding)
+    assert first.f / seeing.tokens == pytest.approx(of_weights, rel=0.1), "but for biases and norms"
+    assert first.i == first.w == first.f
+    assert "vision_projection, vision_encoder, vision_adapter from the weights, with one patch per" in seeing.words
+    with pytest.raises(ValueError, match="Linear has no tok_embeddings, layers, norm, lm_head: only TorchTitan's"):
+        models.require_decoder(torch.nn.Linear(1, 1))
+
+
+REFUSED = {
+    ("--config", "llama3_7b"): "titan_integration.llama3 has no config 'llama3_7b'; it has llama3_debug, ",
+    ("--gpus", "16", "--config", "llama3_70b"): "PP x TP x CP x replicas = 32: use 32",
+    ("--module", "qwen3", "--config", "qwen3_0_6b", "--parallelism.pipeline_parallel_degree", "2"): (
+        "TorchTitan refuses this job: Weight tying is not supported with Pipeline Parallel."
+    ),
+}
+
+
+def check_refusals() -> None:
+    """As with the installed command, the current folder is not on Python's path."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT)
+        patch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(ROOT))])
+        for name in [name for name in sys.modules if name.startswith("titan_integration")]:
+            patch.delitem(sys.modules, name)
+        for arguments, words in REFUSED.items():
+            command = ["estimate", "--module", "titan_integration.llama3", "--gpus", "64", "--device", "H100"]
+            result = CliRunner().invoke(cli.main, [*command, *arguments])
+            assert result.exit_code == 2
+            assert words in result.stderr.splitlines()[-1]
+
+
+FILES = [file.stem for file in TOML_FILES]
+CHECKS: list[tuple[Any, ...]] = [(check_full_size, name) for name in CONFIGS]
+CHECKS += [(check_choice, name) for name in CONFIGS if name not in ("llama3_debug", "llama3_8b_no_downloads")]
+CHECKS += [(check_same_job, name) for name in FILES]
+CHECKS += [(each,) for each in (check_operations, check_degrees, check_formulas, check_other_models, check_refusals)]
+if IS_02:
+    CHECKS = [(check_file, name) for name in FILES if name != "llama3_debug"]
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: "-".join((check[0].__name__, *check[1:])))
+def test_what_is_said_of_a_job(titan: Titan, check: tuple[Any, ...]) -> None:
+    titan.call(*check)
 
 
 README = ROOT / "titan_integration" / "README.md"
@@ -479,9 +457,9 @@ def test_the_readme_has_all_configs() -> None:
 
 
 def commands(program: str) -> list[str]:
-    """Those of the README with this program, each in one line."""
-    blocks = re.findall(r"^```sh\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    lines = (
+        "".join(block.code for block in blocks("titan_integration/README.md", "sh")).replace("\\\n", " ").splitlines()
+    )
     return [re.sub(r"^srun (--\S+ )*", "", line.split("  #")[0]) for line in lines if program in line]
 
 
@@ -498,30 +476,21 @@ def model_of(arguments: list[str]) -> str:
 
 
 @needs_03
-def test_the_commands_of_the_readme(with_titan: Callable[..., Any]) -> None:
+def test_the_commands_of_the_readme(titan: Titan) -> None:
     """Up to where TorchTitan has read them; a plan that is still to be made cannot be read."""
     launches = commands("run_train.sh")
     assert len(launches) == 11
     models = set()
     for launch in launches:
-        result = subprocess.run(
-            ["bash", "-c", launch],
-            cwd=ROOT,
-            env=os.environ | {"PYTHON": sys.executable, "DRY_RUN": "1", "PLATFORM": "rocm"},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=60,
-        )
+        result = process("bash", "-c", launch, folder=ROOT, PYTHON=sys.executable, DRY_RUN="1", PLATFORM="rocm")
         arguments = shlex.split(result.stdout.splitlines()[-1])
         arguments = arguments[arguments.index("zbpipe.titan.train") + 1 :]
         if not any(".csv" in argument for argument in arguments):
-            models.add(with_titan(model_of, arguments))
+            models.add(titan.call(model_of, arguments))
     assert models == {"llama3 debugmodel", "llama3 8B", "llama3 70B"}
 
 
 def table(arguments: list[str]) -> list[str]:
-    """The lines of `zbpipe estimate --ranks`."""
     result = CliRunner().invoke(cli.main, ["estimate", "--ranks", *arguments])
     return str(result.output).splitlines()
 
@@ -532,26 +501,26 @@ LARGE = {
 }[IS_02]
 
 
-def test_the_table_of_memory(with_titan: Callable[..., Any]) -> None:
+def test_the_table_of_memory(titan: Titan) -> None:
     (command,) = commands("zbpipe estimate --ranks")
     arguments = shlex.split(command)[3:]
     assert arguments[2:6] == ["--module", "titan_integration.llama3", "--config", "llama3_70b"]
-    lines = with_titan(table, ["--gpus", "64", *LARGE, *arguments[6:]])
+    lines = titan.call(table, ["--gpus", "64", *LARGE, *arguments[6:]])
     assert lines[0].split()[:2] == ["rank", "parameters"]
     assert [line.split()[0] for line in lines[1:-2]] == ["0", "1", "2", "3"]
     assert lines[1].split()[1] == "18.36B"
     assert lines[-2].startswith("1 microbatch in --zbpipe.memory-limit: ")
     assert re.fullmatch(r"worst rank: 5\d\.\d GiB, which with 15% left free fits: A100, H100, .*, MI355X", lines[-1])
-    refused = with_titan(table, ["--gpus", "48", *LARGE])
+    refused = titan.call(table, ["--gpus", "48", *LARGE])
     assert "48 GPUs are not a multiple of PP x TP x CP x replicas = 32: use 32 or 64" in refused[-1]
 
 
-def test_memory_of_auto(with_titan: Callable[..., Any]) -> None:
+def test_memory_of_auto(titan: Titan) -> None:
     """What its plan may take, by its limit; where that is tight, what it starts with."""
     auto = (*LARGE, "--parallelism.pipeline_parallel_schedule", "Auto", "--zbpipe.memory-limit")
 
     def activations(limit: str) -> tuple[list[float], float]:
-        found = json.loads("".join(with_titan(table, ["--json", "--gpus", "64", *auto, limit])))
+        found = json.loads("".join(titan.call(table, ["--json", "--gpus", "64", *auto, limit])))
         kept = [rank["total"] - rank["weights"] - rank["optimizer"] for rank in found["ranks"]]
         return kept, found["unit_of_memory_limit"]
 
@@ -560,24 +529,18 @@ def test_memory_of_auto(with_titan: Callable[..., Any]) -> None:
     assert min(tight) > 2 * unit
 
 
-# The pages of docs/.
-
-
 def print_line(line: str) -> tuple[str, str]:
-    """What `zbpipe` prints with these arguments, and its warnings."""
     result = CliRunner().invoke(cli.main, shlex.split(line))
     assert result.exit_code == 0, result.output
     return result.stdout, result.stderr
 
 
 def alike(shown: str, printed: str) -> bool:
-    """Whether the printed line begins with what is shown."""
     words, others = shown.split(), printed.split()
     return len(words) <= len(others) and all(map(nearly_equal, words, others))
 
 
 def nearly_equal(one: str, other: str) -> bool:
-    """Whether these are the same words, or numbers within 2 %."""
     try:
         first, second = (float(re.sub("[%,]", "", each)) for each in (one, other))
     except ValueError:
@@ -586,19 +549,18 @@ def nearly_equal(one: str, other: str) -> bool:
 
 
 @needs_03
-def test_a_page_has_what_its_commands_print(with_titan: Callable[..., Any]) -> None:
+def test_a_page_has_what_its_commands_print(titan: Titan) -> None:
     pairs = pairwise(blocks("docs/is-it-for-me.md"))
     shown = [(one.code.replace("\\\n", "").removeprefix("zbpipe "), two.code) for one, two in pairs if not two.language]
     assert len(shown) == 3
     for line, rows in shown:
-        printed, warnings = with_titan(print_line, line)
+        printed, warnings = titan.call(print_line, line)
         assert all(line.startswith("skipped ") for line in warnings.splitlines())
         for row in rows.splitlines():
             assert any(alike(row, line) for line in printed.splitlines()), row
 
 
 def estimate_measured(file: str) -> Any:
-    """`zbpipe measure` on the CPU, and an estimate with its file."""
     job = "--module titan_integration.llama3 --config llama3_debug"
     print_line(f"measure {job} --steps 1 -o {file}")
     with searching_little():
@@ -606,15 +568,14 @@ def estimate_measured(file: str) -> Any:
 
 
 @needs_03
-def test_measured_stages_are_planned_with(with_titan: Callable[..., Any], tmp_path: Path) -> None:
-    (found,) = with_titan(on_forks, estimate_measured, [str(tmp_path / "costs.toml")])
+def test_measured_stages_are_planned_with(titan: Titan, tmp_path: Path) -> None:
+    (found,) = titan.call(on_forks, estimate_measured, [str(tmp_path / "costs.toml")])
     rows = found["schedules"]
     assert {row["schedule"] for row in rows} >= {"ZBV", "1F1B", "plan"}
     assert all(row["seconds"] > 0 and row["memory"]["activations"] + row["memory"]["waiting"] > 0 for row in rows)
 
 
 def parse_options(launches: Sequence[list[str]]) -> None:
-    """TorchTitan reads a job's options, after zbpipe has taken its own."""
     from torchtitan.train import ConfigManager
 
     from zbpipe.frameworks.titan import command_line
@@ -626,9 +587,9 @@ def parse_options(launches: Sequence[list[str]]) -> None:
 
 
 @needs_03
-def test_titan_reads_the_options_of_the_pages(with_titan: Callable[..., Any]) -> None:
+def test_titan_reads_the_options_of_the_pages(titan: Titan) -> None:
     scripts = [block for block in test_docs.ALL_BLOCKS if block.language == "sh"]
     launched = [words for block in scripts for words in test_docs.commands(block) if words[0] == "torchrun"]
     options = [found for words in launched for found in test_docs.launches(words, ROOT)]
     assert len(options) > 3
-    with_titan(parse_options, options)
+    titan.call(parse_options, options)

@@ -1,24 +1,28 @@
 """The plug with names and signatures of TorchTitan's main branch, in a stand-in that needs no TorchTitan."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.machinery import ModuleSpec
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from commands import process
 from ranks import run_ranks
+from titan_jobs import config_of
 
 import zbpipe
 from zbpipe import CostModel, Placement
-from zbpipe.cli.demo.launch import JobOutcome
+from zbpipe.cli.demo import command
+from zbpipe.cli.demo.launch import DemoError, JobOutcome
 from zbpipe.frameworks.installation import find_algorithm
 from zbpipe.frameworks.options import Options
 from zbpipe.frameworks.titan import batches, versions
@@ -32,10 +36,7 @@ RANKS, MICROBATCHES = 2, 4
 
 
 def train(jobs: Sequence[tuple[str, str]], options: Sequence[str] = (), *, only_read: bool = False) -> list[Any]:
-    """For each job of a toy with a schedule, the losses on this rank and what zbpipe said, or the error.
-
-    If the command lines are `only_read`, None or the error.
-    """
+    """By job of a toy: the losses on this rank and what zbpipe said, or the error; None if it is `only_read`."""
     sys.path.insert(0, str(STAND_IN))
     os.environ["WORLD_SIZE"] = str(RANKS)
     import zbpipe.titan
@@ -128,16 +129,11 @@ def test_what_is_refused_before_the_ranks_meet() -> None:
 
 
 def read(jobs: Sequence[tuple[str, str]]) -> list[str | None]:
-    """The errors of command lines with validated optimizer steps."""
     return train(jobs, ("--zbpipe.optimizer-step", "validated"), only_read=True)
-
-
-# What TorchTitan lacks.
 
 
 @pytest.fixture
 def titan(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A `torchtitan` with one module, `part`."""
     package, part = ModuleType("torchtitan"), ModuleType("torchtitan.part")
     package.__path__ = []
     package.part = part  # type: ignore[attr-defined]
@@ -175,79 +171,52 @@ def test_a_package_that_a_clone_needs_is_told(titan: ModuleType, monkeypatch: py
         versions.require_names()
 
 
-# Sizes and degrees.
+IN_ROW: dict[str, Any] = {
+    "parallelism": {"num_pp_microbatches": 3, "pipeline_parallel_microbatch_size": ...},
+    "training": {
+        **{"num_tokens_per_microbatch_per_dp_rank": 96, "max_context_length": 32, "local_batch_size": ...},
+        **{"num_tokens_per_train_step": 96 * 3 * 4, "seq_len": ...},
+    },
+}
+IN_SEQUENCES: dict[str, Any] = {
+    "parallelism": {"pipeline_parallel_microbatch_size": 3},
+    "training": {"local_batch_size": 9, "seq_len": 32, "global_batch_size": 36},
+}
 
 
-def config(**parallelism: Any) -> Any:
-    """With tokens in one row if `num_pp_microbatches` is given, else with sequences."""
-    degrees = ("tensor_parallel_degree", "context_parallel_degree", "data_parallel_replicate_degree")
-    common = {
-        "pipeline_parallel_degree": 2,
-        "pipeline_parallel_schedule": "ZBV",
-        "pipeline_parallel_schedule_csv": None,
-        **dict.fromkeys(degrees, 1),
-        "data_parallel_shard_degree": -1,
-    }
-    in_row = "num_pp_microbatches" in parallelism
-    sizes = (
-        {"num_tokens_per_microbatch_per_dp_rank": 96, "max_context_length": 32, "num_tokens_per_train_step": 96 * 3 * 4}
-        if in_row
-        else {"local_batch_size": 9, "seq_len": 32, "global_batch_size": 36}
-    )
-    return SimpleNamespace(
-        parallelism=SimpleNamespace(
-            **common | ({} if in_row else {"pipeline_parallel_microbatch_size": 3}) | parallelism
-        ),
-        training=SimpleNamespace(steps=10, **sizes),
-        compile=SimpleNamespace(enable=False),
-        comm=SimpleNamespace(init_timeout_seconds=300, mode="default"),
-    )
-
-
-@pytest.mark.parametrize("given", [{}, {"num_pp_microbatches": 3}])
-def test_the_sizes_of_a_step(given: dict[str, int], caplog: pytest.LogCaptureFixture) -> None:
-    job = config(**given)
+@pytest.mark.parametrize(
+    ("given", "shape", "asked"),
+    [(IN_SEQUENCES, (3, 32), "--training.local_batch_size 12"), (IN_ROW, (96,), "--parallelism.num_pp_microbatches 4")],
+)
+def test_the_sizes_of_a_step(given: Any, shape: tuple[int, ...], asked: str, caplog: pytest.LogCaptureFixture) -> None:
+    job = config_of(**given)
     assert batches.microbatches(job) == 3
     assert batches.length(job.training) == 32
-    assert batches.shape(job) == ((96,) if given else (3, 32))
+    assert batches.shape(job) == shape
     assert [batches.accumulates(job, data) for data in (3, 4)] == [True, False]
     check(job, find_algorithm(job.parallelism.pipeline_parallel_schedule), Options())
-    asked = "--parallelism.num_pp_microbatches 4" if given else "--training.local_batch_size 12"
     assert f"set {asked} or more" in caplog.text
-
-
-TWO = "pipeline_parallel_degree=2 x "
 
 
 @pytest.mark.parametrize(
     ("number", "name", "degree", "said"),
     [
-        (2, "pipeline_parallel_degree", 3, "pipeline_parallel_degree=3 needs a multiple of 3 processes, and this job"),
-        (
-            6,
-            "tensor_parallel_degree",
-            2,
-            f"{TWO}tensor_parallel_degree=2 needs a multiple of 4 processes, and this job ",
-        ),
-        (
-            8,
-            "data_parallel_shard_degree",
-            2,
-            f"{TWO}data_parallel_shard_degree=2 needs 4 processes, and this job has 8",
-        ),
+        (2, "pipeline", 3, "pipeline_parallel_degree=3 needs a multiple of 3 processes, and this job"),
+        (6, "tensor", 2, "=2 x tensor_parallel_degree=2 needs a multiple of 4 processes, and this job "),
+        (8, "data_parallel_shard", 2, "=2 x data_parallel_shard_degree=2 needs 4 processes, and this job has 8"),
     ],
 )
 def test_degrees_that_do_not_fit_the_processes(number: int, name: str, degree: int, said: str) -> None:
+    changed = {f"{name}_degree" if "shard" in name else f"{name}_parallel_degree": degree}
     with pytest.raises(ValueError, match=re.escape(said)):
-        require_processes(config(**{name: degree}), number)
-    job = config()
-    require_processes(job, 8)
-    job.parallelism.pipeline_parallel_degree, job.comm.mode = 3, "fake_backend"
-    require_processes(job, 8)
+        require_processes(config_of(parallelism=changed), number)
+    require_processes(config_of(), 8)
+    require_processes(config_of(parallelism={"pipeline_parallel_degree": 3}, comm={"mode": "fake_backend"}), 8)
 
 
 def test_options_without_a_pipeline_name_no_schedule() -> None:
-    job = config(pipeline_parallel_degree=1, pipeline_parallel_schedule="Interleaved1F1B")
+    names = {"pipeline_parallel_degree": 1, "pipeline_parallel_schedule": "Interleaved1F1B"}
+    job = config_of(parallelism=names)
     with pytest.raises(ValueError, match=r"^zbpipe's options have no effect without a pipeline: omit them, or set"):
         check(job, find_algorithm("Interleaved1F1B"), Options(check_gradients=1))
     check(job, find_algorithm("Interleaved1F1B"), Options())
@@ -263,3 +232,116 @@ def test_the_check_of_a_clone_compares_losses_and_norms() -> None:
     )
     assert "grad_norm is 3 with 1F1B and 6" in str(find_difference(outcome(2, 3), outcome(2, 6)))
     assert find_difference(outcome(2, 3), outcome(2, 3, steps=2)) == "ZBV has 2 steps and 1F1B 1"
+
+
+# Which TorchTitan zbpipe takes, and what it says of the others. None has to be installed.
+
+
+SOURCES = {
+    "0.2.2": ("config/job_config.py", "@dataclass\nclass JobConfig:\n    pass\n"),
+    "0.3.0": ("config/configs.py", "class ParallelismConfig:\n    pipeline_parallel_microbatch_size: int = 1\n"),
+    "main of August 2026": ("config/configs.py", "class ParallelismConfig:\n    num_pp_microbatches: int = 1\n"),
+    "another": ("config/configs.py", "class ParallelismConfig:\n    num_pp_microbatches_or_so: int = 1\n"),
+}
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    def set_up(like: str, clone: str | None, torch: str, pip: str | None = None) -> None:
+        known = {"torch": torch} | ({"torchtitan": pip} if pip else {})
+        spec = ModuleSpec("torchtitan", None, is_package=True)
+        spec.submodule_search_locations = [str(source_tree(tmp_path, like, clone) / "torchtitan")]
+        monkeypatch.setattr(versions, "find_spec", lambda name: spec)
+        monkeypatch.setattr(versions, "version", partial(version, known))
+
+    return set_up
+
+
+def version(known: dict[str, str], package: str) -> str:
+    if package not in known:
+        raise PackageNotFoundError(package)
+    return known[package]
+
+
+def source_tree(folder: Path, like: str, release: str | None = None) -> Path:
+    """A folder for Python's path, as a clone has it if it has a `release`; to import it is an error."""
+    file, content = SOURCES[like]
+    source = folder / "torchtitan" / file
+    source.parent.mkdir(parents=True)
+    source.write_text(content)
+    (folder / "torchtitan" / "__init__.py").write_text("raise RuntimeError('it was imported')")
+    if release is not None:
+        (folder / "assets").mkdir()
+        (folder / "assets" / "version.txt").write_text(release + "\n")
+    return folder
+
+
+SIZE_02 = ["--training.local_batch_size", "4", "--training.seq_len", "64"]
+SIZE_MAIN = [
+    *("--parallelism.num_pp_microbatches", "4", "--training.max_context_length", "64"),
+    *("--training.num_tokens_per_microbatch_per_dp_rank", "64"),
+]
+
+
+@pytest.mark.parametrize(
+    ("like", "clone", "pip", "torch", "size"),
+    [
+        ("0.2.2", None, "0.2.2", "2.12.0+rocm7.15", SIZE_02),
+        ("0.2.2", "0.2.2", "0.3.0", "2.11.0a0+git1234", SIZE_02),
+        ("0.3.0", None, "0.3.0", "2.14.0", SIZE_02),
+        ("0.3.0", None, "0.4.0.dev20261101", "2.15.0", SIZE_02),
+        ("main of August 2026", "0.2.2", None, "2.14.0", SIZE_MAIN),
+    ],
+)
+def test_names_show_the_version_and_numbers_do_not(
+    install: Any, tmp_path: Path, like: str, clone: str | None, pip: str | None, torch: str, size: list[str]
+) -> None:
+    install(like, clone, torch, pip)
+    assert versions.find_installed().name == like
+    assert versions.find_installed().size(4, 64) == size
+    assert versions.describe_installed() == f"torchtitan {clone or pip} in {tmp_path / 'torchtitan'}"
+
+
+NO_NAMES = (
+    "has none of the names by which zbpipe recognizes TorchTitan, `class JobConfig` in config/job_config.py (0.2.2),"
+    " `pipeline_parallel_microbatch_size` in config/configs.py (0.3.0), `num_pp_microbatches` in config/configs.py"
+    " (main of August 2026): pip install torchtitan==0.3.0, or use zbpipe.install() in your program, or start it by"
+    " `python -m zbpipe.run`: they need none of TorchTitan's private names"
+)
+
+
+TOO_OLD = (
+    "needs torch 2.14 or newer, and this is torch 2.12.0+rocm7.15: pip install torchtitan==0.2.2, or install torch 2.14"
+)
+
+
+@pytest.mark.parametrize(
+    ("like", "release", "torch", "said"),
+    [
+        ("another", "0.4.0", "2.15.0", NO_NAMES),
+        ("0.3.0", None, "2.12.0+rocm7.15", TOO_OLD),
+        ("0.2.2", None, "2.10.0", "needs torch 2.11 or newer, and this is torch 2.10.0: install torch 2.11 or newer"),
+        ("another", None, "2.15.0", "torchtitan of an unknown version in "),
+    ],
+)
+def test_others_are_refused(install: Any, like: str, release: str | None, torch: str, said: str) -> None:
+    install(like, release, torch)
+    with pytest.raises(ImportError, match=re.escape(said)):
+        versions.find_installed()
+
+
+def test_none_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r"torchtitan is not installed: pip install torchtitan==0\."):
+        versions.find_installed()
+    with pytest.raises(DemoError, match="the demo trains with TorchTitan: torchtitan is not installed"):
+        command.run_demo(2, Path())
+
+
+@pytest.mark.long
+def test_the_trainer_says_it_and_imports_nothing(tmp_path: Path) -> None:
+    path = os.pathsep.join([str(source_tree(tmp_path, "another", "0.4.0")), *sys.path])
+    done = process(sys.executable, "-m", "zbpipe.titan.train", "--training.steps", "3", code=1, PYTHONPATH=path)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"ImportError: torchtitan 0.4.0 in {tmp_path / 'torchtitan'} has none of the names")
+    assert "it was imported" not in done.stderr

@@ -1,19 +1,23 @@
-"""titan_integration/run_train.sh: the environment and the command of a launch, and what it refuses."""
-# mypy: disable-error-code="arg-type, dict-item, return-value"
-# Variables of the environment are keyword arguments.
+"""The scripts of titan_integration/: run_train.sh launches, and first_run.sh reports of the first hour with GPUs."""
 
-from __future__ import annotations
-
+import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from commands import process
 from titan_jobs import require_titan
+
+from titan_integration import first_run
+from titan_integration.first_run import FirstRun, Report, Step
+from zbpipe.runtime.verify import on_device
 
 require_titan("0.3.0")
 ROOT = Path(__file__).parent.parent
@@ -22,33 +26,16 @@ PER_EDGE = "TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P"
 """torch has it from 2.15 on."""
 
 
-def run_script(
-    folder: Path, *arguments: str, timeout: float = 60, **variables: str
-) -> subprocess.CompletedProcess[str]:
-    """With the given variables alone: what this shell has of the script's is omitted. No process is left behind."""
-    clean = {name: value for name, value in os.environ.items() if name in ("PATH", "HOME", "LANG", "PYTHONPATH")}
-    process = subprocess.Popen(
-        [str(SCRIPT), *arguments],
-        cwd=folder,
-        env=clean | {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""} | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, err = process.communicate(timeout=timeout)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+DEFAULTS: dict[str, Any] = {
+    "PYTHON": sys.executable,
+    "CUDA_VISIBLE_DEVICES": "",
+    "HIP_VISIBLE_DEVICES": "",
+    "DRY_RUN": "1",
+}
 
 
-def dry_run(folder: Path, *arguments: str, **variables: str) -> tuple[dict[str, str], str]:
-    """The environment that the script sets, and its command."""
-    result = run_script(folder, *arguments, DRY_RUN="1", **variables)
-    assert result.returncode == 0, result.stderr
+def dry_run(folder: Path, *arguments: str, **variables: Any) -> tuple[dict[str, str], str]:
+    result = process(SCRIPT, *arguments, folder=folder, clean=True, **DEFAULTS | variables)
     *settings, command = result.stdout.splitlines()
     return dict(setting.split("=", 1) for setting in settings), command.strip()
 
@@ -70,36 +57,28 @@ SLURM = {"SLURM_STEP_NUM_NODES": "16", "SLURM_STEP_NUM_TASKS": "16", "SLURM_STEP
 SLURM |= {"SLURM_NODEID": "3", "SLURM_JOB_ID": "1234567"}
 NODES = {"NNODES": "4", "NODE_RANK": "2", "MASTER_ADDR": "node-0", "MASTER_PORT": "1234"}
 HALF_THE_CORES = str(max(1, (os.cpu_count() or 1) // 2))
-ON_CUDA = {
-    "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-    PER_EDGE: "1" if hasattr(dist.config, "pipeline_per_edge_p2p") else None,
-    **dict.fromkeys(ON_ROCM),
-}
+ON_CUDA = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", **dict.fromkeys(ON_ROCM)}
+ON_CUDA |= {PER_EDGE: "1" if hasattr(dist.config, "pipeline_per_edge_p2p") else None}
+
+
+OWN = {"NCCL_IB_GID_INDEX": "1", "HSA_ENABLE_SDMA": ""}
 
 
 @pytest.mark.parametrize(
     ("variables", "settings", "words"),
     [
         # What the user has set stays.
-        (
-            {"PLATFORM": "rocm", "NCCL_IB_GID_INDEX": "1", "HSA_ENABLE_SDMA": ""},
-            {**ON_ROCM, "NCCL_IB_GID_INDEX": "1", "HSA_ENABLE_SDMA": ""},
-            [],
-        ),
+        ({"PLATFORM": "rocm", **OWN}, {**ON_ROCM, **OWN}, []),
         (
             {"PLATFORM": "cuda", "NGPU": "4", "LOG_RANK": "0,3", "MODULE": "llama3", **NODES},
             ON_CUDA,
             [
                 " --nproc-per-node 4 --nnodes 4 --node-rank 2 --master-addr node-0 --master-port 1234 ",
-                " --local-ranks-filter 0\\,3 ",
-                " --module llama3 ",
+                *(" --local-ranks-filter 0\\,3 ", " --module llama3 "),
             ],
         ),
-        (
-            {"PLATFORM": "cpu"},  # whose cores the ranks share
-            {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": HALF_THE_CORES},
-            [" --nproc-per-node 2 "],
-        ),
+        # Whose cores the ranks share.
+        ({"PLATFORM": "cpu"}, {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": HALF_THE_CORES}, ["--nproc-per-node 2 "]),
         (
             {"PLATFORM": "cuda", "COMM_MODE": "fake_backend", "NGPU": "32", "NNODES": "4"},  # one process for all
             {"NGPU": "32", "LOCAL_RANK": "0"},
@@ -164,10 +143,8 @@ def test_what_the_script_refuses(tmp_path: Path, variables: dict[str, str], comp
     assert_refused(tmp_path, complaint, **{"PLATFORM": "cpu", **variables})
 
 
-def assert_refused(folder: Path, complaint: str, **variables: str) -> None:
-    """In one line."""
-    result = run_script(folder, **{"DRY_RUN": "1", **variables})
-    assert result.returncode == 2
+def assert_refused(folder: Path, complaint: str, **variables: Any) -> None:
+    result = process(SCRIPT, folder=folder, code=2, clean=True, **DEFAULTS | variables)
     assert complaint in result.stderr
     assert result.stdout == ""
     assert len(result.stderr.splitlines()) == 1
@@ -176,7 +153,6 @@ def assert_refused(folder: Path, complaint: str, **variables: str) -> None:
 def python_with(
     folder: Path, torch_version: str, gpus: int = 0, hip: str | None = None, titan_version: str = "0.3.0"
 ) -> dict[str, str]:
-    """The variables for an interpreter that has nothing but stand-ins of the packages, in these versions."""
     python, packages = folder / "python", folder / "packages"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     python.chmod(0o755)
@@ -196,7 +172,6 @@ def python_with(
 
 
 def test_a_queue_for_each_edge_where_torch_has_it(tmp_path: Path) -> None:
-    """And the platform is what torch finds."""
     variables = python_with(tmp_path, "2.14.0", gpus=8)
     settings, _ = dry_run(tmp_path, **variables)
     assert settings["PLATFORM"] == "cuda"
@@ -230,3 +205,156 @@ def test_torchtitan_02(tmp_path: Path) -> None:
     shutil.rmtree(info.parent)
     complaint = "torchtitan is in Python's path, but not installed: pip install --no-deps --editable"
     assert_refused(tmp_path, complaint, **variables)
+
+
+STUB = """#!/bin/sh
+# Stands for run_train.sh: two ranks, of which the second has the loss. Nobody interrupts a job as it is started.
+if [ "$DRY_RUN" = 1 ]; then
+    echo PLATFORM=${PLATFORM:-cpu}
+    echo "python -m torch.distributed.run --nproc-per-node 2 -m zbpipe.titan.train --config x"
+    exit
+fi
+log=$LOG_DIR/run/attempt_0
+mkdir -p $log/0 $log/1
+echo "$*" >> "$LOG_DIR/../commands"
+case "$*" in
+*create_seed*) exit 0 ;;
+*ZBV*late*) loss=7.5 ;;
+*ZBV*timed*) sleep $NAP ;;
+*VHalf*early*) echo "ValueError: too many" && exit 3 ;;
+*VHalf*timed*) sleep 0.5 && kill -INT $PPID && sleep $NAP ;;
+esac
+for step in 1 2 3; do
+    begin="root - INFO - step:  $step" end="grad_norm:  2.0  memory:"
+    echo "$begin  loss: -1.00000  $end 10.00GiB(9.1%)  tps: 900  tflops: 1" >> $log/0/stdout.log
+    echo "$begin  loss:  ${loss:-8.0}  $end 30.00GiB(9.1%)  tps: 1,${step}00  tflops: 1" >> $log/1/stdout.log
+    echo "pipeline: 1F1B  step: 1.5s (simulated 1.25s)  bubble: 12.5%  peak activations: 2" >> $log/1/stdout.log
+done
+echo "zbpipe - Messages: early receives, for the transport 'one queue'" >> $log/1/stdout.log
+case "$*" in *zbpipe.trace*) echo '{"traceEvents": [1, 2]}' > "$TRACE" ;; esac
+"""
+
+
+def test_what_torchtitan_says_of_its_steps() -> None:
+    line = "- INFO - step: {:2}  loss: {:8.5f}  grad_norm:  3.2116  memory: {:5.2f}GiB(10%)  tps: 1,{}  tflops: 0.02\n"
+    log = "step on\n" + line.format(1, 8.09475, 0.0, 195) + line.format(12, -1, 31.25, 419) + "pipeline: ZBV  step: 1s"
+    assert first_run.steps_in(log) == [Step(1, 8.09475, 3.2116, 0.0, 1195.0), Step(12, -1.0, 3.2116, 31.25, 1419.0)]
+
+
+def test_differences_are_of_the_first_steps_alone() -> None:
+    steps = [Step(n, 8.0, 2.0, 0.0, 1.0) for n in range(1, 8)]
+    off = [step._replace(loss=8.08) if step.number == 3 else step for step in steps]
+    late = [step._replace(loss=80.0) if step.number == 6 else step for step in steps]
+    assert first_run.differences(off, steps) == pytest.approx({"loss": 0.01, "grad_norm": 0.0})
+    assert first_run.differences(late, steps) == {"loss": 0.0, "grad_norm": 0.0}
+
+
+def test_a_report_is_there_after_every_line(tmp_path: Path) -> None:
+    report = Report(tmp_path / "report.md")
+    report.add(True, "one", "a | b")
+    assert "| pass | one | a \\| b |" in report.file.read_text()
+    report.add(False, "two", "lines\nof an error")
+    assert "| **FAIL** | two | lines of an error |" in report.file.read_text()
+    assert report.failed == 1
+
+
+@pytest.fixture
+def stub(tmp_path: Path) -> Path:
+    file = tmp_path / "run_train.sh"
+    file.write_text(STUB)
+    file.chmod(0o755)
+    return file
+
+
+FAILED = on_device.Result("fused W", "RuntimeError: gradients are off by 1.0e+00 of their norm", failed=True)
+
+
+def test_on_gpus_every_way_is_tried(tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLATFORM", "cuda")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(on_device, "try_out", lambda device: iter([on_device.Result("memory of ops"), FAILED]))
+    monkeypatch.setattr(FirstRun, "_expected_memory", lambda self, job: [10.0, 30.0])
+    arguments = first_run.parse(["--out", str(tmp_path / "out"), "--schedules", "VMin,Auto"])
+    arguments.steps = 3
+    run = FirstRun(arguments, stub)
+    run.run()
+    text = (tmp_path / "out" / "report.md").read_text()
+    has_edges = hasattr(torch.distributed.config, "pipeline_per_edge_p2p")
+    for job in ("1F1B", *(f"{name}, {way} receives" for name in ("VMin", "Auto") for way in WAYS)):
+        for edges in (", one queue", ", a queue per edge") if has_edges else ("",):
+            assert f"| {job}{edges} |" in text
+    assert "| **FAIL** | GPUs | " in text
+    assert "| pass | memory of ops | works |" in text
+    assert f"| **FAIL** | {FAILED.what} | {FAILED.found} |" in text
+    of_jobs = [line for line in (tmp_path / "out" / "logs" / "commands").read_text().splitlines() if "steps" in line]
+    assert len(of_jobs) > 2
+    assert all(("--zbpipe.plain" in line) == ("1F1B" not in line) for line in of_jobs)
+    assert "| **FAIL** | VMin at its best | 0.0% shorter step than 1F1B |" in text
+
+
+def test_torchs_classes_post_their_own_receives(tmp_path: Path, stub: Path) -> None:
+    """So a job of theirs runs once, and one of zbpipe's first in all ways, with the trace."""
+    run = FirstRun(first_run.parse(["--out", str(tmp_path)]), stub)
+    run._platform = "cpu"
+    jobs = [(job.schedule, job.receives, job.trace is not None) for job in run._jobs()]
+    lean = [("ZBLoop", when, when == "early") for when in WAYS]
+    assert jobs == [("1F1B", None, False), ("Interleaved1F1B", None, False), *lean, ("ZB", "timed", False)]
+
+
+def test_it_goes_on_after_what_fails(tmp_path: Path, stub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRACE", str(tmp_path / "out" / "trace.json"))
+    nap = f"60.{os.getpid()}"  # seconds that no other process sleeps
+    monkeypatch.setenv("NAP", nap)
+    monkeypatch.setattr(FirstRun, "_expected_memory", lambda self, job: [9.0, 20.0 if job.trace else 28.0])
+    arguments = first_run.parse(["--out", str(tmp_path / "out"), "--schedules", "ZBV,VHalf", "--timeout", "3"])
+    arguments.steps = 3
+    run = FirstRun(arguments, stub)
+    jobs = [first_run.Job("1F1B"), *(first_run.Job(name, when) for name in ("ZBV", "VHalf") for when in WAYS)]
+    jobs[1] = first_run.Job("ZBV", "early", trace=tmp_path / "out" / "trace.json")
+    monkeypatch.setattr(run, "_jobs", lambda: iter(jobs))
+    # A process that a shell started in the background would ignore the interrupt.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert run.run() == 5
+    finally:
+        signal.signal(signal.SIGINT, before)
+    text = (tmp_path / "out" / "report.md").read_text()
+    print(text)
+    for line in (
+        "| pass | 1F1B | 3 steps, 1,250 tokens/s per GPU |",
+        "| pass | 1F1B: memory | rank 1 reserves 30.0 GiB, calculated 28.0 |",
+        "| pass | ZBV, early receives against 1F1B | off by at most 0.0e+00 (loss) and 0.0e+00 (grad_norm), 3 steps |",
+        "| **FAIL** | ZBV, early receives: memory | rank 1 reserves 30.0 GiB, calculated 20.0 |",
+        "| pass | trace | 2 events in trace.json, for ui.perfetto.dev |",
+        "| **FAIL** | ZBV, late receives against 1F1B | off by at most 6.2e-02 (loss) and 0.0e+00 (grad_norm), 3 ",
+        "| **FAIL** | ZBV, timed receives | not finished after 3 seconds |",
+        "| **FAIL** | VHalf, early receives | exit code 3 |",
+        "| **FAIL** | interrupted | the rest was not tried |",
+        "| ZBV, early receives | 1,250 | 1.5 (1.25s) | 12.5% | early | one queue |",
+        "| ZBV, early receives | 1 | 30.0 | 20.0 |",
+    ):
+        assert line in text
+    assert "VHalf, late receives" in text
+    assert "## VHalf-early-receives: the end of its log\n\n```\nValueError: too many\n" in text
+    for words in (str(stub), f"sleep {nap}"):
+        for _ in range(300):  # killed processes take a moment to go
+            if not (left := process("pgrep", "-f", words, code=None).stdout):
+                break
+            time.sleep(0.1)
+        assert not left
+
+
+WAYS = ("early", "late", "timed")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_two_jobs_on_the_cpu(tmp_path: Path) -> None:
+    arguments = ["--out", str(tmp_path), "--schedules", "ZBV", "--receives", "timed"]
+    script = ROOT / "titan_integration" / "first_run.sh"
+    process(script, *arguments, code=None, timeout=850, PYTHON=sys.executable, PLATFORM="cpu")
+    report = (tmp_path / "report.md").read_text()
+    assert "FAIL" not in report, report
+    for job in ("1F1B", "ZBV, timed receives"):
+        assert f"| pass | {job} | 3 steps, " in report
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

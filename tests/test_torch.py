@@ -1,11 +1,4 @@
-"""What works together on torch alone: schedules, checkpointing, torch.compile and FSDP2, in a loop of one's own.
-
-Four real processes over gloo: four pipeline ranks, or two times two that share the weights by `fully_shard`. Every
-training is held against the same model in one piece. docs/compatibility.md has a section for each version of torch:
-`make test-oldest` holds its own against what it sees, `make test-torch TORCH=2.12.0` writes another.
-"""
-
-from __future__ import annotations
+"""What works together on torch alone, on four real ranks, for docs/compatibility.md."""
 
 from functools import cache, partial
 from itertools import groupby, product
@@ -13,7 +6,6 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from cells import COMPILING
 from compatibility import Section, Table, compare_when_all_ran, seen_with
 from models import batch, build_stage, reference
 from pipelines import Pipeline, shard
@@ -33,13 +25,10 @@ NAMES = tuple(algorithm.name for algorithm in registry.schedules().values() if a
 
 
 class Cell(NamedTuple):
-    """How the model is trained."""
-
     schedule: str
     checkpointing: Any = "none"
     compiled: bool = False
     shards: int = 1
-    """Ranks that share the weights of a stage."""
 
     @property
     def num_stages(self) -> int:
@@ -52,19 +41,15 @@ CELLS = [
 ]
 
 seen: set[Cell] = set()
-"""Those that trained as the model in one piece."""
 
 
 class Run(NamedTuple):
-    """What one rank has after its second step."""
-
     gradients: dict[str, Tensor]
     losses: list[float]
 
 
 @cache
 def all_runs() -> list[dict[Cell, Run]]:
-    """By rank. One start of the processes serves all cells."""
     return run_ranks(RANKS, train_all, timeout=400)
 
 
@@ -82,7 +67,6 @@ def train_all() -> dict[Cell, Run]:
 
 
 def train(cell: Cell) -> Run:
-    """Two steps: in the first one every I computes all gradients."""
     mesh = make_mesh(cell.shards)
     pipeline = Pipeline(
         cell.schedule,
@@ -140,7 +124,6 @@ def test_the_page_says_what_was_seen(request: pytest.FixtureRequest) -> None:
 
 
 def section() -> Section:
-    """This torch's part of docs/compatibility.md, as it should be."""
     columns = list(product(CHECKPOINTING, (False, True)))
     lines = [
         [
@@ -150,7 +133,10 @@ def section() -> Section:
         for name in NAMES
         for shards in (1, 2)
     ]
-    names = ["schedule", *(f"{checkpointing}, {COMPILING[compiled]}" for checkpointing, compiled in columns)]
+    names = [
+        "schedule",
+        *(f"{checkpointing}, {'compiled' if compiled else 'eager'}" for checkpointing, compiled in columns),
+    ]
     release = ".".join(torch.__version__.split(".")[:2])
     own = _OWN.format(torch=seen_with("torch"), by=_BY.get(release, "`make test-torch`"))
     table = Table("Schedule, activation checkpointing, torch.compile, FSDP2", "", names, lines)

@@ -1,7 +1,5 @@
 """What is said of a typical transformer block is what one of such widths was seen to do."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -112,16 +110,3 @@ def test_times_of_ones_own_and_messages() -> None:
     costs = typical_costs(Placement.v(2), "full", times=(2, 4, 1), comm=0.5)
     assert (costs.f, costs.i, costs.w) == ((1,) * 4, (2,) * 4, (0.5,) * 4)
     assert costs.transfer(0, 1) == 0.5
-
-
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
-        ({"checkpointing": "op"}, "checkpointing='op' is unknown: use one of 'none', 'selective', 'full'"),
-        ({"times": (1, -1, 1)}, "i = -1"),
-        ({"times": (1, 1)}, "times = \\(1, 1\\) are not three numbers"),
-    ],
-)
-def test_what_is_refused(wrong: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        typical_costs(Placement.v(2), **wrong)

@@ -1,7 +1,5 @@
 """What messages cost where they wait for each other."""
 
-from __future__ import annotations
-
 from itertools import pairwise, product
 from typing import Any
 
@@ -24,7 +22,6 @@ QUEUES = (Transport.ONE_QUEUE, Transport.QUEUE_PER_PEER)
 
 
 def loss(name: str, transport: Transport, receives: Receives | None, ranks: int = 8, microbatches: int = 32) -> float:
-    """By how many percent a step is longer than with the ideal transport."""
     schedule = generate(name, ranks, microbatches)
     costs = CostModel.uniform(schedule.placement, *TIMES, comm=0.05)
     with_queues = simulate(schedule, costs, transport=transport, receives=receives)
@@ -32,7 +29,6 @@ def loss(name: str, transport: Transport, receives: Receives | None, ranks: int 
 
 
 def ends(rows: Rows, costs: CostModel, transport: Transport) -> dict[str, float]:
-    """Ends of computations and messages."""
     graph = TimeGraph(Schedule.from_actions(rows, "table"), transport, rows)
     _, found = longest_path(graph, durations(graph, costs))
     return {str(Action(*node)): end for node, end in zip(graph.nodes, found, strict=True)}
@@ -126,7 +122,6 @@ def runs_in_order(timeline: Timeline) -> None:
 
 @given(testing.runnable_schedules(), st.data())
 def test_the_order_of_ends_is_one_in_which_everything_can_run(schedule: Schedule, data: st.DataObject) -> None:
-    """With ops that take no time, and messages neither."""
     times = [data.draw(st.sampled_from([0.0, 1.0])) for _ in range(3)]
     timeline = simulate(schedule, CostModel.uniform(schedule.placement, *times))
     order = list(sort_by_end(timeline))

@@ -26,14 +26,11 @@ def changed(schedule: Schedule, change: Callable[[Rows], object]) -> Schedule:
 
 
 any_order = runnable_schedules().filter(lambda s: s.num_ranks > 1 and s.num_microbatches > 1)
-"""With full and split backwards side by side."""
 
 
 @pytest.mark.parametrize("base", [None, any_order], ids=["by name", "in any order"])
 @pytest.mark.parametrize("rule", RULES)
 def test_one_fault_gets_one_name_at_its_place(rule: Rule, base: st.SearchStrategy[Schedule] | None) -> None:
-    """And nothing else is made of it."""
-
     @settings(draw_fewer(2), suppress_health_check=list(HealthCheck))
     @given(broken_schedules([rule], base))
     def check(broken: Broken) -> None:
@@ -51,7 +48,6 @@ def test_a_full_backward_beside_its_halves() -> None:
 
 @pytest.mark.parametrize("half", ["1I0", "1W0"])
 def test_a_half_beside_a_full_backward_is_no_deadlock(half: str) -> None:
-    """The gradient comes out of the B, whatever else stands there."""
     schedule = changed(generate("1F1B", 2, 3), lambda rows: rows[1].append(Op.parse(half)))
     assert [(f.rule, str(f.op)) for f in validate(schedule)] == [("foreign", half)]
 

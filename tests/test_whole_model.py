@@ -1,7 +1,5 @@
 """`zbpipe.pipeline` on small modules: which it refuses, and buffers, tied weights and files of those that it trains."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from copy import deepcopy
@@ -55,7 +53,6 @@ def pipelined(model: nn.Module, schedule: str = "ZBV", **more: Any) -> Any:
 
 
 def outputs(blocks: nn.ModuleList, x: Tensor) -> list[Tensor]:
-    """Of all blocks, with the first one's input."""
     found = [x]
     for block in blocks:
         found.append(block(found[-1]))
@@ -76,26 +73,20 @@ def skipped_at_random(blocks: nn.ModuleList, x: Tensor) -> list[Tensor]:
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], list[Tensor]], str]] = {
     "a skip connection": (
         lambda b, x: [b[3](b[2](b[1](h := b[0](x)) + h))],
-        "uses the output of blocks.1 in aten.add.Tensor",
+        "uses the output of blocks.1 in aten.add.",
     ),
     "a loop": (lambda b, x: in_order(b, outputs(b, x)[-1]), "runs blocks.0 where what follows blocks is next"),
     "read by the head": (
         lambda b, x: [(found := outputs(b, x))[-1] + 3 * found[1].detach()],
-        "uses the output of blocks.0 in aten.detach.default",
+        "uses the output of blocks.0 in aten.detach.",
     ),
     "returned": (lambda b, x: [(found := outputs(b, x))[-1], found[2]], "uses the output of blocks.1 in its results"),
-    "flipped in the middle": (
-        lambda b, x: [b[3](b[2](b[1](b[0](x)).flip(1)))],
-        "uses the output of blocks.1 in aten.flip.default",
-    ),
+    "flipped": (lambda b, x: [b[3](b[2](b[1](b[0](x)).flip(1)))], "uses the output of blocks.1 in aten.flip."),
     "parallel": (
         lambda b, x: [b[3](b[2]((h := b[0](x), b[1](h))[0]))],
         "gives blocks.2 another first argument than the output of blocks.1",
     ),
-    "without the last": (
-        lambda b, x: [b[2](b[1](b[0](x)))],
-        "uses the output of blocks.2 in aten.native_batch_norm.default",
-    ),
+    "without the last": (lambda b, x: [b[2](b[1](b[0](x)))], "uses the output of blocks.2 in aten.native_batch_norm."),
     "ending early": (lambda b, x: [(b[2](b[1](b[0](x))), x)[1]], "runs what follows blocks where blocks.3 is next"),
 }
 
@@ -103,20 +94,16 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], list[Tensor]], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_model_whose_stages_would_compute_something_else(name: str) -> None:
     run, words = REFUSED[name]
-    with pytest.raises(ValueError, match=rf"^Model {re.escape(words)}: .* To cut it by hand"):
+    with pytest.raises(ValueError, match=rf"^Model {re.escape(words)}.*: .* To cut it by hand"):
         pipelined(Model(run))
 
 
 @pytest.mark.parametrize(
-    ("schedule", "advice"),
-    [
-        ("ZBH1", "use fewer ranks"),
-        ("ZBV", "use fewer ranks, or a schedule with one stage per rank, such as ZBH1"),
-    ],
+    ("schedule", "advice"), [("ZBH1", ""), ("ZBV", ", or a schedule with one stage per rank, such as ZBH1")]
 )
 def test_too_few_blocks(schedule: str, advice: str) -> None:
     mesh = SimpleNamespace(ndim=1, size=lambda: 5, get_group=lambda: None, device_type="cpu")
-    with pytest.raises(ValueError, match=f"4 blocks, and each of the .* stages needs one: {advice}$"):
+    with pytest.raises(ValueError, match=f"4 blocks, and each of the .* stages needs one: use fewer ranks{advice}$"):
         pipelined(Model(in_order), schedule, mesh=mesh)
 
 
@@ -162,9 +149,8 @@ def random_tokens(seed: int, *size: int) -> Tensor:
 
 
 def save_statistics(folder: Path) -> None:
-    """Of batch norms before the blocks, in them and after them, and of a counter around them."""
     tokens = random_tokens(1, 8, 6)
-    for name in ("ZBV", "ZBH1", "1F1B"):
+    for name in ("ZBV", "1F1B"):
         model = Model(in_order)
         plain = deepcopy(model)
         pipe = zbpipe.pipeline(model, schedule=name, microbatches=4, loss=loss_of, example={"tokens": TOKENS})
@@ -204,7 +190,6 @@ MAX_NORM = 1.2
 
 
 def train_tied(name: str) -> None:
-    """On two ranks: steps that count and steps that are repeated, accumulated ones, and a refused batch."""
     model = Tied().double()
     plain = deepcopy(model)
     pipe = zbpipe.pipeline(model, schedule=name, microbatches=6, loss=loss_of, example={"tokens": TOKENS})
@@ -243,10 +228,10 @@ def train_lengths(name: str) -> None:
         torch.testing.assert_close(weight.grad, plain.get_parameter(key).grad)
 
 
-def train_all() -> None:
+def train_both() -> None:
     train_tied("ZBH2")
     train_lengths("1F1B")
 
 
 def test_tied_weights_on_two_ranks_and_batches_of_other_lengths() -> None:
-    run_ranks(2, train_all)
+    run_ranks(2, train_both)

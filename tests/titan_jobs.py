@@ -1,18 +1,19 @@
 """Short TorchTitan jobs through `zbpipe.titan.train`, all from the same weights, by `titan_server.py`."""
 
-from __future__ import annotations
-
 import json
 import os
+import pickle
+import re
 import select
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch.distributed as dist
@@ -27,7 +28,6 @@ JOB_TIMEOUT = 400.0
 
 
 def short(data_ranks: int | None = None) -> tuple[str, ...]:
-    """TorchTitan's arguments for a few small steps; with `data_ranks` those of a job without a pipeline."""
     steps = ("--training.steps", str(STEPS), "--lr_scheduler.warmup_steps", "0")
     tokens = 4 * 64 * (data_ranks or 1)
     accumulated = () if data_ranks is None else (each.format(tokens=tokens) for each in flavor().accumulated)
@@ -45,75 +45,64 @@ def require_titan(*names: str) -> str:
     return found
 
 
-@dataclass(frozen=True)
-class Flavor:
+class Flavor(NamedTuple):
     """How the jobs of one version of TorchTitan differ from those of another."""
 
     applied: Mapping[str, str]
     """The names of the kinds of checkpointing in the log."""
     settings: tuple[str, ...]
-    """Of all jobs."""
     validation: tuple[str, ...]
-    """To validate after each step."""
     module: str
-    """The argument for a module with models."""
     has_mean_loss: bool
     """Whether a pipeline's gradients are those of the mean of the loss, not of its sum over all tokens of a step."""
     accumulated: tuple[str, ...] = ()
     """Further arguments of a job without a pipeline, with {tokens} for the tokens per step."""
 
 
+def words(*options: str) -> tuple[str, ...]:
+    return tuple(word for option in options for word in f"--{option}".split())
+
+
 # Gradients of the sum are clipped to the same norm as those of the mean. By default 0.2 checkpoints every second block.
 _FLAVORS = {
     "0.2.2": Flavor(
         {"selective": "selective", "full": "full"},
-        ("--training.max_norm", "0.1", "--activation_checkpoint.selective_ac_option", "op"),
-        (
-            *("--validation.enable", "--validation.freq", "1", "--validation.steps", "1"),
-            *("--validation.dataset", "python_stdlib", "--validation.local_batch_size", "4"),
-            *("--validation.seq_len", "64"),
+        words("training.max_norm 0.1", "activation_checkpoint.selective_ac_option op"),
+        words(
+            *("validation.enable", "validation.freq 1", "validation.steps 1", "validation.dataset python_stdlib"),
+            *("validation.local_batch_size 4", "validation.seq_len 64"),
         ),
-        module="--experimental.custom_import",
+        "--experimental.custom_import",
         has_mean_loss=False,
     ),
     "0.3.0": Flavor(
         {"selective": "SelectiveAC", "full": "FullAC"},
         (),
-        (
-            *("--validator.enable", "--validator.freq", "1", "--validator.steps", "1"),
-            *("--validator.dataloader.dataset", "python_stdlib"),
+        words(
+            "validator.enable", "validator.freq 1", "validator.steps 1", "validator.dataloader.dataset python_stdlib"
         ),
-        module="--module",
+        "--module",
         has_mean_loss=True,
     ),
 }
-
-
-_FLAVORS["main of August 2026"] = replace(
-    _FLAVORS["0.3.0"], validation=(), accumulated=("--training.num_tokens_per_train_step", "{tokens}")
+_FLAVORS["main of August 2026"] = _FLAVORS["0.3.0"]._replace(
+    validation=(), accumulated=words("training.num_tokens_per_train_step {tokens}")
 )
 
 
 def flavor() -> Flavor:
-    """That of the installed version."""
     return _FLAVORS[find_installed().name]
 
 
 def pipeline(schedule: str, num_ranks: int = 2) -> tuple[str, ...]:
-    """TorchTitan's arguments for so many pipeline ranks."""
-    return (
-        *(_DEGREE, str(num_ranks)),
-        *("--parallelism.pipeline_parallel_schedule", schedule),
-    )
+    return (_DEGREE, str(num_ranks), "--parallelism.pipeline_parallel_schedule", schedule)
 
 
 _DEGREE = "--parallelism.pipeline_parallel_degree"
 Steps = Sequence[Mapping[str, Any]]
-"""TorchTitan's metrics, step by step."""
 
 
 def start_from(seed: Path) -> tuple[str, ...]:
-    """TorchTitan's arguments for a job that starts from a checkpoint and saves none."""
     return ("--checkpoint.enable", "--checkpoint.load_only", "--checkpoint.initial_load_path", str(seed))
 
 
@@ -127,18 +116,13 @@ def start_or_resume(seed: Path, checkpoints: Path) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Job(JobOutcome):
-    """How a job ended."""
-
     log: str
-    """What all ranks printed."""
     exit_codes: tuple[int, ...]
     """Of the ranks; empty if the job was ended because it took too long."""
     errors: tuple[str, ...]
-    """Of all ranks that left one, by rank."""
 
     @property
     def began(self) -> bool:
-        """Whether everything was constructed and a rank was about to take the first step."""
         return "Training starts at step" in self.log
 
 
@@ -173,21 +157,26 @@ class Titan:
         return self._run((*size, *flavor().settings, *start, *arguments), num_ranks, model, functorch or {})
 
     def without_pipeline(self, *arguments: str, num_ranks: int = 1, model: str = LLAMA) -> Job:
-        """What the pipelines are compared with: run once, and kept."""
         key = (arguments, num_ranks, model)
         if key not in self._kept:
             self._kept[key] = self.train(*arguments, num_ranks=num_ranks, model=model)
         return self._kept[key]
 
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What a function returns in a process that zbpipe is plugged into; importing TorchTitan takes seconds."""
+        folder = self._new_folder()
+        job = {"module": function.__module__, "arguments": pickle.dumps((function, arguments)).hex()}
+        codes = self._ask(job | {"num_ranks": 1, "folder": str(folder)})
+        assert codes == (0,), (folder / "output.log").read_text()
+        return pickle.loads((folder / "result").read_bytes())
+
     def close(self) -> None:
-        """End the server and all ranks, whatever they are doing."""
         if self._server is not None:
             os.killpg(self._server.pid, signal.SIGKILL)
             self._server.communicate()
             self._server = None
 
     def seed(self, model: str = LLAMA) -> Path:
-        """The checkpoint from which all jobs with `model` start."""
         if model not in self._seeds:
             job = self._run(("--checkpoint.enable", "--checkpoint.create_seed_checkpoint"), 1, model, {})
             assert job.error is None, job.log
@@ -195,13 +184,12 @@ class Titan:
         return self._seeds[model]
 
     def _run(self, arguments: tuple[str, ...], num_ranks: int, model: str, functorch: dict[str, Any]) -> Job:
-        self._num_jobs += 1
-        folder = self.folder / str(self._num_jobs)
-        folder.mkdir()
+        folder = self._new_folder()
         # As with torchrun, the store is held by none of the ranks.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         module, _, name = model.rpartition(":")
         job = {
+            "module": "",
             "arguments": [*demo_arguments(folder, name), *([flavor().module, module] if module else []), *arguments],
             "num_ranks": num_ranks,
             "folder": str(folder),
@@ -210,8 +198,13 @@ class Titan:
         }
         return _job(folder, self._ask(job))
 
+    def _new_folder(self) -> Path:
+        self._num_jobs += 1
+        folder = self.folder / str(self._num_jobs)
+        folder.mkdir()
+        return folder
+
     def _ask(self, job: dict[str, Any]) -> tuple[int, ...]:
-        """The ranks' exit codes, none if the job took too long."""
         server = self._running()
         assert server.stdin is not None
         assert server.stdout is not None
@@ -236,7 +229,7 @@ class Titan:
             "TORCH_LOGS": "graph_breaks,recompiles",
         }
         self._server = self._server or subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("titan_server.py"))],
+            [sys.executable, str(Path(__file__).with_name("titan_server.py")), json.dumps(sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -263,6 +256,29 @@ def _job(folder: Path, exit_codes: tuple[int, ...]) -> Job:
 LOSS, VALIDATED = "loss_metrics/global_avg_loss", "validation_metrics/loss"
 
 
+def config_of(**changes: dict[str, Any]) -> Any:
+    """What zbpipe reads of a job's config before the launch: V of two ranks, with changes by section; `...` omits."""
+    of_pipeline = {"degree": 2, "schedule": "ZBV", "schedule_csv": None, "microbatch_size": 1, "layers_per_stage": None}
+    of_pipeline |= dict.fromkeys(("first_stage_less_layers", "last_stage_less_layers"), 1)
+    degrees = ("tensor_parallel_degree", "context_parallel_degree", "data_parallel_replicate_degree")
+    sections: dict[str, dict[str, Any]] = {
+        "parallelism": {f"pipeline_parallel_{name}": value for name, value in of_pipeline.items()}
+        | {**dict.fromkeys(degrees, 1), "data_parallel_shard_degree": -1, "module_fqns_per_model_part": None},
+        "training": {"local_batch_size": 4, "steps": 10, "seq_len": 8},
+        "compile": {"enable": False},
+        "comm": {"init_timeout_seconds": 300, "mode": "default"},
+        "activation_checkpoint": {"mode": "none"},
+        "loss": {"num_chunks": 0},
+    }
+    found = {name: values | changes.get(name, {}) for name, values in sections.items()}
+    return SimpleNamespace(
+        **{
+            name: SimpleNamespace(**{key: value for key, value in values.items() if value is not ...})
+            for name, values in found.items()
+        }
+    )
+
+
 def assert_trains_alike(
     job: JobOutcome,
     expected: JobOutcome,
@@ -271,11 +287,7 @@ def assert_trains_alike(
     learned: float = 0.3,
     steps: int = STEPS,
 ) -> None:
-    """A pipeline has the loss and the norm of the gradients of a job without one, within these relative tolerances.
-
-    Float32 differs by the order of its sums: by less than 1e-6 in these jobs, compiled or not. The loss falls by more
-    than `learned`, so equal losses mean something.
-    """
+    """Alike within relative tolerances. The loss falls by more than `learned`, so equal losses mean something."""
     assert (job.error, expected.error) == (None, None), getattr(job, "log", "")
     found = [step[LOSS] for step in job.steps if LOSS in step]  # validations are steps of their own
     assert len(found) == steps
@@ -284,12 +296,62 @@ def assert_trains_alike(
 
 
 def assert_values(found: Steps, expected: Steps, losses: float = 1e-5, norms: float = 1e-4) -> None:
-    """The same steps of a pipeline and of a job without one: losses, also of validation, and norms of the gradients.
-
-    The optimizer does not mind a wrong scale of all gradients, so the losses alone would not show it.
-    """
+    """Losses, also of validation, and norms of the gradients: the optimizer does not mind a wrong scale."""
     assert [step["step"] for step in found] == [step["step"] for step in expected]
     scale = 1 if flavor().has_mean_loss else found[0]["n_tokens_seen"]
     for name, unit, tolerance in ((LOSS, 1, losses), (VALIDATED, 1, losses), ("grad_norm", scale, norms)):
         wanted = [step[name] for step in expected if name in step]
         assert [step[name] / unit for step in found if name in step] == pytest.approx(wanted, rel=tolerance), name
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A job that has to train as it does without a pipeline."""
+
+    feature: str = ""
+    """In words for the page; those of the matrix have a table of their own."""
+    schedule: str = "ZBV"
+    checkpointing: str = "selective"
+    compiled: bool = False
+    settings: tuple[str, ...] = ()
+    """Further ones, which the job without a pipeline has, too."""
+    ranks_per_stage: int = 1
+    alone: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    says: tuple[str, ...] = ()
+    pipeline_ranks: int = 2
+    microbatches: int = 4
+    model: str = LLAMA
+    tolerances: dict[str, float] = field(default_factory=dict)
+    recompilations: int = 0
+    steps: int = STEPS
+
+
+def train_as_without_a_pipeline(titan: Titan, cell: Cell) -> Job:
+    longer = () if cell.steps == STEPS else ("--training.steps", str(cell.steps))
+    settings = (*longer, *cell.settings)
+    expected = titan.without_pipeline(*settings, *cell.alone, num_ranks=cell.ranks_per_stage, model=cell.model)
+    job = titan.train(
+        *settings,
+        *pipeline(cell.schedule, cell.pipeline_ranks),
+        *cell.options,
+        *(["--compile.enable"] if cell.compiled else []),
+        *find_installed().checkpoint(cell.checkpointing),
+        num_ranks=cell.pipeline_ranks * cell.ranks_per_stage,
+        model=cell.model,
+    )
+    print(job.log)
+    assert_trains_alike(job, expected, **cell.tolerances, steps=cell.steps)
+    applied = flavor().applied.get(cell.checkpointing)
+    assert re.search(rf"pipeline schedule {re.escape(cell.schedule)} with {cell.microbatches} microbatches", job.log)
+    assert ("Compiling each TransformerBlock" in job.log) == cell.compiled
+    assert (f"Applied {applied} activation checkpointing" in job.log) == (applied is not None)
+    assert ("activation checkpointing to the model" in job.log) == (applied is not None)
+    # The blocks are compiled with fullgraph=True, so a graph break would have been an error.
+    assert job.log.count("Recompiling function") == cell.recompilations
+    assert "recompile_limit" not in job.log
+    assert cell.schedule != "ZBV" or "loss is not visible" not in job.log
+    assert "FLOPs to W; in I:" not in job.log
+    for pattern in cell.says:
+        assert re.search(pattern, job.log), pattern
+    return job

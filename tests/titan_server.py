@@ -1,16 +1,11 @@
-"""Trains TorchTitan jobs one after the other, each in fresh processes, but imports TorchTitan only once.
-
-Importing it takes longer than a short job. So this program imports it and forks the ranks of every job from what it
-has. It reads one job a line, and answers each by a line with the exit codes of the ranks. `titan_jobs.py` is the other
-end.
-"""
-
-from __future__ import annotations
+"""Imports TorchTitan once, and forks the ranks of each job that it reads; an answer has their exit codes."""
 
 import gc
 import importlib
 import json
+import logging
 import os
+import pickle
 import signal
 import sys
 import time
@@ -29,7 +24,6 @@ PATIENCE = 10.0
 
 
 def import_titan() -> None:
-    """All that the ranks would import."""
     from zbpipe.frameworks.titan import cpu
 
     cpu.stand_in()
@@ -75,9 +69,10 @@ class _WithoutSleep:
 
 
 def run(job: dict[str, Any]) -> list[int]:
-    """Train; the exit codes of the ranks, negative for a signal."""
     if "--compile.enable" in job["arguments"]:
         prepare_compiler()
+    if job["module"]:
+        importlib.import_module(job["module"])
     ranks = [_fork(job, rank) for rank in range(job["num_ranks"])]
     codes: dict[int, int] = {}
     deadline = float("inf")
@@ -102,7 +97,7 @@ def _fork(job: dict[str, Any], rank: int) -> int:
         return pid
     code = 1
     try:
-        _train(job, rank)
+        (_call if job["module"] else _train)(job, rank)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -118,10 +113,7 @@ def _train(job: dict[str, Any], rank: int) -> None:
 
     from zbpipe.titan import train
 
-    folder = Path(job["folder"])
-    log = os.open(folder / "output.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for stream in (1, 2):
-        os.dup2(log, stream)
+    folder = _redirect(job)
     errors = folder / "errors" / str(rank)
     errors.mkdir(parents=True)
     os.environ |= torchrun_variables(rank, job["num_ranks"], job["port"])
@@ -130,7 +122,27 @@ def _train(job: dict[str, Any], rank: int) -> None:
         setattr(torch._functorch.config, name, value)
     _compile_in_turn(folder / "compiler.lock")
     sys.argv = ["zbpipe.titan.train", *job["arguments"]]
-    train.main()
+    with searching_little():  # Auto plans for seconds otherwise
+        train.main()
+
+
+def _redirect(job: dict[str, Any]) -> Path:
+    log = os.open(Path(job["folder"], "output.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    return Path(job["folder"])
+
+
+def _call(job: dict[str, Any], rank: int) -> None:
+    """A function where zbpipe is plugged into TorchTitan; what it returns is in the job's folder."""
+    from zbpipe.frameworks.options import Options
+    from zbpipe.frameworks.titan import plug
+
+    folder = _redirect(job)
+    plug.plug_in(Options(), on_cpu=True)
+    logging.disable(logging.WARNING)
+    function, arguments = pickle.loads(bytes.fromhex(job["arguments"]))
+    (folder / "result").write_bytes(pickle.dumps(function(*arguments)))
 
 
 def _compile_in_turn(lock: Path) -> None:
@@ -151,9 +163,9 @@ def main() -> None:
     gc.disable()  # it takes a fifth of the time of the imports, and TorchTitan's ranks disable it, too
     import_titan()
     gc.freeze()  # else each rank's first collections look at all of it, and copy the memory that it shares
-    with searching_little():  # Auto plans for seconds otherwise
-        for line in sys.stdin:
-            print(json.dumps(run(json.loads(line))), flush=True)
+    sys.path[:] = json.loads(sys.argv[1])
+    for line in sys.stdin:
+        print(json.dumps(run(json.loads(line))), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,4 @@
-"""A framework on torch's pipelining, in the manner of those that exist: it knows no schedule but torch's.
-
-It is also a script: `toy_framework.py SCHEDULE` trains one step on the ranks of its process group and says what it ran.
-"""
-
-from __future__ import annotations
+"""A framework on torch's pipelining that knows no schedule but torch's; as a script it trains one step."""
 
 import sys
 from typing import Any
@@ -24,7 +19,6 @@ MICROBATCHES = 4
 
 
 def build(name: str, stages_per_rank: int | None = None, **given: Any) -> tuple[Any, list[PipelineStage]]:
-    """Place the stages by the schedule's class, then call the class."""
     rank, size = dist.get_rank(), dist.get_world_size()
     schedule_class = get_schedule_class(name)
     is_single = issubclass(schedule_class, PipelineScheduleSingle)
@@ -52,7 +46,6 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train(name: str, **given: Any) -> tuple[str, tuple[int, ...], dict[str, torch.Tensor], list[float]]:
-    """One step: the schedule's class, this rank's stages, their gradients by stage and name, the losses."""
     schedule, stages = build(name, **given)
     tokens, targets = batch()
     first, last = (any(getattr(stage, end) for stage in stages) for end in ("is_first", "is_last"))

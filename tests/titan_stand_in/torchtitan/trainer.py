@@ -16,7 +16,6 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 class Trainer:
     trained: ClassVar[list["Trainer"]] = []
-    """For tests, in this process."""
 
     @dataclass
     class Config(JobFields):  # type: ignore[misc]
@@ -36,16 +35,11 @@ class Trainer:
         self.parallel_dims = ParallelDims(pp, int(os.environ["WORLD_SIZE"]))
         self.metrics_processor = MetricsProcessor(self.parallel_dims, name)
         torch.manual_seed(0)
+        job = {"parallel_dims": self.parallel_dims, "training": config.training, "parallelism": config.parallelism}
+        job |= {"ac_config": None, "device": torch.device("cpu"), "loss_fn": cross_entropy}
+        job |= {"model_config": spec.model, "parallelize_fn": spec.parallelize_fn}
         self.pp_schedule, self.model_parts, self.has_first, self.has_last = spec.pipelining_fn(  # type: ignore[misc]
-            spec.model.build(),
-            parallel_dims=self.parallel_dims,
-            training=config.training,
-            parallelism=config.parallelism,
-            ac_config=None,
-            device=torch.device("cpu"),
-            model_config=spec.model,
-            parallelize_fn=spec.parallelize_fn,
-            loss_fn=cross_entropy,
+            spec.model.build(), **job
         )
         ensure_pp_loss_visible(parallel_dims=self.parallel_dims, pp_schedule=name, color=None)
 

@@ -12,11 +12,6 @@ from typing import Any
 class PatchContext:
     backend: str
     phase: str
-    backend_version: str | None = None
-    primus_version: str | None = None
-    model_name: str | None = None
-    module_name: str | None = None
-    platform: str | None = None
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -48,11 +43,8 @@ def register_patch(  # with the parameters of Primus' own
     tags: Sequence[str] | None = None,
 ) -> Callable[[Handler], Handler]:
     def register(handler: Handler) -> Handler:
-        registered.append(
-            SimpleNamespace(
-                id=patch_id, handler=handler, backend=backend, phase=phase, priority=priority, description=description
-            )
-        )
+        patch = {"id": patch_id, "handler": handler, "backend": backend, "phase": phase, "priority": priority}
+        registered.append(SimpleNamespace(**patch))
         return handler
 
     return register

@@ -42,8 +42,6 @@ class CommConfig:
 
 @dataclass
 class JobFields:
-    """What every trainer's config has."""
-
     parallelism: ParallelismConfig = field(default_factory=ParallelismConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)

@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import (
     get_schedule_class,
 )
 
-from torchtitan.config import ParallelismConfig, TrainingConfig
+from torchtitan.config import ParallelismConfig
 from torchtitan.distributed import ParallelDims
 
 logger = logging.getLogger(__name__)
@@ -29,13 +29,12 @@ def pipeline_llm(
     model: nn.Module,
     *,
     parallel_dims: ParallelDims,
-    training: TrainingConfig,
     parallelism: ParallelismConfig,
-    ac_config: Any,
     device: torch.device,
     model_config: Any,
     parallelize_fn: Callable[..., nn.Module],
     loss_fn: Callable[..., Any],
+    **unused: Any,
 ) -> tuple[_PipelineSchedule, list[nn.Module], bool, bool]:
     names = parallelism.module_fqns_per_model_part or _cut(parallelism, model_config)
     mesh = parallel_dims.get_mesh("pp")

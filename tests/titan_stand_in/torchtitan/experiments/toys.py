@@ -57,24 +57,19 @@ def pipeline_module_split(*args: Any, **kwargs: Any) -> tuple[list[PipelineStage
 
 
 def pipeline_by_own_functions(model: nn.Module, **given: Any) -> tuple[_PipelineSchedule, list[nn.Module], bool, bool]:
-    """Imported torch's and TorchTitan's functions by name, and cuts by functions of this module."""
     parallelism, name = given["parallelism"], given["parallelism"].pipeline_parallel_schedule
     per_rank = 1 if issubclass(get_schedule_class(name), PipelineScheduleSingle) else 2
     names = generate_llm_fqn_per_model_part(per_rank * parallelism.pipeline_parallel_degree, 6, 1, 1)
     mesh = given["parallel_dims"].get_mesh("pp")
     stages, parts = pipeline_module_split(model, mesh, name, given["device"], names)
+    number, loss_fn = parallelism.num_pp_microbatches, given["loss_fn"]
     schedule = _build_pipeline_schedule(
-        parallelism=parallelism,
-        num_microbatches=parallelism.num_pp_microbatches,
-        stages=stages,
-        loss_fn=given["loss_fn"],
+        parallelism=parallelism, num_microbatches=number, stages=stages, loss_fn=loss_fn
     )
     return schedule, parts, any(each.is_first for each in stages), any(each.is_last for each in stages)
 
 
 class Runtime:
-    """Runs a schedule of torch's by itself, as GraphPP does."""
-
     def __init__(self, schedule: Any) -> None:
         self.schedule = schedule
 
@@ -88,8 +83,6 @@ def pipeline_by_runtime(model: nn.Module, **given: Any) -> tuple[Runtime, list[n
 
 
 class OwnTrainer(Trainer):  # type: ignore[misc]
-    """Overrides the step, as torchft's does."""
-
     class Config(Trainer.Config):  # type: ignore[misc]
         pass
 

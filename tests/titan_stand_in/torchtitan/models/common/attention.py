@@ -11,12 +11,8 @@ class ScaledDotProductAttention(nn.Module):
     class Config:
         pass
 
-    def __init__(self, config: Config) -> None:
-        super().__init__()
 
-
-class FlexAttention(nn.Module):
-    @dataclass(kw_only=True, slots=True)
+class FlexAttention(ScaledDotProductAttention):
     class Config:
         pass
 
@@ -25,6 +21,5 @@ class FlexAttention(nn.Module):
 
 
 class VarlenAttention(FlexAttention):
-    @dataclass(kw_only=True, slots=True)
     class Config:
         pass
