@@ -718,11 +718,13 @@ def given_to_a_model(modules: list[list[str]] | None) -> tuple[tuple[Any, ...], 
     names = {"schedule": "ZBV", "schedule_csv": None, "layers_per_stage": None, **numbers}
     parallelism = SimpleNamespace(**{f"pipeline_parallel_{name}": value for name, value in names.items()})
     parallelism.module_fqns_per_model_part = modules
+    parallelism.tensor_parallel_degree = parallelism.context_parallel_degree = 1
+    device = torch.device("cpu")
     training = SimpleNamespace(local_batch_size=4, steps=10, seq_len=8)
     if not IS_02:
         model_config = SimpleNamespace(layers=[None] * 6)
         job = {"parallelism": parallelism, "training": training, "ac_config": None}
-        return (), {**job, "model_config": model_config, "device": "cpu"}
+        return (), {**job, "model_config": model_config, "device": device}
     config = SimpleNamespace(
         parallelism=parallelism,
         training=training,
@@ -730,7 +732,7 @@ def given_to_a_model(modules: list[list[str]] | None) -> tuple[tuple[Any, ...], 
         compile=SimpleNamespace(enable=False),
         comm=SimpleNamespace(init_timeout_seconds=300, mode="default"),
     )
-    return (None, config, "cpu", SimpleNamespace(n_layers=6)), {}
+    return (None, config, device, SimpleNamespace(n_layers=6)), {}
 
 
 def test_a_model_that_is_not_cut(seen: SimpleNamespace) -> None:
@@ -801,12 +803,18 @@ class _Processor:
     def should_log(self, step: int) -> bool:
         return step == 1 or step % 4 == 0
 
-    def log(self, step: int, extra_metrics: dict[str, Any] | None = None) -> None:
-        self.logged.append(extra_metrics or {})
+    def log(self, step: int, max_loss: float, norm: float, extra_metrics: dict[str, Any] | None = None) -> None:
+        self.logged.append({"loss": max_loss, "norm": norm, **(extra_metrics or {})})
+
+    def log_validation(self, loss: float, step: int) -> None:
+        self.logged.append({"validated": loss})
 
 
 class _Pipeline:
-    armed, record, is_on_console = True, 0, False
+    armed, record = True, 0
+
+    def share(self, losses: list[float]) -> list[float]:
+        return [loss + 5 for loss in losses]
 
     def collect(self) -> dict[str, Any]:
         return {"of": self.record}
@@ -821,6 +829,7 @@ def test_only_steps_that_are_logged_are_told(
     A job that builds twice reports its last pipeline, and TorchTitan's class of metrics is wrapped once.
     """
     kind: Any = type("Processor", (_Processor,), {})
+    monkeypatch.setattr("zbpipe.frameworks.titan.monitor.dist.get_rank", lambda: 1)
     replaced, pipeline = _Pipeline(), _Pipeline()
     wrapped = []
     for each in (replaced, pipeline):
@@ -834,9 +843,11 @@ def test_only_steps_that_are_logged_are_told(
             found.append(step)
             pipeline.record = step
         if is_logged or (to_come == 1 and processor.should_log(step)):
-            processor.log(step)
+            processor.log(step, -1.0, 2.0)
+    processor.log_validation(loss=-1.0, step=8)
     assert found == recorded
-    assert processor.logged == [{"of": 4}, {"of": 8}]
+    shared = {"loss": 4, "norm": 2}
+    assert processor.logged == [shared | {"of": 4}, shared | {"of": 8}, {"validated": 4}]
 
 
 def read_text() -> tuple[list[list[list[int]]], list[int], str, int]:
