@@ -49,6 +49,9 @@ ON_TWO = {
     "VMin": Cell(Training("VMin"), "ScheduleVMin", V),
     "ZBH1": Cell(Training("ZBH1"), "ScheduleZBH1", ONE),
     "Auto": Cell(Training("Auto"), "AutoSchedule", V),
+    # As many stages as the layers allow: 4 of 8 layers in a wave, one of 3 layers.
+    "ZB": Cell(Training("ZB"), "ScheduleZB", (0, 3, 4, 7)),
+    "ZB, 3 layers": Cell(Training("ZB", layers=3), "ScheduleZB", ONE),
     "plan.csv": Cell(Training("plan.csv"), "ScheduleFromFile", V),
     "wave.csv": Cell(Training("wave.csv"), "ScheduleFromFile", (0, 3, 4, 7)),
     "1F1B": Cell(Training("1f1b"), "Schedule1F1B", ONE),
@@ -255,8 +258,9 @@ def write_job(pipeline: int, model: Path, folder: Path, more: dict[str, dict[str
     """
     job = yaml.safe_load(EXAMPLE.read_text())
     for section, values in [*CPU_ONLY.items(), *more.items()]:
-        job[section] = job.get(section, {}) | values
+        job.setdefault(section, {}).update(values)
     job["distributed"]["pp_size"] = pipeline
+    job["distributed"]["pipeline"].update(job.pop("pipeline", {}))
     job["step_scheduler"] = SMALL_STEPS
     job["model"]["pretrained_model_name_or_path"] = str(model)
     sentences = "nemo_automodel.components.datasets.llm.mock.build_unpacked_dataset"
@@ -298,7 +302,8 @@ def run_recipes(pipeline: int, model: Path, folder: Path) -> dict[str, Written]:
 
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
-    "all weights": {},
+    # One stage per rank, so the last rank has the loss. A wave would have it on the first one.
+    "all weights": {"pipeline": {"pp_schedule": "ZB", "layers_per_stage": 4}},
     "LoRA, compiled": {
         "peft": {
             "_target_": "nemo_automodel.components._peft.lora.PeftConfig",

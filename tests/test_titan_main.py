@@ -77,7 +77,9 @@ def _train(titan: Any, only_read: bool) -> tuple[list[float], list[str]] | None:
     finally:
         for each in loggers:
             each.removeHandler(handler)
-    metrics = titan.Trainer.trained[-1].metrics_processor
+    schedule, metrics = titan.Trainer.trained[-1].pp_schedule, titan.Trainer.trained[-1].metrics_processor
+    if schedule.__class__.__name__ == "ScheduleZB":
+        said.append(f"made for the work {schedule._work}")
     return [loss for _, loss, _ in metrics.logged], said + [json.dumps(extra) for *_, extra in metrics.logged]
 
 
@@ -104,6 +106,7 @@ def test_models_train_alike_with_all_schedules(tmp_path: Path) -> None:
         assert "zbpipe/bubble(%)" in words
         assert "pipeline: " in words
         assert ("stages per rank in a" in words) == (schedule == "ZB")
+        assert ("made for the work [(" in words) == (schedule == "ZB")  # of the stages of its cut
         if schedule == "ZBV":  # cut by what each module costs
             assert ("vision_encoder on the first stage counts as" in words) == (toy == "vlm")
             assert "by work" in words
