@@ -70,8 +70,7 @@ def full() -> nn.Module:
     ],
 )
 def test_it_finds_the_checkpointing(checkpointing: str, modules: list[nn.Module]) -> None:
-    stages: list[Any] = [type("Stage", (), {"submod": module}) for module in modules]
-    assert checkpointing_of(stages) == checkpointing
+    assert checkpointing_of(modules) == checkpointing
 
 
 # --- one schedule on all ranks ---

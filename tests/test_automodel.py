@@ -228,6 +228,8 @@ ON_TWO = {
     "ZBV, mean of microbatches": Training("ZBV", in_mean=True),
     **{name: Training(name) for name in ("ZBV", "VMin", "ZBH1", "Auto", "plan.csv", "wave.csv", "Interleaved1F1B")},
     **{"VHalf": Training("vhalf"), "1F1B": Training("1f1b")},
+    # As many stages as the layers allow: 4 of 8 layers in a wave, one of 3 layers.
+    **{"ZB": Training("ZB"), "ZB, 3 layers": Training("ZB", layers=3)},
     # As the recipes do, which tell AutoModel the length of each batch; all others have torch find it out.
     **{f"{name}, lengths that change": Training(name, **LENGTHS) for name in ("ZBV", "ZBH1", "1f1b")},
 }
@@ -293,6 +295,7 @@ def model_of(training: Training) -> Training:
 
 def assert_as_without_a_pipeline(training: Training, runs: list[Run]) -> None:
     name, count = training.schedule.lower(), STAGES.get(training.schedule.lower(), 2)
+    count = max(training.layers // (2 * training.pipeline) * 2, 1) if name == "zb" else count
     classes = {"auto": "autoschedule", "plan.csv": "schedulefromfile", "wave.csv": "schedulefromfile"}
     assert {run.runs.lower() for run in runs} == {classes.get(name, f"schedule{name}")}
     place = zbpipe.Placement.loop if name.startswith("interleaved") else zbpipe.Placement.v
@@ -396,8 +399,9 @@ def write_job(pipeline: int, model: Path, folder: Path, more: dict[str, dict[str
     """The config of the example's job, cut down to three steps of a small model, with `more` by section."""
     job = yaml.safe_load(EXAMPLE.read_text())
     for section, values in [*CPU_ONLY.items(), *more.items()]:
-        job[section] = job.get(section, {}) | values
+        job.setdefault(section, {}).update(values)
     job["distributed"]["pp_size"] = pipeline
+    job["distributed"]["pipeline"].update(job.pop("pipeline", {}))
     job["step_scheduler"] = SMALL_STEPS
     job["model"]["pretrained_model_name_or_path"] = str(model)
     sentences = "nemo_automodel.components.datasets.llm.mock.build_unpacked_dataset"
@@ -430,7 +434,8 @@ def run_recipes(pipeline: int, model: Path, folder: Path) -> dict[str, Written]:
 
 
 SETTINGS: dict[str, dict[str, dict[str, Any]]] = {
-    "all weights": {},
+    # One stage per rank, so the last rank has the loss. A wave would have it on the first one.
+    "all weights": {"pipeline": {"pp_schedule": "ZB", "layers_per_stage": 4}},
     "LoRA, compiled": {
         "peft": {
             "_target_": "nemo_automodel.components._peft.lora.PeftConfig",

@@ -17,6 +17,7 @@ from zbpipe.frameworks.titan import layer_split
 
 DIM, VOCABULARY = 8, 100
 BLOCKS = 6
+V = Placement.v(2)
 
 
 class Experts(nn.Module):
@@ -59,21 +60,23 @@ def cutting(
     per_stage: int | None = None,
     ends: tuple[int, int] = (1, 1),
     images: int = 0,
-) -> layer_split.Cut:
+    by_hand: list[list[str]] | None = None,
+) -> layer_split.LayerSplit:
     with torch.device("meta"):
         model = Decoder(images)
     parallelism = SimpleNamespace(
         pipeline_parallel_layers_per_stage=per_stage,
         pipeline_parallel_first_stage_less_layers=ends[0],
         pipeline_parallel_last_stage_less_layers=ends[1],
+        module_fqns_per_model_part=by_hand,
     )
-    return layer_split.make_cut(titans, Placement.v(2), parallelism, layer_split.Model(model, model, seq_len), how)
+    return layer_split.LayerSplit(titans, BLOCKS, parallelism, layer_split.Model(model, model, seq_len), how)
 
 
 def test_a_model_is_cut_by_work(caplog: pytest.LogCaptureFixture) -> None:
     """A block multiplies by 192 elements and attends with 32, the head by 800."""
     with caplog.at_level(logging.INFO):
-        parts = cutting()(4, BLOCKS)
+        parts = cutting().log_parts(V)
     assert parts == [
         ["tok_embeddings", "layers.0", "clock"],
         ["layers.1", "layers.2", "layers.3", "clock"],
@@ -91,17 +94,27 @@ def test_a_model_is_cut_by_work(caplog: pytest.LogCaptureFixture) -> None:
 def test_an_encoder_of_images_counts_on_the_first_stage(caplog: pytest.LogCaptureFixture) -> None:
     """Whatever its name; as many as 4 blocks. TorchTitan adds its name to the first stage."""
     with caplog.at_level(logging.INFO):
-        first, *others, last = cutting(images=4 * 224 // DIM)(4, BLOCKS)
+        first, *others, last = (split := cutting(images=4 * 224 // DIM)).log_parts(V)
     assert first == ["tok_embeddings", "clock"]
     assert last == ["norm", "lm_head", "clock"]
     assert sum(name.startswith("layers.") for part in others for name in part) == BLOCKS
     assert "eye.patches on the first stage counts as 4 blocks" in caplog.messages[0]
+    assert split.work(V) == [(0, 4 * 224), (3 * 224, 0), (3 * 224, 0), (0, 800)]
+    assert split.products == 4 * 224 + 6 * 224 + 800
 
 
 @pytest.mark.parametrize("given", [(0, 0), (1, 2)])
 def test_what_the_user_gave_is_torchtitans(given: tuple[int, int]) -> None:
-    assert cutting(ends=given)(4, BLOCKS, *given)[0][0] == f"4 {given[0]} {given[1]}"
-    assert cutting(per_stage=2)(4, BLOCKS, 1, 1)[0][0] == "4 1 1"
+    assert cutting(ends=given).log_parts(V)[0][0] == f"4 {given[0]} {given[1]}"
+    assert cutting(per_stage=2).log_parts(V)[0][0] == "4 1 1"
+
+
+def test_a_list_of_the_user_has_the_work_of_its_modules() -> None:
+    """And other numbers of stages, with which it is compared, that of the cut by work."""
+    names, *_ = titans(1, BLOCKS)
+    split = cutting(by_hand=[names[:1], names[1:7], names[7:8], names[8:]])
+    assert split.work(V) == [(0, 0), (6 * 224, 0), (0, 0), (0, 800)]
+    assert split.work(Placement.loop(2)) == [(5 * 224, 0), (224, 800)]
 
 
 @pytest.mark.parametrize(

@@ -300,7 +300,7 @@ def test_automodel_cuts_and_places_as_the_schedule_says(automodel: Any, tmp_path
     assert automodel.stage_ids_this_rank(0, RANKS, 8, style="loop") == (0, 3, 4, 7)
     with pytest.raises(ValueError, match=r"layers_per_stage=8 cuts the model's 32 layers into 4 stages, but .* has 8"):
         automodel.calculate_virtual_stages(32, 8, RANKS, False)
-    with pytest.raises(ValueError, match=r"has 8 stages, but module_fqns_per_model_part lists 4"):
+    with pytest.raises(ValueError, match=r"module_fqns_per_model_part lists 4 stages, but .* on 2 ranks has 8: change"):
         automodel.stage_ids_this_rank(0, RANKS, 4)
     schedules.get_schedule_class("InterleavedZeroBubbleSplit")
     assert automodel.calculate_virtual_stages(12, 2, RANKS, False) == (6, 3)
@@ -308,9 +308,13 @@ def test_automodel_cuts_and_places_as_the_schedule_says(automodel: Any, tmp_path
     schedules.get_schedule_class("ZB")
     assert automodel.calculate_virtual_stages(16, 2, RANKS, False) == (8, 4)
     assert automodel.stage_ids_this_rank(0, RANKS, 8) == (0, 3, 4, 7)
-    # The loss would be reported from rank 0, which has no last stage.
-    with pytest.raises(ValueError, match=r"ZB in NeMo AutoModel runs an even number of stages .* this cut has 3"):
-        automodel.calculate_virtual_stages(12, 2, RANKS, False)
+    # An odd number is a loop. Without layers_per_stage, the number of layers decides.
+    assert automodel.calculate_virtual_stages(12, 2, RANKS, False) == (6, 3)
+    assert automodel.stage_ids_this_rank(0, RANKS, 6) == (0, 2, 4)
+    found = [automodel.calculate_virtual_stages(layers, None, RANKS, False) for layers in (8, 6, 3)]
+    assert found == [(8, 4), (4, 2), (2, 1)]
+    with pytest.raises(ValueError, match=r"12 layers into 3 stages, but ZB on 2 ranks has a multiple of 2: change or"):
+        automodel.calculate_virtual_stages(12, 4, RANKS, False)
     schedules.get_schedule_class("1F1B")
     assert automodel.calculate_virtual_stages is calculate_virtual_stages
     schedules.get_schedule_class("ZBH1")

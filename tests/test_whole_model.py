@@ -107,6 +107,20 @@ def test_too_few_blocks(schedule: str, advice: str) -> None:
         pipelined(Model(in_order), schedule, mesh=mesh)
 
 
+def test_zb_has_as_many_stages_as_the_blocks_allow(caplog: pytest.LogCaptureFixture) -> None:
+    """4 on one rank. The schedule is made for the work of the stages, of which the last one has the head."""
+    with caplog.at_level("INFO", "zbpipe"):
+        pipe = pipelined(Model(in_order), "ZB")
+    assert [len(stage.blocks) for stage in pipe.stages] == [1, 1, 1, 1]
+    assert "ZB runs 4 stages per rank in a loop: " in caplog.text
+    assert "Blocks blocks by stage: 0-0 | 1-1 | 2-2 | 3-3" in caplog.text
+    *others, last = pipe.schedule.lists.costs.f
+    assert [last / each for each in others] == pytest.approx([(64 + 80) / 64] * 3)
+    assert pipelined(Model(in_order), "ZB", costs=zbpipe.CostModel.uniform(zbpipe.Placement.loop(1, 2))).schedule
+    with pytest.raises(ValueError, match="4 blocks, and each of the 5 stages needs one"):
+        pipelined(Model(in_order), "ZB", costs=zbpipe.CostModel.uniform(zbpipe.Placement.loop(1, 5)))
+
+
 def test_blocks_that_are_skipped_at_random_are_the_same_on_all_ranks() -> None:
     messages = set()
     for rank in range(5):

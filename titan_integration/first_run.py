@@ -45,7 +45,7 @@ class Step(NamedTuple):
 
     number: int
     loss: float
-    """-1 if the rank does not have the last stage."""
+    """-1 if the rank has neither the last stage nor its loss."""
     grad_norm: float
     memory: float
     """GiB reserved at the peak; 0 on the CPU."""

@@ -9,7 +9,7 @@
 #   MODULE       TorchTitan's --module (default: titan_integration.llama3); not with TorchTitan 0.2
 #   CONFIG       TorchTitan's --config, a function in it (default: llama3_debug). With TorchTitan 0.2 a TOML file: its
 #                path, or its name in titan_integration/titan02 without the ending
-#   LOG_RANK     whose output is shown, numbers on this node separated by commas (default: 0, where a V has its loss)
+#   LOG_RANK     whose output is shown, numbers on this node separated by commas (default: 0; all ranks log the loss)
 #   LOG_DIR      folder for the output of all processes, in files (default: a folder of torchrun's in /tmp)
 #   TRAIN_FILE   Python module to run (default: zbpipe.titan.train)
 #   PLATFORM     cuda, rocm, cpu, or auto (default): what torch finds
@@ -54,7 +54,7 @@ COMM_MODE=${COMM_MODE:-}
     fail "COMM_MODE='$COMM_MODE' is unknown: use fake_backend or local_tensor, or omit it to train"
 CONFIG=${CONFIG:-llama3_debug}
 TRAIN_FILE=${TRAIN_FILE:-zbpipe.titan.train}
-export LOG_RANK=${LOG_RANK:-0} # TorchTitan looks there, too, and tells if the loss would not be seen
+export LOG_RANK=${LOG_RANK:-0} # TorchTitan looks there, too
 [[ $LOG_RANK =~ ^[0-9]+(,[0-9]+)*$ ]] || fail "LOG_RANK='$LOG_RANK' has to be numbers separated by commas, such as 0,1"
 PYTHON=${PYTHON:-python3}
 command -v "$PYTHON" >/dev/null || fail "PYTHON='$PYTHON' is not there: activate your environment, or set PYTHON to an interpreter"

@@ -129,11 +129,16 @@ def find_shortest(
 
     is_timed = transport is Transport.IDEAL and not (costs.gather or costs.reduce)
     found = filled[:1] if is_timed else list(filled)
-    if filled and num_ops <= _MOST_SEARCHED:
+    if filled and is_searched(placement, microbatches):
         found.append(find_best(name, [*filled[:_SEEDS], *papers], costs, limits, transport))
     if not found or (papers and num_ops <= _MOST_SEARCHED_TWICE and _are_far(found, costs, limits)):
         found.append(find_best(name, others, costs, limits, transport))
     return replace(min(found, key=length) if found[1:] else found[0], name=name)
+
+
+def is_searched(placement: Placement, microbatches: int) -> bool:
+    """Whether a search follows on the filled orders."""
+    return 3 * placement.num_stages * microbatches <= _MOST_SEARCHED
 
 
 def _are_far(found: Sequence[Schedule], costs: CostModel, limits: Sequence[float]) -> bool:

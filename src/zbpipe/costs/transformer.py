@@ -7,7 +7,7 @@ SwiGLU. The unit is elements per token, 2 bytes each in bfloat16. Small tensors 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zbpipe.costs.model import CostModel, Link
 from zbpipe.costs.transport import Named
@@ -33,6 +33,10 @@ NOTE = (
     " InterleavedZeroBubbleSplit"
 )
 """Note below tables that mark such schedules with an asterisk."""
+
+
+Work = Sequence[tuple[float, float]]
+"""Multiplications of each stage for a token: in its blocks, which the checkpointing wraps, and in all else."""
 
 
 class Checkpointing(Named):
@@ -194,9 +198,24 @@ def typical_costs(
     return CostModel.uniform(placement, f, i, w, comm=comm, freed_by_i=freed, working=working, host=host)
 
 
-def usual_costs(placement: Placement, checkpointing: Checkpointing, tensor: int = 1) -> CostModel:
-    """Default costs for a schedule that adapts to the checkpointing, if a job has measured none."""
-    return typical_costs(placement, checkpointing, comm=_COMM, tensor=tensor)
+def usual_costs(
+    placement: Placement, checkpointing: Checkpointing, tensor: int = 1, work: Work | None = None
+) -> CostModel:
+    """Default costs for a schedule that adapts to the checkpointing, if a job has measured none.
+
+    F takes one second on the average rank. `work` is the work of each stage. Default: all stages are equal.
+
+    >>> usual_costs(Placement.loop(2), Checkpointing.FULL, work=[(3, 0), (0, 1)]).i
+    (2.985, 0.495)
+    """
+    costs = typical_costs(placement, checkpointing, comm=_COMM, tensor=tensor)
+    if work is None or not any(map(sum, work)):
+        return costs
+    again = LLAMA_3_8B.recomputed(checkpointing)
+    unit = placement.num_ranks / sum(map(sum, work))
+    f, i, w = ([unit * each * sum(stage) for stage in work] for each in PAPERS_TIMES)
+    i = [once + unit * again * blocks for once, (blocks, _) in zip(i, work, strict=True)]
+    return replace(costs, f=tuple(f), i=tuple(i), w=tuple(w))
 
 
 def has_torchs_split(schedule: Schedule, source: str) -> bool:

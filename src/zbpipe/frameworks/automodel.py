@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpipe.runtime import checks
-from zbpipe.schedule.registry import Algorithm
+from zbpipe.runtime.measure.communication import find_placement
+from zbpipe.schedule.registry import Algorithm, stages_for
 
 KNOWN = "0.7.0"
 """Tested version of AutoModel."""
@@ -52,7 +53,7 @@ def adapt(algorithm: Algorithm) -> None:
     _replace(functional, "stage_ids_this_rank", partial(_stages_on_rank, algorithm))
     recipe = getattr(sys.modules.get(_RECIPES), "BaseRecipe", None)
     if recipe is not None and hasattr(recipe, "_dp_allreduce"):
-        _replace(recipe, "_dp_allreduce", _send_to_all_ranks(algorithm, recipe._dp_allreduce))
+        _replace(recipe, "_dp_allreduce", _send_to_all_ranks(recipe._dp_allreduce))
 
 
 def restore() -> None:
@@ -95,23 +96,24 @@ def _count_stages(
     **also_unused: Any,
 ) -> tuple[int, int]:
     """The number of stages: in total, and on each rank. Takes AutoModel's arguments."""
-    cut = None if layers_per_stage is None else math.ceil(num_layers / layers_per_stage)
-    placement = checks.place_cut(algorithm, pp_size, cut, "NeMo AutoModel")
-    checks.require_cut(algorithm.name, placement, num_layers, cut, f"layers_per_stage={layers_per_stage}")
-    return placement.num_stages, placement.num_stages // pp_size
+    if layers_per_stage is not None:
+        cut = f"layers_per_stage={layers_per_stage} cuts the model's {num_layers} layers into"
+        each = checks.stages_of_cut(algorithm, pp_size, math.ceil(num_layers / layers_per_stage), cut)
+    else:
+        each = stages_for(num_layers, pp_size)[0] if algorithm.chooses_stages else algorithm.stages_per_rank
+    return each * pp_size, each
 
 
 def _stages_on_rank(
     algorithm: Algorithm, pp_rank: int, pp_size: int, num_stages: int, style: str = "loop"
 ) -> tuple[int, ...]:
     """The stages on a rank. Takes AutoModel's arguments."""
-    placement = checks.place_cut(algorithm, pp_size, num_stages, "NeMo AutoModel")
-    checks.require_parts(algorithm.name, placement, num_stages)
-    return placement.stages_on(pp_rank)
+    each = checks.stages_of_cut(algorithm, pp_size, num_stages, "module_fqns_per_model_part lists")
+    return algorithm.place(pp_size, each).stages_on(pp_rank)
 
 
-def _send_to_all_ranks(algorithm: Algorithm, reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Send the loss to all ranks: recipes report the last rank's reduced loss, but a V has it on the first rank."""
+def _send_to_all_ranks(reduce: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Send the loss to all ranks: recipes report the last rank's reduced loss, but a wave has it on the first rank."""
 
     @wraps(reduce)
     def reduce_and_send(self: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -119,7 +121,7 @@ def _send_to_all_ranks(algorithm: Algorithm, reduce: Callable[..., Tensor]) -> C
         if not getattr(self, "pp_enabled", False):
             return reduced
         group = self.device_mesh["pp"].get_group()
-        owner = algorithm.place(dist.get_world_size(group)).rank_of[-1]
+        owner = find_placement(self.pp.info.stages[0]).rank_of[-1]
         loss = reduced.to(self.dist_env.device)
         dist.broadcast(loss, src=dist.get_global_rank(group, owner), group=group)
         return loss.to(reduced.device)

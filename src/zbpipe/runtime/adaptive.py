@@ -9,14 +9,14 @@ from statistics import median
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.algorithms.zb import find_shortest
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit, MemoryLimitLike
 from zbpipe.costs.model import CostModel, least_room
-from zbpipe.costs.transformer import Checkpointing, usual_costs
+from zbpipe.costs.transformer import Checkpointing, Work, usual_costs
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import Objective
 from zbpipe.runtime import checks
@@ -55,6 +55,8 @@ class AdaptiveSchedule(RegisteredSchedule):
 
     Args:
         stages: all stages of this rank, already wrapped for checkpointing.
+        work: relative work of each of the pipeline's stages, the same on all ranks: in layers that checkpointing wraps,
+            and in all else. Default: all stages are equal.
         checkpointing: "none", "selective" or "full", the same on all ranks. By default detected in the modules (see
             `checkpointing_of`). Before the first step all ranks agree on the detected one that keeps least.
         costs: measured costs, the same on all ranks, instead of typical costs for the checkpointing.
@@ -72,15 +74,17 @@ class AdaptiveSchedule(RegisteredSchedule):
         checkpointing: Checkpointing | str | None = None,
         costs: CostModel | None = None,
         memory_limit: MemoryLimitLike | None = None,
+        work: Work | None = None,
         **options: Any,
     ) -> None:
         limit = MemoryLimit.parse(memory_limit, costs_are_known=costs is not None)
+        self._work = work
         found = None if checkpointing is None else Checkpointing.parse(checkpointing)
         is_sure = costs is not None or found is not None
         if costs is None:
             stages, placement = checks.place_stages(stages, self.algorithm)
-            found = found or checkpointing_of(stages)
-            costs = usual_costs(placement, found)
+            found = found or checkpointing_of([stage.submod for stage in stages])
+            costs = usual_costs(placement, found, work=work)
         super().__init__(stages, n_microbatches, loss_fn, *args, costs=costs, memory_limit=limit, **options)
         self.checkpointing = found
         """Checkpointing for which the schedule is made; None with measured costs."""
@@ -99,33 +103,33 @@ class AdaptiveSchedule(RegisteredSchedule):
         logger.info("%s is made for %s activation checkpointing, as the modules show", name, agreed)
         self.make_for(agreed)  # only now: a rank that refuses this step asks again in the next one
 
-    def make_for(self, checkpointing: Checkpointing, tensor: int = 1) -> None:
+    def make_for(self, checkpointing: Checkpointing, tensor: int = 1, work: Work | None = None) -> None:
         """Remake the schedule for the checkpointing of all ranks, unless it is made for measured costs.
 
-        `tensor` is the degree of tensor parallelism.
+        `tensor` is the degree of tensor parallelism, and `work` that of the stages (see the class).
         """
         self._unsure = None
-        if self.checkpointing is not None and (self.checkpointing is not checkpointing or tensor > 1):
-            self.checkpointing = checkpointing
-            self.remake(usual_costs(self.placement, checkpointing, tensor))
+        if self.checkpointing is not None and (self.checkpointing is not checkpointing or tensor > 1 or work):
+            self.checkpointing, self._work = checkpointing, work or self._work
+            self.remake(usual_costs(self.placement, checkpointing, tensor, self._work))
 
 
-def checkpointing_of(stages: Sequence[PipelineStage]) -> Checkpointing:
-    """The activation checkpointing of these stages, from torch's `checkpoint_wrapper` around their layers.
+def checkpointing_of(parts: Sequence[nn.Module]) -> Checkpointing:
+    """The activation checkpointing of these parts of a model, from torch's `checkpoint_wrapper` around their layers.
 
     It is selective with a `context_fn`, as in TorchTitan, or if layers of the same class are not wrapped. Otherwise it
     is full. Models of the transformers library declare it (`gradient_checkpointing`). Other calls of
     `torch.utils.checkpoint` in a forward are not detected: pass `checkpointing=`.
     """
-    modules = [module for stage in stages for module in stage.submod.modules()]
-    parts = [part for stage in stages for part in checkpoints.find_checkpointed(stage.submod)]
-    if not parts:
+    modules = [module for part in parts for module in part.modules()]
+    found = [each for part in parts for each in checkpoints.find_checkpointed(part)]
+    if not found:
         says_so = any(plain_attribute(module, "gradient_checkpointing") is True for module in modules)
         return Checkpointing.FULL if says_so else Checkpointing.NONE
-    inside = {id(module) for wrapped, _ in parts for module in wrapped.modules()}
-    classes = {type(wrapped) for wrapped, _ in parts}
+    inside = {id(module) for wrapped, _ in found for module in wrapped.modules()}
+    classes = {type(wrapped) for wrapped, _ in found}
     some_are_not = any(type(module) in classes and id(module) not in inside for module in modules)
-    keeps_some = any(keeps for _, keeps in parts)
+    keeps_some = any(keeps for _, keeps in found)
     return Checkpointing.SELECTIVE if keeps_some or some_are_not else Checkpointing.FULL
 
 

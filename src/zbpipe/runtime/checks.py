@@ -110,38 +110,17 @@ def require_options(name: str, options: Iterable[str], build: Callable[..., Any]
     require_known(f"{name} on this torch", options, known)
 
 
-def place_cut(algorithm: registry.Algorithm, ranks: int, num_stages: int | None, framework: str) -> Placement:
-    """The placement of the stages, as many as a job's cut has where the schedule runs any number of them."""
-    each, left = divmod(num_stages or 0, ranks)
-    if not (each and algorithm.any_stages_per_rank) or left:
-        return algorithm.place(ranks)
-    placement = algorithm.place(ranks, each)
-    # The framework asks for the rank with the loss by the schedule's name alone.
-    if placement.rank_of[-1] != algorithm.place(ranks).rank_of[-1]:
+def stages_of_cut(algorithm: registry.Algorithm, ranks: int, num_stages: int, cut: str) -> int:
+    """Stages per rank of a user's cut into this many stages. ValueError if the schedule runs another number."""
+    # `cut` names the field of the job's config, and what it does.
+    each, left = divmod(num_stages, ranks)
+    own = algorithm.place(ranks).num_stages
+    if left or not each or (num_stages != own and not algorithm.any_stages_per_rank):
+        needed = f"a multiple of {ranks}" if algorithm.any_stages_per_rank else str(own)
         raise ValueError(
-            f"{algorithm.name} in {framework} runs an even number of stages per rank, and this cut has {each}: choose"
-            " another number of layers per stage, or the schedule ZBLoop"
+            f"{cut} {num_stages} stages, but {algorithm.name} on {ranks} ranks has {needed}: change or omit the field"
         )
-    return placement
-
-
-def require_cut(name: str, placement: Placement, num_layers: int, cut: int | None, field: str) -> None:
-    """Refuse a job's own number of stages, `cut`, if the schedule `name` has another number."""
-    # None leaves it to the schedule. `field` is the config field with the number.
-    if cut is not None and cut != placement.num_stages:
-        raise ValueError(
-            f"{field} cuts the model's {num_layers} layers into {cut} stages, but {name} on {placement.num_ranks} ranks"
-            f" has {placement.num_stages}: omit the field"
-        )
-
-
-def require_parts(name: str, placement: Placement, num_parts: int) -> None:
-    """Refuse a list of modules for another number of stages than the schedule called `name` has."""
-    if num_parts != placement.num_stages:
-        raise ValueError(
-            f"{name} on {placement.num_ranks} ranks has {placement.num_stages} stages, but module_fqns_per_model_part"
-            f" lists {num_parts}: list as many, or omit the field"
-        )
+    return each
 
 
 def require_microbatches(name: str, n_microbatches: int, loss_fn: Callable[..., Tensor] | None) -> int:

@@ -73,6 +73,11 @@ class Algorithm:
         return "stages_per_rank" in self.keywords
 
     @property
+    def chooses_stages(self) -> bool:
+        """Whether the number of stages per rank depends on the job, if the user gives none."""
+        return self.any_stages_per_rank and self.by_checkpointing
+
+    @property
     def class_name(self) -> str:
         """Name of its class on torch's executor, as logs show it."""
         if self.table is None:
@@ -307,8 +312,22 @@ def _stand_for(schedule: Schedule) -> Algorithm:
     return Algorithm(schedule.name, "table", stages_per_rank, give_back, table=schedule)
 
 
+def stages_for(num_layers: int, num_ranks: int) -> tuple[int, ...]:
+    """Numbers of stages per rank that a model of this many layers allows, the one with the shortest step first.
+
+    >>> stages_for(32, 8), stages_for(24, 8), stages_for(4, 8)
+    ((4, 2, 1), (2, 1), (1,))
+    """
+    return (*(each for each in (4, 2) if each * num_ranks <= num_layers), 1)
+
+
 def stage_indices(
-    schedule: str | Schedule | _Planned, *, rank: int, num_ranks: int, stages_per_rank: int | None = None
+    schedule: str | Schedule | _Planned,
+    *,
+    rank: int,
+    num_ranks: int,
+    stages_per_rank: int | None = None,
+    layers: int | None = None,
 ) -> tuple[int, ...]:
     """Stages to build on `rank` for the schedule with this name, in ascending order.
 
@@ -319,11 +338,20 @@ def stage_indices(
         schedule: a name, in any case, the path of a CSV file, a Schedule, or a Plan.
         rank: pipeline rank, from 0.
         num_ranks: size of the pipeline group.
-        stages_per_rank: for looped schedules, which support any number. Default: the usual number of the schedule.
+        stages_per_rank: for schedules that support any number. ZB runs even numbers in a wave, and ZBLoop in a loop.
+            Default: by `layers`, or without these the usual number of the schedule.
+        layers: the model's layers. ZB and ZBLoop then have 4 stages per rank, 2 if there are fewer than 4 layers per
+            rank, and 1 if there are fewer than 2.
+
+            >>> [zbpipe.stage_indices("ZB", rank=0, num_ranks=4, layers=layers) for layers in (32, 12)]
+            [(0, 7, 8, 15), (0, 7)]
 
     ValueError for an unknown name, a rank outside the group, and numbers of stages that the schedule does not support.
     """
-    return resolve(schedule).place(num_ranks, stages_per_rank).stages_on(rank)
+    algorithm = resolve(schedule)
+    if layers is not None and stages_per_rank is None and algorithm.chooses_stages:
+        stages_per_rank, *_ = stages_for(*require_whole(1, layers=layers, num_ranks=num_ranks))
+    return algorithm.place(num_ranks, stages_per_rank).stages_on(rank)
 
 
 @cache

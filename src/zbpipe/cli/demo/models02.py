@@ -18,14 +18,12 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from zbpipe.cli.demo import python_text
 from zbpipe.cli.demo.launch import METRICS, write_steps
-from zbpipe.frameworks.titan import plug
 
 
 def _json_lines_metrics(job_config: JobConfig, parallel_dims: Any, *args: Any, **kwargs: Any) -> MetricsProcessor:
-    """TorchTitan's metrics. The rank with the loss also writes them to a file, one JSON object per step."""
+    """TorchTitan's metrics. Rank 0 also writes them to a file, one JSON object per step."""
     processor = MetricsProcessor(job_config, parallel_dims)
-    name = job_config.parallelism.pipeline_parallel_schedule
-    if dist.get_rank() == plug.rank_with_loss(parallel_dims, name):
+    if dist.get_rank() == 0:
         write_steps(processor.logger, Path(job_config.job.dump_folder) / METRICS)
     return processor
 

@@ -19,22 +19,21 @@ from torchtitan.trainer import Trainer
 
 from zbpipe.cli.demo import python_text
 from zbpipe.cli.demo.launch import write_steps
-from zbpipe.frameworks.titan import batches, plug
+from zbpipe.frameworks.titan import batches
 
 
 class JsonLinesMetrics(MetricsProcessor):  # type: ignore[misc]
-    """TorchTitan's metrics. The rank with the loss also writes them to a file, one JSON object per step."""
+    """TorchTitan's metrics. Rank 0 also writes them to a file, one JSON object per step."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(MetricsProcessor.Config):  # type: ignore[misc]
         json_lines: str = ""
         """The file to append to; empty for none."""
 
-    def __init__(self, config: Config, *, parallel_dims: Any, pp_schedule: str = "1F1B", **kwargs: Any) -> None:
+    def __init__(self, config: Config, **kwargs: Any) -> None:
         self.logger: BaseLogger
-        super().__init__(config, parallel_dims=parallel_dims, pp_schedule=pp_schedule, **kwargs)
-        has_loss = dist.get_rank() == plug.rank_with_loss(parallel_dims, pp_schedule)
-        if config.json_lines and has_loss:
+        super().__init__(config, **kwargs)
+        if config.json_lines and dist.get_rank() == 0:
             write_steps(self.logger, Path(config.json_lines))
 
 

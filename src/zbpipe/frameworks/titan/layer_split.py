@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from zbpipe.costs.layers import Layer, LayerCosts, balance, split_of
-from zbpipe.costs.transformer import Checkpointing
+from zbpipe.costs.transformer import Checkpointing, Work
 from zbpipe.frameworks.layer_work import layer, products
 from zbpipe.schedule.ir import Placement
 
@@ -36,38 +37,74 @@ class Model(NamedTuple):
     """Tokens per sequence."""
 
 
-def make_cut(titans: Cut, placement: Placement, parallelism: Any, model: Model, how: Checkpointing) -> Cut:
-    """Replacement for TorchTitan's function. It cuts as TorchTitan does if the user chose a cut."""
+class LayerSplit:
+    """The stages of a TorchTitan model on any placement: by work, or as TorchTitan or the user cuts it."""
 
-    def cut(num_stages: int, num_layers: int, input_weight: int = 1, output_weight: int = 1) -> list[list[str]]:
-        if ends_of_user(parallelism) is not None:
-            # TorchTitan asks for one or two stages on each rank; a schedule may have more.
-            parts = titans(placement.num_stages, num_layers, input_weight, output_weight)
-            _log(parts, f"the embedding counts as {input_weight} and the head as {output_weight} blocks")
-            return parts
-        (names,) = titans(1, num_layers)
-        everywhere = _in_all_stages(titans, num_layers)
-        names = [name for name in names if name not in everywhere]
-        first, *others = layers_of(model.module, names, attention_products(model) / num_layers, how)
-        unlisted = {name: products(each) for name, each in modules_of(model.module).items() if name not in names}
-        costs = LayerCosts((layer(first.modules, first.f + sum(unlisted.values())), *others))
-        parts = [[*part, *everywhere] for part in costs.modules(split_of(balance(costs, placement)))]
-        *blocks, head = (layer.seconds for layer in costs.layers[1:])
-        average = sum(blocks) / len(blocks)
-        ends = {"+".join(others[-1].modules): head}
-        # TorchTitan puts image encoders here. One patch per token.
-        ends |= {f"{name} on the first stage": layer([name], each).seconds for name, each in unlisted.items() if each}
-        counted = ", ".join(f"{name} counts as {each / (average or 1):.2g} blocks" for name, each in ends.items())
-        _log(parts, f"by work; {counted}")
+    def __init__(self, titans: Cut, num_layers: int, parallelism: Any, model: Model, how: Checkpointing) -> None:
+        """`titans` is TorchTitan's function, which also cuts the model if the user has set its ends."""
+        self.by_hand: list[list[str]] | None = parallelism.module_fqns_per_model_part
+        """The modules of each stage as the user lists them."""
+        self._titans, self.num_layers, self._model, self._how = titans, num_layers, model, how
+        self._ends = ends_of_user(parallelism)
+        self._attention = attention_products(model) / num_layers
+        found = {name: products(each) for name, each in modules_of(model.module).items()}
+        self._products = {name: each + self._attention * name.startswith(_BLOCKS) for name, each in found.items()}
+        self.products = sum(self._products.values())
+        """Multiplications of the whole model for a token."""
+
+    @cached_property
+    def _everywhere(self) -> list[str]:
+        """Modules that TorchTitan's function puts into every stage, such as the rotary embedding of some models."""
+        first, last = self._titans(2, self.num_layers)
+        return [name for name in first if name in last]
+
+    @cached_property
+    def _costs(self) -> LayerCosts:
+        (names,) = self._titans(1, self.num_layers)
+        listed = [name for name in names if name not in self._everywhere]
+        first, *others = layers_of(self._model.module, listed, self._attention, self._how)
+        return LayerCosts((layer(first.modules, first.f + sum(self._left_by([names]).values())), *others))
+
+    def _left_by(self, parts: Sequence[Sequence[str]]) -> dict[str, float]:
+        """Work of modules that these parts lack, such as image encoders. TorchTitan puts them on the first stage."""
+        named = {name for part in parts for name in part}
+        return {name: each for name, each in self._products.items() if each and name not in named}
+
+    def parts(self, placement: Placement) -> list[list[str]]:
+        """The modules of each stage."""
+        if self.by_hand is not None and len(self.by_hand) == placement.num_stages:
+            return self.by_hand
+        if self._ends is not None:
+            return self._titans(placement.num_stages, self.num_layers, *self._ends)
+        return [[*part, *self._everywhere] for part in self._costs.modules(split_of(balance(self._costs, placement)))]
+
+    def work(self, placement: Placement) -> Work:
+        """The work of each stage, for `zbpipe.costs.transformer.usual_costs`."""
+        first, *others = parts = self.parts(placement)
+        found = []
+        for part in ([*first, *self._left_by(parts)], *others):
+            of_blocks = sum(self._products.get(name, 0.0) for name in part if name.startswith(_BLOCKS))
+            found.append((of_blocks, sum(self._products.get(name, 0.0) for name in part) - of_blocks))
+        return found
+
+    def log_parts(self, placement: Placement) -> list[list[str]]:
+        """The modules of each stage, which are also logged."""
+        parts, how = self.parts(placement), "by work"
+        if self._ends is not None:
+            how = "the embedding counts as {} and the head as {} blocks".format(*self._ends)
+        else:
+            *blocks, head = self._costs.layers[1:]
+            average = sum(each.seconds for each in blocks) / len(blocks) or 1
+            ends = {"+".join(head.modules): head.seconds}
+            # One patch of an image per token.
+            ends |= {f"{name} on the first stage": 3 * each for name, each in self._left_by(parts).items()}
+            how += "".join(f"; {name} counts as {each / average:.2g} blocks" for name, each in ends.items())
+        logger.info(
+            "Layers by stage (%s): %s. parallelism.module_fqns_per_model_part replaces this cut",
+            how,
+            " | ".join(map(describe, parts)),
+        )
         return parts
-
-    return cut
-
-
-def _in_all_stages(titans: Cut, num_layers: int) -> list[str]:
-    """Modules that TorchTitan's function puts into every stage, such as the rotary embedding of some models."""
-    first, last = titans(2, num_layers)
-    return [name for name in first if name in last]
 
 
 def ends_of_user(parallelism: Any) -> tuple[int, int] | None:
@@ -77,14 +114,6 @@ def ends_of_user(parallelism: Any) -> tuple[int, int] | None:
         parallelism.pipeline_parallel_last_stage_less_layers,
     )
     return None if ends == (1, 1) and parallelism.pipeline_parallel_layers_per_stage is None else ends
-
-
-def _log(parts: Sequence[Sequence[str]], how: str) -> None:
-    logger.info(
-        "Layers by stage (%s): %s. parallelism.module_fqns_per_model_part replaces this cut",
-        how,
-        " | ".join(map(describe, parts)),
-    )
 
 
 def describe(names: Sequence[str]) -> str:

@@ -1,17 +1,19 @@
-"""The pipeline's metrics (step time, bubble, peak activations) among TorchTitan's metrics."""
+"""The pipeline's metrics (step time, bubble, peak activations) among TorchTitan's, and the loss on all ranks."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
+import torch
 import torch.distributed as dist
 
 from zbpipe.runtime._torch import hooks, pipelining
-from zbpipe.runtime.measure.communication import Communication, measure_communication
+from zbpipe.runtime.measure.communication import Communication, find_placement, measure_communication
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
 from zbpipe.runtime.measure.trace import make_timelines
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -39,6 +41,16 @@ class PipelineMetrics(Watcher):
         """See `zbpipe.runtime.measure.recording.Watcher`."""
         self._record = record
 
+    def share(self, losses: list[float]) -> list[float]:
+        """The losses on the rank with the last stage. All ranks of the pipeline have to call this."""
+        if (schedule := self._schedule()) is None:
+            return losses
+        stage = hooks.stages_of(schedule)[0]
+        sent = torch.tensor(losses, dtype=torch.float32, device=pipelining.device_of(stage))
+        dist.broadcast(sent, group=stage.group, group_src=find_placement(stage).rank_of[-1])
+        shared: list[float] = sent.tolist()
+        return shared
+
     def collect(self) -> dict[str, Any]:
         """Metrics of the last recorded step. All ranks of the pipeline have to call this."""
         schedule = self._schedule()
@@ -62,49 +74,65 @@ class PipelineMetrics(Watcher):
         }
 
 
-class _Reported(NamedTuple):
-    """The pipeline whose metrics TorchTitan logs."""
+_reported: dict[type, ref[PipelineMetrics]] = {}
+"""The pipeline built last, per TorchTitan metrics class. Each class is wrapped once.
 
-    pipeline: ref[PipelineMetrics]
-    """Metrics of the schedule, referred to weakly: the schedule has to be freed before the interpreter ends."""
-    rank_with_loss: Callable[[Any], int]
-    """Maps TorchTitan's `ParallelDims` to the rank that logs."""
+Weak references: the schedule has to be freed before the interpreter ends.
+"""
 
 
-_reported: dict[type, _Reported] = {}
-"""The pipeline built last, per TorchTitan metrics class. Each class is wrapped once."""
-
-
-def report(pipeline: PipelineMetrics, processor: type, rank_with_loss: Callable[[Any], int], to_come: int) -> None:
+def report(pipeline: PipelineMetrics, processor: type, to_come: int) -> None:
     """Record the steps that TorchTitan logs, and put the metrics of `pipeline` among its own and on the console.
 
-    If a job builds another pipeline and calls this again, the metrics are those of the new one. `to_come` is the number
-    of steps from the one that TorchTitan asks about to the next one that runs.
+    All ranks of the pipeline also get the loss of the rank with the last stage. If a job builds another pipeline and
+    calls this again, the metrics are those of the new one. `to_come` is the number of steps from the one that
+    TorchTitan asks about to the next one that runs.
     """
     is_wrapped = processor in _reported
-    _reported[processor] = _Reported(ref(pipeline), rank_with_loss)
+    _reported[processor] = ref(pipeline)
     if not is_wrapped:
         _wrap(processor, to_come)
 
 
+def find_reported(processor: type) -> PipelineMetrics | None:
+    """The pipeline whose metrics and loss TorchTitan logs on all ranks."""
+    return _reported[processor]() if processor in _reported else None
+
+
 def _wrap(processor: Any, to_come: int) -> None:
-    should_log, log = processor.should_log, processor.log
+    should_log, log = processor.should_log, _with_shared_losses(processor.log, processor)
 
     def arm_where_logged(self: Any, step: int) -> bool:
-        if pipeline := _reported[processor].pipeline():
+        if pipeline := find_reported(processor):
             pipeline.armed = should_log(self, step + to_come)
         is_logged: bool = should_log(self, step)
         return is_logged
 
-    def log_with_pipeline(self: Any, step: int, *args: Any, extra_metrics: dict[str, Any] | None = None) -> None:
-        pipeline = _reported[processor].pipeline()
+    def log_with_pipeline(self: Any, *args: Any, extra_metrics: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        pipeline = find_reported(processor)
         found = pipeline.collect() if pipeline else {}
-        log(self, step, *args, extra_metrics={**(extra_metrics or {}), **found})
-        if found and dist.get_rank() == _reported[processor].rank_with_loss(self.parallel_dims):
+        log(self, *args, extra_metrics={**(extra_metrics or {}), **found}, **kwargs)
+        if found and dist.get_rank() == 0:
             logger.info(describe(found))
 
     processor.should_log = arm_where_logged
     processor.log = log_with_pipeline
+    if hasattr(processor, "log_validation"):
+        processor.log_validation = _with_shared_losses(processor.log_validation, processor)
+
+
+def _with_shared_losses(log: Callable[..., None], processor: type) -> Callable[..., None]:
+    """TorchTitan's function with the losses of the rank that has them."""
+    signature = inspect.signature(log)
+
+    def log_shared(*args: Any, **kwargs: Any) -> None:
+        given = signature.bind(*args, **kwargs)
+        losses = {name: value for name, value in given.arguments.items() if "loss" in name}
+        if (pipeline := find_reported(processor)) and losses:
+            given.arguments.update(zip(losses, pipeline.share(list(losses.values())), strict=True))
+        log(*given.args, **given.kwargs)
+
+    return log_shared
 
 
 def describe(metrics: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """zbpipe in TorchTitan: the patches that its trainer needs in addition to `zbpipe.install`.
 
 TorchTitan asks torch for schedules by name, so it gets zbpipe's from `zbpipe.install`. This module replaces the other
-functions: the cut of the model into stages, their placement where it is neither a loop nor a V, the rank that reports
-the loss, and the metrics. Names and signatures show which TorchTitan it is; see `zbpipe.frameworks.titan.versions`.
+functions: the cut of the model into stages, their placement where it is neither a loop nor a V, and the metrics, which
+have the loss on all ranks. Names and signatures show which TorchTitan it is; see `zbpipe.frameworks.titan.versions`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import replace
+from functools import partial
 from importlib import import_module
+from math import prod
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, get_args
 
@@ -29,11 +32,15 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 from torchtitan.components import metrics
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.config import ConfigManager
-from torchtitan.distributed import ParallelDims, pipeline_parallel
+from torchtitan.distributed import pipeline_parallel
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.train import Trainer
 
-from zbpipe.costs.transformer import Checkpointing
+from zbpipe.costs import file as costs_file
+from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.transformer import Checkpointing, Work
+from zbpipe.costs.transport import Transport
+from zbpipe.estimation.choice import Choice, choose
 from zbpipe.frameworks import installation
 from zbpipe.frameworks.installation import is_placed_by_frameworks
 from zbpipe.frameworks.options import Options
@@ -41,6 +48,7 @@ from zbpipe.frameworks.titan import batches, cpu, dry_run, layer_split, monitor,
 from zbpipe.frameworks.titan.batches import checkpointing_of
 from zbpipe.frameworks.titan.check import check, require_processes
 from zbpipe.frameworks.titan.command_line import asks_for_help
+from zbpipe.frameworks.titan.layer_split import LayerSplit
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import autograd, pipelining
 from zbpipe.runtime._torch.attributes import replaced
@@ -68,7 +76,7 @@ def plug_in(options: Options, on_cpu: bool) -> None:
     torchtitan.config.ConfigManager = torchtitan.train.ConfigManager = manager  # programs import it from either
     if HAS_JOB_CONFIG:
         _replace_train_specs(options, on_cpu)
-    _report_loss_where_it_is()
+    _show_loss_on_all_ranks()
     if options.optimizer_step == "validated":
         steps.validate_steps(Trainer, dist_utils, lambda trainer: _config_of(trainer).training.max_norm)
     # The grouped experts of TorchTitan's MoE models defer their weight gradients.
@@ -175,10 +183,20 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> Pipe
         if HAS_JOB_CONFIG:
             check(args[1], algorithm, options)  # nobody has called this yet if another program started the trainer
         is_zbpipes = algorithm is not None and algorithm.source == "zbpipe"
+        work: Work | None = None
         with ExitStack() as stack:
             if algorithm is not None and is_zbpipes:
-                for module, helpers in _helpers(pipelining_fn, algorithm, model, job):
+                chosen, split = _choose(pipelining_fn, algorithm, model, job, options)
+                for module, helpers in _helpers(pipelining_fn, chosen, split):
                     stack.enter_context(replaced(module, **helpers))
+                # TorchTitan's rules for the number of stages know its own schedules alone.
+                asked = {"schedule": chosen.algorithm.name, "layers_per_stage": None}
+                own = _changed(job.parallelism, **{f"pipeline_parallel_{name}": value for name, value in asked.items()})
+                if HAS_JOB_CONFIG:
+                    args = (args[0], _changed(args[1], parallelism=own), *args[2:])
+                else:
+                    kwargs["parallelism"] = own
+                work = split.work(chosen.placement) if chosen.algorithm.by_checkpointing else None
             if dry_run.is_running():
                 make_stages = dry_run.make_stages(job, _dtype_between_stages(job.training, args))
                 for module in _modules_of(pipelining_fn):
@@ -192,12 +210,20 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> Pipe
                 " for the schedule by its name: use one of torch's schedules"
             )
         if isinstance(schedule, pipelining.PipelineSchedule):
-            complete(schedule, name, job)
+            complete(schedule, name, job, work)
         else:
             logger.info("%s runs %s by its own %s", _name_of(pipelining_fn), name, type(schedule).__qualname__)
         return built
 
     return pipeline
+
+
+def _changed(config: Any, **fields: Any) -> Any:
+    """A copy of the config with these values."""
+    changed = copy(config)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return changed
 
 
 def _dtype_between_stages(training: Any, args: Sequence[Any]) -> torch.dtype:
@@ -241,39 +267,68 @@ def _modules_of(pipelining_fn: PipeliningFunction) -> list[ModuleType]:
     return [pipeline_parallel] if own is pipeline_parallel else [pipeline_parallel, own]
 
 
-def _helpers(
-    pipelining_fn: PipeliningFunction, algorithm: Algorithm, model: nn.Module, job: _Job
-) -> Iterator[tuple[ModuleType, dict[str, Callable[..., Any]]]]:
-    """Replacements of each module's functions, which cut the model and place the stages as the schedule requires.
+def _choose(
+    pipelining_fn: PipeliningFunction, algorithm: Algorithm, model: nn.Module, job: _Job, options: Options
+) -> tuple[Choice, LayerSplit]:
+    """The schedule that runs, the placement of its stages, and the cut of the model.
 
     ValueError if the user's cut has another number of stages, or if a cut lacks a module.
     """
-    by_hand = job.parallelism.module_fqns_per_model_part
-    num_stages = _count_stages(job) if by_hand is None else len(by_hand)
-    placement = checks.place_cut(algorithm, job.parallelism.pipeline_parallel_degree, num_stages, "TorchTitan")
-    if by_hand is None:
-        field = f"pipeline_parallel_layers_per_stage={job.parallelism.pipeline_parallel_layers_per_stage}"
-        checks.require_cut(algorithm.name, placement, _num_layers(job), num_stages, field)
-    else:
-        checks.require_parts(algorithm.name, placement, len(by_hand))
+    parallelism, ranks = job.parallelism, job.parallelism.pipeline_parallel_degree
+    by_hand, stages = parallelism.module_fqns_per_model_part, None
+    if by_hand is not None:
+        stages = checks.stages_of_cut(algorithm, ranks, len(by_hand), "module_fqns_per_model_part lists")
         _require_known(model, by_hand)
         _require_all(model, by_hand)
+    elif (number := _count_stages(job)) is not None:
+        field = f"pipeline_parallel_layers_per_stage={parallelism.pipeline_parallel_layers_per_stage}"
+        cut = f"{field} cuts the model's {_num_layers(job)} layers into"
+        stages = checks.stages_of_cut(algorithm, ranks, number, cut)
+    generate = "generate_llm_fqn_per_model_part"
+    # A model's own function is called first.
+    *_, titans = (getattr(each, name) for each in _modules_of(pipelining_fn) for name in _find_names(each, generate))
     whole = layer_split.Model(model, job.model_config, batches.length(job.training))
+    split = LayerSplit(titans, _num_layers(job), parallelism, whole, job.checkpointing)
+    tensor, sharing = (
+        parallelism.tensor_parallel_degree,
+        parallelism.tensor_parallel_degree * parallelism.context_parallel_degree,
+    )
+    chosen = choose(
+        algorithm,
+        ranks,
+        batches.microbatches(job),
+        split,
+        job.checkpointing,
+        tensor=tensor,
+        tokens=0.0 if job.device.type == "cpu" else prod(batches.shape(job)) / sharing,
+        measured=None if options.costs_file is None else costs_file.load_costs(options.costs_file),
+        stages_per_rank=stages,
+        memory_limit=MemoryLimit.parse(options.memory_limit),
+        transport=None if options.transport is None else Transport.parse(options.transport),
+    )
+    if chosen.words:
+        logger.info("%s", chosen.words)
+    return chosen, split
+
+
+def _helpers(
+    pipelining_fn: PipeliningFunction, chosen: Choice, split: LayerSplit
+) -> Iterator[tuple[ModuleType, dict[str, Callable[..., Any]]]]:
+    """Replacements of each module's functions, which cut the model and place the stages as the schedule requires."""
     inside: list[bool] = []
     modules = _modules_of(pipelining_fn)
     for module in modules:
         helpers: dict[str, Callable[..., Any]] = {}
         for name in _find_names(module, "generate_llm_fqn_per_model_part"):
-            original = getattr(module, name)
-            cut = layer_split.make_cut(original, placement, job.parallelism, whole, job.checkpointing)
-            helpers[name] = _outermost(original, cut, inside)
+            cut = partial(split.log_parts, chosen.placement)
+            helpers[name] = _outermost(getattr(module, name), lambda *sizes, cut=cut, **more: cut(), inside)
         for name in _find_names(module, "pipeline_module_split"):
-            original = split = getattr(module, name)
-            if not is_placed_by_frameworks(algorithm, placement):
-                split = _make_split(original, placement, modules)
-            if by_hand is None and original is getattr(pipeline_parallel, name, None):
-                split = _with_all_modules(split)
-            helpers[name] = _outermost(original, split, inside)
+            original = build = getattr(module, name)
+            if not is_placed_by_frameworks(chosen.algorithm, chosen.placement):
+                build = _make_split(original, chosen.placement, modules)
+            if split.by_hand is None and original is getattr(pipeline_parallel, name, None):
+                build = _with_all_modules(build)
+            helpers[name] = _outermost(original, build, inside)
         yield module, helpers
 
 
@@ -301,7 +356,8 @@ def _find_names(module: ModuleType, name: str) -> list[str]:
 
 
 def _num_layers(job: _Job) -> int:
-    return len(job.model_config.layers) if hasattr(job.model_config, "layers") else int(job.model_config.n_layers)
+    config = job.model_config
+    return len(config.layers) if hasattr(config, "layers") else int(getattr(config, "n_layers", 1))
 
 
 def _count_stages(job: _Job) -> int | None:
@@ -397,13 +453,14 @@ _SILENT = logging.Logger("silent", logging.CRITICAL)
 """Replaces TorchTitan's logger while a stage stands in for a rank: the logged rank would be wrong."""
 
 
-def complete(schedule: pipelining.PipelineSchedule, name: str, job: _Job) -> None:
+def complete(schedule: pipelining.PipelineSchedule, name: str, job: _Job, work: Work | None = None) -> None:
     """Adapt this rank's schedule to TorchTitan, compare the schedules of all ranks, and add the pipeline's metrics.
 
-    PipelineError on all ranks of the job if their schedules differ. `name` is the value of TorchTitan's schedule field.
+    PipelineError on all ranks of the job if their schedules differ. `name` is the value of TorchTitan's schedule field,
+    and `work` that of the stages.
     """
     if isinstance(schedule, RegisteredSchedule):
-        _complete_zbpipes(schedule, job)
+        _complete_zbpipes(schedule, job, work)
     else:
         require_splittable(schedule, name)
     # Also with torch's schedules: a rank with ZBV would wait for messages of a rank with torch's 1F1B.
@@ -413,47 +470,38 @@ def complete(schedule: pipelining.PipelineSchedule, name: str, job: _Job) -> Non
         return
     # 0.2 asks whether a step is logged when it has run.
     pipeline = monitor.PipelineMetrics(schedule, armed=HAS_JOB_CONFIG)
-    monitor.report(pipeline, MetricsProcessor, lambda dims: rank_with_loss(dims, name), 1 if HAS_JOB_CONFIG else 0)
+    monitor.report(pipeline, MetricsProcessor, 1 if HAS_JOB_CONFIG else 0)
 
 
-def _complete_zbpipes(schedule: RegisteredSchedule, job: _Job) -> None:
+def _complete_zbpipes(schedule: RegisteredSchedule, job: _Job, work: Work | None) -> None:
     name = schedule.algorithm.name
     logger.info("Using zbpipe's pipeline schedule %s with %d microbatches", name, pipelining.num_microbatches(schedule))
     if isinstance(schedule, AdaptiveSchedule):
         # From the config, not from each rank's modules: all ranks need one schedule now.
         tensor = job.parallelism.tensor_parallel_degree
-        schedule.make_for(job.checkpointing, tensor)
+        schedule.make_for(job.checkpointing, tensor, work)
         degree = f" and tensor parallelism over {tensor} ranks" if tensor > 1 else ""
         logger.info("%s is made for %s activation checkpointing%s", name, job.checkpointing, degree)
     schedule.sizes.keywords_are_alike = True  # TorchTitan passes the positions of all tokens to all ranks
     logger.info("Messages: %s receives, for the transport %r", schedule.receives, str(schedule.transport))
 
 
-# The rank with the loss.
+# The loss.
 
 
-def rank_with_loss(parallel_dims: Any, pp_schedule: str) -> int:
-    """The rank that reports loss and metrics: the first rank with the last stage, from `ParallelDims`."""
-    if not parallel_dims.pp_enabled:
-        return 0
-    algorithm = installation.find_algorithm(pp_schedule)
-    pipeline_rank = parallel_dims.pp - 1 if algorithm is None else algorithm.place(parallel_dims.pp).rank_of[-1]
-    # The pipeline is the outermost dimension of TorchTitan's mesh.
-    return int(parallel_dims.world_size // parallel_dims.pp * pipeline_rank)
+def _show_loss_on_all_ranks() -> None:
+    """Replace TorchTitan's functions that look for the rank with the loss by the schedule's name."""
+    ensure_visible, find_rank = metrics.ensure_pp_loss_visible, metrics._get_metrics_rank
 
-
-def _report_loss_where_it_is() -> None:
-    """Make TorchTitan report loss and metrics from the rank with the last stage, wherever that is."""
-    ensure_visible = metrics.ensure_pp_loss_visible
-
-    def get_metrics_rank(parallel_dims: ParallelDims, job_config: Any = None, *, pp_schedule: str = "") -> int:
-        return rank_with_loss(parallel_dims, pp_schedule or job_config.parallelism.pipeline_parallel_schedule)
+    def get_metrics_rank(*args: Any, **kwargs: Any) -> int:
+        given = inspect.signature(find_rank).bind(*args, **kwargs).arguments
+        name = given.get("pp_schedule") or given["job_config"].parallelism.pipeline_parallel_schedule
+        algorithm = installation.find_algorithm(name)
+        is_zbpipes = algorithm is not None and algorithm.source == "zbpipe"
+        return 0 if is_zbpipes else find_rank(*args, **kwargs)
 
     def ensure_pp_loss_visible(*args: Any, **kwargs: Any) -> None:
-        """Takes the arguments of `rank_with_loss`, and a color."""
-        given = inspect.signature(ensure_visible).bind(*args, **kwargs).arguments
-        del given["color"]
-        if get_metrics_rank(**given) > 0:
+        if not (dry_run.is_running() or monitor.find_reported(MetricsProcessor)):
             ensure_visible(*args, **kwargs)
 
     metrics._get_metrics_rank = get_metrics_rank

@@ -21,11 +21,16 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from zbpipe.costs.layers import LayerCosts, balance, split_of
+from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.transformer import Checkpointing, Work
+from zbpipe.costs.transport import Transport
+from zbpipe.estimation.choice import choose
 from zbpipe.frameworks.layer_work import layer, products
 from zbpipe.frameworks.whole_model.anatomy import Anatomy, Loss, Stage, examine
 from zbpipe.frameworks.whole_model.tied import TiedWeights
 from zbpipe.planner.result import Plan
 from zbpipe.runtime._torch.module_views import move, release_parameters
+from zbpipe.runtime.adaptive import checkpointing_of
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
 from zbpipe.runtime.optimizer.norm import clip
 from zbpipe.schedule.ir import Placement, Schedule, require_whole
@@ -33,6 +38,8 @@ from zbpipe.schedule.registry import Algorithm, resolve
 
 IGNORED = -100
 """Label of a token that does not count, as in transformers and in torch's cross entropy."""
+_TOKENS = 4096
+"""Tokens of a microbatch, for the overhead of ops: no argument has the real number."""
 
 logger = logging.getLogger(__name__)
 
@@ -82,18 +89,33 @@ def pipeline(
     mesh = mesh or _mesh_of_all_ranks()
     if mesh.ndim != 1:
         raise ValueError(f"mesh has {mesh.ndim} dimensions, and a pipeline has one: give mesh['pp']")
-    placement = algorithm.place(mesh.size())
     if example is None:
         example = {"input_ids": torch.arange(6, device=next(model.parameters()).device).view(2, 3)}
     anatomy = examine(model, {**_usual(model), **example}, loss_takes_all=loss is not None)
+    cut = _Cut(model, anatomy)
+    transport, measured = options.get("transport"), options.get("costs")
+    chosen = choose(
+        algorithm,
+        mesh.size(),
+        microbatches,
+        cut,
+        Checkpointing.parse(options.get("checkpointing") or checkpointing_of([model])),
+        tokens=0.0 if mesh.device_type == "cpu" else _TOKENS,
+        measured=measured,
+        memory_limit=MemoryLimit.parse(options.get("memory_limit"), costs_are_known=measured is not None),
+        transport=None if transport is None else Transport.parse(transport),
+    )
+    if chosen.words:
+        logger.info("%s", chosen.words)
+        options = {"work": cut.work(chosen.placement), **options}
     build = partial(
         build_pipeline_schedule,
-        schedule,
+        schedule if chosen.algorithm is algorithm else chosen.algorithm,
         n_microbatches=microbatches,
         loss_fn=_take_loss,
         **{"scale_grads": False, **options},
     )
-    return Pipeline(model, anatomy, placement, loss, mesh, build)
+    return Pipeline(model, anatomy, chosen.placement, cut.ranges(chosen.placement), loss, mesh, build)
 
 
 class Pipeline:
@@ -107,6 +129,7 @@ class Pipeline:
         model: nn.Module,
         anatomy: Anatomy,
         placement: Placement,
+        cut: Sequence[range],
         loss: Loss | None,
         mesh: DeviceMesh,
         build: Callable[..., Any],
@@ -121,7 +144,7 @@ class Pipeline:
         self._device = _device_of(mesh)
         rank = dist.get_rank(group)
         indices = placement.stages_on(rank)
-        cut = _cut(model, anatomy, placement)
+        logger.info("Blocks %s by stage: %s", anatomy.blocks, " | ".join(f"{each[0]}-{each[-1]}" for each in cut))
         tied = _find_tied(model, anatomy)
         _keep(model, anatomy, [cut[index] for index in indices], self._device)
         self.stages = [Stage(model, anatomy, cut[index], loss, self._device) for index in indices]
@@ -333,22 +356,37 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device("cpu") if is_cpu else torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def _cut(model: nn.Module, anatomy: Anatomy, placement: Placement) -> tuple[range, ...]:
-    """Blocks of each stage, such that ranks have about equal work."""
-    blocks = list(model.get_submodule(anatomy.blocks).named_children())
-    if len(blocks) < placement.num_stages:
-        has_several = placement.num_stages > placement.num_ranks
-        raise ValueError(
-            f"{type(model).__name__} has {len(blocks)} blocks, and each of the {placement.num_stages} stages needs one:"
-            f" use fewer ranks{', or a schedule with one stage per rank, such as ZBH1' if has_several else ''}"
+class _Cut:
+    """The blocks of each stage on any placement, such that ranks have about equal work."""
+
+    def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
+        self._name = type(model).__name__
+        self._blocks = [products(block) for block in model.get_submodule(anatomy.blocks).children()]
+        self._before, self._after = (
+            sum(products(model.get_submodule(name), recurse=False) for name in names)
+            for names in (anatomy.before, anatomy.after)
         )
-    work = [products(block) for _, block in blocks]
-    for names, end in ((anatomy.before, 0), (anatomy.after, -1)):
-        work[end] += sum(products(model.get_submodule(name), recurse=False) for name in names)
-    layers = [layer([f"{anatomy.blocks}.{name}"], each) for (name, _), each in zip(blocks, work, strict=True)]
-    found = split_of(balance(LayerCosts(tuple(layers)), placement))
-    logger.info("Blocks %s by stage: %s", anatomy.blocks, " | ".join(f"{each[0]}-{each[-1]}" for each in found))
-    return found
+        self.num_layers, self.products = len(self._blocks), sum(self._blocks) + self._before + self._after
+
+    def ranges(self, placement: Placement) -> tuple[range, ...]:
+        if self.num_layers < placement.num_stages:
+            has_several = placement.num_stages > placement.num_ranks
+            raise ValueError(
+                f"{self._name} has {self.num_layers} blocks, and each of the {placement.num_stages} stages needs one:"
+                f" use fewer ranks{', or a schedule with one stage per rank, such as ZBH1' if has_several else ''}"
+            )
+        first, *others = self._blocks
+        work = [first + self._before, *others]
+        work[-1] += self._after
+        layers = [layer([str(number)], each) for number, each in enumerate(work)]
+        return split_of(balance(LayerCosts(tuple(layers)), placement))
+
+    def work(self, placement: Placement) -> Work:
+        """The work of each stage, for `zbpipe.costs.transformer.usual_costs`."""
+        blocks = [sum(self._blocks[block] for block in each) for each in self.ranges(placement)]
+        others = [self._before, *[0.0] * (len(blocks) - 1)]
+        others[-1] += self._after
+        return list(zip(blocks, others, strict=True))
 
 
 def _find_tied(model: nn.Module, anatomy: Anatomy) -> list[tuple[str, str]]:

@@ -1,0 +1,153 @@
+"""The number of stages per rank of a job's schedule, and loop or wave: the shortest simulated step of the job's cut.
+
+Many stages per rank make the bubble short, but their ops have overhead, and few layers make uneven stages. A wave needs
+less memory than a loop, but has the first and the last stage on one rank. So a simulation decides. It measures nothing,
+and all ranks come to the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from math import inf
+from typing import NamedTuple, Protocol
+
+from zbpipe.algorithms.zb import find_shortest, is_searched
+from zbpipe.costs.job import JobCosts, as_cost_model
+from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.model import CostModel
+from zbpipe.costs.transformer import Checkpointing, Work, usual_costs
+from zbpipe.costs.transport import Transport
+from zbpipe.estimation import devices
+from zbpipe.schedule.ir import Placement, Schedule
+from zbpipe.schedule.registry import Algorithm, resolve, stages_for
+from zbpipe.simulator.simulation import simulate
+
+_FINALISTS = 2
+"""Number of cuts for which the schedule itself is made. Its search can gain 2 % over the filled orders."""
+_DIGITS = 6
+"""Decimal digits of a step relative to another, so that rounding does not decide."""
+_GPU = devices.find("H100")
+"""A large GPU. Its ops have an overhead of 0.3 milliseconds: 2.5 % of F if that has 7e12 operations."""
+
+
+class Cut(Protocol):
+    """A model, and how it is cut into stages."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def products(self) -> float:
+        """Multiplications of the whole model for a token."""
+
+    def work(self, placement: Placement) -> Work:
+        """The work of each stage. ValueError if the model cannot be cut so."""
+
+
+class Choice(NamedTuple):
+    """A schedule and the placement of its stages."""
+
+    algorithm: Algorithm
+    placement: Placement
+    words: str = ""
+    """The choice and its reason, for the log; empty if there was none."""
+
+
+# More than seven parameters: a choice depends on all that the schedule is made for.
+def choose(
+    algorithm: Algorithm,
+    ranks: int,
+    microbatches: int,
+    cut: Cut,
+    checkpointing: Checkpointing = Checkpointing.NONE,
+    *,
+    tensor: int = 1,
+    tokens: float = 0.0,
+    measured: JobCosts | CostModel | Sequence[float] | None = None,
+    stages_per_rank: int | None = None,
+    memory_limit: MemoryLimit | None = None,
+    transport: Transport | None = None,
+) -> Choice:
+    """The number of stages per rank with the shortest step, and in place of ZB also ZBLoop if that is shorter.
+
+    Args:
+        algorithm: other schedules than ZB and ZBLoop keep their placement and their number of stages.
+        ranks: number of pipeline ranks.
+        microbatches: number of microbatches in a step.
+        cut: cuts the model. Each stage has a layer at least, unless the user gives the number of stages.
+        checkpointing: activation checkpointing of the layers.
+        tensor: degree of tensor parallelism.
+        tokens: tokens of a microbatch for each of the GPUs that share it. 0 if overhead of ops does not count.
+        measured: measured costs, with which nothing but the placement is to be chosen.
+        stages_per_rank: number that the user gives.
+        memory_limit: limit of the schedule.
+        transport: transport of messages.
+
+    Raises:
+        ValueError: the model cannot be cut so, the costs are of other stages, or the limit is too low.
+    """
+    model = measured.costs if isinstance(measured, JobCosts) else measured
+    if stages_per_rank is None and algorithm.chooses_stages and isinstance(model, CostModel):
+        stages_per_rank = model.num_stages // ranks
+    if not algorithm.chooses_stages:
+        return Choice(algorithm, algorithm.place(ranks, stages_per_rank))
+    seconds = 2 * cut.products * tokens / ranks / (_GPU.products * _GPU.peak)
+
+    def costs(placement: Placement) -> CostModel:
+        if measured is None:
+            usual = usual_costs(placement, checkpointing, tensor, cut.work(placement))
+            return replace(usual, overhead=_GPU.overhead / seconds if seconds else 0.0)
+        if isinstance(measured, JobCosts) and measured.placement not in (None, placement):
+            raise ValueError(f"the measured stages are not placed as those of {algorithm.name}: measure with it")
+        return as_cost_model(measured, placement)
+
+    kinds = [algorithm, resolve("ZBLoop")] if algorithm.name == "ZB" else [algorithm]
+    forms: dict[Placement, Algorithm] = {}
+    for number in stages_for(cut.num_layers, ranks) if stages_per_rank is None else (stages_per_rank,):
+        for kind in kinds:
+            forms.setdefault(kind.place(ranks, number), kind)
+    refusals: list[ValueError] = []
+
+    def step(placement: Placement, make: Callable[[CostModel], Schedule]) -> float:
+        """Seconds of a step; infinite if it cannot run."""
+        try:
+            known = costs(placement)
+            return simulate(make(known), known, transport=transport or Transport.IDEAL).makespan
+        except ValueError as error:
+            refusals.append(error)
+            return inf
+
+    def find_step(placement: Placement, *, searches: bool) -> float:
+        found = partial(
+            find_shortest, algorithm.name, placement, microbatches, memory_limit=memory_limit, transport=transport
+        )
+        return step(placement, lambda known: found(costs=known, search=searches))
+
+    filled = {placement: find_step(placement, searches=False) for placement in forms}
+    finalists = [each for each in sorted(forms, key=filled.__getitem__) if filled[each] < inf][:_FINALISTS]
+    if not finalists:
+        raise refusals[-1]
+    usual = step(Placement.loop(ranks), lambda known: resolve("1F1B").make(ranks, microbatches))
+    steps = {
+        each: find_step(each, searches=True) if is_searched(each, microbatches) else filled[each]
+        for each in forms
+        if each in finalists
+    }
+    best, *others = sorted(steps, key=lambda each: round(steps[each] / filled[finalists[0]], _DIGITS))
+    words = f"{forms[best].name} runs {_describe(best)}"
+    if usual < inf:
+        words += f": {_compare(steps[best], usual)} than 1F1B as simulated for this cut"
+        words += "".join(f"; {_describe(each)}: {_compare(steps[each], usual)}" for each in others)
+    return Choice(forms[best], best, words)
+
+
+def _describe(placement: Placement) -> str:
+    number = placement.num_stages // placement.num_ranks
+    how = "loop" if placement == Placement.loop(placement.num_ranks, number) else "wave"
+    return f"{number} stages per rank in a {how}" if number > 1 else "1 stage per rank"
+
+
+def _compare(step: float, usual: float) -> str:
+    return f"{abs(1 - step / usual):.1%} {'longer' if step > usual else 'shorter'}"
