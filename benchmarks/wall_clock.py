@@ -35,7 +35,7 @@ from zbpipe.simulator.jitter import Jitter, step_times
 
 Times = tuple[float, float, float] | Checkpointing
 """Of F, I and W: a rank's for one microbatch, shared equally by its stages. With a checkpointing it is a typical
-transformer's, whose memory decides what lean schedules run."""
+transformer's, whose memory decides what ZB and ZBLoop run."""
 
 
 Limit = Callable[[int], float]

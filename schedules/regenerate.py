@@ -43,7 +43,7 @@ InterleavedZeroBubbleSplit.
 
 The CSV files hold each schedule for (ranks, microbatches) = (2, 4), (4, 8) and (8, 16), in torch's compute-only format:
 torch's `_load_csv`, TorchTitan and zbpipe read them. Those of schedules that fit themselves to costs are for selective
-checkpointing (the lean ones) or equal times (ZB1P, ZB2P). `make gallery` writes this folder.
+checkpointing (ZB, ZBLoop) or equal times (ZB1P, ZB2P). `make gallery` writes this folder.
 
 ![1F1B and ZBV on one time scale](1F1B-and-ZBV.svg)
 

@@ -295,7 +295,7 @@ def model_of(training: Training) -> Training:
 
 def assert_as_without_a_pipeline(training: Training, runs: list[Run]) -> None:
     name, count = training.schedule.lower(), STAGES.get(training.schedule.lower(), 2)
-    count = max(training.layers // (2 * training.pipeline) * 2, 1) if name == "zb" else count
+    count = max(training.layers // (2 * training.pipeline) * 2, 1) if name in ("zb", "auto") else count
     classes = {"auto": "autoschedule", "plan.csv": "schedulefromfile", "wave.csv": "schedulefromfile"}
     assert {run.runs.lower() for run in runs} == {classes.get(name, f"schedule{name}")}
     place = zbpipe.Placement.loop if name.startswith("interleaved") else zbpipe.Placement.v

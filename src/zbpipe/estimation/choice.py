@@ -73,7 +73,7 @@ def choose(
     """The number of stages per rank with the shortest step, and in place of ZB also ZBLoop if that is shorter.
 
     Args:
-        algorithm: other schedules than ZB and ZBLoop keep their placement and their number of stages.
+        algorithm: other schedules than ZB, ZBLoop and Auto keep their placement and their number of stages.
         ranks: number of pipeline ranks.
         microbatches: number of microbatches in a step.
         cut: cuts the model. Each stage has a layer at least, unless the user gives the number of stages.

@@ -75,7 +75,7 @@ class Algorithm:
     @property
     def chooses_stages(self) -> bool:
         """Whether the number of stages per rank depends on the job, if the user gives none."""
-        return self.any_stages_per_rank and self.by_checkpointing
+        return self.any_stages_per_rank and "memory_limit" in self.keywords
 
     @property
     def class_name(self) -> str:
