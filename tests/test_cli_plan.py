@@ -65,7 +65,7 @@ def test_the_table_marks_what_does_not_fit() -> None:
     assert lines[1].startswith("placement v, found by ")
     assert re.fullmatch(r"no schedule on v has a makespan below [\d.]+: this one is at most [\d.]+% above .*", lines[2])
     rows = lines[5 : lines.index("", 5)]
-    assert rows[0].startswith("plan-v")
+    assert "plan-v" in [row.split()[0] for row in rows[:2]]  # or ZB, if its step is as short
     marked = {row.split()[0] for row in rows if row.endswith("over the limit of 3.5")}
     assert {"GPipe", "1F1B", "ZBV"} <= marked
     assert not {"VMin", "plan-v"} & marked

@@ -134,7 +134,7 @@ def test_torchs_names_mean_torchs_classes_and_the_log_says_so(caplog: pytest.Log
         ("ZBX", {}, r"unknown schedule 'ZBX'"),
         ("ZBV", {"split_backwards": "strict"}, r"no option 'split_backwards'; did you mean 'split_backward'\?"),
         ("ZBV", {"split_backward": "half"}, "split_backward='half' is unknown: use one of 'deferred', 'strict', 'auto"),
-        ("ZBV", {"memory_limit": "2x"}, "^memory_limit is for the schedules that adapt to one, .*ZB, not for ZBV"),
+        ("ZBV", {"memory_limit": "2x"}, "^memory_limit is for the schedules that adapt to one, .*ZBLoop, not for ZBV"),
         ("1F1B", {"check_gradients": 1}, r"torch's 1F1B takes only .*: omit the others, such as split_backward"),
         ("ZBV", {"costs_out": "costs.json"}, r"^costs_out costs.json needs measured costs: set profile_steps"),
         ("nowhere.csv", {}, r"'nowhere.csv' cannot be read"),

@@ -624,9 +624,14 @@ def check_cuts() -> None:
         (split, None, left_out),
     ):
         config = config_of(parallelism={"module_fqns_per_model_part": modules})
-        of_03 = {"parallelism": config.parallelism, "training": config.training, "ac_config": None, "device": "cpu"}
+        of_03 = {
+            "parallelism": config.parallelism,
+            "training": config.training,
+            "ac_config": None,
+            "device": torch.device("cpu"),
+        }
         given: tuple[tuple[Any, ...], dict[str, Any]] = (
-            ((None, config, "cpu", SimpleNamespace(n_layers=6)), {})
+            ((None, config, torch.device("cpu"), SimpleNamespace(n_layers=6)), {})
             if IS_02
             else ((), {**of_03, "model_config": SimpleNamespace(layers=[None] * 6)})
         )

@@ -117,7 +117,7 @@ def runs_in_order(timeline: Timeline) -> None:
     for one, other in pairwise(path):
         assert other.start >= one.end - 1e-9 * timeline.makespan
         # A message may stand behind others, each of which takes its time.
-        assert other.start - one.end <= comm * timeline.schedule.num_microbatches * len(timeline.spans) * 2 + 1e-9
+        assert other.start - one.end <= 2 * comm * timeline.schedule.num_microbatches * timeline.costs.num_stages + 1e-9
 
 
 @given(testing.runnable_schedules(), st.data())

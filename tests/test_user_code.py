@@ -82,5 +82,5 @@ def test_the_shell_completes_names() -> None:
     completed = CliRunner().invoke(cli.main, [], env=typed, prog_name="zbpipe")
     items = completed.output.splitlines()
     assert items[-1] == "file,zbv"
-    assert {"plain,ZBV", "plain,ZB"} <= set(items)
+    assert {"plain,ZBV", "plain,ZBVZeroBubble"} <= set(items)
     assert all(item.startswith("plain,ZBV") for item in items[:-1])

@@ -71,7 +71,11 @@ def require_size(
             or the job has too few steps.
     """
     placement = algorithm.place(num_ranks)
-    known = None if algorithm.any_stages_per_rank else read_costs(options, placement, spell)
+    if algorithm.any_stages_per_rank and options.costs_file is not None:
+        found = costs_file.load_costs(options.costs_file)
+        if isinstance(found.costs, CostModel):  # its stages are those of the job
+            placement = found.placement or algorithm.place(num_ranks, max(found.costs.num_stages // num_ranks, 1))
+    known = read_costs(options, placement, spell)
     if limit := MemoryLimit.parse(options.memory_limit):
         # Without a cost file, only a limit below the activations is refused. Working memory is known when the schedule
         # is built.
