@@ -12,6 +12,7 @@ from zbpipe.costs.layers import Split, join_stages, merge_stages
 from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit
 from zbpipe.costs.model import CostModel, least_room
 from zbpipe.costs.transformer import has_torchs_split, runs_torchs_split
+from zbpipe.estimation.choice import choose
 from zbpipe.estimation.devices import DEVICES, Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.rates import Rates, rates
@@ -358,18 +359,41 @@ class JobMemory:
         return [name for name, device in DEVICES.items() if self.worst <= device.usable_bytes]
 
 
+def _choose(workload: Workload, limit: MemoryLimit | None) -> tuple[Algorithm, Placement]:
+    """The job's own schedule, and the placement that it chooses."""
+    degrees, how = workload.degrees, workload.checkpointing
+    algorithm = resolve(workload.schedule)
+    if how is None:
+        return algorithm, algorithm.place(degrees.pipeline)
+    stages = len(workload.cut) // degrees.pipeline if workload.cut and algorithm.any_stages_per_rank else None
+    tokens = workload.tokens / degrees.sharing
+    size = degrees.pipeline, workload.microbatches
+    chosen = choose(
+        algorithm,
+        *size,
+        workload,
+        how,
+        tensor=degrees.tensor,
+        tokens=tokens,
+        stages_per_rank=stages,
+        memory_limit=limit,
+    )
+    return chosen.algorithm, chosen.placement
+
+
 def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobMemory:
     """Memory of each rank with the job's own schedule. With `Auto` a plan may use all of the limit.
 
     `USABLE` leaves room for buffers of the communication library, copies of FSDP, and fragmentation.
     """
-    algorithm = resolve(workload.schedule)
-    placement = algorithm.place(workload.degrees.pipeline)
+    algorithm, placement = _choose(workload, limit)
     split = workload.split(placement, algorithm)
     costs = join_stages(workload.layer_costs(lambda layer: (1.0, 1.0, 1.0)), split)  # times make no difference
     made_for = workload.usual_costs(algorithm, placement)
     ranks, microbatches = placement.num_ranks, workload.microbatches
-    timeline = simulate(algorithm.make(ranks, microbatches, costs=made_for, memory_limit=limit), costs)
+    schedule = algorithm.make_on(placement, microbatches, costs=made_for, memory_limit=limit)
+    assert schedule is not None, "the placement is one of the schedule"
+    timeline = simulate(schedule, costs)
     memories = tuple(memories_by_rank(workload, timeline, split))
     if algorithm.name == "Auto":
         rooms = (limit or AS_1F1B).resolve(costs, ranks, microbatches)

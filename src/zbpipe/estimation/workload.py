@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from zbpipe.costs.job import ENOUGH
 from zbpipe.costs.layers import Layer, LayerCosts, Split, balance, even_sizes, split_of
 from zbpipe.costs.model import CostModel
-from zbpipe.costs.transformer import Checkpointing, usual_costs
+from zbpipe.costs.transformer import Checkpointing, Work, usual_costs
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 from zbpipe.schedule.registry import Algorithm
 
@@ -229,11 +229,29 @@ class Workload:
             working={kind: tuple(each.get(kind, 0.0) for each in working) for kind in COMPUTATIONS},
         )
 
+    @property
+    def num_layers(self) -> int:
+        """Number of blocks."""
+        return sum(layer.is_block for layer in self.layers)
+
+    @property
+    def products(self) -> float:
+        """Multiplications of the whole model for a token."""
+        return sum(layer.f for layer in self.layers) / (2 * self.tokens)
+
+    def work(self, placement: Placement) -> Work:
+        """The work of each stage of zbpipe's cut."""
+        split = [[self.layers[number] for number in stage] for stage in self.split(placement)]
+        return [
+            (sum(each.f for each in stage if each.is_block), sum(each.f for each in stage if not each.is_block))
+            for stage in split
+        ]
+
     def usual_costs(self, algorithm: Algorithm, placement: Placement) -> CostModel | None:
         """Default costs of a schedule that adapts to the checkpointing. None for others, or if that is unknown."""
         if self.checkpointing is None or not algorithm.by_checkpointing:
             return None
-        return usual_costs(placement, self.checkpointing, self.degrees.tensor)
+        return usual_costs(placement, self.checkpointing, self.degrees.tensor, self.work(placement))
 
     def parameters_by_stage(self, split: Split) -> list[float]:
         return [sum(self.layers[layer].parameters for layer in stage) for stage in split]
