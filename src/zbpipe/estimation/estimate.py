@@ -164,7 +164,8 @@ class _Job:
             made_for = self.workload.usual_costs(algorithm, placement)
         _require_torch_runs(algorithm, degrees.pipeline, stages, microbatches)
         schedule = algorithm.make(degrees.pipeline, microbatches, stages_per_rank=stages, costs=made_for)
-        known = {"loop": Placement.loop(degrees.pipeline, stages), "v": Placement.v(degrees.pipeline, stages)}
+        wave = "v" if stages == 2 else "wave"
+        known = {"loop": Placement.loop(degrees.pipeline, stages), wave: Placement.wave(degrees.pipeline, stages)}
         kind = next((name for name, each in known.items() if each == placement), "table")
         return self.step(schedule, costs, split, algorithm.name, "single" if stages == 1 else kind, algorithm.source)
 

@@ -242,8 +242,12 @@ class Workload:
     def work(self, placement: Placement) -> Work:
         """The work of each stage of zbpipe's cut."""
         split = [[self.layers[number] for number in stage] for stage in self.split(placement)]
+        # A loss in chunks runs all of the head's work in F.
         return [
-            (sum(each.f for each in stage if each.is_block), sum(each.f for each in stage if not each.is_block))
+            (
+                sum(each.f for each in stage if each.is_block),
+                sum(each.f + each.i + each.w for each in stage if not each.is_block) / 3,
+            )
             for stage in split
         ]
 
