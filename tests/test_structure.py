@@ -24,7 +24,7 @@ BUDGETS = {
     "src/zbpipe/algorithms": 736,
     "src/zbpipe/cli": 1634,
     "src/zbpipe/costs": 884,
-    "src/zbpipe/estimation": 1055,
+    "src/zbpipe/estimation": 1059,
     "src/zbpipe/frameworks": 2975,
     "src/zbpipe/planner": 1714,
     "src/zbpipe/runtime": 8325,
