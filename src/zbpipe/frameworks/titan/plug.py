@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from importlib import import_module
 from math import prod
 from types import ModuleType, SimpleNamespace
@@ -493,6 +493,7 @@ def _show_loss_on_all_ranks() -> None:
     """Replace TorchTitan's functions that look for the rank with the loss by the schedule's name."""
     ensure_visible, find_rank = metrics.ensure_pp_loss_visible, metrics._get_metrics_rank
 
+    @wraps(find_rank)  # also its signature, which `versions.require_names` reads
     def get_metrics_rank(*args: Any, **kwargs: Any) -> int:
         given = inspect.signature(find_rank).bind(*args, **kwargs).arguments
         name = given.get("pp_schedule") or given["job_config"].parallelism.pipeline_parallel_schedule
@@ -500,6 +501,7 @@ def _show_loss_on_all_ranks() -> None:
         is_zbpipes = algorithm is not None and algorithm.source == "zbpipe"
         return 0 if is_zbpipes else find_rank(*args, **kwargs)
 
+    @wraps(ensure_visible)
     def ensure_pp_loss_visible(*args: Any, **kwargs: Any) -> None:
         if not (dry_run.is_running() or monitor.find_reported(MetricsProcessor)):
             ensure_visible(*args, **kwargs)
