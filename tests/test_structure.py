@@ -25,7 +25,7 @@ BUDGETS = {
     "src/zbpipe/cli": 1634,
     "src/zbpipe/costs": 884,
     "src/zbpipe/estimation": 1059,
-    "src/zbpipe/frameworks": 2975,
+    "src/zbpipe/frameworks": 2977,
     "src/zbpipe/planner": 1714,
     "src/zbpipe/runtime": 8325,
     "src/zbpipe/schedule": 718,
