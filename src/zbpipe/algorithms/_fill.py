@@ -26,7 +26,7 @@ class Filler:
 
     def __init__(self, placement: Placement, microbatches: int, costs: CostModel, limits: Sequence[float]) -> None:
         stages = range(placement.num_stages)
-        self._placement, self._microbatches = placement, microbatches
+        self.placement, self.microbatches = placement, microbatches
         self._limits = [limit * (1 + ROUNDING) for limit in limits]
         rank_of, last = placement.rank_of, placement.num_stages - 1
         known = {kind: [costs.of(stage, kind) for stage in stages] for kind in _KINDS}
@@ -60,8 +60,8 @@ class Filler:
             ValueError: ranks would wait for each other.
         """
         ranks = [_Rank(self, row, limit, patience) for row, limit in zip(order, self._limits, strict=True)]
-        whole = range(apart, self._microbatches - apart)
-        arrivals = {Op(0, F, microbatch): 0.0 for microbatch in range(self._microbatches)}
+        whole = range(apart, self.microbatches - apart)
+        arrivals = {Op(0, F, microbatch): 0.0 for microbatch in range(self.microbatches)}
         waiting = deque(range(len(ranks)))
         while waiting:
             rank = ranks[waiting.popleft()]
@@ -72,13 +72,13 @@ class Filler:
                 after, kind_after = self._next[kind][stage]
                 if after >= 0:
                     arrivals[Op(after, kind_after, microbatch)] = rank.clock + self._transfer[kind][stage]
-                    waiting.append(self._placement.rank_of[after])
+                    waiting.append(self.placement.rank_of[after])
         if any(rank.left for rank in ranks):
             raise ValueError("in this order of F and I, ranks wait for each other")
         for rank in ranks:
             rank.run_all_w()
         ops = tuple(tuple(rank.done) for rank in ranks)
-        return Filled(max(rank.clock for rank in ranks), Schedule("", self._placement, self._microbatches, ops))
+        return Filled(max(rank.clock for rank in ranks), Schedule("", self.placement, self.microbatches, ops))
 
 
 class _Rank:

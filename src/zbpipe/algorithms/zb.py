@@ -14,8 +14,8 @@ Without deferred gradients a loop keeps p + (p - 2) / v microbatches on the firs
 shorter warm-up a loop keeps p, too (GIS: PipeOffload, arXiv 2503.01328, section 3). W then runs in gaps, or where
 memory is needed.
 
-**Take ZB**, and ZBLoop under full checkpointing, except on AMD's GPUs (see `zbh1_lean`). Four stages per rank are
-shorter than two, if there are as many layers.
+**Take ZB.** In your own loop compare ZBLoop under full checkpointing. Four stages per rank are shorter than two, if
+there are as many layers, and if messages do not block computations.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from zbpipe.schedule.registry import register
 from zbpipe.simulator.lower_bound import lower_bound
 from zbpipe.simulator.simulation import simulate
 
-_MOST_SEARCHED, _MOST_SEARCHED_TWICE = 6_000, 24_000
+_MOST_SEARCHED, _MOST_TWICE = 6_000, 24_000
 """Largest numbers of ops for which a search follows: one from the best fillings, and in a V, if these are far from the
 bound, one from the papers' schedules. For more it takes seconds, and finds next to nothing."""
 _FAR = 1.03
@@ -118,9 +118,10 @@ def find_shortest(
     """`zb` on any loop or wave. Without a `search` it may exceed the limit where nothing filled is within it."""
     costs, transport = costs or typical_costs(placement), transport or Transport.IDEAL
     limits = resolve_limits(name, placement, costs, microbatches, memory_limit)
-    filled = _fill_all(placement, microbatches, costs, limits, transport)
-    papers, num_ops = _make_v(placement, microbatches), 3 * placement.num_stages * microbatches
-    others = papers if filled else _fill_all(placement, microbatches, costs, (inf,) * len(limits), transport)[:_SEEDS]
+    papers, orders = _make_v(placement, microbatches), _list_orders(placement, microbatches, transport)
+    orders += [_order_of(form) for form in papers]
+    filled = _fill_all(orders, Filler(placement, microbatches, costs, limits))
+    others = papers if filled else _fill_all(orders, Filler(placement, microbatches, costs, (inf,) * len(limits)))
     if not search:
         return replace((filled or others)[0], name=name)
 
@@ -131,14 +132,14 @@ def find_shortest(
     found = filled[:1] if is_timed else list(filled)
     if filled and is_searched(placement, microbatches):
         found.append(find_best(name, [*filled[:_SEEDS], *papers], costs, limits, transport))
-    if not found or (papers and num_ops <= _MOST_SEARCHED_TWICE and _are_far(found, costs, limits)):
-        found.append(find_best(name, others, costs, limits, transport))
+    if not found or (papers and is_searched(placement, microbatches, _MOST_TWICE) and _are_far(found, costs, limits)):
+        found.append(find_best(name, others[:_SEEDS], costs, limits, transport))
     return replace(min(found, key=length) if found[1:] else found[0], name=name)
 
 
-def is_searched(placement: Placement, microbatches: int) -> bool:
-    """Whether a search follows on the filled orders."""
-    return 3 * placement.num_stages * microbatches <= _MOST_SEARCHED
+def is_searched(placement: Placement, microbatches: int, most: int = _MOST_SEARCHED) -> bool:
+    """Whether a search follows on the filled orders: there are at most so many ops."""
+    return 3 * placement.num_stages * microbatches <= most
 
 
 def _are_far(found: Sequence[Schedule], costs: CostModel, limits: Sequence[float]) -> bool:
@@ -146,18 +147,19 @@ def _are_far(found: Sequence[Schedule], costs: CostModel, limits: Sequence[float
     return shortest > _FAR * lower_bound(found[0].placement, costs, found[0].num_microbatches, limits)
 
 
-def _fill_all(
-    placement: Placement, microbatches: int, costs: CostModel, limits: Sequence[float], transport: Transport
-) -> list[Schedule]:
-    """The shortest ways to fill W into the orders within the limits, the best first, and last the one without W."""
-    filler = Filler(placement, microbatches, costs, limits)
+def _list_orders(placement: Placement, microbatches: int, transport: Transport) -> list[Order]:
     orders = [in_slots(placement, microbatches)]
     if transport is not Transport.IDEAL:
         orders.append(in_slots(placement, microbatches, delay=1))
     if not _is_wave(placement):
         orders.append(with_short_warm_up(placement, microbatches))
-    orders += [_order_of(form) for form in _make_v(placement, microbatches)]
-    ways = (0, 0.0), (placement.num_ranks, 0.0), (microbatches, 0.5), (microbatches, 1.0)
+    return orders
+
+
+def _fill_all(orders: Sequence[Order], filler: Filler) -> list[Schedule]:
+    """The shortest ways to fill W into the orders within the limits, the best first, and last the one without W."""
+    ranks, microbatches = filler.placement.num_ranks, filler.microbatches
+    ways = (0, 0.0), (ranks, 0.0), (microbatches, 0.5), (microbatches, 1.0)
     without_w, *others = [filler.fill(order, apart, patience) for order in orders for apart, patience in ways]
     shortest = sorted(filter(None, (without_w, *others)), key=lambda each: each.seconds)[:_SEEDS]
     if without_w and all(each is not without_w for each in shortest):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache
 from math import inf
 from typing import NamedTuple, Protocol
 
@@ -95,6 +95,7 @@ def choose(
         return Choice(algorithm, algorithm.place(ranks, stages_per_rank))
     seconds = 2 * cut.products * tokens / ranks / (_GPU.products * _GPU.peak)
 
+    @cache
     def costs(placement: Placement) -> CostModel:
         if measured is None:
             usual = usual_costs(placement, checkpointing, tensor, cut.work(placement))
@@ -119,19 +120,17 @@ def choose(
             refusals.append(error)
             return inf
 
-    def find_step(placement: Placement, *, searches: bool) -> float:
-        found = partial(
-            find_shortest, algorithm.name, placement, microbatches, memory_limit=memory_limit, transport=transport
-        )
-        return step(placement, lambda known: found(costs=known, search=searches))
+    def find_step(placement: Placement, *, search: bool) -> float:
+        size, more = (algorithm.name, placement, microbatches), (memory_limit, transport)
+        return step(placement, lambda known: find_shortest(*size, known, *more, search=search))
 
-    filled = {placement: find_step(placement, searches=False) for placement in forms}
+    filled = {placement: find_step(placement, search=False) for placement in forms}
     finalists = [each for each in sorted(forms, key=filled.__getitem__) if filled[each] < inf][:_FINALISTS]
     if not finalists:
         raise refusals[-1]
     usual = step(Placement.loop(ranks), lambda known: resolve("1F1B").make(ranks, microbatches))
     steps = {
-        each: find_step(each, searches=True) if is_searched(each, microbatches) else filled[each]
+        each: find_step(each, search=True) if is_searched(each, microbatches) else filled[each]
         for each in forms
         if each in finalists
     }

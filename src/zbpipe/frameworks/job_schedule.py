@@ -71,11 +71,12 @@ def require_size(
             or the job has too few steps.
     """
     placement = algorithm.place(num_ranks)
-    if algorithm.any_stages_per_rank and options.costs_file is not None:
-        found = costs_file.load_costs(options.costs_file)
-        if isinstance(found.costs, CostModel):  # its stages are those of the job
-            placement = found.placement or algorithm.place(num_ranks, max(found.costs.num_stages // num_ranks, 1))
-    known = read_costs(options, placement, spell)
+    known = None if options.costs_file is None else costs_file.load_costs(options.costs_file)
+    if known and algorithm.any_stages_per_rank and isinstance(known.costs, CostModel):
+        # Its stages are those of the job.
+        placement = known.placement or algorithm.place(num_ranks, max(known.costs.num_stages // num_ranks, 1))
+    if known:
+        _require_stages(known, options, placement, spell)
     if limit := MemoryLimit.parse(options.memory_limit):
         # Without a cost file, only a limit below the activations is refused. Working memory is known when the schedule
         # is built.
@@ -117,12 +118,9 @@ def _require_offload(algorithm: Algorithm, options: Options, spell: checks.Spell
         )
 
 
-def read_costs(options: Options, placement: Placement, spell: checks.Spell = str) -> JobCosts | None:
-    """The costs in the job's cost file for stages with this placement; None without a file."""
-    if options.costs_file is None:
-        return None
+def _require_stages(found: JobCosts, options: Options, placement: Placement, spell: checks.Spell = str) -> None:
+    """Refuse the costs in the job's cost file unless they are of stages with this placement."""
     named = f"{spell('costs_file')} {options.costs_file}"
-    found = costs_file.load_costs(options.costs_file)
     if not isinstance(found.costs, CostModel):
         raise ValueError(
             f"{named} has the costs of layers, and a schedule needs those of its stages: measure the job with"
@@ -141,7 +139,6 @@ def read_costs(options: Options, placement: Placement, spell: checks.Spell = str
             f"{named} has no bandwidth to the host, which {spell('offload')} needs: measure it again with"
             f" {spell('costs_out')}, or add [host] and a line such as bandwidth = 25e9, in bytes per second"
         )
-    return found
 
 
 def _require_files(options: Options, spell: checks.Spell) -> None:
@@ -171,8 +168,8 @@ def build(
     own = options.select_for("torch", "zbpipe")
     if options.costs_file is not None:
         stages, placement = checks.place_stages(stages, algorithm)
-        known = read_costs(options, placement)
-        assert known is not None
+        known = costs_file.load_costs(options.costs_file)
+        _require_stages(known, options, placement)
         own = {"transport": known.transport, **own, "costs": known.costs}
     if algorithm is AutoSchedule.algorithm:
         own |= options.select_for("auto")
