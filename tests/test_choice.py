@@ -25,7 +25,7 @@ H100 = devices.find("H100")
 
 @dataclass
 class Model:
-    """Equal blocks, and a head with the work of so many of them, cut by work."""
+    """Equal blocks, and a head with the work of `head` blocks, cut by work."""
 
     num_layers: int
     head: float = 0.0
@@ -41,7 +41,7 @@ class Model:
 
 
 def tokens(overhead: float, model: Model, ranks: int) -> float:
-    """So many that the overhead of an op is this part of F of the average rank."""
+    """The number for which the overhead of an op is this part of F of the average rank."""
     return ranks * H100.overhead * H100.products * H100.peak / (2 * model.products * overhead) if overhead else 0.0
 
 

@@ -88,7 +88,7 @@ class Position(nn.Module):
 
 @pytest.mark.parametrize(
     ("dtype", "autocast", "tolerance"),
-    # Under autocast the weights do not show it, what waits for W does.
+    # Under autocast the dtype of the weights stays; that of the deferred products changes.
     [(torch.float64, False, 1e-9), (torch.bfloat16, False, 3e-2), (torch.float32, True, 3e-2)],
 )
 def test_every_dtype_has_its_tolerance(dtype: torch.dtype, autocast: bool, tolerance: float) -> None:

@@ -139,7 +139,7 @@ def naps(op: Op) -> int:
 
 
 class Logits(nn.Module):
-    """A head with so many logits that they are larger than the largest message that links are measured with."""
+    """A head whose logits exceed the largest message with which links are measured."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -187,7 +187,7 @@ class Grouped(nn.Module):
 
 
 class Ragged(nn.Module):
-    """Experts whose groups have sizes that the numbers decide, multiplied by a function that tells how."""
+    """Experts in groups whose sizes depend on the numbers, multiplied by a function that declares its products."""
 
     weight_products: ClassVar[Any] = {F.grouped_mm: GROUPED_MM}
 

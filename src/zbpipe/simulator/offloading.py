@@ -78,7 +78,8 @@ def offload(
 ) -> Schedule:
     """`schedule` with copies to the host and back, only as many as each rank needs to keep to its limit.
 
-    The order of the computations stays unchanged, and none waits for a copy. What waits the longest is copied first.
+    The order of the computations stays unchanged, and none waits for a copy. Memory that waits the longest is
+    copied first.
 
         >>> schedule = zbpipe.generate("ZBV", 4, 8)
         >>> costs = CostModel.uniform(schedule.placement, host=zbpipe.costs.Link(bandwidth=1))

@@ -29,7 +29,7 @@ _NO_OPS = frozenset((*SENDS, HEAD, BEGIN, GATE, QUEUE, *WAITS))
 
 
 class TimeGraph(Graph[Cell]):
-    """What waits for what in a step of a schedule that can run.
+    """The dependencies in a step of a schedule that can run.
 
     The lists with messages (`rows`) are for a transport with queues. `ahead` is the number of ops that each rank may
     start before all ranks are done with the previous step. By default there is none.
