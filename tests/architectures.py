@@ -1,5 +1,7 @@
 """Small models of other people's libraries, and the share of their weight gradients that waits for W."""
 
+import runpy
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -312,3 +314,8 @@ OTHERS = (
 )
 
 CASES = (*TEXTS, *IMAGES, *OTHERS)
+
+
+if __name__ == "__main__":  # runs a script, for which torchvision is importable now
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")

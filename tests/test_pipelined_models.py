@@ -2,7 +2,6 @@
 
 import difflib
 import re
-import runpy
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +11,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import architectures
 import pytest
 import torch
 import torch.distributed as dist
@@ -399,11 +399,6 @@ def test_the_example_trains_as_the_plain_script(tmp_path: Path) -> None:
 
 
 def run_example(folder: Path, name: str, start: list[str]) -> str:
-    script = [__file__, str(EXAMPLES / f"{name}.py"), "model", "lines.txt", name]
+    script = [architectures.__file__, str(EXAMPLES / f"{name}.py"), "model", "lines.txt", name]
     command = (sys.executable, *start, *script)
     return process(*command, folder=folder, CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1").stdout
-
-
-if __name__ == "__main__":  # runs a script, for which `architectures` has made torchvision importable
-    del sys.argv[0]
-    runpy.run_path(sys.argv[0], run_name="__main__")

@@ -333,6 +333,8 @@ def stage_indices(
 
         >>> zbpipe.stage_indices("ZBV", rank=1, num_ranks=4)
         (1, 6)
+        >>> [zbpipe.stage_indices("ZB", rank=0, num_ranks=4, layers=layers) for layers in (32, 12)]
+        [(0, 7, 8, 15), (0, 7)]
 
     Args:
         schedule: a name, in any case, the path of a CSV file, a Schedule, or a Plan.
@@ -342,9 +344,6 @@ def stage_indices(
             Default: by `layers`, or without these the usual number of the schedule.
         layers: the model's layers. ZB and ZBLoop then have 4 stages per rank, 2 if there are fewer than 4 layers per
             rank, and 1 if there are fewer than 2.
-
-            >>> [zbpipe.stage_indices("ZB", rank=0, num_ranks=4, layers=layers) for layers in (32, 12)]
-            [(0, 7, 8, 15), (0, 7)]
 
     ValueError for an unknown name, a rank outside the group, and numbers of stages that the schedule does not support.
     """
