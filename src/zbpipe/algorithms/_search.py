@@ -5,34 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit
-from zbpipe.costs.model import ROUNDING, CostModel, least_room, require_room
+from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.costs.transport import Transport
 from zbpipe.planner.engine import at_hand
 from zbpipe.planner.lean import fit_within, make_leanest
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.search import Effort, Search
-from zbpipe.schedule.ir import Placement, Schedule
+from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.simulation import simulate
 
 _MOST_WITH_QUEUES = 3
 """Number of orders simulated if messages share queues with compute. Chosen by hand: each takes 0.2 seconds."""
 _BUDGET = 5e5
 """Budget of one search, in ops placed and timed: some 0.2 seconds without numba."""
-
-
-def resolve_limits(
-    name: str, placement: Placement, costs: CostModel, microbatches: int, limit: MemoryLimit | None
-) -> tuple[float, ...]:
-    """Memory limit of each rank: the given one, or the peak of 1F1B's worst rank, or what one microbatch needs.
-
-    ValueError if the given limit is too small for even one microbatch of the schedule called `name`.
-    """
-    limits = (limit or AS_1F1B).resolve(costs, placement.num_ranks, microbatches)
-    if limit is not None:
-        with limit.explain(costs, placement.num_ranks, microbatches):
-            require_room(placement, costs, limits, f" for {name}")
-    return tuple(map(max, limits, least_room(placement, costs)))
 
 
 def find_best(

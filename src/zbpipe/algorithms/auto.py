@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from zbpipe.algorithms._search import resolve_limits
 from zbpipe.algorithms.zb import find_shortest
-from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.memory_limit import MemoryLimit, resolve_limits
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
@@ -34,7 +33,7 @@ def auto(
     """
     placement = Placement.wave(ranks, stages_per_rank)
     costs = costs or replace(typical_costs(placement, "full"), working={})
-    limits = resolve_limits("Auto", placement, costs, microbatches, memory_limit)
+    limits = resolve_limits(memory_limit, placement, costs, microbatches, strict_for="Auto")
     lean = find_shortest("Auto-ZB", placement, microbatches, costs, MemoryLimit(limits, ""))
     allowed = tuple(map(max, limits, simulate(lean, costs).peak_memory))
 

@@ -25,13 +25,13 @@ from dataclasses import replace
 from math import inf
 
 from zbpipe.algorithms._fill import Filler, Order
-from zbpipe.algorithms._search import find_best, resolve_limits
+from zbpipe.algorithms._search import find_best
 from zbpipe.algorithms.interleaved_1f1b import interleave, split_into_groups
 from zbpipe.algorithms.one_f_one_b import b_f
 from zbpipe.algorithms.v_half import v_half
 from zbpipe.algorithms.v_min import v_min
 from zbpipe.algorithms.zbv import zbv
-from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.memory_limit import MemoryLimit, resolve_limits
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.costs.transport import Transport
@@ -117,7 +117,7 @@ def find_shortest(
 ) -> Schedule:
     """`zb` on any loop or wave. Without a `search` it may exceed the limit where nothing filled is within it."""
     costs, transport = costs or typical_costs(placement), transport or Transport.IDEAL
-    limits = resolve_limits(name, placement, costs, microbatches, memory_limit)
+    limits = resolve_limits(memory_limit, placement, costs, microbatches, strict_for=name)
     papers, orders = _make_v(placement, microbatches), _list_orders(placement, microbatches, transport)
     orders += [_order_of(form) for form in papers]
     filled = _fill_all(orders, Filler(placement, microbatches, costs, limits))

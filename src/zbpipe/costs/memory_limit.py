@@ -10,7 +10,7 @@ from math import ceil, floor, inf, log10
 from typing import Any, Literal, Self
 
 from zbpipe.costs.layers import LayerCosts, merge_stages
-from zbpipe.costs.model import CostModel, LimitTooSmallError, highest, number, set_fields
+from zbpipe.costs.model import CostModel, LimitTooSmallError, highest, least_room, number, require_room, set_fields
 from zbpipe.schedule.ir import OpKind, Placement
 
 CostsOf = Callable[[Placement], CostModel]
@@ -147,6 +147,21 @@ class MemoryLimit:
 
 AS_1F1B = MemoryLimit(1.0, "x", "1x")
 """Default limit of `ZB`, `ZBLoop` and `Auto`."""
+
+
+def resolve_limits(
+    limit: MemoryLimit | None, placement: Placement, costs: CostModel, microbatches: int, strict_for: str = ""
+) -> tuple[float, ...]:
+    """Memory limit of each rank: the given one, or the peak of 1F1B's worst rank, or what one microbatch needs.
+
+    ValueError if the given limit is too small for one microbatch of the schedule `strict_for`.
+    """
+    limits = (limit or AS_1F1B).resolve(costs, placement.num_ranks, microbatches)
+    if limit and strict_for:
+        with limit.explain(costs, placement.num_ranks, microbatches):
+            require_room(placement, costs, limits, f" for {strict_for}")
+    return tuple(map(max, limits, least_room(placement, costs)))
+
 
 MemoryLimitLike = MemoryLimit | float | str | Sequence[float | str]
 

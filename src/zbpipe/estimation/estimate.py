@@ -9,8 +9,8 @@ from typing import Any
 
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.layers import Split, join_stages, merge_stages
-from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit
-from zbpipe.costs.model import CostModel, least_room
+from zbpipe.costs.memory_limit import MemoryLimit, resolve_limits
+from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import has_torchs_split, runs_torchs_split
 from zbpipe.estimation.choice import choose
 from zbpipe.estimation.devices import DEVICES, Device, find
@@ -23,7 +23,7 @@ from zbpipe.planner.request import PLACEMENTS
 from zbpipe.schedule.garbage import without_collections
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
 from zbpipe.schedule.registry import Algorithm, resolve, schedules
-from zbpipe.simulator.memory import Held, peak_parts
+from zbpipe.simulator.memory import peak_parts
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
 
@@ -324,20 +324,16 @@ def memories_by_rank(workload: Workload, timeline: Timeline, split: Split) -> It
     counts = workload.parameters_by_rank(placement, split)
     for count, held in zip(counts, peak_parts(timeline), strict=True):
         own = count / workload.degrees.tensor
-        yield _memory(own * each.weights(shards), own * each.optimizer(shards), held, placement.num_stages - 1)
-
-
-def _memory(weights: float, optimizer: float, held: Held, last_stage: int) -> Memory:
-    is_head = held.op is not None and held.op.kind is OpKind.F and held.op.stage == last_stage
-    return Memory(
-        weights,
-        optimizer,
-        held.activations,
-        held.waiting,
-        held.messages,
-        0.0 if is_head else held.working,
-        held.working if is_head else 0.0,
-    )
+        is_head = held.op is not None and held.op[:2] == (placement.num_stages - 1, OpKind.F)
+        yield Memory(
+            own * each.weights(shards),
+            own * each.optimizer(shards),
+            held.activations,
+            held.waiting,
+            held.messages,
+            working=0.0 if is_head else held.working,
+            logits=held.working if is_head else 0.0,
+        )
 
 
 @dataclass(frozen=True)
@@ -367,15 +363,14 @@ def _choose(workload: Workload, limit: MemoryLimit | None) -> tuple[Algorithm, P
     if how is None:
         return algorithm, algorithm.place(degrees.pipeline)
     stages = len(workload.cut) // degrees.pipeline if workload.cut and algorithm.any_stages_per_rank else None
-    tokens = workload.tokens / degrees.sharing
-    size = degrees.pipeline, workload.microbatches
     chosen = choose(
         algorithm,
-        *size,
+        degrees.pipeline,
+        workload.microbatches,
         workload,
         how,
         tensor=degrees.tensor,
-        tokens=tokens,
+        tokens=workload.tokens / degrees.sharing,
         stages_per_rank=stages,
         memory_limit=limit,
     )
@@ -391,14 +386,13 @@ def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobM
     split = workload.split(placement, algorithm)
     costs = join_stages(workload.layer_costs(lambda layer: (1.0, 1.0, 1.0)), split)  # times make no difference
     made_for = workload.usual_costs(algorithm, placement)
-    ranks, microbatches = placement.num_ranks, workload.microbatches
+    microbatches = workload.microbatches
     schedule = algorithm.make_on(placement, microbatches, costs=made_for, memory_limit=limit)
     assert schedule is not None, "the placement is one of the schedule"
     timeline = simulate(schedule, costs)
     memories = tuple(memories_by_rank(workload, timeline, split))
     if algorithm.name == "Auto":
-        rooms = (limit or AS_1F1B).resolve(costs, ranks, microbatches)
-        needed = map(max, rooms, least_room(placement, costs))
+        needed = resolve_limits(limit, placement, costs, microbatches)
         # The excess of a plan counts as activations.
         empty = (replace(each, waiting=0.0, buffers=0.0, working=0.0, logits=0.0) for each in memories)
         planned = [replace(each, activations=room) for each, room in zip(empty, needed, strict=True)]

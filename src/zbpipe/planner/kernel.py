@@ -33,25 +33,25 @@ class Node:
     rank: int
     feeder: int
     """Node whose result it takes, -1 for the first stage's F."""
-    after: int
-    """Another node on its own rank that has to come first, -1 for none."""
     fed: int
     """Node of another stage that takes its result, or the last stage's I for its F; -1 for none."""
     lag: float
     """Seconds until the result that it takes arrives."""
     seconds: float
-    whole: float
-    """Seconds of a full backward in place of an I; unused for other nodes."""
     takes: float
     """Memory that it adds to its rank, from then on: positive for F, negative for W, either sign for I."""
     needs: float
     """Memory that has to be free on its rank for it to run: what it takes, and its working memory."""
-    full: float
-    """Memory needed by a full backward in place of an I; `NEVER` for other nodes, and where it would save nothing."""
-    reserve: float
+    whole: float = 0.0
+    """Seconds of a full backward in place of an I."""
+    full: float = NEVER
+    """Memory needed by a full backward in place of an I, if that may save memory."""
+    reserve: float = 0.0
     """Memory that list scheduling leaves free after it, so that the microbatch can continue."""
-    ahead: float
-    """Like `reserve`, for an F while no I of its microbatch is over and only F take memory there; else `NEVER`."""
+    ahead: float = NEVER
+    """Like `reserve`, for an F while no I of its microbatch is over and only F take memory there."""
+    after: int = -1
+    """Another node on its own rank that has to come first, in reversed time. -1 for none."""
 
 
 class Job(NamedTuple):
@@ -798,23 +798,11 @@ def sort_by_start(job: Job, lists: Lists, begin: Floats, end: Floats) -> None:
 
 def starts(job: Job, order: Ints) -> Floats:
     """Starts of the ops if the ranks run them in this order, by position. A W starts with its B."""
-    microbatches = job.microbatches
-    numbers, ops = unfold(job, order)
-    clock = job.origin.copy()
-    begin, end = fill(len(order), 0.0), fill(len(order), 0.0)
-    for position in range(len(order)):
-        number = numbers[position]
-        if ops[number].gone:
-            begin[position] = end[number - microbatches] - ops[number - microbatches].seconds
-            continue
-        node = job.nodes[number // microbatches]
-        begin[position] = clock[node.rank]
-        if node.feeder >= 0:
-            source = number % microbatches + node.feeder * microbatches
-            begin[position] = max(begin[position], end[source] + node.lag)
-        end[number] = begin[position] + ops[number].seconds
-        clock[node.rank] = end[number]
-    return begin
+    total, microbatches = len(order), job.microbatches
+    lists, end, unused = link(job, order), fill(total, 0.0), fill(total, 0.0)
+    replay(job, lists, end, unused, unused, 0, total - 1, total - 1, NEVER)
+    ops = (number - microbatches if lists.ops[number].gone else number for number in lists.order)
+    return [end[number] - lists.ops[number].seconds for number in ops]
 
 
 def measure(job: Job, last: Ints, end: Floats) -> float:

@@ -177,7 +177,7 @@ def _plan_offloaded(
 
 def _search_looser(request: Request, search: Callable[[Request], Plan], refusals: list[ValueError]) -> Iterator[Plan]:
     """Plans under looser and looser limits. The last one has none, so its bounds hold for all."""
-    one = request.part(len(_LOOSER))
+    one = replace(request, budget=request.budget and request.budget / len(_LOOSER), share=1 / len(_LOOSER))
     for factor in _LOOSER:
         limits = None if factor is None else tuple(factor * limit for limit in request.limits or ())
         try:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import frexp, ldexp
-from typing import Any, TypeVar
+from typing import Any
 
-from zbpipe.costs.model import ROUNDING, SENDS, CostModel, highest, most_room
+from zbpipe.costs.model import ROUNDING, SENDS, CostModel, OpCosts, highest, most_room
 from zbpipe.planner.kernel import NEVER, Job, Node, starts
 from zbpipe.schedule.graph import CycleError
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
@@ -16,7 +16,6 @@ from zbpipe.simulator import lower_bound
 from zbpipe.simulator.post_validation import period
 from zbpipe.simulator.simulation import simulate
 
-T = TypeVar("T")
 KINDS = (OpKind.F, OpKind.I, OpKind.W)
 
 
@@ -71,11 +70,8 @@ class Problem:
 
         Times are multiples of a power of two, a billionth of the longest, so their sums are exact.
         """
-        costs, stages = self.costs, range(self.costs.num_stages)
-        rank_of, last = self.placement.rank_of, self.costs.num_stages - 1
-        nodes = [costs.of(stage, kind) for stage in stages for kind in KINDS]
-        seconds = [node.seconds for node in nodes]
-        _, exponent = frexp(max(seconds))
+        costs, rank_of, last = self.costs, self.placement.rank_of, self.costs.num_stages - 1
+        _, exponent = frexp(max(costs.of(stage, kind).seconds for stage in range(last + 1) for kind in KINDS))
 
         def exact(time: float) -> float:
             return ldexp(round(ldexp(time, 30 - exponent)), exponent - 30)
@@ -84,44 +80,45 @@ class Problem:
             size = costs.of(sender, SENDS[sender > receiver]).message
             return exact(costs.transfer(rank_of[sender], rank_of[receiver], size))
 
-        columns: dict[str, Iterable[Any]] = {
-            "rank": [rank_of[stage] for stage in stages for _ in KINDS],
-            "feeder": _flat(
-                (3 * stage - 3 if stage else -1, 3 * stage + 4 if stage < last else 3 * stage, 3 * stage + 1)
-                for stage in stages
-            ),
-            "fed": _flat(
-                (3 * stage + 3 if stage < last else 3 * stage + 1, 3 * stage - 2 if stage else -1, -1)
-                for stage in stages
-            ),
-            "after": [-1] * 3 * len(stages),
-            "lag": _flat(
-                (transfer(stage - 1, stage) if stage else 0.0, transfer(min(stage + 1, last), stage), 0.0)
-                for stage in stages
-            ),
-            "seconds": [exact(time) for time in seconds],
+        def node(stage: int, cost: OpCosts, feeder: int, fed: int, lag: float, **more: Any) -> Node:
+            return Node(rank_of[stage], feeder, fed, lag, exact(cost.seconds), cost.adds, cost.needs, **more)
+
+        nodes: list[Node] = []
+        for stage in range(last + 1):
+            f, i, _ = range(3 * stage, 3 * stage + 3)
+            of_f, of_i, of_w, of_b = (costs.of(stage, kind) for kind in (*KINDS, OpKind.B))
             # Rounded part by part, like the ops that it replaces.
-            "whole": _flat(
-                (0.0, exact(seconds[3 * stage + 1]) + exact(seconds[3 * stage + 2]) - exact(self._saved(stage)), 0.0)
-                for stage in stages
-            ),
-            "takes": [node.adds for node in nodes],
-            "needs": [node.needs for node in nodes],
-            "full": _flat(
-                (NEVER, costs.of(stage, OpKind.B).needs if merges else NEVER, NEVER)
-                for stage, merges in enumerate(self.merges)
-            ),
+            whole = exact(of_i.seconds) + exact(of_w.seconds) - exact(self._saved(stage))
+            full = of_b.needs if self.merges[stage] else NEVER
             # Room for one microbatch to finish on the rank, and for W to follow its I. Otherwise every rank could fill
             # up with microbatches that cannot continue. Any that can finish leaves enough for the next, so it may use
             # that room, unless ops other than F take memory.
-            "reserve": _flat((self._to_come(stage), costs.of(stage, OpKind.W).needs, 0.0) for stage in stages),
-            "ahead": _flat((self._to_come(stage) if self._plain(stage) else NEVER, NEVER, NEVER) for stage in stages),
-        }
+            reserve = self._to_come(stage)
+            ahead = reserve if self._plain(stage) else NEVER
+            to_f, to_i = transfer(stage - 1, stage) if stage else 0.0, transfer(min(stage + 1, last), stage)
+            nodes += [
+                node(
+                    stage,
+                    of_f,
+                    f - 3 if stage else -1,
+                    f + 3 if stage < last else i,
+                    to_f,
+                    reserve=reserve,
+                    ahead=ahead,
+                ),
+                node(
+                    *(stage, of_i, i + 3 if stage < last else f, i - 3 if stage else -1, to_i),
+                    whole=whole,
+                    full=full,
+                    reserve=of_w.needs,
+                ),
+                node(stage, of_w, i, -1, 0.0),
+            ]
         return Job(
             ranks=self.placement.num_ranks,
             microbatches=self.num_microbatches,
             merges=any(self.merges),
-            nodes=[Node(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)],
+            nodes=nodes,
             limit=[limit * (1 + ROUNDING) for limit in self.limits],
             origin=self._first_starts(exact, transfer) if self.by_period else [0.0] * self.placement.num_ranks,
         )
@@ -173,16 +170,11 @@ class Problem:
 
     def list_one_by_one(self) -> list[int]:
         """An order that fits whenever any does: each microbatch alone."""
-        stages = range(self.placement.num_stages)
-        return [
-            number
-            for microbatch in range(self.num_microbatches)
-            for stage, kind in (
-                *((stage, OpKind.F) for stage in stages),
-                *((stage, kind) for stage in reversed(stages) for kind in self._backward(stage)),
-            )
-            for number in self._numbers(Op(stage, kind, microbatch))
-        ]
+        stages, microbatches = range(self.placement.num_stages), range(self.num_microbatches)
+        backward = [(stage, kind) for stage in reversed(stages) for kind in self._backward(stage)]
+        one = [*((stage, OpKind.F) for stage in stages), *backward]
+        ops = (Op(*each, microbatch) for microbatch in microbatches for each in one)
+        return [number for op in ops for number in self._numbers(op)]
 
     def sort_by_start(self, order: list[int]) -> list[int]:
         return [op for _, op in sorted(zip(starts(self.job, order), order, strict=True), key=lambda pair: pair[0])]
@@ -247,7 +239,3 @@ class Problem:
             return ((3 * op.stage + KINDS.index(op.kind)) * self.num_microbatches + op.microbatch,)
         first = self.num_ops + (3 * op.stage + 1) * self.num_microbatches + op.microbatch
         return first, first + self.num_microbatches
-
-
-def _flat(rows: Iterable[tuple[T, ...]]) -> list[T]:
-    return [each for row in rows for each in row]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -60,10 +60,6 @@ class Request:
                 raise ValueError(f"budget={budget:g} would take days: {usually}")
         if not self.placements:
             raise ValueError(f"no placement to try: name some of {', '.join(PLACEMENTS)}")
-
-    def part(self, searches: int) -> Request:
-        budget = None if self.budget is None else self.budget / searches
-        return replace(self, budget=budget, share=self.share / searches)
 
 
 def require_job(ranks: int, microbatches: int) -> tuple[int, int]:

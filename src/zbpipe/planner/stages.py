@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, takewhile
+from itertools import takewhile
 from math import inf
-from typing import Any
 
 from zbpipe.costs.layers import LayerCosts, Sizes, Split, balance, even_sizes, move_layer, require_enough, split_of
 from zbpipe.costs.memory_limit import CostsOf, MemoryLimit
@@ -100,18 +99,18 @@ def make_named_schedules(problems: Sequence[Problem]) -> Iterator[tuple[Problem,
     """Every named schedule on its placement, made lean within the limits: its problem, order, and description."""
     for problem in problems:
         for algorithm in registry.schedules().values():
-            # Skip schedules that are searched themselves: they take as long as this search with less effort.
-            if "costs" in algorithm.keywords and "search" not in algorithm.keywords:
-                continue
             if found := _order(problem, algorithm):
                 yield problem, *found
 
 
 def _order(problem: Problem, algorithm: registry.Algorithm) -> tuple[list[int], str] | None:
     """The named schedule for this problem, and its description. None if there is none."""
-    known: dict[str, Any] = {}
-    if "memory_limit" in algorithm.keywords:
-        known = {"costs": problem.costs, "memory_limit": MemoryLimit(problem.limits, ""), "search": False}
+    keywords = algorithm.keywords
+    # Skip schedules that are searched themselves: they take as long as this search with less effort.
+    if "costs" in keywords and "search" not in keywords:
+        return None
+    limit = MemoryLimit(problem.limits, "") if "memory_limit" in keywords else None
+    known = {"costs": problem.costs, "memory_limit": limit, "search": False}
     try:
         schedule = algorithm.make_on(problem.placement, problem.num_microbatches, **known)
         if schedule is None:
@@ -179,7 +178,7 @@ def plan_layers(request: Request, layers: LayerCosts, progress: Progress) -> Pla
     splits: dict[Placement, Split] = {}
     for number, placement in enumerate(possible.values()):
         part = _part(progress, number / len(possible) / 2, 1 / len(possible) / 2)
-        splits[placement] = split_layers(request, layers, placement, progress=part)
+        splits[placement] = split_layers(request, layers, placement, part)
     even = {placement: split_of(even_sizes(num_layers, placement.num_stages)) for placement in splits}
 
     def plan_split(splits: Mapping[Placement, Split], part: Progress) -> Plan:
@@ -198,17 +197,9 @@ def plan_layers(request: Request, layers: LayerCosts, progress: Progress) -> Pla
     return replace(rival if rival.reached < best.reached else best, even=rival)
 
 
-def split_layers(
-    request: Request,
-    layers: LayerCosts,
-    placement: Placement,
-    *,
-    tries: int | None = None,
-    progress: Progress = report_nothing,
-) -> Split:
-    """The split with the shortest step on one placement, according to short searches of `tries` splits."""
-    if tries is None:
-        tries = min(_MOST_TRIES, max(_LEAST_TRIES, _OPS // (3 * placement.num_stages * request.microbatches)))
+def split_layers(request: Request, layers: LayerCosts, placement: Placement, progress: Progress) -> Split:
+    """The split with the shortest step on one placement, according to short searches."""
+    tries = min(_MOST_TRIES, max(_LEAST_TRIES, _OPS // (3 * placement.num_stages * request.microbatches)))
     # Queues apply only to the final plan.
     request = replace(request, placements={"": placement}, transport=Transport.IDEAL)
     trials = _Trials(request, layers, placement, tries)
@@ -245,7 +236,15 @@ class _Trials:
     def find_better_neighbour(self, sizes: Sizes, progress: Progress) -> Sizes | None:
         """The first neighbour found with a shorter step, lowest bounds first. None if there is none, or no try left."""
         length = self.length(sizes)
-        neighbours = move_layer(sizes, *self._heavy_and_light(sizes))
+        seconds = [sum(self.costs.layers[layer].seconds for layer in stage) for stage in split_of(sizes)]
+        work = self.placement.sum_by_rank(seconds)
+        # The ranks with the least work take a layer from those with the most.
+        ranks = sorted(range(self.placement.num_ranks), key=work.__getitem__)
+        heavy, light = (
+            [stage for rank in some for stage in self.placement.stages_on(rank)]
+            for some in (ranks[-_RANKS:], ranks[:_RANKS])
+        )
+        neighbours = move_layer(sizes, heavy, light)
         for bound, each in sorted((self.bound(each), each) for each in neighbours):
             if bound >= length * (1 - ROUNDING) or len(self.known) >= self.tries:
                 return None
@@ -260,15 +259,6 @@ class _Trials:
         stages = self.costs.stages(split_of(sizes))
         request = replace(self.request, budget=effort * 3 * stages.num_stages * self.request.microbatches)
         return plan_stages(request, lambda placement: stages).reached
-
-    def _heavy_and_light(self, sizes: Sizes) -> tuple[list[int], list[int]]:
-        """The stages of the ranks with the most work, and of those with the least."""
-        seconds = [sum(self.costs.layers[layer].seconds for layer in stage) for stage in split_of(sizes)]
-        work = self.placement.sum_by_rank(seconds)
-        ranks = sorted(range(self.placement.num_ranks), key=work.__getitem__)
-        stages_on = self.placement.stages_on
-        heavy, light = (list(chain.from_iterable(map(stages_on, each))) for each in (ranks[-_RANKS:], ranks[:_RANKS]))
-        return heavy, light
 
 
 def _part(progress: Progress, begin: float, share: float) -> Progress:

@@ -14,8 +14,8 @@ from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.algorithms.zb import find_shortest
 from zbpipe.costs.job import JobCosts
-from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit, MemoryLimitLike
-from zbpipe.costs.model import CostModel, least_room
+from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike, resolve_limits
+from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import Checkpointing, Work, usual_costs
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import Objective
@@ -244,8 +244,7 @@ class AutoSchedule(RegisteredSchedule):
 
     def _find_limits(self, number: int, costs: CostModel) -> tuple[float, ...]:
         """Memory limit of each rank, and at least the memory of one microbatch, which has already run."""
-        limits = (self.lists.limit or AS_1F1B).resolve(costs, self.placement.num_ranks, number)
-        return tuple(map(max, limits, least_room(self.placement, costs)))
+        return resolve_limits(self.lists.limit, self.placement, costs, number)
 
     def _plan(self, costs: JobCosts) -> None:
         records = self._profiler.records

@@ -414,8 +414,6 @@ class Schedule:
     @classmethod
     def from_actions(cls, rows: Sequence[Sequence[tuple[int, str, int]]], name: str) -> Schedule:
         """The ops among the actions (stage, kind, microbatch) of each rank. Raises as `from_csv` does."""
-        if not rows:
-            raise ValueError(f"schedule {name}: the table is empty")
         return cls.from_rows(
             [[Op(stage, KINDS[kind], number) for stage, kind, number in row if kind in KINDS] for row in rows], name
         )
@@ -424,6 +422,8 @@ class Schedule:
     def from_rows(cls, rows: Sequence[Sequence[Op]], name: str) -> Schedule:
         """A schedule from one sequence of ops per rank, with the placement from the ops. Raises as `from_csv` does."""
         rows = _freeze(rows, name)
+        if not rows:
+            raise ValueError(f"schedule {name}: the table is empty")
         rank_of: dict[int, int] = {}
         for rank, ops in enumerate(rows):
             if not ops:
@@ -440,8 +440,6 @@ class Schedule:
                 )
             if op.microbatch < 0:
                 raise ValueError(f"schedule {name}: rank {rank} runs {op}, but microbatches count from 0")
-        if not everything:
-            raise ValueError(f"schedule {name}: there are no ranks")
         rank, last = max(everything, key=lambda each: each[1].microbatch)
         num_microbatches = last.microbatch + 1
         # Otherwise all missing ops would be listed, and a single wrong cell can make that list endless.
