@@ -2,6 +2,7 @@
 # mypy: disable-error-code="arg-type, dict-item, return-value"
 # Wrong arguments are what it tries.
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from planner import Cell, cells
 
 from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, simulate
+from zbpipe.algorithms._search import find_best
 from zbpipe.costs import JobCosts, Layer, LayerCosts, Link
 from zbpipe.costs.memory_limit import memory_of_1f1b
 from zbpipe.costs.model import least_room, rank_shares
@@ -23,6 +25,7 @@ from zbpipe.costs.transport import Transport
 from zbpipe.planner.engine import PLAIN, Engine, fastest
 from zbpipe.planner.greedy import ListScheduler, PriorityParams
 from zbpipe.planner.kernel import NEVER, starts
+from zbpipe.planner.lean import fit_within, make_leanest
 from zbpipe.planner.plan import plan
 from zbpipe.planner.problem import Problem
 from zbpipe.planner.request import PLACEMENTS, Request
@@ -477,3 +480,63 @@ def test_a_schedule_that_cannot_run_has_no_order(table: str) -> None:
     rows = tuple(tuple(map(Op.parse, row.split(","))) for row in (table, "1F0,1I0,1W0"))
     with pytest.raises(ValueError, match="schedule x cannot run"):
         problem(Placement.loop(2), microbatches=1).order(Schedule("x", Placement.loop(2), 1, rows))
+
+
+def order_of(schedule: Schedule) -> list[list[tuple[int, str, int]]]:
+    """Of each rank's F, and of its I and B, which count as the same."""
+    return [[(op.stage, op.kind.replace("B", "I"), op.microbatch) for op in ops if op.kind != "W"] for ops in schedule]
+
+
+def peaks(schedule: Schedule, costs: CostModel) -> tuple[float, ...]:
+    return simulate(schedule, costs).peak_memory
+
+
+def keeps_to(limits: Sequence[float], schedule: Schedule, costs: CostModel) -> bool:
+    return all(peak <= limit * (1 + 1e-9) for peak, limit in zip(peaks(schedule, costs), limits, strict=True))
+
+
+@given(schedules(max_ranks=5, max_microbatches=10), st.data())
+def test_leanest_takes_least(schedule: Schedule, data: st.DataObject) -> None:
+    costs = data.draw(cost_models(schedule.placement))
+    lean = make_leanest(schedule, costs)
+    check_schedule(lean)
+    assert order_of(lean) == order_of(schedule)
+    limits = peaks(lean, costs)
+    for other in (schedule, fit_within(schedule, costs, limits=[1e9] * schedule.num_ranks)):
+        assert all(least <= peak * (1 + 1e-9) for least, peak in zip(limits, peaks(other, costs), strict=True))
+
+
+@given(schedules(max_ranks=5, max_microbatches=10), st.floats(1, 3), st.data())
+def test_within_keeps_to_limits_and_order(schedule: Schedule, more: float, data: st.DataObject) -> None:
+    """It leaves alone what fits."""
+    costs = data.draw(cost_models(schedule.placement))
+    limits = [more * peak for peak in peaks(make_leanest(schedule, costs), costs)]
+    fitted = fit_within(schedule, costs, limits)
+    check_schedule(fitted)
+    assert order_of(fitted) == order_of(schedule)
+    assert keeps_to(limits, fitted, costs)
+    if not any(op.kind == OpKind.B for ops in schedule for op in ops):
+        assert fit_within(schedule, costs, [peak + 10 for peak in peaks(schedule, costs)]) == schedule
+
+
+def test_w_waits_as_long_as_there_is_room() -> None:
+    """It runs sooner only where the next op would not fit."""
+    some = Schedule.from_csv("0F0,0F1,0F2,0I0,0I1,0I2,0W0,0W1,0W2")
+    costs = CostModel((1,), (1,), (1,), activations=(1,), freed_by_i=-1)
+    assert " ".join(map(str, fit_within(some, costs, [5]).ops[0])) == "0F0 0F1 0F2 0I0 0I1 0W0 0I2 0W1 0W2"
+    hungry = CostModel((1,), (1,), (1,), activations=(1,), freed_by_i=0.5, working={OpKind.B: 9})
+    assert " ".join(map(str, fit_within(some, hungry, [3]).ops[0])) == "0F0 0F1 0F2 0I0 0I1 0I2 0W0 0W1 0W2"
+    assert " ".join(map(str, make_leanest(some, hungry).ops[0])) == "0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2"
+    # Where both ways take the same, the stage before need not wait for W.
+    assert make_leanest(some, CostModel.uniform(some.placement)) == make_leanest(some, hungry)
+
+
+@given(schedules(max_ranks=4, max_microbatches=8), st.floats(1, 4), st.data())
+def test_the_quick_search_fits_any_placement_costs_and_limit(form: Schedule, more: float, data: st.DataObject) -> None:
+    """With room for one microbatch at its leanest it comes to an end: no rank fills up with what cannot go on."""
+    costs = data.draw(cost_models(form.placement))
+    limits = [more * room for room in least_room(form.placement, costs)]
+    schedule = find_best("found", [form], costs, limits)
+    check_schedule(schedule)
+    assert schedule.placement == form.placement
+    assert keeps_to(limits, schedule, costs)

@@ -9,14 +9,18 @@ import pytest
 from determinism import draw_fewer
 from hypothesis import given
 from hypothesis import strategies as st
+from searching import searching_little
 
 from zbpipe import OpKind, Placement, generate, simulate
+from zbpipe.algorithms import _search
 from zbpipe.algorithms._fill import Filler, Order
 from zbpipe.algorithms.zb import in_slots, with_short_warm_up
 from zbpipe.costs.memory_limit import MemoryLimit, memory_of_1f1b
 from zbpipe.costs.model import least_room
-from zbpipe.costs.transformer import Checkpointing, typical_costs
+from zbpipe.costs.transformer import Checkpointing, typical_costs, usual_costs
 from zbpipe.costs.transport import Transport
+from zbpipe.planner import search
+from zbpipe.planner.engine import PLAIN, at_hand, fastest
 from zbpipe.schedule.registry import resolve
 from zbpipe.testing import check_schedule, cost_models
 
@@ -128,3 +132,82 @@ def test_in_1f1bs_memory_no_step_is_longer_than_interleaved_1f1bs(
         usual = generate("Interleaved1F1B", ranks, microbatches, stages_per_rank=stages)
         if placement == loop or checkpointing is not Checkpointing.FULL:
             assert timeline.makespan <= simulate(usual, typical_costs(loop, checkpointing)).makespan * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["ZB", "ZBLoop", "ZB1P", "ZB2P"])
+def test_compiled_loops_make_the_same_schedules(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So it makes no difference whether a plan has loaded them before."""
+    compiled = fastest()
+    found = generate(name, 4, 8)
+    assert at_hand() is compiled
+    for module in (_search, search):
+        monkeypatch.setattr(module, "at_hand", lambda: PLAIN)
+    assert generate(name, 4, 8) == found
+
+
+@draw_fewer(8)
+@given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.data())
+def test_zb_fits_any_costs(ranks: int, microbatches: int, stages: int, data: st.DataObject) -> None:
+    """Within 1F1B's memory, or that of one microbatch, and the same each time."""
+    placement = Placement.wave(ranks, stages)
+    costs = data.draw(cost_models(placement))
+    with searching_little():
+        schedule = generate("ZB", ranks, microbatches, stages_per_rank=stages, costs=costs)
+        assert generate("ZB", ranks, microbatches, stages_per_rank=stages, costs=costs) == schedule
+    check_schedule(schedule)
+    allowed = max(memory_of_1f1b(costs, ranks, ranks), *least_room(placement, costs))
+    assert max(simulate(schedule, costs).peak_memory) <= allowed * (1 + 1e-9)
+
+
+SHARES = {"none": (0.52, 1.05), "selective": (0.56, 1.36), "full": (0.75, 1.42)}
+"""By checkpointing: memory to 1F1B's, and the step's at most, to 1F1B's, at 4 x 16."""
+
+
+@pytest.mark.parametrize("checkpointing", SHARES)
+def test_below_1f1bs_memory(checkpointing: str) -> None:
+    share, length = SHARES[checkpointing]
+    costs = typical_costs(Placement.v(4), checkpointing)
+    limit = MemoryLimit.parse(f"{share}x")
+    found = simulate(resolve("ZB").make(4, 16, costs=costs, memory_limit=limit), costs)
+    usual = simulate(generate("1F1B", 4, 16), typical_costs(Placement.loop(4), checkpointing))
+    assert found.makespan / usual.makespan <= length
+    assert max(found.peak_memory) / max(usual.peak_memory) <= share * (1 + 1e-9)
+    assert generate("ZB", 4, 16, costs=typical_costs(Placement.v(4), "selective")) == generate("ZB", 4, 16)
+
+
+def test_more_memory_makes_steps_shorter() -> None:
+    """Within 1.15 of 1F1B's memory (selective) and 1.3 (full), a step is nearly as short as with no limit at all."""
+    for checkpointing, more, longer in (("selective", 1.15, 1.02), ("full", 1.3, 1.04)):
+        costs = typical_costs(Placement.v(4), checkpointing)
+        room = more * memory_of_1f1b(costs, 4, 16)
+        found = simulate(resolve("ZB").make(4, 16, costs=costs, memory_limit=MemoryLimit.parse(room)), costs)
+        assert found.makespan <= longer * simulate(generate("ZBV", 4, 16), costs).makespan
+        assert max(found.peak_memory) <= room * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_zb_is_told_what_messages_hold_up(stages: int) -> None:
+    """Where messages hold up both of their ranks, another order is the shortest, in the same memory."""
+    algorithm = resolve("ZB")
+    costs = typical_costs(algorithm.place(8, stages), "selective", comm=0.05)
+    usual, told = (
+        algorithm.make(8, 16, stages_per_rank=stages, costs=costs, transport=each) for each in (None, Transport.SHARED)
+    )
+    lengths = [simulate(each, costs, transport=Transport.SHARED).makespan for each in (usual, told)]
+    assert lengths[1] < 0.99 * lengths[0]
+    assert max(simulate(told, costs).peak_memory) <= memory_of_1f1b(costs, 8, 16) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective"])
+def test_under_tensor_parallelism_there_is_less_room_for_deferred_gradients(checkpointing: Checkpointing) -> None:
+    """Made for one GPU a stage, ZB takes more than 1F1B's memory; made for the job's degree it does not."""
+    placement, usual = resolve("ZB").place(4), resolve("1F1B")
+    costs = usual_costs(placement, checkpointing, 8)
+    room = max(simulate(usual.make(4, 16), usual_costs(usual.place(4), checkpointing, 8)).peak_memory)
+
+    def memory(tensor: int) -> float:
+        made = resolve("ZB").make(4, 16, costs=usual_costs(placement, checkpointing, tensor))
+        return max(simulate(made, costs).peak_memory) / room
+
+    assert memory(1) > 1.1
+    assert memory(8) <= 1 + 1e-9

@@ -2,10 +2,14 @@
 
 DeepSeek's schedule, cut in half into a V. It targets forwards and backwards that overlap, as in expert parallelism.
 Without that overlap it is close to ZBV.
+
+torch's name DualPipeV selects torch's class and split, which fail under selective checkpointing and torch.compile. With
+the suffix `Split`, zbpipe runs the same order with its own split, for any checkpointing.
 """
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import count
 
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
@@ -29,6 +33,17 @@ def dualpipe_v(ranks: int, microbatches: int) -> Schedule:
     drawn = max(microbatches, 2 * ranks)
     rows = tuple(tuple(op for op in _rank(rank, ranks, drawn) if op.microbatch < microbatches) for rank in range(ranks))
     return Schedule("DualPipeV", Placement.v(ranks), microbatches, rows)
+
+
+@register(
+    "DualPipeVSplit",
+    placement="v",
+    stages_per_rank=2,
+    summary="DualPipeV's order with zbpipe's split, which works under any checkpointing",
+)
+def dualpipe_v_split(ranks: int, microbatches: int) -> Schedule:
+    """The order of DualPipeV."""
+    return replace(dualpipe_v(ranks, microbatches), name="DualPipeVSplit")
 
 
 def _rank(rank: int, ranks: int, microbatches: int) -> Iterator[Op]:

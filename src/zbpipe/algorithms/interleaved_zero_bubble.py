@@ -1,8 +1,11 @@
 """Interleaved1F1B with dW split off, after torch's ScheduleInterleavedZeroBubble, for any number of microbatches.
 
 The idea is that of ZB-H1 (Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 2.3), extended to several stages
-per rank. torch's class runs it, with torch's split of the backward.
+per rank. torch's class runs it, with torch's split of the backward, which fails under selective checkpointing and
+torch.compile. With the suffix `Split`, zbpipe runs the same order with its own split, for any checkpointing.
 """
+
+from dataclasses import replace
 
 from zbpipe.algorithms._one_stage import i_w_f
 from zbpipe.algorithms.interleaved_1f1b import interleave
@@ -26,3 +29,13 @@ def interleaved_zero_bubble(ranks: int, microbatches: int, stages_per_rank: int 
         warmup = shared + ranks - rank
         rows.append((*forwards[:warmup], *i_w_f(inputs, forwards[warmup:], rank)))
     return Schedule("InterleavedZeroBubble", placement, microbatches, tuple(rows))
+
+
+@register(
+    "InterleavedZeroBubbleSplit",
+    stages_per_rank=2,
+    summary="InterleavedZeroBubble's order with zbpipe's split, which works under any checkpointing",
+)
+def interleaved_zero_bubble_split(ranks: int, microbatches: int, stages_per_rank: int = 2) -> Schedule:
+    """The order of InterleavedZeroBubble."""
+    return replace(interleaved_zero_bubble(ranks, microbatches, stages_per_rank), name="InterleavedZeroBubbleSplit")
