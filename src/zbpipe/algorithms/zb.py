@@ -118,8 +118,10 @@ def find_shortest(
     """`zb` on any loop or wave. Without a `search` it may exceed the limit where nothing filled is within it."""
     costs, transport = costs or typical_costs(placement), transport or Transport.IDEAL
     limits = resolve_limits(memory_limit, placement, costs, microbatches, strict_for=name)
-    papers, orders = _make_v(placement, microbatches), _list_orders(placement, microbatches, transport)
-    orders += [_order_of(form) for form in papers]
+    is_v = placement == Placement.v(placement.num_ranks)
+    papers = [form(placement.num_ranks, microbatches) for form in (zbv, v_half, v_min)] if is_v else []
+    orders = _list_orders(placement, microbatches, transport)
+    orders += [[[op for op in row if op.kind is not OpKind.W] for row in form] for form in papers]
     filled = _fill_all(orders, Filler(placement, microbatches, costs, limits))
     others = papers if filled else _fill_all(orders, Filler(placement, microbatches, costs, (inf,) * len(limits)))
     if not search:
@@ -204,16 +206,6 @@ def in_slots(placement: Placement, microbatches: int, delay: int = 0) -> Order:
                     (back + later, True, Op(stage, OpKind.I, microbatch)),
                 ]
     return [[op for _, _, op in sorted(row)] for row in rows]
-
-
-def _make_v(placement: Placement, microbatches: int) -> list[Schedule]:
-    """The papers' schedules for a V of two stages per rank."""
-    is_v = placement == Placement.v(placement.num_ranks)
-    return [form(placement.num_ranks, microbatches) for form in (zbv, v_half, v_min)] if is_v else []
-
-
-def _order_of(schedule: Schedule) -> Order:
-    return [[op for op in row if op.kind in (OpKind.F, OpKind.I)] for row in schedule]
 
 
 def _is_wave(placement: Placement) -> bool:

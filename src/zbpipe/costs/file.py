@@ -78,8 +78,7 @@ def dump_costs(costs: JobCosts | CostModel | LayerCosts, path: str | Path) -> No
     Raises OSError if the file cannot be written.
     """
     require_ending(path)
-    job = costs if isinstance(costs, JobCosts) else JobCosts(costs)
-    data = to_data(job)
+    data = to_data(costs if isinstance(costs, JobCosts) else JobCosts(costs))
     text = _toml(data) if Path(path).suffix == ".toml" else json.dumps(data, indent=2) + "\n"
     Path(path).write_bytes(text.encode())  # encoded first: a name that UTF-8 has no bytes for keeps the old file
 

@@ -55,8 +55,9 @@ class JobCosts:
         if isinstance(self.costs, LayerCosts):
             raise ValueError(f"{placed} stages, but the costs are of layers: omit the placement")
         if self.placement.num_stages != self.costs.num_stages:
-            stages, known = self.placement.num_stages, self.costs.num_stages
-            raise ValueError(f"{placed} {stages} stages, but the costs are of {known}")
+            raise ValueError(
+                f"{placed} {self.placement.num_stages} stages, but the costs are of {self.costs.num_stages}"
+            )
         self.require_ranks(self.placement.num_ranks)
 
     def require_ranks(self, ranks: int) -> None:

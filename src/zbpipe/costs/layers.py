@@ -19,7 +19,7 @@ Sizes = tuple[int, ...]
 """Number of layers of each stage."""
 
 _DIGITS = 9
-"""Decimal digits of a share of all work, so that rounding of sums does not decide."""
+"""Decimal digits of a share of all work, so that rounding does not decide."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ def require_enough(num_layers: int, num_stages: int) -> None:
 def balance(costs: LayerCosts, placement: Placement) -> Sizes:
     """Layers per stage, such that the most loaded rank has as little work as possible and stages are about equal.
 
-    A local search moves one layer at a time, starting with TorchTitan's even split. The result need not be optimal.
+    A local search moves one layer at a time, starting with TorchTitan's even split.
 
         >>> block, head = Layer(("block",), 1, 1, 1, 1), Layer(("head",), 3, 3, 3, 1)
         >>> balance(LayerCosts((*[block] * 9, head)), Placement.v(2))

@@ -116,12 +116,12 @@ class MemoryLimit:
             factor = _BYTES.get(suffix.lower()) or self._factor(costs, ranks, microbatches)
             if not factor:  # F keeps nothing, and only working memory is too large
                 raise
-            gap = " " if self.unit == "microbatches" else ""
+            suffix = f" {suffix}" if self.unit == "microbatches" else suffix
 
             def spell(amount: float) -> str:
                 """Rounded up to four digits."""
                 digits = 3 - floor(log10(amount)) if amount > 0 else 0
-                return f"{ceil(amount * 10.0**digits * (1 - 1e-9)) / 10.0**digits:.6g}{gap}{suffix}"
+                return f"{ceil(amount * 10.0**digits * (1 - 1e-9)) / 10.0**digits:.6g}{suffix}"
 
             raise LimitTooSmallError(*(spell(each / factor) for each in error.args[:2]), *error.args[2:]) from None
 
@@ -167,8 +167,7 @@ MemoryLimitLike = MemoryLimit | float | str | Sequence[float | str]
 
 
 def one_stage_a_rank(costs: CostModel | LayerCosts | CostsOf, ranks: int) -> CostModel:
-    """Costs of 1F1B's stages: neighbouring stages joined, or TorchTitan's even split of the layers. ValueError if ranks
-    cannot share the stages equally, or have no costs."""
+    """Costs of 1F1B's stages: neighbouring stages joined, or TorchTitan's even split of the layers."""
     if isinstance(costs, CostModel):
         return merge_stages(costs, ranks)
     return (costs.even if isinstance(costs, LayerCosts) else costs)(Placement.loop(ranks))
@@ -182,11 +181,9 @@ def memory_of_1f1b(costs: CostModel | LayerCosts | CostsOf, ranks: int, microbat
     """
     of_ranks = one_stage_a_rank(costs, ranks)
 
-    def peak(rank: int) -> float:
-        # It is in the warm-up, or in the first backward after it.
-        return highest(of_ranks, [(rank, kind) for kind in [OpKind.F] * min(ranks - rank, microbatches) + [OpKind.B]])
-
-    return max(map(peak, range(ranks)))
+    # The peak is in the warm-up, or in the first backward after it.
+    kinds = ([*[OpKind.F] * min(ranks - rank, microbatches), OpKind.B] for rank in range(ranks))
+    return max(highest(of_ranks, [(rank, kind) for kind in row]) for rank, row in enumerate(kinds))
 
 
 def _parse(given: object) -> tuple[float, _Unit, object]:

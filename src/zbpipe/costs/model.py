@@ -34,11 +34,10 @@ def amount(what: str, name: str, value: Any) -> float:
     return found
 
 
-def amounts(what: str, name: str, values: Any, each: str) -> tuple[float, ...]:
-    """Several costs, a number for `each` item."""
+def _by_stage(what: str, name: str, values: Any) -> tuple[float, ...]:
     values = values.tolist() if hasattr(values, "tolist") else values  # an array of numpy or torch
     if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
-        raise TypeError(f"{what} cannot have {name} = {values!r}: give one number for each {each}, for example (1, 1)")
+        raise TypeError(f"{what} cannot have {name} = {values!r}: give one number for each stage, for example (1, 1)")
     return tuple(amount(what, name, value) for value in values)
 
 
@@ -80,12 +79,12 @@ class Link:
     """Bytes per second."""
 
     def __post_init__(self) -> None:
-        set_fields(self, latency=amount("a link", "latency", self.latency))
+        latency = amount("a link", "latency", self.latency)
         refusal = f"a link cannot have bandwidth = {self.bandwidth!r}: give a number above 0"
         bandwidth = number(self.bandwidth, refusal)
         if not bandwidth >= 1 / MOST:
             raise ValueError(refusal)
-        set_fields(self, bandwidth=bandwidth)
+        set_fields(self, latency=latency, bandwidth=bandwidth)
 
     def seconds(self, num_bytes: float) -> float:
         """Time of a message, in seconds."""
@@ -150,12 +149,9 @@ class CommonCosts:
     working: Mapping[OpKind, float | tuple[float, ...]] = field(default_factory=lambda: FrozenDict({}))
     """Working memory of ops, by kind: one number for all stages or layers, or one for each. Missing kinds need none.
 
-    It adds to the memory held before the op and to what the op adds. Under activation checkpointing, I and B recompute
-    one block at a time, so it is the memory of one block and its gradients.
-    """
+    It adds to what the rank holds and what the op adds. With checkpointing, I and B recompute one block at a time."""
     host: Link | None = None
-    """Link between a rank and the memory of its host, for copies in each direction. None if unknown. The bandwidth is
-    in the unit of the activations per second."""
+    """Link from a rank to its host's memory, and back, in the unit of the activations per second. None if unknown."""
     overhead: float = 0.0
     """Seconds that each op of a stage takes besides its computation: Python, launches, gaps between kernels. B has it
     once. `zbpipe.Profiler` measures it. On A100 GPUs about 1 ms fits Megatron's published steps (docs/hardware.md)."""
@@ -209,16 +205,15 @@ class CostModel(CommonCosts):
     _: KW_ONLY
     gather: float | tuple[float, ...] = 0.0
     """Seconds in which data-parallel ranks gather the parameters of a stage, once a step: one number for all stages, or
-    one per stage. A step begins with the gathers. A stage's first F runs beside its gather, and ends no earlier."""
+    one for each. A step begins with the gathers. A stage's first F runs beside its gather, and ends no earlier."""
     reduce: float | tuple[float, ...] = 0.0
-    """Seconds in which data-parallel ranks reduce the gradients of a stage, once a step: one number for all stages, or
-    one per stage. The reduction runs beside the computations, from the start of the stage's last W or B."""
+    """As `gather`, for the reduction of gradients. It runs beside the computations, from the stage's last W or B on."""
     in_bytes: bool = field(default=True, compare=False, repr=False)
     """Whether memory is in bytes. False if 1 is a rank's share of one microbatch."""
 
     def __post_init__(self) -> None:
         what = "the costs of stages"
-        columns = {name: amounts(what, name, getattr(self, name), "stage") for name in COLUMNS}
+        columns = {name: _by_stage(what, name, getattr(self, name)) for name in COLUMNS}
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"f, i, w and activations need one number for each stage, got {lengths}")
@@ -247,11 +242,10 @@ class CostModel(CommonCosts):
         if not isinstance(placement, Placement):
             raise TypeError(f"uniform costs need a zbpipe.Placement, for example Placement.loop(4), got {placement!r}")
         parts = [1 / len(placement.stages_on(rank)) for rank in placement.rank_of]
-        seconds = {name: amount("uniform costs", name, each) for name, each in (("f", f), ("i", i), ("w", w))}
-        columns: dict[str, Any] = {name: tuple(each * part for part in parts) for name, each in seconds.items()}
+        seconds = (amount("uniform costs", name, each) for name, each in (("f", f), ("i", i), ("w", w)))
+        columns = (tuple(each * part for part in parts) for each in (*seconds, 1.0))
         return cls(
-            **columns,
-            activations=tuple(parts),
+            *columns,
             link=Link(amount("uniform costs", "comm", comm)),
             in_bytes=False,
             **others,
@@ -320,18 +314,14 @@ class CostModel(CommonCosts):
         link = self.links.get((sender, receiver), self.link)
         return link.seconds(self.message_bytes if message is None else message)
 
-    def compare_backwards(self, stage: int) -> float:
+    def saved_by_b(self, stage: int) -> float:
         """Memory that B needs less than I and then W. Negative if it needs more."""
         i, w, b = (self.of(stage, kind) for kind in (OpKind.I, OpKind.W, OpKind.B))
         return max(i.needs, i.adds + w.needs) - b.needs
 
-    def saves_by_b(self, stage: int) -> bool:
-        """Whether B needs less memory than I and then W, so that it may replace them."""
-        return self.compare_backwards(stage) > 0
-
     def least_backward(self, stage: int) -> tuple[OpKind, ...]:
         """The kinds of ops with the least peak memory for a backward that is not deferred."""
-        return (OpKind.B,) if self.saves_by_b(stage) else (OpKind.I, OpKind.W)
+        return (OpKind.B,) if self.saved_by_b(stage) > 0 else (OpKind.I, OpKind.W)
 
 
 def _one_or_each(
@@ -376,11 +366,6 @@ def least_room(placement: Placement, costs: CostModel) -> tuple[float, ...]:
     return tuple(map(peak, map(placement.stages_on, range(placement.num_ranks))))
 
 
-def too_small(least: Sequence[float], limits: Sequence[float]) -> list[int]:
-    """Ranks that cannot hold one microbatch, which needs `least` there."""
-    return [rank for rank, needed in enumerate(least) if not limits[rank] >= needed * (1 - ROUNDING)]
-
-
 class LimitTooSmallError(ValueError):
     """Error for a memory limit that cannot hold even one microbatch. Its arguments, which pickle copies: the limit and
     the least sufficient one (numbers, or text in the user's unit), the rank, and an addition to the message."""
@@ -397,7 +382,7 @@ class LimitTooSmallError(ValueError):
 def require_room(placement: Placement, costs: CostModel, limits: Sequence[float], more: str = "") -> None:
     """Raise LimitTooSmallError, with `more` in its message, if a limit of a rank is too small for one microbatch."""
     least = least_room(placement, costs)
-    if short := too_small(least, limits):
+    if short := [rank for rank, needed in enumerate(least) if not limits[rank] >= needed * (1 - ROUNDING)]:
         rank = max(short, key=least.__getitem__)
         raise LimitTooSmallError(limits[rank], least[rank], rank, more)
 

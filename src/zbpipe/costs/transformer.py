@@ -192,10 +192,9 @@ def typical_costs(
     times = typical_times(checkpointing) if times is None else tuple(times)
     if len(times) != 3:
         raise ValueError(f"times = {times} are not three numbers: give those of F, I and W, for example (1, 1.2, 0.8)")
-    f, i, w = times
     working = {kind: block.working(checkpointing, kind, tensor) / (_BLOCKS_PER_RANK * kept) for kind in COMPUTATIONS}
     freed = 1 - block.kept_by_i(tensor) / kept
-    return CostModel.uniform(placement, f, i, w, comm=comm, freed_by_i=freed, working=working, host=host)
+    return CostModel.uniform(placement, *times, comm=comm, freed_by_i=freed, working=working, host=host)
 
 
 def usual_costs(
@@ -211,10 +210,9 @@ def usual_costs(
     costs = typical_costs(placement, checkpointing, comm=_COMM, tensor=tensor)
     if work is None or not any(map(sum, work)):
         return costs
-    again = LLAMA_3_8B.recomputed(checkpointing)
     unit = placement.num_ranks / sum(map(sum, work))
     f, i, w = ([unit * each * sum(stage) for stage in work] for each in PAPERS_TIMES)
-    i = [once + unit * again * blocks for once, (blocks, _) in zip(i, work, strict=True)]
+    i = [once + unit * LLAMA_3_8B.recomputed(checkpointing) * blocks for once, (blocks, _) in zip(i, work, strict=True)]
     return replace(costs, f=tuple(f), i=tuple(i), w=tuple(w))
 
 

@@ -33,13 +33,12 @@ class Transport(Named):
     IDEAL = "ideal"
     """Nothing: each message leaves as soon as it is computed."""
     ONE_QUEUE = "one queue"
-    """All messages of a rank go one after the other, each when both ends have reached it, as NCCL and RCCL send."""
+    """All messages of a rank go one after the other, each when both ends have reached it, as with NCCL and RCCL."""
     QUEUE_PER_PEER = "queue per peer"
-    """One queue for the messages between two ranks, as with a communicator for each pair or a process group for each
-    edge of the pipeline."""
+    """One queue for the messages between two ranks, as with a communicator or a process group for each pair."""
     SHARED = "shared with compute"
-    """One queue that includes the computations: a message that waits delays its rank. This is the worst case if streams
-    share the hardware's queues. Drivers and variables determine whether they do."""
+    """One queue that includes the computations: a message that waits delays its rank, as where drivers and variables
+    make streams share the hardware's queues."""
     BLOCKING = "blocking"
     """An op ends when its message has arrived, as in Megatron's interleaved schedules without overlap."""
 

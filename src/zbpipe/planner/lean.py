@@ -80,7 +80,7 @@ class _Row:
         weights, stage = op._replace(kind=OpKind.W), op.stage
         alone = self._held + sum(self._costs.of(*each).adds for each in self._waiting)
         fits = alone + highest(self._costs, ((stage, OpKind.I), (stage, OpKind.W))) <= self._limit
-        saves = self._costs.saves_by_b(stage)
+        saves = self._costs.saved_by_b(stage) > 0
         if op.kind is OpKind.I and (fits or not saves):
             self._run(op, then=weights)
             self._waiting.append(weights)

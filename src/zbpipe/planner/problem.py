@@ -54,8 +54,8 @@ class Problem:
         """Whether B helps on each stage: it needs less of limited memory than I and W, or no more and less time."""
         most = most_room(self.placement, self.costs, self.num_microbatches)
         return tuple(
-            (self._saved(stage) > 0 and self.costs.compare_backwards(stage) >= 0)
-            or (self.costs.saves_by_b(stage) and self.limits[rank] < most[rank])
+            (self._saved(stage) > 0 and self.costs.saved_by_b(stage) >= 0)
+            or (self.costs.saved_by_b(stage) > 0 and self.limits[rank] < most[rank])
             for stage, rank in enumerate(self.placement.rank_of)
         )
 

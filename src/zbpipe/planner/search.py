@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 from operator import itemgetter
 from random import Random
@@ -74,29 +74,23 @@ class Found:
     by: str
 
 
+@dataclass
 class Search:
     """One search over several placements, with a budget that counts ops placed and timed."""
 
-    def __init__(
-        self,
-        problems: Sequence[Problem],
-        budget: float,
-        engine: Engine,
-        *,
-        seed: int = 1,
-        effort: Effort = Effort(),
-        progress: Progress = report_nothing,
-    ) -> None:
-        self.problems = problems
-        self.engine = engine
-        self.budget = budget
-        self.left = budget
-        self.random = Random(seed)
-        self.effort = effort
-        self.progress = progress
-        self.best: Found | None = None
-        self.kept: list[Found] = []
-        """All orders whose time was simulated."""
+    problems: Sequence[Problem]
+    budget: float
+    engine: Engine
+    seed: int = 1
+    effort: Effort = Effort()
+    progress: Progress = report_nothing
+    best: Found | None = None
+    kept: list[Found] = field(default_factory=list)
+    """All orders whose time was simulated."""
+
+    def __post_init__(self) -> None:
+        self.left = self.budget
+        self.random = Random(self.seed)
 
     def run(self, seeds: Iterable[tuple[Problem, list[int], str]]) -> Found:
         """Search from known orders with their names and from list scheduling. Returns the best order found."""

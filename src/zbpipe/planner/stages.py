@@ -9,7 +9,7 @@ from math import inf
 
 from zbpipe.costs.layers import LayerCosts, Sizes, Split, balance, even_sizes, move_layer, require_enough, split_of
 from zbpipe.costs.memory_limit import CostsOf, MemoryLimit
-from zbpipe.costs.model import ROUNDING, CostModel, least_room, most_room, require_room, too_small
+from zbpipe.costs.model import ROUNDING, CostModel, LimitTooSmallError, most_room, require_room
 from zbpipe.costs.transport import Transport
 from zbpipe.planner.engine import Engine, fastest
 from zbpipe.planner.lean import fit_within
@@ -55,7 +55,11 @@ def default_budget(problems: Sequence[Problem], engine: Engine) -> float:
 
 
 def fits(placement: Placement, costs: CostModel, limits: Sequence[float] | None) -> bool:
-    return limits is None or not too_small(least_room(placement, costs), limits)
+    try:
+        require_room(placement, costs, limits or (inf,) * placement.num_ranks)
+    except LimitTooSmallError:
+        return False
+    return True
 
 
 def make_problem(request: Request, name: str, placement: Placement, costs: CostModel) -> Problem:

@@ -146,7 +146,7 @@ class _Possible(NamedTuple):
         return cost._replace(seconds=cost.seconds - (i + cost.seconds - b))
 
     def saves_by_b(self, stage: int) -> bool:
-        return stage not in self.forced and self.costs.compare_backwards(stage) > 0
+        return stage not in self.forced and self.costs.saved_by_b(stage) > 0
 
 
 def _as_possible(placement: Placement, costs: CostModel, limits: Sequence[float] | None) -> _Possible:
@@ -156,7 +156,7 @@ def _as_possible(placement: Placement, costs: CostModel, limits: Sequence[float]
         for stage in own:
             below += costs.activations[stage]
             i, w = costs.of(stage, OpKind.I), costs.of(stage, OpKind.W)
-            if below + max(i.needs, i.adds + w.needs) > limit * (1 + 1e-6) and costs.saves_by_b(stage):
+            if below + max(i.needs, i.adds + w.needs) > limit * (1 + 1e-6) and costs.saved_by_b(stage) > 0:
                 forced.append(stage)
     return _Possible(costs, frozenset(forced))
 

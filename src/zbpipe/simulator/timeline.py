@@ -10,7 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from zbpipe.costs.model import CostModel, rank_shares
+from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Schedule
 from zbpipe.simulator.lower_bound import lower_bound
@@ -166,7 +166,7 @@ class Timeline:
     def peak_activations(self) -> tuple[float, ...]:
         """Peak of each rank without working memory. The unit is the activations of one microbatch in all its stages."""
         kept = replace(self, costs=replace(self.costs, working={})) if self.costs.working else self
-        shares = rank_shares(self.schedule.placement, self.costs)
+        shares = self.schedule.placement.sum_by_rank(self.costs.activations)
         return tuple(peak / share if share else 0.0 for peak, share in zip(kept.peak_memory, shares, strict=True))
 
     @cached_property

@@ -142,35 +142,25 @@ def _find_misplaced(schedule: Schedule, places: _Places) -> Iterator[Finding]:
 
 
 def _find_missing(schedule: Schedule, places: _Places) -> Iterator[Finding]:
-    """Missing ops. Every stage and microbatch needs one F and either one B or one I and one W."""
+    """Missing ops, and those that a B makes needless. A microbatch needs F on each stage, and a B or an I and a W."""
+    copies = list(zip(OFFLOADS, RELOADS, strict=True)) if schedule.has_copies else []
+    needless = {OpKind.I: "does the whole backward", OpKind.OI: "leaves nothing for a W"}
     for stage, rank in enumerate(schedule.placement.rank_of):
         for microbatch in range(schedule.num_microbatches):
             f, i, w, b = (Op(stage, kind, microbatch) for kind in (OpKind.F, OpKind.I, OpKind.W, OpKind.B))
             if f not in places:
                 yield Finding("missing", rank, None, f, "no rank runs this forward")
-            halves = [half for half in (i, w) if half in places]
-            if b in places:
-                for half in halves:
-                    yield Finding("foreign", *places[half][0], half, f"{b} does the whole backward")
-            elif not halves:
+            if b not in places and i not in places and w not in places:
                 yield Finding("missing", rank, None, b, f"no rank runs this backward, as {b} or as {i} and {w}")
-            elif len(halves) == 1:
-                lost = w if halves == [i] else i
-                yield Finding("missing", rank, None, lost, f"no rank runs it, but {halves[0]} is there")
-            if schedule.has_copies:
-                yield from _find_lost_copies(rank, stage, microbatch, places)
-
-
-def _find_lost_copies(rank: int, stage: int, microbatch: int, places: _Places) -> Iterator[Finding]:
-    """Copies of which one direction is missing, or copies for a W that the schedule does not have."""
-    b = Op(stage, OpKind.B, microbatch)
-    for there, back in zip(OFFLOADS, RELOADS, strict=True):
-        copies = [op for kind in (there, back) if (op := Op(stage, kind, microbatch)) in places]
-        if copies and there is OpKind.OI and b in places:
-            yield Finding("foreign", *places[copies[0]][0], copies[0], f"{b} leaves nothing for a W")
-        elif len(copies) == 1:
-            lost = Op(stage, back if copies[0].kind is there else there, microbatch)
-            yield Finding("missing", rank, None, lost, f"no rank runs it, but {copies[0]} is there")
+            pairs = ((Op(stage, out, microbatch), Op(stage, back, microbatch)) for out, back in copies)
+            for one, other in ((i, w), *pairs):
+                there = [op for op in (one, other) if op in places]
+                if b in places and one.kind in needless:
+                    for op in there:
+                        yield Finding("foreign", *places[op][0], op, f"{b} {needless[one.kind]}")
+                elif len(there) == 1:
+                    lost = other if there == [one] else one
+                    yield Finding("missing", rank, None, lost, f"no rank runs it, but {there[0]} is there")
 
 
 def find_disordered(
