@@ -1,5 +1,6 @@
 """TorchTitan jobs with a pipeline against the same jobs without one, for docs/compatibility.md."""
 
+import re
 import shutil
 from collections.abc import Callable
 from itertools import pairwise
@@ -25,6 +26,7 @@ from titan_jobs import (
     flavor,
     pipeline,
     train_as_without_a_pipeline,
+    words,
 )
 from titan_jobs import require_titan as require
 from torch import Tensor
@@ -220,12 +222,23 @@ trains the frozen weights. With tensor parallelism the loss is parallel as well.
 
 
 def resumes(titan: Titan, folder: Path) -> str:
-    first = _saved(titan, folder / "first", *pipeline("ZBV"), "--checkpoint.async_mode", "async", *_LONGER)
+    """With four stages on each rank, which are parts of the one stage that the first job had there."""
+    deep = "rows_config:llama3_deep"
+    in_background = ("--checkpoint.async_mode", "async")
+    first = _saved(titan, folder / "first", *pipeline("1F1B"), *in_background, *_LONGER, model=deep)
     shutil.copytree(folder / "first" / "step-2", folder / "resumed" / "step-2")
-    resumed = _saved(titan, folder / "resumed", *pipeline("ZB", 4), *_LONGER, num_ranks=4)
+    eight_stages = words(
+        *(
+            "parallelism.pipeline_parallel_layers_per_stage 2",
+            "parallelism.pipeline_parallel_first_stage_less_layers 0",
+        ),
+        "parallelism.pipeline_parallel_last_stage_less_layers 0",
+    )
+    resumed = _saved(titan, folder / "resumed", *pipeline("ZB"), *eight_stages, *_LONGER, model=deep)
+    assert re.search("ZB runs 4 stages per rank in a wave", resumed.log), resumed.log
     assert [step["step"] for step in resumed.steps] == [3, 4]
     for job in (first, resumed):
-        assert_values(job.steps, titan.without_pipeline(*_LONGER).steps[-len(job.steps) :])
+        assert_values(job.steps, titan.without_pipeline(*_LONGER, model=deep).steps[-len(job.steps) :])
     return "works"
 
 
@@ -350,7 +363,7 @@ ROWS: dict[str, Cell | tuple[str, str, Callable[[Titan, Path], str]]] = {
         "2 ranks: pp=2",
         has_equal_expert_biases,
     ),
-    "resume": ("ZBV, asynchronous checkpoints, resumed by ZB", "2 ranks: pp=2, then 4 ranks: pp=4", resumes),
+    "resume": ("1F1B, asynchronous checkpoints, resumed by ZB with 4 stages per rank", "2 ranks: pp=2", resumes),
     "export": ("ZBV, weights exported for Hugging Face", "2 ranks: pp=2", exports),
     "ep": (
         "expert parallelism over gloo (DeepSeek V3)",

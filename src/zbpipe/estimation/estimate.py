@@ -360,14 +360,14 @@ class JobMemory:
         return [name for name, device in DEVICES.items() if self.worst <= device.usable_bytes]
 
 
-def _choose(workload: Workload, limit: MemoryLimit | None) -> tuple[Algorithm, Placement]:
-    """The job's own schedule, and the placement that it chooses."""
+def choose_own(workload: Workload, limit: MemoryLimit | None, *, on_cpu: bool = False) -> tuple[Algorithm, Placement]:
+    """The job's own schedule, and the placement that it chooses. Overhead of ops does not count `on_cpu`."""
     degrees, how = workload.degrees, workload.checkpointing
     algorithm = resolve(workload.schedule)
     if how is None:
         return algorithm, algorithm.place(degrees.pipeline)
     stages = len(workload.cut) // degrees.pipeline if workload.cut and algorithm.any_stages_per_rank else None
-    tokens = workload.tokens / degrees.sharing
+    tokens = 0.0 if on_cpu else workload.tokens / degrees.sharing
     size = degrees.pipeline, workload.microbatches
     chosen = choose(
         algorithm,
@@ -387,7 +387,7 @@ def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobM
 
     `USABLE` leaves room for buffers of the communication library, copies of FSDP, and fragmentation.
     """
-    algorithm, placement = _choose(workload, limit)
+    algorithm, placement = choose_own(workload, limit)
     split = workload.split(placement, algorithm)
     costs = join_stages(workload.layer_costs(lambda layer: (1.0, 1.0, 1.0)), split)  # times make no difference
     made_for = workload.usual_costs(algorithm, placement)
