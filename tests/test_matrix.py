@@ -1,6 +1,5 @@
 """TorchTitan jobs with a pipeline against the same jobs without one, for docs/compatibility.md."""
 
-import re
 import shutil
 from collections.abc import Callable
 from itertools import pairwise
@@ -223,19 +222,13 @@ trains the frozen weights. With tensor parallelism the loss is parallel as well.
 
 def resumes(titan: Titan, folder: Path) -> str:
     """With four stages on each rank, which are parts of the one stage that the first job had there."""
-    deep = "rows_config:llama3_deep"
-    in_background = ("--checkpoint.async_mode", "async")
-    first = _saved(titan, folder / "first", *pipeline("1F1B"), *in_background, *_LONGER, model=deep)
+    deep, settings = "rows_config:llama3_deep", (*words("checkpoint.async_mode async"), *_LONGER)
+    first = _saved(titan, folder / "first", *pipeline("1F1B"), *settings, model=deep)
     shutil.copytree(folder / "first" / "step-2", folder / "resumed" / "step-2")
-    eight_stages = words(
-        *(
-            "parallelism.pipeline_parallel_layers_per_stage 2",
-            "parallelism.pipeline_parallel_first_stage_less_layers 0",
-        ),
-        "parallelism.pipeline_parallel_last_stage_less_layers 0",
-    )
-    resumed = _saved(titan, folder / "resumed", *pipeline("ZB"), *eight_stages, *_LONGER, model=deep)
-    assert re.search("ZB runs 4 stages per rank in a wave", resumed.log), resumed.log
+    ends = (f"parallelism.pipeline_parallel_{end}_stage_less_layers 0" for end in ("first", "last"))
+    eight_stages = words("parallelism.pipeline_parallel_layers_per_stage 2", *ends)
+    resumed = _saved(titan, folder / "resumed", *pipeline("ZB"), *eight_stages, *settings, model=deep)
+    assert "ZB runs 4 stages per rank in a wave" in resumed.log
     assert [step["step"] for step in resumed.steps] == [3, 4]
     for job in (first, resumed):
         assert_values(job.steps, titan.without_pipeline(*_LONGER, model=deep).steps[-len(job.steps) :])

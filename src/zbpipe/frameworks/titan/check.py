@@ -56,7 +56,9 @@ def check(config: Any, algorithm: Algorithm | None, options: Options) -> None:
         require_steps(algorithm, options, config.training.steps, _spell)
         placement = _find_placement(algorithm, config.parallelism.pipeline_parallel_degree, options)
         require_size(algorithm, options, placement, batches.microbatches(config), _spell)
-        _warn_of_idle_ranks(config)
+        option, size = batches.batch_option(config)
+        if words := few_microbatches(placement.num_ranks, batches.microbatches(config), size, option):
+            _warn_once(words)
         if not depends_on_model(algorithm):
             check_stages(config, algorithm, placement, options)
 
@@ -187,13 +189,6 @@ def _check_torchs_split(algorithm: Algorithm, options: Options, config: Any) -> 
             f"torch's {algorithm.name} {lost}: use one of zbpipe's schedules, or set config.loss to"
             " CrossEntropyLoss.Config()"
         )
-
-
-def _warn_of_idle_ranks(config: Any) -> None:
-    option, size = batches.batch_option(config)
-    ranks = config.parallelism.pipeline_parallel_degree
-    if words := few_microbatches(ranks, batches.microbatches(config), size, option):
-        _warn_once(words)
 
 
 @cache

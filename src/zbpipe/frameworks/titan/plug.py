@@ -77,7 +77,8 @@ def plug_in(options: Options, on_cpu: bool) -> None:
         _replace_train_specs(options, on_cpu)
     _show_loss_on_all_ranks()
     if options.optimizer_step == "validated":
-        steps.validate_steps(Trainer, dist_utils, lambda trainer: _config_of(trainer).training.max_norm)
+        field = "job_config" if HAS_JOB_CONFIG else "config"
+        steps.validate_steps(Trainer, dist_utils, lambda trainer: getattr(trainer, field).training.max_norm)
     # The grouped experts of TorchTitan's MoE models defer their weight gradients.
     moe = "torchtitan.models.moe.moe" if HAS_JOB_CONFIG else "torchtitan.models.common.moe"
     import_module(moe).GroupedExperts.weight_products = {autograd.grouped_mm: GROUPED_MM}
@@ -86,10 +87,6 @@ def plug_in(options: Options, on_cpu: bool) -> None:
 def train() -> None:
     """Run TorchTitan's `train.py` with the rest of the command line."""
     torchtitan.train.main(*([Trainer] if HAS_JOB_CONFIG else []))
-
-
-def _config_of(trainer: Any) -> Any:
-    return trainer.job_config if HAS_JOB_CONFIG else trainer.config
 
 
 def _config_manager(options: Options, on_cpu: bool) -> type[Any]:
