@@ -25,6 +25,7 @@ from titan_jobs import (
     flavor,
     pipeline,
     train_as_without_a_pipeline,
+    words,
 )
 from titan_jobs import require_titan as require
 from torch import Tensor
@@ -220,12 +221,17 @@ trains the frozen weights. With tensor parallelism the loss is parallel as well.
 
 
 def resumes(titan: Titan, folder: Path) -> str:
-    first = _saved(titan, folder / "first", *pipeline("ZBV"), "--checkpoint.async_mode", "async", *_LONGER)
+    """With four stages on each rank, which are parts of the one stage that the first job had there."""
+    deep, settings = "rows_config:llama3_deep", (*words("checkpoint.async_mode async"), *_LONGER)
+    first = _saved(titan, folder / "first", *pipeline("1F1B"), *settings, model=deep)
     shutil.copytree(folder / "first" / "step-2", folder / "resumed" / "step-2")
-    resumed = _saved(titan, folder / "resumed", *pipeline("ZB", 4), *_LONGER, num_ranks=4)
+    ends = (f"parallelism.pipeline_parallel_{end}_stage_less_layers 0" for end in ("first", "last"))
+    eight_stages = words("parallelism.pipeline_parallel_layers_per_stage 2", *ends)
+    resumed = _saved(titan, folder / "resumed", *pipeline("ZB"), *eight_stages, *settings, model=deep)
+    assert "ZB runs 4 stages per rank in a wave" in resumed.log
     assert [step["step"] for step in resumed.steps] == [3, 4]
     for job in (first, resumed):
-        assert_values(job.steps, titan.without_pipeline(*_LONGER).steps[-len(job.steps) :])
+        assert_values(job.steps, titan.without_pipeline(*_LONGER, model=deep).steps[-len(job.steps) :])
     return "works"
 
 
@@ -350,7 +356,7 @@ ROWS: dict[str, Cell | tuple[str, str, Callable[[Titan, Path], str]]] = {
         "2 ranks: pp=2",
         has_equal_expert_biases,
     ),
-    "resume": ("ZBV, asynchronous checkpoints, resumed by ZB", "2 ranks: pp=2, then 4 ranks: pp=4", resumes),
+    "resume": ("1F1B, asynchronous checkpoints, resumed by ZB with 4 stages per rank", "2 ranks: pp=2", resumes),
     "export": ("ZBV, weights exported for Hugging Face", "2 ranks: pp=2", exports),
     "ep": (
         "expert parallelism over gloo (DeepSeek V3)",

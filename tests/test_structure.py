@@ -22,17 +22,17 @@ FORMALITIES = {"zbpipe", "zbpipe.__main__"}
 BUDGETS = {
     "src/zbpipe": 271,
     "src/zbpipe/algorithms": 717,
-    "src/zbpipe/cli": 1634,
+    "src/zbpipe/cli": 1633,
     "src/zbpipe/costs": 884,
     "src/zbpipe/estimation": 1054,
-    "src/zbpipe/frameworks": 2977,
+    "src/zbpipe/frameworks": 2973,
     "src/zbpipe/planner": 1676,
     "src/zbpipe/runtime": 8325,
     "src/zbpipe/schedule": 716,
     "src/zbpipe/simulator": 1624,
     "src/zbpipe/titan": 95,
     "src/zbpipe/views": 1046,
-    "tests": 21278,
+    "tests": 21275,
     "benchmarks": 2752,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""

@@ -246,12 +246,8 @@ REFUSALS = {
         f"^{COMPLAINT}$",
     ),
 }
-OF_03: dict[str, Any] = {
-    "stages that the ranks cannot share": LONG,
-    "raises in a step": (),
-    "different schedules": NEWEST,
-}
-OF_03 |= {"step is not finite on rank 0": NEWEST, "step is not finite on rank 1": LONG}
+OF_03: dict[str, Any] = {"stages that the ranks cannot share": LONG, "raises in a step": ()}
+OF_03 |= {"different schedules": NEWEST, "step is not finite on rank 0": NEWEST, "step is not finite on rank 1": LONG}
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=OF_03.get(name, ())) for name in REFUSALS])
@@ -796,21 +792,11 @@ def test_the_demo_reports_what_it_saw(monkeypatch: pytest.MonkeyPatch) -> None:
         r"ZBV as planned, 25.5 s:\nrank 0 F.*ZBV as measured, 38.25 s:\nrank 0 F", result.output, re.DOTALL
     )
 
-
-def test_the_demo_fails_when_zbpipe_does(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail_zbv(arguments: list[str], **options: Any) -> JobOutcome:
         return JobOutcome((), "RuntimeError: no") if "ZBV" in arguments else fake_train(arguments, **options)
 
     monkeypatch.setattr(command, "train_on_cpu", fail_zbv)
-    monkeypatch.setattr(emulated, "emulate", fake_emulation)
     assert CliRunner().invoke(cli.main, ["demo"]).exit_code == 1
-
-
-def test_the_demo_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(versions, "find_spec", lambda name: None)
-    result = CliRunner().invoke(cli.main, ["demo"])
-    assert result.exit_code != 0
-    assert f"torchtitan is not installed: pip install torchtitan=={'0.2.2' if IS_02 else '0.3.0'}" in result.output
 
 
 def test_the_first_error_is_told(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def short(data_ranks: int | None = None) -> tuple[str, ...]:
     steps = ("--training.steps", str(STEPS), "--lr_scheduler.warmup_steps", "0")
     tokens = 4 * 64 * (data_ranks or 1)
     accumulated = () if data_ranks is None else (each.format(tokens=tokens) for each in flavor().accumulated)
-    return (*steps, *find_installed().size(4, 64), *accumulated)
+    return (*steps, *flavor().size, *accumulated)
 
 
 def require_titan(*names: str) -> str:
@@ -45,6 +45,10 @@ def require_titan(*names: str) -> str:
     return found
 
 
+def words(*options: str) -> tuple[str, ...]:
+    return tuple(word for option in options for word in f"--{option}".split())
+
+
 class Flavor(NamedTuple):
     """How the jobs of one version of TorchTitan differ from those of another."""
 
@@ -55,12 +59,10 @@ class Flavor(NamedTuple):
     module: str
     has_mean_loss: bool
     """Whether a pipeline's gradients are those of the mean of the loss, not of its sum over all tokens of a step."""
+    size: tuple[str, ...] = words("training.local_batch_size 4", "training.seq_len 64")
+    """A step of four sequences with 64 tokens, each a microbatch of a pipeline."""
     accumulated: tuple[str, ...] = ()
     """Further arguments of a job without a pipeline, with {tokens} for the tokens per step."""
-
-
-def words(*options: str) -> tuple[str, ...]:
-    return tuple(word for option in options for word in f"--{option}".split())
 
 
 # Gradients of the sum are clipped to the same norm as those of the mean. By default 0.2 checkpoints every second block.
@@ -86,7 +88,12 @@ _FLAVORS = {
     ),
 }
 _FLAVORS["main of August 2026"] = _FLAVORS["0.3.0"]._replace(
-    validation=(), accumulated=words("training.num_tokens_per_train_step {tokens}")
+    validation=(),
+    size=words(
+        *("parallelism.num_pp_microbatches 4", "training.max_context_length 64"),
+        "training.num_tokens_per_microbatch_per_dp_rank 64",
+    ),
+    accumulated=words("training.num_tokens_per_train_step {tokens}"),
 )
 
 

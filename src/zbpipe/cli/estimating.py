@@ -181,12 +181,12 @@ def measure(steps: int, output: Path, arguments: tuple[str, ...]) -> None:
     _require_job(arguments)
     require_ending(output)
     with in_one_line(ImportError):
-        from zbpipe.frameworks.titan.command_line import read_config
+        from zbpipe.frameworks.titan.command_line import parse, read_config
 
-        config = read_config(arguments)
+        config, options = read_config(arguments), parse(arguments)[0]
         from zbpipe.frameworks.titan.measure_stages import measure_stages
 
-        costs = measure_stages(config, steps)
+        costs = measure_stages(config, steps, MemoryLimit.parse(options.memory_limit))
     dump_costs(costs, output)
     click.echo(costs_table(costs))
     click.echo(f"wrote {output}")

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 @click.option(
     "--budget", type=float, metavar="N", help="Number of ops that the search may time; default: about one second."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the search.")
 @click.option(
     "--offload",
     type=click.Choice(["pairs", "activations", "all"]),

@@ -356,8 +356,8 @@ class JobMemory:
         return [name for name, device in DEVICES.items() if self.worst <= device.usable_bytes]
 
 
-def _choose(workload: Workload, limit: MemoryLimit | None) -> tuple[Algorithm, Placement]:
-    """The job's own schedule, and the placement that it chooses."""
+def choose_own(workload: Workload, limit: MemoryLimit | None, *, on_cpu: bool = False) -> tuple[Algorithm, Placement]:
+    """The job's own schedule, and the placement that it chooses. Overhead of ops does not count `on_cpu`."""
     degrees, how = workload.degrees, workload.checkpointing
     algorithm = resolve(workload.schedule)
     if how is None:
@@ -370,7 +370,7 @@ def _choose(workload: Workload, limit: MemoryLimit | None) -> tuple[Algorithm, P
         workload,
         how,
         tensor=degrees.tensor,
-        tokens=workload.tokens / degrees.sharing,
+        tokens=0.0 if on_cpu else workload.tokens / degrees.sharing,
         stages_per_rank=stages,
         memory_limit=limit,
     )
@@ -382,7 +382,7 @@ def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobM
 
     `USABLE` leaves room for buffers of the communication library, copies of FSDP, and fragmentation.
     """
-    algorithm, placement = _choose(workload, limit)
+    algorithm, placement = choose_own(workload, limit)
     split = workload.split(placement, algorithm)
     costs = join_stages(workload.layer_costs(lambda layer: (1.0, 1.0, 1.0)), split)  # times make no difference
     made_for = workload.usual_costs(algorithm, placement)

@@ -30,6 +30,9 @@ from zbpipe.schedule import registry
 from zbpipe.schedule.ir import Placement
 from zbpipe.schedule.registry import Algorithm
 
+of_model: dict[str, Any] = {}
+"""Arguments of the schedule by what a plug knows of the model, while the framework builds its pipeline."""
+
 
 class Proxy(ABCMeta):
     """Proxy classes of a schedule. A proxy equals torch's class with the same placement."""
@@ -42,10 +45,10 @@ class Proxy(ABCMeta):
         torchs = cls.__bases__[0]
         names = list(inspect.signature(torchs).parameters)
         given = dict(zip(names, args, strict=False)) | kwargs
-        stages = checks.sort_stages(given.pop(names[0], ()), cls.algorithm.name)
+        stages, placement = checks.place_stages(given.pop(names[0], ()), cls.algorithm)
         n_microbatches, loss_fn = given.pop("n_microbatches", None), given.pop("loss_fn", None)
-        job_schedule.require_size(cls.algorithm, cls.options, stages[0].group_size, n_microbatches, None, str)
-        built = job_schedule.build(cls.algorithm, stages, n_microbatches, loss_fn, cls.options, **given)
+        job_schedule.require_size(cls.algorithm, cls.options, placement, n_microbatches, str)
+        built = job_schedule.build(cls.algorithm, stages, n_microbatches, loss_fn, cls.options, **of_model | given)
         job_schedule.attach(built, cls.options)
         return built
 

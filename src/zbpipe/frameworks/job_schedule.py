@@ -16,7 +16,6 @@ from zbpipe.costs import file as costs_file
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel, require_room
-from zbpipe.costs.transport import Transport
 from zbpipe.frameworks.options import Options
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import pipelining
@@ -47,8 +46,6 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
             " schedules, for example ZB, which stays within 1F1B's memory"
         )
     checks.read_receives(options.receives, options.select_for("torch"))
-    if options.transport is not None:
-        Transport.parse(options.transport)
     if not will_run:
         return
     if options.costs_out and not (options.profile_steps or algorithm is AutoSchedule.algorithm):
@@ -62,19 +59,16 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
 
 
 def require_size(
-    algorithm: Algorithm, options: Options, num_ranks: int, n_microbatches: int, steps: int | None, spell: checks.Spell
+    algorithm: Algorithm, options: Options, placement: Placement, n_microbatches: int, spell: checks.Spell
 ) -> None:
-    """Refuse options that do not fit a job of this size. `steps` is None if the number is unknown.
+    """Refuse options that do not fit a job of this size.
 
     Raises:
-        ValueError: the memory limit is too low, the cost file is for other stages, the schedule has no I and W to time,
-            or the job has too few steps.
+        ValueError: the memory limit is too low, the cost file is for other stages, or the schedule has no I and W to
+            time.
     """
-    placement = algorithm.place(num_ranks)
+    num_ranks = placement.num_ranks
     known = None if options.costs_file is None else costs_file.load_costs(options.costs_file)
-    if known and algorithm.any_stages_per_rank and isinstance(known.costs, CostModel):
-        # Its stages are those of the job.
-        placement = known.placement or algorithm.place(num_ranks, max(known.costs.num_stages // num_ranks, 1))
     if known:
         _require_stages(known, options, placement, spell)
     if limit := MemoryLimit.parse(options.memory_limit):
@@ -83,11 +77,17 @@ def require_size(
         costs = known.on(placement) if known else CostModel.uniform(placement)
         with limit.explain(costs, num_ranks, n_microbatches):
             require_room(placement, costs, limit.resolve(costs, num_ranks, n_microbatches), f" for {algorithm.name}")
-    if options.profile_steps and OpKind.I not in algorithm.make(num_ranks, n_microbatches).kinds:
-        raise ValueError(
-            f"{spell('profile_steps')} times I and W, but {algorithm.name} runs whole backwards: measure with Auto,"
-            " which stays within about 1F1B's memory"
-        )
+    if options.profile_steps:
+        schedule = algorithm.make_on(placement, n_microbatches)
+        if schedule is not None and OpKind.I not in schedule.kinds:
+            raise ValueError(
+                f"{spell('profile_steps')} times I and W, but {algorithm.name} runs whole backwards: measure with Auto,"
+                " which stays within about 1F1B's memory"
+            )
+
+
+def require_steps(algorithm: Algorithm, options: Options, steps: int, spell: checks.Spell) -> None:
+    """Refuse options that need more steps than the job has."""
     timed = options.profile_steps
     if timed is None and algorithm is AutoSchedule.algorithm and options.costs_out:
         timed = USUAL_STEPS
@@ -97,7 +97,7 @@ def require_size(
         "check_gradients": options.check_gradients or 0,
     }
     for option, needed in steps_needed.items():
-        if steps is not None and needed > steps:
+        if needed > steps:
             raise ValueError(
                 f"{spell(option)} needs {needed} steps, but training.steps={steps}: lower it, or train longer"
             )

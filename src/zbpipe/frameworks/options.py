@@ -150,7 +150,7 @@ class Options:
         "Where ranks post their receives. Default: where the simulated step is the shortest (docs/messages.md).",
         choices=_list_words(Receives),
     )
-    transport: str | None = _zbpipes(
+    transport: Transport | None = _zbpipes(
         "Which messages wait for each other. Default: measured after the first step (docs/messages.md).",
         choices=_list_words(Transport),
     )
@@ -196,7 +196,8 @@ class Options:
             if check := each.metadata["check"]:
                 check(each.name, getattr(self, each.name))
         limit = MemoryLimit.parse(self.memory_limit, costs_are_known=self.costs_file is not None)
-        set_fields(self, memory_limit=limit)
+        transport = None if self.transport is None else Transport.parse(self.transport)
+        set_fields(self, memory_limit=limit, transport=transport)
 
     def select_for(self, *takers: _Taker) -> dict[str, Any]:
         """The non-default keyword arguments for these takers."""

@@ -57,6 +57,7 @@ class AdaptiveSchedule(RegisteredSchedule):
         stages: all stages of this rank, already wrapped for checkpointing.
         work: relative work of each of the pipeline's stages, the same on all ranks: in layers that checkpointing wraps,
             and in all else. Default: all stages are equal.
+        tensor: degree of tensor parallelism.
         checkpointing: "none", "selective" or "full", the same on all ranks. By default detected in the modules (see
             `checkpointing_of`). Before the first step all ranks agree on the detected one that keeps least.
         costs: measured costs, the same on all ranks, instead of typical costs for the checkpointing.
@@ -75,16 +76,17 @@ class AdaptiveSchedule(RegisteredSchedule):
         costs: CostModel | None = None,
         memory_limit: MemoryLimitLike | None = None,
         work: Work | None = None,
+        tensor: int = 1,
         **options: Any,
     ) -> None:
         limit = MemoryLimit.parse(memory_limit, costs_are_known=costs is not None)
-        self._work = work
+        self._work, self._tensor = work, tensor
         found = None if checkpointing is None else Checkpointing.parse(checkpointing)
         is_sure = costs is not None or found is not None
         if costs is None:
             stages, placement = checks.place_stages(stages, self.algorithm)
             found = found or checkpointing_of([stage.submod for stage in stages])
-            costs = usual_costs(placement, found, work=work)
+            costs = usual_costs(placement, found, tensor, work)
         super().__init__(stages, n_microbatches, loss_fn, *args, costs=costs, memory_limit=limit, **options)
         self.checkpointing = found
         """Checkpointing for which the schedule is made; None with measured costs."""
@@ -101,17 +103,10 @@ class AdaptiveSchedule(RegisteredSchedule):
         words = agreement.gather_answers(question, self.checkpointing, stage.group, stage.device)
         agreed = max(map(Checkpointing.parse, words), key=list(Checkpointing).index)
         logger.info("%s is made for %s activation checkpointing, as the modules show", name, agreed)
-        self.make_for(agreed)  # only now: a rank that refuses this step asks again in the next one
-
-    def make_for(self, checkpointing: Checkpointing, tensor: int = 1, work: Work | None = None) -> None:
-        """Remake the schedule for the checkpointing of all ranks, unless it is made for measured costs.
-
-        `tensor` is the degree of tensor parallelism, and `work` that of the stages (see the class).
-        """
-        self._unsure = None
-        if self.checkpointing is not None and (self.checkpointing is not checkpointing or tensor > 1 or work):
-            self.checkpointing, self._work = checkpointing, work or self._work
-            self.remake(usual_costs(self.placement, checkpointing, tensor, self._work))
+        self._unsure = None  # only now: a rank that refuses this step asks again in the next one
+        if self.checkpointing is not agreed:
+            self.checkpointing = agreed
+            self.remake(usual_costs(self.placement, agreed, self._tensor, self._work))
 
 
 def checkpointing_of(parts: Sequence[nn.Module]) -> Checkpointing:

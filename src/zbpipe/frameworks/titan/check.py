@@ -7,11 +7,14 @@ from functools import cache
 from math import prod
 from typing import Any
 
+from zbpipe.costs.file import load_costs
+from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import has_torchs_split
 from zbpipe.estimation.workload import few_microbatches
-from zbpipe.frameworks.job_schedule import require_sense, require_size
+from zbpipe.frameworks.job_schedule import require_sense, require_size, require_steps
 from zbpipe.frameworks.options import Options
 from zbpipe.frameworks.titan import batches
+from zbpipe.schedule.ir import Placement
 from zbpipe.schedule.registry import Algorithm
 from zbpipe.simulator.passes import default_costs
 from zbpipe.simulator.post_validation import LEAST_GAIN, gain
@@ -44,16 +47,47 @@ def check(config: Any, algorithm: Algorithm | None, options: Options) -> None:
         )
     require_sense(algorithm, options, _spell, will_run=has_pipeline)
     if options.optimizer_step == "validated":
-        _check_validated_step(algorithm, config)
+        _check_validated_step(algorithm, has_pipeline)
     if has_pipeline:
         _check_schedule(algorithm, config)
         _check_torchs_split(algorithm, options, config)
         if config.comm.mode == "fake_backend":
             _require_no_measuring(algorithm, options)
-        ranks, steps = config.parallelism.pipeline_parallel_degree, config.training.steps
-        require_size(algorithm, options, ranks, batches.microbatches(config), steps, _spell)
-        _warn_of_idle_ranks(config)
-        _warn_of_first_step(algorithm, config)
+        require_steps(algorithm, options, config.training.steps, _spell)
+        placement = _find_placement(algorithm, config.parallelism.pipeline_parallel_degree, options)
+        require_size(algorithm, options, placement, batches.microbatches(config), _spell)
+        option, size = batches.batch_option(config)
+        if words := few_microbatches(placement.num_ranks, batches.microbatches(config), size, option):
+            _warn_once(words)
+        if not depends_on_model(algorithm):
+            check_stages(config, algorithm, placement, options)
+
+
+def depends_on_model(algorithm: Algorithm) -> bool:
+    """Whether the number of stages is known only when zbpipe cuts the model."""
+    return algorithm.any_stages_per_rank and algorithm.source == "zbpipe"
+
+
+def check_stages(config: Any, algorithm: Algorithm, placement: Placement, options: Options) -> None:
+    """Refuse validated steps that gain nothing with these stages, and warn of a first step that takes long."""
+    if options.optimizer_step == "validated" and algorithm.name != "Auto":
+        schedule = algorithm.make_on(placement, batches.microbatches(config), runs_ahead=True)
+        assert schedule is not None, "the placement is one of the schedule"
+        saved = gain(schedule, default_costs(placement))
+        if saved < LEAST_GAIN:
+            ranks = placement.num_ranks
+            raise ValueError(
+                f"{_VALIDATED_STEP} gains nothing ({saved:.1%} of a step) with {algorithm.name} on {ranks} ranks: use"
+                f" ZBV or ZB2P with at least {2 * ranks} microbatches, or omit it"
+            )
+    # With zbpipe's schedules all ranks compile at the same time; see `zbpipe.runtime.ranks.warm_up`.
+    in_turn = placement.num_stages // (placement.num_ranks if algorithm.source == "zbpipe" else 1)
+    seconds = config.comm.init_timeout_seconds
+    if config.compile.enable and in_turn >= _MANY_STAGES and seconds <= _DEFAULT_SECONDS:
+        _warn_once(
+            f"{algorithm.name} compiles {in_turn} stages one after the other in the first step. If that takes more than"
+            f" comm.init_timeout_seconds={seconds}, the job ends: set --comm.init_timeout_seconds 1800"
+        )
 
 
 def require_processes(config: Any, number: int) -> None:
@@ -84,24 +118,27 @@ def _spell(option: str) -> str:
     return f"--zbpipe.{option.replace('_', '-')}"
 
 
-def _check_validated_step(algorithm: Algorithm, config: Any) -> None:
-    what = f"{_spell('optimizer_step')} validated"
-    ranks = config.parallelism.pipeline_parallel_degree
-    if ranks < 2:
-        raise ValueError(f"{what} avoids a wait for other pipeline ranks, but this job has none: omit it")
+_VALIDATED_STEP = f"{_spell('optimizer_step')} validated"
+
+
+def _check_validated_step(algorithm: Algorithm, has_pipeline: bool) -> None:
+    if not has_pipeline:
+        raise ValueError(f"{_VALIDATED_STEP} avoids a wait for other pipeline ranks, but this job has none: omit it")
     if algorithm.source == "torch":
         raise ValueError(
-            f"{what} needs one of zbpipe's schedules, and {algorithm.name} is torch's own: use ZBV, or omit it"
+            f"{_VALIDATED_STEP} needs one of zbpipe's schedules, and {algorithm.name} is torch's own: use ZBV, or omit"
+            " it"
         )
-    if algorithm.name == "Auto":
-        return
-    schedule = algorithm.make(ranks, batches.microbatches(config), runs_ahead=True)
-    saved = gain(schedule, default_costs(schedule.placement))
-    if saved < LEAST_GAIN:
-        raise ValueError(
-            f"{what} gains nothing ({saved:.1%} of a step) with {algorithm.name} on {ranks} ranks: use ZBV or ZB2P with"
-            f" at least {2 * ranks} microbatches, or omit it"
-        )
+
+
+def _find_placement(algorithm: Algorithm, ranks: int, options: Options) -> Placement:
+    """The placement before the model is cut. If the number of stages depends on that: the cost file's, or the usual
+    one."""
+    if options.costs_file is not None and algorithm.any_stages_per_rank:
+        known = load_costs(options.costs_file)
+        if isinstance(known.costs, CostModel):
+            return known.placement or algorithm.place(ranks, max(known.costs.num_stages // ranks, 1))
+    return algorithm.place(ranks)
 
 
 def _require_no_measuring(algorithm: Algorithm, options: Options) -> None:
@@ -151,25 +188,6 @@ def _check_torchs_split(algorithm: Algorithm, options: Options, config: Any) -> 
         _warn_once(
             f"torch's {algorithm.name} {lost}: use one of zbpipe's schedules, or set config.loss to"
             " CrossEntropyLoss.Config()"
-        )
-
-
-def _warn_of_idle_ranks(config: Any) -> None:
-    option, size = batches.batch_option(config)
-    ranks = config.parallelism.pipeline_parallel_degree
-    if words := few_microbatches(ranks, batches.microbatches(config), size, option):
-        _warn_once(words)
-
-
-def _warn_of_first_step(algorithm: Algorithm, config: Any) -> None:
-    """Warn if TorchTitan's timeout of the first step may end while ranks wait for others that compile."""
-    seconds, placement = config.comm.init_timeout_seconds, algorithm.place(config.parallelism.pipeline_parallel_degree)
-    # With zbpipe's schedules all ranks compile at the same time; see `zbpipe.runtime.ranks.warm_up`.
-    in_turn = placement.num_stages // (placement.num_ranks if algorithm.source == "zbpipe" else 1)
-    if config.compile.enable and in_turn >= _MANY_STAGES and seconds <= _DEFAULT_SECONDS:
-        _warn_once(
-            f"{algorithm.name} compiles {in_turn} stages one after the other in the first step. If that takes more than"
-            f" comm.init_timeout_seconds={seconds}, the job ends: set --comm.init_timeout_seconds 1800"
         )
 
 

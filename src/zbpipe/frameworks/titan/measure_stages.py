@@ -26,13 +26,14 @@ from torchtitan.tools import utils as titan_utils
 
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.layers import Split
+from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.estimation.estimate import choose_own
 from zbpipe.estimation.workload import Degrees
 from zbpipe.frameworks.titan import batches, cpu, models
 from zbpipe.frameworks.titan.counting import workload_of
 from zbpipe.runtime.build import build_pipeline_schedule
 from zbpipe.runtime.measure.profiler import RankTable, average_by_kind, combine, find_overhead
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
-from zbpipe.schedule.registry import resolve
 
 logger = logging.getLogger(__name__)
 
@@ -43,12 +44,13 @@ _SCHEDULES = ("ZBH1", "1F1B")
 """Schedules with I and W apart, and with I and W together."""
 
 
-def measure_stages(config: Any, steps: int = 3) -> JobCosts:
+def measure_stages(config: Any, steps: int = 3, memory_limit: MemoryLimit | None = None) -> JobCosts:
     """Costs of all stages of a job's schedule, measured here without any other rank.
 
     Args:
         config: TorchTitan's config. Tensor parallelism and data parallelism are ignored.
         steps: number of steps to time, per stage and schedule.
+        memory_limit: the job's, by which ZB chooses its stages.
 
     Raises:
         ImportError: TorchTitan is 0.2.
@@ -56,12 +58,12 @@ def measure_stages(config: Any, steps: int = 3) -> JobCosts:
     """
     if models.HAS_JOB_CONFIG:
         raise ImportError("zbpipe builds single stages with torchtitan 0.3, and this is 0.2")
-    ranks = config.parallelism.pipeline_parallel_degree
-    algorithm = resolve(config.parallelism.pipeline_parallel_schedule)
-    placement = algorithm.place(ranks)
     if cpu.is_needed():
         cpu.adapt(config)
-    workload = workload_of(config, Degrees(ranks), "")
+    parallelism = config.parallelism
+    shared = {"tensor": parallelism.tensor_parallel_degree, "context": parallelism.context_parallel_degree}
+    workload = workload_of(config, Degrees(parallelism.pipeline_parallel_degree, **shared), "")
+    algorithm, placement = choose_own(workload, memory_limit, on_cpu=cpu.is_needed())
     split = workload.split(placement, algorithm)
     if encoders := workload.layers[0].modules[1:]:
         logger.warning("%s get no images here: add their costs to stage 0", ", ".join(encoders))

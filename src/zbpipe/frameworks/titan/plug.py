@@ -38,15 +38,14 @@ from torchtitan.train import Trainer
 
 from zbpipe.costs import file as costs_file
 from zbpipe.costs.memory_limit import MemoryLimit
-from zbpipe.costs.transformer import Checkpointing, Work
-from zbpipe.costs.transport import Transport
+from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation.choice import Choice, choose
 from zbpipe.frameworks import installation
 from zbpipe.frameworks.installation import is_placed_by_frameworks
 from zbpipe.frameworks.options import Options
 from zbpipe.frameworks.titan import batches, cpu, dry_run, layer_split, monitor, steps, versions
 from zbpipe.frameworks.titan.batches import checkpointing_of
-from zbpipe.frameworks.titan.check import check, require_processes
+from zbpipe.frameworks.titan.check import check, check_stages, depends_on_model, require_processes
 from zbpipe.frameworks.titan.command_line import asks_for_help
 from zbpipe.frameworks.titan.layer_split import LayerSplit
 from zbpipe.runtime import checks
@@ -78,7 +77,8 @@ def plug_in(options: Options, on_cpu: bool) -> None:
         _replace_train_specs(options, on_cpu)
     _show_loss_on_all_ranks()
     if options.optimizer_step == "validated":
-        steps.validate_steps(Trainer, dist_utils, lambda trainer: _config_of(trainer).training.max_norm)
+        field = "job_config" if HAS_JOB_CONFIG else "config"
+        steps.validate_steps(Trainer, dist_utils, lambda trainer: getattr(trainer, field).training.max_norm)
     # The grouped experts of TorchTitan's MoE models defer their weight gradients.
     moe = "torchtitan.models.moe.moe" if HAS_JOB_CONFIG else "torchtitan.models.common.moe"
     import_module(moe).GroupedExperts.weight_products = {autograd.grouped_mm: GROUPED_MM}
@@ -87,10 +87,6 @@ def plug_in(options: Options, on_cpu: bool) -> None:
 def train() -> None:
     """Run TorchTitan's `train.py` with the rest of the command line."""
     torchtitan.train.main(*([Trainer] if HAS_JOB_CONFIG else []))
-
-
-def _config_of(trainer: Any) -> Any:
-    return trainer.job_config if HAS_JOB_CONFIG else trainer.config
 
 
 def _config_manager(options: Options, on_cpu: bool) -> type[Any]:
@@ -120,7 +116,7 @@ def _config_manager(options: Options, on_cpu: bool) -> type[Any]:
                 spec, name = config.model_spec, config.parallelism.pipeline_parallel_schedule
                 if spec.pipelining_fn is not None and config.parallelism.pipeline_parallel_degree > 1:
                     require_schedule_of(spec.pipelining_fn, name, options)
-                config.model_spec = _add_pipelining(spec, options)
+                config.model_spec = _add_pipelining(spec, options, config)
             return config
 
     return PluggedConfigManager
@@ -130,11 +126,11 @@ def _find_algorithm(parallelism: Any) -> Algorithm | None:
     return installation.find_algorithm(parallelism.pipeline_parallel_schedule)
 
 
-def _add_pipelining(spec: Any, options: Options) -> Any:
+def _add_pipelining(spec: Any, options: Options, config: Any = None) -> Any:
     """A `ModelSpec` or `TrainSpec` that also takes zbpipe's schedules, if it has pipelines at all."""
     if spec.pipelining_fn is None:
         return spec
-    return replace(spec, pipelining_fn=make_pipelining(spec.pipelining_fn, options))
+    return replace(spec, pipelining_fn=make_pipelining(spec.pipelining_fn, options, config))
 
 
 def _replace_train_specs(options: Options, on_cpu: bool) -> None:
@@ -171,9 +167,10 @@ class _Job(NamedTuple):
         return cls(kwargs["parallelism"], kwargs["training"], how, kwargs["model_config"], kwargs["device"])
 
 
-def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> PipeliningFunction:
+def make_pipelining(pipelining_fn: PipeliningFunction, options: Options, config: Any = None) -> PipeliningFunction:
     """A model's `pipelining_fn` that also takes zbpipe's schedules. With torch's names it is the model's own.
 
+    `config` is the job's. With 0.2 it is an argument of the function.
     It raises `ValueError` for settings that cannot run, and `PipelineError` on all ranks if their schedules differ.
     """
 
@@ -183,10 +180,12 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> Pipe
         if HAS_JOB_CONFIG:
             check(args[1], algorithm, options)  # nobody has called this yet if another program started the trainer
         is_zbpipes = algorithm is not None and algorithm.source == "zbpipe"
-        work: Work | None = None
         with ExitStack() as stack:
             if algorithm is not None and is_zbpipes:
                 chosen, split = _choose(pipelining_fn, algorithm, model, job, options)
+                if depends_on_model(chosen.algorithm):
+                    check_stages(args[1] if HAS_JOB_CONFIG else config, *chosen[:2], options)
+                stack.enter_context(replaced(installation, of_model=_adapt_to(job, chosen, split, options)))
                 for module, helpers in _helpers(pipelining_fn, chosen, split):
                     stack.enter_context(replaced(module, **helpers))
                 # TorchTitan's rules for the number of stages know its own schedules alone.
@@ -196,7 +195,6 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> Pipe
                     args = (args[0], _changed(args[1], parallelism=own), *args[2:])
                 else:
                     kwargs["parallelism"] = own
-                work = split.work(chosen.placement) if chosen.algorithm.by_checkpointing else None
             if dry_run.is_running():
                 make_stages = dry_run.make_stages(job, _dtype_between_stages(job.training, args))
                 for module in _modules_of(pipelining_fn):
@@ -210,12 +208,21 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options) -> Pipe
                 " for the schedule by its name: use one of torch's schedules"
             )
         if isinstance(schedule, pipelining.PipelineSchedule):
-            complete(schedule, name, job, work)
+            complete(schedule, name, job)
         else:
             logger.info("%s runs %s by its own %s", _name_of(pipelining_fn), name, type(schedule).__qualname__)
         return built
 
     return pipeline
+
+
+def _adapt_to(job: _Job, chosen: Choice, split: LayerSplit, options: Options) -> dict[str, Any]:
+    """Arguments of a schedule that adapts to the checkpointing, if no costs are measured."""
+    if not chosen.algorithm.by_checkpointing or options.costs_file is not None:
+        return {}
+    # From the config, not from each rank's modules: all ranks need one schedule now.
+    tensor = job.parallelism.tensor_parallel_degree
+    return {"checkpointing": job.checkpointing, "tensor": tensor, "work": split.work(chosen.placement)}
 
 
 def _changed(config: Any, **fields: Any) -> Any:
@@ -304,7 +311,7 @@ def _choose(
         measured=None if options.costs_file is None else costs_file.load_costs(options.costs_file),
         stages_per_rank=stages,
         memory_limit=MemoryLimit.parse(options.memory_limit),
-        transport=None if options.transport is None else Transport.parse(options.transport),
+        transport=options.transport,
     )
     if chosen.words:
         logger.info("%s", chosen.words)
@@ -325,9 +332,9 @@ def _helpers(
         for name in _find_names(module, "pipeline_module_split"):
             original = build = getattr(module, name)
             if not is_placed_by_frameworks(chosen.algorithm, chosen.placement):
-                build = _make_split(original, chosen.placement, modules)
+                build = partial(_build_stages, original, chosen.placement, modules)
             if split.by_hand is None and original is getattr(pipeline_parallel, name, None):
-                build = _with_all_modules(build)
+                build = partial(_build_with_all_modules, build)
             helpers[name] = _outermost(original, build, inside)
         yield module, helpers
 
@@ -387,80 +394,67 @@ def _require_all(model: nn.Module, modules: Sequence[Sequence[str]]) -> None:
         )
 
 
-def _with_all_modules(titans_split: Callable[..., Any]) -> Callable[..., Any]:
-    """TorchTitan's function that builds the stages of a rank, for stages that have all modules with weights."""
-
-    def split(
-        whole_model: nn.Module,
-        pp_mesh: DeviceMesh,
-        pp_schedule: str,
-        device: torch.device,
-        module_names_per_stage: list[list[str]],
-        **more: Any,
-    ) -> tuple[list[PipelineStage], list[nn.Module]]:
-        _require_all(whole_model, module_names_per_stage)
-        built: tuple[list[PipelineStage], list[nn.Module]]
-        built = titans_split(whole_model, pp_mesh, pp_schedule, device, module_names_per_stage, **more)
-        return built
-
-    return split
+_Stages = tuple[list[PipelineStage], list[nn.Module]]
 
 
-def _make_split(
-    titans_split: Callable[..., Any], placement: Placement, modules: Sequence[ModuleType]
-) -> Callable[..., Any]:
-    """TorchTitan's function that builds the stages of a rank, for stages in any placement.
+# These have the arguments of TorchTitan's function that builds the stages of a rank, after their own.
+def _build_with_all_modules(
+    titans_split: Callable[..., _Stages],
+    whole_model: nn.Module,
+    pp_mesh: DeviceMesh,
+    pp_schedule: str,
+    device: torch.device,
+    module_names_per_stage: list[list[str]],
+    **more: Any,
+) -> _Stages:
+    """Build stages that have all modules with weights."""
+    _require_all(whole_model, module_names_per_stage)
+    return titans_split(whole_model, pp_mesh, pp_schedule, device, module_names_per_stage, **more)
 
-    It may call functions in `modules`.
+
+def _build_stages(
+    titans_split: Callable[..., _Stages],
+    placement: Placement,
+    modules: Sequence[ModuleType],
+    whole_model: nn.Module,
+    pp_mesh: DeviceMesh,
+    pp_schedule: str,
+    device: torch.device,
+    module_names_per_stage: list[list[str]],
+    **more: Any,
+) -> _Stages:
+    """Build stages in any placement. TorchTitan's function may call functions in `modules`.
+
+    TorchTitan builds exactly one stage for a rank of a mesh with one rank per stage.
     """
     as_one_stage = {"logger": _SILENT, "get_schedule_class": lambda name: PipelineScheduleMulti}
-
-    def split(
-        whole_model: nn.Module,
-        pp_mesh: DeviceMesh,
-        pp_schedule: str,
-        device: torch.device,
-        module_names_per_stage: list[list[str]],
-        **more: Any,
-    ) -> tuple[list[PipelineStage], list[nn.Module]]:
-        rank, stages, parts = pp_mesh.get_local_rank(), [], []
-        for index in placement.stages_on(rank):
-            logger.info(
-                "PP rank %d is building stage_idx %d with modules %s", rank, index, module_names_per_stage[index]
-            )
-            mesh = _as_rank(index, placement.num_stages, pp_mesh)
-            with ExitStack() as stack:
-                for module in modules:
-                    names = as_one_stage.keys() & vars(module).keys()
-                    stack.enter_context(replaced(module, **{each: as_one_stage[each] for each in names}))
-                (stage,), (part,) = titans_split(whole_model, mesh, pp_schedule, device, module_names_per_stage, **more)
-            stages.append(stage)
-            parts.append(part)
-        return stages, parts
-
-    return split
-
-
-def _as_rank(stage: int, num_stages: int, mesh: DeviceMesh) -> Any:
-    """A pipeline mesh with one rank per stage, seen from the rank of `stage`.
-
-    With it TorchTitan builds exactly this stage on any rank.
-    """
-    return SimpleNamespace(get_local_rank=lambda: stage, size=lambda: num_stages, get_group=mesh.get_group)
+    rank, size, stages, parts = pp_mesh.get_local_rank(), placement.num_stages, [], []
+    for index in placement.stages_on(rank):
+        logger.info("PP rank %d is building stage_idx %d with modules %s", rank, index, module_names_per_stage[index])
+        mesh: Any = SimpleNamespace(
+            get_local_rank=partial(int, index), size=partial(int, size), get_group=pp_mesh.get_group
+        )
+        with ExitStack() as stack:
+            for module in modules:
+                names = as_one_stage.keys() & vars(module).keys()
+                stack.enter_context(replaced(module, **{each: as_one_stage[each] for each in names}))
+            (stage,), (part,) = titans_split(whole_model, mesh, pp_schedule, device, module_names_per_stage, **more)
+        stages.append(stage)
+        parts.append(part)
+    return stages, parts
 
 
 _SILENT = logging.Logger("silent", logging.CRITICAL)
 """Replaces TorchTitan's logger while a stage stands in for a rank: the logged rank would be wrong."""
 
 
-def complete(schedule: pipelining.PipelineSchedule, name: str, job: _Job, work: Work | None = None) -> None:
+def complete(schedule: pipelining.PipelineSchedule, name: str, job: _Job) -> None:
     """Adapt this rank's schedule to TorchTitan, compare the schedules of all ranks, and add the pipeline's metrics.
 
-    PipelineError on all ranks of the job if their schedules differ. `name` is the value of TorchTitan's schedule field,
-    and `work` that of the stages.
+    PipelineError on all ranks of the job if their schedules differ. `name` is the value of TorchTitan's schedule field.
     """
     if isinstance(schedule, RegisteredSchedule):
-        _complete_zbpipes(schedule, job, work)
+        _complete_zbpipes(schedule, job)
     else:
         require_splittable(schedule, name)
     # Also with torch's schedules: a rank with ZBV would wait for messages of a rank with torch's 1F1B.
@@ -473,13 +467,11 @@ def complete(schedule: pipelining.PipelineSchedule, name: str, job: _Job, work: 
     monitor.report(pipeline, MetricsProcessor, 1 if HAS_JOB_CONFIG else 0)
 
 
-def _complete_zbpipes(schedule: RegisteredSchedule, job: _Job, work: Work | None) -> None:
+def _complete_zbpipes(schedule: RegisteredSchedule, job: _Job) -> None:
     name = schedule.algorithm.name
     logger.info("Using zbpipe's pipeline schedule %s with %d microbatches", name, pipelining.num_microbatches(schedule))
-    if isinstance(schedule, AdaptiveSchedule):
-        # From the config, not from each rank's modules: all ranks need one schedule now.
+    if isinstance(schedule, AdaptiveSchedule) and schedule.checkpointing is not None:
         tensor = job.parallelism.tensor_parallel_degree
-        schedule.make_for(job.checkpointing, tensor, work)
         degree = f" and tensor parallelism over {tensor} ranks" if tensor > 1 else ""
         logger.info("%s is made for %s activation checkpointing%s", name, job.checkpointing, degree)
     schedule.sizes.keywords_are_alike = True  # TorchTitan passes the positions of all tokens to all ranks

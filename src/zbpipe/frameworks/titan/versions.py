@@ -32,17 +32,10 @@ class Version:
     """Oldest torch that it supports."""
     checkpointing: tuple[str, ...]
     """Its arguments for activation checkpointing, with {} for the kind."""
-    batch: tuple[str, ...]
-    """Its arguments for the size of a pipeline's step, with {m} for the number of one-sequence microbatches, and
-    {length}."""
 
     def checkpoint(self, kind: str) -> list[str]:
         """Its arguments for activation checkpointing of this kind: "none", "selective" or "full"."""
         return [argument.format(kind) for argument in self.checkpointing]
-
-    def size(self, microbatches: int, length: int) -> list[str]:
-        """Its arguments for a pipeline's step of sequences with `length` tokens, one sequence per microbatch."""
-        return [each.format(m=microbatches, length=length) for each in self.batch]
 
 
 def find_installed() -> Version:
@@ -114,8 +107,6 @@ def _numbers(release: str) -> tuple[int, ...]:
     return tuple(map(int, digits[0].split("."))) if digits else ()
 
 
-_SEQUENCES = ("--training.local_batch_size", "{m}", "--training.seq_len", "{length}")
-
 # The newest comes last.
 KNOWN = (
     Version(
@@ -123,24 +114,18 @@ KNOWN = (
         shown_by=("config/job_config.py", "class JobConfig"),
         torch=(2, 11),
         checkpointing=("--activation_checkpoint.mode", "{}"),
-        batch=_SEQUENCES,
     ),
     Version(
         "0.3.0",
         shown_by=("config/configs.py", "pipeline_parallel_microbatch_size"),
         torch=(2, 14),
         checkpointing=("activation-checkpoint:{}",),
-        batch=_SEQUENCES,
     ),
     Version(
         "main of August 2026",
         shown_by=("config/configs.py", "num_pp_microbatches"),
         torch=(2, 14),
         checkpointing=("activation-checkpoint:{}",),
-        batch=(
-            *("--parallelism.num_pp_microbatches", "{m}", "--training.max_context_length", "{length}"),
-            *("--training.num_tokens_per_microbatch_per_dp_rank", "{length}"),
-        ),
     ),
 )
 
