@@ -30,7 +30,7 @@ from turns import CLOSED, Choices, TokenStage, Turns
 import zbpipe
 from zbpipe import simulate
 from zbpipe.costs.transport import Receives, Transport
-from zbpipe.runtime._torch import hooks
+from zbpipe.runtime._torch import pipelining
 from zbpipe.schedule import registry
 from zbpipe.simulator.passes import add_messages, add_waits, default_costs, free_sends_early, place_receives
 from zbpipe.simulator.simulation import best_receives
@@ -101,7 +101,8 @@ class Pipelines:
         self.step(rank)
 
     def all_stages(self) -> Iterator[TokenStage]:
-        return (stage for schedule in self.schedules for stage in cast(list[TokenStage], hooks.stages_of(schedule)))
+        stages = (stage for schedule in self.schedules for stage in pipelining.stages_of(schedule))
+        return cast(Iterator[TokenStage], stages)
 
     def train(self, choices: Choices) -> None:
         """A step of all ranks, which has to be right."""

@@ -25,7 +25,7 @@ from torch import nn
 from twin import Twin
 
 import zbpipe
-from zbpipe.runtime._torch import pipelining, position, waits
+from zbpipe.runtime._torch import pipelining, position
 from zbpipe.runtime.ranks import failures, progress
 
 MICROBATCHES = 6
@@ -260,7 +260,7 @@ class Progress(progress.Progress):
             return 0.0
 
 followed, schedule = Progress(has_events=False), Progress()
-progress.pipelining.device_of = progress.hooks.stages_of = lambda of: [None]
+progress.pipelining.device_of = progress.pipelining.stages_of = lambda of: [None]
 followed.start(schedule)
 time.sleep(0.1)
 """
@@ -301,7 +301,7 @@ def on_accelerators(folder: Path) -> None:
     sys.stderr = (folder / str(dist.get_rank())).open("w")  # the end of the process shows it
     twin = Twin(dist.get_rank())
     with (
-        mock.patch.object(waits, "interrupt"),  # as over NCCL
+        mock.patch.object(pipelining, "interrupt"),  # as over NCCL
         mock.patch.object(progress, "_launched_on", return_value=progress.Launched(twin.new_event)),
     ):
         job = Job()

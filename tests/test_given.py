@@ -20,7 +20,7 @@ from torch.distributed.pipelining import schedules
 import zbpipe
 from zbpipe.frameworks.installation import find_algorithm, uninstall
 from zbpipe.runtime import build
-from zbpipe.runtime._torch import hooks
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.measure.profiler import log_visibly
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -77,7 +77,7 @@ def test_an_optimizer_step_of_a_plan_and_of_a_schedule() -> None:
     plan = zbpipe.plan(1, 4, costs, placements=["v"], budget=1e3)
     for given in (plan, replace(zbpipe.generate("ZBV", 1, 4), name="mine")):
         built, _ = trained(given)
-        optimizer = torch.optim.SGD([p for stage in hooks.stages_of(built) for p in stage.submod.parameters()])
+        optimizer = torch.optim.SGD([p for stage in pipelining.stages_of(built) for p in stage.submod.parameters()])
         zbpipe.OptimizerStep(built, optimizer, max_norm=1.0)()
         built.step(torch.ones(4, 4), target=torch.zeros(4, 4))
 

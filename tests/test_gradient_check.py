@@ -54,7 +54,16 @@ def model(num_stages: int = 2, checkpointing: Checkpointing = "none") -> list[nn
     return [build_stage(index, num_stages, checkpointing, num_blocks=2) for index in range(num_stages)]
 
 
-def mismatch(error: pytest.ExceptionInfo[zbpipe.PipelineError]) -> GradientMismatchError:
+def train(schedule: Any, microbatches: int, steps: int = 1) -> None:
+    tokens, targets = batch(microbatches)
+    for _ in range(steps):
+        schedule.step(tokens, target=targets)
+
+
+def mismatch(check: Callable[..., object], *args: Any, match: str | None = None, **how: Any) -> GradientMismatchError:
+    """The error of a check that finds wrong gradients."""
+    with pytest.raises(zbpipe.PipelineError, match=match) as error:
+        check(*args, **how)
     cause = error.value.__cause__
     assert isinstance(cause, GradientMismatchError)
     assert str(pickle.loads(pickle.dumps(cause))) == str(cause)
@@ -117,17 +126,17 @@ def test_a_gradient_changed_while_it_waits_is_named(monkeypatch: pytest.MonkeyPa
     modules = model()
     wrong = modules[0][1].gate.weight  # type: ignore[index, union-attr]
     breaking(monkeypatch, turn_round(lambda pending: pending.weight is wrong))
-    with pytest.raises(zbpipe.PipelineError, match=r"0W0: .*: 1\.gate\.weight 2\. If this layer declares") as error:
-        zbpipe.check_gradients(modules, *batch(2), loss_fn)
-    assert mismatch(error).report.off() == [(0, "1.gate.weight")]
+    words = r"0W0: .*: 1\.gate\.weight 2\. If this layer declares"
+    assert mismatch(zbpipe.check_gradients, modules, *batch(2), loss_fn, match=words).report.off() == [
+        (0, "1.gate.weight")
+    ]
 
 
 def test_a_wrong_gradient_of_the_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """It belongs to no parameter of the stage, but to all of the stage before."""
     monkeypatch.setattr(LINEAR, "of_input", lambda dy, x, weight: 1.01 * dy @ weight)
-    with pytest.raises(zbpipe.PipelineError) as error:
-        zbpipe.check_gradients([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], torch.randn(2, WIDTH))
-    assert mismatch(error).report.off() == [(1, "input 0")]
+    parts = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    assert mismatch(zbpipe.check_gradients, parts, torch.randn(2, WIDTH)).report.off() == [(1, "input 0")]
 
 
 def test_at_most_ten_names_the_worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,10 +145,8 @@ def test_at_most_ten_names_the_worst_first(monkeypatch: pytest.MonkeyPatch) -> N
         nn.init.eye_(layer.weight)  # type: ignore[arg-type]
     factors = {layer.weight: n + 1 for n, layer in enumerate(layers)}
     breaking(monkeypatch, lambda pending: replace(pending, dy=factors[pending.weight] * pending.dy))  # type: ignore[index]
-    with pytest.raises(zbpipe.PipelineError) as error:
-        zbpipe.check_gradients(layers, torch.randn(2, WIDTH))
     names = ", ".join(f"{n}.weight {n}" for n in range(11, 1, -1))
-    assert f"above 1e-04: {names} and 1 more. " in str(error.value)
+    mismatch(zbpipe.check_gradients, layers, torch.randn(2, WIDTH), match=f"above 1e-04: {names} and 1 more. ")
 
 
 class Declared(nn.Module):
@@ -198,9 +205,7 @@ def test_compiled_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled_backward.Part, "run", multiplied)
     zbpipe.check_gradients(stage, x, microbatches=3)
     factor = 2
-    with pytest.raises(zbpipe.PipelineError) as error:
-        zbpipe.check_gradients(stage, x, microbatches=3)
-    report = mismatch(error).report
+    report = mismatch(zbpipe.check_gradients, stage, x, microbatches=3).report
     assert {*report.off()} == {(0, f"{n}.{layer}.weight") for n in (0, 1) for layer in ("up", "down")}
     assert [report.errors[key] for key in report.off()] == pytest.approx([1.0] * 4)
 
@@ -233,8 +238,7 @@ def restless(index: int, checkpointing: Checkpointing) -> nn.Module:
 def learn_shapes(schedule: Any, modules: list[nn.Module]) -> None:
     """One step, of which nothing stays: before it torch runs stages on whatever is in memory."""
     states = [copy.deepcopy(module.state_dict()) for module in modules]
-    tokens, targets = batch(3)
-    schedule.step(tokens, target=targets)
+    train(schedule, 3)
     for module, state in zip(modules, states, strict=True):
         module.load_state_dict(state)
         module.zero_grad()
@@ -316,9 +320,8 @@ def test_a_forward_that_the_split_changes_is_an_alarm(monkeypatch: pytest.Monkey
     """It gives the same output once more, and another one without the split."""
     linear = deferral._DeferredWhole.forward
     monkeypatch.setattr(deferral._DeferredWhole, "forward", staticmethod(lambda *args: 1.01 * linear(*args)))
-    with pytest.raises(zbpipe.PipelineError) as error:
-        zbpipe.check_gradients([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)], torch.randn(2, WIDTH))
-    assert mismatch(error).report.off()
+    parts = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    assert mismatch(zbpipe.check_gradients, parts, torch.randn(2, WIDTH)).report.off()
 
 
 class Reentrant(nn.Module):
@@ -400,8 +403,7 @@ def test_hooks_on_gradients(one_rank: None) -> None:
     cleared.register_post_accumulate_grad_hook(clear)
     schedule: Any = on_one_rank(modules, 2)
     check = zbpipe.GradientCheck(schedule)
-    tokens, targets = batch(2)
-    schedule.step(tokens, target=targets)
+    train(schedule, 2)
     assert len(seen) == 2
     assert check.report is not None
     assert check.report.not_compared == {(0, "1.down.bias")}
@@ -437,11 +439,10 @@ def test_the_parts_are_left_as_they_were(one_rank: None) -> None:
     modules = [restless(index, "none") for index in range(2)]
     schedule: Any = on_one_rank(modules, 2)
     learn_shapes(schedule, modules)
-    tokens, targets = batch(2)
-    schedule.step(tokens, target=targets)
+    train(schedule, 2)
     tensors = [each for module in modules for each in (*module.parameters(), *module.buffers())]
     before = [each.clone() for each in tensors], [each.grad for each in tensors], torch.get_rng_state()
-    zbpipe.check_gradients(modules, tokens, targets, loss_fn)
+    zbpipe.check_gradients(modules, *batch(2), loss_fn)
     assert all(map(torch.equal, tensors, before[0]))
     assert all(each.grad is gradient for each, gradient in zip(tensors, before[1], strict=True))
     assert torch.equal(torch.get_rng_state(), before[2])
@@ -450,7 +451,7 @@ def test_the_parts_are_left_as_they_were(one_rank: None) -> None:
     watched = schedule._stages[1]
     w = watched.backward_weight_one_chunk
     watched.backward_weight_one_chunk = lambda n, **kwargs: (owed.append(len(find_pending(watched, n))), w(n, **kwargs))
-    schedule.step(tokens, target=targets)
+    train(schedule, 2)
     assert owed == [13, 13]
 
 
@@ -463,17 +464,14 @@ def test_fully_shard(one_rank: None, monkeypatch: pytest.MonkeyPatch, precision:
             shard(layer, mp_policy=policy)
     schedule: Any = on_one_rank(modules, 4)
     check = zbpipe.GradientCheck(schedule, 2)
-    tokens, targets = batch(4)
-    for _ in range(2):
-        schedule.step(tokens, target=targets)
+    train(schedule, 4, steps=2)
     assert check.report is not None
     assert check.report.tolerances == dict.fromkeys((0, 1), 1e-4 if precision is None else 3e-2)
     assert (0, "1.up.weight") in check.report.errors
     breaking(monkeypatch, turn_round(lambda pending: pending.x.shape[-1] == 2 * WIDTH))
     zbpipe.GradientCheck(schedule)
-    with pytest.raises(zbpipe.PipelineError) as error:
-        schedule.step(tokens, target=targets)
-    assert {name for _, name in mismatch(error).report.off()} == {f"{n}.down.weight" for n in (0, 1)}
+    report = mismatch(train, schedule, 4).report
+    assert {name for _, name in report.off()} == {f"{n}.down.weight" for n in (0, 1)}
 
 
 def checked_on_two_ranks(broken: bool) -> tuple[GradientReport | None, list[str]]:

@@ -14,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe.runtime._torch import hooks as torch_hooks
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.hooks import HookOrder
 from zbpipe.runtime._torch.stage_work import own
@@ -36,7 +37,7 @@ def test_hooks_run_in_their_order_and_end_in_any(one_rank: None, name: str) -> N
     schedule = pipeline(name)
     x = torch.ones(2, 4)
     schedule.step(x, target=x)
-    before = [dict(vars(owner)).keys() for owner in (schedule, *torch_hooks.stages_of(schedule))]
+    before = [dict(vars(owner)).keys() for owner in (schedule, *pipelining.stages_of(schedule))]
     for come, go in zip(permutations(ORDERS), reversed(list(permutations(ORDERS))), strict=True):
         seen: list[str] = []
         hooks = {order: torch_hooks.hook(schedule, order, partial(note, seen, order)) for order in ORDERS}
@@ -54,7 +55,7 @@ def test_hooks_run_in_their_order_and_end_in_any(one_rank: None, name: str) -> N
         seen.clear()
         schedule.step(x, target=x)
         assert seen == []
-    assert [vars(owner).keys() for owner in (schedule, *torch_hooks.stages_of(schedule))] == before
+    assert [vars(owner).keys() for owner in (schedule, *pipelining.stages_of(schedule))] == before
 
 
 def test_a_hook_that_ends_in_a_computation_ends_alone(one_rank: None) -> None:
@@ -84,7 +85,7 @@ def test_what_is_not_there_cannot_be_replaced() -> None:
 def test_a_check_is_no_backward_of_a_framework(one_rank: None) -> None:
     """Such a backward reduces gradients itself, so stages that torch's own would reduce too early are not refused."""
     schedule = pipeline("ZBV")
-    first, second = torch_hooks.stages_of(schedule)
+    first, second = pipelining.stages_of(schedule)
 
     def frameworks(*args: Any, **kwargs: Any) -> Any:
         return type(second).backward_maybe_with_nosync(second, *args, **kwargs)
@@ -100,7 +101,7 @@ def test_a_check_is_no_backward_of_a_framework(one_rank: None) -> None:
 
 def test_a_stage_keeps_its_class_and_gets_its_methods_back(one_rank: None) -> None:
     schedule = pipeline("ZBV")
-    stage = torch_hooks.stages_of(schedule)[1]
+    stage = pipelining.stages_of(schedule)[1]
     work = own(stage)
     assert (type(stage), type(work).__name__) == (PipelineStage, "SplitWork")
     assert "forward_one_chunk" in vars(stage)

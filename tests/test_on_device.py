@@ -72,9 +72,8 @@ def test_processes_of_their_own() -> None:
 
 def test_what_the_machine_has_not_is_untried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
-    assert [each.found for each in on_device.try_out("cuda", LOOKS_AT_TWO)] == [
-        "untried, because it needs two GPUs"
-    ] * 2
+    found = [each.found for each in on_device.try_out("cuda", LOOKS_AT_TWO)]
+    assert found == ["untried, because it needs two GPUs"] * 2
     monkeypatch.setattr(on_device, "HAS_GROUPS_PER_EDGE", False)
     (result,) = on_device.try_out("cpu", LOOKS_AT_TWO[1:])
     assert result.found == f"untried, because torch {torch.__version__} has none"

@@ -22,7 +22,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import zbpipe
-from zbpipe.runtime._torch import running_ahead
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.optimizer.norm import Votes, clip
 from zbpipe.runtime.optimizer.step import StepCounts
 
@@ -136,7 +136,7 @@ def train(
         return reduce(*args, **kwargs)
 
     with (
-        mock.patch.object(running_ahead, "run_ahead", side_effect=running_ahead.run_ahead) as run_ahead,
+        mock.patch.object(pipelining, "run_ahead", side_effect=pipelining.run_ahead) as run_ahead,
         mock.patch.object(dist, "all_reduce", watched),
     ):
         for number, (x, y) in enumerate(batches(dtype)):

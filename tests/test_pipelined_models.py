@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import zbpipe
-from zbpipe.runtime._torch import hooks
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.split.stage import find_weight_work
 
 for library in ("transformers", "peft"):
@@ -237,9 +237,9 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 def share_of(pipe: Any) -> float:
     """Of all ranks' stages; 1 if no stage has an I, as in a lean schedule of few microbatches with checkpointing."""
-    work = [find_weight_work(stage) for stage in hooks.stages_of(pipe.schedule)]
+    work = [find_weight_work(stage) for stage in pipelining.stages_of(pipe.schedule)]
     flops = sum((torch.tensor([each.share, 1]) * each.flops for each in work if each is not None), torch.zeros(2))
-    dist.all_reduce(flops, group=hooks.stages_of(pipe.schedule)[0].group)
+    dist.all_reduce(flops, group=pipelining.stages_of(pipe.schedule)[0].group)
     return float(flops[0] / flops[1]) if flops[1] else 1.0
 
 

@@ -23,7 +23,7 @@ from zbpipe.costs import JobCosts, dump_costs
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.runtime import adaptive
 from zbpipe.runtime._torch import pipelining
-from zbpipe.runtime._torch.hooks import stages_of
+from zbpipe.runtime._torch.pipelining import stages_of
 from zbpipe.runtime._torch.stage_work import find_work
 from zbpipe.runtime.measure import communication
 from zbpipe.runtime.measure.communication import measure_links
@@ -240,9 +240,7 @@ def test_ranks_with_messages_of_different_sizes_measure_their_link(by_rank: Any)
 
 
 def kept(name: str) -> Any:
-    pipeline = Pipeline(
-        name, MICROBATCHES, lambda index, num_stages: build_stage(index, num_stages, "full", num_blocks=2)
-    )
+    pipeline = Pipeline(name, MICROBATCHES, lambda index, of: build_stage(index, of, "full", num_blocks=2))
     profiler = zbpipe.Profiler(pipeline.schedule, 1)
     tokens, targets = batch(MICROBATCHES)
     for _ in range(3):
@@ -271,9 +269,8 @@ def test_bytes_of_activations(by_rank: Any) -> None:
         assert of_auto.activations[stage] == costs.activations[stage]
         assert of_auto.of(stage, OpKind.W).frees == pytest.approx(costs.of(stage, OpKind.W).frees, abs=message)
         assert of_auto.of(stage, OpKind.I).needs == pytest.approx(costs.of(stage, OpKind.I).needs, abs=message)
-        assert (
-            costs.of(stage, OpKind.B).needs == 0 < of_auto.of(stage, OpKind.B).needs < of_auto.of(stage, OpKind.I).needs
-        )
+        of_b, of_i = (of_auto.of(stage, kind).needs for kind in (OpKind.B, OpKind.I))
+        assert costs.of(stage, OpKind.B).needs == 0 < of_b < of_i
         assert min(of_auto.f[stage], of_auto.i[stage], of_auto.w[stage]) > 0
 
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from zbpipe.runtime._torch import hooks
+from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.split import products
 from zbpipe.runtime.split.deferring_layers import defer_weights
 from zbpipe.runtime.split.products import LINEAR, PendingGradient
@@ -246,7 +246,7 @@ def test_a_loss_with_backwards_of_its_own(one_rank: None, defer_loss: bool) -> N
     def watch(kind: str, index: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         result = compute()
         if (kind, index) == ("I", 1):
-            owed = max(len(find_pending(hooks.stages_of(schedule)[1], each)) for each in range(3))
+            owed = max(len(find_pending(pipelining.stages_of(schedule)[1], each)) for each in range(3))
             seen.append((owed, last.head.weight.grad is not None))
         return result
 

@@ -30,7 +30,7 @@ from zbpipe.estimation import devices
 from zbpipe.estimation.estimate import memory_by_rank
 from zbpipe.estimation.workload import Degrees, LayerWork, Workload
 from zbpipe.frameworks.options import Options
-from zbpipe.runtime._torch import hooks, pipelining
+from zbpipe.runtime._torch import pipelining
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.actions import parse
 from zbpipe.simulator.message_checks import validate_lowered
@@ -137,7 +137,8 @@ def build_rank(job: tuple[int, int]) -> Built:
         **{"model_config": spec.model, "parallelize_fn": spec.parallelize_fn},
         loss_fn=_config.loss.build(compile_config=_config.compile),
     )
-    place, stages = dims.get_mesh("pp").get_local_rank(), [stage.stage_index for stage in hooks.stages_of(schedule)]
+    place = dims.get_mesh("pp").get_local_rank()
+    stages = [stage.stage_index for stage in pipelining.stages_of(schedule)]
     assert rank // (num_gpus // dims.pp) == place
     algorithm = resolve(_config.parallelism.pipeline_parallel_schedule)
     # ZB chooses its stages.

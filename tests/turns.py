@@ -27,7 +27,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from zbpipe.runtime import transport
-from zbpipe.runtime._torch import pipelining, waits
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.measure import recording
 from zbpipe.runtime.ranks import agreement, failures, progress, step_board
 
@@ -165,10 +165,10 @@ class Turns:
             ),
             (step_board, {"time": clock}),
             (transport, {"time": clock}),
-            (waits, {"interrupt": self._interrupt}),
             (schedules, {"record_function": lambda name: nullcontext()}),  # takes a third of the time
             (recording, {"make_counter": lambda device: None}),  # only one per process
             (pipelining, {"has_store": lambda: self.store_is_in_rank_0 and self._running.rank == 0}),
+            (pipelining, {"interrupt": self._interrupt}),
         ]
         started = [mock.patch.multiple(module, **new) for module, new in patches]
         for each in started:

@@ -20,7 +20,7 @@ from zbpipe.costs.transformer import Checkpointing, Work, usual_costs
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import Objective
 from zbpipe.runtime import checks
-from zbpipe.runtime._torch import checkpoints, hooks, pipelining
+from zbpipe.runtime._torch import checkpoints, pipelining
 from zbpipe.runtime._torch.attributes import plain_attribute
 from zbpipe.runtime.measure.profiler import Profiler, log_visibly
 from zbpipe.runtime.measure.recording import Collector, StepRecord, Wanted, watch
@@ -98,7 +98,7 @@ class AdaptiveSchedule(RegisteredSchedule):
         unsure = self._unsure
         if unsure is None or unsure is not self.for_microbatches(self.sizes.usual) or self.checkpointing is None:
             return
-        stage, name = hooks.stages_of(self)[0], self.algorithm.name
+        stage, name = pipelining.stages_of(self)[0], self.algorithm.name
         question = f"{name} with {pipelining.num_microbatches(self)} microbatches, checkpointing: "
         words = agreement.gather_answers(question, self.checkpointing, stage.group, stage.device)
         agreed = max(map(Checkpointing.parse, words), key=list(Checkpointing).index)
@@ -211,7 +211,7 @@ class AutoSchedule(RegisteredSchedule):
         self._offload = Offload.read(offload)
         if self._offload:
             checks.require_offload(self._offload, options.get("split_backward", "deferred"))
-            make_copier(pipelining.device_of(hooks.stages_of(self)[0]))  # refuses devices without host copies
+            make_copier(pipelining.device_of(pipelining.stages_of(self)[0]))  # refuses devices without host copies
         self._group = group
         self._budget = budget
         self._measured = measured

@@ -22,7 +22,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from zbpipe.planner.plan import plan as search
 from zbpipe.planner.result import Plan
 from zbpipe.runtime import checks
-from zbpipe.runtime._torch import hooks, pipelining
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.adaptive import AdaptiveSchedule, AutoSchedule
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -178,7 +178,7 @@ def require_options(algorithm: Algorithm, options: Iterable[str]) -> None:
 def require_splittable(schedule: pipelining.PipelineSchedule, name: str) -> None:
     """Refuse one of torch's own schedules with I and W on compiled stages."""
     if isinstance(schedule, pipelining.ScheduleRuntime) and pipelining.has_split_backward(schedule):
-        split.require_not_compiled(hooks.stages_of(schedule), f"torch's own {name}")
+        split.require_not_compiled(pipelining.stages_of(schedule), f"torch's own {name}")
 
 
 ScheduleZB = class_of("ZB")

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from zbpipe.costs.transport import Receives
-from zbpipe.runtime._torch import fsdp2, hooks, pipelining
+from zbpipe.runtime._torch import fsdp2, pipelining
 from zbpipe.runtime.split.stage import SplitBackward, find_split
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
@@ -236,7 +236,7 @@ def _require_training(runtime: pipelining.ScheduleRuntime, is_first: bool) -> No
     if pipelining.needs_autograd(runtime) and not torch.is_grad_enabled():
         how = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
         raise ValueError(f"a training step computes gradients, but it is called under torch.{how}(): call eval there")
-    for stage in hooks.stages_of(runtime) if is_first else ():
+    for stage in pipelining.stages_of(runtime) if is_first else ():
         for name, parameter in stage.submod.named_parameters():
             if parameter.requires_grad and parameter.is_inference():
                 raise ValueError(
@@ -253,7 +253,7 @@ def require_microbatches_alike(
     for each, what in ((inputs, "inputs"), (keyword_inputs, "keyword inputs"), (targets, "targets")):
         if each is not None and len(each) != n_microbatches:
             raise ValueError(f"a step has {n_microbatches} microbatches, but the {what} give {len(each)}: {_WAY_OUT}")
-    stages = hooks.stages_of(runtime)
+    stages = pipelining.stages_of(runtime)
     if stages[0].is_first and not any(inputs or ()) and not any(keyword_inputs or ()):
         raise ValueError("stage 0 is on this rank, and the step got no input for it: call step(input, ...) here")
     if stages[-1].is_last and pipelining.loss_fn_of(runtime) is not None and targets is None:
@@ -270,7 +270,7 @@ def require_microbatches_alike(
 
 def require_known_shapes(runtime: pipelining.ScheduleRuntime, inputs: Any) -> None:
     """Refuse microbatches, all of one shape, whose shapes differ from the messages' setup."""
-    stage = hooks.stages_of(runtime)[0]
+    stage = pipelining.stages_of(runtime)[0]
     expected = pipelining.input_shapes(runtime) if stage.group_size > 1 else None
     if not stage.is_first or not inputs or expected is None:
         return
@@ -301,7 +301,7 @@ def _describe(shapes: Iterable[torch.Size]) -> str:
 
 def require_scaled_once(runtime: pipelining.PipelineSchedule, name: str) -> None:
     """Refuse a parameter that two stages share: torch would scale its gradient once per stage."""
-    stages = hooks.stages_of(runtime)
+    stages = pipelining.stages_of(runtime)
     if not runtime.scale_grads or all(map(find_split, stages)):
         return
     owners: dict[int, int] = {}

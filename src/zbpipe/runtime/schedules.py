@@ -18,7 +18,7 @@ from zbpipe.costs.model import CostModel
 from zbpipe.costs.transport import Receives, Transport
 from zbpipe.planner.result import Plan
 from zbpipe.runtime import checks
-from zbpipe.runtime._torch import fsdp2, hooks, pipelining, running_ahead
+from zbpipe.runtime._torch import fsdp2, hooks, pipelining
 from zbpipe.runtime._torch.fsdp2 import FsdpMode
 from zbpipe.runtime.device import RandomState
 from zbpipe.runtime.lists import Lists
@@ -212,7 +212,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         if not isinstance(schedule, Schedule):
             raise ValueError(f"adopt takes a zbpipe.Schedule, for example of zbpipe.generate, got {schedule!r}")
         checks.require_same_placement(schedule, self.placement)
-        checks.require_pairs(schedule, hooks.stages_of(self))
+        checks.require_pairs(schedule, pipelining.stages_of(self))
         if costs is not None:
             self.lists.use_costs(as_cost_model(costs, self.placement))
         if schedule.num_microbatches == pipelining.num_microbatches(self):
@@ -276,7 +276,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     def _use(self, schedule: Schedule) -> None:
         """Run a schedule from the next step on. It has that step's number of microbatches."""
         schedule = schedule.computations if self._is_plain else schedule
-        stages = hooks.stages_of(self)
+        stages = pipelining.stages_of(self)
         lowered = self.lists.lower(self, schedule)
         if self._split and OpKind.I in schedule.kinds:
             self._split()
@@ -296,7 +296,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             return
         with ExitStack() as kept:
             # A loss or a layer that calls `backward` itself leaves gradients of zeros.
-            for stage in hooks.stages_of(self):
+            for stage in pipelining.stages_of(self):
                 kept.enter_context(pipelining.keeping_buffers(stage))
                 kept.enter_context(fsdp2.without_gradients(stage.submod))
                 kept.enter_context(split.infer_without_compiler(stage))
@@ -335,7 +335,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
         """Run one step on already split microbatches. Invalid steps are refused, failures are explained."""
-        stages, running = hooks.stages_of(self), self.lists.running
+        stages, running = pipelining.stages_of(self), self.lists.running
         checks.require_microbatches_alike(self, args, kwargs, targets)
         if self.sizes.agree(self, args):
             self._is_warm = False
@@ -371,18 +371,18 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     def _run_ahead(self, run: Callable[[], None]) -> None:
         """Run a step ahead of a pending validation of the last optimizer step. Repeat it if that step did not count."""
-        stages, last, trains = hooks.stages_of(self), self._optimizer_step, pipelining.trains(self)
+        stages, last, trains = pipelining.stages_of(self), self._optimizer_step, pipelining.trains(self)
         kept: list[Tensor] = []
         if self.scale_grads and trains:  # then the end of the step also divides the gradients of earlier steps
             kept = fsdp2.find_kept_gradients(stage.submod for stage in stages)
         cut = self.lists.cut(self) if last is not None and last.is_pending and trains else None
-        with pipelining.saved_from_scaling(self, kept):
+        with hooks.saved_from_scaling(self, kept):
             if last is None or cut is None:
                 self.finish_optimizer_step()
                 run()
                 return
             random = RandomState(pipelining.device_of(stages[0]))
-            if not running_ahead.run_ahead(self, cut, last.verdict, run):
+            if not pipelining.run_ahead(self, cut, last.verdict, run):
                 last.redo()
                 random.restore()
                 run()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from zbpipe.costs.transport import Receives, Transport
-from zbpipe.runtime._torch import hooks, messages, pipelining
+from zbpipe.runtime._torch import messages, pipelining
 from zbpipe.runtime._torch.stage_work import OwnWork
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.ranks import agreement
@@ -106,7 +106,7 @@ def find_known_of(stage: pipelining.Stage) -> Known:
 
 def find_messages(schedule: pipelining.PipelineSchedule) -> tuple[Transport, Receives]:
     """Transport of the messages, and when ranks post receives, in a schedule of zbpipe or torch."""
-    known = find_known_of(hooks.stages_of(schedule)[0]).transport
+    known = find_known_of(pipelining.stages_of(schedule)[0]).transport
     by_torch = Receives.LATE if pipelining.receives_late(schedule) else Receives.EARLY
     return getattr(schedule, "transport", known), getattr(schedule, "receives", by_torch)
 

@@ -12,7 +12,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from zbpipe.runtime._torch import hooks, pipelining
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.measure.communication import Communication, find_placement, measure_communication
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
 from zbpipe.runtime.measure.trace import make_timelines
@@ -45,7 +45,7 @@ class PipelineMetrics(Watcher):
         """The losses on the rank with the last stage. All ranks of the pipeline have to call this."""
         if (schedule := self._schedule()) is None:
             return losses
-        stage = hooks.stages_of(schedule)[0]
+        stage = pipelining.stages_of(schedule)[0]
         sent = torch.tensor(losses, dtype=torch.float32, device=pipelining.device_of(stage))
         dist.broadcast(sent, group=stage.group, group_src=find_placement(stage).rank_of[-1])
         shared: list[float] = sent.tolist()
@@ -57,10 +57,10 @@ class PipelineMetrics(Watcher):
         if self._record is None or schedule is None:
             return {}
         if self._communication is None:
-            self._communication = measure_communication(hooks.stages_of(schedule), self._record.message_bytes)
+            self._communication = measure_communication(pipelining.stages_of(schedule), self._record.message_bytes)
         planned, measured, exposed = make_timelines(schedule, self._record, self._communication)
         self._record = None
-        share = find_deferred_share(hooks.stages_of(schedule))
+        share = find_deferred_share(pipelining.stages_of(schedule))
         steps = schedule.optimizer_steps if isinstance(schedule, RegisteredSchedule) else {}
         return {
             "zbpipe/step(s)": measured.makespan,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from enum import IntEnum
 from functools import partial
 from operator import itemgetter
 from typing import Any, cast
 
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineSchedule
-from torch.distributed.pipelining.stage import _PipelineStageBase
+import torch
+from torch import Tensor
 
 from zbpipe.runtime._torch.attributes import replaced
+from zbpipe.runtime._torch.pipelining import PipelineSchedule, ScheduleRuntime, stages_of
 from zbpipe.runtime._torch.stage_work import Around, Routed, StageWork, find_work
 
 Call = Callable[..., Any]
@@ -33,13 +34,8 @@ class HookOrder(IntEnum):
     """Issues copies to the host and back."""
 
 
-def stages_of(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
-    """The stages of this rank. torch's schedules with one stage per rank keep it under another name."""
-    return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else cast(Any, schedule)._stages
-
-
 @contextmanager
-def hook(schedule: _PipelineSchedule, order: HookOrder, around: Around) -> Iterator[None]:
+def hook(schedule: PipelineSchedule, order: HookOrder, around: Around) -> Iterator[None]:
     """Context in which every computation of this rank runs through `around`, the loss as one more F of the last stage.
 
     Waits for messages are outside the hook. Hooks may end in any order.
@@ -69,7 +65,7 @@ def _compute_loss(compute: Call, stage: Any, output: Any, targets: Any, microbat
 
 
 @contextmanager
-def route_calls(schedule: _PipelineSchedule, forward: Call, loss: Call, backward: Call) -> Iterator[None]:
+def route_calls(schedule: PipelineSchedule, forward: Call, loss: Call, backward: Call) -> Iterator[None]:
     """Context in which this rank's forwards, losses and backwards run through these functions, which get call and
     arguments.
 
@@ -91,4 +87,26 @@ def route_calls(schedule: _PipelineSchedule, forward: Call, loss: Call, backward
             patches.enter_context(replaced(stage, **calls))
         if schedule._loss_fn is not None:
             patches.enter_context(replaced(schedule, _loss_fn=partial(loss, schedule._loss_fn)))
+        yield
+
+
+@contextmanager
+def saved_from_scaling(runtime: ScheduleRuntime, kept: Sequence[Tensor]) -> Iterator[None]:
+    """Context of a step that multiplies `kept` gradients by the number of microbatches, by which the step's end divides
+    all."""
+    # Just before the step adds to them, so that a step that fails earlier does not change them. A separate copy would
+    # double their memory. Dividing the loss instead would miss the gradients of a loss with its own backwards, and
+    # round differently from torch's schedules.
+    left = list(kept)
+    last = runtime._num_stages - 1
+
+    def save_first(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+        if left and (kind != "F" or stage == last):
+            with torch.no_grad():
+                for each in left:
+                    each.mul_(runtime._n_microbatches)
+            left.clear()
+        return compute()
+
+    with hook(runtime, HookOrder.SCALE, save_first) if kept else nullcontext():
         yield

@@ -5,24 +5,27 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
 from functools import wraps
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as pipelining_schedules
 from torch.distributed.pipelining import stage as pipelining_stage
 from torch.distributed.pipelining.schedules import (
+    PipelineScheduleSingle,
     ScheduleZBVZeroBubble,
     _Action,
     _add_unshard_reshard,
     _ComputationType,
     _PipelineSchedule,
     _PipelineScheduleRuntime,
+    _wait_batch_p2p,
     get_schedule_class,
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
@@ -30,16 +33,12 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from zbpipe.runtime._torch import fsdp2
 from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.fsdp2 import is_fsdp
-from zbpipe.runtime._torch.hooks import HookOrder, hook
-from zbpipe.runtime._torch.messages import (
-    WAIT_KINDS,
-    WAITS_FOR_SENDS,
-    wait_for_sends,
-)
-from zbpipe.runtime._torch.position import Position, Receives
+from zbpipe.runtime._torch.messages import WAIT_KINDS, WAITS_FOR_SENDS, wait_for_sends
+from zbpipe.runtime._torch.position import Position, Receives, Row
 from zbpipe.runtime._torch.stage_work import OwnWork, own
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.actions import Action, Rows
+from zbpipe.simulator.post_validation import RunAhead
 
 PipelineSchedule = _PipelineSchedule
 
@@ -145,6 +144,55 @@ class OwnRuntime(_PipelineScheduleRuntime):
         self.run_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **kwargs)
 
 
+class _StepIsVoidError(Exception):
+    """The actions that ran ahead do not count."""
+
+
+def run_ahead(runtime: OwnRuntime, cut: RunAhead, verdict: Callable[[], bool], run: Callable[[], None]) -> bool:
+    """Run a step whose first actions run ahead of `verdict`; returns whether the step counts.
+
+    If not, all pending messages have arrived and the stages are reset to before the step. Only changes of buffers and
+    random states by forwards remain. `run` runs torch's executor on the cut lists.
+    """
+    lists, rank = runtime.pipeline_order_with_comms, runtime.rank
+    before, after, drain = (actions_of(rows[rank]) for rows in (cut.before, cut.after, cut.drain))
+
+    def walk() -> Iterator[_Action]:
+        yield from before
+        if verdict():
+            yield from after
+            return
+        yield from drain
+        # The executor's loop does not expect an error from its list, so it neither logs it nor reports a failure.
+        raise _StepIsVoidError
+
+    runtime.pipeline_order_with_comms = {**lists, rank: Row([*before, *after], walk)}
+    try:
+        run()
+    except _StepIsVoidError:
+        _forget_step(runtime)
+        return False
+    finally:
+        runtime.pipeline_order_with_comms = lists
+    return True
+
+
+def _forget_step(runtime: OwnRuntime) -> None:
+    for received in runtime.fwd_recv_ops.values():
+        _wait_batch_p2p(received)  # type: ignore[no-untyped-call, unused-ignore]
+    runtime.fwd_recv_ops.clear()
+    for work in runtime.works:
+        stage = work.stage
+        work.gathering = runtime.unshard_ops.pop(stage.stage_index, ())
+        work.finish_gathering()
+        fsdp2.free_all(stage.submod)  # FSDP's gathered weights belong to the step that does not count
+        runtime.unsharded_stages.discard(stage.stage_index)
+        stage.clear_runtime_states()
+        for left in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
+            left.clear()
+        work.messages.release_receives()
+
+
 class StageOfKnownShapes(PipelineStage):
     """A stage with `input_args` and `output_args` in a process group whose other ranks are fake. It receives zeros."""
 
@@ -184,6 +232,11 @@ def _require_scalars(loss_fn: Callable[..., Any], last: _PipelineStageBase) -> C
         )
 
     return compute
+
+
+def stages_of(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
+    """The stages of this rank. torch's schedules with one stage per rank keep it under another name."""
+    return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else cast(Any, schedule)._stages
 
 
 def device_of(stage: _PipelineStageBase) -> torch.device:
@@ -232,28 +285,6 @@ def actions_of(row: Iterable[Action]) -> list[_Action]:
 def write_lowered(runtime: _PipelineScheduleRuntime) -> str:
     """All ranks' actions with the communication that torch added, as torch's CSV."""
     return "\n".join(",".join(map(str, row)) for _, row in sorted(runtime.pipeline_order_with_comms.items()))
-
-
-@contextmanager
-def saved_from_scaling(runtime: _PipelineScheduleRuntime, kept: Sequence[Tensor]) -> Iterator[None]:
-    """Context of a step that multiplies `kept` gradients by the number of microbatches, by which the step's end divides
-    all."""
-    # Just before the step adds to them, so that a step that fails earlier does not change them. A separate copy would
-    # double their memory. Dividing the loss instead would miss the gradients of a loss with its own backwards, and
-    # round differently from torch's schedules.
-    left = list(kept)
-    last = runtime._num_stages - 1
-
-    def save_first(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
-        if left and (kind != "F" or stage == last):
-            with torch.no_grad():
-                for each in left:
-                    each.mul_(runtime._n_microbatches)
-            left.clear()
-        return compute()
-
-    with hook(runtime, HookOrder.SCALE, save_first) if kept else nullcontext():
-        yield
 
 
 def run_forward(stage: _PipelineStageBase, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -319,6 +350,25 @@ def has_store() -> bool:
         store = store.underlying_store
     has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return isinstance(store, dist.TCPStore) and dist.get_rank() == 0 and dist.get_world_size() > 1 and not has_agent
+
+
+_UNUSED_TAG = 1_000_003
+
+
+def interrupt() -> None:
+    """Close this process's connections over gloo. All waits for them raise, on both sides.
+
+    Not those over NCCL: aborted kernels end as if their messages had arrived, and the host would go on with what is in
+    the buffers.
+    """
+    for group in list(_world.pg_map):
+        if "gloo" not in dist.get_backend_config(group) or dist.get_world_size(group) == 1:
+            continue
+        other = next(rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank())
+        with suppress(RuntimeError):
+            # gloo has no abort. But when one wait is over its time, gloo closes all connections of its group.
+            receive: Any = dist.irecv(torch.empty(1), other, group, tag=_UNUSED_TAG)
+            receive.wait(timedelta(milliseconds=1))
 
 
 def receives_late(schedule: _PipelineSchedule) -> bool:

@@ -14,7 +14,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, _wait_batch_p2p
 
-from zbpipe.runtime._torch.hooks import stages_of
 from zbpipe.schedule.ir import Op, OpKind, inputs
 from zbpipe.simulator.actions import Action, other_end
 
@@ -157,6 +156,6 @@ def _describe_message(action: _Action, runtime: _PipelineScheduleRuntime) -> str
 
 def _find_rank(stage: int, runtime: _PipelineScheduleRuntime) -> int:
     """The global rank of a stage."""
-    group = stages_of(runtime)[0].group
+    group = runtime._stages[0].group
     rank = runtime.stage_index_to_group_rank[stage]
     return rank if group is None else dist.get_global_rank(group, rank)

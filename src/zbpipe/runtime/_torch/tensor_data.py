@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
@@ -13,6 +15,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 def version_of(tensor: Tensor) -> int:
     """Number of in-place changes of the tensor."""
     return tensor._version
+
+
+def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
+    """Context in which autograd does not notice writes to `tensors`. The caller restores their values."""
+    counted = tuple(each for each in tensors if not each.is_inference())
+    return torch.autograd.grad_mode._unsafe_preserve_version_counter(counted)
 
 
 def without_base(output: Tensor) -> Tensor:

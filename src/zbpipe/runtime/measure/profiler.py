@@ -15,7 +15,7 @@ import torch.distributed as dist
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.model import CostModel, Link, Links
 from zbpipe.runtime import checks
-from zbpipe.runtime._torch import hooks, pipelining
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.measure.communication import find_placement, measure_communication, measure_host
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.transport import find_messages
@@ -105,7 +105,7 @@ class Profiler:
             log_visibly(logger, "measured costs:\n%s", report.costs(costs))
 
     def _gather(self, memory: StepRecord) -> JobCosts:
-        stages = hooks.stages_of(self._schedule)
+        stages = pipelining.stages_of(self._schedule)
         communication = measure_communication(stages, memory.message_bytes)
         dist.barrier(self._group)  # so that all use the host link at the same time
         table = RankTable(

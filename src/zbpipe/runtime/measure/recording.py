@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
@@ -23,7 +23,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from zbpipe.runtime._torch import autograd, hooks, pipelining
 from zbpipe.runtime.device import find_device
-from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule.ir import Op, OpKind
 from zbpipe.simulator.timeline import Span
 
@@ -169,10 +168,12 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
 class _Recorder:
     def __init__(self, schedule: pipelining.PipelineSchedule, with_memory: bool) -> None:
         self._schedule = schedule
+        self._own = cast(Any, schedule) if isinstance(schedule, pipelining.OwnRuntime) else None
+        """The schedule if it is one of zbpipe's."""
         self._name = type(schedule).__name__.removeprefix("Schedule")
-        if isinstance(schedule, RegisteredSchedule):
-            self._name = schedule.schedule.name
-        stage = hooks.stages_of(schedule)[0]
+        if self._own:
+            self._name = self._own.schedule.name
+        stage = pipelining.stages_of(schedule)[0]
         self._group = stage.group
         device = pipelining.device_of(stage)
         self._device = find_device(device)
@@ -229,7 +230,7 @@ class _Recorder:
         found = self._allocated.found() if self._allocated else {}
         kept = {op: each.kept for op, each in found.items() if op.kind in (OpKind.F, OpKind.I)}
         most = {op: each.most for op, each in found.items()}
-        is_usual = not isinstance(self._schedule, RegisteredSchedule) or not self._schedule.sizes.last.shapes
+        is_usual = not (self._own and self._own.sizes.last.shapes)
         return StepRecord(self._name, end, spans, kept, most, self._message_bytes, is_usual)
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from zbpipe.costs.model import CostModel
 from zbpipe.runtime import checks
-from zbpipe.runtime._torch import hooks, pipelining
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.measure.communication import Communication, find_placement, measure_communication
 from zbpipe.runtime.measure.profiler import RankTable, average_by_kind, combine
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
@@ -75,7 +75,7 @@ def make_timelines(
     communication: Communication | None = None,
 ) -> Recorded:
     """A step of this rank, simulated and measured. All ranks of the job have to call this."""
-    stages = hooks.stages_of(schedule)
+    stages = pipelining.stages_of(schedule)
     links, collectives = communication or measure_communication(stages, record.message_bytes)
     table = RankTable({**average_by_kind([record]), **collectives}, {}, {}, links, record.message_bytes)
     everything: list[tuple[RankTable, StepRecord]] = [(table, record)] * dist.get_world_size(stages[0].group)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from zbpipe.runtime import checks
-from zbpipe.runtime._torch import hooks, pipelining
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.device import RandomState
 from zbpipe.runtime.optimizer.backup import Backup, Scheduler, parameters_of
 from zbpipe.runtime.optimizer.norm import Votes, clip, square_on_rank
@@ -140,7 +140,7 @@ class OptimizerStep:
         self._max_norm = max_norm
         self._on_nonfinite = on_nonfinite
         self._predict = predict
-        stages = hooks.stages_of(schedule)
+        stages = pipelining.stages_of(schedule)
         self._modules = [stage.submod for stage in stages]
         self._pipeline = stages[0].group
         self._device = pipelining.device_of(stages[0])

@@ -23,7 +23,7 @@ from weakref import WeakSet, ref
 import torch
 import torch.distributed as dist
 
-from zbpipe.runtime._torch import hooks, pipelining, position, waits
+from zbpipe.runtime._torch import hooks, pipelining, position
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.ranks.agreement import is_alone
 from zbpipe.runtime.ranks.failures import (
@@ -132,7 +132,7 @@ class Progress:
         """Start the other thread, before the first step."""
         if not self._is_started:
             self._is_started = True
-            device = pipelining.device_of(hooks.stages_of(schedule)[0])
+            device = pipelining.device_of(pipelining.stages_of(schedule)[0])
             self._launched = _launched_on(device) if self._has_events else None
             thread = Thread(target=_watch, args=(ref(self), ref(schedule)), daemon=True, name="zbpipe progress")
             thread.start()
@@ -142,7 +142,7 @@ class Progress:
     def follow(self, schedule: pipelining.OwnRuntime) -> Iterator[None]:
         """Context of a step of `schedule`, after `start`."""
         # A captured step runs later, many times, and events in it would become part of the graph.
-        if find_device(pipelining.device_of(hooks.stages_of(schedule)[0])).is_capturing():
+        if find_device(pipelining.device_of(pipelining.stages_of(schedule)[0])).is_capturing():
             yield
             return
         self._steps += 1
@@ -168,7 +168,7 @@ class Progress:
         if is_idle:
             with suppress(RuntimeError):  # the store may be gone; the process group notices first
                 self._when_idle(schedule)
-        timeout = pipelining.timeout_of(hooks.stages_of(schedule)[0])
+        timeout = pipelining.timeout_of(pipelining.stages_of(schedule)[0])
         if timeout is None:
             return _LONGEST_PAUSE
         # A query breaks the capture of a graph, so outside of steps the device is asked late, and not once it is done.
@@ -288,7 +288,7 @@ class StepFailures:
         if self._board.ended_by:  # the other thread was first
             return
         self._board.ended_by = failure.description
-        waits.interrupt()
+        pipelining.interrupt()
         if self._notice is not None:
             self._notice.count_as_reader()
 

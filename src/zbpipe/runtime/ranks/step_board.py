@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zbpipe.runtime import checks
-from zbpipe.runtime._torch import hooks, pipelining
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.ranks.agreement import group_ranks, is_alone, make_key, name_ranks
 from zbpipe.runtime.ranks.failures import Failure, PipelineError, RefusedStepError
 
@@ -276,7 +276,7 @@ class StepSizes:
                 refuses the step.
             PipelineError: another rank does not reach the step.
         """
-        stage = hooks.stages_of(runtime)[0]
+        stage = pipelining.stages_of(runtime)[0]
         size, number = StepSize(pipelining.num_microbatches(runtime)), None
         if not self.are_set_up:
             self._inputs.clear()  # left by a refused step

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbpipe.runtime._torch import autograd, compiler, fsdp2, hooks, pipelining
-from zbpipe.runtime._torch.module_state import ModuleState
+from zbpipe.runtime._torch import autograd, compiler, fsdp2, pipelining
+from zbpipe.runtime.module_state import ModuleState
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,7 @@ def warm_up(
     # It sends nothing along the pipeline. All ranks that share a stage (FSDP, TP, experts) run it alike. Stages with
     # unknown inputs are omitted, as is the last stage if torch (before 2.13) has no target yet. The arguments are the
     # first microbatch's, as torch passes them to the stage and to the loss.
-    for stage in hooks.stages_of(schedule):
+    for stage in pipelining.stages_of(schedule):
         if not any(map(compiler.is_compiled, stage.submod.modules())):
             continue
         inputs = _copy(args) if stage.is_first else pipelining.zeros_for(stage)

@@ -24,8 +24,8 @@ from torch import Tensor
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import autograd, fsdp2, hooks, pipelining
 from zbpipe.runtime._torch.fsdp2 import without_overlap
-from zbpipe.runtime._torch.module_state import ModuleState
 from zbpipe.runtime.measure.recording import Wanted, Watcher, watch
+from zbpipe.runtime.module_state import ModuleState
 from zbpipe.runtime.ranks.failures import share_with_other_ranks
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split.stage import find_split, find_weight_work
@@ -128,7 +128,7 @@ class GradientCheck(Watcher):
         self._found = self._found.with_(found)
 
     def _gather(self, schedule: RegisteredSchedule) -> GradientReport:
-        group = hooks.stages_of(schedule)[0].group
+        group = pipelining.stages_of(schedule)[0].group
         everything = [self._found] * dist.get_world_size(group)
         dist.all_gather_object(everything, self._found, group=group)
         report = replace(reduce(GradientReport.with_, everything), schedule=schedule.schedule.name)
@@ -146,7 +146,7 @@ class _Checked:
         self._schedule = schedule
         self._tolerance = tolerance
         self._found = found
-        self._stages = {stage.stage_index: stage for stage in hooks.stages_of(schedule)}
+        self._stages = {stage.stage_index: stage for stage in pipelining.stages_of(schedule)}
         self._states: dict[int, ModuleState] = {}
         """State of each stage's last microbatch. The next one shares all equal values."""
         self._open: dict[tuple[int, int], _Comparison] = {}

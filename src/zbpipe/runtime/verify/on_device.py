@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.model import CostModel
-from zbpipe.runtime._torch import fsdp2, hooks
+from zbpipe.runtime._torch import fsdp2, pipelining
 from zbpipe.runtime.build import build_pipeline_schedule
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.measure.profiler import Profiler
@@ -234,7 +234,7 @@ def _try_measuring(device: torch.device) -> None:
 
 
 def _try_compiled_w(device: torch.device) -> None:
-    for stage in hooks.stages_of(_compare(device, wrap=lambda part: part.compile())):
+    for stage in pipelining.stages_of(_compare(device, wrap=lambda part: part.compile())):
         work = find_weight_work(stage)
         _require(work is not None and work.share > 0.9, f"only {work.share if work else 0:.0%} of W could wait")
 

@@ -14,8 +14,8 @@ from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import autograd, checkpoints, fsdp2
-from zbpipe.runtime._torch.module_state import ModuleState
 from zbpipe.runtime.build import build_pipeline_schedule
+from zbpipe.runtime.module_state import ModuleState
 from zbpipe.runtime.split.deferring_layers import deferrals
 from zbpipe.runtime.verify.gradient_check import GradientCheck
 from zbpipe.runtime.verify.gradient_report import GradientReport

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from zbpipe.runtime._torch import autograd, fsdp2, pipelining, tensor_data
 from zbpipe.runtime._torch.attributes import replaced
-from zbpipe.runtime._torch.module_state import ModuleState, keep_versions
+from zbpipe.runtime.module_state import ModuleState
 from zbpipe.runtime.split import compiled_backward
 from zbpipe.runtime.split.deferring_layers import deferrals
 
@@ -92,7 +92,7 @@ class Microbatch:
         module = self.stage.submod
         now = ModuleState(module, pipelining.device_of(self.stage), self.state)
         written = (*now.tensors, *self.state.tensors)
-        with torch.no_grad(), keep_versions(written), fsdp2.without_gradients(module):
+        with torch.no_grad(), tensor_data.keep_versions(written), fsdp2.without_gradients(module):
             self.state.restore()
             try:
                 with torch.enable_grad():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from zbpipe.runtime._torch.autograd import own_buffers
 from zbpipe.runtime.device import RandomState
 
 
@@ -37,7 +35,7 @@ class ModuleState:
                 if copy is None or not torch.equal(local, copy):
                     copy = local.clone()
                 self._values.append((tensor, local, copy))
-        attributes = (own for part in module.modules() for own in (vars(part), part._buffers))
+        attributes = (own for part in module.modules() for own in (vars(part), own_buffers(part)))
         self._attributes = [(own, dict(own)) for own in attributes]
         self._random = RandomState(device)
         self._generators = [(each, each.get_state()) for each in held if isinstance(each, torch.Generator)]
@@ -61,9 +59,3 @@ class ModuleState:
         self._random.restore()
         for generator, state in self._generators:
             generator.set_state(state)
-
-
-def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Context in which autograd does not notice writes to `tensors`. The caller restores their values."""
-    counted = tuple(each for each in tensors if not each.is_inference())
-    return torch.autograd.grad_mode._unsafe_preserve_version_counter(counted)
