@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,6 @@ from zbpipe.runtime.split.products import (
     PendingGradient,
     Target,
     WeightProduct,
-    WholeProduct,
     count_inner,
     is_apply,
 )
@@ -88,7 +87,7 @@ class Deferral:
             plan = self.plans.get((function, id(weight := args[place])))
             if plan is None and type(weight) is Tensor and (view := tensor_data.identify_view(weight)) is not None:
                 plan = self.plans.get((function, *view))
-            if plan is not None and plan.fits(args, kwargs):
+            if plan is not None and plan.fits(weight, args, kwargs):
                 return plan.rule.multiply(function, args, kwargs, args[plan.x], weight, plan.bias)
         for factors in _read(self.products.get(function), args, kwargs):
             target = self._find_target(factors, function)
@@ -138,29 +137,18 @@ class Deferral:
         if not {id(x), id(weight)} <= places.keys() or not (weight.is_leaf or part is not None):
             return
         own = places[id(x)], places[id(weight)]
-        rest = tuple((place, each) for place, each in enumerate(args) if place not in own)
-        others = (*(each for _, each in rest), *kwargs.values())
+        rest = [
+            (place, each, getattr(each, "requires_grad", False)) for place, each in enumerate(args) if place not in own
+        ]
+        others = (*(each for _, each, _ in rest), *kwargs.values())
         if any(isinstance(each, Tensor) and not isinstance(each, nn.Parameter) for each in others):
             return  # the plan would keep an activation
         key = tensor_data.identify_view(weight) if part is not None else (id(weight),)
         assert key is not None
         shape = x.shape if function is torch.einsum else None  # the equation may broadcast
         self._places[function] = own[1]
-        owner = self if self.is_sharded else None
-        self.plans[function, *key] = _Plan(
-            *own,
-            rest,
-            kwargs,
-            type(x),
-            x.dim(),
-            shape,
-            weight if part is None else part.leaf,
-            part,
-            bias,
-            tuple(getattr(each, "requires_grad", False) for _, each in rest),
-            owner,
-            rule,
-        )
+        known = weight if part is None else part.leaf
+        self.plans[function, *key] = _Plan(rule, own[0], type(x), x.dim(), shape, known, part, bias, rest, kwargs)
 
     def run_region(self, compiled: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a compiled module."""
@@ -350,12 +338,9 @@ class _Rule(NamedTuple):
 class _Plan(NamedTuple):
     """A product that the layer has computed before, of another x."""
 
+    rule: _Rule
     x: int
     """Its place among the arguments."""
-    weight: int
-    rest: tuple[tuple[int, Any], ...]
-    """All other arguments, with their places."""
-    options: dict[str, Any]
     kind: type[Tensor]
     """Class of x."""
     dimensions: int
@@ -363,27 +348,25 @@ class _Plan(NamedTuple):
     shape: torch.Size | None
     """The shape that x must have."""
     known: Tensor
-    """The weight, or the leaf that it is a view of."""
+    """The weight, or the leaf that it is a view of. The plan keeps it alive, so that no other has its id."""
     part: sources.Part | None
     """The part of a leaf that the weight shows."""
     bias: Tensor | None
-    trained: tuple[bool, ...]
-    """Which of `rest` need gradients."""
-    owner: Deferral | None
-    """The layer, if FSDP would free an x that is itself a weight."""
-    rule: _Rule
+    rest: Sequence[tuple[int, Any, bool]]
+    """The arguments but x and the weight: place, value, and whether it needs a gradient."""
+    options: dict[str, Any]
 
-    def fits(self, args: Sequence[Any], options: dict[str, Any]) -> bool:
+    def fits(self, weight: Tensor, args: Sequence[Any], options: dict[str, Any]) -> bool:
         """Whether a call with these arguments is the same product, of another x."""
         if len(args) != len(self.rest) + 2 or len(options) != len(self.options):
             return False
-        for (place, known), is_trained in zip(self.rest, self.trained, strict=True):
+        for place, known, is_trained in self.rest:
             if args[place] is not known or getattr(known, "requires_grad", False) is not is_trained:
                 return False
         for name, option in options.items():
             if self.options.get(name, self) is not option:
                 return False
-        x, weight = args[self.x], args[self.weight]
+        x, deferral = args[self.x], self.rule.deferral
         return (
             type(x) is self.kind
             and x.dim() == self.dimensions
@@ -394,7 +377,7 @@ class _Plan(NamedTuple):
             and weight.requires_grad
             and torch.is_grad_enabled()
             and not autograd.is_transformed()
-            and (self.owner is None or not self.owner.owns(x))
+            and not (deferral.is_sharded and deferral.owns(x))  # FSDP would free it
         )
 
 
@@ -442,9 +425,10 @@ class _DeferredWhole(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_x, _, of_bias, *_ = ctx.needs_input_grad
         rule: _Rule = ctx.rule
-        product, extra = cast(WholeProduct, rule.product), rule.extra.values
+        product, extra = rule.product, rule.extra.values
         if product.lay_out is not None:
             dy = product.lay_out(dy, *extra)
+        assert product.of_input is not None
         dx = product.of_input(dy, x, weight, *extra) if of_x else None
         if dx is not None and dx.dtype != x.dtype:
             dx = dx.to(x.dtype)
