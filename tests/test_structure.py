@@ -27,12 +27,12 @@ BUDGETS = {
     "src/zbpipe/estimation": 1059,
     "src/zbpipe/frameworks": 2977,
     "src/zbpipe/planner": 1714,
-    "src/zbpipe/runtime": 8325,
+    "src/zbpipe/runtime": 8260,
     "src/zbpipe/schedule": 718,
     "src/zbpipe/simulator": 1631,
     "src/zbpipe/titan": 95,
     "src/zbpipe/views": 1046,
-    "tests": 21278,
+    "tests": 21274,
     "benchmarks": 2752,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""

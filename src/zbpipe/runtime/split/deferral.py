@@ -56,7 +56,6 @@ class Deferral:
         self.is_caught = False
         """Whether a torch function mode catches the products in the layer's own forward."""
         self.is_declared = declares(layer, "weight_products")
-        """Whether the layer itself declares products."""
         self.stays_in_i = False
         """Whether the first I saw x or dY change, so that W could not use them."""
         self.checks, self.sharing = Checks(), Sharing()
@@ -70,15 +69,12 @@ class Deferral:
         """Whether the layer may multiply with a weight that it makes from parameters. Known after its first step."""
         self.makes_weights = False
         self._own: set[int] = set()
-        """Ids of the layer's parameters."""
         self.is_region = False
         """Whether the layer is a compiled region, which defers the weight gradients of all layers in it."""
         self.has_run = False
-        """Whether the layer has run with gradients."""
         self.plans: dict[tuple[Any, ...], _Plan] = {}
         """Products in this step, by the function and the weight's id, or where a view of a weight begins."""
         self._places: dict[Callable[..., Any], int] = {}
-        """Place of the weight among a function's arguments."""
 
     def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)`. If this is a product with a weight of the layer's, the gradient can wait."""
@@ -151,7 +147,6 @@ class Deferral:
         self.plans[function, *key] = _Plan(rule, own[0], type(x), x.dim(), shape, known, part, bias, rest, kwargs)
 
     def run_region(self, compiled: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a compiled module."""
         if torch.compiler.is_compiling() or self.gradients.is_inferring:
             return eager(*args, **kwargs)
         if not torch.is_grad_enabled():
@@ -160,7 +155,6 @@ class Deferral:
         return self.functions.watch(self, compiled, args, kwargs)
 
     def declares(self, function: Callable[..., Any]) -> bool:
-        """Whether the layer itself declares this product."""
         return self.is_declared and self.products.get(function) is not PRODUCTS.get(function)
 
     def owns(self, weight: Tensor) -> bool:
@@ -173,7 +167,6 @@ class Deferral:
         return id(weight) in self._own or self.owns_leaf(sources.find_leaf(weight))
 
     def owns_leaf(self, leaf: Tensor | None) -> bool:
-        """Whether `leaf` is one of these parameters."""
         if id(leaf) not in self._own and isinstance(leaf, nn.Parameter):  # FSDP replaces parameters
             self._own = set(self._list_own())
         return id(leaf) in self._own
@@ -301,9 +294,7 @@ class _Rule(NamedTuple):
     product: WeightProduct
     extra: ExtraArguments
     inner: float
-    """Multiplications per element of dY."""
     is_cast: bool
-    """Whether autocast casts x."""
     is_whole: bool
     """Whether `product` gives all gradients. Otherwise autograd computes all but the weight's."""
     bias_dtype: torch.dtype | None
@@ -342,15 +333,11 @@ class _Plan(NamedTuple):
     x: int
     """Its place among the arguments."""
     kind: type[Tensor]
-    """Class of x."""
     dimensions: int
-    """Of x."""
     shape: torch.Size | None
-    """The shape that x must have."""
     known: Tensor
     """The weight, or the leaf that it is a view of. The plan keeps it alive, so that no other has its id."""
     part: sources.Part | None
-    """The part of a leaf that the weight shows."""
     bias: Tensor | None
     rest: Sequence[tuple[int, Any, bool]]
     """The arguments but x and the weight: place, value, and whether it needs a gradient."""

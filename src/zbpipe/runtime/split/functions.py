@@ -72,8 +72,6 @@ class Functions:
 
 
 class _Backward:
-    """Runs the backward of one node."""
-
     def __init__(self, deferral: Deferral, weights: Sequence[lazy_products.Weight]) -> None:
         self.deferral = deferral
         self.weights = weights

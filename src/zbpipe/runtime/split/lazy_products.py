@@ -72,7 +72,6 @@ class LazyTensor(Tensor):
         return made
 
     def now(self) -> Tensor:
-        """The tensor's value."""
         if self.value is None:
             _require_unchanged(self.operands, getattr(self.call.function, "__name__", "a product"))
             with nullcontext() if self.within is None else replaced(self.within, is_computing=True):
@@ -185,7 +184,6 @@ class LazyProducts(TorchFunctionMode):
         self._elements = elements
         self.waiting: list[LazyTensor] = []
         self.is_computing = False
-        """Whether the value of a `LazyTensor` is computed."""
         self._lent: set[int] = set()
         """Storages that others than torch may write to from now on, without a call that the mode sees."""
         self._backward = autograd.current_backward()
@@ -333,7 +331,6 @@ class Recipe:
         return getattr(call.function, "as_matrices", None) if is_in_order else None
 
     def run(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The result for these tensors."""
         _require_unchanged(self.weights, "a backward that depends on a weight")
         results: list[Tensor] = []
 
@@ -415,7 +412,6 @@ def _run_engine(tensors: Any, gradients: Any, *more: Any, **options: Any) -> Any
 
 
 def is_compiled(node: Node) -> bool:
-    """Whether the node is the backward of a compiled graph."""
     return node.name() == "CompiledFunctionBackward"
 
 
@@ -465,7 +461,6 @@ class Weight(NamedTuple):
     place: int
     """Its place among all inputs, and among the gradients that the backward returns."""
     number: int
-    """Its place among the tensors."""
     leaf: Tensor
     edge: GradientEdge
 

@@ -62,7 +62,6 @@ class WeightProduct:
         self.of_input, self.of_bias, self.lay_out = of_input, of_bias or _sum_rows, lay_out
 
     def of_weight(self, dy: Tensor, x: Tensor, extra: ExtraArguments = NONE, tensors: Sequence[Tensor] = ()) -> Tensor:
-        """The gradient of the weight."""
         args, options = extra.fill_in(tensors)
         return self.weight_gradient(dy, x, *args, **options)
 
@@ -150,13 +149,11 @@ class PendingGradient:
     layer: nn.Module
     product: WeightProduct
     weight: Target
-    """The place of the gradient."""
     x: Tensor
     dy: Tensor
     """The gradient of the product's result. All tensors are detached."""
     extra: ExtraArguments = NONE
     more: tuple[Tensor, ...] = ()
-    """The tensors among the extra arguments."""
     versions: tuple[int, ...] = ()
     """Number of in-place changes of each of `tensors` when the layer deferred the gradient."""
     contents: Tensor | list[int] | None = None
@@ -166,11 +163,9 @@ class PendingGradient:
     inner: float = 0
     """Multiplications per element of dY; 0 for as many as a row of x has elements."""
     may_fuse: bool = True
-    """Whether one kernel may multiply and add to `.grad`."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors that W reads."""
         return (self.x, self.dy, *self.more)
 
     @tensors.setter
@@ -186,7 +181,6 @@ class PendingGradient:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the product."""
         return 2.0 * self.dy.numel() * (self.inner or count_inner(self.x))
 
     def gradient(self) -> Tensor:
@@ -231,7 +225,6 @@ class PendingGradient:
         return memory is None or any(memory == tensor_data.find_memory(each)[0] for each in self.tensors)
 
     def _accumulate_part(self, part: sources.Part) -> None:
-        """Add to a part of `.grad`."""
         leaf = part.leaf
         grad = self.fsdp_sum if leaf.grad is None else leaf.grad
         if grad is None:

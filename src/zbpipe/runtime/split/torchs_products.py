@@ -40,11 +40,9 @@ class Factors(NamedTuple):
     extra: ExtraArguments = NONE
     """The extra arguments of `product.weight_gradient`."""
     more: Sequence[Tensor] = ()
-    """The tensors among them."""
     inner: int = 0
     """Multiplications per element of dY; 0 for as many as a row of x has elements."""
     is_cast: bool = True
-    """Whether autocast casts x."""
     is_whole: bool = False
     """Whether `product` has all gradients of the call: no other factors, and no other summand than `bias`."""
     bias: Tensor | None = None
@@ -215,7 +213,6 @@ class _Convolution(NamedTuple):
     """The arguments of a convolution after x and the weight."""
 
     shape: torch.Size
-    """The weight's."""
     format: torch.memory_format
     """Memory format in which the kernels read their tensors."""
     settings: tuple[list[int], list[int], list[int], bool, list[int], int]
