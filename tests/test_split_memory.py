@@ -81,17 +81,6 @@ class Llama(MiddleStage):
         self.send("I")
 
 
-def assert_exact(checkpointing: Checkpointing, dtypes: str, backend: str) -> None:
-    torch.compiler.reset()
-    stage = Llama(checkpointing, dtypes, backend)
-    left = bytes_left(stage.f_and_i)
-    size = 4 if dtypes == "float32" else 2
-    expected = size * BLOCK.kept_by_i() * SIZE.seq * SIZE.batch * SIZE.blocks
-    assert (bytes_of(find_pending(stage.stage, 0)), left) == (expected, expected)
-    if backend == "eager":
-        assert bytes_left(lambda: stage.run("W")) == -expected
-
-
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("checkpointing", "dtypes", "backend"),
@@ -103,19 +92,20 @@ def assert_exact(checkpointing: Checkpointing, dtypes: str, backend: str) -> Non
             for each in product(Checkpointing, DTYPES)
             if each != (Checkpointing.SELECTIVE, "autocast")
         ),
+        # Each takes ten seconds to compile: each kind of checkpointing and each dtype once.
+        *(pytest.param(*each, "inductor", marks=pytest.mark.long) for each in zip(Checkpointing, DTYPES, strict=True)),
     ],
 )
 def test_a_block_leaves_what_the_arithmetic_says(checkpointing: Checkpointing, dtypes: str, backend: str) -> None:
     """x of q, k and v is one, that of gate and up is another, and nothing else is alive after I."""
-    assert_exact(checkpointing, dtypes, backend)
-
-
-# Each takes ten seconds to compile: each kind of checkpointing and each dtype once. Above are all pairs.
-@pytest.mark.long
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(("checkpointing", "dtypes"), zip(Checkpointing, DTYPES, strict=True))
-def test_inductor_leaves_no_more(checkpointing: Checkpointing, dtypes: str) -> None:
-    assert_exact(checkpointing, dtypes, "inductor")
+    torch.compiler.reset()
+    stage = Llama(checkpointing, dtypes, backend)
+    left = bytes_left(stage.f_and_i)
+    size = 4 if dtypes == "float32" else 2
+    expected = size * BLOCK.kept_by_i() * SIZE.seq * SIZE.batch * SIZE.blocks
+    assert (bytes_of(find_pending(stage.stage, 0)), left) == (expected, expected)
+    if backend == "eager":
+        assert bytes_left(lambda: stage.run("W")) == -expected
 
 
 @pytest.mark.usefixtures("one_rank")

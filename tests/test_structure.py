@@ -27,12 +27,12 @@ BUDGETS = {
     "src/zbpipe/estimation": 1054,
     "src/zbpipe/frameworks": 2973,
     "src/zbpipe/planner": 1676,
-    "src/zbpipe/runtime": 8311,
+    "src/zbpipe/runtime": 8260,
     "src/zbpipe/schedule": 716,
     "src/zbpipe/simulator": 1624,
     "src/zbpipe/titan": 95,
     "src/zbpipe/views": 1046,
-    "tests": 21275,
+    "tests": 21274,
     "benchmarks": 2752,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""

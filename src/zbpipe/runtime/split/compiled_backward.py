@@ -107,10 +107,7 @@ def _compile_backward(
 
 
 class _Gradient(NamedTuple):
-    """The gradient of one weight."""
-
     place: int
-    """Among the results of the backward."""
     argument: int
     """Number of the weight among the arguments of the region."""
     like: Tensor
@@ -131,7 +128,6 @@ class Part(NamedTuple):
     """Places of the arguments of `graph` among the factors."""
 
     def run(self, *factors: Any) -> Any:
-        """What `graph` returns."""
         with without_autocast(), torch.no_grad():
             return self.graph(*factors)
 
@@ -149,7 +145,6 @@ class _WeightGradient:
         """The two matrices whose product is the gradient."""
 
     def __call__(self, *factors: Any) -> Tensor:
-        """The gradient."""
         if self.as_matrices is not None:
             one, other = self.as_matrices(*factors)
             with without_autocast():
@@ -173,8 +168,6 @@ mode = _Mode()
 
 
 class _Backward:
-    """A compiled backward."""
-
     _boxed_call = True
 
     def __init__(
@@ -440,7 +433,6 @@ def _find_matrices(results: Sequence[Node], taken: _Taken) -> str | None:
 
 
 def _count(product: Node) -> float:
-    """FLOPs of a product."""
     first = int("add" in str(product.target))
     if product.target is _CONVOLUTION:
         dy, x, weight = (_shape_of(each) for each in product.args[:3])

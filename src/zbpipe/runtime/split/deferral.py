@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,6 @@ from zbpipe.runtime.split.products import (
     PendingGradient,
     Target,
     WeightProduct,
-    WholeProduct,
     count_inner,
     is_apply,
 )
@@ -57,7 +56,6 @@ class Deferral:
         self.is_caught = False
         """Whether a torch function mode catches the products in the layer's own forward."""
         self.is_declared = declares(layer, "weight_products")
-        """Whether the layer itself declares products."""
         self.stays_in_i = False
         """Whether the first I saw x or dY change, so that W could not use them."""
         self.checks, self.sharing = Checks(), Sharing()
@@ -71,15 +69,12 @@ class Deferral:
         """Whether the layer may multiply with a weight that it makes from parameters. Known after its first step."""
         self.makes_weights = False
         self._own: set[int] = set()
-        """Ids of the layer's parameters."""
         self.is_region = False
         """Whether the layer is a compiled region, which defers the weight gradients of all layers in it."""
         self.has_run = False
-        """Whether the layer has run with gradients."""
         self.plans: dict[tuple[Any, ...], _Plan] = {}
         """Products in this step, by the function and the weight's id, or where a view of a weight begins."""
         self._places: dict[Callable[..., Any], int] = {}
-        """Place of the weight among a function's arguments."""
 
     def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)`. If this is a product with a weight of the layer's, the gradient can wait."""
@@ -88,7 +83,7 @@ class Deferral:
             plan = self.plans.get((function, id(weight := args[place])))
             if plan is None and type(weight) is Tensor and (view := tensor_data.identify_view(weight)) is not None:
                 plan = self.plans.get((function, *view))
-            if plan is not None and plan.fits(args, kwargs):
+            if plan is not None and plan.fits(weight, args, kwargs):
                 return plan.rule.multiply(function, args, kwargs, args[plan.x], weight, plan.bias)
         for factors in _read(self.products.get(function), args, kwargs):
             target = self._find_target(factors, function)
@@ -138,32 +133,20 @@ class Deferral:
         if not {id(x), id(weight)} <= places.keys() or not (weight.is_leaf or part is not None):
             return
         own = places[id(x)], places[id(weight)]
-        rest = tuple((place, each) for place, each in enumerate(args) if place not in own)
-        others = (*(each for _, each in rest), *kwargs.values())
+        rest = [
+            (place, each, getattr(each, "requires_grad", False)) for place, each in enumerate(args) if place not in own
+        ]
+        others = (*(each for _, each, _ in rest), *kwargs.values())
         if any(isinstance(each, Tensor) and not isinstance(each, nn.Parameter) for each in others):
             return  # the plan would keep an activation
         key = tensor_data.identify_view(weight) if part is not None else (id(weight),)
         assert key is not None
         shape = x.shape if function is torch.einsum else None  # the equation may broadcast
         self._places[function] = own[1]
-        owner = self if self.is_sharded else None
-        self.plans[function, *key] = _Plan(
-            *own,
-            rest,
-            kwargs,
-            type(x),
-            x.dim(),
-            shape,
-            weight if part is None else part.leaf,
-            part,
-            bias,
-            tuple(getattr(each, "requires_grad", False) for _, each in rest),
-            owner,
-            rule,
-        )
+        known = weight if part is None else part.leaf
+        self.plans[function, *key] = _Plan(rule, own[0], type(x), x.dim(), shape, known, part, bias, rest, kwargs)
 
     def run_region(self, compiled: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a compiled module."""
         if torch.compiler.is_compiling() or self.gradients.is_inferring:
             return eager(*args, **kwargs)
         if not torch.is_grad_enabled():
@@ -172,7 +155,6 @@ class Deferral:
         return self.functions.watch(self, compiled, args, kwargs)
 
     def declares(self, function: Callable[..., Any]) -> bool:
-        """Whether the layer itself declares this product."""
         return self.is_declared and self.products.get(function) is not PRODUCTS.get(function)
 
     def owns(self, weight: Tensor) -> bool:
@@ -185,7 +167,6 @@ class Deferral:
         return id(weight) in self._own or self.owns_leaf(sources.find_leaf(weight))
 
     def owns_leaf(self, leaf: Tensor | None) -> bool:
-        """Whether `leaf` is one of these parameters."""
         if id(leaf) not in self._own and isinstance(leaf, nn.Parameter):  # FSDP replaces parameters
             self._own = set(self._list_own())
         return id(leaf) in self._own
@@ -313,9 +294,7 @@ class _Rule(NamedTuple):
     product: WeightProduct
     extra: ExtraArguments
     inner: float
-    """Multiplications per element of dY."""
     is_cast: bool
-    """Whether autocast casts x."""
     is_whole: bool
     """Whether `product` gives all gradients. Otherwise autograd computes all but the weight's."""
     bias_dtype: torch.dtype | None
@@ -350,40 +329,31 @@ class _Rule(NamedTuple):
 class _Plan(NamedTuple):
     """A product that the layer has computed before, of another x."""
 
+    rule: _Rule
     x: int
     """Its place among the arguments."""
-    weight: int
-    rest: tuple[tuple[int, Any], ...]
-    """All other arguments, with their places."""
-    options: dict[str, Any]
     kind: type[Tensor]
-    """Class of x."""
     dimensions: int
-    """Of x."""
     shape: torch.Size | None
-    """The shape that x must have."""
     known: Tensor
-    """The weight, or the leaf that it is a view of."""
+    """The weight, or the leaf that it is a view of. The plan keeps it alive, so that no other has its id."""
     part: sources.Part | None
-    """The part of a leaf that the weight shows."""
     bias: Tensor | None
-    trained: tuple[bool, ...]
-    """Which of `rest` need gradients."""
-    owner: Deferral | None
-    """The layer, if FSDP would free an x that is itself a weight."""
-    rule: _Rule
+    rest: Sequence[tuple[int, Any, bool]]
+    """The arguments but x and the weight: place, value, and whether it needs a gradient."""
+    options: dict[str, Any]
 
-    def fits(self, args: Sequence[Any], options: dict[str, Any]) -> bool:
+    def fits(self, weight: Tensor, args: Sequence[Any], options: dict[str, Any]) -> bool:
         """Whether a call with these arguments is the same product, of another x."""
         if len(args) != len(self.rest) + 2 or len(options) != len(self.options):
             return False
-        for (place, known), is_trained in zip(self.rest, self.trained, strict=True):
+        for place, known, is_trained in self.rest:
             if args[place] is not known or getattr(known, "requires_grad", False) is not is_trained:
                 return False
         for name, option in options.items():
             if self.options.get(name, self) is not option:
                 return False
-        x, weight = args[self.x], args[self.weight]
+        x, deferral = args[self.x], self.rule.deferral
         return (
             type(x) is self.kind
             and x.dim() == self.dimensions
@@ -394,7 +364,7 @@ class _Plan(NamedTuple):
             and weight.requires_grad
             and torch.is_grad_enabled()
             and not autograd.is_transformed()
-            and (self.owner is None or not self.owner.owns(x))
+            and not (deferral.is_sharded and deferral.owns(x))  # FSDP would free it
         )
 
 
@@ -442,9 +412,10 @@ class _DeferredWhole(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         of_x, _, of_bias, *_ = ctx.needs_input_grad
         rule: _Rule = ctx.rule
-        product, extra = cast(WholeProduct, rule.product), rule.extra.values
+        product, extra = rule.product, rule.extra.values
         if product.lay_out is not None:
             dy = product.lay_out(dy, *extra)
+        assert product.of_input is not None
         dx = product.of_input(dy, x, weight, *extra) if of_x else None
         if dx is not None and dx.dtype != x.dtype:
             dx = dx.to(x.dtype)

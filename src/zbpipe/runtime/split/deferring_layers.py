@@ -53,8 +53,7 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
             deferral_of(layer).gradients = gradients
             deferral_of(layer).products = products
         elif products:
-            vars(layer)[_ATTRIBUTE] = Deferral(layer, products, gradients, is_sharded)
-            _replace_forward(layer)
+            _replace_forward(layer, Deferral(layer, products, gradients, is_sharded))
 
 
 def defer_in_compiled_regions(module: nn.Module, gradients: WeightGradients) -> None:
@@ -87,8 +86,7 @@ def catch_around(module: nn.Module, parameters: Iterable[str], gradients: Weight
     found = [each for each in around.values() if vars(each).get(_ATTRIBUTE) is None and id(each) not in compiled]
     is_sharded = any(map(fsdp2.is_fsdp, modules.values()))
     for layer in found:
-        vars(layer)[_ATTRIBUTE] = Deferral(layer, PRODUCTS, gradients, is_sharded)
-        _replace_forward(layer)
+        _replace_forward(layer, Deferral(layer, PRODUCTS, gradients, is_sharded))
     return bool(found)
 
 
@@ -97,15 +95,11 @@ def _find_products(layer: nn.Module) -> Mapping[Callable[..., Any], Reader]:
     if declares(layer, "weight_products"):
         declared = _read_declared_products(layer)
         return {**PRODUCTS, **declared} if layer.weight_products else {}
-    return PRODUCTS if isinstance(layer, nn.Linear) or _owns_matrices(layer) else {}
-
-
-def _owns_matrices(layer: nn.Module) -> bool:
-    """Whether a layer may multiply with parameters of its own."""
     if isinstance(layer, (nn.Embedding, nn.EmbeddingBag, nn.RNNBase, torch.jit.ScriptModule)):
-        return False
+        return {}
     own = autograd.own_parameters(layer).values()
-    return any(each is not None and (is_lazy(each) or each.dim() > 1) for each in own)
+    owns_matrices = any(each is not None and (is_lazy(each) or each.dim() > 1) for each in own)
+    return PRODUCTS if isinstance(layer, nn.Linear) or owns_matrices else {}
 
 
 def _read_declared_products(layer: nn.Module) -> Mapping[Callable[..., Any], Reader]:
@@ -151,13 +145,32 @@ _ATTRIBUTE = "_weight_deferral"
 # block's graph for the next.
 
 
-def _replace_forward(layer: nn.Module) -> None:
-    plain = MethodType(_linear_forward, layer)
-    if _is_linears_own(layer.forward, layer):
-        vars(layer)["forward"] = plain  # bypasses a user's `__setattr__`
+def _replace_forward(layer: nn.Module, deferral: Deferral) -> None:
+    plain, own = MethodType(_linear_forward, layer), vars(layer)  # bypasses a user's `__setattr__`
+    own[_ATTRIBUTE] = deferral
+    if _is_linears(layer.forward, layer):
+        own["forward"] = plain
     elif not _rebind(layer.forward, layer, plain):
-        deferral_of(layer).is_caught = True
-        vars(layer)["forward"] = MethodType(_catching_forward, layer)
+        deferral.is_caught = True
+        own["forward"] = MethodType(_catching_forward, layer)
+
+
+def _is_linears(function: object, layer: nn.Module) -> bool:
+    return isinstance(function, MethodType) and function.__func__ is nn.Linear.forward and function.__self__ is layer
+
+
+def _rebind(function: object, layer: nn.Module, forward: MethodType, seen: frozenset[object] = frozenset()) -> bool:
+    """Replace `nn.Linear.forward` in a closure `function`, as in TorchTitan's tensor parallelism, where catching would
+    take some 20 us more per layer; returns whether it did."""
+    seen |= {function}  # a function may call itself
+    for cell in getattr(function, "__closure__", None) or ():
+        if _is_linears(cell.cell_contents, layer):
+            cell.cell_contents = forward
+            return True
+        inner = cell.cell_contents
+        if isinstance(inner, FunctionType) and inner not in seen and _rebind(inner, layer, forward, seen):
+            return True
+    return False
 
 
 def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:
@@ -190,34 +203,14 @@ _catching_forward.__name__ = "forward"
 @compiler.exclude_from_graphs
 def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     deferral.has_run = True
-    run = partial(_run_caught, deferral) if deferral.products else deferral.original
+    if not deferral.products:
+        return deferral.functions.watch(deferral, deferral.original, args, kwargs)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _CatchProducts(deferral) as mode, _catch_applies(deferral.applies, mode.__torch_function__):
+            return deferral.original(*args, **kwargs)
+
     return deferral.functions.watch(deferral, run, args, kwargs)
-
-
-def _run_caught(deferral: Deferral, *args: Any, **kwargs: Any) -> Any:
-    with _CatchProducts(deferral) as mode:
-        if not deferral.applies:
-            return deferral.original(*args, **kwargs)
-        with _catch_applies(deferral.applies, mode.__torch_function__):
-            return deferral.original(*args, **kwargs)
-
-
-def _is_linears_own(function: object, layer: nn.Module) -> bool:
-    return isinstance(function, MethodType) and function.__func__ is nn.Linear.forward and function.__self__ is layer
-
-
-def _rebind(function: object, layer: nn.Module, forward: MethodType, seen: frozenset[object] = frozenset()) -> bool:
-    """Replace `nn.Linear.forward` in a closure `function`, as in TorchTitan's tensor parallelism; returns whether it
-    did."""
-    seen |= {function}  # a function may call itself
-    for cell in getattr(function, "__closure__", None) or ():
-        if _is_linears_own(cell.cell_contents, layer):
-            cell.cell_contents = forward
-            return True
-        inner = cell.cell_contents
-        if isinstance(inner, FunctionType) and inner not in seen and _rebind(inner, layer, forward, seen):
-            return True
-    return False
 
 
 @contextmanager

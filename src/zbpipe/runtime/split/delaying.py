@@ -74,8 +74,6 @@ def _own(layer: nn.Module) -> list[Tensor]:
 
 
 class _Delayed(PendingGradient):
-    """Gradients that a layer has stored in one I."""
-
     def __init__(self, layer: Any, number: int, in_i: list[Tensor]) -> None:
         weight = max(_own(layer), key=Tensor.numel)
         nothing = torch.empty(0, device=weight.device)
@@ -83,7 +81,6 @@ class _Delayed(PendingGradient):
         self._number, self._in_i = number, {id(each) for each in in_i}
 
     def accumulate(self) -> None:
-        """Add to `.grad` of the layer's parameters."""
         layer: Any = self.layer
         store = layer.wgrad_store.context
         left = store.qsize() - self._number

@@ -72,8 +72,6 @@ class Functions:
 
 
 class _Backward:
-    """Runs the backward of one node."""
-
     def __init__(self, deferral: Deferral, weights: Sequence[lazy_products.Weight]) -> None:
         self.deferral = deferral
         self.weights = weights
@@ -111,10 +109,17 @@ class _Backward:
             return False
         recipe = lazy_products.Recipe(gradient, self._memory)
         # W cannot if it needs a weight that FSDP may free before.
-        if not recipe.flops or (recipe.weights and self.deferral.is_sharded):
+        if not recipe.flops or (recipe.weights and self.deferral.is_sharded) or len(recipe.tensors) < 2:
             return False
-        pending = _make_pending(self.deferral, recipe, weight)
-        return pending is not None and not self.deferral.is_due_now(pending, weight.edge.node)
+        target: Tensor | GradientEdge = weight.edge
+        if getattr(weight.edge.node, "variable", None) is weight.leaf and type(weight.leaf) in sources.PLAIN:
+            target = weight.leaf
+        product = _Replay(recipe)
+        (x, dy, *more), recipe.tensors = recipe.tensors, []
+        inner = recipe.flops / 2 / max(dy.numel(), 1)
+        versions = tuple(recipe.versions)
+        pending = PendingGradient(self.deferral.layer, product, target, x, dy, NONE, tuple(more), versions, inner=inner)
+        return not self.deferral.is_due_now(pending, weight.edge.node)
 
 
 class _Replay(WeightProduct):
@@ -128,19 +133,3 @@ class _Replay(WeightProduct):
 
     def of_weight(self, dy: Tensor, x: Tensor, extra: ExtraArguments = NONE, tensors: Sequence[Tensor] = ()) -> Tensor:
         return self.recipe.run((x, dy, *tensors))
-
-
-def _make_pending(
-    deferral: Deferral, recipe: lazy_products.Recipe, weight: lazy_products.Weight
-) -> PendingGradient | None:
-    target: Tensor | GradientEdge = weight.edge
-    if getattr(weight.edge.node, "variable", None) is weight.leaf and type(weight.leaf) in sources.PLAIN:
-        target = weight.leaf
-    product = _Replay(recipe)
-    versions = tuple(recipe.versions)
-    tensors = recipe.release_tensors()
-    if len(tensors) < 2:
-        return None
-    x, dy, *more = tensors
-    inner = recipe.flops / 2 / max(dy.numel(), 1)
-    return PendingGradient(deferral.layer, product, target, x, dy, NONE, tuple(more), versions, inner=inner)

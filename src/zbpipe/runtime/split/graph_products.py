@@ -47,11 +47,9 @@ class GraphProduct(NamedTuple):
     deferral: object
     """Deferral of the layer, if the node belongs to zbpipe."""
     leaves: tuple[Tensor, ...]
-    """The parameters behind the weight."""
     made_by: tuple[str, ...]
     """Operations that compute the weight from the leaves, except casts, transposes and views."""
     flops: float
-    """FLOPs of the weight gradient."""
 
     @property
     def is_plain(self) -> bool:

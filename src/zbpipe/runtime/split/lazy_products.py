@@ -41,13 +41,6 @@ def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
     return change(value)
 
 
-def list_leaves(value: Any) -> list[Any]:
-    """All parts of `value` that `map_leaves` would change."""
-    found: list[Any] = []
-    map_leaves(value, found.append)
-    return found
-
-
 class _Call(NamedTuple):
     function: Callable[..., Any]
     args: Any
@@ -67,10 +60,11 @@ class LazyTensor(Tensor):
     __torch_function__ = autograd.sees_no_functions  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, spec: Tensor, device: torch.device, call: _Call, within: LazyProducts | None) -> LazyTensor:
-        size, stride = spec.shape, spec.stride()
-        made: LazyTensor = autograd.make_wrapper(cls, size, strides=stride, dtype=spec.dtype, device=device)
+    def __new__(cls, like: Tensor, call: _Call, within: LazyProducts | None) -> LazyTensor:
         tensors = _list_tensors((call.args, call.kwargs))
+        device = max(tensors, key=Tensor.dim).device  # a number may be on the CPU
+        options: dict[str, Any] = {"strides": like.stride(), "dtype": like.dtype, "device": device}
+        made: LazyTensor = autograd.make_wrapper(cls, like.shape, **options)
         made.operands = [(each, version_of(each)) for each in tensors if not isinstance(each, LazyTensor)]
         made.call, made.within, made.value = call, within, None
         if within is not None:
@@ -78,7 +72,6 @@ class LazyTensor(Tensor):
         return made
 
     def now(self) -> Tensor:
-        """The tensor's value."""
         if self.value is None:
             _require_unchanged(self.operands, getattr(self.call.function, "__name__", "a product"))
             with nullcontext() if self.within is None else replaced(self.within, is_computing=True):
@@ -104,7 +97,9 @@ class LazyTensor(Tensor):
         if schema_of(func).is_mutable:
             _compute_all(own)
         elif func.namespace == "aten" and torch.Tag.nondeterministic_seeded not in func.tags:
-            return _postpone(_Call(func, args, kwargs, is_product=False), own[0].within)
+            call = _Call(func, args, kwargs, is_product=False)
+            if (like := _infer(call)) is not None:
+                return LazyTensor(like, call, own[0].within)
         return func(*_read(args), **_read(kwargs))
 
 
@@ -124,29 +119,18 @@ def _compute_all(changed: Iterable[LazyTensor]) -> None:
 
 
 def _list_tensors(value: Any) -> list[Tensor]:
-    return [each for each in list_leaves(value) if isinstance(each, Tensor)]
+    leaves: list[Any] = []
+    map_leaves(value, leaves.append)
+    return [each for each in leaves if isinstance(each, Tensor)]
 
 
 def _read(args: Any) -> Any:
     return map_leaves(args, lambda leaf: leaf.now() if isinstance(leaf, LazyTensor) else leaf)
 
 
-def _postpone(call: _Call, within: LazyProducts | None) -> Any:
-    """A `LazyTensor` for a call; the result itself if its shape is unknown before it is computed."""
-    spec = _infer(call)
-    if spec is None:
-        return call.function(*_read(call.args), **_read(call.kwargs))
-    return LazyTensor(spec, _find_device(call), call, within)
-
-
-def _find_device(call: _Call) -> torch.device:
-    # A number may be on the CPU.
-    return max(_list_tensors((call.args, call.kwargs)), key=Tensor.dim).device
-
-
 def postpone(function: Callable[..., Any], args: Sequence[Any], like: Tensor) -> LazyTensor:
     """A `LazyTensor` for `function(*args)`, whose result is like the tensor `like`."""
-    return LazyTensor(like, like.device, _Call(function, list(args), {}), None)
+    return LazyTensor(like, _Call(function, list(args), {}), None)
 
 
 def _infer(call: _Call) -> Tensor | None:
@@ -178,19 +162,18 @@ def _identify(value: Any) -> Any:
 
 
 def _run_without_memory(call: _Call) -> Tensor | None:
-    args, kwargs = map_leaves((call.args, call.kwargs), _without_memory)
+    def without_memory(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=_META)
+
+    args, kwargs = map_leaves((call.args, call.kwargs), without_memory)
     try:
         with autograd.without_functions(), torch.no_grad(), autograd.without_modes():
             result = call.function(*args, **kwargs)
     except Exception:  # of any kind: a kernel for this device alone, or one that reads its arguments
         return None
     return result if type(result) is Tensor and result.device == _META else None
-
-
-def _without_memory(like: Any) -> Any:
-    if not isinstance(like, Tensor):
-        return like
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=_META)
 
 
 class LazyProducts(TorchFunctionMode):
@@ -201,7 +184,6 @@ class LazyProducts(TorchFunctionMode):
         self._elements = elements
         self.waiting: list[LazyTensor] = []
         self.is_computing = False
-        """Whether the value of a `LazyTensor` is computed."""
         self._lent: set[int] = set()
         """Storages that others than torch may write to from now on, without a call that the mode sees."""
         self._backward = autograd.current_backward()
@@ -222,10 +204,10 @@ class LazyProducts(TorchFunctionMode):
             if autograd.current_backward() != self._backward:  # the backward runs another one, or a forward
                 return func(*args, **kwargs)
             call = _Call(func, args, kwargs)
-            spec = _infer(call)
+            like = _infer(call)
             is_lent = self._lent and not self._lent.isdisjoint(list_memory(_list_tensors((args, kwargs))))
-            if spec is not None and spec.numel() in self._elements and not is_lent:
-                return LazyTensor(spec, _find_device(call), call, self)
+            if like is not None and like.numel() in self._elements and not is_lent:
+                return LazyTensor(like, call, self)
         return func(*args, **kwargs)
 
     def _compute_before(self, changed: Any, lends: bool = False) -> None:
@@ -274,6 +256,12 @@ class _At(NamedTuple):
     place: int
 
 
+class _Step(NamedTuple):
+    """The result of an earlier step of the same recipe."""
+
+    number: int
+
+
 class _Wrapper(NamedTuple):
     """A tensor of a class that wraps others, such as a quantised one with its scale."""
 
@@ -301,6 +289,7 @@ class Recipe:
         self._noted: dict[int, int] = {}
         self._steps: list[_Call] = []
         self._result = self._note(lazy)
+        self._known.clear()  # of a result that the backward has read
 
     def _note(self, tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):
@@ -310,9 +299,9 @@ class Recipe:
         return self._known[id(tensor)]
 
     def _note_new(self, tensor: Any) -> Any:
-        if isinstance(tensor, LazyTensor) and tensor.value is not None:
-            return self._note_new(tensor.value)
         if isinstance(tensor, LazyTensor):
+            if tensor.value is not None:
+                return self._note_new(tensor.value)
             call = tensor.call
             for operand, version in tensor.operands:
                 self._noted.setdefault(id(operand), version)
@@ -341,14 +330,7 @@ class Recipe:
         is_in_order = call.args == [_At(place) for place in range(len(self.tensors))]
         return getattr(call.function, "as_matrices", None) if is_in_order else None
 
-    def release_tensors(self) -> list[Tensor]:
-        """The tensors, which the recipe forgets."""
-        tensors, self.tensors = self.tensors, []
-        self._known.clear()
-        return tensors
-
     def run(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The result for these tensors."""
         _require_unchanged(self.weights, "a backward that depends on a weight")
         results: list[Tensor] = []
 
@@ -369,16 +351,10 @@ class Recipe:
         return result
 
 
-class _Step(NamedTuple):
-    """The result of an earlier step of the same recipe."""
-
-    number: int
-
-
 def _count_flops(call: _Call) -> float:
     if (known := getattr(call.function, "flops", None)) is not None:
         return float(known)
-    factors = [each for each in list_leaves((call.args, call.kwargs)) if isinstance(each, Tensor)][:2]
+    factors = _list_tensors((call.args, call.kwargs))[:2]
     if len(factors) < 2 or not factors[1].dim():
         return 0.0
     return 2.0 * factors[0].numel() * factors[1].shape[-1]
@@ -436,7 +412,6 @@ def _run_engine(tensors: Any, gradients: Any, *more: Any, **options: Any) -> Any
 
 
 def is_compiled(node: Node) -> bool:
-    """Whether the node is the backward of a compiled graph."""
     return node.name() == "CompiledFunctionBackward"
 
 
@@ -486,7 +461,6 @@ class Weight(NamedTuple):
     place: int
     """Its place among all inputs, and among the gradients that the backward returns."""
     number: int
-    """Its place among the tensors."""
     leaf: Tensor
     edge: GradientEdge
 

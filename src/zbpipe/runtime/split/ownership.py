@@ -41,14 +41,11 @@ def copy_if_shared(pending: Sequence[PendingGradient]) -> None:
 
 @dataclass(slots=True)
 class _Memory:
-    """Memory of deferred tensors."""
-
     size: int
     """Bytes, or 0 if one of the tensors needs all of them."""
     is_foreign: bool
     """Whether it has a holder outside torch, which the number of holders does not include."""
     accounted: int = 0
-    """Number of known tensors that hold it."""
     parts: dict[tuple[object, ...], int] = field(default_factory=dict)
     """Bytes of each tensor that is only a part of it."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,15 +21,14 @@ class ExtraArguments(NamedTuple):
 
     values: tuple[Any, ...] = ()
     """`TENSOR` in the places of tensors, also within lists, tuples and dictionaries."""
-    names: tuple[str, ...] = ()
-    """Names of the last values, which are keyword arguments."""
+    options: Mapping[str, Any] = {}
+    """The same for keyword arguments."""
 
     def fill_in(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments, with `tensors` in their places."""
         left = iter(tensors)
-        values = map_leaves(self.values, lambda leaf: next(left) if leaf is TENSOR else leaf)
-        by_position = len(values) - len(self.names)
-        return values[:by_position], dict(zip(self.names, values[by_position:], strict=True))
+        filled = map_leaves((self.values, self.options), lambda leaf: next(left) if leaf is TENSOR else leaf)
+        return cast(tuple[tuple[Any, ...], dict[str, Any]], filled)
 
 
 NONE = ExtraArguments()
@@ -37,13 +36,16 @@ TENSOR = "tensor"
 
 
 class WeightProduct:
-    """The gradient of the weight in y = f(x, weight, ...), for an f that is linear in the weight.
+    """The gradients of y = f(x, weight, ...), for an f that is linear in the weight.
 
     Args:
         weight_gradient: Maps (dy, x, ...) to the gradient of the weight, in the weight's shape. It also gets the
             extra arguments of f, except None at the end or by name.
         as_matrices: Maps the same to two matrices whose product is that gradient. W can add such a product to `.grad`
             by one kernel.
+        of_input: Maps (dy, x, weight, ...) to the gradient of x, if zbpipe knows all gradients of f.
+        of_bias: Maps (dy, dtype, ...) to the gradient of the bias.
+        lay_out: Maps (dy, ...) to dY as the kernels of both halves read it.
     """
 
     def __init__(
@@ -51,12 +53,15 @@ class WeightProduct:
         weight_gradient: Callable[..., Tensor] | None = None,
         *,
         as_matrices: Callable[..., tuple[Tensor, Tensor]] | None = None,
+        of_input: Callable[..., Tensor] | None = None,
+        of_bias: Callable[..., Tensor] | None = None,
+        lay_out: Callable[..., Tensor] | None = None,
     ) -> None:
         self.as_matrices = as_matrices
         self.weight_gradient = weight_gradient or self._multiply
+        self.of_input, self.of_bias, self.lay_out = of_input, of_bias or _sum_rows, lay_out
 
     def of_weight(self, dy: Tensor, x: Tensor, extra: ExtraArguments = NONE, tensors: Sequence[Tensor] = ()) -> Tensor:
-        """The gradient of the weight."""
         args, options = extra.fill_in(tensors)
         return self.weight_gradient(dy, x, *args, **options)
 
@@ -78,27 +83,6 @@ def _linear_as_matrices(dy: Tensor, x: Tensor, bias: Tensor | None = None) -> tu
     return rows(dy).t(), rows(as_constant(x, dy))
 
 
-class WholeProduct(WeightProduct):
-    """A product of x, a weight and at most a bias, whose other gradients zbpipe also knows.
-
-    `of_input` maps (dy, x, weight, ...) to the gradient of x, `of_bias` (dy, dtype, ...) to that of the bias, and
-    `lay_out` (dy, ...) to dY as the kernels of both halves read it. All get the extra arguments of `weight_gradient`,
-    which are no tensors.
-    """
-
-    def __init__(
-        self,
-        weight_gradient: Callable[..., Tensor] | None = None,
-        *,
-        as_matrices: Callable[..., tuple[Tensor, Tensor]] | None = None,
-        of_input: Callable[..., Tensor],
-        of_bias: Callable[..., Tensor] | None = None,
-        lay_out: Callable[..., Tensor] | None = None,
-    ) -> None:
-        super().__init__(weight_gradient, as_matrices=as_matrices)
-        self.of_input, self.of_bias, self.lay_out = of_input, of_bias or _sum_rows, lay_out
-
-
 def _sum_rows(dy: Tensor, dtype: torch.dtype | None, *extra: Any) -> Tensor:
     """The gradient of a bias that is added to each row."""
     return rows(dy).sum(0, dtype=dtype)
@@ -117,11 +101,10 @@ def lay_out_like(x: Tensor, dx: Tensor) -> Tensor:
 
 
 def _linear_input_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """The gradient of x in `torch.nn.functional.linear`."""
     return lay_out_like(x, dy.matmul(as_constant(weight, dy)))
 
 
-LINEAR = WholeProduct(as_matrices=_linear_as_matrices, of_input=_linear_input_gradient)
+LINEAR = WeightProduct(as_matrices=_linear_as_matrices, of_input=_linear_input_gradient)
 """`torch.nn.functional.linear` of x: (..., in). A bias gets its gradient in I.
 
 >>> dy, x = torch.ones(5, 4), torch.ones(5, 3)
@@ -166,13 +149,11 @@ class PendingGradient:
     layer: nn.Module
     product: WeightProduct
     weight: Target
-    """The place of the gradient."""
     x: Tensor
     dy: Tensor
     """The gradient of the product's result. All tensors are detached."""
     extra: ExtraArguments = NONE
     more: tuple[Tensor, ...] = ()
-    """The tensors among the extra arguments."""
     versions: tuple[int, ...] = ()
     """Number of in-place changes of each of `tensors` when the layer deferred the gradient."""
     contents: Tensor | list[int] | None = None
@@ -182,11 +163,9 @@ class PendingGradient:
     inner: float = 0
     """Multiplications per element of dY; 0 for as many as a row of x has elements."""
     may_fuse: bool = True
-    """Whether one kernel may multiply and add to `.grad`."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All tensors that W reads."""
         return (self.x, self.dy, *self.more)
 
     @tensors.setter
@@ -202,39 +181,41 @@ class PendingGradient:
 
     @property
     def flops(self) -> float:
-        """FLOPs of the product."""
         return 2.0 * self.dy.numel() * (self.inner or count_inner(self.x))
 
     def gradient(self) -> Tensor:
         """The product: the gradient of the weight."""
         gradient = self.product.of_weight(self.dy, self.x, self.extra, self.more)
-        if self.product.as_matrices is None:
-            _require_shape(gradient, sources.find_shape(self.weight), self)
-        return gradient
+        if self.product.as_matrices is not None:
+            return gradient
+        # Autograd would sum a gradient that is too large, and `.grad` would broadcast one that is too small.
+        shape, is_tensor = sources.find_shape(self.weight), isinstance(gradient, Tensor)
+        if is_tensor and gradient.shape == shape:
+            return gradient
+        found = f"one in the shape {tuple(gradient.shape)}" if is_tensor else repr(gradient)
+        raise ValueError(
+            f"weight_products of {type(self.layer).__name__}: {name_of(self.product.weight_gradient)} has to return a"
+            f" tensor in the shape of the weight, {tuple(shape)}, got {found}"
+        )
 
     def accumulate(self) -> None:
         """Add the weight's gradient to `.grad`, in the dtype in which autograd would accumulate it."""
-        if isinstance(self.weight, GradientEdge):
-            torch.autograd.backward([self.weight], [self.gradient()])
-        elif isinstance(self.weight, sources.Made):
-            torch.autograd.backward([self.weight.edge], [self.gradient()], retain_graph=True)  # of other uses of it
-        elif isinstance(self.weight, sources.Part):
-            self._accumulate_part(self.weight)
-        else:
-            self._accumulate(self.weight)
-
-    def _accumulate(self, weight: Tensor) -> None:
-        grad = self.fsdp_sum if weight.grad is None else weight.grad
-        if self._add_in_one(weight, grad):
-            return
-        gradient = self.gradient()
-        if grad is None:
-            own = gradient.to(tensor_data.find_grad_dtype(weight, gradient))
-            weight.grad = own.clone() if self._may_be_an_operand(own) else own
-        elif grad.is_sparse:  # from an embedding that shares this weight
-            weight.grad = gradient + grad
-        else:
-            grad.add_(gradient)
+        weight = self.weight
+        if isinstance(weight, GradientEdge):
+            torch.autograd.backward([weight], [self.gradient()])
+        elif isinstance(weight, sources.Made):
+            torch.autograd.backward([weight.edge], [self.gradient()], retain_graph=True)  # of other uses of it
+        elif isinstance(weight, sources.Part):
+            self._accumulate_part(weight)
+        elif not self._add_in_one(weight, grad := self.fsdp_sum if weight.grad is None else weight.grad):
+            gradient = self.gradient()
+            if grad is None:
+                own = gradient.to(tensor_data.find_grad_dtype(weight, gradient))
+                weight.grad = own.clone() if self._may_be_an_operand(own) else own
+            elif grad.is_sparse:  # from an embedding that shares this weight
+                weight.grad = gradient + grad
+            else:
+                grad.add_(gradient)
 
     def _may_be_an_operand(self, gradient: Tensor) -> bool:
         """Whether a declared gradient shares memory with dY or x: the next use would be added into these."""
@@ -244,7 +225,6 @@ class PendingGradient:
         return memory is None or any(memory == tensor_data.find_memory(each)[0] for each in self.tensors)
 
     def _accumulate_part(self, part: sources.Part) -> None:
-        """Add to a part of `.grad`."""
         leaf = part.leaf
         grad = self.fsdp_sum if leaf.grad is None else leaf.grad
         if grad is None:
@@ -266,18 +246,6 @@ class PendingGradient:
 Target = Tensor | GradientEdge | sources.Part | sources.Made
 """Place of a weight gradient: a leaf itself, a part of a leaf, or the edge at which autograd takes the gradient of
 another tensor made from it or from several."""
-
-
-def _require_shape(gradient: object, shape: torch.Size, pending: PendingGradient) -> None:
-    """Refuse a result of `weight_gradient`, unless it is a tensor in this shape."""
-    # Autograd would sum a gradient that is too large, and `.grad` would broadcast one that is too small.
-    if isinstance(gradient, Tensor) and gradient.shape == shape:
-        return
-    found = f"one in the shape {tuple(gradient.shape)}" if isinstance(gradient, Tensor) else repr(gradient)
-    raise ValueError(
-        f"weight_products of {type(pending.layer).__name__}: {name_of(pending.product.weight_gradient)} has to return a"
-        f" tensor in the shape of the weight, {tuple(shape)}, got {found}"
-    )
 
 
 def count_inner(x: Tensor) -> int:
@@ -334,18 +302,14 @@ def sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
     if key not in _sums_in_float32:
         if find_device(device).is_capturing():
             return False
-        _sums_in_float32[key] = _try_to_sum(device, dtype)
+        one, total = torch.ones(16, 16, device=device, dtype=dtype), torch.ones(16, 16, device=device)
+        try:
+            product = torch.mm(one, one, out_dtype=torch.float32)
+            torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
+            is_right = ((product == 16) & (total == 17)).all()
+            _sums_in_float32[key] = device.type == "meta" or bool(is_right)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError):  # no such kernel; no such overload
+            _sums_in_float32[key] = False
     return _sums_in_float32[key]
-
-
-def _try_to_sum(device: torch.device, dtype: torch.dtype) -> bool:
-    one = torch.ones(16, 16, device=device, dtype=dtype)
-    total = torch.ones(16, 16, device=device)
-    try:
-        product = torch.mm(one, one, out_dtype=torch.float32)
-        torch.addmm(total, one, one, out_dtype=torch.float32, out=total)
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, TypeError):  # no such kernel; no such overload
-        return False
-    return device.type == "meta" or bool(((product == 16) & (total == 17)).all())

@@ -83,7 +83,6 @@ class Part(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    """Elements before the first."""
     node: Node
     """The node with which autograd adds to the leaf's `.grad`."""
 
@@ -96,7 +95,6 @@ class Part(NamedTuple):
         return not grad.is_sparse and grad.stride() == self.leaf.stride() and not grad.requires_grad
 
     def of(self, grad: Tensor) -> Tensor:
-        """The same part of `grad`."""
         return grad.as_strided(self.size, self.stride, grad.storage_offset() + self.offset)
 
 
@@ -134,9 +132,7 @@ class Made(NamedTuple):
     edge: GradientEdge
     """Where autograd takes the gradient of the weight. It keeps the graph of the computation alive."""
     leaves: tuple[Tensor, ...]
-    """The parameters, the largest first."""
     nodes: tuple[Node, ...]
-    """All nodes of the computation."""
 
     def of_leaves(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of the parameters, for one of the weight."""

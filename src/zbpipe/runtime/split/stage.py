@@ -208,7 +208,6 @@ def _explain_what_stays_in_i(stage: pipelining.Stage, deferral: Deferral) -> Non
 
 
 def _name_of(stage: pipelining.Stage, layer: nn.Module) -> str:
-    """Name of a layer, with its class. The stage itself has no name."""
     name = next((name for name, each in stage.submod.named_modules() if each is layer), "")
     return title(name, type(layer).__name__)
 
@@ -222,17 +221,12 @@ class SplitWork(OwnWork):
     def __init__(self, stage: pipelining.Stage) -> None:
         super().__init__(stage)
         self.gradients = WeightGradients()
-        """Collects the deferred gradients of this rank."""
         self.on_rank: Sequence[pipelining.Stage] = (stage,)
-        """All stages of this rank."""
         self.work: WeightWork | None = None
         """Weight work per microbatch, determined in the first I."""
         self.dtypes: frozenset[torch.dtype] = frozenset()
-        """Dtypes of the deferred products, determined in the first I."""
         self._deferred: dict[int, list[PendingGradient]] = {}
-        """Deferred gradients by microbatch, from I to W."""
         self._is_sharded = False
-        """Whether FSDP2 holds any of the stage's parameters."""
         self._delaying: Sequence[nn.Module] = ()
         """Layers that delay their weight gradients themselves."""
         self.num_split = 0
@@ -240,7 +234,6 @@ class SplitWork(OwnWork):
         self._has_looked_around = False
         """Whether products were also looked for in the modules around the layers."""
         self._has_reported = False
-        """Whether the log has told what stays in I."""
         self._is_scaled = False
         """Whether this step's gradients were divided by the number of microbatches."""
 

@@ -25,7 +25,6 @@ from zbpipe.runtime.split.products import (
     TENSOR,
     ExtraArguments,
     WeightProduct,
-    WholeProduct,
     as_constant,
     lay_out_like,
     rows,
@@ -41,14 +40,11 @@ class Factors(NamedTuple):
     extra: ExtraArguments = NONE
     """The extra arguments of `product.weight_gradient`."""
     more: Sequence[Tensor] = ()
-    """The tensors among them."""
     inner: int = 0
     """Multiplications per element of dY; 0 for as many as a row of x has elements."""
     is_cast: bool = True
-    """Whether autocast casts x."""
     is_whole: bool = False
-    """Whether `product` is a `WholeProduct` and the call has no factors but x and the weight, and no other summand than
-    `bias`."""
+    """Whether `product` has all gradients of the call: no other factors, and no other summand than `bias`."""
     bias: Tensor | None = None
     is_named: bool = False
     """Whether the function itself calls this argument the weight."""
@@ -71,7 +67,7 @@ def _separate_tensors(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[
             return TENSOR
         return leaf
 
-    return ExtraArguments(map_leaves((*args, *options.values()), take), tuple(options)), tensors
+    return ExtraArguments(*map_leaves((tuple(args), options), take)), tensors
 
 
 def _with_factors_first(args: Sequence[Any], options: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -117,7 +113,7 @@ def _right_input_gradient(dy: Tensor, x: Tensor, weight: Tensor, *shape: int) ->
     return lay_out_like(x, _multiply(dy, as_constant(weight, dy).mT, x.shape))
 
 
-_RIGHT = WholeProduct(as_matrices=_rows_to_the_left, of_input=_right_input_gradient)
+_RIGHT = WeightProduct(as_matrices=_rows_to_the_left, of_input=_right_input_gradient)
 """x @ weight, for x: (..., in) and one weight: (in, out)."""
 
 
@@ -133,7 +129,7 @@ def _left(dy: Tensor, x: Tensor, *shape: int) -> Tensor:
     return gradient
 
 
-_BATCHED_RIGHT, _LEFT = WholeProduct(_batched_right, of_input=_right_input_gradient), WeightProduct(_left)
+_BATCHED_RIGHT, _LEFT = WeightProduct(_batched_right, of_input=_right_input_gradient), WeightProduct(_left)
 
 
 def _read_matmul(*args: Any, **options: Any) -> Iterator[Factors]:
@@ -171,7 +167,7 @@ def _einsum_input_gradient(dy: Tensor, x: Tensor, weight: Tensor, of_weight: str
 
 
 _DOTS = "..."
-_EINSUM = WholeProduct(_einsum, of_input=_einsum_input_gradient)
+_EINSUM = WeightProduct(_einsum, of_input=_einsum_input_gradient)
 
 
 def _read_einsum(equation: str, *operands: Any) -> Iterator[Factors]:
@@ -217,7 +213,6 @@ class _Convolution(NamedTuple):
     """The arguments of a convolution after x and the weight."""
 
     shape: torch.Size
-    """The weight's."""
     format: torch.memory_format
     """Memory format in which the kernels read their tensors."""
     settings: tuple[list[int], list[int], list[int], bool, list[int], int]
@@ -255,7 +250,7 @@ def _lay_out_for_convolution(dy: Tensor, call: _Convolution) -> Tensor:
     return dy.contiguous(memory_format=call.format) if dy.dim() == len(call.shape) else dy.contiguous()
 
 
-_CONVOLUTION = WholeProduct(
+_CONVOLUTION = WeightProduct(
     _convolution,
     of_input=_convolution_input_gradient,
     of_bias=_convolution_bias_gradient,

@@ -105,7 +105,6 @@ class WeightGradients:
 
     @property
     def is_recording(self) -> bool:
-        """Whether layers defer their weight gradients."""
         return self._recording is not None
 
     @contextmanager

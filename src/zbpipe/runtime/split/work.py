@@ -20,7 +20,6 @@ from zbpipe.runtime.split.delaying import delays
 from zbpipe.runtime.split.products import PendingGradient
 
 _MOST_NAMES = 8
-"""Limit of names in a message."""
 _LEAST = 0.0005
 _CHANGED = "something changes x or dY in place during I"
 _PARTS = frozenset(("Index", "IndexSelect", "Gather", "Narrow", "Select", "Slice", "Split", "Unbind"))
@@ -34,7 +33,6 @@ class StaysInI:
     parameter: str
     """Name of the parameter in the stage. For a weight made from several, the first."""
     layer: str
-    """Class of its module."""
     share: float
     """Share of the work of all the stage's weight gradients."""
     reason: str
@@ -93,9 +91,7 @@ class WeightWork:
         self._module = module
         self._names = fsdp2.find_parameter_names(module)
         self._waiting: defaultdict[str, float] = defaultdict(float)
-        """Deferred FLOPs by parameter."""
         self._in_i: defaultdict[tuple[str, str], float] = defaultdict(float)
-        """FLOPs in I by parameter and reason."""
         calls = Counter[int]()
         for gradient in pending:
             parameter = id(sources.find_leaf(gradient.weight))
@@ -152,7 +148,6 @@ class WeightWork:
         return frozenset(name for name, flops in total.items() if flops > self._waiting.get(name, 0.0))
 
     def _find_owner(self, name: str) -> nn.Module:
-        """The module of the named parameter."""
         known: dict[str, nn.Module] = dict(self._module.named_modules())
         return known.get(name.rpartition(".")[0], self._module)
 
