@@ -1,7 +1,7 @@
 """ZB and ZBLoop against Interleaved1F1B with as many stages per rank, simulated.
 
-In Interleaved1F1B's own memory ZBLoop is never longer. In 1F1B's memory the shorter one of ZB and ZBLoop counts: a job
-takes ZBLoop under full checkpointing. With --budget, the best plan of the same placements in that memory, too.
+The shorter one of ZB and ZBLoop counts, as in a job, which chooses. Without a limit it is never longer. It is also
+measured in 1F1B's memory, and with --budget compared to the best plan of the same placements in that memory.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from harness import JSON, markdown, parser, write_json
 
 import zbpipe
 from zbpipe import generate, simulate
-from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit, memory_of_1f1b
 from zbpipe.costs.transformer import Checkpointing, typical_costs
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Placement
 from zbpipe.schedule.registry import resolve
+from zbpipe.simulator.timeline import Timeline
 
 
 class Cell(NamedTuple):
@@ -34,38 +35,43 @@ class Cell(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """A step, relative to that of Interleaved1F1B with as many stages per rank."""
+    """Steps relative to that of Interleaved1F1B with as many stages per rank."""
 
-    loop: float
-    """ZBLoop's in Interleaved1F1B's memory."""
-    best: float
-    """The shorter one of ZB's and ZBLoop's in 1F1B's memory."""
+    usual: float
+    """Without a limit."""
+    memory: float
+    """Its memory, relative to 1F1B's."""
+    within: float
+    """In 1F1B's memory."""
     plan: float | None
     """The best plan's in 1F1B's memory; None without a search."""
 
 
 def measure(cell: Cell, budget: float | None) -> Steps:
     ranks, microbatches, checkpointing, message, transport, stages = cell
+    known = partial(typical_costs, checkpointing=checkpointing, comm=message)
 
-    def step(name: str, limit: MemoryLimit | None = None) -> float:
+    def make(name: str, limit: MemoryLimit | None) -> Timeline:
         algorithm = resolve(name)
-        costs = typical_costs(algorithm.place(ranks, stages), checkpointing, comm=message)
+        costs = known(algorithm.place(ranks, stages))
         made = algorithm.make(
             ranks, microbatches, stages_per_rank=stages, costs=costs, memory_limit=limit, transport=transport
         )
-        return simulate(made, costs, transport=transport).makespan
+        return simulate(made, costs, transport=transport)
 
-    usual = generate("Interleaved1F1B", ranks, microbatches, stages_per_rank=stages)
-    costs = typical_costs(Placement.loop(ranks, stages), checkpointing, comm=message)
-    timeline = simulate(usual, costs, transport=transport)
-    within = MemoryLimit.parse([float(peak) for peak in timeline.peak_memory])
-    loop, best, planned = step("ZBLoop", within), min(step("ZB"), step("ZBLoop")), None
+    interleaved = generate("Interleaved1F1B", ranks, microbatches, stages_per_rank=stages)
+    baseline = simulate(interleaved, known(Placement.loop(ranks, stages)), transport=transport).makespan
+    usual, within = (
+        min((make(name, limit) for name in ("ZB", "ZBLoop")), key=lambda each: each.makespan)
+        for limit in (None, AS_1F1B)
+    )
+    planned = None
     if budget:
         places = {resolve(name).place(ranks, stages) for name in ("ZB", "ZBLoop")}
-        known = partial(typical_costs, checkpointing=checkpointing, comm=message)
         plan = zbpipe.plan(ranks, microbatches, known, "1x", placements=places, budget=budget, transport=transport)
-        planned = plan.makespan / timeline.makespan
-    return Steps(loop / timeline.makespan, best / timeline.makespan, planned)
+        planned = plan.makespan / baseline
+    memory = max(usual.peak_memory) / memory_of_1f1b(known, ranks, microbatches)
+    return Steps(usual.makespan / baseline, memory, within.makespan / baseline, planned)
 
 
 def main() -> int:
@@ -87,17 +93,24 @@ def main() -> int:
     rows = []
     for checkpointing, stages in product(Checkpointing, asked.stages):
         steps = [each for cell, each in found.items() if (cell.checkpointing, cell.stages) == (checkpointing, stages)]
-        columns = ([each.loop - 1 for each in steps], [each.best - 1 for each in steps])
-        shown = [f"{number:+.1%}" for column in columns for number in (median(column), max(column))]
-        longer = sum(number > 1e-9 for number in columns[1])
-        behind = [each.best / each.plan - 1 for each in steps if each.plan]
+        usual, memory = [each.usual for each in steps], [each.memory for each in steps]
+        within = [each.within for each in steps]
+        longer = sum(number > 1 + 1e-9 for number in usual)
+        shown = [f"{median(usual) - 1:+.1%}", f"{max(usual) - 1:+.1%}", f"{longer} of {len(steps)}"]
+        shown += [
+            f"{median(memory):.2f}x",
+            f"{max(memory):.2f}x",
+            f"{median(within) - 1:+.1%}",
+            f"{max(within) - 1:+.1%}",
+        ]
+        behind = [each.within / each.plan - 1 for each in steps if each.plan]
         of_plan = [f"{median(behind):+.1%}, {max(behind):+.1%}"] if behind else []
-        rows.append((checkpointing, str(stages), *shown, f"{longer} of {len(steps)}", *of_plan))
-    heads = ["checkpointing", "stages", "in its memory, median", "longest", "in 1F1B's, median", "longest", "longer"]
-    heads += ["to a plan, median and longest"] if asked.budget else []
+        rows.append((checkpointing, str(stages), *shown, *of_plan))
+    heads = ["checkpointing", "stages", "step, median", "longest", "longer", "memory, median", "most"]
+    heads += ["in 1F1B's, median", "longest"] + (["to a plan, median and longest"] if asked.budget else [])
     print(markdown(heads, rows))
     write_json(asked.json, "cpu", [(*cell, *steps) for cell, steps in found.items()])
-    return int(any(each.loop > 1 + 1e-9 for each in found.values()))
+    return int(any(each.usual > 1 + 1e-9 for each in found.values()))
 
 
 if __name__ == "__main__":

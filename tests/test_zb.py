@@ -15,13 +15,14 @@ from zbpipe import OpKind, Placement, generate, simulate
 from zbpipe.algorithms import _search
 from zbpipe.algorithms._fill import Filler, Order
 from zbpipe.algorithms.zb import in_slots, with_short_warm_up
-from zbpipe.costs.memory_limit import MemoryLimit, memory_of_1f1b
+from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit, memory_of_1f1b
 from zbpipe.costs.model import least_room
 from zbpipe.costs.transformer import Checkpointing, typical_costs, usual_costs
 from zbpipe.costs.transport import Transport
 from zbpipe.planner import search
 from zbpipe.planner.engine import PLAIN, at_hand, fastest
 from zbpipe.schedule.registry import resolve
+from zbpipe.simulator.timeline import Timeline
 from zbpipe.testing import check_schedule, cost_models
 
 sizes = st.tuples(st.integers(1, 6), st.integers(1, 13), st.integers(1, 4))
@@ -96,42 +97,54 @@ def test_filled_orders_run_and_are_timed_as_simulated(drawn: tuple[Placement, in
     st.sampled_from([0.0, 0.05]),
     st.data(),
 )
-def test_never_longer_than_interleaved_1f1b_in_its_memory(
+def test_a_loop_is_never_longer_than_interleaved_1f1b(
     size: tuple[int, int, int], transport: Transport, checkpointing: Checkpointing, comm: float, data: st.DataObject
 ) -> None:
+    """In the memory of each rank of Interleaved1F1B, and without a limit in 1F1B's or Interleaved1F1B's."""
     ranks, microbatches, stages = size
     placement = Placement.loop(ranks, stages)
     costs = data.draw(st.one_of(st.just(typical_costs(placement, checkpointing, comm=comm)), cost_models(placement)))
     usual = simulate(
         generate("Interleaved1F1B", ranks, microbatches, stages_per_rank=stages), costs, transport=transport
     )
-    limit = MemoryLimit.parse([float(peak) for peak in usual.peak_memory])
-    found = resolve("ZBLoop").make(
-        ranks, microbatches, stages_per_rank=stages, costs=costs, memory_limit=limit, transport=transport
-    )
-    timeline = simulate(found, costs, transport=transport)
-    check_schedule(found)
-    assert timeline.makespan <= usual.makespan * (1 + 1e-9)
-    assert all(peak <= most * (1 + 1e-8) for peak, most in zip(timeline.peak_memory, usual.peak_memory, strict=True))
+    most = max(*usual.peak_memory, memory_of_1f1b(costs, ranks, microbatches), *least_room(placement, costs))
+    for limit, limits in ((MemoryLimit(usual.peak_memory, ""), usual.peak_memory), (None, (most,) * ranks)):
+        found = resolve("ZBLoop").make(
+            ranks, microbatches, stages_per_rank=stages, costs=costs, memory_limit=limit, transport=transport
+        )
+        timeline = simulate(found, costs, transport=transport)
+        check_schedule(found)
+        assert timeline.makespan <= usual.makespan * (1 + 1e-9)
+        assert all(peak <= limit * (1 + 1e-8) for peak, limit in zip(timeline.peak_memory, limits, strict=True))
 
 
 @pytest.mark.parametrize("checkpointing", Checkpointing)
 @pytest.mark.parametrize("name", ["ZB", "ZBLoop"])
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
-def test_in_1f1bs_memory_no_step_is_longer_than_interleaved_1f1bs(
-    name: str, stages: int, checkpointing: Checkpointing
+@pytest.mark.parametrize(("ranks", "microbatches"), [(4, 8), (4, 16), (3, 9)])
+def test_without_a_limit_the_memory_is_1f1bs_unless_the_step_is_longer(
+    ranks: int, microbatches: int, stages: int, name: str, checkpointing: Checkpointing
 ) -> None:
-    """Where p divides m. In a wave under full checkpointing it may be, which is why there is the loop."""
+    """Where p divides m. Full checkpointing leaves no room for W, and a wave may be longer, so there is the loop."""
     algorithm = resolve(name)
-    for ranks, microbatches in ((4, 8), (4, 16), (3, 9)):
-        placement = algorithm.place(ranks, stages)
-        costs = typical_costs(placement, checkpointing)
-        timeline = simulate(algorithm.make(ranks, microbatches, stages_per_rank=stages, costs=costs), costs)
-        assert max(timeline.peak_memory) <= memory_of_1f1b(costs, ranks, microbatches) * (1 + 1e-8)
-        loop = Placement.loop(ranks, stages)
-        usual = generate("Interleaved1F1B", ranks, microbatches, stages_per_rank=stages)
-        if placement == loop or checkpointing is not Checkpointing.FULL:
-            assert timeline.makespan <= simulate(usual, typical_costs(loop, checkpointing)).makespan * (1 + 1e-9)
+    placement, loop = algorithm.place(ranks, stages), Placement.loop(ranks, stages)
+    costs = typical_costs(placement, checkpointing)
+
+    def time(limit: MemoryLimit | None) -> Timeline:
+        made = algorithm.make(ranks, microbatches, stages_per_rank=stages, costs=costs, memory_limit=limit)
+        return simulate(made, costs)
+
+    interleaved = generate("Interleaved1F1B", ranks, microbatches, stages_per_rank=stages)
+    usual = simulate(interleaved, typical_costs(loop, checkpointing))
+    timeline, within = time(None), time(AS_1F1B)
+    assert max(within.peak_memory) <= memory_of_1f1b(costs, ranks, microbatches) * (1 + 1e-8)
+    if within.makespan <= usual.makespan * (1 + 1e-9) or stages == 1:
+        assert timeline.schedule == within.schedule
+    else:
+        assert checkpointing is Checkpointing.FULL
+        assert max(timeline.peak_memory) <= max(*usual.peak_memory, *within.peak_memory) * (1 + 1e-8)
+        assert timeline.makespan <= within.makespan
+        assert timeline.makespan <= usual.makespan * (1 + 1e-9) or placement != loop
 
 
 @pytest.mark.parametrize("name", ["ZB", "ZBLoop", "ZB1P", "ZB2P"])
@@ -148,14 +161,15 @@ def test_compiled_loops_make_the_same_schedules(name: str, monkeypatch: pytest.M
 @draw_fewer(8)
 @given(st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.data())
 def test_zb_fits_any_costs(ranks: int, microbatches: int, stages: int, data: st.DataObject) -> None:
-    """Within 1F1B's memory, or that of one microbatch, and the same each time."""
+    """Within 1F1B's memory, Interleaved1F1B's or that of one microbatch, and the same each time."""
     placement = Placement.wave(ranks, stages)
     costs = data.draw(cost_models(placement))
     with searching_little():
         schedule = generate("ZB", ranks, microbatches, stages_per_rank=stages, costs=costs)
         assert generate("ZB", ranks, microbatches, stages_per_rank=stages, costs=costs) == schedule
     check_schedule(schedule)
-    allowed = max(memory_of_1f1b(costs, ranks, ranks), *least_room(placement, costs))
+    usual = simulate(generate("Interleaved1F1B", ranks, microbatches, stages_per_rank=stages), costs).peak_memory
+    allowed = max(memory_of_1f1b(costs, ranks, ranks), *least_room(placement, costs), *usual)
     assert max(simulate(schedule, costs).peak_memory) <= allowed * (1 + 1e-9)
 
 

@@ -26,19 +26,20 @@ from math import inf
 
 from zbpipe.algorithms._fill import Filler, Order
 from zbpipe.algorithms._search import find_best
-from zbpipe.algorithms.interleaved_1f1b import interleave, split_into_groups
+from zbpipe.algorithms.interleaved_1f1b import interleave, interleaved_1f1b, split_into_groups
 from zbpipe.algorithms.one_f_one_b import b_f
 from zbpipe.algorithms.v_half import v_half
 from zbpipe.algorithms.v_min import v_min
 from zbpipe.algorithms.zbv import zbv
 from zbpipe.costs.memory_limit import MemoryLimit, resolve_limits
-from zbpipe.costs.model import CostModel
+from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
 from zbpipe.schedule.registry import register
 from zbpipe.simulator.lower_bound import lower_bound
 from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.timeline import Timeline
 
 _MOST_SEARCHED, _MOST_TWICE = 6_000, 24_000
 """Largest numbers of ops for which a search follows: one from the best fillings, and in a V, if these are far from the
@@ -68,7 +69,8 @@ def zb(
     """The shortest of some ways to fill W into the slots, and of a short search from these.
 
     Even numbers of stages per rank run in a wave, odd ones in a loop. Costs default to typical ones under selective
-    checkpointing. The limit defaults to the memory of 1F1B's worst rank, or to that of one microbatch if that is more.
+    checkpointing. The limit defaults to the memory of 1F1B's worst rank, or to that of one microbatch if that is more;
+    and to that of Interleaved1F1B with as many stages, where the step would be longer than its.
 
     >>> print(zb(2, 2))
     rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
@@ -81,7 +83,7 @@ def zb(
 @register(
     "ZBLoop",
     stages_per_rank=2,
-    summary="in place of Interleaved1F1B, with as many stages per rank: never longer, in 1F1B's memory",
+    summary="in place of Interleaved1F1B, with as many stages per rank: never longer",
     by_checkpointing=True,
 )
 def zb_loop(
@@ -118,6 +120,32 @@ def find_shortest(
     """`zb` on any loop or wave. Without a `search` it may exceed the limit where nothing filled is within it."""
     costs, transport = costs or typical_costs(placement), transport or Transport.IDEAL
     limits = resolve_limits(memory_limit, placement, costs, microbatches, strict_for=name)
+    found = _find_within(name, placement, microbatches, costs, limits, transport, search=search)
+    stages_per_rank = placement.num_stages // placement.num_ranks
+    if memory_limit is not None or stages_per_rank == 1:
+        return found
+
+    def time(schedule: Schedule) -> Timeline:
+        return simulate(schedule, costs, transport=transport)
+
+    usual = time(interleaved_1f1b(placement.num_ranks, microbatches, stages_per_rank))
+    if time(found).makespan <= usual.makespan * (1 + ROUNDING):
+        return found
+    raised = [max(limit, *usual.peak_memory) for limit in limits]
+    other = _find_within(name, placement, microbatches, costs, raised, transport, search=search)
+    return min(found, other, key=lambda each: time(each).makespan)
+
+
+def _find_within(
+    name: str,
+    placement: Placement,
+    microbatches: int,
+    costs: CostModel,
+    limits: Sequence[float],
+    transport: Transport,
+    *,
+    search: bool,
+) -> Schedule:
     is_v = placement == Placement.v(placement.num_ranks)
     papers = [form(placement.num_ranks, microbatches) for form in (zbv, v_half, v_min)] if is_v else []
     orders = _list_orders(placement, microbatches, transport)
