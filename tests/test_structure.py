@@ -21,19 +21,19 @@ FORMALITIES = {"zbpipe", "zbpipe.__main__"}
 
 BUDGETS = {
     "src/zbpipe": 271,
-    "src/zbpipe/algorithms": 717,
+    "src/zbpipe/algorithms": 740,
     "src/zbpipe/cli": 1633,
     "src/zbpipe/costs": 884,
     "src/zbpipe/estimation": 1054,
-    "src/zbpipe/frameworks": 2973,
+    "src/zbpipe/frameworks": 2974,
     "src/zbpipe/planner": 1676,
-    "src/zbpipe/runtime": 8260,
+    "src/zbpipe/runtime": 8258,
     "src/zbpipe/schedule": 716,
     "src/zbpipe/simulator": 1624,
     "src/zbpipe/titan": 95,
     "src/zbpipe/views": 1046,
-    "tests": 21274,
-    "benchmarks": 2752,
+    "tests": 21254,
+    "benchmarks": 2764,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
