@@ -1,4 +1,4 @@
-"""ZB and ZBLoop against Interleaved1F1B with as many stages per rank, simulated.
+"""ZB and ZBLoop against Interleaved1F1B with as many stages per rank, or 1F1B if that is one, simulated.
 
 The shorter one of ZB and ZBLoop counts, as in a job, which chooses. Without a limit it is never longer. It is also
 measured in 1F1B's memory, and with --budget compared to the best plan of the same placements in that memory.
@@ -35,7 +35,7 @@ class Cell(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """Steps relative to that of Interleaved1F1B with as many stages per rank."""
+    """Steps relative to that of Interleaved1F1B with as many stages per rank, or of 1F1B if that is one."""
 
     usual: float
     """Without a limit."""
@@ -59,8 +59,8 @@ def measure(cell: Cell, budget: float | None) -> Steps:
         )
         return simulate(made, costs, transport=transport)
 
-    interleaved = generate("Interleaved1F1B", ranks, microbatches, stages_per_rank=stages)
-    baseline = simulate(interleaved, known(Placement.loop(ranks, stages)), transport=transport).makespan
+    peer = generate("1F1B" if stages == 1 else "Interleaved1F1B", ranks, microbatches, stages_per_rank=stages)
+    baseline = simulate(peer, known(Placement.loop(ranks, stages)), transport=transport).makespan
     usual, within = (
         min((make(name, limit) for name in ("ZB", "ZBLoop")), key=lambda each: each.makespan)
         for limit in (None, AS_1F1B)
