@@ -188,6 +188,23 @@ def test_as_many_sequences_at_a_time_as_fit() -> None:
     assert step_without_pipeline(workload(microbatches=16), rates(small)).memory.activations == 16 * GIB
 
 
+@pytest.mark.parametrize(
+    ("gib", "checkpointing", "limit"),
+    [(5, "full", None), (8, "full", "0.8x"), (16, "full", None), (60, "full", "3x"), (60, "selective", "1.1x")],
+)
+def test_zb_has_the_least_limit_that_is_worth_it(gib: float, checkpointing: str, limit: str | None) -> None:
+    """None if the step is as short without, or if nothing fits."""
+    work = replace(workload(layers=8, degrees=Degrees(pipeline=4)), checkpointing=Checkpointing(checkpointing))
+    found = estimate(work, replace(ONE_A_SECOND, gib=gib), only=["ZB"], stages_per_rank=[1, 2], budget=1e3)
+    usual = row(replace(found, steps=tuple(step for step in found.steps if not step.memory_limit)), "ZB", 2)
+    others = [step for step in found.steps if step.memory_limit]
+    assert [step.memory_limit for step in others] == ([limit] if limit else [])
+    for step in others:
+        assert step.fits
+        assert step.seconds < usual.seconds or not usual.fits
+        assert f"ZB in {limit} " in "\n".join(lines(found))
+
+
 def test_plans_leave_room_for_the_weights() -> None:
     work = workload(layers=8, degrees=Degrees(pipeline=2))
     heavy = replace(work, layers=tuple(replace(each, parameters=GIB / 4) for each in work.layers))

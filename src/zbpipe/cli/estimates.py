@@ -20,8 +20,8 @@ _HEADS = (
 _PARTS = {part.name: part.name for part in fields(Memory)} | {"waiting": "deferred"}
 """Parts of a rank's memory, with their column names."""
 LEGEND = (
-    "range: tokens/s per GPU over the plausible speeds of the device. GiB: peak of the worst rank, then its parts:"
-    " weights, with the copies that products use; gradients and optimizer;"
+    "in 1.5x: with --zbpipe.memory-limit 1.5x. range: tokens/s per GPU over the plausible speeds of the device. GiB:"
+    " peak of the worst rank, then its parts: weights, with the copies that products use; gradients and optimizer;"
     " activations; deferred gradients; messages; working memory or logits. vs: the step relative to that of 1F1B, or of"
     " FSDP without a pipeline; -5.0% is a 5 % shorter step"
 )
@@ -51,8 +51,8 @@ def _verdict(found: Estimate) -> str:
         return "No schedule that can run fits."
     if fsdp is None or not fsdp.fits:
         without = "" if fsdp is None else "; without a pipeline it does not fit"
-        return f"The shortest step that fits: {best.schedule}{without}."
-    return compare(best, fsdp, best.schedule)
+        return f"The shortest step that fits: {_name(best)}{without}."
+    return compare(best, fsdp, _name(best))
 
 
 def compare(best: Step, fsdp: Step, name: str) -> str:
@@ -87,7 +87,7 @@ def _cells(found: Estimate, step: Step) -> tuple[str, ...]:
     own = " (the job's)" if step.schedule == found.workload.schedule else ""
     others = (found.relative(step, each) for each in (found.usual, found.without_pipeline))
     return (
-        step.schedule + "*" * step.has_torchs_split + own,
+        _name(step) + "*" * step.has_torchs_split + own,
         *(step.placement, str(step.stages_per_rank), f"{step.seconds:.4g}", percent(step.bubble)),
         f"{step.tokens_per_second:,.0f}",
         "" if step.range is None else f"{tokens / step.range[1]:,.0f} to {tokens / step.range[0]:,.0f}",
@@ -96,6 +96,10 @@ def _cells(found: Estimate, step: Step) -> tuple[str, ...]:
         *map(_gib, (memory.total, *(getattr(memory, part) for part in _PARTS))),
         *([] if step.fits else ["  does not fit"]),
     )
+
+
+def _name(step: Step) -> str:
+    return f"{step.schedule} in {step.memory_limit}" if step.memory_limit else step.schedule
 
 
 def _gib(size: float) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import islice
+from math import inf
 from typing import Any
 
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.layers import Split, join_stages, merge_stages
-from zbpipe.costs.memory_limit import MemoryLimit, resolve_limits
+from zbpipe.costs.memory_limit import MemoryLimit, memory_of_1f1b, resolve_limits
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import has_torchs_split, runs_torchs_split
 from zbpipe.estimation.choice import choose
@@ -36,6 +39,14 @@ _SEARCHED = 1024
 """Limit of ranks times microbatches for including searched schedules, such as ZB, by default."""
 _MESSAGES = 6
 """Number of messages per stage of a rank for which a plan leaves room. The table counts the actual ones."""
+_LIMITS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 8.0)
+"""Memory limits to try, to 1F1B's memory."""
+_ROUGHLY = 1.1
+"""Share of the room up to which a limit is tried: a job's schedule is made for usual costs, and may take less."""
+_FORMS = 2
+"""Number of schedules to try them with: those with the shortest steps in their default memory."""
+_AS_SHORT = 1.005
+"""Length of a step relative to the shortest, from which on more memory is not worth it."""
 _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 _AT_LEAST_STAGES = ("1F1B", "DualPipeV")
 
@@ -64,7 +75,7 @@ def estimate(
         costs: measured costs of stages or layers (`zbpipe measure`), in place of counted ones.
         only: names of schedules. Default: all registered ones.
         stages_per_rank: numbers of stages per rank to try, for schedules that take any number.
-        plans: whether to search for plans, one for each number of stages per rank.
+        plans: whether to search for plans, one for each number of stages per rank, and for ZB's best memory limit.
         budget: number of ops that the search of one plan may time.
 
     Raises ValueError for unknown devices and schedules, invalid rates, and costs for another number of ranks.
@@ -113,6 +124,7 @@ def estimate(
     for algorithm, stages in _variants(wanted, own, workload, stages_per_rank):
         steps += kept(f"{algorithm.name}, {stages} stages per rank", job.named, algorithm, stages)
     if plans and ranks > 1:
+        steps += job.in_other_memory(steps)
         for name in _PLANNED:
             steps += kept(f"plan, {name}", job.planned, name, budget)
     if job.rates is not None:
@@ -154,7 +166,7 @@ class _Job:
     rates: Rates | None
     measured: JobCosts | None
 
-    def named(self, algorithm: Algorithm, stages: int) -> Step:
+    def named(self, algorithm: Algorithm, stages: int, limit: MemoryLimit | None = None) -> Step:
         degrees, microbatches = self.workload.degrees, self.workload.microbatches
         placement = algorithm.place(degrees.pipeline, stages)
         split = self.workload.split(placement, algorithm)
@@ -163,11 +175,43 @@ class _Job:
         if self.measured is None and not (algorithm.by_checkpointing and self.workload.checkpointing is None):
             made_for = self.workload.usual_costs(algorithm, placement)
         _require_torch_runs(algorithm, degrees.pipeline, stages, microbatches)
-        schedule = algorithm.make(degrees.pipeline, microbatches, stages_per_rank=stages, costs=made_for)
+        size = degrees.pipeline, microbatches
+        schedule = algorithm.make(*size, stages_per_rank=stages, costs=made_for, memory_limit=limit)
         wave = "v" if stages == 2 else "wave"
         known = {"loop": Placement.loop(degrees.pipeline, stages), wave: Placement.wave(degrees.pipeline, stages)}
         kind = next((name for name, each in known.items() if each == placement), "table")
-        return self.step(schedule, costs, split, algorithm.name, "single" if stages == 1 else kind, algorithm.source)
+        found = self.step(schedule, costs, split, algorithm.name, "single" if stages == 1 else kind, algorithm.source)
+        return found if limit is None else replace(found, memory_limit=limit.written)
+
+    def in_other_memory(self, steps: Sequence[Step]) -> Iterator[Step]:
+        """ZB or ZBLoop with the least memory limit whose step is as short as with all of the device's memory.
+
+        None if that gains nothing.
+        """
+        usual = sorted((step for step in steps if resolve(step.schedule).chooses_stages), key=lambda each: each.seconds)
+        found: list[Step] = []
+        for form in usual[:_FORMS] if self.rates else ():
+            found += islice((each for each in self._within(form, reversed(_LIMITS)) if each.fits), 1)
+        if found:
+            best = min(found, key=lambda each: each.seconds)
+            least = next(
+                each for each in self._within(best, _LIMITS) if each.fits and each.seconds <= best.seconds * _AS_SHORT
+            )
+            if all(least.seconds * _AS_SHORT < each.seconds for each in usual if each.fits):
+                yield least
+
+    def _within(self, form: Step, multiples: Iterable[float]) -> Iterator[Step]:
+        """A row's schedule in these multiples of 1F1B's memory, if the device may have as much."""
+        algorithm, workload = resolve(form.schedule), self.workload
+        placement = algorithm.place(workload.degrees.pipeline, form.stages_per_rank)
+        split = workload.split(placement, algorithm)
+        with suppress(ValueError):  # the weights alone are too large
+            room = min(self._room(placement, split) or (inf,))
+            once = memory_of_1f1b(self.costs(placement, split), placement.num_ranks, workload.microbatches)
+            for multiple in multiples:
+                if multiple * once <= room * _ROUGHLY:
+                    with suppress(ValueError):  # too low a limit
+                        yield self.named(algorithm, form.stages_per_rank, MemoryLimit(multiple, "x", f"{multiple:g}x"))
 
     def planned(self, name: str, budget: float) -> Step:
         """The best plan found that leaves room for the weights."""

@@ -72,6 +72,8 @@ class Step:
     range: tuple[float, float] | None = None
     """Seconds with the largest and the least plausible rate of the device. None if the rate is given or measured."""
     has_torchs_split: bool = False
+    memory_limit: str | None = None
+    """The job's memory limit. None stands for the default."""
     runs: bool = True
     """Whether it can run with the job's checkpointing and torch.compile, as fast as simulated."""
 
