@@ -27,7 +27,7 @@ from titan_jobs import Titan, require_titan
 from zbpipe import OpKind, cli, estimate, generate
 from zbpipe.costs.transformer import Block
 from zbpipe.estimation import devices
-from zbpipe.estimation.estimate import memory_by_rank
+from zbpipe.estimation.estimate import choose_own, memory_by_rank
 from zbpipe.estimation.workload import Degrees, LayerWork, Workload
 from zbpipe.frameworks.options import Options
 from zbpipe.runtime._torch import pipelining
@@ -350,6 +350,10 @@ def check_operations() -> None:
     assert block.parameters == products / (2 * tokens) + 2 * dim
 
 
+_ZB = ("--parallelism.pipeline_parallel_schedule", "ZB")
+_LAYERS = ("--parallelism.pipeline_parallel_layers_per_stage",)
+
+
 def check_degrees() -> None:
     job, placement = read(), resolve("ZBV").place(4)
     found = (str(job.degrees), job.microbatches, job.schedule, str(job.checkpointing))
@@ -365,6 +369,10 @@ def check_degrees() -> None:
     ends = (job, read("--parallelism.pipeline_parallel_first_stage_less_layers", "3"))
     by_work, weighted = (list(map(len, each.split(placement, resolve("ZBV")))) for each in ends)
     assert weighted == [9, 11, 11, 11, 10, 10, 10, 10] != by_work  # 82 layers, of which the embedding counts as 3
+    chosen = [choose_own(read(*_ZB, *given), None)[1].num_stages for given in ((), (*_LAYERS, "11"))]
+    assert chosen == [16, 8]
+    with pytest.raises(ValueError, match="4 ranks cannot share the job's 10 stages equally"):
+        choose_own(read(*_ZB, *_LAYERS, "9"), None)
     # The table has the memory of the worst rank.
     (row,) = (each for each in estimate(job, "MI300X", only=["ZBV"], plans=False).steps if each.schedule == "ZBV")
     assert row.memory.total == pytest.approx(memory_by_rank(job).worst, rel=1e-6)

@@ -406,7 +406,12 @@ def choose_own(workload: Workload, limit: MemoryLimit | None, *, on_cpu: bool = 
     algorithm = resolve(workload.schedule)
     if how is None:
         return algorithm, algorithm.place(degrees.pipeline)
-    stages = len(workload.cut) // degrees.pipeline if workload.cut and algorithm.any_stages_per_rank else None
+    stages, rest = divmod(workload.num_stages or 0, degrees.pipeline)
+    if rest:
+        raise ValueError(
+            f"{degrees.pipeline} ranks cannot share the job's {workload.num_stages} stages equally: change the number"
+            " of layers per stage"
+        )
     chosen = choose(
         algorithm,
         degrees.pipeline,
@@ -415,7 +420,7 @@ def choose_own(workload: Workload, limit: MemoryLimit | None, *, on_cpu: bool = 
         how,
         tensor=degrees.tensor,
         tokens=0.0 if on_cpu else workload.tokens / degrees.sharing,
-        stages_per_rank=stages,
+        stages_per_rank=(stages if algorithm.any_stages_per_rank else 0) or None,
         memory_limit=limit,
     )
     return chosen.algorithm, chosen.placement

@@ -152,6 +152,8 @@ class Workload:
     parameter_bytes: ParameterBytes = field(default_factory=ParameterBytes)
     cut: tuple[int, ...] | None = None
     """Layers of each stage if set by the user, for placements with this number of stages."""
+    num_stages: int | None = None
+    """Number of stages if set by the user."""
     ends: tuple[int, int] | None = None
     """Number of layers as which embedding and head count, if the user wants an even split."""
     remade: Callable[[Degrees, Checkpointing | None], Workload] | None = None
@@ -205,7 +207,7 @@ class Workload:
         mine = self.degrees.tensor, self.degrees.context, self.checkpointing
         if (degrees.tensor, degrees.context, checkpointing) != mine:
             raise ValueError(f"these layers have costs for {self.degrees}: give others for {degrees}")
-        return replace(self, degrees=degrees, microbatches=microbatches, cut=None)
+        return replace(self, degrees=degrees, microbatches=microbatches, cut=None, num_stages=None)
 
     def split(self, placement: Placement, algorithm: Algorithm | None = None) -> Split:
         """Layers of each stage: TorchTitan's split for torch's schedules, zbpipe's for its own and for plans."""

@@ -120,7 +120,8 @@ def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) ->
         hidden_tensor=ASYNC_TENSOR * models.has_async_tensor(config),
         parameter_bytes=replace(sizes.parameters, accumulates=batches.accumulates(config, degrees.data)),
         ends=layer_split.ends_of_user(parallelism),
-        cut=_cut(parallelism.module_fqns_per_model_part, [layer.modules for layer in counted.layers]),
+        cut=(cut := _cut(parallelism.module_fqns_per_model_part, [layer.modules for layer in counted.layers])),
+        num_stages=len(cut) if cut else layer_split.count_stages(parallelism, len(counted.blocks)),
         microbatch_size=size,
         batch_option=option,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from math import ceil
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -105,6 +106,13 @@ class LayerSplit:
             " | ".join(map(describe, parts)),
         )
         return parts
+
+
+def count_stages(parallelism: Any, num_layers: int) -> int | None:
+    """The number of stages by TorchTitan's `pipeline_parallel_layers_per_stage`; None if it is not set."""
+    per_stage, ends = parallelism.pipeline_parallel_layers_per_stage, ends_of_user(parallelism) or ()
+    # TorchTitan counts embedding and head as these numbers of further layers.
+    return None if per_stage is None else ceil((num_layers + sum(ends)) / per_stage)
 
 
 def ends_of_user(parallelism: Any) -> tuple[int, int] | None:

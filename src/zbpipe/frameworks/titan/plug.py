@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -287,7 +286,7 @@ def _choose(
         stages = checks.stages_of_cut(algorithm, ranks, len(by_hand), "module_fqns_per_model_part lists")
         _require_known(model, by_hand)
         _require_all(model, by_hand)
-    elif (number := _count_stages(job)) is not None:
+    elif (number := layer_split.count_stages(parallelism, _num_layers(job))) is not None:
         field = f"pipeline_parallel_layers_per_stage={parallelism.pipeline_parallel_layers_per_stage}"
         cut = f"{field} cuts the model's {_num_layers(job)} layers into"
         stages = checks.stages_of_cut(algorithm, ranks, number, cut)
@@ -365,14 +364,6 @@ def _find_names(module: ModuleType, name: str) -> list[str]:
 def _num_layers(job: _Job) -> int:
     config = job.model_config
     return len(config.layers) if hasattr(config, "layers") else int(getattr(config, "n_layers", 1))
-
-
-def _count_stages(job: _Job) -> int | None:
-    """The number of stages by TorchTitan's `pipeline_parallel_layers_per_stage`; None if it is not set."""
-    config, per_stage = job.parallelism, job.parallelism.pipeline_parallel_layers_per_stage
-    # TorchTitan counts embedding and head as these numbers of further layers.
-    first, last = config.pipeline_parallel_first_stage_less_layers, config.pipeline_parallel_last_stage_less_layers
-    return None if per_stage is None else math.ceil((_num_layers(job) + first + last) / per_stage)
 
 
 def _require_known(model: nn.Module, modules: Sequence[Sequence[str]]) -> None:
