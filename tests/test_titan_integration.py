@@ -126,7 +126,7 @@ def build_rank(job: tuple[int, int]) -> Built:
     dims = ParallelDims.from_config(_config.parallelism, num_gpus)
     dims.build_mesh()
     spec = _config.model_spec
-    schedule, parts, has_first, has_last = plug.make_pipelining(spec.pipelining_fn, Options())(
+    schedule, parts, has_first, has_last = plug.make_pipelining(spec.pipelining_fn, Options(), _config)(
         _model,
         **{"parallel_dims": dims, "training": _config.training, "parallelism": _config.parallelism, "dump_folder": ""},
         **{

@@ -34,17 +34,17 @@ _WRITTEN = re.compile(r"\s*(.*?)\s*([kmg]i?b|b|x|microbatch(?:es)?)?\s*", re.IGN
 class MemoryLimit:
     """Memory limit of a rank for activations, deferred gradients and working memory.
 
-    - `"1.2x"`: multiple of the peak of 1F1B's worst rank under the same costs;
-    - `"4 microbatches"`: multiple of an average rank's activations of one microbatch;
-    - `"6.5GiB"`, also `KiB`, `MiB`, `KB`, `MB`, `GB` and `B`: for costs that are measured in bytes;
-    - a number in the unit of the costs' activations: bytes if measured, else a rank's share of one microbatch;
-    - a list with one limit per rank, all of one unit.
-
         >>> MemoryLimit.parse("2KiB")
         MemoryLimit(amount=2048.0, unit='bytes')
         >>> costs = CostModel((1, 1), (1, 1), (1, 1), activations=(3e9, 1e9))
         >>> [MemoryLimit.parse(each).resolve(costs, 2, 8)[0] for each in ("0.5x", "1.5 microbatches", "3GB", 3e9)]
         [3000000000.0, 3000000000.0, 3000000000.0, 3000000000.0]
+
+    - `"1.2x"`: multiple of the peak of 1F1B's worst rank under the same costs;
+    - `"4 microbatches"`: multiple of an average rank's activations of one microbatch;
+    - `"6.5GiB"`, also `KiB`, `MiB`, `KB`, `MB`, `GB` and `B`: for costs that are measured in bytes;
+    - a number in the unit of the costs' activations: bytes if measured, else a rank's share of one microbatch;
+    - a list with one limit per rank, all of one unit.
     """
 
     amount: float | tuple[float, ...]

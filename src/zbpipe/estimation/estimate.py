@@ -442,6 +442,11 @@ def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobM
     memories = tuple(memories_by_rank(workload, timeline, split))
     if algorithm.name == "Auto":
         needed = resolve_limits(limit, placement, costs, microbatches)
+        if limit is None:  # a plan may take what ZB takes
+            zb = resolve("ZB")
+            made = zb.make_on(placement, microbatches, costs=workload.usual_costs(zb, placement))
+            assert made is not None, "Auto has ZB's placements"
+            needed = tuple(map(max, needed, simulate(made, costs).peak_memory))
         # The excess of a plan counts as activations.
         empty = (replace(each, waiting=0.0, buffers=0.0, working=0.0, logits=0.0) for each in memories)
         planned = [replace(each, activations=room) for each, room in zip(empty, needed, strict=True)]

@@ -174,7 +174,7 @@ class AutoSchedule(RegisteredSchedule):
         stages: as for every zbpipe schedule, like `n_microbatches`, `loss_fn`, `args` and `options`.
         offload: tensors that the plan and ZB may copy to the host: "pairs", "activations" or "all".
         memory_limit: as for every schedule. During measurement only activations and deferred gradients count. Default:
-            the memory of 1F1B's worst rank with the measured costs, working memory included.
+            that of ZB with the measured costs, working memory included.
         profile_steps: timed steps of the start, and later of the plan and of the start again.
         budget: for the search, see `zbpipe.plan`.
         group: all ranks that run this schedule, including other replicas. Default: all ranks of the job.
@@ -233,13 +233,16 @@ class AutoSchedule(RegisteredSchedule):
 
     def _make_start(self, number: int, costs: CostModel) -> Schedule:
         """ZB for these costs."""
-        limit = MemoryLimit(self._find_limits(number, costs), "")
+        limit = self.lists.limit and MemoryLimit(resolve_limits(self.lists.limit, self.placement, costs, number), "")
         found = find_shortest("ZB", self.placement, number, costs, limit, self.transport)
         return offloaded(found, costs, what=self._offload) if self._offload else found
 
     def _find_limits(self, number: int, costs: CostModel) -> tuple[float, ...]:
-        """Memory limit of each rank, and at least the memory of one microbatch, which has already run."""
-        return resolve_limits(self.lists.limit, self.placement, costs, number)
+        """Memory limit of each rank: the given one, or what ZB takes. One microbatch, which has run, always fits."""
+        limits = resolve_limits(self.lists.limit, self.placement, costs, number)
+        if self.lists.limit:
+            return limits
+        return tuple(map(max, limits, simulate(self._make_start(number, costs), costs).peak_memory))
 
     def _plan(self, costs: JobCosts) -> None:
         records = self._profiler.records
