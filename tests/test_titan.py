@@ -799,6 +799,13 @@ def test_the_demo_reports_what_it_saw(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CliRunner().invoke(cli.main, ["demo"]).exit_code == 1
 
 
+def test_the_demo_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "find_spec", lambda name: None)
+    result = CliRunner().invoke(cli.main, ["demo"])
+    assert result.exit_code != 0
+    assert f"torchtitan is not installed: pip install torchtitan=={'0.2.2' if IS_02 else '0.3.0'}" in result.output
+
+
 def test_the_first_error_is_told(tmp_path: Path) -> None:
     signals = [(15, "SIGTERM", 6), (11, "SIGSEGV", 7)]
     lines = [f"  exitcode  : -{n}\n  traceback : Signal {n} ({name}) received by PID {pid}" for n, name, pid in signals]

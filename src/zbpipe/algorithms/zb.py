@@ -128,12 +128,12 @@ def find_shortest(
     def time(schedule: Schedule) -> Timeline:
         return simulate(schedule, costs, transport=transport)
 
-    usual = time(interleaved_1f1b(placement.num_ranks, microbatches, stages_per_rank))
-    if time(found).makespan <= usual.makespan * (1 + ROUNDING):
+    usual, timed = time(interleaved_1f1b(placement.num_ranks, microbatches, stages_per_rank)), time(found)
+    if timed.makespan <= usual.makespan * (1 + ROUNDING):
         return found
     raised = [max(limit, *usual.peak_memory) for limit in limits]
     other = _find_within(name, placement, microbatches, costs, raised, transport, search=search)
-    return min(found, other, key=lambda each: time(each).makespan)
+    return found if timed.makespan <= time(other).makespan else other
 
 
 def _find_within(

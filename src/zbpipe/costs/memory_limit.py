@@ -146,7 +146,7 @@ class MemoryLimit:
 
 
 AS_1F1B = MemoryLimit(1.0, "x", "1x")
-"""Default limit of `ZB`, `ZBLoop` and `Auto`."""
+"""Default limit of `ZB`, `ZBLoop` and `Auto`, unless their step would be longer than Interleaved1F1B's."""
 
 
 def resolve_limits(

@@ -212,7 +212,8 @@ def usual_costs(
         return costs
     unit = placement.num_ranks / sum(map(sum, work))
     f, i, w = ([unit * each * sum(stage) for stage in work] for each in PAPERS_TIMES)
-    i = [once + unit * LLAMA_3_8B.recomputed(checkpointing) * blocks for once, (blocks, _) in zip(i, work, strict=True)]
+    again = LLAMA_3_8B.recomputed(checkpointing)
+    i = [once + unit * again * blocks for once, (blocks, _) in zip(i, work, strict=True)]
     return replace(costs, f=tuple(f), i=tuple(i), w=tuple(w))
 
 

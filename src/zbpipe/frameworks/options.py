@@ -129,8 +129,8 @@ class Options:
     )
     memory_limit: MemoryLimitLike | None = _zbpipes(
         f"For ZB, ZBLoop and Auto, the memory limit of a rank: {SPELLINGS}. Without a cost file no costs are"
-        f" known, and it has to be one of the first two. Default: {AS_1F1B.written}; for ZB and"
-        " ZBLoop more where the step would be longer than Interleaved1F1B's (docs/choosing.md).",
+        f" known, and it has to be one of the first two. Default: {AS_1F1B.written}; more"
+        " where the step would be longer than Interleaved1F1B's (docs/choosing.md).",
         metavar="X",
     )
     trace: str | None = _jobs("Write a trace of one step, with all ranks, to this file for ui.perfetto.dev.", **_FILE)

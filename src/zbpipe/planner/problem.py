@@ -95,23 +95,11 @@ class Problem:
             # that room, unless ops other than F take memory.
             reserve = self._to_come(stage)
             ahead = reserve if self._plain(stage) else NEVER
+            of_previous, of_next = (f - 3, i - 3) if stage else (-1, -1), (f + 3, i + 3) if stage < last else (i, f)
             to_f, to_i = transfer(stage - 1, stage) if stage else 0.0, transfer(min(stage + 1, last), stage)
             nodes += [
-                node(
-                    stage,
-                    of_f,
-                    f - 3 if stage else -1,
-                    f + 3 if stage < last else i,
-                    to_f,
-                    reserve=reserve,
-                    ahead=ahead,
-                ),
-                node(
-                    *(stage, of_i, i + 3 if stage < last else f, i - 3 if stage else -1, to_i),
-                    whole=whole,
-                    full=full,
-                    reserve=of_w.needs,
-                ),
+                node(stage, of_f, of_previous[0], of_next[0], to_f, reserve=reserve, ahead=ahead),
+                node(stage, of_i, of_next[1], of_previous[1], to_i, whole=whole, full=full, reserve=of_w.needs),
                 node(stage, of_w, i, -1, 0.0),
             ]
         return Job(

@@ -227,7 +227,7 @@ class AutoSchedule(RegisteredSchedule):
         start = self._make_start(number, self._known)
         if self.outcome is None or self.outcome.chosen == start.name:
             return start
-        found = self._search(JobCosts(self._known), self._find_limits(number, self._known), number)
+        found = self._search(JobCosts(self._known), self._find_limits(start, self._known), number)
         is_better = found.expected < simulate(start, self._known, transport=self.transport).makespan * _WORTH_IT
         return Schedule.from_csv(found.table, "plan") if is_better else start
 
@@ -237,12 +237,10 @@ class AutoSchedule(RegisteredSchedule):
         found = find_shortest("ZB", self.placement, number, costs, limit, self.transport)
         return offloaded(found, costs, what=self._offload) if self._offload else found
 
-    def _find_limits(self, number: int, costs: CostModel) -> tuple[float, ...]:
+    def _find_limits(self, start: Schedule, costs: CostModel) -> tuple[float, ...]:
         """Memory limit of each rank: the given one, or what ZB takes. One microbatch, which has run, always fits."""
-        limits = resolve_limits(self.lists.limit, self.placement, costs, number)
-        if self.lists.limit:
-            return limits
-        return tuple(map(max, limits, simulate(self._make_start(number, costs), costs).peak_memory))
+        limits = resolve_limits(self.lists.limit, self.placement, costs, start.num_microbatches)
+        return limits if self.lists.limit else tuple(map(max, limits, simulate(start, costs).peak_memory))
 
     def _plan(self, costs: JobCosts) -> None:
         records = self._profiler.records
@@ -250,8 +248,8 @@ class AutoSchedule(RegisteredSchedule):
         assert isinstance(model, CostModel), "the profiler measures stages"
         self._measured(costs)
         number = self.sizes.usual
-        limits = self._find_limits(number, model)
         start = self._make_start(number, model)
+        limits = self._find_limits(start, model)
         self._known = model
         self.adopt(start, model)
         expected = simulate(start, model, transport=self.transport, receives=self.receives).makespan

@@ -102,6 +102,7 @@ def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) ->
     parallelism, tokens, compiled = config.parallelism, _tokens(config), models.compiles_blocks(config)
     _require_shares(config, degrees, counted)
     sizes, (option, size) = models.sizes(config, degrees.shards), batches.batch_option(config)
+    cut = _cut(parallelism.module_fqns_per_model_part, [layer.modules for layer in counted.layers])
     on_one_gpu = _OnOneGpu(tokens // degrees.context, counted, degrees.tensor, degrees.context, sizes).layers()
     return Workload(
         name,
@@ -120,7 +121,7 @@ def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) ->
         hidden_tensor=ASYNC_TENSOR * models.has_async_tensor(config),
         parameter_bytes=replace(sizes.parameters, accumulates=batches.accumulates(config, degrees.data)),
         ends=layer_split.ends_of_user(parallelism),
-        cut=(cut := _cut(parallelism.module_fqns_per_model_part, [layer.modules for layer in counted.layers])),
+        cut=cut,
         num_stages=len(cut) if cut else layer_split.count_stages(parallelism, len(counted.blocks)),
         microbatch_size=size,
         batch_option=option,

@@ -414,17 +414,12 @@ def _build_stages(
     module_names_per_stage: list[list[str]],
     **more: Any,
 ) -> _Stages:
-    """Build stages in any placement. TorchTitan's function may call functions in `modules`.
-
-    TorchTitan builds exactly one stage for a rank of a mesh with one rank per stage.
-    """
+    """Build stages in any placement. TorchTitan's function may call functions in `modules`."""
     as_one_stage = {"logger": _SILENT, "get_schedule_class": lambda name: PipelineScheduleMulti}
-    rank, size, stages, parts = pp_mesh.get_local_rank(), placement.num_stages, [], []
+    rank, stages, parts = pp_mesh.get_local_rank(), [], []
     for index in placement.stages_on(rank):
         logger.info("PP rank %d is building stage_idx %d with modules %s", rank, index, module_names_per_stage[index])
-        mesh: Any = SimpleNamespace(
-            get_local_rank=partial(int, index), size=partial(int, size), get_group=pp_mesh.get_group
-        )
+        mesh = _as_rank(index, placement.num_stages, pp_mesh)
         with ExitStack() as stack:
             for module in modules:
                 names = as_one_stage.keys() & vars(module).keys()
@@ -433,6 +428,14 @@ def _build_stages(
         stages.append(stage)
         parts.append(part)
     return stages, parts
+
+
+def _as_rank(stage: int, num_stages: int, mesh: DeviceMesh) -> Any:
+    """A pipeline mesh with one rank per stage, seen from the rank of `stage`.
+
+    With it TorchTitan builds exactly this stage on any rank.
+    """
+    return SimpleNamespace(get_local_rank=lambda: stage, size=lambda: num_stages, get_group=mesh.get_group)
 
 
 _SILENT = logging.Logger("silent", logging.CRITICAL)
