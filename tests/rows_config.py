@@ -13,7 +13,7 @@ from torchtitan.components.lora import LoRAConverter
 from torchtitan.components.optimizer import default_adamw
 from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.hf_datasets.text_datasets import ChatDataLoader, HuggingFaceTextDataLoader
-from torchtitan.models import gpt_oss, kimi_k2_7, llama3, muse_glimmer, qwen3
+from torchtitan.models import deepseek_v3, gpt_oss, kimi_k2_7, llama3, muse_glimmer, qwen3
 from torchtitan.models.kimi_k2_7 import vision_encoder as kimi_encoder
 from torchtitan.models.muse_glimmer import vision_encoder
 from torchtitan.protocols.module import Module
@@ -27,10 +27,18 @@ _FLOAT8 = Float8LinearConverter.Config(emulate=True, model_compile_enabled=False
 
 def llama3_deep() -> Trainer.Config:
     """With a block for each of the stages of a V on eight ranks."""
-    spec = llama3.model_registry("debugmodel")
+    return _demo_job(_with_blocks(16, llama3.model_registry("debugmodel")))
+
+
+def deepseek_v3_deep() -> Trainer.Config:
+    return _demo_job(_with_blocks(8, deepseek_v3.model_registry("debugmodel")))
+
+
+def _with_blocks(number: int, spec: Any) -> Any:
+    """A model with further blocks, which are like its last one."""
     layers = spec.model.layers
-    layers += [deepcopy(layers[number % len(layers)]) for number in range(16 - len(layers))]
-    return _demo_job(spec)
+    layers += [deepcopy(layers[-1]) for _ in range(number - len(layers))]
+    return spec
 
 
 def llama3_lora_chat() -> Trainer.Config:

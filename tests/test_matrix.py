@@ -66,8 +66,6 @@ _MOE = "ZBV, mixture of experts (DeepSeek V3), torch.compile"
 COMBINATIONS_03 = {
     **{name: Cell(name, name) for name in ("ZBH1", "ZBH2", "ZB1P", "ZB2P", "VMin")},
     **{name: _OF_BOTH[name] for name in ("ZBV p=4", "VHalf p=4")},
-    "lean dp_shard": Cell("ZB, FSDP2 (`fully_shard`)", "ZB", settings=_SHARDED, ranks_per_stage=2),
-    "lean tp": Cell("ZB, tensor parallelism", "ZB", settings=_TENSOR_PARALLEL, ranks_per_stage=2),
     **_OF_BOTH,
     "dp_replicate": Cell(
         "ZBV, replicated data parallelism by FSDP2", settings=(REPLICATE, "2", SHARD, "1"), ranks_per_stage=2
@@ -220,15 +218,21 @@ trains the frozen weights. With tensor parallelism the loss is parallel as well.
 """
 
 
+def _layers_per_stage(number: int) -> tuple[str, ...]:
+    ends = (f"parallelism.pipeline_parallel_{end}_stage_less_layers 0" for end in ("first", "last"))
+    return words(f"parallelism.pipeline_parallel_layers_per_stage {number}", *ends)
+
+
+_IN_A_WAVE_OF_FOUR = "ZB runs 4 stages per rank in a wave"
+
+
 def resumes(titan: Titan, folder: Path) -> str:
     """With four stages on each rank, which are parts of the one stage that the first job had there."""
     deep, settings = "rows_config:llama3_deep", (*words("checkpoint.async_mode async"), *_LONGER)
     first = _saved(titan, folder / "first", *pipeline("1F1B"), *settings, model=deep)
     shutil.copytree(folder / "first" / "step-2", folder / "resumed" / "step-2")
-    ends = (f"parallelism.pipeline_parallel_{end}_stage_less_layers 0" for end in ("first", "last"))
-    eight_stages = words("parallelism.pipeline_parallel_layers_per_stage 2", *ends)
-    resumed = _saved(titan, folder / "resumed", *pipeline("ZB"), *eight_stages, *settings, model=deep)
-    assert "ZB runs 4 stages per rank in a wave" in resumed.log
+    resumed = _saved(titan, folder / "resumed", *pipeline("ZB"), *_layers_per_stage(2), *settings, model=deep)
+    assert _IN_A_WAVE_OF_FOUR in resumed.log
     assert [step["step"] for step in resumed.steps] == [3, 4]
     for job in (first, resumed):
         assert_values(job.steps, titan.without_pipeline(*_LONGER, model=deep).steps[-len(job.steps) :])
@@ -288,6 +292,11 @@ def lean(feature: str, model: str, **more: Any) -> Cell:
     return Cell(f"ZB, {feature}", "ZB", model=f"rows_config:{model}", **more)
 
 
+def in_a_wave_of_four(feature: str, model: str, layers_per_stage: int, **more: Any) -> Cell:
+    options, says = _layers_per_stage(layers_per_stage), (_IN_A_WAVE_OF_FOUR,)
+    return lean(f"4 stages per rank, {feature}", model, options=options, says=says, **more)
+
+
 def titans(model: str, error: str, *settings: str, on: int = 1) -> Callable[[Titan, Path], str]:
     """It fails without a pipeline, too, by TorchTitan's or torch's `error`."""
     outcome = f"fails in TorchTitan: {error}"
@@ -301,6 +310,13 @@ ROWS: dict[str, Cell | tuple[str, str, Callable[[Titan, Path], str]]] = {
         pipeline_ranks=8,
         microbatches=8,
         settings=("--training.local_batch_size", "8"),
+    ),
+    "dp_shard": in_a_wave_of_four(
+        "FSDP2 (`fully_shard`), torch.compile", "llama3_deep", 2, settings=_SHARDED, ranks_per_stage=2, compiled=True
+    ),
+    "tp": in_a_wave_of_four("tensor parallelism", "llama3_deep", 2, settings=_TENSOR_PARALLEL, ranks_per_stage=2),
+    "moe": in_a_wave_of_four(
+        "mixture of experts (DeepSeek V3), torch.compile", "deepseek_v3_deep", 1, compiled=True, recompilations=1
     ),
     "lora": lean(
         "Llama 3 with LoRA, fine-tuned on packed conversations",
