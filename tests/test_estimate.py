@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint
 from zbpipe import CostModel, Schedule, estimate, generate, simulate, testing
 from zbpipe.cli.estimates import compare, lines, record
 from zbpipe.costs import JobCosts
-from zbpipe.costs.transformer import Checkpointing, usual_costs
+from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation import Estimate, Workload, load_layers
+from zbpipe.estimation.cut import WorkloadCut
 from zbpipe.estimation.devices import DEVICES, Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.layouts import degrees_to_try, search
@@ -28,6 +29,7 @@ from zbpipe.estimation.rows import NO_PIPELINE, PLAN, Memory, Step
 from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes
 from zbpipe.runtime.measure.counts import count_bytes, count_operations
 from zbpipe.schedule.ir import OpKind, Placement
+from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.memory import peak_bytes, peak_parts
 
 GIB = 2**30
@@ -163,7 +165,7 @@ def test_neighbours_on_other_nodes_are_farther_apart() -> None:
     device = replace(ONE_A_SECOND, inside=100.0, between=10.0)
     work, placement = workload(degrees=Degrees(pipeline=4, fsdp=4)), Placement.loop(4)
     known = rates(device)
-    costs = known.costs(work, known.layer_costs(work), placement, work.split(placement))
+    costs = known.costs(work, known.layer_costs(work), placement, WorkloadCut(work).split(placement))
     assert [costs.links[pair].bandwidth for pair in ((0, 1), (1, 2), (2, 3))] == [100, 10, 100]
     groups = (8, 1), (16, 1), (8, 2), (8, 8)
     assert [find("H100").bandwidth(*group) / 1e9 for group in groups] == [450, 400, 200, 50]
@@ -190,7 +192,7 @@ def test_as_many_sequences_at_a_time_as_fit() -> None:
 
 @pytest.mark.parametrize(
     ("gib", "checkpointing", "limit"),
-    [(5, "full", None), (8, "full", "0.8x"), (16, "full", None), (60, "full", "3x"), (60, "selective", "1.1x")],
+    [(5, "full", None), (8, "full", "0.8x"), (16, "full", None), (60, "full", "5x"), (60, "selective", "2x")],
 )
 def test_zb_has_the_least_limit_that_is_worth_it(gib: float, checkpointing: str, limit: str | None) -> None:
     """None if the step is as short without, or if nothing fits."""
@@ -405,8 +407,7 @@ def test_schedules_are_made_as_in_a_job(name: str, placement: Placement) -> None
     work = replace(workload(layers=8), checkpointing=Checkpointing.FULL)
     step = row(named(work, name), name, len(placement.stages_on(0)))
     assert step.timeline is not None
-    usual = usual_costs(placement, Checkpointing.FULL) if name == "ZB" else None
-    made = generate(name, 2, 8, costs=usual)
+    made = generate(name, 2, 8, costs=WorkloadCut(work).usual_costs(resolve(name), placement))
     assert step.timeline.schedule == made != generate(name, 2, 8, costs=step.timeline.costs)
 
 

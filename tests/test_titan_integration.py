@@ -27,6 +27,7 @@ from titan_jobs import Titan, require_titan
 from zbpipe import OpKind, cli, estimate, generate
 from zbpipe.costs.transformer import Block
 from zbpipe.estimation import devices
+from zbpipe.estimation.cut import WorkloadCut
 from zbpipe.estimation.estimate import choose_own, memory_by_rank
 from zbpipe.estimation.workload import Degrees, LayerWork, Workload
 from zbpipe.frameworks.options import Options
@@ -367,7 +368,7 @@ def check_degrees() -> None:
     messages = [(each.message_bytes, each.degrees.sharing) for each in (job, *shared)]
     assert messages == [(2 * 8192 * 8192 / sharing, sharing) for sharing in (8, 8, 2)]
     ends = (job, read("--parallelism.pipeline_parallel_first_stage_less_layers", "3"))
-    by_work, weighted = (list(map(len, each.split(placement, resolve("ZBV")))) for each in ends)
+    by_work, weighted = (list(map(len, WorkloadCut(each).split(placement, resolve("ZBV")))) for each in ends)
     assert weighted == [9, 11, 11, 11, 10, 10, 10, 10] != by_work  # 82 layers, of which the embedding counts as 3
     chosen = [choose_own(read(*_ZB, *given), None)[1].num_stages for given in ((), (*_LAYERS, "11"))]
     assert chosen == [16, 8]

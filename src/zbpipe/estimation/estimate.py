@@ -16,6 +16,7 @@ from zbpipe.costs.memory_limit import MemoryLimit, memory_of_1f1b, resolve_limit
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import has_torchs_split, runs_torchs_split
 from zbpipe.estimation.choice import choose
+from zbpipe.estimation.cut import WorkloadCut
 from zbpipe.estimation.devices import DEVICES, Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.rates import Rates, rates
@@ -166,14 +167,18 @@ class _Job:
     rates: Rates | None
     measured: JobCosts | None
 
+    @cached_property
+    def cut(self) -> WorkloadCut:
+        return WorkloadCut(self.workload)
+
     def named(self, algorithm: Algorithm, stages: int, limit: MemoryLimit | None = None) -> Step:
         degrees, microbatches = self.workload.degrees, self.workload.microbatches
         placement = algorithm.place(degrees.pipeline, stages)
-        split = self.workload.split(placement, algorithm)
+        split = self.cut.split(placement, algorithm)
         costs = self.costs(placement, split)
         made_for: CostModel | None = costs
         if self.measured is None and not (algorithm.by_checkpointing and self.workload.checkpointing is None):
-            made_for = self.workload.usual_costs(algorithm, placement)
+            made_for = self.cut.usual_costs(algorithm, placement)
         _require_torch_runs(algorithm, degrees.pipeline, stages, microbatches)
         size = degrees.pipeline, microbatches
         schedule = algorithm.make(*size, stages_per_rank=stages, costs=made_for, memory_limit=limit)
@@ -204,7 +209,7 @@ class _Job:
         """A row's schedule in these multiples of 1F1B's memory, if the device may have as much."""
         algorithm, workload = resolve(form.schedule), self.workload
         placement = algorithm.place(workload.degrees.pipeline, form.stages_per_rank)
-        split = workload.split(placement, algorithm)
+        split = self.cut.split(placement, algorithm)
         with suppress(ValueError):  # the weights alone are too large
             room = min(self._room(placement, split) or (inf,))
             once = memory_of_1f1b(self.costs(placement, split), placement.num_ranks, workload.microbatches)
@@ -216,7 +221,7 @@ class _Job:
     def planned(self, name: str, budget: float) -> Step:
         """The best plan found that leaves room for the weights."""
         placement = PLACEMENTS[name](self.workload.degrees.pipeline)
-        split = self.workload.split(placement)
+        split = self.cut.split(placement)
         costs = self.costs(placement, split)
         room = self._room(placement, split)
         planned = self._with_fsdp(costs, split)
@@ -416,7 +421,7 @@ def choose_own(workload: Workload, limit: MemoryLimit | None, *, on_cpu: bool = 
         algorithm,
         degrees.pipeline,
         workload.microbatches,
-        workload,
+        WorkloadCut(workload),
         how,
         tensor=degrees.tensor,
         tokens=0.0 if on_cpu else workload.tokens / degrees.sharing,
@@ -432,9 +437,10 @@ def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobM
     `USABLE` leaves room for buffers of the communication library, copies of FSDP, and fragmentation.
     """
     algorithm, placement = choose_own(workload, limit)
-    split = workload.split(placement, algorithm)
+    cut = WorkloadCut(workload)
+    split = cut.split(placement, algorithm)
     costs = join_stages(workload.layer_costs(lambda layer: (1.0, 1.0, 1.0)), split)  # times make no difference
-    made_for = workload.usual_costs(algorithm, placement)
+    made_for = cut.usual_costs(algorithm, placement)
     microbatches = workload.microbatches
     schedule = algorithm.make_on(placement, microbatches, costs=made_for, memory_limit=limit)
     assert schedule is not None, "the placement is one of the schedule"
@@ -444,7 +450,7 @@ def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobM
         needed = resolve_limits(limit, placement, costs, microbatches)
         if limit is None:  # a plan may take what ZB takes
             zb = resolve("ZB")
-            made = zb.make_on(placement, microbatches, costs=workload.usual_costs(zb, placement))
+            made = zb.make_on(placement, microbatches, costs=cut.usual_costs(zb, placement))
             assert made is not None, "Auto has ZB's placements"
             needed = tuple(map(max, needed, simulate(made, costs).peak_memory))
         # The excess of a plan counts as activations.

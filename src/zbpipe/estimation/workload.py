@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from zbpipe.costs.job import ENOUGH
-from zbpipe.costs.layers import Layer, LayerCosts, Split, balance, even_sizes, split_of
+from zbpipe.costs.layers import Split
 from zbpipe.costs.model import CostModel
-from zbpipe.costs.transformer import Checkpointing, Work, usual_costs
+from zbpipe.costs.transformer import Checkpointing
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
-from zbpipe.schedule.registry import Algorithm
 
 ASYNC_TENSOR = 0.48
 """Share of tensor parallelism's communication that torch's asynchronous tensor parallelism hides. TorchTitan, June
@@ -209,15 +208,6 @@ class Workload:
             raise ValueError(f"these layers have costs for {self.degrees}: give others for {degrees}")
         return replace(self, degrees=degrees, microbatches=microbatches, cut=None, num_stages=None)
 
-    def split(self, placement: Placement, algorithm: Algorithm | None = None) -> Split:
-        """Layers of each stage: TorchTitan's split for torch's schedules, zbpipe's for its own and for plans."""
-        if self.cut is not None and len(self.cut) == placement.num_stages:
-            return split_of(self.cut)
-        if self.ends is not None or (algorithm is not None and algorithm.source == "torch"):
-            return split_of(even_sizes(len(self.layers), placement.num_stages, self.ends or (1, 1)))
-        costs = LayerCosts(tuple(Layer(each.modules, each.f, each.i, each.w, 0.0) for each in self.layers))
-        return split_of(balance(costs, placement))
-
     def layer_costs(self, times: Callable[[LayerWork], tuple[float, float, float]]) -> CostModel:
         """Costs of the layers as if each were a stage, in bytes. `times` returns the times of F, I and W."""
         layers = self.layers
@@ -230,34 +220,6 @@ class Workload:
             message_bytes=self.message_bytes,
             working={kind: tuple(each.get(kind, 0.0) for each in working) for kind in COMPUTATIONS},
         )
-
-    @property
-    def num_layers(self) -> int:
-        """Number of blocks."""
-        return sum(layer.is_block for layer in self.layers)
-
-    @property
-    def products(self) -> float:
-        """Multiplications of the whole model for a token."""
-        return sum(layer.f for layer in self.layers) / (2 * self.tokens)
-
-    def work(self, placement: Placement) -> Work:
-        """The work of each stage of zbpipe's cut."""
-        split = [[self.layers[number] for number in stage] for stage in self.split(placement)]
-        # A loss in chunks runs all of the head's work in F.
-        return [
-            (
-                sum(each.f for each in stage if each.is_block),
-                sum(each.f + each.i + each.w for each in stage if not each.is_block) / 3,
-            )
-            for stage in split
-        ]
-
-    def usual_costs(self, algorithm: Algorithm, placement: Placement) -> CostModel | None:
-        """Default costs of a schedule that adapts to the checkpointing. None for others, or if that is unknown."""
-        if self.checkpointing is None or not algorithm.by_checkpointing:
-            return None
-        return usual_costs(placement, self.checkpointing, self.degrees.tensor, self.work(placement))
 
     def parameters_by_stage(self, split: Split) -> list[float]:
         return [sum(self.layers[layer].parameters for layer in stage) for stage in split]

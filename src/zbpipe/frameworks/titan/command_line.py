@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -106,11 +107,20 @@ def degrees_of(config: Any, num_gpus: int) -> Degrees:
     """Parallel degrees of the config. FSDP uses the GPUs that the other degrees leave."""
     (num_gpus,) = require_whole(1, gpus=num_gpus)
     parallelism = config.parallelism
-    pipeline, tensor = parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree
-    context, replicas = parallelism.context_parallel_degree, parallelism.data_parallel_replicate_degree
-    each = pipeline * tensor * context * replicas
+    shared, replicas = shared_degrees(parallelism), parallelism.data_parallel_replicate_degree
+    each = shared.gpus * replicas
     fsdp, rest = divmod(num_gpus, each)
     if rest or not fsdp:
         fitting = " or ".join(str(shards * each) for shards in (fsdp, fsdp + 1) if shards)
         raise ValueError(f"{num_gpus} GPUs are not a multiple of PP x TP x CP x replicas = {each}: use {fitting}")
-    return Degrees(pipeline, tensor, fsdp, replicas, context, parallelism.expert_parallel_degree)
+    return replace(shared, fsdp=fsdp, replicas=replicas)
+
+
+def shared_degrees(parallelism: Any) -> Degrees:
+    """Degrees of all dimensions but data parallelism."""
+    return Degrees(
+        parallelism.pipeline_parallel_degree,
+        parallelism.tensor_parallel_degree,
+        context=parallelism.context_parallel_degree,
+        experts=parallelism.expert_parallel_degree,
+    )

@@ -39,13 +39,14 @@ from zbpipe.costs import file as costs_file
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation.choice import Choice, choose
+from zbpipe.estimation.workload import ASYNC_TENSOR
 from zbpipe.frameworks import installation
 from zbpipe.frameworks.installation import is_placed_by_frameworks
 from zbpipe.frameworks.options import Options
-from zbpipe.frameworks.titan import batches, cpu, dry_run, layer_split, monitor, steps, versions
+from zbpipe.frameworks.titan import batches, cpu, dry_run, layer_split, models, monitor, steps, versions
 from zbpipe.frameworks.titan.batches import checkpointing_of
 from zbpipe.frameworks.titan.check import check, check_stages, depends_on_model, require_processes
-from zbpipe.frameworks.titan.command_line import asks_for_help
+from zbpipe.frameworks.titan.command_line import asks_for_help, shared_degrees
 from zbpipe.frameworks.titan.layer_split import LayerSplit
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import autograd, pipelining
@@ -155,15 +156,17 @@ class _Job(NamedTuple):
     checkpointing: Checkpointing
     model_config: Any
     device: torch.device
+    compile: Any
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> _Job:
         if HAS_JOB_CONFIG:
             _, config, device, model_config, *_ = args
             how = checkpointing_of(config.activation_checkpoint)
-            return cls(config.parallelism, config.training, how, model_config, device)
+            return cls(config.parallelism, config.training, how, model_config, device, config.compile)
         how = checkpointing_of(kwargs.get("ac_config"))
-        return cls(kwargs["parallelism"], kwargs["training"], how, kwargs["model_config"], kwargs["device"])
+        named = (kwargs[name] for name in ("model_config", "device", "compile_config"))
+        return cls(kwargs["parallelism"], kwargs["training"], how, *named)
 
 
 def make_pipelining(pipelining_fn: PipeliningFunction, options: Options, config: Any = None) -> PipeliningFunction:
@@ -294,10 +297,10 @@ def _choose(
     # A model's own function is called first.
     *_, titans = (getattr(each, name) for each in _modules_of(pipelining_fn) for name in _find_names(each, generate))
     whole = layer_split.Model(model, job.model_config, batches.length(job.training))
-    split = LayerSplit(titans, _num_layers(job), parallelism, whole, job.checkpointing)
-    tensor, sharing = (
-        parallelism.tensor_parallel_degree,
-        parallelism.tensor_parallel_degree * parallelism.context_parallel_degree,
+    degrees, tokens = shared_degrees(parallelism), prod(batches.shape(job))
+    how = job.checkpointing, models.compiles_blocks(job), ASYNC_TENSOR * models.has_async_tensor(job)
+    split = LayerSplit(
+        titans, _num_layers(job), parallelism, whole, layer_split.Job(batches.microbatches(job), tokens, degrees, *how)
     )
     chosen = choose(
         algorithm,
@@ -305,8 +308,8 @@ def _choose(
         batches.microbatches(job),
         split,
         job.checkpointing,
-        tensor=tensor,
-        tokens=0.0 if job.device.type == "cpu" else prod(batches.shape(job)) / sharing,
+        tensor=degrees.tensor,
+        tokens=0.0 if job.device.type == "cpu" else tokens / degrees.sharing,
         measured=None if options.costs_file is None else costs_file.load_costs(options.costs_file),
         stages_per_rank=stages,
         memory_limit=MemoryLimit.parse(options.memory_limit),
