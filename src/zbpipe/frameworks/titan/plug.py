@@ -165,8 +165,8 @@ class _Job(NamedTuple):
             how = checkpointing_of(config.activation_checkpoint)
             return cls(config.parallelism, config.training, how, model_config, device, config.compile)
         how = checkpointing_of(kwargs.get("ac_config"))
-        named = (kwargs[name] for name in ("model_config", "device", "compile_config"))
-        return cls(kwargs["parallelism"], kwargs["training"], how, *named)
+        named = (kwargs[name] for name in ("model_config", "device"))
+        return cls(kwargs["parallelism"], kwargs["training"], how, *named, kwargs.get("compile_config"))
 
 
 def make_pipelining(pipelining_fn: PipeliningFunction, options: Options, config: Any = None) -> PipeliningFunction:
