@@ -406,12 +406,9 @@ def choose_own(workload: Workload, limit: MemoryLimit | None, *, on_cpu: bool = 
     algorithm = resolve(workload.schedule)
     if how is None:
         return algorithm, algorithm.place(degrees.pipeline)
-    stages, rest = divmod(workload.num_stages or 0, degrees.pipeline)
-    if rest:
-        raise ValueError(
-            f"{degrees.pipeline} ranks cannot share the job's {workload.num_stages} stages equally: change the number"
-            " of layers per stage"
-        )
+    number, stages = workload.num_stages, None
+    if number is not None:
+        stages = algorithm.stages_of_cut(degrees.pipeline, number, "the job's number of layers per stage makes")
     chosen = choose(
         algorithm,
         degrees.pipeline,
@@ -420,7 +417,7 @@ def choose_own(workload: Workload, limit: MemoryLimit | None, *, on_cpu: bool = 
         how,
         tensor=degrees.tensor,
         tokens=0.0 if on_cpu else workload.tokens / degrees.sharing,
-        stages_per_rank=(stages if algorithm.any_stages_per_rank else 0) or None,
+        stages_per_rank=stages,
         memory_limit=limit,
     )
     return chosen.algorithm, chosen.placement

@@ -47,7 +47,6 @@ from zbpipe.frameworks.titan.batches import checkpointing_of
 from zbpipe.frameworks.titan.check import check, check_stages, depends_on_model, require_processes
 from zbpipe.frameworks.titan.command_line import asks_for_help
 from zbpipe.frameworks.titan.layer_split import LayerSplit
-from zbpipe.runtime import checks
 from zbpipe.runtime._torch import autograd, pipelining
 from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime.adaptive import AdaptiveSchedule
@@ -283,13 +282,13 @@ def _choose(
     parallelism, ranks = job.parallelism, job.parallelism.pipeline_parallel_degree
     by_hand, stages = parallelism.module_fqns_per_model_part, None
     if by_hand is not None:
-        stages = checks.stages_of_cut(algorithm, ranks, len(by_hand), "module_fqns_per_model_part lists")
+        stages = algorithm.stages_of_cut(ranks, len(by_hand), "module_fqns_per_model_part lists")
         _require_known(model, by_hand)
         _require_all(model, by_hand)
     elif (number := layer_split.count_stages(parallelism, _num_layers(job))) is not None:
         field = f"pipeline_parallel_layers_per_stage={parallelism.pipeline_parallel_layers_per_stage}"
         cut = f"{field} cuts the model's {_num_layers(job)} layers into"
-        stages = checks.stages_of_cut(algorithm, ranks, number, cut)
+        stages = algorithm.stages_of_cut(ranks, number, cut)
     generate = "generate_llm_fqn_per_model_part"
     # A model's own function is called first.
     *_, titans = (getattr(each, name) for each in _modules_of(pipelining_fn) for name in _find_names(each, generate))
