@@ -82,10 +82,10 @@ def test_a_step_by_hand() -> None:
         (4, 0.8, "toy: "),
     ],
 )
-def test_what_costs_much_is_told_first(microbatches: int, share: float | None, told: str) -> None:
+def test_what_costs_much_is_told_after_the_answer(microbatches: int, share: float | None, told: str) -> None:
     work = replace(workload(microbatches=microbatches), microbatch_size=2, batch_option="--batch", deferred=share)
     found = named(work, "1F1B")
-    first = next(lines(found))
+    _, first, *_ = (line for line in lines(found) if not line.startswith("  "))
     assert first.startswith(told)
     assert (first in record(found)["words"]) == (not first.startswith("toy"))
 
@@ -194,7 +194,8 @@ def test_as_many_sequences_at_a_time_as_fit() -> None:
 )
 def test_zb_has_the_least_limit_that_is_worth_it(gib: float, checkpointing: str, limit: str | None) -> None:
     """None if the step is as short without, or if nothing fits."""
-    work = replace(workload(layers=8, degrees=Degrees(pipeline=4)), checkpointing=Checkpointing(checkpointing))
+    job = workload(layers=8, degrees=Degrees(pipeline=4))
+    work = replace(job, checkpointing=Checkpointing(checkpointing), num_stages=8, schedule="ZB")
     found = estimate(work, replace(ONE_A_SECOND, gib=gib), only=["ZB"], stages_per_rank=[1, 2], budget=1e3)
     usual = row(replace(found, steps=tuple(step for step in found.steps if not step.memory_limit)), "ZB", 2)
     others = [step for step in found.steps if step.memory_limit]
@@ -379,15 +380,20 @@ def test_a_wrong_file_is_refused(file: Path, changes: dict[str, str], gpus: int,
 
 def test_the_command(file: Path) -> None:
     job = f"estimate --layers {file} --gpus 16 --device h100 --schedule ZBV"
-    text = commands.answer(job)
+    text = commands.answer(f"{job} --all")
     for words in ("1F1B", "ZBV", "plan", NO_PIPELINE, "deferred", "TFLOP/s", "NVLink"):
         assert words in text, words
-    assert re.search(
-        r"^No pipeline: the shortest step with a pipeline that fits, plan, is \d+\.\d% longer than without a pipeline"
-        r" \([+-]\d+\.\d% to [+-]\d+\.\d% over the plausible speeds\), which also fits\.$",
+    assert re.match(
+        r"Drop the pipeline: \d\.\d+ s per step, \d+\.\d% shorter than ZBV, \d+\.\d of 67\.1 GiB on the worst rank;"
+        r" ZBV, the best schedule that fits, is \d\.\d% longer\.\n  degree 1\n",
         text,
-        re.M,
-    )
+    ), text
+    few = commands.answer(job)
+    assert few.startswith(text[: text.index("\n")])
+    rows = few.split("\n\n")[1].splitlines()[1:-1]
+    assert [line.split("  ")[0] for line in rows] == [
+        *("no pipeline (FSDP)", "plan", "ZB", "ZBV (yours)", "Interleaved1F1B", "1F1B")
+    ]
     data = commands.json_of(job)
     assert data["degrees"] == {"pipeline": 4, "tensor": 1, "context": 1, "fsdp": 4, "replicas": 1, "experts": 1}
     for each in data["schedules"]:

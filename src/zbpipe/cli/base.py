@@ -148,8 +148,7 @@ transport_option = click.option(
     "--transport",
     callback=parse_with(Transport.parse),
     metavar="NAME",
-    default="ideal",
-    show_default=True,
+    show_default="that of the cost file or the device, else ideal",
     help="Which messages wait for each other: ideal, one-queue (as NCCL and RCCL send), queue-per-peer,"
     " shared-with-compute (AMD's worst case), or blocking (Megatron's interleaved schedule). Receives are posted where"
     " they are best.",

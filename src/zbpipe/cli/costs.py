@@ -58,11 +58,9 @@ class Costs:
             raise click.UsageError("Missing option '-p' / '--ranks'", click.get_current_context())
         return found
 
-    def transport(self, chosen: Transport, context: click.Context) -> Transport:
+    def transport(self, chosen: Transport | None) -> Transport:
         """The transport on the command line, else the cost file's."""
-        if self.job is None or self.job.transport is None or is_given(context, "transport"):
-            return chosen
-        return self.job.transport
+        return chosen or (self.job and self.job.transport) or Transport.IDEAL
 
     @property
     def for_limits(self) -> CostModel | LayerCosts | CostsOf:

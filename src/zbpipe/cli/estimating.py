@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from zbpipe.cli.base import COUNT, Command, OutputFile, in_one_line, json_option, print_json
+from zbpipe.cli.base import COUNT, Command, OutputFile, in_one_line, json_option, print_json, transport_option
 from zbpipe.costs.file import dump_costs, load_costs, require_ending
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.schedule.garbage import importing
@@ -17,6 +17,8 @@ from zbpipe.schedule.garbage import importing
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from zbpipe.costs.transport import Transport
+    from zbpipe.estimation.rows import Estimate
     from zbpipe.estimation.workload import Workload
 
 _EXISTING = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -52,7 +54,16 @@ def _link(context: click.Context, option: click.Parameter, text: str | None) -> 
     "only",
     multiple=True,
     metavar="NAME",
-    help="Estimate only this schedule, 1F1B and plans. Can be repeated.",
+    help="Add a row for this schedule; `plan` stands for a plan on ZB's stages. Can be repeated.",
+)
+@transport_option
+@click.option("--all", "everything", is_flag=True, help="Print all schedules and plans, and the sources of figures.")
+@click.option(
+    "-o",
+    "--output",
+    type=OutputFile(ending=".csv"),
+    metavar="FILE.csv",
+    help="Write the recommended schedule, or the last one that --schedule names, as a file that a job loads.",
 )
 @click.option("--ranks", is_flag=True, help="Only the memory of each rank, with the job's own schedule; no --device.")
 @click.option(
@@ -70,6 +81,9 @@ def estimate(
     link: tuple[float, ...] | None,
     costs_file: Path | None,
     only: tuple[str, ...],
+    transport: Transport | None,
+    everything: bool,
+    output: Path | None,
     ranks: bool,
     search: bool,
     float8: bool,
@@ -77,29 +91,30 @@ def estimate(
     as_json: bool,
     arguments: tuple[str, ...],
 ) -> None:
-    """Estimate the gain of a job before it is launched, without a GPU.
+    """Estimate what schedule a job should run before it is launched, without a GPU.
 
-    Prints each schedule and placement with its step time, bubble, tokens per second, MFU, and the memory of the worst
-    rank, next to plans, 1F1B, and no pipeline at all on the same GPUs. Further options are TorchTitan's: --module and
-    --config, or --job.config_file for TorchTitan 0.2. With --ranks, a job's --zbpipe.memory-limit counts.
+    Prints one sentence: keep the schedule, change it, or drop the pipeline. A table follows with your schedule, the
+    best that fits, ZB, 1F1B, Interleaved1F1B, and FSDP without a pipeline. Further options are TorchTitan's: --module
+    and --config, or --job.config_file for TorchTitan 0.2. A job's --zbpipe.memory-limit counts.
 
     \b
     Examples:
       zbpipe estimate --module titan_integration.llama3 --config llama3_70b --gpus 64 --device MI300X
       zbpipe estimate --module llama3 --config llama3_8b --gpus 64 --device H100 --search
-      zbpipe estimate --layers model.toml --gpus 64 --device H100
+      zbpipe estimate --layers model.toml --gpus 64 --device H100 --schedule plan -o plan.csv
       zbpipe estimate --ranks --gpus 64 --module titan_integration.llama3 --config llama3_70b
     """
     from zbpipe.cli.estimates import lines, list_searched, record
     from zbpipe.estimation.devices import find
     from zbpipe.estimation.estimate import estimate as estimated
     from zbpipe.estimation.layouts import search as searched
+    from zbpipe.estimation.rows import PLAN
     from zbpipe.estimation.workload import ASYNC_TENSOR
 
     _require(
         ranks or device is not None or costs_file is not None, "name a --device, or give measured costs: --costs-file"
     )
-    _require(not (search and only), "--search compares degrees by its own schedules: omit --schedule")
+    _require(not (search and (only or output)), "--search has its own schedules: omit --schedule and --output")
     _require(not (search and (costs_file or device is None)), "--search needs a --device, and no --costs-file")
     if device is not None:
         find(device)  # before the import of TorchTitan, which takes seconds
@@ -107,19 +122,33 @@ def estimate(
     hidden = ASYNC_TENSOR if async_tp else workload.hidden_tensor
     workload = replace(workload, float8=float8 or workload.float8, hidden_tensor=hidden)
     if ranks:
-        _show_ranks(workload, arguments, as_json)
+        _show_ranks(workload, as_json)
         return
-    costs, names = load_costs(costs_file) if costs_file else None, ("1F1B", *only) if only else None
+    how: dict[str, Any] = {"tflops": tflops, "link": link, "transport": transport}
     if search and device is not None:
-        found = searched(workload, device, tflops=tflops, link=link)
+        found = searched(workload, device, **how)
     else:
-        found = [estimated(workload, device, tflops=tflops, link=link, costs=costs, only=names)]
+        costs, names = load_costs(costs_file) if costs_file else None, [each for each in only if each.lower() != PLAN]
+        found = [estimated(workload, device, costs=costs, only=None if everything else names, **how)]
+    if output is not None:
+        _write(found[0], only[-1] if only else None, output)
     if as_json:
         print_json([record(each) for each in found] if search else record(found[0]))
     else:
-        click.echo("\n".join(list_searched(found, found[0]) if search else lines(found[0])))
-    for name, reason in found[0].left_out:
+        shown = lines(found[0], everything=everything, named=only)
+        click.echo("\n".join(list_searched(found, found[0]) if search else shown))
+    for name, reason in found[0].left_out if everything or search or only else ():
         click.echo(f"skipped {name}: {reason}", err=True)
+
+
+def _write(found: Estimate, name: str | None, output: Path) -> None:
+    """Write the row of this schedule, or the best one that fits."""
+    named = (step for step in found.steps if name and step.schedule.lower() == name.lower())
+    step = found.best if name is None else next(named, None)
+    if step is None or step.timeline is None:
+        raise ValueError(f"--output {output} has nothing to write: {name or 'no schedule that fits'} has no row above")
+    output.write_text(step.timeline.schedule.to_csv(), encoding="utf-8")
+    click.echo(f"wrote {step.name} to {output}", err=True)
 
 
 def _workload(layers: Path | None, gpus: int, arguments: Sequence[str]) -> Workload:
@@ -145,12 +174,11 @@ def _require_job(arguments: Sequence[str]) -> None:
     _require(bool(arguments), f"name the job: {ways}")
 
 
-def _show_ranks(workload: Workload, arguments: Sequence[str], as_json: bool) -> None:
+def _show_ranks(workload: Workload, as_json: bool) -> None:
     from zbpipe.cli.estimates import rank_lines, rank_record
     from zbpipe.estimation.estimate import memory_by_rank
-    from zbpipe.frameworks.titan.command_line import parse
 
-    found = memory_by_rank(workload, MemoryLimit.parse(parse(arguments)[0].memory_limit))
+    found = memory_by_rank(workload)
     if as_json:
         print_json(rank_record(found))
     else:

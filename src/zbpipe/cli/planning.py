@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zbpipe.cli.base import Command, OutputFile, compared_size, json_option, print_json, progress_line, transport_option
-from zbpipe.cli.costs import Costs, cost_options, is_given, memory_limit_option
+from zbpipe.cli.costs import Costs, cost_options, memory_limit_option
 from zbpipe.cli.named import simulate_all
-from zbpipe.costs.transport import Transport
 
 if TYPE_CHECKING:
     from zbpipe.planner.result import Plan
@@ -105,7 +104,6 @@ def _complete(context: click.Context, costs: Costs, asked: dict[str, Any]) -> di
     return asked | {
         "ranks": costs.require_ranks(asked["ranks"]),
         "placements": asked["placements"] or None,
-        "transport": asked["transport"] if is_given(context, "transport") else None,
     }
 
 
@@ -114,7 +112,7 @@ def _compare(found: Plan, costs: Costs, asked: Mapping[str, Any]) -> Iterator[Co
     from zbpipe.views.report import ComparedSchedule
 
     ranks, microbatches = asked["ranks"], asked["microbatches"]
-    transport = asked["transport"] or (costs.job and costs.job.transport) or Transport.IDEAL
+    transport = costs.transport(asked["transport"])
     named = simulate_all(ranks, microbatches, costs, asked["memory_limit"], transport=transport)
     limits = costs.limits(asked["memory_limit"], ranks, microbatches)
     baseline = costs.baseline(ranks, microbatches)

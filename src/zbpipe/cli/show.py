@@ -55,7 +55,11 @@ def list_(as_json: bool) -> None:
     help="Write a trace for ui.perfetto.dev or chrome://tracing; gzipped if its name ends in .gz.",
 )
 def show(
-    request: Request, transport: Transport, svg_file: Path | None, html_file: Path | None, perfetto_file: Path | None
+    request: Request,
+    transport: Transport | None,
+    svg_file: Path | None,
+    html_file: Path | None,
+    perfetto_file: Path | None,
 ) -> None:
     """Draw a schedule, in the terminal or into files.
 
@@ -72,7 +76,7 @@ def show(
     from zbpipe.views.style import summary
 
     costs = request.costs
-    timeline = request.simulate(transport=costs.transport(transport, click.get_current_context()))
+    timeline = request.simulate(transport=costs.transport(transport))
     if svg_file is not None:
         from zbpipe.views.svg import svg
 
@@ -120,7 +124,7 @@ _jitter_option = click.option(
 @base.json_option
 def simulate(
     request: Request,
-    transport: Transport,
+    transport: Transport | None,
     steps: int,
     no_sync: bool,
     vary: Vary | None,
@@ -140,7 +144,7 @@ def simulate(
     from zbpipe.views.style import number
 
     costs = request.costs
-    transport = costs.transport(transport, click.get_current_context())
+    transport = costs.transport(transport)
     if vary and (no_sync or steps > 1 or transport is not Transport.IDEAL):
         raise click.UsageError("--jitter is for one synchronous step with the ideal transport: omit the others")
     timeline = request.simulate(num_steps=steps, synchronous=not no_sync, transport=transport)
@@ -169,7 +173,7 @@ def compare(
     microbatches: int,
     stages_per_rank: int | None,
     costs: Costs,
-    transport: Transport,
+    transport: Transport | None,
     memory_limit: MemoryLimit | None,
     vary: Vary | None,
     as_json: bool,
@@ -192,7 +196,7 @@ def compare(
     from zbpipe.views import report
 
     ranks = costs.require_ranks(ranks)
-    transport = costs.transport(transport, click.get_current_context())
+    transport = costs.transport(transport)
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
     limits = costs.limits(memory_limit, ranks, microbatches)
     baseline = costs.baseline(ranks, microbatches)

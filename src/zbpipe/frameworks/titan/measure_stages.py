@@ -63,7 +63,7 @@ def measure_stages(config: Any, steps: int = 3, memory_limit: MemoryLimit | None
     parallelism = config.parallelism
     shared = {"tensor": parallelism.tensor_parallel_degree, "context": parallelism.context_parallel_degree}
     workload = workload_of(config, Degrees(parallelism.pipeline_parallel_degree, **shared), "")
-    algorithm, placement = choose_own(workload, memory_limit, on_cpu=cpu.is_needed())
+    algorithm, placement = choose_own(replace(workload, memory_limit=memory_limit), on_cpu=cpu.is_needed())
     split = workload.split(placement, algorithm)
     if encoders := workload.layers[0].modules[1:]:
         logger.warning("%s get no images here: add their costs to stage 0", ", ".join(encoders))
