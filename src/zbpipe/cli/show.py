@@ -10,6 +10,7 @@ import click
 from zbpipe.cli import base
 from zbpipe.cli.base import COUNT, Command, OutputFile, print_json
 from zbpipe.cli.costs import Costs, cost_options, memory_limit_option
+from zbpipe.cli.jobs import TITANS
 from zbpipe.cli.named import Request, request_options, simulate_all
 from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.transport import Transport
@@ -160,17 +161,17 @@ def simulate(
     click.echo(f"\n{costs.words}")
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, context_settings=TITANS)
 @base.compared_size
 @base.stages_option
-@cost_options()
+@cost_options(of_job=True)
 @base.transport_option
 @memory_limit_option
 @_jitter_option
 @base.json_option
 def compare(
     ranks: int | None,
-    microbatches: int,
+    microbatches: int | None,
     stages_per_rank: int | None,
     costs: Costs,
     transport: Transport | None,
@@ -192,10 +193,11 @@ def compare(
       zbpipe compare -p 8 -m 32 --jitter ops=0.1,delay=0.5
       zbpipe compare -p 8 -m 32 --checkpointing full --memory-limit 1.2x
       zbpipe compare -p 8 -m 32 --costs 1,1.2,0.8 --memory-limit 6
+      zbpipe compare --module titan_integration.llama3 --config llama3_70b --gpus 64 --device H200
     """
     from zbpipe.views import report
 
-    ranks = costs.require_ranks(ranks)
+    ranks, microbatches = costs.require_ranks(ranks), costs.microbatches(microbatches)
     transport = costs.transport(transport)
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
     limits = costs.limits(memory_limit, ranks, microbatches)

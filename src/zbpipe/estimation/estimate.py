@@ -22,6 +22,7 @@ from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.rates import Rates, rates
 from zbpipe.estimation.rows import LIGHTER, NO_PIPELINE, PLAN, Estimate, Memory, Step
 from zbpipe.estimation.workload import Workload
+from zbpipe.planner.engine import fastest
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import PLACEMENTS
 from zbpipe.schedule.garbage import without_collections
@@ -48,13 +49,6 @@ _AS_SHORT = 1.005
 """Length of a step relative to the shortest, from which on more memory is not worth it."""
 _LIGHTER = 1.5
 """Least growth of the activations with a lighter checkpointing."""
-_TRANSPORTS = {
-    Transport.IDEAL: "none waits for another",
-    Transport.ONE_QUEUE: "all of a rank wait in one queue",
-    Transport.QUEUE_PER_PEER: "those between two ranks wait in one queue",
-    Transport.SHARED: "all of a rank wait in one queue, and delay computations",
-    Transport.BLOCKING: "a rank waits for each that it sends",
-}
 _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 _AT_LEAST_STAGES = ("1F1B", "DualPipeV")
 
@@ -136,6 +130,17 @@ def estimate(
     return Estimate(workload, device, tuple(steps), tuple(rows.left_out), tuple(job.words(tflops, link)), rows.lighter)
 
 
+def job_costs(workload: Workload, device: str | Device, **given: Any) -> Callable[[Placement], CostModel]:
+    """Counted costs of a job's stages on any placement, in seconds and bytes, with FSDP. `given`: see `rates`."""
+    job = _Job(workload, rates(find(device), **given), None, find(device).transport)
+
+    def costs(placement: Placement) -> CostModel:
+        split = workload.split(placement)
+        return job.with_fsdp(job.costs(placement, split), split)
+
+    return costs
+
+
 def _require_costs(costs: JobCosts, ranks: int) -> None:
     if not isinstance(costs, JobCosts):
         raise TypeError(f"an estimate cannot have costs = {costs!r}: give zbpipe.costs.JobCosts, as zbpipe.load_costs")
@@ -174,6 +179,7 @@ class _Rows:
     def add_answer(self, budget: float) -> None:
         """The rows that a job can type, and are compared first."""
         job, workload = self.job, self.job.workload
+        fastest()  # the plan needs machine code, and searches before it are faster, too
         own = self.add(workload.schedule, job.typed, workload.schedule, is_own=True, is_typed=True)
         zb = own if own and own.schedule == "ZB" else self.add("ZB", job.typed, "ZB", is_typed=True)
         stages = max([each.stages_per_rank for each in (own, zb) if each and each.stages_per_rank > 1][:1] or [2])
@@ -300,21 +306,21 @@ class _Job:
         size = (placement.num_ranks, self.workload.microbatches)
         if limit is not None:
             room = tuple(map(min, limit.resolve(costs, *size), room or (inf,) * self.ranks))
-        planned = self._with_fsdp(costs, split)
+        planned = self.with_fsdp(costs, split)
         found = plan(*size, planned, room, placements=[placement], budget=budget, transport=self.transport)
         return self.step(found.schedule, costs, split, PLAN, name, "zbpipe")
 
     def step(self, schedule: Schedule, costs: CostModel, split: Split, name: str, placement: str, source: str) -> Step:
         overlaps = self.workload.overlaps_fsdp or source != "torch"
         how: dict[str, Any] = {"transport": self.transport, "overlaps_fsdp": overlaps}
-        timeline = simulate(schedule, self._with_fsdp(costs, split), **how)
+        timeline = simulate(schedule, self.with_fsdp(costs, split), **how)
         seconds = self._seconds(timeline, split)
         worst = max(memories_by_rank(self.workload, timeline, split), key=lambda memory: memory.total)
         stages = len(schedule.placement.stages_on(0))
         torchs = has_torchs_split(schedule, source)
         runs = not torchs or runs_torchs_split(self.workload.checkpointing, self.workload.compiled)
         about = {"source": source, "timeline": timeline, "has_torchs_split": torchs, "runs": runs}
-        others = (self._with_fsdp(job.costs(schedule.placement, split), split) for job in self._extremes)
+        others = (self.with_fsdp(job.costs(schedule.placement, split), split) for job in self._extremes)
         how["receives"] = timeline.receives
         ends = tuple(self._seconds(simulate(schedule, each, **how), split) for each in others)
         return self._row(name, placement, stages, seconds, timeline.bubble, worst, ends, **about)
@@ -368,7 +374,7 @@ class _Job:
             raise ValueError(f"weights and optimizer of a rank take more than the usable {usable / 2**30:.0f} GiB")
         return room
 
-    def _with_fsdp(self, costs: CostModel, split: Split) -> CostModel:
+    def with_fsdp(self, costs: CostModel, split: Split) -> CostModel:
         """The costs with the seconds in which FSDP gathers each stage's parameters, and reduces its gradients."""
         workload, degrees = self.workload, self.workload.degrees
         if self.rates is None or degrees.shards * degrees.replicas == 1 or costs.gather or costs.reduce:
@@ -432,10 +438,7 @@ class _Job:
                 f"links: {device.inside / 1e9:.0f} GB/s within a node, {device.between / 1e9:.0f} between"
                 f" ({'given' if link is not None else device.source})"
             )
-        yield (
-            f"messages: {_TRANSPORTS[self.transport]} (--transport {self.transport.replace(' ', '-')}), with receives"
-            " posted where they are best"
-        )
+        yield (f"messages: {self.transport} (--transport), with receives posted where they are best")
         yield (
             "FSDP: a pipeline gathers a stage beside its first F and reduces it beside its last W or B, with torch's"
             " schedules before and after these; without a pipeline, a layer's communication overlaps another's"

@@ -182,7 +182,7 @@ class Estimate:
         words = f"{words[0].upper()}{words[1:]}: {step.seconds:.4g} s per step"
         if own and own is not step:
             words += f", {step.compare(own)} than {own.name}"
-            words += "" if own.fits else ", which does not fit" if own.runs else ", which cannot run"
+            words += ", which cannot run" if not own.runs else "" if own.fits else ", which does not fit"
         room = f" of {self.device.usable_bytes / GIB:.1f}" if self.device else ""
         words += f", {step.memory.total / GIB:.1f}{room} GiB on the worst rank"
         pipeline, zbpipe, checkpointing = self.workload.prefixes
