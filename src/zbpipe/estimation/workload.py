@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from zbpipe.costs.job import ENOUGH
 from zbpipe.costs.layers import Split
+from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
@@ -162,6 +163,10 @@ class Workload:
     """Share of the weight gradients that W computes. None if unknown."""
     batch_option: str = "microbatches"
     """Name of the option for a larger batch, in sequences of one pipeline's step."""
+    memory_limit: MemoryLimit | None = None
+    """Memory limit of the job, for schedules that adapt to one."""
+    prefixes: tuple[str, str, str] = ("", "", "checkpointing ")
+    """Prefixes of the job's options: of its pipeline, of zbpipe, and of activation checkpointing."""
 
     @property
     def warnings(self) -> list[str]:
@@ -202,7 +207,8 @@ class Workload:
             )
         if self.remade is not None:
             made = self.remade(degrees, checkpointing)
-            return replace(made, microbatches=microbatches, float8=self.float8, hidden_tensor=self.hidden_tensor)
+            kept = {name: getattr(self, name) for name in ("float8", "hidden_tensor", "memory_limit", "prefixes")}
+            return replace(made, microbatches=microbatches, **kept)
         mine = self.degrees.tensor, self.degrees.context, self.checkpointing
         if (degrees.tensor, degrees.context, checkpointing) != mine:
             raise ValueError(f"these layers have costs for {self.degrees}: give others for {degrees}")

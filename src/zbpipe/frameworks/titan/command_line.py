@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.estimation.workload import Degrees, Workload
 from zbpipe.frameworks.options import Options, add_arguments, from_arguments
 from zbpipe.frameworks.titan import cpu
@@ -78,7 +79,12 @@ def read_workload(arguments: Sequence[str], gpus: int) -> Workload:
     from zbpipe.frameworks.titan.counting import workload_of  # not before: TorchTitan chooses its device at import
 
     name = " ".join(value for flag, value in pairwise(arguments) if flag in _NAMING)
-    return workload_of(config, degrees_of(config, gpus), name)
+    checkpointing = " ".join(find_installed().checkpointing).removesuffix("{}")
+    return replace(
+        workload_of(config, degrees_of(config, gpus), name),
+        memory_limit=MemoryLimit.parse(parse(arguments)[0].memory_limit),
+        prefixes=("--parallelism.pipeline_parallel_", _PREFIX, checkpointing),
+    )
 
 
 _NAMING = ("--module", "--config", "--job.config_file", "--model.name", "--model.flavor")

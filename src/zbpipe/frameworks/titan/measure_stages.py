@@ -63,7 +63,7 @@ def measure_stages(config: Any, steps: int = 3, memory_limit: MemoryLimit | None
         cpu.adapt(config)
     parallelism = config.parallelism
     workload = workload_of(config, shared_degrees(parallelism), "")
-    algorithm, placement = choose_own(workload, memory_limit, on_cpu=cpu.is_needed())
+    algorithm, placement = choose_own(replace(workload, memory_limit=memory_limit), on_cpu=cpu.is_needed())
     split = WorkloadCut(workload).split(placement, algorithm)
     if encoders := workload.layers[0].modules[1:]:
         logger.warning("%s get no images here: add their costs to stage 0", ", ".join(encoders))

@@ -48,7 +48,6 @@ from zbpipe.frameworks.titan.batches import checkpointing_of
 from zbpipe.frameworks.titan.check import check, check_stages, depends_on_model, require_processes
 from zbpipe.frameworks.titan.command_line import asks_for_help, shared_degrees
 from zbpipe.frameworks.titan.layer_split import LayerSplit
-from zbpipe.runtime import checks
 from zbpipe.runtime._torch import autograd, pipelining
 from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime.adaptive import AdaptiveSchedule
@@ -165,8 +164,8 @@ class _Job(NamedTuple):
             how = checkpointing_of(config.activation_checkpoint)
             return cls(config.parallelism, config.training, how, model_config, device, config.compile)
         how = checkpointing_of(kwargs.get("ac_config"))
-        named = (kwargs[name] for name in ("model_config", "device"))
-        return cls(kwargs["parallelism"], kwargs["training"], how, *named, kwargs.get("compile_config"))
+        own = kwargs["parallelism"], kwargs["training"]
+        return cls(*own, how, kwargs["model_config"], kwargs["device"], kwargs.get("compile_config"))
 
 
 def make_pipelining(pipelining_fn: PipeliningFunction, options: Options, config: Any = None) -> PipeliningFunction:
@@ -286,13 +285,13 @@ def _choose(
     parallelism, ranks = job.parallelism, job.parallelism.pipeline_parallel_degree
     by_hand, stages = parallelism.module_fqns_per_model_part, None
     if by_hand is not None:
-        stages = checks.stages_of_cut(algorithm, ranks, len(by_hand), "module_fqns_per_model_part lists")
+        stages = algorithm.stages_of_cut(ranks, len(by_hand), "module_fqns_per_model_part lists")
         _require_known(model, by_hand)
         _require_all(model, by_hand)
     elif (number := layer_split.count_stages(parallelism, _num_layers(job))) is not None:
         field = f"pipeline_parallel_layers_per_stage={parallelism.pipeline_parallel_layers_per_stage}"
         cut = f"{field} cuts the model's {_num_layers(job)} layers into"
-        stages = checks.stages_of_cut(algorithm, ranks, number, cut)
+        stages = algorithm.stages_of_cut(ranks, number, cut)
     generate = "generate_llm_fqn_per_model_part"
     # A model's own function is called first.
     *_, titans = (getattr(each, name) for each in _modules_of(pipelining_fn) for name in _find_names(each, generate))
