@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,13 @@ import torch
 from torch import nn
 
 from zbpipe import Placement
-from zbpipe.costs.transformer import LLAMA_3_8B, Checkpointing
+from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.model import CostModel
+from zbpipe.costs.transformer import LLAMA_3_8B, Checkpointing, usual_costs
+from zbpipe.estimation.choice import Choice
 from zbpipe.frameworks import layer_work
-from zbpipe.frameworks.titan import layer_split
+from zbpipe.frameworks.titan import layer_split, start_log
+from zbpipe.schedule.registry import resolve
 
 DIM, VOCABULARY = 8, 100
 BLOCKS = 6
@@ -73,40 +78,75 @@ def cutting(
     return layer_split.LayerSplit(titans, BLOCKS, parallelism, layer_split.Model(model, model, seq_len), how)
 
 
-def test_a_model_is_cut_by_work(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_is_cut_by_work() -> None:
     """A block multiplies by 192 elements and attends with 32, the head by 800."""
-    with caplog.at_level(logging.INFO):
-        parts = cutting().log_parts(V)
-    assert parts == [
+    assert cutting().parts(V) == [
         ["tok_embeddings", "layers.0", "clock"],
         ["layers.1", "layers.2", "layers.3", "clock"],
         ["layers.4", "layers.5", "clock"],
         ["norm", "lm_head", "clock"],
     ]
-    (line,) = caplog.messages
-    assert line.startswith(
-        "Layers by stage (by work; norm+lm_head counts as 3.6 blocks): tok_embeddings layers.0 clock |"
-        " layers.1-3 clock | layers.4-5 clock | norm lm_head clock."
+    assert cutting().describe(V) == (
+        "(by work; norm+lm_head counts as 3.6 blocks): tok_embeddings layers.0 clock | layers.1-3 clock | layers.4-5"
+        " clock | norm lm_head clock"
     )
-    assert "module_fqns_per_model_part" in line
 
 
-def test_an_encoder_of_images_counts_on_the_first_stage(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever its name; as many as 4 blocks. TorchTitan adds its name to the first stage."""
+@pytest.mark.parametrize(
+    ("how", "limit", "stages", "words"),
+    [
+        ("selective", None, 4, r"selective activation checkpointing: 1\.00x of 1F1B's; limit 1x, the default"),
+        ("full", None, 2, r"full .*: 1\.\d\dx of 1F1B's; limit: that of Interleaved1F1B, whose step would be shorter"),
+        ("full", "1.2x", 4, r"full .* and tensor parallelism over 2 ranks: 1\.\d\dx of 1F1B's; limit 1\.2x"),
+        ("measured", None, 4, r"the measured costs: 0\.\d+ GiB; limit 1x, the default"),
+    ],
+)
+def test_the_lines_before_the_first_step(
+    caplog: pytest.LogCaptureFixture, how: str, limit: str | None, stages: int, words: str
+) -> None:
+    """A head of three blocks on one of eight stages leaves rank 0 of a wave too much work."""
+    algorithm, placement, tensor = resolve("ZB"), Placement.wave(2, stages), 2 if limit else 1
+    split = cutting(Checkpointing.parse("none" if how == "measured" else how))
+    costs = CostModel((1.0,) * 8, (1.0,) * 8, (1.0,) * 8, activations=(2.0**24,) * 8) if how == "measured" else None
+    if how == "full":
+        costs = usual_costs(placement, split.checkpointing, tensor)  # of equal stages
+    made = costs or usual_costs(placement, split.checkpointing, tensor, split.work(placement))
+    given = MemoryLimit.parse(limit)
+    running: Any = SimpleNamespace(
+        schedule=algorithm.make(2, 6, stages_per_rank=stages, costs=made, memory_limit=given),
+        **{"lists": SimpleNamespace(costs=costs, limit=given), "placement": placement, "algorithm": algorithm},
+        **{"receives": "timed", "transport": "ideal"},
+    )
     with caplog.at_level(logging.INFO):
-        first, *others, last = (split := cutting(images=4 * 224 // DIM)).log_parts(V)
+        start_log.log_pipeline(running, Choice(algorithm, placement), split, tensor)
+    begin, cut, memory, messages = caplog.messages
+    enough = ". That is enough: 2 ranks need 2 each, also with 8 stages" if stages == 4 else ""
+    assert begin == (
+        f"Using zbpipe's pipeline schedule ZB with 6 microbatches: {stages} stages per rank in a wave{enough}"
+    )
+    assert cut.startswith(f"Layers by stage {split.describe(placement)}. Work by rank: ")
+    assert cut.endswith(". parallelism.module_fqns_per_model_part replaces this cut")
+    assert ("%; all wait for rank 0, with 13% more than average: try" in cut) == (how == "selective")
+    assert (caplog.records[1].levelno == logging.WARNING) == (how == "selective")
+    assert re.fullmatch(rf"Memory of the worst rank, predicted for {words}.*", memory)
+    assert messages == "Messages: timed receives, for the transport 'ideal'"
+
+
+def test_an_encoder_of_images_counts_on_the_first_stage() -> None:
+    """Whatever its name; as many as 4 blocks. TorchTitan adds its name to the first stage."""
+    first, *others, last = (split := cutting(images=4 * 224 // DIM)).parts(V)
     assert first == ["tok_embeddings", "clock"]
     assert last == ["norm", "lm_head", "clock"]
     assert sum(name.startswith("layers.") for part in others for name in part) == BLOCKS
-    assert "eye.patches on the first stage counts as 4 blocks" in caplog.messages[0]
+    assert "eye.patches on the first stage counts as 4 blocks" in split.describe(V)
     assert split.work(V) == [(0, 4 * 224), (3 * 224, 0), (3 * 224, 0), (0, 800)]
     assert split.products == 4 * 224 + 6 * 224 + 800
 
 
 @pytest.mark.parametrize("given", [(0, 0), (1, 2)])
 def test_what_the_user_gave_is_torchtitans(given: tuple[int, int]) -> None:
-    assert cutting(ends=given).log_parts(V)[0][0] == f"4 {given[0]} {given[1]}"
-    assert cutting(per_stage=2).log_parts(V)[0][0] == "4 1 1"
+    assert cutting(ends=given).parts(V)[0][0] == f"4 {given[0]} {given[1]}"
+    assert cutting(per_stage=2).parts(V)[0][0] == "4 1 1"
 
 
 def test_a_list_of_the_user_has_the_work_of_its_modules() -> None:

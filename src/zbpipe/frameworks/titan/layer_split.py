@@ -24,8 +24,6 @@ Cut = Callable[..., list[list[str]]]
 """TorchTitan's function: takes the numbers of stages, of blocks, and of blocks for which embedding and head count;
 returns the modules by stage."""
 
-logger = logging.getLogger(__name__)
-
 
 class Model(NamedTuple):
     """The model that TorchTitan is about to cut."""
@@ -45,7 +43,7 @@ class LayerSplit:
         """`titans` is TorchTitan's function, which also cuts the model if the user has set its ends."""
         self.by_hand: list[list[str]] | None = parallelism.module_fqns_per_model_part
         """The modules of each stage as the user lists them."""
-        self._titans, self.num_layers, self._model, self._how = titans, num_layers, model, how
+        self._titans, self.num_layers, self._model, self.checkpointing = titans, num_layers, model, how
         self._ends = ends_of_user(parallelism)
         self._attention = attention_products(model) / num_layers
         found = {name: products(each) for name, each in modules_of(model.module).items()}
@@ -63,7 +61,7 @@ class LayerSplit:
     def _costs(self) -> LayerCosts:
         (names,) = self._titans(1, self.num_layers)
         listed = [name for name in names if name not in self._everywhere]
-        first, *others = layers_of(self._model.module, listed, self._attention, self._how)
+        first, *others = layers_of(self._model.module, listed, self._attention, self.checkpointing)
         return LayerCosts((layer(first.modules, first.f + sum(self._left_by([names]).values())), *others))
 
     def _left_by(self, parts: Sequence[Sequence[str]]) -> dict[str, float]:
@@ -88,10 +86,12 @@ class LayerSplit:
             found.append((of_blocks, sum(self._products.get(name, 0.0) for name in part) - of_blocks))
         return found
 
-    def log_parts(self, placement: Placement) -> list[list[str]]:
-        """The modules of each stage, which are also logged."""
+    def describe(self, placement: Placement) -> str:
+        """The rule of the cut, and the modules of each stage."""
         parts, how = self.parts(placement), "by work"
-        if self._ends is not None:
+        if parts is self.by_hand:
+            how = "as listed"
+        elif self._ends is not None:
             how = "the embedding counts as {} and the head as {} blocks".format(*self._ends)
         else:
             *blocks, head = self._costs.layers[1:]
@@ -100,12 +100,7 @@ class LayerSplit:
             # One patch of an image per token.
             ends |= {f"{name} on the first stage": 3 * each for name, each in self._left_by(parts).items()}
             how += "".join(f"; {name} counts as {each / average:.2g} blocks" for name, each in ends.items())
-        logger.info(
-            "Layers by stage (%s): %s. parallelism.module_fqns_per_model_part replaces this cut",
-            how,
-            " | ".join(map(describe, parts)),
-        )
-        return parts
+        return f"({how}): {' | '.join(map(describe, parts))}"
 
 
 def count_stages(parallelism: Any, num_layers: int) -> int | None:
