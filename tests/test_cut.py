@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,15 @@ from torch import nn
 from zbpipe import Placement, simulate
 from zbpipe.algorithms.zb import find_shortest
 from zbpipe.costs.layers import Layer, LayerCosts, Split, balance, even_sizes, split_of
+from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import LLAMA_3_8B, Checkpointing, typical_times, usual_costs
+from zbpipe.estimation.choice import Choice
 from zbpipe.estimation.cut import cutting
 from zbpipe.estimation.workload import Degrees
 from zbpipe.frameworks import layer_work
-from zbpipe.frameworks.titan import layer_split
+from zbpipe.frameworks.titan import layer_split, start_log
+from zbpipe.schedule.registry import resolve
 
 DIM, VOCABULARY = 8, 100
 BLOCKS = 6
@@ -88,19 +93,17 @@ def seconds(split: layer_split.LayerSplit, name: str) -> float:
     return sum(split.work(Placement.loop(1, len(names)))[names.index(name)])
 
 
-def test_a_model_is_cut_by_time(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_is_cut_by_time() -> None:
     """Norms and activation functions of a narrow block take longer than its products, and the head has none."""
-    with caplog.at_level(logging.INFO):
-        parts = made().log_parts(V)
+    parts = made().parts(V)
     assert [name for part in parts for name in part if name != "clock"] == titans(1, BLOCKS)[0][:-1]
     assert all(part[-1] == "clock" for part in parts)
     assert parts[-1][-3:] == ["norm", "lm_head", "clock"]
-    head, block = (seconds(made(), names) for names in ("lm_head", "layers.3"))
-    (line,) = caplog.messages
-    assert line.startswith(
-        f"Layers by stage (by work; norm+lm_head counts as {head / block:.2g} blocks): tok_embeddings"
+    head, block = (seconds(made(), name) for name in ("lm_head", "layers.3"))
+    assert made().describe(V) == (
+        f"(by work; norm+lm_head counts as {head / block:.2g} blocks): tok_embeddings layers.0-1 clock | layers.2 clock"
+        " | layers.3-4 clock | layers.5 norm lm_head clock"
     )
-    assert "module_fqns_per_model_part" in line
 
 
 def test_communication_makes_blocks_longer_and_not_the_head() -> None:
@@ -117,14 +120,55 @@ def test_communication_makes_blocks_longer_and_not_the_head() -> None:
     assert of_head(compiled=True) > alone
 
 
-def test_an_encoder_of_images_counts_on_the_first_stage(caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever its name. TorchTitan adds its name to the first stage."""
+@pytest.mark.parametrize(
+    ("how", "limit", "stages", "words"),
+    [
+        ("selective", None, 4, r"selective activation checkpointing: 1\.00x of 1F1B's; limit 1x, the default"),
+        ("full", None, 2, r"full .*: 1\.\d\dx of 1F1B's; limit: that of Interleaved1F1B, whose step would be shorter"),
+        ("full", "1.2x", 4, r"full .* and tensor parallelism over 2 ranks: 1\.\d\dx of 1F1B's; limit 1\.2x"),
+        ("measured", None, 4, r"the measured costs: 0\.\d+ GiB; limit 1x, the default"),
+    ],
+)
+def test_the_lines_before_the_first_step(
+    caplog: pytest.LogCaptureFixture, how: str, limit: str | None, stages: int, words: str
+) -> None:
+    """A head of two blocks, and images of as many on the first of eight stages, are too much work for rank 0."""
+    algorithm, placement, tensor = resolve("ZB"), Placement.wave(2, stages), 2 if limit else 1
+    images = 10_000_000 if how == "selective" else 0
+    split = made(1024, dim=4096, images=images, checkpointing=Checkpointing.parse("none" if how == "measured" else how))
+    costs = CostModel((1.0,) * 8, (1.0,) * 8, (1.0,) * 8, activations=(2.0**24,) * 8) if how == "measured" else None
+    if how == "full":
+        costs = usual_costs(placement, split.checkpointing, tensor)  # of equal stages
+    known = costs or usual_costs(placement, split.checkpointing, tensor, split.work(placement))
+    given = MemoryLimit.parse(limit)
+    running: Any = SimpleNamespace(
+        schedule=algorithm.make(2, 6, stages_per_rank=stages, costs=known, memory_limit=given),
+        **{"lists": SimpleNamespace(costs=costs, limit=given), "placement": placement, "algorithm": algorithm},
+        **{"receives": "timed", "transport": "ideal"},
+    )
     with caplog.at_level(logging.INFO):
-        first, *others, last = (split := made(images=1_000_000)).log_parts(V)
+        start_log.log_pipeline(running, Choice(algorithm, placement), split, tensor)
+    begin, cut, memory, messages = caplog.messages
+    enough = ". That is enough: 2 ranks need 2 each, also with 8 stages" if stages == 4 else ""
+    assert begin == (
+        f"Using zbpipe's pipeline schedule ZB with 6 microbatches: {stages} stages per rank in a wave{enough}"
+    )
+    assert cut.startswith(f"Layers by stage {split.describe(placement)}. Work by rank: ")
+    assert cut.endswith(". parallelism.module_fqns_per_model_part replaces this cut")
+    share, *_ = map(float, re.findall(r"(\d+\.\d)%", cut))
+    assert (f"%; all wait for rank 0, with {share / 50 - 1:.0%} more than average: try" in cut) == (how == "selective")
+    assert (caplog.records[1].levelno == logging.WARNING) == (how == "selective")
+    assert re.fullmatch(rf"Memory of the worst rank, predicted for {words}.*", memory)
+    assert messages == "Messages: timed receives, for the transport 'ideal'"
+
+
+def test_an_encoder_of_images_counts_on_the_first_stage() -> None:
+    """Whatever its name. TorchTitan adds its name to the first stage."""
+    first, *others, last = (split := made(images=1_000_000)).parts(V)
     assert first == ["tok_embeddings", "clock"]
     assert last[-3:] == ["norm", "lm_head", "clock"]
     assert sum(name.startswith("layers.") for part in (*others, last) for name in part) == BLOCKS
-    assert "eye.patches on the first stage counts as" in caplog.messages[0]
+    assert "eye.patches on the first stage counts as" in split.describe(V)
     first_work, *_ = split.work(V)
     assert sum(first_work) == pytest.approx(seconds(split, "tok_embeddings"))
     assert seconds(made(), "tok_embeddings") == 0
@@ -133,8 +177,8 @@ def test_an_encoder_of_images_counts_on_the_first_stage(caplog: pytest.LogCaptur
 
 @pytest.mark.parametrize("given", [(0, 0), (1, 2)])
 def test_what_the_user_gave_is_torchtitans(given: tuple[int, int]) -> None:
-    assert made(ends=given).log_parts(V)[0][0] == f"4 {given[0]} {given[1]}"
-    assert made(per_stage=2).log_parts(V)[0][0] == "4 1 1"
+    assert made(ends=given).parts(V)[0][0] == f"4 {given[0]} {given[1]}"
+    assert made(per_stage=2).parts(V)[0][0] == "4 1 1"
 
 
 def test_a_list_of_the_user_has_the_work_of_its_modules() -> None:

@@ -27,8 +27,6 @@ Cut = Callable[..., list[list[str]]]
 """TorchTitan's function: takes the numbers of stages, of blocks, and of blocks for which embedding and head count;
 returns the modules by stage."""
 
-logger = logging.getLogger(__name__)
-
 
 class Model(NamedTuple):
     """The model that TorchTitan is about to cut."""
@@ -62,7 +60,7 @@ class LayerSplit:
         """`titans` is TorchTitan's function, which also cuts the model if the user has set its ends."""
         self.by_hand: list[list[str]] | None = parallelism.module_fqns_per_model_part
         """The modules of each stage as the user lists them."""
-        self._titans, self.num_layers, self._job = titans, num_layers, job
+        self._titans, self.num_layers, self._job, self.checkpointing = titans, num_layers, job, job.checkpointing
         self._ends = ends_of_user(parallelism)
         self._times, self.products = _times(model, num_layers, job)
 
@@ -111,10 +109,12 @@ class LayerSplit:
         first, *others = parts = self.parts(placement)
         return [self._work_of(part) for part in ([*first, *self._left_by(parts)], *others)]
 
-    def log_parts(self, placement: Placement) -> list[list[str]]:
-        """The modules of each stage, which are also logged."""
+    def describe(self, placement: Placement) -> str:
+        """The rule of the cut, and the modules of each stage."""
         parts, how = self.parts(placement), "by work"
-        if self._ends is not None:
+        if parts is self.by_hand:
+            how = "as listed"
+        elif self._ends is not None:
             how = "the embedding counts as {} and the head as {} blocks".format(*self._ends)
         else:
             *blocks, head = self._costs.layers[1:]
@@ -123,12 +123,7 @@ class LayerSplit:
             # One patch of an image per token.
             ends |= {f"{name} on the first stage": sum(self._times[name]) for name in self._left_by(parts)}
             how += "".join(f"; {name} counts as {each / average:.2g} blocks" for name, each in ends.items())
-        logger.info(
-            "Layers by stage (%s): %s. parallelism.module_fqns_per_model_part replaces this cut",
-            how,
-            " | ".join(map(describe, parts)),
-        )
-        return parts
+        return f"({how}): {' | '.join(map(describe, parts))}"
 
 
 def count_stages(parallelism: Any, num_layers: int) -> int | None:
