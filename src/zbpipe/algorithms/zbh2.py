@@ -5,7 +5,7 @@ most memory with checkpointing. No rank idles between its first and last op if F
 the start costs time unless each rank starts its next step at once.
 """
 
-from zbpipe.algorithms._one_stage import f_i_w
+from zbpipe.algorithms.zbh1 import f_i_w
 from zbpipe.planner.search import find_best_within
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import register

@@ -405,8 +405,3 @@ def highest(costs: CostModel, ops: Iterable[Op | tuple[int, OpKind]]) -> float:
         most = max(most, held + cost.needs)
         held += cost.adds
     return most
-
-
-def rank_shares(placement: Placement, costs: CostModel) -> tuple[float, ...]:
-    """Memory that each rank keeps of one microbatch after all its F, in the unit of `costs.activations`."""
-    return placement.sum_by_rank(costs.activations)

@@ -90,11 +90,11 @@ class Timeline:
 
     # The modules that draw it import this one, so they are imported by name.
     def _repr_html_(self) -> str:
-        return str(import_module("zbpipe.views.pictures").draw_in_notebook(self))
+        return str(import_module("zbpipe.views.svg").draw_in_notebook(self))
 
     def show(self) -> None:
         """Draw it in the terminal, as `zbpipe show` does."""
-        import_module("zbpipe.views.pictures").show(self)
+        import_module("zbpipe.views.grid").show(self)
 
     def svg(self, file: str | Path) -> None:
         """Draw it into an SVG file."""

@@ -12,7 +12,6 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from zbpipe.costs.model import rank_shares
 from zbpipe.schedule.ir import OpKind
 from zbpipe.simulator.timeline import Collective, Span, Timeline
 from zbpipe.views import style
@@ -75,7 +74,7 @@ def drawing(timeline: Timeline) -> dict[str, Any]:
     that an op takes at its start and frees at its end, in its rank's share of one microbatch."""
     placement = timeline.schedule.placement
     stages, present = style.most_stages(placement), style.kinds(timeline)
-    shares = rank_shares(placement, timeline.costs)
+    shares = placement.sum_by_rank(timeline.costs.activations)
 
     def changes(kind: OpKind) -> list[tuple[float, float]]:
         costs = [(timeline.costs.of(stage, kind), shares[rank] or 1.0) for stage, rank in enumerate(placement.rank_of)]
