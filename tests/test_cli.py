@@ -343,7 +343,7 @@ def test_a_mistake_of_zbpipe_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
     def broken(*_: object, **__: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(sys.modules["zbpipe.cli.named"], "simulate", broken)
+    monkeypatch.setattr(sys.modules["zbpipe.cli.request"], "simulate", broken)
     assert isinstance(run("simulate ZBV -p 2 -m 2").exception, KeyError)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from planner import Cell, cells
 
 from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, simulate
-from zbpipe.algorithms._search import find_best
+from zbpipe.algorithms.zb import find_best
 from zbpipe.costs import JobCosts, Layer, LayerCosts, Link
 from zbpipe.costs.memory_limit import memory_of_1f1b
 from zbpipe.costs.model import least_room, rank_shares
@@ -537,7 +537,7 @@ def test_the_quick_search_fits_any_placement_costs_and_limit(form: Schedule, mor
     """With room for one microbatch at its leanest it comes to an end: no rank fills up with what cannot go on."""
     costs = data.draw(cost_models(form.placement))
     limits = [more * room for room in least_room(form.placement, costs)]
-    schedule = find_best("found", [form], costs, limits)
+    schedule = find_best("found", [form], costs, limits, Transport.IDEAL)
     check_schedule(schedule)
     assert schedule.placement == form.placement
     assert keeps_to(limits, schedule, costs)

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zbpipe.cli.base import Command, OutputFile, compared_size, json_option, print_json, progress_line, transport_option
-from zbpipe.cli.costs import Costs, cost_options, is_given, memory_limit_option
-from zbpipe.cli.named import simulate_all
+from zbpipe.cli.request import Costs, cost_options, is_given, memory_limit_option, simulate_all
 from zbpipe.costs.transport import Transport
 
 if TYPE_CHECKING:
