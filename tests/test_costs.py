@@ -19,8 +19,8 @@ from zbpipe import CostModel, OpKind, Placement, load_costs
 from zbpipe.costs import JobCosts, Layer, LayerCosts, Link, dump_costs
 from zbpipe.costs.job import as_cost_model
 from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.model import FrozenDict
 from zbpipe.costs.transport import Transport
-from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import COMPUTATIONS
 from zbpipe.testing import placements
 

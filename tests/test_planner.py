@@ -19,7 +19,7 @@ from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, simulat
 from zbpipe.algorithms.zb import find_best
 from zbpipe.costs import JobCosts, Layer, LayerCosts, Link
 from zbpipe.costs.memory_limit import memory_of_1f1b
-from zbpipe.costs.model import least_room, rank_shares
+from zbpipe.costs.model import least_room
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.costs.transport import Transport
 from zbpipe.planner.engine import PLAIN, Engine, fastest
@@ -42,7 +42,7 @@ LITTLE = 2e5
 
 
 def microbatches_of(number: float, placement: Placement, costs: CostModel) -> tuple[float, ...]:
-    return tuple(number * share for share in rank_shares(placement, costs))
+    return tuple(number * share for share in placement.sum_by_rank(costs.activations))
 
 
 def problem(placement: Placement, costs: CostModel | None = None, microbatches: int = 4, limit: float = 2.0) -> Problem:
@@ -153,7 +153,7 @@ def test_plans_are_valid_and_keep_to_the_limit(data: st.DataObject) -> None:
     costs = data.draw(cost_models(placement))
     ranks = placement.num_ranks
     drawn = data.draw(st.lists(st.sampled_from([1.0, 1.5, 2.0, 4.5]), min_size=ranks, max_size=ranks))
-    drawn = [limit * share for limit, share in zip(drawn, rank_shares(placement, costs), strict=True)]
+    drawn = [limit * share for limit, share in zip(drawn, placement.sum_by_rank(costs.activations), strict=True)]
     limits = list(map(max, drawn, least_room(placement, costs)))
     microbatches = data.draw(st.integers(1, 7))
     found = plan(ranks, microbatches, costs, limits, placements=[placement], budget=LITTLE)

@@ -6,19 +6,46 @@ All memory is in the unit of `CostModel.activations`: bytes if measured. In cost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property, partial
 from math import inf
-from typing import Any, NamedTuple, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat, TypeVar
 
-from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement
 
 MOST = 1e100
 """Largest cost. No sum or product of such numbers is infinite."""
 ROUNDING = 1e-9
 """Relative tolerance for the rounding of sums of times or memory."""
+
+
+K = TypeVar("K", bound=Hashable)
+V_co = TypeVar("V_co", covariant=True)
+
+
+class FrozenDict(Mapping[K, V_co]):
+    """A copy of a mapping, equal to any mapping with the same items. It pickles, unlike `MappingProxyType`."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[K, V_co]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: K) -> V_co:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return f"FrozenDict({self._items!r})"
 
 
 def is_amount(number: float) -> bool:

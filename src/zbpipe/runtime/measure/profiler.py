@@ -97,14 +97,6 @@ class Profiler:
 
     def _finish(self, records: list[StepRecord]) -> None:
         memory, *self.records = records
-        self.costs = self._gather(memory)
-        self._done(self.costs)
-
-    def _tell(self, costs: JobCosts) -> None:
-        if dist.get_rank(self._group) == 0:
-            log_visibly(logger, "measured costs:\n%s", report.costs(costs))
-
-    def _gather(self, memory: StepRecord) -> JobCosts:
         stages = pipelining.stages_of(self._schedule)
         communication = measure_communication(stages, memory.message_bytes)
         dist.barrier(self._group)  # so that all use the host link at the same time
@@ -120,7 +112,12 @@ class Profiler:
         tables: list[RankTable] = [table] * dist.get_world_size(self._group)
         dist.all_gather_object(tables, table, group=self._group)
         transport, _ = find_messages(self._schedule)
-        return replace(combine(tables, find_placement(stages[0])), transport=transport)
+        self.costs = replace(combine(tables, find_placement(stages[0])), transport=transport)
+        self._done(self.costs)
+
+    def _tell(self, costs: JobCosts) -> None:
+        if dist.get_rank(self._group) == 0:
+            log_visibly(logger, "measured costs:\n%s", report.costs(costs))
 
 
 def log_visibly(logger: logging.Logger, words: str, *values: object) -> None:
