@@ -524,7 +524,6 @@ def test_w_waits_as_long_as_there_is_room() -> None:
     some = Schedule.from_csv("0F0,0F1,0F2,0I0,0I1,0I2,0W0,0W1,0W2")
     costs = CostModel((1,), (1,), (1,), activations=(1,), freed_by_i=-1)
     assert " ".join(map(str, fit_within(some, costs, [5]).ops[0])) == "0F0 0F1 0F2 0I0 0I1 0W0 0I2 0W1 0W2"
-    assert " ".join(map(str, fit_within(some, costs, [3]).ops[0])) == "0F0 0F1 0F2 0B0 0I1 0W1 0I2 0W2"
     hungry = CostModel((1,), (1,), (1,), activations=(1,), freed_by_i=0.5, working={OpKind.B: 9})
     assert " ".join(map(str, fit_within(some, hungry, [3]).ops[0])) == "0F0 0F1 0F2 0I0 0I1 0I2 0W0 0W1 0W2"
     assert " ".join(map(str, make_leanest(some, hungry).ops[0])) == "0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2"
