@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _PipelineScheduleRuntime
 
 from zbpipe import CostModel, Schedule, generate, simulate, testing
-from zbpipe.costs.transport import Receives
+from zbpipe.costs.model import Receives
 from zbpipe.runtime._torch.pipelining import lower, rows_of, write_lowered
 from zbpipe.schedule import registry
 from zbpipe.simulator.actions import Rows, parse

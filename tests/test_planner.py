@@ -18,10 +18,9 @@ from planner import Cell, cells
 from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, simulate
 from zbpipe.algorithms.zb import find_best
 from zbpipe.costs import JobCosts, Layer, LayerCosts, Link
-from zbpipe.costs.memory_limit import memory_of_1f1b
-from zbpipe.costs.model import least_room
+from zbpipe.costs.job import least_room, memory_of_1f1b
+from zbpipe.costs.model import Transport
 from zbpipe.costs.transformer import typical_costs
-from zbpipe.costs.transport import Transport
 from zbpipe.planner.engine import PLAIN, Engine, fastest
 from zbpipe.planner.greedy import ListScheduler, PriorityParams
 from zbpipe.planner.kernel import NEVER, starts

@@ -20,7 +20,7 @@ import zbpipe
 from zbpipe import CostModel, simulate
 from zbpipe.algorithms.zb import find_shortest
 from zbpipe.costs import JobCosts, dump_costs
-from zbpipe.costs.transport import Receives, Transport
+from zbpipe.costs.model import Receives, Transport
 from zbpipe.runtime import adaptive
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime._torch.pipelining import stages_of

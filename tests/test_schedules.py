@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, get_schedule_class
 
 from zbpipe import Op, Placement, Schedule, generate
-from zbpipe.costs.model import CostModel, least_room
+from zbpipe.costs.job import least_room
+from zbpipe.costs.model import CostModel
 from zbpipe.planner.search import find_best_within
 from zbpipe.runtime._torch.pipelining import lower
 from zbpipe.schedule import registry

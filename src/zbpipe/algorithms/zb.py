@@ -30,10 +30,9 @@ from zbpipe.algorithms.one_f_one_b import b_f
 from zbpipe.algorithms.v_half import v_half
 from zbpipe.algorithms.v_min import v_min
 from zbpipe.algorithms.zbv import zbv
-from zbpipe.costs.memory_limit import MemoryLimit, resolve_limits
-from zbpipe.costs.model import ROUNDING, CostModel
+from zbpipe.costs.job import MemoryLimit, resolve_limits
+from zbpipe.costs.model import ROUNDING, CostModel, Transport
 from zbpipe.costs.transformer import typical_costs
-from zbpipe.costs.transport import Transport
 from zbpipe.planner.engine import at_hand
 from zbpipe.planner.lean import fit_within, make_leanest
 from zbpipe.planner.problem import Problem

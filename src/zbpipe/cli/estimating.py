@@ -11,7 +11,7 @@ import click
 
 from zbpipe.cli.base import COUNT, Command, OutputFile, in_one_line, json_option, print_json
 from zbpipe.costs.file import dump_costs, load_costs, require_ending
-from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.job import MemoryLimit
 from zbpipe.schedule.garbage import importing
 
 if TYPE_CHECKING:

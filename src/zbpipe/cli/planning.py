@@ -12,7 +12,7 @@ import click
 
 from zbpipe.cli.base import Command, OutputFile, compared_size, json_option, print_json, progress_line, transport_option
 from zbpipe.cli.request import Costs, cost_options, is_given, memory_limit_option, simulate_all
-from zbpipe.costs.transport import Transport
+from zbpipe.costs.model import Transport
 
 if TYPE_CHECKING:
     from zbpipe.planner.result import Plan

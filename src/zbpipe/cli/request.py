@@ -14,12 +14,10 @@ from click.core import ParameterSource
 
 from zbpipe.cli.base import name_argument, one_line, options, parse_with, progress_line, size_options, stages_option
 from zbpipe.costs.file import load_costs
-from zbpipe.costs.job import JobCosts
+from zbpipe.costs.job import SPELLINGS, CostsOf, JobCosts, MemoryLimit, memory_of_1f1b
 from zbpipe.costs.layers import LayerCosts
-from zbpipe.costs.memory_limit import SPELLINGS, CostsOf, MemoryLimit, memory_of_1f1b
-from zbpipe.costs.model import MOST, CostModel, Link, amount, is_amount
+from zbpipe.costs.model import MOST, CostModel, Link, Transport, amount, is_amount
 from zbpipe.costs.transformer import Checkpointing, typical_costs, typical_times
-from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import resolve, schedules
 from zbpipe.simulator.simulation import simulate

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zbpipe.costs.model import CostModel, Link
-from zbpipe.costs.transport import Named
+from zbpipe.costs.model import CostModel, Link, Named
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement, Schedule
 
 _UNFUSED = 3.0

@@ -10,9 +10,8 @@ from itertools import islice
 from math import inf
 from typing import Any
 
-from zbpipe.costs.job import JobCosts
+from zbpipe.costs.job import JobCosts, MemoryLimit, memory_of_1f1b, resolve_limits
 from zbpipe.costs.layers import Split, join_stages, merge_stages
-from zbpipe.costs.memory_limit import MemoryLimit, memory_of_1f1b, resolve_limits
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import has_torchs_split, runs_torchs_split
 from zbpipe.estimation.choice import choose

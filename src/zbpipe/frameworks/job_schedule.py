@@ -13,9 +13,8 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.costs import file as costs_file
-from zbpipe.costs.job import JobCosts
-from zbpipe.costs.memory_limit import MemoryLimit
-from zbpipe.costs.model import CostModel, require_room
+from zbpipe.costs.job import JobCosts, MemoryLimit, require_room
+from zbpipe.costs.model import CostModel
 from zbpipe.frameworks.options import Options
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import pipelining

@@ -8,7 +8,8 @@ from math import inf, sqrt
 from operator import itemgetter
 from random import Random
 
-from zbpipe.costs.model import ROUNDING, CostModel, least_room
+from zbpipe.costs.job import least_room
+from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.planner.engine import Engine, at_hand
 from zbpipe.planner.greedy import ListScheduler, PriorityParams
 from zbpipe.planner.kernel import NEVER

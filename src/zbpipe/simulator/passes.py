@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from itertools import chain
 from math import frexp, ldexp
 
-from zbpipe.costs.model import SENDS, CostModel
-from zbpipe.costs.transport import Receives
+from zbpipe.costs.model import SENDS, CostModel, Receives
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
 from zbpipe.simulator.actions import (
     COMPUTE,

@@ -10,8 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from zbpipe.costs.model import CostModel
-from zbpipe.costs.transport import Receives, Transport
+from zbpipe.costs.model import CostModel, Receives, Transport
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Schedule
 from zbpipe.simulator.lower_bound import lower_bound
 from zbpipe.simulator.time_graph import TimeGraph, durations
