@@ -22,8 +22,8 @@ from torch.nn.utils.parametrizations import weight_norm
 import zbpipe
 from zbpipe.costs.model import GATHER, REDUCE
 from zbpipe.runtime._torch import fsdp2, hooks
+from zbpipe.runtime.measure.profiler import find_exposed
 from zbpipe.runtime.measure.recording import StepRecord
-from zbpipe.runtime.measure.trace import find_exposed
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.schedule.ir import Op
 from zbpipe.simulator.timeline import Span

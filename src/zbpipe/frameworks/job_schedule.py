@@ -20,8 +20,7 @@ from zbpipe.runtime import checks
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.adaptive import USUAL_STEPS, AutoSchedule
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
-from zbpipe.runtime.measure.profiler import WARM_UP, Profiler, log_visibly
-from zbpipe.runtime.measure.trace import write_trace
+from zbpipe.runtime.measure.profiler import WARM_UP, Profiler, log_visibly, write_trace
 from zbpipe.runtime.verify.gradient_check import GradientCheck
 from zbpipe.schedule.ir import OpKind, Placement
 from zbpipe.schedule.registry import Algorithm
