@@ -22,7 +22,7 @@ from typing import Any
 from published_jobs import block_milliseconds
 
 from zbpipe import CostModel, generate, simulate
-from zbpipe.costs.transport import Transport
+from zbpipe.costs.model import Transport
 from zbpipe.planner.engine import fastest
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.memory import peak_bytes

@@ -16,9 +16,9 @@ from harness import JSON, markdown, parser, write_json
 
 import zbpipe
 from zbpipe import generate, simulate
-from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit, memory_of_1f1b
+from zbpipe.costs.job import AS_1F1B, MemoryLimit, memory_of_1f1b
+from zbpipe.costs.model import Transport
 from zbpipe.costs.transformer import Checkpointing, typical_costs
-from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import Placement
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.timeline import Timeline

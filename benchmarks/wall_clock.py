@@ -28,8 +28,8 @@ from ranks import run_ranks
 import zbpipe
 from zbpipe import CostModel, OpKind, Placement
 from zbpipe.cli.demo.sleeping import Ran, Runner, sleep_until
+from zbpipe.costs.model import Receives
 from zbpipe.costs.transformer import Checkpointing, typical_costs, typical_times
-from zbpipe.costs.transport import Receives
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.jitter import Jitter, step_times
 

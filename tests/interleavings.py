@@ -29,7 +29,7 @@ from turns import CLOSED, Choices, TokenStage, Turns
 
 import zbpipe
 from zbpipe import simulate
-from zbpipe.costs.transport import Receives, Transport
+from zbpipe.costs.model import Receives, Transport
 from zbpipe.runtime._torch import pipelining
 from zbpipe.schedule import registry
 from zbpipe.simulator.passes import add_messages, add_waits, default_costs, free_sends_early, place_receives

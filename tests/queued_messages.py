@@ -12,7 +12,7 @@ from fifo import BACKENDS
 from hypothesis import strategies as st
 
 from zbpipe import simulate, testing
-from zbpipe.costs.transport import Receives
+from zbpipe.costs.model import Receives
 from zbpipe.simulator.actions import COMPUTE, Action, Rows
 from zbpipe.simulator.passes import add_messages, default_costs, free_sends_early, place_receives
 from zbpipe.simulator.timeline import Timeline

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from zbpipe.algorithms import _search
+from zbpipe.algorithms import zb
 from zbpipe.planner import stages
 
 
@@ -13,6 +13,6 @@ from zbpipe.planner import stages
 def searching_little() -> Iterator[None]:
     """ZB and plans take little search, for what holds however good they are."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_search, "_BUDGET", 2e4)
+        patch.setattr(zb, "_BUDGET", 2e4)
         patch.setattr(stages, "default_budget", lambda *_: 2e5)
         yield

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action, _add_send_recv, _PipelineScheduleRuntime
 
 from zbpipe import CostModel, Schedule, generate, simulate, testing
-from zbpipe.costs.transport import Receives
+from zbpipe.costs.model import Receives
 from zbpipe.runtime._torch.pipelining import lower, rows_of, write_lowered
 from zbpipe.schedule import registry
-from zbpipe.simulator.actions import Action, Rows, parse
+from zbpipe.simulator.actions import Rows, parse
 from zbpipe.simulator.message_checks import find_blocked_queues, find_mixed_up_messages, validate_lowered
 from zbpipe.simulator.passes import add_messages, add_waits, free_sends_early, place_receives
 
@@ -101,10 +101,6 @@ def test_what_we_lower_is_what_torch_lowers(schedule: Schedule, most: int, looka
     runtime._prepare_schedule_with_comms(runtime.pipeline_order)
     assert ours == write_lowered(runtime)
     assert rows_of(runtime) == parse(ours)
-
-
-def test_overlapped_actions_stand_one_after_the_other() -> None:
-    assert parse("(0F1;1B0)OVERLAP_F_B,0UNSHARD")[0] == (Action(0, "F", 1), Action(1, "B", 0), Action(0, "UNSHARD", -1))
 
 
 def test_the_command_checks_memory(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpipe import Schedule, generate, simulate, testing
-from zbpipe.costs.transport import Receives
+from zbpipe.costs.model import Receives
 from zbpipe.simulator.actions import Action, Rows, other_end
 from zbpipe.simulator.message_checks import validate_lowered
 from zbpipe.simulator.passes import (

@@ -22,9 +22,8 @@ from test_wrong_input import rows
 import zbpipe
 from zbpipe import OpKind, Placement, cli, generate, load_costs
 from zbpipe.costs import JobCosts, dump_costs
-from zbpipe.costs.model import CostModel
+from zbpipe.costs.model import CostModel, Transport
 from zbpipe.costs.transformer import Checkpointing, typical_costs
-from zbpipe.costs.transport import Transport
 from zbpipe.frameworks.titan import versions
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import Schedule
@@ -343,7 +342,7 @@ def test_a_mistake_of_zbpipe_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
     def broken(*_: object, **__: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(sys.modules["zbpipe.cli.named"], "simulate", broken)
+    monkeypatch.setattr(sys.modules["zbpipe.cli.request"], "simulate", broken)
     assert isinstance(run("simulate ZBV -p 2 -m 2").exception, KeyError)
 
 

@@ -15,8 +15,7 @@ from zbpipe import CostModel, Placement, Schedule, generate, simulate, validate
 from zbpipe.costs.file import dump_costs, load_costs
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.layers import Layer, LayerCosts
-from zbpipe.costs.model import GATHER, REDUCE
-from zbpipe.costs.transport import Transport
+from zbpipe.costs.model import GATHER, REDUCE, Transport
 from zbpipe.planner.plan import plan
 from zbpipe.planner.stages import hide_reductions
 from zbpipe.schedule.ir import OpKind

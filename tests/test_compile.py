@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import product
 from typing import Any, ClassVar
 
 import pytest
@@ -32,9 +33,6 @@ from zoo.case import bare
 import zbpipe
 from zbpipe.runtime.split.deferring_layers import defer_in_compiled_regions, defer_weights
 from zbpipe.runtime.split.stage import require_memory_that_lasts
-
-IN_TURN = ["selective", *(pytest.param(each, marks=pytest.mark.long) for each in ("none", "full"))]
-"""Kinds of checkpointing; `make test` tries the first."""
 
 # The compiler changes the order of sums within a block (float32).
 TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
@@ -234,13 +232,6 @@ def run_two_blocks(build: Callable[[], nn.Module], checkpointing: Checkpointing 
     return count(blocks(lambda: checkpointed(build(), checkpointing), 2, HALF))
 
 
-@pytest.mark.parametrize("checkpointing", IN_TURN)
-def test_products_of_experts_leave_the_region(checkpointing: Checkpointing) -> None:
-    assert run_two_blocks(Mixture, checkpointing) == [8, 8, 8]
-    assert counters["stats"]["unique_graphs"] == 1
-    assert not counters["graph_break"]
-
-
 class Sharded(Compared):
     def compare(self) -> None:
         self.module.unshard()  # type: ignore[operator]
@@ -327,22 +318,26 @@ LAYERS: dict[str, tuple[Callable[..., nn.Module], int]] = {
     "concatenated": (bare(concatenated, **dict.fromkeys("abc", weight(WIDTH, WIDTH))), 3),
     "gated": (bare(gated, lin=linear(bias=False), gate=weight(WIDTH, WIDTH)), 1),
     "an empty declaration": (lambda _: nn.Sequential(Kept(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), 1),
+    "experts": (lambda _: Mixture(), 4),
+    # Its gradient depends on the weight.
+    "a made weight": (bare(lambda s, x: F.linear(x, torch.tanh(s.a.weight), s.a.bias), a=linear()), 1),
 }
 """Layers, and the number of their weights whose gradients wait."""
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-def test_every_kind_of_layer_leaves_its_products_to_w(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "checkpointing"),
+    [
+        *product(list(LAYERS)[:-2], ["none"]),
+        *product(list(LAYERS)[-2:], ["selective"]),
+        *(pytest.param(*each, marks=pytest.mark.long) for each in product(list(LAYERS)[-2:], ["none", "full"])),
+    ],
+)
+def test_every_kind_of_layer_leaves_its_products_to_w(kind: str, checkpointing: Checkpointing) -> None:
     build, number = LAYERS[kind]
-    assert run_two_blocks(lambda: build(0)) == [2 * number] * 3
+    assert run_two_blocks(lambda: build(0), checkpointing) == [2 * number] * 3
+    assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
-
-
-@pytest.mark.parametrize("checkpointing", IN_TURN)
-def test_a_made_weight_leaves_the_region(checkpointing: Checkpointing) -> None:
-    """Its gradient depends on the weight."""
-    bounded = bare(lambda s, x: F.linear(x, torch.tanh(s.a.weight), s.a.bias), a=linear())
-    assert run_two_blocks(lambda: bounded(0), checkpointing) == [2, 2, 2]
 
 
 class RowsOfData(nn.Module):

@@ -17,11 +17,8 @@ from hypothesis import strategies as st
 
 from zbpipe import CostModel, OpKind, Placement, load_costs
 from zbpipe.costs import JobCosts, Layer, LayerCosts, Link, dump_costs
-from zbpipe.costs.job import as_cost_model
-from zbpipe.costs.memory_limit import MemoryLimit
-from zbpipe.costs.model import rank_shares
-from zbpipe.costs.transport import Transport
-from zbpipe.schedule.frozendict import FrozenDict
+from zbpipe.costs.job import MemoryLimit, as_cost_model
+from zbpipe.costs.model import FrozenDict, Transport
 from zbpipe.schedule.ir import COMPUTATIONS
 from zbpipe.testing import placements
 
@@ -91,8 +88,8 @@ def test_a_frozen_mapping_equals_any_other() -> None:
 
 def test_shares_are_what_a_rank_keeps_of_a_microbatch() -> None:
     costs = CostModel((1,) * 4, (1,) * 4, (1,) * 4, (1, 2, 3, 5))
-    assert rank_shares(Placement.v(2), costs) == (6, 5)
-    assert rank_shares(Placement.v(2), CostModel.uniform(Placement.v(2))) == (1, 1)
+    assert Placement.v(2).sum_by_rank(costs.activations) == (6, 5)
+    assert Placement.v(2).sum_by_rank(CostModel.uniform(Placement.v(2)).activations) == (1, 1)
     assert costs.of(3, OpKind.F).adds == 5
 
 

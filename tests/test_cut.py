@@ -15,8 +15,8 @@ from torch import nn
 
 from zbpipe import Placement, simulate
 from zbpipe.algorithms.zb import find_shortest
+from zbpipe.costs.job import MemoryLimit
 from zbpipe.costs.layers import Layer, LayerCosts, Split, balance, even_sizes, split_of
-from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import LLAMA_3_8B, Checkpointing, typical_times, usual_costs
 from zbpipe.estimation.choice import Choice
@@ -216,7 +216,10 @@ def test_a_cut_is_as_short_as_equal_work_and_as_equal_numbers(
     ranks: int, stages: int, per_rank: int, head: float, how: Checkpointing
 ) -> None:
     """Simulated with W in the gaps. No layer is lost, and no stage is empty."""
-    blocks, last = [typical_times(how)] * (ranks * stages * per_rank), tuple(head * each for each in typical_times())
+    blocks, last = (
+        [typical_times(how)] * (ranks * stages * per_rank),
+        tuple(head * each for each in typical_times("none")),
+    )
     layers = LayerCosts(tuple(Layer(("block",), f, i, w, 0.0) for f, i, w in (*blocks, last)))
     for place in (Placement.loop, Placement.wave):
         placement = place(ranks, stages)

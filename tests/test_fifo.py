@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from queued_messages import gets_stuck, tables
 
 from zbpipe import Schedule
-from zbpipe.costs.transport import Transport
+from zbpipe.costs.model import Transport
 from zbpipe.simulator.actions import Rows, parse
 from zbpipe.simulator.message_checks import find_blocked_queues, validate_lowered
 from zbpipe.simulator.time_graph import TimeGraph

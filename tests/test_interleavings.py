@@ -9,7 +9,7 @@ from fifo import BACKENDS
 from interleavings import FAULTS, Case, FoundError, Search, count_sound, explore, fail, try_faults, try_out
 from turns import Choices, Store
 
-from zbpipe.costs.transport import Receives
+from zbpipe.costs.model import Receives
 from zbpipe.schedule import registry
 
 

@@ -10,8 +10,8 @@ from titan_jobs import require_titan
 
 from zbpipe import Placement, plan, simulate, validate
 from zbpipe.costs import Link
+from zbpipe.costs.job import least_room
 from zbpipe.costs.layers import Layer, LayerCosts, Split, balance, even_sizes, split_of
-from zbpipe.costs.model import least_room
 from zbpipe.planner import stages
 from zbpipe.planner.request import PLACEMENTS
 

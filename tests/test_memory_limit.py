@@ -17,7 +17,7 @@ from torch.distributed.pipelining import PipelineStage
 import zbpipe
 from zbpipe import CostModel, Placement
 from zbpipe.costs import JobCosts, Link
-from zbpipe.costs.memory_limit import SPELLINGS, MemoryLimit, memory_of_1f1b
+from zbpipe.costs.job import SPELLINGS, MemoryLimit, memory_of_1f1b
 from zbpipe.frameworks.options import Options
 from zbpipe.schedule.ir import OpKind
 from zbpipe.simulator import offload

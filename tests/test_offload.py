@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 import zbpipe
 from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, plan, simulate, validate
 from zbpipe.costs import Link
+from zbpipe.costs.model import Transport
 from zbpipe.costs.transformer import typical_costs
-from zbpipe.costs.transport import Transport
 from zbpipe.schedule.ir import OFFLOADS, RELOADS
 from zbpipe.simulator import Timeline, offload
 from zbpipe.simulator.passes import add_messages

@@ -18,7 +18,7 @@ from pipelines import Pipeline, Result, assert_like
 from ranks import run_ranks
 from turns import Choices
 
-from zbpipe.costs.transport import Transport
+from zbpipe.costs.model import Transport
 from zbpipe.runtime import schedules, transport
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.device import Cpu

@@ -20,16 +20,15 @@ import zbpipe
 from zbpipe import CostModel, simulate
 from zbpipe.algorithms.zb import find_shortest
 from zbpipe.costs import JobCosts, dump_costs
-from zbpipe.costs.transport import Receives, Transport
+from zbpipe.costs.model import Receives, Transport
 from zbpipe.runtime import adaptive
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime._torch.pipelining import stages_of
 from zbpipe.runtime._torch.stage_work import find_work
 from zbpipe.runtime.measure import communication
 from zbpipe.runtime.measure.communication import measure_links
-from zbpipe.runtime.measure.profiler import find_overhead
+from zbpipe.runtime.measure.profiler import find_overhead, write_trace
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
-from zbpipe.runtime.measure.trace import write_trace
 from zbpipe.schedule.ir import Op, OpKind
 from zbpipe.simulator import passes
 from zbpipe.simulator.timeline import Span

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import zbpipe
 import zbpipe.titan
 from zbpipe import CostModel
-from zbpipe.costs.transport import Transport
+from zbpipe.costs.model import Transport
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.adaptive import AutoSchedule
 from zbpipe.runtime.build import class_of

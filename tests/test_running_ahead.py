@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import zbpipe
 from zbpipe import CostModel, OpKind, Schedule, simulate
 from zbpipe.costs import Link
-from zbpipe.costs.transport import Receives
+from zbpipe.costs.model import Receives
 from zbpipe.simulator import offload
 from zbpipe.simulator.actions import Rows, dependencies, other_end, parse
 from zbpipe.simulator.message_checks import validate_lowered

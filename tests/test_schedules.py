@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, get_schedule_class
 
 from zbpipe import Op, Placement, Schedule, generate
-from zbpipe.costs.model import CostModel, least_room, rank_shares
+from zbpipe.costs.job import least_room
+from zbpipe.costs.model import CostModel
 from zbpipe.planner.search import find_best_within
 from zbpipe.runtime._torch.pipelining import lower
 from zbpipe.schedule import registry
@@ -151,14 +152,14 @@ def test_searched_schedules_fit_any_costs(ranks: int, microbatches: int, data: s
 
 def in_shares(timeline: Timeline) -> list[float]:
     """By rank the most that it holds, working memory included, in units of its own share of one microbatch."""
-    shares = rank_shares(timeline.schedule.placement, timeline.costs)
+    shares = timeline.schedule.placement.sum_by_rank(timeline.costs.activations)
     return [peak / share if share else 0.0 for peak, share in zip(timeline.peak_memory, shares, strict=True)]
 
 
 def require_within(limit: float, schedule: Schedule, costs: CostModel) -> Timeline:
     """No rank holds more than the limit, or than what one microbatch takes."""
     timeline, placement = simulate(schedule, costs), schedule.placement
-    least, shares = least_room(placement, costs), rank_shares(placement, costs)
+    least, shares = least_room(placement, costs), placement.sum_by_rank(costs.activations)
     # A rank that keeps nothing could hold any number.
     most = [max(limit, room / share if share else 1.0) for room, share in zip(least, shares, strict=True)]
     assert all(peak <= room + 1e-9 for peak, room in zip(in_shares(timeline), most, strict=True))

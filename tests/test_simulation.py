@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpipe import Op, OpKind, Placement, Schedule, generate, plan
-from zbpipe.costs.model import CostModel, Link, least_room
+from zbpipe.costs.job import least_room
+from zbpipe.costs.model import CostModel, Link
 from zbpipe.simulator.lower_bound import lower_bound
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Idle, Timeline

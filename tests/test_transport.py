@@ -8,12 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zbpipe import CostModel, Schedule, generate, simulate, testing
-from zbpipe.costs.model import Link
-from zbpipe.costs.transport import Receives, Transport
+from zbpipe.costs.model import Link, Receives, Transport
 from zbpipe.schedule.ir import Op, OpKind, Placement
 from zbpipe.simulator.actions import Action, Rows, parse
-from zbpipe.simulator.passes import add_messages, sort_by_end
-from zbpipe.simulator.rendezvous import receive_by_rendezvous
+from zbpipe.simulator.passes import add_messages, receive_by_rendezvous, sort_by_end
 from zbpipe.simulator.time_graph import TimeGraph, durations, longest_path
 from zbpipe.simulator.timeline import Timeline
 

@@ -18,9 +18,9 @@ import zbpipe
 from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, load_costs, plan, simulate, validate
 from zbpipe.costs import JobCosts, Layer, LayerCosts, Link
 from zbpipe.costs.file import from_data
-from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.job import MemoryLimit
+from zbpipe.costs.model import Receives, Transport
 from zbpipe.costs.transformer import typical_costs
-from zbpipe.costs.transport import Receives, Transport
 from zbpipe.schedule import registry
 from zbpipe.simulator.actions import Action, parse
 from zbpipe.simulator.jitter import Jitter, step_times

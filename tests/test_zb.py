@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from searching import searching_little
 
 from zbpipe import OpKind, Placement, generate, simulate
-from zbpipe.algorithms import _search
+from zbpipe.algorithms import zb as zb_module
 from zbpipe.algorithms._fill import Filler, Order
 from zbpipe.algorithms.zb import in_slots, with_short_warm_up
-from zbpipe.costs.memory_limit import AS_1F1B, MemoryLimit, memory_of_1f1b
-from zbpipe.costs.model import least_room
+from zbpipe.costs.job import AS_1F1B, MemoryLimit, least_room, memory_of_1f1b
+from zbpipe.costs.model import Transport
 from zbpipe.costs.transformer import Checkpointing, typical_costs, usual_costs
-from zbpipe.costs.transport import Transport
 from zbpipe.planner import search
 from zbpipe.planner.engine import PLAIN, at_hand, fastest
 from zbpipe.schedule.registry import resolve
@@ -153,7 +152,7 @@ def test_compiled_loops_make_the_same_schedules(name: str, monkeypatch: pytest.M
     compiled = fastest()
     found = generate(name, 4, 8)
     assert at_hand() is compiled
-    for module in (_search, search):
+    for module in (zb_module, search):
         monkeypatch.setattr(module, "at_hand", lambda: PLAIN)
     assert generate(name, 4, 8) == found
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain
 
-from zbpipe.costs.memory_limit import MemoryLimitLike
+from zbpipe.costs.job import MemoryLimitLike
 from zbpipe.costs.model import CostModel, Link
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule, inputs

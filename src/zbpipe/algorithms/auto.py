@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from zbpipe.algorithms.zb import find_shortest
-from zbpipe.costs.memory_limit import MemoryLimit, resolve_limits
+from zbpipe.costs.job import MemoryLimit, resolve_limits
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zbpipe.costs.job import as_cost_model
-from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
+from zbpipe.costs.job import MemoryLimit, MemoryLimitLike, as_cost_model
 from zbpipe.costs.model import CostModel
 from zbpipe.schedule.ir import Schedule
 from zbpipe.schedule.registry import resolve

@@ -26,16 +26,17 @@ from functools import lru_cache
 from math import inf
 
 from zbpipe.algorithms._fill import Filler, Order
-from zbpipe.algorithms._search import find_best
 from zbpipe.algorithms.interleaved_1f1b import interleave, interleaved_1f1b, split_into_groups
 from zbpipe.algorithms.one_f_one_b import b_f
-from zbpipe.algorithms.v_half import v_half
-from zbpipe.algorithms.v_min import v_min
+from zbpipe.algorithms.v_block import v_half, v_min
 from zbpipe.algorithms.zbv import zbv
-from zbpipe.costs.memory_limit import MemoryLimit, resolve_limits
-from zbpipe.costs.model import ROUNDING, CostModel
+from zbpipe.costs.job import MemoryLimit, resolve_limits
+from zbpipe.costs.model import ROUNDING, CostModel, Transport
 from zbpipe.costs.transformer import typical_costs
-from zbpipe.costs.transport import Transport
+from zbpipe.planner.engine import at_hand
+from zbpipe.planner.lean import fit_within, make_leanest
+from zbpipe.planner.problem import Problem
+from zbpipe.planner.search import Effort, Search
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
 from zbpipe.schedule.registry import register
 from zbpipe.simulator.lower_bound import lower_bound
@@ -49,6 +50,10 @@ _FAR = 1.03
 """Length relative to the lower bound, from which a schedule is far from it."""
 _SEEDS = 3
 """Number of filled orders from which the search starts."""
+_MOST_WITH_QUEUES = 3
+"""Number of orders simulated if messages share queues with compute. Chosen by hand: each takes 0.2 seconds."""
+_BUDGET = 5e5
+"""Budget of one search, in ops placed and timed: some 0.2 seconds without numba."""
 
 
 @register(
@@ -163,6 +168,38 @@ def _find_within(
     if not found or (papers and is_searched(placement, microbatches, _MOST_TWICE) and _are_far(found, costs, limits)):
         found.append(find_best(name, others[:_SEEDS], costs, limits, transport))
     return replace(min(found, key=length) if found[1:] else found[0], name=name)
+
+
+def find_best(
+    name: str,
+    seeds: Sequence[Schedule],
+    costs: CostModel,
+    limits: Sequence[float],
+    transport: Transport,
+) -> Schedule:
+    """The shortest schedule within `limits` that a short search finds from lean forms of `seeds`. Ties: the leanest.
+
+    All seeds have the same placement and number of microbatches. With messages that share queues with compute, the
+    shortest step is the one under that transport. Other transports make no difference.
+    """
+    placement, microbatches = seeds[0].placement, seeds[0].num_microbatches
+    problem = Problem("", placement, costs, microbatches, tuple(limits))
+    search = Search([problem], _BUDGET, at_hand(), effort=Effort.quick(_BUDGET, problem.num_ops))
+    leanest = [make_leanest(seed, costs) for seed in seeds]
+    forms = (
+        form
+        for seed, least in zip(seeds, leanest, strict=True)
+        for form in (fit_within(seed, costs, problem.limits), least)
+    )
+    search.run((problem, problem.order(form), form.name) for form in dict.fromkeys(forms) if problem.fits(form))
+    if transport is Transport.SHARED:
+        found = sorted({each.order: each for each in search.kept}.values(), key=lambda each: each.length)
+        best = [problem.schedule(name, each.order) for each in found[:_MOST_WITH_QUEUES]]
+        fitting = (*best, *(replace(each, name=name) for each in leanest if problem.fits(each)))
+        return min(fitting, key=lambda each: simulate(each, costs, transport=transport).makespan)
+    shortest = [each.order for each in search.kept if each.length <= search.shortest * (1 + ROUNDING)]
+    schedules = [problem.schedule(name, order) for order in dict.fromkeys(shortest)]
+    return min(schedules, key=lambda each: max(simulate(each, costs).peak_memory))
 
 
 def is_searched(placement: Placement, microbatches: int, most: int = _MOST_SEARCHED) -> bool:

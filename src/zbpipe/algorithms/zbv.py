@@ -8,6 +8,8 @@ stays within 1F1B's memory.
 Stage r goes down the ranks and stage 2p - 1 - r comes up again, so rank 0 holds the first and the last stage. The
 backward of a microbatch starts on the rank where its forward began. Each rank can fill its idle time with the W of
 either stage.
+
+torch's name ZBVZeroBubble selects torch's class, with torch's split of the backward, for comparison.
 """
 
 from collections.abc import Iterator
@@ -36,13 +38,30 @@ def zbv(ranks: int, microbatches: int) -> Schedule:
         rank 0: 0F0 0F1 3F0 3I0 3F1 3I1 0I0 3W0 0I1 3W1 0W0 0W1
         rank 1: 1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 2W1 1W0 1W1
     """
-    schedule = draw_cut_down("ZBV", ranks, microbatches)
+    schedule = _draw_cut_down("ZBV", ranks, microbatches)
     if microbatches >= 2 * ranks - 1:
         return schedule
     return find_best_within("ZBV", schedule.placement, microbatches, ranks, seeds=[schedule])
 
 
-def draw_cut_down(name: str, ranks: int, microbatches: int) -> Schedule:
+@register(
+    "ZBVZeroBubble",
+    placement="v",
+    stages_per_rank=2,
+    source="torch",
+    summary="torch's ZB-V with torch's own split, which fails under selective checkpointing",
+)
+def zbv_zero_bubble(ranks: int, microbatches: int) -> Schedule:
+    """With fewer than 2p - 1 microbatches, the order for 2p - 1 without those that the job lacks.
+
+    >>> print(zbv_zero_bubble(2, 2))
+    rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
+    rank 1: 1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1
+    """
+    return _draw_cut_down("ZBVZeroBubble", ranks, microbatches)
+
+
+def _draw_cut_down(name: str, ranks: int, microbatches: int) -> Schedule:
     """The figure for at least 2p - 1 microbatches, without those that the job lacks."""
     drawn = max(microbatches, 2 * ranks - 1)
     rows = tuple(

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from zbpipe.costs.transport import Transport
+from zbpipe.costs.model import Transport
 from zbpipe.schedule.registry import schedules
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])

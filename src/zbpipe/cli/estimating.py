@@ -11,10 +11,10 @@ import click
 from zbpipe.cli.base import COUNT, Command, OutputFile, in_one_line, json_option, print_json, transport_option
 from zbpipe.cli.jobs import EXISTING, TITANS, JobOptions, job_options, require_job, titan_arguments
 from zbpipe.costs.file import dump_costs, load_costs, require_ending
-from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.job import MemoryLimit
 
 if TYPE_CHECKING:
-    from zbpipe.costs.transport import Transport
+    from zbpipe.costs.model import Transport
     from zbpipe.estimation.rows import Estimate
     from zbpipe.estimation.workload import Workload
 

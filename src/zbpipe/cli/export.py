@@ -7,9 +7,8 @@ from pathlib import Path
 import click
 
 from zbpipe.cli.base import Command, OutputFile, one_line, size_options, stages_option
-from zbpipe.cli.costs import Costs, limit_option
-from zbpipe.cli.named import Request, request_options
-from zbpipe.costs.memory_limit import RELATIVE, MemoryLimit
+from zbpipe.cli.request import Costs, Request, limit_option, request_options
+from zbpipe.costs.job import RELATIVE, MemoryLimit
 from zbpipe.costs.model import CostModel
 from zbpipe.schedule.user_code import read_text
 from zbpipe.simulator.message_checks import check_table

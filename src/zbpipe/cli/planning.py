@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zbpipe.cli.base import Command, OutputFile, compared_size, json_option, print_json, progress_line, transport_option
-from zbpipe.cli.costs import Costs, cost_options, memory_limit_option
 from zbpipe.cli.jobs import TITANS
-from zbpipe.cli.named import simulate_all
+from zbpipe.cli.request import Costs, cost_options, memory_limit_option, simulate_all
 
 if TYPE_CHECKING:
     from zbpipe.planner.result import Plan

@@ -9,11 +9,10 @@ import click
 
 from zbpipe.cli import base
 from zbpipe.cli.base import COUNT, Command, OutputFile, print_json
-from zbpipe.cli.costs import Costs, cost_options, memory_limit_option
 from zbpipe.cli.jobs import TITANS
-from zbpipe.cli.named import Request, request_options, simulate_all
-from zbpipe.costs.memory_limit import MemoryLimit
-from zbpipe.costs.transport import Transport
+from zbpipe.cli.request import Costs, Request, cost_options, memory_limit_option, request_options, simulate_all
+from zbpipe.costs.job import MemoryLimit
+from zbpipe.costs.model import Transport
 from zbpipe.schedule.ir import require_size
 from zbpipe.schedule.registry import schedules
 

@@ -4,9 +4,8 @@ F is the forward, I the input backward (dI), W the weight backward (dW), B both 
 """
 
 from zbpipe.costs.file import dump_costs, load_costs
-from zbpipe.costs.job import JobCosts
+from zbpipe.costs.job import JobCosts, MemoryLimit
 from zbpipe.costs.layers import Layer, LayerCosts
-from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel, Link
 
 __all__ = ["CostModel", "JobCosts", "Layer", "LayerCosts", "Link", "MemoryLimit", "dump_costs", "load_costs"]

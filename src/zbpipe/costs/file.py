@@ -12,9 +12,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from zbpipe.costs.job import JobCosts
+from zbpipe.costs.job import JobCosts, MemoryLimit
 from zbpipe.costs.layers import MOST_LAYERS, Layer, LayerCosts
-from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import COLUMNS, OF_DATA_PARALLELISM, CostModel, Link
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement, require_whole
 from zbpipe.schedule.user_code import read_text

@@ -1,4 +1,4 @@
-"""Costs of ops: seconds per stage for F, I and W, seconds per message, bytes of activations.
+"""Costs of ops: seconds per stage for F, I and W, seconds per message, bytes of activations; transports of messages.
 
 All memory is in the unit of `CostModel.activations`: bytes if measured. In costs that are equal on every rank
 (`CostModel.uniform`) the unit is a rank's share of one microbatch, so 1F1B on p ranks holds p.
@@ -6,19 +6,47 @@ All memory is in the unit of `CostModel.activations`: bytes if measured. In cost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, field
+from enum import StrEnum
 from functools import cached_property, partial
 from math import inf
-from typing import Any, NamedTuple, SupportsFloat
+from typing import Any, NamedTuple, Self, SupportsFloat, TypeVar
 
-from zbpipe.schedule.frozendict import FrozenDict
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement
 
 MOST = 1e100
 """Largest cost. No sum or product of such numbers is infinite."""
 ROUNDING = 1e-9
 """Relative tolerance for the rounding of sums of times or memory."""
+
+
+K = TypeVar("K", bound=Hashable)
+V_co = TypeVar("V_co", covariant=True)
+
+
+class FrozenDict(Mapping[K, V_co]):
+    """A copy of a mapping, equal to any mapping with the same items. It pickles, unlike `MappingProxyType`."""
+
+    __slots__ = ("_items",)
+
+    def __init__(self, items: Mapping[K, V_co]) -> None:
+        self._items = dict(items)
+
+    def __getitem__(self, key: K) -> V_co:
+        return self._items[key]
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._items.items()))
+
+    def __repr__(self) -> str:
+        return f"FrozenDict({self._items!r})"
 
 
 def is_amount(number: float) -> bool:
@@ -101,6 +129,63 @@ GATHER, REDUCE = "UNSHARD", "REDUCE_GRAD"
 """Collectives of a stage, named like torch's actions."""
 OF_DATA_PARALLELISM = ("gather", "reduce")
 """Fields with one number for all stages or layers, or one for each."""
+
+
+class Named(StrEnum):
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The member called `text`, with spaces, dashes or underscores between the words.
+
+        >>> Transport.parse("one-queue") is Transport.ONE_QUEUE
+        True
+        """
+        names = f"use one of {cls.names()}"
+        if not isinstance(text, str):
+            raise TypeError(f"{cls.__name__.lower()}={text!r} is not a string: {names}")
+        try:
+            return cls(text.lower().replace("-", " ").replace("_", " "))
+        except ValueError:
+            raise ValueError(f"{cls.__name__.lower()}={text!r} is unknown: {names}") from None
+
+    @classmethod
+    def names(cls) -> str:
+        return ", ".join(repr(each.value.replace(" ", "-")) for each in cls)
+
+
+class Transport(Named):
+    """Dependencies of a rank's messages, besides the computations that produce them."""
+
+    IDEAL = "ideal"
+    """Nothing: each message leaves as soon as it is computed."""
+    ONE_QUEUE = "one queue"
+    """All messages of a rank go one after the other, each when both ends have reached it, as with NCCL and RCCL."""
+    QUEUE_PER_PEER = "queue per peer"
+    """One queue for the messages between two ranks, as with a communicator or a process group for each pair."""
+    SHARED = "shared with compute"
+    """One queue that includes the computations: a message that waits delays its rank, as where drivers and variables
+    make streams share the hardware's queues."""
+    BLOCKING = "blocking"
+    """An op ends when its message has arrived, as in Megatron's interleaved schedules without overlap."""
+
+    @property
+    def has_queues(self) -> bool:
+        """Whether it makes a difference when a rank posts its receives."""
+        return self not in (Transport.IDEAL, Transport.BLOCKING)
+
+
+class Receives(Named):
+    """When a rank posts its receives."""
+
+    EARLY = "early"
+    """As in torch: where the other rank sends, if all computations take the same time."""
+    LATE = "late"
+    """Before the computation that needs the message, or before the next message of the rank."""
+    TIMED = "timed"
+    """Before the computation during which the message starts, according to a simulation."""
+    NEAREST = "nearest"
+    """Between the two computations nearest to that start, so that the rank does not wait long."""
+    RENDEZVOUS = "rendezvous"
+    """Between computations, where both ranks are free first. The simulation lets each message block both ranks."""
 
 
 def set_fields(instance: object, **fields: Any) -> None:
@@ -353,50 +438,6 @@ def _check_working(what: str, working: Any, count: int, each: str) -> FrozenDict
     return FrozenDict(found)
 
 
-def least_room(placement: Placement, costs: CostModel) -> tuple[float, ...]:
-    """Peak memory of each rank for one microbatch that runs alone, in the unit of `costs.activations`.
-
-    It is the peak of F of all stages, then each backward. No other order needs less.
-    """
-
-    def peak(stages: tuple[int, ...]) -> float:
-        backward = [(stage, kind) for stage in reversed(stages) for kind in costs.least_backward(stage)]
-        return highest(costs, [*((stage, OpKind.F) for stage in stages), *backward])
-
-    return tuple(map(peak, map(placement.stages_on, range(placement.num_ranks))))
-
-
-class LimitTooSmallError(ValueError):
-    """Error for a memory limit that cannot hold even one microbatch. Its arguments, which pickle copies: the limit and
-    the least sufficient one (numbers, or text in the user's unit), the rank, and an addition to the message."""
-
-    def __str__(self) -> str:
-        limit, least, rank, more = self.args
-        limit, least = (each if isinstance(each, str) else f"{each:.12g}" for each in (limit, least))
-        return (
-            f"memory_limit = {limit} is too small{more}: one microbatch peaks at {least} on rank {rank}; give at least"
-            " that, or cut the batch into more microbatches"
-        )
-
-
-def require_room(placement: Placement, costs: CostModel, limits: Sequence[float], more: str = "") -> None:
-    """Raise LimitTooSmallError, with `more` in its message, if a limit of a rank is too small for one microbatch."""
-    least = least_room(placement, costs)
-    if short := [rank for rank, needed in enumerate(least) if not limits[rank] >= needed * (1 - ROUNDING)]:
-        rank = max(short, key=least.__getitem__)
-        raise LimitTooSmallError(limits[rank], least[rank], rank, more)
-
-
-def most_room(placement: Placement, costs: CostModel, num_microbatches: int) -> tuple[float, ...]:
-    """Upper bound of each rank's memory in any order of its ops, in the unit of `costs.activations`."""
-
-    def most(stages: tuple[int, ...]) -> float:
-        kept = sum(max(costs.activations[stage], costs.of(stage, OpKind.W).frees) for stage in stages)
-        return num_microbatches * kept + max(costs.of(stage, kind).needs for stage in stages for kind in COMPUTATIONS)
-
-    return tuple(most(placement.stages_on(rank)) for rank in range(placement.num_ranks))
-
-
 def highest(costs: CostModel, ops: Iterable[Op | tuple[int, OpKind]]) -> float:
     """Peak of a rank that runs these ops, or any of these stages and kinds, starting with no memory."""
     held = most = 0.0
@@ -405,8 +446,3 @@ def highest(costs: CostModel, ops: Iterable[Op | tuple[int, OpKind]]) -> float:
         most = max(most, held + cost.needs)
         held += cost.adds
     return most
-
-
-def rank_shares(placement: Placement, costs: CostModel) -> tuple[float, ...]:
-    """Memory that each rank keeps of one microbatch after all its F, in the unit of `costs.activations`."""
-    return placement.sum_by_rank(costs.activations)

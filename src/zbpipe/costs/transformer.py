@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from zbpipe.costs.model import CostModel, Link
-from zbpipe.costs.transport import Named
+from zbpipe.costs.model import CostModel, Link, Named
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement, Schedule
 
 _UNFUSED = 3.0
@@ -157,14 +156,14 @@ class Block:
 LLAMA_3_8B = Block(dim=4096, queries=4096, keys_and_values=2048, hidden=14336)
 
 
-def typical_times(checkpointing: Checkpointing | str = "selective", block: Block = LLAMA_3_8B) -> tuple[float, ...]:
+def typical_times(checkpointing: Checkpointing | str) -> tuple[float, ...]:
     """Times of F, I and W relative to F: those of the paper, with recomputation added to I.
 
     >>> typical_times("full")
     (1.0, 1.99, 0.67)
     """
     f, i, w = PAPERS_TIMES
-    return f, i + f * block.recomputed(checkpointing), w
+    return f, i + f * LLAMA_3_8B.recomputed(checkpointing), w
 
 
 def typical_costs(

@@ -14,11 +14,9 @@ from math import inf
 from typing import NamedTuple, Protocol
 
 from zbpipe.algorithms.zb import find_shortest, is_searched
-from zbpipe.costs.job import JobCosts, as_cost_model
-from zbpipe.costs.memory_limit import MemoryLimit
-from zbpipe.costs.model import CostModel
+from zbpipe.costs.job import JobCosts, MemoryLimit, as_cost_model
+from zbpipe.costs.model import CostModel, Transport
 from zbpipe.costs.transformer import Checkpointing, Work, usual_costs
-from zbpipe.costs.transport import Transport
 from zbpipe.estimation import devices
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import Algorithm, resolve, stages_for

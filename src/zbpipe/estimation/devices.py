@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
-from zbpipe.costs.transport import Transport
+from zbpipe.costs.model import Transport
 
 GIB = 2**30
 _OF_MEMORY = 0.8

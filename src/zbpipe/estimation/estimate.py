@@ -10,12 +10,10 @@ from functools import cache, cached_property
 from math import inf
 from typing import Any
 
-from zbpipe.costs.job import JobCosts
+from zbpipe.costs.job import JobCosts, MemoryLimit, memory_of_1f1b, resolve_limits
 from zbpipe.costs.layers import Split, join_stages, merge_stages
-from zbpipe.costs.memory_limit import MemoryLimit, memory_of_1f1b, resolve_limits
-from zbpipe.costs.model import CostModel
+from zbpipe.costs.model import CostModel, Transport
 from zbpipe.costs.transformer import has_torchs_split, runs_torchs_split
-from zbpipe.costs.transport import Transport
 from zbpipe.estimation.choice import choose
 from zbpipe.estimation.cut import WorkloadCut
 from zbpipe.estimation.devices import DEVICES, Device, find

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from zbpipe.costs.job import ENOUGH
+from zbpipe.costs.job import ENOUGH, MemoryLimit
 from zbpipe.costs.layers import Split
-from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement

@@ -13,16 +13,14 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.costs import file as costs_file
-from zbpipe.costs.job import JobCosts
-from zbpipe.costs.memory_limit import MemoryLimit
-from zbpipe.costs.model import CostModel, require_room
+from zbpipe.costs.job import JobCosts, MemoryLimit, require_room
+from zbpipe.costs.model import CostModel
 from zbpipe.frameworks.options import Options
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.adaptive import USUAL_STEPS, AutoSchedule
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
-from zbpipe.runtime.measure.profiler import WARM_UP, Profiler, log_visibly
-from zbpipe.runtime.measure.trace import write_trace
+from zbpipe.runtime.measure.profiler import WARM_UP, Profiler, log_visibly, write_trace
 from zbpipe.runtime.verify.gradient_check import GradientCheck
 from zbpipe.schedule.ir import OpKind, Placement
 from zbpipe.schedule.registry import Algorithm

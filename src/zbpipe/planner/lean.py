@@ -70,8 +70,9 @@ class _Row:
             match op.kind:
                 case OpKind.F:
                     self._run(op)
-                case OpKind.W:
-                    self._run_waiting(op)
+                case OpKind.W if op in self._waiting:
+                    self._waiting.remove(op)
+                    self._run(op)
                 case OpKind.I | OpKind.B:
                     self._run_backward(op)
         return tuple(self._ops)
@@ -89,11 +90,6 @@ class _Row:
         else:
             self._run(op._replace(kind=OpKind.I), then=weights)
             self._run(weights)
-
-    def _run_waiting(self, op: Op) -> None:
-        if op in self._waiting:
-            self._waiting.remove(op)
-            self._run(op)
 
     def _run(self, op: Op, then: Op | None = None) -> None:
         """Run W as needed, then `op`, so that `op` fits, and after it any one W that is deferred or is `then`."""

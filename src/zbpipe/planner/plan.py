@@ -7,11 +7,9 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
-from zbpipe.costs.job import JobCosts, as_cost_model
+from zbpipe.costs.job import CostsOf, JobCosts, MemoryLimit, MemoryLimitLike, as_cost_model
 from zbpipe.costs.layers import LayerCosts
-from zbpipe.costs.memory_limit import CostsOf, MemoryLimit, MemoryLimitLike
-from zbpipe.costs.model import CostModel
-from zbpipe.costs.transport import Transport
+from zbpipe.costs.model import CostModel, Transport
 from zbpipe.planner.request import DEFAULT_PLACEMENTS, Objective, Request, name_placements, require_job
 from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Progress, report_nothing

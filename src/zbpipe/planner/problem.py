@@ -8,7 +8,8 @@ from functools import cached_property
 from math import frexp, ldexp
 from typing import Any
 
-from zbpipe.costs.model import ROUNDING, SENDS, CostModel, OpCosts, highest, most_room
+from zbpipe.costs.job import most_room
+from zbpipe.costs.model import ROUNDING, SENDS, CostModel, OpCosts, highest
 from zbpipe.planner.kernel import NEVER, Job, Node, starts
 from zbpipe.schedule.graph import CycleError
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from zbpipe.costs.model import number
-from zbpipe.costs.transport import Transport
+from zbpipe.costs.model import Transport, number
 from zbpipe.schedule.ir import Placement, require_size, require_whole
 
 Objective = Literal["makespan", "period"]

@@ -8,7 +8,8 @@ from math import inf, sqrt
 from operator import itemgetter
 from random import Random
 
-from zbpipe.costs.model import ROUNDING, CostModel, least_room, rank_shares
+from zbpipe.costs.job import least_room
+from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.planner.engine import Engine, at_hand
 from zbpipe.planner.greedy import ListScheduler, PriorityParams
 from zbpipe.planner.kernel import NEVER
@@ -210,7 +211,7 @@ def find_best_within(
     ties. The limit is the number of microbatches that a rank may hold, or what one microbatch needs.
     """
     costs = costs or CostModel.uniform(placement)
-    weights = (limit * share for share in rank_shares(placement, costs))
+    weights = (limit * share for share in placement.sum_by_rank(costs.activations))
     limits = tuple(map(max, weights, least_room(placement, costs)))
     problem = Problem("", placement, costs, num_microbatches, limits, by_period)
     scheduler = ListScheduler(problem, at_hand())

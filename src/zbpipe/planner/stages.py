@@ -7,10 +7,9 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from math import inf
 
+from zbpipe.costs.job import CostsOf, LimitTooSmallError, MemoryLimit, most_room, require_room
 from zbpipe.costs.layers import LayerCosts, Sizes, Split, balance, even_sizes, move_layer, require_enough, split_of
-from zbpipe.costs.memory_limit import CostsOf, MemoryLimit
-from zbpipe.costs.model import ROUNDING, CostModel, LimitTooSmallError, most_room, require_room
-from zbpipe.costs.transport import Transport
+from zbpipe.costs.model import ROUNDING, CostModel, Transport
 from zbpipe.planner.engine import Engine, fastest
 from zbpipe.planner.lean import fit_within
 from zbpipe.planner.problem import Problem

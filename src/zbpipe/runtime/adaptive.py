@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.algorithms.zb import find_shortest
-from zbpipe.costs.job import JobCosts
-from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike, resolve_limits
+from zbpipe.costs.job import JobCosts, MemoryLimit, MemoryLimitLike, resolve_limits
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import Checkpointing, Work, usual_costs
 from zbpipe.planner.plan import plan

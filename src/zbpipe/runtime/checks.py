@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-from zbpipe.costs.transport import Receives
+from zbpipe.costs.model import Receives
 from zbpipe.runtime._torch import fsdp2, pipelining
 from zbpipe.runtime.split.stage import SplitBackward, find_split
 from zbpipe.schedule import registry

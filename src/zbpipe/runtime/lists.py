@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from zbpipe.costs.memory_limit import MemoryLimit
-from zbpipe.costs.model import CostModel
-from zbpipe.costs.transport import Receives, Transport
+from zbpipe.costs.job import MemoryLimit
+from zbpipe.costs.model import CostModel, Receives, Transport
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import pipelining
 from zbpipe.schedule.garbage import without_collections

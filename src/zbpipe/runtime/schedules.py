@@ -12,10 +12,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe.costs.job import as_cost_model
-from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
-from zbpipe.costs.model import CostModel
-from zbpipe.costs.transport import Receives, Transport
+from zbpipe.costs.job import MemoryLimit, MemoryLimitLike, as_cost_model
+from zbpipe.costs.model import CostModel, Receives, Transport
 from zbpipe.planner.result import Plan
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import fsdp2, hooks, pipelining
@@ -78,10 +76,10 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             gradients), "activations" or "all" (also True). It needs costs with `host`. A schedule that already has
             copies, such as a plan's, runs them without this option.
         receives: when ranks post their receives: "early", "late", "timed", "nearest" or "rendezvous" (see
-            `zbpipe.costs.transport.Receives`). By default the choice with the shortest step, simulated with the
+            `zbpipe.costs.model.Receives`). By default the choice with the shortest step, simulated with the
             transport and `costs`, or with equal times of F, I and W.
         transport: transport of messages: "ideal", "one queue", "queue per peer" or "shared with compute" (see
-            `zbpipe.costs.transport.Transport`). Default on the CPU: "ideal". On GPUs the version of torch and
+            `zbpipe.costs.model.Transport`). Default on the CPU: "ideal". On GPUs the version of torch and
             variables determine which messages wait for each other. After the first step all ranks measure, once,
             whether computations wait for messages, too. If they do, the schedule is remade (see
             `zbpipe.runtime.transport`).

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from zbpipe.costs.transport import Receives, Transport
+from zbpipe.costs.model import Receives, Transport
 from zbpipe.runtime._torch import messages, pipelining
 from zbpipe.runtime._torch.stage_work import OwnWork
 from zbpipe.runtime.device import find_device

@@ -380,7 +380,7 @@ class Schedule:
     def _repr_html_(self) -> str:
         """The picture with one second for each of F, I and W, in notebooks."""
         # By name, because views import schedules.
-        return str(import_module("zbpipe.views.pictures").draw_in_notebook(self))
+        return str(import_module("zbpipe.views.svg").draw_in_notebook(self))
 
     def to_csv(self) -> str:
         """The table of `computations` that torch's `_load_csv(..., format="compute_only")` reads: a row per rank.

@@ -26,8 +26,7 @@ from itertools import accumulate, pairwise
 from math import floor, inf
 from typing import NamedTuple
 
-from zbpipe.costs.model import GATHER, REDUCE, ROUNDING, SENDS, CostModel, OpCosts
-from zbpipe.schedule.frozendict import FrozenDict
+from zbpipe.costs.model import GATHER, REDUCE, ROUNDING, SENDS, CostModel, FrozenDict, OpCosts
 from zbpipe.schedule.ir import Op, OpKind, Placement
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from zbpipe.costs.model import CostModel
-from zbpipe.costs.transport import Receives
+from zbpipe.costs.model import CostModel, Receives
 from zbpipe.schedule.ir import Op, OpKind
 from zbpipe.simulator.actions import COMPUTE, Action, Rows, op_of
 from zbpipe.simulator.passes import add_messages, add_waits, free_sends_early, messages_held, place_receives

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
-from zbpipe.costs.memory_limit import MemoryLimitLike
-from zbpipe.costs.model import SENDS
-from zbpipe.costs.transport import Transport
+from zbpipe.costs.job import MemoryLimitLike
+from zbpipe.costs.model import SENDS, Transport
 from zbpipe.schedule import tables
 from zbpipe.schedule.ir import OpKind, Schedule
 from zbpipe.simulator.actions import (

@@ -13,10 +13,8 @@ from dataclasses import replace
 from math import inf
 from typing import Any, NamedTuple, Self
 
-from zbpipe.costs.job import JobCosts, as_cost_model
-from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
-from zbpipe.costs.model import ROUNDING, CostModel, amount
-from zbpipe.costs.transport import Named, Transport
+from zbpipe.costs.job import JobCosts, MemoryLimit, MemoryLimitLike, as_cost_model
+from zbpipe.costs.model import ROUNDING, CostModel, Named, Transport, amount
 from zbpipe.schedule.ir import Op, OpKind, Schedule
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.time_graph import durations

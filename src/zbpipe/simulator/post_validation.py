@@ -17,8 +17,7 @@ from itertools import islice
 from math import inf
 from operator import add
 
-from zbpipe.costs.model import ROUNDING, CostModel
-from zbpipe.costs.transport import Transport
+from zbpipe.costs.model import ROUNDING, CostModel, Transport
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.actions import COMPUTE, Action, Rows, other_end
 from zbpipe.simulator.passes import wait_of

@@ -1,8 +1,9 @@
 """Schedule x CostModel -> Timeline: the times of all ops.
 
 Every rank runs its list in order. An op starts when its rank is free and its inputs (`ir.inputs`) have arrived, which
-takes the link's time. Transports let messages wait for each other (`zbpipe.costs.transport`). Copies to the host and
-back, and FSDP's collectives, run parallel to the computations. All of it is one graph (`zbpipe.simulator.time_graph`).
+takes the link's time. Transports let messages wait for each other (`zbpipe.costs.model.Transport`). Copies to the host
+and back, and FSDP's collectives, run parallel to the computations. All of it is one graph
+(`zbpipe.simulator.time_graph`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ from itertools import repeat
 from math import inf
 
 from zbpipe.costs.job import JobCosts, as_cost_model
-from zbpipe.costs.model import GATHER, CostModel
-from zbpipe.costs.transport import Receives, Transport
+from zbpipe.costs.model import GATHER, CostModel, Receives, Transport
 from zbpipe.schedule.ir import COMPUTATIONS, Schedule, require_whole
 from zbpipe.simulator.actions import Rows
 from zbpipe.simulator.passes import add_messages, place_receives

@@ -15,8 +15,7 @@ from itertools import accumulate, chain
 from math import inf
 from typing import Any
 
-from zbpipe.costs.model import GATHER, REDUCE, SENDS, CostModel
-from zbpipe.costs.transport import Transport
+from zbpipe.costs.model import GATHER, REDUCE, SENDS, CostModel, Transport
 from zbpipe.schedule.graph import CycleError, Graph
 from zbpipe.schedule.ir import OpKind, Schedule
 from zbpipe.schedule.tables import Cell

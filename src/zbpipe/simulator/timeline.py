@@ -10,8 +10,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from zbpipe.costs.model import CostModel
-from zbpipe.costs.transport import Receives, Transport
+from zbpipe.costs.model import CostModel, Receives, Transport
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Schedule
 from zbpipe.simulator.lower_bound import lower_bound
 from zbpipe.simulator.time_graph import TimeGraph, durations
@@ -90,11 +89,11 @@ class Timeline:
 
     # The modules that draw it import this one, so they are imported by name.
     def _repr_html_(self) -> str:
-        return str(import_module("zbpipe.views.pictures").draw_in_notebook(self))
+        return str(import_module("zbpipe.views.svg").draw_in_notebook(self))
 
     def show(self) -> None:
         """Draw it in the terminal, as `zbpipe show` does."""
-        import_module("zbpipe.views.pictures").show(self)
+        import_module("zbpipe.views.grid").show(self)
 
     def svg(self, file: str | Path) -> None:
         """Draw it into an SVG file."""

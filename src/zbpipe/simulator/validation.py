@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from typing import Literal, NamedTuple, TypeVar
 
-from zbpipe.costs.job import as_cost_model
-from zbpipe.costs.memory_limit import MemoryLimit, MemoryLimitLike
+from zbpipe.costs.job import MemoryLimit, MemoryLimitLike, as_cost_model
 from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.schedule.graph import CycleError, Graph
 from zbpipe.schedule.ir import OFFLOADS, RELOADS, Op, OpKind, Schedule, inputs, reload_before

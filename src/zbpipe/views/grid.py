@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, groupby
 
+from rich.console import Console
 from rich.text import Text
 
 from zbpipe.schedule.ir import OpKind
@@ -67,6 +68,12 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24, *, colours: bool
         if count := sum(scale.column(span.start) == scale.column(span.end) for span in everything):
             lines.append(Text(f"{count} ops are too short for a column; --html has them all", "italic"))
     return Text("\n").join(lines)
+
+
+def show(timeline: Timeline) -> None:
+    """Draw it in the terminal, as wide and high as the terminal is."""
+    console = Console(highlight=False)
+    console.print(grid(timeline, console.width, console.height, colours=console.color_system is not None))
 
 
 def _bands(timeline: Timeline, scale: _Scale, label: int) -> Iterator[Text]:

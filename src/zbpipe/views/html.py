@@ -12,7 +12,6 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from zbpipe.costs.model import rank_shares
 from zbpipe.schedule.ir import OpKind
 from zbpipe.simulator.timeline import Collective, Span, Timeline
 from zbpipe.views import style
@@ -75,7 +74,7 @@ def drawing(timeline: Timeline) -> dict[str, Any]:
     that an op takes at its start and frees at its end, in its rank's share of one microbatch."""
     placement = timeline.schedule.placement
     stages, present = style.most_stages(placement), style.kinds(timeline)
-    shares = rank_shares(placement, timeline.costs)
+    shares = placement.sum_by_rank(timeline.costs.activations)
 
     def changes(kind: OpKind) -> list[tuple[float, float]]:
         costs = [(timeline.costs.of(stage, kind), shares[rank] or 1.0) for stage, rank in enumerate(placement.rank_of)]
@@ -85,10 +84,11 @@ def drawing(timeline: Timeline) -> dict[str, Any]:
     numbers = {str(kind): number for number, kind in enumerate((*present, *collectives))}
     frees_nothing = [(0.0, 0.0)] * placement.num_stages
     painted = (*present, *collectives.values())
+    tick = (timeline.makespan or 1.0) / _TICKS
     places = {id(span): n for spans in timeline.spans for n, span in enumerate(spans)}
     return {
         "makespan": timeline.makespan,
-        "tick": _tick(timeline),
+        "tick": tick,
         "unitOfActivations": style.UNIT_OF_ACTIVATIONS,
         "stagesPerRank": stages,
         "kinds": [
@@ -98,19 +98,14 @@ def drawing(timeline: Timeline) -> dict[str, Any]:
         "paints": [[style.paint(kind, nth, stages) for nth in range(stages)] for kind in painted],
         "nthStage": style.nth_stage(placement),
         "changes": [*map(changes, present), *(frees_nothing for _ in collectives)],
-        "ranks": [_rank(timeline, rank, numbers) for rank in range(len(timeline.spans))],
+        "ranks": [_rank(timeline, rank, numbers, tick) for rank in range(len(timeline.spans))],
         "criticalPath": [(placement.rank_of[span.op.stage], places[id(span)]) for span in timeline.critical_path],
     }
 
 
-def _tick(timeline: Timeline) -> float:
-    return (timeline.makespan or 1.0) / _TICKS
-
-
-def _rank(timeline: Timeline, rank: int, numbers: Mapping[str, int]) -> dict[str, Any]:
+def _rank(timeline: Timeline, rank: int, numbers: Mapping[str, int], tick: float) -> dict[str, Any]:
     def columns(spans: Sequence[Span | Collective]) -> dict[str, list[int]]:
-        tick, end = _tick(timeline), 0
-        gaps, lengths = [], []
+        end, gaps, lengths = 0, [], []
         for span in spans:
             first, last = round(span.start / tick), round(span.end / tick)
             gaps.append(first - end)

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from zbpipe.costs.memory_limit import memory_of_1f1b
+from zbpipe.costs.job import memory_of_1f1b
 from zbpipe.costs.model import MOST, ROUNDING, CostModel, is_amount
 from zbpipe.costs.transformer import LLAMA_3_8B, Checkpointing, typical_costs, typical_times
 from zbpipe.planner.plan import plan

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zbpipe.costs.model import rank_shares
 from zbpipe.schedule.ir import OFFLOADS, RELOADS, OpKind, Placement
 from zbpipe.simulator.timeline import Collective, Span, Timeline
 
@@ -171,7 +170,7 @@ def summary(timeline: Timeline) -> str:
 
 def memory_profile(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
     """Activations of `rank` as (start, activations) pairs, in its share of one microbatch, one entry per moment."""
-    share = rank_shares(timeline.schedule.placement, timeline.costs)[rank] or 1.0
+    share = timeline.schedule.placement.sum_by_rank(timeline.costs.activations)[rank] or 1.0
     # Only the result of several changes at one moment is shown.
     return [(time, held / share) for time, held in dict(timeline.memory(rank)).items()]
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.job import MemoryLimit
 from zbpipe.estimation.workload import Degrees, Workload
 from zbpipe.frameworks.options import Options, add_arguments, from_arguments
 from zbpipe.frameworks.titan import cpu

@@ -24,9 +24,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.tools import utils as titan_utils
 
-from zbpipe.costs.job import JobCosts
+from zbpipe.costs.job import JobCosts, MemoryLimit
 from zbpipe.costs.layers import Split
-from zbpipe.costs.memory_limit import MemoryLimit
 from zbpipe.estimation.cut import WorkloadCut
 from zbpipe.estimation.estimate import choose_own
 from zbpipe.frameworks.titan import batches, cpu, models

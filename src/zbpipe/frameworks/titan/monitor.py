@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.measure.communication import Communication, find_placement, measure_communication
+from zbpipe.runtime.measure.profiler import make_timelines
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
-from zbpipe.runtime.measure.trace import make_timelines
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split.stage import find_deferred_share
 

@@ -36,7 +36,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.train import Trainer
 
 from zbpipe.costs import file as costs_file
-from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.job import MemoryLimit
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation.choice import Choice, choose
 from zbpipe.estimation.workload import ASYNC_TENSOR

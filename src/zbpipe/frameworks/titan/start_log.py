@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from zbpipe.costs.memory_limit import memory_of_1f1b, resolve_limits
+from zbpipe.costs.job import memory_of_1f1b, resolve_limits
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import usual_costs
 from zbpipe.estimation.choice import Choice, describe

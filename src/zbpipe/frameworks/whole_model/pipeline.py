@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
+from zbpipe.costs.job import MemoryLimit
 from zbpipe.costs.layers import Layer, LayerCosts
-from zbpipe.costs.memory_limit import MemoryLimit
+from zbpipe.costs.model import Transport
 from zbpipe.costs.transformer import PAPERS_TIMES, Checkpointing, Work, typical_times
-from zbpipe.costs.transport import Transport
 from zbpipe.estimation.choice import choose
 from zbpipe.estimation.cut import cutting
 from zbpipe.frameworks.layer_work import products

@@ -76,13 +76,10 @@ def _time_one_way(peer: int, leads: bool, size: int, device: torch.device, group
     """Seconds of one message of `size` bytes: half of the fastest of a few round trips."""
     message = torch.zeros(size, dtype=torch.uint8, device=device)
 
-    def transfer(operation: Callable[..., Any]) -> None:
-        for work in dist.batch_isend_irecv([dist.P2POp(operation, message, group=group, group_peer=peer)]):
-            work.wait()
-
     def go_and_return() -> None:
         for operation in (dist.isend, dist.irecv) if leads else (dist.irecv, dist.isend):
-            transfer(operation)
+            for work in dist.batch_isend_irecv([dist.P2POp(operation, message, group=group, group_peer=peer)]):
+                work.wait()
 
     return time_fastest(go_and_return, device) / 2
 

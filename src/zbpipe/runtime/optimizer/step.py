@@ -151,9 +151,11 @@ class OptimizerStep:
         self._number = 0
         self.counts = StepCounts()
         self._votes: Votes | None = None
-        if self._validates:
-            self._votes = _make_votes(stages[0], group)
-            if self._votes and not schedule.changes_by_itself:
+        if self._validates and not is_alone(group):
+            ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+            own = dist.new_group(ranks, backend="gloo", use_local_synchronization=group is not None)
+            self._votes = Votes(stages[0].group_rank, stages[0].group_size, own)  # type: ignore[arg-type]
+            if not schedule.changes_by_itself:
                 _require_gain(schedule)
         schedule.run_ahead_of(self)
 
@@ -334,11 +336,3 @@ def _require_gain(schedule: RegisteredSchedule) -> None:
             f"{schedule.schedule.name} gains nothing ({gained:.1%} of a step) from an optimizer step that no rank waits"
             " for: use ZBV, ZBH2 or ZB2P with twice as many microbatches as ranks, or clip and step as usual"
         )
-
-
-def _make_votes(stage: pipelining.Stage, group: dist.ProcessGroup | None) -> Votes | None:
-    if is_alone(group):
-        return None
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    own = dist.new_group(ranks, backend="gloo", use_local_synchronization=group is not None)
-    return Votes(stage.group_rank, stage.group_size, own)  # type: ignore[arg-type]

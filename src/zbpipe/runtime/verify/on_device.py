@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
@@ -190,10 +191,6 @@ def _compare(device: torch.device, **options: Any) -> Any:
     return runtime
 
 
-def _try_plain(device: torch.device) -> None:
-    _compare(device, plain=True)
-
-
 def _try_events(device: torch.device) -> None:
     _compare(device)
     if device.type == "cpu":  # which has no events
@@ -256,8 +253,8 @@ def _try_groups_per_edge(device: torch.device) -> None:
 
 
 _PER_EDGE = "messages in a group per edge"
-TRIALS: dict[str, Callable[[torch.device], None]] = {
-    "plain schedules": _try_plain,
+TRIALS: dict[str, Callable[[torch.device], object]] = {
+    "plain schedules": partial(_compare, plain=True),
     "events after computations": _try_events,
     "fused W": _try_fused_w,
     "copies to the host": _try_offload,
