@@ -35,7 +35,7 @@ from zbpipe.simulator.timeline import Timeline
 _STAGES_PER_RANK = (1, 2, 4)
 _PLANNED = ("single", "v", "wave")
 """Placements to plan for: the best for each number of stages per rank."""
-_BUDGET = 2e7
+_BUDGET = 5e6
 """Budget of one plan's search in timed ops: a fraction of a second."""
 _SEARCHED = 1024
 """Limit of ranks times microbatches for including searched schedules, such as ZB, by default."""
