@@ -493,7 +493,7 @@ def test_the_answer_names_a_checkpointing_that_gains_more() -> None:
     assert advised(NOW, lighter=0.99)[2] == ""
     assert advised(NOW, lighter=0.88)[2] == (
         "Lighter checkpointing gains more: with selective ZB takes 0.88 s, 20.0% shorter than 1F1B now,"
-        " 7.0 of 85.0 GiB: --ac selective"
+        " 7.0 of 85.0 GiB: --ac selective (at the end)"
     )
 
 

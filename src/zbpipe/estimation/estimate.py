@@ -275,7 +275,9 @@ class _Job:
             return replace(found, is_typed=True) if found.fits else None
 
         tried = [each for each in _LIMITS if each * once <= room * _ROUGHLY]
-        best = next(filter(None, map(within, reversed(tried))), None)
+        while tried and within(tried[-1]) is None:
+            tried.pop()
+        best = within(tried[-1]) if tried else None
         if best is None or (usual.fits and usual.seconds <= best.seconds * _AS_SHORT):
             return
         enough = best.seconds * _AS_SHORT
