@@ -15,16 +15,17 @@ import sys
 import tomllib
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import documents
 import pytest
+import recommended
 import torch
 from click.testing import CliRunner
-from commands import at_small_size, json_of, process
+from commands import at_small_size, process
 from documents import PAGES, ROOT, Block, blocks
 from searching import searching_little
 
@@ -327,20 +328,15 @@ def test_each_public_name_has_an_example() -> None:
     assert set(without) <= LONG
 
 
-def rows_of_the_table() -> dict[str, tuple[str, ...]]:
-    rows = re.findall(r"^\| (.*?) \|(.*)\|$", (ROOT / "README.md").read_text().split("```")[0], re.MULTILINE)
-    return {name.strip("*"): tuple(each.strip(" *") for each in cells.split("|")) for name, cells in rows[1:]}
+CHANGES = list(product(("selective", "full"), recommended.NOW))
 
 
-def simulated_row(line: str) -> tuple[str, ...]:
-    found, *others = (json_of(f"{each} -p 8 -m 32") for each in (line, "simulate 1F1B", "simulate Interleaved1F1B"))
-    shorter = [f"{1 - found['makespan'] / other['makespan']:.1%}".replace("%", " % shorter") for other in others]
-    return *shorter, f"{max(found['peak_memory']) / max(others[0]['peak_memory']):.2f}x"
-
-
-def test_the_readme_compares_as_the_simulator_does() -> None:
-    rows = rows_of_the_table()
-    assert len(rows) == 5
-    for name, cells in rows.items():
-        expected = simulated_row(f"simulate {name.replace(' (torch)', '').replace(', `', ' ').rstrip('`')}")
-        assert cells == tuple("" if each.startswith("0.0 %") else each for each in expected), name
+@pytest.mark.parametrize(
+    ("how", "name"), [pytest.param(*each, marks=[] if each == CHANGES[-1] else pytest.mark.long) for each in CHANGES]
+)
+def test_the_readme_recommends_as_the_estimate_does(how: str, name: str) -> None:
+    rows = re.findall(r"^\| (.*) \|$", (ROOT / "README.md").read_text().split("```")[0], re.MULTILINE)
+    assert len(rows) == len(CHANGES) + 1
+    found = [[cell.strip() for cell in row.split("|")] for row in rows]
+    assert found[0] == recommended.HEADS
+    assert found[1 + CHANGES.index((how, name))] == recommended.compare(how, name)

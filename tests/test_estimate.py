@@ -405,7 +405,7 @@ def test_the_command(file: Path) -> None:
         assert each["memory"]["total"] == pytest.approx(sum(each["memory"].values()) - each["memory"]["total"])
     # A job without a pipeline is sent to the search.
     alone = named(workload(degrees=Degrees(pipeline=1)))
-    assert "This job has no pipeline: --search compares pipelines with it." in "\n".join(lines(alone))
+    assert "This job has no pipeline: --search compares other layouts." in "\n".join(lines(alone))
     assert "--search" not in "\n".join(lines(alone, searched=True))
 
 
@@ -493,8 +493,21 @@ def test_the_answer_names_a_checkpointing_that_gains_more() -> None:
     assert advised(NOW, lighter=0.99)[2] == ""
     assert advised(NOW, lighter=0.88)[2] == (
         "Lighter checkpointing gains more: with selective ZB takes 0.88 s, 20.0% shorter than 1F1B now,"
-        " 7.0 of 85.0 GiB: --ac selective"
+        " 7.0 of 85.0 GiB: --ac selective (at the end)"
     )
+
+
+def test_plan_and_compare_take_the_costs_of_a_job(file: Path) -> None:
+    """As the estimate counts them, on its ranks and with its microbatches."""
+    job = f"--layers {file} --gpus 16 --device H100"
+    work = load_layers(file, 16)
+    timeline = row(named(work, "ZBV", device=find("H100")), "ZBV", 2).timeline
+    assert timeline is not None
+    seconds = {row["schedule"]: row["makespan"] for row in commands.json_of(f"compare {job}")}
+    assert seconds["ZBV"] == pytest.approx(timeline.makespan, rel=0.01)
+    planned = commands.json_of(f"plan {job} --placement v --budget 1e4")
+    assert (planned["ranks"], planned["microbatches"]) == (4, 16)
+    assert planned["makespan"] <= seconds["ZBV"]
 
 
 def test_a_job_is_answered_alike_with_few_rows_and_all() -> None:

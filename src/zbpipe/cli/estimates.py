@@ -66,12 +66,8 @@ def _answer(found: Estimate) -> Iterator[str]:
     """One sentence, and what to type."""
     advice = found.advice
     if advice is None:
-        has_pipeline = found.workload.degrees.pipeline > 1
-        yield (
-            "No schedule that can run fits: --search compares other layouts."
-            if has_pipeline
-            else "This job has no pipeline: --search compares pipelines with it."
-        )
+        why = "No schedule that can run fits" if found.workload.degrees.pipeline > 1 else "This job has no pipeline"
+        yield f"{why}: --search compares other layouts."
         return
     yield advice.sentence
     if advice.option:
@@ -127,24 +123,24 @@ def _gib(size: float) -> str:
 
 
 def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]:
-    """One line per choice of degrees with its best schedule, then the table of the best choice."""
-    yield (
-        f"the best schedule for each layout, {best.workload.global_tokens} tokens per step; layouts whose computation"
-        " alone is longer than the best step are left out:"
-    )
-    rows = [
-        (str(work.degrees), str(work.checkpointing or ""), str(work.microbatches), *_cells(each, step))
-        for each in searched
-        if (step := each.on_these_degrees) and (work := each.workload)
-    ]
-    yield from table(("degrees", "checkpointing", "microbatches", *_HEADS, *_PARTS.values()), rows, left=2)
-    yield ""
+    """The verdict, one line per choice of degrees with its best schedule, then the table of the best choice."""
     sides = {each.workload.degrees.pipeline > 1: each for each in reversed(searched) if each.on_these_degrees}
     pipeline, fsdp = (sides[side].on_these_degrees if side in sides else None for side in (True, False))
     if pipeline and fsdp:
         yield compare(pipeline, fsdp, f"{pipeline.name} on {sides[True].workload.degrees}")
     else:
         yield "No pipeline fits." if fsdp else "Without a pipeline it does not fit."
+    yield (
+        f"the best schedule for each layout, {best.workload.global_tokens} tokens per step; layouts whose computation"
+        " alone is longer than the best step are left out:"
+    )
+    rows = [
+        (str(work.degrees), str(work.checkpointing or ""), str(work.microbatches), *_cells(each, step, parts=False))
+        for each in searched
+        if (step := each.on_these_degrees) and (work := each.workload)
+    ]
+    yield from table(("degrees", "checkpointing", "microbatches", *_HEADS), rows, left=2)
+    yield ""
     yield from lines(best, searched=True)
 
 

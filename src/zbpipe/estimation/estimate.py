@@ -34,7 +34,7 @@ from zbpipe.simulator.timeline import Timeline
 _STAGES_PER_RANK = (1, 2, 4)
 _PLANNED = ("single", "v", "wave")
 """Placements to plan for: the best for each number of stages per rank."""
-_BUDGET = 2e7
+_BUDGET = 5e6
 """Budget of one plan's search in timed ops: a fraction of a second."""
 _SEARCHED = 1024
 """Limit of ranks times microbatches for including searched schedules, such as ZB, by default."""
@@ -276,7 +276,9 @@ class _Job:
             return replace(found, is_typed=True) if found.fits else None
 
         tried = [each for each in _LIMITS if each * once <= room * _ROUGHLY]
-        best = next(filter(None, map(within, reversed(tried))), None)
+        while tried and within(tried[-1]) is None:
+            tried.pop()
+        best = within(tried[-1]) if tried else None
         if best is None or (usual.fits and usual.seconds <= best.seconds * _AS_SHORT):
             return
         enough = best.seconds * _AS_SHORT

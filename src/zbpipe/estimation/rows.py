@@ -195,7 +195,7 @@ class Estimate:
             tip = (
                 f"Lighter checkpointing gains more: with {how} {lighter.name} takes {lighter.seconds:.4g} s,"
                 f" {lighter.compare(now)} than {now.name} now, {lighter.memory.total / GIB:.1f}{room} GiB:"
-                f" {checkpointing}{how}"
+                f" {checkpointing}{how} (at the end)"
             )
         return Advice(verb, step, f"{words}{more}.", "" if step is own else option, tip)
 
