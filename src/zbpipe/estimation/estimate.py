@@ -24,7 +24,7 @@ from zbpipe.estimation.workload import Workload
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import PLACEMENTS
 from zbpipe.schedule.garbage import without_collections
-from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
+from zbpipe.schedule.ir import OpKind, Placement, Schedule, count_noun, require_whole
 from zbpipe.schedule.registry import Algorithm, resolve, schedules
 from zbpipe.simulator.memory import peak_parts
 from zbpipe.simulator.simulation import simulate
@@ -149,15 +149,16 @@ def _variants(
         yield own, own.stages_per_rank
 
 
-def _require_torch_runs(algorithm: Algorithm, ranks: int, stages_per_rank: int, microbatches: int) -> None:
+def require_torch_runs(algorithm: Algorithm, ranks: int, stages_per_rank: int, microbatches: int) -> None:
     """Refuse what the class of torch refuses that runs this schedule, with a ValueError."""
     if algorithm.source != "torch":
         return
     rounds, stages = max(1, microbatches // ranks), ranks * stages_per_rank
+    words = f"torch refuses {count_noun(microbatches, 'microbatch')}"
     if algorithm.name in _IN_ROUNDS and microbatches % rounds:
-        raise ValueError(f"torch refuses {microbatches} microbatches on {ranks} ranks: no multiple of {rounds} rounds")
+        raise ValueError(f"{words} on {ranks} ranks, no multiple of {rounds} rounds: use a schedule of zbpipe")
     if algorithm.name in _AT_LEAST_STAGES and microbatches < stages:
-        raise ValueError(f"torch refuses {microbatches} microbatches for {stages} stages: it needs at least as many")
+        raise ValueError(f"{words} for {stages} stages: use a schedule of zbpipe")
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class _Job:
         made_for: CostModel | None = costs
         if self.measured is None and not (algorithm.by_checkpointing and self.workload.checkpointing is None):
             made_for = self.workload.usual_costs(algorithm, placement)
-        _require_torch_runs(algorithm, degrees.pipeline, stages, microbatches)
+        require_torch_runs(algorithm, degrees.pipeline, stages, microbatches)
         size = degrees.pipeline, microbatches
         schedule = algorithm.make(*size, stages_per_rank=stages, costs=made_for, memory_limit=limit)
         wave = "v" if stages == 2 else "wave"
