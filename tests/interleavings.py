@@ -209,7 +209,9 @@ def fail(*places: tuple[int, str, int]) -> Trial:
         for stage in pipelines.all_stages():
             stage.fails_in = {(kind, microbatch) for index, kind, microbatch in places if index == stage.stage_index}
         ends = pipelines.run(pipelines.step_twice, choices)
-        first = re.search(r"rank (\d), schedule \w+, step \d+ of \d+, (\w+): ArithmeticError", str(ends[0]))
+        first = re.search(
+            r"rank (\d), schedule \w+, action \d+ of \d+ in step \d+, (\w+): ArithmeticError", str(ends[0])
+        )
         assert first, f"rank 0 ends with {ends[0]!r}"
         assert first[2] in [f"{stage}{kind}{microbatch}" for stage, kind, microbatch in places], first
         _require_ends(ends, *[rf"PipelineError: (another rank failed first: )?{re.escape(first[0])}"] * len(ends))

@@ -77,9 +77,16 @@ def fail_in_the_second_step(action: Callable[[], None], **options: Any) -> None:
     fail(Job(**options), action, 4)
 
 
-OP = r"(\d[FI]\d, waiting for \d[FI]\d from|\d(RECV|SEND|WAIT_SEND)_[FB]\d (from|to))"
-LOST = rf"rank [02], schedule ZBV, step \d+ of \d+, {OP} rank 1: RuntimeError: .*by peer"
-"""At a computation that waited for a message, or at a message."""
+PLACE = r"action \d+ of \d+ in step \d+"
+
+
+def at(rank: str, peer: str) -> str:
+    """Where `rank` was when it could not reach `peer`: at a computation that waited for a message, or at a message."""
+    op = r"(\d[FI]\d, waiting for \d[FI]\d from|\d(RECV|SEND|WAIT_SEND)_[FB]\d (from|to))"
+    return rf"rank {rank}, schedule ZBV, {PLACE}, {op} rank {peer}: RuntimeError: "
+
+
+LOST = rf"{at('[02]', '1')}.*by peer"
 
 
 def test_a_rank_killed_in_the_middle_of_a_step() -> None:
@@ -157,16 +164,16 @@ def test_faults_are_told_by_every_rank(tmp_path: Path) -> None:
         for errors, pattern in zip(per_rank, patterns, strict=True):
             assert re.match(f"PipelineError: {pattern}", errors[name]), errors[name]
 
-    here = r"rank 0, schedule ZBV, step \d+ of \d+, 5F\d: ArithmeticError: too much"
+    here = rf"rank 0, schedule ZBV, {PLACE}, 5F\d: ArithmeticError: too much"
     first = f"another rank failed first: {here}$"
     assert_told("in_loss", here + "$", first, first)
-    timed_out = r"(another rank failed first: )?rank \d, schedule ZBV, step \d+ of \d+, .* from rank 1: .*Timed out"
+    timed_out = rf"(another rank failed first: )?rank \d, schedule ZBV, {PLACE}, .* from rank 1: .*Timed out"
     assert_told("too_slow", timed_out, timed_out, timed_out)
 
     # The slow rank is in an op, the others wait for its messages; each says so once, before its time is up.
-    still = r"nothing has moved for \d seconds, and the process group gives up after 6: rank {} is at step \d+ of \d+, "
+    still = r"nothing has moved for \d seconds, and the process group gives up after 6: rank {} is at {}, "
     for rank, op in enumerate((r"\S+, waiting for \S+ from rank 1", "4F2", r"\S+, waiting for \S+ from rank 1")):
-        assert re.fullmatch(still.format(rank) + op, per_rank[rank]["log"]), per_rank[rank]["log"]
+        assert re.fullmatch(still.format(rank, PLACE) + op, per_rank[rank]["log"]), per_rank[rank]["log"]
     table = r"ZBV with 6 microbatches \(table \w{8}\)"
     assert_told("other_receives", *3 * [f"the ranks have different schedules: ranks 0, 2: {table}; rank 1: {table}$"])
 
@@ -266,11 +273,11 @@ def test_another_thread_can_tell_where_a_step_is(one_rank: None) -> None:
         module.register_forward_pre_hook(lambda *_: found.append(position.describe_position(job.schedule)))
     job.step()
     ops = [op for op in zbpipe.generate("ZBV", 1, MICROBATCHES).ops[0] if op.kind is zbpipe.OpKind.F]
-    told = [re.fullmatch(r"step (\d+) of (\d+), (\dF\d)", place) for place in found]
+    told = [re.fullmatch(r"action (\d+) of (\d+) in step 2, (\dF\d)", place) for place in found]
     steps, totals, names = zip(*(place.groups() for place in told if place), strict=True)
     assert list(names) == list(map(str, ops))
     assert list(map(int, steps)) == sorted(map(int, steps))
-    end = f"after step {int(totals[0]) - 1}, waiting for its last sends"
+    end = f"after action {totals[0]} in step 2, waiting for its last sends"
     assert position.describe_position(job.schedule) == end
 
 
@@ -311,7 +318,7 @@ def on_accelerators(folder: Path) -> None:
 def test_a_host_that_waits_for_its_device_ends_with_the_first_error(tmp_path: Path) -> None:
     """In `item`, in the clip, or in a collective."""
     failed, *others = endings(4, on_accelerators, tmp_path, group_timeout=120, timeout=100)
-    here = r"rank 0, schedule ZBV, step \d+ of \d+, 0F2, .*device.*: ArithmeticError: too much"
+    here = rf"rank 0, schedule ZBV, {PLACE}, 0F2, .*device.*: ArithmeticError: too much"
     assert re.search(f"PipelineError: {here}", failed.error or ""), failed
     for rank, other in enumerate(others, 1):
         assert other.exit_code == 1

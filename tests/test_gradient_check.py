@@ -505,7 +505,7 @@ def test_two_ranks_end_with_the_same_report_or_error() -> None:
     assert told[0].startswith("the split gives the gradients of an ordinary backward. ZBH1: 8 microbatches of 2 steps")
     assert silent == []
     wrong = (
-        r"rank 1, schedule ZBH1, step \d+ of \d+, 1W0: GradientMismatchError: stage 1, microbatch 0: .*"
+        r"rank 1, schedule ZBH1, action \d+ of \d+ in step \d+, 1W0: GradientMismatchError: stage 1, microbatch 0: .*"
         r" above 1e-04: 2\.weight 2\. If this layer declares weight_products itself"
     )
     for ending, words in zip(

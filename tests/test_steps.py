@@ -108,7 +108,7 @@ def test_refusals_and_failures_of_steps(tmp_path: Path) -> None:
         assert first[name].startswith("ValueError: "), first[name]
         assert all(each in first[name] for each in words), first[name]
         assert second[name].startswith("PipelineError: another rank failed first: rank 0, schedule "), second[name]
-        assert f", before step 0: {first[name]} (rank 1 runs this step)" in second[name], second[name]
+        assert f", before its first action: {first[name]} (rank 1 runs this step)" in second[name], second[name]
 
     assert_refused("smaller", "shapes (1, 6), but those of the first step", "had (2, 6)", "drop_last=True), or give")
     assert_refused("no_target", "the last stage is on this rank, and the step got no target")
@@ -119,11 +119,13 @@ def test_refusals_and_failures_of_steps(tmp_path: Path) -> None:
         assert errors["after_a_failure"].startswith(again)
         assert "4F2: ArithmeticError: too much" in errors["after_a_failure"].replace("1F2", "4F2")
         assert "Build the process group and the schedule anew" in errors["after_a_failure"]
-    assert first["refused_alone"].startswith(f"{again}rank 0, schedule ZBV, before step 0: ValueError: stage 0 is on")
+    assert first["refused_alone"].startswith(
+        f"{again}rank 0, schedule ZBV, before its first action: ValueError: stage 0 is"
+    )
     assert "(rank 1 runs this step)" in first["refused_alone"]
     assert second["refused_alone"].startswith("PipelineError: another rank failed first: rank 0, schedule ZBV, before")
     assert second["interrupted"] == "KeyboardInterrupt: "
-    seen = "PipelineError: another rank failed first: rank 1 was interrupted (KeyboardInterrupt), schedule ZBV, step "
+    seen = "PipelineError: another rank failed first: rank 1 was interrupted (KeyboardInterrupt), schedule ZBV, action "
     assert first["interrupted"].startswith(seen)
 
 
@@ -172,7 +174,7 @@ def test_numbers_of_microbatches_that_are_refused(one_rank: None) -> None:
             schedule.step(x, target=x, microbatches=wrong)
     of_table: Any = zbpipe.generate("1F1B", 1, 6)
     schedule = on_one_rank(layers[:1], 6, of_table, nn.functional.mse_loss)
-    with pytest.raises(ValueError, match="is a table for 6 microbatches, but the job has 3: name a schedule"):
+    with pytest.raises(ValueError, match="for 6 microbatches, but the job has 3: make one by `zbpipe plan -p 1 -m 3"):
         schedule.step(x, target=x, microbatches=3)
 
 
@@ -231,8 +233,8 @@ def test_rank_0_has_the_store_and_fails() -> None:
     for ending, words in zip(
         endings(2, without_torchrun, port, group_timeout=60), ("", "another rank failed first: "), strict=True
     ):
-        here = rf"PipelineError: {words}rank 0, schedule ZBV, step \d of \d+, 0F0: ArithmeticError: too much"
-        assert re.search(here, ending.error or ""), ending
+        here = rf"{words}rank 0, schedule ZBV, action \d of \d+ in step \d, 0F0: ArithmeticError: too much"
+        assert re.search(f"PipelineError: {here}", ending.error or ""), ending
 
 
 def schedules_that_stay(folder: Path) -> list[str]:

@@ -215,7 +215,7 @@ def faulty(config: str) -> tuple[str, ...]:
 
 
 COMPLAINT = r"RuntimeError: Loss is not finite \(global_avg_loss=nan\) at step 2. Stopping training."
-HERE = r"rank 1, schedule ZBV, step \d+ of \d+, \dF\d: ArithmeticError: too much"
+HERE = r"rank 1, schedule ZBV, action \d+ of \d+ in step \d+, \dF\d: ArithmeticError: too much"
 CUTS = "cuts the model's 6 layers into 2 stages, but ZBV on 2 ranks has 4: change or omit the field"
 ODD = "=3 cuts the model's 6 layers into 3 stages, but ZB on 2 ranks has a multiple of 2: change or omit the field"
 DIFFER = r"PipelineError: .*: rank 0: ZBV with 4 microbatches \(table \w+\); rank 1: 1F1B with 4 .*\)"
@@ -271,8 +271,8 @@ def test_a_job_that_cannot_run(titan: Titan, tmp_path: Path, name: str) -> None:
     ("job", "error"),
     [
         ("ZBVV", "unknown schedule 'ZBVV'; did you mean 'ZBV'?"),
-        ("four_ranks.csv", "four_ranks.csv is a table for 4 ranks, but the job has 2"),
-        ("eight_microbatches.csv", "is a table for 8 microbatches, but the job has 4"),
+        ("four_ranks.csv", "four_ranks.csv is a table for 4 ranks, but the job has 2: make one by `zbpipe plan"),
+        ("eight_microbatches.csv", "but the job has 4: set --training.local_batch_size 8, or make one by"),
         ("no_schedule.csv", "no_schedule.csv' holds no schedule: row 1 (rank 0), column 1: 'garbage' is not an op"),
         ("missing.csv", "missing: rank 1, 1B3: no rank runs this backward"),
         ("ZBV memory-limit 2x", "memory-limit is for the schedules that adapt to one, Auto, ZB, ZBLoop"),
@@ -558,7 +558,7 @@ def test_resuming_after_a_rank_was_killed(titan: Titan, tmp_path: Path) -> None:
     job = (*pipeline("Auto"), *LONGER)
     killed = titan.train(*job, *faulty("killed_in_step_3"), num_ranks=2, checkpoints=tmp_path)
     assert killed.exit_codes == (1, -signal.SIGKILL), killed.log
-    seen = r"rank 0, schedule Auto-ZB, step \d+ of \d+, .* rank 1: RuntimeError: .*by peer"
+    seen = r"rank 0, schedule Auto-ZB, action \d+ of \d+ in step \d+, .* rank 1: RuntimeError: .*by peer"
     assert re.search(seen, killed.errors[0])
     assert [step["step"] for step in killed.steps] == [1, 2]
     resumed = titan.train(*job, num_ranks=2, checkpoints=tmp_path)

@@ -28,6 +28,7 @@ from zbpipe.frameworks.options import Options
 from zbpipe.frameworks.titan import batches, versions
 from zbpipe.frameworks.titan.check import check, require_processes
 from zbpipe.frameworks.titan.command_line import parse
+from zbpipe.titan import train as train_script
 from zbpipe.titan.check_clone import find_difference
 
 STAND_IN = Path(__file__).parent / "titan_stand_in"
@@ -206,6 +207,30 @@ def test_the_sizes_of_a_step(given: Any, shape: tuple[int, ...], asked: str, cap
     assert [batches.accumulates(job, data) for data in (3, 4)] == [True, False]
     check(job, find_algorithm(job.parallelism.pipeline_parallel_schedule), Options())
     assert f"set {asked} or more" in caplog.text
+
+
+def test_an_unknown_schedule_is_refused_before_torchtitan_is_imported() -> None:
+    """Unless modules of the user may register it, or it is an abstract class of torch."""
+    field = "--parallelism.pipeline_parallel_schedule"
+    for arguments in ([field, "ZVB"], [f"{field}=ZVB", "--module", "llama3"]):
+        with pytest.raises(ValueError, match=r"^unknown schedule 'ZVB'; did you mean 'ZB'\?"):
+            train_script._require_known_schedule(arguments)
+    for more in (
+        ["ZVB", "--module", "own.models"],
+        ["ZVB", "--zbpipe.import", "own"],
+        ["PipelineScheduleSingle"],
+        ["zbv"],
+    ):
+        train_script._require_known_schedule([field, *more])
+    train_script._require_known_schedule(["--training.steps", "3"])
+
+
+def test_torchs_schedules_with_too_few_microbatches() -> None:
+    """They would build the model first. The only microbatch is a singular."""
+    job = config_of(parallelism={"pipeline_parallel_schedule": "1F1B"}, training={"local_batch_size": 1})
+    said = "torch refuses 1 microbatch for 2 stages: set --training.local_batch_size 2, or use a schedule of zbpipe"
+    with pytest.raises(ValueError, match=said):
+        check(job, find_algorithm("1F1B"), Options())
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from rich.text import Text
 from zbpipe import generate, plan
 from zbpipe.costs.model import CostModel
 from zbpipe.schedule import registry
-from zbpipe.schedule.ir import OFFLOADS, RELOADS, Op, OpKind, Schedule
+from zbpipe.schedule.ir import OFFLOADS, RELOADS, Op, OpKind, Schedule, count_noun
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.views import style
@@ -392,7 +392,7 @@ def test_ticks_are_few_and_round_and_numbers_have_no_noise(until: float, most: i
     assert style.ticks(0.3, 3) == pytest.approx((0, 0.1, 0.2, 0.3))
     assert (style.ticks(0, 3), style.ticks(7, 0)) == ((0,), (0,))
     assert (style.number(25.500000000000004), style.percent(-2e-16)) == ("25.5", "0.0%")
-    assert [style.count_noun(n, "microbatch") for n in (1, 2)] == ["1 microbatch", "2 microbatches"]
+    assert [count_noun(n, "microbatch") for n in (1, 2)] == ["1 microbatch", "2 microbatches"]
 
 
 def test_a_schedule_with_unequal_numbers_of_stages_has_pictures() -> None:

@@ -10,8 +10,9 @@ from zbpipe.costs.transformer import NOTE
 from zbpipe.estimation.devices import GIB, USABLE
 from zbpipe.estimation.estimate import JobMemory
 from zbpipe.estimation.rows import DECIDED, NO_PIPELINE, PLAN, Answer, Estimate, Memory, Step, answer
+from zbpipe.schedule.ir import count_noun
 from zbpipe.views.report import longer, table
-from zbpipe.views.style import count_noun, percent
+from zbpipe.views.style import percent
 
 _HEADS = (
     *("schedule", "placement", "stages", "step s", "bubble", "tokens/s per GPU", "range", "MFU", "vs yours", "vs FSDP"),

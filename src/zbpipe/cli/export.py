@@ -30,7 +30,7 @@ def export(request: Request, output: Path) -> None:
     Example:
       zbpipe export ZBV -p 4 -m 8 -o zbv.csv
     """
-    from zbpipe.views.style import count_noun
+    from zbpipe.schedule.ir import count_noun
 
     schedule, _ = request.make_valid()
     output.write_text(schedule.to_csv(), encoding="utf-8")
@@ -71,7 +71,7 @@ def validate(
       zbpipe validate mine.csv --memory-limit 4
       zbpipe validate ZBV -p 4 -m 8
     """
-    from zbpipe.views.style import count_noun
+    from zbpipe.schedule.ir import count_noun
 
     if memory_limit is not None and memory_limit.unit == "bytes":
         raise ValueError(

@@ -25,7 +25,7 @@ from zbpipe.planner.engine import fastest
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import PLACEMENTS
 from zbpipe.schedule.garbage import without_collections
-from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
+from zbpipe.schedule.ir import OpKind, Placement, Schedule, count_noun, require_whole
 from zbpipe.schedule.registry import Algorithm, resolve, schedules, stages_for
 from zbpipe.simulator.memory import peak_parts
 from zbpipe.simulator.simulation import simulate
@@ -204,15 +204,16 @@ class _Rows:
                     self.add(f"{algorithm.name}, {stages} stages per rank", self.job.named, algorithm, stages)
 
 
-def _require_torch_runs(algorithm: Algorithm, ranks: int, stages_per_rank: int, microbatches: int) -> None:
+def require_torch_runs(algorithm: Algorithm, ranks: int, stages_per_rank: int, microbatches: int) -> None:
     """Refuse what the class of torch refuses that runs this schedule, with a ValueError."""
     if algorithm.source != "torch":
         return
     rounds, stages = max(1, microbatches // ranks), ranks * stages_per_rank
+    words = f"torch refuses {count_noun(microbatches, 'microbatch')}"
     if algorithm.name in _IN_ROUNDS and microbatches % rounds:
-        raise ValueError(f"torch refuses {microbatches} microbatches on {ranks} ranks: no multiple of {rounds} rounds")
+        raise ValueError(f"{words} on {ranks} ranks, no multiple of {rounds} rounds: use a schedule of zbpipe")
     if algorithm.name in _AT_LEAST_STAGES and microbatches < stages:
-        raise ValueError(f"torch refuses {microbatches} microbatches for {stages} stages: it needs at least as many")
+        raise ValueError(f"{words} for {stages} stages: use a schedule of zbpipe")
 
 
 @dataclass(frozen=True)
@@ -242,7 +243,7 @@ class _Job:
         made_for: CostModel | None = costs
         if self.measured is None and not (algorithm.by_checkpointing and self.workload.checkpointing is None):
             made_for = self.cut.usual_costs(algorithm, placement)
-        _require_torch_runs(algorithm, self.ranks, stages, microbatches)
+        require_torch_runs(algorithm, self.ranks, stages, microbatches)
         how: dict[str, Any] = {"costs": made_for, "memory_limit": limit, "transport": self.transport}
         schedule = algorithm.make(self.ranks, microbatches, stages_per_rank=stages, **how)
         wave = "v" if stages == 2 else "wave"

@@ -9,7 +9,7 @@ from zbpipe.costs.job import ENOUGH, MemoryLimit
 from zbpipe.costs.layers import Split
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import Checkpointing
-from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
+from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement, count_noun
 
 ASYNC_TENSOR = 0.48
 """Share of tensor parallelism's communication that torch's asynchronous tensor parallelism hides. TorchTitan, June
@@ -243,6 +243,6 @@ def few_microbatches(ranks: int, microbatches: int, microbatch_size: int, option
     if ranks < 2 or microbatches >= 2 * ranks:
         return None
     return (
-        f"with {microbatches} microbatches, {ranks} pipeline ranks are idle for much of each step:"
+        f"with {count_noun(microbatches, 'microbatch')}, {ranks} pipeline ranks are idle for much of each step:"
         f" set {option} {2 * ranks * microbatch_size} or more"
     )

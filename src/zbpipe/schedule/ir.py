@@ -40,6 +40,12 @@ def require_size(what: str, num_stages: int, num_microbatches: int = 1) -> None:
         )
 
 
+def count_noun(count: int, thing: str) -> str:
+    """A count with its noun: `1 rank`, `8 microbatches`."""
+    plural = "es" if thing.endswith("ch") else "s"
+    return f"{count} {thing}{'' if count == 1 else plural}"
+
+
 def require_whole(least: int | None = None, /, **numbers: object) -> tuple[int, ...]:
     """The numbers as Python's int, such as 4 for numpy.int64(4). ValueError for others, or less than `least`.
 

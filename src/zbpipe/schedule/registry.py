@@ -24,7 +24,7 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from zbpipe.schedule.ir import Placement, Schedule, require_size, require_whole
+from zbpipe.schedule.ir import Placement, Schedule, count_noun, require_size, require_whole
 from zbpipe.schedule.user_code import SEPARATOR, function_of, read_text
 
 Generate = Callable[..., Schedule]
@@ -104,7 +104,10 @@ class Algorithm:
             return kinds[self.placement](num_ranks, stages)
         placement = self.table.placement
         if num_ranks != placement.num_ranks:
-            raise ValueError(f"{self.name} is a table for {placement.num_ranks} ranks, but the job has {num_ranks}")
+            raise ValueError(
+                f"{self.name} is a table for {count_noun(placement.num_ranks, 'rank')}, but the job has {num_ranks}:"
+                f" {_PLAN.format(num_ranks, self.table.num_microbatches)}"
+            )
         return placement
 
     def stages_of_cut(self, num_ranks: int, num_stages: int, cut: str) -> int:
@@ -311,13 +314,15 @@ def _read_table(path: str) -> Algorithm:
         raise ValueError(f"schedule file {path!r} holds no schedule: {error}") from None
 
 
+_PLAN = "make one by `zbpipe plan -p {} -m {} -o plan.csv`, or name a schedule that is made for any size"
+
+
 def _stand_for(schedule: Schedule) -> Algorithm:
     def give_back(ranks: int, microbatches: int) -> Schedule:
         if microbatches != schedule.num_microbatches:
             raise ValueError(
-                f"{schedule.name} is a table for {schedule.num_microbatches} microbatches, but the job has"
-                f" {microbatches}: name a schedule that is made for any number, or let the job's schedule adopt one for"
-                f" {microbatches}"
+                f"{schedule.name} is a table for {count_noun(schedule.num_microbatches, 'microbatch')}, but the job has"
+                f" {microbatches}: {_PLAN.format(ranks, microbatches)}"
             )
         return schedule
 

@@ -13,13 +13,15 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from itertools import pairwise
 
 from torch.distributed.elastic.multiprocessing.errors import record
 
 import zbpipe.titan
-from zbpipe.frameworks.titan.command_line import asks_for_help, help_text, parse
-from zbpipe.runtime.ranks.failures import end_at_once, share_with_other_ranks
+from zbpipe.schedule import registry
 from zbpipe.schedule.garbage import importing
+
+_SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 
 
 def main() -> None:
@@ -27,14 +29,30 @@ def main() -> None:
 
     Raises:
         ImportError: zbpipe does not know the installed TorchTitan.
+        ValueError: the command line names an unknown schedule, or TorchTitan or zbpipe refuses the job.
         PipelineError: a step or another rank failed. Other exceptions of the job pass as they are.
     """
+    _require_known_schedule(sys.argv[1:])
+    from zbpipe.runtime.ranks.failures import end_at_once  # not before: it imports torch's pipelines, for seconds
+
     with end_at_once():
         _train()
 
 
 @record  # writes torchrun's file with the error before the process ends
+def _require_known_schedule(arguments: list[str]) -> None:
+    given = dict(pairwise(arguments)) | dict(each.split("=", 1) for each in arguments if "=" in each)
+    name = given.get(_SCHEDULE, "")
+    # Modules of the user may register schedules, and torch's abstract classes come with a file of TorchTitan's.
+    if name and not ("--zbpipe.import" in given or "." in given.get("--module", "") or name.startswith("Pipeline")):
+        registry.resolve(name)
+
+
+@record
 def _train() -> None:
+    from zbpipe.frameworks.titan.command_line import asks_for_help, help_text, parse
+    from zbpipe.runtime.ranks.failures import share_with_other_ranks
+
     options, sys.argv[1:] = parse(sys.argv[1:])
     if asks_for_help(sys.argv) and os.environ.get("RANK", "0") == "0":
         print(help_text(), flush=True)  # TorchTitan's own help comes after it

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from zbpipe.schedule.ir import OFFLOADS, RELOADS, OpKind, Placement
+from zbpipe.schedule.ir import OFFLOADS, RELOADS, OpKind, Placement, count_noun
 from zbpipe.simulator.timeline import Collective, Span, Timeline
 
 KIND_WORDS = {
@@ -137,12 +137,6 @@ def memory(value: float) -> str:
 def percent(share: float) -> str:
     """A share in percent, `5.9%`. A share that rounding made negative becomes zero."""
     return f"{max(share, 0.0):.1%}"
-
-
-def count_noun(count: int, thing: str) -> str:
-    """A count with its noun: `1 rank`, `8 microbatches`."""
-    plural = "es" if thing.endswith("ch") else "s"
-    return f"{count} {thing}{'' if count == 1 else plural}"
 
 
 def size(timeline: Timeline) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from zbpipe.costs.file import load_costs
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import has_torchs_split
+from zbpipe.estimation.estimate import require_torch_runs
 from zbpipe.estimation.workload import few_microbatches
 from zbpipe.frameworks.job_schedule import require_sense, require_size, require_steps
 from zbpipe.frameworks.options import Options
@@ -159,14 +160,23 @@ _MEASURING = ("check_gradients", "profile_steps", "costs_out", "trace")
 def _check_schedule(algorithm: Algorithm, config: Any) -> None:
     table = config.parallelism.pipeline_parallel_schedule_csv
     batches.require_whole_microbatches(config)
-    algorithm.place(config.parallelism.pipeline_parallel_degree)
+    ranks, number = config.parallelism.pipeline_parallel_degree, batches.microbatches(config)
+    algorithm.place(ranks)
     if algorithm.source == "zbpipe" and table:
         raise ValueError(
             f"pipeline_parallel_schedule_csv={table!r} and the schedule {algorithm.name} exclude each other: omit"
             " one of them"
         )
-    if algorithm.placement == "table":
-        require_valid(algorithm.make(config.parallelism.pipeline_parallel_degree, batches.microbatches(config)))
+    fitting = ranks * algorithm.stages_per_rank if algorithm.table is None else algorithm.table.num_microbatches
+    option, size = batches.batch_option(config)
+    try:
+        require_torch_runs(algorithm, ranks, algorithm.stages_per_rank, number)
+        made = None if algorithm.table is None else algorithm.make(ranks, number)
+    except ValueError as error:
+        reason, _, way = str(error).rpartition(": ")
+        raise ValueError(f"{reason}: set {option} {fitting * size}, or {way}") from None
+    if made is not None:
+        require_valid(made)
 
 
 def _check_torchs_split(algorithm: Algorithm, options: Options, config: Any) -> None:

@@ -13,7 +13,7 @@ from zbpipe.costs.transformer import usual_costs
 from zbpipe.estimation.choice import Choice, describe
 from zbpipe.frameworks.titan.layer_split import LayerSplit
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.schedule.ir import Placement
+from zbpipe.schedule.ir import Placement, count_noun
 from zbpipe.simulator.simulation import simulate
 
 _SPREAD = 0.1
@@ -29,8 +29,8 @@ def log_pipeline(schedule: RegisteredSchedule, chosen: Choice, split: LayerSplit
     words = chosen.words or describe(placement)
     if 2 * placement.num_ranks <= number < placement.num_stages:
         words += f". That is enough: {placement.num_ranks} ranks need 2 each, also with {placement.num_stages} stages"
-    name = schedule.algorithm.name
-    logger.info("Using zbpipe's pipeline schedule %s with %d microbatches: %s", name, number, words)
+    size = schedule.algorithm.name, count_noun(number, "microbatch")
+    logger.info("Using zbpipe's pipeline schedule %s with %s: %s", *size, words)
     costs = schedule.lists.costs or usual_costs(placement, split.checkpointing, tensor, split.work(placement))
     _log_cut(placement, split, costs)
     logger.info("Memory of the worst rank, predicted for %s", _describe_memory(schedule, split, tensor, costs))

@@ -26,6 +26,8 @@ class Position:
     """Position of one executor. Its thread writes, others may read."""
 
     def __init__(self) -> None:
+        self.step = 0
+        """Number of training steps that have begun in this process."""
         self.begun = 0
         """Number of actions of this step that have begun; one more than the number of actions when all have ended."""
         self.action: _Action | None = None
@@ -50,6 +52,7 @@ class Position:
         lists, rank = runtime.pipeline_order_with_comms, runtime.rank
         row = lists[rank]
         runtime.pipeline_order_with_comms = {**lists, rank: Row(row[:], lambda: self._walk(row))}
+        self.step += runtime._has_backward
         self.begun, self.action, self._awaited = 0, None, (0, ())
         try:
             yield
@@ -93,36 +96,44 @@ class Row(list[_Action]):
 
 
 def find_failure(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
-    """The step of the schedule (from 0, as torch numbers them), the action, and the message in which `error` was
-    raised."""
+    """The action in which `error` was raised, its number, the step, and the message."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     executor = next((n for n, frame in enumerate(frames) if frame.f_code is _EXECUTOR), len(frames) - 1)
     found = frames[executor].f_locals  # no other error of torch's executor says so
     if "time_step" not in found:
-        return "before step 0"
+        return NOT_BEGUN
     waits = any(frame.f_code is _wait_batch_p2p.__code__ for frame in frames[executor:])
     if waits and frames[executor + 1].f_code is _wait_batch_p2p.__code__:
         return _describe_end(runtime)
-    return _describe(found["time_step"], found["action"], waits, runtime)
+    return _describe(found["time_step"] + 1, found["action"], waits, runtime)
 
 
 def describe_position(runtime: Any) -> str:
     """The same for a step of one of zbpipe's schedules that another thread is running."""
     position: Position = runtime.position
     if position.action is None:
-        return "before step 0"
+        return NOT_BEGUN
     if position.begun > len(runtime.pipeline_order_with_comms[runtime.rank]):
         return _describe_end(runtime)
-    return _describe(position.begun - 1, position.action, position.waits, runtime)
+    return _describe(position.begun, position.action, position.waits, runtime)
 
 
-def _describe(step: int, action: _Action, waits: bool, runtime: _PipelineScheduleRuntime) -> str:
+NOT_BEGUN = "before its first action"
+"""The place of a step that is refused."""
+
+
+def _describe(number: int, action: _Action, waits: bool, runtime: _PipelineScheduleRuntime) -> str:
     message = _describe_message(action, runtime) if waits or action.computation_type.value in _MESSAGES else ""
-    return f"step {step} of {len(runtime.pipeline_order_with_comms[runtime.rank])}, {action}{message}"
+    return f"action {number} of {_describe_step(runtime)}, {action}{message}"
 
 
 def _describe_end(runtime: _PipelineScheduleRuntime) -> str:
-    return f"after step {len(runtime.pipeline_order_with_comms[runtime.rank]) - 1}, waiting for its last sends"
+    return f"after action {_describe_step(runtime)}, waiting for its last sends"
+
+
+def _describe_step(runtime: Any) -> str:
+    actions, step = len(runtime.pipeline_order_with_comms[runtime.rank]), runtime.position.step
+    return f"{actions} in {'' if runtime._has_backward else 'the evaluation after '}step {step}"
 
 
 def explain(error: BaseException) -> str | None:

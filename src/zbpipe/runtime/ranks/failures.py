@@ -44,7 +44,7 @@ class PipelineError(RuntimeError):
         try:
             schedule.step(batch, target=target)
         except zbpipe.PipelineError as error:
-            print(error)    # rank 3, schedule ZBV, step 17 of 90, 5F2: OutOfMemoryError: ...
+            print(error)    # rank 3, schedule ZBV, action 17 of 90 in step 8, 5F2: ...
             raise
 
     The schedule runs no step after it, on any rank: end the job, or build the process group and the schedule anew.

@@ -246,7 +246,7 @@ class StepFailures:
         except Exception as error:
             if self._board.ended_by:
                 raise PipelineError(self._board.ended_by) from error
-            self._board.refuse(make_failure(error, f", schedule {name}, before step 0"))
+            self._board.refuse(make_failure(error, f", schedule {name}, {position.NOT_BEGUN}"))
             raise
         finally:
             self._is_raised = bool(self._board.ended_by)
@@ -308,5 +308,5 @@ class StepFailures:
             if time.monotonic() > until:
                 # The host waits for a device, a collective, or a disk. Without the other rank it may wait forever.
                 reason = f"Rank {dist.get_rank()} ends, because it reached no other op within {_GRACE:.0f} seconds"
-                end_process(PipelineError(f"{failure.description}. {reason}"))
+                end_process(PipelineError(f"{failure.description.rstrip('.')}. {reason}"))
             time.sleep(_GLANCE)

@@ -21,7 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zbpipe.runtime import checks
-from zbpipe.runtime._torch import pipelining
+from zbpipe.runtime._torch import pipelining, position
 from zbpipe.runtime.ranks.agreement import group_ranks, is_alone, make_key, name_ranks
 from zbpipe.runtime.ranks.failures import Failure, PipelineError, RefusedStepError
 
@@ -185,10 +185,8 @@ class StepBoard:
     def _wait_for_answers(self, microbatches: int) -> dict[int, _Answer]:
         store, keys = pipelining.default_store(), {rank: self._key(rank) for rank in self._ranks}
         if not _are_there(store, [*keys.values()]):
-            words = (
-                f", before step 0: it got microbatches={microbatches}; give all ranks of the pipeline the same, or none"
-            )
-            reported = self._report(Failure(self._me, words))
+            words = f"it got microbatches={microbatches}; give all ranks of the pipeline the same, or none"
+            reported = self._report(Failure(self._me, f", {position.NOT_BEGUN}: {words}"))
             self._wait_for(keys, "reached this step, but all ranks have to give its microbatches=")
             store.delete_key(reported)
         found = store.multi_get([*keys.values()]) if store.has_extended_api() else map(store.get, keys.values())
@@ -209,7 +207,7 @@ class StepBoard:
                 missing = [rank for rank, key in keys.items() if not store.check([key])]
                 self.ended_by = f"{name_ranks(missing)} has not {what}, and {timeout:.0f} seconds are over"
                 self._events += 1
-                self._report(Failure(self._me, f", before step 0: {self.ended_by}"))
+                self._report(Failure(self._me, f", {position.NOT_BEGUN}: {self.ended_by}"))
                 raise PipelineError(self.ended_by)
 
     def _answer(self, answer: _Answer) -> None:

@@ -97,9 +97,9 @@ class _Backward:
             raise
         except Exception as error:  # of any kind: it may read a tensor in a way that no `Later` allows
             # It is not run again without: it may have written into tensors.
-            kind = type(self.deferral.layer).__name__
+            kind, words = type(self.deferral.layer).__name__, str(error).rstrip(".")
             raise RuntimeError(
-                f"the backward of {node.name()} in a {kind} fails: {error}. If it does not without zbpipe, set"
+                f"the backward of {node.name()} in a {kind} fails: {words}. If it does not without zbpipe, set"
                 " weight_products = {} on this layer"
             ) from error
 
