@@ -98,7 +98,7 @@ def shard(module: Any, mesh: DeviceMesh | None = None, by: Any = fully_shard, **
 def check_steps(module: nn.Module, *size: int, microbatches: int = 2, **shapes: Any) -> GradientReport:
     """Of two checked steps on random batches of this size, on this process."""
     stage = PipelineStage(module, 0, 1, torch.device("cpu"), **shapes)
-    schedule: Any = zbpipe.build_pipeline_schedule("ZBH1", stage, microbatches, _squared_error)
+    schedule: Any = zbpipe.build_pipeline_schedule("ZBH1", stage, microbatches, squared_error)
     check = zbpipe.GradientCheck(schedule, 2)
     for _ in range(2):
         schedule.step(torch.randn(size), target=torch.randn(size))
@@ -106,7 +106,7 @@ def check_steps(module: nn.Module, *size: int, microbatches: int = 2, **shapes: 
     return check.report
 
 
-def _squared_error(output: Tensor, target: Tensor) -> Tensor:
+def squared_error(output: Tensor, target: Tensor) -> Tensor:
     return (output.float() - target).square().mean()
 
 

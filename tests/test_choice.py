@@ -12,7 +12,7 @@ import zbpipe
 from zbpipe import CostModel, Placement
 from zbpipe.costs import JobCosts, MemoryLimit
 from zbpipe.costs.layers import Layer, LayerCosts, balance, split_of
-from zbpipe.costs.transformer import Checkpointing, Work, usual_costs
+from zbpipe.costs.transformer import PAPERS_TIMES, Checkpointing, Work, typical_times, usual_costs
 from zbpipe.estimation import devices
 from zbpipe.estimation.choice import Choice, choose
 from zbpipe.schedule.registry import resolve, stages_for
@@ -35,9 +35,11 @@ class Model:
         return self.num_layers + self.head
 
     def work(self, placement: Placement) -> Work:
-        layers = [Layer(("block",), each, each, each, 0) for each in (*[1.0] * self.num_layers, self.head)]
-        split = split_of(balance(LayerCosts(tuple(layers)), placement))
-        return [(len(stage) - (self.num_layers in stage), self.head * (self.num_layers in stage)) for stage in split]
+        head = tuple(self.head * each for each in PAPERS_TIMES)
+        layers = LayerCosts(
+            tuple(Layer(("block",), f, i, w, 0) for f, i, w in [*[typical_times("selective")] * self.num_layers, head])
+        )
+        return layers.times(split_of(balance(layers, placement)))
 
 
 def tokens(overhead: float, model: Model, ranks: int) -> float:
@@ -92,8 +94,8 @@ def test_what_is_chosen_can_be_cut_and_no_other_number_is_shorter(
         (4, Model(32), 0.0, "ZB runs 4 stages per rank in a wave: "),
         # 16 stages of one block each do not make room for a head of four.
         (4, Model(16, 4), 0.0, "ZB runs 2 stages per rank in a wave: "),
-        # 16 stages share 25 layers. A wave has the first and the last one on rank 0.
-        (8, Model(24, 1), 0.0, "ZBLoop runs 2 stages per rank in a loop: "),
+        # 16 stages share 29 layers. A wave has the first and the last one on rank 0.
+        (8, Model(28, 1), 0.0, "ZBLoop runs 2 stages per rank in a loop: "),
         (4, Model(32), 0.05, "ZB runs 2 stages per rank in a wave: "),
         (4, Model(32), 0.3, "ZB runs 1 stage per rank: "),
         (4, Model(6), 0.0, "ZB runs 1 stage per rank: "),
@@ -106,7 +108,7 @@ def test_layers_the_head_and_overhead_decide(ranks: int, model: Model, overhead:
 
 def test_a_number_that_is_given_wins() -> None:
     """Also where an even cut makes the wave longer."""
-    model = Model(24, 1)
+    model = Model(28, 1)
     for number, name in ((1, "ZB"), (2, "ZBLoop"), (3, "ZB")):
         found = choose(ZB, 8, 16, model, SELECTIVE, stages_per_rank=number)
         assert (found.algorithm.name, found.placement) == (name, Placement.loop(8, number))
@@ -114,7 +116,7 @@ def test_a_number_that_is_given_wins() -> None:
     assert choose(resolve("ZBV"), 8, 16, model) == Choice(resolve("ZBV"), Placement.v(8))
     with pytest.raises(ValueError, match=r"ZBV runs 2 stage\(s\) per rank, got stages_per_rank=3"):
         choose(resolve("ZBV"), 8, 16, model, stages_per_rank=3)
-    with pytest.raises(ValueError, match="25 layers cannot be cut into 64 stages"):
+    with pytest.raises(ValueError, match="29 layers cannot be cut into 64 stages"):
         choose(ZB, 8, 16, model, stages_per_rank=8)
 
 

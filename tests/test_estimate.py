@@ -17,9 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from zbpipe import CostModel, Schedule, estimate, generate, simulate, testing
 from zbpipe.cli.estimates import compare, lines, record
-from zbpipe.costs import JobCosts
-from zbpipe.costs.transformer import Checkpointing, usual_costs
+from zbpipe.costs import JobCosts, MemoryLimit
+from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation import Estimate, Workload, load_layers
+from zbpipe.estimation.cut import WorkloadCut
 from zbpipe.estimation.devices import DEVICES, Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.layouts import degrees_to_try, search
@@ -28,6 +29,7 @@ from zbpipe.estimation.rows import NO_PIPELINE, PLAN, Memory, Step
 from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes
 from zbpipe.runtime.measure.counts import count_bytes, count_operations
 from zbpipe.schedule.ir import OpKind, Placement
+from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.memory import peak_bytes, peak_parts
 
 GIB = 2**30
@@ -82,10 +84,10 @@ def test_a_step_by_hand() -> None:
         (4, 0.8, "toy: "),
     ],
 )
-def test_what_costs_much_is_told_first(microbatches: int, share: float | None, told: str) -> None:
+def test_what_costs_much_is_told_after_the_answer(microbatches: int, share: float | None, told: str) -> None:
     work = replace(workload(microbatches=microbatches), microbatch_size=2, batch_option="--batch", deferred=share)
     found = named(work, "1F1B")
-    first = next(lines(found))
+    _, first, *_ = (line for line in lines(found) if not line.startswith("  "))
     assert first.startswith(told)
     assert (first in record(found)["words"]) == (not first.startswith("toy"))
 
@@ -163,7 +165,7 @@ def test_neighbours_on_other_nodes_are_farther_apart() -> None:
     device = replace(ONE_A_SECOND, inside=100.0, between=10.0)
     work, placement = workload(degrees=Degrees(pipeline=4, fsdp=4)), Placement.loop(4)
     known = rates(device)
-    costs = known.costs(work, known.layer_costs(work), placement, work.split(placement))
+    costs = known.costs(work, known.layer_costs(work), placement, WorkloadCut(work).split(placement))
     assert [costs.links[pair].bandwidth for pair in ((0, 1), (1, 2), (2, 3))] == [100, 10, 100]
     groups = (8, 1), (16, 1), (8, 2), (8, 8)
     assert [find("H100").bandwidth(*group) / 1e9 for group in groups] == [450, 400, 200, 50]
@@ -190,11 +192,12 @@ def test_as_many_sequences_at_a_time_as_fit() -> None:
 
 @pytest.mark.parametrize(
     ("gib", "checkpointing", "limit"),
-    [(5, "full", None), (8, "full", "0.8x"), (16, "full", None), (60, "full", "3x"), (60, "selective", "1.1x")],
+    [(5, "full", None), (8, "full", "0.8x"), (16, "full", None), (60, "full", "5x"), (60, "selective", "2x")],
 )
 def test_zb_has_the_least_limit_that_is_worth_it(gib: float, checkpointing: str, limit: str | None) -> None:
     """None if the step is as short without, or if nothing fits."""
-    work = replace(workload(layers=8, degrees=Degrees(pipeline=4)), checkpointing=Checkpointing(checkpointing))
+    job = workload(layers=8, degrees=Degrees(pipeline=4))
+    work = replace(job, checkpointing=Checkpointing(checkpointing), num_stages=8, schedule="ZB")
     found = estimate(work, replace(ONE_A_SECOND, gib=gib), only=["ZB"], stages_per_rank=[1, 2], budget=1e3)
     usual = row(replace(found, steps=tuple(step for step in found.steps if not step.memory_limit)), "ZB", 2)
     others = [step for step in found.steps if step.memory_limit]
@@ -379,15 +382,23 @@ def test_a_wrong_file_is_refused(file: Path, changes: dict[str, str], gpus: int,
 
 def test_the_command(file: Path) -> None:
     job = f"estimate --layers {file} --gpus 16 --device h100 --schedule ZBV"
-    text = commands.answer(job)
+    text = commands.answer(f"{job} --all")
     for words in ("1F1B", "ZBV", "plan", NO_PIPELINE, "deferred", "TFLOP/s", "NVLink"):
         assert words in text, words
-    assert re.search(
-        r"^No pipeline: the shortest step with a pipeline that fits, plan, is \d+\.\d% longer than without a pipeline"
-        r" \([+-]\d+\.\d% to [+-]\d+\.\d% over the plausible speeds\), which also fits\.$",
+    assert re.match(
+        r"Drop the pipeline: \d\.\d+ s per step, \d+\.\d% shorter than ZBV, \d+\.\d of 67\.1 GiB on the worst rank;"
+        r" ZBV, the best schedule that fits, is \d\.\d% longer\.\n  degree 1\n",
         text,
-        re.M,
-    )
+    ), text
+    written = file.with_name("plan.csv")
+    commands.answer(f"{job} -o {written} --schedule plan")
+    assert Schedule.from_csv(written.read_text()).num_microbatches == 16
+    few = commands.answer(job)
+    assert few.startswith(text[: text.index("\n")])
+    rows = few.split("\n\n")[1].splitlines()[1:-1]
+    assert [line.split("  ")[0] for line in rows] == [
+        *("no pipeline (FSDP)", "plan", "ZBV (yours)", "ZB", "Interleaved1F1B", "1F1B")
+    ]
     data = commands.json_of(job)
     assert data["degrees"] == {"pipeline": 4, "tensor": 1, "context": 1, "fsdp": 4, "replicas": 1, "experts": 1}
     for each in data["schedules"]:
@@ -405,8 +416,7 @@ def test_schedules_are_made_as_in_a_job(name: str, placement: Placement) -> None
     work = replace(workload(layers=8), checkpointing=Checkpointing.FULL)
     step = row(named(work, name), name, len(placement.stages_on(0)))
     assert step.timeline is not None
-    usual = usual_costs(placement, Checkpointing.FULL) if name == "ZB" else None
-    made = generate(name, 2, 8, costs=usual)
+    made = generate(name, 2, 8, costs=WorkloadCut(work).usual_costs(resolve(name), placement))
     assert step.timeline.schedule == made != generate(name, 2, 8, costs=step.timeline.costs)
 
 
@@ -435,6 +445,75 @@ def test_a_pipeline_has_to_be_clearly_shorter(seconds: float, ends: tuple[float,
     alone = Step(NO_PIPELINE, "", 1, 1.0, 0.0, 1.0, None, Memory(*[0] * 7), True, range=(0.5, 2.0))
     best = replace(alone, schedule="ZBV", seconds=seconds, range=ends)
     assert compare(best, alone, "ZBV").startswith(words)
+
+
+LIMITED, SLOW = {"memory_limit": "2x"}, {"seconds": 2.0}
+NOW: dict[str, dict[str, Any]] = {
+    "1F1B": {"is_own": True, "seconds": 1.1},
+    "ZB": {},
+    PLAN: {"algorithm": None, "seconds": 0.99},
+}
+
+
+def advised(rows: dict[str, dict[str, Any]], fsdp: float = 2.0, lighter: float | None = None) -> tuple[str, str, str]:
+    """The answer to these rows: its sentence, what to type, and what other checkpointing gains."""
+    timeline, each = simulate(generate("1F1B", 2, 2)), Memory(*[GIB] * 7)
+    step = Step("", "", 1, 1.0, 0, 1, None, each, True, timeline=timeline, algorithm=resolve("1F1B"), is_typed=True)
+    steps = [replace(step, schedule=name.split()[0], **changes) for name, changes in rows.items()]
+    steps.append(replace(step, schedule=NO_PIPELINE, timeline=None, seconds=fsdp))
+    work = replace(workload(), prefixes=("--pp.", "--zb.", "--ac "), checkpointing=Checkpointing.FULL)
+    less = None if lighter is None else replace(step, schedule="ZB", seconds=lighter)
+    ordered = sorted(steps, key=lambda each: (not each.runs, not each.fits, each.seconds))
+    found = Estimate(work, ONE_A_SECOND, tuple(ordered), (), (), less).advice
+    assert found is not None
+    return found.sentence, found.option, found.checkpointing
+
+
+@pytest.mark.parametrize(
+    ("rows", "fsdp", "sentence", "option"),
+    [
+        (NOW, 2.0, "Change to ZB: 1 s per step, 9.1% shorter than 1F1B, 7.0 of 85.0 GiB on the worst rank.", "ZB"),
+        (NOW | {"1F1B": {"is_own": True}}, 2.0, "Keep 1F1B: 1 s per step, 7.0 of 85.0 GiB on the worst rank.", None),
+        (NOW | {PLAN: NOW[PLAN] | {"seconds": 0.9}}, 2.0, "Change to plan: 0.9 s per step, 18.2% ", "plan.csv"),
+        (NOW | {"ZB": SLOW, "ZB in 2x": LIMITED}, 2.0, "Change to ZB in 2x: 1 s", "ZB --zb.memory-limit 2x"),
+        (NOW | {"ZB": {"fits": False}}, 2.0, "Change to plan: 0.99 s", "plan.csv"),
+        (NOW | {"1F1B": NOW["1F1B"] | {"fits": False}}, 2.0, "Change to ZB: .* than 1F1B, which does not fit,", "ZB"),
+        (NOW | {"1F1B": NOW["1F1B"] | {"runs": False}}, 2.0, "Change to ZB: .* than 1F1B, which cannot run,", "ZB"),
+        (NOW, 1.07, "Change to ZB: .*; try FSDP without a pipeline, too: this is 6.5% shorter, and frameworks", "ZB"),
+        (NOW, 1.02, "Drop the pipeline: 1.02 s per step, 7.3% shorter than 1F1B, .*; ZB, .*, is 2.0% shorter.", ""),
+    ],
+)
+def test_the_answer(rows: dict[str, dict[str, Any]], fsdp: float, sentence: str, option: str | None) -> None:
+    found, typed, _ = advised(rows, fsdp)
+    assert re.match(sentence, found), found
+    assert typed == ("" if option is None else f"--pp.schedule {option}" if option else "--pp.degree 1")
+
+
+def test_the_answer_names_a_checkpointing_that_gains_more() -> None:
+    assert advised(NOW, lighter=0.99)[2] == ""
+    assert advised(NOW, lighter=0.88)[2] == (
+        "Lighter checkpointing gains more: with selective ZB takes 0.88 s, 20.0% shorter than 1F1B now,"
+        " 7.0 of 85.0 GiB: --ac selective"
+    )
+
+
+def test_a_job_is_answered_alike_with_few_rows_and_all() -> None:
+    """Its memory limit counts in each row that can keep to one. Messages are those of the device, unless one asks."""
+    job = replace(workload(layers=8, degrees=Degrees(pipeline=4)), checkpointing=Checkpointing.SELECTIVE, num_stages=8)
+    work = replace(job, schedule="Interleaved1F1B", memory_limit=MemoryLimit.parse("0.9x"))
+    few, everything = (estimate(work, ONE_A_SECOND, only=only, budget=1e3) for only in ((), None))
+    assert few.advice == everything.advice
+    assert len(few.steps) < len(everything.steps)
+    assert [step.schedule for step in few.steps if step.is_own] == ["Interleaved1F1B"]
+    adapt = [step for step in everything.steps if step.algorithm and "memory_limit" in step.algorithm.keywords]
+    assert {step.memory_limit for step in adapt} == {"0.9x"}
+    free = estimate(job, ONE_A_SECOND, only=["ZB"], plans=False)
+    assert row(everything, "ZB", 2).memory.total < row(free, "ZB", 2).memory.total
+    for asked, expected in ((None, "one queue"), ("blocking", "blocking")):
+        found = estimate(job, ONE_A_SECOND, only=["ZB"], plans=False, transport=asked)
+        timeline = row(found, "ZB", 2).timeline
+        assert timeline is not None
+        assert timeline.transport == expected
 
 
 @pytest.mark.parametrize(

@@ -64,22 +64,22 @@ def explode(*args: Any) -> Any:
     raise ArithmeticError("too much")
 
 
+def fail(job: Job, action: Callable[[], Any], stage: int) -> None:
+    """In the second step, in the third F of `stage`."""
+    job.step()
+    if stage in job.modules:
+        job.modules[stage].register_forward_pre_hook(OnCall(3, action))
+    job.step()
+
+
 def fail_in_the_second_step(action: Callable[[], None], **options: Any) -> None:
-    """In the third F of stage 4, which is on rank 1 of three."""
-    job = Job(**options)
-    job.step()
-    if 4 in job.modules:
-        job.modules[4].register_forward_pre_hook(OnCall(3, action))
-    job.step()
+    """On rank 1 of three."""
+    fail(Job(**options), action, 4)
 
 
-def at(rank: str, peer: str) -> str:
-    """Where `rank` was when it could not reach `peer`: at a computation that waited for a message, or at a message."""
-    op = r"(\d[FI]\d, waiting for \d[FI]\d from|\d(RECV|SEND|WAIT_SEND)_[FB]\d (from|to))"
-    return rf"rank {rank}, schedule ZBV, step \d+ of \d+, {op} rank {peer}: RuntimeError: "
-
-
-LOST = rf"{at('[02]', '1')}.*by peer"
+OP = r"(\d[FI]\d, waiting for \d[FI]\d from|\d(RECV|SEND|WAIT_SEND)_[FB]\d (from|to))"
+LOST = rf"rank [02], schedule ZBV, step \d+ of \d+, {OP} rank 1: RuntimeError: .*by peer"
+"""At a computation that waited for a message, or at a message."""
 
 
 def test_a_rank_killed_in_the_middle_of_a_step() -> None:
@@ -112,29 +112,6 @@ def too_slow() -> None:
         fail_in_the_second_step(lambda: store.wait(["rank 0 gave up", "rank 2 gave up"]), group=impatient_group())
     finally:
         store.set(f"rank {dist.get_rank()} gave up", "")
-
-
-class Events:
-    """A device that runs so many of the computations that it is given, and no more."""
-
-    def __init__(self, runs: int) -> None:
-        self.runs, self.recorded, self.made = runs, 0, 0
-
-    def new(self) -> Event:
-        self.made += 1
-        return Event(self)
-
-
-class Event:
-    def __init__(self, of: Events) -> None:
-        self.of, self.number = of, 0
-
-    def record(self) -> None:
-        self.of.recorded += 1
-        self.number = self.of.recorded
-
-    def query(self) -> bool:
-        return self.number <= self.of.runs
 
 
 def other_receives() -> None:
@@ -195,50 +172,56 @@ def test_faults_are_told_by_every_rank(tmp_path: Path) -> None:
 
 
 def test_what_a_device_ran() -> None:
-    device = Events(0)
-    launched = progress.Launched(device.new)
+    device = Twin(0, is_stuck=True)
+    launched = progress.Launched(device.new_event)
     assert launched.describe() == ""
     for microbatch in range(3):
         assert launched.around("F", 2, microbatch, lambda: "result") == "result"
     assert launched.describe() == "on the device the last op is not known, 2F0 has not ended, nor have 2 after it"
-    device.runs = 2
+    device.pass_event()
+    device.pass_event()
     assert launched.describe() == "on the device 2F1 ran last, 2F2 has not ended"
-    device.runs = 3
+    device.pass_event()
     assert launched.describe() == "the device has run everything that was launched, 2F2 last"
     for microbatch in range(3, 2 * progress.MOST):
         launched.around("F", 2, microbatch, lambda: None)
     assert device.made == progress.MOST
     assert launched.describe().startswith(f"on the device the last op is not known, 2F{progress.MOST} has not ended")
-    device.runs = 2 * progress.MOST - 1
-    assert launched.count_ended() == device.runs
-    assert launched.describe() == f"on the device 2F{device.runs - 1} ran last, 2F{device.runs} has not ended"
+    while len(device.ahead) > 1:
+        device.pass_event()
+    last = 2 * progress.MOST - 1
+    assert launched.count_ended() == last
+    assert launched.describe() == f"on the device 2F{last - 1} ran last, 2F{last} has not ended"
 
 
 def test_a_device_that_is_stuck_after_its_step_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """Its host waits in the training loop."""
-    device, x = Events(0), torch.zeros(1, 8, requires_grad=True)
-    followed = progress.Progress()
+    device, x = Twin(0, is_stuck=True), torch.zeros(1, 8, requires_grad=True)
     with (
         as_rank(1, 2),
-        mock.patch.object(progress, "_launched_on", return_value=progress.Launched(device.new)),
+        mock.patch.object(progress, "_launched_on", return_value=progress.Launched(device.new_event)),
         mock.patch.object(progress, "_watch"),
         mock.patch.object(pipelining, "timeout_of", return_value=100),
     ):
         stage = pipelining.StageOfKnownShapes(nn.Linear(8, 8), 1, 2, torch.device("cpu"), input_args=x, output_args=x)
         schedule: Any = zbpipe.build_pipeline_schedule("ZBH1", [stage], 2, nn.functional.mse_loss)
-        followed.start(schedule)
-        with followed.follow(schedule):
-            schedule.step(target=torch.zeros(2, 8))
-        device.runs = 3
+        schedule.step(target=torch.zeros(2, 8))
+        followed = schedule._failures._progress
+        device.pass_event()
         for seconds in range(90):
             followed.look(schedule, seconds)
         (record,) = caplog.records
         assert "nothing has moved for 71 seconds" in record.getMessage()
         assert "rank 1 is at the end of its step, on the device 1F0 ran last, 1F0 has not ended" in record.getMessage()
-        device.runs = 100
-        for seconds in range(90, 300):
+        while len(device.ahead) > 1:
+            device.pass_event()
+        for seconds in range(90, 180):
             followed.look(schedule, seconds)
-    assert len(caplog.records) == 1
+        assert "on the device 1W1 ran last, the rest of the step has not ended" in caplog.records[1].getMessage()
+        device.pass_event()
+        for seconds in range(180, 400):
+            followed.look(schedule, seconds)
+    assert len(caplog.records) == 2
 
 
 ENDS_IN_A_CALL = """
@@ -297,32 +280,44 @@ def test_no_thread_reads_the_frames_of_another() -> None:
 
 
 def on_accelerators(folder: Path) -> None:
-    """Rank 0 fails in its second step. Rank 1's host is through with it, and waits for ever."""
-    sys.stderr = (folder / str(dist.get_rank())).open("w")  # the end of the process shows it
-    twin = Twin(dist.get_rank())
+    """Rank 0 fails in its second step. The hosts of the others are through with it, and wait for ever."""
+    rank = dist.get_rank()
+    of_rank_3: Any = dist.new_group([0, 3])
+    sys.stderr = (folder / str(rank)).open("w")  # the end of the process shows it
+    twin = Twin(rank, is_stuck=rank > 0)
     with (
         mock.patch.object(pipelining, "interrupt"),  # as over NCCL
         mock.patch.object(progress, "_launched_on", return_value=progress.Launched(twin.new_event)),
     ):
         job = Job()
         job.step()
+        waits = [
+            job.step,
+            job.parameters()[0].sum().item,
+            lambda: nn.utils.clip_grad_norm_(job.parameters(), 1.0, error_if_nonfinite=True),
+            lambda: dist.all_reduce(torch.ones(1), group=of_rank_3),
+        ]
+        job.modules.get(0, nn.Identity()).register_forward_pre_hook(OnCall(3, explode))
         dist.barrier()
-        if not job.has_first:
-            dist.recv(torch.zeros(1), 0, tag=1)
-        job.modules[0].register_forward_pre_hook(OnCall(3, explode))
         try:
-            job.step()
-        finally:
-            while "Rank 1 ends" not in (folder / "1").read_text():  # over gloo rank 1 would see this rank's end
+            with twin.computing():
+                waits[rank]()
+                print("the wait is over", file=sys.stderr)
+        finally:  # over gloo the others would see this rank's end
+            while not all(f"Rank {rank} ends" in (folder / str(rank)).read_text() for rank in (1, 2, 3)):
                 time.sleep(0.1)
 
 
 def test_a_host_that_waits_for_its_device_ends_with_the_first_error(tmp_path: Path) -> None:
-    failed, other = endings(2, on_accelerators, tmp_path, group_timeout=120, timeout=100)
+    """In `item`, in the clip, or in a collective."""
+    failed, *others = endings(4, on_accelerators, tmp_path, group_timeout=120, timeout=100)
     here = r"rank 0, schedule ZBV, step \d+ of \d+, 0F2, .*device.*: ArithmeticError: too much"
     assert re.search(f"PipelineError: {here}", failed.error or ""), failed
-    assert other.exit_code == 1
-    assert re.search(f"PipelineError: another rank failed first: {here}", (tmp_path / "1").read_text())
+    for rank, other in enumerate(others, 1):
+        assert other.exit_code == 1
+        told = (tmp_path / str(rank)).read_text()
+        assert re.search(f"PipelineError: another rank failed first: {here}", told)
+        assert "the wait is over" not in told
 
 
 class GoneStore:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from itertools import permutations
+from operator import call
 from typing import Any
 
 import pytest
@@ -90,11 +91,8 @@ def test_a_check_is_no_backward_of_a_framework(one_rank: None) -> None:
     def frameworks(*args: Any, **kwargs: Any) -> Any:
         return type(second).backward_maybe_with_nosync(second, *args, **kwargs)
 
-    def route(call: Any, *args: Any, **kwargs: Any) -> Any:
-        return call(*args, **kwargs)
-
     vars(second)["backward_maybe_with_nosync"] = frameworks
-    with torch_hooks.route_calls(schedule, route, route, route):
+    with torch_hooks.route_calls(schedule, call, call, call):
         assert own(first).own_backward == ""
         assert own(second).own_backward.endswith("frameworks")
 

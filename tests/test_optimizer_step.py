@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from pipelines import Pipeline
+from pipelines import Pipeline, squared_error
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -151,10 +151,6 @@ def train(
     step.finish()
     counts = getattr(step, "counts", StepCounts())
     return Outcome(digest(pipeline.modules, made), losses, norms, counts, run_ahead.call_count, reductions)
-
-
-def squared_error(output: Tensor, target: Tensor) -> Tensor:
-    return (output.float() - target).square().mean()
 
 
 def digest(parts: dict[int, nn.Module], optimizer: Optimizer) -> str:

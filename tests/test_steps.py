@@ -18,7 +18,7 @@ import torch.distributed as dist
 from models import VOCABULARY, WIDTH, batch
 from pipelines import as_rank, on_one_rank
 from ranks import endings, run_ranks
-from test_faults import MICROBATCHES, Job, OnCall, explode, raised_by, renew_group
+from test_faults import MICROBATCHES, Job, explode, fail, raised_by, renew_group
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -77,15 +77,7 @@ def refused_alone() -> None:
 def after_a_failure() -> None:
     job = Job()
     with suppress(zbpipe.PipelineError):
-        fail(job, explode)
-    job.step()
-
-
-def fail(job: Job, action: Callable[[], Any]) -> None:
-    """In the second step, on the rank with stage 1."""
-    job.step()
-    if 1 in job.modules:
-        job.modules[1].register_forward_pre_hook(OnCall(3, action))
+        fail(job, explode, 1)
     job.step()
 
 
@@ -100,7 +92,7 @@ CASES: dict[str, Callable[[], None]] = {
     "refused_alike": refused_alike,
     "refused_alone": refused_alone,
     "after_a_failure": after_a_failure,
-    "interrupted": lambda: fail(Job(), interrupt),
+    "interrupted": lambda: fail(Job(), interrupt, 1),
 }
 
 
@@ -261,7 +253,7 @@ def end(kind: str) -> Any:
     if kind == "watched":
         collect(job.schedule, [Wanted.TIMES], list[StepRecord]().extend)
     with suppress(zbpipe.PipelineError):
-        fail(job, explode if kind == "failed" else gc.isenabled)
+        fail(job, explode if kind == "failed" else gc.isenabled, 1)
     return ref(job.schedule)
 
 

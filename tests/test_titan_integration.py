@@ -27,6 +27,7 @@ from titan_jobs import Titan, require_titan
 from zbpipe import OpKind, cli, estimate, generate
 from zbpipe.costs.transformer import Block
 from zbpipe.estimation import devices
+from zbpipe.estimation.cut import WorkloadCut
 from zbpipe.estimation.estimate import choose_own, memory_by_rank
 from zbpipe.estimation.workload import Degrees, LayerWork, Workload
 from zbpipe.frameworks.options import Options
@@ -367,12 +368,12 @@ def check_degrees() -> None:
     messages = [(each.message_bytes, each.degrees.sharing) for each in (job, *shared)]
     assert messages == [(2 * 8192 * 8192 / sharing, sharing) for sharing in (8, 8, 2)]
     ends = (job, read("--parallelism.pipeline_parallel_first_stage_less_layers", "3"))
-    by_work, weighted = (list(map(len, each.split(placement, resolve("ZBV")))) for each in ends)
+    by_work, weighted = (list(map(len, WorkloadCut(each).split(placement, resolve("ZBV")))) for each in ends)
     assert weighted == [9, 11, 11, 11, 10, 10, 10, 10] != by_work  # 82 layers, of which the embedding counts as 3
-    chosen = [choose_own(read(*_ZB, *given), None)[1].num_stages for given in ((), (*_LAYERS, "11"))]
+    chosen = [choose_own(read(*_ZB, *given))[1].num_stages for given in ((), (*_LAYERS, "11"))]
     assert chosen == [16, 8]
-    with pytest.raises(ValueError, match="4 ranks cannot share the job's 10 stages equally"):
-        choose_own(read(*_ZB, *_LAYERS, "9"), None)
+    with pytest.raises(ValueError, match="makes 10 stages, but ZB on 4 ranks has a multiple of 4"):
+        choose_own(read(*_ZB, *_LAYERS, "9"))
     # The table has the memory of the worst rank.
     (row,) = (each for each in estimate(job, "MI300X", only=["ZBV"], plans=False).steps if each.schedule == "ZBV")
     assert row.memory.total == pytest.approx(memory_by_rank(job).worst, rel=1e-6)

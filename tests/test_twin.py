@@ -92,7 +92,7 @@ def test_a_device_behind_the_host_is_seen_as_it_is(one_rank: None, seed: int, mo
     with ExitStack() as compared:
         train(schedule, twin, monkeypatch, attach)
     ops = list(schedule.computations.ops[0])
-    assert launched.count == 2 * (len(ops) + MICROBATCHES), "the loss is a part of F"
+    assert launched.count == 2 * (len(ops) + MICROBATCHES + 1), "the loss is a part of F, and the step has an end"
     assert [span.op for span in records[0].spans] == ops
     times = [time for span in records[0].spans for time in (span.start, span.end)]
     assert [*times, records[0].seconds] == sorted({*times, records[0].seconds})

@@ -267,7 +267,10 @@ def config_of(**changes: dict[str, Any]) -> Any:
     """What zbpipe reads of a job's config before the launch: V of two ranks, with changes by section; `...` omits."""
     of_pipeline = {"degree": 2, "schedule": "ZBV", "schedule_csv": None, "microbatch_size": 1, "layers_per_stage": None}
     of_pipeline |= dict.fromkeys(("first_stage_less_layers", "last_stage_less_layers"), 1)
-    degrees = ("tensor_parallel_degree", "context_parallel_degree", "data_parallel_replicate_degree")
+    degrees = [
+        f"{name}_degree"
+        for name in ("tensor_parallel", "context_parallel", "expert_parallel", "data_parallel_replicate")
+    ]
     sections: dict[str, dict[str, Any]] = {
         "parallelism": {f"pipeline_parallel_{name}": value for name, value in of_pipeline.items()}
         | {**dict.fromkeys(degrees, 1), "data_parallel_shard_degree": -1, "module_fqns_per_model_part": None},

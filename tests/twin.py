@@ -1,7 +1,8 @@
 """A GPU's twin on the CPU: side streams that run late or early, and memory that is somebody else's once it is freed.
 
 Computations run at once, but events after them are over later, as if the device were behind the host. What goes to
-another stream waits in its queue, until the computations wait for it, or a seeded scheduler runs it. Memory that is
+another stream waits in its queue, until the computations wait for it, or a seeded scheduler runs it. A host that asks
+for a number, as `item` does, waits until the device has come to it. Memory that is
 freed or allocated is overwritten, as if another tensor had it in between. torch's own checker of races,
 `torch.cuda._sanitizer`, is told of every access, in the order of the host.
 
@@ -10,6 +11,7 @@ Outside remain the streams of FSDP2, of NCCL and of torch itself, and computatio
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -101,17 +103,20 @@ class Stream:
 
 
 class Twin(Cpu):
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, is_stuck: bool = False) -> None:
         super().__init__(torch.device("cpu"))
         self._random = Random(seed)
-        self._events = 0
+        self.made = 0
+        """Number of events."""
         self.checker = _sanitizer.EventHandler()
         self.streams: list[Stream] = []
         self.current = self._new_stream(0)
         self.races: list[Any] = []
+        self.is_stuck = is_stuck
+        """Whether nothing moves by itself any more."""
         self.passed: list[Event] = []
         """Events among the computations, as the device came to them."""
-        self._ahead: deque[Event] = deque()
+        self.ahead: deque[Event] = deque()
         """Events among the computations that it has not come to."""
 
     def _new_stream(self, number: int) -> Stream:
@@ -128,16 +133,16 @@ class Twin(Cpu):
         return self.current
 
     def new_event(self, *, timed: bool = False) -> Any:
-        self._events += 1
-        self.checker._handle_event_creation(self._events)
-        return Event(self, self._events)
+        self.made += 1
+        self.checker._handle_event_creation(self.made)
+        return Event(self, self.made)
 
     def record(self, event: Event, stream: Stream) -> Event:
         self.checker._handle_event_record(event.number, stream.number)
         event.is_over = False
         if stream.number == 0:
             event.left += 1
-            self._ahead.append(event)
+            self.ahead.append(event)
         stream.queue.append(event)
         self.drain_if_first(stream)
         return event
@@ -150,7 +155,7 @@ class Twin(Cpu):
                 assert any(each.run_one() for each in self._random.sample(ready, len(ready))), "a deadlock of streams"
 
     def go_on(self) -> None:
-        for _ in range(self._random.choice((0, 0, 1, 3, 20))):
+        for _ in range(0 if self.is_stuck else self._random.choice((0, 0, 1, 3, 20))):
             stream = self._random.choice(self.streams)
             if stream.number:
                 stream.run_one()
@@ -159,8 +164,8 @@ class Twin(Cpu):
 
     def pass_event(self) -> None:
         """The device comes to the next event among the computations."""
-        if self._ahead:
-            event = self._ahead.popleft()
+        if self.ahead:
+            event = self.ahead.popleft()
             event.left -= 1
             event.time = float(len(self.passed))
             self.passed.append(event)
@@ -177,6 +182,10 @@ class Twin(Cpu):
             raise RaceError(f"{second.operator} and, before it, {first.operator}, {streams}")
 
     # What `Cpu` does at once.
+
+    def synchronize(self) -> None:
+        while self.ahead:
+            time.sleep(0.1) if self.is_stuck else self.pass_event()
 
     def copy_to_host(self, storage: torch.UntypedStorage) -> Any:
         content = bytearray(storage.nbytes())
@@ -223,6 +232,8 @@ class _Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._twin.go_on()
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self._twin.synchronize()
         result = func(*args, **(kwargs or {}))
         reads, writes = (_memory(each) for each in ((args, kwargs), result))
         self._twin.touch(str(func), reads - writes, writes)

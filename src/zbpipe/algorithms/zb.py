@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from math import inf
 
 from zbpipe.algorithms._fill import Filler, Order
@@ -151,12 +152,9 @@ def _find_within(
     *,
     search: bool,
 ) -> Schedule:
-    is_v = placement == Placement.v(placement.num_ranks)
-    papers = [form(placement.num_ranks, microbatches) for form in (zbv, v_half, v_min)] if is_v else []
-    orders = _list_orders(placement, microbatches, transport)
-    orders += [[[op for op in row if op.kind is not OpKind.W] for row in form] for form in papers]
-    filled = _fill_all(orders, Filler(placement, microbatches, costs, limits))
-    others = papers if filled else _fill_all(orders, Filler(placement, microbatches, costs, (inf,) * len(limits)))
+    papers, filled = _fill_orders(placement, microbatches, costs, tuple(limits), transport)
+    unlimited = (inf,) * len(limits)
+    others = papers if filled else _fill_orders(placement, microbatches, costs, unlimited, transport)[1]
     if not search:
         return replace((filled or others)[0], name=name)
 
@@ -212,6 +210,18 @@ def is_searched(placement: Placement, microbatches: int, most: int = _MOST_SEARC
 def _are_far(found: Sequence[Schedule], costs: CostModel, limits: Sequence[float]) -> bool:
     shortest = min(simulate(each, costs).makespan for each in found)
     return shortest > _FAR * lower_bound(found[0].placement, costs, found[0].num_microbatches, limits)
+
+
+@lru_cache(maxsize=16)  # a choice of stages fills all, and searches from some of them
+def _fill_orders(
+    placement: Placement, microbatches: int, costs: CostModel, limits: tuple[float, ...], transport: Transport
+) -> tuple[list[Schedule], list[Schedule]]:
+    """The papers' schedules on this placement, and the orders filled within the limits."""
+    is_v = placement == Placement.v(placement.num_ranks)
+    papers = [form(placement.num_ranks, microbatches) for form in (zbv, v_half, v_min)] if is_v else []
+    orders = _list_orders(placement, microbatches, transport)
+    orders += [[[op for op in row if op.kind is not OpKind.W] for row in form] for form in papers]
+    return papers, _fill_all(orders, Filler(placement, microbatches, costs, limits))
 
 
 def _list_orders(placement: Placement, microbatches: int, transport: Transport) -> list[Order]:

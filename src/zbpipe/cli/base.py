@@ -134,8 +134,14 @@ size_options = options(
     click.option("-m", "--microbatches", type=COUNT, metavar="M", help="Microbatches per step. A CSV file has one."),
 )
 compared_size = options(
-    click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks. The rank_of of a cost file has them."),
-    click.option("-m", "--microbatches", type=COUNT, metavar="M", required=True, help="Microbatches per step."),
+    click.option(
+        "-p",
+        "--ranks",
+        type=COUNT,
+        metavar="P",
+        help="Pipeline ranks. A job has them, or rank_of of a cost file.",
+    ),
+    click.option("-m", "--microbatches", type=COUNT, metavar="M", help="Microbatches per step."),
 )
 stages_option = click.option(
     "--stages-per-rank",
@@ -148,8 +154,7 @@ transport_option = click.option(
     "--transport",
     callback=parse_with(Transport.parse),
     metavar="NAME",
-    default="ideal",
-    show_default=True,
+    show_default="that of the cost file or the device, else ideal",
     help="Which messages wait for each other: ideal, one-queue (as NCCL and RCCL send), queue-per-peer,"
     " shared-with-compute (AMD's worst case), or blocking (Megatron's interleaved schedule). Receives are posted where"
     " they are best.",

@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields
 from typing import Any
 
 from zbpipe.costs.transformer import NOTE
 from zbpipe.estimation.devices import GIB, USABLE
 from zbpipe.estimation.estimate import JobMemory
-from zbpipe.estimation.rows import DECIDED, Answer, Estimate, Memory, Step, answer
+from zbpipe.estimation.rows import DECIDED, NO_PIPELINE, PLAN, Answer, Estimate, Memory, Step, answer
 from zbpipe.views.report import longer, table
 from zbpipe.views.style import count_noun, percent
 
 _HEADS = (
-    *("schedule", "placement", "stages", "step s", "bubble", "tokens/s per GPU", "range", "MFU", "vs 1F1B", "vs FSDP"),
+    *("schedule", "placement", "stages", "step s", "bubble", "tokens/s per GPU", "range", "MFU", "vs yours", "vs FSDP"),
     "GiB",
 )
 _PARTS = {part.name: part.name for part in fields(Memory)} | {"waiting": "deferred"}
 """Parts of a rank's memory, with their column names."""
+_COMPARED = ("1F1B", "Interleaved1F1B", "ZB", NO_PIPELINE)
+_MOST_ROWS = 6
 LEGEND = (
     "in 1.5x: with --zbpipe.memory-limit 1.5x. range: tokens/s per GPU over the plausible speeds of the device. GiB:"
     " peak of the worst rank, then its parts: weights, with the copies that products use; gradients and optimizer;"
-    " activations; deferred gradients; messages; working memory or logits. vs: the step relative to that of 1F1B, or of"
-    " FSDP without a pipeline; -5.0% is a 5 % shorter step"
+    " activations; deferred gradients; messages; working memory or logits. vs: the step relative to that of the job's"
+    " own schedule, or of FSDP without a pipeline; -5.0% is a 5 % shorter step"
 )
 
 
-def lines(found: Estimate, searched: bool = False) -> Iterator[str]:
-    """The verdict, the table, and the sources of its figures. `searched`: whether other degrees were compared."""
+def lines(
+    found: Estimate, *, everything: bool = True, named: Collection[str] = (), searched: bool = False
+) -> Iterator[str]:
+    """The answer, a table, and the sources of its figures. `searched`: whether other degrees were compared.
+
+    Without `everything` the table has the rows that the answer compares, and those that the user `named`.
+    """
+    if not searched:  # the search has its own
+        yield from _answer(found)
     yield from found.workload.warnings
     yield _job(found)
-    if not searched:  # the search has its own
-        yield _verdict(found)
     yield ""
+    if not everything:
+        yield from table(_HEADS, [_cells(found, step, parts=False) for step in _few(found, named)], left=2)
+        yield "--all prints all schedules, the parts of their memory, and the sources of these figures"
+        return
     yield from table((*_HEADS, *_PARTS.values()), [_cells(found, step) for step in found.steps], left=2)
     yield ""
     yield LEGEND
@@ -42,25 +53,38 @@ def lines(found: Estimate, searched: bool = False) -> Iterator[str]:
     yield from found.words
 
 
-def _verdict(found: Estimate) -> str:
-    """One sentence: whether a pipeline pays."""
-    fsdp, best = found.without_pipeline, found.on_these_degrees
-    if found.workload.degrees.pipeline == 1:
-        return "This job has no pipeline: --search compares pipelines with it."
-    if best is None:
-        return "No schedule that can run fits."
-    if fsdp is None or not fsdp.fits:
-        without = "" if fsdp is None else "; without a pipeline it does not fit"
-        return f"The shortest step that fits: {_name(best)}{without}."
-    return compare(best, fsdp, _name(best))
+def _few(found: Estimate, named: Collection[str]) -> list[Step]:
+    """The job's own row, the recommended one, those that people compare, and the shortest that fits."""
+    typed = [step for step in found.steps if step.is_typed]
+    usual = [step for step in typed if step.schedule in _COMPARED and not step.memory_limit]
+    kept = sorted(typed, key=lambda step: (not step.is_own, step is not found.best, step not in usual))[:_MOST_ROWS]
+    asked = {name.lower() for name in named}
+    return [step for step in found.steps if step in kept or step.schedule.lower() in asked]
+
+
+def _answer(found: Estimate) -> Iterator[str]:
+    """One sentence, and what to type."""
+    advice = found.advice
+    if advice is None:
+        has_pipeline = found.workload.degrees.pipeline > 1
+        yield (
+            "No schedule that can run fits: --search compares other layouts."
+            if has_pipeline
+            else "This job has no pipeline: --search compares pipelines with it."
+        )
+        return
+    yield advice.sentence
+    if advice.option:
+        yield f"  {advice.option}" + ("" if advice.step.schedule != PLAN else "  (written by -o plan.csv)")
+    if advice.checkpointing:
+        yield advice.checkpointing
 
 
 def compare(best: Step, fsdp: Step, name: str) -> str:
     """The verdict on a pipeline with this name, if both fit."""
-    relative = best.seconds / fsdp.seconds - 1
     least, most = (each - 1 for each in best.relative_range(fsdp))
     over = f" ({least:+.1%} to {most:+.1%} over the plausible speeds)" if most - least > 5e-4 else ""
-    how = f"{abs(relative):.1%} {'longer' if relative > 0 else 'shorter'} than without a pipeline{over}"
+    how = f"{best.compare(fsdp)} than without a pipeline{over}"
     words = f"the shortest step with a pipeline that fits, {name}, is {how}, which also fits."
     match answer(best, fsdp):
         case Answer.YES:
@@ -82,24 +106,20 @@ def _job(found: Estimate) -> str:
     )
 
 
-def _cells(found: Estimate, step: Step) -> tuple[str, ...]:
+def _cells(found: Estimate, step: Step, *, parts: bool = True) -> tuple[str, ...]:
     memory, tokens = step.memory, step.tokens_per_second * step.seconds
-    own = " (the job's)" if step.schedule == found.workload.schedule else ""
-    others = (found.relative(step, each) for each in (found.usual, found.without_pipeline))
+    own = " (yours)" if step.is_own else ""
+    others = (found.relative(step, each) for each in (found.own, found.without_pipeline))
     return (
-        _name(step) + "*" * step.has_torchs_split + own,
+        step.name + "*" * step.has_torchs_split + own,
         *(step.placement, str(step.stages_per_rank), f"{step.seconds:.4g}", percent(step.bubble)),
         f"{step.tokens_per_second:,.0f}",
         "" if step.range is None else f"{tokens / step.range[1]:,.0f} to {tokens / step.range[0]:,.0f}",
         "" if step.mfu is None else percent(step.mfu),
         *("" if relative is None else longer(relative, than=1) for relative in others),
-        *map(_gib, (memory.total, *(getattr(memory, part) for part in _PARTS))),
+        *map(_gib, (memory.total, *(getattr(memory, part) for part in _PARTS if parts))),
         *([] if step.fits else ["  does not fit"]),
     )
-
-
-def _name(step: Step) -> str:
-    return f"{step.schedule} in {step.memory_limit}" if step.memory_limit else step.schedule
 
 
 def _gib(size: float) -> str:
@@ -122,14 +142,14 @@ def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]
     sides = {each.workload.degrees.pipeline > 1: each for each in reversed(searched) if each.on_these_degrees}
     pipeline, fsdp = (sides[side].on_these_degrees if side in sides else None for side in (True, False))
     if pipeline and fsdp:
-        yield compare(pipeline, fsdp, f"{pipeline.schedule} on {sides[True].workload.degrees}")
+        yield compare(pipeline, fsdp, f"{pipeline.name} on {sides[True].workload.degrees}")
     else:
         yield "No pipeline fits." if fsdp else "Without a pipeline it does not fit."
     yield from lines(best, searched=True)
 
 
 def record(found: Estimate) -> dict[str, Any]:
-    work, device = found.workload, found.device
+    work, device, advice = found.workload, found.device, found.advice
     return {
         "job": work.name,
         "device": None if device is None else device.name,
@@ -138,17 +158,21 @@ def record(found: Estimate) -> dict[str, Any]:
         "microbatches": work.microbatches,
         "tokens_per_step": work.global_tokens,
         "parameters": work.parameters,
-        "schedules": [
-            {
-                **{name: value for name, value in vars(step).items() if name not in ("timeline", "memory")},
-                "memory": {**vars(step.memory), "total": step.memory.total},
-                "step_to_1f1b": found.relative(step, found.usual),
-                "step_to_fsdp": found.relative(step, found.without_pipeline),
-            }
-            for step in found.steps
-        ],
+        "advice": None if advice is None else vars(advice) | {"step": _row(found, advice.step)},
+        "schedules": [_row(found, step) for step in found.steps],
         "left_out": dict(found.left_out),
         "words": [*work.warnings, *found.words],
+    }
+
+
+def _row(found: Estimate, step: Step) -> dict[str, Any]:
+    hidden = ("timeline", "memory", "algorithm")
+    return {
+        **{name: value for name, value in vars(step).items() if name not in hidden},
+        "memory": {**vars(step.memory), "total": step.memory.total},
+        "step_to_own": found.relative(step, found.own),
+        "step_to_1f1b": found.relative(step, found.usual),
+        "step_to_fsdp": found.relative(step, found.without_pipeline),
     }
 
 

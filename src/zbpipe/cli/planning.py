@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from zbpipe.cli.base import Command, OutputFile, compared_size, json_option, print_json, progress_line, transport_option
-from zbpipe.cli.request import Costs, cost_options, is_given, memory_limit_option, simulate_all
-from zbpipe.costs.model import Transport
+from zbpipe.cli.jobs import TITANS
+from zbpipe.cli.request import Costs, cost_options, memory_limit_option, simulate_all
 
 if TYPE_CHECKING:
     from zbpipe.planner.result import Plan
     from zbpipe.views.report import ComparedSchedule
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, context_settings=TITANS)
 @compared_size
-@cost_options()
+@cost_options(of_job=True)
 @transport_option
 @memory_limit_option
 @click.option(
@@ -68,6 +68,7 @@ def plan(context: click.Context, /, *, costs: Costs, output: Path | None, as_jso
     Examples:
       zbpipe plan -p 8 -m 32 --memory-limit 1.0x -o plan.csv
       zbpipe plan -p 4 -m 8 --costs 1,2,1 --placement v --placement wave --json
+      zbpipe plan --module titan_integration.llama3 --config llama3_70b --gpus 64 --device H200 --memory-limit 1.2x
     """
     from zbpipe.planner.plan import plan as search
     from zbpipe.views.report import comparison
@@ -103,8 +104,9 @@ def _complete(context: click.Context, costs: Costs, asked: dict[str, Any]) -> di
         raise click.UsageError(f"--placement and the rank_of in {costs.file} exclude each other: omit one", context)
     return asked | {
         "ranks": costs.require_ranks(asked["ranks"]),
+        "microbatches": costs.microbatches(asked["microbatches"]),
+        "transport": costs.transport(asked["transport"]),
         "placements": asked["placements"] or None,
-        "transport": asked["transport"] if is_given(context, "transport") else None,
     }
 
 
@@ -113,8 +115,7 @@ def _compare(found: Plan, costs: Costs, asked: Mapping[str, Any]) -> Iterator[Co
     from zbpipe.views.report import ComparedSchedule
 
     ranks, microbatches = asked["ranks"], asked["microbatches"]
-    transport = asked["transport"] or (costs.job and costs.job.transport) or Transport.IDEAL
-    named = simulate_all(ranks, microbatches, costs, asked["memory_limit"], transport=transport)
+    named = simulate_all(ranks, microbatches, costs, asked["memory_limit"], transport=asked["transport"])
     limits = costs.limits(asked["memory_limit"], ranks, microbatches)
     baseline = costs.baseline(ranks, microbatches)
     for timeline in chain((found.timeline,), named):

@@ -13,6 +13,7 @@ import click
 from click.core import ParameterSource
 
 from zbpipe.cli.base import name_argument, one_line, options, parse_with, progress_line, size_options, stages_option
+from zbpipe.cli.jobs import JobOptions, job_options
 from zbpipe.costs.file import load_costs
 from zbpipe.costs.job import SPELLINGS, CostsOf, JobCosts, MemoryLimit, memory_of_1f1b
 from zbpipe.costs.layers import LayerCosts
@@ -37,6 +38,9 @@ class Costs:
     """Content of `--costs-file`."""
     file: Path | None = None
     checkpointing: Checkpointing | None = None
+    size: tuple[int, int] | None = None
+    """Ranks and microbatches of the job that `--gpus` describes; and its transport."""
+    usual: Transport = Transport.IDEAL
 
     def has(self, placement: Placement) -> bool:
         """Whether there are costs for the stages of `placement`."""
@@ -47,7 +51,9 @@ class Costs:
         return True
 
     def ranks(self, given: int | None) -> int | None:
-        """The given number of ranks, which has to fit the cost file, or the file's own."""
+        """The given number of ranks, which has to fit the cost file, or the file's own, or the job's."""
+        if self.size is not None:
+            return self.size[0]
         if self.job is None:
             return given
         if given is None:
@@ -61,11 +67,15 @@ class Costs:
             raise click.UsageError("Missing option '-p' / '--ranks'", click.get_current_context())
         return found
 
-    def transport(self, chosen: Transport, context: click.Context) -> Transport:
+    def microbatches(self, given: int | None) -> int:
+        found = self.size[1] if self.size else given
+        if found is None:
+            raise click.UsageError("Missing option '-m' / '--microbatches'", click.get_current_context())
+        return found
+
+    def transport(self, chosen: Transport | None) -> Transport:
         """The transport on the command line, else the cost file's."""
-        if self.job is None or self.job.transport is None or is_given(context, "transport"):
-            return chosen
-        return self.job.transport
+        return chosen or (self.job and self.job.transport) or self.usual
 
     @property
     def for_limits(self) -> CostModel | LayerCosts | CostsOf:
@@ -102,6 +112,24 @@ def is_given(context: click.Context, name: str) -> bool:
     return context.get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
+def _of_job(job: JobOptions, context: click.Context) -> Costs:
+    """The costs of a job, as `zbpipe estimate` counts them."""
+    from zbpipe.estimation.devices import find
+    from zbpipe.estimation.estimate import job_costs
+
+    others = {"costs": "--costs", "comm": "--comm", "checkpointing": "--checkpointing", "host": "--host-bandwidth"}
+    others |= {"costs_file": "--costs-file", "ranks": "-p", "microbatches": "-m"}
+    if given := [option for name, option in others.items() if is_given(context, name)]:
+        raise click.UsageError(f"{given[0]} and --gpus exclude each other: the job has its own; omit one", context)
+    if job.device is None:
+        raise click.UsageError("name the --device of the job, for example H100", context)
+    workload = job.workload()
+    size = workload.degrees.pipeline, workload.microbatches
+    words = f"costs of {workload.name} ({workload.degrees}) on {job.device}"
+    of = job_costs(workload, job.device, **job.rates)
+    return Costs(of, words, checkpointing=workload.checkpointing, size=size, usual=find(job.device).transport)
+
+
 def _from_file(file: Path, context: click.Context) -> Costs:
     """The cost file, unless other options contradict it."""
     reasons = {
@@ -136,9 +164,9 @@ def _times(context: click.Context, option: click.Parameter, text: str) -> Times 
     return f, i, w
 
 
-def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
+def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_Function], _Function]:
     """Decorator for the cost options, which the command gets as one argument `costs`. The default of `--costs` is
-    `times`."""
+    `times`. `of_job`: whether there are also the options of a job."""
     add_options = options(
         click.option(
             "--costs",
@@ -184,13 +212,17 @@ def cost_options(times: str = "typical") -> Callable[[_Function], _Function]:
 
     def add(command: _Function) -> _Function:
         @wraps(command)
-        def with_costs(*, costs_file: Path | None, **given: Any) -> Any:
+        def with_costs(*, costs_file: Path | None, job: JobOptions | None = None, **given: Any) -> Any:
             chosen = typical(*(given.pop(name) for name in ("costs", "comm", "checkpointing", "host")))
             if costs_file:
                 chosen = _from_file(costs_file, click.get_current_context())
+            if job and job.gpus is not None:
+                chosen = _of_job(job, click.get_current_context())
+            elif job:
+                job.require_no_arguments("; name the --gpus of a job of TorchTitan")
             return command(costs=chosen, **given)
 
-        return add_options(with_costs)  # type: ignore[return-value]
+        return add_options(job_options(with_costs) if of_job else with_costs)  # type: ignore[return-value]
 
     return add
 

@@ -9,6 +9,7 @@ import click
 
 from zbpipe.cli import base
 from zbpipe.cli.base import COUNT, Command, OutputFile, print_json
+from zbpipe.cli.jobs import TITANS
 from zbpipe.cli.request import Costs, Request, cost_options, memory_limit_option, request_options, simulate_all
 from zbpipe.costs.job import MemoryLimit
 from zbpipe.costs.model import Transport
@@ -54,7 +55,11 @@ def list_(as_json: bool) -> None:
     help="Write a trace for ui.perfetto.dev or chrome://tracing; gzipped if its name ends in .gz.",
 )
 def show(
-    request: Request, transport: Transport, svg_file: Path | None, html_file: Path | None, perfetto_file: Path | None
+    request: Request,
+    transport: Transport | None,
+    svg_file: Path | None,
+    html_file: Path | None,
+    perfetto_file: Path | None,
 ) -> None:
     """Draw a schedule, in the terminal or into files.
 
@@ -71,7 +76,7 @@ def show(
     from zbpipe.views.style import summary
 
     costs = request.costs
-    timeline = request.simulate(transport=costs.transport(transport, click.get_current_context()))
+    timeline = request.simulate(transport=costs.transport(transport))
     if svg_file is not None:
         from zbpipe.views.svg import svg
 
@@ -119,7 +124,7 @@ _jitter_option = click.option(
 @base.json_option
 def simulate(
     request: Request,
-    transport: Transport,
+    transport: Transport | None,
     steps: int,
     no_sync: bool,
     vary: Vary | None,
@@ -139,7 +144,7 @@ def simulate(
     from zbpipe.views.style import number
 
     costs = request.costs
-    transport = costs.transport(transport, click.get_current_context())
+    transport = costs.transport(transport)
     if vary and (no_sync or steps > 1 or transport is not Transport.IDEAL):
         raise click.UsageError("--jitter is for one synchronous step with the ideal transport: omit the others")
     timeline = request.simulate(num_steps=steps, synchronous=not no_sync, transport=transport)
@@ -155,20 +160,20 @@ def simulate(
     click.echo(f"\n{costs.words}")
 
 
-@click.command(cls=Command)
+@click.command(cls=Command, context_settings=TITANS)
 @base.compared_size
 @base.stages_option
-@cost_options()
+@cost_options(of_job=True)
 @base.transport_option
 @memory_limit_option
 @_jitter_option
 @base.json_option
 def compare(
     ranks: int | None,
-    microbatches: int,
+    microbatches: int | None,
     stages_per_rank: int | None,
     costs: Costs,
-    transport: Transport,
+    transport: Transport | None,
     memory_limit: MemoryLimit | None,
     vary: Vary | None,
     as_json: bool,
@@ -187,11 +192,12 @@ def compare(
       zbpipe compare -p 8 -m 32 --jitter ops=0.1,delay=0.5
       zbpipe compare -p 8 -m 32 --checkpointing full --memory-limit 1.2x
       zbpipe compare -p 8 -m 32 --costs 1,1.2,0.8 --memory-limit 6
+      zbpipe compare --module titan_integration.llama3 --config llama3_70b --gpus 64 --device H200
     """
     from zbpipe.views import report
 
-    ranks = costs.require_ranks(ranks)
-    transport = costs.transport(transport, click.get_current_context())
+    ranks, microbatches = costs.require_ranks(ranks), costs.microbatches(microbatches)
+    transport = costs.transport(transport)
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
     limits = costs.limits(memory_limit, ranks, microbatches)
     baseline = costs.baseline(ranks, microbatches)

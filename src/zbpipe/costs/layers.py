@@ -94,6 +94,11 @@ class LayerCosts(CommonCosts):
         shared = {each.name: getattr(self, each.name) for each in fields(CommonCosts)}
         return join_stages(CostModel(**columns, **shared), split)
 
+    def times(self, split: Split) -> list[tuple[float, float, float]]:
+        """F, I and W of the stages of this split."""
+        stages = self.stages(split)
+        return list(zip(stages.f, stages.i, stages.w, strict=True))
+
     def even(self, placement: Placement) -> CostModel:
         """Costs of a placement's stages with equal numbers of layers, TorchTitan's default."""
         return self.stages(split_of(even_sizes(len(self.layers), placement.num_stages)))

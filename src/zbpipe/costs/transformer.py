@@ -34,8 +34,8 @@ NOTE = (
 """Note below tables that mark such schedules with an asterisk."""
 
 
-Work = Sequence[tuple[float, float]]
-"""Multiplications of each stage for a token: in its blocks, which the checkpointing wraps, and in all else."""
+Work = Sequence[tuple[float, float, float]]
+"""F, I and W of each stage, in any unit of time."""
 
 
 class Checkpointing(Named):
@@ -203,17 +203,15 @@ def usual_costs(
 
     F takes one second on the average rank. `work` is the work of each stage. Default: all stages are equal.
 
-    >>> usual_costs(Placement.loop(2), Checkpointing.FULL, work=[(3, 0), (0, 1)]).i
-    (2.985, 0.495)
+    >>> usual_costs(Placement.loop(2), Checkpointing.FULL, work=[(3, 6, 2), (1, 1, 1)]).i
+    (3.0, 0.5)
     """
     costs = typical_costs(placement, checkpointing, comm=_COMM, tensor=tensor)
-    if work is None or not any(map(sum, work)):
+    if work is None or not sum(f for f, *_ in work):
         return costs
-    unit = placement.num_ranks / sum(map(sum, work))
-    f, i, w = ([unit * each * sum(stage) for stage in work] for each in PAPERS_TIMES)
-    again = LLAMA_3_8B.recomputed(checkpointing)
-    i = [once + unit * again * blocks for once, (blocks, _) in zip(i, work, strict=True)]
-    return replace(costs, f=tuple(f), i=tuple(i), w=tuple(w))
+    unit = placement.num_ranks / sum(f for f, *_ in work)
+    f, i, w = (tuple(unit * each for each in times) for times in zip(*work, strict=True))
+    return replace(costs, f=f, i=i, w=w)
 
 
 def has_torchs_split(schedule: Schedule, source: str) -> bool:

@@ -133,17 +133,26 @@ def choose(
         if each in finalists
     }
     best, *others = sorted(steps, key=lambda each: round(steps[each] / filled[finalists[0]], _DIGITS))
-    words = f"{forms[best].name} runs {_describe(best)}"
+    words = f"{forms[best].name} runs {describe(best)}"
     if usual < inf:
         words += f": {_compare(steps[best], usual)} than 1F1B as simulated for this cut"
-        words += "".join(f"; {_describe(each)}: {_compare(steps[each], usual)}" for each in others)
+        words += "".join(f"; {describe(each)}: {_compare(steps[each], usual)}" for each in others)
     return Choice(forms[best], best, words)
 
 
-def _describe(placement: Placement) -> str:
-    number = placement.num_stages // placement.num_ranks
-    how = "loop" if placement == Placement.loop(placement.num_ranks, number) else "wave"
-    return f"{number} stages per rank in a {how}" if number > 1 else "1 stage per rank"
+def describe(placement: Placement) -> str:
+    """The number of stages per rank, and their placement.
+
+    >>> [describe(Placement(each)) for each in ((0, 1), (0, 1, 0, 1), (0, 1, 1, 0))]
+    ['1 stage per rank', '2 stages per rank in a loop', '2 stages per rank in a wave']
+    >>> describe(Placement((0, 1, 1, 0, 0, 1)))
+    'stages on ranks 0-1-1-0-0-1'
+    """
+    ranks, number = placement.num_ranks, placement.num_stages // placement.num_ranks
+    for how, usual in (("loop", Placement.loop), ("wave", Placement.wave)):
+        if placement == usual(ranks, max(number, 1)):
+            return f"{number} stages per rank in a {how}" if number > 1 else "1 stage per rank"
+    return f"stages on ranks {'-'.join(map(str, placement.rank_of))}"
 
 
 def _compare(step: float, usual: float) -> str:

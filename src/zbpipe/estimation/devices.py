@@ -14,6 +14,8 @@ from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any
 
+from zbpipe.costs.model import Transport
+
 GIB = 2**30
 _OF_MEMORY = 0.8
 """Share of the memory's bandwidth that kernels of norms and activation functions reach."""
@@ -50,6 +52,8 @@ class Device:
     """Least and largest plausible speed of computation, relative to the likely one. None if only one is known."""
     gpus_per_node: int = 8
     latency: float = 2e-5
+    transport: Transport = Transport.ONE_QUEUE
+    """Which messages wait for each other: those of a rank, by the process groups of NCCL and RCCL."""
     overhead: float = 3e-4
     """Seconds between two ops of a schedule: Python and launches. One H200 takes 0.33 ms (benchmarks/README.md)."""
 

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import islice
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from math import inf
 from typing import Any
 
 from zbpipe.costs.job import JobCosts, MemoryLimit, memory_of_1f1b, resolve_limits
 from zbpipe.costs.layers import Split, join_stages, merge_stages
-from zbpipe.costs.model import CostModel
+from zbpipe.costs.model import CostModel, Transport
 from zbpipe.costs.transformer import has_torchs_split, runs_torchs_split
 from zbpipe.estimation.choice import choose
+from zbpipe.estimation.cut import WorkloadCut
 from zbpipe.estimation.devices import DEVICES, Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.rates import Rates, rates
-from zbpipe.estimation.rows import NO_PIPELINE, PLAN, Estimate, Memory, Step
+from zbpipe.estimation.rows import LIGHTER, NO_PIPELINE, PLAN, Estimate, Memory, Step
 from zbpipe.estimation.workload import Workload
+from zbpipe.planner.engine import fastest
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import PLACEMENTS
 from zbpipe.schedule.garbage import without_collections
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
-from zbpipe.schedule.registry import Algorithm, resolve, schedules
+from zbpipe.schedule.registry import Algorithm, resolve, schedules, stages_for
 from zbpipe.simulator.memory import peak_parts
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
@@ -42,10 +44,10 @@ _LIMITS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 8.0)
 """Memory limits to try, to 1F1B's memory."""
 _ROUGHLY = 1.1
 """Share of the room up to which a limit is tried: a job's schedule is made for usual costs, and may take less."""
-_FORMS = 2
-"""Number of schedules to try them with: those with the shortest steps in their default memory."""
 _AS_SHORT = 1.005
 """Length of a step relative to the shortest, from which on more memory is not worth it."""
+_LIGHTER = 1.5
+"""Least growth of the activations with a lighter checkpointing."""
 _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 _AT_LEAST_STAGES = ("1F1B", "DualPipeV")
 
@@ -58,12 +60,15 @@ def estimate(
     tflops: float | None = None,
     link: float | Sequence[float] | None = None,
     costs: JobCosts | None = None,
+    transport: Transport | str | None = None,
     only: Sequence[str] | None = None,
     stages_per_rank: Sequence[int] = _STAGES_PER_RANK,
     plans: bool = True,
     budget: float = _BUDGET,
 ) -> Estimate:
     """Estimates for each schedule in a job: step time, bubble, tokens/s, MFU, and memory of the worst rank.
+
+    `advice` of the result is the answer in one sentence.
 
     Args:
         workload: workload of the job, on its degrees: by `zbpipe.frameworks.titan.command_line.read_workload` from a
@@ -72,12 +77,16 @@ def estimate(
         tflops: sustained 1e12 operations per second, in place of the table's share of the peak.
         link: 1e9 bytes per second between nodes, or (inside, between), in place of the table's values.
         costs: measured costs of stages or layers (`zbpipe measure`), in place of counted ones.
+        transport: which messages wait for each other, as in `zbpipe.simulate`. Default: the transport of the costs, or
+            of the device.
         only: names of schedules. Default: all registered ones.
         stages_per_rank: numbers of stages per rank to try, for schedules that take any number.
-        plans: whether to search for plans, one for each number of stages per rank, and for ZB's best memory limit.
+        plans: whether to add the rows of the answer: the job's schedule, ZB, 1F1B and Interleaved1F1B, ZB with its best
+            memory limit, and a plan. With schedules to compare there is a plan for each number of stages per rank.
         budget: number of ops that the search of one plan may time.
 
-    Raises ValueError for unknown devices and schedules, invalid rates, and costs for another number of ranks.
+    Raises ValueError for unknown devices, schedules and transports, invalid rates, and costs for another number of
+    ranks.
     """
     if not isinstance(workload, Workload):
         raise TypeError(
@@ -89,63 +98,110 @@ def estimate(
     found = None if device is None else find(device)
     ranks = workload.degrees.pipeline
     if costs is not None:
-        if not isinstance(costs, JobCosts):
-            raise TypeError(
-                f"an estimate cannot have costs = {costs!r}: give zbpipe.costs.JobCosts, as zbpipe.load_costs"
-            )
-        costs.require_ranks(ranks)
-        if isinstance(costs.costs, CostModel) and costs.costs.num_stages % ranks:
-            raise ValueError(
-                f"the costs are of {costs.costs.num_stages} stages, which {ranks} ranks cannot share equally: measure"
-                f" them on {ranks} ranks"
-            )
+        _require_costs(costs, ranks)
     for name, given in (("only", () if only is None else only), ("stages_per_rank", stages_per_rank)):
         if not isinstance(given, Iterable) or isinstance(given, str):
             raise TypeError(f"an estimate cannot have {name} = {given!r}: give a list")
     stages_per_rank = [require_whole(1, stages_per_rank=each)[0] for each in stages_per_rank]
-    job = _Job(workload, None if found is None else rates(found, tflops, link), costs)
+    known = transport or (costs and costs.transport) or (found and found.transport) or Transport.IDEAL
+    speeds = None if found is None else rates(found, tflops, link)
+    job = _Job(workload, speeds, costs, Transport.parse(known), WorkloadCut(workload))
     own = resolve(workload.schedule)
     names = None if only is None else {resolve(name).name for name in only}
     wanted = [each for each in schedules().values() if names is None or each.name in names]
-    left_out: list[tuple[str, str]] = []
+    rows = _Rows(job)
     if names is None and ranks * workload.microbatches > _SEARCHED:
         slow = [each for each in wanted if "memory_limit" in each.keywords and each is not own]
-        left_out += [(each.name, "its search takes long at this size: name it with --schedule") for each in slow]
+        rows.left_out += [(each.name, "its search takes long at this size: name it with --schedule") for each in slow]
         wanted = [each for each in wanted if each not in slow]
-
-    def kept(name: str, make: Callable[..., Step], *args: Any) -> Iterator[Step]:
-        try:
-            yield make(*args)
-        except ValueError as error:
-            left_out.append((name, str(error)))
-
-    steps: list[Step] = []
-    for algorithm, stages in _variants(wanted, own, workload, stages_per_rank):
-        steps += kept(f"{algorithm.name}, {stages} stages per rank", job.named, algorithm, stages)
-    if plans and ranks > 1:
-        steps += job.in_other_memory(steps)
-        for name in _PLANNED:
-            steps += kept(f"plan, {name}", job.planned, name, budget)
+    if ranks > 1:
+        if plans:
+            rows.add_answer(budget)
+        elif own in wanted or own.table is not None:
+            rows.add(own.name, job.typed, own.name, is_own=True)
+        rows.add_all(wanted, stages_per_rank)
+        for name in _PLANNED if plans and wanted else ():
+            if not rows.has(PLAN, PLACEMENTS[name](ranks)):
+                rows.add(f"plan, {name}", job.planned, name, PLACEMENTS[name](ranks), budget)
     if job.rates is not None:
-        steps += kept(NO_PIPELINE, job.without_pipeline)
-    steps.sort(key=lambda step: (not step.runs, not step.fits, step.seconds, step.has_torchs_split))
+        rows.add(NO_PIPELINE, job.without_pipeline, is_typed=True)
+    steps = sorted(rows.steps, key=lambda step: (not step.runs, not step.fits, step.seconds, step.has_torchs_split))
     device = None if job.rates is None else job.rates.device
-    return Estimate(workload, device, tuple(steps), tuple(left_out), tuple(job.words(tflops, link)))
+    return Estimate(workload, device, tuple(steps), tuple(rows.left_out), tuple(job.words(tflops, link)), rows.lighter)
 
 
-def _variants(
-    wanted: Sequence[Algorithm], own: Algorithm, workload: Workload, numbers: Sequence[int]
-) -> Iterator[tuple[Algorithm, int]]:
-    """Each schedule with its numbers of stages per rank, also the job's own if it is a file."""
-    if workload.degrees.pipeline < 2:
-        return
-    for algorithm in wanted:
-        usual = algorithm.stages_per_rank
-        for stages in sorted(set(numbers)) if algorithm.any_stages_per_rank else (usual,):
-            if stages >= usual or usual > max(numbers):
-                yield algorithm, stages
-    if own.table is not None:
-        yield own, own.stages_per_rank
+def job_costs(workload: Workload, device: str | Device, **given: Any) -> Callable[[Placement], CostModel]:
+    """Counted costs of a job's stages on any placement, in seconds and bytes, with FSDP. `given`: see `rates`."""
+    job = _Job(workload, rates(find(device), **given), None, find(device).transport, WorkloadCut(workload))
+
+    def costs(placement: Placement) -> CostModel:
+        split = job.cut.split(placement)
+        return job.with_fsdp(job.costs(placement, split), split)
+
+    return costs
+
+
+def _require_costs(costs: JobCosts, ranks: int) -> None:
+    if not isinstance(costs, JobCosts):
+        raise TypeError(f"an estimate cannot have costs = {costs!r}: give zbpipe.costs.JobCosts, as zbpipe.load_costs")
+    costs.require_ranks(ranks)
+    if isinstance(costs.costs, CostModel) and costs.costs.num_stages % ranks:
+        raise ValueError(
+            f"the costs are of {costs.costs.num_stages} stages, which {ranks} ranks cannot share equally: measure"
+            f" them on {ranks} ranks"
+        )
+
+
+@dataclass
+class _Rows:
+    """Rows of an estimate, and the schedules that have none."""
+
+    job: _Job
+    steps: list[Step] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    lighter: Step | None = None
+    """The shortest row that fits with a lighter checkpointing."""
+
+    def add(self, name: str, make: Callable[..., Step], *args: Any, **about: Any) -> Step | None:
+        try:
+            self.steps.append(replace(make(*args), **about))
+        except ValueError as error:
+            self.left_out.append((name, str(error)))
+            return None
+        return self.steps[-1]
+
+    def has(self, name: str, placement: Placement) -> bool:
+        return any(
+            step.schedule == name and step.timeline is not None and step.timeline.schedule.placement == placement
+            for step in self.steps
+        )
+
+    def add_answer(self, budget: float) -> None:
+        """The rows that a job can type, and are compared first."""
+        job, workload = self.job, self.job.workload
+        fastest()  # the plan needs machine code, and searches before it are faster, too
+        own = self.add(workload.schedule, job.typed, workload.schedule, is_own=True, is_typed=True)
+        zb = own if own and own.schedule == "ZB" else self.add("ZB", job.typed, "ZB", is_typed=True)
+        stages = max([each.stages_per_rank for each in (own, zb) if each and each.stages_per_rank > 1][:1] or [2])
+        for name, number in (("1F1B", 1), ("Interleaved1F1B", stages)):
+            if own is None or (own.schedule, own.stages_per_rank) != (name, number):
+                self.add(f"{name}, {number} stages per rank", job.named, resolve(name), number, is_typed=True)
+        if zb is None or zb.timeline is None:
+            return
+        placement = zb.timeline.schedule.placement
+        self.steps += job.in_other_memory(zb)
+        self.add(f"plan, {zb.placement}", job.planned, zb.placement, placement, budget, is_typed=True)
+        found = [each for each in job.in_lighter_checkpointing(own or zb, zb) if each.fits and each.runs]
+        self.lighter = min(found, key=lambda each: each.seconds, default=None)
+
+    def add_all(self, wanted: Sequence[Algorithm], numbers: Sequence[int]) -> None:
+        """Each schedule with its numbers of stages per rank."""
+        for algorithm in wanted:
+            usual = algorithm.stages_per_rank
+            for stages in sorted(set(numbers)) if algorithm.any_stages_per_rank else (usual,):
+                is_asked = stages >= usual or usual > max(numbers)
+                if is_asked and not self.has(algorithm.name, algorithm.place(self.job.ranks, stages)):
+                    self.add(f"{algorithm.name}, {stages} stages per rank", self.job.named, algorithm, stages)
 
 
 def _require_torch_runs(algorithm: Algorithm, ranks: int, stages_per_rank: int, microbatches: int) -> None:
@@ -164,76 +220,111 @@ class _Job:
     workload: Workload
     rates: Rates | None
     measured: JobCosts | None
+    transport: Transport
+    cut: WorkloadCut
 
-    def named(self, algorithm: Algorithm, stages: int, limit: MemoryLimit | None = None) -> Step:
-        degrees, microbatches = self.workload.degrees, self.workload.microbatches
-        placement = algorithm.place(degrees.pipeline, stages)
-        split = self.workload.split(placement, algorithm)
+    @property
+    def ranks(self) -> int:
+        return self.workload.degrees.pipeline
+
+    def typed(self, name: str) -> Step:
+        """The row of a schedule as the job runs it by this name, with the number of stages that it then has."""
+        algorithm, placement = choose_own(replace(self.workload, schedule=name), self.cut)
+        return self.named(algorithm, len(placement.stages_on(0)), resolve(name).name)
+
+    def named(self, algorithm: Algorithm, stages: int, name: str = "") -> Step:
+        microbatches, limit = self.workload.microbatches, self.workload.memory_limit
+        if "memory_limit" not in algorithm.keywords:
+            limit = None
+        placement = algorithm.place(self.ranks, stages)
+        split = self.cut.split(placement, algorithm)
         costs = self.costs(placement, split)
         made_for: CostModel | None = costs
         if self.measured is None and not (algorithm.by_checkpointing and self.workload.checkpointing is None):
-            made_for = self.workload.usual_costs(algorithm, placement)
-        _require_torch_runs(algorithm, degrees.pipeline, stages, microbatches)
-        size = degrees.pipeline, microbatches
-        schedule = algorithm.make(*size, stages_per_rank=stages, costs=made_for, memory_limit=limit)
+            made_for = self.cut.usual_costs(algorithm, placement)
+        _require_torch_runs(algorithm, self.ranks, stages, microbatches)
+        how: dict[str, Any] = {"costs": made_for, "memory_limit": limit, "transport": self.transport}
+        schedule = algorithm.make(self.ranks, microbatches, stages_per_rank=stages, **how)
         wave = "v" if stages == 2 else "wave"
-        known = {"loop": Placement.loop(degrees.pipeline, stages), wave: Placement.wave(degrees.pipeline, stages)}
-        kind = next((name for name, each in known.items() if each == placement), "table")
-        found = self.step(schedule, costs, split, algorithm.name, "single" if stages == 1 else kind, algorithm.source)
-        return found if limit is None else replace(found, memory_limit=limit.written)
+        known = {"loop": Placement.loop(self.ranks, stages), wave: Placement.wave(self.ranks, stages)}
+        kind = "single" if stages == 1 else next((kind for kind, each in known.items() if each == placement), "table")
+        found = self.step(schedule, costs, split, name or algorithm.name, kind, algorithm.source)
+        return replace(found, memory_limit=str(limit.written) if limit else None, algorithm=algorithm)
 
-    def in_other_memory(self, steps: Sequence[Step]) -> Iterator[Step]:
-        """ZB or ZBLoop with the least memory limit whose step is as short as with all of the device's memory.
+    def in_other_memory(self, usual: Step) -> Iterator[Step]:
+        """ZB's row with the least memory limit whose step is as short as with all of the device's memory.
 
-        None if that gains nothing.
+        None if that gains nothing, or if the job has a limit.
         """
-        usual = sorted((step for step in steps if resolve(step.schedule).chooses_stages), key=lambda each: each.seconds)
-        found: list[Step] = []
-        for form in usual[:_FORMS] if self.rates else ():
-            found += islice((each for each in self._within(form, reversed(_LIMITS)) if each.fits), 1)
-        if found:
-            best = min(found, key=lambda each: each.seconds)
-            least = next(
-                each for each in self._within(best, _LIMITS) if each.fits and each.seconds <= best.seconds * _AS_SHORT
-            )
-            if all(least.seconds * _AS_SHORT < each.seconds for each in usual if each.fits):
-                yield least
-
-    def _within(self, form: Step, multiples: Iterable[float]) -> Iterator[Step]:
-        """A row's schedule in these multiples of 1F1B's memory, if the device may have as much."""
-        algorithm, workload = resolve(form.schedule), self.workload
-        placement = algorithm.place(workload.degrees.pipeline, form.stages_per_rank)
-        split = workload.split(placement, algorithm)
+        algorithm, workload, stages = usual.algorithm, self.workload, usual.stages_per_rank
+        if self.rates is None or workload.memory_limit or algorithm is None:
+            return
+        placement = algorithm.place(self.ranks, stages)
+        split = self.cut.split(placement, algorithm)
+        room = 0.0
         with suppress(ValueError):  # the weights alone are too large
             room = min(self._room(placement, split) or (inf,))
-            once = memory_of_1f1b(self.costs(placement, split), placement.num_ranks, workload.microbatches)
-            for multiple in multiples:
-                if multiple * once <= room * _ROUGHLY:
-                    with suppress(ValueError):  # too low a limit
-                        yield self.named(algorithm, form.stages_per_rank, MemoryLimit(multiple, "x", f"{multiple:g}x"))
+        once = memory_of_1f1b(self.costs(placement, split), self.ranks, workload.microbatches)
 
-    def planned(self, name: str, budget: float) -> Step:
-        """The best plan found that leaves room for the weights."""
-        placement = PLACEMENTS[name](self.workload.degrees.pipeline)
-        split = self.workload.split(placement)
+        @cache
+        def within(multiple: float) -> Step | None:
+            limited = replace(workload, memory_limit=MemoryLimit(multiple, "x", f"{multiple:g}x"))
+            try:
+                found = replace(self, workload=limited).named(algorithm, stages, usual.schedule)
+            except ValueError:  # too low a limit
+                return None
+            return replace(found, is_typed=True) if found.fits else None
+
+        tried = [each for each in _LIMITS if each * once <= room * _ROUGHLY]
+        best = next(filter(None, map(within, reversed(tried))), None)
+        if best is None or (usual.fits and usual.seconds <= best.seconds * _AS_SHORT):
+            return
+        enough = best.seconds * _AS_SHORT
+        place = bisect_left(tried, True, key=lambda each: bool((step := within(each)) and step.seconds <= enough))
+        yield within(tried[place]) or best
+
+    def in_lighter_checkpointing(self, *steps: Step) -> Iterator[Step]:
+        """These rows, and FSDP's, with the next lighter checkpointing, if that may fit."""
+        workload, how = self.workload, self.workload.checkpointing
+        if self.measured or self.rates is None or how not in LIGHTER:
+            return
+        lighter = LIGHTER[how]
+        room = self.rates.device.usable_bytes
+        if all(step.memory.total + (_LIGHTER - 1) * step.memory.activations > room for step in steps):
+            return
+        with suppress(ValueError):  # counted for this checkpointing alone
+            found = workload.on(workload.degrees, lighter)
+            other = replace(self, workload=found, cut=WorkloadCut(found))
+            for step in dict.fromkeys(steps):
+                if step.algorithm is not None:
+                    yield other.named(step.algorithm, step.stages_per_rank, step.schedule)
+            yield other.without_pipeline()
+
+    def planned(self, name: str, placement: Placement, budget: float) -> Step:
+        """The best plan found on this placement that leaves room for the weights, and keeps to the job's limit."""
+        split = self.cut.split(placement)
         costs = self.costs(placement, split)
-        room = self._room(placement, split)
-        planned = self._with_fsdp(costs, split)
+        room, limit = self._room(placement, split), self.workload.memory_limit
         size = (placement.num_ranks, self.workload.microbatches)
-        found = plan(*size, planned, room, placements=[placement], budget=budget)
+        if limit is not None:
+            room = tuple(map(min, limit.resolve(costs, *size), room or (inf,) * self.ranks))
+        planned = self.with_fsdp(costs, split)
+        found = plan(*size, planned, room, placements=[placement], budget=budget, transport=self.transport)
         return self.step(found.schedule, costs, split, PLAN, name, "zbpipe")
 
     def step(self, schedule: Schedule, costs: CostModel, split: Split, name: str, placement: str, source: str) -> Step:
         overlaps = self.workload.overlaps_fsdp or source != "torch"
-        timeline = simulate(schedule, self._with_fsdp(costs, split), overlaps_fsdp=overlaps)
+        how: dict[str, Any] = {"transport": self.transport, "overlaps_fsdp": overlaps}
+        timeline = simulate(schedule, self.with_fsdp(costs, split), **how)
         seconds = self._seconds(timeline, split)
         worst = max(memories_by_rank(self.workload, timeline, split), key=lambda memory: memory.total)
         stages = len(schedule.placement.stages_on(0))
         torchs = has_torchs_split(schedule, source)
         runs = not torchs or runs_torchs_split(self.workload.checkpointing, self.workload.compiled)
         about = {"source": source, "timeline": timeline, "has_torchs_split": torchs, "runs": runs}
-        others = (self._with_fsdp(job.costs(schedule.placement, split), split) for job in self._extremes)
-        ends = tuple(self._seconds(simulate(schedule, each, overlaps_fsdp=overlaps), split) for each in others)
+        others = (self.with_fsdp(job.costs(schedule.placement, split), split) for job in self._extremes)
+        how["receives"] = timeline.receives
+        ends = tuple(self._seconds(simulate(schedule, each, **how), split) for each in others)
         return self._row(name, placement, stages, seconds, timeline.bubble, worst, ends, **about)
 
     # A row has as many figures.
@@ -285,7 +376,7 @@ class _Job:
             raise ValueError(f"weights and optimizer of a rank take more than the usable {usable / 2**30:.0f} GiB")
         return room
 
-    def _with_fsdp(self, costs: CostModel, split: Split) -> CostModel:
+    def with_fsdp(self, costs: CostModel, split: Split) -> CostModel:
         """The costs with the seconds in which FSDP gathers each stage's parameters, and reduces its gradients."""
         workload, degrees = self.workload, self.workload.degrees
         if self.rates is None or degrees.shards * degrees.replicas == 1 or costs.gather or costs.reduce:
@@ -349,10 +440,7 @@ class _Job:
                 f"links: {device.inside / 1e9:.0f} GB/s within a node, {device.between / 1e9:.0f} between"
                 f" ({'given' if link is not None else device.source})"
             )
-        yield (
-            "messages: an ideal transport, in which none waits in a queue or delays computations; for others see zbpipe"
-            " compare --transport shared-with-compute"
-        )
+        yield (f"messages: {self.transport} (--transport), with receives posted where they are best")
         yield (
             "FSDP: a pipeline gathers a stage beside its first F and reduces it beside its last W or B, with torch's"
             " schedules before and after these; without a pipeline, a layer's communication overlaps another's"
@@ -399,41 +487,44 @@ class JobMemory:
         return [name for name, device in DEVICES.items() if self.worst <= device.usable_bytes]
 
 
-def choose_own(workload: Workload, limit: MemoryLimit | None, *, on_cpu: bool = False) -> tuple[Algorithm, Placement]:
+def choose_own(
+    workload: Workload, cut: WorkloadCut | None = None, *, on_cpu: bool = False
+) -> tuple[Algorithm, Placement]:
     """The job's own schedule, and the placement that it chooses. Overhead of ops does not count `on_cpu`."""
+    cut = cut or WorkloadCut(workload)
     degrees, how = workload.degrees, workload.checkpointing
     algorithm = resolve(workload.schedule)
     if how is None:
-        return algorithm, algorithm.place(degrees.pipeline)
-    stages, rest = divmod(workload.num_stages or 0, degrees.pipeline)
-    if rest:
-        raise ValueError(
-            f"{degrees.pipeline} ranks cannot share the job's {workload.num_stages} stages equally: change the number"
-            " of layers per stage"
-        )
+        layers = cut.num_layers or len(workload.layers)
+        stages = stages_for(layers, degrees.pipeline)[0] if algorithm.chooses_stages else None
+        return algorithm, algorithm.place(degrees.pipeline, stages)
+    number, stages = workload.num_stages, None
+    if number is not None:
+        stages = algorithm.stages_of_cut(degrees.pipeline, number, "the job's number of layers per stage makes")
     chosen = choose(
         algorithm,
         degrees.pipeline,
         workload.microbatches,
-        workload,
+        cut,
         how,
         tensor=degrees.tensor,
         tokens=0.0 if on_cpu else workload.tokens / degrees.sharing,
-        stages_per_rank=(stages if algorithm.any_stages_per_rank else 0) or None,
-        memory_limit=limit,
+        stages_per_rank=stages,
+        memory_limit=workload.memory_limit if "memory_limit" in algorithm.keywords else None,
     )
     return chosen.algorithm, chosen.placement
 
 
-def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobMemory:
+def memory_by_rank(workload: Workload) -> JobMemory:
     """Memory of each rank with the job's own schedule. With `Auto` a plan may use all of the limit.
 
     `USABLE` leaves room for buffers of the communication library, copies of FSDP, and fragmentation.
     """
-    algorithm, placement = choose_own(workload, limit)
-    split = workload.split(placement, algorithm)
+    cut, limit = WorkloadCut(workload), workload.memory_limit
+    algorithm, placement = choose_own(workload, cut)
+    split = cut.split(placement, algorithm)
     costs = join_stages(workload.layer_costs(lambda layer: (1.0, 1.0, 1.0)), split)  # times make no difference
-    made_for = workload.usual_costs(algorithm, placement)
+    made_for = cut.usual_costs(algorithm, placement)
     microbatches = workload.microbatches
     schedule = algorithm.make_on(placement, microbatches, costs=made_for, memory_limit=limit)
     assert schedule is not None, "the placement is one of the schedule"
@@ -443,7 +534,7 @@ def memory_by_rank(workload: Workload, limit: MemoryLimit | None = None) -> JobM
         needed = resolve_limits(limit, placement, costs, microbatches)
         if limit is None:  # a plan may take what ZB takes
             zb = resolve("ZB")
-            made = zb.make_on(placement, microbatches, costs=workload.usual_costs(zb, placement))
+            made = zb.make_on(placement, microbatches, costs=cut.usual_costs(zb, placement))
             assert made is not None, "Auto has ZB's placements"
             needed = tuple(map(max, needed, simulate(made, costs).peak_memory))
         # The excess of a plan counts as activations.

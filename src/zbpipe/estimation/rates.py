@@ -13,7 +13,7 @@ from typing import Any
 
 from zbpipe.costs.layers import Split, join_stages
 from zbpipe.costs.model import CostModel, Link
-from zbpipe.estimation.devices import Device
+from zbpipe.estimation.devices import Device, find
 from zbpipe.estimation.workload import LayerWork, Workload
 from zbpipe.schedule.ir import Placement
 
@@ -88,6 +88,10 @@ class Rates:
         doublings = max(log2(degrees.gpus / self.device.gpus_per_node), 0.0)
         optimizer = _OPTIMIZER_BYTES * parameters / self.device.memory
         return (seconds + optimizer) * (1 + _STRAGGLERS[degrees.pipeline > 1] * doublings)
+
+
+USUAL = Rates(find("H100"))
+"""Those by which models are cut before anything is measured. They are the same on all GPUs, and in all commands."""
 
 
 def rates(device: Device, tflops: Any = None, link: Any = None) -> Rates:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from zbpipe.estimation.devices import Device
+from zbpipe.costs.transformer import Checkpointing
+from zbpipe.estimation.devices import GIB, Device
 from zbpipe.estimation.workload import Workload
+from zbpipe.schedule.registry import Algorithm
 from zbpipe.simulator.timeline import Timeline
 
 DECIDED = 0.1
@@ -14,6 +16,9 @@ DECIDED = 0.1
 on 64 H100 with FSDP differ by 35 % between frameworks."""
 HARDLY = 0.05
 """Gain of a pipeline up to which the answer is FSDP, which is simpler: the estimate's mean error."""
+WORTH = 0.02
+"""Share of a step from which on a change is worth it, and a plan in place of ZB, which runs in any job."""
+LIGHTER = {Checkpointing.FULL: Checkpointing.SELECTIVE, Checkpointing.SELECTIVE: Checkpointing.NONE}
 NO_PIPELINE = "no pipeline (FSDP)"
 PLAN = "plan"
 
@@ -74,14 +79,44 @@ class Step:
     has_torchs_split: bool = False
     memory_limit: str | None = None
     """The job's memory limit. None stands for the default."""
+    algorithm: Algorithm | None = field(default=None, repr=False, compare=False)
+    is_own: bool = False
+    """Whether it is the schedule that the job names."""
+    is_typed: bool = False
+    """Whether the answer compares it: a job can name it as it is."""
     runs: bool = True
     """Whether it can run with the job's checkpointing and torch.compile, as fast as simulated."""
+
+    @property
+    def name(self) -> str:
+        """The schedule, with a memory limit that it needs."""
+        return f"{self.schedule} in {self.memory_limit}" if self.memory_limit else self.schedule
+
+    def compare(self, other: Step) -> str:
+        """Its step relative to another one, for example "2.0% shorter"."""
+        change = self.seconds / other.seconds - 1
+        return f"{abs(change):.1%} {'longer' if change > 0 else 'shorter'}"
 
     def relative_range(self, to: Step) -> tuple[float, float]:
         """Least and largest step time relative to another row, over the plausible rates."""
         ends = zip(self.range, to.range, strict=True) if self.range and to.range else ()
         found = [one / other for one, other in ((self.seconds, to.seconds), *ends)]
         return min(found), max(found)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What an estimate recommends."""
+
+    verb: str
+    """"keep", "change to" or "drop the pipeline"."""
+    step: Step
+    """The recommended row."""
+    sentence: str
+    option: str
+    """Options to add to the job's command. Empty if nothing changes."""
+    checkpointing: str
+    """A sentence on a lighter checkpointing that gains more than the schedule. Empty if none does."""
 
 
 def answer(pipeline: Step, fsdp: Step) -> Answer:
@@ -105,10 +140,64 @@ class Estimate:
     """Schedules that cannot run here, each with the reason."""
     words: tuple[str, ...]
     """Sources of times and memory, and assumptions."""
+    lighter: Step | None = None
+    """The shortest row that fits with the next lighter checkpointing. None if nothing does."""
 
     @property
     def usual(self) -> Step | None:
         return self._named("1F1B")
+
+    @property
+    def own(self) -> Step | None:
+        """The row of the schedule that the job names."""
+        return next((step for step in self.steps if step.is_own), None)
+
+    @property
+    def best(self) -> Step | None:
+        """The row to take: the job's own, else ZB, unless another one that fits saves more than `WORTH`."""
+        rows = [step for step in self.steps if step.timeline]
+        typed = [step for step in rows if step.is_typed]
+        fitting = [step for step in typed or rows if step.fits and step.runs]
+        simplest = sorted(fitting, key=lambda each: (not each.is_own, each.schedule != "ZB", each.schedule == PLAN))
+        return next((each for each in simplest if (1 - WORTH) * each.seconds <= fitting[0].seconds), None)
+
+    @property
+    def advice(self) -> Advice | None:
+        """The answer: keep the schedule, change it, or drop the pipeline. None without a pipeline or what fits."""
+        own, best, fsdp = self.own, self.best, self.without_pipeline
+        fsdp = fsdp if fsdp and fsdp.fits and self.workload.degrees.pipeline > 1 else None
+        if fsdp and (best is None or answer(best, fsdp) is Answer.NO):
+            words = f"; {best.name}, the best schedule that fits, is {best.compare(fsdp)}" if best else ""
+            return self._advise("drop the pipeline", fsdp, words)
+        if best is None:
+            return None
+        words = ""
+        if fsdp and answer(best, fsdp) is Answer.UNDECIDED:
+            words = f"; try FSDP without a pipeline, too: this is {best.compare(fsdp)}, and frameworks differ by more"
+        return self._advise("keep" if best is own else "change to", best, words)
+
+    def _advise(self, verb: str, step: Step, more: str) -> Advice:
+        own, limit = self.own, step.memory_limit if self.workload.memory_limit is None else None
+        words = f"{verb} {step.name}" if step.timeline else verb
+        words = f"{words[0].upper()}{words[1:]}: {step.seconds:.4g} s per step"
+        if own and own is not step:
+            words += f", {step.compare(own)} than {own.name}"
+            words += ", which cannot run" if not own.runs else "" if own.fits else ", which does not fit"
+        room = f" of {self.device.usable_bytes / GIB:.1f}" if self.device else ""
+        words += f", {step.memory.total / GIB:.1f}{room} GiB on the worst rank"
+        pipeline, zbpipe, checkpointing = self.workload.prefixes
+        name = step.schedule if step.algorithm else f"{step.schedule}.csv"
+        option = f"{pipeline}schedule {name}" if step.timeline else f"{pipeline}degree 1"
+        option += f" {zbpipe}memory-limit {limit}" if limit else ""
+        lighter, tip = self.lighter, ""
+        if lighter and lighter.seconds < (1 - WORTH) * step.seconds:
+            how, now = LIGHTER[self.workload.checkpointing or Checkpointing.FULL], own or step
+            tip = (
+                f"Lighter checkpointing gains more: with {how} {lighter.name} takes {lighter.seconds:.4g} s,"
+                f" {lighter.compare(now)} than {now.name} now, {lighter.memory.total / GIB:.1f}{room} GiB:"
+                f" {checkpointing}{how}"
+            )
+        return Advice(verb, step, f"{words}{more}.", "" if step is own else option, tip)
 
     @property
     def without_pipeline(self) -> Step | None:

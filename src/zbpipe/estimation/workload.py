@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from zbpipe.costs.job import ENOUGH
-from zbpipe.costs.layers import Layer, LayerCosts, Split, balance, even_sizes, split_of
+from zbpipe.costs.job import ENOUGH, MemoryLimit
+from zbpipe.costs.layers import Split
 from zbpipe.costs.model import CostModel
-from zbpipe.costs.transformer import Checkpointing, Work, usual_costs
+from zbpipe.costs.transformer import Checkpointing
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
-from zbpipe.schedule.registry import Algorithm
 
 ASYNC_TENSOR = 0.48
 """Share of tensor parallelism's communication that torch's asynchronous tensor parallelism hides. TorchTitan, June
@@ -163,6 +162,10 @@ class Workload:
     """Share of the weight gradients that W computes. None if unknown."""
     batch_option: str = "microbatches"
     """Name of the option for a larger batch, in sequences of one pipeline's step."""
+    memory_limit: MemoryLimit | None = None
+    """Memory limit of the job, for schedules that adapt to one."""
+    prefixes: tuple[str, str, str] = ("", "", "checkpointing ")
+    """Prefixes of the job's options: of its pipeline, of zbpipe, and of activation checkpointing."""
 
     @property
     def warnings(self) -> list[str]:
@@ -203,20 +206,12 @@ class Workload:
             )
         if self.remade is not None:
             made = self.remade(degrees, checkpointing)
-            return replace(made, microbatches=microbatches, float8=self.float8, hidden_tensor=self.hidden_tensor)
+            kept = {name: getattr(self, name) for name in ("float8", "hidden_tensor", "memory_limit", "prefixes")}
+            return replace(made, microbatches=microbatches, **kept)
         mine = self.degrees.tensor, self.degrees.context, self.checkpointing
         if (degrees.tensor, degrees.context, checkpointing) != mine:
             raise ValueError(f"these layers have costs for {self.degrees}: give others for {degrees}")
         return replace(self, degrees=degrees, microbatches=microbatches, cut=None, num_stages=None)
-
-    def split(self, placement: Placement, algorithm: Algorithm | None = None) -> Split:
-        """Layers of each stage: TorchTitan's split for torch's schedules, zbpipe's for its own and for plans."""
-        if self.cut is not None and len(self.cut) == placement.num_stages:
-            return split_of(self.cut)
-        if self.ends is not None or (algorithm is not None and algorithm.source == "torch"):
-            return split_of(even_sizes(len(self.layers), placement.num_stages, self.ends or (1, 1)))
-        costs = LayerCosts(tuple(Layer(each.modules, each.f, each.i, each.w, 0.0) for each in self.layers))
-        return split_of(balance(costs, placement))
 
     def layer_costs(self, times: Callable[[LayerWork], tuple[float, float, float]]) -> CostModel:
         """Costs of the layers as if each were a stage, in bytes. `times` returns the times of F, I and W."""
@@ -230,34 +225,6 @@ class Workload:
             message_bytes=self.message_bytes,
             working={kind: tuple(each.get(kind, 0.0) for each in working) for kind in COMPUTATIONS},
         )
-
-    @property
-    def num_layers(self) -> int:
-        """Number of blocks."""
-        return sum(layer.is_block for layer in self.layers)
-
-    @property
-    def products(self) -> float:
-        """Multiplications of the whole model for a token."""
-        return sum(layer.f for layer in self.layers) / (2 * self.tokens)
-
-    def work(self, placement: Placement) -> Work:
-        """The work of each stage of zbpipe's cut."""
-        split = [[self.layers[number] for number in stage] for stage in self.split(placement)]
-        # A loss in chunks runs all of the head's work in F.
-        return [
-            (
-                sum(each.f for each in stage if each.is_block),
-                sum(each.f + each.i + each.w for each in stage if not each.is_block) / 3,
-            )
-            for stage in split
-        ]
-
-    def usual_costs(self, algorithm: Algorithm, placement: Placement) -> CostModel | None:
-        """Default costs of a schedule that adapts to the checkpointing. None for others, or if that is unknown."""
-        if self.checkpointing is None or not algorithm.by_checkpointing:
-            return None
-        return usual_costs(placement, self.checkpointing, self.degrees.tensor, self.work(placement))
 
     def parameters_by_stage(self, split: Split) -> list[float]:
         return [sum(self.layers[layer].parameters for layer in stage) for stage in split]

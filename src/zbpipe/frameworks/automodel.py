@@ -17,7 +17,6 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpipe.runtime import checks
 from zbpipe.runtime.measure.communication import find_placement
 from zbpipe.schedule.registry import Algorithm, stages_for
 
@@ -98,7 +97,7 @@ def _count_stages(
     """The number of stages: in total, and on each rank. Takes AutoModel's arguments."""
     if layers_per_stage is not None:
         cut = f"layers_per_stage={layers_per_stage} cuts the model's {num_layers} layers into"
-        each = checks.stages_of_cut(algorithm, pp_size, math.ceil(num_layers / layers_per_stage), cut)
+        each = algorithm.stages_of_cut(pp_size, math.ceil(num_layers / layers_per_stage), cut)
     else:
         each = stages_for(num_layers, pp_size)[0] if algorithm.chooses_stages else algorithm.stages_per_rank
     return each * pp_size, each
@@ -108,7 +107,7 @@ def _stages_on_rank(
     algorithm: Algorithm, pp_rank: int, pp_size: int, num_stages: int, style: str = "loop"
 ) -> tuple[int, ...]:
     """The stages on a rank. Takes AutoModel's arguments."""
-    each = checks.stages_of_cut(algorithm, pp_size, num_stages, "module_fqns_per_model_part lists")
+    each = algorithm.stages_of_cut(pp_size, num_stages, "module_fqns_per_model_part lists")
     return algorithm.place(pp_size, each).stages_on(pp_rank)
 
 

@@ -103,6 +103,7 @@ class _Installation:
         self._schedule = schedule
         self._everywhere = everywhere
         self._options = options
+        self._torchs_too = torchs_too
         self._proxies_of_torchs = torchs_too and options != Options()
         self._proxies: dict[str, Any] = {}
         self._tables: dict[str, Algorithm] = {}
@@ -139,6 +140,8 @@ class _Installation:
             return
         self.asked.append(asked)
         is_torchs = algorithm is None or algorithm.source == "torch"
+        if self._torchs_too and not is_torchs:
+            return  # the plug for TorchTitan logs more
         logger.info(
             "the job asks for the schedule %s and gets %s's %s", asked, "torch" if is_torchs else "zbpipe", name
         )

@@ -17,7 +17,7 @@ from zbpipe.planner.stages import plan_layers, plan_stages
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import Placement
 from zbpipe.simulator import lower_bound as bound
-from zbpipe.simulator.offloading import LimitTooSmallError, Offload, require_host
+from zbpipe.simulator.offloading import Offload, OverLimitError, require_host
 from zbpipe.simulator.offloading import offload as add_offload
 from zbpipe.simulator.simulation import simulate
 
@@ -163,10 +163,10 @@ def _plan_offloaded(
         bounds |= plan.bounds
         try:
             found.append(_add_copies(plan, request, what))
-        except LimitTooSmallError as error:
+        except OverLimitError as error:
             refusals.append(error)
     if not found:
-        known = [error for error in refusals if isinstance(error, LimitTooSmallError)]
+        known = [error for error in refusals if isinstance(error, OverLimitError)]
         raise min(known, key=lambda error: error.args[1]) if known else refusals[0]
     best = min(found, key=lambda each: (each.reached, sum(map(len, each.timeline.copies))))
     # With copies, the only known lower bound of a step is the one without any limit.

@@ -110,19 +110,6 @@ def require_options(name: str, options: Iterable[str], build: Callable[..., Any]
     require_known(f"{name} on this torch", options, known)
 
 
-def stages_of_cut(algorithm: registry.Algorithm, ranks: int, num_stages: int, cut: str) -> int:
-    """Stages per rank of a user's cut into this many stages. ValueError if the schedule runs another number."""
-    # `cut` names the field of the job's config, and what it does.
-    each, left = divmod(num_stages, ranks)
-    own = algorithm.place(ranks).num_stages
-    if left or not each or (num_stages != own and not algorithm.any_stages_per_rank):
-        needed = f"a multiple of {ranks}" if algorithm.any_stages_per_rank else str(own)
-        raise ValueError(
-            f"{cut} {num_stages} stages, but {algorithm.name} on {ranks} ranks has {needed}: change or omit the field"
-        )
-    return each
-
-
 def require_microbatches(name: str, n_microbatches: int, loss_fn: Callable[..., Tensor] | None) -> int:
     """The number of microbatches as a Python int. Anything else is refused, such as a loss_fn."""
     if loss_fn is not None and not callable(loss_fn):

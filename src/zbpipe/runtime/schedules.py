@@ -162,8 +162,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)
         for work in self.works:
             work.fsdp_mode = fsdp_mode
-        if words := fsdp2.describe(fsdp_mode, (stage.submod for stage in stages)):
-            logger.info("%s", words)
+        if any(fsdp2.is_shared(stage.submod) for stage in stages):
+            logger.info("%s", fsdp2.describe(fsdp_mode, (stage.submod for stage in stages)))
         board = StepBoard(stages[0])
         self._failures = StepFailures(board, has_events=not plain)
         self.sizes = StepSizes(board, n_microbatches)

@@ -107,6 +107,19 @@ class Algorithm:
             raise ValueError(f"{self.name} is a table for {placement.num_ranks} ranks, but the job has {num_ranks}")
         return placement
 
+    def stages_of_cut(self, num_ranks: int, num_stages: int, cut: str) -> int:
+        """Stages per rank of a user's cut into this many stages. ValueError if the schedule runs another number."""
+        # `cut` names the field of the job's config, and what it does.
+        each, left = divmod(num_stages, num_ranks)
+        own = self.place(num_ranks).num_stages
+        if left or not each or (num_stages != own and not self.any_stages_per_rank):
+            needed = f"a multiple of {num_ranks}" if self.any_stages_per_rank else str(own)
+            raise ValueError(
+                f"{cut} {num_stages} stages, but {self.name} on {num_ranks} ranks has {needed}: change or omit the"
+                " field"
+            )
+        return each
+
     def make(
         self,
         ranks: int,

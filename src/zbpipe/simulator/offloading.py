@@ -37,7 +37,7 @@ class Offload(Named):
         return cls.parse(given)
 
 
-class LimitTooSmallError(ValueError):
+class OverLimitError(ValueError):
     """No copies that cost no time keep to the limit. Its arguments: the message, and the peak of the worst rank."""
 
     def __str__(self) -> str:
@@ -113,7 +113,7 @@ def offload(
     over = [rank for rank, limit in enumerate(limits) if least[rank] > limit * (1 + ROUNDING)]
     if memory_limit is not None and over:
         worst = max(over, key=lambda rank: least[rank] / limits[rank] if limits[rank] else inf)
-        raise LimitTooSmallError(
+        raise OverLimitError(
             f"rank {worst} of {schedule.name} may hold {limits[worst]:g}, but needs {least[worst]:g} even with all"
             " copies that delay nothing: raise its limit to that, or give a schedule that needs less or a faster host",
             least[worst],

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from zbpipe.costs.job import MemoryLimit
 from zbpipe.estimation.workload import Degrees, Workload
 from zbpipe.frameworks.options import Options, add_arguments, from_arguments
 from zbpipe.frameworks.titan import cpu
@@ -77,7 +79,12 @@ def read_workload(arguments: Sequence[str], gpus: int) -> Workload:
     from zbpipe.frameworks.titan.counting import workload_of  # not before: TorchTitan chooses its device at import
 
     name = " ".join(value for flag, value in pairwise(arguments) if flag in _NAMING)
-    return workload_of(config, degrees_of(config, gpus), name)
+    checkpointing = " ".join(find_installed().checkpointing).removesuffix("{}")
+    return replace(
+        workload_of(config, degrees_of(config, gpus), name),
+        memory_limit=MemoryLimit.parse(parse(arguments)[0].memory_limit),
+        prefixes=("--parallelism.pipeline_parallel_", _PREFIX, checkpointing),
+    )
 
 
 _NAMING = ("--module", "--config", "--job.config_file", "--model.name", "--model.flavor")
@@ -106,11 +113,20 @@ def degrees_of(config: Any, num_gpus: int) -> Degrees:
     """Parallel degrees of the config. FSDP uses the GPUs that the other degrees leave."""
     (num_gpus,) = require_whole(1, gpus=num_gpus)
     parallelism = config.parallelism
-    pipeline, tensor = parallelism.pipeline_parallel_degree, parallelism.tensor_parallel_degree
-    context, replicas = parallelism.context_parallel_degree, parallelism.data_parallel_replicate_degree
-    each = pipeline * tensor * context * replicas
+    shared, replicas = shared_degrees(parallelism), parallelism.data_parallel_replicate_degree
+    each = shared.gpus * replicas
     fsdp, rest = divmod(num_gpus, each)
     if rest or not fsdp:
         fitting = " or ".join(str(shards * each) for shards in (fsdp, fsdp + 1) if shards)
         raise ValueError(f"{num_gpus} GPUs are not a multiple of PP x TP x CP x replicas = {each}: use {fitting}")
-    return Degrees(pipeline, tensor, fsdp, replicas, context, parallelism.expert_parallel_degree)
+    return replace(shared, fsdp=fsdp, replicas=replicas)
+
+
+def shared_degrees(parallelism: Any) -> Degrees:
+    """Degrees of all dimensions but data parallelism."""
+    return Degrees(
+        parallelism.pipeline_parallel_degree,
+        parallelism.tensor_parallel_degree,
+        context=parallelism.context_parallel_degree,
+        experts=parallelism.expert_parallel_degree,
+    )

@@ -11,21 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from zbpipe.costs.transformer import LLAMA_3_8B, Block, Checkpointing
+from zbpipe.costs.transformer import Block, Checkpointing
 from zbpipe.estimation.workload import ASYNC_TENSOR, Degrees, LayerWork, Workload
 from zbpipe.frameworks import layer_work
+from zbpipe.frameworks.layer_work import NO_SHAPE, Shape, as_block, as_llama, by_products, shape_of
 from zbpipe.frameworks.titan import batches, layer_split, models
-from zbpipe.runtime._torch.attributes import plain_attribute
 from zbpipe.runtime.measure.counts import LayerBytes, Operations, count_bytes, count_operations
 from zbpipe.runtime.split.work import percent
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind
 
 _ON_META = (RuntimeError, NotImplementedError, TypeError)
 """Errors of modules that read values, which meta tensors lack."""
-_IN_BLOCK = 4
-"""Collectives of tensor parallelism in a block: two gather the sequence, two scatter it."""
-_AGAIN = {Checkpointing.NONE: 0, Checkpointing.SELECTIVE: 2, Checkpointing.FULL: 4}
-"""Number of these that I repeats: selective checkpointing keeps the scattered results."""
 
 
 def workload_of(config: Any, degrees: Degrees, name: str) -> Workload:
@@ -49,14 +45,9 @@ class _Layer:
     modules: tuple[str, ...]
     operations: Operations
     parameters: int
-    products: float = 0.0
-    """Number of weights with which each token is multiplied. Only the experts that a token visits count."""
+    shape: Shape = NO_SHAPE
     bytes: LayerBytes | None = None
     """None if the layer was not run."""
-    heads_share: float = 0.5
-    """Key-value heads per query head."""
-    experts_per_token: int = 0
-    """Number of routed experts that compute each token."""
 
 
 @dataclass(frozen=True)
@@ -185,7 +176,7 @@ class _OnOneGpu:
     def _block(self, layer: _Layer) -> LayerBytes:
         """The counted bytes, sharded over tensor parallelism like a Llama block of that width. Without counts, that
         block's bytes."""
-        alike = _as_llama(self.counted.dim, layer.products, layer.heads_share)
+        alike = as_llama(self.counted.dim, layer.shape, **models.STYLE_OF_BLOCKS)
         whole, shared = (self._llama(alike, each) for each in (1, self.tensor))
         return shared if layer.bytes is None else _scale(layer.bytes, whole, shared, self.context)
 
@@ -234,7 +225,7 @@ class _OnOneGpu:
 
     @property
     def _num_logits(self) -> int:
-        return int(self.tokens * self.counted.head.products / self.counted.dim / self.tensor)
+        return int(self.tokens * self.counted.head.shape.products / self.counted.dim / self.tensor)
 
     def _gradient(self, layer: _Layer) -> int:
         """Bytes of the embedding's or head's gradient, both as computed and as accumulated."""
@@ -242,7 +233,6 @@ class _OnOneGpu:
 
 
 _FP32 = 4
-_BF16 = 2
 
 
 def _scale(counted: LayerBytes, whole: LayerBytes, shared: LayerBytes, context: int) -> LayerBytes:
@@ -257,46 +247,14 @@ def _scale(counted: LayerBytes, whole: LayerBytes, shared: LayerBytes, context: 
     return LayerBytes(activations, scaled(counted.waits, whole.waits, shared.waits), working)
 
 
-def _as_llama(dim: int, products: float, keys_per_query: float) -> Block:
-    """A Llama block of the same width, with as many weights per token."""
-    keys_and_values = round(2 * dim * keys_per_query)
-    hidden = max(products - dim * (2 * dim + keys_and_values), 0) / (3 * dim)
-    return Block(dim, dim, keys_and_values, round(hidden), **models.STYLE_OF_BLOCKS)
-
-
-def _heads_share(block: nn.Module) -> float:
-    """Key-value heads per query head; Llama's ratio if the block does not show it."""
-    for module in block.modules():
-        keys, queries, queries_a_key = (plain_attribute(module, name) for name in ("n_kv_heads", "n_heads", _FUSED))
-        if queries_a_key:
-            return float(1 / queries_a_key)
-        if keys and queries:
-            return float(keys / queries)
-    return LLAMA_3_8B.keys_and_values / 2 / LLAMA_3_8B.queries
-
-
-def _experts_per_token(block: nn.Module) -> int:
-    """Number of routed experts that compute each token. 0 without experts."""
-    found = (plain_attribute(module, "top_k") for module in block.modules())
-    return next((each for each in found if isinstance(each, int)), 0)
-
-
-_FUSED = "heads_per_kv"
-"""Attribute of the fused product for queries, keys and values in TorchTitan 0.3."""
-
-
 def _tokens(config: Any) -> int:
     """Tokens per microbatch."""
     return prod(batches.shape(config))
 
 
 def _work(counted: _Counted, tokens: int, compiled: bool, layer: _Layer, found: LayerBytes) -> LayerWork:
-    how, each, is_block = counted.checkpointing, layer.operations, layer.modules[0].startswith("layers.")
-    traffic = (0.0, 0.0)
-    if is_block:
-        in_f, in_i = _as_llama(counted.dim, layer.products, layer.heads_share).traffic(how, compiled)
-        traffic = (_BF16 * tokens * in_f, _BF16 * tokens * in_i)
-    return LayerWork(
+    each = layer.operations
+    work = LayerWork(
         layer.modules,
         each.f,
         each.i,
@@ -305,12 +263,10 @@ def _work(counted: _Counted, tokens: int, compiled: bool, layer: _Layer, found: 
         found.activations,
         found.waits,
         tuple(found.working.items()),
-        (_IN_BLOCK, _IN_BLOCK + _AGAIN[how]) if is_block else (1, 1),
+        (1, 1),
         each.attention,
-        traffic,
-        keys=_BF16 * tokens * 2 * counted.dim * layer.heads_share if is_block else 0.0,
-        routed=_BF16 * tokens * counted.dim * layer.experts_per_token,
     )
+    return as_block(work, layer.shape, counted.dim, tokens, counted.checkpointing, compiled) if work.is_block else work
 
 
 def _count(config: Any) -> _Counted:
@@ -322,7 +278,7 @@ def _count(config: Any) -> _Counted:
     blocks = dict(model.get_submodule("layers").named_children())
     attention = layer_split.attention_products(whole) / max(len(blocks), 1)
     per_token = float(whole.config.get_nparams_and_flops(model, whole.seq_len)[1])
-    products = {name: layer_work.products(block) for name, block in blocks.items()}
+    shapes = {name: shape_of(block) for name, block in blocks.items()}
     parameters = {name: _parameters(block) for name, block in blocks.items()}
     how = models.apply_checkpointing(config, model)
     known: dict[str, tuple[Operations, LayerBytes | None]] = {}
@@ -334,12 +290,11 @@ def _count(config: Any) -> _Counted:
             shape = (*batches.shape(config), whole.config.dim)
             x = torch.empty(shape, device="meta", dtype=dtype, requires_grad=True)
             known[kind] = _on_meta(block, x, *models.arguments_of_blocks(model)) or (
-                _by_products(products[name], tokens, how, attention),
+                by_products(shapes[name].products, tokens, how, attention),
                 None,
             )
         operations, size = known[kind]
-        heads, experts = _heads_share(block), _experts_per_token(block)
-        found.append(_Layer((f"layers.{name}",), operations, parameters[name], products[name], size, heads, experts))
+        found.append(_Layer((f"layers.{name}",), operations, parameters[name], shapes[name], size))
     embedding = _first_layer(model, tokens)
     chunks = batches.chunks_of_loss(config)
     head = _head(model, models.HEAD, tokens, chunks)
@@ -353,7 +308,7 @@ def _first_layer(model: nn.Module, tokens: int) -> _Layer:
     modules = {"tok_embeddings": model.get_submodule("tok_embeddings"), **encoders}
     return _Layer(
         tuple(modules),
-        _by_products(sum(map(layer_work.products, modules.values())), tokens, Checkpointing.NONE),
+        by_products(sum(map(layer_work.products, modules.values())), tokens, Checkpointing.NONE),
         sum(map(_parameters, modules.values())),
     )
 
@@ -366,20 +321,12 @@ def _on_meta(block: nn.Module, x: torch.Tensor, *args: Any) -> tuple[Operations,
         return None
 
 
-def _by_products(products: float, tokens: int, how: Checkpointing, attention: float = 0.0) -> Operations:
-    """Operations counted by products: two per weight with which a token is multiplied. Attention has none in W."""
-    layer = layer_work.layer(["block"], 2 * products * tokens, how)
-    in_f = 2 * attention * tokens
-    in_i = (2.5 + (how is Checkpointing.FULL)) * in_f
-    return Operations(layer.f + in_f, layer.i + in_i, layer.w, attention=(in_f, in_i))
-
-
 def _head(model: nn.Module, names: tuple[str, str], tokens: int, chunks: int) -> _Layer:
     """Norm and head. A loss in chunks runs the head's whole backward in F."""
     products = layer_work.products(model.get_submodule(names[1]))
     forward = 2.0 * products * tokens
     counts = Operations(3 * forward, 0, 0) if chunks else Operations(forward, forward, forward)
-    return _Layer(names, counts, sum(_parameters(model.get_submodule(name)) for name in names), products)
+    return _Layer(names, counts, sum(_parameters(model.get_submodule(name)) for name in names), Shape(products))
 
 
 def _parameters(module: nn.Module) -> int:

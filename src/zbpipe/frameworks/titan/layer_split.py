@@ -1,30 +1,31 @@
 """Split of a TorchTitan model into stages if the user gives none: all ranks get about the same work.
 
 TorchTitan counts the embedding as one block, and norm and head together as one. The head of a model with a large
-vocabulary costs two or three blocks, and the embedding almost nothing. In a V both are on rank 0. Here each counts with
-the multiplications that it does. Imports no torchtitan.
+vocabulary costs one to three blocks, and the embedding almost nothing. In a V both are on rank 0. Here each counts with
+its time on a usual GPU, by its products and its communication. Imports no torchtitan.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import ceil
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from zbpipe.costs.layers import Layer, LayerCosts, balance, split_of
+from zbpipe.costs.layers import Layer, LayerCosts, Split
 from zbpipe.costs.transformer import Checkpointing, Work
-from zbpipe.frameworks.layer_work import layer, products
+from zbpipe.estimation.cut import cutting, usual_times
+from zbpipe.estimation.workload import Degrees, LayerWork, Workload
+from zbpipe.frameworks.layer_work import as_block, by_products, shape_of
 from zbpipe.schedule.ir import Placement
 
 Cut = Callable[..., list[list[str]]]
 """TorchTitan's function: takes the numbers of stages, of blocks, and of blocks for which embedding and head count;
 returns the modules by stage."""
-
-logger = logging.getLogger(__name__)
 
 
 class Model(NamedTuple):
@@ -38,20 +39,30 @@ class Model(NamedTuple):
     """Tokens per sequence."""
 
 
+class Job(NamedTuple):
+    """What changes the times of a model's layers."""
+
+    microbatches: int
+    """Number of microbatches in a step."""
+    tokens: int
+    """Tokens of one."""
+    degrees: Degrees = Degrees()
+    checkpointing: Checkpointing = Checkpointing.NONE
+    compiled: bool = False
+    hidden_tensor: float = 0.0
+    """Share of tensor parallelism's communication that runs beside products."""
+
+
 class LayerSplit:
     """The stages of a TorchTitan model on any placement: by work, or as TorchTitan or the user cuts it."""
 
-    def __init__(self, titans: Cut, num_layers: int, parallelism: Any, model: Model, how: Checkpointing) -> None:
+    def __init__(self, titans: Cut, num_layers: int, parallelism: Any, model: Model, job: Job) -> None:
         """`titans` is TorchTitan's function, which also cuts the model if the user has set its ends."""
         self.by_hand: list[list[str]] | None = parallelism.module_fqns_per_model_part
         """The modules of each stage as the user lists them."""
-        self._titans, self.num_layers, self._model, self._how = titans, num_layers, model, how
+        self._titans, self.num_layers, self._job, self.checkpointing = titans, num_layers, job, job.checkpointing
         self._ends = ends_of_user(parallelism)
-        self._attention = attention_products(model) / num_layers
-        found = {name: products(each) for name, each in modules_of(model.module).items()}
-        self._products = {name: each + self._attention * name.startswith(_BLOCKS) for name, each in found.items()}
-        self.products = sum(self._products.values())
-        """Multiplications of the whole model for a token."""
+        self._times, self.products = _times(model, num_layers, job)
 
     @cached_property
     def _everywhere(self) -> list[str]:
@@ -61,15 +72,29 @@ class LayerSplit:
 
     @cached_property
     def _costs(self) -> LayerCosts:
-        (names,) = self._titans(1, self.num_layers)
-        listed = [name for name in names if name not in self._everywhere]
-        first, *others = layers_of(self._model.module, listed, self._attention, self._how)
-        return LayerCosts((layer(first.modules, first.f + sum(self._left_by([names]).values())), *others))
+        """Layers: all modules before the blocks, each block, and all modules after them."""
+        (listed,) = self._titans(1, self.num_layers)
+        names = [name for name in listed if name not in self._everywhere]
+        blocks = [number for number, name in enumerate(names) if name.startswith(_BLOCKS)]
+        first, behind = blocks[0], blocks[-1] + 1
+        groups = [names[:first], *([name] for name in names[first:behind]), names[behind:]]
+        groups = [each for each in groups if each]
+        left = self._left_by([listed])
+        works = [self._work_of([*names, *(left if number == 0 else ())]) for number, names in enumerate(groups)]
+        return LayerCosts(tuple(Layer(tuple(names), *work, 0.0) for names, work in zip(groups, works, strict=True)))
 
-    def _left_by(self, parts: Sequence[Sequence[str]]) -> dict[str, float]:
-        """Work of modules that these parts lack, such as image encoders. TorchTitan puts them on the first stage."""
+    @cached_property
+    def _cut(self) -> Callable[[Placement], Split]:
+        return cutting(self._costs, self._job.microbatches, self._job.checkpointing, self._job.degrees.tensor)
+
+    def _left_by(self, parts: Sequence[Sequence[str]]) -> list[str]:
+        """Modules with work that these parts lack, such as image encoders. TorchTitan puts them on the first stage."""
         named = {name for part in parts for name in part}
-        return {name: each for name, each in self._products.items() if each and name not in named}
+        return [name for name, times in self._times.items() if any(times) and name not in named]
+
+    def _work_of(self, names: Sequence[str]) -> tuple[float, float, float]:
+        f, i, w = (sum(self._times[name][n] for name in names if name in self._times) for n in range(3))
+        return f, i, w
 
     def parts(self, placement: Placement) -> list[list[str]]:
         """The modules of each stage."""
@@ -77,35 +102,28 @@ class LayerSplit:
             return self.by_hand
         if self._ends is not None:
             return self._titans(placement.num_stages, self.num_layers, *self._ends)
-        return [[*part, *self._everywhere] for part in self._costs.modules(split_of(balance(self._costs, placement)))]
+        return [[*part, *self._everywhere] for part in self._costs.modules(self._cut(placement))]
 
     def work(self, placement: Placement) -> Work:
-        """The work of each stage, for `zbpipe.costs.transformer.usual_costs`."""
+        """F, I and W of each stage."""
         first, *others = parts = self.parts(placement)
-        found = []
-        for part in ([*first, *self._left_by(parts)], *others):
-            of_blocks = sum(self._products.get(name, 0.0) for name in part if name.startswith(_BLOCKS))
-            found.append((of_blocks, sum(self._products.get(name, 0.0) for name in part) - of_blocks))
-        return found
+        return [self._work_of(part) for part in ([*first, *self._left_by(parts)], *others)]
 
-    def log_parts(self, placement: Placement) -> list[list[str]]:
-        """The modules of each stage, which are also logged."""
+    def describe(self, placement: Placement) -> str:
+        """The rule of the cut, and the modules of each stage."""
         parts, how = self.parts(placement), "by work"
-        if self._ends is not None:
+        if parts is self.by_hand:
+            how = "as listed"
+        elif self._ends is not None:
             how = "the embedding counts as {} and the head as {} blocks".format(*self._ends)
         else:
             *blocks, head = self._costs.layers[1:]
             average = sum(each.seconds for each in blocks) / len(blocks) or 1
             ends = {"+".join(head.modules): head.seconds}
             # One patch of an image per token.
-            ends |= {f"{name} on the first stage": 3 * each for name, each in self._left_by(parts).items()}
+            ends |= {f"{name} on the first stage": sum(self._times[name]) for name in self._left_by(parts)}
             how += "".join(f"; {name} counts as {each / average:.2g} blocks" for name, each in ends.items())
-        logger.info(
-            "Layers by stage (%s): %s. parallelism.module_fqns_per_model_part replaces this cut",
-            how,
-            " | ".join(map(describe, parts)),
-        )
-        return parts
+        return f"({how}): {' | '.join(map(describe, parts))}"
 
 
 def count_stages(parallelism: Any, num_layers: int) -> int | None:
@@ -140,24 +158,47 @@ def describe(names: Sequence[str]) -> str:
 _BLOCKS = "layers."
 
 
-def layers_of(model: nn.Module, names: Sequence[str], attention: float, how: Checkpointing) -> tuple[Layer, ...]:
-    """Layers for the planner: all modules before the blocks, each block, and all modules after them.
-
-    `names` are the modules' names, in order. `attention` is the number of multiplications per token in one block's
-    attention.
-    """
-    first = next(number for number, name in enumerate(names) if name.startswith(_BLOCKS))
-    behind = next(number for number, name in enumerate(names) if number > first and not name.startswith(_BLOCKS))
-    modules = modules_of(model)
-
-    def products_in(group: Sequence[str]) -> float:
-        return sum(products(modules[name]) for name in group if name in modules)
-
-    return (
-        layer(names[:first], products_in(names[:first])),
-        *(layer([name], products_in([name]) + attention, how) for name in names[first:behind]),
-        layer(names[behind:], products_in(names[behind:])),
+def _times(model: Model, num_layers: int, job: Job) -> tuple[dict[str, tuple[float, float, float]], float]:
+    """Seconds of F, I and W of each module on a usual GPU, and the multiplications of the whole model for a token."""
+    _, tokens, degrees, how, compiled, hidden_tensor = job
+    modules, dim = modules_of(model.module), _width(model)
+    attention = attention_products(model) / num_layers
+    shapes = {name: shape_of(each) for name, each in modules.items()}
+    layers, is_float8 = [], False
+    for name, shape in shapes.items():
+        is_block = name.startswith(_BLOCKS)
+        own = (how, attention) if is_block else (Checkpointing.NONE, 0.0)
+        each = by_products(shape.products, tokens, *own)
+        work = LayerWork((name,), each.f, each.i, each.w, 0.0, 0.0, 0.0, attention=each.attention)
+        if is_block:
+            work = as_block(work, shape, dim, tokens, how, compiled)
+            is_float8 |= any(type(part).__name__.startswith("Float8") for part in modules[name].modules())
+        elif shape.products:
+            work = replace(work, transfers=(1, 1))
+        layers.append(work)
+    whole = Workload(
+        "",
+        tuple(layers),
+        degrees,
+        microbatches=1,
+        tokens=tokens,
+        message_bytes=_BF16 * tokens * dim / degrees.sharing,
+        operations=0.0,
+        words="",
+        float8=is_float8,
+        hidden_tensor=hidden_tensor,
     )
+    products = sum(each.products + attention * name.startswith(_BLOCKS) for name, each in shapes.items())
+    return dict(zip(shapes, usual_times(whole), strict=True)), products
+
+
+_BF16 = 2
+
+
+def _width(model: Model) -> int:
+    """Width of the hidden states: of the embedding's rows."""
+    found = (each.embedding_dim for each in model.module.modules() if isinstance(each, nn.Embedding))
+    return getattr(model.config, "dim", None) or next(found, 1)
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:

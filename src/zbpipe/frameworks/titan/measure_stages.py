@@ -26,9 +26,10 @@ from torchtitan.tools import utils as titan_utils
 
 from zbpipe.costs.job import JobCosts, MemoryLimit
 from zbpipe.costs.layers import Split
+from zbpipe.estimation.cut import WorkloadCut
 from zbpipe.estimation.estimate import choose_own
-from zbpipe.estimation.workload import Degrees
 from zbpipe.frameworks.titan import batches, cpu, models
+from zbpipe.frameworks.titan.command_line import shared_degrees
 from zbpipe.frameworks.titan.counting import workload_of
 from zbpipe.runtime.build import build_pipeline_schedule
 from zbpipe.runtime.measure.profiler import RankTable, average_by_kind, combine, find_overhead
@@ -60,10 +61,9 @@ def measure_stages(config: Any, steps: int = 3, memory_limit: MemoryLimit | None
     if cpu.is_needed():
         cpu.adapt(config)
     parallelism = config.parallelism
-    shared = {"tensor": parallelism.tensor_parallel_degree, "context": parallelism.context_parallel_degree}
-    workload = workload_of(config, Degrees(parallelism.pipeline_parallel_degree, **shared), "")
-    algorithm, placement = choose_own(workload, memory_limit, on_cpu=cpu.is_needed())
-    split = workload.split(placement, algorithm)
+    workload = workload_of(config, shared_degrees(parallelism), "")
+    algorithm, placement = choose_own(replace(workload, memory_limit=memory_limit), on_cpu=cpu.is_needed())
+    split = WorkloadCut(workload).split(placement, algorithm)
     if encoders := workload.layers[0].modules[1:]:
         logger.warning("%s get no images here: add their costs to stage 0", ", ".join(encoders))
     names = [[name for layer in stage for name in workload.layers[layer].modules] for stage in split]

@@ -31,10 +31,13 @@ class PipelineMetrics(Watcher):
         self._schedule = ref(schedule)
         self._record: StepRecord | None = None
         self._communication: Communication | None = None
+        self.num_steps = 0
+        """Steps that have begun."""
         watch(schedule, self)
 
     def before(self) -> Wanted:
         """See `zbpipe.runtime.measure.recording.Watcher`."""
+        self.num_steps += 1
         return Wanted.TIMES if self.armed else Wanted.NOTHING
 
     def after(self, record: StepRecord) -> None:
@@ -112,8 +115,8 @@ def _wrap(processor: Any, to_come: int) -> None:
         pipeline = find_reported(processor)
         found = pipeline.collect() if pipeline else {}
         log(self, *args, extra_metrics={**(extra_metrics or {}), **found}, **kwargs)
-        if found and dist.get_rank() == 0:
-            logger.info(describe(found))
+        if pipeline and found and dist.get_rank() == 0:
+            logger.info(describe(found, " (start-up)" if pipeline.num_steps == 1 else ""))
 
     processor.should_log = arm_where_logged
     processor.log = log_with_pipeline
@@ -135,13 +138,13 @@ def _with_shared_losses(log: Callable[..., None], processor: type) -> Callable[.
     return log_shared
 
 
-def describe(metrics: dict[str, Any]) -> str:
-    """A line for the console."""
+def describe(metrics: dict[str, Any], remark: str) -> str:
+    """A line for the console, with a remark on the bubble."""
     (name,) = (key.removeprefix("zbpipe/schedule/") for key in metrics if key.startswith("zbpipe/schedule/"))
     exposed = metrics.get("zbpipe/exposed_fsdp(s)")
     return (
         f"pipeline: {name}  step: {metrics['zbpipe/step(s)']:.4g}s"
-        f" (simulated {metrics['zbpipe/simulated_step(s)']:.4g}s)  bubble: {metrics['zbpipe/bubble(%)']:.1f}%"
+        f" (simulated {metrics['zbpipe/simulated_step(s)']:.4g}s)  bubble: {metrics['zbpipe/bubble(%)']:.1f}%{remark}"
         f"  peak activations: {metrics['zbpipe/peak_activations']:.3g} microbatches"
         + (f"  exposed FSDP: {exposed:.3g}s" if exposed is not None else "")
     )

@@ -39,18 +39,18 @@ from zbpipe.costs import file as costs_file
 from zbpipe.costs.job import MemoryLimit
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation.choice import Choice, choose
+from zbpipe.estimation.workload import ASYNC_TENSOR
 from zbpipe.frameworks import installation
 from zbpipe.frameworks.installation import is_placed_by_frameworks
 from zbpipe.frameworks.options import Options
-from zbpipe.frameworks.titan import batches, cpu, dry_run, layer_split, monitor, steps, versions
+from zbpipe.frameworks.titan import batches, cpu, dry_run, layer_split, models, monitor, steps, versions
 from zbpipe.frameworks.titan.batches import checkpointing_of
 from zbpipe.frameworks.titan.check import check, check_stages, depends_on_model, require_processes
-from zbpipe.frameworks.titan.command_line import asks_for_help
+from zbpipe.frameworks.titan.command_line import asks_for_help, shared_degrees
 from zbpipe.frameworks.titan.layer_split import LayerSplit
-from zbpipe.runtime import checks
+from zbpipe.frameworks.titan.start_log import log_pipeline
 from zbpipe.runtime._torch import autograd, pipelining
 from zbpipe.runtime._torch.attributes import replaced
-from zbpipe.runtime.adaptive import AdaptiveSchedule
 from zbpipe.runtime.build import require_splittable
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
@@ -155,15 +155,17 @@ class _Job(NamedTuple):
     checkpointing: Checkpointing
     model_config: Any
     device: torch.device
+    compile: Any
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> _Job:
         if HAS_JOB_CONFIG:
             _, config, device, model_config, *_ = args
             how = checkpointing_of(config.activation_checkpoint)
-            return cls(config.parallelism, config.training, how, model_config, device)
+            return cls(config.parallelism, config.training, how, model_config, device, config.compile)
         how = checkpointing_of(kwargs.get("ac_config"))
-        return cls(kwargs["parallelism"], kwargs["training"], how, kwargs["model_config"], kwargs["device"])
+        own = kwargs["parallelism"], kwargs["training"]
+        return cls(*own, how, kwargs["model_config"], kwargs["device"], kwargs.get("compile_config"))
 
 
 def make_pipelining(pipelining_fn: PipeliningFunction, options: Options, config: Any = None) -> PipeliningFunction:
@@ -196,16 +198,17 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options, config:
                     kwargs["parallelism"] = own
             if dry_run.is_running():
                 make_stages = dry_run.make_stages(job, _dtype_between_stages(job.training, args))
-                for module in _modules_of(pipelining_fn):
-                    if "PipelineStage" in vars(module):
-                        stack.enter_context(replaced(module, PipelineStage=make_stages))
+                for module in (each for each in _modules_of(pipelining_fn) if "PipelineStage" in vars(each)):
+                    stack.enter_context(replaced(module, PipelineStage=make_stages))
             built = pipelining_fn(model, *args, **kwargs)
         schedule = built[0]
-        if is_zbpipes and not isinstance(schedule, RegisteredSchedule):
-            raise ValueError(
-                f"{name} cannot run this model, which {_name_of(pipelining_fn)} cuts into stages without asking torch"
-                " for the schedule by its name: use one of torch's schedules"
-            )
+        if is_zbpipes:
+            if not isinstance(schedule, RegisteredSchedule):
+                raise ValueError(
+                    f"{name} cannot run this model, which {_name_of(pipelining_fn)} cuts into stages without asking"
+                    " torch for the schedule by its name: use one of torch's schedules"
+                )
+            log_pipeline(schedule, chosen, split, job.parallelism.tensor_parallel_degree)
         if isinstance(schedule, pipelining.PipelineSchedule):
             complete(schedule, name, job)
         else:
@@ -283,21 +286,21 @@ def _choose(
     parallelism, ranks = job.parallelism, job.parallelism.pipeline_parallel_degree
     by_hand, stages = parallelism.module_fqns_per_model_part, None
     if by_hand is not None:
-        stages = checks.stages_of_cut(algorithm, ranks, len(by_hand), "module_fqns_per_model_part lists")
+        stages = algorithm.stages_of_cut(ranks, len(by_hand), "module_fqns_per_model_part lists")
         _require_known(model, by_hand)
         _require_all(model, by_hand)
     elif (number := layer_split.count_stages(parallelism, _num_layers(job))) is not None:
         field = f"pipeline_parallel_layers_per_stage={parallelism.pipeline_parallel_layers_per_stage}"
         cut = f"{field} cuts the model's {_num_layers(job)} layers into"
-        stages = checks.stages_of_cut(algorithm, ranks, number, cut)
+        stages = algorithm.stages_of_cut(ranks, number, cut)
     generate = "generate_llm_fqn_per_model_part"
     # A model's own function is called first.
     *_, titans = (getattr(each, name) for each in _modules_of(pipelining_fn) for name in _find_names(each, generate))
     whole = layer_split.Model(model, job.model_config, batches.length(job.training))
-    split = LayerSplit(titans, _num_layers(job), parallelism, whole, job.checkpointing)
-    tensor, sharing = (
-        parallelism.tensor_parallel_degree,
-        parallelism.tensor_parallel_degree * parallelism.context_parallel_degree,
+    degrees, tokens = shared_degrees(parallelism), prod(batches.shape(job))
+    how = job.checkpointing, models.compiles_blocks(job), ASYNC_TENSOR * models.has_async_tensor(job)
+    split = LayerSplit(
+        titans, _num_layers(job), parallelism, whole, layer_split.Job(batches.microbatches(job), tokens, degrees, *how)
     )
     chosen = choose(
         algorithm,
@@ -305,15 +308,13 @@ def _choose(
         batches.microbatches(job),
         split,
         job.checkpointing,
-        tensor=tensor,
-        tokens=0.0 if job.device.type == "cpu" else prod(batches.shape(job)) / sharing,
+        tensor=degrees.tensor,
+        tokens=0.0 if job.device.type == "cpu" else tokens / degrees.sharing,
         measured=None if options.costs_file is None else costs_file.load_costs(options.costs_file),
         stages_per_rank=stages,
         memory_limit=MemoryLimit.parse(options.memory_limit),
         transport=options.transport,
     )
-    if chosen.words:
-        logger.info("%s", chosen.words)
     return chosen, split
 
 
@@ -326,7 +327,7 @@ def _helpers(
     for module in modules:
         helpers: dict[str, Callable[..., Any]] = {}
         for name in _find_names(module, "generate_llm_fqn_per_model_part"):
-            cut = partial(split.log_parts, chosen.placement)
+            cut = partial(split.parts, chosen.placement)
             helpers[name] = _outermost(getattr(module, name), lambda *sizes, cut=cut, **more: cut(), inside)
         for name in _find_names(module, "pipeline_module_split"):
             original = build = getattr(module, name)
@@ -418,7 +419,6 @@ def _build_stages(
     as_one_stage = {"logger": _SILENT, "get_schedule_class": lambda name: PipelineScheduleMulti}
     rank, stages, parts = pp_mesh.get_local_rank(), [], []
     for index in placement.stages_on(rank):
-        logger.info("PP rank %d is building stage_idx %d with modules %s", rank, index, module_names_per_stage[index])
         mesh = _as_rank(index, placement.num_stages, pp_mesh)
         with ExitStack() as stack:
             for module in modules:
@@ -448,7 +448,7 @@ def complete(schedule: pipelining.PipelineSchedule, name: str, job: _Job) -> Non
     PipelineError on all ranks of the job if their schedules differ. `name` is the value of TorchTitan's schedule field.
     """
     if isinstance(schedule, RegisteredSchedule):
-        _complete_zbpipes(schedule, job)
+        schedule.sizes.keywords_are_alike = True  # TorchTitan passes the positions of all tokens to all ranks
     else:
         require_splittable(schedule, name)
     # Also with torch's schedules: a rank with ZBV would wait for messages of a rank with torch's 1F1B.
@@ -459,17 +459,6 @@ def complete(schedule: pipelining.PipelineSchedule, name: str, job: _Job) -> Non
     # 0.2 asks whether a step is logged when it has run.
     pipeline = monitor.PipelineMetrics(schedule, armed=HAS_JOB_CONFIG)
     monitor.report(pipeline, MetricsProcessor, 1 if HAS_JOB_CONFIG else 0)
-
-
-def _complete_zbpipes(schedule: RegisteredSchedule, job: _Job) -> None:
-    name = schedule.algorithm.name
-    logger.info("Using zbpipe's pipeline schedule %s with %d microbatches", name, pipelining.num_microbatches(schedule))
-    if isinstance(schedule, AdaptiveSchedule) and schedule.checkpointing is not None:
-        tensor = job.parallelism.tensor_parallel_degree
-        degree = f" and tensor parallelism over {tensor} ranks" if tensor > 1 else ""
-        logger.info("%s is made for %s activation checkpointing%s", name, job.checkpointing, degree)
-    schedule.sizes.keywords_are_alike = True  # TorchTitan passes the positions of all tokens to all ranks
-    logger.info("Messages: %s receives, for the transport %r", schedule.receives, str(schedule.transport))
 
 
 # The loss.

@@ -21,11 +21,12 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from zbpipe.costs.job import MemoryLimit
-from zbpipe.costs.layers import LayerCosts, balance, split_of
+from zbpipe.costs.layers import Layer, LayerCosts
 from zbpipe.costs.model import Transport
-from zbpipe.costs.transformer import Checkpointing, Work
+from zbpipe.costs.transformer import PAPERS_TIMES, Checkpointing, Work, typical_times
 from zbpipe.estimation.choice import choose
-from zbpipe.frameworks.layer_work import layer, products
+from zbpipe.estimation.cut import cutting
+from zbpipe.frameworks.layer_work import products
 from zbpipe.frameworks.whole_model.anatomy import Anatomy, Loss, Stage, examine
 from zbpipe.frameworks.whole_model.tied import TiedWeights
 from zbpipe.planner.result import Plan
@@ -92,14 +93,15 @@ def pipeline(
     if example is None:
         example = {"input_ids": torch.arange(6, device=next(model.parameters()).device).view(2, 3)}
     anatomy = examine(model, {**_usual(model), **example}, loss_takes_all=loss is not None)
-    cut = _Cut(model, anatomy)
+    how = Checkpointing.parse(options.get("checkpointing") or checkpointing_of([model]))
+    cut = _Cut(model, anatomy, microbatches, how)
     transport, measured = options.get("transport"), options.get("costs")
     chosen = choose(
         algorithm,
         mesh.size(),
         microbatches,
         cut,
-        Checkpointing.parse(options.get("checkpointing") or checkpointing_of([model])),
+        how,
         tokens=0.0 if mesh.device_type == "cpu" else _TOKENS,
         measured=measured,
         memory_limit=MemoryLimit.parse(options.get("memory_limit"), costs_are_known=measured is not None),
@@ -357,16 +359,25 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 
 class _Cut:
-    """The blocks of each stage on any placement, such that ranks have about equal work."""
+    """The blocks of each stage on any placement."""
 
-    def __init__(self, model: nn.Module, anatomy: Anatomy) -> None:
+    def __init__(self, model: nn.Module, anatomy: Anatomy, microbatches: int, how: Checkpointing) -> None:
         self._name = type(model).__name__
-        self._blocks = [products(block) for block in model.get_submodule(anatomy.blocks).children()]
-        self._before, self._after = (
+        blocks = [products(block) for block in model.get_submodule(anatomy.blocks).children()]
+        before, after = (
             sum(products(model.get_submodule(name), recurse=False) for name in names)
             for names in (anatomy.before, anatomy.after)
         )
-        self.num_layers, self.products = len(self._blocks), sum(self._blocks) + self._before + self._after
+        self.num_layers, self.products = len(blocks), sum(blocks) + before + after
+        more = [before, *[0.0] * (len(blocks) - 1)]
+        more[-1] += after
+        f, i, w = (
+            [in_block * each + around * other for each, other in zip(blocks, more, strict=True)]
+            for in_block, around in zip(typical_times(how), PAPERS_TIMES, strict=True)
+        )
+        layers = (Layer((str(number),), *each, 0.0) for number, each in enumerate(zip(f, i, w, strict=True)))
+        self._costs = LayerCosts(tuple(layers))
+        self._cut = cutting(self._costs, microbatches, how)
 
     def ranges(self, placement: Placement) -> tuple[range, ...]:
         if self.num_layers < placement.num_stages:
@@ -375,18 +386,11 @@ class _Cut:
                 f"{self._name} has {self.num_layers} blocks, and each of the {placement.num_stages} stages needs one:"
                 f" use fewer ranks{', or a schedule with one stage per rank, such as ZBH1' if has_several else ''}"
             )
-        first, *others = self._blocks
-        work = [first + self._before, *others]
-        work[-1] += self._after
-        layers = [layer([str(number)], each) for number, each in enumerate(work)]
-        return split_of(balance(LayerCosts(tuple(layers)), placement))
+        return self._cut(placement)
 
     def work(self, placement: Placement) -> Work:
-        """The work of each stage, for `zbpipe.costs.transformer.usual_costs`."""
-        blocks = [sum(self._blocks[block] for block in each) for each in self.ranges(placement)]
-        others = [self._before, *[0.0] * (len(blocks) - 1)]
-        others[-1] += self._after
-        return list(zip(blocks, others, strict=True))
+        """F, I and W of each stage."""
+        return self._costs.times(self.ranges(placement))
 
 
 def _find_tied(model: nn.Module, anatomy: Anatomy) -> list[tuple[str, str]]:

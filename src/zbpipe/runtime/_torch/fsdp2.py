@@ -298,10 +298,8 @@ def _count_elements(trained: Sequence[Any]) -> int:
 
 
 def describe(mode: FsdpMode, modules: Iterable[nn.Module]) -> str:
-    """When FSDP2 gathers, frees and reduces these stages, in words; empty without FSDP2."""
+    """When FSDP2 gathers, frees and reduces these stages, in words."""
     groups = [group for module in modules if is_fsdp(module) for group in list_groups(module)]
-    if not groups:
-        return ""
     at_ends = "gathers beside a stage's first F, reductions beside its last W or B"
     if mode == "torch" or not IS_KNOWN:
         why = "" if IS_KNOWN else f" (zbpipe does not know the FSDP2 of torch {torch.__version__})"
@@ -339,8 +337,7 @@ def without_overlap(works: Sequence[Any]) -> Iterator[None]:
 
 def is_shared(module: nn.Module) -> bool:
     """Whether several data-parallel ranks share the stage's parameters or gradients."""
-    units = list_units(module) if is_fsdp(module) else []
-    return any(group.mesh_info.mesh.size() > 1 for unit in units for group in unit.groups)
+    return is_fsdp(module) and any(group.mesh_info.mesh.size() > 1 for group in list_groups(module))
 
 
 def gather_all(module: nn.Module) -> None:

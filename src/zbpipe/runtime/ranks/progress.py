@@ -1,7 +1,8 @@
 """Progress of a step, on the host and on the device behind it, and what follows from a failure.
 
 On an accelerator torch's executor launches computations far ahead of their execution. If a message never comes, the
-host may be many ops past the waiting one, and NCCL ends the process by itself. So an event follows each computation.
+host may be many ops past the waiting one, and NCCL ends the process by itself. So an event follows each computation,
+and one the step, which ends with reductions and sends.
 When a step fails, or stands still for most of the process group's timeout, the events show the device's progress.
 The thread that looks at it also learns of other ranks' failures, wherever the host waits.
 
@@ -63,17 +64,16 @@ class Launched:
     def __init__(self, new_event: Callable[[], Any]) -> None:
         self._new_event = new_event
         self._events: list[Any] = []
-        self._ops: list[tuple[int, str, int]] = []
-        """The computation before each event: stage, kind and microbatch, as torch writes them."""
+        self._ops: dict[int, tuple[int | str, str, int | str]] = {}
+        """The computation before each event: stage, kind and microbatch, as torch writes them. Or another name."""
         self.count = 0
 
-    def around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+    def around(self, kind: str, stage: int | str, microbatch: int | str, compute: Callable[[], Any]) -> Any:
         """Launch one computation (see `_torch.hooks.hook`)."""
         result = compute()
         place = self.count % MOST
         if place == len(self._events):
             self._events.append(self._new_event())
-            self._ops.append((stage, kind, microbatch))
         self._ops[place] = (stage, kind, microbatch)
         self._events[place].record()
         self.count += 1
@@ -151,6 +151,8 @@ class Progress:
         try:
             with hooks.hook(schedule, hooks.HookOrder.FOLLOW, launched.around) if launched else nullcontext():
                 yield
+            if launched:  # reductions and the last sends follow the last computation
+                launched.around("the rest of the step", "", "", lambda: None)
         finally:
             self._runs = False
 
@@ -173,8 +175,10 @@ class Progress:
             return _LONGEST_PAUSE
         # A query breaks the capture of a graph, so outside of steps the device is asked late, and not once it is done.
         launched, before = self._launched.count if self._launched else 0, self._seen[1] if is_idle else None
-        asks = is_idle and (self._runs or now - self._since > _SHARE * timeout / 2) and before != launched
-        ended = self._count_ended() if asks else before
+        ended = before
+        if is_idle and (self._runs or now - self._since > _SHARE * timeout / 2) and before != launched:
+            with suppress(RuntimeError):
+                ended = self._launched.count_ended() if self._launched else None
         has_moved = not is_idle or (before is not None and ended != before)
         self._seen = host, ended
         is_waiting = self._runs or (ended is not None and ended < launched)
@@ -189,11 +193,6 @@ class Progress:
                 ", ".join(filter(None, (place, self.describe_device()))),
             )
         return min(timeout / _LOOKS, _LONGEST_PAUSE)
-
-    def _count_ended(self) -> int | None:
-        with suppress(RuntimeError):
-            return self._launched.count_ended() if self._launched else None
-        return None
 
 
 def _launched_on(device: torch.device) -> Launched | None:

@@ -70,14 +70,11 @@ def split_backward(
         (find_split(stage) or SplitWork(stage)).defer(tuple(stages), gradients)
         if in_compiled_regions:
             defer_in_compiled_regions(stage.submod, gradients)
-        if not deferrals(stage.submod):
-            complaint = (
+        if how == "strict" and not deferrals(stage.submod):
+            raise ValueError(
                 f"stage {stage.stage_index} has no layer that can defer its weight gradient: none that multiplies with"
-                " a parameter"
+                " a parameter; split_backward='deferred' would run full backwards as its I"
             )
-            if how == "strict":
-                raise ValueError(f"{complaint}; split_backward='deferred' would run full backwards as its I")
-            logger.warning("%s: its I is a full backward, its W does nothing", complaint)
 
 
 def find_split(stage: pipelining.Stage) -> SplitWork | None:
@@ -162,28 +159,33 @@ def require_memory_that_lasts(stages: Sequence[pipelining.Stage]) -> None:
                 )
 
 
-def _report_what_stays_in_i(split: SplitWork) -> None:
-    """Log once the deferred share of the weight gradients, and the largest exceptions with their reasons."""
-    work, stage = split.work, split.stage
-    if work is None:
-        return
-    if not work.flops:
-        complaint = "stage %d: no product with a weight that trains was found, so its W does nothing"
-        logger.warning(complaint, stage.stage_index)
-        return
-    share, is_enough = work.share, work.share >= ENOUGH
-    in_i = describe((_name(each), each.share, each.reason) for each in work.in_i) if work.in_i else ""
+def _report_what_stays_in_i(splits: Sequence[SplitWork]) -> None:
+    """Log once what the stages of a rank defer, and the largest exceptions with their reasons."""
+    known = {split.stage: split.work for split in splits if split.work is not None}
+    words = []
+    for stage, work in known.items():
+        if work.in_i:
+            in_i = describe((_name(each), each.share, each.reason) for each in work.in_i)
+            share = percent(work.share)
+            words.append(f"stage {stage.stage_index} defers {share} of its weight gradients' FLOPs to W; in I: {in_i}")
+    if everything := [stage.stage_index for stage, work in known.items() if work.flops and not work.in_i]:
+        who = "stages {} defer 100 % of their" if everything[1:] else "stage {} defers 100 % of its"
+        words.append(f"{who.format(', '.join(map(str, everything)))} weight gradients' FLOPs to W")
+    if nothing := [str(stage.stage_index) for stage, work in known.items() if not work.flops]:
+        words.append(f"W does nothing for stages without products with a trained weight: {', '.join(nothing)}")
+    is_enough = all(work.share >= ENOUGH for work in known.values())
     logger.log(
         logging.INFO if is_enough else logging.WARNING,
-        "stage %d defers %s of its weight gradients' FLOPs to W%s%s",
-        *(stage.stage_index, percent(share), f"; in I: {in_i}" if in_i else ""),
+        "%s%s",
+        "; ".join(words),
         "" if is_enough else ". So its schedule gains less. docs/the-split.md shows how to declare a layer's products",
     )
-    left = {each.parameter for each in work.in_i}
-    for name, deferral in deferrals(stage.submod).items():
-        parameters = {f"{name}.{own}".lstrip(".") for own, _ in deferral.layer.named_parameters()}
-        if deferral.is_declared and left & parameters:
-            _explain_what_stays_in_i(stage, deferral)
+    for stage, work in known.items():
+        left = {each.parameter for each in work.in_i}
+        for name, deferral in deferrals(stage.submod).items():
+            parameters = {f"{name}.{own}".lstrip(".") for own, _ in deferral.layer.named_parameters()}
+            if deferral.is_declared and left & parameters:
+                _explain_what_stays_in_i(stage, deferral)
 
 
 def _name(product: StaysInI) -> str:
@@ -249,6 +251,10 @@ class SplitWork(OwnWork):
         """Whether the next I is the stage's first, which leaves nothing to W."""
         return self.num_split == 0
 
+    @property
+    def _is_settled(self) -> bool:
+        return self.num_split >= _SETTLED_AFTER and self._has_looked_around
+
     def pending(self, microbatch: int) -> Sequence[PendingGradient]:
         """Gradients deferred by this microbatch's I; empty after W."""
         return self._deferred.get(microbatch, ())
@@ -280,9 +286,12 @@ class SplitWork(OwnWork):
         copy_if_shared(pending)
         self._deferred[microbatch] = pending
         self.num_split += 1
-        if self.num_split >= _SETTLED_AFTER and self._has_looked_around and not self._has_reported:
-            self._has_reported = True
-            _report_what_stays_in_i(self)
+        if not self._has_reported:
+            splits = [split for stage in self.on_rank if (split := find_split(stage)) is not None]
+            if all(each._is_settled for each in splits):
+                for split in splits:
+                    split._has_reported = True
+                _report_what_stays_in_i(splits)
 
     def weight_gradient(self, microbatch: int, is_last: bool) -> Iterator[None]:
         if not self.stage.has_backward:

@@ -1,0 +1,110 @@
+"""The options of a real job: `estimate`, `plan` and `compare` take its costs from them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zbpipe.cli.base import COUNT, in_one_line, options
+from zbpipe.schedule.garbage import importing
+
+if TYPE_CHECKING:
+    from zbpipe.estimation.workload import Workload
+
+EXISTING = click.Path(exists=True, dir_okay=False, path_type=Path)
+TITANS = {"ignore_unknown_options": True, "allow_interspersed_args": True}
+titan_arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHTITAN'S OPTIONS]")
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """A job as a command names it."""
+
+    layers: Path | None
+    gpus: int | None
+    device: str | None
+    tflops: float | None
+    link: tuple[float, ...] | None
+    arguments: tuple[str, ...]
+
+    @property
+    def rates(self) -> dict[str, Any]:
+        return {"tflops": self.tflops, "link": self.link}
+
+    def workload(self) -> Workload:
+        if self.gpus is None:
+            raise click.UsageError("Missing option '--gpus'", click.get_current_context())
+        if self.device is not None:
+            from zbpipe.estimation.devices import find
+
+            find(self.device)  # before the import of TorchTitan, which takes seconds
+        if self.layers is not None:
+            from zbpipe.estimation.layers_file import load_layers
+
+            self.require_no_arguments("; --layers takes no options of TorchTitan")
+            return load_layers(self.layers, self.gpus)
+        require_job(self.arguments)
+        disabled = logging.root.manager.disable
+        logging.disable(logging.WARNING)  # TorchTitan's warnings concern running jobs
+        try:
+            with in_one_line(ImportError), importing():
+                from zbpipe.frameworks.titan.command_line import read_workload
+
+                return read_workload(self.arguments, self.gpus)
+        finally:
+            logging.disable(disabled)
+
+    def require_no_arguments(self, why: str = "") -> None:
+        if self.arguments:
+            words = f"unknown options: {' '.join(self.arguments)}{why}"
+            raise click.UsageError(words, click.get_current_context())
+
+
+def require_job(arguments: Sequence[str]) -> None:
+    if not arguments:
+        ways = "--module and --config, --job.config_file for TorchTitan 0.2, or a file of --layers"
+        raise click.UsageError(f"name the job: {ways}", click.get_current_context())
+
+
+def _link(context: click.Context, option: click.Parameter, text: str | None) -> tuple[float, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a bandwidth in GB/s; write for example 50, or 450,50") from None
+
+
+def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator for the options of a job, which the command gets as one argument `job`."""
+
+    @wraps(command)
+    def with_job(**given: Any) -> Any:
+        job = JobOptions(**{name: given.pop(name) for name in JobOptions.__dataclass_fields__})
+        return command(job=job, **given)
+
+    return options(
+        click.option(
+            "--layers", type=EXISTING, metavar="FILE", help="A model that is not TorchTitan's: docs/costs-file.md."
+        ),
+        click.option("--gpus", type=COUNT, metavar="N", help="Number of GPUs of the whole job."),
+        click.option(
+            "--device",
+            metavar="NAME",
+            help="A100, H100, H200, B200, GB200, L40S, MI250X (one die), MI300X, MI325X or MI355X.",
+        ),
+        click.option("--tflops", type=float, metavar="X", help="TFLOP/s that a GPU sustains, in place of the table's."),
+        click.option(
+            "--link",
+            callback=_link,
+            metavar="GB/S",
+            help="Bandwidth of a GPU to other nodes, in one direction; or two numbers: within a node, between nodes.",
+        ),
+        titan_arguments,
+    )(with_job)

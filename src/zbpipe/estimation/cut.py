@@ -1,0 +1,132 @@
+"""The cut of a model into stages before anything is measured: the shortest simulated step on a usual GPU.
+
+Products alone would not do: tensor and expert parallelism lengthen the blocks, and not the head. Nor would equal work
+of all ranks: layers are whole, and it matters where the longer stages are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, reduce
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zbpipe.algorithms.zb import find_shortest
+from zbpipe.costs.layers import Layer, LayerCosts, Sizes, Split, balance, even_sizes, move_layer, split_of
+from zbpipe.costs.model import SENDS, CostModel
+from zbpipe.costs.transformer import Checkpointing, Work, usual_costs
+from zbpipe.estimation.rates import USUAL
+from zbpipe.estimation.workload import Workload
+from zbpipe.schedule.ir import OpKind, Placement, Schedule
+from zbpipe.schedule.registry import Algorithm
+from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.time_graph import TimeGraph, last_ends
+
+_GIVERS = 12
+"""Number of stages, those with the most work, that may give a layer to any other stage."""
+_MOVES = 50
+"""Most layers that move."""
+_SHORTER = 1 - 1e-6
+"""Length of a step relative to another, from which on it is shorter; so rounding does not decide."""
+
+
+class WorkloadCut:
+    """The stages of a workload on any placement."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.num_layers = sum(layer.is_block for layer in workload.layers)
+        """Number of blocks."""
+        self.products = sum(layer.f for layer in workload.layers) / (2 * workload.tokens)
+        """Multiplications of the whole model for a token."""
+        # A loss in chunks runs all of the head's work in F. Before the launch the job does not know.
+        times = (
+            (layer.modules, times if layer.is_block else (sum(times) / 3,) * 3)
+            for layer, times in zip(workload.layers, usual_times(workload), strict=True)
+        )
+        self._costs = LayerCosts(tuple(Layer(modules, f, i, w, 0.0) for modules, (f, i, w) in times))
+        how, tensor = workload.checkpointing or Checkpointing.NONE, workload.degrees.tensor
+        self._cut = cutting(self._costs, workload.microbatches, how, tensor)
+
+    def split(self, placement: Placement, algorithm: Algorithm | None = None) -> Split:
+        """Layers of each stage: TorchTitan's split for torch's schedules, zbpipe's for its own and for plans."""
+        workload = self.workload
+        if workload.cut is not None and len(workload.cut) == placement.num_stages:
+            return split_of(workload.cut)
+        if workload.ends is not None or (algorithm is not None and algorithm.source == "torch"):
+            return split_of(even_sizes(len(workload.layers), placement.num_stages, workload.ends or (1, 1)))
+        return self._cut(placement)
+
+    def work(self, placement: Placement) -> Work:
+        """F, I and W of each stage of zbpipe's cut."""
+        return self._costs.times(self.split(placement))
+
+    def usual_costs(self, algorithm: Algorithm, placement: Placement) -> CostModel | None:
+        """Default costs of a schedule that adapts to the checkpointing. None for others, or if that is unknown."""
+        how = self.workload.checkpointing
+        if how is None or not algorithm.by_checkpointing:
+            return None
+        return usual_costs(placement, how, self.workload.degrees.tensor, self.work(placement))
+
+
+def usual_times(workload: Workload) -> list[tuple[float, float, float]]:
+    """Seconds of F, I and W of each layer on a usual GPU."""
+    costs = USUAL.layer_costs(workload)
+    return list(zip(costs.f, costs.i, costs.w, strict=True))
+
+
+def cutting(
+    layers: LayerCosts, microbatches: int, checkpointing: Checkpointing, tensor: int = 1
+) -> Callable[[Placement], Split]:
+    """A function that cuts layers for a placement: by their F, I and W, with typical memory."""
+
+    @cache
+    def cut(placement: Placement) -> Split:
+        def fill(sizes: Sizes) -> tuple[float, Schedule]:
+            """A step relative to the work of all layers, and its schedule."""
+            costs = usual_costs(placement, checkpointing, tensor, layers.times(split_of(sizes)))
+            schedule = find_shortest("ZB", placement, microbatches, costs, search=False)
+            return simulate(schedule, costs).makespan, schedule
+
+        starts = {balance(layers, placement), even_sizes(len(layers.layers), placement.num_stages)}
+        filled = {sizes: fill(sizes) for sizes in sorted(starts)}
+        best = min(filled, key=lambda sizes: filled[sizes][0])
+        moved = _move_layers(layers, best, filled[best][1])
+        return split_of(best if fill(moved)[0] > filled[best][0] * _SHORTER else moved)
+
+    return cut
+
+
+def _move_layers(layers: LayerCosts, sizes: Sizes, schedule: Schedule) -> Sizes:
+    """Sizes of stages with which no layer can move so that this schedule's step becomes shorter."""
+    graph, stages = TimeGraph(schedule), range(len(sizes))
+    seconds = [layer.seconds for layer in layers.layers]
+    until = {
+        kind: np.concatenate([[0.0], np.cumsum([getattr(layer, kind.lower()) for layer in layers.layers])])
+        for kind in (OpKind.F, OpKind.I, OpKind.W)
+    }
+
+    def steps(trials: Sequence[Sizes]) -> NDArray[np.floating[Any]]:
+        """The step with each of these sizes."""
+        ends = np.cumsum(np.array(trials).T, axis=0)
+        times = {str(kind): np.diff(each[ends], axis=0, prepend=0.0) for kind, each in until.items()}
+        times["B"] = times["I"] + times["W"]
+
+        def seconds_of(node: int) -> Any:
+            stage, kind, _ = graph.nodes[node]
+            return 0.0 if kind in SENDS else times[kind][stage]
+
+        return np.asarray(reduce(np.maximum, last_ends(graph, seconds_of, np.maximum)))
+
+    best, (length,) = sizes, steps([sizes])
+    for _ in range(_MOVES):
+        work = [sum(seconds[layer] for layer in stage) for stage in split_of(best)]
+        givers = sorted(stages, key=lambda stage: -work[stage])[:_GIVERS]
+        trials = list(move_layer(best, givers, stages))
+        found = steps(trials) if trials else np.array([length])
+        if not trials or found.min() >= length * _SHORTER:
+            break
+        best, length = trials[int(found.argmin())], found.min()
+    return best
