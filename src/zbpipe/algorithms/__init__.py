@@ -1,4 +1,4 @@
-"""A file per schedule, or for a few of one kind. Importing this package registers all: a new schedule is a new file.
+"""One file per schedule. Importing this package registers them all, so a new schedule is one new file.
 
 F is the forward, I the input backward (dI), W the weight backward (dW), B both together.
 """

@@ -8,7 +8,7 @@ torch.compile. With the suffix `Split`, zbpipe runs the same order with its own 
 from dataclasses import replace
 
 from zbpipe.algorithms.interleaved_1f1b import interleave
-from zbpipe.algorithms.zbh import i_w_f
+from zbpipe.algorithms.zbh1 import i_w_f
 from zbpipe.schedule.ir import OpKind, Placement, Schedule
 from zbpipe.schedule.registry import register
 

@@ -28,7 +28,8 @@ from math import inf
 from zbpipe.algorithms._fill import Filler, Order
 from zbpipe.algorithms.interleaved_1f1b import interleave, interleaved_1f1b, split_into_groups
 from zbpipe.algorithms.one_f_one_b import b_f
-from zbpipe.algorithms.v_block import v_half, v_min
+from zbpipe.algorithms.v_half import v_half
+from zbpipe.algorithms.v_min import v_min
 from zbpipe.algorithms.zbv import zbv
 from zbpipe.costs.job import MemoryLimit, resolve_limits
 from zbpipe.costs.model import ROUNDING, CostModel, Transport

@@ -1,9 +1,7 @@
-"""V-Half and V-Min (Pipeline Parallelism with Controllable Memory, arXiv 2405.15362, sections 3 and 4, appendix).
+"""Building blocks on a V (Pipeline Parallelism with Controllable Memory, 2405.15362, sections 3 and 4, appendix).
 
-V-Half takes half of 1F1B's activations and has about half of its bubble: for models that do not fit otherwise, or for
-longer sequences. V-Min takes a third of the activations, and has two thirds of the bubble where F, I and W take equal
-time. With checkpointing, deferred gradients add to that, and on few ranks they outweigh V-Half's gain. I is longer
-then, so a step of V-Min is longer than with 1F1B. ZB with a memory limit defers less.
+The F, I and W of one microbatch on all stages form a block. The block repeats every 6 units: the work of a rank on one
+microbatch if every op takes one unit. The shape of the block determines how long activations live, and so the memory.
 """
 
 from __future__ import annotations
@@ -12,7 +10,6 @@ from dataclasses import dataclass
 from itertools import count
 
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule, inputs
-from zbpipe.schedule.registry import register
 
 F, I, W = OpKind.F, OpKind.I, OpKind.W  # noqa: E741
 _PERIOD = 6
@@ -20,11 +17,7 @@ _PERIOD = 6
 
 @dataclass(frozen=True)
 class Block:
-    """The F, I and W of one microbatch on all stages: their shape, as offsets between op starts, in units.
-
-    The block repeats every 6 units: the work of a rank on one microbatch if every op takes one unit. The shape
-    determines how long activations live, and so the memory.
-    """
+    """The shape of a block, as offsets between op starts, in units."""
 
     down: int
     """Offset from rank to rank on the way down the V, for F and I."""
@@ -38,40 +31,7 @@ class Block:
     """Offset on the last rank, from its I of the second half to its I of the first."""
 
 
-@register(
-    "VHalf", placement="v", stages_per_rank=2, summary="half of 1F1B's activations and bubble, and deferred gradients"
-)
-def v_half(ranks: int, microbatches: int) -> Schedule:
-    """Blocks with offsets 2 and 1. At most (p + 2) // 2 microbatches' activations per rank.
-
-    >>> print(v_half(2, 2))
-    rank 0: 0F0 3F0 0F1 3I0 3W0 3F1 3I1 0I0 0W0 0I1 3W1 0W1
-    rank 1: 1F0 2F0 1F1 2F1 2I0 1I0 2I1 1I1 2W0 1W0 2W1 1W1
-    """
-    even = ranks % 2 == 0
-    block = Block(down=2, up=1, turn_f=2, turn_loss=4 if even else 1, turn_i=1)
-    return _repeat("VHalf", block, ranks, microbatches)
-
-
-@register(
-    "VMin",
-    placement="v",
-    stages_per_rank=2,
-    summary="a third of 1F1B's activations, and deferred gradients; long where I is",
-)
-def v_min(ranks: int, microbatches: int) -> Schedule:
-    """Blocks with offsets 1 and 1. At most (p + 4) // 3 microbatches' activations per rank.
-
-    >>> print(v_min(2, 2))
-    rank 0: 0F0 3F0 3I0 3W0 0F1 0I0 0W0 3F1 3I1 3W1 0I1 0W1
-    rank 1: 1F0 2F0 2I0 1I0 1F1 2F1 2W0 1W0 2I1 1I1 2W1 1W1
-    """
-    threefold = ranks % 3 == 0
-    block = Block(down=1, up=1, turn_f=1, turn_loss=3 if threefold else 1, turn_i=1)
-    return _repeat("VMin", block, ranks, microbatches)
-
-
-def _repeat(name: str, block: Block, ranks: int, microbatches: int) -> Schedule:
+def repeat(name: str, block: Block, ranks: int, microbatches: int) -> Schedule:
     """One block per microbatch, with idle units removed and the cool-down reordered."""
     start = _starts(block, ranks)
     placement = Placement.v(ranks)
