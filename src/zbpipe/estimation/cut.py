@@ -46,9 +46,9 @@ class WorkloadCut:
             (layer.modules, times if layer.is_block else (sum(times) / 3,) * 3)
             for layer, times in zip(workload.layers, usual_times(workload), strict=True)
         )
-        self._costs = LayerCosts(tuple(Layer(modules, f, i, w, 0.0) for modules, (f, i, w) in times))
+        self.layers = LayerCosts(tuple(Layer(modules, f, i, w, 0.0) for modules, (f, i, w) in times))
         how, tensor = workload.checkpointing or Checkpointing.NONE, workload.degrees.tensor
-        self._cut = cutting(self._costs, workload.microbatches, how, tensor)
+        self._cut = cutting(self.layers, workload.microbatches, how, tensor)
 
     def split(self, placement: Placement, algorithm: Algorithm | None = None) -> Split:
         """Layers of each stage: TorchTitan's split for torch's schedules, zbpipe's for its own and for plans."""
@@ -61,7 +61,7 @@ class WorkloadCut:
 
     def work(self, placement: Placement) -> Work:
         """F, I and W of each stage of zbpipe's cut."""
-        return self._costs.times(self.split(placement))
+        return self.layers.times(self.split(placement))
 
     def usual_costs(self, algorithm: Algorithm, placement: Placement) -> CostModel | None:
         """Default costs of a schedule that adapts to the checkpointing. None for others, or if that is unknown."""

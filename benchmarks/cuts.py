@@ -1,0 +1,53 @@
+"""Steps by the cut before anything is measured, as estimated: equal work, equal numbers of layers, zbpipe's cut.
+
+Llama 3 8B without tensor parallelism and 70B with TP 8, both with 8 pipeline ranks on 64 H200, as in `recommended.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+from harness import markdown
+from published_jobs import read_jobs, workload
+from recommended import JOBS
+
+from zbpipe import simulate
+from zbpipe.costs.layers import balance, even_sizes, split_of
+from zbpipe.costs.transformer import Checkpointing, usual_costs
+from zbpipe.estimation.cut import WorkloadCut
+from zbpipe.estimation.devices import find
+from zbpipe.estimation.rates import rates
+from zbpipe.schedule.registry import resolve
+
+RANKS = 8
+HEADS = ["model", "checkpointing", "microbatches", "schedule", "stages", "equal work", "equal numbers", "zbpipe's"]
+
+
+def compare(size: str, how: str, microbatches: int, name: str, stages: int) -> list[str]:
+    """A line: seconds of the step of ZB or ZBLoop with three cuts, relative to Interleaved1F1B with equal numbers."""
+    like = next(each for each in read_jobs() if each.id == "titan-8b-8")
+    job = replace(
+        like, model=f"Llama 3 {size}", gpus=64, p=RANKS, tp=JOBS[size], v=1, m=microbatches, checkpointing=how
+    )
+    cut = WorkloadCut(workload(job))
+    device = rates(find("H200"))
+    layers, algorithm = device.layer_costs(cut.workload), resolve(name)
+    placement = algorithm.place(RANKS, stages)
+    even = split_of(even_sizes(len(layers.f), placement.num_stages))
+
+    def step(schedule: str, split: tuple[range, ...]) -> float:
+        usual = usual_costs(placement, Checkpointing(how), JOBS[size], cut.layers.times(split))
+        costs = usual if schedule == name else None
+        made = resolve(schedule).make(RANKS, microbatches, stages_per_rank=stages, costs=costs)
+        return simulate(made, device.costs(cut.workload, layers, made.placement, split)).makespan
+
+    usual = step("Interleaved1F1B", even)
+    found = (step(name, each) for each in (split_of(balance(cut.layers, placement)), even, cut.split(placement)))
+    shown = [f"{each / usual - 1:+.1%}" for each in found]
+    return [f"Llama 3 {size}", how, str(microbatches), name, str(stages), *shown]
+
+
+if __name__ == "__main__":
+    cells = product(JOBS, ("selective", "full"), (16, 32), ("ZB", "ZBLoop"), (2, 4))
+    print(markdown(HEADS, [compare(*each) for each in cells]))
