@@ -76,3 +76,13 @@ def checkpointing_of(config: Any) -> Checkpointing:
         return Checkpointing(mode)
     is_full = any(kind.__qualname__ == "FullAC.Config" for kind in type(config).__mro__)
     return Checkpointing.FULL if is_full else Checkpointing.SELECTIVE
+
+
+def compiles_blocks(config: Any) -> bool:
+    """Whether torch.compile runs the blocks."""
+    return bool(config.compile and config.compile.enable and "model" in config.compile.components)
+
+
+def has_async_tensor(config: Any) -> bool:
+    """Whether collectives of tensor parallelism run beside products. In 0.2 parallelism has the option."""
+    return any(getattr(each, "enable_async_tensor_parallel", False) for each in (config.parallelism, config.compile))

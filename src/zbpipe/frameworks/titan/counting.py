@@ -90,7 +90,7 @@ class _Counted:
 
 
 def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) -> Workload:
-    parallelism, tokens, compiled = config.parallelism, _tokens(config), models.compiles_blocks(config)
+    parallelism, tokens, compiled = config.parallelism, _tokens(config), batches.compiles_blocks(config)
     _require_shares(config, degrees, counted)
     sizes, (option, size) = models.sizes(config, degrees.shards), batches.batch_option(config)
     cut = _cut(parallelism.module_fqns_per_model_part, [layer.modules for layer in counted.layers])
@@ -109,7 +109,7 @@ def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) ->
         checkpointing=counted.checkpointing,
         compiled=compiled,
         float8=counted.float8,
-        hidden_tensor=ASYNC_TENSOR * models.has_async_tensor(config),
+        hidden_tensor=ASYNC_TENSOR * batches.has_async_tensor(config),
         parameter_bytes=replace(sizes.parameters, accumulates=batches.accumulates(config, degrees.data)),
         ends=layer_split.ends_of_user(parallelism),
         cut=cut,

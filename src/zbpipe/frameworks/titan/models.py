@@ -136,19 +136,6 @@ def require_decoder(model: nn.Module) -> None:
         )
 
 
-def compiles_blocks(config: Any) -> bool:
-    """Whether torch.compile runs the blocks."""
-    return bool(config.compile and config.compile.enable and "model" in config.compile.components)
-
-
-def has_async_tensor(config: Any) -> bool:
-    """Whether collectives of tensor parallelism run beside products."""
-    return bool(getattr(config.parallelism if HAS_JOB_CONFIG else config.compile, _ASYNC_TENSOR, False))
-
-
-_ASYNC_TENSOR = "enable_async_tensor_parallel"
-
-
 def take_float8(config: Any, model: nn.Module) -> bool:
     """Whether products of the blocks are in float8. Their layers are plain ones from then on.
 

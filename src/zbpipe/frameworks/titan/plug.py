@@ -43,7 +43,7 @@ from zbpipe.estimation.workload import ASYNC_TENSOR
 from zbpipe.frameworks import installation
 from zbpipe.frameworks.installation import is_placed_by_frameworks
 from zbpipe.frameworks.options import Options
-from zbpipe.frameworks.titan import batches, cpu, dry_run, layer_split, models, monitor, steps, versions
+from zbpipe.frameworks.titan import batches, cpu, dry_run, layer_split, monitor, steps, versions
 from zbpipe.frameworks.titan.batches import checkpointing_of
 from zbpipe.frameworks.titan.check import check, check_stages, depends_on_model, require_processes
 from zbpipe.frameworks.titan.command_line import asks_for_help, shared_degrees
@@ -298,7 +298,7 @@ def _choose(
     *_, titans = (getattr(each, name) for each in _modules_of(pipelining_fn) for name in _find_names(each, generate))
     whole = layer_split.Model(model, job.model_config, batches.length(job.training))
     degrees, tokens = shared_degrees(parallelism), prod(batches.shape(job))
-    how = job.checkpointing, models.compiles_blocks(job), ASYNC_TENSOR * models.has_async_tensor(job)
+    how = job.checkpointing, batches.compiles_blocks(job), ASYNC_TENSOR * batches.has_async_tensor(job)
     split = LayerSplit(
         titans, _num_layers(job), parallelism, whole, layer_split.Job(batches.microbatches(job), tokens, degrees, *how)
     )
