@@ -1,5 +1,5 @@
 class BaseCheckpointManager:
-    enable = False
+    enable: bool = False
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         raise NotImplementedError
