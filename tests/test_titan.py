@@ -182,7 +182,7 @@ def test_a_toml_file_that_cuts_the_model_by_hand(titan: Titan, tmp_path: Path) -
 
 @pytest.mark.long
 def test_the_demo_starts(tmp_path: Path) -> None:
-    ((run,),) = command.run_demo(2, tmp_path, ["ZBV"], rounds=1).values()
+    ((run,),) = command.run_demo(2, tmp_path, {"ZBV": ("ZBV",)}, rounds=1).values()
     log = (tmp_path / "ZBV-0" / "output.log").read_text()
     print(log)
     assert run.error is None

@@ -28,12 +28,14 @@ from zbpipe.frameworks.options import Options
 from zbpipe.frameworks.titan import batches, versions
 from zbpipe.frameworks.titan.check import check, require_processes
 from zbpipe.frameworks.titan.command_line import parse
+from zbpipe.frameworks.titan.steps import part_of
 from zbpipe.titan import train as train_script
 from zbpipe.titan.check_clone import find_difference
 
 STAND_IN = Path(__file__).parent / "titan_stand_in"
 NEEDS_TORCH = pytest.mark.skipif(torch.__version__ < "2.14", reason="TorchTitan's main branch needs torch 2.14")
 RANKS, MICROBATCHES = 2, 4
+VALIDATED = ("--zbpipe.optimizer-step", "validated")
 
 
 def train(jobs: Sequence[tuple[str, str]], options: Sequence[str] = (), *, only_read: bool = False) -> list[Any]:
@@ -79,7 +81,8 @@ def _train(titan: Any, only_read: bool) -> tuple[list[float], list[str]] | None:
     finally:
         for each in loggers:
             each.removeHandler(handler)
-    schedule, metrics = titan.Trainer.trained[-1].pp_schedule, titan.Trainer.trained[-1].metrics_processor
+    trainer = titan.Trainer.trained[-1]
+    schedule, metrics = part_of(trainer, "pp_schedule"), trainer.metrics_processor
     if schedule.__class__.__name__ == "ScheduleZB":
         said.append(f"made for the work {schedule._work}")
     return [loss for _, loss, _ in metrics.logged], said + [json.dumps(extra) for *_, extra in metrics.logged]
@@ -115,6 +118,17 @@ def test_models_train_alike_with_all_schedules(tmp_path: Path) -> None:
 
 
 @NEEDS_TORCH
+def test_validated_steps_find_the_parts_of_the_trainer_in_either_place() -> None:
+    """In the trainer, and in the engine that TorchTitan's main branch has since September 2026."""
+    jobs = [("llm", "ZBV"), ("with_engine", "ZBV")]
+    plain, validated = (run_ranks(RANKS, train, jobs, how)[0] for how in ((), VALIDATED))
+    for (losses, said), (expected, _) in zip(validated, plain, strict=True):
+        assert losses == pytest.approx(expected, rel=1e-5)
+        assert len(losses) == 2
+        assert "Optimizer steps: 2 " in "\n".join(said)
+
+
+@NEEDS_TORCH
 def test_another_runtime_is_left_alone_and_knows_no_schedule_of_zbpipes() -> None:
     jobs = [("runtime", "1F1B"), ("runtime", "ZBV"), ("llm", "1F1B")]
     *_, (first, refused, other) = run_ranks(RANKS, train, jobs)
@@ -140,7 +154,7 @@ def test_what_is_refused_before_the_ranks_meet() -> None:
 
 
 def read(jobs: Sequence[tuple[str, str]]) -> list[str | None]:
-    return train(jobs, ("--zbpipe.optimizer-step", "validated"), only_read=True)
+    return train(jobs, VALIDATED, only_read=True)
 
 
 @pytest.fixture
@@ -154,19 +168,31 @@ def titan(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return part
 
 
+class SmallEngine:
+    def __init__(self) -> None:
+        self.pp_schedule = None
+
+
+class SmallTrainer:
+    def __init__(self) -> None:
+        self.step, self.engine = 0, SmallEngine()
+
+
 def test_names_that_are_missing_are_all_told(titan: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     titan.moved = lambda first, new_name: None  # type: ignore[attr-defined]
     needed = (
         versions.Needed("part:old or part:moved", ("first", "old_name or new_name")),
         versions.Needed("part:moved", ("second",)),
         versions.Needed("part:gone or other:gone"),
+        versions.Needed("part:Trainer", parts=("step", "pp_schedule", "optimizers")),
     )
+    titan.Trainer = SmallTrainer  # type: ignore[attr-defined]
     monkeypatch.setattr(versions, "NEEDED", needed[:1])
     versions.require_names()
     monkeypatch.setattr(versions, "NEEDED", needed)
     said = (
-        "torchtitan 0.4.0 in /clone lacks second of part.moved, part.gone or other.gone, which zbpipe needs; it"
-        " knows 0.2.2, 0.3.0, main of August 2026: use zbpipe.install()"
+        "torchtitan 0.4.0 in /clone lacks second of part.moved, part.gone or other.gone, optimizers of part.Trainer,"
+        " which zbpipe needs; it knows 0.2.2, 0.3.0, main of August 2026: use zbpipe.install()"
     )
     with pytest.raises(ImportError, match=re.escape(said)):
         versions.require_names()
@@ -225,6 +251,15 @@ def test_an_unknown_schedule_is_refused_before_torchtitan_is_imported() -> None:
     train_script._require_known_schedule(["--training.steps", "3"])
 
 
+def test_zbpipes_schedules_are_not_captured_in_cuda_graphs() -> None:
+    """TorchTitan's main branch refuses this only for classes with several stages per rank."""
+    captured, eager = (config_of(training={"disable_cuda_graphs": each}) for each in (False, True))
+    check(captured, find_algorithm("1F1B"), Options())
+    check(eager, find_algorithm("ZBH1"), Options())
+    with pytest.raises(ValueError, match=r"would capture ZBH1 in a CUDA graph, .*: set --training.dis"):
+        check(captured, find_algorithm("ZBH1"), Options())
+
+
 def test_torchs_schedules_with_too_few_microbatches() -> None:
     """They would build the model first. The only microbatch is a singular."""
     job = config_of(parallelism={"pipeline_parallel_schedule": "1F1B"}, training={"local_batch_size": 1})
@@ -261,12 +296,12 @@ def test_the_check_of_a_clone_compares_losses_and_norms() -> None:
     def outcome(loss: float, norm: float, steps: int = 1) -> JobOutcome:
         return JobOutcome(({"step": 1, "loss_metrics/global_avg_loss": loss, "grad_norm": norm},) * steps, None)
 
-    assert find_difference(outcome(2, 3), outcome(2 * (1 + 1e-6), 3 * (1 + 1e-5))) is None
-    assert find_difference(outcome(2, 3), outcome(2.001, 3)) == (
+    assert find_difference(outcome(2, 3), outcome(2 * (1 + 1e-6), 3 * (1 + 1e-5)), "ZBV") is None
+    assert find_difference(outcome(2, 3), outcome(2.001, 3), "ZBV") == (
         "in step 1 loss_metrics/global_avg_loss is 2 with 1F1B and 2.001 with ZBV"
     )
-    assert "grad_norm is 3 with 1F1B and 6" in str(find_difference(outcome(2, 3), outcome(2, 6)))
-    assert find_difference(outcome(2, 3), outcome(2, 3, steps=2)) == "ZBV has 2 steps and 1F1B 1"
+    assert "grad_norm is 3 with 1F1B and 6" in str(find_difference(outcome(2, 3), outcome(2, 6), "ZB"))
+    assert find_difference(outcome(2, 3), outcome(2, 3, steps=2), "ZBV") == "ZBV has 2 steps and 1F1B 1"
 
 
 # Which TorchTitan zbpipe takes, and what it says of the others. None has to be installed.

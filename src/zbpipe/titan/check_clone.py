@@ -1,12 +1,13 @@
-"""`python -m zbpipe.titan.check_clone`: check that zbpipe works with the TorchTitan on Python's path, in about a
-minute.
+"""`python -m zbpipe.titan.check_clone`: check that zbpipe works with the TorchTitan on Python's path, in some
+minutes.
 
 For a clone of TorchTitan, whose main branch changes every day:
 
     PYTHONPATH=/path/to/torchtitan python -m zbpipe.titan.check_clone
 
-It looks for the names that zbpipe uses from TorchTitan. Then it trains TorchTitan's debug model for three steps on two
-CPU processes, with 1F1B and with ZBV, from the same weights. Losses and gradient norms have to be equal.
+It looks for the names that zbpipe uses from TorchTitan. Then it trains TorchTitan's debug model for five steps on two
+CPU processes, from the same weights: with 1F1B, ZBV, ZB, Auto, a CSV file, and validated optimizer steps. Losses and
+gradient norms have to be equal.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ import tempfile
 from math import isclose
 from pathlib import Path
 
-from zbpipe.cli.demo.command import run_demo
+from zbpipe import generate
+from zbpipe.cli.demo.command import MICROBATCHES, RANKS, run_demo
 from zbpipe.cli.demo.launch import DemoError, JobOutcome
 from zbpipe.frameworks.titan import cpu, versions
 
+_STEPS = 5
+"""Auto measures in the first three, and then runs ZB for the measured costs."""
 _LINES = 40
 """Number of log lines shown of a failed job."""
 _TOLERANCES = {"loss_metrics/global_avg_loss": 1e-5, "grad_norm": 1e-4}
@@ -44,27 +48,35 @@ def main() -> int:
 
 
 def _compare_losses(folder: Path) -> str | None:
+    table = folder / "wave.csv"
+    table.write_text(generate("ZB", RANKS, MICROBATCHES, stages_per_rank=4).to_csv())
+    jobs = {name: (name,) for name in ("1F1B", "ZBV", "ZB")} | {
+        "Auto": ("Auto", "--zbpipe.profile-steps", "1"),
+        "CSV": (str(table),),
+        "validated": ("ZBV", "--zbpipe.optimizer-step", "validated"),
+    }
     try:
-        outcomes = run_demo(3, folder, ("1F1B", "ZBV"), rounds=1)
+        outcomes = run_demo(_STEPS, folder, jobs, rounds=1)
     except DemoError as error:
         return str(error)
-    for schedule, (outcome,) in outcomes.items():
+    for name, (outcome,) in outcomes.items():
         if outcome.error is not None:
-            log = folder / f"{schedule}-0" / "output.log"
+            log = folder / f"{name}-0" / "output.log"
             print(*log.read_text().splitlines()[-_LINES:], sep="\n", flush=True)
-            return f"{schedule} does not train: {outcome.error}"
-        print(f"{schedule}: losses {', '.join(f'{loss:.6f}' for loss in outcome.losses)}", flush=True)
-    return find_difference(outcomes["1F1B"][0], outcomes["ZBV"][0])
+            return f"{name} does not train: {outcome.error}"
+        print(f"{name}: losses {', '.join(f'{loss:.6f}' for loss in outcome.losses)}", flush=True)
+    (usual,), *_ = outcomes.values()
+    return next(filter(None, (find_difference(usual, found, name) for name, (found,) in outcomes.items())), None)
 
 
-def find_difference(expected: JobOutcome, found: JobOutcome) -> str | None:
-    """The first differing metric of a step, in words; None if all agree."""
+def find_difference(expected: JobOutcome, found: JobOutcome, name: str) -> str | None:
+    """The first metric of a step that differs from 1F1B's, in words; None if all agree."""
     if len(found.steps) != len(expected.steps):
-        return f"ZBV has {len(found.steps)} steps and 1F1B {len(expected.steps)}"
+        return f"{name} has {len(found.steps)} steps and 1F1B {len(expected.steps)}"
     for one, other in zip(expected.steps, found.steps, strict=True):
-        for name, tolerance in _TOLERANCES.items():
-            if not isclose(one[name], other[name], rel_tol=tolerance):
-                return f"in step {one['step']} {name} is {one[name]} with 1F1B and {other[name]} with ZBV"
+        for metric, tolerance in _TOLERANCES.items():
+            if not isclose(one[metric], other[metric], rel_tol=tolerance):
+                return f"in step {one['step']} {metric} is {one[metric]} with 1F1B and {other[metric]} with {name}"
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -15,8 +15,10 @@ from zbpipe.cli.demo.launch import DemoError, JobOutcome, train_on_cpu
 from zbpipe.frameworks.titan.versions import find_installed
 from zbpipe.schedule.registry import resolve
 
-SCHEDULES = ("1F1B", "ZBVZeroBubble", "ZBV")
+SCHEDULES = {name: (name,) for name in ("1F1B", "ZBVZeroBubble", "ZBV")}
 RANKS = 2
+MICROBATCHES = 8
+"""As the demo's models have them."""
 CHECKPOINTING = "selective"  # TorchTitan's default
 ROUNDS = 2
 """Rounds of training. Schedules alternate, so that a machine that gets faster or slower affects all alike."""
@@ -54,12 +56,12 @@ def demo(steps: int) -> None:
 
 
 def run_demo(
-    steps: int, folder: Path, names: Sequence[str] = SCHEDULES, rounds: int = ROUNDS
+    steps: int, folder: Path, jobs: Mapping[str, Sequence[str]] = SCHEDULES, rounds: int = ROUNDS
 ) -> dict[str, list[JobOutcome]]:
-    """Outcomes of trainings by schedule: alternately, on `RANKS` processes, all from one seed checkpoint.
+    """Outcomes of trainings by name: alternately, on `RANKS` processes, all from one seed checkpoint.
 
-    A schedule that fails is not trained again. DemoError if the installed TorchTitan cannot be used, or the seed
-    checkpoint failed.
+    Each job is a schedule and TorchTitan's arguments. One that fails is not trained again. DemoError if the installed
+    TorchTitan cannot be used, or the seed checkpoint failed.
     """
     try:
         version = find_installed()
@@ -70,9 +72,9 @@ def run_demo(
     seed = train_on_cpu(checkpoint, num_ranks=1, folder=folder / "seed", timeout=_TIMEOUT)
     if seed.error is not None:
         raise DemoError(f"TorchTitan could not make the seed checkpoint: {seed.error}")
-    outcomes: dict[str, list[JobOutcome]] = {schedule: [] for schedule in names}
+    outcomes: dict[str, list[JobOutcome]] = {schedule: [] for schedule in jobs}
     for number in range(rounds):
-        for schedule in names if number % 2 == 0 else names[::-1]:
+        for schedule in list(jobs)[:: 1 if number % 2 == 0 else -1]:
             if _error(outcomes[schedule]) is not None:
                 continue
             click.echo(f"{schedule}, round {number + 1} ...", nl=False)
@@ -81,7 +83,7 @@ def run_demo(
                     *("--training.steps", str(steps), "--checkpoint.enable", "--checkpoint.load_only"),
                     *("--checkpoint.initial_load_path", str(folder / "seed" / "checkpoint" / "step-0")),
                     *("--parallelism.pipeline_parallel_degree", str(RANKS)),
-                    *("--parallelism.pipeline_parallel_schedule", schedule, *version.checkpoint(CHECKPOINTING)),
+                    *("--parallelism.pipeline_parallel_schedule", *jobs[schedule], *version.checkpoint(CHECKPOINTING)),
                 ],
                 num_ranks=RANKS,
                 folder=folder / f"{schedule}-{number}",

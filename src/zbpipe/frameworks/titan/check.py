@@ -50,6 +50,11 @@ def check(config: Any, algorithm: Algorithm | None, options: Options) -> None:
     if options.optimizer_step == "validated":
         _check_validated_step(algorithm, has_pipeline)
     if has_pipeline:
+        if algorithm.source == "zbpipe" and not getattr(config.training, "disable_cuda_graphs", True):
+            raise ValueError(
+                f"training.disable_cuda_graphs=False would capture {algorithm.name} in a CUDA graph, which no GPU has"
+                " run yet: set --training.disable_cuda_graphs"
+            )
         _check_schedule(algorithm, config)
         _check_torchs_split(algorithm, options, config)
         if config.comm.mode == "fake_backend":

@@ -28,17 +28,17 @@ def validate_steps(trainer_class: Any, dist_utils: Any, max_norm: Callable[[Any]
 
     def train_in_steps(self: Any) -> None:
         require_own_steps(type(self))
-        steps = _Steps(self, dist_utils, max_norm(self))
-        save = self.checkpointer.save
+        steps, checkpointer = _Steps(self, dist_utils, max_norm(self)), part_of(self, "checkpointer")
+        save = checkpointer.save
 
         def save_finished(step: int, last_step: bool = False) -> Any:
             # Others save in other places.
-            is_due = getattr(self.checkpointer, "_should_save", lambda *args: True)
-            if self.checkpointer.enable and is_due(step, last_step):
+            is_due = getattr(checkpointer, "_should_save", lambda *args: True)
+            if checkpointer.enable and is_due(step, last_step):
                 steps.step.finish()
             return save(step, last_step)
 
-        with replaced(self.checkpointer, save=save_finished), replaced(self, _zbpipe_steps=steps):
+        with replaced(checkpointer, save=save_finished), replaced(self, _zbpipe_steps=steps):
             validator = getattr(self, "validator", None)
             if validator is None:
                 train(self)
@@ -66,6 +66,12 @@ def require_own_steps(trainer_class: type[Any]) -> None:
             )
 
 
+def part_of(trainer: Any, name: str) -> Any:
+    """A part of the trainer. Since September 2026 TorchTitan's main branch keeps some in `trainer.engine`."""
+    engine = getattr(trainer, "engine", None)
+    return getattr(engine if hasattr(engine, name) else trainer, name)
+
+
 class _Steps:
     """The optimizer steps of a `Trainer`, which clips, steps and sets gradients to None through this object."""
 
@@ -74,10 +80,10 @@ class _Steps:
         self._dist_utils = dist_utils
         self._clip_as: Callable[[], Tensor] = _nothing  # type: ignore[assignment]
         self.step = OptimizerStep(
-            trainer.pp_schedule,
-            list(trainer.optimizers.optimizers),
+            part_of(trainer, "pp_schedule"),
+            list(part_of(trainer, "optimizers").optimizers),
             max_norm=max_norm,
-            lr_schedulers=trainer.lr_schedulers,
+            lr_schedulers=part_of(trainer, "lr_schedulers"),
             clip=self._clip_now,
             step=self._step_containers,
         )
@@ -90,13 +96,13 @@ class _Steps:
         def clip_and_step(*args: Any, **kwargs: Any) -> Tensor:
             self._clip_as = lambda: clip(*args, **kwargs)
             with replaced(self._dist_utils, clip_grad_norm_=clip):
-                norms.append(self.step(now=trainer.metrics_processor.should_log(trainer.step)))
+                norms.append(self.step(now=part_of(trainer, "metrics_processor").should_log(part_of(trainer, "step"))))
             return torch.tensor(norms[-1] or 0.0)
 
         with (
             replaced(self._dist_utils, clip_grad_norm_=clip_and_step),
-            replaced(trainer.optimizers, step=_nothing, zero_grad=_nothing),
-            replaced(trainer.lr_schedulers, step=_nothing),
+            replaced(part_of(trainer, "optimizers"), step=_nothing, zero_grad=_nothing),
+            replaced(part_of(trainer, "lr_schedulers"), step=_nothing),
         ):
             run()
 
@@ -106,9 +112,9 @@ class _Steps:
     def _step_containers(self) -> None:
         trainer = self._trainer()
         assert trainer is not None
-        trainer.checkpointer.maybe_wait_for_staging()
-        type(trainer.optimizers).step(trainer.optimizers)
-        type(trainer.lr_schedulers).step(trainer.lr_schedulers)
+        part_of(trainer, "checkpointer").maybe_wait_for_staging()
+        for each in (part_of(trainer, "optimizers"), part_of(trainer, "lr_schedulers")):
+            type(each).step(each)
 
 
 def _after(first: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -140,6 +141,8 @@ class Needed(NamedTuple):
     """Path below `torchtitan`, as module:attribute."""
     parameters: tuple[str, ...] = ()
     """Parameters of a function, or fields of a dataclass."""
+    parts: tuple[str, ...] = ()
+    """Attributes and methods of a class, or of an engine that its module has."""
 
     def find(self) -> Any:
         """The object with this name; None if there is none. The ImportError of another package passes."""
@@ -160,16 +163,42 @@ class Needed(NamedTuple):
             return [self.path.replace(":", ".")]
         parameters = inspect.signature(found).parameters if self.parameters else {}
         missing = [each for each in self.parameters if not parameters.keys() & set(each.split(OR))]
+        if self.parts:
+            source = _read_source(found)  # objects have them, not the class
+            missing += [
+                each for each in self.parts if not re.search(rf"self\.{each}\b|^ +(def )?{each}[:(]", source, re.M)
+            ]
         return [f"{each} of {self.path.split(OR)[0].replace(':', '.')}" for each in missing]
+
+
+def _read_source(owner: type[Any]) -> str:
+    """The source of a class, and of the engines that its module has."""
+    engines = [each for name, each in vars(sys.modules[owner.__module__]).items() if name.endswith("Engine")]
+    return "\n".join(map(inspect.getsource, (owner, *engines)))
 
 
 OR = " or "
 NEEDED = (
     Needed("train:main"),
-    Needed("train:Trainer"),
+    Needed(
+        "train:Trainer",
+        parts=("pp_schedule", "optimizers", "lr_schedulers", "step", "checkpointer", "metrics_processor"),
+    ),
     Needed("train:Trainer.train"),
     Needed("train:Trainer.train_step", ("data_iterator",)),
     Needed("config:ConfigManager.parse_args", ("args",)),
+    Needed(
+        "components.checkpointer:BaseCheckpointManager or components.checkpoint:CheckpointManager",
+        parts=("enable", "save", "maybe_wait_for_staging"),
+    ),
+    Needed("components.optimizer:OptimizersContainer", parts=("optimizers", "step", "zero_grad")),
+    Needed(
+        "components.optimizer:LRSchedulersContainer or components.lr_scheduler:LRSchedulersContainer", parts=("step",)
+    ),
+    Needed("config:CommConfig or config.job_config:Comm", ("mode", "init_timeout_seconds")),
+    Needed("config:CompileConfig or config.job_config:Compile", ("enable",)),
+    Needed("config:ConfigManager._load_config or config.job_config:JobConfig"),
+    Needed("train:Trainer.Config._owner or config.job_config:JobConfig"),
     Needed(
         "config:ParallelismConfig or config.job_config:Parallelism",
         (
@@ -180,6 +209,10 @@ NEEDED = (
             "pipeline_parallel_first_stage_less_layers",
             "pipeline_parallel_last_stage_less_layers",
             "module_fqns_per_model_part",
+            "tensor_parallel_degree",
+            "context_parallel_degree",
+            "data_parallel_replicate_degree",
+            "data_parallel_shard_degree",
             "num_pp_microbatches or pipeline_parallel_microbatch_size",
         ),
     ),

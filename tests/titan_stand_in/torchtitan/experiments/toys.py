@@ -90,6 +90,13 @@ class OwnTrainer(Trainer):  # type: ignore[misc]
         raise NotImplementedError("of another library")
 
 
+class EngineTrainer(Trainer):  # type: ignore[misc]
+    has_engine = True
+
+    class Config(Trainer.Config):  # type: ignore[misc]
+        pass
+
+
 def job(pipelining_fn: Callable[..., Any], sees: bool = False, kind: type[Trainer] = Trainer) -> Callable[[], Any]:
     return lambda: kind.Config(model_spec=ModelSpec(ModelConfig(sees), pipelining_fn, lambda part: part))
 
@@ -97,3 +104,4 @@ def job(pipelining_fn: Callable[..., Any], sees: bool = False, kind: type[Traine
 llm, vlm = job(pipeline_llm), job(pipeline_vlm, sees=True)
 own_functions, runtime = job(pipeline_by_own_functions), job(pipeline_by_runtime)
 own_trainer = job(pipeline_llm, kind=OwnTrainer)
+with_engine = job(pipeline_llm, kind=EngineTrainer)
