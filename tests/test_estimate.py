@@ -257,6 +257,8 @@ def test_measured_costs_take_the_place_of_counted_ones() -> None:
     found = estimate(workload(), costs=costs, plans=False)
     assert row(found, "ZBV", 2).seconds == simulate(generate("ZBV", 2, 8), costs.on(placement)).makespan
     assert row(found, "1F1B").seconds == 9 * 6  # neighbours taken together
+    answered = estimate(workload(), costs=costs, only=(), budget=1e3)
+    assert [step.stages_per_rank for step in answered.steps if step.schedule in ("ZB", PLAN)] == [2, 2]
     assert row(found, "1F1B").mfu is None
     assert found.without_pipeline is None
     assert "measured" in found.words[0]
@@ -473,7 +475,12 @@ def advised(rows: dict[str, dict[str, Any]], fsdp: float = 2.0, lighter: float |
     ("rows", "fsdp", "sentence", "option"),
     [
         (NOW, 2.0, "Change to ZB: 1 s per step, 9.1% shorter than 1F1B, 7.0 of 85.0 GiB on the worst rank.", "ZB"),
-        (NOW | {"1F1B": {"is_own": True}}, 2.0, "Keep 1F1B: 1 s per step, 7.0 of 85.0 GiB on the worst rank.", None),
+        (
+            NOW | {"1F1B": {"is_own": True}},
+            2.0,
+            "Keep 1F1B: 1 s per step, 7.0 of 85.0 GiB on the worst rank; nothing",
+            None,
+        ),
         (NOW | {PLAN: NOW[PLAN] | {"seconds": 0.9}}, 2.0, "Change to plan: 0.9 s per step, 18.2% ", "plan.csv"),
         (NOW | {"ZB": SLOW, "ZB in 2x": LIMITED}, 2.0, "Change to ZB in 2x: 1 s", "ZB --zb.memory-limit 2x"),
         (NOW | {"ZB": {"fits": False}}, 2.0, "Change to plan: 0.99 s", "plan.csv"),

@@ -171,7 +171,7 @@ class Estimate:
             return self._advise("drop the pipeline", fsdp, words)
         if best is None:
             return None
-        words = ""
+        words = f"; nothing that fits is {WORTH:.0%} shorter" if best is own else ""
         if fsdp and answer(best, fsdp) is Answer.UNDECIDED:
             words = f"; try FSDP without a pipeline, too: this is {best.compare(fsdp)}, and frameworks differ by more"
         return self._advise("keep" if best is own else "change to", best, words)
