@@ -24,7 +24,7 @@ BUDGETS = {
     "src/zbpipe/algorithms": 747,
     "src/zbpipe/cli": 1743,
     "src/zbpipe/costs": 885,
-    "src/zbpipe/estimation": 1236,
+    "src/zbpipe/estimation": 1244,
     "src/zbpipe/frameworks": 2980,
     "src/zbpipe/planner": 1664,
     "src/zbpipe/runtime": 8250,
@@ -32,7 +32,7 @@ BUDGETS = {
     "src/zbpipe/simulator": 1624,
     "src/zbpipe/titan": 95,
     "src/zbpipe/views": 1046,
-    "tests": 21365,
+    "tests": 21362,
     "benchmarks": 2794,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
