@@ -496,8 +496,8 @@ def test_the_answer(rows: dict[str, dict[str, Any]], fsdp: float, sentence: str,
 def test_the_answer_names_a_checkpointing_that_gains_more() -> None:
     assert advised(NOW, lighter=0.99)[2] == ""
     assert advised(NOW, lighter=0.88)[2] == (
-        "Lighter checkpointing gains more: with selective ZB takes 0.88 s, 20.0% shorter than 1F1B now,"
-        " 7.0 of 85.0 GiB: --ac selective (at the end)"
+        "Lighter checkpointing (selective) gains more: 0.88 s with ZB, 20.0% shorter than 1F1B now, 7.0 of 85.0 GiB."
+        " Add at the end: --ac selective"
     )
 
 

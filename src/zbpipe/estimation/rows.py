@@ -203,9 +203,9 @@ class Estimate:
         if lighter and lighter.seconds < (1 - WORTH) * step.seconds:
             how, now = LIGHTER[self.workload.checkpointing or Checkpointing.FULL], own or step
             tip = (
-                f"Lighter checkpointing gains more: with {how} {lighter.name} takes {lighter.seconds:.4g} s,"
-                f" {lighter.compare(now)} than {now.name} now, {lighter.memory.total / GIB:.1f}{room} GiB:"
-                f" {checkpointing}{how} (at the end)"
+                f"Lighter checkpointing ({how}) gains more: {lighter.seconds:.4g} s with {lighter.name},"
+                f" {lighter.compare(now)} than {now.name} now, {lighter.memory.total / GIB:.1f}{room} GiB. Add at the end:"
+                f" {checkpointing}{how}"
             )
         return Advice(verb, step, f"{words}{more}.", "" if step is own else option, tip)
 
