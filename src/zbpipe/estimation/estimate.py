@@ -230,7 +230,10 @@ class _Job:
 
     def typed(self, name: str) -> Step:
         """The row of a schedule as the job runs it by this name, with the number of stages that it then has."""
-        algorithm, placement = choose_own(replace(self.workload, schedule=name), self.cut)
+        workload, known = replace(self.workload, schedule=name), self.measured and self.measured.costs
+        if isinstance(known, CostModel) and resolve(name).any_stages_per_rank:
+            workload = replace(workload, num_stages=known.num_stages)
+        algorithm, placement = choose_own(workload, self.cut)
         return self.named(algorithm, len(placement.stages_on(0)), resolve(name).name)
 
     def named(self, algorithm: Algorithm, stages: int, name: str = "") -> Step:
@@ -497,13 +500,13 @@ def choose_own(
     cut = cut or WorkloadCut(workload)
     degrees, how = workload.degrees, workload.checkpointing
     algorithm = resolve(workload.schedule)
-    if how is None:
-        layers = cut.num_layers or len(workload.layers)
-        stages = stages_for(layers, degrees.pipeline)[0] if algorithm.chooses_stages else None
-        return algorithm, algorithm.place(degrees.pipeline, stages)
     number, stages = workload.num_stages, None
     if number is not None:
         stages = algorithm.stages_of_cut(degrees.pipeline, number, "the job's number of layers per stage makes")
+    if how is None:
+        if stages is None and algorithm.chooses_stages:
+            stages = stages_for(cut.num_layers or len(workload.layers), degrees.pipeline)[0]
+        return algorithm, algorithm.place(degrees.pipeline, stages)
     chosen = choose(
         algorithm,
         degrees.pipeline,

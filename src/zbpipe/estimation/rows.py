@@ -153,13 +153,19 @@ class Estimate:
         return next((step for step in self.steps if step.is_own), None)
 
     @property
-    def best(self) -> Step | None:
-        """The row to take: the job's own, else ZB, unless another one that fits saves more than `WORTH`."""
+    def _fitting(self) -> list[Step]:
+        """The rows with a pipeline that the answer compares, the shortest first."""
         rows = [step for step in self.steps if step.timeline]
         typed = [step for step in rows if step.is_typed]
-        fitting = [step for step in typed or rows if step.fits and step.runs]
-        simplest = sorted(fitting, key=lambda each: (not each.is_own, each.schedule != "ZB", each.schedule == PLAN))
-        return next((each for each in simplest if (1 - WORTH) * each.seconds <= fitting[0].seconds), None)
+        return [step for step in typed or rows if step.fits and step.runs]
+
+    @property
+    def best(self) -> Step | None:
+        """The row to take: the job's own if no simple one saves `WORTH`, else ZB, else what saves that next to ZB."""
+        fitting, own = self._fitting, self.own
+        simplest = sorted(fitting, key=lambda each: (each.schedule != "ZB", each.schedule == PLAN, each.name))
+        best = next((each for each in simplest if (1 - WORTH) * each.seconds <= fitting[0].seconds), None)
+        return own if best and own in fitting and best.seconds > (1 - WORTH) * own.seconds else best
 
     @property
     def advice(self) -> Advice | None:
@@ -168,10 +174,14 @@ class Estimate:
         fsdp = fsdp if fsdp and fsdp.fits and self.workload.degrees.pipeline > 1 else None
         if fsdp and (best is None or answer(best, fsdp) is Answer.NO):
             words = f"; {best.name}, the best schedule that fits, is {best.compare(fsdp)}" if best else ""
+            words += f", less than estimates err by ({HARDLY:.0%})" if best and best.seconds < fsdp.seconds else ""
             return self._advise("drop the pipeline", fsdp, words)
         if best is None:
             return None
-        words = ""
+        shortest = self._fitting[0]
+        words = f"; the shortest that fits, {shortest.name}, is {shortest.compare(best)}" if best is own else ""
+        if best is shortest:
+            words = "; nothing that fits is shorter" if best is own else ""
         if fsdp and answer(best, fsdp) is Answer.UNDECIDED:
             words = f"; try FSDP without a pipeline, too: this is {best.compare(fsdp)}, and frameworks differ by more"
         return self._advise("keep" if best is own else "change to", best, words)
@@ -193,9 +203,9 @@ class Estimate:
         if lighter and lighter.seconds < (1 - WORTH) * step.seconds:
             how, now = LIGHTER[self.workload.checkpointing or Checkpointing.FULL], own or step
             tip = (
-                f"Lighter checkpointing gains more: with {how} {lighter.name} takes {lighter.seconds:.4g} s,"
-                f" {lighter.compare(now)} than {now.name} now, {lighter.memory.total / GIB:.1f}{room} GiB:"
-                f" {checkpointing}{how} (at the end)"
+                f"Lighter checkpointing ({how}) gains more: {lighter.seconds:.4g} s with {lighter.name},"
+                f" {lighter.compare(now)} than {now.name} now, {lighter.memory.total / GIB:.1f}{room} GiB. Add at the"
+                f" end: {checkpointing}{how}"
             )
         return Advice(verb, step, f"{words}{more}.", "" if step is own else option, tip)
 
