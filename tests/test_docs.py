@@ -327,11 +327,6 @@ def test_each_public_name_has_an_example() -> None:
     assert set(without) <= LONG
 
 
-def rows_of_the_table() -> dict[str, tuple[str, ...]]:
-    rows = re.findall(r"^\| (.*?) \|(.*)\|$", (ROOT / "README.md").read_text().split("```")[0], re.MULTILINE)
-    return {name.strip("*"): tuple(each.strip(" *") for each in cells.split("|")) for name, cells in rows[1:]}
-
-
 def simulated_row(line: str) -> tuple[str, ...]:
     found, *others = (json_of(f"{each} -p 8 -m 32") for each in (line, "simulate 1F1B", "simulate Interleaved1F1B"))
     shorter = [f"{1 - found['makespan'] / other['makespan']:.1%}".replace("%", " % shorter") for other in others]
@@ -339,7 +334,8 @@ def simulated_row(line: str) -> tuple[str, ...]:
 
 
 def test_the_readme_compares_as_the_simulator_does() -> None:
-    rows = rows_of_the_table()
+    found = re.findall(r"^\| (.*?) \|(.*)\|$", (ROOT / "README.md").read_text().split("```")[0], re.MULTILINE)
+    rows = {name.strip("*"): tuple(each.strip(" *") for each in cells.split("|")) for name, cells in found[1:]}
     assert len(rows) == 5
     for name, cells in rows.items():
         expected = simulated_row(f"simulate {name.replace(' (torch)', '').replace(', `', ' ').rstrip('`')}")
