@@ -38,7 +38,7 @@ def target(framework: str) -> str:
 
 
 def seen_with(*packages: str) -> str:
-    return " and ".join(f"{package} {_release(package)}" for package in packages)
+    return " and ".join(f"{package} {version(package).partition('+')[0]}" for package in packages)
 
 
 def features(heading: str, about: str, rows: Iterable[Row]) -> Table:
@@ -127,10 +127,6 @@ def _line(fields: Iterable[str]) -> str:
 
 def _minor(package: str) -> str:
     return ".".join(version(package).split(".")[:2])
-
-
-def _release(package: str) -> str:
-    return version(package).partition("+")[0]
 
 
 _UNTRIED = " | not tried |"

@@ -24,7 +24,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from fifo import BACKENDS
 from queued_messages import Lists
-from torch import Tensor
 from turns import CLOSED, Choices, TokenStage, Turns
 
 import zbpipe
@@ -80,8 +79,8 @@ class Pipelines:
         number, case = len(self.rank_of), self.case
         stages = [TokenStage(self.turns, index, number) for index in range(number) if self.rank_of[index] == rank]
         options = {"transport": TRANSPORTS[case.queues], "receives": case.receives} | self.options
-        make = zbpipe.build_pipeline_schedule
-        return make(case.schedule, stages, case.microbatches, _loss, split_backward="autograd", **options)
+        make, loss = zbpipe.build_pipeline_schedule, lambda output, target: output.sum().requires_grad_()
+        return make(case.schedule, stages, case.microbatches, loss, split_backward="autograd", **options)
 
     def run(self, job: Callable[[int], Any], choices: Choices | None = None) -> list[Any]:
         jobs = [lambda rank=rank: job(rank) for rank in range(self.case.ranks)]
@@ -115,10 +114,6 @@ class Pipelines:
             assert sorted(stage.weights_of) == list(range(self.case.microbatches)), "some W are missing"
             assert not [*stage.fwd_cache, *stage.dw_runner], "something is left"
         assert not self.turns.network.count_pending(), "messages are left"
-
-
-def _loss(output: Tensor, target: Tensor) -> Tensor:
-    return output.sum().requires_grad_()
 
 
 Trial = Callable[[Pipelines, Choices], None]

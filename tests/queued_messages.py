@@ -154,7 +154,8 @@ def in_any_order(rows: Rows, timeline: Timeline, random: Random, eagerness: floa
         if action.kind in COMPUTE:
             placed[rank].append((starts[action], action))
             if message is not None:
-                made = min(starts[each] for each in makers(message.send) if each in starts)
+                kinds = "F" if message.send.kind == "SEND_F" else "IB"
+                made = min(starts[each] for kind in kinds if (each := message.send._replace(kind=kind)) in starts)
                 ways[message.sender, message.receiver].append((made, starts[action], message, action))
     for (sender, receiver), messages in ways.items():
         sent = received = 0.0
@@ -170,7 +171,3 @@ def in_any_order(rows: Rows, timeline: Timeline, random: Random, eagerness: floa
             waited = random.uniform(received, timeline.makespan)
             placed[sender].append((waited, message.send._replace(kind=f"WAIT_{kind}")))
     return tuple(tuple(action for _, action in sorted(row, key=lambda each: each[0])) for row in placed)
-
-
-def makers(send: Action) -> list[Action]:
-    return [send._replace(kind=kind) for kind in (["F"] if send.kind == "SEND_F" else ["I", "B"])]

@@ -155,7 +155,9 @@ def train(training: Training) -> Run:
         info.schedule.step(*inputs, **last)
         losses.append([loss.item() for loss in kept])
     stages = tuple(stage.stage_index for stage in info.stages)
-    return Run(type(info.schedule).__name__, stages, _whole_gradients(pp.parts), losses)
+    named = ((name, p.grad) for part in pp.parts for name, p in part.named_parameters() if p.grad is not None)
+    whole = {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in named}
+    return Run(type(info.schedule).__name__, stages, whole, losses)
 
 
 def build(training: Training) -> tuple[Any, int]:
@@ -210,11 +212,6 @@ def _shard_experts(whole: bool, part: nn.Module, *, world_mesh: Any, **unused: A
 
     mesh = _data_mesh(world_mesh)
     apply_fsdp(part, mesh, ep_enabled=False, ep_shard_enabled=False, mp_policy=EXACT, wrap_outer_model=whole)
-
-
-def _whole_gradients(parts: Sequence[nn.Module]) -> Gradients:
-    named = ((name, p.grad) for part in parts for name, p in part.named_parameters() if p.grad is not None)
-    return {name: grad.full_tensor() if hasattr(grad, "full_tensor") else grad for name, grad in named}
 
 
 # Both add the same float32 numbers in another order.

@@ -107,16 +107,12 @@ def in_loss() -> None:
     Job(loss=loss).step()
 
 
-def impatient_group() -> Any:
-    """With a short timeout; the ranks join it together, because joining is subject to it, too."""
-    dist.barrier()
-    return dist.new_group(timeout=timedelta(seconds=SHORT_TIMEOUT))
-
-
 def too_slow() -> None:
     store = dist.distributed_c10d._get_default_store()
+    dist.barrier()  # joining the group is subject to its timeout, too
+    group = dist.new_group(timeout=timedelta(seconds=SHORT_TIMEOUT))
     try:
-        fail_in_the_second_step(lambda: store.wait(["rank 0 gave up", "rank 2 gave up"]), group=impatient_group())
+        fail_in_the_second_step(lambda: store.wait(["rank 0 gave up", "rank 2 gave up"]), group=group)
     finally:
         store.set(f"rank {dist.get_rank()} gave up", "")
 

@@ -321,12 +321,6 @@ def test_programs_that_people_write(source: str) -> None:
 # Many programs
 
 
-def summarize(outcome: Outcome) -> str:
-    """The same for programs of one kind."""
-    last = re.sub(r"[\d.]+|\bF\d", "#", outcome.reason.strip().split("\n")[-1])[:150]
-    return f"{outcome.kind}: {last if 'Error' in last else 'None' if 'None' in outcome.reason else 'other numbers'}"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Compare random programs with plain autograd.")
     parser.add_argument("--count", type=int, default=1000)
@@ -350,7 +344,9 @@ def main() -> None:
         program, outcome = run(made_from, args.mode)
         counted[outcome.kind + (" (hidden)" if outcome.kind == "wrong" and program.is_hidden else "")] += 1
         if outcome.kind in ("refused", "wrong", "torch's error"):
-            reasons[summarize(outcome)] += 1
+            last = re.sub(r"[\d.]+|\bF\d", "#", outcome.reason.strip().split("\n")[-1])[:150]
+            kind = last if "Error" in last else "None" if "None" in outcome.reason else "other numbers"
+            reasons[f"{outcome.kind}: {kind}"] += 1
         if outcome.kind == "wrong":
             print(f"seed {args.seed}, program {number}: --choices {made_from.hex()}\n{outcome.reason}", flush=True)
     for reason, times in reasons.most_common(40):

@@ -194,11 +194,6 @@ def flat(actions: Iterable[_Action | None]) -> Iterable[Op]:
             yield from (Op.parse(str(part)) for part in action.sub_actions or (action,))
 
 
-def torch_single(name: str, ranks: int, microbatches: int) -> Schedule:
-    """What torch's own single-stage class really runs; its list for display is another and not always complete."""
-    return Schedule.from_rows([recorded(name, rank, ranks, microbatches) for rank in range(ranks)], name)
-
-
 def recorded(name: str, rank: int, ranks: int, microbatches: int) -> list[Op]:
     ops: list[Op] = []
     stage = MagicMock(stage_index=rank, num_stages=ranks, is_first=False, is_last=False)
@@ -233,7 +228,9 @@ def test_torch_lowers_it_and_runs_it_to_the_end(name: str, ranks: int, microbatc
 @pytest.mark.parametrize("name", ["GPipe", "1F1B"])
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (1, 4), (2, 2), (3, 7), (4, 4), (4, 9), (8, 16)])
 def test_one_stage_a_rank_as_torch_runs_it(name: str, ranks: int, microbatches: int) -> None:
-    assert generate(name, ranks, microbatches) == torch_single(name, ranks, microbatches)
+    """torch's list for display is another and not always complete."""
+    rows = [recorded(name, rank, ranks, microbatches) for rank in range(ranks)]
+    assert generate(name, ranks, microbatches) == Schedule.from_rows(rows, name)
 
 
 LOOPED = ("Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS")

@@ -25,8 +25,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import zbpipe
 from zbpipe.runtime._torch import hooks, pipelining
 from zbpipe.runtime.split import products
+from zbpipe.runtime.split.deferral import Deferral
 from zbpipe.runtime.split.deferring_layers import defer_weights
 from zbpipe.runtime.split.products import LINEAR, PendingGradient
 from zbpipe.runtime.split.stage import find_pending, find_split
@@ -195,6 +197,21 @@ def test_one_rank_alone(one_rank: None, split: str) -> None:
     assert all(bool(find_split(stage)) == (split == "deferred") for stage in pipe.stages)
     tokens, targets = batch(3)
     assert_like([(pipe.run(tokens, target=targets), pipe.gradients())], reference(2, 3))
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+def test_a_b_defers_nothing(one_rank: None, checkpointing: Checkpointing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does its F, once layers have learned what they can defer."""
+    # Its stage 0 has one I.
+    pipe = Pipeline(zbpipe.generate("DualPipeV", 1, 4), 4, partial(build_stage, checkpointing=checkpointing))
+    multiply, position, ops = Deferral.multiply, pipe.schedule.position, set[str]()
+    monkeypatch.setattr(Deferral, "multiply", lambda *args: ops.add(str(position.action)) or multiply(*args))
+    tokens, targets = batch(4)
+    for _ in range(4):
+        ops.clear()
+        pipe.zero_grad()
+        assert_like([(pipe.run(tokens, target=targets), pipe.gradients())], reference(2, 4))
+    assert {each for each in ops if each[0] == "0"} == {"0F3"} | ({"0I3"} if checkpointing != "none" else set())
 
 
 class SelfBackwardLoss(torch.autograd.Function):

@@ -112,7 +112,7 @@ def test_gradients_and_losses_are_those_of_the_model_in_one_piece(cell: Cell) ->
     found = {name: gradient for run in runs for name, gradient in run.gradients.items()}
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=partial(_named, name))
+        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6, msg=partial("{}: {}".format, name))
     reported = [run.losses for run in runs if run.losses]
     assert len(reported) == cell.shards
     assert [loss for each in reported for loss in each] == pytest.approx(losses, rel=1e-5)
@@ -152,7 +152,3 @@ A training loop without a framework, `zbpipe.build_pipeline_schedule`, four rank
 model in one piece, without compiler and checkpointing. Four microbatches, float32. "Compiled" means every block, by
 Inductor; sharded are every block and the stage.
 """
-
-
-def _named(name: str, message: str) -> str:
-    return f"{name}: {message}"

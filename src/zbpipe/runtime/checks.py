@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from textwrap import shorten
-from typing import Any, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from zbpipe.costs.model import Receives
-from zbpipe.runtime._torch import fsdp2, pipelining
+from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.split.stage import SplitBackward, find_split
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
@@ -322,10 +322,10 @@ def read_receives(receives: Receives | str | None, options: Mapping[str, Any]) -
     return None if options.get("max_outstanding_sends") is None else Receives.EARLY
 
 
-def require_fsdp_mode(mode: Any) -> None:
-    """Raise for an unknown `fsdp_mode`."""
-    if mode not in get_args(fsdp2.FsdpMode):
-        raise ValueError(f"fsdp_mode={mode!r} is unknown: use one of {', '.join(get_args(fsdp2.FsdpMode))}")
+def require_one_of(name: str, value: object, known: Sequence[str]) -> None:
+    """Refuse anything but one of these words."""
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, known))}")
 
 
 def require_same_placement(schedule: Schedule, placement: Placement) -> None:

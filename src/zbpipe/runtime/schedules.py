@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
@@ -133,7 +133,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             logger.warning("plain: %s", PLAIN)
             fsdp_mode = "torch"
         checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, pipelining.SCHEDULE_OPTIONS)
-        checks.require_fsdp_mode(fsdp_mode)
+        checks.require_one_of("fsdp_mode", fsdp_mode, get_args(FsdpMode))
         n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
         limit = MemoryLimit.parse(memory_limit, costs_are_known=costs is not None)
         stages, self.placement = checks.place_stages(stages, algorithm)

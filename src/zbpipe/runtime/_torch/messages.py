@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _ComputationType, _wait_batch_p2p
+from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _ComputationType
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from zbpipe.runtime._torch.autograd import tree_map_only
@@ -356,18 +356,20 @@ class _Wait(StrEnum):
     WAIT_SEND_B = "WAIT_SEND_B"
 
 
-_SEND_OF = {_Wait.WAIT_SEND_F: _ComputationType.SEND_F, _Wait.WAIT_SEND_B: _ComputationType.SEND_B}
+SEND_OF: dict[Any, _ComputationType] = {
+    _Wait.WAIT_SEND_F: _ComputationType.SEND_F,
+    _Wait.WAIT_SEND_B: _ComputationType.SEND_B,
+}
 WAITS_FOR_SENDS = _Wait.WAIT_SEND_F in {each.value for each in _ComputationType}
 """Whether the installed torch has these actions by itself."""
 WAIT_KINDS: dict[str, Any] = {each.value: each for each in _Wait}
-"""Kinds of waits by name, for a schedule with `wait_for_sends`."""
+"""Kinds of waits by name, for a schedule with `keep_sends`."""
 
 
-def wait_for_sends(runtime: Any) -> None:
-    """Make `runtime` run actions of `WAIT_KINDS`, instead of torch's wait for all sends at the end of a step."""
+def keep_sends(runtime: Any) -> None:
+    """Have `runtime` keep its sends for the waits in its list, instead of torch's wait for all at the end of a step."""
     runtime.sends_under_way = {}
-    functions = dict.fromkeys(_SEND_OF.values(), _send) | dict.fromkeys(_SEND_OF, _wait)
-    runtime._comp_type_to_function_map.update(functions)
+    runtime._comp_type_to_function_map.update(dict.fromkeys(SEND_OF.values(), _send))
 
 
 def _send(action: _Action, context: Any) -> None:
@@ -375,8 +377,3 @@ def _send(action: _Action, context: Any) -> None:
     stage = next(each for each in runtime._stages if each.stage_index == action.stage_index)
     operations = stage.get_fwd_send_ops if kind is _ComputationType.SEND_F else stage.get_bwd_send_ops
     runtime.sends_under_way[action] = _batch_p2p(operations(action.microbatch_index))
-
-
-def _wait(action: _Action, context: Any) -> None:
-    send = action._replace(computation_type=_SEND_OF[action.computation_type])  # type: ignore[index]
-    _wait_batch_p2p(context.schedule_ref.sends_under_way.pop(send))  # type: ignore[no-untyped-call, unused-ignore]

@@ -33,7 +33,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from zbpipe.runtime._torch import fsdp2
 from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.fsdp2 import is_fsdp
-from zbpipe.runtime._torch.messages import WAIT_KINDS, WAITS_FOR_SENDS, wait_for_sends
+from zbpipe.runtime._torch.messages import WAIT_KINDS, WAITS_FOR_SENDS, keep_sends
 from zbpipe.runtime._torch.position import Position, Receives, Row
 from zbpipe.runtime._torch.stage_work import OwnWork, own
 from zbpipe.schedule.ir import Schedule
@@ -80,7 +80,7 @@ class OwnRuntime(_PipelineScheduleRuntime):
         self.position = Position()
         self.fwd_recv_ops, self.bwd_recv_ops = Receives(self.position), Receives(self.position)
         if not WAITS_FOR_SENDS:
-            wait_for_sends(self)
+            keep_sends(self)
 
     @property
     def works(self) -> list[OwnWork]:
@@ -104,9 +104,12 @@ class OwnRuntime(_PipelineScheduleRuntime):
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
         """Run one step on already split microbatches."""
         works = self.works
+        row = self.pipeline_order[self.rank]
         with ExitStack() as around:
             around.enter_context(self.position.follow(self))
             for work in works:
+                place = work.stage.stage_index, _ComputationType.FULL_BACKWARD
+                work.whole = frozenset(each[2] for each in row if each and each[:2] == place)
                 work.is_reduced = getattr(self, "_finalize_gradients", True)  # an argument of steps from torch 2.15 on
                 if work.reshards:
                     around.enter_context(fsdp2.resharding(work.stage.submod))

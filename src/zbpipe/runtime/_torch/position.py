@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime, _wait_batch_p2p
 
+from zbpipe.runtime._torch.messages import SEND_OF, WAIT_KINDS
 from zbpipe.schedule.ir import Op, OpKind, inputs
 from zbpipe.simulator.actions import Action, other_end
 
@@ -51,7 +52,7 @@ class Position:
         """Context for the executor's run of `runtime`'s lists."""
         lists, rank = runtime.pipeline_order_with_comms, runtime.rank
         row = lists[rank]
-        runtime.pipeline_order_with_comms = {**lists, rank: Row(row[:], lambda: self._walk(row))}
+        runtime.pipeline_order_with_comms = {**lists, rank: Row(row[:], lambda: self._walk(row, runtime))}
         self.step += runtime._has_backward
         self.begun, self.action, self._awaited = 0, None, (0, ())
         try:
@@ -60,11 +61,14 @@ class Position:
             runtime.pipeline_order_with_comms = lists
             self._awaited = 0, ()
 
-    def _walk(self, row: Sequence[_Action]) -> Iterator[_Action]:
+    def _walk(self, row: Sequence[_Action], runtime: Any) -> Iterator[_Action]:
         for self.begun, self.action in enumerate(row, 1):
             if self.is_stopped:
                 raise StoppedError
-            yield self.action
+            if (sent := SEND_OF.get(self.action.computation_type)) is None:
+                yield self.action
+            else:  # not by the executor, which takes several times as long for an action as the wait itself
+                _wait_batch_p2p(runtime.sends_under_way.pop(self.action._replace(computation_type=sent)))
         self.begun += 1
 
 
@@ -92,30 +96,25 @@ class Row(list[_Action]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> list[_Action]:
         """Torch copies the lists to print them when an action fails. A walk may have side effects."""
-        return self[:]
+        return [action for action in self[:] if action.computation_type not in WAIT_KINDS]
 
 
 def find_failure(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
     """The action in which `error` was raised, its number, the step, and the message."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    executor = next((n for n, frame in enumerate(frames) if frame.f_code is _EXECUTOR), len(frames) - 1)
-    found = frames[executor].f_locals  # no other error of torch's executor says so
-    if "time_step" not in found:
+    if not any(frame.f_code is _EXECUTOR and "time_step" in frame.f_locals for frame in frames):
         return NOT_BEGUN
-    waits = any(frame.f_code is _wait_batch_p2p.__code__ for frame in frames[executor:])
-    if waits and frames[executor + 1].f_code is _wait_batch_p2p.__code__:
-        return _describe_end(runtime)
-    return _describe(found["time_step"] + 1, found["action"], waits, runtime)
+    return describe_position(runtime, any(frame.f_code is _wait_batch_p2p.__code__ for frame in frames))
 
 
-def describe_position(runtime: Any) -> str:
-    """The same for a step of one of zbpipe's schedules that another thread is running."""
+def describe_position(runtime: Any, waits: bool | None = None) -> str:
+    """The same for a step that another thread is running."""
     position: Position = runtime.position
     if position.action is None:
         return NOT_BEGUN
     if position.begun > len(runtime.pipeline_order_with_comms[runtime.rank]):
-        return _describe_end(runtime)
-    return _describe(position.begun, position.action, position.waits, runtime)
+        return f"after action {_describe_step(runtime)}, waiting for its last sends"
+    return _describe(position.begun, position.action, position.waits if waits is None else waits, runtime)
 
 
 NOT_BEGUN = "before its first action"
@@ -125,10 +124,6 @@ NOT_BEGUN = "before its first action"
 def _describe(number: int, action: _Action, waits: bool, runtime: _PipelineScheduleRuntime) -> str:
     message = _describe_message(action, runtime) if waits or action.computation_type.value in _MESSAGES else ""
     return f"action {number} of {_describe_step(runtime)}, {action}{message}"
-
-
-def _describe_end(runtime: _PipelineScheduleRuntime) -> str:
-    return f"after action {_describe_step(runtime)}, waiting for its last sends"
 
 
 def _describe_step(runtime: Any) -> str:

@@ -110,6 +110,8 @@ class OwnWork(StageWork):
         """Whether the running step reduces FSDP2's gradients, or leaves that to a later one."""
         self.gathering: Sequence[Any] = ()
         """FSDP2's modules that the running F waits for, each when it needs it."""
+        self.whole: frozenset[int | None] = frozenset()
+        """Microbatches with a B in the running step."""
         self.is_reducing = False
         """Whether the last W or B of this step has started FSDP2's reductions."""
         self._divisor = 1

@@ -17,6 +17,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def versions_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    """Number of in-place changes of each."""
+    return tuple([each._version for each in tensors])
+
+
 def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
     """Context in which autograd does not notice writes to `tensors`. The caller restores their values."""
     counted = tuple(each for each in tensors if not each.is_inference())
@@ -85,24 +90,20 @@ def same_content(one: Tensor, other: Tensor) -> bool:
 
 def is_torchs_own(tensor: Tensor) -> bool:
     """Whether only torch has the tensor's memory: it is neither lent to nor borrowed from others, such as NumPy."""
-    tensor = _local(tensor)
-    return not _shows_storage(tensor) or tensor.untyped_storage().resizable()
+    return find_memory(tensor)[-1]
 
 
-def find_memory(tensor: Tensor) -> tuple[int | None, int, int]:
-    """The storage of a tensor, the number of tensors that it counts for there, and the storage's bytes."""
+def find_memory(tensor: Tensor) -> tuple[int | None, int, int, bool]:
+    """The storage of a tensor, the number of tensors that it counts for there, the storage's bytes, and
+    `is_torchs_own`."""
     # A view keeps its base alive, so it counts for two.
     # No storage for tensors that hide it, such as results of pending collectives.
     tensor = _local(tensor)
     number = 1 if tensor._base is None else 2
-    if not _shows_storage(tensor):
-        return None, number, 0
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return None, number, 0, True
     storage = tensor.untyped_storage()
-    return storage._cdata, number, storage.nbytes()
-
-
-def _shows_storage(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.layout is torch.strided
+    return storage._cdata, number, storage.nbytes(), storage.resizable()
 
 
 def list_holders(tensor: Tensor) -> list[Tensor]:

@@ -126,9 +126,7 @@ class OptimizerStep:
         checks.require_above_0("max_norm", max_norm)
         checks.require_yes_or_no("predict", predict)
         checks.require_group(group)
-        if on_nonfinite not in get_args(OnNonfinite):
-            known = ", ".join(map(repr, get_args(OnNonfinite)))
-            raise ValueError(f"on_nonfinite={on_nonfinite!r} is unknown: use one of {known}")
+        checks.require_one_of("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
         self._clip = self._clip_by_torch if clip is None else clip
         self._step = self._step_each if step is None else step
         checks.require_callable(clip=self._clip, step=self._step)

@@ -174,7 +174,7 @@ def _rebind(function: object, layer: nn.Module, forward: MethodType, seen: froze
 
 
 def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or deferral_of(layer).gradients.are_whole:
         return F.linear(input, layer.weight, layer.bias)
     deferral: Deferral = layer.__dict__[_ATTRIBUTE]
     return deferral.multiply(F.linear, (input, layer.weight, layer.bias), {})  # type: ignore[no-any-return]
@@ -190,6 +190,7 @@ def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     if (
         torch.compiler.is_compiling()
         or not torch.is_grad_enabled()
+        or deferral.gradients.are_whole
         or not (deferral.products or deferral.functions.may_be_called)
     ):
         return deferral.original(*args, **kwargs)

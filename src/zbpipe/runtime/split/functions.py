@@ -53,6 +53,8 @@ class Functions:
             return run(*args, **kwargs)
         with compiler.replace_compilation(compiled_backward.compile_in_parts):
             output = run(*args, **kwargs)
+        if deferral.gradients.are_whole:
+            return output
         for node in lazy_products.list_functions(autograd.tree_leaves(output), autograd.tree_leaves((args, kwargs))):
             weights = lazy_products.list_weights(node, deferral.owns_leaf)
             if not weights:
@@ -78,7 +80,7 @@ class _Backward:
         self._memory = lazy_products.list_memory(each.leaf for each in weights)
 
     def __call__(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
-        if torch.is_grad_enabled() or not self.deferral.gradients.is_recording:
+        if torch.is_grad_enabled() or self.deferral.gradients.recording is None:
             return lazy_products.run_own_backward(node, gradients)
         returned = list(self._run(node, gradients))
         for weight in self.weights:

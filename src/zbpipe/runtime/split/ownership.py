@@ -52,10 +52,10 @@ class _Memory:
 
 def _count(tensor: Tensor, memory: dict[int | None, _Memory]) -> int | None:
     """Count `tensor` and its base as holders of its memory; returns the storage."""
-    storage, number, size = tensor_data.find_memory(tensor)
+    storage, number, size, is_torchs_own = tensor_data.find_memory(tensor)
     found = memory.get(storage)
     if found is None:
-        found = memory[storage] = _Memory(size, not tensor_data.is_torchs_own(tensor))
+        found = memory[storage] = _Memory(size, not is_torchs_own)
     found.accounted += number
     if size and tensor.nbytes < size:
         found.parts[_identify_part(tensor)] = tensor.nbytes

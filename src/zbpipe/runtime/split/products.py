@@ -172,7 +172,7 @@ class PendingGradient:
     def tensors(self, tensors: Sequence[Tensor]) -> None:
         self.x, self.dy, *more = tensors
         self.more = tuple(more)
-        self.versions = tuple([tensor_data.version_of(each) for each in tensors])
+        self.versions = tensor_data.versions_of(tensors)
 
     def name_where(self, marks: Iterable[bool]) -> str:
         """Names of the marked `tensors`, each once; empty for none."""
@@ -221,7 +221,7 @@ class PendingGradient:
         """Whether a declared gradient shares memory with dY or x: the next use would be added into these."""
         if self.product.as_matrices is not None:
             return False
-        memory, _, _ = tensor_data.find_memory(gradient)
+        memory, *_ = tensor_data.find_memory(gradient)
         return memory is None or any(memory == tensor_data.find_memory(each)[0] for each in self.tensors)
 
     def _accumulate_part(self, part: sources.Part) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, get_args
 
@@ -93,7 +93,7 @@ def infer_without_compiler(stage: pipelining.Stage) -> AbstractContextManager[No
 def find_pending(stage: pipelining.Stage, microbatch: int) -> Sequence[PendingGradient]:
     """Gradients deferred by this microbatch's I; empty after W, or for torch's own split."""
     split = find_split(stage)
-    return () if split is None else split.pending(microbatch)
+    return () if split is None else split.deferred.get(microbatch, ())
 
 
 def find_weight_work(stage: pipelining.Stage) -> WeightWork | None:
@@ -227,7 +227,8 @@ class SplitWork(OwnWork):
         self.work: WeightWork | None = None
         """Weight work per microbatch, determined in the first I."""
         self.dtypes: frozenset[torch.dtype] = frozenset()
-        self._deferred: dict[int, list[PendingGradient]] = {}
+        self.deferred: dict[int, list[PendingGradient]] = {}
+        """Gradients deferred by each microbatch's I, until its W."""
         self._is_sharded = False
         self._delaying: Sequence[nn.Module] = ()
         """Layers that delay their weight gradients themselves."""
@@ -236,6 +237,8 @@ class SplitWork(OwnWork):
         self._has_looked_around = False
         """Whether products were also looked for in the modules around the layers."""
         self._has_reported = False
+        self._leaves_whole = False
+        """Whether F and B of this step's microbatches without I run as without zbpipe."""
         self._is_scaled = False
         """Whether this step's gradients were divided by the number of microbatches."""
 
@@ -255,14 +258,14 @@ class SplitWork(OwnWork):
     def _is_settled(self) -> bool:
         return self.num_split >= _SETTLED_AFTER and self._has_looked_around
 
-    def pending(self, microbatch: int) -> Sequence[PendingGradient]:
-        """Gradients deferred by this microbatch's I; empty after W."""
-        return self._deferred.get(microbatch, ())
-
     def forward(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(microbatch, *args, **kwargs)
         self.gradients.forget_cast()
         return output
+
+    def _run(self, kind: str, microbatch: int, compute: Callable[[], Any]) -> Any:
+        with replaced(self.gradients, are_whole=self._leaves_whole and microbatch in self.whole):
+            return super()._run(kind, microbatch, compute)
 
     def input_gradient(self, microbatch: int, loss: Tensor | None) -> None:
         if not self.stage.has_backward:
@@ -284,7 +287,7 @@ class SplitWork(OwnWork):
             fsdp2.settle_gradients(module)
         self._require_unchanged(microbatch, pending, "during I")
         copy_if_shared(pending)
-        self._deferred[microbatch] = pending
+        self.deferred[microbatch] = pending
         self.num_split += 1
         if not self._has_reported:
             splits = [split for stage in self.on_rank if (split := find_split(stage)) is not None]
@@ -296,7 +299,7 @@ class SplitWork(OwnWork):
     def weight_gradient(self, microbatch: int, is_last: bool) -> Iterator[None]:
         if not self.stage.has_backward:
             return
-        pending, module = self._deferred.pop(microbatch), self.stage.submod
+        pending, module = self.deferred.pop(microbatch), self.stage.submod
         self._require_unchanged(microbatch, pending, "between I and W")
         if self._is_sharded and (sums := fsdp2.find_separate_sums(module)):
             for gradient in pending:
@@ -333,9 +336,11 @@ class SplitWork(OwnWork):
                 parameter.grad.div_(grad_scale_factor)
 
     def clear_runtime_states(self) -> None:
-        self._deferred.clear()
+        self.deferred.clear()
         forget(self._delaying)
         self._is_scaled = False
+        # Layers learn from the first I. Under autocast, layers that defer share casts of x.
+        self._leaves_whole = self._has_reported and not autograd.any_autocast()
         if self.stage.has_backward:
             self.gradients.step += 1
             autograd.register_types()  # a job may have imported spmd_types since

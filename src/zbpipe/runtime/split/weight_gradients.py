@@ -64,7 +64,7 @@ def find_changed_versions(pending: Iterable[PendingGradient]) -> Changes:
     """In-place changes since the layers deferred their gradients, as counted by autograd."""
     changes = []
     for gradient in pending:
-        now = tuple([tensor_data.version_of(each) for each in gradient.tensors])
+        now = tensor_data.versions_of(gradient.tensors)
         if now != gradient.versions:
             changes.append((gradient, gradient.name_where(map(operator.ne, now, gradient.versions))))
     return changes
@@ -95,43 +95,42 @@ class WeightGradients:
     def __init__(self, *, may_fuse: bool = True) -> None:
         self._may_fuse = may_fuse
         # Plain attributes: autograd runs the backward of CUDA ops in its own threads.
-        self._recording: list[PendingGradient] | None = None
+        self.recording: list[PendingGradient] | None = None
+        """What layers defer; None while nothing records."""
         self.on_trial = False
         self.is_inferring = False
         """Whether torch infers shapes, one stage after the other. Compiled regions then run without the compiler."""
+        self.are_whole = False
+        """Whether an F or B runs whose microbatch has no I. Its layers compute as without zbpipe, in less host time."""
         self.step = self._run = 0
         """Counters of steps, and of every F and I within a step."""
         self._last_cast: _Cast | None = None
-
-    @property
-    def is_recording(self) -> bool:
-        return self._recording is not None
 
     @contextmanager
     def record(self, on_trial: bool = False) -> Iterator[list[PendingGradient]]:
         """Context in which layers defer their weight gradients into the yielded list."""
         # On trial the gradients are added at once, as by W. The list only shows which ones would be deferred.
         pending: list[PendingGradient] = []
-        self._recording, self.on_trial = pending, on_trial
+        self.recording, self.on_trial = pending, on_trial
         try:
             yield pending
         finally:
-            self._recording, self.on_trial = None, False
+            self.recording, self.on_trial = None, False
             self.forget_cast()
 
     def defer(self, gradient: PendingGradient, checks: Checks | None = None) -> bool:
         """Defer `gradient`; False if nothing records, so that it has to be computed now."""
-        if self._recording is None:
+        if self.recording is None:
             return False
         gradient.may_fuse = self._may_fuse
-        gradient.versions = gradient.versions or tuple([tensor_data.version_of(each) for each in gradient.tensors])
+        gradient.versions = gradient.versions or tensor_data.versions_of(gradient.tensors)
         if checks is not None and self.step and checks.is_due(self.step, self._run):
             gradient.contents = fingerprints(gradient.tensors)
-        self._recording.append(gradient)
+        self.recording.append(gradient)
         if self.on_trial:
-            recording, self._recording = self._recording, None  # products that make a weight do not wait
+            recording, self.recording = self.recording, None  # products that make a weight do not wait
             gradient.accumulate()
-            self._recording = recording
+            self.recording = recording
         return True
 
     def cast(self, x: Tensor, dtype: torch.dtype, sharing: Sharing) -> Tensor:
