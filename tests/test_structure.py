@@ -22,7 +22,7 @@ FORMALITIES = {"zbpipe", "zbpipe.__main__"}
 BUDGETS = {
     "src/zbpipe": 271,
     "src/zbpipe/algorithms": 717,
-    "src/zbpipe/cli": 1730,
+    "src/zbpipe/cli": 1725,
     "src/zbpipe/costs": 885,
     "src/zbpipe/estimation": 1298,
     "src/zbpipe/frameworks": 3075,
