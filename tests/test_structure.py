@@ -22,7 +22,11 @@ FORMALITIES = {"zbpipe", "zbpipe.__main__"}
 BUDGETS = {
     "src/zbpipe": 271,
     "src/zbpipe/algorithms": 717,
+<<<<<<< HEAD
     "src/zbpipe/cli": 1727,
+=======
+    "src/zbpipe/cli": 1725,
+>>>>>>> h-small
     "src/zbpipe/costs": 885,
     "src/zbpipe/estimation": 1301,
     "src/zbpipe/frameworks": 3085,

@@ -10,9 +10,8 @@ from zbpipe.cli.base import Group, in_one_line
 from zbpipe.cli.demo.command import demo
 from zbpipe.cli.doctor import doctor
 from zbpipe.cli.estimating import estimate, measure
-from zbpipe.cli.export import export, validate
 from zbpipe.cli.planning import plan
-from zbpipe.cli.show import compare, list_, playground, show, simulate
+from zbpipe.cli.show import compare, export, list_, playground, show, simulate, validate
 from zbpipe.schedule.user_code import import_modules
 
 
