@@ -340,7 +340,7 @@ class SplitWork(OwnWork):
         forget(self._delaying)
         self._is_scaled = False
         # Layers learn from the first I. Under autocast, layers that defer share casts of x.
-        self._leaves_whole = self._has_reported and not autograd.any_autocast()
+        self._leaves_whole = self._is_settled and not autograd.any_autocast()
         if self.stage.has_backward:
             self.gradients.step += 1
             autograd.register_types()  # a job may have imported spmd_types since

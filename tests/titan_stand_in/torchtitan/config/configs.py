@@ -15,6 +15,7 @@ class ParallelismConfig:
     module_fqns_per_model_part: list[list[str]] | None = None
     tensor_parallel_degree: int = 1
     context_parallel_degree: int = 1
+    expert_parallel_degree: int = 1
     data_parallel_replicate_degree: int = 1
     data_parallel_shard_degree: int = -1
 
