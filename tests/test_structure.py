@@ -25,7 +25,7 @@ BUDGETS = {
     "src/zbpipe/cli": 1637,
     "src/zbpipe/costs": 885,
     "src/zbpipe/estimation": 1102,
-    "src/zbpipe/frameworks": 3064,
+    "src/zbpipe/frameworks": 3056,
     "src/zbpipe/planner": 1664,
     "src/zbpipe/runtime": 8268,
     "src/zbpipe/schedule": 722,
