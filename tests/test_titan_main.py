@@ -83,7 +83,7 @@ def _train(titan: Any, only_read: bool) -> tuple[list[float], list[str]] | None:
             each.removeHandler(handler)
     trainer = titan.Trainer.trained[-1]
     schedule, metrics = part_of(trainer, "pp_schedule"), trainer.metrics_processor
-    if schedule.__class__.__name__ == "ScheduleZB":
+    if schedule.__class__.__name__ in ("ScheduleZB", "ScheduleZBLoop"):
         said.append(f"made for the work {schedule._work}")
     return [loss for _, loss, _ in metrics.logged], said + [json.dumps(extra) for *_, extra in metrics.logged]
 

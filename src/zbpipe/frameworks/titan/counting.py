@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
@@ -90,10 +89,12 @@ class _Counted:
 
 
 def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) -> Workload:
-    parallelism, tokens, compiled = config.parallelism, _tokens(config), batches.compiles_blocks(config)
+    parallelism, tokens, compiled = config.parallelism, prod(batches.shape(config)), batches.compiles_blocks(config)
     _require_shares(config, degrees, counted)
     sizes, (option, size) = models.sizes(config, degrees.shards), batches.batch_option(config)
-    cut = _cut(parallelism.module_fqns_per_model_part, [layer.modules for layer in counted.layers])
+    # Layers by stage, if the config names each stage's modules.
+    parts = parallelism.module_fqns_per_model_part or ()
+    cut = tuple(sum(layer.modules[0] in part for layer in counted.layers) for part in parts) or None
     on_one_gpu = _OnOneGpu(tokens // degrees.context, counted, degrees.tensor, degrees.context, sizes).layers()
     return Workload(
         name,
@@ -128,13 +129,6 @@ def _require_shares(config: Any, degrees: Degrees, counted: _Counted) -> None:
     length = batches.length(config.training)
     if length % (degrees.tensor * (2 * degrees.context if degrees.context > 1 else 1)):
         raise ValueError(f"TP {degrees.tensor} and CP {degrees.context} cannot share sequences of {length} tokens")
-
-
-def _cut(parts: Sequence[Sequence[str]] | None, layers: Sequence[tuple[str, ...]]) -> tuple[int, ...] | None:
-    """Layers by stage, if the config names each stage's modules."""
-    if not parts:
-        return None
-    return tuple(sum(layer[0] in part for layer in layers) for part in parts)
 
 
 def _words(counted: _Counted, degrees: Degrees) -> str:
@@ -247,11 +241,6 @@ def _scale(counted: LayerBytes, whole: LayerBytes, shared: LayerBytes, context: 
     return LayerBytes(activations, scaled(counted.waits, whole.waits, shared.waits), working)
 
 
-def _tokens(config: Any) -> int:
-    """Tokens per microbatch."""
-    return prod(batches.shape(config))
-
-
 def _work(counted: _Counted, tokens: int, compiled: bool, layer: _Layer, found: LayerBytes) -> LayerWork:
     each = layer.operations
     work = LayerWork(
@@ -272,7 +261,7 @@ def _work(counted: _Counted, tokens: int, compiled: bool, layer: _Layer, found: 
 def _count(config: Any) -> _Counted:
     """Count the embedding, each block, and norm with head. Identical blocks are counted once."""
     whole = models.build_on_meta(config)
-    model, tokens = whole.module, _tokens(config)
+    model, tokens = whole.module, prod(batches.shape(config))
     models.require_decoder(model)
     float8 = models.take_float8(config, model)
     blocks = dict(model.get_submodule("layers").named_children())

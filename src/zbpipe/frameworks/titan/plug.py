@@ -197,7 +197,10 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options, config:
                 else:
                     kwargs["parallelism"] = own
             if dry_run.is_running():
-                make_stages = dry_run.make_stages(job, _dtype_between_stages(job.training, args))
+                # 0.2 shards, and so computes in mixed precision, only with several data-parallel ranks.
+                is_mixed = not HAS_JOB_CONFIG or args[0].fsdp_enabled
+                dtype = job.training.mixed_precision_param if is_mixed else job.training.dtype
+                make_stages = dry_run.make_stages(job, getattr(torch, dtype))
                 for module in (each for each in _modules_of(pipelining_fn) if "PipelineStage" in vars(each)):
                     stack.enter_context(replaced(module, PipelineStage=make_stages))
             built = pipelining_fn(model, *args, **kwargs)
@@ -233,13 +236,6 @@ def _changed(config: Any, **fields: Any) -> Any:
     for name, value in fields.items():
         setattr(changed, name, value)
     return changed
-
-
-def _dtype_between_stages(training: Any, args: Sequence[Any]) -> torch.dtype:
-    """0.2 shards, and so computes in mixed precision, only with several data-parallel ranks."""
-    is_mixed = not HAS_JOB_CONFIG or args[0].fsdp_enabled
-    dtype: torch.dtype = getattr(torch, training.mixed_precision_param if is_mixed else training.dtype)
-    return dtype
 
 
 def require_schedule_of(pipelining_fn: PipeliningFunction, name: str, options: Options) -> None:
