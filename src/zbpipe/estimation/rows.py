@@ -204,8 +204,8 @@ class Estimate:
             how, now = LIGHTER[self.workload.checkpointing or Checkpointing.FULL], own or step
             tip = (
                 f"Lighter checkpointing ({how}) gains more: {lighter.seconds:.4g} s with {lighter.name},"
-                f" {lighter.compare(now)} than {now.name} now, {lighter.memory.total / GIB:.1f}{room} GiB. Add at the end:"
-                f" {checkpointing}{how}"
+                f" {lighter.compare(now)} than {now.name} now, {lighter.memory.total / GIB:.1f}{room} GiB. Add at the"
+                f" end: {checkpointing}{how}"
             )
         return Advice(verb, step, f"{words}{more}.", "" if step is own else option, tip)
 
