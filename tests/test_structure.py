@@ -25,14 +25,14 @@ BUDGETS = {
     "src/zbpipe/cli": 1726,
     "src/zbpipe/costs": 885,
     "src/zbpipe/estimation": 1312,
-    "src/zbpipe/frameworks": 3121,
+    "src/zbpipe/frameworks": 3113,
     "src/zbpipe/planner": 1658,
     "src/zbpipe/runtime": 8230,
     "src/zbpipe/schedule": 713,
     "src/zbpipe/simulator": 1616,
     "src/zbpipe/titan": 116,
     "src/zbpipe/views": 1033,
-    "tests": 21560,
+    "tests": 21561,
     "benchmarks": 2831,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
