@@ -243,6 +243,8 @@ def test_where_the_longer_stages_are_matters() -> None:
     assert balance(layers, placement)[-1] == 6
     assert cut[-1] == 5
     assert max(cut) == 6
+    few, many = (cutting(layers, number, Checkpointing.FULL, 8)(placement) for number in (32, 3200))
+    assert few == many
 
 
 _HEAD = Layer(("head",), 0.76, 0.76, 0.76, 0)

@@ -28,6 +28,8 @@ _GIVERS = 12
 """Number of stages, those with the most work, that may give a layer to any other stage."""
 _MOVES = 50
 """Most layers that move."""
+_ROUNDS = 4
+"""Most microbatches per rank that are simulated: with more the step is longer, and the best cut hardly another."""
 _SHORTER = 1 - 1e-6
 """Length of a step relative to another, from which on it is shorter; so rounding does not decide."""
 
@@ -87,7 +89,8 @@ def cutting(
         def fill(sizes: Sizes) -> tuple[float, Schedule]:
             """A step relative to the work of all layers, and its schedule."""
             costs = usual_costs(placement, checkpointing, tensor, layers.times(split_of(sizes)))
-            schedule = find_shortest("ZB", placement, microbatches, costs, search=False)
+            number = min(microbatches, _ROUNDS * placement.num_ranks)
+            schedule = find_shortest("ZB", placement, number, costs, search=False)
             return simulate(schedule, costs).makespan, schedule
 
         starts = {balance(layers, placement), even_sizes(len(layers.layers), placement.num_stages)}
