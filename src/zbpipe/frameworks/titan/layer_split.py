@@ -78,10 +78,9 @@ class LayerSplit:
         blocks = [number for number, name in enumerate(names) if name.startswith(_BLOCKS)]
         first, behind = blocks[0], blocks[-1] + 1
         groups = [names[:first], *([name] for name in names[first:behind]), names[behind:]]
-        groups = [each for each in groups if each]
-        left = self._left_by([listed])
-        works = [self._work_of([*names, *(left if number == 0 else ())]) for number, names in enumerate(groups)]
-        return LayerCosts(tuple(Layer(tuple(names), *work, 0.0) for names, work in zip(groups, works, strict=True)))
+        works = [self._work_of([*names[:first], *self._left_by([listed])]), *map(self._work_of, groups[1:])]
+        pairs = zip(groups, works, strict=True)
+        return LayerCosts(tuple(Layer(tuple(group), *work, 0.0) for group, work in pairs if group))
 
     @cached_property
     def _cut(self) -> Callable[[Placement], Split]:
@@ -93,6 +92,7 @@ class LayerSplit:
         return [name for name, times in self._times.items() if any(times) and name not in named]
 
     def _work_of(self, names: Sequence[str]) -> tuple[float, float, float]:
+        """F, I and W of these modules together."""
         f, i, w = (sum(self._times[name][n] for name in names if name in self._times) for n in range(3))
         return f, i, w
 

@@ -293,15 +293,20 @@ def _choose(
     # A model's own function is called first.
     *_, titans = (getattr(each, name) for each in _modules_of(pipelining_fn) for name in _find_names(each, generate))
     whole = layer_split.Model(model, job.model_config, batches.length(job.training))
-    degrees, tokens = shared_degrees(parallelism), prod(batches.shape(job))
-    how = job.checkpointing, batches.compiles_blocks(job), ASYNC_TENSOR * batches.has_async_tensor(job)
-    split = LayerSplit(
-        titans, _num_layers(job), parallelism, whole, layer_split.Job(batches.microbatches(job), tokens, degrees, *how)
+    degrees, tokens, microbatches = shared_degrees(parallelism), prod(batches.shape(job)), batches.microbatches(job)
+    of_layers = layer_split.Job(
+        microbatches,
+        tokens,
+        degrees,
+        job.checkpointing,
+        compiled=batches.compiles_blocks(job),
+        hidden_tensor=ASYNC_TENSOR * batches.has_async_tensor(job),
     )
+    split = LayerSplit(titans, _num_layers(job), parallelism, whole, of_layers)
     chosen = choose(
         algorithm,
         ranks,
-        batches.microbatches(job),
+        microbatches,
         split,
         job.checkpointing,
         tensor=degrees.tensor,
