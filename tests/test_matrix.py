@@ -1,5 +1,6 @@
 """TorchTitan jobs with a pipeline against the same jobs without one, for docs/compatibility.md."""
 
+import re
 import shutil
 from collections.abc import Callable
 from itertools import pairwise
@@ -223,7 +224,7 @@ def _layers_per_stage(number: int) -> tuple[str, ...]:
     return words(f"parallelism.pipeline_parallel_layers_per_stage {number}", *ends)
 
 
-_IN_A_WAVE_OF_FOUR = "ZB runs 4 stages per rank in a wave"
+_FOUR_STAGES = "runs 4 stages per rank in a (wave|loop)"
 
 
 def resumes(titan: Titan, folder: Path) -> str:
@@ -232,7 +233,7 @@ def resumes(titan: Titan, folder: Path) -> str:
     first = _saved(titan, folder / "first", *pipeline("1F1B"), *settings, model=deep)
     shutil.copytree(folder / "first" / "step-2", folder / "resumed" / "step-2")
     resumed = _saved(titan, folder / "resumed", *pipeline("ZB"), *_layers_per_stage(2), *settings, model=deep)
-    assert _IN_A_WAVE_OF_FOUR in resumed.log
+    assert re.search(_FOUR_STAGES, resumed.log)
     assert [step["step"] for step in resumed.steps] == [3, 4]
     for job in (first, resumed):
         assert_values(job.steps, titan.without_pipeline(*_LONGER, model=deep).steps[-len(job.steps) :])
@@ -292,8 +293,8 @@ def lean(feature: str, model: str, **more: Any) -> Cell:
     return Cell(f"ZB, {feature}", "ZB", model=f"rows_config:{model}", **more)
 
 
-def in_a_wave_of_four(feature: str, model: str, layers_per_stage: int, **more: Any) -> Cell:
-    options, says = _layers_per_stage(layers_per_stage), (_IN_A_WAVE_OF_FOUR,)
+def with_four_stages(feature: str, model: str, layers_per_stage: int, **more: Any) -> Cell:
+    options, says = _layers_per_stage(layers_per_stage), (_FOUR_STAGES,)
     return lean(f"4 stages per rank, {feature}", model, options=options, says=says, **more)
 
 
@@ -311,11 +312,11 @@ ROWS: dict[str, Cell | tuple[str, str, Callable[[Titan, Path], str]]] = {
         microbatches=8,
         settings=("--training.local_batch_size", "8"),
     ),
-    "dp_shard": in_a_wave_of_four(
+    "dp_shard": with_four_stages(
         "FSDP2 (`fully_shard`), torch.compile", "llama3_deep", 2, settings=_SHARDED, ranks_per_stage=2, compiled=True
     ),
-    "tp": in_a_wave_of_four("tensor parallelism", "llama3_deep", 2, settings=_TENSOR_PARALLEL, ranks_per_stage=2),
-    "moe": in_a_wave_of_four(
+    "tp": with_four_stages("tensor parallelism", "llama3_deep", 2, settings=_TENSOR_PARALLEL, ranks_per_stage=2),
+    "moe": with_four_stages(
         "mixture of experts (DeepSeek V3), torch.compile", "deepseek_v3_deep", 1, compiled=True, recompilations=1
     ),
     "lora": lean(
