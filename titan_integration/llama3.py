@@ -98,7 +98,7 @@ def llama3_70b() -> Trainer.Config:
 
 
 def llama3_70b_80gb() -> Trainer.Config:
-    """8 nodes, PP 8 x TP 8, for GPUs of 80 GB: 45 GiB.
+    """8 nodes, PP 8 x TP 8, for GPUs of 80 GB: 43 GiB.
 
     Twice the ranks of `llama3_70b` halve the weights (22 GiB). ZB keeps to Interleaved1F1B's memory, where ZBV would
     take 70 GiB. By the estimate its step is 11 % shorter than V-Half's, which takes 37 GiB.
@@ -107,7 +107,7 @@ def llama3_70b_80gb() -> Trainer.Config:
 
 
 def llama3_405b() -> Trainer.Config:
-    """From 16 nodes on, PP 16 x TP 8, for GPUs of 141 GB or more: 112 GiB (64 nodes, FSDP 4: 86 GiB).
+    """From 16 nodes on, PP 16 x TP 8, for GPUs of 141 GB or more: 113 GiB (64 nodes, FSDP 4: 86 GiB).
 
     126 layers, embedding and head are 128, which is 4 for each of the 32 stages. 25.5 billion parameters a rank, 3.2
     billion on a GPU, with 18 bytes each: 53 GiB (9 bytes with FSDP 4: 27 GiB). 64 microbatches: 0.5 GiB a layer and

@@ -43,12 +43,8 @@ class WorkloadCut:
         """Number of blocks."""
         self.products = sum(layer.f for layer in workload.layers) / (2 * workload.tokens)
         """Multiplications of the whole model for a token."""
-        # A loss in chunks runs all of the head's work in F. Before the launch the job does not know.
-        times = (
-            (layer.modules, times if layer.is_block else (sum(times) / 3,) * 3)
-            for layer, times in zip(workload.layers, usual_times(workload), strict=True)
-        )
-        self.layers = LayerCosts(tuple(Layer(modules, f, i, w, 0.0) for modules, (f, i, w) in times))
+        times = zip(workload.layers, workload.times or _times_of_work(workload), strict=True)
+        self.layers = LayerCosts(tuple(Layer(layer.modules, f, i, w, 0.0) for layer, (f, i, w) in times))
         how, tensor = workload.checkpointing or Checkpointing.NONE, workload.degrees.tensor
         self._cut = cutting(self.layers, workload.microbatches, how, tensor)
 
@@ -71,6 +67,12 @@ class WorkloadCut:
         if how is None or not algorithm.by_checkpointing:
             return None
         return usual_costs(placement, how, self.workload.degrees.tensor, self.work(placement))
+
+
+def _times_of_work(workload: Workload) -> list[tuple[float, ...]]:
+    """Of the head alone the sum counts: a loss in chunks runs all of its work in F, which a job does not know."""
+    pairs = zip(workload.layers, usual_times(workload), strict=True)
+    return [times if layer.is_block else (sum(times) / 3,) * 3 for layer, times in pairs]
 
 
 def usual_times(workload: Workload) -> list[tuple[float, float, float]]:

@@ -149,6 +149,9 @@ class Workload:
     overlaps_fsdp: bool = False
     """Whether gathers and reductions overlap computation also in torch's schedules, as in Megatron."""
     parameter_bytes: ParameterBytes = field(default_factory=ParameterBytes)
+    times: tuple[tuple[float, ...], ...] | None = None
+    """Seconds of F, I and W of each layer on a usual GPU, as a job knows them before its launch, for the cut. None if
+    only the work of the layers is known."""
     cut: tuple[int, ...] | None = None
     """Layers of each stage if set by the user, for placements with this number of stages."""
     num_stages: int | None = None

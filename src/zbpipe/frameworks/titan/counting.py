@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
@@ -71,6 +72,8 @@ class _Counted:
     checkpointing: Checkpointing
     operations: float
     """Operations of the model per token, as TorchTitan counts them for MFU."""
+    shapes: layer_split.Shapes
+    """What the job knows of the model before its launch."""
 
     @property
     def layers(self) -> tuple[_Layer, ...]:
@@ -95,12 +98,15 @@ def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) ->
     # Layers by stage, if the config names each stage's modules.
     parts = parallelism.module_fqns_per_model_part or ()
     cut = tuple(sum(layer.modules[0] in part for layer in counted.layers) for part in parts) or None
+    hidden_tensor = ASYNC_TENSOR * batches.has_async_tensor(config)
+    microbatches = batches.microbatches(config)
+    job = layer_split.Job(microbatches, tokens, degrees, counted.checkpointing, compiled, hidden_tensor)
     on_one_gpu = _OnOneGpu(tokens // degrees.context, counted, degrees.tensor, degrees.context, sizes).layers()
     return Workload(
         name,
         tuple(map(partial(_work, counted, tokens, compiled), counted.layers, on_one_gpu)),
         degrees,
-        batches.microbatches(config),
+        microbatches,
         tokens,
         message_bytes=sizes.computed * tokens * counted.dim / degrees.sharing,
         operations=counted.operations,
@@ -110,7 +116,8 @@ def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) ->
         checkpointing=counted.checkpointing,
         compiled=compiled,
         float8=counted.float8,
-        hidden_tensor=ASYNC_TENSOR * batches.has_async_tensor(config),
+        hidden_tensor=hidden_tensor,
+        times=tuple(_times_of_layers(layer_split.times_of_modules(counted.shapes, job))),
         parameter_bytes=replace(sizes.parameters, accumulates=batches.accumulates(config, degrees.data)),
         ends=layer_split.ends_of_user(parallelism),
         cut=cut,
@@ -118,6 +125,14 @@ def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) ->
         microbatch_size=size,
         batch_option=option,
     )
+
+
+def _times_of_layers(of_modules: dict[str, tuple[float, float, float]]) -> Iterator[tuple[float, ...]]:
+    """F, I and W of all before the blocks, of each block, and of norm and head."""
+    blocks = [name for name in of_modules if name.startswith("layers.")]
+    first = [name for name in of_modules if name not in (*blocks, *models.HEAD)]
+    for names in (first, *([name] for name in blocks), models.HEAD):
+        yield tuple(map(sum, zip(*(of_modules[name] for name in names), strict=True)))
 
 
 def _require_shares(config: Any, degrees: Degrees, counted: _Counted) -> None:
@@ -269,6 +284,7 @@ def _count(config: Any) -> _Counted:
     per_token = float(whole.config.get_nparams_and_flops(model, whole.seq_len)[1])
     shapes = {name: shape_of(block) for name, block in blocks.items()}
     parameters = {name: _parameters(block) for name, block in blocks.items()}
+    before = layer_split.read_shapes(whole, max(len(blocks), 1))._replace(is_float8=float8)
     how = models.apply_checkpointing(config, model)
     known: dict[str, tuple[Operations, LayerBytes | None]] = {}
     found = []
@@ -288,7 +304,8 @@ def _count(config: Any) -> _Counted:
     chunks = batches.chunks_of_loss(config)
     head = _head(model, models.HEAD, tokens, chunks)
     heads, is_tied = models.key_heads(whole.config), bool(getattr(whole.config, "enable_weight_tying", False))
-    return _Counted(*(embedding, tuple(found), head, chunks, whole.config.dim, heads, is_tied, float8, how, per_token))
+    about = chunks, whole.config.dim, heads, is_tied, float8, how, per_token
+    return _Counted(embedding, tuple(found), head, *about, before)
 
 
 def _first_layer(model: nn.Module, tokens: int) -> _Layer:

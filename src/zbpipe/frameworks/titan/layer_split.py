@@ -20,7 +20,7 @@ from zbpipe.costs.layers import Layer, LayerCosts, Split
 from zbpipe.costs.transformer import Checkpointing, Work
 from zbpipe.estimation.cut import cutting, usual_times
 from zbpipe.estimation.workload import Degrees, LayerWork, Workload
-from zbpipe.frameworks.layer_work import as_block, by_products, shape_of
+from zbpipe.frameworks.layer_work import Shape, as_block, by_products, shape_of
 from zbpipe.schedule.ir import Placement
 
 Cut = Callable[..., list[list[str]]]
@@ -62,7 +62,8 @@ class LayerSplit:
         """The modules of each stage as the user lists them."""
         self._titans, self.num_layers, self._job, self.checkpointing = titans, num_layers, job, job.checkpointing
         self._ends = ends_of_user(parallelism)
-        self._times, self.products = _times(model, num_layers, job)
+        known = read_shapes(model, num_layers)
+        self._times, self.products = times_of_modules(known, job), known.products
 
     @cached_property
     def _everywhere(self) -> list[str]:
@@ -158,38 +159,61 @@ def describe(names: Sequence[str]) -> str:
 _BLOCKS = "layers."
 
 
-def _times(model: Model, num_layers: int, job: Job) -> tuple[dict[str, tuple[float, float, float]], float]:
-    """Seconds of F, I and W of each module on a usual GPU, and the multiplications of the whole model for a token."""
-    _, tokens, degrees, how, compiled, hidden_tensor = job
-    modules, dim = modules_of(model.module), _width(model)
-    attention = attention_products(model) / num_layers
+class Shapes(NamedTuple):
+    """What a model shows of itself before it runs."""
+
+    of_modules: dict[str, Shape]
+    """By the names of the modules that TorchTitan assigns to stages."""
+    attention: float
+    """Multiplications per token in one block's attention."""
+    dim: int
+    """Width of the hidden states."""
+    is_float8: bool
+    """Whether products of the blocks are in float8."""
+
+    @property
+    def products(self) -> float:
+        """Multiplications of the whole model for a token."""
+        return sum(each.products + self.attention * _is_block(name) for name, each in self.of_modules.items())
+
+
+def read_shapes(model: Model, num_layers: int) -> Shapes:
+    modules = modules_of(model.module)
+    parts = (part for name, each in modules.items() if _is_block(name) for part in each.modules())
+    is_float8 = any(type(part).__name__.startswith("Float8") for part in parts)
     shapes = {name: shape_of(each) for name, each in modules.items()}
-    layers, is_float8 = [], False
-    for name, shape in shapes.items():
-        is_block = name.startswith(_BLOCKS)
-        own = (how, attention) if is_block else (Checkpointing.NONE, 0.0)
+    return Shapes(shapes, attention_products(model) / num_layers, _width(model), is_float8)
+
+
+def times_of_modules(known: Shapes, job: Job) -> dict[str, tuple[float, float, float]]:
+    """Seconds of F, I and W of each module on a usual GPU."""
+    tokens, how, layers = job.tokens, job.checkpointing, []
+    for name, shape in known.of_modules.items():
+        own = (how, known.attention) if _is_block(name) else (Checkpointing.NONE, 0.0)
         each = by_products(shape.products, tokens, *own)
         work = LayerWork((name,), each.f, each.i, each.w, 0.0, 0.0, 0.0, attention=each.attention)
-        if is_block:
-            work = as_block(work, shape, dim, tokens, how, compiled)
-            is_float8 |= any(type(part).__name__.startswith("Float8") for part in modules[name].modules())
+        if _is_block(name):
+            work = as_block(work, shape, known.dim, tokens, how, job.compiled)
         elif shape.products:
             work = replace(work, transfers=(1, 1))
         layers.append(work)
     whole = Workload(
         "",
         tuple(layers),
-        degrees,
-        microbatches=1,
-        tokens=tokens,
-        message_bytes=_BF16 * tokens * dim / degrees.sharing,
+        job.degrees,
+        job.microbatches,
+        tokens,
+        message_bytes=_BF16 * tokens * known.dim / job.degrees.sharing,
         operations=0.0,
         words="",
-        float8=is_float8,
-        hidden_tensor=hidden_tensor,
+        float8=known.is_float8,
+        hidden_tensor=job.hidden_tensor,
     )
-    products = sum(each.products + attention * name.startswith(_BLOCKS) for name, each in shapes.items())
-    return dict(zip(shapes, usual_times(whole), strict=True)), products
+    return dict(zip(known.of_modules, usual_times(whole), strict=True))
+
+
+def _is_block(name: str) -> bool:
+    return name.startswith(_BLOCKS)
 
 
 _BF16 = 2
