@@ -17,7 +17,7 @@ from zbpipe.algorithms.zb import find_shortest, is_searched
 from zbpipe.costs.job import JobCosts, MemoryLimit, as_cost_model
 from zbpipe.costs.model import CostModel, Transport
 from zbpipe.costs.transformer import Checkpointing, Work, usual_costs
-from zbpipe.estimation import devices
+from zbpipe.estimation.rates import USUAL
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import Algorithm, resolve, stages_for
 from zbpipe.simulator.simulation import simulate
@@ -26,8 +26,8 @@ _FINALISTS = 2
 """Number of cuts for which the schedule itself is made. Its search can gain 2 % over the filled orders."""
 _DIGITS = 6
 """Decimal digits of a step relative to another, so that rounding does not decide."""
-_GPU = devices.find("H100")
-"""A large GPU. Its ops have an overhead of 0.3 milliseconds: 2.5 % of F if that has 7e12 operations."""
+_GPU = USUAL.device
+"""Its ops have an overhead of 0.3 milliseconds: 2.5 % of F if that has 7e12 operations."""
 
 
 class Cut(Protocol):

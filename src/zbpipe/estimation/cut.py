@@ -99,7 +99,9 @@ def cutting(
         filled = {sizes: fill(sizes) for sizes in sorted(starts)}
         best = min(filled, key=lambda sizes: filled[sizes][0])
         moved = _move_layers(layers, best, filled[best][1])
-        return split_of(best if fill(moved)[0] > filled[best][0] * _SHORTER else moved)
+        if moved in filled or fill(moved)[0] > filled[best][0] * _SHORTER:
+            return split_of(best)
+        return split_of(moved)
 
     return cut
 
@@ -130,8 +132,7 @@ def _move_layers(layers: LayerCosts, sizes: Sizes, schedule: Schedule) -> Sizes:
         work = [sum(seconds[layer] for layer in stage) for stage in split_of(best)]
         givers = sorted(stages, key=lambda stage: -work[stage])[:_GIVERS]
         trials = list(move_layer(best, givers, stages))
-        found = steps(trials) if trials else np.array([length])
-        if not trials or found.min() >= length * _SHORTER:
+        if not trials or (found := steps(trials)).min() >= length * _SHORTER:
             break
         best, length = trials[int(found.argmin())], found.min()
     return best

@@ -14,7 +14,7 @@ from torch import nn
 from zbpipe.costs.transformer import Block, Checkpointing
 from zbpipe.estimation.workload import ASYNC_TENSOR, Degrees, LayerWork, Workload
 from zbpipe.frameworks import layer_work
-from zbpipe.frameworks.layer_work import NO_SHAPE, Shape, as_block, as_llama, by_products, shape_of
+from zbpipe.frameworks.layer_work import NO_SHAPE, Shape, as_block, as_llama, by_products
 from zbpipe.frameworks.titan import batches, layer_split, models
 from zbpipe.runtime.measure.counts import LayerBytes, Operations, count_bytes, count_operations
 from zbpipe.runtime.split.work import percent
@@ -280,26 +280,24 @@ def _count(config: Any) -> _Counted:
     models.require_decoder(model)
     float8 = models.take_float8(config, model)
     blocks = dict(model.get_submodule("layers").named_children())
-    attention = layer_split.attention_products(whole) / max(len(blocks), 1)
-    per_token = float(whole.config.get_nparams_and_flops(model, whole.seq_len)[1])
-    shapes = {name: shape_of(block) for name, block in blocks.items()}
-    parameters = {name: _parameters(block) for name, block in blocks.items()}
     before = layer_split.read_shapes(whole, max(len(blocks), 1))._replace(is_float8=float8)
+    per_token = float(whole.config.get_nparams_and_flops(model, whole.seq_len)[1])
+    parameters = {name: _parameters(block) for name, block in blocks.items()}
     how = models.apply_checkpointing(config, model)
     known: dict[str, tuple[Operations, LayerBytes | None]] = {}
     found = []
     for name, block in model.get_submodule("layers").named_children():
+        shape = before.of_modules[f"layers.{name}"]
         kind = f"{block} {[tuple(each.shape) for each in block.parameters()]}"
         if kind not in known:
             dtype = next(block.parameters()).dtype
-            shape = (*batches.shape(config), whole.config.dim)
-            x = torch.empty(shape, device="meta", dtype=dtype, requires_grad=True)
+            x = torch.empty((*batches.shape(config), whole.config.dim), device="meta", dtype=dtype, requires_grad=True)
             known[kind] = _on_meta(block, x, *models.arguments_of_blocks(model)) or (
-                by_products(shapes[name].products, tokens, how, attention),
+                by_products(shape.products, tokens, how, before.attention),
                 None,
             )
         operations, size = known[kind]
-        found.append(_Layer((f"layers.{name}",), operations, parameters[name], shapes[name], size))
+        found.append(_Layer((f"layers.{name}",), operations, parameters[name], shape, size))
     embedding = _first_layer(model, tokens)
     chunks = batches.chunks_of_loss(config)
     head = _head(model, models.HEAD, tokens, chunks)

@@ -62,8 +62,9 @@ def measure_stages(config: Any, steps: int = 3, memory_limit: MemoryLimit | None
         cpu.adapt(config)
     parallelism = config.parallelism
     workload = workload_of(config, shared_degrees(parallelism), "")
-    algorithm, placement = choose_own(replace(workload, memory_limit=memory_limit), on_cpu=cpu.is_needed())
-    split = WorkloadCut(workload).split(placement, algorithm)
+    cut = WorkloadCut(workload)
+    algorithm, placement = choose_own(replace(workload, memory_limit=memory_limit), cut, on_cpu=cpu.is_needed())
+    split = cut.split(placement, algorithm)
     if encoders := workload.layers[0].modules[1:]:
         logger.warning("%s get no images here: add their costs to stage 0", ", ".join(encoders))
     names = [[name for layer in stage for name in workload.layers[layer].modules] for stage in split]

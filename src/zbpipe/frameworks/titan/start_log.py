@@ -39,7 +39,7 @@ def log_pipeline(schedule: RegisteredSchedule, chosen: Choice, split: LayerSplit
 
 def _log_cut(placement: Placement, split: LayerSplit, costs: CostModel) -> None:
     of_stages = list(map(sum, zip(costs.f, costs.i, costs.w, strict=True)))
-    of_ranks = [sum(of_stages[stage] for stage in placement.stages_on(rank)) for rank in range(placement.num_ranks)]
+    of_ranks = placement.sum_by_rank(of_stages)
     unit = sum(of_ranks)
     words = f"{split.describe(placement)}. Work by rank: {', '.join(f'{each / unit:.1%}' for each in of_ranks)}"
     excess = max(of_ranks) / unit * len(of_ranks) - 1
