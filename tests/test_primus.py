@@ -97,7 +97,7 @@ def test_as_the_script_of_primus_cli(primus: ModuleType, monkeypatch: pytest.Mon
     seen: list[str] = []
     monkeypatch.setattr("primus.cli.main.main", lambda: seen.extend(patch.id for patch in primus.registered))
     runpy.run_path(str(PATCH), run_name="__main__")
-    assert seen == ["torchtitan.zbpipe.schedules"]
+    assert seen == ["torchtitan.zbpipe.schedules", "megatron.zbpipe.schedules"]
 
 
 OF_PRIMUS = {("training", "mock_data"), ("primus_turbo",), ("zbpipe",)}

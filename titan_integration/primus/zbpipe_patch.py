@@ -1,9 +1,10 @@
-"""zbpipe's schedules in Primus' TorchTitan: give this file to primus-cli instead of its own script.
+"""zbpipe's schedules in Primus: give this file to primus-cli instead of its own script.
 
     primus-cli direct --script .../zbpipe_patch.py -- train pretrain --config experiment.yaml
 
-Then the experiment's `parallelism.pipeline_parallel_schedule` takes zbpipe's names, and a new key `zbpipe`, besides
-TorchTitan's sections, takes a line with zbpipe's arguments.
+With TorchTitan, the experiment's `parallelism.pipeline_parallel_schedule` then takes zbpipe's names, and a new key
+`zbpipe`, besides TorchTitan's sections, takes a line with zbpipe's arguments. With Megatron, `pp_algorithm: zbpipe`
+runs the schedule in `zbpipe_schedule`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import logging
 import shlex
 
 from primus.cli.main import main
-from primus.core.patches import PatchContext, get_param, register_patch
+from primus.core.patches import PatchContext, get_args, get_param, register_patch
 
 from zbpipe import titan
+from zbpipe.frameworks import primus_megatron
 from zbpipe.frameworks.options import Options
 from zbpipe.frameworks.titan import command_line
 
@@ -41,6 +43,25 @@ def plug_in(ctx: PatchContext) -> None:
         titan.plug_in(chosen(get_param(ctx, "zbpipe", "")))
     except Exception as error:
         # Primus logs the exception of a patch and trains without it. This ends the job.
+        raise SystemExit(f"zbpipe: {error}") from error
+
+
+@register_patch(  # type: ignore[untyped-decorator]
+    "megatron.zbpipe.schedules",
+    backend="megatron",
+    phase="build_args",
+    priority=_LAST,
+    description="zbpipe's schedules for pp_algorithm: zbpipe",
+)
+def plug_into_megatron(ctx: PatchContext) -> None:
+    """Called in every process once Primus has built its arguments.
+
+    Raises:
+        SystemExit: the schedule or its settings cannot run.
+    """
+    try:
+        primus_megatron.plug_in(get_args(ctx))
+    except Exception as error:
         raise SystemExit(f"zbpipe: {error}") from error
 
 

@@ -25,6 +25,10 @@ def get_param(ctx: PatchContext, path: str, default: Any = None) -> Any:
     return found
 
 
+def get_args(ctx: PatchContext) -> Any:
+    return ctx.extra["module_config"].params
+
+
 Handler = Callable[[PatchContext], None]
 registered: list[SimpleNamespace] = []
 log: list[str] = []

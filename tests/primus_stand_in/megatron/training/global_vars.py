@@ -1,0 +1,13 @@
+"""Megatron's arguments, as far as Primus' handlers read them."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+args = SimpleNamespace(
+    communication_method="async_p2p", dump_pp_data=False, overlap_moe_expert_parallel_comm=False, pp_algorithm=""
+)
+
+
+def get_args() -> SimpleNamespace:
+    return args
