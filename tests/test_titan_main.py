@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -249,6 +250,20 @@ def test_an_unknown_schedule_is_refused_before_torchtitan_is_imported() -> None:
     ):
         train_script._require_known_schedule([field, *more])
     train_script._require_known_schedule(["--training.steps", "3"])
+
+
+@pytest.mark.parametrize(
+    "command", [("zbpipe.titan.train", "--parallelism.pipeline_parallel_schedule"), ("zbpipe.run", "--schedule")]
+)
+def test_a_wrong_name_is_refused_before_torch_is_imported(command: tuple[str, str]) -> None:
+    name, option = command
+    code = f"""import runpy, sys
+sys.modules["torch"] = None
+sys.argv = ["", {option!r}, "ZVB", "script.py"]
+runpy.run_module({name!r}, run_name="__main__")"""
+    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode != 0
+    assert "unknown schedule 'ZVB'; did you mean 'ZB'?" in ended.stderr.splitlines()[-1]
 
 
 def test_zbpipes_schedules_are_not_captured_in_cuda_graphs() -> None:
