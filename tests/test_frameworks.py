@@ -11,11 +11,12 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from forks import run_script
-from models import without_pipeline
-from pipelines import assert_like
+from models import batch, build_stage, loss_fn, without_pipeline
+from pipelines import assert_like, on_one_rank
 from ranks import run_ranks
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -27,6 +28,7 @@ from torch.distributed.pipelining.schedules import (
 import zbpipe
 from zbpipe import run
 from zbpipe.frameworks.installation import uninstall
+from zbpipe.runtime.device import Cpu
 from zbpipe.schedule import registry
 
 HERE = Path(__file__).parent
@@ -245,6 +247,21 @@ def test_run_refuses_before_the_script_starts(arguments: str, words: str, capsys
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
     assert schedules.get_schedule_class is TORCHS
+
+
+def test_frameworks_do_not_capture_steps(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an own loop it is the user who captures."""
+    tokens, targets = batch(2)
+    own = on_one_rank([build_stage(0, 2), build_stage(1, 2)], 2)
+    stages = [PipelineStage(build_stage(n, 2), n, 2, torch.device("cpu")) for n in range(2)]
+    zbpipe.install()
+    asked = schedules.get_schedule_class("ZBV")(stages, 2, loss_fn=loss_fn)
+    with monkeypatch.context() as captured:
+        captured.setattr(Cpu, "is_capturing", lambda self: True)
+        own.step(tokens, target=targets)
+        with pytest.raises(ValueError, match=r"captures ZBV in a CUDA graph, .* by --training\.disable_cuda_graphs"):
+            asked.step(tokens, target=targets)
+    asked.step(tokens, target=targets)
 
 
 def test_run_says_when_the_schedule_was_not_used(tmp_path: Path) -> None:

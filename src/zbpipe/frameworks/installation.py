@@ -26,6 +26,7 @@ from zbpipe.frameworks import automodel, job_schedule
 from zbpipe.frameworks.options import Options, list_options
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import pipelining
+from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import Placement
 from zbpipe.schedule.registry import Algorithm
@@ -50,6 +51,8 @@ class Proxy(ABCMeta):
         job_schedule.require_size(cls.algorithm, cls.options, placement, n_microbatches, str)
         built = job_schedule.build(cls.algorithm, stages, n_microbatches, loss_fn, cls.options, **of_model | given)
         job_schedule.attach(built, cls.options)
+        if isinstance(built, RegisteredSchedule):
+            built.refuses_capture = True
         return built
 
     def __eq__(cls, other: object) -> bool:
