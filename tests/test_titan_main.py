@@ -109,6 +109,7 @@ def test_models_train_alike_with_all_schedules(tmp_path: Path) -> None:
         assert min(of_ranks[0]) > 0
         words = "\n".join(said[0])
         assert ("Using zbpipe's pipeline schedule" in words) == (schedule in ("ZB", "ZBV", "ZBH1", str(wave)))
+        assert "Using zbpipe's pipeline schedule" not in "\n".join(said[1])  # the same on all ranks
         assert "zbpipe/bubble(%)" in words
         assert "pipeline: " in words
         assert ("than 1F1B as simulated" in words) == (schedule == "ZB")

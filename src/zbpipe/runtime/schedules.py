@@ -9,6 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, ClassVar, get_args
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
@@ -164,7 +165,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)
         for work in self.works:
             work.fsdp_mode = fsdp_mode
-        if any(fsdp2.is_shared(stage.submod) for stage in stages):
+        if dist.get_rank() == 0 and any(fsdp2.is_shared(stage.submod) for stage in stages):
             logger.info("%s", fsdp2.describe(fsdp_mode, (stage.submod for stage in stages)))
         board = StepBoard(stages[0])
         self._failures = StepFailures(board, has_events=not plain)

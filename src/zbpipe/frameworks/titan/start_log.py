@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def log_pipeline(schedule: RegisteredSchedule, chosen: Choice, split: LayerSplit, tensor: int) -> None:
-    """Log what this rank runs. `tensor` is the degree of tensor parallelism."""
+    """Log what all ranks run. `tensor` is the degree of tensor parallelism."""
     placement, number = schedule.placement, schedule.schedule.num_microbatches
     words = chosen.words or describe(placement)
     if 2 * placement.num_ranks <= number < placement.num_stages:
