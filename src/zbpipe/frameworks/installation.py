@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import sys
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
@@ -138,12 +139,12 @@ class _Installation:
         return algorithm
 
     def _log(self, asked: str, name: str, algorithm: Algorithm | None) -> None:
-        """Log each name once; frameworks ask several times."""
+        """Log each name once, on the first rank; frameworks ask several times."""
         if asked in self.asked:
             return
         self.asked.append(asked)
         is_torchs = algorithm is None or algorithm.source == "torch"
-        if self._torchs_too and not is_torchs:
+        if os.environ.get("RANK", "0") != "0" or (self._torchs_too and not is_torchs):
             return  # the plug for TorchTitan logs more
         logger.info(
             "the job asks for the schedule %s and gets %s's %s", asked, "torch" if is_torchs else "zbpipe", name
