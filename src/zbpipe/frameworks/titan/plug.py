@@ -22,7 +22,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple, get_args
 
 import torch
-import torch.distributed as dist
 import torchtitan.config
 import torchtitan.train
 from torch import nn
@@ -212,8 +211,7 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options, config:
                     f"{name} cannot run this model, which {_name_of(pipelining_fn)} cuts into stages without asking"
                     " torch for the schedule by its name: use one of torch's schedules"
                 )
-            if dist.get_rank() == 0 or dry_run.is_running():  # all ranks would say the same
-                log_pipeline(schedule, chosen, split, job.parallelism.tensor_parallel_degree)
+            log_pipeline(schedule, chosen, split, job.parallelism.tensor_parallel_degree)
         if isinstance(schedule, pipelining.PipelineSchedule):
             complete(schedule, name, job)
         else:
