@@ -300,9 +300,11 @@ class StepFailures:
             failure = self._post(refusal)
         if failure is None or self._board.ended_by:
             return
-        logger.error("%s", failure.description)
         schedule.position.is_stopped = True
         self._end(failure)
+        if failure.rank == dist.get_rank():
+            return  # the training loop raises it
+        logger.error("%s", failure.description)
         until = time.monotonic() + _GRACE
         while not self._is_raised and self._notice.is_current:
             if time.monotonic() > until:
