@@ -161,7 +161,7 @@ def test_a_table_of_any_placement(titan: Titan, tmp_path: Path) -> None:
     name, schedule = str(tmp_path / "wave.csv"), planned.schedule
     (tmp_path / "wave.csv").write_text(schedule.to_csv())
     job = train_as_without_a_pipeline(titan, Cell(schedule=name))
-    assert job.log.count(f"{name} with 4 microbatches: stages on ranks 0-1-1-0-0-1") == 2  # on each rank
+    assert job.log.count(f"{name} with 4 microbatches: stages on ranks 0-1-1-0-0-1") == 1  # the same on all ranks
 
 
 MODULES = [["tok_embeddings"], ["layers.0", "layers.1", "layers.2"], ["layers.3", "layers.4", "layers.5"]]
