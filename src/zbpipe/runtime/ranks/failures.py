@@ -161,7 +161,7 @@ def share_with_other_ranks() -> Iterator[None]:
         # A rank that was killed between two steps closed the connections of a collective, whose error names no rank.
         is_lost = notice.is_current and re.search("gloo|NCCL", first.words)
         if is_lost and (silent := answer_in_time(notice.find_silent_ranks)):
-            words = f"no answer from {name_ranks(silent)} between two steps: killed, or stuck (seen by {first})"
+            words = f"no answer from {name_ranks(silent)}: killed, or stuck (seen by {first})"
             raise PipelineError(words) from error
         notice.wait_for_readers()
         # A refusal by ValueError does not concern the others.
