@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,12 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 ELSEWHERE = ("*.md", "benchmarks/*.md", "schedules/*.md", "examples/**/*.md", "titan_integration/**/*.md", "tests/*.md")
 _LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
+
+
+def on_config(config: Any) -> None:
+    """The public addresses, if there are any."""
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
+    config.repo_url, config.site_url = urls.get("Repository"), urls.get("Documentation")
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -423,7 +423,7 @@ def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log.write_bytes(b"step 0\n" + b"\n".join(f"step {n}".encode() for n in range(1, 201)) + b" \xff\n")
     printed = answer(f"doctor -o {report} --log {log}")
     text = report.read_text()
-    assert printed == f"{text}wrote {report}: attach it at {doctor._issues()}\n"
+    assert printed == f"{text}wrote {report}: send it to {doctor._issues()}\n"
     lines = text.splitlines()
     for line in ("zbpipe 0.1.0", "torchtitan is too new", "NCCL_DEBUG=INFO", "step 1", "step 200 \ufffd"):
         assert line in lines

@@ -97,6 +97,26 @@ def test_a_rank_killed_in_the_middle_of_a_step() -> None:
         assert re.search(rf"PipelineError: (another rank failed first: )?{LOST}", ending.error or ""), ending.error
 
 
+def killed_between_steps() -> None:
+    """Where its trainer waits for the other ranks."""
+    job = Job()
+    job.step()
+    with failures.share_with_other_ranks():
+        dist.barrier()
+        if dist.get_rank() == 1:
+            end_suddenly()
+        dist.all_reduce(torch.ones(1))
+
+
+def test_a_rank_killed_between_two_steps() -> None:
+    first, killed, *others = endings(4, killed_between_steps, group_timeout=60)
+    assert killed.exit_code == -signal.SIGKILL
+    for ending in (first, *others):
+        assert ending.exit_code == 0, ending
+        words = r"PipelineError: no answer from rank 1: killed, or stuck \(seen by rank \d: .* by peer"
+        assert re.search(words, ending.error or ""), ending.error
+
+
 def in_loss() -> None:
     explodes = OnCall(5, explode)
 

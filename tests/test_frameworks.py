@@ -1,21 +1,23 @@
 """`zbpipe.install()` and `python -m zbpipe.run`, in a framework that knows no schedule but torch's."""
 
 import logging
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from forks import run_script
-from models import without_pipeline
-from pipelines import assert_like
+from models import batch, build_stage, loss_fn, without_pipeline
+from pipelines import assert_like, on_one_rank
 from ranks import run_ranks
-from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -27,6 +29,8 @@ from torch.distributed.pipelining.schedules import (
 import zbpipe
 from zbpipe import run
 from zbpipe.frameworks.installation import uninstall
+from zbpipe.runtime import adaptive
+from zbpipe.runtime.device import Cpu
 from zbpipe.schedule import registry
 
 HERE = Path(__file__).parent
@@ -220,6 +224,58 @@ def test_options_reach_the_schedule(tmp_path: Path) -> None:
     assert (tmp_path / "trace.json").exists()
 
 
+def in_turn(**options: Any) -> tuple[list[str], list[float], list[str]]:
+    """What eight steps ran, their losses, and the log."""
+    import toy_framework
+
+    said: list[str] = []
+    logging.getLogger(adaptive.__name__).addFilter(lambda record: bool(said.append(record.getMessage())))
+    zbpipe.install("ZBV", **options)
+    schedule, stages = toy_framework.build("ZBV", scale_grads=True)
+    optimizer = torch.optim.SGD([each for stage in stages for each in stage.submod.parameters()], lr=0.1)
+    tokens, targets = toy_framework.batch()
+    ran: list[str] = []
+    losses: list[float] = []
+    for _ in range(8):
+        own: list[torch.Tensor] = []
+        is_end = stages[0].is_first
+        schedule.step(*([tokens] if is_end else []), target=targets if is_end else None, losses=own)
+        ran.append(schedule.lists.running.schedule.name)
+        losses += map(float, own)
+        optimizer.step()
+        optimizer.zero_grad()
+    return ran, losses, said
+
+
+def test_two_schedules_in_turn() -> None:
+    usual = run_ranks(RANKS, in_turn)
+    compared = run_ranks(RANKS, partial(in_turn, compare_with="VHalf", compare_steps=2))
+    for rank, ((alone, losses, _), (ran, own, said)) in enumerate(zip(usual, compared, strict=True)):
+        assert alone == 8 * ["ZBV"]
+        assert ran == ["ZBV", "ZBV", "VHalf", "VHalf", "ZBV", "VHalf", "ZBV", "ZBV"]
+        assert own == pytest.approx(losses, rel=1e-5)
+        words = r"in turn, medians of 2 steps each, ZBV takes \S+ s .* and VHalf \S+ s: ZBV is \S+% (shorter|longer)"
+        assert rank or re.fullmatch(words, *said)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "words"),
+    [
+        ("ZBV", {"compare_with": "1F1B"}, r"on the ranks \[0, 0\], and 1F1B has others, .*name one of .*VHalf, "),
+        ("ZBV", {"compare_with": "ZB"}, "ZB is made for the job's checkpointing, which ZBV does not know: run ZB"),
+        ("ZBV", {"compare_with": "ZVB"}, "unknown schedule 'ZVB'; did you mean 'ZB'"),
+        ("ZBV", {"compare_with": "Auto"}, "compare_with Auto times whole steps: .* another schedule than Auto"),
+        ("ZBV", {"compare_with": "VHalf", "profile_steps": 1}, "times whole steps: omit profile_steps"),
+        ("ZBVZeroBubble", {"compare_with": "ZBV"}, "torch's ZBVZeroBubble takes only the options"),
+    ],
+)
+def test_schedules_that_cannot_be_compared(one_rank: None, schedule: str, options: Any, words: str) -> None:
+    stages = [PipelineStage(build_stage(n, 2), n, 2, torch.device("cpu")) for n in range(2)]
+    with pytest.raises(ValueError, match=words):  # noqa: PT012 -- where the option is read, or the schedule built
+        zbpipe.install(schedule, **options)
+        schedules.get_schedule_class(schedule)(stages, 2, loss_fn=loss_fn)
+
+
 def test_a_script_that_cannot_be_changed() -> None:
     toy = str(HERE / "toy_framework.py")
     printed = run_script(HERE, RANKS, "zbpipe.run", "--schedule", "ZBV", "--", toy, "1F1B", "--its", "own")
@@ -245,6 +301,21 @@ def test_run_refuses_before_the_script_starts(arguments: str, words: str, capsys
     assert ended.value.code == 2
     assert words in capsys.readouterr().err
     assert schedules.get_schedule_class is TORCHS
+
+
+def test_frameworks_do_not_capture_steps(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an own loop it is the user who captures."""
+    tokens, targets = batch(2)
+    own = on_one_rank([build_stage(0, 2), build_stage(1, 2)], 2)
+    stages = [PipelineStage(build_stage(n, 2), n, 2, torch.device("cpu")) for n in range(2)]
+    zbpipe.install()
+    asked = schedules.get_schedule_class("ZBV")(stages, 2, loss_fn=loss_fn)
+    with monkeypatch.context() as captured:
+        captured.setattr(Cpu, "is_capturing", lambda self: True)
+        own.step(tokens, target=targets)
+        with pytest.raises(ValueError, match=r"captures ZBV in a CUDA graph, .* by --training\.disable_cuda_graphs"):
+            asked.step(tokens, target=targets)
+    asked.step(tokens, target=targets)
 
 
 def test_run_says_when_the_schedule_was_not_used(tmp_path: Path) -> None:

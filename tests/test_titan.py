@@ -161,7 +161,7 @@ def test_a_table_of_any_placement(titan: Titan, tmp_path: Path) -> None:
     name, schedule = str(tmp_path / "wave.csv"), planned.schedule
     (tmp_path / "wave.csv").write_text(schedule.to_csv())
     job = train_as_without_a_pipeline(titan, Cell(schedule=name))
-    assert job.log.count(f"{name} with 4 microbatches: stages on ranks 0-1-1-0-0-1") == 2  # on each rank
+    assert job.log.count(f"{name} with 4 microbatches: stages on ranks 0-1-1-0-0-1") == 1  # the same on all ranks
 
 
 MODULES = [["tok_embeddings"], ["layers.0", "layers.1", "layers.2"], ["layers.3", "layers.4", "layers.5"]]
@@ -565,6 +565,14 @@ def test_resuming_after_a_rank_was_killed(titan: Titan, tmp_path: Path) -> None:
     assert resumed.error is None, resumed.log
     assert "Training starts at step 3" in resumed.log
     assert_values(resumed.steps, titan.without_pipeline(*LONGER).steps[2:])
+
+
+@pytest.mark.newest
+@needs_03
+def test_a_rank_killed_between_two_steps_is_named(titan: Titan) -> None:
+    killed = titan.train(*pipeline("ZBV"), *faulty("killed_after_step_2"), num_ranks=2)
+    assert killed.exit_codes == (1, -signal.SIGKILL), killed.log
+    assert re.search(r"no answer from rank 1: .* \(seen by rank 0: .* by peer", killed.errors[0])
 
 
 def check_lengths() -> None:

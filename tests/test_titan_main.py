@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -108,6 +109,7 @@ def test_models_train_alike_with_all_schedules(tmp_path: Path) -> None:
         assert min(of_ranks[0]) > 0
         words = "\n".join(said[0])
         assert ("Using zbpipe's pipeline schedule" in words) == (schedule in ("ZB", "ZBV", "ZBH1", str(wave)))
+        assert "Using zbpipe's pipeline schedule" not in "\n".join(said[1])  # the same on all ranks
         assert "zbpipe/bubble(%)" in words
         assert "pipeline: " in words
         assert ("than 1F1B as simulated" in words) == (schedule == "ZB")
@@ -249,6 +251,20 @@ def test_an_unknown_schedule_is_refused_before_torchtitan_is_imported() -> None:
     ):
         train_script._require_known_schedule([field, *more])
     train_script._require_known_schedule(["--training.steps", "3"])
+
+
+@pytest.mark.parametrize(
+    "command", [("zbpipe.titan.train", "--parallelism.pipeline_parallel_schedule"), ("zbpipe.run", "--schedule")]
+)
+def test_a_wrong_name_is_refused_before_torch_is_imported(command: tuple[str, str]) -> None:
+    name, option = command
+    code = f"""import runpy, sys
+sys.modules["torch"] = None
+sys.argv = ["", {option!r}, "ZVB", "script.py"]
+runpy.run_module({name!r}, run_name="__main__")"""
+    ended = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode != 0
+    assert "unknown schedule 'ZVB'; did you mean 'ZB'?" in ended.stderr.splitlines()[-1]
 
 
 def test_zbpipes_schedules_are_not_captured_in_cuda_graphs() -> None:

@@ -15,16 +15,20 @@ import runpy
 import sys
 from pathlib import Path
 
-from zbpipe.frameworks.installation import install_with, list_asked
-from zbpipe.frameworks.options import add_arguments, from_arguments
-from zbpipe.runtime.ranks.failures import end_at_once, share_with_other_ranks
+from zbpipe.schedule import registry
 from zbpipe.schedule.garbage import importing
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Install zbpipe's schedules, then run the script or module as `python` would."""
+    given = sys.argv[1:] if arguments is None else arguments
+    _require_known_schedule(given)
+    with importing():  # not before: torch is imported for seconds
+        from zbpipe.frameworks.installation import install_with, list_asked
+        from zbpipe.frameworks.options import from_arguments
+        from zbpipe.runtime.ranks.failures import end_at_once, share_with_other_ranks
     parser = _parser()
-    found = parser.parse_args(sys.argv[1:] if arguments is None else arguments)
+    found = parser.parse_args(given)
     target = found.module or (found.target[1:] if found.target[:1] == ["--"] else found.target)
     is_module = bool(found.module) or target[:1] == ["-m"]
     target = target[1:] if target[:1] == ["-m"] else target
@@ -47,7 +51,20 @@ def main(arguments: list[str] | None = None) -> None:
         )
 
 
+def _require_known_schedule(arguments: list[str]) -> None:
+    """Refuse a wrong name in the first option. Elsewhere the parser finds it, which needs torch."""
+    name = arguments[1] if arguments[:1] == ["--schedule"] and len(arguments) > 1 else None
+    if name is not None and "--import" not in arguments:  # modules of the user may register schedules
+        try:
+            registry.resolve(name)
+        except ValueError as error:
+            print(f"python -m zbpipe.run: error: {error}", file=sys.stderr)
+            sys.exit(2)
+
+
 def _parser() -> argparse.ArgumentParser:
+    from zbpipe.frameworks.options import add_arguments
+
     parser = argparse.ArgumentParser(
         prog="python -m zbpipe.run",
         description="Run a training script with one of zbpipe's schedules.",

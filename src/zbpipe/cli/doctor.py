@@ -51,7 +51,7 @@ def doctor(output: Path | None, log: Path | None) -> None:
     click.echo(text, nl=False)
     if output is not None:
         output.write_text(text, encoding="utf-8")
-        click.echo(f"wrote {output}: attach it at {_issues()}")
+        click.echo(f"wrote {output}: send it to {_issues()}")
 
 
 def _lines(log: Path | None) -> Iterator[str]:
@@ -128,4 +128,4 @@ def _plug() -> str:
 
 def _issues() -> str:
     urls = dict(each.split(", ", 1) for each in metadata("zbpipe").get_all("Project-URL") or ())
-    return str(urls.get("Issues", "the address from which you got zbpipe"))
+    return str(urls.get("Issues", "where you got zbpipe from"))

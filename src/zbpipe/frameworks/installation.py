@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import sys
 from abc import ABCMeta
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from zbpipe.frameworks import automodel, job_schedule
 from zbpipe.frameworks.options import Options, list_options
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import pipelining
+from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import Placement
 from zbpipe.schedule.registry import Algorithm
@@ -50,6 +52,8 @@ class Proxy(ABCMeta):
         job_schedule.require_size(cls.algorithm, cls.options, placement, n_microbatches, str)
         built = job_schedule.build(cls.algorithm, stages, n_microbatches, loss_fn, cls.options, **of_model | given)
         job_schedule.attach(built, cls.options)
+        if isinstance(built, RegisteredSchedule):
+            built.refuses_capture = True
         return built
 
     def __eq__(cls, other: object) -> bool:
@@ -135,12 +139,12 @@ class _Installation:
         return algorithm
 
     def _log(self, asked: str, name: str, algorithm: Algorithm | None) -> None:
-        """Log each name once; frameworks ask several times."""
+        """Log each name once, on the first rank; frameworks ask several times."""
         if asked in self.asked:
             return
         self.asked.append(asked)
         is_torchs = algorithm is None or algorithm.source == "torch"
-        if self._torchs_too and not is_torchs:
+        if os.environ.get("RANK", "0") != "0" or (self._torchs_too and not is_torchs):
             return  # the plug for TorchTitan logs more
         logger.info(
             "the job asks for the schedule %s and gets %s's %s", asked, "torch" if is_torchs else "zbpipe", name

@@ -18,12 +18,13 @@ from zbpipe.costs.model import CostModel
 from zbpipe.frameworks.options import Options
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import pipelining
-from zbpipe.runtime.adaptive import USUAL_STEPS, AutoSchedule
+from zbpipe.runtime.adaptive import COMPARED_FROM, USUAL_STEPS, AutoSchedule, compare_in_turn
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
 from zbpipe.runtime.measure.profiler import WARM_UP, Profiler, log_visibly, write_trace
+from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.verify.gradient_check import GradientCheck
 from zbpipe.schedule.ir import OpKind, Placement
-from zbpipe.schedule.registry import Algorithm
+from zbpipe.schedule.registry import Algorithm, resolve
 from zbpipe.simulator.offloading import Offload
 from zbpipe.views import report
 
@@ -54,6 +55,13 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
     _require_files(options, spell)
     if options.offload:
         _require_offload(algorithm, options, spell)
+    if options.compare_with is not None:
+        compared = algorithm, resolve(options.compare_with)
+        if options.profile_steps or AutoSchedule.algorithm in compared:
+            raise ValueError(
+                f"{spell('compare_with')} {options.compare_with} times whole steps: omit {spell('profile_steps')}, and"
+                " name another schedule than Auto, which compares by itself"
+            )
 
 
 def require_size(
@@ -93,6 +101,7 @@ def require_steps(algorithm: Algorithm, options: Options, steps: int, spell: che
         "profile_steps": timed + WARM_UP + 1 if timed else 0,
         "trace_step": options.trace_step if options.trace else 0,
         "check_gradients": options.check_gradients or 0,
+        "compare_with": COMPARED_FROM + 2 * options.compare_steps if options.compare_with else 0,
     }
     for option, needed in steps_needed.items():
         if needed > steps:
@@ -176,11 +185,15 @@ def build(
 
 
 def attach(schedule: pipelining.PipelineSchedule, options: Options) -> None:
-    """Attach the tools in `options`: a profiler (not to `AutoSchedule`, which has one), a trace, a gradient check."""
+    """Attach the tools in `options`: a profiler (not to `AutoSchedule`, which has one), a trace, a gradient check,
+    a comparison."""
     if options.check_gradients:
         GradientCheck(schedule, options.check_gradients)
     if options.profile_steps and not isinstance(schedule, AutoSchedule):
         Profiler(schedule, options.profile_steps, done=lambda costs: write_costs(costs, options.costs_out))
+    if options.compare_with is not None:
+        assert isinstance(schedule, RegisteredSchedule), "the option is refused for torch's"
+        compare_in_turn(schedule, resolve(options.compare_with), options.compare_steps)
     if options.trace:
         write_trace(schedule, options.trace, options.trace_step, done=partial(log_visibly, logger))
 

@@ -17,6 +17,7 @@ from zbpipe.runtime import checks
 from zbpipe.runtime._torch.fsdp2 import FsdpMode
 from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.schedule.ir import require_whole
+from zbpipe.schedule.registry import resolve
 from zbpipe.schedule.user_code import import_modules
 from zbpipe.simulator.offloading import Offload
 
@@ -126,6 +127,14 @@ class Options:
         " plan` (docs/costs-file.md).",
         **_FILE,
     )
+    compare_with: str | None = _option(
+        "job of zbpipe",
+        "Run this schedule and the job's own in turn, step by step, and log the time of both and the difference. Both"
+        " need the same stages on each rank; losses stay the same (docs/logs.md).",
+        metavar="NAME",
+        check=lambda name, value: value is None or resolve(value),
+    )
+    compare_steps: int = _jobs("Timed steps of each schedule for {prefix}compare-with.", default=5, **_STEPS)
     memory_limit: MemoryLimitLike | None = _zbpipes(
         f"For ZB, ZBLoop and Auto, the memory limit of a rank: {SPELLINGS}. Without a cost file no costs are"
         f" known, and it has to be one of the first two. Default: {AS_1F1B.written}; more"

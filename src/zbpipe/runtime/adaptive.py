@@ -22,12 +22,12 @@ from zbpipe.runtime import checks
 from zbpipe.runtime._torch import checkpoints, pipelining
 from zbpipe.runtime._torch.attributes import plain_attribute
 from zbpipe.runtime.measure.profiler import Profiler, log_visibly
-from zbpipe.runtime.measure.recording import Collector, StepRecord, Wanted, watch
+from zbpipe.runtime.measure.recording import Collector, StepRecord, Wanted, collect, watch
 from zbpipe.runtime.offload import make_copier
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.schedule.ir import Schedule, require_whole
-from zbpipe.schedule.registry import resolve
+from zbpipe.schedule.ir import Placement, Schedule, require_whole
+from zbpipe.schedule.registry import Algorithm, resolve, schedules
 from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.offloading import offload as offloaded
 from zbpipe.simulator.simulation import simulate
@@ -252,7 +252,7 @@ class AutoSchedule(RegisteredSchedule):
         self._known = model
         self.adopt(start, model)
         expected = simulate(start, model, transport=self.transport, receives=self.receives).makespan
-        measured = self._step_seconds(records)
+        measured = _step_seconds(records, self._group)
         proposal = self._search(costs, limits, number)
         outcome = AutoOutcome(start.name, start.name, expected, proposal.expected, measured, None)
         self._log(
@@ -265,7 +265,7 @@ class AutoSchedule(RegisteredSchedule):
             return
 
         def decide(records: Records) -> None:
-            after, before = self._step_seconds(records[1::2]), self._step_seconds(records[2::2])
+            after, before = (_step_seconds(each, self._group) for each in (records[1::2], records[2::2]))
             self.adopt(start if after > before else planned)
             self._log(
                 f"in turn, the plan takes {after:.4g} s per step (simulated {proposal.expected:.4g} s) and {start.name}"
@@ -286,13 +286,6 @@ class AutoSchedule(RegisteredSchedule):
         wanted = {"budget": budget, "objective": objective, "offload": self._offload}
         return agreement.find_once(f"Auto {size} {wanted}", lambda: _make_proposal(*size, **wanted))
 
-    def _step_seconds(self, records: Records) -> float:
-        """Median step time over all ranks; each step takes as long as its slowest rank."""
-        mine = [record.seconds for record in records]
-        by_rank: list[list[float]] = [mine] * dist.get_world_size(self._group)
-        dist.all_gather_object(by_rank, mine, group=self._group)
-        return float(median(map(max, zip(*by_rank, strict=True))))
-
     def _log(self, words: str) -> None:
         if dist.get_rank(self._group) == 0:
             log_visibly(logger, "Auto: %s", words)
@@ -302,7 +295,12 @@ class _InTurn(Collector):
     """Alternates two schedules step by step, so that a machine that gets faster or slower affects both alike."""
 
     def __init__(
-        self, runtime: AutoSchedule, first: Schedule, second: Schedule, times: int, done: Callable[[Records], None]
+        self,
+        runtime: RegisteredSchedule,
+        first: Schedule,
+        second: Schedule,
+        times: int,
+        done: Callable[[Records], None],
     ) -> None:
         # The first step of a schedule allocates memory, so it is not counted.
         self._turns = [first, *[first, second] * times]
@@ -318,6 +316,63 @@ class _InTurn(Collector):
     def after(self, record: StepRecord) -> None:
         is_usual = self._runtime.sizes.last_was_usual  # a step of another size is not a measurement
         super().after(replace(record, has_usual_shapes=is_usual))
+
+
+def _step_seconds(records: Records, group: dist.ProcessGroup | None = None) -> float:
+    """Median step time over all ranks; each step takes as long as its slowest rank."""
+    mine = [record.seconds for record in records]
+    by_rank: list[list[float]] = [mine] * dist.get_world_size(group)
+    dist.all_gather_object(by_rank, mine, group=group)
+    return float(median(map(max, zip(*by_rank, strict=True))))
+
+
+COMPARED_FROM = 3
+"""Steps before the first one that counts in a comparison: of the schedule itself, and of the other one."""
+
+
+def compare_in_turn(schedule: RegisteredSchedule, other: Algorithm, steps: int) -> None:
+    """Run a schedule and another one in turn, `steps` timed steps each, and log both times. Losses stay the same.
+
+    Raises:
+        ValueError: see `require_comparable`.
+    """
+    require_comparable(schedule.algorithm, other, schedule.placement)
+    if other.table is not None:
+        other.make_on(schedule.placement, schedule.sizes.usual)  # refuses another number of microbatches
+
+    def begin(records: Records) -> None:  # costs and transport are known now
+        own, lists = schedule.schedule, schedule.lists
+        limit = lists.limit if "memory_limit" in other.keywords else None
+        known = {"costs": lists.costs, "memory_limit": limit, "transport": lists.transport}
+        compared = other.make_on(schedule.placement, schedule.sizes.usual, **known)
+        assert compared is not None, "it is comparable"
+
+        def tell(records: Records) -> None:
+            schedule.adopt(own)
+            theirs, ours = _step_seconds(records[1::2]), _step_seconds(records[2::2])
+            gain = f"{abs(1 - ours / theirs):.1%} {'shorter' if ours < theirs else 'longer'}"
+            words = f"{own.name} takes {ours:.4g} s per step and {compared.name} {theirs:.4g} s: {own.name} is {gain}"
+            if dist.get_rank() == 0:
+                log_visibly(logger, "in turn, medians of %d steps each, %s", steps, words)
+
+        watch(schedule, _InTurn(schedule, compared, own, steps, tell))
+
+    collect(schedule, [Wanted.NOTHING, Wanted.TIMES], begin)
+
+
+def require_comparable(algorithm: Algorithm, other: Algorithm, placement: Placement) -> None:
+    """Refuse a comparison of schedules that need another cut of the model, or of one that needs costs."""
+    if not other.runs_on(placement):
+        fitting = [each.name for each in schedules().values() if each.table is None and each.runs_on(placement)]
+        raise ValueError(
+            f"{algorithm.name} has its stages on the ranks {list(placement.rank_of)}, and {other.name} has others, so"
+            f" they cannot be compared in one job: name one of {', '.join(fitting)}, or train twice"
+        )
+    if other.by_checkpointing and not algorithm.by_checkpointing:
+        raise ValueError(
+            f"{other.name} is made for the job's checkpointing, which {algorithm.name} does not know: run {other.name},"
+            f" and compare it with {algorithm.name}"
+        )
 
 
 def _make_proposal(*size: Any, **wanted: Any) -> _Proposal:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, ClassVar, get_args
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
@@ -18,7 +19,7 @@ from zbpipe.planner.result import Plan
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import fsdp2, hooks, pipelining
 from zbpipe.runtime._torch.fsdp2 import FsdpMode
-from zbpipe.runtime.device import RandomState
+from zbpipe.runtime.device import RandomState, find_device
 from zbpipe.runtime.lists import Lists
 from zbpipe.runtime.offload import Copies, make_copier
 from zbpipe.runtime.ranks import agreement, tied_weights
@@ -101,6 +102,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     """Whether the schedule may switch to other lists later."""
     tied_copies: Sequence[Tensor] = ()
     """This rank's copies of tied weights: the norm of all gradients counts only the other copy."""
+    refuses_capture: bool = False
+    """Whether a step in a CUDA graph is refused: frameworks capture it by default."""
     _copies: Copies | None = None
     _probe: Probe | None = None
     """Measures the transport after the first step; None afterwards, or with a known transport."""
@@ -162,7 +165,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         super().__init__(stages, n_microbatches, loss_fn, *args, **options)
         for work in self.works:
             work.fsdp_mode = fsdp_mode
-        if any(fsdp2.is_shared(stage.submod) for stage in stages):
+        if dist.get_rank() == 0 and any(fsdp2.is_shared(stage.submod) for stage in stages):
             logger.info("%s", fsdp2.describe(fsdp_mode, (stage.submod for stage in stages)))
         board = StepBoard(stages[0])
         self._failures = StepFailures(board, has_events=not plain)
@@ -324,12 +327,20 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         with self._failures.begin_step(self, self.schedule.name, is_compared=microbatches is not None):
             try:
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
+                self._require_no_capture()
                 checks.require_step(self, args, kwargs, target, is_first=not self._models_are_checked)
                 if self._optimizer_step is not None:
                     self._optimizer_step.require_unchanged()
                 return super().step(*args, target=target, **kwargs)
             finally:
                 self._take_microbatches(self.sizes.usual)
+
+    def _require_no_capture(self) -> None:
+        if self.refuses_capture and find_device(pipelining.device_of(pipelining.stages_of(self)[0])).is_capturing():
+            raise ValueError(
+                f"the job captures {self.schedule.name} in a CUDA graph, which no GPU has run yet: turn that off, in"
+                " TorchTitan by --training.disable_cuda_graphs"
+            )
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
         """Run one step on already split microbatches. Invalid steps are refused, failures are explained."""

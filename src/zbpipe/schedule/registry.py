@@ -150,10 +150,15 @@ class Algorithm:
 
     def make_on(self, placement: Placement, microbatches: int, **others: Any) -> Schedule | None:
         """The schedule on this placement, with the other arguments of `make`. None if it has another placement."""
-        stages = len(placement.stages_on(0)) if self.any_stages_per_rank else None
-        if self.place(placement.num_ranks, stages) != placement:
+        if not self.runs_on(placement):
             return None
+        stages = len(placement.stages_on(0)) if self.any_stages_per_rank else None
         return self.make(placement.num_ranks, microbatches, stages_per_rank=stages, **others)
+
+    def runs_on(self, placement: Placement) -> bool:
+        """Whether the schedule can have this placement."""
+        stages = len(placement.stages_on(0)) if self.any_stages_per_rank else None
+        return self.place(placement.num_ranks, stages) == placement
 
 
 def _require_as_asked(schedule: object, name: str, placement: Placement, microbatches: int) -> None:

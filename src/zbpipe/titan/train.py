@@ -15,8 +15,6 @@ import os
 import sys
 from itertools import pairwise
 
-from torch.distributed.elastic.multiprocessing.errors import record
-
 import zbpipe.titan
 from zbpipe.schedule import registry
 from zbpipe.schedule.garbage import importing
@@ -29,17 +27,22 @@ def main() -> None:
 
     Raises:
         ImportError: zbpipe does not know the installed TorchTitan.
-        ValueError: the command line names an unknown schedule, or TorchTitan or zbpipe refuses the job.
+        SystemExit: the command line names an unknown schedule.
+        ValueError: TorchTitan or zbpipe refuses the job.
         PipelineError: a step or another rank failed. Other exceptions of the job pass as they are.
     """
-    _require_known_schedule(sys.argv[1:])
-    from zbpipe.runtime.ranks.failures import end_at_once  # not before: it imports torch's pipelines, for seconds
+    try:
+        _require_known_schedule(sys.argv[1:])
+    except ValueError as error:
+        sys.exit(f"ValueError: {error}")  # many ranks say the same: without a traceback
+    from torch.distributed.elastic.multiprocessing.errors import record  # not before: torch is imported for seconds
+
+    from zbpipe.runtime.ranks.failures import end_at_once
 
     with end_at_once():
-        _train()
+        record(_train)()  # writes torchrun's file with the error before the process ends
 
 
-@record  # writes torchrun's file with the error before the process ends
 def _require_known_schedule(arguments: list[str]) -> None:
     given = dict(pairwise(arguments)) | dict(each.split("=", 1) for each in arguments if "=" in each)
     name = given.get(_SCHEDULE, "")
@@ -48,7 +51,6 @@ def _require_known_schedule(arguments: list[str]) -> None:
         registry.resolve(name)
 
 
-@record
 def _train() -> None:
     from zbpipe.frameworks.titan.command_line import asks_for_help, help_text, parse
     from zbpipe.runtime.ranks.failures import share_with_other_ranks

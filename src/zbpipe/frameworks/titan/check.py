@@ -15,8 +15,9 @@ from zbpipe.estimation.workload import few_microbatches
 from zbpipe.frameworks.job_schedule import require_sense, require_size, require_steps
 from zbpipe.frameworks.options import Options
 from zbpipe.frameworks.titan import batches
+from zbpipe.runtime.adaptive import require_comparable
 from zbpipe.schedule.ir import Placement
-from zbpipe.schedule.registry import Algorithm
+from zbpipe.schedule.registry import Algorithm, resolve
 from zbpipe.simulator.passes import default_costs
 from zbpipe.simulator.post_validation import LEAST_GAIN, gain
 from zbpipe.simulator.validation import require_valid
@@ -75,7 +76,10 @@ def depends_on_model(algorithm: Algorithm) -> bool:
 
 
 def check_stages(config: Any, algorithm: Algorithm, placement: Placement, options: Options) -> None:
-    """Refuse validated steps that gain nothing with these stages, and warn of a first step that takes long."""
+    """Refuse validated steps that gain nothing and comparisons that cannot run with these stages, and warn of a first
+    step that takes long."""
+    if options.compare_with is not None:
+        require_comparable(algorithm, resolve(options.compare_with), placement)
     if options.optimizer_step == "validated" and algorithm.name != "Auto":
         schedule = algorithm.make_on(placement, batches.microbatches(config), runs_ahead=True)
         assert schedule is not None, "the placement is one of the schedule"
@@ -159,7 +163,7 @@ def _require_no_measuring(algorithm: Algorithm, options: Options) -> None:
         )
 
 
-_MEASURING = ("check_gradients", "profile_steps", "costs_out", "trace")
+_MEASURING = ("check_gradients", "profile_steps", "costs_out", "trace", "compare_with")
 
 
 def _check_schedule(algorithm: Algorithm, config: Any) -> None:

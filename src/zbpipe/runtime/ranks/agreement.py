@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zbpipe.runtime._torch import pipelining
-from zbpipe.runtime.ranks.failures import PipelineError
+from zbpipe.runtime.ranks.failures import PipelineError, name_ranks
 
 Answer = TypeVar("Answer")
 Value = TypeVar("Value")
@@ -118,14 +118,3 @@ def group_ranks(values: Mapping[int, Value]) -> dict[Value, list[int]]:
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)
     return groups
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Ranks in words, such as "ranks 0-2, 5", from ranks in ascending order. A job may have thousands."""
-    found: list[list[int]] = []
-    for rank in ranks:
-        if found and rank == found[-1][-1] + 1:
-            found[-1][1:] = [rank]
-        else:
-            found.append([rank])
-    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, each)) for each in found)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from threading import Thread
@@ -26,11 +27,13 @@ from zbpipe.runtime._torch import pipelining
 _FAILURE = "zbpipe/failure/"
 _LINGER = 5.0
 """Longest wait in seconds of the rank with the store for its readers."""
+_ROLL_CALL = 2.0
+"""Seconds in which a rank that runs reads a failure. A rank in which it is not raised ends by itself soon after."""
 PATIENCE = 5.0
 """Seconds to wait for the store: its host may be the rank that died."""
 _LONGEST = 2000
 """Number of an error's characters that other ranks get."""
-_GLANCE = 0.01
+_GLANCE = 0.05
 """Seconds between two looks at whether all have read."""
 SHARED = (Exception, KeyboardInterrupt, SystemExit)
 """Exceptions that are reported to other ranks."""
@@ -71,7 +74,7 @@ class Failure(NamedTuple):
 
 
 class Notice:
-    """A failure of the job in its store. The first posted one stays, and its readers are counted.
+    """A failure of the job in its store. The first posted one stays, and its readers sign it.
 
     By default it is the next failure: earlier ones ended schedules that were built before.
     """
@@ -95,8 +98,10 @@ class Notice:
 
     @cached_property
     def connection(self) -> Any:
-        """The store for other threads: calls on one connection wait for each other."""
-        return self._store.clone()
+        """The store for other threads: calls on one connection wait for each other. This rank is then a reader."""
+        connection = self._store.clone()
+        connection.set(f"{self._key}/follows/{dist.get_rank()}", "")
+        return connection
 
     def read(self) -> Failure | None:
         """The posted failure; None if there is none. Called from another thread."""
@@ -104,20 +109,34 @@ class Notice:
             return None
         return Failure(*json.loads(self.connection.get(self._key)))
 
-    def count_as_reader(self) -> None:
-        """Allow the rank with the store to end. Call it once, when this rank's threads know the failure."""
-        answer_in_time(lambda: self._store.add(f"{self._key}/readers", 1))
+    def sign(self) -> None:
+        """Allow the rank with the store to end, when this rank's threads know the failure."""
+        answer_in_time(lambda: self._store.set(f"{self._key}/read/{dist.get_rank()}", ""))
 
     def wait_for_readers(self) -> None:
         """If the store ends with this process, wait until all ranks have read, but not for long."""
-        if not pipelining.has_store():
-            return
-        deadline = time.monotonic() + _LINGER
+        if pipelining.has_store():
+            self._wait_for_readers(_LINGER)
+
+    def find_silent_ranks(self) -> list[int]:
+        """Ranks that have followed steps and do not read the failure: they were killed, or hang."""
+        return [rank for rank in self._wait_for_readers(_ROLL_CALL) if not self._lacks("follows", [rank])]
+
+    def _wait_for_readers(self, seconds: float) -> list[int]:
+        """The ranks that do not read in time."""
+        silent, deadline = list(range(dist.get_world_size())), time.monotonic() + seconds
         with suppress(RuntimeError):  # the store may be gone
-            while self._store.add(f"{self._key}/readers", 0) < dist.get_world_size():
-                if time.monotonic() > deadline:
-                    return
+            while (silent := self._lacks("read", silent)) and time.monotonic() < deadline:
                 time.sleep(_GLANCE)
+            return silent
+        return []
+
+    def _lacks(self, kind: str, ranks: Sequence[int]) -> list[int]:
+        """Those of `ranks` without such a key, by few calls if nearly all have it."""
+        if not ranks or self._store.check([f"{self._key}/{kind}/{rank}" for rank in ranks]):
+            return []
+        middle = len(ranks) // 2
+        return self._lacks(kind, ranks[:middle]) + self._lacks(kind, ranks[middle:]) if middle else list(ranks)
 
 
 @contextmanager
@@ -125,8 +144,8 @@ def share_with_other_ranks() -> Iterator[None]:
     """Context of a whole job that shares the exception that ends it with all ranks.
 
     Raises:
-        PipelineError: another rank failed first, with another error. All other exceptions pass unchanged; ValueError,
-        KeyboardInterrupt and SystemExit always do.
+        PipelineError: another rank failed first, with another error, or was killed. All other exceptions pass
+        unchanged; ValueError, KeyboardInterrupt and SystemExit always do.
     """
     try:
         yield
@@ -138,7 +157,12 @@ def share_with_other_ranks() -> Iterator[None]:
         posted = answer_in_time(lambda: _count_failures(pipelining.default_store()))
         failure, notice = make_failure(error, ""), Notice(max(0, (posted or 0) - 1))
         first = notice.post(failure)
-        notice.count_as_reader()
+        notice.sign()
+        # A rank that was killed between two steps closed the connections of a collective, whose error names no rank.
+        is_lost = notice.is_current and re.search("gloo|NCCL", first.words)
+        if is_lost and (silent := answer_in_time(notice.find_silent_ranks)):
+            words = f"no answer from {name_ranks(silent)}: killed, or stuck (seen by {first})"
+            raise PipelineError(words) from error
         notice.wait_for_readers()
         # A refusal by ValueError does not concern the others.
         if failure.words == first.words or isinstance(error, ValueError) or not isinstance(error, Exception):
@@ -187,6 +211,17 @@ def _count_failures(store: Any) -> int:
     while store is not None and store.check([f"{_FAILURE}{number}"]):
         number += 1
     return number
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words, such as "ranks 0-2, 5", from ranks in ascending order. A job may have thousands."""
+    found: list[list[int]] = []
+    for rank in ranks:
+        if found and rank == found[-1][-1] + 1:
+            found[-1][1:] = [rank]
+        else:
+            found.append([rank])
+    return f"rank{'s' if len(ranks) > 1 else ''} " + ", ".join("-".join(map(str, each)) for each in found)
 
 
 def _own_rank() -> int:

@@ -106,8 +106,8 @@ class Launched:
 class Progress:
     """Progress of one schedule's steps on this rank.
 
-    Another thread looks at it, also between steps: on an accelerator the host is far ahead of the device. While nothing
-    moves on the host, the thread calls `when_idle`.
+    Another thread looks at it, also between steps: on an accelerator the host is far ahead of the device. At its first
+    look, and while nothing moves on the host, the thread calls `when_idle`.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Progress:
         check."""
         host = self._steps, self._runs, schedule.position.begun
         is_idle = host == self._seen[0]
-        if is_idle:
+        if is_idle or self._seen[0] is None:
             with suppress(RuntimeError):  # the store may be gone; the process group notices first
                 self._when_idle(schedule)
         timeout = pipelining.timeout_of(pipelining.stages_of(schedule)[0])
@@ -289,7 +289,7 @@ class StepFailures:
         self._board.ended_by = failure.description
         pipelining.interrupt()
         if self._notice is not None:
-            self._notice.count_as_reader()
+            self._notice.sign()
 
     def _look(self, schedule: pipelining.OwnRuntime) -> None:
         """Called from another thread while nothing moves: end the pipeline if another rank has."""
@@ -300,9 +300,11 @@ class StepFailures:
             failure = self._post(refusal)
         if failure is None or self._board.ended_by:
             return
-        logger.error("%s", failure.description)
         schedule.position.is_stopped = True
         self._end(failure)
+        if failure.rank == dist.get_rank():
+            return  # the training loop raises it
+        logger.error("%s", failure.description)
         until = time.monotonic() + _GRACE
         while not self._is_raised and self._notice.is_current:
             if time.monotonic() > until:

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import pipelining, position
-from zbpipe.runtime.ranks.agreement import group_ranks, is_alone, make_key, name_ranks
-from zbpipe.runtime.ranks.failures import Failure, PipelineError, RefusedStepError
+from zbpipe.runtime.ranks.agreement import group_ranks, is_alone, make_key
+from zbpipe.runtime.ranks.failures import Failure, PipelineError, RefusedStepError, name_ranks
 
 _LOOK = timedelta(seconds=1)
 """Interval at which a waiting rank checks its timeout."""
