@@ -9,6 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, ClassVar, get_args
 
+import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
@@ -18,7 +19,7 @@ from zbpipe.planner.result import Plan
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import fsdp2, hooks, pipelining
 from zbpipe.runtime._torch.fsdp2 import FsdpMode
-from zbpipe.runtime.device import RandomState
+from zbpipe.runtime.device import RandomState, find_device
 from zbpipe.runtime.lists import Lists
 from zbpipe.runtime.offload import Copies, make_copier
 from zbpipe.runtime.ranks import agreement, tied_weights
@@ -107,6 +108,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     _models_are_checked = False
     _is_warm = False
     """Whether the compiler has seen the stages."""
+    _replays: Tensor | None = None
+    """A counter on the device, which captured steps increment; None before the first step."""
 
     # More than seven parameters: these are the keywords that users write, as torch's own schedules have them.
     def __init__(
@@ -187,6 +190,23 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     def receives(self) -> Receives:
         """When ranks post their receives in the running schedule."""
         return self.lists.running.receives
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether a CUDA graph can capture the next step of the usual size, because the host does not wait in it.
+
+        True after two steps at the latest; with Auto, after its choice and another step.
+        """
+        splits = (found for stage in pipelining.stages_of(self) if (found := split.find_split(stage)) is not None)
+        is_checked = self._models_are_checked and self._probe is None and all(each.is_steady for each in splits)
+        return (
+            pipelining.is_set_up(self) and self.lists.running.is_agreed and (is_checked or not pipelining.trains(self))
+        )
+
+    @property
+    def replays(self) -> int:
+        """Number of replays of training steps that CUDA graphs have captured. Waits for the device."""
+        return 0 if self._replays is None else int(self._replays)
 
     def adopt(self, schedule: Schedule | Plan, costs: CostModel | None = None) -> None:
         """Run `schedule` from the next step on, on the same stages. All ranks have to call this between two steps.
@@ -323,6 +343,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         microbatches = self.sizes.find_number(microbatches, kwargs.get("kwarg_mbs"))
         with self._failures.begin_step(self, self.schedule.name, is_compared=microbatches is not None):
             try:
+                if find_device(pipelining.device_of(pipelining.stages_of(self)[0])).is_capturing():
+                    self._begin_capture(microbatches)
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
                 checks.require_step(self, args, kwargs, target, is_first=not self._models_are_checked)
                 if self._optimizer_step is not None:
@@ -330,6 +352,28 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                 return super().step(*args, target=target, **kwargs)
             finally:
                 self._take_microbatches(self.sizes.usual)
+
+    def _begin_capture(self, microbatches: int | None) -> None:
+        """Refuse a step that a CUDA graph cannot replay. Otherwise have the graph count its replays."""
+        trains = pipelining.trains(self)
+        kept = fsdp2.find_kept_gradients(stage.submod for stage in pipelining.stages_of(self)) if trains else []
+        refusals = {
+            "all replays have one size: omit microbatches=, or give the usual number of them": microbatches is not None,
+            "it copies to the host: omit offload, or adopt a schedule without copies": self.schedule.has_copies,
+            "zbpipe.OptimizerStep decides in every step what runs: use the optimizer's own step": self._optimizer_step,
+            "scale_grads would multiply the kept gradients by the number of microbatches in each replay: set them to"
+            " None before the capture, or build with scale_grads=False and divide the loss": self.scale_grads and kept,
+            "the first steps, and those of Auto before its choice, compare lists and contents: run the same number of"
+            " steps before on all ranks, at least two, and look whether schedule.is_steady": not self.is_steady,
+        }
+        if found := next((reason for reason, applies in refusals.items() if applies), None):
+            raise ValueError(f"a CUDA graph cannot capture this step of {self.schedule.name}: {found}")
+        if trains and self._replays is not None:
+            self._replays += 1
+            logger.info(
+                "%s is captured: schedule.replays counts its replays, of which the log shows nothing else",
+                self.schedule.name,
+            )
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
         """Run one step on already split microbatches. Invalid steps are refused, failures are explained."""
@@ -351,6 +395,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                     split.require_memory_that_lasts(stages)
                 tied_weights.warn_if_parted(stages, self.placement)
                 self._models_are_checked = True
+                self._replays = torch.zeros((), dtype=torch.int64, device=stages[0].device)  # not in a graph's memory
             self.sizes.pass_on_unfreezing(self)
             run = partial(super().run_microbatches, args, kwargs, targets, *more, **more_by_name)
             with self._copies.issue_during(self) if self._copies and self.schedule.has_copies else nullcontext():
