@@ -371,7 +371,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         if trains and self._replays is not None:
             self._replays += 1
             logger.info(
-                "%s is captured: schedule.replays counts its replays, of which the log shows nothing else",
+                "A CUDA graph captures a step of %s. Its replays are not measured: the log has no bubble and no trace"
+                " of them, and schedule.replays counts them",
                 self.schedule.name,
             )
 
