@@ -164,12 +164,19 @@ def test_what_a_graph_cannot_replay(one_rank: None) -> None:
     modules.zero_grad()
     refuse("all replays have one size: omit microbatches=", microbatches=4)
     assert schedule.is_steady
+    with torch.no_grad():
+        schedule.eval(x)
+    assert not schedule.is_steady  # torch sets up messages anew
+    schedule.step(x, target=x)
+    modules.zero_grad()
+    assert schedule.is_steady
     zbpipe.GradientCheck(schedule, 1)
     refuse("measured or checked: capture one when Auto has chosen, and profiles, traces and GradientCheck are over")
     schedule.step(x, target=x)
     modules.zero_grad()
     plain = schedule.schedule
     schedule.adopt(copy_all(plain, Offload.ALL))
+    assert not schedule.is_steady  # before the ranks agree
     refuse("it copies to the host: omit offload, or adopt a schedule without copies")
     schedule.adopt(plain)
     zbpipe.OptimizerStep(schedule, torch.optim.SGD(modules.parameters()), max_norm=1.0)

@@ -197,11 +197,9 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
         True after two steps at the latest; with Auto, after its choice and another step.
         """
-        splits = (found for stage in pipelining.stages_of(self) if (found := split.find_split(stage)) is not None)
-        is_checked = self._models_are_checked and self._probe is None and all(each.is_steady for each in splits)
-        return (
-            pipelining.is_set_up(self) and self.lists.running.is_agreed and (is_checked or not pipelining.trains(self))
-        )
+        is_ready = pipelining.is_set_up(self) and self.lists.running.is_agreed
+        splits = filter(None, map(split.find_split, pipelining.stages_of(self)))
+        return is_ready and (not pipelining.trains(self) or all(each.is_steady for each in splits))
 
     @property
     def replays(self) -> int:
