@@ -165,7 +165,7 @@ def test_what_a_graph_cannot_replay(one_rank: None) -> None:
     refuse("all replays have one size: omit microbatches=", microbatches=4)
     assert schedule.is_steady
     with torch.no_grad():
-        schedule.eval(x)
+        schedule.eval(x, target=x)
     assert not schedule.is_steady  # torch sets up messages anew
     schedule.step(x, target=x)
     modules.zero_grad()
