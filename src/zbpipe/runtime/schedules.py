@@ -195,7 +195,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     def is_steady(self) -> bool:
         """Whether a CUDA graph can capture the next step of the usual size, because the host does not wait in it.
 
-        True after two steps at the latest; with Auto, after its choice and another step.
+        True after two steps, unless a layer first runs in the second; with Auto, after its choice and another step.
         """
         is_ready = pipelining.is_set_up(self) and self.lists.running.is_agreed
         splits = filter(None, map(split.find_split, pipelining.stages_of(self)))
@@ -334,9 +334,10 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
         Raises:
             ValueError: before anything is sent, for a batch not divisible by the number of microbatches, new shapes
-            without `microbatches=`, no input for stage 0, no target for the last stage, no loss_fn, or a `microbatches`
-            that differs between ranks. The next step can follow if all ranks refuse this one. PipelineError: this step,
-            or an earlier one, failed on any rank, or another rank refuses this one alone.
+            without `microbatches=`, no input for stage 0, no target for the last stage, no loss_fn, a `microbatches`
+            that differs between ranks, or a step that a CUDA graph captures and cannot replay. The next step can follow
+            if all ranks refuse this one. PipelineError: this step, or an earlier one, failed on any rank, or another
+            rank refuses this one alone.
         """
         microbatches = self.sizes.find_number(microbatches, kwargs.get("kwarg_mbs"))
         with self._failures.begin_step(self, self.schedule.name, is_compared=microbatches is not None):
