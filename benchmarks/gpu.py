@@ -49,6 +49,8 @@ Verdict = Literal["PASS", "FAIL", "untried: needs a GPU"]
 UNTRIED: Verdict = "untried: needs a GPU"
 HOST_SECONDS = 50e-6
 """So much more host time than torch's own schedule zbpipe may take for an op."""
+REPLAYS = 20
+"""Of a captured step."""
 SLEEP = 3_000_000
 """Cycles that W waits for, where it is late."""
 
@@ -213,6 +215,52 @@ def _captured(run: Callable[[], None]) -> Callable[[], None]:
     with torch.cuda.graph(captured):
         run()
     return captured.replay
+
+
+def capture(machine: Machine) -> Iterator[Line]:
+    """A whole step of one rank with two stages: each replay gives the gradients of an eager step, bit-identical."""
+    dim, tokens, microbatches = (1024, 256, 8) if machine.has_gpu else (32, 8, 4)
+    x, target = torch.randn(2, microbatches, tokens, dim, device=machine.device)
+    for name in ("ZBV", "ZB"):
+        modules = [_stage(index, dim, tokens).to(machine.device) for index in range(2)]
+        stages = [PipelineStage(module, index, 2, machine.device) for index, module in enumerate(modules)]
+        schedule: Any = zbpipe.build_pipeline_schedule(name, stages, microbatches, nn.functional.mse_loss)
+        weights = [weight for module in modules for weight in module.parameters()]
+        yield from _captured_step(machine, schedule, weights, partial(schedule.step, x, target=target))
+
+
+def _captured_step(
+    machine: Machine, schedule: Any, weights: Sequence[nn.Parameter], run: Callable[[], Any]
+) -> Iterator[Line]:
+    def step() -> None:
+        for weight in weights:
+            weight.grad = None  # so that the graph makes the gradients, and each replay writes them anew
+        run()
+
+    def gradients() -> list[Tensor]:
+        return [weight.grad.clone() for weight in weights if weight.grad is not None]
+
+    name = schedule.schedule.name
+    torch.use_deterministic_algorithms(True)  # as in `offload`, here also while it is timed
+    try:
+        for _ in range(3):
+            step()
+        expected, times = gradients(), {"eager": machine.median(step)}
+        yield Line("capture", f"step of {name}, steady", "PASS" if schedule.is_steady else "FAIL")
+        if not machine.has_gpu:
+            yield Line("capture", f"step of {name}, captured and replayed", UNTRIED)
+            return
+        replay = _captured(step)
+        for weight in weights:
+            weight.grad.fill_(7)  # type: ignore[union-attr]
+        for _ in range(REPLAYS):
+            replay()
+        is_right = all(map(torch.equal, gradients(), expected)) and schedule.replays == REPLAYS
+        times["replayed"] = machine.median(replay)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    text = f"{REPLAYS} replays; " + ", ".join(f"{k} {1e3 * v:.2f} ms" for k, v in times.items())
+    yield Line("capture", f"step of {name}, captured and replayed", "PASS" if is_right else "FAIL", text, times)
 
 
 # Copies to the host's memory.
@@ -472,7 +520,9 @@ def _late_w(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) 
 
 # The command.
 
-PARTS: dict[str, Callable[[Machine], Iterator[Line]]] = {part.__name__: part for part in (host, graph, offload, ranks)}
+PARTS: dict[str, Callable[[Machine], Iterator[Line]]] = {
+    part.__name__: part for part in (host, graph, capture, offload, ranks)
+}
 
 
 def run(machine: Machine, parts: Sequence[str]) -> Iterator[Line]:

@@ -4,20 +4,27 @@ Autograd runs no backward of such tensors, so I gets zeros instead, and W is tes
 """
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from operator import call
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from models import SEQUENCE, VOCABULARY, WIDTH, build_stage, loss_fn
 from pipelines import as_rank
+from test_capture import capturing, refused
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zbpipe
 from zbpipe.runtime._torch import hooks, pipelining
-from zbpipe.runtime.split import products
+from zbpipe.runtime.device import Accelerator
+from zbpipe.runtime.split import LINEAR, products
+from zbpipe.runtime.split.products import PendingGradient
+from zbpipe.runtime.split.stage import find_split
 from zbpipe.runtime.transport import find_known
+from zbpipe.schedule import registry
 
 CUDA = torch.device("cuda", 0)
 MICROBATCHES, ROWS = 4, 2
@@ -29,36 +36,61 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.zeros(1))
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
+    event = SimpleNamespace(record=lambda: torch.cuda.is_current_stream_capturing() and refused("record")(), query=bool)
+    monkeypatch.setattr(Accelerator, "new_event", lambda device, timed=False: event)
     with FakeTensorMode():
         yield
 
 
-def backward_of_zeros(run: Any, kind: str, tensors: dict[str, Any], **_: Any) -> tuple[Any, None]:
-    return tuple(torch.zeros_like(each) if each.requires_grad else None for each in tensors["input_values"]), None
-
-
+@pytest.mark.parametrize("name", ["ZBV", "ZB", "ZBH1", "InterleavedZeroBubbleSplit"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_steps_stay_on_the_device(rank: int, dtype: torch.dtype) -> None:
-    """On each of two ranks: the other's messages are zeros."""
+def test_steps_stay_on_the_device(rank: int, dtype: torch.dtype, name: str) -> None:
+    """On each of two ranks: the other's messages are zeros. A graph captures the third step, and joins its sends."""
     torch.set_default_dtype(dtype)
+    placement = registry.resolve(name).place(2, 2 if name == "ZB" else None)
+    number = placement.num_stages
     with as_rank(rank, 2):
         with CUDA:
-            module = build_stage(rank, 2)
+            modules = {index: build_stage(index, number) for index in placement.stages_on(rank)}
             hidden = torch.zeros(ROWS, SEQUENCE, WIDTH, requires_grad=True)
             batch = torch.zeros(MICROBATCHES * ROWS, SEQUENCE, dtype=torch.long)
             logits = torch.zeros(ROWS, SEQUENCE, VOCABULARY)
+            layer = next(each for of in modules.values() for each in of.modules() if isinstance(each, nn.Linear))
+            factors = torch.zeros(7, layer.in_features), torch.zeros(7, layer.out_features)
         torch.set_default_dtype(torch.float32)
-        ends = ((batch[:ROWS], hidden), (hidden, logits))[rank]
-        stage = pipelining.StageOfKnownShapes(module, rank, 2, CUDA, input_args=ends[0], output_args=ends[1])
-        schedule: Any = zbpipe.build_pipeline_schedule("ZBH1", [stage], MICROBATCHES, loss_fn, plain=True)
+        ends = [batch[:ROWS], *[hidden] * (number - 1), logits]
+        stages = [
+            pipelining.StageOfKnownShapes(each, at, number, CUDA, input_args=ends[at], output_args=ends[at + 1])
+            for at, each in modules.items()
+        ]
+        schedule: Any = zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, loss_fn)
         assert schedule.transport is find_known(torch.__version__, {}).transport
-        given: Any = {"target": batch} if rank else {}
-        losses: list[Tensor] = []
-        output = schedule.eval(*([] if rank else [batch]), **given)
-        with hooks.route_calls(schedule, call, call, backward_of_zeros):
-            schedule.step(*([] if rank else [batch]), losses=losses, **given)
-    if rank:
+
+        def backward(run: Any, kind: str, tensors: dict[str, Any], **_: Any) -> tuple[Any, None]:
+            """Zeros, and in I one deferred gradient."""
+            gradients = find_split(stages[0]).gradients  # type: ignore[union-attr]
+            if gradients.recording is not None:
+                gradients.defer(PendingGradient(layer, LINEAR, layer.weight, *factors))
+            inputs = tensors["input_values"]
+            return tuple(torch.zeros_like(each) if each.requires_grad else None for each in inputs), None
+
+        inputs, has_last = [batch] if 0 in modules else [], number - 1 in modules
+        given: Any = {"target": batch} if has_last else {}
+        output = schedule.eval(*inputs, **given)
+        for step in range(3):
+            losses: list[Tensor] = []
+            assert schedule.is_steady == (step == 2)
+            layer.weight.grad = None
+            with capturing() if step == 2 else nullcontext(), hooks.route_calls(schedule, call, call, backward):
+                schedule.step(*inputs, losses=losses, **given)
+    assert layer.weight.grad is not None
+    actions = [*map(str, schedule.pipeline_order_with_comms[rank])]
+    sends = {each for each in actions if "SEND" in each and "WAIT" not in each}
+    assert sends
+    assert {each.replace("SEND", "WAIT_SEND") for each in sends} <= set(actions)
+    assert not getattr(schedule, "sends_under_way", {})
+    if has_last:
         assert output.shape == (MICROBATCHES * ROWS, SEQUENCE, VOCABULARY)
         assert {each.device for each in (output, *losses)} == {CUDA}
         assert output.dtype == dtype

@@ -13,6 +13,7 @@ import torch
 from gpu import UNTRIED, Line, Machine
 
 from zbpipe.runtime.split.products import PendingGradient
+from zbpipe.runtime.split.stage import SplitWork
 
 SCRIPT = Path(gpu.__file__)
 CPU = Machine(torch.device("cpu"), rounds=2, ranks=[2])
@@ -46,6 +47,12 @@ def test_wrong_gradients_fail(monkeypatch: pytest.MonkeyPatch, one_rank: None) -
     assert verdicts("graph") == ["PASS", UNTRIED]
     monkeypatch.setattr(PendingGradient, "accumulate", lambda pending: None)
     assert verdicts("graph") == ["FAIL", UNTRIED]
+
+
+def test_a_step_that_is_not_steady_fails(monkeypatch: pytest.MonkeyPatch, one_rank: None) -> None:
+    assert verdicts("capture") == ["PASS", UNTRIED, "PASS", UNTRIED]
+    monkeypatch.setattr(SplitWork, "is_steady", False)
+    assert verdicts("capture") == ["FAIL", UNTRIED, "PASS", UNTRIED]  # ZB splits nothing on one rank
 
 
 def test_a_part_that_raises_fails(monkeypatch: pytest.MonkeyPatch) -> None:

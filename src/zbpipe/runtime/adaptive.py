@@ -219,6 +219,10 @@ class AutoSchedule(RegisteredSchedule):
         """The measured costs."""
         self._profiler = Profiler(self, profile_steps, group=group, done=self._plan)
 
+    @property
+    def is_steady(self) -> bool:
+        return self.outcome is not None and super().is_steady
+
     def make_for_microbatches(self, number: int) -> Schedule:
         """The schedule for measurements before the plan, afterwards the better one of plan and ZB."""
         if self._known is None:

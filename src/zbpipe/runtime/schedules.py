@@ -9,6 +9,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, ClassVar, get_args
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
@@ -110,6 +111,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     _models_are_checked = False
     _is_warm = False
     """Whether the compiler has seen the stages."""
+    _replays: Tensor | None = None
+    """A counter on the device, which captured steps increment; None before the first step."""
 
     # More than seven parameters: these are the keywords that users write, as torch's own schedules have them.
     def __init__(
@@ -190,6 +193,21 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     def receives(self) -> Receives:
         """When ranks post their receives in the running schedule."""
         return self.lists.running.receives
+
+    @property
+    def is_steady(self) -> bool:
+        """Whether a CUDA graph can capture the next step of the usual size, because the host does not wait in it.
+
+        True after two steps, unless a layer first runs in the second; with Auto, after its choice and another step.
+        """
+        is_ready = pipelining.is_set_up(self) and self.lists.running.is_agreed
+        splits = filter(None, map(split.find_split, pipelining.stages_of(self)))
+        return is_ready and (not pipelining.trains(self) or all(each.is_steady for each in splits))
+
+    @property
+    def replays(self) -> int:
+        """Number of replays of training steps that CUDA graphs have captured. Waits for the device."""
+        return 0 if self._replays is None else int(self._replays)
 
     def adopt(self, schedule: Schedule | Plan, costs: CostModel | None = None) -> None:
         """Run `schedule` from the next step on, on the same stages. All ranks have to call this between two steps.
@@ -319,15 +337,17 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
         Raises:
             ValueError: before anything is sent, for a batch not divisible by the number of microbatches, new shapes
-            without `microbatches=`, no input for stage 0, no target for the last stage, no loss_fn, or a `microbatches`
-            that differs between ranks. The next step can follow if all ranks refuse this one. PipelineError: this step,
-            or an earlier one, failed on any rank, or another rank refuses this one alone.
+            without `microbatches=`, no input for stage 0, no target for the last stage, no loss_fn, a `microbatches`
+            that differs between ranks, or a step that a CUDA graph captures and cannot replay. The next step can follow
+            if all ranks refuse this one. PipelineError: this step, or an earlier one, failed on any rank, or another
+            rank refuses this one alone.
         """
         microbatches = self.sizes.find_number(microbatches, kwargs.get("kwarg_mbs"))
         with self._failures.begin_step(self, self.schedule.name, is_compared=microbatches is not None):
             try:
+                if find_device(pipelining.device_of(pipelining.stages_of(self)[0])).is_capturing():
+                    self._begin_capture(microbatches)
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
-                self._require_no_capture()
                 checks.require_step(self, args, kwargs, target, is_first=not self._models_are_checked)
                 if self._optimizer_step is not None:
                     self._optimizer_step.require_unchanged()
@@ -335,11 +355,29 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             finally:
                 self._take_microbatches(self.sizes.usual)
 
-    def _require_no_capture(self) -> None:
-        if self.refuses_capture and find_device(pipelining.device_of(pipelining.stages_of(self)[0])).is_capturing():
-            raise ValueError(
-                f"the job captures {self.schedule.name} in a CUDA graph, which no GPU has run yet: turn that off, in"
-                " TorchTitan by --training.disable_cuda_graphs"
+    def _begin_capture(self, microbatches: int | None) -> None:
+        """Refuse a step that a CUDA graph cannot replay. Otherwise have the graph count its replays."""
+        trains = pipelining.trains(self)
+        kept = fsdp2.find_kept_gradients(stage.submod for stage in pipelining.stages_of(self)) if trains else []
+        refusals = {
+            "only loops of your own can, and no GPU has run it yet: turn that off, in TorchTitan by"
+            " --training.disable_cuda_graphs": self.refuses_capture,
+            "all replays have one size: omit microbatches=, or give the usual number of them": microbatches is not None,
+            "it copies to the host: omit offload, or adopt a schedule without copies": self.schedule.has_copies,
+            "zbpipe.OptimizerStep decides in every step what runs: use the optimizer's own step": self._optimizer_step,
+            "scale_grads would multiply the kept gradients by the number of microbatches in each replay: set them to"
+            " None before the capture, or build with scale_grads=False and divide the loss": self.scale_grads and kept,
+            "the first steps, and those of Auto before its choice, compare lists and contents: run the same number of"
+            " steps before on all ranks, at least two, and look whether schedule.is_steady": not self.is_steady,
+        }
+        if found := next((reason for reason, applies in refusals.items() if applies), None):
+            raise ValueError(f"a CUDA graph cannot capture this step of {self.schedule.name}: {found}")
+        if trains and self._replays is not None:
+            self._replays += 1
+            logger.info(
+                "A CUDA graph captures a step of %s. Its replays are not measured: the log has no bubble and no trace"
+                " of them, and schedule.replays counts them",
+                self.schedule.name,
             )
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
@@ -362,6 +400,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                     split.require_memory_that_lasts(stages)
                 tied_weights.warn_if_parted(stages, self.placement)
                 self._models_are_checked = True
+                self._replays = torch.zeros((), dtype=torch.int64, device=stages[0].device)  # not in a graph's memory
             self.sizes.pass_on_unfreezing(self)
             run = partial(super().run_microbatches, args, kwargs, targets, *more, **more_by_name)
             with self._copies.issue_during(self) if self._copies and self.schedule.has_copies else nullcontext():

@@ -53,8 +53,8 @@ def check(config: Any, algorithm: Algorithm | None, options: Options) -> None:
     if has_pipeline:
         if algorithm.source == "zbpipe" and not getattr(config.training, "disable_cuda_graphs", True):
             raise ValueError(
-                f"training.disable_cuda_graphs=False would capture {algorithm.name} in a CUDA graph, which no GPU has"
-                " run yet: set --training.disable_cuda_graphs"
+                f"training.disable_cuda_graphs=False would capture {algorithm.name} in a CUDA graph, which is for a"
+                " loop of your own, as docs/the-split.md shows: set --training.disable_cuda_graphs"
             )
         _check_schedule(algorithm, config)
         _check_torchs_split(algorithm, options, config)

@@ -147,6 +147,11 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(schedule, pipelining.OwnRuntime) and looking:
         schedule.finish_optimizer_step()  # the record would include void actions that ran ahead
     try:
+        if looking and find_device(pipelining.device_of(pipelining.stages_of(schedule)[0])).is_capturing():
+            raise ValueError(
+                "a CUDA graph cannot capture a step that is measured or checked: capture one when Auto has chosen, and"
+                " profiles, traces and GradientCheck are over"
+            )
         with ExitStack() as around:
             if recorder is not None:
                 around.enter_context(recorder.attach())

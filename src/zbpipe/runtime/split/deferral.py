@@ -154,6 +154,11 @@ class Deferral:
         self.has_run = True
         return self.functions.watch(self, compiled, args, kwargs)
 
+    @property
+    def all_checks(self) -> tuple[Checks, Checks]:
+        """The checks of contents, for which the host waits."""
+        return self.checks, self.sharing.checks
+
     def declares(self, function: Callable[..., Any]) -> bool:
         return self.is_declared and self.products.get(function) is not PRODUCTS.get(function)
 

@@ -86,7 +86,10 @@ def catch_around(module: nn.Module, parameters: Iterable[str], gradients: Weight
     found = [each for each in around.values() if vars(each).get(_ATTRIBUTE) is None and id(each) not in compiled]
     is_sharded = any(map(fsdp2.is_fsdp, modules.values()))
     for layer in found:
-        _replace_forward(layer, Deferral(layer, PRODUCTS, gradients, is_sharded))
+        deferral = Deferral(layer, PRODUCTS, gradients, is_sharded)
+        for checks in deferral.all_checks:
+            checks.seen_steps = 1  # the first step is over: no model waits for the device in its third one
+        _replace_forward(layer, deferral)
     return bool(found)
 
 

@@ -258,6 +258,16 @@ class SplitWork(OwnWork):
     def _is_settled(self) -> bool:
         return self.num_split >= _SETTLED_AFTER and self._has_looked_around
 
+    @property
+    def is_steady(self) -> bool:
+        """Whether the stage's next step tries nothing out and compares no contents."""
+        has_no_i = len(self.whole) == self.stage.chunks
+        return (has_no_i or (not self.tries_out and self._has_looked_around)) and all(
+            checks.are_over(self.gradients.step)
+            for deferral in deferrals(self.stage.submod).values()
+            for checks in deferral.all_checks
+        )
+
     def forward(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(microbatch, *args, **kwargs)
         self.gradients.forget_cast()
