@@ -385,12 +385,12 @@ def bytes_of(layer: LayerWork) -> list[float]:
 
 def check_formulas() -> None:
     """A layer that meta tensors cannot run counts as a Llama block, which it is here. Both ways agree."""
-    from zbpipe.frameworks.titan import counting
+    from zbpipe.frameworks import layer_work
 
     alone = ("--parallelism.tensor_parallel_degree", "1")
     counted = read(*alone)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(counting, "_on_meta", lambda block, x, *args: None)
+        patch.setattr(layer_work, "count_on_meta", lambda block, x, *args: None)
         guessed = read(*alone)
     assert bytes_of(guessed.layers[1]) == pytest.approx(bytes_of(counted.layers[1]), rel=0.01)
     assert guessed.layers[1].f == counted.layers[1].f
