@@ -16,7 +16,7 @@ from zbpipe.runtime.measure.counts import LayerBytes, Operations, count_bytes, c
 from zbpipe.runtime.split.work import percent
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind
 
-_ON_META = (RuntimeError, NotImplementedError, TypeError)
+ON_META = (RuntimeError, NotImplementedError, TypeError)
 """Errors of modules that read values, which meta tensors lack."""
 
 _IN_BLOCK = 4
@@ -242,7 +242,7 @@ def count_on_meta(block: nn.Module, x: Any, *args: Any, **kwargs: Any) -> tuple[
     """Counts on meta tensors; None if the block cannot run there."""
     try:
         return count_operations(block, x, *args, **kwargs), count_bytes(block, x, *args, **kwargs)
-    except _ON_META:
+    except ON_META:
         return None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -20,16 +21,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation.workload import Degrees, ParameterBytes, Workload
-from zbpipe.frameworks.layer_work import (
-    Call,
-    CountedLayer,
-    CountedModel,
-    by_products,
-    count_blocks,
-    count_head,
-    products,
-    shape_of,
-)
+from zbpipe.frameworks import layer_work
+from zbpipe.frameworks.layer_work import CountedModel
 from zbpipe.frameworks.whole_model.anatomy import find_blocks, first_argument, refuse_by_config
 from zbpipe.schedule.ir import require_whole
 
@@ -74,9 +67,12 @@ def read_workload(config: Any, job: Job) -> Workload:
     require_whole(1, batch=1 if job.batch is None else job.batch, seq_len=job.seq_len)
     if job.dtype not in _PRECISION:
         raise ValueError(f"dtype = {job.dtype!r}: give {' or '.join(_PRECISION)}")
-    name = str(config) if isinstance(config, (str, Path)) else type(config).__name__
-    known = _load(Path(config)) if isinstance(config, (str, Path)) else config
-    counted = cache(partial(_count, known, job.seq_len))
+    name, library = type(config).__name__, _transformers()
+    if isinstance(config, (str, Path)):
+        name = str(config)
+        config = _load(library, Path(config))
+    _require_causal(library, config, name)
+    counted = cache(partial(_count, library, config, job.seq_len))
 
     def make(degrees: Degrees, how: Checkpointing | None) -> Workload:
         return _workload(counted(how or job.checkpointing), replace(job, degrees=degrees), name)
@@ -111,23 +107,21 @@ def _workload(counted: CountedModel, job: Job, name: str) -> Workload:
 _BF16 = 2
 
 
-def _load(path: Path) -> Any:
+def _load(library: Any, path: Path) -> Any:
     """The config in a file, which has all sizes of the model."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
     kind = fields.get("model_type") if isinstance(fields, dict) else None
     if kind is None:
         raise ValueError(f"{path} has no field model_type, which names the model in transformers: add it")
-    library = _transformers()
     if kind not in library.CONFIG_MAPPING:
         raise ValueError(f"{path}: transformers {library.__version__} has no model_type {kind!r}; a newer one may")
     made = library.CONFIG_MAPPING[kind]
-    _require_causal(library, made, fields, str(path))
-    names = {each: getattr(made, "attribute_map", {}).get(each, each) for each in _NEEDED}
-    usual = made()
-    for name, alias in names.items():
+    usual, aliases = made(), getattr(made, "attribute_map", {})
+    for name in _NEEDED:
+        alias = aliases.get(name, name)
         if hasattr(usual, alias) and not {name, alias} & fields.keys():
             raise ValueError(f"{path} has no field {alias}, which a {kind} needs: add it")
     try:
@@ -136,30 +130,27 @@ def _load(path: Path) -> Any:
         raise ValueError(f"{path}: transformers refuses it: {error}") from None
 
 
-def _require_causal(library: Any, kind: Any, fields: Mapping[str, Any], name: str) -> None:
+def _require_causal(library: Any, config: Any, name: str) -> None:
     """Refuse a model without a causal head."""
+    if not isinstance(config, library.PreTrainedConfig):
+        raise TypeError(f"a config is the path of a config.json, or a config of transformers, got {config!r}")
     heads = library.MODEL_FOR_CAUSAL_LM_MAPPING
-    causal = heads[kind].__name__ if kind in heads else None
-    asked = (fields.get("architectures") or [causal])[0]
-    if asked != causal or causal is None:
-        way = "give the text_config of it in a file" if "text_config" in fields else "estimate another with --layers"
-        raise ValueError(f"{name}: {asked or kind.model_type} has no causal head of transformers: {way}")
+    causal = heads[type(config)].__name__ if type(config) in heads else None
+    asked = (config.architectures or [causal or config.model_type])[0]
+    if asked != causal:
+        way = "give the text_config of it in a file" if hasattr(config, "text_config") else "use a file of --layers"
+        raise ValueError(f"{name}: {asked} has no causal head of transformers: {way}")
 
 
 def _transformers() -> Any:
     try:
         return importlib.import_module("transformers")
     except ImportError:
-        raise ImportError(
-            "transformers is not installed, which reads a config.json: pip install transformers"
-        ) from None
+        words = "transformers is not installed, which reads a config.json: pip install transformers"
+        raise ImportError(words) from None
 
 
-def _count(config: Any, length: int, how: Checkpointing) -> CountedModel:
-    library = _transformers()
-    if not isinstance(config, library.PreTrainedConfig):
-        raise TypeError(f"a config is the path of a config.json, or a config of transformers, got {config!r}")
-    _require_causal(library, type(config), vars(config), type(config).__name__)
+def _count(library: Any, config: Any, length: int, how: Checkpointing) -> CountedModel:
     with torch.device("meta"):
         model = library.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     refuse_by_config(model)
@@ -167,37 +158,29 @@ def _count(config: Any, length: int, how: Checkpointing) -> CountedModel:
     blocks = dict(container.named_children())
     if not blocks:
         raise ValueError(f"{type(model).__name__} has no blocks: give a number of hidden layers above 0")
-    calls, before = _run(model, name, blocks, length)
+    calls, before = _run(model, blocks, length)
     outside = {each: part for each, part in model.named_modules() if not f"{each}.".startswith(f"{name}.")}
-    first, last = ([part for each, part in outside.items() if (each in before) is side] for side in (True, False))
-    dim, heads = config.hidden_size, getattr(config, "num_attention_heads", 0)
+    ends = [[part for each, part in outside.items() if (each in before) is side] for side in (True, False)]
+    # A tied weight counts at each end.
+    parameters = [sum(each.numel() for part in parts for each in part.parameters(recurse=False)) for parts in ends]
+    products = [sum(layer_work.products(part, recurse=False) for part in parts) for parts in ends]
+    heads = getattr(config, "num_attention_heads", 0)
     keys = getattr(config, "num_key_value_heads", None) or heads
-    share = keys / heads if heads else 0.0
-    shapes = {each: shape_of(block)._replace(heads_share=share) for each, block in blocks.items()}
-    # Two products over half of the sequence on average.
-    attention = length * heads * (getattr(config, "head_dim", None) or dim // max(heads, 1))
-    around = [(sum(products(part, recurse=False) for part in parts), _own(parts)) for parts in (first, last)]
+    share = keys / max(heads, 1)
+    shapes = {each: layer_work.shape_of(block)._replace(heads_share=share) for each, block in blocks.items()}
+    checkpointed = {each: _Checkpointed(block, how) for each, block in blocks.items()}
+    # Attention is two products over half of the sequence on average.
+    attention = float(length * config.hidden_size)
+    before_blocks = layer_work.by_products(products[0], length, Checkpointing.NONE)
     return CountedModel(
-        embedding=CountedLayer(("embedding",), by_products(around[0][0], length, Checkpointing.NONE), around[0][1]),
-        blocks=count_blocks(
-            {each: _Checkpointed(block, how) for each, block in blocks.items()},
-            calls.get,
-            shapes,
-            length,
-            how,
-            attention,
-        ),
-        head=count_head(("head",), *around[1], length),
-        dim=dim,
+        embedding=layer_work.CountedLayer(("embedding",), before_blocks, parameters[0]),
+        blocks=layer_work.count_blocks(checkpointed, calls.get, shapes, length, how, attention),
+        head=layer_work.count_head(("head",), products[1], parameters[1], length),
+        dim=config.hidden_size,
         key_heads=keys,
         checkpointing=how,
         style={"fused_qkv": False},
     )
-
-
-def _own(parts: list[nn.Module]) -> int:
-    """Number of the parameters of these modules, without their parts'. A tied weight counts at each end."""
-    return sum(each.numel() for part in parts for each in part.parameters(recurse=False))
 
 
 class _Certain(TorchFunctionMode):
@@ -209,34 +192,28 @@ class _Certain(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _run(model: nn.Module, name: str, blocks: Mapping[str, nn.Module], length: int) -> tuple[dict[str, Call], set[str]]:
+def _run(model: nn.Module, blocks: Mapping[str, nn.Module], length: int) -> tuple[dict[str, layer_work.Call], set[str]]:
     """Arguments of each block for a sequence, and names of the modules that run before the first one.
 
     Blocks after one that reads values stay unknown.
     """
-    calls: dict[str, Call] = {}
+    places = {block: each for each, block in blocks.items()}
+    calls: dict[str, layer_work.Call] = {}
     before: set[str] = set()
 
-    def record(each: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if each in blocks_by_name:
+    def record(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module in places:
             hidden = first_argument(args, kwargs).detach().requires_grad_()
-            others = kwargs if args else dict([*kwargs.items()][1:])
-            calls[blocks_by_name[each]] = (hidden, *args[1:]), others
+            calls[places[module]] = (hidden, *args[1:]), kwargs if args else dict([*kwargs.items()][1:])
         elif not calls:
-            before.add(each)
+            before.add(name)
 
-    blocks_by_name = {f"{name}.{each}": each for each in blocks}
     handles = [
-        module.register_forward_pre_hook(partial(record, each), with_kwargs=True)
-        for each, module in model.named_modules()
-        if each in blocks_by_name or not f"{each}.".startswith(f"{name}.")
+        module.register_forward_pre_hook(partial(record, name), with_kwargs=True)
+        for name, module in model.named_modules()
     ]
-    tokens = torch.empty(1, length, dtype=torch.long, device="meta")
-    try:
-        with _Certain(), torch.no_grad():
-            model.train()(input_ids=tokens, use_cache=False)
-    except (RuntimeError, NotImplementedError, TypeError):
-        pass
+    with suppress(*layer_work.ON_META), _Certain(), torch.no_grad():
+        model.train()(input_ids=torch.empty(1, length, dtype=torch.long, device="meta"), use_cache=False)
     for handle in handles:
         handle.remove()
     return calls, before
