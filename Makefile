@@ -158,18 +158,16 @@ $(VENV)-titan02/dev: PACKAGES := triton --editable '.[titan02,dev]'
 $(VENV)-automodel/dev: PACKAGES := nemo-automodel==0.7.0 'triton<3.9' --editable '.[dev]'
 $(VENV)-models/dev: PACKAGES = $(MODELS) --editable '.[dev]'
 
-# All that zbpipe depends on, but for torch.
+# What zbpipe depends on without an extra.
 $(VENV)-without-torch/dev: pyproject.toml | $(VENV)-without-torch/bin/python
-	$(VENV)-without-torch/bin/python -c 'import tomllib; print(*[each for each in tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"] if not each.startswith("torch")], sep="\n")' \
-		| $(PIP) hypothesis pytest pytest-timeout hatchling editables --requirement /dev/stdin
-	$(PIP) --no-deps --no-build-isolation --editable .
+	$(PIP) hypothesis pytest pytest-timeout --editable .
 	@touch $@
 
 $(VENV)-torch-$(TORCH)/dev: pyproject.toml | $(VENV)-torch-$(TORCH)/bin/python
 	$(PIP) torch==$(TORCH) --editable '.[dev]'
 	@touch $@
 
-# The extra `docs` alone: pip would bring zbpipe and torch with it.
+# The extra `docs` alone: pip would bring zbpipe with it.
 $(VENV)-docs/dev: pyproject.toml | $(VENV)-docs/bin/python
 	$| -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
 		| $(PIP) --requirement /dev/stdin

@@ -17,6 +17,7 @@ import click
 import pytest
 from browser import page_data
 from commands import answer, at_small_size, json_of, process, run
+from documents import blocks
 from test_wrong_input import rows
 
 import zbpipe
@@ -383,6 +384,40 @@ def test_no_command_imports_torch_and_only_the_search_needs_its_libraries(here: 
     others = ("list", f"simulate {size}", "compare -p 4 -m 8", f"export {size} -o a.csv", "validate mine.csv")
     lines = (show, "plan --help", "plan", *others, "plan -p 2 -m 2 --budget 1e4")
     process(sys.executable, "-c", LIGHT, *lines)
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None  # as if it were not installed
+import zbpipe
+from zbpipe.cli import main
+if sys.argv[1:]:
+    main()
+for name in ("ScheduleZB", "pipeline"):
+    try:
+        getattr(zbpipe, name)
+    except ImportError as error:
+        print(error)
+"""
+NEEDS_TORCH = "needs torch, which is not installed: pip install 'torch>=2.11'"
+JOB = "--module llama3 --config llama3_8b --gpus 8 --device H100"
+
+
+@pytest.mark.parametrize("line", [f"estimate {JOB}", f"plan {JOB}", f"compare {JOB}", "measure --module a -o a.toml"])
+def test_a_job_without_torch_is_one_sentence(line: str, here: Path) -> None:
+    refused = process(sys.executable, "-c", WITHOUT_TORCH, *line.split(), code=2)
+    assert refused.stderr == f"Error: this command {NEEDS_TORCH}\n"
+
+
+def test_what_needs_no_torch_runs_without(here: Path) -> None:
+    (here / "model.toml").write_text(blocks("docs/costs-file.md", "toml")[-1].code)
+    for line in (
+        *("show ZB -p 4 -m 8", "simulate ZB -p 4 -m 8", "compare -p 2 -m 4", "plan -p 2 -m 4 --budget 1e4"),
+        "estimate --layers model.toml --gpus 16 --device H100",
+    ):
+        assert process(sys.executable, "-c", WITHOUT_TORCH, *line.split()).stdout
+    names = process(sys.executable, "-c", WITHOUT_TORCH).stdout.splitlines()
+    assert names == [f"zbpipe.{name} {NEEDS_TORCH}" for name in ("ScheduleZB", "pipeline")]
 
 
 def test_the_installed_command_draws_and_refuses(here: Path) -> None:

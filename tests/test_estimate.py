@@ -1,6 +1,7 @@
 """`zbpipe estimate`: steps, memory and gains of a job that was not launched."""
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -346,6 +347,37 @@ def test_bytes_of_a_layer() -> None:
     # x: the norm's result, attention's, the sum, relu's; dY: of q-k-v, out, up, down.
     assert found.waits == lean.waits == hidden * (1 + 1 + 1 + 2) + hidden * (3 + 1 + 2 + 1)
     assert lean.working[OpKind.I] + max(lean.activations, lean.waits) >= found.activations
+
+
+def test_arguments_by_name_and_several_results() -> None:
+    """As a LlamaDecoderLayer needs `position_embeddings=`; the second result has no gradient."""
+    block, x = on_meta()
+    whole = nn.Module()
+    whole.block = block
+    whole.forward = lambda x, *, scale: (block(x * scale), scale)  # type: ignore[misc]
+    scale = torch.empty(1, device="meta")
+    assert count_operations(whole, x, scale=scale) == count_operations(*on_meta())
+    found = count_bytes(whole, x, scale=scale)
+    assert found.waits == count_bytes(*on_meta()).waits
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("", "transformers is not installed, which reads a config.json: pip install transformers"),
+        ("--layers {file}", "--layers and --hf exclude each other: omit one."),
+        ("--pp 3", "16 GPUs are not a multiple of PP x TP x CP = 3: change one of them."),
+        ("--tp many", "--hf: Invalid value for '--tp': 'many' is not a valid whole number."),
+        ("--hf nowhere.json", "Invalid value for '--hf': File 'nowhere.json' does not exist."),
+    ],
+)
+def test_a_config_of_transformers_is_refused(
+    options: str, words: str, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    file.with_name("config.json").write_text('{"model_type": "llama"}')
+    job = f"estimate --hf {file.with_name('config.json')} --gpus 16 --device H100 {options.format(file=file)}"
+    assert commands.answer(job, code=2).startswith(f"Error: {words}")
 
 
 def toml(**changes: str) -> str:

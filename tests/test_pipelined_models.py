@@ -1,21 +1,25 @@
 """`zbpipe.pipeline` on models of transformers: the losses and gradients of the model in one piece."""
 
 import difflib
+import json
 import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import architectures
+import published_jobs
 import pytest
 import torch
 import torch.distributed as dist
 from architectures import EXPERTS, GPT, LATENT, LLAMA_4, QWEN3_NEXT, RWKV, SMALL, T5, VOCABULARY, XLNET, transformer
+from click.testing import CliRunner
 from commands import process
 from ranks import run_ranks
 from searching import searching_little
@@ -25,6 +29,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import zbpipe
+from zbpipe import cli, estimate
+from zbpipe.costs.transformer import Checkpointing
+from zbpipe.estimation.workload import Degrees
+from zbpipe.frameworks.layer_work import products
+from zbpipe.frameworks.whole_model import anatomy, counting
+from zbpipe.frameworks.whole_model.counting import read_workload
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.split.stage import find_weight_work
 
@@ -402,3 +412,95 @@ def run_example(folder: Path, name: str, start: list[str]) -> str:
     script = [architectures.__file__, str(EXAMPLES / f"{name}.py"), "model", "lines.txt", name]
     command = (sys.executable, *start, *script)
     return process(*command, folder=folder, CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1").stdout
+
+
+LLAMA_3_8B = {
+    **{"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096},
+    **{"intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8},
+}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a config.json of Llama 3 8B with these changes; None removes a field."""
+
+    def write(**changes: Any) -> Path:
+        fields = LLAMA_3_8B | changes
+        file = tmp_path / "config.json"
+        file.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
+        return file
+
+    return write
+
+
+@pytest.mark.parametrize("how", Checkpointing)
+def test_a_config_is_estimated_as_the_same_model_of_a_published_job(
+    how: Checkpointing, config: Callable[..., Path]
+) -> None:
+    """But transformers computes q, k and v apart, and its norms in several kernels. A recomputation is whole: W needs
+    the input of the last product."""
+    like = next(each for each in published_jobs.read_jobs() if each.id == "titan-8b-8")
+    same = published_jobs.workload(replace(like, gpus=64, p=8, tp=2, v=1, m=32, microbatch=1, checkpointing=str(how)))
+    found = read_workload(
+        config(), counting.Job(degrees=same.degrees, batch=32, checkpointing=how, compiled=same.compiled)
+    )
+    last = 2 * 8192 * 4096 * 14336 * (how is Checkpointing.FULL)
+    for one, other in zip(found.layers, same.layers, strict=True):
+        for name in ("f", "w", "parameters", "attention", "traffic", "keys"):
+            assert getattr(one, name) == pytest.approx(getattr(other, name), rel=0.01), (one.modules, name)
+        assert one.i == pytest.approx(other.i + last * one.is_block, rel=0.02)
+        assert one.waits == pytest.approx(other.waits, rel=0.07)
+        assert one.activations == pytest.approx(other.activations, rel=0.3)
+    assert found.message_bytes == same.message_bytes
+    assert found.operations == pytest.approx(57.9e9, rel=0.01), "as TorchTitan counts them"
+    advice, expected = (estimate(each, "H200", only=[]).advice for each in (found, same))
+    assert advice
+    assert expected
+    assert advice.sentence.split(":")[0] == expected.sentence.split(":")[0]
+    assert advice.step.seconds == pytest.approx(expected.step.seconds, rel=0.06)
+    assert found.on(replace(same.degrees, pipeline=4, fsdp=8)).layers[1] == found.layers[1]
+
+
+COUNTED = [name for name in ARCHITECTURES if name != "RWKV"]  # it takes half a minute
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_the_work_of_other_models(name: str) -> None:
+    """Experts count as far as tokens visit them, but Llama 4 computes all; eager attention and scans are products."""
+    options = dict(ARCHITECTURES[name][1])
+    attention = options.pop("attn_implementation", None)
+    model = transformer(ARCHITECTURES[name][0], "AutoModelForCausalLM", options)
+    model.config._attn_implementation = attention
+    found = read_workload(model.config, counting.Job(degrees=Degrees(2), seq_len=64, checkpointing=Checkpointing.NONE))
+    _, blocks = anatomy.find_blocks(model)
+    more = 2.2 if name == "Llama 4" else 1.0
+    for block, work in zip(blocks.children(), found.layers[1:-1], strict=True):
+        expected = more * 2 * 64 * products(block)
+        assert work.w == pytest.approx(expected, rel=0.06)
+        assert work.f - work.attention[0] == pytest.approx(expected, rel=0.06) or work.attention[0] == 0
+        assert work.activations > work.parameters
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    extra = model.get_output_embeddings().weight.numel() if tied else 0
+    assert found.parameters == sum(each.numel() for each in model.parameters()) + extra
+    assert found.deferred == pytest.approx(1, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": None}, "config.json has no field hidden_size, which a llama needs: add it"),
+        ({"model_type": None}, "config.json has no field model_type, which names the model in transformers: add it"),
+        ({"model_type": "lama"}, "has no model_type 'lama'; a newer one may"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification has no causal head"),
+        ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration has no"),
+        ({"num_attention_heads": "many"}, "config.json: transformers refuses it: .*num_attention_heads"),
+        ({"num_hidden_layers": 0}, "LlamaForCausalLM has no blocks"),
+    ],
+)
+def test_a_config_that_cannot_be_estimated(changes: dict[str, Any], words: str, config: Callable[..., Path]) -> None:
+    result = CliRunner().invoke(
+        cli.main, ["estimate", "--hf", str(config(**changes)), "--gpus", "8", "--device", "H100"]
+    )
+    assert result.exit_code == 2
+    (line,) = result.stderr.splitlines()[-1:]
+    assert re.search(words, line), line

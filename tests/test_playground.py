@@ -157,7 +157,7 @@ def test_the_page_in_a_browser(address: str) -> None:
     with running_browser() as browser:
         browser.show(address + "/", 390, 844, phone=True)
         for line in shown(browser):
-            assert line.startswith("makespan ")
+            assert line.startswith("step ")
         assert browser.run("return document.documentElement.scrollWidth <= innerWidth")
         browser.show(address + "/")
         shown(browser)
@@ -165,11 +165,11 @@ def test_the_page_in_a_browser(address: str) -> None:
         lines = shown(browser)
         setting = Setting.parse(browser.run("return setting"))
         assert setting.microbatches == 2
-        for line, name in zip(lines, ("1F1B", "ZBV"), strict=False):
+        for line, name in zip(lines, ("Interleaved1F1B", "ZB"), strict=False):
             answer = answer_simulation(setting, name)
-            assert line.startswith(f"makespan {answer['makespan']:.6g}, bubble {answer['bubble']:.1%}, ")
-            assert f"memory {answer['memory_to_1f1b']:.2f}x of 1F1B's" in line
-        assert "ZBV has a step" in browser.run('return part("difference").textContent')
+            assert line.startswith(f"step {answer['makespan']:.6g}, {answer['bubble']:.1%} idle; no schedule ")
+            assert f"memory {answer['memory_to_1f1b']:.2f}x of 1F1B" in line
+        assert "ZB has a step" in browser.run('return part("difference").textContent')
         assert "zbpipe plan -p" in browser.run("return pictures[2].command.textContent")
         browser.run("pictures[0].picture.zoom(0.5)")
         browser.until("pictures[1].picture.view.end < pictures[1].picture.until")

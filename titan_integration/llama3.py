@@ -14,9 +14,8 @@ All large jobs have in common:
 - FSDP keeps the stages gathered between microbatches (`fsdp_reshard_after_forward` "default" means that for
   pipelines), because a gather for each microbatch would cost more than the schedule saves.
 - Selective checkpointing if it fits. The inputs and output gradients of all linear layers wait for W, whatever is
-  checkpointed. So with ZBV, where up to 2p - 1 stages wait, full checkpointing saves nothing and costs a forward. It
-  saves memory with whole backwards: in Interleaved1F1B, and in most microbatches of ZB.
-- A schedule that `zbpipe estimate` keeps, if the job is to have a pipeline: no other one that fits saves 2 %. The debug
+  checkpointed. So full checkpointing saves memory with whole backwards alone, which most microbatches of ZB have.
+- ZB, which `zbpipe estimate` keeps if the job is to have a pipeline: no other schedule that fits saves 2 %. The debug
   model shows ZBV.
 """
 
@@ -48,10 +47,9 @@ HARDWARE = {
     "llama3_debug": Hardware(2, "H100"),
     "llama3_8b": Hardware(8, "H100"),
     "llama3_8b_no_downloads": Hardware(8, "H100"),
-    "llama3_70b": Hardware(32, "H200"),
+    "llama3_70b": Hardware(32, "H100"),
     "llama3_70b_80gb": Hardware(64, "H100"),
     "llama3_405b": Hardware(128, "H200"),
-    "llama3_405b_288gb": Hardware(128, "MI355X"),
     "llama3_405b_80gb": Hardware(512, "H100"),
 }
 
@@ -68,14 +66,14 @@ def llama3_debug() -> Trainer.Config:
 
 
 def llama3_8b() -> Trainer.Config:
-    """One node of 8 GPUs, PP 8, for GPUs of 80 GB or more: 57 GiB.
+    """One node of 8 GPUs, PP 8, for GPUs of 80 GB or more: 56 GiB.
 
     1.7 billion parameters on rank 0, which has the embedding, the head and 3 of the 32 layers: 18 bytes each (bf16 copy
     2, float32 gradient 4, parameter and AdamW's moments 12) are 29 GiB. The other ranks have 0.9 to
     1.1 billion. 32 microbatches of 8192 tokens: 0.5 GiB per layer and microbatch from F to I (selective), 1.06 GiB
-    from I to W, at most 32 GiB, and 29 on rank 0, logits and their gradients included.
+    from I to W, at most 27 GiB, on rank 0, logits and their gradients included.
     """
-    return _pipelined(titan.llama3_8b(), "ZBV", pp=8, tp=1, checkpointing="selective")
+    return _pipelined(titan.llama3_8b(), "ZB", pp=8, tp=1, checkpointing="selective")
 
 
 def llama3_8b_no_downloads() -> Trainer.Config:
@@ -88,20 +86,20 @@ def llama3_8b_no_downloads() -> Trainer.Config:
 
 
 def llama3_70b() -> Trainer.Config:
-    """4 nodes, PP 4 x TP 8, for GPUs of 141 GB or more: 85 GiB (with twice the nodes, FSDP 2: 73 GiB).
+    """4 nodes, PP 4 x TP 8, for GPUs of 80 GB or more: 61 GiB (with twice the nodes, FSDP 2: 48 GiB).
 
-    17.1 billion parameters on the worst rank, so 2.1 billion on a GPU, with 18 bytes each: 36 GiB. 16 microbatches:
-    0.2 GiB per layer and microbatch from F to I, 0.7 GiB from I to W, at most 49 GiB. TP cuts only one side of each
-    product, so x and dY, which wait for W, are not an eighth of what they are without it.
+    19.2 billion parameters on the worst rank, so 2.4 billion on a GPU, with 18 bytes each: 40 GiB. 16 microbatches:
+    0.2 GiB per layer and microbatch from F to I, 0.7 GiB from I to W, at most 21 GiB, where ZBV would take 49. TP cuts
+    only one side of each product, so x and dY, which wait for W, are not an eighth of what they are without it.
     """
-    return _pipelined(titan.llama3_70b(), "ZBV", pp=4, tp=8, checkpointing="selective")
+    return _pipelined(titan.llama3_70b(), "ZB", pp=4, tp=8, checkpointing="selective")
 
 
 def llama3_70b_80gb() -> Trainer.Config:
     """8 nodes, PP 8 x TP 8, for GPUs of 80 GB: 43 GiB.
 
-    Twice the ranks of `llama3_70b` halve the weights (22 GiB). ZB keeps to Interleaved1F1B's memory, where ZBV would
-    take 70 GiB. By the estimate its step is 11 % shorter than V-Half's, which takes 37 GiB.
+    Twice the ranks of `llama3_70b` halve the weights (22 GiB), which leaves room for longer sequences. ZBV would take
+    70 GiB. By the estimate ZB's step is 11 % shorter than V-Half's, which takes 37 GiB.
     """
     return _pipelined(titan.llama3_70b(), "ZB", pp=8, tp=8, checkpointing="selective")
 
@@ -115,14 +113,6 @@ def llama3_405b() -> Trainer.Config:
     to about 1F1B's memory. By the estimate its step is 13 % shorter than V-Half's, which takes 94 GiB.
     """
     return _pipelined(_bf16_405b(), "ZB", pp=16, tp=8, checkpointing="selective")
-
-
-def llama3_405b_288gb() -> Trainer.Config:
-    """The same on MI355X, where ZBV fits: 224 GiB (64 nodes, FSDP 4: 197 GiB).
-
-    By the simulator ZBV's step is 7 % shorter than V-Half's at 16 ranks and 64 microbatches.
-    """
-    return _pipelined(_bf16_405b(), "ZBV", pp=16, tp=8, checkpointing="selective")
 
 
 def llama3_405b_80gb() -> Trainer.Config:

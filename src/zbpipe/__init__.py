@@ -14,6 +14,7 @@ from zbpipe.algorithms.generate import generate
 from zbpipe.costs import CostModel
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
 from zbpipe.schedule.registry import register, stage_indices
+from zbpipe.schedule.user_code import NEEDS_TORCH
 from zbpipe.simulator import simulate, validate
 
 if TYPE_CHECKING:
@@ -109,7 +110,12 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     for module, names in _LATER.items():
         if name in names:
-            return getattr(import_module(f"zbpipe.{module}"), name)
+            try:
+                return getattr(import_module(f"zbpipe.{module}"), name)
+            except ModuleNotFoundError as error:
+                if error.name != "torch":
+                    raise
+                raise ModuleNotFoundError(f"zbpipe.{name} {NEEDS_TORCH}", name="torch") from None
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -15,6 +15,7 @@ from click.shell_completion import CompletionItem
 
 from zbpipe.costs.model import Transport
 from zbpipe.schedule.registry import schedules
+from zbpipe.schedule.user_code import NEEDS_TORCH
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -41,6 +42,8 @@ def _message(error: Exception) -> str:
         where = f" See `{error.ctx.command_path} --help`." if error.ctx else ""
         message = one_line(error.format_message())
         return message + ("" if message.endswith((".", "?")) else ".") + where
+    if isinstance(error, ModuleNotFoundError) and error.name == "torch":
+        return f"this command {NEEDS_TORCH}"
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}; name a file in a folder that exists and that you can write to"
     return one_line(str(error))

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from zbpipe.cli.base import COUNT, in_one_line, options
+from zbpipe.cli.base import COUNT, in_one_line, options, parse_with
+from zbpipe.costs.transformer import Checkpointing
 from zbpipe.schedule.garbage import importing
+from zbpipe.schedule.registry import resolve
 
 if TYPE_CHECKING:
     from zbpipe.estimation.workload import Workload
 
 EXISTING = click.Path(exists=True, dir_okay=False, path_type=Path)
 TITANS = {"ignore_unknown_options": True, "allow_interspersed_args": True}
-titan_arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[TORCHTITAN'S OPTIONS]")
+titan_arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF THE JOB]")
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,7 @@ class JobOptions:
     """A job as a command names it."""
 
     layers: Path | None
+    hf: Path | None
     gpus: int | None
     device: str | None
     tflops: float | None
@@ -44,6 +47,10 @@ class JobOptions:
             from zbpipe.estimation.devices import find
 
             find(self.device)  # before the import of TorchTitan, which takes seconds
+        if self.layers and self.hf:
+            raise click.UsageError("--layers and --hf exclude each other: omit one", click.get_current_context())
+        if self.hf is not None:
+            return _of_transformers(self.hf, self.gpus, self.arguments)
         if self.layers is not None:
             from zbpipe.estimation.layers_file import load_layers
 
@@ -68,8 +75,43 @@ class JobOptions:
 
 def require_job(arguments: Sequence[str]) -> None:
     if not arguments:
-        ways = "--module and --config, --job.config_file for TorchTitan 0.2, or a file of --layers"
+        ways = "--module and --config, --job.config_file for TorchTitan 0.2, --hf config.json, or a file of --layers"
         raise click.UsageError(f"name the job: {ways}", click.get_current_context())
+
+
+_CHECKPOINTING = click.Choice([str(each) for each in Checkpointing])
+_OF_TRANSFORMERS = click.Command(
+    "",
+    params=[
+        *(click.Option([f"--{name}"], type=COUNT, default=1) for name in ("pp", "tp", "cp", "ep")),
+        click.Option(["--batch"], type=COUNT),
+        click.Option(["--seq-len"], type=COUNT, default=8192),
+        click.Option(["--gradient-checkpointing", "checkpointing"], type=_CHECKPOINTING, default="full"),
+        click.Option(["--dtype"], type=click.Choice(["float32", "bfloat16"]), default="float32"),
+        click.Option(["--compile", "compiled"], is_flag=True),
+        click.Option(["--now", "schedule"], default="1F1B", callback=parse_with(lambda name: resolve(name).name)),
+    ],
+)
+"""Options of a job with a model of transformers. They stand among TorchTitan's."""
+
+
+def _of_transformers(config: Path, gpus: int, arguments: Sequence[str]) -> Workload:
+    from zbpipe.estimation.workload import Degrees
+
+    try:
+        given = _OF_TRANSFORMERS.make_context("", list(arguments)).params
+    except click.UsageError as error:
+        raise click.UsageError(f"--hf: {error.format_message()}", click.get_current_context()) from None
+    pipeline, tensor, context, experts = (given.pop(name) for name in ("pp", "tp", "cp", "ep"))
+    degrees = Degrees(pipeline, tensor, context=context, experts=experts)
+    if gpus % degrees.gpus:
+        raise click.UsageError(f"{gpus} GPUs are not a multiple of PP x TP x CP = {degrees.gpus}: change one of them")
+    degrees = replace(degrees, fsdp=gpus // degrees.gpus)
+    given["checkpointing"] = Checkpointing(given["checkpointing"])
+    with in_one_line(ImportError), importing():
+        from zbpipe.frameworks.whole_model.counting import Job, read_workload
+
+        return read_workload(config, Job(degrees=degrees, **given))
 
 
 def _link(context: click.Context, option: click.Parameter, text: str | None) -> tuple[float, ...] | None:
@@ -92,6 +134,13 @@ def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return options(
         click.option(
             "--layers", type=EXISTING, metavar="FILE", help="A model that is not TorchTitan's: docs/costs-file.md."
+        ),
+        click.option(
+            "--hf",
+            type=EXISTING,
+            metavar="CONFIG.json",
+            help="A causal model of transformers. Its job has the options --pp, --tp, --cp, --ep, --batch, --seq-len,"
+            " --gradient-checkpointing, --dtype, --compile and --now: docs/models.md.",
         ),
         click.option("--gpus", type=COUNT, metavar="N", help="Number of GPUs of the whole job."),
         click.option(

@@ -1,16 +1,23 @@
-"""Work of a model's layers before any measurement: the multiplications with their weights."""
+"""Work of a model's layers before any measurement: the multiplications with their weights, and bytes on each GPU."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from zbpipe.costs.transformer import LLAMA_3_8B, Block, Checkpointing
-from zbpipe.estimation.workload import LayerWork
+from zbpipe.estimation.workload import Degrees, LayerWork
 from zbpipe.runtime._torch.attributes import plain_attribute
-from zbpipe.runtime.measure.counts import Operations
+from zbpipe.runtime._torch.autograd import tree_leaves
+from zbpipe.runtime.measure.counts import LayerBytes, Operations, count_bytes, count_operations
+from zbpipe.runtime.split.work import percent
+from zbpipe.schedule.ir import COMPUTATIONS, OpKind
+
+ON_META = (RuntimeError, NotImplementedError, TypeError)
+"""Errors of modules that read values, which meta tensors lack."""
 
 _IN_BLOCK = 4
 """Collectives of tensor parallelism in a block: two gather the sequence, two scatter it."""
@@ -28,11 +35,10 @@ def products(module: nn.Module, *, recurse: bool = True) -> float:
     128.0
     """
     modules = list(module.modules()) if recurse else [module]
-    sizes = [[plain_attribute(each, name) for name in ("top_k", "num_experts")] for each in modules]
-    share = next((top_k / experts for top_k, experts in sizes if top_k and experts), 1.0)
+    chosen = next(filter(None, (plain_attribute(each, "top_k") for each in modules)), None)
     return float(
         sum(
-            parameter.numel() * (share if parameter.dim() == _GROUPED else 1.0)
+            parameter.numel() * (chosen / len(parameter) if chosen and parameter.dim() == _GROUPED else 1.0)
             for each in modules
             if not isinstance(each, nn.Embedding)
             for parameter in each.parameters(recurse=False)
@@ -108,3 +114,241 @@ def _heads_share(block: nn.Module) -> float:
 
 _FUSED = "heads_per_kv"
 """Attribute of the fused product for queries, keys and values in TorchTitan 0.3."""
+
+
+@dataclass(frozen=True)
+class CountedLayer:
+    """A layer's work for one microbatch without tensor parallelism."""
+
+    modules: tuple[str, ...]
+    operations: Operations
+    parameters: int
+    shape: Shape = NO_SHAPE
+    bytes: LayerBytes | None = None
+    """None if the layer was not run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CountedModel:
+    """A model, counted once for all degrees."""
+
+    embedding: CountedLayer
+    blocks: tuple[CountedLayer, ...]
+    head: CountedLayer
+    """Norm and head."""
+    chunks: int = 0
+    """Number of chunks in which the loss runs the head's whole backward in F; 0 if the head runs like any other
+    layer."""
+    dim: int
+    """Dimension of the hidden states."""
+    key_heads: int
+    """Number of key-value heads. 0 if unknown."""
+    checkpointing: Checkpointing
+    style: Mapping[str, bool] = field(default_factory=dict)
+    """Differences of its blocks to Llama's: see `zbpipe.costs.transformer.Block`."""
+
+    @property
+    def layers(self) -> tuple[CountedLayer, ...]:
+        return (self.embedding, *self.blocks, self.head)
+
+    @property
+    def deferred(self) -> float | None:
+        """Share of the blocks' weight gradients that W computes. None if they were not run."""
+        in_w, in_i = (sum(getattr(each.operations, name) for each in self.blocks) for name in ("w", "in_i"))
+        return in_w / (in_w + in_i or 1) if self.on_meta else None
+
+    @property
+    def on_meta(self) -> bool:
+        """Whether all blocks ran on meta tensors."""
+        return all(block.bytes is not None for block in self.blocks)
+
+    def words(self, degrees: Degrees) -> str:
+        """Sources of operations and bytes, in words."""
+        share = self.deferred
+        counts = "operations from the weights, as if W computed the weight gradients of all layers"
+        if share is not None:
+            counts = f"operations of F, I and W counted on meta tensors ({percent(share)} of weight gradients in W)"
+        how = self.checkpointing
+        how_much = f"{counts}, with {how} checkpointing" if how is not Checkpointing.NONE else counts
+        words = "bytes counted on meta tensors" + (", shared by TP as in Llama" if degrees.tensor > 1 else "")
+        if not self.on_meta:
+            words = "bytes of Llama blocks of the same width and weights in use, because these blocks read values"
+        return f"{how_much}; {words}"
+
+    def require_shares(self, degrees: Degrees, length: int) -> None:
+        """Refuse degrees that cannot share its heads, or sequences of this length, with a ValueError."""
+        if self.key_heads % degrees.tensor:
+            raise ValueError(f"TP {degrees.tensor} cannot share {self.key_heads} key-value heads")
+        if length % (degrees.tensor * (2 * degrees.context if degrees.context > 1 else 1)):
+            raise ValueError(f"TP {degrees.tensor} and CP {degrees.context} cannot share sequences of {length} tokens")
+
+    def work(
+        self, tokens: int, degrees: Degrees, computed: int, summed: float, compiled: bool
+    ) -> tuple[LayerWork, ...]:
+        """Work of all layers on these degrees. `computed` are the bytes of an activation's number, `summed` those of a
+        gradient's sum."""
+        sizes = _OnOneGpu(self, tokens // degrees.context, degrees, computed, summed).layers()
+        return tuple(self._work(*each, tokens, compiled) for each in zip(self.layers, sizes, strict=True))
+
+    def _work(self, layer: CountedLayer, found: LayerBytes, tokens: int, compiled: bool) -> LayerWork:
+        each = layer.operations
+        work = LayerWork(
+            layer.modules,
+            each.f,
+            each.i,
+            each.w,
+            layer.parameters,
+            found.activations,
+            found.waits,
+            tuple(found.working.items()),
+            (1, 1),
+            each.attention,
+        )
+        return as_block(work, layer.shape, self.dim, tokens, self.checkpointing, compiled) if work.is_block else work
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a block, on the meta device: the hidden states come first."""
+
+
+def count_blocks(
+    blocks: Mapping[str, nn.Module],
+    call_of: Callable[[str], Call | None],
+    shapes: Mapping[str, Shape],
+    tokens: int,
+    how: Checkpointing,
+    attention: float,
+) -> tuple[CountedLayer, ...]:
+    """Counts of blocks by name, checkpointed as in the job. Identical blocks are counted once.
+
+    `attention` are the multiplications per token of a block that cannot run.
+    """
+    known: dict[str, tuple[Operations, LayerBytes | None]] = {}
+    found = []
+    for name, block in blocks.items():
+        args, kwargs = call = call_of(name) or ((), {})
+        tensors = [*block.parameters(), *(each for each in tree_leaves(call) if isinstance(each, Tensor))]
+        kind = f"{block} {[tuple(each.shape) for each in tensors]}"
+        if kind not in known:
+            on_meta = count_on_meta(block, *args, **kwargs) if args else None
+            known[kind] = on_meta or (by_products(shapes[name].products, tokens, how, attention), None)
+        found.append(
+            CountedLayer((f"layers.{name}",), known[kind][0], count_parameters(block), shapes[name], known[kind][1])
+        )
+    return tuple(found)
+
+
+def count_on_meta(block: nn.Module, x: Any, *args: Any, **kwargs: Any) -> tuple[Operations, LayerBytes] | None:
+    """Counts on meta tensors; None if the block cannot run there."""
+    try:
+        return count_operations(block, x, *args, **kwargs), count_bytes(block, x, *args, **kwargs)
+    except ON_META:
+        return None
+
+
+def count_head(
+    modules: tuple[str, ...], products: float, parameters: int, tokens: int, chunks: int = 0
+) -> CountedLayer:
+    """Norm and head. A loss in chunks runs the head's whole backward in F."""
+    forward = 2.0 * products * tokens
+    counts = Operations(3 * forward, 0, 0) if chunks else Operations(forward, forward, forward)
+    return CountedLayer(modules, counts, parameters, Shape(products))
+
+
+def count_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+@dataclass(frozen=True)
+class _OnOneGpu:
+    """Bytes of the layers of one microbatch on one GPU."""
+
+    counted: CountedModel
+    tokens: int
+    degrees: Degrees
+    computed: int
+    """Bytes per number of an activation; `summed` of a sum of gradients."""
+    summed: float
+
+    def layers(self) -> list[LayerBytes]:
+        head = self._head_in_chunks() if self.counted.chunks else self._head_in_one()
+        return [self._embedding(), *map(self._block, self.counted.blocks), head]
+
+    def _embedding(self) -> LayerBytes:
+        """Bytes of the embedding, whose output counts for the first block. I computes its whole gradient, which cannot
+        be deferred."""
+        gradient = self._gradient(self.counted.embedding)
+        return LayerBytes(0, 0, {OpKind.F: self._hidden, OpKind.I: gradient, OpKind.B: gradient})
+
+    def _block(self, layer: CountedLayer) -> LayerBytes:
+        """The counted bytes, sharded over tensor parallelism like a Llama block of that width. Without counts, that
+        block's bytes."""
+        alike = as_llama(self.counted.dim, layer.shape, **self.counted.style)
+        whole, shared = (self._llama(alike, each) for each in (1, self.degrees.tensor))
+        return shared if layer.bytes is None else _scale(layer.bytes, whole, shared, self.degrees.context)
+
+    def _llama(self, block: Block, tensor: int) -> LayerBytes:
+        how = self.counted.checkpointing
+        size = self.computed * self.tokens
+        working = {kind: int(size * max(block.working(how, kind, tensor), 0)) for kind in COMPUTATIONS}
+        return LayerBytes(int(size * block.kept_by_f(how, tensor)), int(size * block.kept_by_i(tensor)), working)
+
+    def _head_in_chunks(self) -> LayerBytes:
+        """Bytes of a head whose whole backward runs in F, on one chunk of tokens at a time.
+
+        F keeps the norm's input, the norm's result, which is whole on all GPUs of TP, and the result's gradient. It
+        accumulates that gradient in float32. I begins with it.
+        """
+        result, logits = self._hidden, self._num_logits // self.counted.chunks
+        kept = result // self.degrees.tensor + 2 * result
+        # torch's cross-entropy, or TorchTitan's over the shards of TP.
+        each = self.computed + (3 if self.degrees.tensor == 1 else 4) * _FP32
+        # The logits and their gradient are alive while the head's weight gradient is computed.
+        most = max(each * logits, 2 * self.computed * logits + self._gradient(self.counted.head))
+        accumulated = _FP32 * self.tokens * self.counted.dim
+        return LayerBytes(
+            kept, 0, {OpKind.F: accumulated + max(most, result) - result, OpKind.I: result, OpKind.B: result}
+        )
+
+    def _head_in_one(self) -> LayerBytes:
+        """Bytes of a head that runs like any other layer.
+
+        F keeps the norm's input and result, all logits, and their log-softmax in float32. The head's dW is deferred
+        like any linear layer's, with its x and the logits' gradient.
+        """
+        result, logits = self._hidden, self._num_logits
+        kept_by_f = result // self.degrees.tensor + result + (self.computed + _FP32) * logits
+        kept_by_i = result + self.computed * logits
+        # Logits in float32, and two gradients of that size. The last one is freed before the gradients of head and
+        # norm.
+        in_f, in_i = _FP32 * logits, 2 * _FP32 * logits
+        in_b = max(in_i, self._gradient(self.counted.head))
+        return LayerBytes(kept_by_f, kept_by_i, {OpKind.F: in_f, OpKind.I: in_i, OpKind.B: in_b})
+
+    @property
+    def _hidden(self) -> int:
+        """Bytes of a hidden state."""
+        return self.computed * self.tokens * self.counted.dim
+
+    @property
+    def _num_logits(self) -> int:
+        return int(self.tokens * self.counted.head.shape.products / self.counted.dim / self.degrees.tensor)
+
+    def _gradient(self, layer: CountedLayer) -> int:
+        """Bytes of the embedding's or head's gradient, both as computed and as accumulated."""
+        return int((self.computed + self.summed) * layer.parameters / self.degrees.tensor)
+
+
+_FP32 = 4
+
+
+def _scale(counted: LayerBytes, whole: LayerBytes, shared: LayerBytes, context: int) -> LayerBytes:
+    """Bytes counted on one GPU, scaled to one GPU of TP and CP. `whole` and `shared` are a Llama block's bytes on one
+    GPU and on one of TP."""
+
+    def scaled(size: int, whole: int, shared: int) -> int:
+        return size * shared // (whole * context) if whole else 0
+
+    working = {kind: scaled(size, whole.working[kind], shared.working[kind]) for kind, size in counted.working.items()}
+    activations = scaled(counted.activations, whole.activations, shared.activations)
+    return LayerBytes(activations, scaled(counted.waits, whole.waits, shared.waits), working)

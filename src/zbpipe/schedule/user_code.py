@@ -16,6 +16,10 @@ _MOST_BYTES = 2**25
 """Far more than any table or cost file has. A device file may never end."""
 
 
+NEEDS_TORCH = "needs torch, which is not installed: pip install 'torch>=2.11'"
+"""The end of a sentence about a name or a command."""
+
+
 def import_modules(names: Iterable[str]) -> None:
     """Import modules that register schedules, also from the current folder. ValueError with the error of one."""
     for name in names:

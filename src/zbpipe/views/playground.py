@@ -145,12 +145,13 @@ def _answer(timeline: Timeline, setting: Setting, title: str, command: str) -> d
 
 
 def presets() -> dict[str, Setting]:
-    """Equal times, and those of a transformer, by name."""
-    found = {"equal times, as in the papers": Setting(4, 8, 2, 1.0, 1.0, 1.0, 0.0, Checkpointing.NONE, None)}
+    """Times of a transformer, and equal ones, by name. The page opens with the first."""
+    found = {}
     for how in (Checkpointing.SELECTIVE, Checkpointing.NONE, Checkpointing.FULL):
         f, i, w = typical_times(how)
-        found[f"typical transformer, {how} checkpointing"] = Setting(8, 32, 2, f, round(i, 3), w, 0.02, how, None)
-    return found
+        found[f"typical transformer, {how} checkpointing"] = Setting(8, 32, 2, f, round(i, 3), w, 0.02, how, 1.1)
+    equal = Setting(4, 8, 2, 1.0, 1.0, 1.0, 0.0, Checkpointing.NONE, None)
+    return found | {"equal times, as in the papers": equal}
 
 
 ADDRESS = "127.0.0.1"

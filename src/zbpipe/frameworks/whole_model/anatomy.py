@@ -54,7 +54,13 @@ def examine(model: nn.Module, example: Mapping[str, Any], *, loss_takes_all: boo
     Raises:
         ValueError: the model cannot be cut into stages that hand on one tensor.
     """
-    _refuse_by_config(model)
+    refuse_by_config(model)
+    for weight, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise ValueError(
+                f"{weight} is on the meta device: load the model's weights on the CPU first. zbpipe.pipeline then frees"
+                " those of the other ranks"
+            )
     name, blocks = find_blocks(model)
     if len(blocks) < 2:
         raise ValueError(f"{_title(model)} has one block, {name}, so it cannot be cut")
@@ -96,7 +102,7 @@ def _title(model: nn.Module) -> str:
     return type(model).__name__
 
 
-def _refuse_by_config(model: nn.Module) -> None:
+def refuse_by_config(model: nn.Module) -> None:
     config = getattr(model, "config", None)
     if plain_attribute(config, "is_encoder_decoder") is True:
         raise ValueError(
@@ -120,12 +126,6 @@ def _refuse_by_config(model: nn.Module) -> None:
             raise ValueError(
                 f"the adapter {adapter!r} adds tokens to the input, whose labels only the whole model knows: use LoRA,"
                 f" or another adapter of the blocks. {BY_HAND}"
-            )
-    for name, each in model.named_parameters():
-        if each.is_meta:
-            raise ValueError(
-                f"{name} is on the meta device: load the model's weights on the CPU first. zbpipe.pipeline then frees"
-                " those of the other ranks"
             )
 
 

@@ -50,8 +50,16 @@ def _share(more: tuple[Any, ...], place: int) -> float:
     return 0.5 if len(more) > place and more[place] else 1.0
 
 
-ATTENTION_OPERATIONS = {_FORWARD: _forward, _BACKWARD: _backward}
-"""FLOP formulas for torch's `FlopCounterMode(custom_mapping=...)`, whose own formulas ignore causal masks."""
+def _grouped(one: Any, other: Any, *_: Any, **__: Any) -> int:
+    """FLOPs of experts' products, whose groups of rows or columns add up to these sizes."""
+    groups = one[0] if len(one) == len(other) == _WITH_GROUPS else 1
+    return int(groups * 2 * one[-2] * one[-1] * other[-1])
+
+
+_WITH_GROUPS = 3
+"""Dimensions of a factor with a matrix for each group."""
+OPERATIONS = {_FORWARD: _forward, _BACKWARD: _backward, torch.ops.aten._grouped_mm: _grouped}
+"""FLOP formulas for torch's `FlopCounterMode(custom_mapping=...)`, which ignores causal masks and experts."""
 
 
 class _Norm(torch.autograd.Function):

@@ -60,19 +60,25 @@ def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations
     defer_weights(module, gradients)
     with on_meta.fuse_on_meta():
         output, forward, in_f = _count(lambda: module(*args, **kwargs))
-        results = [leaf for leaf in autograd.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        results = _results(output)
         products = graph_products.find_products(results)
         with gradients.record() as pending:
             given = [torch.empty_like(leaf) for leaf in results]
             _, backward, in_i = _count(lambda: torch.autograd.backward(results, given))
         work = WeightWork(module, products, pending)
         _, weights, _ = _count(lambda: [*accumulate(pending)])
+    weights = max(weights, work.flops * work.share)  # the counter misses sums into a part of a parameter
     return Operations(forward, backward, weights, work.flops * (1 - work.share), (in_f, in_i))
+
+
+def _results(output: Any) -> list[Tensor]:
+    """The tensors of a module's output that have a gradient."""
+    return [leaf for leaf in autograd.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _count(run: Callable[[], _Result]) -> tuple[_Result, float, float]:
     """The result, the FLOPs, and those of attention."""
-    with FlopCounterMode(display=False, custom_mapping=dict(on_meta.ATTENTION_OPERATIONS)) as counter:
+    with FlopCounterMode(display=False, custom_mapping=dict(on_meta.OPERATIONS)) as counter:
         result = run()
     counts = counter.get_flop_counts().get("Global", {})
     attention = sum(flops for operation, flops in counts.items() if "attention" in str(operation))
@@ -91,8 +97,8 @@ class LayerBytes:
     """The working memory of each kind of op."""
 
 
-def count_bytes(module: nn.Module, x: Tensor, *args: Any) -> LayerBytes:
-    """Kept and working memory of `module(x, *args)`, on the meta device or the CPU.
+def count_bytes(module: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> LayerBytes:
+    """Kept and working memory of `module(x, *args, **kwargs)`, on the meta device or the CPU.
 
         >>> with torch.device("meta"):
         ...     layer, x = nn.Linear(8, 32, bias=False), torch.empty(4, 8, requires_grad=True)
@@ -100,7 +106,7 @@ def count_bytes(module: nn.Module, x: Tensor, *args: Any) -> LayerBytes:
         >>> found.activations, found.waits  # x; x and dY
         (128, 640)
 
-    Arguments and errors are those of `count_operations`. The module returns one tensor.
+    Arguments and errors are those of `count_operations`.
     """
     gradients = WeightGradients()
     defer_weights(module, gradients)
@@ -108,30 +114,29 @@ def count_bytes(module: nn.Module, x: Tensor, *args: Any) -> LayerBytes:
         if parameter.requires_grad:
             parameter.grad = torch.zeros_like(parameter)
     with on_meta.fuse_on_meta():
-        kept, most_in_f, waits, most_in_i = _measure(module, x, args, gradients)
-        *_, most_in_b = _measure(module, x, args, None)
+        kept, most_in_f, waits, most_in_i = _measure(lambda x: module(x, *args, **kwargs), x, gradients)
+        *_, most_in_b = _measure(lambda x: module(x, *args, **kwargs), x, None)
     working = {OpKind.F: most_in_f - kept, OpKind.I: most_in_i - max(kept, waits), OpKind.B: most_in_b - kept}
     return LayerBytes(kept, waits, {kind: max(size, 0) for kind, size in working.items()})
 
 
-def _measure(
-    module: nn.Module, x: Tensor, args: tuple[Any, ...], gradients: WeightGradients | None
-) -> tuple[int, int, int, int]:
+def _measure(run: Callable[[Tensor], Any], x: Tensor, gradients: WeightGradients | None) -> tuple[int, int, int, int]:
     """Kept and peak bytes of F, then of I. Without `gradients`, of a whole backward instead of I."""
     x = x.detach().requires_grad_(x.requires_grad)
     own = _size(x)
     with on_meta.StorageMeter() as meter:
-        y = module(x, *args)
-        most_in_f, kept_by_f = meter.peak, meter.live - _size(y)
-        given = torch.empty_like(y)
+        results = _results(run(x))
+        output = sum(map(_size, results))
+        most_in_f, kept_by_f = meter.peak, meter.live - output
+        given = [torch.empty_like(leaf) for leaf in results]
         meter.peak = meter.live
         recorded: AbstractContextManager[list[PendingGradient]] = gradients.record() if gradients else nullcontext([])
         with recorded as pending:
-            torch.autograd.backward([y], [given])
+            torch.autograd.backward(results, given)
         most_in_i = meter.peak
         storages = {id(each.untyped_storage()): each.untyped_storage() for one in pending for each in (one.x, one.dy)}
         waits = sum(storage.nbytes() for storage in storages.values())
-    return own + kept_by_f, own + most_in_f, waits, own + most_in_i - _size(y)
+    return own + kept_by_f, own + most_in_f, waits, own + most_in_i - output
 
 
 def _size(tensor: Tensor) -> int:
