@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from zbpipe import CostModel, Schedule, estimate, generate, simulate, testing
 from zbpipe.cli.estimates import compare, lines, record
 from zbpipe.costs import JobCosts, MemoryLimit
+from zbpipe.costs.layers import split_of
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation import Estimate, Workload, load_layers
 from zbpipe.estimation.cut import WorkloadCut
@@ -177,7 +178,7 @@ def test_experts_are_spread_over_gpus() -> None:
     """2 stages of 2 layers, with 100 parameters for all tokens and 900 in experts, on 16 GPUs. 8 share these."""
     work = workload(degrees=Degrees(pipeline=2, tensor=2, fsdp=8, experts=8))
     work = replace(work, layers=tuple(replace(each, num_experts=16, in_experts=900.0) for each in work.layers))
-    placement, split = Placement.loop(2), ((0, 1), (2, 3))
+    placement, split = Placement.loop(2), split_of((2, 2))
     assert work.held_by_rank(placement, split) == [((100, 8, 2), (225, 2, 8))] * 2
     together = replace(work, degrees=replace(work.degrees, experts=1))
     assert together.held_by_rank(placement, split) == [((1000, 8, 2),)] * 2

@@ -97,7 +97,7 @@ class Device:
 
         >>> h100 = find("H100")
         >>> round(h100.exchange(1e9, 8) * 1e3, 1), round(h100.exchange(1e9, 64) * 1e3, 1)
-        (2.3, 21.0)
+        (2.3, 20.6)
         """
         inside = min(gpus, self.gpus_per_node)
         in_node = (inside - 1) / gpus * size / self.inside
