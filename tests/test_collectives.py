@@ -72,6 +72,17 @@ def test_a_whole_backward_hides_more() -> None:
     assert simulate(schedule, costs).critical_path[-1].op.stage == 0
 
 
+def test_fsdp2_gathers_beside_the_first_f_of_torchs_1f1b() -> None:
+    """Its hooks do: torch's class for one stage per rank has no gathers of its own. Only the reduction is exposed."""
+    schedule = generate("1F1B", 2, 4)
+    costs = replace(CostModel.uniform(schedule.placement), gather=1.0, reduce=0.5)
+    step, without = (simulate(schedule, each, overlaps_fsdp=False) for each in (costs, replace(costs, gather=0.0)))
+    assert step.makespan == without.makespan
+    assert without.makespan == simulate(schedule, replace(costs, gather=0.0)).makespan + 0.5
+    alone = simulate(schedule, costs, overlaps_fsdp=False, transport="shared with compute")
+    assert alone.makespan > step.makespan
+
+
 def test_the_first_f_runs_beside_the_gather() -> None:
     costs = replace(CostModel.uniform(V), gather=2.0)
     usual, with_gathers, as_torch = (
@@ -110,6 +121,7 @@ def test_every_stage_is_gathered_before_use_and_reduced_after_it(
 ) -> None:
     schedule, costs = case
     overlap, torchs = (simulate(schedule, costs, transport=transport, overlaps_fsdp=each) for each in (True, False))
+    is_single = schedule.placement.num_stages == schedule.num_ranks and transport is not Transport.SHARED
     for timeline in (overlap, torchs):
         for spans, row in zip(timeline.spans, timeline.collectives, strict=True):
             assert all(one.end <= other.start + 1e-9 for one, other in pairwise(row)), "one at a time"
@@ -123,7 +135,7 @@ def test_every_stage_is_gathered_before_use_and_reduced_after_it(
                 own = [span for span in spans if span.op.stage == each.stage]
                 assert each.end - each.start >= seconds[each.kind, each.stage] - 1e-9
                 if each.kind == "gather":
-                    assert own[0].start >= (each.start if timeline.overlaps_fsdp else each.end)
+                    assert own[0].start >= (each.start if timeline.overlaps_fsdp or is_single else each.end)
                     assert own[0].end >= each.end - 1e-9
                 else:
                     last = [span for span in own if span.op.kind in (OpKind.B, OpKind.W)][-1]

@@ -19,10 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from zbpipe import CostModel, Schedule, estimate, generate, simulate, testing
 from zbpipe.cli.estimates import compare, lines, record
 from zbpipe.costs import JobCosts, MemoryLimit
+from zbpipe.costs.layers import split_of
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation import Estimate, Workload, load_layers
 from zbpipe.estimation.cut import WorkloadCut
 from zbpipe.estimation.devices import DEVICES, Device, find
+from zbpipe.estimation.estimate import job_costs
 from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.layouts import degrees_to_try, search
 from zbpipe.estimation.rates import rates
@@ -156,7 +158,8 @@ def test_three_rates() -> None:
     ],
 )
 def test_collectives_of_a_layer(degrees: Degrees, sizes: dict[str, Any], shared: int, in_f: int, in_i: int) -> None:
-    layer, each = LayerWork(("layers.0",), 8, 16, 24, 0.0, 0, 0, **sizes), SLOW_LINKS.collective(80, 4)
+    collective = SLOW_LINKS.exchange if "routed" in sizes else SLOW_LINKS.collective
+    layer, each = LayerWork(("layers.0",), 8, 16, 24, 0.0, 0, 0, **sizes), collective(80, 4)
     found = layer_seconds(layer, SLOW_LINKS, degrees=degrees)
     assert found == pytest.approx([8 / shared + in_f * each, 16 / shared + in_i * each, 24 / shared])
 
@@ -170,6 +173,49 @@ def test_neighbours_on_other_nodes_are_farther_apart() -> None:
     assert [costs.links[pair].bandwidth for pair in ((0, 1), (1, 2), (2, 3))] == [100, 10, 100]
     groups = (8, 1), (16, 1), (8, 2), (8, 8)
     assert [find("H100").bandwidth(*group) / 1e9 for group in groups] == [450, 400, 200, 50]
+
+
+def test_experts_are_spread_over_gpus() -> None:
+    """2 stages of 2 layers, with 100 parameters for all tokens and 900 in experts, on 16 GPUs. 8 share these."""
+    work = workload(degrees=Degrees(pipeline=2, tensor=2, fsdp=8, experts=8))
+    work = replace(work, layers=tuple(replace(each, num_experts=16, in_experts=900.0) for each in work.layers))
+    placement, split = Placement.loop(2), split_of((2, 2))
+    assert work.held_by_rank(placement, split) == [((100, 8, 2), (225, 2, 8))] * 2
+    together = replace(work, degrees=replace(work.degrees, experts=1))
+    assert together.held_by_rank(placement, split) == [((1000, 8, 2),)] * 2
+    device = replace(SLOW_LINKS, latency=0.0)
+    costs = job_costs(work, device)(placement)
+    each = device.collective(2.0 * 100, 8, 2) + device.collective(2.0 * 225, 2, 8)
+    assert costs.gather == pytest.approx((each, each))
+    found = row(named(work, "1F1B", device=device), "1F1B")
+    assert found.memory.weights == pytest.approx(100 * (2 + 4 / 8) + 225 * (2 + 4 / 2))
+    assert step_without_pipeline(work, rates(device)).memory.weights == pytest.approx(
+        4 * (50 / 16 + 112.5 / 4) * 4 + 2 * 2 * (50 + 112.5)
+    )
+
+
+def test_an_exchange_between_nodes_goes_through_the_own_network_card() -> None:
+    device = replace(ONE_A_SECOND, inside=100.0, between=10.0)
+    assert device.exchange(850.0, 1) == 0
+    assert device.exchange(850.0, 8) == pytest.approx(7 / 8 * 10)
+    assert device.exchange(850.0, 16) == pytest.approx(1 / 2 * 100)
+
+
+def test_the_search_spreads_experts() -> None:
+    work = workload(degrees=Degrees(pipeline=2, fsdp=8))
+    tried = {each.experts for each in degrees_to_try(work, gpus_per_node=8)}
+    layers = tuple(replace(each, num_experts=48, in_experts=900.0) for each in work.layers)
+    with_experts = {each.experts for each in degrees_to_try(replace(work, layers=layers), gpus_per_node=8)}
+    assert (tried, with_experts) == ({1}, {1, 4, 8, 16})
+
+
+def test_a_step_of_several_rounds() -> None:
+    """Accumulation of gradients: the optimizer, which reads 32 bytes a parameter, runs once."""
+    device = replace(ONE_A_SECOND, hbm=1000.0)
+    once, twice = (row(named(replace(workload(), rounds=rounds), "1F1B", device=device), "1F1B") for rounds in (1, 2))
+    optimizer = 32 * 2000 / device.memory
+    assert [once.seconds, twice.seconds] == pytest.approx([9 * 12 + optimizer, 2 * 9 * 12 + optimizer])
+    assert twice.tokens_per_second == pytest.approx(160 / twice.seconds / 2)
 
 
 def test_fsdp_without_a_pipeline_waits_for_what_takes_longer() -> None:
@@ -458,9 +504,10 @@ def test_an_estimate_is_a_range_over_the_plausible_speeds(file: Path) -> None:
     work, device = load_layers(file, 16), find("H100")
     assert device.range is not None
     found = estimate(work, device, only=["ZBV"], plans=False)
-    for end, speed in ((1, device.range[0]), (0, device.range[1])):
+    for end, speed, of_links in ((1, device.range[0], 0.6), (0, device.range[1], 1.15)):
         tflops = speed * device.products * device.peak / 1e12
-        given = estimate(work, device, tflops=tflops, only=["ZBV"], plans=False)
+        links = replace(device, inside=of_links * device.inside, between=of_links * device.between)
+        given = estimate(work, links, tflops=tflops, only=["ZBV"], plans=False)
         for step in found.steps:
             assert step.range is not None
             same = next(each for each in given.steps if each.schedule == step.schedule)

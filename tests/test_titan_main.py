@@ -232,7 +232,7 @@ def test_the_sizes_of_a_step(given: Any, shape: tuple[int, ...], asked: str, cap
     assert batches.microbatches(job) == 3
     assert batches.length(job.training) == 32
     assert batches.shape(job) == shape
-    assert [batches.accumulates(job, data) for data in (3, 4)] == [True, False]
+    assert [batches.rounds(job, data) for data in (1, 2, 3, 4)] == [4, 2, 1, 1]
     check(job, find_algorithm(job.parallelism.pipeline_parallel_schedule), Options())
     assert f"set {asked} or more" in caplog.text
 

@@ -90,6 +90,20 @@ class Device:
         hop = _HOP * self.latency
         return (gpus - 1) * (size / gpus / (_OF_LINK * self.bandwidth(gpus, apart)) + hop)
 
+    def exchange(self, size: float, gpus: int) -> float:
+        """Seconds in which each of a group's neighbours sends all others its part of this number of bytes.
+
+        Between nodes each GPU has its own network card alone, and the data for each other GPU goes by itself.
+
+        >>> h100 = find("H100")
+        >>> round(h100.exchange(1e9, 8) * 1e3, 1), round(h100.exchange(1e9, 64) * 1e3, 1)
+        (2.3, 20.6)
+        """
+        inside = min(gpus, self.gpus_per_node)
+        in_node = (inside - 1) / gpus * size / self.inside
+        elsewhere = (gpus - inside) / gpus * size / self.between
+        return max(in_node, elsewhere) / _OF_LINK + (gpus > 1) * self.latency
+
 
 _COLUMNS = ("peak", "products", "attention", "hbm", "range", "inside", "between", "gib")
 _FIGURES = {

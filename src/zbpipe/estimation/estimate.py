@@ -20,7 +20,7 @@ from zbpipe.estimation.devices import DEVICES, Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.rates import Rates, rates
 from zbpipe.estimation.rows import LIGHTER, NO_PIPELINE, PLAN, Estimate, Memory, Step
-from zbpipe.estimation.workload import Workload
+from zbpipe.estimation.workload import Held, Workload
 from zbpipe.planner.engine import fastest
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import PLACEMENTS
@@ -376,8 +376,9 @@ class _Job:
         workload = self.workload
         usable = self.rates.device.usable_bytes
         messages = _MESSAGES * workload.message_bytes * len(placement.stages_on(0))
-        each = workload.parameter_bytes.total(workload.degrees.shards) / workload.degrees.tensor
-        room = tuple(usable - count * each - messages for count in workload.parameters_by_rank(placement, split))
+        total = workload.parameter_bytes.total
+        held = workload.held_by_rank(placement, split)
+        room = tuple(usable - sum(each.number * total(each.shards) for each in parts) - messages for parts in held)
         if min(room) <= 0:
             raise ValueError(f"weights and optimizer of a rank take more than the usable {usable / 2**30:.0f} GiB")
         return room
@@ -387,17 +388,20 @@ class _Job:
         workload, degrees = self.workload, self.workload.degrees
         if self.rates is None or degrees.shards * degrees.replicas == 1 or costs.gather or costs.reduce:
             return costs
-        each, device = workload.parameter_bytes, self.rates.device
-        group, apart = degrees.shards, degrees.tensor
-        own = [count / degrees.tensor for count in workload.parameters_by_stage(split)]
+        sizes, collective = workload.parameter_bytes, self.rates.device.collective
+
+        def gather(held: Held) -> float:
+            return collective(sizes.gathered * held.number, held.shards, held.apart)
+
+        def reduce(held: Held) -> float:
+            once = collective(sizes.summed * held.number, held.shards, held.apart)
+            return once + 2 * collective(sizes.summed * held.own, degrees.replicas, held.apart * held.shards)
+
+        stages = [workload.held(stage) for stage in split]
         return replace(
             costs,
-            gather=tuple(device.collective(each.gathered * count, group, apart) for count in own),
-            reduce=tuple(
-                device.collective(each.summed * count, group, apart)
-                + 2 * device.collective(each.summed * count / group, degrees.replicas, apart * group)
-                for count in own
-            ),
+            gather=tuple(sum(map(gather, held)) for held in stages),
+            reduce=tuple(sum(map(reduce, held)) for held in stages),
         )
 
     def _seconds(self, timeline: Timeline, split: Split) -> float:
@@ -405,9 +409,9 @@ class _Job:
         workload = self.workload
         if self.rates is None:
             return timeline.makespan
-        most = max(workload.parameters_by_rank(timeline.schedule.placement, split))
-        own = most / workload.degrees.tensor / workload.degrees.shards
-        return self.rates.with_overheads(timeline.makespan, workload, own)
+        held = workload.held_by_rank(timeline.schedule.placement, split)
+        own = max(sum(each.own for each in parts) for parts in held)
+        return self.rates.with_overheads(workload.rounds * timeline.makespan, workload, own)
 
     def without_pipeline(self) -> Step:
         """A step with the same tokens and GPUs, with FSDP over all of them and no pipeline."""
@@ -419,11 +423,10 @@ class _Job:
 
     @cached_property
     def _extremes(self) -> tuple[_Job, ...]:
-        """The job with the largest and the least plausible speed. None of them with a given rate or measured times."""
-        if self.measured is not None or self.rates is None or self.rates.extremes is None:
+        """The job with the largest and the least plausible speeds. None of them with a given rate or measured times."""
+        if self.measured is not None or self.rates is None:
             return ()
-        speeds = reversed(self.rates.extremes)
-        return tuple(replace(self, rates=replace(self.rates, speed=speed, extremes=None)) for speed in speeds)
+        return tuple(replace(self, rates=each) for each in reversed(self.rates.extremes))
 
     def words(self, tflops: float | None, link: Any) -> Iterator[str]:
         if self.measured is not None:
@@ -437,7 +440,7 @@ class _Job:
                 each = ((device.products, "products"), (device.attention, "attention"))
                 reached = ", ".join(f"{name} {share * device.peak / 1e12:.0f} TFLOP/s" for share, name in each)
                 ends = self.rates.extremes
-                how = f"; {ends[0]:.0%} to {ends[1]:.0%} of these are plausible" if ends else ""
+                how = f"; {ends[0].speed:.0%} to {ends[1].speed:.0%} of these are plausible" if ends else ""
                 yield (
                     f"speed: {device.name} sustains in {reached}, of a peak of {device.peak / 1e12:.0f}, and"
                     f" {device.memory / 1e12:.1f} TB/s in its memory ({where}{how})"
@@ -457,14 +460,12 @@ class _Job:
 def memories_by_rank(workload: Workload, timeline: Timeline, split: Split) -> Iterator[Memory]:
     """Peak memory of each GPU, by rank."""
     placement = timeline.schedule.placement
-    shards, each = workload.degrees.shards, workload.parameter_bytes
-    counts = workload.parameters_by_rank(placement, split)
-    for count, held in zip(counts, peak_parts(timeline), strict=True):
-        own = count / workload.degrees.tensor
+    each = workload.parameter_bytes
+    for own, held in zip(workload.held_by_rank(placement, split), peak_parts(timeline), strict=True):
         is_head = held.op is not None and held.op[:2] == (placement.num_stages - 1, OpKind.F)
         yield Memory(
-            own * each.weights(shards),
-            own * each.optimizer(shards),
+            sum(part.number * each.weights(part.shards) for part in own),
+            sum(part.number * each.optimizer(part.shards) for part in own),
             held.activations,
             held.waiting,
             held.messages,

@@ -41,7 +41,7 @@ def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
     memories = {size: _memory(job, costs, size) for size in sizes}
     fitting = (size for size in sizes if memories[size].total <= rates.device.usable_bytes)
     size = next(fitting, 1)
-    rounds = job.microbatches // size
+    rounds = job.microbatches // size * job.rounds
     computing = rounds * size * sum(map(sum, (costs.f, costs.i, costs.w)))
     seconds = rounds * sum(_round(job, rates, costs, size))
     own = job.parameters / job.degrees.gpus
@@ -50,13 +50,13 @@ def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
 
 def _round(workload: Workload, rates: Rates, costs: CostModel, size: int) -> Iterator[float]:
     """Seconds of one forward and backward, layer by layer, with `size` microbatches at a time."""
-    degrees, gathered = workload.degrees, workload.parameter_bytes.gathered
-    own = [layer.parameters / degrees.tensor for layer in workload.layers]
+    held = [workload.held([layer]) for layer in range(costs.num_stages)]
 
     def seconds(size: float) -> list[float]:
-        return [rates.device.collective(size * count, degrees.shards, degrees.tensor) for count in own]
+        collective = rates.device.collective
+        return [sum(collective(size * each.number, each.shards, each.apart) for each in parts) for parts in held]
 
-    gather, reduce = seconds(gathered), seconds(_REDUCED)
+    gather, reduce = seconds(workload.parameter_bytes.gathered), seconds(_REDUCED)
     yield gather[0]
     for layer in range(costs.num_stages):
         for computing, communicating in (
@@ -69,10 +69,11 @@ def _round(workload: Workload, rates: Rates, costs: CostModel, size: int) -> Ite
 
 def _memory(workload: Workload, costs: CostModel, size: int) -> Memory:
     """Memory of each GPU with `size` microbatches at a time."""
-    degrees, each = workload.degrees, workload.parameter_bytes
+    each = workload.parameter_bytes
     whole = join_stages(costs, split_of((costs.num_stages,)))
-    largest = sorted(layer.parameters / degrees.tensor for layer in workload.layers)[-_AHEAD:]
-    shards = workload.parameters / degrees.tensor * each.stored / degrees.shards
+    held = [workload.held([layer]) for layer in range(costs.num_stages)]
+    largest = sorted(sum(part.number for part in parts) for parts in held)[-_AHEAD:]
+    shards = each.stored * sum(part.own for parts in held for part in parts)
     of_head, of_backward = (size * whole.of(0, kind).working for kind in (OpKind.F, OpKind.B))
     return Memory(
         weights=shards + each.gathered * sum(largest),

@@ -35,9 +35,14 @@ def degrees_to_try(workload: Workload, gpus_per_node: int) -> Iterator[Degrees]:
                     continue
                 # Fewer microbatches than ranks never fill a pipeline.
                 if pipeline == 1 or pipeline <= sequences // fsdp <= _MOST_MICROBATCHES // pipeline:
-                    yield Degrees(
-                        pipeline, tensor, fsdp, 1, context, gcd(workload.degrees.experts, tensor * context * fsdp)
-                    )
+                    for experts in _expert_degrees(workload, tensor * context * fsdp, gpus_per_node):
+                        yield Degrees(pipeline, tensor, fsdp, 1, context, experts)
+
+
+def _expert_degrees(workload: Workload, gpus: int, gpus_per_node: int) -> list[int]:
+    """No expert parallelism, as much as a node allows, and as much as there are experts."""
+    most = gcd(max(layer.num_experts for layer in workload.layers) or 1, gpus)
+    return sorted({1, gcd(most, gpus_per_node), most})
 
 
 def _divisors(number: int) -> list[int]:
@@ -98,9 +103,12 @@ def _least_bytes(workload: Workload) -> float:
     activations without a pipeline."""
     degrees, each = workload.degrees, workload.parameter_bytes
     has_pipeline = degrees.pipeline > 1
-    own = each.total(degrees.shards) if has_pipeline else 4 * each.stored / degrees.shards
+    held = workload.held(range(len(workload.layers)))
+    weights = sum(
+        part.number * each.total(part.shards) if has_pipeline else 4 * each.stored * part.own for part in held
+    )
     activations = sum(layer.activations for layer in workload.layers) * (0.5 if has_pipeline else 1.0)
-    return own * workload.parameters / degrees.tensor / degrees.pipeline + activations
+    return weights / degrees.pipeline + activations
 
 
 def _stages(workload: Workload) -> tuple[int, ...]:

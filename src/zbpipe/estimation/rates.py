@@ -27,6 +27,9 @@ _RING = 0.08
 8B on 8 H100, 32k to 262k tokens with CP 1 to 8."""
 _TILE = 64
 """Width by which a product is longer than its operations: tensor parallelism cuts it into narrower ones."""
+_LINKS = (0.6, 1.15)
+"""Least and largest plausible bandwidths, relative to the likely ones: other traffic, topology and the tuning of the
+communication library."""
 _OPTIMIZER_BYTES = 32.0
 """Bytes that AdamW in float32 moves for each parameter: parameter and both moments twice, the gradient twice."""
 _STRAGGLERS = {False: 0.006, True: 0.003}
@@ -40,8 +43,9 @@ class Rates:
     """Device whose rates apply."""
     speed: float = 1.0
     """Speed of computation relative to the device's."""
-    extremes: tuple[float, float] | None = None
-    """Least and largest plausible `speed`. None if the rates are given."""
+    extremes: tuple[Rates, ...] = ()
+    """These rates with the least and the largest plausible speeds, of computation and of links. Empty if the speed of
+    computation is given."""
 
     def layer_costs(self, workload: Workload) -> CostModel:
         """Costs of the layers as if each were a stage, in seconds and bytes."""
@@ -52,7 +56,7 @@ class Rates:
 
         def communication(layer: LayerWork) -> tuple[float, float]:
             keys = device.collective(layer.keys / tensor, degrees.context, apart=tensor)
-            routed = 2 * device.collective(layer.routed / degrees.sharing, degrees.experts)  # there and back
+            routed = 2 * device.exchange(layer.routed / degrees.sharing, degrees.experts)  # there and back
             in_f, in_i = (count * collective + routed for count in layer.transfers)
             return in_f + keys, in_i + 2 * keys  # I also reduces the gradients of keys and values
 
@@ -110,4 +114,9 @@ def rates(device: Device, tflops: Any = None, link: Any = None) -> Rates:
     if tflops is not None:
         share = tflops * 1e12 / device.peak
         return Rates(replace(device, products=share, attention=share * device.attention / device.products))
-    return Rates(device, extremes=device.range)
+    of_links = (1.0, 1.0) if bandwidths else _LINKS
+    extremes = [
+        Rates(replace(device, inside=device.inside * links, between=device.between * links), speed)
+        for speed, links in zip(device.range or (), of_links, strict=False)
+    ]
+    return Rates(device, extremes=tuple(extremes))

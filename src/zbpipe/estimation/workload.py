@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from zbpipe.costs.job import ENOUGH, MemoryLimit
 from zbpipe.costs.layers import Split
@@ -53,6 +54,21 @@ class Degrees:
         names = ("PP", self.pipeline), ("TP", self.tensor), ("CP", self.context), ("FSDP", self.fsdp)
         shown = (*names, ("replicas", self.replicas), ("EP", self.experts))
         return " x ".join(f"{name} {size}" for name, size in shown if size > 1) or "1 GPU"
+
+
+class Held(NamedTuple):
+    """Parameters with which each GPU computes."""
+
+    number: float
+    shards: int
+    """Number of GPUs that share them."""
+    apart: int
+    """Distance of these GPUs."""
+
+    @property
+    def own(self) -> float:
+        """Number of parameters whose optimizer runs on one GPU."""
+        return self.number / self.shards
 
 
 @dataclass(frozen=True)
@@ -110,6 +126,9 @@ class LayerWork:
     """Bytes that norms, activation functions and sums of F and of I read and write, on all GPUs together."""
     keys: float = 0.0
     """Bytes of keys and values, which context parallelism gathers."""
+    num_experts: int = 0
+    """Number of routed experts, with `in_experts` of the parameters in all of them."""
+    in_experts: float = 0.0
     routed: float = 0.0
     """Bytes of hidden states, once for each expert that computes them. Expert parallelism sends them there and back."""
 
@@ -161,6 +180,8 @@ class Workload:
     remade: Callable[[Degrees, Checkpointing | None], Workload] | None = None
     """Function that builds the same job on other degrees, with another checkpointing."""
     microbatch_size: int = 1
+    rounds: int = 1
+    """Number of pipeline steps before each step of the optimizer."""
     deferred: float | None = None
     """Share of the weight gradients that W computes. None if unknown."""
     batch_option: str = "microbatches"
@@ -184,7 +205,7 @@ class Workload:
 
     @property
     def global_tokens(self) -> int:
-        return self.tokens * self.microbatches * self.degrees.data
+        return self.tokens * self.microbatches * self.rounds * self.degrees.data
 
     @property
     def parameters(self) -> float:
@@ -209,7 +230,9 @@ class Workload:
             )
         if self.remade is not None:
             made = self.remade(degrees, checkpointing)
-            kept = {name: getattr(self, name) for name in ("float8", "hidden_tensor", "memory_limit", "prefixes")}
+            kept = {
+                name: getattr(self, name) for name in ("float8", "hidden_tensor", "memory_limit", "prefixes", "rounds")
+            }
             return replace(made, microbatches=microbatches, **kept)
         mine = self.degrees.tensor, self.degrees.context, self.checkpointing
         if (degrees.tensor, degrees.context, checkpointing) != mine:
@@ -229,12 +252,25 @@ class Workload:
             working={kind: tuple(each.get(kind, 0.0) for each in working) for kind in COMPUTATIONS},
         )
 
-    def parameters_by_stage(self, split: Split) -> list[float]:
-        return [sum(self.layers[layer].parameters for layer in stage) for stage in split]
-
     def parameters_by_rank(self, placement: Placement, split: Split) -> tuple[float, ...]:
         """Number of parameters in each rank's stages, over all GPUs that share them."""
-        return placement.sum_by_rank(self.parameters_by_stage(split))
+        return placement.sum_by_rank([sum(self.layers[layer].parameters for layer in stage) for stage in split])
+
+    def held(self, layers: Iterable[int]) -> tuple[Held, ...]:
+        """What a GPU holds of these layers. TP cuts their weights. With EP it does not cut experts: each is whole, on
+        one of `experts` GPUs, as in TorchTitan."""
+        degrees = self.degrees
+        spread = degrees.experts if degrees.experts > 1 else 0
+        routed = sum(self.layers[layer].in_experts for layer in layers) if spread else 0.0
+        others = sum(self.layers[layer].parameters for layer in layers) - routed
+        own = Held(others / degrees.tensor, degrees.shards, degrees.tensor)
+        if not routed:
+            return (own,)
+        return (own, Held(routed / spread, max(degrees.shards * degrees.tensor // spread, 1), spread))
+
+    def held_by_rank(self, placement: Placement, split: Split) -> list[tuple[Held, ...]]:
+        ranks = range(placement.num_ranks)
+        return [self.held([each for stage in placement.stages_on(rank) for each in split[stage]]) for rank in ranks]
 
 
 def few_microbatches(ranks: int, microbatches: int, microbatch_size: int, option: str) -> str | None:

@@ -68,6 +68,9 @@ class Shape(NamedTuple):
     """Key-value heads per query head."""
     experts_per_token: int = 0
     """Number of routed experts that compute each token."""
+    num_experts: int = 0
+    in_experts: float = 0.0
+    """Number of weights in all of them."""
 
 
 NO_SHAPE = Shape()
@@ -76,7 +79,9 @@ NO_SHAPE = Shape()
 def shape_of(block: nn.Module) -> Shape:
     found = (plain_attribute(module, "top_k") for module in block.modules())
     experts = next((each for each in found if isinstance(each, int)), 0)
-    return Shape(products(block), _heads_share(block), experts)
+    grouped = [each for each in block.parameters() if each.dim() == _GROUPED and experts]
+    number = len(grouped[0]) if grouped else 0
+    return Shape(products(block), _heads_share(block), experts, number, float(sum(each.numel() for each in grouped)))
 
 
 def as_block(work: LayerWork, shape: Shape, dim: int, tokens: int, how: Checkpointing, compiled: bool) -> LayerWork:
@@ -91,6 +96,8 @@ def as_block(work: LayerWork, shape: Shape, dim: int, tokens: int, how: Checkpoi
         traffic=(_BF16 * tokens * in_f, _BF16 * tokens * in_i),
         keys=_BF16 * tokens * 2 * dim * shape.heads_share,
         routed=_BF16 * tokens * dim * shape.experts_per_token,
+        num_experts=shape.num_experts,
+        in_experts=shape.in_experts,
     )
 
 

@@ -60,7 +60,8 @@ def simulate(
         receives: where ranks post their receives, which matters for transports with queues: "early", "late", "timed",
             "nearest", "rendezvous". Default: the way with the shortest step, as zbpipe's schedules choose it.
         overlaps_fsdp: whether FSDP gathers beside the first F of a stage and reduces beside its last W or B, as
-            zbpipe's schedules do, or before the one and after the other, as always with "shared with compute".
+            zbpipe's schedules do, or before the one and after the other, as always with "shared with compute". With one
+            stage per rank gathers overlap in either case.
 
     TypeError for another type of `schedule` or `costs`. ValueError if the costs are for another number of stages, there
     is no step or there are millions of ops, `ahead` is for other ranks or another transport, the schedule cannot run,

@@ -3,7 +3,8 @@
 Once the lists of all ranks are fixed, that is a static graph: ops and messages as in `Schedule.graph`, waits for
 messages by transport, FSDP's gathers and reductions one after the other, and the begin of each rank and queue if there
 is a previous step. If gathers and reductions overlap, a stage's first F ends no earlier than its gather, and its
-reduction starts with its last W or B. Otherwise the rank waits for both, as in torch.
+reduction starts with its last W or B. Otherwise the rank waits for both, as in torch's schedules with several stages
+per rank. With one, FSDP2 gathers the modules during the first F there, too.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ class TimeGraph(Graph[Cell]):
         elif transport.has_queues:
             self._add_queues(rows, transport)
         if has_fsdp:
-            self._add_collectives(overlaps_fsdp)
+            is_single = schedule.placement.num_stages == schedule.num_ranks and transport is not Transport.SHARED
+            self._add_collectives(overlaps_fsdp or is_single, overlaps_fsdp)
         if len(self.nodes) == len(base.nodes) and not transport.has_queues:
             sent = self.arrivals
             # Each message right after its op.
@@ -155,21 +157,21 @@ class TimeGraph(Graph[Cell]):
             for peer, begin in begins.items():
                 self.begins[begin] += last[peer]
 
-    def _add_collectives(self, overlaps: bool) -> None:
+    def _add_collectives(self, gathers_overlap: bool, reductions_overlap: bool) -> None:
         for rank, ops in enumerate(self.ops):
             first = {self.nodes[op][0]: op for op in reversed(ops)}
             gathered = self._first[rank]
             for stage, op in sorted(first.items(), key=lambda each: each[1]):
                 gather = self._add((stage, GATHER, -1), gathered)
-                self._wait(op, [self._add((stage, HEAD, self.nodes[op][2]), gathered) if overlaps else gather])
+                self._wait(op, [self._add((stage, HEAD, self.nodes[op][2]), gathered) if gathers_overlap else gather])
                 gathered = [gather]
                 self.collectives[rank].append((gather, op))
             last = {self.nodes[op][0]: op for op in ops if self.nodes[op][1] in ("W", "B")}
             reduced: list[int] = []
             for stage, op in sorted(last.items(), key=lambda each: each[1]):
-                waits = self.before[op] if overlaps else [self.arrivals.get(op, op)]
+                waits = self.before[op] if reductions_overlap else [self.arrivals.get(op, op)]
                 reduction = self._add((stage, REDUCE, -1), [*waits, *reduced])
-                if not overlaps:
+                if not reductions_overlap:
                     self._wait_from(range(op + 1, ops.stop), reduction)
                 reduced = [reduction]
                 self.collectives[rank].append((reduction, op))

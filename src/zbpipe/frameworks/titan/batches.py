@@ -53,13 +53,13 @@ def shape(config: Any) -> tuple[int, ...]:
     return (int(config.parallelism.pipeline_parallel_microbatch_size), length(config.training))
 
 
-def accumulates(config: Any, data_degree: int) -> bool:
-    """Whether an optimizer step takes several steps of the pipeline."""
+def rounds(config: Any, data_degree: int) -> int:
+    """Number of pipeline steps before each step of the optimizer."""
     training = config.training
     if counts_tokens(config):
         tokens = training.num_tokens_per_microbatch_per_dp_rank * microbatches(config)
-        return bool(training.num_tokens_per_train_step > tokens * data_degree)
-    return bool(training.global_batch_size > training.local_batch_size * data_degree)
+        return max(int(training.num_tokens_per_train_step // (tokens * data_degree)), 1)
+    return max(int(training.global_batch_size // (training.local_batch_size * data_degree)), 1)
 
 
 def chunks_of_loss(config: Any) -> int:

@@ -61,7 +61,7 @@ def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) ->
     parts = parallelism.module_fqns_per_model_part or ()
     cut = tuple(sum(layer.modules[0] in part for layer in counted.layers) for part in parts) or None
     hidden_tensor = ASYNC_TENSOR * batches.has_async_tensor(config)
-    microbatches = batches.microbatches(config)
+    microbatches, rounds = batches.microbatches(config), batches.rounds(config, degrees.data)
     job = layer_split.Job(microbatches, tokens, degrees, counted.checkpointing, compiled, hidden_tensor)
     words = counted.words(degrees)
     if encoders := counted.embedding.modules[1:]:
@@ -82,7 +82,8 @@ def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) ->
         float8=counted.float8,
         hidden_tensor=hidden_tensor,
         times=tuple(_times_of_layers(layer_split.times_of_modules(counted.shapes, job))),
-        parameter_bytes=replace(sizes.parameters, accumulates=batches.accumulates(config, degrees.data)),
+        parameter_bytes=replace(sizes.parameters, accumulates=rounds > 1),
+        rounds=rounds,
         ends=layer_split.ends_of_user(parallelism),
         cut=cut,
         num_stages=len(cut) if cut else layer_split.count_stages(parallelism, len(counted.blocks)),
