@@ -21,7 +21,7 @@ from zbpipe.costs.model import MOST, CostModel, Link, Transport, amount, is_amou
 from zbpipe.costs.transformer import Checkpointing, typical_costs, typical_times
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import resolve, schedules
-from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.simulation import overlap_of, simulate
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.simulator.validation import validate
 
@@ -288,8 +288,9 @@ class Request:
 
     def simulate(self, transport: Transport | None = None, **how: Any) -> Timeline:
         """Timeline of a schedule made for this transport. `how` goes to `zbpipe.simulate`."""
-        overlaps = resolve(self.name).source != "torch"  # torch's own classes do not
-        return simulate(*self.make_valid(transport), transport=transport or "ideal", overlaps_fsdp=overlaps, **how)
+        schedule, costs = self.make_valid(transport)
+        overlaps = overlap_of(resolve(self.name).source, len(schedule.placement.stages_on(0)))
+        return simulate(schedule, costs, transport=transport or "ideal", overlaps_fsdp=overlaps, **how)
 
 
 def request_options(times: str = "typical") -> Callable[[Callable[..., Any]], Callable[..., Any]]:

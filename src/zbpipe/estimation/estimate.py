@@ -28,7 +28,7 @@ from zbpipe.schedule.garbage import without_collections
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, count_noun, require_whole
 from zbpipe.schedule.registry import Algorithm, resolve, schedules, stages_for
 from zbpipe.simulator.memory import peak_parts
-from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.simulation import overlap_of, simulate
 from zbpipe.simulator.timeline import Timeline
 
 _STAGES_PER_RANK = (1, 2, 4)
@@ -319,12 +319,12 @@ class _Job:
         return self.step(found.schedule, costs, split, PLAN, name, "zbpipe")
 
     def step(self, schedule: Schedule, costs: CostModel, split: Split, name: str, placement: str, source: str) -> Step:
-        overlaps = self.workload.overlaps_fsdp or source != "torch"
+        stages = len(schedule.placement.stages_on(0))
+        overlaps = self.workload.overlaps_fsdp or overlap_of(source, stages)
         how: dict[str, Any] = {"transport": self.transport, "overlaps_fsdp": overlaps}
         timeline = simulate(schedule, self.with_fsdp(costs, split), **how)
         seconds = self._seconds(timeline, split)
         worst = max(memories_by_rank(self.workload, timeline, split), key=lambda memory: memory.total)
-        stages = len(schedule.placement.stages_on(0))
         torchs = has_torchs_split(schedule, source)
         runs = not torchs or runs_torchs_split(self.workload.checkpointing, self.workload.compiled)
         about = {"source": source, "timeline": timeline, "has_torchs_split": torchs, "runs": runs}

@@ -18,7 +18,7 @@ from zbpipe.costs.model import GATHER, CostModel, Receives, Transport
 from zbpipe.schedule.ir import COMPUTATIONS, Schedule, require_whole
 from zbpipe.simulator.actions import Rows
 from zbpipe.simulator.passes import add_messages, place_receives
-from zbpipe.simulator.time_graph import TimeGraph, durations, longest_path
+from zbpipe.simulator.time_graph import Overlap, TimeGraph, durations, longest_path
 from zbpipe.simulator.timeline import Collective, Span, Timeline
 from zbpipe.simulator.validation import require_runnable, require_schedule, require_valid
 
@@ -39,7 +39,7 @@ def simulate(
     ahead: Sequence[int] | None = None,
     transport: Transport | str = Transport.IDEAL,
     receives: Receives | str | None = None,
-    overlaps_fsdp: bool = True,
+    overlaps_fsdp: Overlap = True,
 ) -> Timeline:
     """Run `schedule` in the simulator.
 
@@ -60,8 +60,8 @@ def simulate(
         receives: where ranks post their receives, which matters for transports with queues: "early", "late", "timed",
             "nearest", "rendezvous". Default: the way with the shortest step, as zbpipe's schedules choose it.
         overlaps_fsdp: whether FSDP gathers beside the first F of a stage and reduces beside its last W or B, as
-            zbpipe's schedules do, or before the one and after the other, as always with "shared with compute". With one
-            stage per rank gathers overlap in either case.
+            zbpipe's schedules do, or before the one and after the other, as always with "shared with compute". With
+            "gathers" only these overlap, see `overlap_of`.
 
     TypeError for another type of `schedule` or `costs`. ValueError if the costs are for another number of stages, there
     is no step or there are millions of ops, `ahead` is for other ranks or another transport, the schedule cannot run,
@@ -78,7 +78,7 @@ def simulate(
         require_valid(schedule)
     transport = Transport.parse(transport)
     chosen = None if receives is None else Receives.parse(receives)
-    overlaps_fsdp = overlaps_fsdp and transport is not Transport.SHARED
+    overlaps_fsdp = transport is not Transport.SHARED and overlaps_fsdp
     if ahead is not None and transport is not Transport.IDEAL:
         raise ValueError(f"ahead = {ahead} is only for the ideal transport, got {str(transport)!r}")
     if ahead is not None and len(ahead) != schedule.num_ranks:
@@ -134,6 +134,15 @@ def _make_timeline(graph: TimeGraph, costs: CostModel, num_steps: int) -> Timeli
     )
 
 
+def overlap_of(source: str, stages_per_rank: int) -> Overlap:
+    """How the class of a schedule overlaps FSDP's collectives, by its owner: see `Algorithm.source`.
+
+    torch's own wait for whole stages. But with one stage per rank there is no action that gathers it, so FSDP2's hooks
+    gather module by module in the first F.
+    """
+    return source != "torch" or ("gathers" if stages_per_rank == 1 else False)
+
+
 def exposed_fsdp(timeline: Timeline) -> float:
     """Seconds that FSDP's gathers and reductions add to one step."""
     costs = timeline.costs
@@ -177,7 +186,7 @@ def _find_receives(
     costs: CostModel,
     transport: Transport,
     receives: Receives | None = None,
-    overlaps_fsdp: bool = True,
+    overlaps_fsdp: Overlap = True,
 ) -> tuple[Receives, Rows]:
     """The best way to receive, or the given one, and the lists with messages."""
     ideal = simulate(schedule.computations, costs, overlaps_fsdp=overlaps_fsdp)  # torch knows no copies

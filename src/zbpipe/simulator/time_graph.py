@@ -3,8 +3,7 @@
 Once the lists of all ranks are fixed, that is a static graph: ops and messages as in `Schedule.graph`, waits for
 messages by transport, FSDP's gathers and reductions one after the other, and the begin of each rank and queue if there
 is a previous step. If gathers and reductions overlap, a stage's first F ends no earlier than its gather, and its
-reduction starts with its last W or B. Otherwise the rank waits for both, as in torch's schedules with several stages
-per rank. With one, FSDP2 gathers the modules during the first F there, too.
+reduction starts with its last W or B. Otherwise the rank waits for them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import reduce
 from itertools import accumulate, chain
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 from zbpipe.costs.model import GATHER, REDUCE, SENDS, CostModel, Transport
 from zbpipe.schedule.graph import CycleError, Graph
@@ -22,6 +21,8 @@ from zbpipe.schedule.ir import OpKind, Schedule
 from zbpipe.schedule.tables import Cell
 from zbpipe.simulator.actions import COMPUTE, WAITS, Action, Rows, message_of, other_end
 
+Overlap = bool | Literal["gathers"]
+"""Whether FSDP's collectives run beside computations: all of them, only gathers, or none."""
 HEAD, BEGIN, GATE, QUEUE = "HEAD", "BEGIN", "GATE", "QUEUE"
 """The part of a gather that precedes the first F beside it, and the begins of a rank, of all ranks, and of a queue."""
 _NO_OPS = frozenset((*SENDS, HEAD, BEGIN, GATE, QUEUE, *WAITS))
@@ -44,7 +45,7 @@ class TimeGraph(Graph[Cell]):
         *,
         ahead: Sequence[int] | None = None,
         has_fsdp: bool = False,
-        overlaps_fsdp: bool = True,
+        overlaps_fsdp: Overlap = True,
     ) -> None:
         base = schedule.graph
         super().__init__(base.nodes.copy(), base.before.copy())
@@ -67,8 +68,7 @@ class TimeGraph(Graph[Cell]):
         elif transport.has_queues:
             self._add_queues(rows, transport)
         if has_fsdp:
-            is_single = schedule.placement.num_stages == schedule.num_ranks and transport is not Transport.SHARED
-            self._add_collectives(overlaps_fsdp or is_single, overlaps_fsdp)
+            self._add_collectives(bool(overlaps_fsdp), overlaps_fsdp is True)
         if len(self.nodes) == len(base.nodes) and not transport.has_queues:
             sent = self.arrivals
             # Each message right after its op.

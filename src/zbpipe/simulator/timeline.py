@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from zbpipe.costs.model import CostModel, Receives, Transport
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Schedule
 from zbpipe.simulator.lower_bound import lower_bound
-from zbpipe.simulator.time_graph import TimeGraph, durations
+from zbpipe.simulator.time_graph import Overlap, TimeGraph, durations
 
 
 class Span(NamedTuple):
@@ -72,7 +72,7 @@ class Timeline:
     """Copies of each rank to its host and back, in list order. Empty without offloading."""
     collectives: tuple[tuple[Collective, ...], ...] = ()
     """Gathers of parameters and reductions of gradients on each rank, by their start."""
-    overlaps_fsdp: bool = True
+    overlaps_fsdp: Overlap = True
     """Whether gathers run beside the first F of a stage, and reductions beside its last W or B."""
     graph: TimeGraph | None = field(default=None, compare=False)
     """What waited for what. None if it was measured."""

@@ -39,6 +39,7 @@ from zbpipe.runtime._torch.stage_work import OwnWork, own
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.actions import Action, Rows
 from zbpipe.simulator.post_validation import RunAhead
+from zbpipe.simulator.time_graph import Overlap
 
 PipelineSchedule = _PipelineSchedule
 
@@ -492,8 +493,8 @@ def _find_action(action: _Action) -> Action:
     return Action(stage, kind._value_, -1 if microbatch is None else microbatch)  # `value` doubles the time
 
 
-def overlaps_fsdp(schedule: _PipelineSchedule) -> bool:
+def overlaps_fsdp(schedule: _PipelineSchedule) -> Overlap:
     """Whether FSDP2's collectives run beside computations in a training step, if there are any."""
-    return isinstance(schedule, OwnRuntime) and all(
-        work.reduces_early for work in schedule.works if is_fsdp(work.stage.submod)
-    )
+    if not isinstance(schedule, OwnRuntime):
+        return "gathers" if isinstance(schedule, PipelineScheduleSingle) else False
+    return all(work.reduces_early for work in schedule.works if is_fsdp(work.stage.submod))
