@@ -82,6 +82,7 @@ class Notice:
     def __init__(self, number: int | None = None) -> None:
         self._store = pipelining.default_store()
         self._key = f"{_FAILURE}{_count_failures(self._store) if number is None else number}"
+        self._follows = False
 
     @property
     def is_current(self) -> bool:
@@ -98,13 +99,14 @@ class Notice:
 
     @cached_property
     def connection(self) -> Any:
-        """The store for other threads: calls on one connection wait for each other. This rank is then a reader."""
-        connection = self._store.clone()
-        connection.set(f"{self._key}/follows/{dist.get_rank()}", "")
-        return connection
+        """The store for other threads: calls on one connection wait for each other."""
+        return self._store.clone()
 
     def read(self) -> Failure | None:
-        """The posted failure; None if there is none. Called from another thread."""
+        """The posted failure; None if there is none. Called from another thread. This rank is then a reader."""
+        if not self._follows:
+            self.connection.set(f"{self._key}/follows/{dist.get_rank()}", "")
+            self._follows = True
         if not self.connection.check([self._key]):
             return None
         return Failure(*json.loads(self.connection.get(self._key)))
