@@ -367,7 +367,7 @@ def test_arguments_by_name_and_several_results() -> None:
     [
         ("", "transformers is not installed, which reads a config.json: pip install transformers"),
         ("--layers {file}", "--layers and --hf exclude each other: omit one."),
-        ("--pp 3", "16 GPUs are not a multiple of PP x TP x CP = 3: change one of them."),
+        ("--pp 3", "16 GPUs are not a multiple of PP x TP x CP = 3: change one of them"),
         ("--tp many", "--hf: Invalid value for '--tp': 'many' is not a valid whole number."),
         ("--hf nowhere.json", "Invalid value for '--hf': File 'nowhere.json' does not exist."),
     ],
