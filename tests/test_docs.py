@@ -326,6 +326,13 @@ def test_each_public_name_has_an_example() -> None:
     assert set(without) <= LONG
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("job", recommended.TWELVE, ids=lambda job: "-".join(map(str, job[:2])))
+def test_readme_estimate_and_config_name_one_schedule(job: tuple[Any, ...]) -> None:
+    names, sentence = recommended.answers(*job)
+    assert len(set(names)) == 1, sentence
+
+
 CHANGES = list(product(("selective", "full"), recommended.NOW))
 
 

@@ -30,6 +30,7 @@ from zbpipe.estimation.layouts import degrees_to_try, search
 from zbpipe.estimation.rates import rates
 from zbpipe.estimation.rows import NO_PIPELINE, PLAN, Memory, Step
 from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes
+from zbpipe.frameworks.titan import cpu
 from zbpipe.runtime.measure.counts import count_bytes, count_operations
 from zbpipe.schedule.ir import OpKind, Placement
 from zbpipe.schedule.registry import resolve
@@ -412,7 +413,7 @@ def test_arguments_by_name_and_several_results() -> None:
     [
         ("", "transformers is not installed, which reads a config.json: pip install transformers"),
         ("--layers {file}", "--layers and --hf exclude each other: omit one."),
-        ("--pp 3", "16 GPUs are not a multiple of PP x TP x CP = 3: change one of them."),
+        ("--pp 3", "16 GPUs are not a multiple of PP x TP x CP = 3: change one of them"),
         ("--tp many", "--hf: Invalid value for '--tp': 'many' is not a valid whole number."),
         ("--hf nowhere.json", "Invalid value for '--hf': File 'nowhere.json' does not exist."),
     ],
@@ -424,6 +425,24 @@ def test_a_config_of_transformers_is_refused(
     file.with_name("config.json").write_text('{"model_type": "llama"}')
     job = f"estimate --hf {file.with_name('config.json')} --gpus 16 --device H100 {options.format(file=file)}"
     assert commands.answer(job, code=2).startswith(f"Error: {words}")
+
+
+def test_torch_compile_waits_for_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates load no backend, and what they have imported runs compiled later."""
+    made: list[Any] = []
+
+    def twice(x: int) -> int:
+        return 2 * x
+
+    monkeypatch.setattr(torch, "compile", lambda function, **options: made.append(options) or function)
+    before = torch.compile
+    with cpu.compiling_late():
+        double: Any = torch.compile(twice, backend="eager")
+        torch.compile(nn.ReLU(), mode="default")  # modules are compiled at once
+    assert torch.compile is before
+    assert made == [{"mode": "default"}]
+    assert [double(1), double(2)] == [2, 4]
+    assert made == [{"mode": "default"}, {"backend": "eager"}]
 
 
 def toml(**changes: str) -> str:

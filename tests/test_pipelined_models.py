@@ -31,7 +31,6 @@ from torch.distributed.tensor import DTensor
 import zbpipe
 from zbpipe import cli, estimate
 from zbpipe.costs.transformer import Checkpointing
-from zbpipe.estimation.workload import Degrees
 from zbpipe.frameworks.layer_work import products
 from zbpipe.frameworks.whole_model import anatomy, counting
 from zbpipe.frameworks.whole_model.counting import read_workload
@@ -442,7 +441,7 @@ def test_a_config_is_estimated_as_the_same_model_of_a_published_job(
     like = next(each for each in published_jobs.read_jobs() if each.id == "titan-8b-8")
     same = published_jobs.workload(replace(like, gpus=64, p=8, tp=2, v=1, m=32, microbatch=1, checkpointing=str(how)))
     found = read_workload(
-        config(), counting.Job(degrees=same.degrees, batch=32, checkpointing=how, compiled=same.compiled)
+        config(), counting.Job(gpus=64, pp=8, tp=2, batch=32, checkpointing=how, compiled=same.compiled)
     )
     last = 2 * 8192 * 4096 * 14336 * (how is Checkpointing.FULL)
     for one, other in zip(found.layers, same.layers, strict=True):
@@ -471,7 +470,7 @@ def test_the_work_of_other_models(name: str) -> None:
     attention = options.pop("attn_implementation", None)
     model = transformer(ARCHITECTURES[name][0], "AutoModelForCausalLM", options)
     model.config._attn_implementation = attention
-    found = read_workload(model.config, counting.Job(degrees=Degrees(2), seq_len=64, checkpointing=Checkpointing.NONE))
+    found = read_workload(model.config, counting.Job(gpus=2, pp=2, seq_len=64, checkpointing=Checkpointing.NONE))
     _, blocks = anatomy.find_blocks(model)
     more = 2.2 if name == "Llama 4" else 1.0
     for block, work in zip(blocks.children(), found.layers[1:-1], strict=True):

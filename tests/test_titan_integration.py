@@ -360,7 +360,7 @@ _LAYERS = ("--parallelism.pipeline_parallel_layers_per_stage",)
 
 
 def check_degrees() -> None:
-    job, placement = read(), resolve("ZBV").place(4)
+    job, placement = read("--parallelism.pipeline_parallel_schedule", "ZBV"), resolve("ZBV").place(4)
     found = (str(job.degrees), job.microbatches, job.schedule, str(job.checkpointing))
     assert found == ("PP 4 x TP 8 x FSDP 2", 16, "ZBV", "selective")
     assert job.parameters == pytest.approx(70.6e9, rel=0.01)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -79,14 +79,15 @@ def require_job(arguments: Sequence[str]) -> None:
         raise click.UsageError(f"name the job: {ways}", click.get_current_context())
 
 
-_CHECKPOINTING = click.Choice([str(each) for each in Checkpointing])
 _OF_TRANSFORMERS = click.Command(
     "",
     params=[
         *(click.Option([f"--{name}"], type=COUNT, default=1) for name in ("pp", "tp", "cp", "ep")),
         click.Option(["--batch"], type=COUNT),
         click.Option(["--seq-len"], type=COUNT, default=8192),
-        click.Option(["--gradient-checkpointing", "checkpointing"], type=_CHECKPOINTING, default="full"),
+        click.Option(
+            ["--gradient-checkpointing", "checkpointing"], default="full", callback=parse_with(Checkpointing.parse)
+        ),
         click.Option(["--dtype"], type=click.Choice(["float32", "bfloat16"]), default="float32"),
         click.Option(["--compile", "compiled"], is_flag=True),
         click.Option(["--now", "schedule"], default="1F1B", callback=parse_with(lambda name: resolve(name).name)),
@@ -96,22 +97,14 @@ _OF_TRANSFORMERS = click.Command(
 
 
 def _of_transformers(config: Path, gpus: int, arguments: Sequence[str]) -> Workload:
-    from zbpipe.estimation.workload import Degrees
-
     try:
         given = _OF_TRANSFORMERS.make_context("", list(arguments)).params
     except click.UsageError as error:
         raise click.UsageError(f"--hf: {error.format_message()}", click.get_current_context()) from None
-    pipeline, tensor, context, experts = (given.pop(name) for name in ("pp", "tp", "cp", "ep"))
-    degrees = Degrees(pipeline, tensor, context=context, experts=experts)
-    if gpus % degrees.gpus:
-        raise click.UsageError(f"{gpus} GPUs are not a multiple of PP x TP x CP = {degrees.gpus}: change one of them")
-    degrees = replace(degrees, fsdp=gpus // degrees.gpus)
-    given["checkpointing"] = Checkpointing(given["checkpointing"])
     with in_one_line(ImportError), importing():
         from zbpipe.frameworks.whole_model.counting import Job, read_workload
 
-        return read_workload(config, Job(degrees=degrees, **given))
+        return read_workload(config, Job(gpus=gpus, **given))
 
 
 def _link(context: click.Context, option: click.Parameter, text: str | None) -> tuple[float, ...] | None:

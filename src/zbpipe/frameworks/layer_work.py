@@ -198,19 +198,9 @@ class CountedModel:
         return tuple(self._work(*each, tokens, compiled) for each in zip(self.layers, sizes, strict=True))
 
     def _work(self, layer: CountedLayer, found: LayerBytes, tokens: int, compiled: bool) -> LayerWork:
-        each = layer.operations
-        work = LayerWork(
-            layer.modules,
-            each.f,
-            each.i,
-            each.w,
-            layer.parameters,
-            found.activations,
-            found.waits,
-            tuple(found.working.items()),
-            (1, 1),
-            each.attention,
-        )
+        each, working = layer.operations, tuple(found.working.items())
+        sizes = each.f, each.i, each.w, layer.parameters, found.activations, found.waits
+        work = LayerWork(layer.modules, *sizes, working, (1, 1), each.attention)
         return as_block(work, layer.shape, self.dim, tokens, self.checkpointing, compiled) if work.is_block else work
 
 

@@ -75,7 +75,8 @@ def read_workload(arguments: Sequence[str], gpus: int) -> Workload:
         ValueError: TorchTitan or zbpipe refuses the job: an unknown module or config, GPUs that are not a multiple of
         the degrees, a checkpointing that the compiler chooses.
     """
-    config = read_config(arguments, allow_float8=True)
+    with cpu.compiling_late():
+        config = read_config(arguments, allow_float8=True)
     from zbpipe.frameworks.titan.counting import workload_of  # not before: TorchTitan chooses its device at import
 
     name = " ".join(value for flag, value in pairwise(arguments) if flag in _NAMING)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache
-from inspect import signature
+from functools import cache, partial, wraps
+from inspect import isfunction, signature
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend
 
 from zbpipe.frameworks.titan import batches
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.autograd import set_available_device_type
 
 NOTICE = (
@@ -53,6 +55,26 @@ def stand_in() -> None:
             setattr(torch.cpu, name, answer)
     # torch's own answer is the string "cpu", but TorchTitan passes it on as an index.
     torch.cpu.current_device = lambda: 0  # type: ignore[assignment, return-value]
+
+
+@contextmanager
+def compiling_late() -> Iterator[None]:
+    """Context in which torch.compile waits for a function's first call: its backend takes half a second to load."""
+    compile_now: Any = torch.compile
+
+    def compile_late(function: Any = None, **options: Any) -> Any:
+        if not isfunction(function):
+            return compile_now(function, **options)
+        compiled = cache(partial(compile_now, function, **options))
+
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return compiled()(*args, **kwargs)
+
+        return call
+
+    with replaced(torch, compile=compile_late):
+        yield
 
 
 def make_summing(parallelize_fn: Callable[..., Any]) -> Callable[..., Any]:

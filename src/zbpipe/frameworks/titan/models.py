@@ -6,7 +6,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
@@ -104,7 +104,7 @@ def build_on_meta(config: Any) -> Model:
         cpu.use_causal_attention(config.model_spec, batches.length(config.training))
         with _refusals():
             model_config.update_from_config(config=config)
-        with torch.device("meta"), titan_utils.set_default_dtype(dtype):
+        with torch.device("meta"), titan_utils.set_default_dtype(dtype), _sharing_rotations():
             return Model(model_config.build(), model_config, batches.length(config.training))
     from torchtitan.protocols.train_spec import get_train_spec
 
@@ -116,6 +116,31 @@ def build_on_meta(config: Any) -> Model:
         model_args.update_from_config(config)
     with torch.device("meta"), titan_utils.set_default_dtype(dtype):
         return Model(spec.model_cls(model_args), model_args, batches.length(config.training))
+
+
+@contextmanager
+def _sharing_rotations() -> Iterator[None]:
+    """Context in which blocks share a table of rotations. To make one for each block is most of a model's time."""
+    rope: Any = importlib.import_module("torchtitan.models.common.rope")
+    name, made = "_precompute_cache", dict[str, Any]()
+    makers = {kind: vars(kind)[name] for kind in rope.RoPE.__subclasses__() if name in vars(kind)}
+
+    def sharing(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def find(module: Any) -> Any:
+            key = repr(module.config)
+            if key not in made:
+                made[key] = make(module)
+            return made[key]
+
+        return find
+
+    try:
+        for kind, make in makers.items():
+            setattr(kind, name, sharing(make))
+        yield
+    finally:
+        for kind, make in makers.items():
+            setattr(kind, name, make)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import importlib
 import json
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,13 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermedi
 class Job:
     """A job with a model of transformers."""
 
-    degrees: Degrees = field(default_factory=Degrees)
+    gpus: int
+    """GPUs of the whole job. FSDP takes those that the other degrees leave."""
+    pp: int = 1
+    """Degrees of pipeline, tensor, context and expert parallelism."""
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
     batch: int | None = None
     """Sequences of one pipeline's step, each a microbatch. Default: 4 for each rank."""
     seq_len: int = 8192
@@ -53,8 +59,7 @@ class Job:
 def read_workload(config: Any, job: Job) -> Workload:
     """The workload of a job with a causal model of transformers. `Workload.on` returns it for other degrees.
 
-        job = Job(degrees=Degrees(pipeline=8, fsdp=8))
-        zbpipe.estimate(read_workload("config.json", job), "H100")
+        zbpipe.estimate(read_workload("config.json", Job(gpus=64, pp=8)), "H100")
 
     Args:
         config: path of a config.json, or a config of transformers.
@@ -64,7 +69,11 @@ def read_workload(config: Any, job: Job) -> Workload:
         ImportError: transformers is not installed.
         ValueError: the config is not one of a causal model, or lacks a field; or a degree that cannot share the model.
     """
-    require_whole(1, batch=1 if job.batch is None else job.batch, seq_len=job.seq_len)
+    counts = {name: getattr(job, name) for name in ("gpus", "pp", "tp", "cp", "ep", "seq_len")}
+    require_whole(1, **counts, batch=4 * job.pp if job.batch is None else job.batch)
+    degrees = Degrees(job.pp, job.tp, context=job.cp, experts=job.ep)
+    if job.gpus % degrees.gpus:
+        raise ValueError(f"{job.gpus} GPUs are not a multiple of PP x TP x CP = {degrees.gpus}: change one of them")
     if job.dtype not in _PRECISION:
         raise ValueError(f"dtype = {job.dtype!r}: give {' or '.join(_PRECISION)}")
     name, library = type(config).__name__, _transformers()
@@ -75,33 +84,22 @@ def read_workload(config: Any, job: Job) -> Workload:
     counted = cache(partial(_count, library, config, job.seq_len))
 
     def make(degrees: Degrees, how: Checkpointing | None) -> Workload:
-        return _workload(counted(how or job.checkpointing), replace(job, degrees=degrees), name)
+        return _workload(counted(how or job.checkpointing), job, degrees, name)
 
-    return replace(make(job.degrees, None), remade=make)
+    return replace(make(replace(degrees, fsdp=job.gpus // degrees.gpus), None), remade=make)
 
 
-def _workload(counted: CountedModel, job: Job, name: str) -> Workload:
-    degrees, tokens, each = job.degrees, job.seq_len, _PRECISION[job.dtype]
-    counted.require_shares(degrees, job.seq_len)
+def _workload(counted: CountedModel, job: Job, degrees: Degrees, name: str) -> Workload:
+    tokens, each = job.seq_len, _PRECISION[job.dtype]
+    counted.require_shares(degrees, tokens)
     layers = counted.work(tokens, degrees, _BF16, each.summed, job.compiled)
-    return Workload(
-        name,
-        layers,
-        degrees,
-        job.batch or 4 * degrees.pipeline,
-        tokens,
-        message_bytes=_BF16 * tokens * counted.dim / degrees.sharing,
-        # For MFU the attention counts as if it saw the whole sequence, as TorchTitan counts it.
-        operations=3 * sum(layer.f + layer.attention[0] for layer in layers) / tokens,
-        words=counted.words(degrees),
-        deferred=counted.deferred,
-        schedule=job.schedule,
-        checkpointing=counted.checkpointing,
-        compiled=job.compiled,
-        parameter_bytes=each,
-        batch_option="--batch",
-        prefixes=("", "", "--gradient-checkpointing "),
-    )
+    message = _BF16 * tokens * counted.dim / degrees.sharing
+    # For MFU the attention counts as if it saw the whole sequence, as TorchTitan counts it.
+    operations = 3 * sum(layer.f + layer.attention[0] for layer in layers) / tokens
+    size, words = (job.batch or 4 * degrees.pipeline, tokens, message, operations), counted.words(degrees)
+    known = Workload(name, layers, degrees, *size, words, job.schedule, counted.checkpointing, job.compiled)
+    options: dict[str, Any] = {"batch_option": "--batch", "prefixes": ("", "", "--gradient-checkpointing ")}
+    return replace(known, deferred=counted.deferred, parameter_bytes=each, **options)
 
 
 _BF16 = 2
