@@ -20,7 +20,6 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -28,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from harness import JSON, about, choose_device, meter, parser, seconds, single_rank, synchronize, write_json
+from host import BASELINE, CASES, RANK, RANKS, layer_seconds, step_seconds
 from llama import Block, checkpointed
 from ranks import fork_from
 from split_backward import DTYPES, SIZES
@@ -47,8 +47,8 @@ from zbpipe.simulator.offloading import Offload, copy_all
 
 Verdict = Literal["PASS", "FAIL", "untried: needs a GPU"]
 UNTRIED: Verdict = "untried: needs a GPU"
-HOST_SECONDS = 50e-6
-"""So much more host time than torch's own schedule zbpipe may take for an op."""
+GOALS = {False: 1.25, True: 1.15}
+"""Host time that ZB may take relative to torch's Interleaved1F1B, by whether the blocks are compiled."""
 SLEEP = 3_000_000
 """Cycles that W waits for, where it is late."""
 
@@ -100,57 +100,19 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 def host(machine: Machine) -> Iterator[Line]:
     """Seconds that the host needs: below that, launches decide how long a microbatch takes."""
-    times = {kind: _layer_seconds(machine, kind == "zbpipe") for kind in ("plain", "zbpipe")}
-    for kind, of_kind in times.items():
-        text = ", ".join(f"{name} {1e6 * value:.1f}" for name, value in of_kind.items()) + " us a layer"
-        yield Line("host", f"linear layer, {kind}", "PASS", text, of_kind)
-    ops = _op_seconds(machine, ("ZBVZeroBubble", "ZBV"))
-    more = ops["ZBV"] - ops["ZBVZeroBubble"]
-    text = ", ".join(f"{name} {1e6 * value:.0f}" for name, value in ops.items()) + " us an op, all of it"
-    yield Line("host", "step of tiny stages", machine.judged(more <= HOST_SECONDS), text, ops)
-
-
-def _layer_seconds(machine: Machine, defers: bool) -> dict[str, float]:
-    layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(100)).to(machine.device, torch.bfloat16)
-    gradients = WeightGradients()
-    if defers:
-        defer_weights(layers, gradients)
-    for weight in layers.parameters():
-        weight.grad = torch.zeros_like(weight)
-    x = torch.randn(16, 64, device=machine.device, dtype=torch.bfloat16, requires_grad=True)
-    times = []
-    for _ in range(max(machine.rounds, 3)):
-        marks = [time.perf_counter()]
-        y = x
-        for layer in layers:
-            y = layer(y)
-        loss = y.sum()
-        marks.append(time.perf_counter())
-        with gradients.record() as pending:
-            loss.backward()
-        marks.append(time.perf_counter())
-        for each in pending:
-            each.accumulate()
-        marks.append(time.perf_counter())
-        synchronize(machine.device)
-        times.append([(end - start) / len(layers) for start, end in pairwise(marks)])
-    return dict(zip("FIW", (statistics.median(each) for each in zip(*times, strict=True)), strict=True))
-
-
-def _op_seconds(machine: Machine, names: Sequence[str], microbatches: int = 16) -> dict[str, float]:
-    """Of a step on one rank, the stages one tiny layer each. The schedules take turns."""
-    x = torch.randn(microbatches, 8, device=machine.device)
-    steps: dict[str, Callable[[], Any]] = {}
-    for name in names:
-        modules = [nn.Linear(8, 8, device=machine.device) for _ in range(2)]
-        stages = [PipelineStage(module, index, 2, machine.device) for index, module in enumerate(modules)]
-        schedule: Any = zbpipe.build_pipeline_schedule(name, stages, microbatches, nn.functional.mse_loss)
-        steps[name] = partial(schedule.step, x, target=x)
-        for _ in range(3):  # zbpipe's first steps also check contents
-            steps[name]()
-    rounds = [{name: seconds(step, machine.device) for name, step in steps.items()} for _ in range(machine.rounds)]
-    num_ops = 2 * 3 * microbatches
-    return {name: statistics.median(each[name] for each in rounds) / num_ops for name in names}
+    for kind in ("plain", "zbpipe"):
+        times = layer_seconds(machine.device, machine.rounds, kind == "zbpipe")
+        text = ", ".join(f"{name} {1e6 * value:.1f}" for name, value in times.items()) + " us a layer"
+        yield Line("host", f"linear layer, {kind}", "PASS", text, times)
+    for case in CASES:
+        steps = step_seconds(case, machine.device, machine.rounds)
+        text = ", ".join(
+            f"{name} {1e6 * each.seconds:.0f} ({each.ratio:.2f}, {each.low:.2f} to {each.high:.2f})"
+            for name, each in steps.items()
+        )
+        text = f"{text} us per block and microbatch (and relative to {BASELINE})"
+        figures = {name: each._asdict() for name, each in steps.items()}
+        yield Line("host", str(case), machine.judged(steps["ZB"].ratio <= GOALS[case.compiled]), text, figures)
 
 
 # CUDA graphs.
@@ -505,10 +467,11 @@ def main() -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, no deterministic products
     print(", ".join(f"{name} {value}" for name, value in about(device).items()), flush=True)
     lines = []
-    with single_rank():  # only the ranks' messages leave this process
-        for line in run(machine, arguments.parts):
-            print(line, flush=True)
-            lines.append(line)
+    for part in arguments.parts:
+        with single_rank(*((RANK, RANKS) if part == "host" else ())):  # only the ranks' messages leave this process
+            for line in run(machine, [part]):
+                print(line, flush=True)
+                lines.append(line)
     counts = {verdict: sum(line.verdict == verdict for line in lines) for verdict in get_args(Verdict)}
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     write_json(arguments.json, device, lines)

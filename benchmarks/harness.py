@@ -68,9 +68,9 @@ def _row(cells: Sequence[str]) -> str:
 
 
 @contextmanager
-def single_rank() -> Iterator[None]:
-    """A process group of one rank that sends nothing; gloo would look for a network."""
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+def single_rank(rank: int = 0, ranks: int = 1) -> Iterator[None]:
+    """A process group whose other ranks are fake. It sends nothing; gloo would look for a network."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=ranks)
     try:
         yield
     finally:

@@ -264,8 +264,11 @@ class SplitWork(OwnWork):
         return output
 
     def _run(self, kind: str, microbatch: int, compute: Callable[[], Any]) -> Any:
-        with replaced(self.gradients, are_whole=self._leaves_whole and microbatch in self.whole):
+        self.gradients.are_whole = self._leaves_whole and microbatch in self.whole
+        try:
             return super()._run(kind, microbatch, compute)
+        finally:
+            self.gradients.are_whole = False
 
     def input_gradient(self, microbatch: int, loss: Tensor | None) -> None:
         if not self.stage.has_backward:
