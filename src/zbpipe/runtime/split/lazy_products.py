@@ -490,9 +490,9 @@ class Weight(NamedTuple):
 
 def list_weights(node: Any, owns: Callable[[Tensor], bool]) -> list[Weight]:
     """The inputs of a Function that belong to leaves that `owns` accepts."""
-    found = []
+    found, edges = [], node.next_functions  # a new tuple each time
     for place, number in number_edges(node).items():
-        edge = node.next_functions[number]
+        edge = edges[number]
         leaf = find_leaf_behind(edge[0])
         if leaf is not None and owns(leaf):
             found.append(Weight(place, number, leaf, GradientEdge(*edge)))
