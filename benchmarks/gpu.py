@@ -11,13 +11,14 @@ import copy
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from harness import JSON, about, choose_device, meter, parser, seconds, single_rank, synchronize, write_json
-from host import BASELINE, CASES, RANK, RANKS, layer_seconds, step_seconds
+from harness import JSON, about, choose_device, distance, meter, parser, seconds, single_rank, synchronize, write_json
+from host import BASELINE, CASES, RANK, RANKS, step_seconds
 from llama import Block, checkpointed
 from ranks import fork_from
 from split_backward import DTYPES, SIZES
@@ -49,6 +50,8 @@ Verdict = Literal["PASS", "FAIL", "untried: needs a GPU"]
 UNTRIED: Verdict = "untried: needs a GPU"
 GOALS = {False: 1.25, True: 1.15}
 """Host time that ZB may take relative to torch's Interleaved1F1B, by whether the blocks are compiled."""
+GRADIENTS = 3e-2
+"""How far gradients in bfloat16 may be from those of the model in one piece."""
 SLEEP = 3_000_000
 """Cycles that W waits for, where it is late."""
 
@@ -65,7 +68,7 @@ class Line:
     """Seconds, or ratios."""
 
     def __str__(self) -> str:
-        return f"{self.part:7}  {self.what}: {self.text}{'; ' if self.text else ''}{self.verdict}"
+        return f"{self.part:8}  {self.what}: {self.text}{'; ' if self.text else ''}{self.verdict}"
 
 
 class Machine(NamedTuple):
@@ -90,20 +93,11 @@ class Machine(NamedTuple):
         return "PASS" if good or not self.has_gpu else "FAIL"
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    """Of two gradients, as a share of the expected one's norm."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
 # Host time.
 
 
 def host(machine: Machine) -> Iterator[Line]:
     """Seconds that the host needs: below that, launches decide how long a microbatch takes."""
-    for kind in ("plain", "zbpipe"):
-        times = layer_seconds(machine.device, machine.rounds, kind == "zbpipe")
-        text = ", ".join(f"{name} {1e6 * value:.1f}" for name, value in times.items()) + " us a layer"
-        yield Line("host", f"linear layer, {kind}", "PASS", text, times)
     for case in CASES:
         steps = step_seconds(case, machine.device, machine.rounds)
         text = ", ".join(
@@ -113,6 +107,87 @@ def host(machine: Machine) -> Iterator[Line]:
         text = f"{text} us per block and microbatch (and relative to {BASELINE})"
         figures = {name: each._asdict() for name, each in steps.items()}
         yield Line("host", str(case), machine.judged(steps["ZB"].ratio <= GOALS[case.compiled]), text, figures)
+
+
+# Ranks that have a share of the GPU each.
+
+
+def pipeline(machine: Machine) -> Iterator[Line]:
+    """Step times of schedules, in turns, each against the simulator with the times of ops measured there."""
+    yield from _shared("pipeline", machine, ["--seconds", "300"])
+
+
+def connections(machine: Machine) -> Iterator[Line]:
+    """The same where all streams of a rank share a queue of the GPU, with lists made without and with knowing it."""
+    asked = ["--schedules", "1F1B", "Interleaved1F1B:2", "ZBV", "--queues", "queue per peer"]
+    asked += ["--checkpointing", "selective", "--rounds", "5", "--seconds", "60"]
+    for transport in ("queue per peer", "shared with compute"):
+        for line in _shared(
+            "connections", machine, [*asked, "--transport", transport], CUDA_DEVICE_MAX_CONNECTIONS="1"
+        ):
+            yield replace(line, what=f"{line.what}, made for {transport!r}")
+
+
+def late(machine: Machine) -> Iterator[Line]:
+    """W late on its stream; and a rank that fails while the host of another one waits in `.item()`."""
+    cell = Cell(2, "ZBV", delayed=machine.has_gpu)
+    (error,) = _on_ranks([cell], machine.device)
+    yield Line("late", str(cell), "PASS" if error < 1e-4 else "FAIL", f"gradients differ by {error:.1e}")
+    yield from _shared("late", machine, ["--fails", "--seconds", "60"])
+
+
+def _shared(part: str, machine: Machine, asked: Sequence[str], **variables: str) -> Iterator[Line]:
+    """Run `shares.py`, on a CPU in small."""
+    small = (
+        []
+        if machine.has_gpu
+        else ["--ranks", "2", "--microbatches", "4", "--rounds", "1", "--dim", "64", "--tokens", "16"]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "shares.json")
+        command = [sys.executable, str(Path(__file__).with_name("shares.py")), *asked, *small]
+        command += ["--device", machine.device.type, "--json", str(file)]
+        ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables, check=False)
+        results = json.loads(file.read_text())["results"] if file.exists() else []
+    for each in results:
+        what = ", ".join((each["schedule"], each["checkpointing"], each["queues"]))
+        text = f"{1e3 * each['step']:.1f} ms, {each['relative']:.3f} of Interleaved1F1B's"
+        text += f", {each['step'] / each['simulated']:.3f} of simulated; gradients differ by {each['error']:.1e}"
+        yield Line(part, what, "PASS" if each["error"] < GRADIENTS else "FAIL", text, each)
+    marks = ("time of all ranks", "the last rank ended", "FAIL")
+    said = [line for line in ran.stdout.splitlines() if line.startswith(marks)] or ran.stderr.splitlines()[-1:]
+    yield Line(part, "all ranks", "FAIL" if ran.returncode else "PASS", "; ".join(said))
+
+
+def outside(machine: Machine) -> Iterator[Line]:
+    """Memory that NCCL takes outside of torch's allocator, so that no prediction counts it."""
+    if not machine.has_gpu:
+        yield Line("outside", "memory of a communicator", UNTRIED)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        _join(mp.start_processes(nccl_main, (folder,), join=False, daemon=True), 120)
+        found = json.loads(Path(folder, "bytes").read_text())
+    text = ", ".join(f"{name} {value / 2**20:.0f} MiB" for name, value in found.items())
+    yield Line("outside", "memory of a communicator of one rank", "PASS", text, found)
+
+
+def nccl_main(rank: int, folder: str) -> None:
+    """The only rank of a group over NCCL."""
+
+    def used() -> int:
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return total - free - torch.cuda.memory_reserved()
+
+    x = torch.ones(1 << 20, device="cuda")
+    before = used()
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("nccl", init_method=meeting, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    made = used()
+    dist.all_reduce(x)
+    found = {"context": before, "group": made - before, "first collective": used() - made}
+    Path(folder, "bytes").write_text(json.dumps(found))
+    dist.destroy_process_group()
 
 
 # CUDA graphs.
@@ -434,7 +509,9 @@ def _late_w(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) 
 
 # The command.
 
-PARTS: dict[str, Callable[[Machine], Iterator[Line]]] = {part.__name__: part for part in (host, graph, offload, ranks)}
+PARTS: dict[str, Callable[[Machine], Iterator[Line]]] = {
+    part.__name__: part for part in (pipeline, host, connections, graph, late, outside, offload, ranks)
+}
 
 
 def run(machine: Machine, parts: Sequence[str]) -> Iterator[Line]:

@@ -1,4 +1,4 @@
-"""Host time of linear layers and of whole steps: where a GPU is faster than its host, launches decide.
+"""Host time of whole steps: where a GPU is faster than its host, launches decide.
 
 Steps are those of one rank of a pipeline whose other ranks are fake: nothing is sent, and receives bring zeros. The
 blocks are tiny, so the host decides. All schedules take turns, and a ratio is one of two steps of the same turn.
@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import pairwise
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -22,8 +21,6 @@ from torch import Tensor, nn
 import zbpipe
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.ranks import progress
-from zbpipe.runtime.split.deferring_layers import defer_weights
-from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 RANKS, RANK, MICROBATCHES = 8, 3, 32
 BASELINE = "Interleaved1F1B"
@@ -81,34 +78,6 @@ class _Event:
 
     def query(self) -> bool:
         return True
-
-
-def layer_seconds(device: torch.device, rounds: int, defers: bool) -> dict[str, float]:
-    """Seconds of F, I and W of one linear layer."""
-    layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(100)).to(device, torch.bfloat16)
-    gradients = WeightGradients()
-    if defers:
-        defer_weights(layers, gradients)
-    for weight in layers.parameters():
-        weight.grad = torch.zeros_like(weight)
-    x = torch.randn(16, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
-    times = []
-    for _ in range(max(rounds, 3)):
-        marks = [time.perf_counter()]
-        y = x
-        for layer in layers:
-            y = layer(y)
-        loss = y.sum()
-        marks.append(time.perf_counter())
-        with gradients.record() as pending:
-            loss.backward()
-        marks.append(time.perf_counter())
-        for each in pending:
-            each.accumulate()
-        marks.append(time.perf_counter())
-        synchronize(device)
-        times.append([(end - start) / len(layers) for start, end in pairwise(marks)])
-    return dict(zip("FIW", map(median, zip(*times, strict=True)), strict=True))
 
 
 def step_seconds(
