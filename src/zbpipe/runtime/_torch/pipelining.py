@@ -156,6 +156,8 @@ _WITHOUT_RANGES: dict[str, Callable[..., Any]] = {
     "record_function": lambda name: _NO_RANGE,
     "_get_profiler_function_name": lambda action: "",
 }
+if not all(hasattr(pipelining_schedules, name) for name in _WITHOUT_RANGES):  # another version names them otherwise
+    _WITHOUT_RANGES.clear()
 
 
 class _StepIsVoidError(Exception):
