@@ -11,23 +11,24 @@ import copy
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from harness import JSON, about, choose_device, meter, parser, seconds, single_rank, synchronize, write_json
+from harness import JSON, about, choose_device, distance, meter, parser, seconds, single_rank, synchronize, write_json
+from host import BASELINE, CASES, RANK, RANKS, step_seconds
 from llama import Block, checkpointed
 from ranks import fork_from
 from split_backward import DTYPES, SIZES
@@ -47,10 +48,12 @@ from zbpipe.simulator.offloading import Offload, copy_all
 
 Verdict = Literal["PASS", "FAIL", "untried: needs a GPU"]
 UNTRIED: Verdict = "untried: needs a GPU"
-HOST_SECONDS = 50e-6
-"""So much more host time than torch's own schedule zbpipe may take for an op."""
 REPLAYS = 20
 """Of a captured step."""
+GOALS = {False: 1.25, True: 1.15}
+"""Host time that ZB may take relative to torch's Interleaved1F1B, by whether the blocks are compiled."""
+GRADIENTS = 3e-2
+"""How far gradients in bfloat16 may be from those of the model in one piece."""
 SLEEP = 3_000_000
 """Cycles that W waits for, where it is late."""
 
@@ -67,7 +70,7 @@ class Line:
     """Seconds, or ratios."""
 
     def __str__(self) -> str:
-        return f"{self.part:7}  {self.what}: {self.text}{'; ' if self.text else ''}{self.verdict}"
+        return f"{self.part:8}  {self.what}: {self.text}{'; ' if self.text else ''}{self.verdict}"
 
 
 class Machine(NamedTuple):
@@ -92,67 +95,101 @@ class Machine(NamedTuple):
         return "PASS" if good or not self.has_gpu else "FAIL"
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    """Of two gradients, as a share of the expected one's norm."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
-
-
 # Host time.
 
 
 def host(machine: Machine) -> Iterator[Line]:
     """Seconds that the host needs: below that, launches decide how long a microbatch takes."""
-    times = {kind: _layer_seconds(machine, kind == "zbpipe") for kind in ("plain", "zbpipe")}
-    for kind, of_kind in times.items():
-        text = ", ".join(f"{name} {1e6 * value:.1f}" for name, value in of_kind.items()) + " us a layer"
-        yield Line("host", f"linear layer, {kind}", "PASS", text, of_kind)
-    ops = _op_seconds(machine, ("ZBVZeroBubble", "ZBV"))
-    more = ops["ZBV"] - ops["ZBVZeroBubble"]
-    text = ", ".join(f"{name} {1e6 * value:.0f}" for name, value in ops.items()) + " us an op, all of it"
-    yield Line("host", "step of tiny stages", machine.judged(more <= HOST_SECONDS), text, ops)
+    for case in CASES:
+        steps = step_seconds(case, machine.device, machine.rounds)
+        text = ", ".join(
+            f"{name} {1e6 * each.seconds:.0f} ({each.ratio:.2f}, {each.low:.2f} to {each.high:.2f})"
+            for name, each in steps.items()
+        )
+        text = f"{text} us per block and microbatch (and relative to {BASELINE})"
+        figures = {name: each._asdict() for name, each in steps.items()}
+        yield Line("host", str(case), machine.judged(steps["ZB"].ratio <= GOALS[case.compiled]), text, figures)
 
 
-def _layer_seconds(machine: Machine, defers: bool) -> dict[str, float]:
-    layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(100)).to(machine.device, torch.bfloat16)
-    gradients = WeightGradients()
-    if defers:
-        defer_weights(layers, gradients)
-    for weight in layers.parameters():
-        weight.grad = torch.zeros_like(weight)
-    x = torch.randn(16, 64, device=machine.device, dtype=torch.bfloat16, requires_grad=True)
-    times = []
-    for _ in range(max(machine.rounds, 3)):
-        marks = [time.perf_counter()]
-        y = x
-        for layer in layers:
-            y = layer(y)
-        loss = y.sum()
-        marks.append(time.perf_counter())
-        with gradients.record() as pending:
-            loss.backward()
-        marks.append(time.perf_counter())
-        for each in pending:
-            each.accumulate()
-        marks.append(time.perf_counter())
-        synchronize(machine.device)
-        times.append([(end - start) / len(layers) for start, end in pairwise(marks)])
-    return dict(zip("FIW", (statistics.median(each) for each in zip(*times, strict=True)), strict=True))
+# Ranks that have a share of the GPU each.
 
 
-def _op_seconds(machine: Machine, names: Sequence[str], microbatches: int = 16) -> dict[str, float]:
-    """Of a step on one rank, the stages one tiny layer each. The schedules take turns."""
-    x = torch.randn(microbatches, 8, device=machine.device)
-    steps: dict[str, Callable[[], Any]] = {}
-    for name in names:
-        modules = [nn.Linear(8, 8, device=machine.device) for _ in range(2)]
-        stages = [PipelineStage(module, index, 2, machine.device) for index, module in enumerate(modules)]
-        schedule: Any = zbpipe.build_pipeline_schedule(name, stages, microbatches, nn.functional.mse_loss)
-        steps[name] = partial(schedule.step, x, target=x)
-        for _ in range(3):  # zbpipe's first steps also check contents
-            steps[name]()
-    rounds = [{name: seconds(step, machine.device) for name, step in steps.items()} for _ in range(machine.rounds)]
-    num_ops = 2 * 3 * microbatches
-    return {name: statistics.median(each[name] for each in rounds) / num_ops for name in names}
+def pipeline(machine: Machine) -> Iterator[Line]:
+    """Step times of schedules, in turns, each against the simulator with the times of ops measured there."""
+    yield from _shared("pipeline", machine, ["--seconds", "300"])
+
+
+def connections(machine: Machine) -> Iterator[Line]:
+    """The same where all streams of a rank share a queue of the GPU, with lists made without and with knowing it."""
+    asked = ["--schedules", "1F1B", "Interleaved1F1B:2", "ZBV", "--queues", "queue per peer"]
+    asked += ["--checkpointing", "selective", "--rounds", "5", "--seconds", "60"]
+    for transport in ("queue per peer", "shared with compute"):
+        for line in _shared(
+            "connections", machine, [*asked, "--transport", transport], CUDA_DEVICE_MAX_CONNECTIONS="1"
+        ):
+            yield replace(line, what=f"{line.what}, made for {transport!r}")
+
+
+def late(machine: Machine) -> Iterator[Line]:
+    """W late on its stream; and a rank that fails while the host of another one waits in `.item()`."""
+    cell = Cell(2, "ZBV", delayed=machine.has_gpu)
+    (error,) = _on_ranks([cell], machine.device)
+    yield Line("late", str(cell), "PASS" if error < 1e-4 else "FAIL", f"gradients differ by {error:.1e}")
+    yield from _shared("late", machine, ["--fails", "--seconds", "60"])
+
+
+def _shared(part: str, machine: Machine, asked: Sequence[str], **variables: str) -> Iterator[Line]:
+    """Run `shares.py`, on a CPU in small."""
+    small = (
+        []
+        if machine.has_gpu
+        else ["--ranks", "2", "--microbatches", "4", "--rounds", "1", "--dim", "64", "--tokens", "16"]
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "shares.json")
+        command = [sys.executable, str(Path(__file__).with_name("shares.py")), *asked, *small]
+        command += ["--device", machine.device.type, "--json", str(file)]
+        ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables, check=False)
+        results = json.loads(file.read_text())["results"] if file.exists() else []
+    for each in results:
+        what = ", ".join((each["schedule"], each["checkpointing"], each["queues"]))
+        text = f"{1e3 * each['step']:.1f} ms, {each['relative']:.3f} of Interleaved1F1B's"
+        text += f", {each['step'] / each['simulated']:.3f} of simulated; gradients differ by {each['error']:.1e}"
+        yield Line(part, what, "PASS" if each["error"] < GRADIENTS else "FAIL", text, each)
+    marks = ("time of all ranks", "the last rank ended", "FAIL")
+    said = [line for line in ran.stdout.splitlines() if line.startswith(marks)] or ran.stderr.splitlines()[-1:]
+    yield Line(part, "all ranks", "FAIL" if ran.returncode else "PASS", "; ".join(said))
+
+
+def outside(machine: Machine) -> Iterator[Line]:
+    """Memory that NCCL takes outside of torch's allocator, so that no prediction counts it."""
+    if not machine.has_gpu:
+        yield Line("outside", "memory of a communicator", UNTRIED)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        _join(mp.start_processes(nccl_main, (folder,), join=False, daemon=True), 120)
+        found = json.loads(Path(folder, "bytes").read_text())
+    text = ", ".join(f"{name} {value / 2**20:.0f} MiB" for name, value in found.items())
+    yield Line("outside", "memory of a communicator of one rank", "PASS", text, found)
+
+
+def nccl_main(rank: int, folder: str) -> None:
+    """The only rank of a group over NCCL."""
+
+    def used() -> int:
+        torch.cuda.synchronize()
+        free, total = torch.cuda.mem_get_info()
+        return total - free - torch.cuda.memory_reserved()
+
+    x = torch.ones(1 << 20, device="cuda")
+    before = used()
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("nccl", init_method=meeting, rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    made = used()
+    dist.all_reduce(x)
+    found = {"context": before, "group": made - before, "first collective": used() - made}
+    Path(folder, "bytes").write_text(json.dumps(found))
+    dist.destroy_process_group()
 
 
 # CUDA graphs.
@@ -521,7 +558,7 @@ def _late_w(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) 
 # The command.
 
 PARTS: dict[str, Callable[[Machine], Iterator[Line]]] = {
-    part.__name__: part for part in (host, graph, capture, offload, ranks)
+    part.__name__: part for part in (pipeline, host, connections, graph, capture, late, outside, offload, ranks)
 }
 
 
@@ -555,10 +592,11 @@ def main() -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it, no deterministic products
     print(", ".join(f"{name} {value}" for name, value in about(device).items()), flush=True)
     lines = []
-    with single_rank():  # only the ranks' messages leave this process
-        for line in run(machine, arguments.parts):
-            print(line, flush=True)
-            lines.append(line)
+    for part in arguments.parts:
+        with single_rank(*((RANK, RANKS) if part == "host" else ())):  # only the ranks' messages leave this process
+            for line in run(machine, [part]):
+                print(line, flush=True)
+                lines.append(line)
     counts = {verdict: sum(line.verdict == verdict for line in lines) for verdict in get_args(Verdict)}
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
     write_json(arguments.json, device, lines)

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 import torch.testing._internal.distributed.fake_pg  # defines the backend "fake" before torch 2.15
+from torch import Tensor
 
 from zbpipe.runtime._torch.on_meta import StorageMeter
 
@@ -68,9 +69,9 @@ def _row(cells: Sequence[str]) -> str:
 
 
 @contextmanager
-def single_rank() -> Iterator[None]:
-    """A process group of one rank that sends nothing; gloo would look for a network."""
-    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=1)
+def single_rank(rank: int = 0, ranks: int = 1) -> Iterator[None]:
+    """A process group whose other ranks are fake. It sends nothing; gloo would look for a network."""
+    dist.init_process_group("fake", store=dist.HashStore(), rank=rank, world_size=ranks)
     try:
         yield
     finally:
@@ -89,6 +90,11 @@ def seconds(function: Callable[[], object], device: torch.device) -> float:
     function()
     synchronize(device)
     return time.perf_counter() - start
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    """Of two gradients, as a share of the expected one's norm."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
 class Meter(Protocol):

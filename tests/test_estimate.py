@@ -27,7 +27,7 @@ from zbpipe.estimation.devices import DEVICES, Device, find
 from zbpipe.estimation.estimate import job_costs
 from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.layouts import degrees_to_try, search
-from zbpipe.estimation.rates import rates
+from zbpipe.estimation.rates import HOST, rates
 from zbpipe.estimation.rows import NO_PIPELINE, PLAN, Memory, Step
 from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes
 from zbpipe.frameworks.titan import cpu
@@ -78,6 +78,17 @@ def test_a_step_by_hand() -> None:
     assert zbh1.memory.waiting > usual.memory.waiting == 0
     assert zbh1.timeline is not None
     assert zbh1.memory.total == pytest.approx(max(peak_bytes(zbh1.timeline)) + ParameterBytes().total(1) * 2000)
+
+
+def test_no_step_is_shorter_than_its_launches() -> None:
+    """8 microbatches, 2 blocks on each of 2 ranks, on a GPU that takes next to no time."""
+    fast = rates(replace(ONE_A_SECOND, peak=1e12))
+    for compiled, (plain, apart) in HOST.items():
+        work = replace(workload(), compiled=compiled)
+        found = named(work, "1F1B", "ZBH1", device=fast.device)
+        assert row(found, "1F1B").seconds == pytest.approx(8 * 2 * plain, rel=1e-3)
+        assert row(found, "ZBH1").seconds == pytest.approx(8 * 2 * (plain + apart), rel=1e-3)
+        assert step_without_pipeline(work, fast).seconds == pytest.approx(4 * plain, rel=1e-3)  # 4 microbatches at once
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_the_command_on_a_cpu(tmp_path: Path) -> None:
         [sys.executable, SCRIPT, "--device", "cpu", "--rounds", "2", "--ranks", "2", "--json", report],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=900,
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr

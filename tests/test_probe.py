@@ -41,6 +41,7 @@ ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         ("2.13.0", {}, {"is_bound": True}, ONE),
         ("2.14.1+cu130", {}, {}, PER_PEER),
         ("2.14.1", {}, {"is_bound": True}, ONE),
+        ("2.13.0", {"TORCH_DISTRIBUTED_PIPELINE_PER_DIRECTION_P2P": "1"}, {}, PER_PEER),
         ("2.14.1", {"TORCH_DISTRIBUTED_PIPELINE_PER_DIRECTION_P2P": "1"}, {}, ONE),
         ("2.14.1", {"TORCH_DISTRIBUTED_PIPELINE_PER_DIRECTION_P2P": "0"}, {}, PER_PEER),
         ("2.14.1", {"TORCH_DIST_USE_NCCL2": "1"}, {}, ONE),
@@ -75,6 +76,7 @@ def test_a_stage_tells_what_holds_for_it(monkeypatch: pytest.MonkeyPatch, caplog
 
     assert [find("cpu"), find(), find(bound_to=torch.device("cuda", 0))] == [Transport.IDEAL, PER_PEER, ONE]
     assert find(bound_to=torch.device("cuda", 0), p2p_per_edge=True) is PER_PEER
+    assert find(p2p_per_direction=True) is ONE
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     assert not caplog.messages
     assert [find("cpu"), find(), find()] == [Transport.IDEAL, SHARED, SHARED]

@@ -20,7 +20,8 @@ from pipelines import as_rank, on_one_rank
 from ranks import endings, run_ranks
 from test_faults import MICROBATCHES, Job, explode, fail, raised_by, renew_group
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.profiler import ProfilerActivity, profile
 
 import zbpipe
 from zbpipe.runtime._torch import pipelining
@@ -342,6 +343,20 @@ def test_inference_of_shapes_takes_zeros_and_keeps_buffers(one_rank: None) -> No
         for part in whole:
             passed = part(*passed)
     torch.testing.assert_close(dict(parts.named_buffers()), dict(whole.named_buffers()))
+
+
+def test_a_profiler_sees_the_actions_and_no_other_step_pays_for_it(
+    one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    schedule = on_one_rank([nn.Linear(4, 4) for _ in range(2)], 2, loss=nn.functional.mse_loss)
+    x, opened = torch.randn(2, 4), list[str]()
+    record = schedules.record_function
+    monkeypatch.setattr(schedules, "record_function", lambda name: opened.append(name) or record(name))
+    schedule.step(x, target=x)
+    assert not opened
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        schedule.step(x, target=x)
+    assert {"PP:0F0", "PP:1I1", "PP:0W1"} <= {each.name for each in profiled.events()} & {*opened}
 
 
 def test_evaluation_on_neighbouring_stages_without_i(one_rank: None) -> None:

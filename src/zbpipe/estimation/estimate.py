@@ -18,7 +18,7 @@ from zbpipe.estimation.choice import choose
 from zbpipe.estimation.cut import WorkloadCut
 from zbpipe.estimation.devices import DEVICES, Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
-from zbpipe.estimation.rates import Rates, rates
+from zbpipe.estimation.rates import HOST, Rates, rates
 from zbpipe.estimation.rows import LIGHTER, NO_PIPELINE, PLAN, Estimate, Memory, Step
 from zbpipe.estimation.workload import Held, Workload
 from zbpipe.planner.engine import fastest
@@ -411,7 +411,11 @@ class _Job:
             return timeline.makespan
         held = workload.held_by_rank(timeline.schedule.placement, split)
         own = max(sum(each.own for each in parts) for parts in held)
-        return self.rates.with_overheads(workload.rounds * timeline.makespan, workload, own)
+        # No step is shorter than its launches on the host of any rank.
+        blocks, (plain, apart) = workload.blocks_by_stage(split), HOST[workload.compiled]
+        launches = {OpKind.F: plain, OpKind.W: apart}
+        hosts = [sum(blocks[op.stage] * launches.get(op.kind, 0.0) for op in ops) for ops in timeline.schedule]
+        return self.rates.with_overheads(workload.rounds * max(timeline.makespan, *hosts), workload, own)
 
     def without_pipeline(self) -> Step:
         """A step with the same tokens and GPUs, with FSDP over all of them and no pipeline."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from zbpipe.costs.layers import join_stages, split_of
 from zbpipe.costs.model import CostModel
-from zbpipe.estimation.rates import Rates
+from zbpipe.estimation.rates import HOST, Rates
 from zbpipe.estimation.rows import Memory
 from zbpipe.estimation.workload import Degrees, Workload
 from zbpipe.schedule.ir import OpKind
@@ -43,7 +43,8 @@ def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
     size = next(fitting, 1)
     rounds = job.microbatches // size * job.rounds
     computing = rounds * size * sum(map(sum, (costs.f, costs.i, costs.w)))
-    seconds = rounds * sum(_round(job, rates, costs, size))
+    launches = HOST[job.compiled][0] * job.blocks_by_stage((range(len(job.layers)),))[0]
+    seconds = rounds * max(launches, sum(_round(job, rates, costs, size)))
     own = job.parameters / job.degrees.gpus
     return Sharded(rates.with_overheads(seconds, job, own), seconds - computing, memories[size])
 

@@ -27,6 +27,9 @@ _RING = 0.08
 8B on 8 H100, 32k to 262k tokens with CP 1 to 8."""
 _TILE = 64
 """Width by which a product is longer than its operations: tensor parallelism cuts it into narrower ones."""
+HOST = {False: (5.6e-4, 3.1e-4), True: (4.3e-4, 3.9e-4)}
+"""Seconds of the host for a block's F and backward of one microbatch, and how much more it takes with I and W apart, by
+whether blocks are compiled: benchmarks/README.md, for a block's linear layers alone, so a GPU's host takes longer."""
 _LINKS = (0.6, 1.15)
 """Least and largest plausible bandwidths, relative to the likely ones: other traffic, topology and the tuning of the
 communication library."""

@@ -252,6 +252,9 @@ class Workload:
             working={kind: tuple(each.get(kind, 0.0) for each in working) for kind in COMPUTATIONS},
         )
 
+    def blocks_by_stage(self, split: Split) -> list[int]:
+        return [sum(bool(self.layers[layer].is_block and self.layers[layer].w) for layer in stage) for stage in split]
+
     def parameters_by_rank(self, placement: Placement, split: Split) -> tuple[float, ...]:
         """Number of parameters in each rank's stages, over all GPUs that share them."""
         return placement.sum_by_rank([sum(self.layers[layer].parameters for layer in stage) for stage in split])

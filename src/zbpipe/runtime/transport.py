@@ -75,7 +75,7 @@ def find_known(
     """
     number = like = tuple(map(int, version.split(".")[:2]))
     per_edge |= number >= (2, 15) and environment.get("TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P") == "1"
-    is_bound |= environment.get("TORCH_DISTRIBUTED_PIPELINE_PER_DIRECTION_P2P") == "1"
+    is_bound |= number == (2, 14) and environment.get("TORCH_DISTRIBUTED_PIPELINE_PER_DIRECTION_P2P") == "1"
     # NCCL's other process group came with 2.14, and is the usual one from 2.15 on.
     if (chosen := environment.get("TORCH_DIST_USE_NCCL2")) and number >= (2, 14):
         like = (2, 15) if chosen == "1" else (2, 14)
@@ -96,7 +96,7 @@ def find_known_of(stage: pipelining.Stage) -> Known:
         return _measured[group]
     if pipelining.device_of(stage).type == "cpu":
         return Known(Transport.IDEAL, False, "on the CPU messages do not wait for each other")
-    is_bound = getattr(group, "bound_device_id", None) is not None
+    is_bound = getattr(group, "bound_device_id", None) is not None or getattr(stage, "p2p_per_direction", False)
     per_edge, rocm = getattr(stage, "p2p_per_edge", False), torch.version.hip is not None
     known = find_known(torch.__version__, os.environ, is_bound=is_bound, per_edge=per_edge, rocm=rocm)
     if known.is_shared:

@@ -83,18 +83,19 @@ def settle_gradients(module: nn.Module) -> None:
     """Pass gradients that W has added to the `.grad` of unsharded parameters to FSDP2."""
     # Older versions (torch 2.13) take them only at the end of a backward. They keep the sum in a separate attribute, in
     # the dtype of the reduction.
-    _settle(_list_with_separate_sums(module))
+    settle(list_with_separate_sums(module))
 
 
-def _settle(parameters: Iterable[Any]) -> None:
+def settle(parameters: Iterable[Any]) -> None:
+    """The same for these of FSDP2's objects."""
     for each in parameters:
         each.accumulate_unsharded_grad_if_needed()
         each.to_accumulated_grad_if_needed()
 
 
-def find_separate_sums(module: nn.Module) -> dict[int, Tensor]:
-    """Sums that `settle_gradients` keeps outside `.grad`, by the ids of the weights. W adds to them directly."""
-    sums = ((each._unsharded_param, each.unsharded_accumulated_grad) for each in _list_with_separate_sums(module))
+def find_separate_sums(parameters: Iterable[Any]) -> dict[int, Tensor]:
+    """Sums that `settle` keeps outside `.grad`, by the ids of the weights. W adds to them directly."""
+    sums = ((each._unsharded_param, each.unsharded_accumulated_grad) for each in parameters)
     return {id(weight): total for weight, total in sums if total is not None}
 
 
@@ -145,7 +146,7 @@ class Accumulated(NamedTuple):
 def iterate_accumulated(module: nn.Module) -> Iterator[Accumulated]:
     """The gradients so far, wherever stored. FSDP2 may have both unreduced and reduced gradients of one parameter."""
     views = _index_parameters(module)
-    separate = find_separate_sums(module)
+    separate = find_separate_sums(list_with_separate_sums(module))
     for name, parameter in module.named_parameters():
         fsdp = views.get(id(parameter))
         leaves = {name: parameter}
@@ -178,8 +179,9 @@ def find_parameter_names(module: nn.Module) -> dict[int, str]:
     return names
 
 
-def _list_with_separate_sums(module: nn.Module) -> Iterator[Any]:
-    return _list_parameters(module) if _HAS_SEPARATE_SUMS else iter(())
+def list_with_separate_sums(module: nn.Module) -> list[Any]:
+    """FSDP2's objects for the parameters in `module` whose sums it keeps outside `.grad`."""
+    return list(_list_parameters(module)) if _HAS_SEPARATE_SUMS else []
 
 
 @contextmanager
@@ -188,7 +190,7 @@ def without_gradients(module: nn.Module) -> Iterator[None]:
     unsharded = [each for fsdp in _list_parameters(module) for each in (fsdp.sharded_param, fsdp._unsharded_param)]
     parameters = list({id(each): each for each in (*module.parameters(), *unsharded)}.values())
     kept = [(each, each.grad, dict(each._post_accumulate_grad_hooks or {})) for each in parameters]
-    separate = [(each, each.unsharded_accumulated_grad) for each in _list_with_separate_sums(module)]
+    separate = [(each, each.unsharded_accumulated_grad) for each in list_with_separate_sums(module)]
     for parameter in parameters:
         parameter.grad = None
         if has_hooks_after_accumulation(parameter):  # autograd keeps a reference to this dictionary
@@ -263,7 +265,7 @@ def reduce(unit: Unit) -> None:
     """Start the reduction of the unit's gradients, on FSDP2's own streams, and free its gathered parameters."""
     # FSDP2 expects the last group of a module first.
     for group in reversed(unit.groups):
-        _settle(list_unsharded(group) if _HAS_SEPARATE_SUMS else ())
+        settle(list_unsharded(group) if _HAS_SEPARATE_SUMS else ())
         group.post_backward()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import wraps
 from typing import Any, cast
@@ -32,6 +32,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from zbpipe.runtime._torch import fsdp2
 from zbpipe.runtime._torch.attributes import replaced
+from zbpipe.runtime._torch.autograd import profiler_is_on
 from zbpipe.runtime._torch.fsdp2 import is_fsdp
 from zbpipe.runtime._torch.messages import WAIT_KINDS, WAITS_FOR_SENDS, keep_sends
 from zbpipe.runtime._torch.position import Position, Receives, Row
@@ -108,6 +109,8 @@ class OwnRuntime(_PipelineScheduleRuntime):
         row = self.pipeline_order[self.rank]
         with ExitStack() as around:
             around.enter_context(self.position.follow(self))
+            if not profiler_is_on():
+                around.enter_context(replaced(pipelining_schedules, **_WITHOUT_RANGES))
             for work in works:
                 place = work.stage.stage_index, _ComputationType.FULL_BACKWARD
                 work.whole = frozenset(each[2] for each in row if each and each[:2] == place)
@@ -146,6 +149,16 @@ class OwnRuntime(_PipelineScheduleRuntime):
         self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *args: Any, **kwargs: Any
     ) -> None:
         self.run_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **kwargs)
+
+
+# torch's executor opens a profiler's range for each action, also while no profiler runs: a tenth of the host's time.
+_NO_RANGE = nullcontext()
+_WITHOUT_RANGES: dict[str, Callable[..., Any]] = {
+    "record_function": lambda name: _NO_RANGE,
+    "_get_profiler_function_name": lambda action: "",
+}
+if not all(hasattr(pipelining_schedules, name) for name in _WITHOUT_RANGES):  # another version names them otherwise
+    _WITHOUT_RANGES.clear()
 
 
 class _StepIsVoidError(Exception):

@@ -98,7 +98,7 @@ def find_memory(tensor: Tensor) -> tuple[int | None, int, int, bool]:
     `is_torchs_own`."""
     # A view keeps its base alive, so it counts for two.
     # No storage for tensors that hide it, such as results of pending collectives.
-    tensor = _local(tensor)
+    tensor = tensor if type(tensor) is Tensor else _local(tensor)
     number = 1 if tensor._base is None else 2
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:
         return None, number, 0, True

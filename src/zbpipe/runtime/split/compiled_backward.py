@@ -126,10 +126,23 @@ class Part(NamedTuple):
     """Whether `graph` returns two matrices, whose product is the gradient."""
     factors: tuple[int, ...]
     """Places of the arguments of `graph` among the factors."""
+    is_static: bool
+    """Whether the gradients have the same shape in each microbatch."""
+
+    # No factor requires a gradient, so `torch.no_grad`, which takes as long as a product, would change nothing.
 
     def run(self, *factors: Any) -> Any:
-        with without_autocast(), torch.no_grad():
-            return self.graph(*factors)
+        with without_autocast():
+            return self.graph.forward(*factors)  # without what a call of a module does around it
+
+    def compute(self, *factors: Any) -> list[Tensor]:
+        """All gradients."""
+        with without_autocast():
+            found = self.graph.forward(*factors)
+            if self.is_one_product:
+                return [found[0].mm(found[1])]
+            # Those of one product share its memory, to which the next microbatch adds.
+            return list(found) if len(found) == 1 else [each.clone() for each in found]
 
 
 class _WeightGradient:
@@ -145,14 +158,8 @@ class _WeightGradient:
         """The two matrices whose product is the gradient."""
 
     def __call__(self, *factors: Any) -> Tensor:
-        if self.as_matrices is not None:
-            one, other = self.as_matrices(*factors)
-            with without_autocast():
-                return one.mm(other)
         if self._number not in self._kept:
-            found = self._part.run(*factors)
-            # Those of one product share its memory, to which the next microbatch adds.
-            self._kept.update(enumerate(found if len(found) == 1 else [each.clone() for each in found]))
+            self._kept.update(enumerate(self._part.compute(*factors)))
         return self._kept.pop(self._number)
 
 
@@ -188,12 +195,15 @@ class _Backward:
         results = list(_run_boxed(self._run, args))
         results, factors = results[: self._number], results[self._number :]
         for part in self._parts:
-            own = [each.detach() if isinstance(each, Tensor) else each for each in (factors[n] for n in part.factors)]
+            own = [factors[number] for number in part.factors]
+            if not (mode.defers and part.is_static):
+                for gradient, found in zip(part.gradients, part.compute(*own), strict=True):
+                    results[gradient.place] = found
+                continue
+            own = [each.detach() if isinstance(each, Tensor) else each for each in own]
             kept: dict[int, Tensor] = {}
             for number, (place, _, like, _) in enumerate(part.gradients):
-                run = _WeightGradient(part, number, kept)
-                is_static = all(isinstance(size, int) for size in (*like.shape, *like.stride()))
-                results[place] = postpone(run, own, like) if mode.defers and is_static else run(*own)
+                results[place] = postpone(_WeightGradient(part, number, kept), own, like)
         return results
 
 
@@ -243,7 +253,10 @@ def _cut(module: GraphModule, weights: Collection[int], of_weights: Collection[s
             for place, size in zip(group, elements, strict=True)
         ]
         own = tuple([factors.setdefault(node, len(factors)) for node in each.factors])
-        parts.append(Part(tuple(gradients), *_extract(module, [results[place] for place in group], each), own))
+        sizes = [size for gradient in gradients for size in (*gradient.like.shape, *gradient.like.stride())]
+        is_static = all(isinstance(size, int) for size in sizes)
+        extracted = _extract(module, [results[place] for place in group], each)
+        parts.append(Part(tuple(gradients), *extracted, own, is_static))
         for place in group:
             results[place] = None
     number = len(results)

@@ -473,4 +473,4 @@ for _function in (_DeferredWhole, _DeferredProduct):
 
 def _detach(*tensors: Tensor) -> list[Tensor]:
     """The tensors, detached: x would keep its graph alive until W, and others may hold dY."""
-    return [each if torch.is_grad_enabled() else each.detach() for each in tensors]
+    return list(tensors) if torch.is_grad_enabled() else [each.detach() for each in tensors]

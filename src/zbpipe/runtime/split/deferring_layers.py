@@ -177,9 +177,9 @@ def _rebind(function: object, layer: nn.Module, forward: MethodType, seen: froze
 
 
 def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:
-    if torch.compiler.is_compiling() or deferral_of(layer).gradients.are_whole:
+    deferral: Deferral
+    if torch.compiler.is_compiling() or (deferral := layer.__dict__[_ATTRIBUTE]).gradients.are_whole:
         return F.linear(input, layer.weight, layer.bias)
-    deferral: Deferral = layer.__dict__[_ATTRIBUTE]
     return deferral.multiply(F.linear, (input, layer.weight, layer.bias), {})  # type: ignore[no-any-return]
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from zbpipe.runtime._torch import autograd, compiler
-from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime.split import compiled_backward, lazy_products, sources
 from zbpipe.runtime.split.products import NONE, ExtraArguments, PendingGradient, WeightProduct
 from zbpipe.runtime.split.weight_gradients import WeightGradients
@@ -91,8 +90,11 @@ class _Backward:
 
     def _run(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
         if lazy_products.is_compiled(node):
-            with replaced(compiled_backward.mode, defers=True):
+            compiled_backward.mode.defers = True
+            try:
                 return lazy_products.run_own_backward(node, gradients)
+            finally:
+                compiled_backward.mode.defers = False
         try:
             return lazy_products.run_without_products(node, gradients, self.weights)
         except torch.OutOfMemoryError:
@@ -107,15 +109,19 @@ class _Backward:
 
     def _defer(self, gradient: Tensor, weight: lazy_products.Weight) -> bool:
         """Whether W computes the gradient, or nobody."""
-        if gradient.shape != sources.find_shape(weight.edge):  # autograd sums what is larger
-            return False
-        recipe = lazy_products.Recipe(gradient, self._memory)
-        # W cannot if it needs a weight that FSDP may free before.
-        if not recipe.flops or (recipe.weights and self.deferral.is_sharded) or len(recipe.tensors) < 2:
-            return False
         target: Tensor | GradientEdge = weight.edge
         if getattr(weight.edge.node, "variable", None) is weight.leaf and type(weight.leaf) in sources.PLAIN:
             target = weight.leaf
+        if gradient.shape != sources.find_shape(target):  # autograd sums what is larger
+            return False
+        recipe: lazy_products.Recipe | lazy_products.Postponed
+        if isinstance(gradient, lazy_products.LazyTensor) and gradient.is_of_others_than(self._memory):
+            recipe = lazy_products.Postponed(gradient)  # as a recipe, in less host time
+        else:
+            recipe = lazy_products.Recipe(gradient, self._memory)
+        # W cannot if it needs a weight that FSDP may free before.
+        if not recipe.flops or (recipe.weights and self.deferral.is_sharded) or len(recipe.tensors) < 2:
+            return False
         product = _Replay(recipe)
         (x, dy, *more), recipe.tensors = recipe.tensors, []
         inner = recipe.flops / 2 / max(dy.numel(), 1)
@@ -127,7 +133,7 @@ class _Backward:
 class _Replay(WeightProduct):
     """The products of a Function's backward for one weight."""
 
-    def __init__(self, recipe: lazy_products.Recipe) -> None:
+    def __init__(self, recipe: lazy_products.Recipe | lazy_products.Postponed) -> None:
         # Made in I, where autograd waits: without a look at signatures.
         self.recipe = recipe
         matrices = recipe.as_matrices

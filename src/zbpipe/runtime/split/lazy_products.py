@@ -24,7 +24,7 @@ from zbpipe.runtime._torch import autograd
 from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.autograd import function_of, is_wrapper, schema_of
 from zbpipe.runtime._torch.tensor_data import storage_of, version_of
-from zbpipe.runtime.split.sources import find_leaf_behind, find_shape, number_edges, passes_on
+from zbpipe.runtime.split.sources import PLAIN, find_leaf_behind, find_shape, number_edges, passes_on
 
 _MOST_NODES = 1000
 """Limit of nodes of a layer among which Functions are looked for."""
@@ -61,7 +61,8 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, call: _Call, within: LazyProducts | None) -> LazyTensor:
-        tensors = _list_tensors((call.args, call.kwargs))
+        is_flat = within is None and not call.kwargs
+        tensors = [each for each in call.args if isinstance(each, Tensor)] if is_flat else _list_tensors(call[1:3])
         device = max(tensors, key=Tensor.dim).device  # a number may be on the CPU
         options: dict[str, Any] = {"strides": like.stride(), "dtype": like.dtype, "device": device}
         made: LazyTensor = autograd.make_wrapper(cls, like.shape, **options)
@@ -89,6 +90,11 @@ class LazyTensor(Tensor):
     def data_ptr(self) -> int:  # for kernels that are not torch's, which may write
         _compute_all([self])
         return self.now().data_ptr()
+
+    def is_of_others_than(self, memory: Collection[int]) -> bool:
+        """Whether it is a postponed call of plain tensors alone, none of them in this memory."""
+        is_postponed = self.within is None and self.value is None and self.call.is_product
+        return is_postponed and all(type(each) is Tensor and storage_of(each) not in memory for each in self.call.args)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -351,6 +357,23 @@ class Recipe:
         return result
 
 
+class Postponed:
+    """A `Recipe` of one postponed call, whose arguments are its tensors."""
+
+    weights: Sequence[tuple[Tensor, int]] = ()
+
+    def __init__(self, lazy: LazyTensor) -> None:
+        function: Any = lazy.call.function
+        self.as_matrices: Callable[..., tuple[Tensor, Tensor]] | None = function.as_matrices
+        self.flops: float = function.flops
+        self._function = function
+        self.tensors: list[Tensor] = lazy.call.args
+        self.versions = [version for _, version in lazy.operands]
+
+    def run(self, tensors: Sequence[Tensor]) -> Tensor:
+        return cast(Tensor, self._function(*tensors))
+
+
 def _count_flops(call: _Call) -> float:
     if (known := getattr(call.function, "flops", None)) is not None:
         return float(known)
@@ -467,9 +490,9 @@ class Weight(NamedTuple):
 
 def list_weights(node: Any, owns: Callable[[Tensor], bool]) -> list[Weight]:
     """The inputs of a Function that belong to leaves that `owns` accepts."""
-    found = []
+    found, edges = [], node.next_functions  # a new tuple each time
     for place, number in number_edges(node).items():
-        edge = node.next_functions[number]
+        edge = edges[number]
         leaf = find_leaf_behind(edge[0])
         if leaf is not None and owns(leaf):
             found.append(Weight(place, number, leaf, GradientEdge(*edge)))
@@ -493,7 +516,7 @@ def list_memory(tensors: Iterable[Any]) -> set[int]:
     """The storages of plain tensors and of tensors that wrap them."""
     found: set[int] = set()
     for each in tensors:
-        if is_wrapper(each):
+        if type(each) not in PLAIN and is_wrapper(each):
             names, _ = each.__tensor_flatten__()
             found |= list_memory(getattr(each, name) for name in names)
         elif isinstance(each, Tensor) and not isinstance(each, LazyTensor) and each.layout is torch.strided:

@@ -233,9 +233,12 @@ def find_leaf(tensor: Tensor | GradientEdge | Part | Made) -> Tensor | None:
 
 def find_leaf_behind(node: Node | None) -> Tensor | None:
     """The leaf to which `node` passes a gradient on without saved tensors."""
-    while node is not None and passes_on(node):
+    while node is not None:
+        leaf = cast(Tensor | None, getattr(node, "variable", None))
+        if leaf is not None or not passes_on(node):
+            return leaf
         node = node.next_functions[0][0]
-    return cast(Tensor | None, getattr(node, "variable", None))
+    return None
 
 
 def number_edges(node: Any) -> dict[int, int]:

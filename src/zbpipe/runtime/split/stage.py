@@ -230,6 +230,8 @@ class SplitWork(OwnWork):
         self.deferred: dict[int, list[PendingGradient]] = {}
         """Gradients deferred by each microbatch's I, until its W."""
         self._is_sharded = False
+        self._summed: Sequence[Any] | None = None
+        """FSDP2's parameters with sums outside `.grad`, from this step's first W on: to list them takes a while."""
         self._delaying: Sequence[nn.Module] = ()
         """Layers that delay their weight gradients themselves."""
         self.num_split = 0
@@ -274,8 +276,11 @@ class SplitWork(OwnWork):
         return output
 
     def _run(self, kind: str, microbatch: int, compute: Callable[[], Any]) -> Any:
-        with replaced(self.gradients, are_whole=self._leaves_whole and microbatch in self.whole):
+        self.gradients.are_whole = self._leaves_whole and microbatch in self.whole
+        try:
             return super()._run(kind, microbatch, compute)
+        finally:
+            self.gradients.are_whole = False
 
     def input_gradient(self, microbatch: int, loss: Tensor | None) -> None:
         if not self.stage.has_backward:
@@ -311,7 +316,9 @@ class SplitWork(OwnWork):
             return
         pending, module = self.deferred.pop(microbatch), self.stage.submod
         self._require_unchanged(microbatch, pending, "between I and W")
-        if self._is_sharded and (sums := fsdp2.find_separate_sums(module)):
+        if self._is_sharded and self._summed is None:
+            self._summed = fsdp2.list_with_separate_sums(module)
+        if self._summed and (sums := fsdp2.find_separate_sums(self._summed)):
             for gradient in pending:
                 gradient.fsdp_sum = sums.get(id(sources.find_leaf(gradient.weight)))
         if is_last and self.reduces_early:
@@ -319,8 +326,7 @@ class SplitWork(OwnWork):
             yield from accumulate_and_reduce(module, pending)
             return
         yield from accumulate(pending)
-        if self._is_sharded:
-            fsdp2.settle_gradients(module)
+        fsdp2.settle(self._summed or ())
         if own := self.own_backward:
             nothing: dict[str, Any] = {"stage_output": (), "param_groups": []}
             self.stage.backward_maybe_with_nosync("weight", nothing, last_backward=is_last)
@@ -349,6 +355,7 @@ class SplitWork(OwnWork):
         self.deferred.clear()
         forget(self._delaying)
         self._is_scaled = False
+        self._summed = None
         # Layers learn from the first I. Under autocast, layers that defer share casts of x.
         self._leaves_whole = self._is_settled and not autograd.any_autocast()
         if self.stage.has_backward:
