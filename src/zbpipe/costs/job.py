@@ -1,6 +1,6 @@
 """Costs of a job: its stages or layers, their placement, the transport of its messages, and memory limits.
 
-`MemoryLimit` is the one type for memory limits, which every function, option and file parses here.
+Every function, option and file parses its memory limit by `MemoryLimit`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,6 @@ class MemoryLimit:
         return cls(amounts, units[0], written)
 
     def require_ranks(self, ranks: int) -> None:
-        """Raise for a list with another number of limits."""
         if isinstance(self.amount, tuple) and len(self.amount) != ranks:
             raise ValueError(
                 f"memory_limit = {self.written!r} has to be one number or one for each rank, got {len(self.amount)} for"
@@ -99,7 +98,7 @@ class MemoryLimit:
             )
 
     def resolve(self, costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> tuple[float, ...]:
-        """Memory limit of each rank, in the unit of the costs' activations. ValueError if that is impossible."""
+        """Memory limit of each rank, in the unit of the costs' activations. ValueError if the costs do not give it."""
         self.require_ranks(ranks)
         amounts = self.amount if isinstance(self.amount, tuple) else (self.amount,) * ranks
         factor = self._factor(costs, ranks, microbatches) if self.unit else 1.0
@@ -107,7 +106,7 @@ class MemoryLimit:
 
     @contextmanager
     def explain(self, costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> Iterator[None]:
-        """The error for a limit that is too small, converted to the unit of this limit."""
+        """Convert the error for a limit that is too small to the unit of this limit."""
         try:
             yield
         except LimitTooSmallError as error:
@@ -123,7 +122,6 @@ class MemoryLimit:
             suffix = f" {suffix}" if self.unit == "microbatches" else suffix
 
             def spell(amount: float) -> str:
-                """Rounded up to four digits."""
                 digits = 3 - floor(log10(amount)) if amount > 0 else 0
                 return f"{ceil(amount * 10.0**digits * (1 - 1e-9)) / 10.0**digits:.6g}{suffix}"
 
@@ -171,7 +169,7 @@ MemoryLimitLike = MemoryLimit | float | str | Sequence[float | str]
 
 
 def one_stage_a_rank(costs: CostModel | LayerCosts | CostsOf, ranks: int) -> CostModel:
-    """Costs of 1F1B's stages: neighbouring stages joined, or TorchTitan's even split of the layers."""
+    """Costs of 1F1B's stages: joined neighbouring stages, or TorchTitan's even split of the layers."""
     if isinstance(costs, CostModel):
         return merge_stages(costs, ranks)
     return (costs.even if isinstance(costs, LayerCosts) else costs)(Placement.loop(ranks))
@@ -191,7 +189,7 @@ def memory_of_1f1b(costs: CostModel | LayerCosts | CostsOf, ranks: int, microbat
 
 
 def _parse(given: object) -> tuple[float, _Unit, object]:
-    """The amount, its unit, and its form in files, which have no infinite numbers."""
+    """The amount, its unit, and its form in files (which have no infinite numbers)."""
     match = _WRITTEN.fullmatch(given) if isinstance(given, str) else None
     suffix = (match[2] or "").lower() if match else ""
     refusal = f"memory_limit = {given!r} is not a number: write {SPELLINGS}"
@@ -221,8 +219,8 @@ def least_room(placement: Placement, costs: CostModel) -> tuple[float, ...]:
 
 
 class LimitTooSmallError(ValueError):
-    """Error for a memory limit that cannot hold even one microbatch. Its arguments, which pickle copies: the limit and
-    the least sufficient one (numbers, or text in the user's unit), the rank, and an addition to the message."""
+    """A memory limit cannot hold even one microbatch. Arguments, which pickle copies: the limit and the least
+    sufficient one (numbers, or text in the user's unit), the rank, and an addition to the message."""
 
     def __str__(self) -> str:
         limit, least, rank, more = self.args
@@ -234,7 +232,7 @@ class LimitTooSmallError(ValueError):
 
 
 def require_room(placement: Placement, costs: CostModel, limits: Sequence[float], more: str = "") -> None:
-    """Raise LimitTooSmallError, with `more` in its message, if a limit of a rank is too small for one microbatch."""
+    """Raise LimitTooSmallError, with `more` in its message, if a rank's limit is too small for one microbatch."""
     least = least_room(placement, costs)
     if short := [rank for rank, needed in enumerate(least) if not limits[rank] >= needed * (1 - ROUNDING)]:
         rank = max(short, key=least.__getitem__)
@@ -252,7 +250,7 @@ def most_room(placement: Placement, costs: CostModel, num_microbatches: int) -> 
 
 
 ENOUGH = 0.8
-"""Share of weight gradients in W below which people are warned."""
+"""Warn below this share of weight gradients in W."""
 
 
 @dataclass(frozen=True)
