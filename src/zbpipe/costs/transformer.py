@@ -180,8 +180,8 @@ def typical_costs(
         >>> costs.of(0, OpKind.W).frees / costs.activations[0]
         17.0
 
-    `times`: seconds of F, I and W of one microbatch on a rank, by default `typical_times`. `comm`: seconds of a message.
-    `tensor`: degree of tensor parallelism. `host`: a link with bandwidth in this unit of memory per second.
+    `times`: seconds of F, I and W of one microbatch on a rank (default: `typical_times`). `comm`: seconds of a
+    message. `tensor`: degree of TP. `host`: a link with bandwidth in this unit of memory per second.
     """
     checkpointing = Checkpointing.parse(checkpointing)
     block, kept = LLAMA_3_8B, LLAMA_3_8B.kept_by_f(checkpointing, tensor)

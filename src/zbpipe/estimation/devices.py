@@ -166,7 +166,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType({name: _device(name) for name i
 
 
 def find(name: str | Device) -> Device:
-    """The device with this name, in any case, or a Device itself. ValueError with the known names for an unknown one."""
+    """The device with this name, in any case, or itself. The ValueError for unknown names lists the known ones."""
     if isinstance(name, Device):
         return name
     if not isinstance(name, str):

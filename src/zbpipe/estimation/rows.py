@@ -167,7 +167,7 @@ class Estimate:
 
     @property
     def advice(self) -> Advice | None:
-        """The answer: keep the schedule, change it, or drop the pipeline. None without a pipeline, or if nothing fits."""
+        """The answer: keep the schedule, change it, or drop the pipeline. None without a pipeline or a fitting row."""
         own, best, fsdp = self.own, self.best, self.without_pipeline
         fsdp = fsdp if fsdp and fsdp.fits and self.workload.degrees.pipeline > 1 else None
         if fsdp and (best is None or answer(best, fsdp) is Answer.NO):

@@ -22,14 +22,14 @@ ON_META = (RuntimeError, NotImplementedError, TypeError)
 _IN_BLOCK = 4
 """Collectives of tensor parallelism in a block: two gather the sequence, two scatter it."""
 _AGAIN = {Checkpointing.NONE: 0, Checkpointing.SELECTIVE: 2, Checkpointing.FULL: 4}
-"""Number of these that I repeats: selective checkpointing keeps the scattered results."""
+"""Number of these that I repeats; selective checkpointing keeps the scattered results."""
 _BF16 = 2
 
 
 def products(module: nn.Module, *, recurse: bool = True) -> float:
-    """Number of weight elements with which each token is multiplied. Only the experts that a token visits count.
+    """Weight elements with which each token is multiplied. Only the experts that a token visits count.
 
-    Without `recurse`, parts of the module do not count.
+    Without `recurse`, submodules do not count.
 
     >>> products(nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 16), nn.LayerNorm(16)))
     128.0
@@ -52,7 +52,7 @@ _GROUPED = 3
 
 
 def by_products(products: float, tokens: int, how: Checkpointing, attention: float = 0.0) -> Operations:
-    """Operations counted by products: two per weight with which a token is multiplied. Attention has none in W."""
+    """Operations for this number of weights per token: two each. Attention has none in W."""
     forward, in_f = 2 * products * tokens, 2 * attention * tokens
     in_i = (2.5 + (how is Checkpointing.FULL)) * in_f
     again = 1 + LLAMA_3_8B.recomputed(how)
@@ -60,10 +60,10 @@ def by_products(products: float, tokens: int, how: Checkpointing, attention: flo
 
 
 class Shape(NamedTuple):
-    """A layer's numbers that are not in its operations."""
+    """Numbers of a layer that its operations do not show."""
 
     products: float = 0.0
-    """Number of weights with which each token is multiplied. Only the experts that a token visits count."""
+    """Weight elements with which each token is multiplied. Only the experts that a token visits count."""
     heads_share: float = 0.5
     """Key-value heads per query head."""
     experts_per_token: int = 0
@@ -85,10 +85,8 @@ def shape_of(block: nn.Module) -> Shape:
 
 
 def as_block(work: LayerWork, shape: Shape, dim: int, tokens: int, how: Checkpointing, compiled: bool) -> LayerWork:
-    """A block's work with all that is no product: communication, norms and activation functions.
-
-    `dim` is the width of the hidden states.
-    """
+    """A block's work with everything besides products: communication, norms and activation functions. `dim` is the
+    width of the hidden states."""
     in_f, in_i = as_llama(dim, shape).traffic(how, compiled)
     return replace(
         work,
@@ -102,7 +100,7 @@ def as_block(work: LayerWork, shape: Shape, dim: int, tokens: int, how: Checkpoi
 
 
 def as_llama(dim: int, shape: Shape, **style: Any) -> Block:
-    """A Llama block of the same width, with as many weights per token."""
+    """A Llama block of the same width with as many weights per token."""
     keys_and_values = round(2 * dim * shape.heads_share)
     hidden = max(shape.products - dim * (2 * dim + keys_and_values), 0) / (3 * dim)
     return Block(dim, dim, keys_and_values, round(hidden), **style)

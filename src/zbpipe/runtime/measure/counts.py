@@ -34,7 +34,7 @@ class Operations:
     in_i: float = 0.0
     """FLOPs of weight gradients that I computes, a part of `i`."""
     attention: tuple[float, float] = (0.0, 0.0)
-    """FLOPs of F and of I that attention takes."""
+    """FLOPs of attention in F and in I."""
 
 
 def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations:
@@ -54,7 +54,7 @@ def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations
 
     Raises:
         RuntimeError, NotImplementedError: the module does something that meta tensors do not support, such as reading
-        values.
+            values.
     """
     gradients = WeightGradients()
     defer_weights(module, gradients)
