@@ -26,7 +26,6 @@ titan_arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, 
 
 @dataclass(frozen=True)
 class JobOptions:
-
     layers: Path | None
     hf: Path | None
     gpus: int | None

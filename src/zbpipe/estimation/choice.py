@@ -44,7 +44,6 @@ class Cut(Protocol):
 
 
 class Choice(NamedTuple):
-
     algorithm: Algorithm
     placement: Placement
     words: str = ""

@@ -23,7 +23,6 @@ _REDUCED = 4.0
 
 
 class Sharded(NamedTuple):
-
     seconds: float
     exposed: float
     """Seconds of the step in which only communication runs."""

@@ -106,7 +106,6 @@ class Step:
 
 @dataclass(frozen=True)
 class Advice:
-
     verb: str
     """"keep", "change to" or "drop the pipeline"."""
     step: Step

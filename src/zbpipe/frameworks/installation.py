@@ -96,7 +96,6 @@ logger = logging.getLogger(__name__)
 
 
 class _Installation:
-
     def __init__(self, schedule: str | None, everywhere: bool, options: Options, torchs_too: bool) -> None:
         self.torchs = schedules.get_schedule_class
         self.replacement = self.get_schedule_class

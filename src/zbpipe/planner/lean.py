@@ -56,7 +56,6 @@ def fit_within(schedule: Schedule, costs: CostModel, limits: Sequence[float]) ->
 
 
 class _Row:
-
     def __init__(self, costs: CostModel, limit: float) -> None:
         self._costs, self._limit = costs, limit
         self._ops: list[Op] = []

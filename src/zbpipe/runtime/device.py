@@ -32,7 +32,6 @@ class Stream(Protocol):
 
 
 class Accelerator:
-
     smallest_copy = 2**16
     """Smallest storage worth a copy to the host, in bytes."""
 

@@ -21,7 +21,6 @@ from zbpipe.simulator.simulation import best_receives, simulate
 
 @dataclass
 class Lowered:
-
     schedule: Schedule
     lists: pipelining.Lists
     receives: Receives

@@ -26,7 +26,6 @@ Storages = Sequence[torch.UntypedStorage]
 
 @dataclass(slots=True)
 class HostCopy:
-
     storages: Storages
     """Storages on the device, of zero bytes while only the host copy exists."""
     sizes: tuple[int, ...]

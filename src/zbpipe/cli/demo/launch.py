@@ -21,7 +21,6 @@ METRICS = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class JobOutcome:
-
     steps: tuple[dict[str, Any], ...]
     """TorchTitan's metrics, one dict per step."""
     error: str | None

@@ -29,7 +29,6 @@ modules by stage."""
 
 
 class Model(NamedTuple):
-
     module: nn.Module
     """The whole model; it may be on the meta device."""
     config: Any

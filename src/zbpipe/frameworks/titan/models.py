@@ -68,7 +68,6 @@ def _list_configs(module: str) -> Iterator[str]:
 
 
 class Sizes(NamedTuple):
-
     computed: int
     """Bytes per number of an activation."""
     parameters: ParameterBytes

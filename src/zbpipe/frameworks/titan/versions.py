@@ -24,7 +24,6 @@ WAY_WITHOUT_NAMES = (
 
 @dataclass(frozen=True)
 class Version:
-
     name: str
     shown_by: tuple[str, str]
     """A source file, and a name in it that no other version has."""

@@ -356,7 +356,6 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 
 class _Cut:
-
     def __init__(self, model: nn.Module, anatomy: Anatomy, microbatches: int, how: Checkpointing) -> None:
         self._name = type(model).__name__
         blocks = [products(block) for block in model.get_submodule(anatomy.blocks).children()]

@@ -26,7 +26,6 @@ _SMALL_COPY, _LARGE_COPY = 1 << 16, 1 << 25
 
 
 class Communication(NamedTuple):
-
     links: Links
     collectives: Mapping[tuple[int, str], float]
     """Seconds of FSDP2's collectives, by stage and kind ("gather", "reduce")."""

@@ -37,7 +37,6 @@ WARM_UP = 1
 
 @dataclass(frozen=True)
 class RankTable:
-
     seconds: Mapping[tuple[int, str], float]
     """Median time over microbatches and steps, by stage and kind of op or collective."""
     kept: Mapping[tuple[int, str], int]

@@ -303,12 +303,12 @@ def _as_tuple(given: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
 
 
 def _refuse_scalers(*where: object) -> None:
-    """Refuse gradient scalers: scaled gradients would be clipped and stepped."""
+    """Refuse gradient scalers, because scaled gradients would be clipped and stepped."""
     for each in where:
         function = unwrap(each) if callable(each) else each
         used = [getattr(function, "__self__", function)]
         if isfunction(function):
-            with suppress(ValueError):  # a variable of its closure that is still unset
+            with suppress(ValueError):  # a closure variable that is still unset
                 known = getclosurevars(function)
                 used += [*known.nonlocals.values(), *known.globals.values()]
         if any(isinstance(one, torch.amp.GradScaler) and one.is_enabled() for one in used):
@@ -321,8 +321,8 @@ def _refuse_schedulers_with_arguments(schedulers: Sequence[Scheduler]) -> None:
             signature(each.step).bind()
         except (AttributeError, TypeError) as error:
             raise ValueError(
-                f"OptimizerStep steps learning rates without an argument, and cannot step {each!r} ({error}): leave it"
-                " out of lr_schedulers, and step it yourself after step.finish()"
+                f"OptimizerStep steps learning rates without an argument, and cannot step {each!r} ({error}): omit it"
+                " from lr_schedulers, and step it yourself after step.finish()"
             ) from error
 
 
