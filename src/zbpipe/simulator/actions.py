@@ -1,8 +1,8 @@
 """The actions of torch's tables with communication.
 
 A cell is an action in torch's form: the compute ops, and `0SEND_F1`, `1RECV_F1`, `0WAIT_SEND_F1`, `0UNSHARD`, ... A
-send does not block its rank. A receive waits for its send, and a wait for a send waits for the receive. Messages carry no
-tags, so a rank has to receive them in the order of the other rank's sends.
+send does not block its rank. A receive waits for its send, and a wait for a send waits for the receive. Messages carry
+no tags, so a rank has to receive them in the order of the other rank's sends.
 """
 
 from __future__ import annotations

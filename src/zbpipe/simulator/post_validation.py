@@ -2,8 +2,8 @@
 
 A rank that is done steps its optimizer and begins the next step. When the other ranks are done, too, the norm of all
 gradients is known. That is the validation, at a fixed place in each rank's list (Zero Bubble Pipeline Parallelism,
-arXiv 2401.10241, section 4: post-validation). If the gradients should have been clipped, the rank discards the ops that ran
-ahead, steps again, and runs its list again.
+arXiv 2401.10241, section 4: post-validation). If the gradients should have been clipped, the rank discards the ops that
+ran ahead, steps again, and runs its list again.
 
 Only forwards run ahead, and none of the last stage, because they change no gradient and no loss. A message is received
 early only if it was sent early, so on failure a rank knows which messages come.
