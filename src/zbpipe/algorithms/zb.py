@@ -48,7 +48,6 @@ _MOST_SEARCHED, _MOST_TWICE = 6_000, 24_000
 """Most ops for a search from the best fillings; and on a V, if these are far from the bound, for a second search from
 the papers' schedules. Larger searches take seconds and gain next to nothing."""
 _FAR = 1.03
-"""A schedule this much longer than the lower bound is far from it."""
 _SEEDS = 3
 """Number of filled orders from which the search starts."""
 _MOST_WITH_QUEUES = 3
@@ -204,7 +203,6 @@ def find_best(
 
 
 def is_searched(placement: Placement, microbatches: int, most: int = _MOST_SEARCHED) -> bool:
-    """Whether the schedule has few enough ops for a search."""
     return 3 * placement.num_stages * microbatches <= most
 
 

@@ -88,7 +88,6 @@ def parse_with(parse: Callable[[Any], Any]) -> Callable[[click.Context, click.Pa
 
 
 def options(*options: Callable[[_Function], _Function]) -> Callable[[_Function], _Function]:
-    """Several options as one decorator, in the order in which `--help` lists them."""
 
     def add(command: _Function) -> _Function:
         for option in reversed(options):
@@ -125,7 +124,6 @@ COUNT.name = "whole number"
 
 
 def complete_name(context: click.Context, option: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Shell completions: names of schedules, in any case, and files."""
     fitting = [each for name, each in schedules().items() if name.startswith(typed.lower())]
     files = [CompletionItem(typed, type="file")] if typed else []
     return [*(CompletionItem(each.name, help=each.summary) for each in fitting), *files]

@@ -64,7 +64,6 @@ def _few(found: Estimate, named: Collection[str]) -> list[Step]:
 
 
 def _answer(found: Estimate) -> Iterator[str]:
-    """One sentence, and the option to type."""
     advice = found.advice
     if advice is None:
         why = "No schedule that can run fits" if found.workload.degrees.pipeline > 1 else "This job has no pipeline"
@@ -174,7 +173,6 @@ def _row(found: Estimate, step: Step) -> dict[str, Any]:
 
 
 def rank_lines(found: JobMemory) -> Iterator[str]:
-    """A table with the memory of each rank, and the devices that are large enough."""
     ranks = enumerate(zip(found.parameters, found.memories, strict=True))
     rows = [
         (str(rank), f"{count / 1e9:.2f}B", *(_gib(getattr(memory, part)) for part in _PARTS), _gib(memory.total))

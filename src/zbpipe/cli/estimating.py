@@ -107,7 +107,6 @@ def estimate(
 
 
 def _write(found: Estimate, name: str | None, output: Path) -> None:
-    """Write the row of this schedule, or the best that fits."""
     named = (step for step in found.steps if name and step.schedule.lower() == name.lower())
     step = found.best if name is None else next(named, None)
     if step is None or step.timeline is None:

@@ -98,7 +98,6 @@ def plan(context: click.Context, /, *, costs: Costs, output: Path | None, as_jso
 
 
 def _complete(context: click.Context, costs: Costs, asked: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `zbpipe.plan` from the command line."""
     job = costs.job
     if job is not None and job.placement is not None and asked["placements"]:
         raise click.UsageError(f"--placement and the rank_of in {costs.file} exclude each other: omit one", context)

@@ -73,7 +73,6 @@ class Costs:
         return found
 
     def transport(self, chosen: Transport | None) -> Transport:
-        """The transport on the command line, else the cost file's."""
         return chosen or (self.job and self.job.transport) or self.usual
 
     @property
@@ -133,7 +132,7 @@ def _from_file(file: Path, context: click.Context) -> Costs:
         "costs": ("--costs", "times"),
         "comm": ("--comm", "the times of messages"),
         "checkpointing": ("--checkpointing", "the memory of its checkpointing"),
-        "host": ("--host-bandwidth", "room for it, as bandwidth under [host]"),
+        "host": ("--host-bandwidth", "a key for it, bandwidth under [host]"),
     }
     for name, (option, what) in reasons.items():
         if is_given(context, name):
@@ -224,7 +223,6 @@ def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_
 
 
 def limit_option(what: str, spellings: str = SPELLINGS) -> Callable[[_Function], _Function]:
-    """--memory-limit, which takes these spellings."""
     return click.option(
         "--memory-limit", callback=parse_with(MemoryLimit.parse), metavar="X", help=f"{what}: {spellings}."
     )
@@ -236,8 +234,6 @@ fitted_limit_option = limit_option("Memory limit of a rank, for schedules that a
 
 @dataclass(frozen=True)
 class Request:
-    """One schedule, as the options of a command ask for it."""
-
     name: str
     """Name of a schedule, or path of a file."""
     ranks: int | None

@@ -31,7 +31,7 @@ from zbpipe.simulator.validation import validate as findings_of
 if TYPE_CHECKING:
     from zbpipe.views.report import Vary
 
-_IN_SHARES = f"{RELATIVE}, or a number in units of a rank's share of one microbatch"
+_IN_SHARES = f"{RELATIVE}, or a number of microbatches on one rank"
 
 
 @click.command("list", cls=Command)
@@ -110,7 +110,6 @@ def show(
 
 
 def _parse_jitter(text: str) -> Vary:
-    """A function that returns the step times of a timeline's schedule."""
     from zbpipe.simulator.jitter import Jitter, step_times
 
     jitter = Jitter.parse(text)

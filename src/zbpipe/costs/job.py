@@ -47,7 +47,7 @@ class MemoryLimit:
     - `"1.2x"`: multiple of the peak of 1F1B's worst rank under the same costs;
     - `"4 microbatches"`: multiple of an average rank's activations of one microbatch;
     - `"6.5GiB"`, also `KiB`, `MiB`, `KB`, `MB`, `GB` and `B`: for costs that are measured in bytes;
-    - a number in the unit of the costs' activations: bytes if measured, else a rank's share of one microbatch;
+    - a number in the unit of the costs' activations: bytes if measured, else one microbatch on one rank;
     - a list with one limit per rank, all of one unit.
     """
 

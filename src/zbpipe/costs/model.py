@@ -1,7 +1,7 @@
 """Costs of ops: seconds per stage for F, I and W, seconds per message, bytes of activations; transports of messages.
 
 All memory is in the unit of `CostModel.activations`: bytes if measured. In costs that are equal on every rank
-(`CostModel.uniform`) the unit is a rank's share of one microbatch, so 1F1B on p ranks holds p.
+(`CostModel.uniform`) the unit is the activations of one microbatch on one rank, so 1F1B on p ranks holds p.
 """
 
 from __future__ import annotations
@@ -117,7 +117,6 @@ class Link:
 
 
 Links = Mapping[tuple[int, int], Link]
-"""Links by (from rank, to rank)."""
 COLUMNS = ("f", "i", "w", "activations")
 """Fields with one number per stage or layer."""
 SENDS = ("SEND_F", "SEND_B")
@@ -313,7 +312,7 @@ class CostModel(CommonCosts):
     def uniform(
         cls, placement: Placement, f: float = 1.0, i: float = 1.0, w: float = 1.0, *, comm: float = 0.0, **others: Any
     ) -> CostModel:
-        """Equal costs on every rank. The unit of memory is a rank's share of one microbatch.
+        """Equal costs on every rank. The unit of memory is one microbatch's activations on one rank.
 
             >>> CostModel.uniform(Placement.v(1), w=0.5).w
             (0.25, 0.25)
@@ -385,7 +384,6 @@ class CostModel(CommonCosts):
         }
 
     def by_stage(self, given: float | tuple[float, ...]) -> tuple[float, ...]:
-        """A field's number for each stage."""
         return given if isinstance(given, tuple) else (given,) * self.num_stages
 
     def transfer(self, sender: int, receiver: int, message: float | None = None) -> float:

@@ -174,7 +174,7 @@ def typical_costs(
 ) -> CostModel:
     """Costs of a model of eight Llama 3 8B blocks per rank, without embedding and head, on this placement.
 
-    The unit of memory is the activations of a rank's share of one microbatch under this checkpointing.
+    The unit of memory is the activations of one microbatch on one rank under this checkpointing.
 
         >>> costs = typical_costs(Placement.v(4), "full")
         >>> costs.of(0, OpKind.W).frees / costs.activations[0]

@@ -27,7 +27,6 @@ from zbpipe.simulator.time_graph import TimeGraph, last_ends
 _GIVERS = 12
 """Number of stages, those with the most work, from which a layer may move."""
 _MOVES = 50
-"""Most layers that move."""
 _ROUNDS = 4
 """Most microbatches per rank that are simulated: more hardly change the best cut."""
 _SHORTER = 1 - 1e-6
@@ -35,12 +34,9 @@ _SHORTER = 1 - 1e-6
 
 
 class WorkloadCut:
-    """The stages of a workload on any placement."""
-
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.num_layers = sum(layer.is_block for layer in workload.layers)
-        """Number of blocks."""
         self.products = sum(layer.f for layer in workload.layers) / (2 * workload.tokens)
         times = zip(workload.layers, workload.times or _times_of_work(workload), strict=True)
         self.layers = LayerCosts(tuple(Layer(layer.modules, f, i, w, 0.0) for layer, (f, i, w) in times))
@@ -57,7 +53,6 @@ class WorkloadCut:
         return self._cut(placement)
 
     def work(self, placement: Placement) -> Work:
-        """F, I and W of each stage of zbpipe's cut."""
         return self.layers.times(self.split(placement))
 
     def usual_costs(self, algorithm: Algorithm, placement: Placement) -> CostModel | None:
@@ -75,7 +70,6 @@ def _times_of_work(workload: Workload) -> list[tuple[float, ...]]:
 
 
 def usual_times(workload: Workload) -> list[tuple[float, float, float]]:
-    """Seconds of F, I and W of each layer on a usual GPU."""
     costs = USUAL.layer_costs(workload)
     return list(zip(costs.f, costs.i, costs.w, strict=True))
 
@@ -115,7 +109,6 @@ def _move_layers(layers: LayerCosts, sizes: Sizes, schedule: Schedule) -> Sizes:
     }
 
     def steps(trials: Sequence[Sizes]) -> NDArray[np.floating[Any]]:
-        """The step for each of these sizes."""
         ends = np.cumsum(np.array(trials).T, axis=0)
         times = {str(kind): np.diff(each[ends], axis=0, prepend=0.0) for kind, each in until.items()}
         times["B"] = times["I"] + times["W"]

@@ -153,13 +153,10 @@ def _require_costs(costs: JobCosts, ranks: int) -> None:
 
 @dataclass
 class _Rows:
-    """Rows of an estimate, and the schedules that have none."""
-
     job: _Job
     steps: list[Step] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
     lighter: Step | None = None
-    """The shortest row that fits with a lighter checkpointing."""
 
     def add(self, name: str, make: Callable[..., Step], *args: Any, **about: Any) -> Step | None:
         try:
@@ -455,7 +452,6 @@ class _Job:
 
 
 def memories_by_rank(workload: Workload, timeline: Timeline, split: Split) -> Iterator[Memory]:
-    """Peak memory of each GPU, by rank."""
     placement = timeline.schedule.placement
     each = workload.parameter_bytes
     for own, held in zip(workload.held_by_rank(placement, split), peak_parts(timeline), strict=True):
@@ -487,7 +483,6 @@ class JobMemory:
 
     @property
     def fits(self) -> list[str]:
-        """Devices of the table with enough memory."""
         return [name for name, device in DEVICES.items() if self.worst <= device.usable_bytes]
 
 

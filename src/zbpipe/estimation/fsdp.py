@@ -66,7 +66,6 @@ def _round(workload: Workload, rates: Rates, costs: CostModel, size: int) -> Ite
 
 
 def _memory(workload: Workload, costs: CostModel, size: int) -> Memory:
-    """Memory of each GPU with `size` microbatches at a time."""
     each = workload.parameter_bytes
     whole = join_stages(costs, split_of((costs.num_stages,)))
     held = [workload.held([layer]) for layer in range(costs.num_stages)]

@@ -109,7 +109,6 @@ class Advice:
     verb: str
     """"keep", "change to" or "drop the pipeline"."""
     step: Step
-    """The recommended row."""
     sentence: str
     option: str
     """Options to add to the job's command. Empty if nothing changes."""

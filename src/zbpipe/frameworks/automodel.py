@@ -103,7 +103,6 @@ def _count_stages(
 def _stages_on_rank(
     algorithm: Algorithm, pp_rank: int, pp_size: int, num_stages: int, style: str = "loop"
 ) -> tuple[int, ...]:
-    """The stages on a rank. Takes AutoModel's arguments."""
     each = algorithm.stages_of_cut(pp_size, num_stages, "module_fqns_per_model_part lists")
     return algorithm.place(pp_size, each).stages_on(pp_rank)
 

@@ -121,7 +121,6 @@ def _require_offload(algorithm: Algorithm, options: Options, spell: checks.Spell
 
 
 def _require_stages(found: JobCosts, options: Options, placement: Placement, spell: checks.Spell = str) -> None:
-    """Refuse a cost file unless its stages have this placement."""
     named = f"{spell('costs_file')} {options.costs_file}"
     if not isinstance(found.costs, CostModel):
         raise ValueError(

@@ -100,7 +100,6 @@ def as_block(work: LayerWork, shape: Shape, dim: int, tokens: int, how: Checkpoi
 
 
 def as_llama(dim: int, shape: Shape, **style: Any) -> Block:
-    """A Llama block of the same width with as many weights per token."""
     keys_and_values = round(2 * dim * shape.heads_share)
     hidden = max(shape.products - dim * (2 * dim + keys_and_values), 0) / (3 * dim)
     return Block(dim, dim, keys_and_values, round(hidden), **style)
@@ -140,7 +139,6 @@ class CountedModel:
     embedding: CountedLayer
     blocks: tuple[CountedLayer, ...]
     head: CountedLayer
-    """Norm and head."""
     chunks: int = 0
     """Number of chunks in which the loss runs the head's whole backward in F; 0 if the head runs like any other
     layer."""
@@ -164,7 +162,6 @@ class CountedModel:
 
     @property
     def on_meta(self) -> bool:
-        """Whether all blocks ran on meta tensors."""
         return all(block.bytes is not None for block in self.blocks)
 
     def words(self, degrees: Degrees) -> str:
@@ -266,8 +263,6 @@ def count_parameters(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class _OnOneGpu:
-    """Bytes of the layers of one microbatch on one GPU."""
-
     counted: CountedModel
     tokens: int
     degrees: Degrees
@@ -332,7 +327,6 @@ class _OnOneGpu:
 
     @property
     def _hidden(self) -> int:
-        """Bytes of a hidden state."""
         return self.computed * self.tokens * self.counted.dim
 
     @property

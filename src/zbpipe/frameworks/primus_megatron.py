@@ -102,7 +102,9 @@ class Choice:
             transport=Transport.ONE_QUEUE,
         )
         if schedule.has_copies:
-            raise ValueError(f"{schedule.name} copies to the host, which zbpipe does not do in Primus: plan without")
+            raise ValueError(
+                f"{schedule.name} copies to the host, which zbpipe does not do in Primus: plan without offload"
+            )
         require_valid(schedule)
         for stage, rank in enumerate(placement.rank_of):  # Megatron's stages read their batches in sequence
             ran = [op.microbatch for op in schedule.ops[rank] if op.stage == stage and op.kind is OpKind.F]
@@ -214,7 +216,6 @@ def count_microbatches(params: Any) -> int | None:
 
 
 def class_of(choice: Choice) -> type:
-    """The schedule as a class for Primus' table of schedules."""
     base = import_module(f"{_SCHEDULER}.algorithms.base")
 
     class ZbpipeSchedule(base.PipelineScheduleAlgo):  # type: ignore[misc, name-defined]

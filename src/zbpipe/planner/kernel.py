@@ -21,7 +21,6 @@ Floats = list[float]
 Ints = list[int]
 
 NEVER = 1e300
-"""A time later than all others."""
 GONE = -1.0
 """Arrival time of a W that is part of a B."""
 
@@ -55,8 +54,6 @@ class Node:
 
 
 class Job(NamedTuple):
-    """The scheduling problem."""
-
     ranks: int
     microbatches: int
     merges: bool
@@ -384,7 +381,6 @@ def unfold(job: Job, codes: Ints) -> tuple[Ints, list[Linked]]:
 
 
 def fold(job: Job, lists: Lists) -> Ints:
-    """The order as numbers: the reverse of `unfold`."""
     codes, ops, microbatches = lists.order.copy(), lists.ops, job.microbatches
     for position in range(len(codes) if job.merges else 0):
         op = codes[position]
@@ -596,7 +592,6 @@ def take_out(lists: Lists, op: int, rank: int) -> None:
 
 
 def put_in(lists: Lists, op: int, anchor: int, rank: int) -> None:
-    """Insert an op into its rank's chain, after `anchor`."""
     ops = lists.ops
     follower = ops[anchor].after if anchor >= 0 else lists.first[rank]
     ops[op].before, ops[op].after = anchor, follower

@@ -46,7 +46,6 @@ class Problem:
         return self.with_fsdp or self.costs
 
     def bound(self, costs: CostModel) -> float:
-        """Lower bound of the objective with these costs, in seconds."""
         below = lower_bound.period_bound if self.by_period else lower_bound.lower_bound
         return below(self.placement, costs, self.num_microbatches, self.limits)
 
@@ -133,7 +132,6 @@ class Problem:
         )
 
     def schedule(self, name: str, order: Iterable[int]) -> Schedule:
-        """The schedule of this order."""
         rows: list[list[Op]] = [[] for _ in self.limits]
         for number in order:
             full, op = divmod(number, self.num_ops)

@@ -31,8 +31,6 @@ _MOST_BUDGET = 1e13
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of `zbpipe.plan`, checked."""
-
     ranks: int
     microbatches: int
     placements: Mapping[str, Placement]

@@ -46,8 +46,6 @@ _MOST_HEAT = 0.4
 
 @dataclass(frozen=True)
 class Effort:
-    """Division of a search's budget."""
-
     climbs: int = 4
     """Number of starts of list scheduling on each placement."""
     rounds: int = 3

@@ -107,7 +107,6 @@ def make_named_schedules(problems: Sequence[Problem]) -> Iterator[tuple[Problem,
 
 
 def _order(problem: Problem, algorithm: registry.Algorithm) -> tuple[list[int], str] | None:
-    """The named schedule for this problem, and its description, if there is one."""
     keywords = algorithm.keywords
     # Searched schedules take as long as this search with less effort.
     if "costs" in keywords and "search" not in keywords:
@@ -168,7 +167,6 @@ def _sort_tail(row: Sequence[Op]) -> tuple[Op, ...]:
 
 
 def _find_tail(row: Sequence[Op]) -> int:
-    """Position of the first W of those at the end of the row."""
     return len(row) - sum(1 for _ in takewhile(lambda op: op.kind is OpKind.W, reversed(row)))
 
 

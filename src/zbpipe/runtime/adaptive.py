@@ -147,8 +147,6 @@ class AutoOutcome:
 
 @dataclass(frozen=True)
 class _Proposal:
-    """The plan of the rank that searches."""
-
     table: str
     """The plan as CSV."""
     expected: float
@@ -215,7 +213,6 @@ class AutoSchedule(RegisteredSchedule):
         self._measured = measured
         self._num_steps = profile_steps
         self._known: CostModel | None = None
-        """The measured costs."""
         self._profiler = Profiler(self, profile_steps, group=group, done=self._plan)
 
     @property
@@ -362,12 +359,12 @@ def compare_in_turn(schedule: RegisteredSchedule, other: Algorithm, steps: int) 
 
 
 def require_comparable(algorithm: Algorithm, other: Algorithm, placement: Placement) -> None:
-    """Refuse a comparison of schedules that need another cut of the model, or of one that needs costs."""
+    """Refuse a comparison with a schedule that needs another cut of the model, or unknown costs."""
     if not other.runs_on(placement):
         fitting = [each.name for each in schedules().values() if each.table is None and each.runs_on(placement)]
         raise ValueError(
-            f"{algorithm.name} has its stages on the ranks {list(placement.rank_of)}, and {other.name} has others, so"
-            f" they cannot be compared in one job: name one of {', '.join(fitting)}, or train twice"
+            f"{algorithm.name} has its stages on the ranks {list(placement.rank_of)}, {other.name} on others, so one"
+            f" job cannot compare them: name one of {', '.join(fitting)}, or train twice"
         )
     if other.by_checkpointing and not algorithm.by_checkpointing:
         raise ValueError(

@@ -110,7 +110,6 @@ def build_pipeline_schedule(
 
 
 def _plan_again(plan: Plan, ranks: int, microbatches: int) -> Schedule:
-    """The plan for this number of microbatches, the same on all ranks."""
     planned = plan.schedule
     if microbatches == planned.num_microbatches:
         return planned
@@ -168,7 +167,6 @@ def from_first_rank(
 
 
 def require_options(algorithm: Algorithm, options: Iterable[str]) -> None:
-    """Refuse options that the schedule lacks with the installed torch."""
     if algorithm.source == "torch":
         checks.require_options(algorithm.name, options, pipelining.torch_class(algorithm.name).__init__)
     else:

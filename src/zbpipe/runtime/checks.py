@@ -57,7 +57,6 @@ def require_known(who: str, options: Iterable[str], known: set[str]) -> None:
 
 
 def require_above_0(name: str, number: object) -> None:
-    """Refuse anything but a number above 0 or None."""
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
     if number is not None and not (is_number and number > 0):  # type: ignore[operator]
         raise ValueError(f"{name} has to be a number above 0, or None for the default, got {name}={number!r}")
@@ -76,7 +75,6 @@ def require_group(group: object) -> None:
 
 
 def require_path(name: str, path: Any) -> None:
-    """Refuse anything but a file path or None."""
     if path is not None and not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"{name} has to be the path of a file, got {path!r}")
 
@@ -137,7 +135,7 @@ def place_stages(
     name, ordered = algorithm.name, sort_stages(stages, algorithm.name)
     groups = [(stage.group_rank, stage.group_size) for stage in ordered]
     if len(set(groups)) > 1:
-        raise ValueError(f"{name}: all stages of a rank belong to one process group, got (rank, size) {groups}")
+        raise ValueError(f"{name}: all stages of a rank have to be in one process group, got (rank, size) {groups}")
     rank, group_size = groups[0]
     placement = algorithm.place(group_size, len(ordered) if algorithm.any_stages_per_rank else None)
     expected = placement.stages_on(rank)
@@ -318,7 +316,6 @@ def read_receives(receives: Receives | str | None, options: Mapping[str, Any]) -
 
 
 def require_one_of(name: str, value: object, known: Sequence[str]) -> None:
-    """Refuse anything but one of these words."""
     if value not in known:
         raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, known))}")
 
@@ -360,7 +357,6 @@ def require_pairs(schedule: Schedule, stages: Sequence[pipelining.Stage]) -> Non
 
 
 def require_runnable(schedule: Schedule) -> None:
-    """Refuse a schedule that torch cannot run, before anything is launched."""
     require_valid(schedule)
     last = schedule.placement.num_stages - 1
     forwards = [op.microbatch for op in schedule.ops[schedule.placement.rank_of[last]] if op[:2] == (last, OpKind.F)]

@@ -42,7 +42,6 @@ class Accelerator:
         return cast(Stream, torch.Stream(self._device))
 
     def current_stream(self) -> Stream:
-        """The stream of the computations."""
         return cast(Stream, torch.accelerator.current_stream(self._device))
 
     def new_event(self, *, timed: bool = False) -> torch.Event:
@@ -74,7 +73,6 @@ class Accelerator:
         self._module.reset_peak_memory_stats(self._device)
 
     def count_bytes(self) -> tuple[int, int]:
-        """Allocated bytes: now, and at the peak."""
         return self._module.memory_allocated(self._device), self._module.max_memory_allocated(self._device)
 
     def random_state(self) -> Tensor | None:
@@ -108,8 +106,6 @@ class _AtOnce:
 
 
 class _Moment:
-    """An event on the CPU."""
-
     def record(self) -> None:
         self.time = time.perf_counter()
 

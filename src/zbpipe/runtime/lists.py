@@ -42,7 +42,6 @@ class Lists:
     """Memory limit of a rank; None for the algorithm's own limit."""
     offload: Offload | None
     transport: Transport
-    """Transport of messages."""
     receives: Receives | None
     """When ranks post receives; None for the shortest simulated step."""
     frees_sends_early: bool
@@ -50,7 +49,6 @@ class Lists:
     runs_ahead: bool = False
     """Whether the next schedules are made to run ahead of `zbpipe.OptimizerStep`."""
     running: Lowered = field(init=False)
-    """The lists of the next step."""
     _adopted: dict[int, Schedule] = field(default_factory=dict, init=False)
     _made: dict[int, Schedule] = field(default_factory=dict, init=False)
     _lowered: dict[Schedule, Lowered] = field(default_factory=dict, init=False)

@@ -30,7 +30,6 @@ class HostCopy:
     """Storages on the device, of zero bytes while only the host copy exists."""
     sizes: tuple[int, ...]
     host: list[Any]
-    """Contents of the storages."""
     event: Any
     """End of the last copy, out or back."""
 
@@ -40,7 +39,6 @@ class HostCopy:
 
 
 def make_copier(device: torch.device) -> Copier:
-    """The copier for this device; ValueError if there is none."""
     if device.type == "meta":
         raise ValueError("offload copies from accelerators, and on the CPU for tests, not from meta: omit it")
     return Copier(find_device(device))
@@ -62,7 +60,6 @@ class Copier:
 
     @property
     def smallest(self) -> int:
-        """Smallest storage worth a copy, in bytes."""
         return self._device.smallest_copy
 
     def copy_out(self, storages: Storages) -> HostCopy:
@@ -109,7 +106,6 @@ class Copies:
         self._logged: set[tuple[int, OpKind]] = set()
 
     def follow(self, timeline: Timeline) -> None:
-        """Run the copies of this schedule from the next step on."""
         rank = timeline.schedule.placement.rank_of[next(iter(self._stages))]
         self._issued = _group_by_issue(timeline.schedule, rank)
         self._released = _group_by_release(timeline, rank)
@@ -126,7 +122,6 @@ class Copies:
             yield
 
     def around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
-        """Run a computation, and the copies issued after it."""
         if not self._ops or not self._stages[stage].has_backward:
             return compute()
         op = Op(stage, OpKind(kind), microbatch)
@@ -183,7 +178,6 @@ def _find_copied(reload: Op) -> Op:
 
 
 def _group_by_issue(schedule: Schedule, rank: int) -> dict[Op, list[Op]]:
-    """Copies that follow each computation in the list."""
     found: dict[Op, list[Op]] = defaultdict(list)
     computation = None
     for op in schedule.ops[rank]:

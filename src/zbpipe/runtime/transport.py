@@ -37,7 +37,6 @@ _LIMIT = 0.2
 _GLANCE = 0.001
 """Seconds between two checks whether they are over."""
 _WIDTH, _PRODUCTS = 256, 20
-"""Width and number of the probe's products."""
 
 logger = logging.getLogger(__name__)
 _warn_once = cache(logger.warning)

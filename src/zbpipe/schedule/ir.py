@@ -22,7 +22,6 @@ from zbpipe.schedule import tables
 from zbpipe.schedule.graph import Graph
 
 _MOST_SHOWN = 64
-"""Number of ops in a schedule's `repr`."""
 
 MOST_STAGES, MOST_WORK = 1024, 2**18
 """Limits of a named or planned schedule: stages, and stages times microbatches."""
@@ -118,7 +117,6 @@ class Op(NamedTuple):
 
 
 KINDS = {kind.value: kind for kind in OpKind}
-"""Kinds by text form."""
 
 # `inputs` runs for every op, and `OpKind.F` takes longer than all the rest of it.
 F, I, W, B, OF, RF, OI, RI = OpKind  # noqa: E741
@@ -243,7 +241,6 @@ class Placement:
         return sorted({hop for a, b in pairwise(self.rank_of) if a != b for hop in ((a, b), (b, a))})
 
     def sum_by_rank(self, values: Sequence[float]) -> tuple[float, ...]:
-        """The sum of `values` over the stages of each rank."""
         return tuple(sum(values[stage] for stage in stages) for stages in self._stages_by_rank)
 
 
@@ -376,7 +373,6 @@ class Schedule:
         return "\n".join(f"rank {rank}: {' '.join(map(str, ops))}" for rank, ops in enumerate(self.ops))
 
     def __repr__(self) -> str:
-        """One line, with the ops only if there are few."""
         size = f"{self.name!r}, p={self.num_ranks}, m={self.num_microbatches}"
         num_ops = sum(map(len, self.ops))
         ops = f"ops='{' | '.join(' '.join(map(str, row)) for row in self.ops)}'"

@@ -162,7 +162,6 @@ class Algorithm:
 
 
 def _require_as_asked(schedule: object, name: str, placement: Placement, microbatches: int) -> None:
-    """Raise if a registered function returned another size or placement."""
     if not isinstance(schedule, Schedule):
         raise ValueError(f"the function registered as {name!r} has to return a zbpipe.Schedule, got {type(schedule)}")
     if schedule.placement != placement:

@@ -125,7 +125,6 @@ class StepTimes:
         return self.quantile(0.99)
 
     def record(self) -> dict[str, float]:
-        """Mean and quantiles by name."""
         return {"mean": self.mean, "p50": self.p50, "p95": self.p95, "p99": self.p99}
 
     def __repr__(self) -> str:

@@ -209,7 +209,6 @@ class _Rank:
         return found[::-1]
 
     def _copies(self, chosen: Sequence[_Thing]) -> Iterator[Span]:
-        """Times of copies with the predicted duration."""
         there = {}
         for span in _out(chosen, [thing.copy for thing in chosen]):
             there[span.op] = span.end

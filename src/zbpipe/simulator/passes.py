@@ -122,7 +122,6 @@ def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
         waiting = deque(sorted(made))
 
         def due(compute: Action) -> int:
-            """Number of waiting receives before this computation."""
             span, number, now = spans[compute], 0, place[compute]
             most = share * (span.end - span.start)
             for n, (made, receive) in enumerate(waiting, start=1):
@@ -211,7 +210,6 @@ class _Rendezvous:
             self.done[rank].append(behind.popleft())
 
     def _begin_messages(self, now: int) -> set[int]:
-        """Begin messages. Returns the ranks that wait for one."""
         held = set[int]()
         sent, self._sent = self._sent, []
         for send in sent:

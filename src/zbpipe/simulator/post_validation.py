@@ -60,7 +60,6 @@ def period(schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = N
 
 
 def period_of(timeline: Timeline) -> float:
-    """The period of a timeline's schedule, with its costs."""
     if timeline.schedule.has_copies:  # copies wait for the validation
         return timeline.makespan / timeline.num_steps
     if timeline.transport is not Transport.IDEAL:  # the period with queues is not known

@@ -140,7 +140,6 @@ class TimeGraph(Graph[Cell]):
             peers = [other for one, other in placement.hops if one == rank] if per_peer else [-1]
             begins = {peer: self._add_begin((rank, QUEUE, peer), ()) for peer in peers} if self.begins else {}
             last = {peer: [begins[peer]] if begins else [] for peer in peers}
-            """The last message of each queue."""
             for action in row:
                 found = action if action.kind in COMPUTE else message_of(action)
                 if found is None:

@@ -103,7 +103,6 @@ def require_runnable(schedule: Schedule) -> None:
 
 
 def require_schedule(schedule: Schedule) -> None:
-    """Raise TypeError for objects other than schedules, such as a name."""
     if not isinstance(schedule, Schedule):
         raise TypeError(
             f"{reprlib.repr(schedule)} is not a zbpipe.Schedule: make one with zbpipe.generate('ZBV', 4, 8) or"

@@ -31,7 +31,6 @@ _TOLERANCES = {"loss_metrics/global_avg_loss": 1e-5, "grad_norm": 1e-4}
 
 
 def main() -> int:
-    """Run the check and print the findings. Returns the exit code."""
     try:
         version = versions.find_installed()
         print(f"{versions.describe_installed()}: zbpipe treats it as {version.name}", flush=True)

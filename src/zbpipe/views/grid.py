@@ -35,7 +35,6 @@ class _Scale:
     per_second: float
     columns: int
     band: int
-    """Columns of one band."""
 
     @property
     def bands(self) -> int:
@@ -167,7 +166,6 @@ def _fit(timeline: Timeline, width: int, height: int) -> _Scale:
 
 
 def _lines(timeline: Timeline, scale: _Scale) -> int:
-    """Number of lines of the picture, including four for the legend."""
     lines = sum(1 + len(style.lanes(timeline, rank)) for rank in range(timeline.schedule.num_ranks))
     return scale.bands * (lines + 1) + 4
 

@@ -54,7 +54,6 @@ def _read(name: str) -> str:
 
 
 def _variables() -> str:
-    """The colours of both themes, for CSS."""
 
     def rules(theme: style.Theme) -> str:
         return " ".join(f"--{name}: {colour};" for name, colour in asdict(theme).items())

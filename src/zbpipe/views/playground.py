@@ -167,7 +167,6 @@ _STOPS: dict[str, list[Any]] = {
     "checkpointing": list(Checkpointing),
     "limit": ["", 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3],
 }
-"""Stops of each slider."""
 
 
 def server(port: int = 0) -> ThreadingHTTPServer:
@@ -209,8 +208,6 @@ def _json(status: int, body: dict[str, Any]) -> tuple[int, str, str]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET requests only."""
-
     def do_GET(self) -> None:
         # A page from another site may resolve its own name to this address. Host then contains that name.
         if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (ADDRESS, "localhost"):

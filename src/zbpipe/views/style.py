@@ -21,7 +21,7 @@ KIND_WORDS = {
     OpKind.RI: "reload for W",
 }
 COLLECTIVE_WORDS = {"gather": "gather of parameters", "reduce": "reduction of gradients"}
-UNIT_OF_ACTIVATIONS = "1 = a rank's share of one microbatch"
+UNIT_OF_ACTIVATIONS = "unit: one microbatch on one rank"
 
 _Rgb = tuple[int, int, int]
 _SHADES: dict[OpKind, tuple[_Rgb, _Rgb]] = {
@@ -50,7 +50,6 @@ class Theme:
     """Background of buttons, and below curves."""
     curve: str
     path: str
-    """Colour of the critical path."""
     idle: str
     stripe: str
     """Stripes across idle time, so that the bubble is visible at a glance, and distinct from ops without colours."""
@@ -148,7 +147,6 @@ def size(timeline: Timeline) -> str:
 
 
 def outcome(timeline: Timeline) -> str:
-    """Makespan, bubble, and the peak of activations on the worst rank."""
     return (
         f"makespan {number(timeline.makespan)}, bubble {percent(timeline.bubble)},"
         f" peak activations {memory(max(timeline.peak_activations))} ({UNIT_OF_ACTIVATIONS})"

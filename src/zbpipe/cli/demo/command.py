@@ -139,7 +139,6 @@ def _cells(schedule: str, rounds: Sequence[JobOutcome]) -> tuple[str, ...]:
 
 
 def _show_emulated(found: Sequence[Emulated]) -> None:
-    """Print a table of measured and simulated times, and the last schedule's picture: planned above measured."""
     from zbpipe.views.report import longer, table
     from zbpipe.views.style import number, percent
 

@@ -34,8 +34,6 @@ _TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class Emulated:
-    """One schedule, measured and simulated."""
-
     schedule: str
     seconds: float
     """Median step time over the rounds."""
@@ -64,7 +62,6 @@ def emulate(
 
 
 def costs_of(name: str, ranks: int, seconds: float) -> CostModel:
-    """Sleep times of the stages, and no time for messages."""
     return CostModel.uniform(resolve(name).place(ranks), seconds, seconds, seconds)
 
 
@@ -78,7 +75,6 @@ def _summary(name: str, ranks: int, microbatches: int, seconds: float, steps: Se
 
 
 def _run(folder: Path, arguments: tuple[float, ...]) -> list[Any]:
-    """Steps, in the order of the runs."""
     command = [sys.executable, "-m", "zbpipe.cli.demo.emulated", str(folder), *map(str, arguments)]
     code = run_to_end(command, folder / "log", 1, _TIMEOUT)
     if code != 0:

@@ -38,15 +38,12 @@ class JsonLinesMetrics(MetricsProcessor):  # type: ignore[misc]
 
 
 class ByteTokenizer(python_text.ByteTokenizer):
-    """The tokenizer with a config, as TorchTitan 0.3 expects."""
-
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):  # type: ignore[misc]
         pass
 
 
 def llama3_python_stdlib() -> Trainer.Config:
-    """Llama 3's debug model."""
     return _on_python_stdlib(llama3_debugmodel())
 
 
@@ -79,7 +76,6 @@ _LENGTH = 256
 
 
 def make_dataloader_config() -> Any:
-    """Config of TorchTitan's loader for the text of the standard library."""
     if find_spec("torchtitan.components.data") is None:
         from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 

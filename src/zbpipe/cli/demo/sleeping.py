@@ -66,8 +66,6 @@ class SleepingLayer(nn.Linear):
 
 
 class Ran(NamedTuple):
-    """An op that ran, and the sleeps during it."""
-
     op: Op
     start: float
     end: float

@@ -150,7 +150,6 @@ def _find_placement(algorithm: Algorithm, ranks: int, options: Options) -> Place
 
 
 def _require_no_measuring(algorithm: Algorithm, options: Options) -> None:
-    """Refuse measurements of other ranks in a dry run."""
     measuring = [_spell(each) for each in _MEASURING if getattr(options, each) is not None]
     if algorithm.name == "Auto":
         measuring.append("the schedule Auto")

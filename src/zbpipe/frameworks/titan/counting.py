@@ -44,7 +44,6 @@ class _Counted(CountedModel):
     ties_weights: bool
     """Whether embedding and head share their weights, which TorchTitan refuses in a pipeline."""
     float8: bool
-    """Whether the products of blocks are in float8."""
     operations: float
     """Floating-point operations per token, by TorchTitan's formula for MFU."""
     shapes: layer_split.Shapes

@@ -32,14 +32,11 @@ class Model(NamedTuple):
     module: nn.Module
     """The whole model; it may be on the meta device."""
     config: Any
-    """TorchTitan's config of the model."""
     seq_len: int
     """Tokens per sequence."""
 
 
 class Job(NamedTuple):
-    """Properties of a job that change the times of a model's layers."""
-
     microbatches: int
     """Number of microbatches in a step."""
     tokens: int
@@ -154,19 +151,15 @@ _BLOCKS = "layers."
 
 
 class Shapes(NamedTuple):
-    """Sizes of a model, read before it runs."""
-
     of_modules: dict[str, Shape]
     """Weights per token, by the names of the modules that TorchTitan assigns to stages."""
     attention: float
     """Multiplications per token in one block's attention."""
     dim: int
     is_float8: bool
-    """Whether products of the blocks are in float8."""
 
     @property
     def products(self) -> float:
-        """Multiplications per token in the whole model."""
         return sum(each.products + self.attention * _is_block(name) for name, each in self.of_modules.items())
 
 

@@ -38,7 +38,6 @@ from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 logger = logging.getLogger(__name__)
 
 _MICROBATCHES = 4
-"""Microbatches per step."""
 _WARM_UP = 2
 _SCHEDULES = ("ZBH1", "1F1B")
 """Schedules with I and W apart, and with I and W together."""
@@ -160,8 +159,6 @@ def _make_gradient(output: Tensor, target: Tensor) -> Tensor:
 
 
 class _Stage(NamedTuple):
-    """A stage of a job, ready to train."""
-
     module: nn.Module
     device: torch.device
     tokens: tuple[int, ...]

@@ -179,5 +179,4 @@ def apply_checkpointing(config: Any, model: nn.Module) -> Checkpointing:
 
 
 def arguments_of_blocks(model: nn.Module) -> tuple[Any, ...]:
-    """A block's forward arguments after its input."""
     return (model.freqs_cis, None, None) if HAS_JOB_CONFIG else (None,)

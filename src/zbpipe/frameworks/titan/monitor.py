@@ -32,7 +32,6 @@ class PipelineMetrics(Watcher):
         self._record: StepRecord | None = None
         self._communication: Communication | None = None
         self.num_steps = 0
-        """Number of steps that have begun."""
         watch(schedule, self)
 
     def before(self) -> Wanted:

@@ -32,7 +32,6 @@ class Version:
     """Its arguments for activation checkpointing, with {} for the kind."""
 
     def checkpoint(self, kind: str) -> list[str]:
-        """Arguments for this kind of activation checkpointing: "none", "selective" or "full"."""
         return [argument.format(kind) for argument in self.checkpointing]
 
 
@@ -57,7 +56,6 @@ def has_job_config() -> bool:
 
 
 def describe_installed() -> str:
-    """The TorchTitan that an import would find, with version and folder."""
     return str(_find())
 
 

@@ -34,7 +34,6 @@ class Anatomy:
     blocks: str
     """Name of the list of blocks."""
     count: int
-    """Number of blocks."""
     more_results: int | None
     """Number of a block's results besides the hidden states, if it returns a tuple."""
     before: frozenset[str]

@@ -117,7 +117,7 @@ def _load(library: Any, path: Path) -> Any:
     if kind is None:
         raise ValueError(f"{path} has no field model_type, which names the model in transformers: add it")
     if kind not in library.CONFIG_MAPPING:
-        raise ValueError(f"{path}: transformers {library.__version__} has no model_type {kind!r}; a newer one may")
+        raise ValueError(f"{path}: transformers {library.__version__} has no model_type {kind!r}: try a newer one")
     made = library.CONFIG_MAPPING[kind]
     usual, aliases = made(), getattr(made, "attribute_map", {})
     for name in _NEEDED:

@@ -28,7 +28,6 @@ def plain_attribute(owner: object, name: str, default: Any = None) -> Any:
 
 
 def declares(owner: object, name: str) -> bool:
-    """Whether `owner` or its class has an attribute or a property `name`."""
     return inspect.getattr_static(owner, name, _MISSING) is not _MISSING
 
 

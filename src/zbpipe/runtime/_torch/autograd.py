@@ -58,12 +58,10 @@ def profiler_is_on() -> bool:
 
 
 def has_hooks(weight: Tensor) -> bool:
-    """Whether `weight` has hooks of `register_hook` or `register_post_accumulate_grad_hook`."""
     return bool(weight._backward_hooks) or bool(weight._post_accumulate_grad_hooks)
 
 
 def has_hooks_on_node(weight: Tensor) -> bool:
-    """Whether the node that adds to `weight.grad` has hooks."""
     return is_hooked(get_gradient_edge(weight).node)
 
 
@@ -115,12 +113,10 @@ Edge = tuple[Node | None, int]
 
 
 def edges_before(node: Node) -> Sequence[Edge]:
-    """The edges to the nodes of a node's arguments."""
     return node.next_functions
 
 
 def sort_nodes(roots: Iterable[Node], edges_of: Callable[[Node], Sequence[Edge]] = edges_before) -> Iterator[Node]:
-    """Nodes reachable from `roots`, inputs first."""
     waiting, opened, done = list(roots), set[Node](), set[Node]()
     while waiting:
         node = waiting[-1]

@@ -31,7 +31,6 @@ def replace_compilation(compile_region: Callable[..., Any]) -> AbstractContextMa
 
 
 def find_metadata() -> Any:
-    """The compiler's metadata of the region that is being compiled."""
     return TracingContext.get().fw_metadata
 
 

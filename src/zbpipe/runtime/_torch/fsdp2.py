@@ -49,7 +49,6 @@ def unshard(module: nn.Module) -> Iterator[None]:
 
 
 def list_parts(module: nn.Module) -> list[FSDPModule]:
-    """The modules in `module` with `fully_shard` or FSDP2's `replicate`."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
@@ -130,8 +129,6 @@ REDUCED = " (reduced)"
 
 
 class Accumulated(NamedTuple):
-    """A parameter's gradient so far."""
-
     name: str
     """The parameter's name. The suffix `REDUCED` marks the part that data-parallel ranks have already reduced."""
     parameter: Tensor
@@ -210,7 +207,6 @@ class Unit(NamedTuple):
     parameters: frozenset[int]
     """Ids of the parameters, sharded and gathered. The gathered ones get the gradients."""
     elements: int
-    """Number of elements of all gradients."""
 
 
 def list_units(module: nn.Module) -> list[Unit]:
@@ -263,7 +259,6 @@ def reduce(unit: Unit) -> None:
 
 
 def finish(module: nn.Module) -> None:
-    """Let the current stream wait for the reductions."""
     fsdp: Any = module
     fsdp.set_is_last_backward(True)
     if hasattr(fsdp, "finalize_backward"):  # from torch 2.15 on

@@ -29,9 +29,7 @@ class HookOrder(IntEnum):
     CHECK = 2
     """Runs a microbatch once more, excluded from the recorded times."""
     RECORD = 3
-    """Measures times and memory."""
     COPY = 4
-    """Issues copies to the host and back."""
 
 
 @contextmanager

@@ -59,7 +59,6 @@ class StageMessages:
 
     @property
     def is_unfrozen(self) -> bool:
-        """Whether the stage trains a parameter that was frozen at the setup of its messages."""
         return any((parameter := own.get(name)) is not None and parameter.requires_grad for own, name in self._frozen)
 
     @property
@@ -68,7 +67,6 @@ class StageMessages:
         return {name: getattr(self.stage, name) for name in _SETUP} | {"frozen": self._frozen}
 
     def use_setup(self, setup: Mapping[str, Any]) -> None:
-        """Use a `setup` again."""
         self._frozen = setup["frozen"]
         for name in _SETUP:
             setattr(self.stage, name, setup[name])
@@ -86,7 +84,6 @@ class StageMessages:
         self.stage.grad_send_info = None
 
     def release_receives(self) -> None:
-        """Release received tensors that the stage did not use."""
         for received in (self.stage.args_recv_info, self.stage.grad_recv_info):
             for infos in received.values():
                 _empty(infos)

@@ -88,7 +88,6 @@ class OwnRuntime(_PipelineScheduleRuntime):
         return [own(stage) for stage in self._stages]
 
     def finish_optimizer_step(self) -> None:
-        """Wait until the last optimizer step is validated."""
         if self._optimizer_step is not None:
             self._optimizer_step.finish()
 
@@ -102,7 +101,6 @@ class OwnRuntime(_PipelineScheduleRuntime):
         super()._initialize_stages(*args, **kwargs)
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
-        """Run one step on already split microbatches."""
         works = self.works
         row = self.pipeline_order[self.rank]
         with ExitStack() as around:
@@ -197,7 +195,7 @@ def _forget_step(runtime: OwnRuntime) -> None:
 
 
 class StageOfKnownShapes(PipelineStage):
-    """A stage with `input_args` and `output_args` whose other ranks are fake. It receives zeros."""
+    """A stage with `input_args` and `output_args` in a fake process group. It receives zeros."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return _fill_with_zeros(super().get_fwd_recv_ops(fwd_chunk_id))
@@ -285,7 +283,6 @@ def actions_of(row: Iterable[Action]) -> list[_Action]:
 
 
 def write_lowered(runtime: _PipelineScheduleRuntime) -> str:
-    """All ranks' actions with torch's communication, as torch's CSV."""
     return "\n".join(",".join(map(str, row)) for _, row in sorted(runtime.pipeline_order_with_comms.items()))
 
 
@@ -311,7 +308,6 @@ def run_backward(
 
 
 def loss_of(schedule: _PipelineSchedule, output: Any, target: Any, loss_kwargs: Mapping[str, Any] | None) -> Tensor:
-    """The loss of one microbatch, as torch computes it."""
     # torch before 2.13 passes no keyword arguments to the loss.
     further = () if loss_kwargs is None else (loss_kwargs,)
     return cast(Tensor, cast(Any, schedule)._compute_loss(output, target, *further))
@@ -373,7 +369,6 @@ def interrupt() -> None:
 
 
 def receives_late(schedule: _PipelineSchedule) -> bool:
-    """Whether torch was asked to post receives late."""
     return bool(getattr(schedule, "_defer_pp_recv", False))
 
 
@@ -390,7 +385,6 @@ def use_microbatches(schedule: _PipelineScheduleRuntime, number: int) -> None:
 
 
 def is_set_up(schedule: _PipelineScheduleRuntime) -> bool:
-    """Whether the messages of the next step (training or evaluation) are set up."""
     return schedule._stages_forward_initialized and schedule._stages_backward_initialized == schedule._has_backward
 
 
@@ -404,7 +398,6 @@ def shapes_of(schedule: OwnRuntime) -> Shapes:
 
 
 def use_shapes(schedule: OwnRuntime, shapes: Shapes) -> None:
-    """Restore a setup returned by `shapes_of`."""
     schedule._stages_forward_initialized, schedule._stages_backward_initialized, setups = shapes
     for work, setup in zip(schedule.works, setups, strict=True):
         work.messages.use_setup(setup)
@@ -453,7 +446,6 @@ def needs_autograd(schedule: _PipelineSchedule) -> bool:
 
 
 def loss_fn_of(schedule: _PipelineSchedule) -> Callable[..., Any] | None:
-    """The loss function passed to the schedule, maybe wrapped."""
     return schedule._loss_fn
 
 
@@ -476,7 +468,6 @@ def what_it_runs(schedule: _PipelineSchedule) -> str:
 
 
 _TYPES: dict[str, _ComputationType] = {**WAIT_KINDS, **{each.value: each for each in _ComputationType}}
-"""Computation types by their names in torch's tables."""
 
 
 def _action(stage: int, kind: str, microbatch: int) -> _Action:

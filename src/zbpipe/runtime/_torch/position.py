@@ -31,7 +31,6 @@ class Position:
         self.begun = 0
         """Number of this step's actions that have begun; one more when all have ended."""
         self.action: _Action | None = None
-        """The last action that has begun."""
         self.is_stopped = False
         """Set by another thread: the executor must not begin another action."""
         self._awaited: tuple[int, Sequence[dist.Work]] = 0, ()

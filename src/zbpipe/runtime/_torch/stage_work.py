@@ -26,7 +26,6 @@ class StageWork:
     """
 
     METHODS: ClassVar[tuple[str, ...]] = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
-    """Methods of torch's stage that this object replaces."""
 
     def __init__(self, stage: _PipelineStageBase) -> None:
         before = find_work(stage)
@@ -43,7 +42,6 @@ class StageWork:
         del cast(Any, self.stage).zbpipe_work
 
     def forward(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
-        """F, with torch's arguments."""
         return self.torchs.forward_one_chunk(microbatch, *args, **kwargs)
 
     def backward(self, microbatch: int, loss: Tensor | None, is_last: bool) -> None:
@@ -51,7 +49,6 @@ class StageWork:
         self.torchs.backward_one_chunk(microbatch, loss, True, is_last)
 
     def input_gradient(self, microbatch: int, loss: Tensor | None) -> None:
-        """I."""
         self.torchs.backward_one_chunk(microbatch, loss, False)
 
     def weight_gradient(self, microbatch: int, is_last: bool) -> Iterator[None]:
@@ -134,7 +131,6 @@ class OwnWork(StageWork):
 
     @property
     def overlaps_fsdp(self) -> bool:
-        """Whether FSDP2 gathers beside the first F."""
         return self.fsdp_mode != "torch" and fsdp2.IS_KNOWN and is_fsdp(self.stage.submod)
 
     @property

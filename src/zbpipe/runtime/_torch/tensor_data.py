@@ -13,7 +13,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def version_of(tensor: Tensor) -> int:
-    """Number of in-place changes of the tensor."""
     return tensor._version
 
 
@@ -112,7 +111,6 @@ def list_holders(tensor: Tensor) -> list[Tensor]:
 
 
 def count_holders(storage: int) -> int:
-    """Number of tensors in a storage returned by `find_memory`."""
     return int(torch._C._storage_Use_Count(storage)) - _ASKING
 
 

@@ -70,7 +70,6 @@ def measure_links(stages: Sequence[pipelining.Stage], message_bytes: int) -> Lin
 
 
 def _time_one_way(peer: int, leads: bool, size: int, device: torch.device, group: Any) -> float:
-    """Seconds of one message of `size` bytes: half of the fastest of a few round trips."""
     message = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def go_and_return() -> None:
@@ -93,7 +92,6 @@ def measure_host(device: torch.device) -> Link | None:
 
 
 def _time_copy(copier: Copier, size: int, device: torch.device) -> float:
-    """Seconds of one copy of `size` bytes in the slower direction, the fastest of a few rounds."""
     storage = torch.zeros(size, dtype=torch.uint8, device=device).untyped_storage()
     out = back = float("inf")
     for _ in range(_ROUNDS):

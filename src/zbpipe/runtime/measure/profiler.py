@@ -275,8 +275,6 @@ def make_timelines(
 
 
 class Recorded(NamedTuple):
-    """One step of all ranks."""
-
     planned: Timeline
     measured: Timeline
     exposed_fsdp: float

@@ -83,7 +83,6 @@ class Watcher:
 
 
 def watch(schedule: pipelining.PipelineSchedule, watcher: Watcher) -> None:
-    """Show `watcher` the training steps of `schedule` (of zbpipe or torch) from now on."""
     _watchers_of(schedule).append(watcher)
 
 
@@ -240,7 +239,6 @@ class Bytes(NamedTuple):
     kept: int = 0
     """Bytes at its end; negative if it freed more."""
     most: int = 0
-    """Peak bytes."""
 
     def then(self, more: Bytes) -> Bytes:
         return Bytes(self.kept + more.kept, max(self.most, self.kept + more.most))

@@ -15,8 +15,6 @@ from zbpipe.runtime.device import RandomState
 
 
 class Scheduler(Protocol):
-    """A learning-rate scheduler of torch, or a container of some."""
-
     def step(self) -> None: ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -31,7 +29,6 @@ class _Copy:
         self.tensor, self.content = tensor, tensor.detach().clone()
 
     def restore(self) -> Tensor:
-        """Restore the old content in place. Returns the tensor."""
         self.tensor.detach().copy_(self.content)
         return self.tensor
 
@@ -132,7 +129,6 @@ def _writes_gradients(optimizer: Optimizer) -> bool:
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """A parameter group's settings, such as its learning rate."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
@@ -141,5 +137,4 @@ def _restore(saved: Any) -> Any:
 
 
 def _save(state: Any) -> Any:
-    """`state` with copies of all tensors in it."""
     return autograd.tree_map(lambda each: _Copy(each) if isinstance(each, Tensor) else deepcopy(each), state)

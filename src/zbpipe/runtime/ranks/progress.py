@@ -43,7 +43,6 @@ MOST = 256
 _SHARE = 0.7
 """Share of the process group's timeout after which the log reports a stuck rank's position."""
 _LOOKS = 20
-"""Checks per timeout."""
 _LONGEST_PAUSE = 0.5
 """Longest interval between two checks, in seconds."""
 _GRACE = 3.0

@@ -92,7 +92,6 @@ class StepBoard:
         self._run = self._step
 
     def refuse(self, failure: Failure) -> None:
-        """Report that this rank refuses the present step with `failure`."""
         if self.is_alone or (store := pipelining.default_store()) is None:
             return
         with suppress(RuntimeError):  # the store may be gone, and the original error says more
@@ -143,7 +142,6 @@ class StepBoard:
         return StepSize(microbatches, next(each.shapes for each in answers.values() if each.shapes is not None))
 
     def give(self, name: str, value: str) -> None:
-        """Give another rank a value of this step."""
         if not self.is_alone:
             pipelining.default_store().set(self._key(name), value)
 

@@ -36,8 +36,6 @@ _Weights = dict[bytes, tuple[str, bool]]
 
 
 class _Description(NamedTuple):
-    """A rank's description of its part of the model."""
-
     embeddings: _Weights
     """Weights of stage 0."""
     heads: _Weights

@@ -71,7 +71,6 @@ def compile_in_parts(module: Any, args: Sequence[Any], *more: Any, **options: An
 
 
 def _list_made_from(graph: Graph, arguments: Collection[int]) -> set[Node]:
-    """All nodes that depend only on these arguments of the region."""
     found = {each for each in graph.find_nodes(op="placeholder") if _find_argument(each.meta.get("desc")) in arguments}
     for node in graph.nodes:
         if node.all_input_nodes and found.issuperset(node.all_input_nodes):
@@ -133,8 +132,6 @@ class Part(NamedTuple):
 
 
 class _WeightGradient:
-    """Computes one gradient of a part from the factors."""
-
     def __init__(self, part: Part, number: int, kept: dict[int, Tensor]) -> None:
         self._part = part
         self._number = number

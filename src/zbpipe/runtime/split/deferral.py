@@ -201,7 +201,7 @@ class Deferral:
         self.has_node_hooks = any(p.requires_grad and autograd.has_hooks_on_node(p) for p in parameters)
 
     def is_due_now(self, pending: PendingGradient, *nodes: Node) -> bool:
-        """Whether the weight gradient has to be computed now. Otherwise defer it, if this backward wants it."""
+        """Whether the weight gradient has to be computed now. Otherwise it is deferred, if this backward needs it."""
         # It is due now if nothing records, the backward itself will be differentiated, hooks on the weight need the
         # gradient, or x or dY would change before W. The gradient goes to `nodes`, the next in autograd's graph.
         answers = {autograd.will_run(node) for node in nodes}
@@ -250,7 +250,6 @@ class Deferral:
         return target
 
     def is_made(self, weight: Tensor, through_products: bool = False) -> bool:
-        """Whether `weight` is made only from the layer's parameters (see `find_making`)."""
         return sources.find_making(weight, self.owns_leaf, True, through_products) is not None
 
     def _find_making(self, x: Tensor, weight: Tensor, through_products: bool) -> sources.Made | None:
@@ -290,8 +289,6 @@ def _read(reader: Reader | None, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 class _Rule(NamedTuple):
-    """How I and W compute a product's gradients."""
-
     deferral: Deferral
     target: Target
     product: WeightProduct

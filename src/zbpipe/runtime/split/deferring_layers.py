@@ -186,7 +186,6 @@ _linear_forward.__name__ = "forward"
 
 
 def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The layer's own forward, with its products caught."""
     deferral = deferral_of(layer)
     if (
         torch.compiler.is_compiling()

@@ -64,7 +64,6 @@ class _Weight(NamedTuple):
 
 
 def find_products(outputs: Iterable[Any]) -> list[GraphProduct]:
-    """All products with weights in the graphs of `outputs`."""
     return find_products_behind(find_nodes(outputs))
 
 
@@ -188,7 +187,6 @@ def _shape_of(node: Node, number: int) -> tuple[int, ...]:
 
 
 def _count_flops(node: Node, kind: str, is_first: bool, weight: tuple[int, ...], edges: Sequence[_Edge]) -> float:
-    """FLOPs of a product: two per multiplication."""
     dy = _shape_of(node, 0)
     if isinstance(cast(object, node), BackwardCFunction) and hasattr(node, "inner"):  # zbpipe's own
         return 2.0 * prod(dy) * cast(float, node.inner)

@@ -386,7 +386,6 @@ class Context:
 
 
 def run_own_backward(node: Node, gradients: Sequence[Any], context: Context | None = None) -> tuple[Any, ...]:
-    """The gradients that a Function's backward returns."""
     kind: Any = type(node)
     if _takes_a_list(node):
         return cast(tuple[Any, ...], kind.apply_boxed(node, gradients))
@@ -418,7 +417,6 @@ def _takes_a_list(node: Any) -> bool:
 
 
 def holds_lazy(gradient: Any) -> bool:
-    """Whether this is, or wraps, a `LazyTensor`."""
     if isinstance(gradient, LazyTensor) or not is_wrapper(gradient):
         return isinstance(gradient, LazyTensor)
     return any(holds_lazy(getattr(gradient, name)) for name in gradient.__tensor_flatten__()[0])

@@ -184,7 +184,6 @@ class PendingGradient:
         return 2.0 * self.dy.numel() * (self.inner or count_inner(self.x))
 
     def gradient(self) -> Tensor:
-        """The gradient of the weight."""
         gradient = self.product.of_weight(self.dy, self.x, self.extra, self.more)
         if self.product.as_matrices is not None:
             return gradient

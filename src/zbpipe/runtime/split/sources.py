@@ -135,7 +135,6 @@ class Made(NamedTuple):
     nodes: tuple[Node, ...]
 
     def of_leaves(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the parameters, from the weight's."""
         differentiable = torch.is_grad_enabled()
         if any(map(has_hooks, self.leaves)):  # added since the forward; they must run once
             torch.autograd.backward([self.edge], [gradient], retain_graph=True, create_graph=differentiable)

@@ -96,7 +96,6 @@ def find_pending(stage: pipelining.Stage, microbatch: int) -> Sequence[PendingGr
 
 
 def find_weight_work(stage: pipelining.Stage) -> WeightWork | None:
-    """The stage's weight gradients and their deferred part, known after the first I."""
     split = find_split(stage)
     return None if split is None else split.work
 
@@ -238,7 +237,6 @@ class SplitWork(OwnWork):
         """Whether this step's gradients were divided by the number of microbatches."""
 
     def defer(self, on_rank: Sequence[pipelining.Stage], gradients: WeightGradients) -> None:
-        """Defer into `gradients` from now on, with all stages of this rank."""
         self.gradients, self.on_rank = gradients, on_rank
         self._is_sharded = any(map(fsdp2.is_fsdp, self.stage.submod.modules()))
         self._delaying = delay_in_i_alone(self.stage.submod)

@@ -252,7 +252,6 @@ class _Comparison:
 
     @contextmanager
     def measure(self, kind: str) -> Iterator[None]:
-        """Context of computations that add to `.grad`."""
         module = self._stage.submod
         before = copy_gradients(module)
         yield
@@ -280,7 +279,6 @@ class _Comparison:
         return result
 
     def subtract_reference(self) -> None:
-        """Rerun the microbatch, and subtract its gradients."""
         assert self.again is not None
         reference = self.again.compute_gradients()
         self.again = None

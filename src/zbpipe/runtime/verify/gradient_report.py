@@ -48,7 +48,6 @@ class GradientReport:
         return not self.off()
 
     def with_(self, other: GradientReport) -> GradientReport:
-        """Both reports combined, with the larger error of each gradient."""
         deferred = self.deferred | other.deferred
         return replace(
             self,
@@ -105,7 +104,6 @@ class GradientMismatchError(RuntimeError):
     def __init__(self, report: GradientReport, stage: int, microbatch: int) -> None:
         super().__init__(report, stage, microbatch)  # for pickle
         self.report = report
-        """The report for this stage and microbatch."""
 
     def __str__(self) -> str:
         report, stage, microbatch = self.args

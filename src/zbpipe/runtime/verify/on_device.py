@@ -156,7 +156,6 @@ def _train(
 
 
 def _expected(device: torch.device, name: str = "ZBV") -> list[Tensor]:
-    """The same gradients of the unsplit model."""
     placement = resolve(name).place(dist.get_world_size())
     parts = _parts(device, placement.num_stages)
     x, target = _batch(device)

@@ -49,7 +49,6 @@ class Microbatch:
         self.stage = stage
         self.index = index
         self.state = ModuleState(stage.submod, pipelining.device_of(stage), like)
-        """State before F."""
         self._defers_loss = defers_loss
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] = {}
