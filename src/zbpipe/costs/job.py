@@ -155,9 +155,7 @@ def resolve_limits(
     limit: MemoryLimit | None, placement: Placement, costs: CostModel, microbatches: int, strict_for: str = ""
 ) -> tuple[float, ...]:
     """Memory limit of each rank: the given one, or the peak of 1F1B's worst rank, or what one microbatch needs.
-
-    ValueError if the given limit is too small for one microbatch of the schedule `strict_for`.
-    """
+    ValueError if the given limit is too small for one microbatch of the schedule `strict_for`."""
     limits = (limit or AS_1F1B).resolve(costs, placement.num_ranks, microbatches)
     if limit and strict_for:
         with limit.explain(costs, placement.num_ranks, microbatches):
@@ -206,10 +204,8 @@ def _parse(given: object) -> tuple[float, _Unit, object]:
 
 
 def least_room(placement: Placement, costs: CostModel) -> tuple[float, ...]:
-    """Peak memory of each rank for one microbatch that runs alone, in the unit of `costs.activations`.
-
-    It is the peak of F of all stages, then each backward. No other order needs less.
-    """
+    """Peak memory of each rank for one microbatch that runs alone, in the unit of `costs.activations`. It is the peak
+    of F of all stages, then each backward. No other order needs less."""
 
     def peak(stages: tuple[int, ...]) -> float:
         backward = [(stage, kind) for stage in reversed(stages) for kind in costs.least_backward(stage)]

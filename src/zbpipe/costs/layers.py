@@ -149,11 +149,9 @@ def split_of(sizes: Sequence[int]) -> Split:
 
 
 def even_sizes(num_layers: int, num_stages: int, ends: tuple[int, int] = (1, 1)) -> tuple[int, ...]:
-    """Layers per stage, equal or one more on the first stages: TorchTitan's default.
-
-    TorchTitan counts the embedding as one layer, and norm and head together as one. `ends` overrides these counts.
-    ValueError for fewer layers than stages, or an end that counts for more than a stage has.
-    """
+    """Layers per stage, equal or one more on the first stages: TorchTitan's default. TorchTitan counts the embedding as
+    one layer, and norm and head together as one. `ends` overrides these counts. ValueError for fewer layers than
+    stages, or an end that counts for more than a stage has."""
     require_enough(num_layers, num_stages)
     first, last = ends
     each, more = divmod(num_layers - 2 + first + last, num_stages)

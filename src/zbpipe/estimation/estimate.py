@@ -251,10 +251,8 @@ class _Job:
         return replace(found, memory_limit=str(limit.written) if limit else None, algorithm=algorithm)
 
     def in_other_memory(self, usual: Step) -> Iterator[Step]:
-        """ZB's row with the least memory limit whose step is as short as with all of the device's memory.
-
-        Nothing if that gains nothing, or if the job has a limit.
-        """
+        """ZB's row with the least memory limit whose step is as short as with all of the device's memory. Nothing if
+        that gains nothing, or if the job has a limit."""
         algorithm, workload, stages = usual.algorithm, self.workload, usual.stages_per_rank
         if self.rates is None or workload.memory_limit or algorithm is None:
             return
@@ -515,10 +513,8 @@ def choose_own(
 
 
 def memory_by_rank(workload: Workload) -> JobMemory:
-    """Memory of each rank with the job's schedule. With `Auto`, a plan may use all of the limit.
-
-    `USABLE` leaves room for the communication library's buffers, FSDP's copies, and fragmentation.
-    """
+    """Memory of each rank with the job's schedule. With `Auto`, a plan may use all of the limit. `USABLE` leaves room
+    for the communication library's buffers, FSDP's copies, and fragmentation."""
     cut, limit = WorkloadCut(workload), workload.memory_limit
     algorithm, placement = choose_own(workload, cut)
     split = cut.split(placement, algorithm)

@@ -60,11 +60,9 @@ def _layouts(workload: Workload, gpus_per_node: int) -> Iterator[Workload]:
 
 
 def search(workload: Workload, device: str | Device, **how: Any) -> list[Estimate]:
-    """Estimates of the best layout for each choice of degrees, best first. Arguments as for `zbpipe.estimate`.
-
-    The tokens of a step stay the same. The best layout with a pipeline and the best without one have all schedules,
-    plans and ranges. Layouts are omitted if their computation alone exceeds the best step.
-    """
+    """Estimates of the best layout for each choice of degrees, best first. Arguments as for `zbpipe.estimate`. The
+    tokens of a step stay the same. The best layout with a pipeline and the best without one have all schedules, plans
+    and ranges. Layouts are omitted if their computation alone exceeds the best step."""
     device = find(device)
     known = rates(device, how.get("tflops"), how.get("link"))
     likely = replace(known.device, range=None)

@@ -217,10 +217,8 @@ def uninstall() -> None:
 
 
 def find_algorithm(name: str) -> Algorithm | None:
-    """The schedule of that name; None for torch's abstract classes, which frameworks use with a CSV file.
-
-    While zbpipe is installed, a file is read only once, because it may change while the job runs.
-    """
+    """The schedule of that name; None for torch's abstract classes, which frameworks use with a CSV file. While zbpipe
+    is installed, a file is read only once, because it may change while the job runs."""
     return (_installed or _Installation(None, False, Options(), False)).find_algorithm(name)
 
 

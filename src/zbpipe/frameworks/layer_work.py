@@ -221,10 +221,8 @@ def count_blocks(
     how: Checkpointing,
     attention: float,
 ) -> tuple[CountedLayer, ...]:
-    """Counts of blocks by name, checkpointed as in the job. Identical blocks are counted once.
-
-    `attention` are the multiplications per token of a block that cannot run.
-    """
+    """Counts of blocks by name, checkpointed as in the job. Identical blocks are counted once. `attention` are the
+    multiplications per token of a block that cannot run."""
     known: dict[str, tuple[Operations, LayerBytes | None]] = {}
     found = []
     for name, block in blocks.items():
@@ -294,11 +292,9 @@ class _OnOneGpu:
         return LayerBytes(int(size * block.kept_by_f(how, tensor)), int(size * block.kept_by_i(tensor)), working)
 
     def _head_in_chunks(self) -> LayerBytes:
-        """Bytes of a head whose whole backward runs in F, on one chunk of tokens at a time.
-
-        F keeps the norm's input, the norm's result, which is whole on all GPUs of TP, and the result's gradient. It
-        accumulates that gradient in float32. I begins with it.
-        """
+        """Bytes of a head whose whole backward runs in F, on one chunk of tokens at a time. F keeps the norm's input,
+        the norm's result, which is whole on all GPUs of TP, and the result's gradient. It accumulates that gradient in
+        float32. I begins with it."""
         result, logits = self._hidden, self._num_logits // self.counted.chunks
         kept = result // self.degrees.tensor + 2 * result
         # torch's cross-entropy, or TorchTitan's over the shards of TP.
@@ -311,11 +307,9 @@ class _OnOneGpu:
         )
 
     def _head_in_one(self) -> LayerBytes:
-        """Bytes of a head that runs like any other layer.
-
-        F keeps the norm's input and result, all logits, and their log-softmax in float32. The head's dW is deferred
-        like any linear layer's, with its x and the logits' gradient.
-        """
+        """Bytes of a head that runs like any other layer. F keeps the norm's input and result, all logits, and their
+        log-softmax in float32. The head's dW is deferred like any linear layer's, with its x and the logits'
+        gradient."""
         result, logits = self._hidden, self._num_logits
         kept_by_f = result // self.degrees.tensor + result + (self.computed + _FP32) * logits
         kept_by_i = result + self.computed * logits

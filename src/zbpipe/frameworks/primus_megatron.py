@@ -113,10 +113,8 @@ class Choice:
         return schedule, costs
 
     def table(self, ranks: int, stages_per_rank: int, microbatches: int) -> Rows:
-        """Computations and messages of each rank, in an order without deadlocks.
-
-        Results for another stage on the same rank have a send and a receive, too, one after the other.
-        """
+        """Computations and messages of each rank, in an order without deadlocks. Results for another stage on the same
+        rank have a send and a receive, too, one after the other."""
         schedule, costs = self.make(ranks, stages_per_rank, microbatches)
         receives = Receives.NEAREST if self.blocking else Receives.TIMED
         rows = place_receives(add_messages(schedule), receives, simulate(schedule, costs))

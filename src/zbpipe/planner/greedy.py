@@ -153,10 +153,8 @@ class ListScheduler:
         cutoff: float,
         first: bool,
     ) -> tuple[float, list[int]]:
-        """List scheduling with `kernel.list_schedule`'s period, patience and release (`times`).
-
-        Each op keeps `spare` more memory free, if that leaves room for a microbatch.
-        """
+        """List scheduling with `kernel.list_schedule`'s period, patience and release (`times`). Each op keeps `spare`
+        more memory free, if that leaves room for a microbatch."""
         job, floats = self.problem.job, self.engine.floats
         needs, margin = [node.needs for node in job.nodes], [0.0] * len(job.nodes)
         for stage, leg in enumerate(self.leg):

@@ -662,9 +662,7 @@ def replay(
 
 def look_ahead(job: Job, lists: Lists, tail: list[float], left: int, right: int) -> int:
     """Update the least time from the end of each op to the end of all, after a change between `left` and `right`.
-
-    Returns the number of ops that it visited.
-    """
+    Returns the number of ops that it visited."""
     order, ops, nodes, microbatches = lists.order, lists.ops, job.nodes, job.microbatches
     horizon = left
     position = right
@@ -692,11 +690,9 @@ def look_ahead(job: Job, lists: Lists, tail: list[float], left: int, right: int)
 
 
 def justify(job: Job, mirrored: Job, order: Ints) -> tuple[float, Ints]:
-    """Move all ops as late as possible, beginning at the end, and then all as early as possible.
-
-    Known as forward-backward improvement in project scheduling with limited resources. `mirrored` is the job in
-    reversed time. Returns a length that is not greater, and the ops in the order of their starts.
-    """
+    """Move all ops as late as possible, beginning at the end, and then all as early as possible. Known as
+    forward-backward improvement in project scheduling with limited resources. `mirrored` is the job in reversed time.
+    Returns a length that is not greater, and the ops in the order of their starts."""
     _, late = squeeze(mirrored, mirror(order, job.microbatches))
     return squeeze(job, mirror(late, job.microbatches))
 
@@ -746,10 +742,8 @@ def squeeze(job: Job, order: Ints) -> tuple[float, Ints]:
 
 
 def earliest_gap(job: Job, lists: Lists, number: int, ready: float, begin: Floats, end: Floats) -> int:
-    """Placed op of its rank after which this op can start the earliest; -1 to be the first.
-
-    Microbatches stay in order, so a stage sends them in the order in which the next one receives them.
-    """
+    """Placed op of its rank after which this op can start the earliest; -1 to be the first. Microbatches stay in order,
+    so a stage sends them in the order in which the next one receives them."""
     ops, op, node = lists.ops, lists.ops[number], number // job.microbatches
     rank = job.nodes[node].rank
     limit = job.limit[rank]

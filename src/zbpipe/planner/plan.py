@@ -147,10 +147,8 @@ def _costs_of(costs: Any) -> CostsOf:
 def _plan_offloaded(
     request: Request, what: Offload, search: Callable[[Request], Plan], costs_of: CostsOf | None
 ) -> Plan:
-    """The best of named schedules, and of plans of `search` under looser limits, which copies make fit.
-
-    Without limits it is the plan itself. `costs_of` is None if the search cuts the stages.
-    """
+    """The best of named schedules, and of plans of `search` under looser limits, which copies make fit. Without limits
+    it is the plan itself. `costs_of` is None if the search cuts the stages."""
     if request.limits is None:
         return _add_copies(search(request), request, what)
     found: list[Plan] = []

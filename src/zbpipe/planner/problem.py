@@ -66,9 +66,7 @@ class Problem:
     @cached_property
     def job(self) -> Job:
         """The problem as flat numbers. `feeder` and `fed` repeat the rule of `ir.inputs`, and a test compares them.
-
-        Times are multiples of a power of two, a billionth of the longest, so their sums are exact.
-        """
+        Times are multiples of a power of two, a billionth of the longest, so their sums are exact."""
         costs, rank_of, last = self.costs, self.placement.rank_of, self.costs.num_stages - 1
         _, exponent = frexp(max(costs.of(stage, kind).seconds for stage in range(last + 1) for kind in KINDS))
 
@@ -179,10 +177,8 @@ class Problem:
         return all(peak(ops) <= limit for ops, limit in zip(schedule, self.job.limit, strict=True))
 
     def _first_starts(self, exact: Callable[[float], float], transfer: Callable[[int, int], float]) -> list[float]:
-        """Arrival of the first microbatch on each rank if nothing delays it.
-
-        The inner loops count from then on, so that an order can repeat at intervals of its length.
-        """
+        """Arrival of the first microbatch on each rank if nothing delays it. The inner loops count from then on, so
+        that an order can repeat at intervals of its length."""
         first: dict[int, float] = {}
         now = 0.0
         for stage, rank in enumerate(self.placement.rank_of):

@@ -202,11 +202,9 @@ def find_best_within(
     *,
     by_period: bool = False,
 ) -> Schedule:
-    """The best of list scheduling by kind and of `seeds`, by the synchronous step. Takes milliseconds.
-
-    The shortest span of a rank, which is close to the period, breaks ties; with `by_period` it decides, and the step
-    breaks ties. The limit is the number of microbatches that a rank may hold, at least one microbatch's need.
-    """
+    """The best of list scheduling by kind and of `seeds`, by the synchronous step. Takes milliseconds. The shortest
+    span of a rank, which is close to the period, breaks ties; with `by_period` it decides, and the step breaks ties.
+    The limit is the number of microbatches that a rank may hold, at least one microbatch's need."""
     costs = costs or CostModel.uniform(placement)
     weights = (limit * share for share in placement.sum_by_rank(costs.activations))
     limits = tuple(map(max, weights, least_room(placement, costs)))

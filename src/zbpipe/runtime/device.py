@@ -120,10 +120,8 @@ class _Moment:
 
 
 class Cpu(Accelerator):
-    """The CPU as an accelerator: copies go from one place in its memory to another.
-
-    They are not tensors, so that counts of tensor bytes include only the device's.
-    """
+    """The CPU as an accelerator: copies go from one place in its memory to another. They are not tensors, so that
+    counts of tensor bytes include only the device's."""
 
     smallest_copy = 0
 

@@ -119,11 +119,9 @@ class Probe:
             each.routes = set()
 
     def find_transport(self) -> Transport:
-        """The transport of the job. All ranks of the pipeline have to call this after the same step.
-
-        Odd ranks receive first, then even ranks. Their neighbours send once all ranks have reported whether their
-        computations ended while receives waited. So the answer does not depend on a host's delay.
-        """
+        """The transport of the job. All ranks of the pipeline have to call this after the same step. Odd ranks receive
+        first, then even ranks. Their neighbours send once all ranks have reported whether their computations ended
+        while receives waited. So the answer does not depend on a host's delay."""
         me, device = self._stage.group_rank, pipelining.device_of(self._stage)
         group: Any = self._stage.group or dist.group.WORLD
         x = torch.zeros(_WIDTH, _WIDTH, device=device)

@@ -145,11 +145,9 @@ def _find_crossed(rows: Rows, rank_of: Sequence[int]) -> Iterator[Finding]:
 
 
 def find_blocked_queues(rows: Rows) -> list[Finding]:
-    """A cycle of messages that wait for each other if each rank has one message at a time, in order.
-
-    A message begins when the computations before it are over, and ends when both ends have met. The table must have no
-    findings of `validate_lowered`.
-    """
+    """A cycle of messages that wait for each other if each rank has one message at a time, in order. A message begins
+    when the computations before it are over, and ends when both ends have met. The table must have no findings of
+    `validate_lowered`."""
     cycle = TimeGraph(Schedule.from_actions(rows, ""), Transport.ONE_QUEUE, rows).find_cycle()
     if not cycle:
         return []

@@ -194,10 +194,8 @@ class _Rank:
         return max(replace(self.timeline, copies=tuple(rows)).memory(self.rank), key=lambda moment: moment[1])
 
     def _back(self, chosen: Sequence[_Thing]) -> list[tuple[_Thing, int]] | None:
-        """Copies back, each with the last computation after which it may be issued, however slow copies are.
-
-        None if a copy back would be late, or begin before the end of its copy out.
-        """
+        """Copies back, each with the last computation after which it may be issued, however slow copies are. None if a
+        copy back would be late, or begin before the end of its copy out."""
         there = {span.op: span.end for span in _out(chosen, [thing.most for thing in chosen])}
         latest, found = inf, []
         for thing in sorted(chosen, key=lambda thing: -thing.taken):

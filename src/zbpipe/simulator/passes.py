@@ -80,10 +80,8 @@ def default_costs(placement: Placement) -> CostModel:
 
 
 def _receive_late(row: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Move each receive after computations, to the op that needs it or the next message of its rank.
-
-    torch's own `defer_pp_recv` also moves receives past messages, which mixes up messages on a V and can hang.
-    """
+    """Move each receive after computations, to the op that needs it or the next message of its rank. torch's own
+    `defer_pp_recv` also moves receives past messages, which mixes up messages on a V and can hang."""
     held: list[Action] = []
     reordered: list[Action] = []
     for each in row:
@@ -239,11 +237,9 @@ class _Rendezvous:
 
 
 def free_sends_early(rows: Rows, placement: Placement) -> Rows:
-    """`rows` with waits for sends moved forward, to where a later message from the receiver proves the receipt.
-
-    torch waits for most sends at the end of the step. If the peer posts the receive before a send of its own, the
-    receive is posted when that send arrives here. So no wait blocks. For lists without waits see `add_waits`.
-    """
+    """`rows` with waits for sends moved forward, to where a later message from the receiver proves the receipt. torch
+    waits for most sends at the end of the step. If the peer posts the receive before a send of its own, the receive is
+    posted when that send arrives here. So no wait blocks. For lists without waits see `add_waits`."""
     places = {each: n for row in rows for n, each in enumerate(row) if each.kind in RECEIVES or each.kind in SENDS}
     return tuple(tuple(_free_row_early(row, places, placement)) for row in rows)
 
@@ -286,11 +282,9 @@ def wait_of(send: Action) -> Action:
 
 
 def messages_held(rows: Rows) -> tuple[tuple[int, ...], ...]:
-    """Number of messages that each rank holds during each action, besides its stages' activations.
-
-    An op's input counts from its receive to the op's start. Its result counts from its end to the wait for its send, or
-    until the next stage on the same rank takes it. A send without a wait is held to the end.
-    """
+    """Number of messages that each rank holds during each action, besides its stages' activations. An op's input counts
+    from its receive to the op's start. Its result counts from its end to the wait for its send, or until the next stage
+    on the same rank takes it. A send without a wait is held to the end."""
     last = max((each.stage for row in rows for each in row), default=0)
     return tuple(tuple(_held(row, last)) for row in rows)
 

@@ -89,11 +89,9 @@ def _times(graph: TimeGraph, costs: CostModel, begin: Iterable[float]) -> tuple[
 
 
 def _delays(graph: TimeGraph, costs: CostModel) -> list[list[float]]:
-    """Least delay from one rank's end of the last step (column) to another's end of this step (row).
-
-    They are longest paths. The mean step time is the largest mean of a cycle of ranks (the eigenvalue of a matrix in
-    max-plus algebra: Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity, 1992, section 3.2).
-    """
+    """Least delay from one rank's end of the last step (column) to another's end of this step (row). They are longest
+    paths. The mean step time is the largest mean of a cycle of ranks (the eigenvalue of a matrix in max-plus algebra:
+    Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity, 1992, section 3.2)."""
     columns = []
     for begin in graph.begins:
         _, ends = _times(graph, costs, [0.0 if each == begin else -inf for each in graph.begins])

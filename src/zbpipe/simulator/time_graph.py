@@ -30,11 +30,9 @@ _NO_OPS = frozenset((*SENDS, HEAD, BEGIN, GATE, QUEUE, *WAITS))
 
 
 class TimeGraph(Graph[Cell]):
-    """The dependencies in a step of a schedule that can run.
-
-    Transports with queues need the lists with messages (`rows`). `ahead` is the number of ops that each rank may start
-    before all ranks are done with the previous step, if there is one.
-    """
+    """The dependencies in a step of a schedule that can run. Transports with queues need the lists with messages
+    (`rows`). `ahead` is the number of ops that each rank may start before all ranks are done with the previous step, if
+    there is one."""
 
     # Callers need different subsets.
     def __init__(
@@ -76,10 +74,8 @@ class TimeGraph(Graph[Cell]):
             self.order = list(chain.from_iterable(followed)) if sent else base.order
 
     def find_cycle(self) -> list[Action]:
-        """Messages and computations that wait for each other, each for the previous one. Empty if none do.
-
-        The cycle begins and ends with the same action, on its lowest rank.
-        """
+        """Messages and computations that wait for each other, each for the previous one. Empty if none do. The cycle
+        begins and ends with the same action, on its lowest rank."""
         try:
             self.order  # noqa: B018 -- which raises if there is none
         except CycleError as error:

@@ -164,10 +164,8 @@ def find_disordered(
     rows: Sequence[Sequence[N]], dependencies: Callable[[N], Iterable[tuple[N, ...]]]
 ) -> Iterator[Finding]:
     """Items before their dependencies in one rank's list, then the first ranks that wait for each other in a cycle.
-
     Missing or doubled items have separate findings. One item of each group of `dependencies` has to be over. They are
-    of the item's microbatch, and do not depend on the item.
-    """
+    of the item's microbatch, and do not depend on the item."""
     items: list[tuple[int, str, int]] = [*chain.from_iterable(rows)]
     node_of = dict(zip(reversed(items), range(len(items) - 1, -1, -1), strict=True))
     known: dict[tuple[int, str], list[list[tuple[int, str]]]] = {}

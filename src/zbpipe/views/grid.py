@@ -109,10 +109,8 @@ def _bands(timeline: Timeline, scale: _Scale, label: int) -> Iterator[Text]:
 
 
 def _overview(timeline: Timeline, columns: int, width: int, label: int, colours: bool) -> list[Text]:
-    """A line per rank: a column's height shows how busy the rank is then, its colour the most frequent kind.
-
-    Without colours it has that kind's letter, in lower case if the rank is busy for less than half of the column.
-    """
+    """A line per rank: a column's height shows how busy the rank is then, its colour the most frequent kind. Without
+    colours it has that kind's letter, in lower case if the rank is busy for less than half of the column."""
     scale = _Scale(columns / (timeline.makespan or 1.0), columns, columns)
     lines = [
         Text(f"rank {rank} ".ljust(label)).append_text(_line(list(_busy(spans, scale, colours))))

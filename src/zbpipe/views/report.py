@@ -22,10 +22,8 @@ Vary = Callable[[Timeline], Mapping[str, float]]
 
 
 def record(timeline: Timeline, baseline: float | None = None, *, with_period: bool = True) -> dict[str, Any]:
-    """A timeline in numbers: times in seconds, peaks by rank, memory in the unit of the costs' activations.
-
-    Computing the period takes longer than the rest. `memory_to_1f1b` is the worst rank's peak relative to `baseline`.
-    """
+    """A timeline in numbers: times in seconds, peaks by rank, memory in the unit of the costs' activations. Computing
+    the period takes longer than the rest. `memory_to_1f1b` is the worst rank's peak relative to `baseline`."""
     schedule = timeline.schedule
     return {
         "schedule": schedule.name,

@@ -92,9 +92,7 @@ _NAMING = ("--module", "--config", "--job.config_file", "--model.name", "--model
 
 def read_config(arguments: Sequence[str], *, allow_float8: bool = False) -> Any:
     """TorchTitan's config of a command line, whose module may be in the current folder. Errors: see `read_workload`.
-
-    `allow_float8`: also without a device that has float8.
-    """
+    `allow_float8`: also without a device that has float8."""
     import_from_here()
     find_installed()
     if cpu.is_needed():

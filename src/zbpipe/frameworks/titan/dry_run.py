@@ -24,10 +24,8 @@ def is_running() -> bool:
 
 
 def make_stages(job: Any, dtype: torch.dtype) -> Callable[..., PipelineStage]:
-    """A replacement of `PipelineStage` for a job's `parallelism`, `training` and `model_config`.
-
-    Its stages pass plain hidden states in this `dtype`. Hidden states from other ranks are zero.
-    """
+    """A replacement of `PipelineStage` for a job's `parallelism`, `training` and `model_config`. Its stages pass plain
+    hidden states in this `dtype`. Hidden states from other ranks are zero."""
     parallelism = job.parallelism
     backend = getattr(parallelism, "spmd_backend", "spmd_types")
     if backend == "full_dtensor" or (backend != "spmd_types" and parallelism.tensor_parallel_degree > 1):

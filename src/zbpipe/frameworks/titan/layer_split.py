@@ -227,10 +227,8 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def attention_products(model: Model) -> float:
     """Multiplications per token in the attention of all blocks, which sees half of the sequence on average.
-
     TorchTitan's FLOP estimate has 12 operations per multiplication and counts the whole sequence. The attention of a
-    custom model without an estimate counts as zero.
-    """
+    custom model without an estimate counts as zero."""
     if not hasattr(model.config, "get_nparams_and_flops"):
         return 0.0
     before = logging.root.manager.disable

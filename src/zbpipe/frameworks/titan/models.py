@@ -37,10 +37,8 @@ PARTS = ("tok_embeddings", "layers", *HEAD)
 
 
 def parse_config(arguments: list[str], *, allow_float8: bool = False) -> Any:
-    """TorchTitan's config from its command line. Its parser's output goes to standard error.
-
-    `allow_float8`: also without a device that has float8, for which TorchTitan 0.3 asks.
-    """
+    """TorchTitan's config from its command line. Its parser's output goes to standard error. `allow_float8`: also
+    without a device that has float8, for which TorchTitan 0.3 asks."""
     if allow_float8 and not HAS_JOB_CONFIG:
         float8: Any = importlib.import_module("torchtitan.components.quantization.float8")
         float8.has_cuda_capability = lambda *capability: True
@@ -74,11 +72,9 @@ class Sizes(NamedTuple):
 
 
 def sizes(config: Any, fsdp: int) -> Sizes:
-    """Sizes of a job's numbers, with each parameter sharded over `fsdp` GPUs.
-
-    A pipeline keeps its stages gathered for the whole step (`fsdp_reshard_after_forward` "default"). FSDP2 accumulates
-    gradients in the dtype in which it reduces them. TorchTitan 0.2 uses FSDP only if `fsdp` is above 1.
-    """
+    """Sizes of a job's numbers, with each parameter sharded over `fsdp` GPUs. A pipeline keeps its stages gathered for
+    the whole step (`fsdp_reshard_after_forward` "default"). FSDP2 accumulates gradients in the dtype in which it
+    reduces them. TorchTitan 0.2 uses FSDP only if `fsdp` is above 1."""
     training = config.training
     stored = _SIZES[training.dtype]
     if fsdp > 1 or not HAS_JOB_CONFIG:
@@ -134,10 +130,8 @@ def require_decoder(model: nn.Module) -> None:
 
 
 def take_float8(config: Any, model: nn.Module) -> bool:
-    """Whether the blocks' products are in float8. Replaces their layers by plain ones, which meta tensors can run.
-
-    Both have the same number of operations.
-    """
+    """Whether the blocks' products are in float8. Replaces their layers by plain ones, which meta tensors can run. Both
+    have the same number of operations."""
     if HAS_JOB_CONFIG:
         return any("float8" in each for each in config.model.converters)
     found = [each for each in model.get_submodule("layers").modules() if type(each).__name__.startswith("Float8")]

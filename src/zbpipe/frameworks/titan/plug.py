@@ -169,11 +169,9 @@ class _Job(NamedTuple):
 
 
 def make_pipelining(pipelining_fn: PipeliningFunction, options: Options, config: Any = None) -> PipeliningFunction:
-    """A model's `pipelining_fn` that also takes zbpipe's schedules. With torch's names it is the model's own.
-
-    `config` is the job's; 0.2 passes it to the function. The function raises ValueError for settings that cannot run,
-    and PipelineError on all ranks if their schedules differ.
-    """
+    """A model's `pipelining_fn` that also takes zbpipe's schedules. With torch's names it is the model's own. `config`
+    is the job's; 0.2 passes it to the function. The function raises ValueError for settings that cannot run, and
+    PipelineError on all ranks if their schedules differ."""
 
     def pipeline(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         job = _Job.of(args, kwargs)
@@ -263,10 +261,8 @@ def _name_of(function: Any) -> str:
 
 
 def _modules_of(pipelining_fn: PipeliningFunction) -> list[ModuleType]:
-    """Modules with the functions that `pipelining_fn` may call to cut a model and to place its stages.
-
-    A model with its own function may define them too, or import TorchTitan's by name.
-    """
+    """Modules with the functions that `pipelining_fn` may call to cut a model and to place its stages. A model with its
+    own function may define them too, or import TorchTitan's by name."""
     own = sys.modules.get(getattr(pipelining_fn, "__module__", ""), pipeline_parallel)
     return [pipeline_parallel] if own is pipeline_parallel else [pipeline_parallel, own]
 
@@ -274,10 +270,8 @@ def _modules_of(pipelining_fn: PipeliningFunction) -> list[ModuleType]:
 def _choose(
     pipelining_fn: PipeliningFunction, algorithm: Algorithm, model: nn.Module, job: _Job, options: Options
 ) -> tuple[Choice, LayerSplit]:
-    """The schedule to run, the placement of its stages, and the cut of the model.
-
-    ValueError if the user's cut has another number of stages, or if a cut lacks a module.
-    """
+    """The schedule to run, the placement of its stages, and the cut of the model. ValueError if the user's cut has
+    another number of stages, or if a cut lacks a module."""
     parallelism, ranks = job.parallelism, job.parallelism.pipeline_parallel_degree
     by_hand, stages = parallelism.module_fqns_per_model_part, None
     if by_hand is not None:
@@ -340,10 +334,8 @@ def _helpers(
 
 
 def _outermost(original: Callable[..., Any], replacement: Callable[..., Any], inside: list[bool]) -> Callable[..., Any]:
-    """`replacement`, but `original` while a function with the same `inside` runs.
-
-    A model's own function may call TorchTitan's, and both are replaced.
-    """
+    """`replacement`, but `original` while a function with the same `inside` runs. A model's own function may call
+    TorchTitan's, and both are replaced."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if inside:
@@ -439,9 +431,7 @@ _SILENT = logging.Logger("silent", logging.CRITICAL)
 
 def complete(schedule: pipelining.PipelineSchedule, name: str, job: _Job) -> None:
     """Adapt this rank's schedule to TorchTitan, compare the schedules of all ranks, and add the pipeline's metrics.
-
-    PipelineError on all ranks if their schedules differ. `name` is the value of TorchTitan's schedule field.
-    """
+    PipelineError on all ranks if their schedules differ. `name` is the value of TorchTitan's schedule field."""
     if isinstance(schedule, RegisteredSchedule):
         schedule.sizes.keywords_are_alike = True  # TorchTitan passes the positions of all tokens to all ranks
     else:

@@ -19,11 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 def validate_steps(trainer_class: Any, dist_utils: Any, max_norm: Callable[[Any], float]) -> None:
-    """Let each rank's trainer step at once, and validate the norm of the gradients later.
-
-    Replaces `train` and `train_step` of TorchTitan's `Trainer`. `dist_utils` is TorchTitan's module with the function
-    `clip_grad_norm_`, and `max_norm` returns the norm to which a trainer clips.
-    """
+    """Let each rank's trainer step at once, and validate the norm of the gradients later. Replaces `train` and
+    `train_step` of TorchTitan's `Trainer`. `dist_utils` is TorchTitan's module with the function `clip_grad_norm_`, and
+    `max_norm` returns the norm to which a trainer clips."""
     train, train_step = trainer_class.train, trainer_class.train_step
 
     def train_in_steps(self: Any) -> None:

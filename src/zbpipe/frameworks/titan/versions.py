@@ -127,10 +127,8 @@ KNOWN = (
 
 
 class Needed(NamedTuple):
-    """A name that zbpipe uses from TorchTitan, with the parameters that it passes.
-
-    " or " separates the old and the new place of a name or a parameter.
-    """
+    """A name that zbpipe uses from TorchTitan, with the parameters that it passes. " or " separates the old and the new
+    place of a name or a parameter."""
 
     path: str
     """Path below `torchtitan`, as module:attribute."""

@@ -193,10 +193,8 @@ class _Certain(TorchFunctionMode):
 
 
 def _run(model: nn.Module, blocks: Mapping[str, nn.Module], length: int) -> tuple[dict[str, layer_work.Call], set[str]]:
-    """Arguments of each block for a sequence, and names of the modules that run before the first one.
-
-    Blocks after one that reads values stay unknown.
-    """
+    """Arguments of each block for a sequence, and names of the modules that run before the first one. Blocks after one
+    that reads values stay unknown."""
     places = {block: each for each, block in blocks.items()}
     calls: dict[str, layer_work.Call] = {}
     before: set[str] = set()

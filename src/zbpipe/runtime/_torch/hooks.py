@@ -35,9 +35,7 @@ class HookOrder(IntEnum):
 @contextmanager
 def hook(schedule: PipelineSchedule, order: HookOrder, around: Around) -> Iterator[None]:
     """Context in which every computation of this rank runs through `around`, the loss as one more F of the last stage.
-
-    Waits for messages are outside. Hooks may end in any order.
-    """
+    Waits for messages are outside. Hooks may end in any order."""
     works = [find_work(stage) or StageWork(stage) for stage in stages_of(schedule)]
     if not works[0].hooks:
         cast(Any, schedule)._maybe_compute_loss = partial(_compute_loss, schedule._maybe_compute_loss)

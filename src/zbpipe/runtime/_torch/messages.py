@@ -28,10 +28,8 @@ Route = tuple[Callable[..., Any], int, Any]
 
 
 class StageMessages:
-    """The messages of a stage: their setup and their buffers. Supports evaluation.
-
-    A receive buffer lives from the receive to the stage's F, I or B. Nothing is sent to the same rank.
-    """
+    """The messages of a stage: their setup and their buffers. Supports evaluation. A receive buffer lives from the
+    receive to the stage's F, I or B. Nothing is sent to the same rank."""
 
     METHODS = (
         *("get_fwd_recv_ops", "get_bwd_recv_ops", "get_fwd_send_ops", "get_bwd_send_ops"),

@@ -24,11 +24,9 @@ def view_of(module: nn.Module, replacements: Mapping[str, nn.Module], name: str 
 
 
 def without_own_state(module: _Module, device: torch.device) -> _Module:
-    """A view of `module` with an empty state dict of its own, to run for its children and for shapes.
-
-    Its own parameters are plain NaN tensors without memory, so that a use by mistake shows. Its buffers are copies, so
-    that NaN reaches no other view.
-    """
+    """A view of `module` with an empty state dict of its own, to run for its children and for shapes. Its own
+    parameters are plain NaN tensors without memory, so that a use by mistake shows. Its buffers are copies, so that NaN
+    reaches no other view."""
     view = _copy(module)
     for name, buffer in module._buffers.items():
         view._buffers[name] = None if buffer is None else buffer.clone()

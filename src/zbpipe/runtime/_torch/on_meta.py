@@ -90,10 +90,8 @@ def fuse_on_meta() -> Iterator[None]:
 
 
 class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts from 0 at its entry, without older tensors and without temporary memory inside a kernel.
-
-    It sees the result of every operator, counts each storage once, and subtracts it when the storage is freed.
-    """
+    """Counts from 0 at its entry, without older tensors and without temporary memory inside a kernel. It sees the
+    result of every operator, counts each storage once, and subtracts it when the storage is freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

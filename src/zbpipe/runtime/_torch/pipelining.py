@@ -150,11 +150,9 @@ class _StepIsVoidError(Exception):
 
 
 def run_ahead(runtime: OwnRuntime, cut: RunAhead, verdict: Callable[[], bool], run: Callable[[], None]) -> bool:
-    """Run a step whose first actions run ahead of `verdict`. Returns whether the step counts.
-
-    If not, all pending messages have arrived, and the stages are as before the step; only buffers and random states
-    that forwards change are not. `run` runs torch's executor on the cut lists.
-    """
+    """Run a step whose first actions run ahead of `verdict`. Returns whether the step counts. If not, all pending
+    messages have arrived, and the stages are as before the step; only buffers and random states that forwards change
+    are not. `run` runs torch's executor on the cut lists."""
     lists, rank = runtime.pipeline_order_with_comms, runtime.rank
     before, after, drain = (actions_of(rows[rank]) for rows in (cut.before, cut.after, cut.drain))
 
@@ -353,11 +351,8 @@ _UNUSED_TAG = 1_000_003
 
 
 def interrupt() -> None:
-    """Close this process's gloo connections, so that all waits for them raise, on both sides.
-
-    NCCL's stay: aborted kernels end as if their messages had arrived, and the host would continue with whatever is in
-    the buffers.
-    """
+    """Close this process's gloo connections, so that all waits for them raise, on both sides. NCCL's stay: aborted
+    kernels end as if their messages had arrived, and the host would continue with whatever is in the buffers."""
     for group in list(_world.pg_map):
         if "gloo" not in dist.get_backend_config(group) or dist.get_world_size(group) == 1:
             continue
@@ -405,10 +400,8 @@ def use_shapes(schedule: OwnRuntime, shapes: Shapes) -> None:
 
 @contextmanager
 def keeping_buffers(stage: _PipelineStageBase) -> Iterator[None]:
-    """Context of torch's inference of shapes that restores the buffers of `stage`.
-
-    torch (from 2.14 on) restores only those that a forward does not replace.
-    """
+    """Context of torch's inference of shapes that restores the buffers of `stage`. torch (from 2.14 on) restores only
+    those that a forward does not replace."""
     is_done_by_torch = hasattr(stage, "_pre_metadata_inference_backup")
     buffers = () if is_done_by_torch else stage.submod.buffers()
     kept = [(each, each.clone()) for each in buffers if not each.is_inference()]

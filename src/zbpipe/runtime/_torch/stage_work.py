@@ -20,10 +20,8 @@ Around = Callable[[str, int, int, Callable[[], Any]], Any]
 
 
 class StageWork:
-    """The computations of one stage by torch's own methods; subclasses compute differently. The stage holds it.
-
-    Hooks run around `forward`, `backward`, `input_gradient`, `weight_gradient` and the loss.
-    """
+    """The computations of one stage by torch's own methods; subclasses compute differently. The stage holds it. Hooks
+    run around `forward`, `backward`, `input_gradient`, `weight_gradient` and the loss."""
 
     METHODS: ClassVar[tuple[str, ...]] = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
 
@@ -83,10 +81,8 @@ class StageWork:
 
 
 class OwnWork(StageWork):
-    """The computations of a stage of zbpipe's schedules.
-
-    Frees the loss's graph, lets FSDP2 gather and reduce beside computations, and supports evaluation.
-    """
+    """The computations of a stage of zbpipe's schedules. Frees the loss's graph, lets FSDP2 gather and reduce beside
+    computations, and supports evaluation."""
 
     METHODS = (
         *StageWork.METHODS,

@@ -138,9 +138,7 @@ def average_by_kind(
 
 def find_overhead(records: Iterable[StepRecord], num_stages: int) -> float:
     """Median seconds from the end of an op to the start of the next, if that waits for no message; 0 without such ops.
-
-    These are W, F of the first stage, and the backward of the last one.
-    """
+    These are W, F of the first stage, and the backward of the last one."""
 
     def is_ready(op: Op) -> bool:
         return op.kind is OpKind.W or op.stage == (0 if op.kind is OpKind.F else num_stages - 1)
@@ -282,11 +280,9 @@ class Recorded(NamedTuple):
 
 
 def find_exposed(record: StepRecord) -> float:
-    """Seconds for which this rank waited for FSDP2's collectives in a step.
-
-    A gather delays the first F of its stage. A reduction delays the last W or B, whose buffer it needs, and the end of
-    the step. Delays are relative to the median op of the same stage and kind.
-    """
+    """Seconds for which this rank waited for FSDP2's collectives in a step. A gather delays the first F of its stage. A
+    reduction delays the last W or B, whose buffer it needs, and the end of the step. Delays are relative to the median
+    op of the same stage and kind."""
     if not record.spans:
         return 0.0
     delays = (_seconds(span) - usual for span, usual in _at_ends(record.spans))

@@ -34,11 +34,9 @@ class _Copy:
 
 
 class Backup:
-    """Parameters, gradients, optimizers, learning rates, buffers and random state before a step.
-
-    It takes as much memory as the parameters, the optimizers' state and the modules' buffers. Gradients are kept by
-    reference, unless the optimizer writes into them.
-    """
+    """Parameters, gradients, optimizers, learning rates, buffers and random state before a step. It takes as much
+    memory as the parameters, the optimizers' state and the modules' buffers. Gradients are kept by reference, unless
+    the optimizer writes into them."""
 
     def __init__(
         self,

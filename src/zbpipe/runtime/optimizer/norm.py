@@ -29,9 +29,7 @@ def group_by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 
 def square_on_rank(parameters: Iterable[Tensor], device: torch.device, *, copies: Sequence[Tensor] = ()) -> Tensor:
     """Squared norm of a pipeline rank's gradients, a float32 scalar, the same on all processes that share them.
-
-    Parameters among `copies` of others do not count.
-    """
+    Parameters among `copies` of others do not count."""
     square, uncounted = torch.zeros((), device=device), set(map(id, copies))
     for group in group_by_mesh(each for each in parameters if id(each) not in uncounted):
         norm = get_total_norm([each.grad for each in group if each.grad is not None])
@@ -59,12 +57,9 @@ def clip(
 
 
 class Votes:
-    """Asynchronous exchange of the ranks' gradient norms, one vote per step.
-
-    Votes run over gloo in a separate thread, because a vote on the device would delay the next computations. All ranks,
-    including other replicas, get the same numbers in the same order, so that all decide alike. `group` has the backend
-    gloo and no other use.
-    """
+    """Asynchronous exchange of the ranks' gradient norms, one vote per step. Votes run over gloo in a separate thread,
+    because a vote on the device would delay the next computations. All ranks, including other replicas, get the same
+    numbers in the same order, so that all decide alike. `group` has the backend gloo and no other use."""
 
     def __init__(self, pipeline_rank: int, num_ranks: int, group: dist.ProcessGroup) -> None:
         self._rank = pipeline_rank

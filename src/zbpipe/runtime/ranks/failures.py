@@ -74,10 +74,8 @@ class Failure(NamedTuple):
 
 
 class Notice:
-    """A failure of the job in its store. The first posted one stays, and its readers sign it.
-
-    By default it is the next failure, because earlier ones ended earlier schedules.
-    """
+    """A failure of the job in its store. The first posted one stays, and its readers sign it. By default it is the next
+    failure, because earlier ones ended earlier schedules."""
 
     def __init__(self, number: int | None = None) -> None:
         self._store = pipelining.default_store()

@@ -54,10 +54,8 @@ logger = logging.getLogger(__name__)
 
 
 class Launched:
-    """The host's last launched computations, with an event after each.
-
-    `new_event` is called for the first `MOST` computations. Later ones reuse these events.
-    """
+    """The host's last launched computations, with an event after each. `new_event` is called for the first `MOST`
+    computations. Later ones reuse these events."""
 
     def __init__(self, new_event: Callable[[], Any]) -> None:
         self._new_event = new_event
@@ -102,11 +100,9 @@ class Launched:
 
 
 class Progress:
-    """Progress of one schedule's steps on this rank.
-
-    Another thread looks at it, also between steps: on an accelerator the host is far ahead of the device. At its first
-    look, and while nothing moves on the host, the thread calls `when_idle`.
-    """
+    """Progress of one schedule's steps on this rank. Another thread looks at it, also between steps: on an accelerator
+    the host is far ahead of the device. At its first look, and while nothing moves on the host, the thread calls
+    `when_idle`."""
 
     def __init__(
         self, when_idle: Callable[[pipelining.OwnRuntime], None] = lambda schedule: None, *, has_events: bool = True

@@ -161,10 +161,8 @@ class Deferral:
         return self.is_declared and self.products.get(function) is not PRODUCTS.get(function)
 
     def owns(self, weight: Tensor) -> bool:
-        """Whether `weight` is one of the layer's parameters, or a view, a cast or a local part of one.
-
-        A layer without `weight_products` also owns its children's parameters, with which it may multiply.
-        """
+        """Whether `weight` is one of the layer's parameters, or a view, a cast or a local part of one. A layer without
+        `weight_products` also owns its children's parameters, with which it may multiply."""
         if not (weight.requires_grad and torch.is_grad_enabled()):
             return False
         return id(weight) in self._own or self.owns_leaf(sources.find_leaf(weight))
@@ -184,10 +182,8 @@ class Deferral:
         return (number for number, name in names.items() if name not in kept_in_i)
 
     def begin_step(self, is_settled: bool = True) -> None:
-        """Check for hooks on nodes. Each use checks for hooks on the weight itself.
-
-        A layer without products in its first step is ignored from now on, unless another trial follows.
-        """
+        """Check for hooks on nodes. Each use checks for hooks on the weight itself. A layer without products in its
+        first step is ignored from now on, unless another trial follows."""
         self.plans.clear()  # FSDP replaces parameters
         if self.has_run and is_settled:
             self.functions.settle()

@@ -69,10 +69,8 @@ def defer_in_compiled_regions(module: nn.Module, gradients: WeightGradients) -> 
 
 
 def catch_around(module: nn.Module, parameters: Iterable[str], gradients: WeightGradients) -> bool:
-    """Also catch products in the modules around those that own `parameters`. Returns whether there are any.
-
-    A module may multiply with the weight of a child that it does not call.
-    """
+    """Also catch products in the modules around those that own `parameters`. Returns whether there are any. A module
+    may multiply with the weight of a child that it does not call."""
     modules = dict(module.named_modules())
     compiled = {id(part) for each in modules.values() if compiler.is_compiled(each) for part in each.modules()}
     around = {}

@@ -170,9 +170,7 @@ def find_making(
     tensor: Tensor, owns: Callable[[Tensor], bool], may_keep_weights: bool, through_products: bool = False
 ) -> Made | None:
     """The computation that makes the tensor only from parameters that `owns` accepts, if its graph can last until W.
-
-    `through_products`: also by products whose own gradient could wait.
-    """
+    `through_products`: also by products whose own gradient could wait."""
     can_last = autograd.find_saving_hooks() is None  # a checkpoint would repeat its forward in W
     seen, waiting, leaves = dict[Node, None](), [tensor.grad_fn], dict[int, Tensor]()
     looks_up = False

@@ -209,10 +209,8 @@ def _name_of(stage: pipelining.Stage, layer: nn.Module) -> str:
 
 
 class SplitWork(OwnWork):
-    """Runs I as one ordinary backward without the deferred gradients, which W computes.
-
-    torch's hook `dw_builder` is for this, but keeps a stage's outputs alive until backward.
-    """
+    """Runs I as one ordinary backward without the deferred gradients, which W computes. torch's hook `dw_builder` is
+    for this, but keeps a stage's outputs alive until backward."""
 
     def __init__(self, stage: pipelining.Stage) -> None:
         super().__init__(stage)

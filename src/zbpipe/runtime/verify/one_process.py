@@ -113,10 +113,8 @@ def _list_modules(parts: nn.Module | PipelineStage | Sequence[nn.Module | Pipeli
 
 
 def schedule_w_last(num_stages: int, microbatches: int, orders: Sequence[str] = ("F", "I", "W")) -> Schedule:
-    """A schedule on one rank: all ops of the kinds in the first of `orders`, then those of the next.
-
-    With all F, all I and all W, activations and deferred gradients stay as long as possible.
-    """
+    """A schedule on one rank: all ops of the kinds in the first of `orders`, then those of the next. With all F, all I
+    and all W, activations and deferred gradients stay as long as possible."""
     stages = range(num_stages)
     ops = [
         Op(stage, OpKind(kind), microbatch)

@@ -37,11 +37,8 @@ class Gradients(NamedTuple):
 
 
 class Microbatch:
-    """The data for a rerun of a stage's microbatch.
-
-    With `defers_loss`, the backward adds the loss's deferred gradients by the same product as W. Otherwise FSDP2 could
-    reduce them too early, or have them on other ranks than after W.
-    """
+    """The data for a rerun of a stage's microbatch. With `defers_loss`, the backward adds the loss's deferred gradients
+    by the same product as W. Otherwise FSDP2 could reduce them too early, or have them on other ranks than after W."""
 
     def __init__(
         self, stage: pipelining.Stage, index: int, like: ModuleState | None = None, *, defers_loss: bool = False
