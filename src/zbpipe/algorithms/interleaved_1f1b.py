@@ -1,7 +1,7 @@
 """1F1B over v stages per rank (Megatron-LM, arXiv 2104.04473, section 2.2).
 
 The bubble is v times smaller, at the price of v times as many messages and some more memory. Use it where the backward
-cannot be split. Otherwise ZBLoop is never longer, in less memory.
+cannot be split. Otherwise take ZBLoop, whose step is never longer, in less memory.
 """
 
 from collections.abc import Iterator

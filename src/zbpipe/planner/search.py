@@ -204,7 +204,7 @@ def find_best_within(
 ) -> Schedule:
     """The best of list scheduling by kind and of `seeds`, by the synchronous step. Takes milliseconds. The shortest
     span of a rank, which is close to the period, breaks ties; with `by_period` it decides, and the step breaks ties.
-    The limit is the number of microbatches that a rank may hold, at least one microbatch's need."""
+    Each rank may hold this `limit` of microbatches, and at least the memory that one microbatch needs."""
     costs = costs or CostModel.uniform(placement)
     weights = (limit * share for share in placement.sum_by_rank(costs.activations))
     limits = tuple(map(max, weights, least_room(placement, costs)))
