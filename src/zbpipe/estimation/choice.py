@@ -96,8 +96,7 @@ def choose(
             usual = usual_costs(placement, checkpointing, tensor, cut.work(placement))
             return replace(usual, overhead=_GPU.overhead / seconds if seconds else 0.0)
         if isinstance(measured, JobCosts) and measured.placement not in (None, placement):
-            name = algorithm.name
-            raise ValueError(f"the measured stages are not placed as those of {name}: measure with {name}")
+            raise ValueError(f"the measured stages are not placed as those of {algorithm.name}: measure with that one")
         return as_cost_model(measured, placement)
 
     kinds = [algorithm, resolve("ZBLoop")] if algorithm.name == "ZB" else [algorithm]
