@@ -129,7 +129,7 @@ def test_measured_costs_and_limits() -> None:
         found = choose(ZB, 4, 8, Model(32), measured=JobCosts(CostModel.uniform(placement), placement))
         assert (found.placement, found.words) == (placement, words)
     odd = Placement((0, 1, 0, 1, 1, 0))
-    with pytest.raises(ValueError, match="the measured stages are not placed as those of ZB: measure with it"):
+    with pytest.raises(ValueError, match="the measured stages are not placed as those of ZB: measure with that"):
         choose(ZB, 2, 8, Model(32), measured=JobCosts(CostModel.uniform(odd), odd))
     with pytest.raises(ValueError, match=r"memory_limit = 0\.1x is too small for ZB"):
         choose(ZB, 4, 8, Model(32), memory_limit=MemoryLimit.parse("0.1x"))

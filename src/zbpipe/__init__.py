@@ -1,8 +1,6 @@
 """zbpipe: zero-bubble pipeline schedules for torch.distributed.pipelining and TorchTitan.
 
-Most jobs need only the names here. `zbpipe.costs`, `zbpipe.simulator`, `zbpipe.estimation`, `zbpipe.runtime` and
-`zbpipe.testing` have the rest. Importing this package does not import torch: names that need it are loaded when they
-are first used.
+Names that need torch are loaded at first use, so importing this package does not import torch.
 """
 
 from importlib import import_module
@@ -67,7 +65,7 @@ _LATER = {
     "runtime.ranks.failures": ("PipelineError",),
     "runtime.verify": ("GradientCheck", "check_gradients"),
 }
-"""Names that are loaded at first use, by module: they need torch, or few users need them."""
+"""Names loaded at first use, by module."""
 
 __all__ = [
     "CostModel",

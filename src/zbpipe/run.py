@@ -3,8 +3,8 @@
     torchrun ... -m zbpipe.run --schedule ZBV -- script.py its arguments
     torchrun ... -m zbpipe.run --schedule ZBV -- -m package.module its arguments
 
-With `--schedule`, the job gets this schedule for every name that it asks torch for. Otherwise zbpipe's names are also
-valid names. The options are those of `zbpipe.install`.
+With `--schedule`, the job gets this schedule for every name that it asks torch for. Without, zbpipe's names are valid,
+too. The options are those of `zbpipe.install`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not target:
         parser.error("name the script to run, or -m and a module: python -m zbpipe.run --schedule ZBV -- script.py")
     if not is_module and not Path(target[0]).is_file():
-        parser.error(f"there is no script {target[0]!r}; for a module write -m in front of it")
+        parser.error(f"there is no script {target[0]!r}; for a module, put -m before its name")
     options = from_arguments(parser, vars(found))
     try:
         with importing():

@@ -16,7 +16,7 @@
         assert simulate(found, costs).makespan <= simulate(known, costs).makespan
 
 Everything shrinks towards one rank, one microbatch, a plain schedule and times of 1/8 second. All numbers are short
-binary fractions, so sums are exact, and tests can compare times with `==`. Only this module needs hypothesis.
+binary fractions, so that sums are exact and tests can compare times with `==`. Only this module needs hypothesis.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def check_schedule(
 
         check_schedule(my_schedule(ranks=4, microbatches=8), memory_limit=4)
 
-    The arguments are those of `zbpipe.validate`. AssertionError with everything that is wrong, one finding per line.
+    The arguments are those of `zbpipe.validate`. The AssertionError has all findings, one per line.
     """
     findings = [str(finding) for finding in validate(schedule, memory_limit, costs)]
     if findings:
-        # Raised by hand, because `assert` is gone under `python -O`.
+        # Raised by hand, because `python -O` omits `assert`.
         raise AssertionError("\n  ".join([f"schedule {schedule.name}, {len(findings)} finding(s):", *findings]))
 
 
@@ -89,20 +89,20 @@ def schedules(
     max_ranks: int = 16,
     max_microbatches: int = 64,
 ) -> Schedule:
-    """Registered schedules, yours among them, of all sizes.
+    """Registered schedules, also yours, of all sizes.
 
         @given(schedules("MySchedule", max_ranks=8))
         def test_my_schedule_is_valid(schedule):
             check_schedule(schedule, memory_limit=schedule.num_ranks)
 
     Args:
-        name: name of the schedule; default: any that is registered.
+        name: name of the schedule. Default: any registered one.
         ranks: default: 1 to `max_ranks`.
         microbatches: default: 1 to `max_microbatches`.
-        stages_per_rank: stages on every rank; default: 1 to 4 where the schedule leaves the choice. Without `name` only
-            schedules that run with the given number are drawn.
+        stages_per_rank: stages on every rank. Default: 1 to 4 if the schedule leaves the choice. Without `name`, only
+            schedules that run with this number are drawn.
 
-    ValueError for an unknown name, and numbers that the schedule cannot have.
+    ValueError for an unknown name, and for numbers that the schedule does not support.
     """
     algorithm = draw(st.sampled_from(_candidates(stages_per_rank))) if name is None else registry.resolve(name)
     num_ranks = draw(st.integers(1, max_ranks)) if ranks is None else ranks
@@ -114,12 +114,12 @@ def schedules(
 
 @lru_cache(maxsize=4096)
 def _generate(algorithm: registry.Algorithm, ranks: int, microbatches: int, stages_per_rank: int | None) -> Schedule:
-    """Cached: hypothesis asks for small schedules repeatedly, and some take a search."""
+    """Cached, because hypothesis asks for small schedules repeatedly, and some take a search."""
     return algorithm.make(ranks, microbatches, stages_per_rank=stages_per_rank)
 
 
 def _candidates(stages_per_rank: int | None) -> list[registry.Algorithm]:
-    """Schedules that run with this number of stages per rank, plain ones first: hypothesis shrinks towards these."""
+    """Schedules that run with this number of stages per rank, plain ones first, because hypothesis shrinks to these."""
     known = registry.schedules().values()
     fitting = [x for x in known if stages_per_rank in (None, x.stages_per_rank) or x.any_stages_per_rank]
     if not fitting:
@@ -151,7 +151,7 @@ def runnable_schedules(draw: st.DrawFn, placement: Placement | None = None, *, m
 
 
 def _any_order(draw: st.DrawFn, ops: list[Op], num_stages: int) -> Iterator[Op]:
-    """A global order of ops, each after its dependencies. Lists that agree with one order cannot deadlock."""
+    """An order of all ops, each after its dependencies. Lists that agree with one order cannot deadlock."""
     unmet = {op: len(inputs(op, num_stages)) for op in ops}
     users: dict[Op, list[Op]] = {op: [] for op in ops}
     for op in ops:

@@ -1,4 +1,4 @@
-"""W filled into a given order of F and I: into gaps, and where memory is needed."""
+"""Fill W into a given order of F and I: into gaps, and where memory is needed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ F, I, W, B = _KINDS = OpKind.F, OpKind.I, OpKind.W, OpKind.B  # noqa: E741 -- to
 
 
 class Filled(NamedTuple):
-    """A schedule and its length in seconds, if no message waits for another."""
+    """A schedule and its length in seconds, with the ideal transport."""
 
     seconds: float
     schedule: Schedule
@@ -37,7 +37,7 @@ class Filler:
             F: [(stage + 1, F) if stage < last else (stage, I) for stage in stages],
             I: [(stage - 1, I) for stage in stages],
         }
-        """By kind and stage: stage and kind of the op that takes the result. Stage -1 is none."""
+        """Stage and kind of the op that takes the result, by kind and stage. Stage -1 is none."""
         self._transfer = {
             kind: [
                 costs.transfer(rank_of[stage], rank_of[after], costs.of(stage, send).message)
@@ -53,7 +53,7 @@ class Filler:
 
         Args:
             order: F and I of each rank.
-            apart: number of the first and of the last microbatches with I and W apart. The others run B.
+            apart: number of the first and of the last microbatches that run I and W. The others run B.
             patience: the part of a W that a gap may lack. 0 fills gaps of a whole W, 1 fills every gap.
 
         Raises:
@@ -89,7 +89,7 @@ class _Rank:
         self._limit, self._share = limit, 1 - patience
         self._room_of_w = max(self._needs[W][op.stage] for op in order)
         self.left = list(reversed(order))
-        """F and I to come, the next one last."""
+        """Remaining F and I, the next one last."""
         self.done: list[Op] = []
         self.clock = self._held = 0.0
         self._deferred: deque[Op] = deque()
@@ -116,7 +116,6 @@ class _Rank:
             self._run(self._deferred.popleft())
 
     def _has_room(self, stage: int, kind: OpKind) -> bool:
-        """Whether there is room for the op, and after it for any W."""
         if self._held + self._needs[kind][stage] > self._limit:
             return False
         then = self._room_of_w if kind is I or self._deferred else 0.0

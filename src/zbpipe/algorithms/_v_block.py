@@ -1,7 +1,7 @@
 """Building blocks on a V (Pipeline Parallelism with Controllable Memory, 2405.15362, sections 3 and 4, appendix).
 
-The F, I and W of one microbatch on all stages form a block. The block repeats every 6 units: the work of a rank on one
-microbatch if every op takes one unit. The shape of the block determines how long activations live, and so the memory.
+The F, I and W of one microbatch on all stages form a block. It repeats every 6 units, the work of a rank on one
+microbatch if each op takes one unit. The block's shape determines how long activations live, and so the memory.
 """
 
 from __future__ import annotations
@@ -102,7 +102,6 @@ def _reorder_cooldown(rows: list[list[Op]], num_stages: int) -> tuple[tuple[Op, 
 
 
 def _next_of_each(row: list[Op]) -> list[Op]:
-    """The first op of each stage and kind, in the order of the row."""
     first: dict[tuple[int, OpKind], Op] = {}
     for op in row:
         first.setdefault((op.stage, op.kind), op)

@@ -1,4 +1,4 @@
-"""The schedule that `Auto` starts with. `zbpipe.runtime.adaptive` measures the job and then plans the next schedule."""
+"""The schedule that `Auto` starts with. `zbpipe.runtime.adaptive` measures the job and plans the next one."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def auto(
     costs: CostModel | None = None,
     memory_limit: MemoryLimit | None = None,
 ) -> Schedule:
-    """ZB for full checkpointing, which fits under any checkpointing: with whole backwards it is as lean as 1F1B.
+    """ZB for full checkpointing, which fits under any checkpointing, because whole backwards need no more than 1F1B.
 
-    Every op kind can be measured: on every stage some microbatches run I, then W. Costs default to typical ones without
-    working memory, which would be a guess.
+    On every stage some microbatches run I, then W, so every op kind can be measured. Default costs are typical ones
+    without working memory.
 
     >>> print(auto(2, 4))
     rank 0: 0F0 0F1 3F0 3B0 0F2 3F1 3B1 0B0 3F2 3B2 0B1 0I2 0W2 0F3 3F3 3I3 3W3 0B3
@@ -38,7 +38,7 @@ def auto(
     allowed = tuple(map(max, limits, simulate(lean, costs).peak_memory))
 
     def excess(schedule: Schedule) -> float:
-        """Excess over the limit, rounded so that ties go to the first schedule."""
+        """Memory above the limit, rounded so that ties go to the first schedule."""
         peaks = simulate(schedule, costs).peak_memory
         return round(max(0.0, *(peak / most - 1 for peak, most in zip(peaks, allowed, strict=True))), 9)
 
@@ -46,10 +46,7 @@ def auto(
 
 
 def _make_forms(schedule: Schedule, costs: CostModel) -> Iterator[Schedule]:
-    """Schedules that can be measured: the best samples first, then less memory, then a longer step.
-
-    Under full checkpointing, I of one stage leaves more behind than F of several microbatches.
-    """
+    """Schedules that can be measured: the best samples first, then less memory, then a longer step."""
     yield mix_backwards(schedule, costs, samples=2)
     yield mix_backwards(schedule, costs)
     last = schedule.num_microbatches - 1
@@ -104,7 +101,6 @@ def _by_room(ops: Iterable[Op], stage: int, costs: CostModel) -> list[Op]:
 
 
 def _to_change(backwards: Sequence[Op], samples: int) -> tuple[list[Op], list[Op]]:
-    """The B that become I and W, and the I that become B."""
     split, whole = ([op for op in backwards if op.kind is kind] for kind in (OpKind.I, OpKind.B))
     most = len(backwards)
     to_split = whole[: max(min(samples, (most + 1) // 2) - len(split), 0)]

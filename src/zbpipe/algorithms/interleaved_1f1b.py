@@ -1,7 +1,7 @@
 """1F1B over v stages per rank (Megatron-LM, arXiv 2104.04473, section 2.2).
 
 The bubble is v times smaller, at the price of v times as many messages and some more memory. Use it where the backward
-cannot be split. Elsewhere ZBLoop has a step as short or shorter, in less memory.
+cannot be split. Otherwise take ZBLoop, whose step is never longer, in less memory.
 """
 
 from collections.abc import Iterator
@@ -36,7 +36,7 @@ def interleaved_1f1b(ranks: int, microbatches: int, stages_per_rank: int = 2) ->
 
 
 def interleave(placement: Placement, microbatches: int, backward: OpKind) -> Iterator[tuple[list[Op], list[Op], int]]:
-    """For each rank its forwards, its backwards of this kind, and the (v - 1) g forwards that each warm-up has."""
+    """For each rank: its forwards, its backwards of this kind, and the (v - 1) g forwards common to all warm-ups."""
     groups = split_into_groups(microbatches, placement.num_ranks)
     for rank in range(placement.num_ranks):
         stages = placement.stages_on(rank)

@@ -45,16 +45,15 @@ from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
 
 _MOST_SEARCHED, _MOST_TWICE = 6_000, 24_000
-"""Largest numbers of ops for which a search follows: one from the best fillings, and in a V, if these are far from the
-bound, one from the papers' schedules. For more it takes seconds, and finds next to nothing."""
+"""Most ops for a search from the best fillings; and on a V, if these are far from the bound, for a second search from
+the papers' schedules. Larger searches take seconds and gain next to nothing."""
 _FAR = 1.03
-"""Length relative to the lower bound, from which a schedule is far from it."""
 _SEEDS = 3
 """Number of filled orders from which the search starts."""
 _MOST_WITH_QUEUES = 3
-"""Number of orders simulated if messages share queues with compute. Chosen by hand: each takes 0.2 seconds."""
+"""Number of orders simulated if messages share queues with compute: each takes 0.2 seconds."""
 _BUDGET = 5e5
-"""Budget of one search, in ops placed and timed: some 0.2 seconds without numba."""
+"""Budget of one search in timed ops: some 0.2 seconds without numba."""
 
 
 @register(
@@ -73,11 +72,11 @@ def zb(
     transport: Transport | None = None,
     search: bool = True,
 ) -> Schedule:
-    """The shortest of some ways to fill W into the slots, and of a short search from these.
+    """The shortest of several ways to fill W into the slots, improved by a short search.
 
     Even numbers of stages per rank run in a wave, odd ones in a loop. Costs default to typical ones under selective
-    checkpointing. The limit defaults to the memory of 1F1B's worst rank, or to that of one microbatch if that is more;
-    and to that of Interleaved1F1B with as many stages, where the step would be longer than its.
+    checkpointing. The limit defaults to the memory of 1F1B's worst rank, and to that of one microbatch if that is more.
+    It defaults to Interleaved1F1B's memory if the step would otherwise be longer than Interleaved1F1B's.
 
     >>> print(zb(2, 2))
     rank 0: 0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
@@ -124,7 +123,7 @@ def find_shortest(
     *,
     search: bool = True,
 ) -> Schedule:
-    """`zb` on any loop or wave. Without a `search` it may exceed the limit where nothing filled is within it."""
+    """`zb` on any loop or wave. Without a `search` the result may exceed the limit if no filling is within it."""
     costs, transport = costs or typical_costs(placement), transport or Transport.IDEAL
     limits = resolve_limits(memory_limit, placement, costs, microbatches, strict_for=name)
     found = _find_within(name, placement, microbatches, costs, limits, transport, search=search)
@@ -180,8 +179,8 @@ def find_best(
 ) -> Schedule:
     """The shortest schedule within `limits` that a short search finds from lean forms of `seeds`. Ties: the leanest.
 
-    All seeds have the same placement and number of microbatches. With messages that share queues with compute, the
-    shortest step is the one under that transport. Other transports make no difference.
+    All seeds have the same placement and number of microbatches. If messages share queues with compute, steps are
+    simulated under that transport.
     """
     placement, microbatches = seeds[0].placement, seeds[0].num_microbatches
     problem = Problem("", placement, costs, microbatches, tuple(limits))
@@ -204,7 +203,6 @@ def find_best(
 
 
 def is_searched(placement: Placement, microbatches: int, most: int = _MOST_SEARCHED) -> bool:
-    """Whether a search follows on the filled orders: there are at most so many ops."""
     return 3 * placement.num_stages * microbatches <= most
 
 
@@ -256,7 +254,7 @@ def with_short_warm_up(placement: Placement, microbatches: int) -> Order:
 def in_slots(placement: Placement, microbatches: int, delay: int = 0) -> Order:
     """F and I of each rank by their slots, F first within a slot.
 
-    `delay` makes all I that many slots later. That takes more memory, and leaves more time for messages.
+    `delay` starts each I that many slots later, which takes more memory and leaves more time for messages.
     """
     ranks, num_stages = placement.num_ranks, placement.num_stages
     stages_per_rank = num_stages // ranks
@@ -264,7 +262,7 @@ def in_slots(placement: Placement, microbatches: int, delay: int = 0) -> Order:
     groups = split_into_groups(microbatches, ranks)
 
     def pass_stage(number: int, size: int) -> int:
-        """The slot in which a group's first microbatch passes its stage with this number, forth or back."""
+        """The slot in which a group's first microbatch passes its stage with this number."""
         leg, way = divmod(number, ranks)
         return leg // 2 * 2 * size + leg % 2 * ranks + way if is_wave else leg * size + way
 

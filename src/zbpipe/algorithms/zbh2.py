@@ -13,9 +13,9 @@ from zbpipe.schedule.registry import register
 
 @register("ZBH2", summary="no bubble if F, I and W take equal time; 2p - 1 activations or W, one stage per rank")
 def zbh2(ranks: int, microbatches: int) -> Schedule:
-    """Rank r runs 2 (p - r) - 1 forwards before its first I, so no rank waits for that I, and starts its W 2r late.
+    """Rank r runs 2 (p - r) - 1 forwards before its first I, so it never waits for that I, and starts its W 2r late.
 
-    With fewer than 2p - 1 microbatches no rank can warm up like that. Then each rank runs a ready op, I first, W last.
+    With fewer than 2p - 1 microbatches that warm-up is impossible. Then each rank runs a ready op, I first, W last.
 
         >>> print(zbh2(2, 3))
         rank 0: 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2

@@ -96,7 +96,7 @@ def _drawing(rank: int, ranks: int, microbatches: int) -> Iterator[Op]:
     for _ in range(forwards_down - ranks):
         yield from run(down, I, W)
         yield from run(up, F, I, W)
-    # Cool-down: only I is on the critical path. The W that it leaves behind fill the end.
+    # Cool-down: only I is on the critical path. Deferred W fill the end.
     for _ in range(rank):
         yield from run(down, I)
         yield from run(up, I)

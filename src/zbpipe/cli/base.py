@@ -76,7 +76,7 @@ class Command(click.Command):
 
 
 def parse_with(parse: Callable[[Any], Any]) -> Callable[[click.Context, click.Parameter, Any], Any]:
-    """The callback of an option whose value `parse` converts. `parse` raises ValueError."""
+    """An option's callback that converts its value with `parse`, which raises ValueError for a bad one."""
 
     def parse_value(context: click.Context, option: click.Parameter, value: Any) -> Any:
         try:
@@ -88,7 +88,6 @@ def parse_with(parse: Callable[[Any], Any]) -> Callable[[click.Context, click.Pa
 
 
 def options(*options: Callable[[_Function], _Function]) -> Callable[[_Function], _Function]:
-    """Several options as one decorator, in the order in which `--help` lists them."""
 
     def add(command: _Function) -> _Function:
         for option in reversed(options):
@@ -99,12 +98,12 @@ def options(*options: Callable[[_Function], _Function]) -> Callable[[_Function],
 
 
 class OutputFile(click.Path):
-    """A file to write at the end. A path that cannot be written is refused at the start."""
+    """A file to write at the end. A path that cannot be written raises an error at the start."""
 
     def __init__(self, ending: str = "") -> None:
         super().__init__(dir_okay=False, writable=True, path_type=Path)
         self.ending = ending
-        """File name suffix, from which readers of the file know its format."""
+        """File name suffix that readers of the file need."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         file = Path(os.fsdecode(super().convert(value, param, ctx)))
@@ -125,7 +124,6 @@ COUNT.name = "whole number"
 
 
 def complete_name(context: click.Context, option: click.Parameter, typed: str) -> list[CompletionItem]:
-    """Shell completions: names of schedules, in any case, and files."""
     fitting = [each for name, each in schedules().items() if name.startswith(typed.lower())]
     files = [CompletionItem(typed, type="file")] if typed else []
     return [*(CompletionItem(each.name, help=each.summary) for each in fitting), *files]
@@ -134,7 +132,7 @@ def complete_name(context: click.Context, option: click.Parameter, typed: str) -
 name_argument = click.argument("name", shell_complete=complete_name)
 size_options = options(
     click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks. A CSV file has its own."),
-    click.option("-m", "--microbatches", type=COUNT, metavar="M", help="Microbatches per step. A CSV file has one."),
+    click.option("-m", "--microbatches", type=COUNT, metavar="M", help="Microbatches per step. A file has its own."),
 )
 compared_size = options(
     click.option(
@@ -142,7 +140,7 @@ compared_size = options(
         "--ranks",
         type=COUNT,
         metavar="P",
-        help="Pipeline ranks. A job has them, or rank_of of a cost file.",
+        help="Pipeline ranks. Default: those of the job, or of rank_of in the cost file.",
     ),
     click.option("-m", "--microbatches", type=COUNT, metavar="M", help="Microbatches per step."),
 )
@@ -151,7 +149,7 @@ stages_option = click.option(
     "stages_per_rank",
     type=COUNT,
     metavar="V",
-    help="Stages on each rank, for schedules that take any number; default: the schedule's own.",
+    help="Stages on each rank, for schedules that take any number. Default: the schedule's own.",
 )
 transport_option = click.option(
     "--transport",
@@ -167,7 +165,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON."
 
 @contextmanager
 def progress_line() -> Iterator[Callable[[str], None]]:
-    """A function that replaces the previous line of progress, only on a terminal."""
+    """A function that replaces the previous progress line, if this is a terminal."""
     if not sys.stderr.isatty():
         yield lambda line: None
         return

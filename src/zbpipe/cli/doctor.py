@@ -21,7 +21,7 @@ _VARIABLES = (
     *("MASTER_", "NNODES", "NODE_RANK", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "TORCH", "PYTORCH_", "SLURM_"),
     *("NCCL_", "RCCL_", "GLOO_", "UCX_", "CUDA_", "HIP_", "ROCR_", "HSA_", "GPU_", "OMP_", "PYTHONPATH"),
 )
-"""Prefixes of environment variables that affect a job. No others are printed, because they may hold secrets."""
+"""Prefixes of environment variables that affect a job. No others are printed, because those may hold secrets."""
 _SECRETS = ("TOKEN", "KEY", "SECRET", "PASSWORD")
 _LAST_LINES = 200
 _PLUG = "import zbpipe.titan; zbpipe.titan.plug_in(); print('the plug fits')"
@@ -82,7 +82,7 @@ def _version(package: str) -> str | None:
 def _devices() -> Iterator[str]:
     try:
         import torch
-    except (ImportError, OSError) as error:  # it has to report a broken installation
+    except (ImportError, OSError) as error:  # the report includes a broken installation
         yield f"torch cannot be imported: {error}"
         return
     yield f"CUDA {torch.version.cuda}, HIP {torch.version.hip}, {torch.accelerator.device_count()} devices"
@@ -111,7 +111,7 @@ def _devices() -> Iterator[str]:
 
 
 def _plug() -> str:
-    """Whether the plug fits, tried in a separate process: it changes torch and TorchTitan."""
+    """Whether the plug fits, tried in a separate process, because it changes torch and TorchTitan."""
     from zbpipe.frameworks.titan.versions import find_installed
 
     try:

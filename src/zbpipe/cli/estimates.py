@@ -25,7 +25,7 @@ _MOST_ROWS = 6
 LEGEND = (
     "in 1.5x: with --zbpipe.memory-limit 1.5x. range: tokens/s per GPU over the plausible speeds of the device. GiB:"
     " peak of the worst rank, then its parts: weights, with the copies that products use; gradients and optimizer;"
-    " activations; deferred gradients; messages; working memory or logits. vs: the step relative to that of the job's"
+    " activations; deferred gradients; messages; working memory or logits. vs: step relative to that of the job's"
     " own schedule, or of FSDP without a pipeline; -5.0% is a 5 % shorter step"
 )
 
@@ -33,9 +33,9 @@ LEGEND = (
 def lines(
     found: Estimate, *, everything: bool = True, named: Collection[str] = (), searched: bool = False
 ) -> Iterator[str]:
-    """The answer, a table, and the sources of its figures. `searched`: whether other degrees were compared.
+    """The answer, a table, and the sources of its figures. `searched`: the search compared layouts.
 
-    Without `everything` the table has the rows that the answer compares, and those that the user `named`.
+    The table has the compared rows and the `named` ones, or with `everything` all rows.
     """
     if not searched:  # the search has its own
         yield from _answer(found)
@@ -55,7 +55,7 @@ def lines(
 
 
 def _few(found: Estimate, named: Collection[str]) -> list[Step]:
-    """The job's own row, the recommended one, those that people compare, and the shortest that fits."""
+    """The job's own row, the recommended one, the usual baselines, and the shortest that fits."""
     typed = [step for step in found.steps if step.is_typed]
     usual = [step for step in typed if step.schedule in _COMPARED and not step.memory_limit]
     kept = sorted(typed, key=lambda step: (not step.is_own, step is not found.best, step not in usual))[:_MOST_ROWS]
@@ -64,7 +64,6 @@ def _few(found: Estimate, named: Collection[str]) -> list[Step]:
 
 
 def _answer(found: Estimate) -> Iterator[str]:
-    """One sentence, and what to type."""
     advice = found.advice
     if advice is None:
         why = "No schedule that can run fits" if found.workload.degrees.pipeline > 1 else "This job has no pipeline"
@@ -174,7 +173,6 @@ def _row(found: Estimate, step: Step) -> dict[str, Any]:
 
 
 def rank_lines(found: JobMemory) -> Iterator[str]:
-    """A table with the memory of each rank, and the devices that are large enough."""
     ranks = enumerate(zip(found.parameters, found.memories, strict=True))
     rows = [
         (str(rank), f"{count / 1e9:.2f}B", *(_gib(getattr(memory, part)) for part in _PARTS), _gib(memory.total))

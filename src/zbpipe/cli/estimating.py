@@ -1,4 +1,4 @@
-"""`estimate` and `measure`: the gain of a job before it is launched."""
+"""`estimate` and `measure`: a job's gain before its launch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     "only",
     multiple=True,
     metavar="NAME",
-    help="Add a row for this schedule; `plan` stands for a plan on ZB's stages. Can be repeated.",
+    help="Add a row for this schedule; `plan` is a plan on ZB's stages. Can be repeated.",
 )
 @transport_option
 @click.option("--all", "everything", is_flag=True, help="Print all schedules and plans, and the sources of figures.")
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     "--output",
     type=OutputFile(ending=".csv"),
     metavar="FILE.csv",
-    help="Write the recommended schedule, or the last one that --schedule names, as a file that a job loads.",
+    help="Write the recommended schedule, or the last one of --schedule, as a file that a job loads.",
 )
-@click.option("--ranks", is_flag=True, help="Only the memory of each rank, with the job's own schedule; no --device.")
+@click.option("--ranks", is_flag=True, help="Print only the memory of each rank with the job's schedule; no --device.")
 @click.option(
     "--search", is_flag=True, help="Compare all layouts: pipeline, tensor and context parallelism, FSDP, checkpointing."
 )
-@click.option("--float8", is_flag=True, help="Estimate products of blocks in float8.")
+@click.option("--float8", is_flag=True, help="Estimate the blocks' products in float8.")
 @click.option("--async-tp", is_flag=True, help="Estimate asynchronous tensor parallelism.")
 @json_option
 def estimate(
@@ -58,7 +58,7 @@ def estimate(
     async_tp: bool,
     as_json: bool,
 ) -> None:
-    """Estimate what schedule a job should run before it is launched, without a GPU.
+    """Estimate before launch, without a GPU, which schedule a job should run.
 
     Prints one sentence: keep the schedule, change it, or drop the pipeline. A table follows with your schedule, the
     best that fits, ZB, 1F1B, Interleaved1F1B, and FSDP without a pipeline. Further options are TorchTitan's: --module
@@ -107,7 +107,6 @@ def estimate(
 
 
 def _write(found: Estimate, name: str | None, output: Path) -> None:
-    """Write the row of this schedule, or the best one that fits."""
     named = (step for step in found.steps if name and step.schedule.lower() == name.lower())
     step = found.best if name is None else next(named, None)
     if step is None or step.timeline is None:
@@ -132,10 +131,10 @@ def _show_ranks(workload: Workload, as_json: bool) -> None:
 @click.option("-o", "--output", type=OutputFile(), required=True, metavar="FILE", help="The cost file: .toml or .json.")
 @titan_arguments
 def measure(steps: int, output: Path, arguments: tuple[str, ...]) -> None:
-    """Measure the stages of a TorchTitan job, one after the other on this machine's one device.
+    """Measure the stages of a TorchTitan job, one after the other, on one device of this machine.
 
-    Measures times and memory of F, I, W and B without any other rank. Writes the cost file that `estimate` and `plan`
-    take with --costs-file. Further options are TorchTitan's: --module and --config. It also works on the CPU.
+    Measures times and memory of F, I, W and B without any other rank, also on the CPU. Writes the cost file that
+    `estimate` and `plan` take with --costs-file. Further options are TorchTitan's: --module and --config.
 
     \b
     Example:

@@ -1,4 +1,4 @@
-"""The options of a real job: `estimate`, `plan` and `compare` take its costs from them."""
+"""The options of a real job, from which `estimate`, `plan` and `compare` take its costs."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ titan_arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, 
 
 @dataclass(frozen=True)
 class JobOptions:
-    """A job as a command names it."""
-
     layers: Path | None
     hf: Path | None
     gpus: int | None
@@ -58,7 +56,7 @@ class JobOptions:
             return load_layers(self.layers, self.gpus)
         require_job(self.arguments)
         disabled = logging.root.manager.disable
-        logging.disable(logging.WARNING)  # TorchTitan's warnings concern running jobs
+        logging.disable(logging.WARNING)  # TorchTitan's warnings concern a running job
         try:
             with in_one_line(ImportError), importing():
                 from zbpipe.frameworks.titan.command_line import read_workload
@@ -146,7 +144,7 @@ def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
             "--link",
             callback=_link,
             metavar="GB/S",
-            help="Bandwidth of a GPU to other nodes, in one direction; or two numbers: within a node, between nodes.",
+            help="Bandwidth of a GPU to other nodes, in one direction; or two numbers: inside a node, between nodes.",
         ),
         titan_arguments,
     )(with_job)

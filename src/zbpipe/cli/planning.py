@@ -29,24 +29,24 @@ if TYPE_CHECKING:
     "placements",
     multiple=True,
     metavar="NAME",
-    help="A placement to try: single, loop, v, wave, or the rank of each stage, like 0-1-1-0. Can be given several"
-    " times; default: single, loop and v. A wave has four stages per rank, and is often shorter.",
+    help="A placement to try: single, loop, v, wave, or the rank of each stage, like 0-1-1-0. Can be repeated."
+    " Default: single, loop and v. A wave has four stages per rank, and is often shorter.",
 )
 @click.option(
     "--objective",
     type=click.Choice(["makespan", "period"]),
     default="makespan",
     show_default=True,
-    help="The time to minimise: of a synchronous step, or from step to step where zbpipe.OptimizerStep lets ranks run"
+    help="The time to minimise: a synchronous step (makespan), or the period if zbpipe.OptimizerStep lets ranks run"
     " ahead of the validation.",
 )
 @click.option(
-    "--budget", type=float, metavar="N", help="Number of ops that the search may time; default: about one second."
+    "--budget", type=float, metavar="N", help="Number of ops that the search may time. Default: about one second."
 )
 @click.option(
     "--offload",
     type=click.Choice(["pairs", "activations", "all"]),
-    help="Memory that may be offloaded to the host: deferred gradients (pairs), activations, or both. It needs"
+    help="Memory to offload to the host: deferred gradients (pairs), activations, or both. It needs"
     " --host-bandwidth, or [host] in the cost file.",
 )
 @click.option(
@@ -54,15 +54,15 @@ if TYPE_CHECKING:
     "--output",
     type=OutputFile(ending=".csv"),
     metavar="FILE.csv",
-    help="Write the plan as the schedule that torch, TorchTitan and zbpipe.titan.train load.",
+    help="Write the plan as a schedule that torch, TorchTitan and zbpipe.titan.train load.",
 )
 @json_option
 @click.pass_context
 def plan(context: click.Context, /, *, costs: Costs, output: Path | None, as_json: bool, **asked: Any) -> None:
     """Search for the best schedule for these times and this memory.
 
-    Prints it next to the named schedules, with its largest possible distance from the best schedule. With costs of
-    layers it also shows which layers each stage should get.
+    Prints the plan next to the named schedules, with its largest possible distance from the best schedule. With costs
+    of layers it also shows the layers for each stage.
 
     \b
     Examples:
@@ -98,7 +98,6 @@ def plan(context: click.Context, /, *, costs: Costs, output: Path | None, as_jso
 
 
 def _complete(context: click.Context, costs: Costs, asked: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of `zbpipe.plan` from the command line."""
     job = costs.job
     if job is not None and job.placement is not None and asked["placements"]:
         raise click.UsageError(f"--placement and the rank_of in {costs.file} exclude each other: omit one", context)
@@ -111,7 +110,7 @@ def _complete(context: click.Context, costs: Costs, asked: dict[str, Any]) -> di
 
 
 def _compare(found: Plan, costs: Costs, asked: Mapping[str, Any]) -> Iterator[ComparedSchedule]:
-    """The plan, and all named schedules for the same stages, or the even split of the layers."""
+    """The plan, and all named schedules, on the same stages or the even split of the layers."""
     from zbpipe.views.report import ComparedSchedule
 
     ranks, microbatches = asked["ranks"], asked["microbatches"]

@@ -1,4 +1,4 @@
-"""What commands take: costs, a memory limit, and a schedule by name, which is made, validated and simulated."""
+"""The arguments of commands: costs, a memory limit, and a schedule by name, which is made, validated and simulated."""
 
 from __future__ import annotations
 
@@ -39,11 +39,10 @@ class Costs:
     file: Path | None = None
     checkpointing: Checkpointing | None = None
     size: tuple[int, int] | None = None
-    """Ranks and microbatches of the job that `--gpus` describes; and its transport."""
+    """Ranks and microbatches of the job that `--gpus` describes, and its transport."""
     usual: Transport = Transport.IDEAL
 
     def has(self, placement: Placement) -> bool:
-        """Whether there are costs for the stages of `placement`."""
         try:
             self.of(placement)
         except ValueError:
@@ -51,7 +50,7 @@ class Costs:
         return True
 
     def ranks(self, given: int | None) -> int | None:
-        """The given number of ranks, which has to fit the cost file, or the file's own, or the job's."""
+        """The given number of ranks, which has to fit the cost file; else the file's, or the job's."""
         if self.size is not None:
             return self.size[0]
         if self.job is None:
@@ -74,12 +73,10 @@ class Costs:
         return found
 
     def transport(self, chosen: Transport | None) -> Transport:
-        """The transport on the command line, else the cost file's."""
         return chosen or (self.job and self.job.transport) or self.usual
 
     @property
     def for_limits(self) -> CostModel | LayerCosts | CostsOf:
-        """Costs that resolve memory limits."""
         return self.job.costs if self.job else self.of
 
     def limits(self, given: MemoryLimit | None, ranks: int, microbatches: int) -> tuple[float, ...] | None:
@@ -88,7 +85,7 @@ class Costs:
         return limit.resolve(self.for_limits, ranks, microbatches) if limit else None
 
     def baseline(self, ranks: int, microbatches: int) -> float | None:
-        """1F1B's memory in the unit of the costs; None if its stages cannot be put together from those of the file."""
+        """1F1B's memory in the unit of the costs; None if the file's stages cannot be joined into one per rank."""
         costs = self.for_limits
         if isinstance(costs, CostModel) and costs.num_stages % ranks:
             return None
@@ -96,7 +93,6 @@ class Costs:
 
 
 def typical(times: Times | None, comm: float, checkpointing: str, host: Link | None) -> Costs:
-    """Costs of a transformer with these times, or with typical ones."""
     f, i, w = typical_times(checkpointing) if times is None else times
     copies = "" if host is None else f"; {host.bandwidth:.6g} to the host"
     what = "times and memory" if times is None else "memory"
@@ -131,12 +127,12 @@ def _of_job(job: JobOptions, context: click.Context) -> Costs:
 
 
 def _from_file(file: Path, context: click.Context) -> Costs:
-    """The cost file, unless other options contradict it."""
+    """The cost file. Raises for other options that contradict it."""
     reasons = {
         "costs": ("--costs", "times"),
         "comm": ("--comm", "the times of messages"),
         "checkpointing": ("--checkpointing", "the memory of its checkpointing"),
-        "host": ("--host-bandwidth", "room for it, as bandwidth under [host]"),
+        "host": ("--host-bandwidth", "a key for it, bandwidth under [host]"),
     }
     for name, (option, what) in reasons.items():
         if is_given(context, name):
@@ -165,8 +161,7 @@ def _times(context: click.Context, option: click.Parameter, text: str) -> Times 
 
 
 def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_Function], _Function]:
-    """Decorator for the cost options, which the command gets as one argument `costs`. The default of `--costs` is
-    `times`. `of_job`: whether there are also the options of a job."""
+    """Decorator for the cost options, which the command gets as one argument `costs`. `of_job`: include a job's."""
     add_options = options(
         click.option(
             "--costs",
@@ -174,15 +169,15 @@ def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_
             callback=_times,
             default=times,
             show_default=True,
-            help="Seconds (or any other unit) that a rank takes for F, I (with recomputation) and W of one"
-            " microbatch; or `typical`, those of a transformer with the chosen checkpointing.",
+            help="Seconds (or any other unit) of F, I (with recomputation) and W of one microbatch on a rank; or"
+            " `typical`, those of a transformer with the chosen checkpointing.",
         ),
         click.option(
             "--checkpointing",
             type=click.Choice([str(each) for each in Checkpointing]),
             default="selective",
             show_default=True,
-            help="Activation checkpointing of a typical transformer, which decides the memory; selective is"
+            help="Activation checkpointing of a typical transformer, which determines its memory. selective is"
             " TorchTitan's default.",
         ),
         click.option(
@@ -191,7 +186,7 @@ def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_
             callback=parse_with(partial(amount, "a transfer", "comm")),
             default=0.0,
             show_default=True,
-            help="Seconds that a transfer between two ranks takes.",
+            help="Seconds of a transfer between two ranks.",
         ),
         click.option(
             "--host-bandwidth",
@@ -199,14 +194,14 @@ def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_
             type=float,
             callback=parse_with(lambda bandwidth: Link(bandwidth=bandwidth)),
             metavar="X",
-            help="For schedules that offload: bandwidth to a rank's host, in each direction, per unit of time. 1 is"
-            " the activations of a rank's share of one microbatch.",
+            help="For schedules that offload: bandwidth to a rank's host, in each direction, per unit of time. Unit:"
+            " activations of one microbatch on one rank.",
         ),
         click.option(
             "--costs-file",
             type=click.Path(exists=True, dir_okay=False, path_type=Path),
             metavar="FILE",
-            help="Measured times, bytes and links of stages or layers, in place of those above (docs/costs-file.md).",
+            help="Measured times, bytes and links of stages or layers (docs/costs-file.md), in place of those options.",
         ),
     )
 
@@ -228,7 +223,6 @@ def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_
 
 
 def limit_option(what: str, spellings: str = SPELLINGS) -> Callable[[_Function], _Function]:
-    """--memory-limit, which takes these spellings."""
     return click.option(
         "--memory-limit", callback=parse_with(MemoryLimit.parse), metavar="X", help=f"{what}: {spellings}."
     )
@@ -240,8 +234,6 @@ fitted_limit_option = limit_option("Memory limit of a rank, for schedules that a
 
 @dataclass(frozen=True)
 class Request:
-    """One schedule, as the options of a command ask for it."""
-
     name: str
     """Name of a schedule, or path of a file."""
     ranks: int | None
@@ -251,7 +243,7 @@ class Request:
     memory_limit: MemoryLimit | None = None
 
     def make(self, transport: Transport | None = None) -> tuple[Schedule, CostModel]:
-        """The schedule, not validated, and the costs of its stages."""
+        """The schedule, before validation, and the costs of its stages."""
         algorithm = resolve(self.name)
         ranks, microbatches = self.ranks, self.microbatches
         if algorithm.table is not None:
@@ -276,7 +268,7 @@ class Request:
                 memory_limit=limits,
                 transport=transport,
             )
-        # A registered function may name its schedule anything. Users look for the name that they typed.
+        # A registered function may name its schedule anything, but users look for the name that they typed.
         return replace(schedule, name=algorithm.name), costs
 
     def make_valid(self, transport: Transport | None = None) -> tuple[Schedule, CostModel]:
@@ -294,8 +286,7 @@ class Request:
 
 
 def request_options(times: str = "typical") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator for the options of a `Request`, which the command gets as one argument. The default of `--costs` is
-    `times`."""
+    """Decorator for the options of a `Request`, which the command gets as one argument."""
 
     def add(command: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(command)
@@ -320,7 +311,7 @@ def simulate_all(
 ) -> Iterator[Timeline]:
     """Timelines of all named schedules whose placement has costs, with the limit and the stages that they can adapt to.
 
-    A schedule that cannot have these sizes, or fails in any other way, is omitted with a line on stderr.
+    A schedule that fails is omitted, with a line on stderr.
     """
     with progress_line() as show:
         known = schedules().values()

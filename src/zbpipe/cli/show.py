@@ -1,5 +1,5 @@
-"""Commands that look at schedules, `list`, `show`, `simulate`, `compare`, `playground`, or write and check their files,
-`export`, `validate`."""
+"""Commands that look at schedules (`list`, `show`, `simulate`, `compare`, `playground`), or write and check their files
+(`export`, `validate`)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from zbpipe.simulator.validation import validate as findings_of
 if TYPE_CHECKING:
     from zbpipe.views.report import Vary
 
-_IN_SHARES = f"{RELATIVE}, or a number in units of a rank's share of one microbatch"
+_IN_SHARES = f"{RELATIVE}, or a number of microbatches on one rank"
 
 
 @click.command("list", cls=Command)
@@ -78,8 +78,8 @@ def show(
     """Draw a schedule, in the terminal or into files.
 
     Time runs from left to right. F is a forward, I the backward for the input, W the backward for the weights, B a full
-    backward. The numbers are microbatches. By default all times are equal, as in the papers, which shows the pattern
-    best. `--costs typical` has the times of a transformer.
+    backward. The numbers are microbatches. By default all times are equal, as in the papers. `--costs typical` has the
+    times of a transformer.
 
     \b
     Examples:
@@ -110,7 +110,6 @@ def show(
 
 
 def _parse_jitter(text: str) -> Vary:
-    """A function that returns the step times of a timeline's schedule."""
     from zbpipe.simulator.jitter import Jitter, step_times
 
     jitter = Jitter.parse(text)
@@ -122,8 +121,8 @@ _jitter_option = click.option(
     "vary",
     callback=base.parse_with(_parse_jitter),
     metavar="WORDS",
-    help="Varying times, separated by commas: ops=0.1 (standard deviation of an op's time, as a share), delay=0.2"
-    " (seconds that a message is late on average), slow-rank=3:1.2, slow-link=0-1:0.5 (docs/messages.md).",
+    help="Varying times, separated by commas: ops=0.1 (relative standard deviation of an op's time), delay=0.2"
+    " (mean delay of a message in seconds), slow-rank=3:1.2, slow-link=0-1:0.5 (docs/messages.md).",
 )
 
 
@@ -132,7 +131,7 @@ _jitter_option = click.option(
 @base.transport_option
 @click.option("--steps", type=COUNT, default=1, show_default=True, help="Training steps in a row.")
 @click.option(
-    "--no-sync", is_flag=True, help="Let each rank start its next step as soon as it is done. ZBH2 and ZB2P rely on it."
+    "--no-sync", is_flag=True, help="Let each rank start its next step when it is done, as ZBH2 and ZB2P assume."
 )
 @_jitter_option
 @base.json_option
@@ -160,7 +159,7 @@ def simulate(
     costs = request.costs
     transport = costs.transport(transport)
     if vary and (no_sync or steps > 1 or transport is not Transport.IDEAL):
-        raise click.UsageError("--jitter is for one synchronous step with the ideal transport: omit the others")
+        raise click.UsageError("--jitter is for one synchronous step with the ideal transport: omit the other options")
     timeline = request.simulate(num_steps=steps, synchronous=not no_sync, transport=transport)
     baseline = costs.baseline(timeline.schedule.num_ranks, timeline.schedule.num_microbatches)
     varied = vary(timeline) if vary else None
@@ -194,10 +193,9 @@ def compare(
 ) -> None:
     """Compare all schedules, the shortest step first.
 
-    Equally fast schedules are sorted by memory. The recommended one has the shortest step within 1F1B's memory, or
-    within the memory limit. Schedules over the limit follow with a mark. Schedules that cannot run come last: torch's
-    own split fails under selective checkpointing. Where times vary (--jitter), the 95th percentile of the step time
-    decides.
+    Equally fast schedules are sorted by memory. The recommended schedule has the shortest step within 1F1B's memory, or
+    within the memory limit. Schedules over the limit follow with a mark. Schedules that cannot run are listed last:
+    torch's own split fails under selective checkpointing. With --jitter, the 95th percentile of the step time decides.
 
     \b
     Examples:
@@ -235,8 +233,7 @@ def compare(
 def playground(port: int, browser: bool) -> None:
     """Try schedules in the browser: sliders for sizes, times and memory.
 
-    Two schedules, one above the other, next to the best plan found and the lower bound. It runs on this
-    machine only, until Ctrl-C.
+    Shows two schedules, the best plan found, and the lower bound. It runs on this machine only, until Ctrl-C.
 
     \b
     Example:
@@ -269,7 +266,7 @@ def export(request: Request, output: Path) -> None:
     """Write a schedule as torch's compute-only CSV.
 
     One row per rank, one cell per op. torch and TorchTitan load it unchanged, for example with
-    --parallelism.pipeline_parallel_schedule_csv. Costs matter only to schedules that adapt to them.
+    --parallelism.pipeline_parallel_schedule_csv. Only schedules that adapt to costs use the cost options.
 
     \b
     Example:
@@ -304,10 +301,10 @@ def validate(
     """Check a schedule, by its name or in a CSV file.
 
     It has to be complete, each rank has to be able to run its order, and no ranks may deadlock. A file is torch's
-    compute-only table, or its table with communication, whose sends and receives have to match as well. The other
-    commands and jobs read only its computations. Prints one finding per line. The exit code is 1 if there is any. A
-    memory limit counts activations as without checkpointing: 1 is a rank's share of one microbatch. The effect of
-    checkpointing is in `compare` and `simulate`.
+    compute-only table, or its table with communication, whose sends and receives have to match as well. Other
+    commands and jobs read only its computations. Prints one finding per line. The exit code is 1 if there is any.
+    A memory limit counts activations without checkpointing, in units of one microbatch on one rank. `compare` and
+    `simulate` include checkpointing.
 
     \b
     Examples:

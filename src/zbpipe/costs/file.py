@@ -23,7 +23,6 @@ _Table = dict[str, Any]
 
 
 def require_ending(path: str | Path) -> None:
-    """Raise for a cost file whose name ends in neither .toml nor .json, and for a value that is not a path."""
     if not isinstance(path, (str, Path)):
         raise TypeError(f"a cost file is named by its path, got {path!r}")
     if Path(path).suffix not in (".toml", ".json"):
@@ -100,7 +99,7 @@ def from_data(data: Any) -> JobCosts:
         shared["links"] = _links(rows_of(table.get("links", []), "links"))
         if "layers" in table:
             layers = (Layer(**each) for _, each in layer_tables(table["layers"], COLUMNS, OF_DATA_PARALLELISM))
-            # One more than allowed is enough to raise an error: `count` can be any number.
+            # One more than allowed raises the error later: `count` can be any number.
             return JobCosts(LayerCosts(tuple(islice(layers, MOST_LAYERS + 1)), **shared), **job)
         stages = table_of(table["stages"], "[stages]", required=COLUMNS, optional=("rank_of", *OF_DATA_PARALLELISM))
         placement = _placement(stages.pop("rank_of")) if "rank_of" in stages else None
@@ -135,7 +134,7 @@ def to_data(job: JobCosts) -> _Table:
 
 
 def table_of(data: Any, name: str, *, required: Sequence[str] = (), optional: Sequence[str] = ()) -> _Table:
-    """A copy of a table of the file, with its required keys and no unknown ones."""
+    """A copy of a table of the file. ValueError for missing required keys and unknown ones."""
     if not isinstance(data, dict):
         raise ValueError(f"{name or 'the file'} has to be a table of keys and values, got {data!r}")
     known = (*optional, *required)
@@ -151,7 +150,7 @@ def table_of(data: Any, name: str, *, required: Sequence[str] = (), optional: Se
 
 
 def rows_of(rows: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """The tables in a list, each with a name for messages."""
+    """The tables of a list, each with a name for messages."""
     if not isinstance(rows, list):
         raise ValueError(f"{name} = {rows!r}: expected a list of tables, in TOML [[{name}]]")
     return ((f"[[{name}]] number {number}", row) for number, row in enumerate(rows, start=1))
@@ -182,7 +181,6 @@ def _links(rows: Iterator[tuple[str, Any]]) -> Mapping[tuple[int, int], Link]:
 
 
 def _link_data(link: Link) -> dict[str, float]:
-    """Fields that differ from a link that takes no time."""
     latency = {"latency": link.latency} if link.latency else {}
     return latency | ({"bandwidth": link.bandwidth} if isfinite(link.bandwidth) else {})
 
@@ -193,7 +191,6 @@ def _columns(costs: CostModel | Layer) -> _Table:
 
 
 def layer_tables(data: Any, columns: Sequence[str], optional: Sequence[str]) -> Iterator[tuple[str, _Table]]:
-    """The tables of all layers, each with its name for messages."""
     for name, row in rows_of(data, "layers"):
         table = table_of(row, name, required=("modules", *columns), optional=(*optional, "count"))
         yield from ((name, each) for each in _repeat_counted(table, name))
@@ -217,7 +214,7 @@ def _repeat_counted(row: _Table, name: str) -> Iterator[_Table]:
 
 
 def _toml(data: Mapping[str, Any]) -> str:
-    """TOML text, by hand, because Python's library only reads TOML. Values look the same in TOML and JSON."""
+    """TOML text. Python's library only reads TOML. Values look the same in TOML and JSON."""
 
     def line(pair: tuple[str, Any]) -> str:
         text = json.dumps(pair[1], ensure_ascii=False).replace("\x7f", "\\u007f")  # the one that JSON may leave

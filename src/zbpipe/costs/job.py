@@ -1,6 +1,6 @@
 """Costs of a job: its stages or layers, their placement, the transport of its messages, and memory limits.
 
-`MemoryLimit` is the one type for memory limits, which every function, option and file parses here.
+Every function, option and file parses its memory limit by `MemoryLimit`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class MemoryLimit:
     - `"1.2x"`: multiple of the peak of 1F1B's worst rank under the same costs;
     - `"4 microbatches"`: multiple of an average rank's activations of one microbatch;
     - `"6.5GiB"`, also `KiB`, `MiB`, `KB`, `MB`, `GB` and `B`: for costs that are measured in bytes;
-    - a number in the unit of the costs' activations: bytes if measured, else a rank's share of one microbatch;
+    - a number in the unit of the costs' activations: bytes if measured, else one microbatch on one rank;
     - a list with one limit per rank, all of one unit.
     """
 
@@ -91,7 +91,6 @@ class MemoryLimit:
         return cls(amounts, units[0], written)
 
     def require_ranks(self, ranks: int) -> None:
-        """Raise for a list with another number of limits."""
         if isinstance(self.amount, tuple) and len(self.amount) != ranks:
             raise ValueError(
                 f"memory_limit = {self.written!r} has to be one number or one for each rank, got {len(self.amount)} for"
@@ -99,7 +98,7 @@ class MemoryLimit:
             )
 
     def resolve(self, costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> tuple[float, ...]:
-        """Memory limit of each rank, in the unit of the costs' activations. ValueError if that is impossible."""
+        """Memory limit of each rank, in the unit of the costs' activations. ValueError if the costs do not give it."""
         self.require_ranks(ranks)
         amounts = self.amount if isinstance(self.amount, tuple) else (self.amount,) * ranks
         factor = self._factor(costs, ranks, microbatches) if self.unit else 1.0
@@ -107,7 +106,7 @@ class MemoryLimit:
 
     @contextmanager
     def explain(self, costs: CostModel | LayerCosts | CostsOf, ranks: int, microbatches: int) -> Iterator[None]:
-        """The error for a limit that is too small, converted to the unit of this limit."""
+        """Convert the error for a limit that is too small to the unit of this limit."""
         try:
             yield
         except LimitTooSmallError as error:
@@ -123,7 +122,6 @@ class MemoryLimit:
             suffix = f" {suffix}" if self.unit == "microbatches" else suffix
 
             def spell(amount: float) -> str:
-                """Rounded up to four digits."""
                 digits = 3 - floor(log10(amount)) if amount > 0 else 0
                 return f"{ceil(amount * 10.0**digits * (1 - 1e-9)) / 10.0**digits:.6g}{suffix}"
 
@@ -157,9 +155,7 @@ def resolve_limits(
     limit: MemoryLimit | None, placement: Placement, costs: CostModel, microbatches: int, strict_for: str = ""
 ) -> tuple[float, ...]:
     """Memory limit of each rank: the given one, or the peak of 1F1B's worst rank, or what one microbatch needs.
-
-    ValueError if the given limit is too small for one microbatch of the schedule `strict_for`.
-    """
+    ValueError if the given limit is too small for one microbatch of the schedule `strict_for`."""
     limits = (limit or AS_1F1B).resolve(costs, placement.num_ranks, microbatches)
     if limit and strict_for:
         with limit.explain(costs, placement.num_ranks, microbatches):
@@ -171,7 +167,7 @@ MemoryLimitLike = MemoryLimit | float | str | Sequence[float | str]
 
 
 def one_stage_a_rank(costs: CostModel | LayerCosts | CostsOf, ranks: int) -> CostModel:
-    """Costs of 1F1B's stages: neighbouring stages joined, or TorchTitan's even split of the layers."""
+    """Costs of 1F1B's stages: joined neighbouring stages, or TorchTitan's even split of the layers."""
     if isinstance(costs, CostModel):
         return merge_stages(costs, ranks)
     return (costs.even if isinstance(costs, LayerCosts) else costs)(Placement.loop(ranks))
@@ -191,7 +187,7 @@ def memory_of_1f1b(costs: CostModel | LayerCosts | CostsOf, ranks: int, microbat
 
 
 def _parse(given: object) -> tuple[float, _Unit, object]:
-    """The amount, its unit, and its form in files, which have no infinite numbers."""
+    """The amount, its unit, and its form in files (which have no infinite numbers)."""
     match = _WRITTEN.fullmatch(given) if isinstance(given, str) else None
     suffix = (match[2] or "").lower() if match else ""
     refusal = f"memory_limit = {given!r} is not a number: write {SPELLINGS}"
@@ -208,10 +204,8 @@ def _parse(given: object) -> tuple[float, _Unit, object]:
 
 
 def least_room(placement: Placement, costs: CostModel) -> tuple[float, ...]:
-    """Peak memory of each rank for one microbatch that runs alone, in the unit of `costs.activations`.
-
-    It is the peak of F of all stages, then each backward. No other order needs less.
-    """
+    """Peak memory of each rank for one microbatch that runs alone, in the unit of `costs.activations`. It is the peak
+    of F of all stages, then each backward. No other order needs less."""
 
     def peak(stages: tuple[int, ...]) -> float:
         backward = [(stage, kind) for stage in reversed(stages) for kind in costs.least_backward(stage)]
@@ -221,8 +215,8 @@ def least_room(placement: Placement, costs: CostModel) -> tuple[float, ...]:
 
 
 class LimitTooSmallError(ValueError):
-    """Error for a memory limit that cannot hold even one microbatch. Its arguments, which pickle copies: the limit and
-    the least sufficient one (numbers, or text in the user's unit), the rank, and an addition to the message."""
+    """A memory limit cannot hold even one microbatch. Arguments, which pickle copies: the limit and the least
+    sufficient one (numbers, or text in the user's unit), the rank, and an addition to the message."""
 
     def __str__(self) -> str:
         limit, least, rank, more = self.args
@@ -234,7 +228,7 @@ class LimitTooSmallError(ValueError):
 
 
 def require_room(placement: Placement, costs: CostModel, limits: Sequence[float], more: str = "") -> None:
-    """Raise LimitTooSmallError, with `more` in its message, if a limit of a rank is too small for one microbatch."""
+    """Raise LimitTooSmallError, with `more` in its message, if a rank's limit is too small for one microbatch."""
     least = least_room(placement, costs)
     if short := [rank for rank, needed in enumerate(least) if not limits[rank] >= needed * (1 - ROUNDING)]:
         rank = max(short, key=least.__getitem__)
@@ -252,7 +246,7 @@ def most_room(placement: Placement, costs: CostModel, num_microbatches: int) -> 
 
 
 ENOUGH = 0.8
-"""Share of weight gradients in W below which people are warned."""
+"""Warn below this share of weight gradients in W."""
 
 
 @dataclass(frozen=True)

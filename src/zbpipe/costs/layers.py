@@ -43,7 +43,7 @@ class Layer:
     activations: float
     """Bytes that it keeps of one microbatch after F."""
     gather: float = 0.0
-    """Seconds in which data-parallel ranks gather its parameters; and reduce its gradients."""
+    """Seconds in which data-parallel ranks gather its parameters, and reduce its gradients."""
     reduce: float = 0.0
 
     def __post_init__(self) -> None:
@@ -58,7 +58,6 @@ class Layer:
 
     @property
     def seconds(self) -> float:
-        """Seconds of F, I and W together."""
         return self.f + self.i + self.w
 
 
@@ -89,13 +88,11 @@ class LayerCosts(CommonCosts):
         self.check_common(what, len(self.layers), "layer")
 
     def stages(self, split: Split) -> CostModel:
-        """Costs of the stages of this split."""
         columns: dict[str, Any] = {name: tuple(getattr(layer, name) for layer in self.layers) for name in _NUMBERS}
         shared = {each.name: getattr(self, each.name) for each in fields(CommonCosts)}
         return join_stages(CostModel(**columns, **shared), split)
 
     def times(self, split: Split) -> list[tuple[float, float, float]]:
-        """F, I and W of the stages of this split."""
         stages = self.stages(split)
         return list(zip(stages.f, stages.i, stages.w, strict=True))
 
@@ -109,7 +106,7 @@ class LayerCosts(CommonCosts):
 
 
 def join_stages(costs: CostModel, split: Split) -> CostModel:
-    """Costs of joined stages: F runs the parts in order, and I, W and B run them from the last one.
+    """Costs of joined stages: F runs the parts in order; I, W and B run them from the last one.
 
         >>> layers = CostModel((1, 1), (1, 1), (1, 1), activations=(4, 4), freed_by_i=-1, working={OpKind.I: (2, 9)})
         >>> stage = join_stages(layers, (range(2),))
@@ -140,7 +137,7 @@ def join_stages(costs: CostModel, split: Split) -> CostModel:
 
 
 def merge_stages(costs: CostModel, num_stages: int) -> CostModel:
-    """Costs after joining equal numbers of neighbouring stages. ValueError if that is impossible."""
+    """Costs after joining equal numbers of neighbouring stages. ValueError if the numbers do not divide."""
     each, rest = divmod(costs.num_stages, num_stages)
     if rest:
         raise ValueError(f"{costs.num_stages} stages cannot become {num_stages} stages of equal size")
@@ -148,22 +145,19 @@ def merge_stages(costs: CostModel, num_stages: int) -> CostModel:
 
 
 def split_of(sizes: Sequence[int]) -> Split:
-    """The split with these numbers of layers per stage."""
     return tuple(range(end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True))
 
 
 def even_sizes(num_layers: int, num_stages: int, ends: tuple[int, int] = (1, 1)) -> tuple[int, ...]:
-    """Numbers of layers per stage, equal or one more on the first stages: TorchTitan's default.
-
-    TorchTitan counts the embedding as one layer, and norm and head together as one. `ends` overrides these counts.
-    ValueError for fewer layers than stages, or an end that counts for more than a stage has.
-    """
+    """Layers per stage, equal or one more on the first stages: TorchTitan's default. TorchTitan counts the embedding as
+    one layer, and norm and head together as one. `ends` overrides these counts. ValueError for fewer layers than
+    stages, or an end that counts for more than a stage has."""
     require_enough(num_layers, num_stages)
     first, last = ends
     each, more = divmod(num_layers - 2 + first + last, num_stages)
     if max(1, *ends) > each:
         raise ValueError(
-            f"embedding and head cannot count as {first} and {last} layers where a stage has {each}: weigh them less"
+            f"embedding and head count as {first} and {last} layers, more than a stage's {each}: lower these settings"
         )
     sizes = [each + (stage < more) for stage in range(num_stages)]
     sizes[0] += 1 - first
@@ -172,7 +166,6 @@ def even_sizes(num_layers: int, num_stages: int, ends: tuple[int, int] = (1, 1))
 
 
 def require_enough(num_layers: int, num_stages: int) -> None:
-    """Raise ValueError for fewer layers than stages."""
     if num_layers < num_stages:
         raise ValueError(
             f"{num_layers} layers cannot be cut into {num_stages} stages, one layer each at least: use fewer ranks, or"
@@ -181,7 +174,7 @@ def require_enough(num_layers: int, num_stages: int) -> None:
 
 
 def balance(costs: LayerCosts, placement: Placement) -> Sizes:
-    """Layers per stage, such that the most loaded rank has as little work as possible and stages are about equal.
+    """Layers per stage with the least work on the most loaded rank, and about equal stages.
 
     A local search moves one layer at a time, starting with TorchTitan's even split.
 
@@ -194,7 +187,7 @@ def balance(costs: LayerCosts, placement: Placement) -> Sizes:
     stages = range(placement.num_stages)
 
     def unevenness(sizes: Sizes) -> tuple[float, float]:
-        """Largest work share of a rank, and sum of squared shares of stages, because a V waits at its long stages."""
+        """Largest share of a rank, and sum of squared shares of stages, because a V waits for its long stages."""
         shares = [(until[end] - until[begin]) / (until[-1] or 1) for begin, end in pairwise((0, *accumulate(sizes)))]
         most = max(placement.sum_by_rank(shares))
         return round(most, _DIGITS), round(sum(share**2 for share in shares), _DIGITS)
@@ -207,7 +200,7 @@ def balance(costs: LayerCosts, placement: Placement) -> Sizes:
 
 
 def move_layer(sizes: Sizes, givers: Iterable[int], takers: Iterable[int]) -> Iterator[Sizes]:
-    """Splits with one layer less on one stage and one more on another. Layers between the two move by one stage."""
+    """Splits that move one layer from one stage to another. Layers between the two move by one stage."""
     for giver, taker in product(givers, takers):
         if giver != taker and sizes[giver] > 1:
             changed = list(sizes)

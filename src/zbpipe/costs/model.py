@@ -1,7 +1,7 @@
 """Costs of ops: seconds per stage for F, I and W, seconds per message, bytes of activations; transports of messages.
 
 All memory is in the unit of `CostModel.activations`: bytes if measured. In costs that are equal on every rank
-(`CostModel.uniform`) the unit is a rank's share of one microbatch, so 1F1B on p ranks holds p.
+(`CostModel.uniform`) the unit is the activations of one microbatch on one rank, so 1F1B on p ranks holds p.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ def is_amount(number: float) -> bool:
 
 
 def amount(what: str, name: str, value: Any) -> float:
-    """`value` as a cost. TypeError or ValueError for invalid values."""
     refusal = f"{what} cannot have {name} = {value!r}: give a number from 0 to {MOST:g}"
     found = number(value, refusal)
     if not is_amount(found):
@@ -70,7 +69,6 @@ def _by_stage(what: str, name: str, values: Any) -> tuple[float, ...]:
 
 
 def _share(what: str, value: Any) -> float:
-    """`value` as the share of the activations that I frees, at most 1."""
     refusal = f"{what} cannot have freed_by_i = {value!r}: give a number up to 1"
     found = number(value, refusal)
     if not -MOST <= found <= 1:
@@ -79,8 +77,8 @@ def _share(what: str, value: Any) -> float:
 
 
 def number(value: Any, refusal: str) -> float:
-    """`value` as a float, infinite for integers of hundreds of digits. Else a TypeError with `refusal`."""
-    if type(value) is float:  # nearly always, and the checks below take 30 times as long
+    """`value` as a float, infinite for huge integers. Else a TypeError with `refusal`."""
+    if type(value) is float:  # the usual case; the checks below take 30 times as long
         return value
     if not isinstance(value, SupportsFloat) or isinstance(value, bool):
         raise TypeError(refusal)
@@ -115,12 +113,10 @@ class Link:
         set_fields(self, latency=latency, bandwidth=bandwidth)
 
     def seconds(self, num_bytes: float) -> float:
-        """Time of a message, in seconds."""
         return self.latency + num_bytes / self.bandwidth
 
 
 Links = Mapping[tuple[int, int], Link]
-"""Links by (from rank, to rank)."""
 COLUMNS = ("f", "i", "w", "activations")
 """Fields with one number per stage or layer."""
 SENDS = ("SEND_F", "SEND_B")
@@ -153,23 +149,23 @@ class Named(StrEnum):
 
 
 class Transport(Named):
-    """Dependencies of a rank's messages, besides the computations that produce them."""
+    """Which messages wait for each other."""
 
     IDEAL = "ideal"
-    """Nothing: each message leaves as soon as it is computed."""
+    """None: each message leaves when its computation ends."""
     ONE_QUEUE = "one queue"
-    """All messages of a rank go one after the other, each when both ends have reached it, as with NCCL and RCCL."""
+    """One queue per rank. A message starts when both ends have reached it, as with NCCL and RCCL."""
     QUEUE_PER_PEER = "queue per peer"
-    """One queue for the messages between two ranks, as with a communicator or a process group for each pair."""
+    """One queue per pair of ranks, as with a communicator or process group for each pair."""
     SHARED = "shared with compute"
-    """One queue that includes the computations: a message that waits delays its rank, as where drivers and variables
-    make streams share the hardware's queues."""
+    """One queue for messages and computations: a waiting message delays its rank. Some drivers and environment
+    variables make streams share the hardware's queues."""
     BLOCKING = "blocking"
     """An op ends when its message has arrived, as in Megatron's interleaved schedules without overlap."""
 
     @property
     def has_queues(self) -> bool:
-        """Whether it makes a difference when a rank posts its receives."""
+        """Whether the time when a rank posts its receives matters."""
         return self not in (Transport.IDEAL, Transport.BLOCKING)
 
 
@@ -177,15 +173,15 @@ class Receives(Named):
     """When a rank posts its receives."""
 
     EARLY = "early"
-    """As in torch: where the other rank sends, if all computations take the same time."""
+    """As in torch: where the other rank sends if all computations take the same time."""
     LATE = "late"
     """Before the computation that needs the message, or before the next message of the rank."""
     TIMED = "timed"
     """Before the computation during which the message starts, according to a simulation."""
     NEAREST = "nearest"
-    """Between the two computations nearest to that start, so that the rank does not wait long."""
+    """Between the two computations nearest to that start, so that the rank waits little."""
     RENDEZVOUS = "rendezvous"
-    """Between computations, where both ranks are free first. The simulation lets each message block both ranks."""
+    """Between computations, where both ranks are free first. In the simulation each message blocks both ranks."""
 
 
 def set_fields(instance: object, **fields: Any) -> None:
@@ -199,7 +195,7 @@ class OpCosts(NamedTuple):
     seconds: float = 0.0
     """Seconds that it takes. For a message see `CostModel.transfer`."""
     adds: float = 0.0
-    """Memory that it adds to its rank: from its start if positive, else at its end."""
+    """Memory added to the rank: at the op's start if positive, else at its end."""
     working: float = 0.0
     """Working memory while it runs."""
     message: float = 0.0
@@ -207,7 +203,7 @@ class OpCosts(NamedTuple):
 
     @property
     def needs(self) -> float:
-        """Memory that has to be free on the rank before it: the memory that it adds, and its working memory."""
+        """Free memory that it needs: the memory that it adds, and its working memory."""
         return max(self.adds, 0.0) + self.working
 
     @property
@@ -217,12 +213,12 @@ class OpCosts(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CommonCosts:
-    """What the costs of stages and of layers have in common."""
+    """Common fields of the costs of stages and of layers."""
 
     freed_by_i: float | tuple[float, ...] = 0.0
     """Share of the activations that I frees, at most 1: one number for all stages or layers, or one for each.
 
-    W frees the rest. Negative if more is kept for W than F kept, as under activation checkpointing. That counts from
+    W frees the rest. Negative if W needs more than F kept, as under activation checkpointing. That memory counts from
     the start of I.
     """
     link: Link = field(default_factory=Link)
@@ -234,12 +230,12 @@ class CommonCosts:
     working: Mapping[OpKind, float | tuple[float, ...]] = field(default_factory=lambda: FrozenDict({}))
     """Working memory of ops, by kind: one number for all stages or layers, or one for each. Missing kinds need none.
 
-    It adds to what the rank holds and what the op adds. With checkpointing, I and B recompute one block at a time."""
+    It adds to the memory held and added. With checkpointing, I and B recompute one block at a time."""
     host: Link | None = None
     """Link from a rank to its host's memory, and back, in the unit of the activations per second. None if unknown."""
     overhead: float = 0.0
-    """Seconds that each op of a stage takes besides its computation: Python, launches, gaps between kernels. B has it
-    once. `zbpipe.Profiler` measures it. On A100 GPUs about 1 ms fits Megatron's published steps (docs/hardware.md)."""
+    """Seconds of each op of a stage besides its computation: Python, launches, gaps between kernels. B has it once.
+    `zbpipe.Profiler` measures it. On A100 GPUs about 1 ms fits Megatron's published steps (docs/hardware.md)."""
 
     def check_common(self, what: str, count: int, each: str) -> None:
         """Check these fields for `count` stages or layers, and set them in their usual form."""
@@ -289,12 +285,12 @@ class CostModel(CommonCosts):
     """Memory kept of one microbatch after F, in bytes or shares of a rank's microbatch. The unit of all memory."""
     _: KW_ONLY
     gather: float | tuple[float, ...] = 0.0
-    """Seconds in which data-parallel ranks gather the parameters of a stage, once a step: one number for all stages, or
-    one for each. A step begins with the gathers. A stage's first F runs beside its gather, and ends no earlier."""
+    """Seconds in which data-parallel ranks gather a stage's parameters once a step: one number for all stages, or one
+    for each. A step begins with the gathers. A stage's first F overlaps its gather, and ends no earlier."""
     reduce: float | tuple[float, ...] = 0.0
-    """As `gather`, for the reduction of gradients. It runs beside the computations, from the stage's last W or B on."""
+    """As `gather`, for the reduction of gradients. It overlaps computations from the stage's last W or B on."""
     in_bytes: bool = field(default=True, compare=False, repr=False)
-    """Whether memory is in bytes. False if 1 is a rank's share of one microbatch."""
+    """Whether memory is in bytes. Otherwise the unit is one microbatch on one rank."""
 
     def __post_init__(self) -> None:
         what = "the costs of stages"
@@ -316,7 +312,7 @@ class CostModel(CommonCosts):
     def uniform(
         cls, placement: Placement, f: float = 1.0, i: float = 1.0, w: float = 1.0, *, comm: float = 0.0, **others: Any
     ) -> CostModel:
-        """Equal costs on every rank. The unit of memory is a rank's share of one microbatch.
+        """Equal costs on every rank. The unit of memory is one microbatch's activations on one rank.
 
             >>> CostModel.uniform(Placement.v(1), w=0.5).w
             (0.25, 0.25)
@@ -342,7 +338,6 @@ class CostModel(CommonCosts):
 
     @property
     def has_fsdp(self) -> bool:
-        """Whether data-parallel ranks gather parameters or reduce gradients."""
         return bool(self.gather or self.reduce)
 
     def of(self, stage: int, kind: str, microbatch: int = -1) -> OpCosts:
@@ -389,7 +384,6 @@ class CostModel(CommonCosts):
         }
 
     def by_stage(self, given: float | tuple[float, ...]) -> tuple[float, ...]:
-        """The numbers of all stages, of a field with one for all or one for each."""
         return given if isinstance(given, tuple) else (given,) * self.num_stages
 
     def transfer(self, sender: int, receiver: int, message: float | None = None) -> float:
@@ -400,19 +394,18 @@ class CostModel(CommonCosts):
         return link.seconds(self.message_bytes if message is None else message)
 
     def saved_by_b(self, stage: int) -> float:
-        """Memory that B needs less than I and then W. Negative if it needs more."""
+        """Memory that B needs less than I and then W. Negative if B needs more."""
         i, w, b = (self.of(stage, kind) for kind in (OpKind.I, OpKind.W, OpKind.B))
         return max(i.needs, i.adds + w.needs) - b.needs
 
     def least_backward(self, stage: int) -> tuple[OpKind, ...]:
-        """The kinds of ops with the least peak memory for a backward that is not deferred."""
+        """Op kinds of the backward with the least peak memory, without deferral."""
         return (OpKind.B,) if self.saved_by_b(stage) > 0 else (OpKind.I, OpKind.W)
 
 
 def _one_or_each(
     name: str, given: Any, count: int, each: str, read: Callable[[Any], float]
 ) -> float | tuple[float, ...]:
-    """One number for all stages or layers, or one for `each`."""
     given = given.tolist() if hasattr(given, "tolist") else given
     if not isinstance(given, (tuple, list)):
         return read(given)
@@ -422,7 +415,7 @@ def _one_or_each(
 
 
 def _check_working(what: str, working: Any, count: int, each: str) -> FrozenDict[OpKind, tuple[float, ...]]:
-    """Working memory by kind of op, with a number for `each` of `count` stages or layers."""
+    """Working memory by op kind, one number for `each` of `count` stages or layers."""
     if not isinstance(working, Mapping) or not all(
         isinstance(kind, OpKind) and kind in COMPUTATIONS for kind in working
     ):

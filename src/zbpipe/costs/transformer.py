@@ -13,19 +13,16 @@ from zbpipe.costs.model import CostModel, Link, Named
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement, Schedule
 
 _UNFUSED = 3.0
-"""Memory traffic of a block's small kernels relative to those that torch.compile fuses. TorchTitan, December 2024:
-Llama 3 8B trains 1.16 times as fast with torch.compile on 8 and on 128 H100."""
+"""Memory traffic of a block's small kernels without torch.compile, relative to the fused ones. TorchTitan, December
+2024: Llama 3 8B trains 1.16 times as fast with torch.compile on 8 and on 128 H100."""
 PAPERS_TIMES = (1.0, 0.99, 0.67)
 """F, I and W of a model of 6.2 billion parameters on A100, relative to F: 29.718, 29.444 and 19.927 ms without
 checkpointing. From Zero Bubble Pipeline Parallelism (arXiv 2401.10241), the table of profiled times."""
 _SEQ_LEN = 8192
 _BLOCKS_PER_RANK = 8
-"""Blocks per rank. Ops need the working memory of one block, whose share falls with the number of blocks."""
+"""Blocks per rank. Ops need the working memory of one block, so its share falls with the number of blocks."""
 _COMM = 0.01
-"""Seconds from rank to rank if F takes one. This little time gives messages an order, as in `passes.default_costs`.
-
-Tensor and context parallelism divide messages as they divide F.
-"""
+"""Seconds of a message if F takes one: enough to order the messages. TP and CP divide messages as they divide F."""
 NOTE = (
     "* torch's own split: it fails under selective checkpointing and torch.compile, recomputes for each W under full,"
     " and takes more memory than is shown. zbpipe's split runs the same orders as ZBV, DualPipeVSplit and"
@@ -42,11 +39,11 @@ class Checkpointing(Named):
     """Activation checkpointing, which determines the memory that a block keeps after F."""
 
     NONE = "none"
-    """All that autograd saves."""
+    """All tensors that autograd saves."""
     SELECTIVE = "selective"
     """Every second product and the attention's result, TorchTitan's default. I recomputes the rest."""
     FULL = "full"
-    """The input. I recomputes all else."""
+    """The input. I recomputes the rest."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class Block:
     fused_qkv: bool = True
     """Whether one product computes queries, keys and values, as in TorchTitan 0.3. In 0.2 these are three."""
     keeps_scattered: bool = False
-    """Whether selective checkpointing keeps the results of the two reduce-scatters of TP, as in TorchTitan 0.2."""
+    """Whether selective checkpointing keeps the results of TP's two reduce-scatters, as in TorchTitan 0.2."""
 
     @property
     def parameters(self) -> int:
@@ -100,8 +97,8 @@ class Block:
                 return self.dim / tp
 
     def kept_by_i(self, tp: int = 1) -> float:
-        """Deferred gradients from I to W: x and dY of all products. q, k and v share an x, and so do gate and up. TP
-        leaves both of these x uncut, and also dY of out and down."""
+        """Deferred gradients from I to W: x and dY of all products. q, k and v share an x, as do gate and up. TP does
+        not cut these two x, nor dY of out and down."""
         return 4 * self.dim + (2 * self.queries + self.keys_and_values + 3 * self.hidden) / tp
 
     def working(self, checkpointing: Checkpointing | str, kind: OpKind, tp: int = 1) -> float:
@@ -128,9 +125,9 @@ class Block:
                 return 0.0
 
     def traffic(self, checkpointing: Checkpointing | str, compiled: bool = True) -> tuple[float, float]:
-        """Elements that F and I read and write besides products and attention: in norms with the sums before them, in
-        rotary embeddings and the activation function. I also reads the gradients, and computes again what the
-        checkpointing drops. Without a compiler each of these is several kernels, with copies in float32.
+        """Elements that F and I read and write outside products and attention: in norms with the sums before them,
+        rotary embeddings, and the activation function. I also reads the gradients, and repeats what checkpointing
+        dropped. Without a compiler these are several kernels each, with copies in float32.
         """
         rotated = 2 * (self.queries + self.keys_and_values / 2)
         in_f = 2 * 4 * self.dim + rotated + 3 * self.hidden
@@ -140,7 +137,7 @@ class Block:
         return unfused * in_f, unfused * (in_i + again * in_f)
 
     def recomputed(self, checkpointing: Checkpointing | str) -> float:
-        """Share of F's floating-point operations that I repeats. The attention is causal, and costs half."""
+        """Share of F's floating-point operations that I repeats. Causal attention costs half."""
         attention = _SEQ_LEN * self.queries
         products = self.dim * (2 * self.queries + self.keys_and_values + 3 * self.hidden)
         match Checkpointing.parse(checkpointing):
@@ -175,16 +172,16 @@ def typical_costs(
     host: Link | None = None,
     tensor: int = 1,
 ) -> CostModel:
-    """Costs of a model with eight Llama 3 8B blocks per rank and nothing else, on this placement.
+    """Costs of a model of eight Llama 3 8B blocks per rank, without embedding and head, on this placement.
 
-    The unit of memory is the activations of a rank's share of one microbatch under this checkpointing.
+    The unit of memory is the activations of one microbatch on one rank under this checkpointing.
 
         >>> costs = typical_costs(Placement.v(4), "full")
         >>> costs.of(0, OpKind.W).frees / costs.activations[0]
         17.0
 
-    `times` are the seconds of a rank for F, I and W of one microbatch, by default `typical_times`, `comm` those of a
-    message, and `tensor` is the degree of tensor parallelism. `host` has a bandwidth in this unit of memory per second.
+    `times`: seconds of F, I and W of one microbatch on a rank (default: `typical_times`). `comm`: seconds of a
+    message. `tensor`: degree of TP. `host`: a link with bandwidth in this unit of memory per second.
     """
     checkpointing = Checkpointing.parse(checkpointing)
     block, kept = LLAMA_3_8B, LLAMA_3_8B.kept_by_f(checkpointing, tensor)
@@ -199,9 +196,9 @@ def typical_costs(
 def usual_costs(
     placement: Placement, checkpointing: Checkpointing, tensor: int = 1, work: Work | None = None
 ) -> CostModel:
-    """Default costs for a schedule that adapts to the checkpointing, if a job has measured none.
+    """Default costs for a schedule that adapts to the checkpointing, in a job without measured costs.
 
-    F takes one second on the average rank. `work` is the work of each stage. Default: all stages are equal.
+    F takes one second on the average rank. `work` is the work of each stage; by default all stages are equal.
 
     >>> usual_costs(Placement.loop(2), Checkpointing.FULL, work=[(3, 6, 2), (1, 1, 1)]).i
     (3.0, 0.5)
@@ -220,7 +217,7 @@ def has_torchs_split(schedule: Schedule, source: str) -> bool:
 
 
 def runs_torchs_split(checkpointing: Checkpointing | None, compiled: bool = False) -> bool:
-    """Whether torch's split can run, as fast as simulated. It may not if the checkpointing is unknown.
+    """Whether torch's split can run, as fast as simulated. False if the checkpointing is unknown.
 
     >>> [runs_torchs_split(each) for each in Checkpointing]
     [True, False, False]

@@ -1,8 +1,7 @@
-"""The number of stages per rank of a job's schedule, and loop or wave: the shortest simulated step of the job's cut.
+"""The number of stages per rank of a job's schedule, in a loop or a wave: the shortest simulated step of the job's cut.
 
-Many stages per rank make the bubble short, but their ops have overhead, and few layers make uneven stages. A wave needs
-less memory than a loop, but has the first and the last stage on one rank. So a simulation decides. It measures nothing,
-and all ranks come to the same result.
+More stages per rank shorten the bubble, but add overhead, and few layers make uneven stages. A wave needs less memory
+than a loop, but has the first and the last stage on one rank. All ranks choose alike without any measurement.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from zbpipe.schedule.registry import Algorithm, resolve, stages_for
 from zbpipe.simulator.simulation import simulate
 
 _FINALISTS = 2
-"""Number of cuts for which the schedule itself is made. Its search can gain 2 % over the filled orders."""
+"""Number of cuts for which the schedule is searched, too. The search can gain 2 % over the filled orders."""
 _DIGITS = 6
 """Decimal digits of a step relative to another, so that rounding does not decide."""
 _GPU = USUAL.device
-"""Its ops have an overhead of 0.3 milliseconds: 2.5 % of F if that has 7e12 operations."""
+"""Its ops have 0.3 milliseconds of overhead: 2.5 % of F if that has 7e12 operations."""
 
 
 class Cut(Protocol):
@@ -38,22 +37,20 @@ class Cut(Protocol):
 
     @property
     def products(self) -> float:
-        """Multiplications of the whole model for a token."""
+        """Multiplications per token in the whole model."""
 
     def work(self, placement: Placement) -> Work:
-        """The work of each stage. ValueError if the model cannot be cut so."""
+        """The work of each stage. ValueError if the model has no such cut."""
 
 
 class Choice(NamedTuple):
-    """A schedule and the placement of its stages."""
-
     algorithm: Algorithm
     placement: Placement
     words: str = ""
-    """The choice and its reason, for the log; empty if there was none."""
+    """The choice and its reason, for the log. Empty if there was none."""
 
 
-# More than seven parameters: a choice depends on all that the schedule is made for.
+# More than seven parameters: a choice depends on everything that the schedule is made for.
 def choose(
     algorithm: Algorithm,
     ranks: int,
@@ -68,23 +65,23 @@ def choose(
     memory_limit: MemoryLimit | None = None,
     transport: Transport | None = None,
 ) -> Choice:
-    """The number of stages per rank with the shortest step, and in place of ZB also ZBLoop if that is shorter.
+    """The number of stages per rank with the shortest step, with ZBLoop instead of ZB if that is shorter.
 
     Args:
-        algorithm: other schedules than ZB, ZBLoop and Auto keep their placement and their number of stages.
+        algorithm: schedules other than ZB, ZBLoop and Auto keep their placement and number of stages.
         ranks: number of pipeline ranks.
         microbatches: number of microbatches in a step.
-        cut: cuts the model. Each stage has a layer at least, unless the user gives the number of stages.
+        cut: cuts the model. Each stage has at least one layer, unless the user sets the number of stages.
         checkpointing: activation checkpointing of the layers.
         tensor: degree of tensor parallelism.
-        tokens: tokens of a microbatch for each of the GPUs that share it. 0 if overhead of ops does not count.
-        measured: measured costs, with which nothing but the placement is to be chosen.
-        stages_per_rank: number that the user gives.
+        tokens: tokens of a microbatch on each of the GPUs that share it. 0 ignores the overhead of ops.
+        measured: measured costs; then only the placement is chosen.
+        stages_per_rank: the user's number.
         memory_limit: limit of the schedule.
         transport: transport of messages.
 
     Raises:
-        ValueError: the model cannot be cut so, the costs are of other stages, or the limit is too low.
+        ValueError: the model has no such cut, the costs are of other stages, or the limit is too low.
     """
     model = measured.costs if isinstance(measured, JobCosts) else measured
     if stages_per_rank is None and algorithm.chooses_stages and isinstance(model, CostModel):
@@ -99,7 +96,7 @@ def choose(
             usual = usual_costs(placement, checkpointing, tensor, cut.work(placement))
             return replace(usual, overhead=_GPU.overhead / seconds if seconds else 0.0)
         if isinstance(measured, JobCosts) and measured.placement not in (None, placement):
-            raise ValueError(f"the measured stages are not placed as those of {algorithm.name}: measure with it")
+            raise ValueError(f"the measured stages are not placed as those of {algorithm.name}: measure with that one")
         return as_cost_model(measured, placement)
 
     kinds = [algorithm, resolve("ZBLoop")] if algorithm.name == "ZB" else [algorithm]

@@ -1,7 +1,7 @@
-"""The cut of a model into stages before anything is measured: the shortest simulated step on a usual GPU.
+"""The cut of a model into stages before any measurement: the shortest simulated step on a usual GPU.
 
-Products alone would not do: tensor and expert parallelism lengthen the blocks, and not the head. Nor would equal work
-of all ranks: layers are whole, and it matters where the longer stages are.
+Tensor and expert parallelism lengthen the blocks but not the head, layers are whole, and the place of the longer stages
+matters. So neither equal products nor equal work give the best cut.
 """
 
 from __future__ import annotations
@@ -25,24 +25,19 @@ from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.time_graph import TimeGraph, last_ends
 
 _GIVERS = 12
-"""Number of stages, those with the most work, that may give a layer to any other stage."""
+"""Number of stages, those with the most work, from which a layer may move."""
 _MOVES = 50
-"""Most layers that move."""
 _ROUNDS = 4
-"""Most microbatches per rank that are simulated: with more the step is longer, and the best cut hardly another."""
+"""Most microbatches per rank that are simulated: more hardly change the best cut."""
 _SHORTER = 1 - 1e-6
-"""Length of a step relative to another, from which on it is shorter; so rounding does not decide."""
+"""Relative difference from which a step is shorter, so that rounding does not decide."""
 
 
 class WorkloadCut:
-    """The stages of a workload on any placement."""
-
     def __init__(self, workload: Workload) -> None:
         self.workload = workload
         self.num_layers = sum(layer.is_block for layer in workload.layers)
-        """Number of blocks."""
         self.products = sum(layer.f for layer in workload.layers) / (2 * workload.tokens)
-        """Multiplications of the whole model for a token."""
         times = zip(workload.layers, workload.times or _times_of_work(workload), strict=True)
         self.layers = LayerCosts(tuple(Layer(layer.modules, f, i, w, 0.0) for layer, (f, i, w) in times))
         how, tensor = workload.checkpointing or Checkpointing.NONE, workload.degrees.tensor
@@ -58,7 +53,6 @@ class WorkloadCut:
         return self._cut(placement)
 
     def work(self, placement: Placement) -> Work:
-        """F, I and W of each stage of zbpipe's cut."""
         return self.layers.times(self.split(placement))
 
     def usual_costs(self, algorithm: Algorithm, placement: Placement) -> CostModel | None:
@@ -70,13 +64,12 @@ class WorkloadCut:
 
 
 def _times_of_work(workload: Workload) -> list[tuple[float, ...]]:
-    """Of the head alone the sum counts: a loss in chunks runs all of its work in F, which a job does not know."""
+    """Only the sum of the head's times counts: a loss in chunks runs all of them in F, which the job does not know."""
     pairs = zip(workload.layers, usual_times(workload), strict=True)
     return [times if layer.is_block else (sum(times) / 3,) * 3 for layer, times in pairs]
 
 
 def usual_times(workload: Workload) -> list[tuple[float, float, float]]:
-    """Seconds of F, I and W of each layer on a usual GPU."""
     costs = USUAL.layer_costs(workload)
     return list(zip(costs.f, costs.i, costs.w, strict=True))
 
@@ -107,7 +100,7 @@ def cutting(
 
 
 def _move_layers(layers: LayerCosts, sizes: Sizes, schedule: Schedule) -> Sizes:
-    """Sizes of stages with which no layer can move so that this schedule's step becomes shorter."""
+    """Sizes of stages from which no move of a layer shortens this schedule's step."""
     graph, stages = TimeGraph(schedule), range(len(sizes))
     seconds = [layer.seconds for layer in layers.layers]
     until = {
@@ -116,7 +109,6 @@ def _move_layers(layers: LayerCosts, sizes: Sizes, schedule: Schedule) -> Sizes:
     }
 
     def steps(trials: Sequence[Sizes]) -> NDArray[np.floating[Any]]:
-        """The step with each of these sizes."""
         ends = np.cumsum(np.array(trials).T, axis=0)
         times = {str(kind): np.diff(each[ends], axis=0, prepend=0.0) for kind, each in until.items()}
         times["B"] = times["I"] + times["W"]

@@ -1,9 +1,9 @@
 """GPU figures from the makers' data sheets, and the shares of the peak that training sustains. As of November 2026.
 
-The makers' figures are dense BF16 peaks, one-directional bandwidths, and memory as torch reports it. The sustained
-shares are fitted to published jobs (`benchmarks/published_jobs.csv`, docs/hardware.md), and are the least certain
-numbers of an estimate: on the same GPUs, frameworks differ by a factor of 1.3. So each device has a range of plausible
-speeds, which scales all rows alike; the gains barely change. `--tflops` replaces the shares.
+Peaks are dense BF16, bandwidths one-directional, and memory is as torch reports it. The sustained shares are fitted to
+published jobs (`benchmarks/published_jobs.csv`, docs/hardware.md). They are the least certain numbers of an estimate:
+on the same GPUs, frameworks differ by a factor of 1.3. So each device has a range of plausible speeds, which scales all
+rows alike; the gains barely change. `--tflops` replaces the shares.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Device:
     peak: float
     """Floating-point operations per second in BF16, without sparsity."""
     products: float
-    """Share of the peak that products reach, most likely; and attention."""
+    """Likely share of the peak that products reach, and attention."""
     attention: float
     hbm: float
     """Bytes per second between the GPU and its memory."""
@@ -44,18 +44,18 @@ class Device:
     gib: float
     """GiB of memory, as torch reports it."""
     source: str
-    """Source of the maker's figures; and of the shares."""
+    """Sources of the maker's figures, and of the shares."""
     share_from: str
     between: float = 50e9
     """One-directional bandwidth from a GPU to other nodes through its own network card, in bytes per second."""
     range: tuple[float, float] | None = None
-    """Least and largest plausible speed of computation, relative to the likely one. None if only one is known."""
+    """Least and largest plausible speed, relative to the likely one. None if unknown."""
     gpus_per_node: int = 8
     latency: float = 2e-5
     transport: Transport = Transport.ONE_QUEUE
     """Which messages wait for each other: those of a rank, by the process groups of NCCL and RCCL."""
     overhead: float = 3e-4
-    """Seconds between two ops of a schedule: Python and launches. One H200 takes 0.33 ms (benchmarks/README.md)."""
+    """Seconds between two ops of a schedule: Python and launches. An H200 takes 0.33 ms (benchmarks/README.md)."""
 
     @property
     def memory(self) -> float:
@@ -64,13 +64,12 @@ class Device:
 
     @property
     def usable_bytes(self) -> float:
-        """Usable bytes of its memory."""
         return USABLE * self.gib * GIB
 
     def bandwidth(self, gpus: int, apart: int) -> float:
-        """Bandwidth of a collective, in bytes per second for each GPU of a group, whose GPUs are `apart`.
+        """Bandwidth of a collective for each GPU, in bytes per second. `apart` is the distance of the group's GPUs.
 
-        A group that spans nodes uses the network cards of all its GPUs in a node in parallel. Data enters a node once.
+        A group that spans nodes uses the network cards of all its GPUs in parallel. Data enters a node once.
 
         >>> find("H100").bandwidth(8, apart=1) / 1e9, find("H100").bandwidth(4, apart=8) / 1e9
         (450.0, 50.0)
@@ -81,7 +80,7 @@ class Device:
         return min(self.inside, here * self.between)
 
     def collective(self, size: float, gpus: int, apart: int = 1) -> float:
-        """Seconds in which a group gathers, or reduces and scatters, this number of bytes, in a ring.
+        """Seconds in which a ring gathers, or reduces and scatters, this number of bytes.
 
         >>> h100 = find("H100")
         >>> [round(size / h100.collective(size, 8) / 450e9 * 7 / 8, 2) for size in (17e6, 67e6, 268e6)]
@@ -125,7 +124,7 @@ _SOURCES = {
     "A100": "NVIDIA A100 80GB data sheet (SXM): 312 TFLOPS, NVLink 600 GB/s; 200 Gb/s ConnectX-6 per GPU, as in NVIDIA"
     " DGX A100",
     "H100": f"NVIDIA H100 data sheet (SXM5, 700 W): 1,979 TFLOPS with sparsity, NVLink 900 GB/s; {_NVLINK}",
-    "H100-500W": "Meta's Grand Teton: H100 with 96 GB of HBM2e, limited to 500 W, and otherwise as H100",
+    "H100-500W": "Meta's Grand Teton: H100 with 96 GB of HBM2e and a limit of 500 W, otherwise as H100",
     "H200": f"NVIDIA H200 data sheet (SXM): 1,979 TFLOPS with sparsity, NVLink 900 GB/s, 141 GB; {_NVLINK}",
     "B200": "NVIDIA DGX B200 data sheet: 8 GPUs of 1,440 GB together, NVLink 1.8 TB/s; HGX B200: 4.5 PFLOPS with"
     f" sparsity; {_NVLINK}",
@@ -148,12 +147,12 @@ _SHARES = {
     "H200": "as H100; one H200 reaches 78 % for milliseconds (benchmarks/README.md)",
     "B200": _BRIDGE,
     "GB200": _BRIDGE,
-    "L40S": "an assumption, without a public measurement: as H100",
+    "L40S": "assumed as H100: no public measurement",
     "MI250X": "arXiv 2312.12705, on Frontier: 38, 36 and 32 % of the peak for 22B, 175B and 1T parameters",
     "MI300X": "a benchmark of January 2026, github.com/DmitriiNikolaevAtAmd/tprimat: 32 and 38 % of the peak on 8"
     " MI300X, with Llama 3.1 8B and Qwen 2.5 7B, attention not counted",
     "MI325X": "fitted to AMD Primus, Llama 2 70B on 8 and 64 GPUs",
-    "MI355X": "an assumption, without a public measurement: as MI300X",
+    "MI355X": "assumed as MI300X: no public measurement",
 }
 
 
@@ -164,7 +163,6 @@ def _device(name: str) -> Device:
 
 
 DEVICES: Mapping[str, Device] = MappingProxyType({name: _device(name) for name in _FIGURES})
-"""Devices by user-facing name."""
 
 
 def find(name: str | Device) -> Device:
@@ -179,6 +177,6 @@ def find(name: str | Device) -> Device:
     near = get_close_matches(name.lower(), known, n=1, cutoff=0.8)  # V100 is not a misspelling of H100
     meant = f"did you mean {known[near[0]].name}? " if near else ""
     raise ValueError(
-        f"unknown device {name!r}: {meant}the table has {', '.join(DEVICES)}; take the nearest one, and replace its"
-        " figures with --tflops and --link"
+        f"unknown device {name!r}: {meant}the table has {', '.join(DEVICES)}; use the nearest one, and replace its"
+        " figures by --tflops and --link"
     )

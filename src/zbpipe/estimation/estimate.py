@@ -33,21 +33,21 @@ from zbpipe.simulator.timeline import Timeline
 
 _STAGES_PER_RANK = (1, 2, 4)
 _PLANNED = ("single", "v", "wave")
-"""Placements to plan for: the best for each number of stages per rank."""
+"""Placements of plans: the best for each number of stages per rank."""
 _BUDGET = 5e6
 """Budget of one plan's search in timed ops: a fraction of a second."""
 _SEARCHED = 1024
-"""Limit of ranks times microbatches for including searched schedules, such as ZB, by default."""
+"""Limit of ranks times microbatches for searched schedules, such as ZB, in the default rows."""
 _MESSAGES = 6
-"""Number of messages per stage of a rank for which a plan leaves room. The table counts the actual ones."""
+"""Number of messages per stage for which a plan leaves room. The table counts the actual ones."""
 _LIMITS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 8.0)
 """Memory limits to try, to 1F1B's memory."""
 _ROUGHLY = 1.1
-"""Share of the room up to which a limit is tried: a job's schedule is made for usual costs, and may take less."""
+"""Largest limit to try, as a share of the room. A job's schedule uses default costs, and may take less."""
 _AS_SHORT = 1.005
-"""Length of a step relative to the shortest, from which on more memory is not worth it."""
+"""A step within this factor of the shortest is not worth more memory."""
 _LIGHTER = 1.5
-"""Least growth of the activations with a lighter checkpointing."""
+"""Least growth of the activations for a lighter checkpointing to be tried."""
 _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 _AT_LEAST_STAGES = ("1F1B", "DualPipeV")
 
@@ -68,21 +68,20 @@ def estimate(
 ) -> Estimate:
     """Estimates for each schedule in a job: step time, bubble, tokens/s, MFU, and memory of the worst rank.
 
-    `advice` of the result is the answer in one sentence.
+    The result's `advice` is the answer in one sentence.
 
     Args:
         workload: workload of the job, on its degrees: by `zbpipe.frameworks.titan.command_line.read_workload` from a
             TorchTitan config, by `zbpipe.estimation.load_layers` from a file.
-        device: its name in `zbpipe.estimation.devices`, or a Device. None only with `costs`.
+        device: its name in `zbpipe.estimation.devices`, or a Device. None requires `costs`.
         tflops: sustained 1e12 operations per second, in place of the table's share of the peak.
         link: 1e9 bytes per second between nodes, or (inside, between), in place of the table's values.
         costs: measured costs of stages or layers (`zbpipe measure`), in place of counted ones.
-        transport: which messages wait for each other, as in `zbpipe.simulate`. Default: the transport of the costs, or
-            of the device.
+        transport: which messages wait for each other, as in `zbpipe.simulate`. Default: that of the costs or device.
         only: names of schedules. Default: all registered ones.
         stages_per_rank: numbers of stages per rank to try, for schedules that take any number.
         plans: whether to add the rows of the answer: the job's schedule, ZB, 1F1B and Interleaved1F1B, ZB with its best
-            memory limit, and a plan. With schedules to compare there is a plan for each number of stages per rank.
+            memory limit, and a plan. With schedules to compare, there is a plan for each number of stages per rank.
         budget: number of ops that the search of one plan may time.
 
     Raises ValueError for unknown devices, schedules and transports, invalid rates, and costs for another number of
@@ -131,7 +130,7 @@ def estimate(
 
 
 def job_costs(workload: Workload, device: str | Device, **given: Any) -> Callable[[Placement], CostModel]:
-    """Counted costs of a job's stages on any placement, in seconds and bytes, with FSDP. `given`: see `rates`."""
+    """Counted costs of a job's stages with FSDP, on any placement, in seconds and bytes. `given`: see `rates`."""
     job = _Job(workload, rates(find(device), **given), None, find(device).transport, WorkloadCut(workload))
 
     def costs(placement: Placement) -> CostModel:
@@ -154,13 +153,10 @@ def _require_costs(costs: JobCosts, ranks: int) -> None:
 
 @dataclass
 class _Rows:
-    """Rows of an estimate, and the schedules that have none."""
-
     job: _Job
     steps: list[Step] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
     lighter: Step | None = None
-    """The shortest row that fits with a lighter checkpointing."""
 
     def add(self, name: str, make: Callable[..., Step], *args: Any, **about: Any) -> Step | None:
         try:
@@ -177,9 +173,9 @@ class _Rows:
         )
 
     def add_answer(self, budget: float) -> None:
-        """The rows that a job can type, and are compared first."""
+        """The rows that a job can type and that are compared first."""
         job, workload = self.job, self.job.workload
-        fastest()  # the plan needs machine code, and searches before it are faster, too
+        fastest()  # the plan needs machine code, which also speeds up the searches before it
         own = self.add(workload.schedule, job.typed, workload.schedule, is_own=True, is_typed=True)
         zb = own if own and own.schedule == "ZB" else self.add("ZB", job.typed, "ZB", is_typed=True)
         stages = max([each.stages_per_rank for each in (own, zb) if each and each.stages_per_rank > 1][:1] or [2])
@@ -195,7 +191,6 @@ class _Rows:
         self.lighter = min(found, key=lambda each: each.seconds, default=None)
 
     def add_all(self, wanted: Sequence[Algorithm], numbers: Sequence[int]) -> None:
-        """Each schedule with its numbers of stages per rank."""
         for algorithm in wanted:
             usual = algorithm.stages_per_rank
             for stages in sorted(set(numbers)) if algorithm.any_stages_per_rank else (usual,):
@@ -205,7 +200,7 @@ class _Rows:
 
 
 def require_torch_runs(algorithm: Algorithm, ranks: int, stages_per_rank: int, microbatches: int) -> None:
-    """Refuse what the class of torch refuses that runs this schedule, with a ValueError."""
+    """Raise ValueError if torch's class for this schedule would refuse these sizes."""
     if algorithm.source != "torch":
         return
     rounds, stages = max(1, microbatches // ranks), ranks * stages_per_rank
@@ -229,7 +224,7 @@ class _Job:
         return self.workload.degrees.pipeline
 
     def typed(self, name: str) -> Step:
-        """The row of a schedule as the job runs it by this name, with the number of stages that it then has."""
+        """The row of a schedule that the job names, with the number of stages that it then has."""
         workload, known = replace(self.workload, schedule=name), self.measured and self.measured.costs
         if isinstance(known, CostModel) and resolve(name).any_stages_per_rank:
             workload = replace(workload, num_stages=known.num_stages)
@@ -256,17 +251,15 @@ class _Job:
         return replace(found, memory_limit=str(limit.written) if limit else None, algorithm=algorithm)
 
     def in_other_memory(self, usual: Step) -> Iterator[Step]:
-        """ZB's row with the least memory limit whose step is as short as with all of the device's memory.
-
-        None if that gains nothing, or if the job has a limit.
-        """
+        """ZB's row with the least memory limit whose step is as short as with all of the device's memory. Nothing if
+        that gains nothing, or if the job has a limit."""
         algorithm, workload, stages = usual.algorithm, self.workload, usual.stages_per_rank
         if self.rates is None or workload.memory_limit or algorithm is None:
             return
         placement = algorithm.place(self.ranks, stages)
         split = self.cut.split(placement, algorithm)
         room = 0.0
-        with suppress(ValueError):  # the weights alone are too large
+        with suppress(ValueError):  # the weights alone exceed the memory
             room = min(self._room(placement, split) or (inf,))
         once = memory_of_1f1b(self.costs(placement, split), self.ranks, workload.microbatches)
 
@@ -275,7 +268,7 @@ class _Job:
             limited = replace(workload, memory_limit=MemoryLimit(multiple, "x", f"{multiple:g}x"))
             try:
                 found = replace(self, workload=limited).named(algorithm, stages, usual.schedule)
-            except ValueError:  # too low a limit
+            except ValueError:  # the limit is too low
                 return None
             return replace(found, is_typed=True) if found.fits else None
 
@@ -290,7 +283,7 @@ class _Job:
         yield within(tried[place]) or best
 
     def in_lighter_checkpointing(self, *steps: Step) -> Iterator[Step]:
-        """These rows, and FSDP's, with the next lighter checkpointing, if that may fit."""
+        """These rows and FSDP's with the next lighter checkpointing, if that may fit."""
         workload, how = self.workload, self.workload.checkpointing
         if self.measured or self.rates is None or how not in LIGHTER:
             return
@@ -298,7 +291,7 @@ class _Job:
         room = self.rates.device.usable_bytes
         if all(step.memory.total + (_LIGHTER - 1) * step.memory.activations > room for step in steps):
             return
-        with suppress(ValueError):  # counted for this checkpointing alone
+        with suppress(ValueError):  # counted for this checkpointing only
             found = workload.on(workload.degrees, lighter)
             other = replace(self, workload=found, cut=WorkloadCut(found))
             for step in dict.fromkeys(steps):
@@ -307,7 +300,7 @@ class _Job:
             yield other.without_pipeline()
 
     def planned(self, name: str, placement: Placement, budget: float) -> Step:
-        """The best plan found on this placement that leaves room for the weights, and keeps to the job's limit."""
+        """The best plan on this placement within the room beside the weights, and within the job's limit."""
         split = self.cut.split(placement)
         costs = self.costs(placement, split)
         room, limit = self._room(placement, split), self.workload.memory_limit
@@ -360,7 +353,6 @@ class _Job:
         return self.rates.layer_costs(self.workload)
 
     def costs(self, placement: Placement, split: Split) -> CostModel:
-        """Costs of the stages, measured or counted."""
         if self.measured is None:
             assert self.rates is not None, "checked when the estimate began"
             return self.rates.costs(self.workload, self._layers, placement, split)
@@ -384,7 +376,7 @@ class _Job:
         return room
 
     def with_fsdp(self, costs: CostModel, split: Split) -> CostModel:
-        """The costs with the seconds in which FSDP gathers each stage's parameters, and reduces its gradients."""
+        """The costs with FSDP: the seconds in which each stage's parameters are gathered, and its gradients reduced."""
         workload, degrees = self.workload, self.workload.degrees
         if self.rates is None or degrees.shards * degrees.replicas == 1 or costs.gather or costs.reduce:
             return costs
@@ -405,7 +397,7 @@ class _Job:
         )
 
     def _seconds(self, timeline: Timeline, split: Split) -> float:
-        """A step with all that is not in its schedule."""
+        """A step with everything outside its schedule."""
         workload = self.workload
         if self.rates is None:
             return timeline.makespan
@@ -418,7 +410,7 @@ class _Job:
         return self.rates.with_overheads(workload.rounds * max(timeline.makespan, *hosts), workload, own)
 
     def without_pipeline(self) -> Step:
-        """A step with the same tokens and GPUs, with FSDP over all of them and no pipeline."""
+        """A step with the same tokens and GPUs under FSDP without a pipeline."""
         assert self.rates is not None
         seconds, exposed, memory = step_without_pipeline(self.workload, self.rates)
         others = (job.rates for job in self._extremes)
@@ -455,14 +447,13 @@ class _Job:
             )
         yield (f"messages: {self.transport} (--transport), with receives posted where they are best")
         yield (
-            "FSDP: a pipeline gathers a stage beside its first F and reduces it beside its last W or B, with torch's"
-            " schedules before and after these; without a pipeline, a layer's communication overlaps another's"
-            " computation, and the longer of both counts"
+            "FSDP: a pipeline gathers a stage beside its first F and reduces it beside its last W or B; torch's"
+            " schedules gather before and reduce after them; without a pipeline, a layer's communication overlaps"
+            " another's computation, and the longer of both counts"
         )
 
 
 def memories_by_rank(workload: Workload, timeline: Timeline, split: Split) -> Iterator[Memory]:
-    """Peak memory of each GPU, by rank."""
     placement = timeline.schedule.placement
     each = workload.parameter_bytes
     for own, held in zip(workload.held_by_rank(placement, split), peak_parts(timeline), strict=True):
@@ -486,7 +477,7 @@ class JobMemory:
     """Number of parameters in each rank's stages, over all GPUs that share them."""
     memories: tuple[Memory, ...]
     unit: float
-    """Bytes that F keeps of one microbatch in an average rank's layers: a memory limit of 1 microbatch."""
+    """Bytes of one microbatch that F keeps in an average rank's layers: the unit of a limit in microbatches."""
 
     @property
     def worst(self) -> float:
@@ -494,14 +485,13 @@ class JobMemory:
 
     @property
     def fits(self) -> list[str]:
-        """Devices of the table that are large enough."""
         return [name for name, device in DEVICES.items() if self.worst <= device.usable_bytes]
 
 
 def choose_own(
     workload: Workload, cut: WorkloadCut | None = None, *, on_cpu: bool = False
 ) -> tuple[Algorithm, Placement]:
-    """The job's own schedule, and the placement that it chooses. Overhead of ops does not count `on_cpu`."""
+    """The job's schedule, and the placement that it chooses. `on_cpu`: ignore the overhead of ops."""
     cut = cut or WorkloadCut(workload)
     degrees, how = workload.degrees, workload.checkpointing
     algorithm = resolve(workload.schedule)
@@ -527,14 +517,12 @@ def choose_own(
 
 
 def memory_by_rank(workload: Workload) -> JobMemory:
-    """Memory of each rank with the job's own schedule. With `Auto` a plan may use all of the limit.
-
-    `USABLE` leaves room for buffers of the communication library, copies of FSDP, and fragmentation.
-    """
+    """Memory of each rank with the job's schedule. With `Auto`, a plan may use all of the limit. `USABLE` leaves room
+    for the communication library's buffers, FSDP's copies, and fragmentation."""
     cut, limit = WorkloadCut(workload), workload.memory_limit
     algorithm, placement = choose_own(workload, cut)
     split = cut.split(placement, algorithm)
-    costs = join_stages(workload.layer_costs(lambda layer: (1.0, 1.0, 1.0)), split)  # times make no difference
+    costs = join_stages(workload.layer_costs(lambda layer: (1.0, 1.0, 1.0)), split)  # only memory matters here
     made_for = cut.usual_costs(algorithm, placement)
     microbatches = workload.microbatches
     schedule = algorithm.make_on(placement, microbatches, costs=made_for, memory_limit=limit)
@@ -543,7 +531,7 @@ def memory_by_rank(workload: Workload) -> JobMemory:
     memories = tuple(memories_by_rank(workload, timeline, split))
     if algorithm.name == "Auto":
         needed = resolve_limits(limit, placement, costs, microbatches)
-        if limit is None:  # a plan may take what ZB takes
+        if limit is None:  # a plan may take ZB's memory
             zb = resolve("ZB")
             made = zb.make_on(placement, microbatches, costs=cut.usual_costs(zb, placement))
             assert made is not None, "Auto has ZB's placements"

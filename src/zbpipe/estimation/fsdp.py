@@ -1,4 +1,4 @@
-"""The job without a pipeline: FSDP over all GPUs that TP leaves, which gathers each layer before it runs."""
+"""The job without a pipeline: FSDP over all GPUs outside TP gathers each layer before it runs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from zbpipe.estimation.workload import Degrees, Workload
 from zbpipe.schedule.ir import OpKind
 
 _AHEAD = 2
-"""Number of layers with gathered parameters at a time: the running one, and the next."""
+"""Number of layers with gathered parameters: the running one, and the next."""
 _GRADIENT = 2.0 + 4.0
 """Bytes of a gradient before its reduction: in bfloat16, and in float32 for the reduction."""
 _SLOWER = 0.19
-"""Slowdown of computation while a collective runs beside it: 18.9 % on average, arXiv 2507.03114."""
+"""Slowdown of computation during a collective: 18.9 % on average, arXiv 2507.03114."""
 _REDUCED = 4.0
 """Bytes of a gradient that are sent."""
 
 
 class Sharded(NamedTuple):
-    """A step without a pipeline."""
-
     seconds: float
     exposed: float
     """Seconds of the step in which only communication runs."""
@@ -32,7 +30,7 @@ class Sharded(NamedTuple):
 
 
 def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
-    """A step with the same tokens and GPUs. As many sequences at a time as fit, for the fewest rounds of gathering."""
+    """A step with the same tokens and GPUs, with as many sequences at a time as fit, so that FSDP gathers least."""
     degrees = workload.degrees
     data = degrees.gpus // degrees.sharing
     job = workload.on(Degrees(1, degrees.tensor, data, 1, degrees.context, degrees.experts))
@@ -69,7 +67,6 @@ def _round(workload: Workload, rates: Rates, costs: CostModel, size: int) -> Ite
 
 
 def _memory(workload: Workload, costs: CostModel, size: int) -> Memory:
-    """Memory of each GPU with `size` microbatches at a time."""
     each = workload.parameter_bytes
     whole = join_stages(costs, split_of((costs.num_stages,)))
     held = [workload.held([layer]) for layer in range(costs.num_stages)]

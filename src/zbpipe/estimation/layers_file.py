@@ -18,7 +18,7 @@ _PARAMETER_BYTES = ("gathered", "summed", "stored")
 
 
 def load_layers(path: str | Path, gpus: int) -> Workload:
-    """The workload from a file about a model's layers, on this number of GPUs. FSDP uses GPUs that the degrees leave.
+    """The workload from a file of a model's layers, on this number of GPUs. FSDP uses GPUs that the degrees leave.
 
     docs/costs-file.md has the format. Raises ValueError for a file that cannot be read, for invalid keys and values,
     and if the number of GPUs is not a multiple of the degrees.

@@ -15,10 +15,10 @@ from zbpipe.estimation.rows import Estimate
 from zbpipe.estimation.workload import Degrees, Workload
 
 FEW = ("1F1B", "Interleaved1F1B", "ZBV", "VHalf")
-"""Schedules for comparing layouts, cheap to generate. Plans and other schedules follow for the best layouts."""
+"""Schedules that compare layouts: cheap to generate. The best layouts then get all schedules and plans."""
 _MOST_RANKS, _CONTEXT = 16, (1, 2, 4, 8)
 _MOST_SHARING, _MOST_MICROBATCHES = 16, 2048
-"""Most GPUs that share a microbatch, and most ranks times microbatches. Bubbles are small by then."""
+"""Limits of the GPUs that share a microbatch, and of ranks times microbatches. Bubbles are small at the latter."""
 _STAGES_PER_RANK = range(12, 1, -1)
 """Numbers of stages per rank to try, from the largest one that cuts the blocks evenly."""
 
@@ -55,22 +55,20 @@ def _layouts(workload: Workload, gpus_per_node: int) -> Iterator[Workload]:
         for how in kinds:
             try:
                 yield workload.on(degrees, how)
-            except ValueError:  # for example heads that TP cannot share
+            except ValueError:  # for example, TP cannot share the heads
                 continue
 
 
 def search(workload: Workload, device: str | Device, **how: Any) -> list[Estimate]:
-    """Estimates of the best layout for each choice of degrees, best first. Arguments as for `zbpipe.estimate`.
-
-    The tokens of a step stay the same. The best layout with a pipeline and the best one without have all schedules,
-    plans and ranges. Layouts whose computation alone takes longer than the best step are left out.
-    """
+    """Estimates of the best layout for each choice of degrees, best first. Arguments as for `zbpipe.estimate`. The
+    tokens of a step stay the same. The best layout with a pipeline and the best without one have all schedules, plans
+    and ranges. Layouts are omitted if their computation alone exceeds the best step."""
     device = find(device)
     known = rates(device, how.get("tflops"), how.get("link"))
     likely = replace(known.device, range=None)
 
     def computing(layout: Workload) -> float:
-        """Least seconds of a step: the computation of an average rank."""
+        """Least seconds of a step: an average rank's computation."""
         costs = known.layer_costs(layout)
         return layout.microbatches * sum(map(sum, (costs.f, costs.i, costs.w))) / layout.degrees.pipeline
 
@@ -99,8 +97,8 @@ def search(workload: Workload, device: str | Device, **how: Any) -> list[Estimat
 
 
 def _least_bytes(workload: Workload) -> float:
-    """Least memory of an average rank: weights, optimizer, and half of 1F1B's activations, as VHalf holds, or all
-    activations without a pipeline."""
+    """Least memory of an average rank: weights, optimizer, and activations (half of 1F1B's, as in VHalf, or all
+    without a pipeline)."""
     degrees, each = workload.degrees, workload.parameter_bytes
     has_pipeline = degrees.pipeline > 1
     held = workload.held(range(len(workload.layers)))

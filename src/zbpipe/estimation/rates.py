@@ -1,8 +1,8 @@
-"""Times of a job's parts: three rates for products, attention and memory traffic, communication, and the optimizer.
+"""Times of a job's parts: three rates (products, attention, memory traffic), communication, and the optimizer.
 
     seconds = operations of products / g peak + operations of attention / a peak + bytes / memory bandwidth
 
-One rate for all of them would make W as long as F. Measured W takes 0.50 to 0.74 of F.
+With one rate, W would be as long as F. Measured W takes 0.50 to 0.74 of F.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from zbpipe.estimation.workload import LayerWork, Workload
 from zbpipe.schedule.ir import Placement
 
 FLOAT8 = 1.6
-"""Speed of float8 products relative to bfloat16, with all casts. TorchTitan, December 2024 and June 2025: Llama 3 8B
-trains 1.28 times as fast with float8 (tensorwise), 70B 1.36 times."""
+"""Speed of float8 products relative to bfloat16, casts included. TorchTitan, December 2024 and June 2025: with float8
+(tensorwise), Llama 3 8B trains 1.28 times as fast, 70B 1.36 times."""
 _CASTS = 1.75
 """Memory traffic of a block in float8 relative to bfloat16: each factor of a product is read twice and cast."""
 _RING = 0.08
-"""Share by which attention takes longer for each further GPU of context parallelism. TorchTitan, December 2024: Llama 3
-8B on 8 H100, 32k to 262k tokens with CP 1 to 8."""
+"""Relative slowdown of attention per further GPU of context parallelism. TorchTitan, December 2024: Llama 3 8B on 8
+H100, 32k to 262k tokens with CP 1 to 8."""
 _TILE = 64
 """Width by which a product is longer than its operations: tensor parallelism cuts it into narrower ones."""
 HOST = {False: (5.6e-4, 3.1e-4), True: (4.3e-4, 3.9e-4)}
@@ -34,16 +34,15 @@ _LINKS = (0.6, 1.15)
 """Least and largest plausible bandwidths, relative to the likely ones: other traffic, topology and the tuning of the
 communication library."""
 _OPTIMIZER_BYTES = 32.0
-"""Bytes that AdamW in float32 moves for each parameter: parameter and both moments twice, the gradient twice."""
+"""Bytes that AdamW in float32 moves per parameter: parameter and both moments twice, the gradient twice."""
 _STRAGGLERS = {False: 0.006, True: 0.003}
-"""Growth of the step with each doubling of GPUs beyond a node, by whether there is a pipeline. Published: 0.6 to 1.1 %
+"""Growth of the step per doubling of GPUs beyond a node, by whether there is a pipeline. Published: 0.6 to 1.1 %
 without one (TorchTitan from 8 to 128 H100, MaxText from 64 to 256), 0.3 to 0.5 % with one (NeMo from 64 to 2048)."""
 
 
 @dataclass(frozen=True)
 class Rates:
     device: Device
-    """Device whose rates apply."""
     speed: float = 1.0
     """Speed of computation relative to the device's."""
     extremes: tuple[Rates, ...] = ()
@@ -51,7 +50,7 @@ class Rates:
     computation is given."""
 
     def layer_costs(self, workload: Workload) -> CostModel:
-        """Costs of the layers as if each were a stage, in seconds and bytes."""
+        """Costs of the layers, each as a stage, in seconds and bytes."""
         degrees, device, tensor = workload.degrees, self.device, workload.degrees.tensor
         hidden = workload.message_bytes * tensor
         collective = device.collective(hidden, tensor) * (1 - workload.hidden_tensor)
@@ -79,7 +78,7 @@ class Rates:
         return workload.layer_costs(times)
 
     def costs(self, workload: Workload, layers: CostModel, placement: Placement, split: Split) -> CostModel:
-        """Costs of the stages from those of the layers, with the links between neighbours."""
+        """Costs of the stages, from those of the layers and the links between neighbours."""
         stages, links = join_stages(layers, split), {}
         # In TorchTitan's numbering of GPUs the pipeline is outermost, so its ranks are far apart.
         apart, node = workload.degrees.gpus // workload.degrees.pipeline, self.device.gpus_per_node
@@ -90,7 +89,7 @@ class Rates:
         return replace(stages, link=slowest, links=links, overhead=self.device.overhead)
 
     def with_overheads(self, seconds: float, workload: Workload, parameters: float) -> float:
-        """A step of `seconds`, with the optimizer for this number of parameters on each GPU, and stragglers."""
+        """A step of `seconds` plus stragglers and the optimizer, for this number of parameters on each GPU."""
         degrees = workload.degrees
         doublings = max(log2(degrees.gpus / self.device.gpus_per_node), 0.0)
         optimizer = _OPTIMIZER_BYTES * parameters / self.device.memory
@@ -98,11 +97,11 @@ class Rates:
 
 
 USUAL = Rates(find("H100"))
-"""Those by which models are cut before anything is measured. They are the same on all GPUs, and in all commands."""
+"""Rates that cut models before any measurement, the same on all GPUs and in all commands."""
 
 
 def rates(device: Device, tflops: Any = None, link: Any = None) -> Rates:
-    """Rates of the device, unless the user overrides them: see `zbpipe.estimate` for `tflops` and `link`."""
+    """Rates of the device, or the user's: see `zbpipe.estimate` for `tflops` and `link`."""
     bandwidths = () if link is None else tuple(link) if isinstance(link, (tuple, list)) else (link,)
     for name, value in (("tflops", tflops), *(("link", each) for each in bandwidths)):
         if value is not None and not (isinstance(value, (int, float)) and 0 < value < 1e9):

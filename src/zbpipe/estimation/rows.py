@@ -12,12 +12,12 @@ from zbpipe.schedule.registry import Algorithm
 from zbpipe.simulator.timeline import Timeline
 
 DECIDED = 0.1
-"""Difference between a pipeline and FSDP from which on an estimate decides for a pipeline. Published steps of Llama 70B
-on 64 H100 with FSDP differ by 35 % between frameworks."""
+"""An estimate decides for a pipeline if it beats FSDP by this. Published steps of Llama 70B on 64 H100 with FSDP differ
+by 35 % between frameworks."""
 HARDLY = 0.05
-"""Gain of a pipeline up to which the answer is FSDP, which is simpler: the estimate's mean error."""
+"""Least gain of a pipeline over FSDP, which is simpler: the estimate's mean error."""
 WORTH = 0.02
-"""Share of a step from which on a change is worth it, and a plan in place of ZB, which runs in any job."""
+"""Least gain, as a share of a step, for a change, and for a plan instead of ZB, which runs in any job."""
 LIGHTER = {Checkpointing.FULL: Checkpointing.SELECTIVE, Checkpointing.SELECTIVE: Checkpointing.NONE}
 NO_PIPELINE = "no pipeline (FSDP)"
 PLAN = "plan"
@@ -59,12 +59,12 @@ class Step:
 
     schedule: str
     placement: str
-    """"loop", "v", the name of a plan's, or "" without a pipeline."""
+    """"loop", "v", a plan's own name, or "" without a pipeline."""
     stages_per_rank: int
     seconds: float
-    """Seconds of a step, including gathering and reducing of FSDP that nothing hides."""
+    """Seconds of a step, with the exposed communication of FSDP."""
     bubble: float
-    """Idle share of a step on the average rank, or without a pipeline the share of exposed communication."""
+    """Idle share of the average rank's step; without a pipeline, the share of exposed communication."""
     tokens_per_second: float
     """Tokens per second of each GPU."""
     mfu: float | None
@@ -75,21 +75,21 @@ class Step:
     """Owner of the class that runs it: "torch" or "zbpipe"."""
     timeline: Timeline | None = field(default=None, repr=False, compare=False)
     range: tuple[float, float] | None = None
-    """Seconds with the largest and the least plausible rate of the device. None if the rate is given or measured."""
+    """Seconds at the largest and the least plausible speed of the device. None if the rate is given or measured."""
     has_torchs_split: bool = False
     memory_limit: str | None = None
-    """The job's memory limit. None stands for the default."""
+    """The job's memory limit. None is the default."""
     algorithm: Algorithm | None = field(default=None, repr=False, compare=False)
     is_own: bool = False
-    """Whether it is the schedule that the job names."""
+    """Whether the job names this schedule."""
     is_typed: bool = False
-    """Whether the answer compares it: a job can name it as it is."""
+    """Whether the answer compares it: a job can name it without a file."""
     runs: bool = True
-    """Whether it can run with the job's checkpointing and torch.compile, as fast as simulated."""
+    """Whether it runs with the job's checkpointing and torch.compile, as fast as simulated."""
 
     @property
     def name(self) -> str:
-        """The schedule, with a memory limit that it needs."""
+        """The schedule, with its memory limit if it needs one."""
         return f"{self.schedule} in {self.memory_limit}" if self.memory_limit else self.schedule
 
     def compare(self, other: Step) -> str:
@@ -106,12 +106,9 @@ class Step:
 
 @dataclass(frozen=True)
 class Advice:
-    """What an estimate recommends."""
-
     verb: str
     """"keep", "change to" or "drop the pipeline"."""
     step: Step
-    """The recommended row."""
     sentence: str
     option: str
     """Options to add to the job's command. Empty if nothing changes."""
@@ -120,7 +117,7 @@ class Advice:
 
 
 def answer(pipeline: Step, fsdp: Step) -> Answer:
-    """Whether a pipeline pays, from its step and the one without: surely at all plausible speeds."""
+    """Whether a pipeline pays at all plausible speeds, from its step and the one without."""
     _, most = pipeline.relative_range(fsdp)
     if most <= 1 - DECIDED:
         return Answer.YES
@@ -133,15 +130,15 @@ class Estimate:
 
     workload: Workload
     device: Device | None
-    """The device, with the given rates in place of the table's."""
+    """The device, with the user's rates."""
     steps: tuple[Step, ...]
-    """Rows, fastest first, then those that do not fit, then those that cannot run."""
+    """Rows: the fastest first, then those that do not fit, then those that cannot run."""
     left_out: tuple[tuple[str, str], ...]
     """Schedules that cannot run here, each with the reason."""
     words: tuple[str, ...]
     """Sources of times and memory, and assumptions."""
     lighter: Step | None = None
-    """The shortest row that fits with the next lighter checkpointing. None if nothing does."""
+    """The shortest row that fits with the next lighter checkpointing, if any."""
 
     @property
     def usual(self) -> Step | None:
@@ -149,19 +146,18 @@ class Estimate:
 
     @property
     def own(self) -> Step | None:
-        """The row of the schedule that the job names."""
         return next((step for step in self.steps if step.is_own), None)
 
     @property
     def _fitting(self) -> list[Step]:
-        """The rows with a pipeline that the answer compares, the shortest first."""
+        """The rows with a pipeline that the answer compares, shortest first."""
         rows = [step for step in self.steps if step.timeline]
         typed = [step for step in rows if step.is_typed]
         return [step for step in typed or rows if step.fits and step.runs]
 
     @property
     def best(self) -> Step | None:
-        """The row to take: the job's own if no simple one saves `WORTH`, else ZB, else what saves that next to ZB."""
+        """The row to take: the job's own, unless a simple one saves `WORTH`; else ZB, unless another saves that."""
         fitting, own = self._fitting, self.own
         simplest = sorted(fitting, key=lambda each: (each.schedule != "ZB", each.schedule == PLAN, each.name))
         best = next((each for each in simplest if (1 - WORTH) * each.seconds <= fitting[0].seconds), None)
@@ -169,12 +165,12 @@ class Estimate:
 
     @property
     def advice(self) -> Advice | None:
-        """The answer: keep the schedule, change it, or drop the pipeline. None without a pipeline or what fits."""
+        """The answer: keep the schedule, change it, or drop the pipeline. None without a pipeline or a fitting row."""
         own, best, fsdp = self.own, self.best, self.without_pipeline
         fsdp = fsdp if fsdp and fsdp.fits and self.workload.degrees.pipeline > 1 else None
         if fsdp and (best is None or answer(best, fsdp) is Answer.NO):
             words = f"; {best.name}, the best schedule that fits, is {best.compare(fsdp)}" if best else ""
-            words += f", less than estimates err by ({HARDLY:.0%})" if best and best.seconds < fsdp.seconds else ""
+            words += f", less than the estimates' error ({HARDLY:.0%})" if best and best.seconds < fsdp.seconds else ""
             return self._advise("drop the pipeline", fsdp, words)
         if best is None:
             return None
@@ -215,7 +211,7 @@ class Estimate:
 
     @property
     def on_these_degrees(self) -> Step | None:
-        """The fastest schedule that fits and uses the pipeline ranks, if there are several. None if nothing does."""
+        """The fastest schedule that fits and uses the job's pipeline ranks. None if nothing does."""
         has_none = self.workload.degrees.pipeline == 1
         wanted = (step for step in self.steps if has_none == (step.timeline is None))
         return next((step for step in wanted if step.fits and step.runs), None)
@@ -224,5 +220,5 @@ class Estimate:
         return next((step for step in self.steps if step.schedule == name), None)
 
     def relative(self, step: Step, to: Step | None) -> float | None:
-        """Step time relative to another row: 0.95 is a 5 % shorter step. None if there is no other row."""
+        """Step time relative to another row: 0.95 is a 5 % shorter step. None without another row."""
         return None if to is None else step.seconds / to.seconds

@@ -13,8 +13,8 @@ from zbpipe.costs.transformer import Checkpointing
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement, count_noun
 
 ASYNC_TENSOR = 0.48
-"""Share of tensor parallelism's communication that torch's asynchronous tensor parallelism hides. TorchTitan, June
-2025: steps of Llama 3 8B and 70B with TP 8 become 9 and 8 % shorter."""
+"""Share of TP's communication that torch's asynchronous TP hides. TorchTitan, June 2025: with TP 8, it shortens steps
+of Llama 3 8B and 70B by 9 and 8 %."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Degrees:
     context: int = 1
     """Number of GPUs that share each sequence. They also hold shards."""
     experts: int = 1
-    """Number of GPUs, among those that share sequences or shards, over which the experts of a block are spread."""
+    """Number of GPUs over which a block's experts are spread. They also share sequences or shards."""
 
     @property
     def gpus(self) -> int:
@@ -73,15 +73,17 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class ParameterBytes:
-    """Memory of a GPU for each parameter of its stages. Reduced gradients add to the sums only if they remain from an
-    earlier pipeline step: a pipeline reduces each in place of its sum.
+    """Memory of a GPU for each parameter of its stages.
+
+    A pipeline reduces each gradient in place of its sum. Reduced gradients need memory of their own only if they remain
+    from an earlier pipeline step.
 
         >>> ParameterBytes().total(shards=8), ParameterBytes(accumulates=True).total(shards=8)
         (7.5, 8.0)
     """
 
     gathered: float = 2.0
-    """Copy for products, which a pipeline keeps whole during the step."""
+    """Copy for products, whole during a pipeline's step."""
     summed: float = 4.0
     """Sum of the gradients of all microbatches, before reduction."""
     stored: float = 4.0
@@ -103,16 +105,16 @@ class ParameterBytes:
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Work of a piece of the model that stays on one stage, for one microbatch. Bytes are those of one GPU."""
+    """Work of a piece of the model that stays on one stage, for one microbatch. Bytes are per GPU."""
 
     modules: tuple[str, ...]
     f: float
-    """Floating-point operations of F, on all GPUs together that share the layer."""
+    """Floating-point operations of F, summed over all GPUs that share the layer."""
     i: float
-    """Those of I, with any recomputation."""
+    """Operations of I, with any recomputation."""
     w: float
     parameters: float
-    """Number of parameters, on all GPUs together that share them."""
+    """Number of parameters, summed over all GPUs that share them."""
     activations: float
     """Bytes kept from F to I; `waits` from I to W."""
     waits: float
@@ -121,16 +123,16 @@ class LayerWork:
     transfers: tuple[int, int] = (0, 0)
     """Number of tensor-parallel collectives over one hidden state, in F and in I."""
     attention: tuple[float, float] = (0.0, 0.0)
-    """Operations of `f` and of `i` that attention takes. All others are products."""
+    """Operations of attention in `f` and in `i`. All others are products."""
     traffic: tuple[float, float] = (0.0, 0.0)
-    """Bytes that norms, activation functions and sums of F and of I read and write, on all GPUs together."""
+    """Bytes that norms, activation functions and sums read and write in F and in I, summed over all GPUs."""
     keys: float = 0.0
     """Bytes of keys and values, which context parallelism gathers."""
     num_experts: int = 0
     """Number of routed experts, with `in_experts` of the parameters in all of them."""
     in_experts: float = 0.0
     routed: float = 0.0
-    """Bytes of hidden states, once for each expert that computes them. Expert parallelism sends them there and back."""
+    """Bytes of hidden states, once per expert that computes them. Expert parallelism sends them there and back."""
 
     @property
     def is_block(self) -> bool:
@@ -141,7 +143,7 @@ class LayerWork:
 class Workload:
     """Work of a job in one step, and its degrees.
 
-    `zbpipe.frameworks.titan.counting.workload_of` reads it from a TorchTitan config, `load_layers` from a file.
+    Source: `zbpipe.frameworks.titan.counting.workload_of` (a TorchTitan config), `load_layers` (a file).
     """
 
     name: str
@@ -152,7 +154,7 @@ class Workload:
     tokens: int
     """Tokens of one microbatch."""
     message_bytes: float
-    """Bytes sent from one stage to the next for one microbatch, from one GPU to one GPU."""
+    """Bytes sent from a stage to the next for one microbatch, from GPU to GPU."""
     operations: float
     """Floating-point operations of the model per token, without recomputation, for MFU."""
     words: str
@@ -164,32 +166,31 @@ class Workload:
     float8: bool = False
     """Whether the products of blocks are in float8."""
     hidden_tensor: float = 0.0
-    """Share of tensor parallelism's communication that runs beside products. See `ASYNC_TENSOR`."""
+    """Share of TP's communication that overlaps products. See `ASYNC_TENSOR`."""
     overlaps_fsdp: bool = False
-    """Whether gathers and reductions overlap computation also in torch's schedules, as in Megatron."""
+    """Whether gathers and reductions overlap computation in torch's schedules, too, as in Megatron."""
     parameter_bytes: ParameterBytes = field(default_factory=ParameterBytes)
     times: tuple[tuple[float, ...], ...] | None = None
-    """Seconds of F, I and W of each layer on a usual GPU, as a job knows them before its launch, for the cut. None if
-    only the work of the layers is known."""
+    """Seconds of F, I and W of each layer on a usual GPU, for the cut before launch. None if only the work is known."""
     cut: tuple[int, ...] | None = None
-    """Layers of each stage if set by the user, for placements with this number of stages."""
+    """The user's layers per stage, for placements with this number of stages."""
     num_stages: int | None = None
-    """Number of stages if set by the user."""
+    """The user's number of stages."""
     ends: tuple[int, int] | None = None
-    """Number of layers as which embedding and head count, if the user wants an even split."""
+    """Number of layers that embedding and head count as, if the user wants an even split."""
     remade: Callable[[Degrees, Checkpointing | None], Workload] | None = None
-    """Function that builds the same job on other degrees, with another checkpointing."""
+    """Function that makes the same job with other degrees and another checkpointing."""
     microbatch_size: int = 1
     rounds: int = 1
     """Number of pipeline steps before each step of the optimizer."""
     deferred: float | None = None
     """Share of the weight gradients that W computes. None if unknown."""
     batch_option: str = "microbatches"
-    """Name of the option for a larger batch, in sequences of one pipeline's step."""
+    """Option for a larger batch, in sequences of one pipeline's step."""
     memory_limit: MemoryLimit | None = None
     """Memory limit of the job, for schedules that adapt to one."""
     prefixes: tuple[str, str, str] = ("", "", "checkpointing ")
-    """Prefixes of the job's options: of its pipeline, of zbpipe, and of activation checkpointing."""
+    """Prefixes of the job's options: for its pipeline, for zbpipe, and for activation checkpointing."""
 
     @property
     def warnings(self) -> list[str]:
@@ -217,7 +218,7 @@ class Workload:
         return self.message_bytes * self.degrees.sharing / (2 * self.tokens)
 
     def on(self, degrees: Degrees, checkpointing: Checkpointing | None = None) -> Workload:
-        """This step with its tokens on other degrees. ValueError if they are not supported, or cannot share it."""
+        """The same step and tokens on other degrees. ValueError if they are not supported, or cannot share the step."""
         checkpointing = checkpointing or self.checkpointing
         if (degrees, checkpointing) == (self.degrees, self.checkpointing):
             return self
@@ -225,7 +226,7 @@ class Workload:
         microbatches, rest = divmod(sequences, degrees.data)
         if rest or not microbatches:
             raise ValueError(
-                f"{sequences} microbatches of a step cannot be shared by {degrees.data} groups with their own data:"
+                f"{sequences} microbatches of a step cannot be shared by {degrees.data} groups with different data:"
                 f" {degrees}"
             )
         if self.remade is not None:
@@ -240,7 +241,7 @@ class Workload:
         return replace(self, degrees=degrees, microbatches=microbatches, cut=None, num_stages=None)
 
     def layer_costs(self, times: Callable[[LayerWork], tuple[float, float, float]]) -> CostModel:
-        """Costs of the layers as if each were a stage, in bytes. `times` returns the times of F, I and W."""
+        """Costs of the layers, each as a stage, in bytes. `times` returns the times of F, I and W."""
         layers = self.layers
         working = [dict(layer.working) for layer in layers]
         f, i, w = zip(*map(times, layers), strict=True)
@@ -277,7 +278,7 @@ class Workload:
 
 
 def few_microbatches(ranks: int, microbatches: int, microbatch_size: int, option: str) -> str | None:
-    """A sentence for jobs with fewer than 2p microbatches, with the `option` for their batch. None for other jobs.
+    """A warning for fewer than 2p microbatches, with the `option` for a larger batch. None for other jobs.
 
     >>> few_microbatches(4, 4, 1, "--training.local_batch_size")
     'with 4 microbatches, 4 pipeline ranks are idle for much of each step: set --training.local_batch_size 8 or more'

@@ -1,8 +1,7 @@
 """Adapts NeMo AutoModel, which places stages with its own functions, and reads the loss from one rank.
 
-All private names of AutoModel are in this file, which was written for 0.7.0. Nothing here imports AutoModel. When
-AutoModel asks for one of zbpipe's schedules, functions in its modules are replaced. torch's schedules get the originals
-back.
+All private names of AutoModel are in this file, written for 0.7.0. Nothing here imports AutoModel. `adapt` replaces
+functions in its modules for zbpipe's schedules; for torch's schedules they are restored.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from zbpipe.runtime.measure.communication import find_placement
 from zbpipe.schedule.registry import Algorithm, stages_for
 
 KNOWN = "0.7.0"
-"""Tested version of AutoModel."""
 
 _FUNCTIONAL = "nemo_automodel.components.distributed.pipelining.functional"
 _BUFFER_POOL = "nemo_automodel.components.distributed.pipelining.recv_buffer_pool"
@@ -34,13 +32,13 @@ _TAKES = {
 """Replaced functions of AutoModel, with their arguments in order."""
 
 _originals: list[tuple[Any, str, Any]] = []
-"""Owner, name and value of each replaced function."""
+"""Owner, name and original value of each replaced function."""
 
 
 def adapt(algorithm: Algorithm) -> None:
-    """Make AutoModel, if this process has imported it, place stages as `algorithm` says, and find the loss there.
+    """Make AutoModel, if this process has imported it, place the stages of `algorithm`, and find the loss there.
 
-    ValueError if this version has no such functions, or reuses receive buffers as early as 1F1B allows.
+    ValueError if this version lacks these functions, or reuses receive buffers as 1F1B allows.
     """
     restore()
     functional = sys.modules.get(_FUNCTIONAL)
@@ -56,7 +54,6 @@ def adapt(algorithm: Algorithm) -> None:
 
 
 def restore() -> None:
-    """Undo `adapt`."""
     while _originals:
         setattr(*_originals.pop())
 
@@ -106,7 +103,6 @@ def _count_stages(
 def _stages_on_rank(
     algorithm: Algorithm, pp_rank: int, pp_size: int, num_stages: int, style: str = "loop"
 ) -> tuple[int, ...]:
-    """The stages on a rank. Takes AutoModel's arguments."""
     each = algorithm.stages_of_cut(pp_size, num_stages, "module_fqns_per_model_part lists")
     return algorithm.place(pp_size, each).stages_on(pp_rank)
 

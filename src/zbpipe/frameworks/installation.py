@@ -1,8 +1,8 @@
 """`zbpipe.install()`: torch's `get_schedule_class`, and so every framework that calls it, learns zbpipe's names.
 
-All frameworks on torch's schedules treat a class alike. They give a rank one stage if it is a `PipelineScheduleSingle`,
-and two or more otherwise. They place the stages in a V if it is `ScheduleZBVZeroBubble`. Then they call it. So they get
-a proxy, which looks like a class of torch. Calling it builds the schedule with zbpipe's options.
+Frameworks on torch's schedules give a rank one stage if the class is a `PipelineScheduleSingle`, else two or more, and
+place the stages in a V if it is `ScheduleZBVZeroBubble`. So they get a proxy that looks like a class of torch. Calling
+it builds the schedule with zbpipe's options.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from zbpipe.schedule.ir import Placement
 from zbpipe.schedule.registry import Algorithm
 
 of_model: dict[str, Any] = {}
-"""Arguments of the schedule by what a plug knows of the model, while the framework builds its pipeline."""
+"""A plug's arguments for the schedule while the framework builds its pipeline."""
 
 
 class Proxy(ABCMeta):
@@ -43,7 +43,7 @@ class Proxy(ABCMeta):
     options: Options
 
     def __call__(cls, *args: Any, **kwargs: Any) -> pipelining.PipelineSchedule:
-        """Build the schedule instead of an object of this class. The arguments are those of torch's class."""
+        """Build the schedule. The arguments are those of torch's class."""
         torchs = cls.__bases__[0]
         names = list(inspect.signature(torchs).parameters)
         given = dict(zip(names, args, strict=False)) | kwargs
@@ -73,7 +73,7 @@ def proxy_of(algorithm: Algorithm, options: Options) -> type[pipelining.Pipeline
 
 
 def is_placed_by_frameworks(algorithm: Algorithm, placement: Placement) -> bool:
-    """Whether frameworks that get the proxy class place the stages as the schedule does."""
+    """Whether frameworks that get the proxy class place the stages correctly."""
     ranks = placement.num_ranks
     if _nearest(algorithm) is ScheduleZBVZeroBubble:
         return placement == Placement.v(ranks, 2)
@@ -81,7 +81,7 @@ def is_placed_by_frameworks(algorithm: Algorithm, placement: Placement) -> bool:
 
 
 def _nearest(algorithm: Algorithm) -> type[pipelining.PipelineSchedule]:
-    """The torch class for which frameworks place the stages as the schedule does, if there is one."""
+    """The torch class for which frameworks place the stages as the schedule does, if any."""
     if algorithm.stages_per_rank == 1:
         return PipelineScheduleSingle
     table = algorithm.table
@@ -90,20 +90,18 @@ def _nearest(algorithm: Algorithm) -> type[pipelining.PipelineSchedule]:
 
 
 _ABSTRACT = ("pipelineschedulesingle", "pipelineschedulemulti")
-"""Names for which torch returns an abstract class. Frameworks use them with their own CSV file."""
+"""Names of torch's abstract classes. Frameworks use them with their own CSV file."""
 
 logger = logging.getLogger(__name__)
 
 
 class _Installation:
-    """Replacement of torch's `get_schedule_class` while zbpipe is installed."""
-
     def __init__(self, schedule: str | None, everywhere: bool, options: Options, torchs_too: bool) -> None:
         self.torchs = schedules.get_schedule_class
         self.replacement = self.get_schedule_class
         """One object, so that `uninstall` finds it again."""
         self.asked: list[str] = []
-        """The names that the job has asked for, each once."""
+        """Names that the job has asked for."""
         self._schedule = schedule
         self._everywhere = everywhere
         self._options = options
@@ -111,10 +109,9 @@ class _Installation:
         self._proxies_of_torchs = torchs_too and options != Options()
         self._proxies: dict[str, Any] = {}
         self._tables: dict[str, Algorithm] = {}
-        """Content of each file, by path, when the job first asked for it."""
+        """Content of each file at the job's first request, by path."""
 
     def get_schedule_class(self, schedule_name: str) -> Any:
-        """The class for a schedule of torch or zbpipe, in any case, or for the path of a CSV file."""
         name = self._schedule if self._everywhere and self._schedule is not None else schedule_name
         algorithm = self.find_algorithm(name)
         self._log(schedule_name, name, algorithm)
@@ -130,7 +127,6 @@ class _Installation:
         return self._proxies[algorithm.name]
 
     def find_algorithm(self, name: str) -> Algorithm | None:
-        """See the function `find_algorithm`."""
         if str(name).lower() in _ABSTRACT:
             return None
         algorithm = self._tables.get(name) or registry.resolve(name)
@@ -167,14 +163,13 @@ def install(schedule: str | None = None, *, everywhere: bool = False, **options:
 
         zbpipe.install("ZBV")       # before the framework builds its pipeline
 
-    Then `torch.distributed.pipelining.schedules.get_schedule_class` also knows zbpipe's names, `Auto`, names that other
-    packages have registered, all in any case, and paths of CSV files. Modules that had imported the function get the
-    new one. The log names them. Frameworks place the stages correctly, because they get classes that look like known
-    classes of torch (see `zbpipe.frameworks.installation`). torch's names still give torch's own classes.
+    Then `torch.distributed.pipelining.schedules.get_schedule_class` also knows zbpipe's names, `Auto`, and the names
+    that other packages have registered, all in any case, and paths of CSV files. Modules that have imported the
+    function get the new one; the log names them. torch's names still give torch's own classes.
 
     Args:
-        schedule: the one that the job will ask for, so that it and the options are checked now.
-        everywhere: whether the job gets `schedule` whatever it asks for, because its own config cannot name it.
+        schedule: the job's schedule, to check its name and the options now.
+        everywhere: whether the job gets `schedule` under any name, because its own config cannot name it.
         options: "Options of a job" in docs/options.md. The framework's own arguments take precedence.
 
     Raises:
@@ -222,20 +217,18 @@ def uninstall() -> None:
 
 
 def find_algorithm(name: str) -> Algorithm | None:
-    """The schedule of that name; None for torch's abstract classes, which frameworks use with a CSV file.
-
-    While zbpipe is installed, a file is read once: it may be changed or gone while the job runs.
-    """
+    """The schedule of that name; None for torch's abstract classes, which frameworks use with a CSV file. While zbpipe
+    is installed, a file is read only once, because it may change while the job runs."""
     return (_installed or _Installation(None, False, Options(), False)).find_algorithm(name)
 
 
 def list_asked() -> tuple[str, ...]:
-    """The names of schedules that the job has asked for since zbpipe was installed."""
+    """Names of schedules that the job has asked for since `install`."""
     return tuple(_installed.asked) if _installed is not None else ()
 
 
 def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> list[str]:
-    """Replace `old` by `new` in every module with a reference to it; returns the modules' names."""
+    """Replace `old` by `new` in every module with a reference to it. Returns the modules' names."""
     places = list(_places(old))
     for module, name in places:
         setattr(module, name, new)

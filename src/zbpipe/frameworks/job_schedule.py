@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *, will_run: bool = True) -> None:
-    """Refuse options that do not fit the schedule, or name a file that cannot be written."""
+    """Refuse options that do not fit the schedule, or that name an unwritable file."""
     # A job without a pipeline (not `will_run`) writes no file.
     name = algorithm.name
     require_options(algorithm, options.select_for("torch"))
@@ -67,19 +67,15 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
 def require_size(
     algorithm: Algorithm, options: Options, placement: Placement, n_microbatches: int, spell: checks.Spell
 ) -> None:
-    """Refuse options that do not fit a job of this size.
-
-    Raises:
-        ValueError: the memory limit is too low, the cost file is for other stages, or the schedule has no I and W to
-            time.
-    """
+    """Raise ValueError for a memory limit that is too low for this size, a cost file for other stages, or a schedule
+    without I and W to time."""
     num_ranks = placement.num_ranks
     known = None if options.costs_file is None else costs_file.load_costs(options.costs_file)
     if known:
         _require_stages(known, options, placement, spell)
     if limit := MemoryLimit.parse(options.memory_limit):
-        # Without a cost file, only a limit below the activations is refused. Working memory is known when the schedule
-        # is built.
+        # Without a cost file, working memory is unknown until the schedule is built. So refuse only a limit below the
+        # activations.
         costs = known.on(placement) if known else CostModel.uniform(placement)
         with limit.explain(costs, num_ranks, n_microbatches):
             require_room(placement, costs, limit.resolve(costs, num_ranks, n_microbatches), f" for {algorithm.name}")
@@ -88,12 +84,11 @@ def require_size(
         if schedule is not None and OpKind.I not in schedule.kinds:
             raise ValueError(
                 f"{spell('profile_steps')} times I and W, but {algorithm.name} runs whole backwards: measure with Auto,"
-                " which stays within about 1F1B's memory"
+                " which needs about 1F1B's memory"
             )
 
 
 def require_steps(algorithm: Algorithm, options: Options, steps: int, spell: checks.Spell) -> None:
-    """Refuse options that need more steps than the job has."""
     timed = options.profile_steps
     if timed is None and algorithm is AutoSchedule.algorithm and options.costs_out:
         timed = USUAL_STEPS
@@ -126,13 +121,12 @@ def _require_offload(algorithm: Algorithm, options: Options, spell: checks.Spell
 
 
 def _require_stages(found: JobCosts, options: Options, placement: Placement, spell: checks.Spell = str) -> None:
-    """Refuse the costs in the job's cost file unless they are of stages with this placement."""
     named = f"{spell('costs_file')} {options.costs_file}"
     if not isinstance(found.costs, CostModel):
         raise ValueError(
             f"{named} has the costs of layers, and a schedule needs those of its stages: measure the job with"
             f" {spell('profile_steps')} and {spell('costs_out')}, or plan for the layers (`zbpipe plan --costs-file`)"
-            " and name the plan's CSV file as the schedule"
+            " and use the plan's CSV file as the schedule"
         )
     theirs = found.placement.rank_of if found.placement else None
     if found.costs.num_stages != placement.num_stages or theirs not in (None, placement.rank_of):
@@ -156,7 +150,7 @@ def _require_files(options: Options, spell: checks.Spell) -> None:
         try:
             if option == "costs_out":
                 costs_file.require_ending(file)
-            # Only the first rank writes. The others may be on machines without that folder.
+            # Only the first rank writes. Other machines may lack that folder.
             if os.environ.get("RANK", "0") == "0":
                 checks.require_writable(file)
         except ValueError as error:
@@ -171,7 +165,7 @@ def build(
     options: Options,
     **more: Any,
 ) -> pipelining.PipelineSchedule:
-    """The schedule with `options`. The job's own arguments, `more`, take precedence."""
+    """The schedule with `options`. The job's arguments, `more`, take precedence."""
     own = options.select_for("torch", "zbpipe")
     if options.costs_file is not None:
         stages, placement = checks.place_stages(stages, algorithm)
@@ -199,13 +193,13 @@ def attach(schedule: pipelining.PipelineSchedule, options: Options) -> None:
 
 
 def write_costs(costs: JobCosts, file: str | None) -> None:
-    """Log the measured costs on the first rank, and write them to `file`, if it is given."""
+    """Log the measured costs on the first rank, and write them to `file`, if given."""
     if dist.get_rank() != 0:
         return
     log_visibly(logger, "measured costs:\n%s", report.costs(costs))
     if not file:
         return
-    try:  # the job does not depend on the file
+    try:  # training must not fail with the file
         costs_file.dump_costs(costs, file)
     except OSError as error:
         logger.warning("the measured costs cannot be written: %s", error)

@@ -22,14 +22,14 @@ ON_META = (RuntimeError, NotImplementedError, TypeError)
 _IN_BLOCK = 4
 """Collectives of tensor parallelism in a block: two gather the sequence, two scatter it."""
 _AGAIN = {Checkpointing.NONE: 0, Checkpointing.SELECTIVE: 2, Checkpointing.FULL: 4}
-"""Number of these that I repeats: selective checkpointing keeps the scattered results."""
+"""Number of these that I repeats; selective checkpointing keeps the scattered results."""
 _BF16 = 2
 
 
 def products(module: nn.Module, *, recurse: bool = True) -> float:
-    """Number of weight elements with which each token is multiplied. Only the experts that a token visits count.
+    """Weight elements with which each token is multiplied. Only the experts that a token visits count.
 
-    Without `recurse`, parts of the module do not count.
+    Without `recurse`, submodules do not count.
 
     >>> products(nn.Sequential(nn.Embedding(1000, 8), nn.Linear(8, 16), nn.LayerNorm(16)))
     128.0
@@ -52,7 +52,7 @@ _GROUPED = 3
 
 
 def by_products(products: float, tokens: int, how: Checkpointing, attention: float = 0.0) -> Operations:
-    """Operations counted by products: two per weight with which a token is multiplied. Attention has none in W."""
+    """Operations for this number of weights per token: two each. Attention has none in W."""
     forward, in_f = 2 * products * tokens, 2 * attention * tokens
     in_i = (2.5 + (how is Checkpointing.FULL)) * in_f
     again = 1 + LLAMA_3_8B.recomputed(how)
@@ -60,10 +60,10 @@ def by_products(products: float, tokens: int, how: Checkpointing, attention: flo
 
 
 class Shape(NamedTuple):
-    """A layer's numbers that are not in its operations."""
+    """Numbers of a layer that its operations do not show."""
 
     products: float = 0.0
-    """Number of weights with which each token is multiplied. Only the experts that a token visits count."""
+    """Weight elements with which each token is multiplied. Only the experts that a token visits count."""
     heads_share: float = 0.5
     """Key-value heads per query head."""
     experts_per_token: int = 0
@@ -85,10 +85,8 @@ def shape_of(block: nn.Module) -> Shape:
 
 
 def as_block(work: LayerWork, shape: Shape, dim: int, tokens: int, how: Checkpointing, compiled: bool) -> LayerWork:
-    """A block's work with all that is no product: communication, norms and activation functions.
-
-    `dim` is the width of the hidden states.
-    """
+    """A block's work with everything besides products: communication, norms and activation functions. `dim` is the
+    width of the hidden states."""
     in_f, in_i = as_llama(dim, shape).traffic(how, compiled)
     return replace(
         work,
@@ -102,7 +100,6 @@ def as_block(work: LayerWork, shape: Shape, dim: int, tokens: int, how: Checkpoi
 
 
 def as_llama(dim: int, shape: Shape, **style: Any) -> Block:
-    """A Llama block of the same width, with as many weights per token."""
     keys_and_values = round(2 * dim * shape.heads_share)
     hidden = max(shape.products - dim * (2 * dim + keys_and_values), 0) / (3 * dim)
     return Block(dim, dim, keys_and_values, round(hidden), **style)
@@ -142,7 +139,6 @@ class CountedModel:
     embedding: CountedLayer
     blocks: tuple[CountedLayer, ...]
     head: CountedLayer
-    """Norm and head."""
     chunks: int = 0
     """Number of chunks in which the loss runs the head's whole backward in F; 0 if the head runs like any other
     layer."""
@@ -166,7 +162,6 @@ class CountedModel:
 
     @property
     def on_meta(self) -> bool:
-        """Whether all blocks ran on meta tensors."""
         return all(block.bytes is not None for block in self.blocks)
 
     def words(self, degrees: Degrees) -> str:
@@ -216,10 +211,8 @@ def count_blocks(
     how: Checkpointing,
     attention: float,
 ) -> tuple[CountedLayer, ...]:
-    """Counts of blocks by name, checkpointed as in the job. Identical blocks are counted once.
-
-    `attention` are the multiplications per token of a block that cannot run.
-    """
+    """Counts of blocks by name, checkpointed as in the job. Identical blocks are counted once. `attention` are the
+    multiplications per token of a block that cannot run."""
     known: dict[str, tuple[Operations, LayerBytes | None]] = {}
     found = []
     for name, block in blocks.items():
@@ -258,8 +251,6 @@ def count_parameters(module: nn.Module) -> int:
 
 @dataclass(frozen=True)
 class _OnOneGpu:
-    """Bytes of the layers of one microbatch on one GPU."""
-
     counted: CountedModel
     tokens: int
     degrees: Degrees
@@ -291,11 +282,9 @@ class _OnOneGpu:
         return LayerBytes(int(size * block.kept_by_f(how, tensor)), int(size * block.kept_by_i(tensor)), working)
 
     def _head_in_chunks(self) -> LayerBytes:
-        """Bytes of a head whose whole backward runs in F, on one chunk of tokens at a time.
-
-        F keeps the norm's input, the norm's result, which is whole on all GPUs of TP, and the result's gradient. It
-        accumulates that gradient in float32. I begins with it.
-        """
+        """Bytes of a head whose whole backward runs in F, on one chunk of tokens at a time. F keeps the norm's input,
+        the norm's result, which is whole on all GPUs of TP, and the result's gradient. It accumulates that gradient in
+        float32. I begins with it."""
         result, logits = self._hidden, self._num_logits // self.counted.chunks
         kept = result // self.degrees.tensor + 2 * result
         # torch's cross-entropy, or TorchTitan's over the shards of TP.
@@ -308,11 +297,9 @@ class _OnOneGpu:
         )
 
     def _head_in_one(self) -> LayerBytes:
-        """Bytes of a head that runs like any other layer.
-
-        F keeps the norm's input and result, all logits, and their log-softmax in float32. The head's dW is deferred
-        like any linear layer's, with its x and the logits' gradient.
-        """
+        """Bytes of a head that runs like any other layer. F keeps the norm's input and result, all logits, and their
+        log-softmax in float32. The head's dW is deferred like any linear layer's, with its x and the logits'
+        gradient."""
         result, logits = self._hidden, self._num_logits
         kept_by_f = result // self.degrees.tensor + result + (self.computed + _FP32) * logits
         kept_by_i = result + self.computed * logits
@@ -324,7 +311,6 @@ class _OnOneGpu:
 
     @property
     def _hidden(self) -> int:
-        """Bytes of a hidden state."""
         return self.computed * self.tokens * self.counted.dim
 
     @property

@@ -1,4 +1,4 @@
-"""The options of a job, each defined once: a field of `Options` with its help text and its command line form."""
+"""The options of a job. A field of `Options` defines each once, with its help text and its command-line form."""
 
 # ruff: noqa: RUF009 -- `_option` is `dataclasses.field` with this project's metadata
 
@@ -22,12 +22,12 @@ from zbpipe.schedule.user_code import import_modules
 from zbpipe.simulator.offloading import Offload
 
 OptimizerSteps = Literal["synchronous", "validated"]
-"""Optimizer steps of a job: all ranks wait for the norm of all gradients, or continue and validate it later."""
+"""Optimizer steps: all ranks wait for the norm of all gradients, or continue and validate it later."""
 
 _Taker = Literal["torch", "zbpipe", "auto", "job", "job of zbpipe", "trainer"]
-"""Taker of an option: torch's and zbpipe's schedules, zbpipe's alone, `Auto` alone, `job_schedule`, or a plug with the
+"""User of an option: torch's and zbpipe's schedules, zbpipe's only, `Auto` only, `job_schedule`, or a plug with the
 job's trainer. `job_schedule` builds the schedule and attaches its tools, some only to zbpipe's schedules.
-docs/options.md has the fields in this order."""
+docs/options.md lists the fields in this order."""
 
 
 def _option(taker: _Taker, text: str, *, default: Any = None, check: Any = None, **how: Any) -> Any:
@@ -35,9 +35,9 @@ def _option(taker: _Taker, text: str, *, default: Any = None, check: Any = None,
 
     Args:
         taker: see `_Taker`.
-        text: help for the command line and docs/options.md, with `{prefix}` before names of options.
+        text: help text, with `{prefix}` before names of options.
         default: default of the field.
-        check: called with name and value; raises ValueError.
+        check: function of name and value that raises ValueError.
         how: arguments for argparse.
     """
     return field(default=default, metadata={"taker": taker, "text": text, "check": check, "how": how})
@@ -101,13 +101,13 @@ class Options:
     """
 
     split_backward: SplitBackward = _zbpipes(
-        "How I and W share the backward: zbpipe's split (deferred), the same with an error for stages that defer"
-        " nothing (strict), or torch's own split (autograd).",
+        "The backward split: zbpipe's (deferred), the same with an error for stages that defer nothing (strict), or"
+        " torch's own (autograd).",
         default="deferred",
         **_one_of(SplitBackward),
     )
     defer_loss: bool = _zbpipes(
-        "Defer to W also the weight gradients of backwards that the loss runs, such as a chunked loss's LM head. The"
+        "Defer to W also the weight gradients of a backward that the loss runs, such as a chunked loss's LM head. The"
         " gradients of all logits of a microbatch stay in memory until then.",
         default=False,
         **_FLAG,
@@ -118,12 +118,12 @@ class Options:
         **_STEPS,
     )
     profile_steps: int | None = _autos(
-        "Measure times and memory of the stages in N steps, and log a table, with a schedule that runs I and W. For"
-        " Auto, the number of steps that it times.",
+        "Measure times and memory of the stages in N steps, and log a table. Needs a schedule with I and W. For Auto,"
+        " the number of steps that it times.",
         **_STEPS,
     )
     costs_out: str | None = _jobs(
-        "Write the measured costs, with links and the bandwidth to the host, to this .json or .toml file, for `zbpipe"
+        "Write the measured costs, with links and the bandwidth to the host, to this .json or .toml file for `zbpipe"
         " plan` (docs/costs-file.md).",
         **_FILE,
     )
@@ -136,27 +136,27 @@ class Options:
     )
     compare_steps: int = _jobs("Timed steps of each schedule for {prefix}compare-with.", default=5, **_STEPS)
     memory_limit: MemoryLimitLike | None = _zbpipes(
-        f"For ZB, ZBLoop and Auto, the memory limit of a rank: {SPELLINGS}. Without a cost file no costs are"
-        f" known, and it has to be one of the first two. Default: {AS_1F1B.written}; more"
+        f"For ZB, ZBLoop and Auto, the memory limit of a rank: {SPELLINGS}. Without a cost file, only the first two"
+        f" forms are known. Default: {AS_1F1B.written}; more"
         " where the step would be longer than Interleaved1F1B's (docs/choosing.md).",
         metavar="X",
     )
     trace: str | None = _jobs("Write a trace of one step, with all ranks, to this file for ui.perfetto.dev.", **_FILE)
-    trace_step: int = _jobs("The step that {prefix}trace records, counted from 1.", default=3, **_STEPS)
+    trace_step: int = _jobs("Number of the step that {prefix}trace records, from 1.", default=3, **_STEPS)
     costs_file: str | None = _option(
         "job of zbpipe",
-        "Make the schedule for the stages' costs in this file, as an earlier job has measured and written them. The"
-        " file's memory_limit counts for `zbpipe plan` only (docs/costs-file.md).",
+        "Make the schedule for the stages' costs in this file, which an earlier job has measured and written. Only"
+        " `zbpipe plan` uses the file's memory_limit (docs/costs-file.md).",
         **_FILE,
     )
     offload: Offload | str | bool | None = _zbpipes(
-        "Copy to the host's memory deferred gradients (pairs), activations, or both (all), as far as that costs no"
-        " time. It needs {prefix}costs-file, or the schedule Auto (docs/memory.md).",
+        "Offload deferred gradients (pairs), activations, or both (all) to host memory, as much as fits without slowing"
+        " the step. Needs {prefix}costs-file, or the schedule Auto (docs/memory.md).",
         choices=_list_words(Offload),
         check=lambda name, value: Offload.read(value),
     )
     receives: str | None = _zbpipes(
-        "Where ranks post their receives. Default: where the simulated step is the shortest (docs/messages.md).",
+        "When ranks post their receives. Default: as in the shortest simulated step (docs/messages.md).",
         choices=_list_words(Receives),
     )
     transport: Transport | None = _zbpipes(
@@ -164,37 +164,37 @@ class Options:
         choices=_list_words(Transport),
     )
     max_outstanding_sends: int | None = _torchs(
-        "torch's option: the number of sends that a rank may have under way.",
+        "torch's option: the number of unfinished sends that a rank may have.",
         **_COUNT,
     )
     optimizer_step: OptimizerSteps = _trainers(
-        "Whether all ranks wait for the norm of the gradients before they step the optimizer (synchronous), or step"
-        " when they are done, and validate the norm while the next step begins (validated; docs/optimizer-step.md).",
+        "When ranks step the optimizer: synchronous waits for the norm of all gradients. validated steps at once, and"
+        " validates the norm while the next step begins (docs/optimizer-step.md).",
         default="synchronous",
         **_one_of(OptimizerSteps),
     )
     fsdp_mode: FsdpMode = _zbpipes(
-        "Whether FSDP gathers the modules of a stage while its first F runs, and reduces them while its last W or B"
-        " runs (overlap), or before the one and after the other (torch); or gathers each module for each F and"
-        " backward, and frees it after it (reshard).",
+        "When FSDP communicates. overlap: gather during the stage's first F, reduce during its last W or B. torch:"
+        " gather before the first F, and reduce after the last W or B. reshard: gather each module for each F and"
+        " backward, and free it afterwards.",
         default="overlap",
         **_one_of(FsdpMode),
     )
     max_active_stages: int | None = _torchs(
-        "torch's option: the number of stages whose weights FSDP holds gathered at a time.",
+        "torch's option: the number of stages whose weights FSDP keeps gathered at a time.",
         **_COUNT,
     )
     unshard_lookahead: str | tuple[int, ...] | None = _torchs(
-        "torch's option: how many stages ahead FSDP gathers weights: full, auto, or a number for each rank.",
+        "torch's option: the number of stages for which FSDP gathers weights ahead: full, auto, or a number per rank.",
         type=_parse_lookahead,
         metavar="N,N,...",
     )
     defer_reduce_grad_wait: bool | None = _torchs(
-        "torch's option: wait for FSDP's reduction of a stage only when the next stage reduces.",
+        "torch's option: delay the wait for FSDP's reduction of a stage until the next stage reduces.",
         action="store_true",
     )
     plain: bool = _zbpipes(
-        "Leave out what GPUs run in another way than CPUs, to find a fault: events after computations, fused W, W of"
+        "To find a fault, turn off what GPUs run differently from CPUs: events after computations, fused W, W of"
         " compiled regions, FSDP beside computations, and offload (docs/trouble.md).",
         default=False,
         **_FLAG,
@@ -209,7 +209,7 @@ class Options:
         set_fields(self, memory_limit=limit, transport=transport)
 
     def select_for(self, *takers: _Taker) -> dict[str, Any]:
-        """The non-default keyword arguments for these takers."""
+        """Keyword arguments for these takers that differ from the defaults."""
         taken = (each for each in fields(self) if each.metadata["taker"] in takers)
         given = {each.name: (getattr(self, each.name), each.default) for each in taken}
         return {name: value for name, (value, default) in given.items() if value != default}
@@ -221,7 +221,6 @@ def list_options(*, steps_optimizer: bool) -> Iterator[Field[Any]]:
 
 
 def help_of(option: Field[Any], prefix: str) -> str:
-    """Help text of an option, with its default."""
     default = f" Default: {option.default}." if option.default not in (None, False) else ""
     return str(option.metadata["text"]).format(prefix=prefix) + default
 
@@ -230,7 +229,7 @@ IMPORT_HELP = "Import this module first, which registers schedules; it may be in
 
 
 def add_arguments(parser: argparse.ArgumentParser, prefix: str = "--", *, steps_optimizer: bool = False) -> None:
-    """Make `parser` take an argument for each option, in a separate group."""
+    """Add an argument for each option to `parser`, in a group of their own."""
     group = parser.add_argument_group("zbpipe's options")
     for each in list_options(steps_optimizer=steps_optimizer):
         group.add_argument(
@@ -246,7 +245,7 @@ def add_arguments(parser: argparse.ArgumentParser, prefix: str = "--", *, steps_
 
 
 def from_arguments(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> Options:
-    """The options among a parser's `values` (see `add_arguments`). Modules that they name are imported."""
+    """The options among a parser's `values` (see `add_arguments`). Imports the modules that they name."""
     # Invalid values end the program with an error.
     try:
         import_modules(values["imported"])

@@ -1,7 +1,7 @@
 """Schedules of zbpipe in the Megatron backend of AMD's Primus, which runs tables of computations and messages.
 
-Primus' runner and its split of the weight gradient stay. Written for commit fd1eeab. Imports no torch, and Primus only
-in `plug_in`.
+Primus keeps its runner and its split of the weight gradient. Written for commit fd1eeab. Imports no torch, and Primus
+only in `plug_in`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.validation import require_valid
 
 NAME = "zbpipe"
-"""Value of Primus' field `pp_algorithm` that asks for zbpipe."""
+"""Value of Primus' field `pp_algorithm` for zbpipe."""
 _SCHEDULER = "primus.core.pipeline_parallel.scheduler"
 _LAUNCHER = "primus.backends.megatron.core.pipeline_parallel.primuspipe.pipeline_launcher"
 _NAMES = {"I": "B", "B": "BW", "SEND_F": "SF", "SEND_B": "SB", "RECV_F": "RF", "RECV_B": "RB"}
-"""Primus' names of actions that have others."""
+"""Primus' names of actions that differ from torch's."""
 _START = (
     ((True, True), (False, True), (True, False), (False, False)),
     ((False, True), (True, True), (False, False), (True, False)),
 )
-"""Order in which even and odd ranks start messages together: whether they send, and to a higher rank."""
+"""Order of messages that even and odd ranks start together: whether it is a send, and to a higher rank."""
 _SENT_AS = {"F": "SEND_F", "I": "SEND_B", "B": "SEND_B"}
 
 
@@ -49,10 +49,10 @@ class Choice:
     algorithm: Algorithm
     memory_limit: MemoryLimit | None
     costs: JobCosts | None
-    """None for typical ones."""
+    """Costs of the stages. None: typical ones."""
     checkpointing: Checkpointing
     blocking: bool
-    """Whether a rank waits for each message that it starts, as with Primus' `communication_method: batch_p2p`."""
+    """Whether a rank waits for each message that it starts (Primus' `communication_method: batch_p2p`)."""
 
     @classmethod
     def of(
@@ -64,7 +64,7 @@ class Choice:
         *,
         blocking: bool = False,
     ) -> Choice:
-        """ValueError for an unknown schedule, an unreadable file, or a limit for a schedule that takes none."""
+        """Raises ValueError for an unknown schedule, an unreadable file, or a limit that the schedule ignores."""
         algorithm = resolve(schedule)
         if algorithm.name == "Auto":
             raise ValueError("zbpipe_schedule: Auto measures on torch's executor, which Primus does not have: take ZB")
@@ -74,7 +74,7 @@ class Choice:
         return cls(algorithm, MemoryLimit.parse(memory_limit), costs, Checkpointing.parse(checkpointing), blocking)
 
     def place(self, ranks: int, stages_per_rank: int) -> Placement:
-        """ValueError for stages that the schedule does not run, or whose placement Primus does not have."""
+        """Raises ValueError for stages or a placement that the schedule or Primus does not support."""
         name, own, takes_any = self.algorithm.name, self.algorithm.stages_per_rank, self.algorithm.any_stages_per_rank
         if stages_per_rank != own and not takes_any:
             raise ValueError(
@@ -90,7 +90,7 @@ class Choice:
         return placement
 
     def make(self, ranks: int, stages_per_rank: int, microbatches: int) -> tuple[Schedule, CostModel]:
-        """The schedule of this size, and its costs. ValueError if there is none."""
+        """The schedule of this size, and its costs. Raises ValueError if there is none."""
         placement = self.place(ranks, stages_per_rank)
         costs = self.costs.on(placement) if self.costs else usual_costs(placement, self.checkpointing)
         schedule = self.algorithm.make(
@@ -102,19 +102,19 @@ class Choice:
             transport=Transport.ONE_QUEUE,
         )
         if schedule.has_copies:
-            raise ValueError(f"{schedule.name} copies to the host, which zbpipe does not do in Primus: plan without")
+            raise ValueError(
+                f"{schedule.name} copies to the host, which zbpipe does not do in Primus: plan without offload"
+            )
         require_valid(schedule)
-        for stage, rank in enumerate(placement.rank_of):  # Megatron's stages read their batches one after the other
+        for stage, rank in enumerate(placement.rank_of):  # Megatron's stages read their batches in sequence
             ran = [op.microbatch for op in schedule.ops[rank] if op.stage == stage and op.kind is OpKind.F]
             if ran != sorted(ran):
                 raise ValueError(f"stage {stage} of {schedule.name} takes microbatches in the order {ran}: plan again")
         return schedule, costs
 
     def table(self, ranks: int, stages_per_rank: int, microbatches: int) -> Rows:
-        """Computations and messages of each rank, in an order in which no messages wait for each other.
-
-        Results for another stage on the same rank have a send and a receive, too, one after the other.
-        """
+        """Computations and messages of each rank, in an order without deadlocks. Results for another stage on the same
+        rank have a send and a receive, too, one after the other."""
         schedule, costs = self.make(ranks, stages_per_rank, microbatches)
         receives = Receives.NEAREST if self.blocking else Receives.TIMED
         rows = place_receives(add_messages(schedule), receives, simulate(schedule, costs))
@@ -133,7 +133,7 @@ class Choice:
 
 
 def primus_name(placement: Placement) -> str | None:
-    """Primus' own schedule that has I and W and this placement. For any other number of stages, see `plug_in`."""
+    """Primus' own schedule with I and W and this placement. For other numbers of stages, see `plug_in`."""
     ranks, stages = placement.num_ranks, len(placement.stages_on(0))
     if placement == Placement.loop(ranks, stages):
         return "zero-bubble"
@@ -143,7 +143,7 @@ def primus_name(placement: Placement) -> str | None:
 def plug_in(params: Any) -> None:
     """Let Primus run zbpipe's schedule, if `params` of its experiment ask for it.
 
-    Call it on every rank once Primus has built its arguments, before it builds the model. It replaces Primus' own
+    Call it on every rank after Primus has built its arguments, before it builds the model. It replaces Primus' own
     schedule with the same placement, and names that one, so that Primus cuts the model for it and splits backwards.
 
     Raises:
@@ -191,7 +191,7 @@ def _allow_any_stages(module: Any) -> None:
 
 
 def count_stages(params: Any) -> int:
-    """Stages per rank, given in one of the three ways of Megatron."""
+    """Stages per rank, in any of Megatron's three ways."""
     ranks = params.pipeline_model_parallel_size
     if layout := getattr(params, "pipeline_model_parallel_layout", None):
         while isinstance(layout, str) and "*" in layout:  # such as Et*3|(tt|)*6L
@@ -203,7 +203,7 @@ def count_stages(params: Any) -> int:
 
 
 def count_microbatches(params: Any) -> int | None:
-    """Microbatches per step; None if their number changes, or is not known yet."""
+    """Microbatches per step. None if their number changes or is not known yet."""
     batch = getattr(params, "global_batch_size", None)
     if not batch or getattr(params, "rampup_batch_size", None):
         return None
@@ -214,7 +214,6 @@ def count_microbatches(params: Any) -> int | None:
 
 
 def class_of(choice: Choice) -> type:
-    """The schedule as Primus' table of schedules has it."""
     base = import_module(f"{_SCHEDULER}.algorithms.base")
 
     class ZbpipeSchedule(base.PipelineScheduleAlgo):  # type: ignore[misc, name-defined]
@@ -265,8 +264,7 @@ def class_of(choice: Choice) -> type:
                     "send_to_chunk" if sends else "recv_from_chunk": its_chunk,
                 }
                 if not choice.blocking:
-                    # Neighbours of one time step start together, in Primus' order. So a step ends where ours is
-                    # another.
+                    # Neighbours of one time step start together, in Primus' order. So a step ends where ours differs.
                     order = (
                         last
                         if other == rank

@@ -3,7 +3,7 @@
 F is the forward, I the input backward (dI), W the weight backward (dW), B both together.
 
 - `plan` is the entry point, `request` checks its arguments, `result` has its result.
-- `stages` plans for stages whose costs are known, and for layers, which it cuts into stages first.
-- `problem` converts one placement to flat numbers, `greedy` makes first orders, `search` chooses and improves them.
+- `stages` plans for stages with known costs, and for layers, which it first cuts into stages.
+- `problem` converts one placement to flat numbers, `greedy` makes first orders, `search` improves them.
 - `kernel` has the inner loops, which `engine` compiles with numba.
 """

@@ -1,6 +1,6 @@
-"""The inner loops in Python or, with numba, as machine code. Both give bit-identical results.
+"""The inner loops in Python or, with numba, as machine code, with bit-identical results.
 
-numba compiles once per installation, for some 10 seconds. Schedules by name do not use it.
+numba compiles once per installation, for some 10 seconds. Schedules by name run without it.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from zbpipe.planner import kernel
 from zbpipe.planner.kernel import Job, Node
 
 _ENTRIES = kernel.list_schedule, kernel.justify, kernel.anneal
-"""The functions that a search calls. These call all others of the module."""
+"""The functions that a search calls. They call all others of the module."""
 _OPTIONS = {"error_model": "numpy"}
-"""Without checks for divisions by zero, which need code; the loops divide by numbers above zero."""
+"""No checks for divisions by zero, which cost time: the loops only divide by positive numbers."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """The functions of `kernel` that a search calls, and the conversion of lists for them."""
+    """The functions of `kernel` that a search calls, and their conversion of lists."""
 
     list_schedule: Callable[..., tuple[float, list[int]]]
     justify: Callable[..., tuple[float, list[int]]]
@@ -34,7 +34,6 @@ class Engine:
     compiled: bool
 
     def prepare(self, job: Job) -> Job:
-        """The job with its sequences converted for the loops."""
         return job._replace(nodes=self.nodes(job.nodes), limit=self.floats(job.limit), origin=self.floats(job.origin))
 
 
@@ -42,7 +41,7 @@ PLAIN = Engine(*_ENTRIES, list, list, list, compiled=False)
 
 
 def at_hand() -> Engine:
-    """`fastest()` if it was called before, so that nothing waits for numba; else `PLAIN`."""
+    """`fastest()` if it was called before, else `PLAIN`, so that nothing waits for numba."""
     return fastest() if fastest.cache_info().currsize else PLAIN
 
 
@@ -56,7 +55,7 @@ def fastest() -> Engine:
     import numpy as np
 
     def dtype(record: type) -> Any:
-        """The record as it is in arrays."""
+        """The record's array type."""
         return np.dtype([(name, np.dtype(kind)) for name, kind in get_type_hints(record).items()], align=True)
 
     def full(count: int, value: float) -> Any:

@@ -18,10 +18,10 @@ from zbpipe.planner.problem import Problem
 
 @dataclass(frozen=True)
 class PriorityParams:
-    """The shape of a block. A *leg* is one stage of every rank: V placements have two, down the ranks and up again."""
+    """The shape of a block. A *leg* is one stage of every rank: on a V there are two, down the ranks and up again."""
 
     forward: tuple[float, ...]
-    """Offset of each leg from the F of a stage to the F of the next, in times of that F; `backward` of the I."""
+    """Offset of each leg from a stage's F to the next stage's F, in times of that F; `backward` of the I."""
     backward: tuple[float, ...]
     turn_forward: tuple[float, ...]
     """Offset added at the end of each leg, in times of F, or before its start, in times of I (`turn_backward`)."""
@@ -35,9 +35,9 @@ class PriorityParams:
     pace: float = 0.0
     """Interval between microbatches that enter the first stage, in times of a rank's work on one."""
     spare: float = 0.0
-    """Room kept free for the last leg, in its activations of a microbatch."""
+    """Memory kept free for the last leg, in activations of one microbatch there."""
     lean: tuple[float, ...] = ()
-    """Room of each leg, in activations of its stage. B replaces I and W if they would leave less than this."""
+    """Memory kept free for each leg, in activations of its stage. B replaces I and W that would leave less."""
 
     @classmethod
     def plain(cls, legs: int) -> PriorityParams:
@@ -46,7 +46,7 @@ class PriorityParams:
 
     @classmethod
     def random(cls, legs: int, random: Random, *, merges: bool = False) -> PriorityParams:
-        """A random shape in ranges chosen by hand, not tuned. It is lean if B `merges` I and W."""
+        """A random shape, in ranges chosen by hand. It is lean if B `merges` I and W."""
 
         def draw(low: float, high: float) -> tuple[float, ...]:
             return tuple(random.uniform(low, high) for _ in range(legs))
@@ -65,7 +65,7 @@ class PriorityParams:
         )
 
     def vary(self, random: Random, *, merges: bool = False) -> PriorityParams:
-        """A shape like this one: about a quarter of its numbers change, by steps chosen by hand."""
+        """A similar shape: about a quarter of its numbers change, by steps chosen by hand."""
 
         def near(numbers: tuple[float, ...], by: float) -> tuple[float, ...]:
             return tuple(each + random.uniform(-by, by) if random.random() < 0.25 else each for each in numbers)
@@ -111,7 +111,7 @@ class ListScheduler:
         self.merges = any(problem.merges)
 
     def run(self, shape: PriorityParams, cutoff: float = NEVER) -> tuple[float, list[int]]:
-        """The length and the order for a shape. Infinity if the length is not below `cutoff`."""
+        """The length and the order for a shape. Infinity for lengths of at least `cutoff`."""
         times = (self.interval, shape.patience * self.weight, shape.pace * self.interval)
         return self._schedule(self._urgency(shape), shape.lean, shape.spare, times, cutoff, False)
 
@@ -120,8 +120,8 @@ class ListScheduler:
         return self.engine.justify(self.job, self.mirrored, self.engine.integers(order))
 
     def list_by_kind(self) -> list[tuple[float, list[int]]]:
-        """Orders by kind alone: I or F first, W last or before F, with patience of 0, 0.5 and 1 W; where B saves memory
-        with as few B as possible and with as many."""
+        """Orders by kind alone: I or F first, W last or before F, patience of 0, 0.5 and 1 W; where B saves memory, as
+        few and as many B as possible."""
         rankings = ((1, 0, 2), (2, 0, 1), (0, 1, 2), (0, 2, 1))
         cases = [(ranking, patience, False) for patience in (0.0, 0.5, 1.0) for ranking in rankings]
         return [self._list(lean, *case) for lean in self._leannesses for case in cases]
@@ -138,7 +138,7 @@ class ListScheduler:
     def _list(
         self, lean: float, ranking: tuple[int, int, int], patience: float, first: bool
     ) -> tuple[float, list[int]]:
-        """The length and the order by kind alone. `ranking` has the places of F, I and W, `patience` is in W."""
+        """The length and the order by kind alone. `ranking`: places of F, I and W. `patience`: in W."""
         stages = range(self.problem.placement.num_stages)
         urgency = [float(place * len(stages) - stage) for stage in stages for place in ranking]
         times = (0.0, patience * self.weight, 0.0)
@@ -153,10 +153,8 @@ class ListScheduler:
         cutoff: float,
         first: bool,
     ) -> tuple[float, list[int]]:
-        """List scheduling with `kernel.list_schedule`'s period, patience and release (`times`).
-
-        An op needs more free memory by `spare` where that leaves room for a microbatch.
-        """
+        """List scheduling with `kernel.list_schedule`'s period, patience and release (`times`). Each op keeps `spare`
+        more memory free, if that leaves room for a microbatch."""
         job, floats = self.problem.job, self.engine.floats
         needs, margin = [node.needs for node in job.nodes], [0.0] * len(job.nodes)
         for stage, leg in enumerate(self.leg):

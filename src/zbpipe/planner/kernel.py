@@ -1,13 +1,13 @@
 """The inner loops of the search, on plain numbers: list scheduling, justifying, and annealing of an order of ops.
 
-They run in Python, and as machine code where numba is installed (`zbpipe.planner.engine`), with the same results. So
-they use only types that numba can compile: numbers, flat lists of numbers and of records. Some functions are long,
-because calls in the innermost loop cost time. Tests compare the times with `zbpipe.simulate`.
+They run in Python, and with numba as machine code (`zbpipe.planner.engine`), with the same results. So they use only
+types that numba can compile: numbers, and flat lists of numbers and records. Some functions are long, because calls in
+the innermost loop cost time. Tests compare the times with `zbpipe.simulate`.
 
-A *node* is 3 * stage + kind, kind being 0 for F, 1 for I and 2 for W. Number node * microbatches + microbatch stands
-for one op. An order of all ops is *sound* if no op comes before its dependencies. Then ranks cannot wait for each other
-in a cycle. A full backward B is an I that includes its W. In an order the number of all ops is added to the numbers of
-both. The place of that W has no meaning.
+A *node* is 3 * stage + kind, with kind 0 for F, 1 for I and 2 for W. An op is the number node * microbatches +
+microbatch. An order of all ops is *sound* if no op precedes its dependencies, so that no ranks deadlock. A full
+backward B is an I that includes its W. In an order, both have the number of all ops added to theirs, and the place of
+that W has no meaning.
 """
 
 from __future__ import annotations
@@ -21,42 +21,39 @@ Floats = list[float]
 Ints = list[int]
 
 NEVER = 1e300
-"""A time later than all others."""
 GONE = -1.0
 """Arrival time of a W that is part of a B."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What all microbatches of a node have in common."""
+    """Numbers that all microbatches of a node share."""
 
     rank: int
     feeder: int
-    """Node whose result it takes, -1 for the first stage's F."""
+    """Node of its input, -1 for the first stage's F."""
     fed: int
-    """Node of another stage that takes its result, or the last stage's I for its F; -1 for none."""
+    """Node on another stage that takes its result, or for the last stage's F its I; -1 for none."""
     lag: float
-    """Seconds until the result that it takes arrives."""
+    """Seconds until its input arrives."""
     seconds: float
     takes: float
-    """Memory that it adds to its rank, from then on: positive for F, negative for W, either sign for I."""
+    """Memory that it adds to its rank: positive for F, negative for W, either sign for I."""
     needs: float
-    """Memory that has to be free on its rank for it to run: what it takes, and its working memory."""
+    """Free memory that it needs: the memory that it adds, and its working memory."""
     whole: float = 0.0
     """Seconds of a full backward in place of an I."""
     full: float = NEVER
-    """Memory needed by a full backward in place of an I, if that may save memory."""
+    """Free memory that this full backward needs, if B may save memory."""
     reserve: float = 0.0
-    """Memory that list scheduling leaves free after it, so that the microbatch can continue."""
+    """Memory that list scheduling keeps free after it, so that the microbatch can continue."""
     ahead: float = NEVER
-    """Like `reserve`, for an F while no I of its microbatch is over and only F take memory there."""
+    """Like `reserve`, for an F before any I of its microbatch, if only F take memory there."""
     after: int = -1
-    """Another node on its own rank that has to come first, in reversed time. -1 for none."""
+    """Another node on its rank that precedes it in reversed time. -1 for none."""
 
 
 class Job(NamedTuple):
-    """The scheduling problem."""
-
     ranks: int
     microbatches: int
     merges: bool
@@ -65,8 +62,8 @@ class Job(NamedTuple):
     limit: Floats
     """Memory limit of each rank."""
     origin: Floats
-    """Start of each rank's step. The *length* of an order is the longest time from there to the end of a rank; with
-    zeros it is the makespan."""
+    """Start of each rank's step. An order's *length* is the longest time from a rank's start to its end; with zeros
+    it is the makespan."""
 
 
 def fill(count: int, value: Number) -> list[Number]:
@@ -88,14 +85,14 @@ def list_schedule(
 
     Args:
         job: the scheduling problem.
-        needs: memory that has to be free for each node, at least that of the job.
+        needs: free memory that each node needs, at least the job's.
         urgency: urgency of each node for microbatch 0; the least is the most urgent.
-        period: what microbatch m has m times more.
-        patience: seconds that a rank waits for an op more urgent than those that are ready.
-        release: seconds between the microbatches that may enter the first stage.
-        margin: memory to keep free after an I of each node while there are F to come; otherwise B runs in its place.
-        cutoff: give up as soon as the length is sure to reach this.
-        first: whether ranks have endless patience for each I of the first microbatch, which all other I follow.
+        period: increase of the urgency per microbatch.
+        patience: seconds that a rank waits for an op more urgent than the ready ones.
+        release: seconds between the entries of microbatches into the first stage.
+        margin: memory to keep free after an I of each node while F remain; otherwise B runs instead.
+        cutoff: give up when the length is sure to reach this.
+        first: whether ranks wait for each I of the first microbatch without limit. All other I follow it.
 
     Returns:
         The length, and the ops in the order of their starts. Infinity if it gave up or cannot continue.
@@ -158,7 +155,7 @@ def list_schedule(
 
 
 def loads(job: Job) -> tuple[Ints, Ints, Ints, Ints, Floats]:
-    """First node of each rank, next node of the same rank by node (-1: none), and each rank's ops, F, and seconds."""
+    """First node of each rank, next node of its rank by node (-1: none), and each rank's ops, F and seconds."""
     nodes = job.nodes
     head, latest, sibling = fill(job.ranks, -1), fill(job.ranks, -1), fill(len(nodes), -1)
     left, forwards, work = fill(job.ranks, 0), fill(job.ranks, 0), fill(job.ranks, 0.0)
@@ -172,7 +169,7 @@ def loads(job: Job) -> tuple[Ints, Ints, Ints, Ints, Floats]:
         latest[rank] = number
         left[rank] += job.microbatches
         forwards[rank] += job.microbatches if number % 3 == 0 else 0
-        # The least that it can take: backwards may all be full ones.
+        # The shortest possible: all backwards may be full ones.
         merged = number % 3 == 1 and node.full < NEVER
         saved = node.seconds + nodes[number + 1].seconds - node.whole if merged else 0.0
         work[rank] += job.microbatches * (node.seconds - saved)
@@ -188,7 +185,7 @@ def earliest(times: Floats) -> tuple[int, float]:
 
 
 def rooms(job: Job, needs: Floats) -> tuple[Floats, Floats]:
-    """Memory that list scheduling needs free to start each node, with I apart from its W; and the same with B."""
+    """Free memory for each node in list scheduling, with I apart from its W; and with B."""
     apart, room = fill(len(needs), 0.0), fill(len(needs), 0.0)
     for number in range(len(needs)):
         node = job.nodes[number]
@@ -198,7 +195,7 @@ def rooms(job: Job, needs: Floats) -> tuple[Floats, Floats]:
 
 
 def skip_gone(job: Job, node: int, ran: list[int], arrival: Floats) -> None:
-    """Count the next W of this node as run, if they were part of a B."""
+    """Count the next W of this node that belong to B as run."""
     while ran[node] < job.microbatches and arrival[node * job.microbatches + ran[node]] == GONE:
         ran[node] += 1
 
@@ -228,7 +225,7 @@ def choose(
         microbatch = ran[node]
         if microbatch >= sent[node]:
             continue
-        # An F may take the last room if another microbatch needs none to continue.
+        # An F may take the last room if another microbatch can continue without it.
         if room[node] > free and (node % 3 or max(needs[node], job.nodes[node].takes + reserve) > free):
             continue
         arrived = arrival[node * job.microbatches + microbatch]
@@ -242,7 +239,7 @@ def choose(
 
 
 def left_free(job: Job, head: int, sibling: Ints, ran: Ints) -> float:
-    """Memory to keep free on a rank so that one of its microbatches, none of which has run an I, can continue."""
+    """Memory to keep free on a rank so that one of its microbatches, before any I, can continue."""
     least, node = NEVER, head
     while node >= 0:
         if node % 3 == 0 and ran[node] > ran[node + 1]:
@@ -252,20 +249,19 @@ def left_free(job: Job, head: int, sibling: Ints, ran: Ints) -> float:
 
 
 class Linked:
-    """An op in a mutable order, and in the chain of its rank's ops. A constructor would take long."""
+    """An op in a mutable order, and in the chain of its rank's ops. No constructor, for speed."""
 
     __slots__ = ("after", "before", "gone", "held", "needs", "position", "seconds", "takes")
     position: int
     gone: int
-    """1 for a W that is part of a B. It keeps a place in the order, which has no meaning."""
+    """1 for a W that belongs to a B; its place in the order has no meaning."""
     before: int
-    """Previous op on its rank, -1 for none."""
     after: int
     seconds: float
     takes: float
     needs: float
     held: float
-    """Memory of its rank from its start on."""
+    """Its rank's memory from its start on."""
 
 
 def blank_ops(count: int) -> list[Linked]:
@@ -273,7 +269,7 @@ def blank_ops(count: int) -> list[Linked]:
 
 
 class Lists(NamedTuple):
-    """Mutable form of an order for annealing: ops by position, by op, and the first and last op of each rank."""
+    """An order for annealing, mutable: ops by position, by op, and each rank's first and last op."""
 
     order: Ints
     ops: list[Linked]
@@ -282,34 +278,34 @@ class Lists(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A change of the order, with the data to undo it and the range whose times it may change."""
+    """A change of the order, with the data to undo it, and the range whose times it may change."""
 
     kind: int
     """`NONE`, `SHIFTED`, `MERGED` or `PARTED`."""
     op: int
-    """The moved op, or the I that was merged with its W or separated from it."""
+    """The moved op, or the I that was merged with its W or split from it."""
     anchor: int
-    """The op after which it, or the W, was on its rank; -1 for none."""
+    """The previous op on its rank before the move (of the W for a merge or split); -1 for none."""
     position: int
-    """Its previous position in the order."""
+    """Its position before the move."""
     left: int
     right: int
     """First and last position that changed."""
     early: int
-    """First position from which on the time to the end of all may change."""
+    """First position whose time to the end may change."""
     late: int
-    """Last position that surely has to be timed again."""
+    """Last position that must be timed again."""
 
 
 NONE, SHIFTED, MERGED, PARTED = 0, 1, 2, 3
 
 
 def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: int) -> tuple[float, Ints, int]:
-    """Move ops of the critical path back and forth on their rank. Keep orders that are not longer, or not by much.
+    """Move ops of the critical path along their rank. Keep orders that are shorter, or not much longer.
 
-    Where a full backward saves memory, it also merges an I and its W, and separates them again. `start` is a sound
-    order within the limits. A move may lose `heat` seconds at the start, which falls to zero. It ends at `target`
-    seconds, or after timing `work` ops. Returns length and order of the best, and the work done.
+    Where B saves memory, also merge I with its W, and split them again. `start` is a sound order within the limits. A
+    move may lose `heat` seconds at the start; that falls to zero. Stops at `target` seconds, or after
+    timing `work` ops. Returns the best length and order, and the work done.
     """
     total = len(start)
     lists = link(job, start)
@@ -347,12 +343,12 @@ def anneal(job: Job, start: Ints, target: float, heat: float, work: int, seed: i
 
 
 def pick_move(job: Job, lists: Lists, path: Ints, steps: int, seed: int) -> tuple[Move, int]:
-    """Move one of the first `steps` ops of `path`, or merge or split it if B helps. Returns also the next seed."""
+    """Move one of the first `steps` ops of `path`, or merge or split it if B helps. Also returns the next seed."""
     seed = seed * 48271 % 2147483647
     op = path[seed % steps]
     seed = seed * 48271 % 2147483647
     share = seed / 2147483647.0
-    jump = 1 + int(30 * share * share * share)  # mostly near; chosen by hand, not tuned
+    jump = 1 + int(30 * share * share * share)  # mostly near; chosen by hand
     seed = seed * 48271 % 2147483647
     if job.merges and seed // 2 % 4 == 0:
         return flip(job, lists, op), seed
@@ -363,7 +359,7 @@ def pick_move(job: Job, lists: Lists, path: Ints, steps: int, seed: int) -> tupl
 
 
 def unfold(job: Job, codes: Ints) -> tuple[Ints, list[Linked]]:
-    """Ops of an order, and by op: whether it is `gone`, seconds, memory taken, and memory needed."""
+    """The ops of an order, and the records of all ops."""
     total, nodes, microbatches = len(codes), job.nodes, job.microbatches
     order, ops = codes.copy(), blank_ops(total)
     for number in range(len(nodes)):
@@ -385,7 +381,6 @@ def unfold(job: Job, codes: Ints) -> tuple[Ints, list[Linked]]:
 
 
 def fold(job: Job, lists: Lists) -> Ints:
-    """The order as numbers, the reverse of `unfold`."""
     codes, ops, microbatches = lists.order.copy(), lists.ops, job.microbatches
     for position in range(len(codes) if job.merges else 0):
         op = codes[position]
@@ -416,7 +411,7 @@ def link(job: Job, codes: Ints) -> Lists:
 
 
 def go(job: Job, lists: Lists, op: int, delays: bool, jump: int) -> Move:
-    """Move the op past others of its rank, as far as at most `jump` of them allow."""
+    """Move the op past others of its rank, by at most `jump`."""
     ops = lists.ops
     other = reach_later(job, lists, op, jump) if delays else reach_earlier(job, lists, op, jump)
     if other == op:
@@ -432,7 +427,7 @@ def go(job: Job, lists: Lists, op: int, delays: bool, jump: int) -> Move:
 
 
 def flip(job: Job, lists: Lists, op: int) -> Move:
-    """Merge an I and its W to a B, or split it with the W right after the I. The op may be either of them."""
+    """Merge an I and its W to a B, or split it with the W right after the I. The op may be either."""
     ops = lists.ops
     number = op // job.microbatches
     if number % 3 == 2:
@@ -453,7 +448,7 @@ def flip(job: Job, lists: Lists, op: int) -> Move:
         if least + max(node.needs, node.takes + job.nodes[number + 1].needs) > limit:
             return Move(NONE, op, 0, 0, 0, 0, 0, 0)
         part(job, lists, op, op, ops[op].position + 1 if position > ops[op].position else ops[op].position)
-    # The I takes another time, which also affects those that it waits for.
+    # The I changes its duration, which also affects its neighbours.
     early = ops[op].position
     if ops[op].before >= 0:
         early = min(early, ops[ops[op].before].position)
@@ -574,7 +569,6 @@ def part(job: Job, lists: Lists, op: int, anchor: int, position: int) -> None:
 
 
 def put(lists: Lists, op: int, position: int) -> None:
-    """Move an op to a position of the order."""
     order, ops = lists.order, lists.ops
     start = ops[op].position
     step = 1 if position > start else -1
@@ -598,7 +592,6 @@ def take_out(lists: Lists, op: int, rank: int) -> None:
 
 
 def put_in(lists: Lists, op: int, anchor: int, rank: int) -> None:
-    """Insert an op into its rank's chain, after `anchor`."""
     ops = lists.ops
     follower = ops[anchor].after if anchor >= 0 else lists.first[rank]
     ops[op].before, ops[op].after = anchor, follower
@@ -613,7 +606,7 @@ def put_in(lists: Lists, op: int, anchor: int, rank: int) -> None:
 
 
 def weigh(lists: Lists, start: int, stop: int) -> None:
-    """Update the memory of the rank from `start` on, until `stop`."""
+    """Update the memory of the rank between `start` and `stop`."""
     ops, each = lists.ops, start
     while each != stop:
         op = ops[each]
@@ -669,9 +662,7 @@ def replay(
 
 def look_ahead(job: Job, lists: Lists, tail: list[float], left: int, right: int) -> int:
     """Update the least time from the end of each op to the end of all, after a change between `left` and `right`.
-
-    Returns the number of ops that it visited.
-    """
+    Returns the number of ops that it visited."""
     order, ops, nodes, microbatches = lists.order, lists.ops, job.nodes, job.microbatches
     horizon = left
     position = right
@@ -699,11 +690,9 @@ def look_ahead(job: Job, lists: Lists, tail: list[float], left: int, right: int)
 
 
 def justify(job: Job, mirrored: Job, order: Ints) -> tuple[float, Ints]:
-    """Move all ops as late as possible, beginning at the end, and then all as early as possible.
-
-    Known as forward-backward improvement in project scheduling with limited resources. `mirrored` is the job in
-    reversed time. Returns a length that is not greater, and the ops in the order of their starts.
-    """
+    """Move all ops as late as possible, beginning at the end, and then all as early as possible. Known as
+    forward-backward improvement in project scheduling with limited resources. `mirrored` is the job in reversed time.
+    Returns a length that is not greater, and the ops in the order of their starts."""
     _, late = squeeze(mirrored, mirror(order, job.microbatches))
     return squeeze(job, mirror(late, job.microbatches))
 
@@ -753,10 +742,8 @@ def squeeze(job: Job, order: Ints) -> tuple[float, Ints]:
 
 
 def earliest_gap(job: Job, lists: Lists, number: int, ready: float, begin: Floats, end: Floats) -> int:
-    """Placed op of its rank after which this op can start the earliest; -1 to be the first.
-
-    Microbatches stay in order, so a stage sends them in the order in which the next one receives them.
-    """
+    """Placed op of its rank after which this op can start the earliest; -1 to be the first. Microbatches stay in order,
+    so a stage sends them in the order in which the next one receives them."""
     ops, op, node = lists.ops, lists.ops[number], number // job.microbatches
     rank = job.nodes[node].rank
     limit = job.limit[rank]

@@ -1,7 +1,7 @@
 """Passes over schedules that limit deferred gradients: W runs sooner, or a whole backward replaces I and W.
 
-Under activation checkpointing, I leaves far more for W than F has left for I: x and dY of all layers of a stage. A
-whole backward B frees them layer by layer, but makes the previous stage wait, so it is only used where room is short.
+Under activation checkpointing, I keeps far more for W than F kept for I: x and dY of all layers of a stage. A whole
+backward B frees them layer by layer but makes the previous stage wait, so it is only used where memory is short.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def make_leanest(schedule: Schedule, costs: CostModel) -> Schedule:
 
 
 def fit_within(schedule: Schedule, costs: CostModel, limits: Sequence[float]) -> Schedule:
-    """`schedule` with every W in its place, or earlier where there is no room for deferred gradients.
+    """`schedule` with every W in its place, or earlier where deferred gradients do not fit.
 
-    Where I would not fit even after all deferred W, B replaces I and W. So the result keeps to the limits if
+    Where I does not fit even after all deferred W, B replaces I and W. So the result keeps the limits if
     `make_leanest(schedule, costs)` does.
 
         >>> costs = CostModel((1,), (1,), (1,), activations=(1,), freed_by_i=-1)
@@ -56,8 +56,6 @@ def fit_within(schedule: Schedule, costs: CostModel, limits: Sequence[float]) ->
 
 
 class _Row:
-    """One rank's list under construction."""
-
     def __init__(self, costs: CostModel, limit: float) -> None:
         self._costs, self._limit = costs, limit
         self._ops: list[Op] = []
@@ -92,7 +90,7 @@ class _Row:
             self._run(weights)
 
     def _run(self, op: Op, then: Op | None = None) -> None:
-        """Run W as needed, then `op`, so that `op` fits, and after it any one W that is deferred or is `then`."""
+        """Run W as needed, then `op`, so that `op` fits, and after it any single W that is deferred or is `then`."""
         while self._waiting and self._held + self._most_needed(op, then) > self._limit:
             first = self._waiting.popleft()
             self._held += self._costs.of(*first).adds

@@ -1,4 +1,4 @@
-"""The planner's entry point: costs and a limit in, the best schedule found and its distance from the optimum out."""
+"""The planner's entry point."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zbpipe.simulator.simulation import simulate
 
 Costs = JobCosts | CostModel | LayerCosts | Sequence[float] | Callable[[Placement], CostModel]
 _LOOSER = (1.0, 1.1, 1.2, 1.35, 1.6, 2.0, 3.0, None)
-"""Factors by which the limits of the search exceed those of the ranks. None means no limit."""
+"""Factors by which the search's limits exceed the ranks'. None means no limit."""
 
 
 # Callers need different subsets of the arguments. All but four are keyword-only.
@@ -41,13 +41,13 @@ def plan(
     offload: Offload | str | bool | None = None,
     progress: Progress | None = None,
 ) -> Plan:
-    """Search for the schedule with the shortest step that keeps to the memory limit.
+    """Search for the schedule with the shortest step within the memory limit.
 
         >>> found = plan(2, 4, (1.0, 1.2, 0.8), memory_limit=1.5, budget=1e4)
         >>> found.makespan <= 15.5 and max(found.timeline.peak_memory) <= 1.5
         True
 
-    For layers it first searches for the split into stages. The result has the layers of each stage:
+    For layers, it also searches for the split into stages. The result has the layers of each stage:
 
         >>> from zbpipe.costs import Layer, LayerCosts
         >>> blocks = [Layer((f"layers.{n}",), f=1, i=1, w=1, activations=1e9) for n in range(3)]
@@ -60,25 +60,24 @@ def plan(
         microbatches: at least 1.
         costs: one of
             - costs of a job, from `zbpipe.Profiler` or `zbpipe.load_costs`; its placement, memory limit and transport
-              are the defaults of those arguments here;
+              are defaults for the arguments here;
             - a CostModel: only placements with its number of stages are tried;
             - LayerCosts: the layers are cut into stages, on each placement with no more stages than layers;
-            - seconds of F, I and W that a rank spends on one microbatch, all its stages together;
-            - a function that returns a CostModel for a placement.
+            - seconds of F, I and W of one microbatch on a rank, all its stages together;
+            - a function from a placement to a CostModel.
         memory_limit: see `zbpipe.costs.MemoryLimit`. Default: no limit.
         placements: some of "single", "loop", "v" and "wave", or placements. Default: all names except "wave".
-        objective: the time to minimise: "makespan", of a synchronous step, or "period", from step to step where
-            `zbpipe.OptimizerStep` lets ranks run ahead (with queues: the longest time from a rank's first op to its
-            last).
-        budget: number of ops that the search may time. Default: about a second. Layers get it for the split found and
+        objective: the time to minimise: "makespan" of a synchronous step, or "period" if `zbpipe.OptimizerStep` lets
+            ranks run ahead (with queues: the longest time from a rank's first op to its last).
+        budget: number of ops that the search may time. Default: about a second. Layers get it for the best split and
             for TorchTitan's even split, besides the short searches that compare splits.
         seed: seed of the search's random numbers.
-        transport: which messages wait for each other, by default none. The search ignores queues. Of all orders found,
-            and the named schedules, the plan has the shortest step under this transport. The bounds hold for all.
+        transport: which messages wait for each other; default: none. The search ignores queues. Of all orders found and
+            the named schedules, the plan has the shortest step under this transport. The bounds hold for all.
         offload: memory that may be offloaded to the host: "pairs" (deferred gradients), "activations" or "all"
-            (also True). The costs need `host`. Then the plan is the best of the named schedules and of several
-            searches that share the budget, which copies that delay no op make fit. Without a limit, the plan holds as
-            little as costs no time.
+            (also True). The costs need `host`. The plan is the best of the named schedules and of several searches,
+            which share the budget. Copies that delay no op make them fit. Without a limit, the plan offloads as much as
+            costs no time.
         progress: called with the completed share of the work, and the shortest time so far.
 
     ValueError if no schedule can have these numbers, a name is unknown, the costs fit none of the placements, there are
@@ -133,7 +132,6 @@ def plan(
 
 
 def _costs_of(costs: Any) -> CostsOf:
-    """A function that returns the costs of any placement's stages."""
     if not callable(costs):
         return lambda placement: as_cost_model(costs, placement)
 
@@ -149,10 +147,8 @@ def _costs_of(costs: Any) -> CostsOf:
 def _plan_offloaded(
     request: Request, what: Offload, search: Callable[[Request], Plan], costs_of: CostsOf | None
 ) -> Plan:
-    """The best of named schedules, and of plans of `search` under looser limits, which copies make fit.
-
-    Without limits it is the plan itself. `costs_of` is None where the search cuts the stages.
-    """
+    """The best of named schedules, and of plans of `search` under looser limits, which copies make fit. Without limits
+    it is the plan itself. `costs_of` is None if the search cuts the stages."""
     if request.limits is None:
         return _add_copies(search(request), request, what)
     found: list[Plan] = []
@@ -174,18 +170,18 @@ def _plan_offloaded(
 
 
 def _search_looser(request: Request, search: Callable[[Request], Plan], refusals: list[ValueError]) -> Iterator[Plan]:
-    """Plans under looser and looser limits. The last one has none, so its bounds hold for all."""
+    """Plans under looser and looser limits. The last has none, so its bounds hold for all."""
     one = replace(request, budget=request.budget and request.budget / len(_LOOSER), share=1 / len(_LOOSER))
     for factor in _LOOSER:
         limits = None if factor is None else tuple(factor * limit for limit in request.limits or ())
         try:
             yield search(replace(one, limits=limits))
-        except ValueError as error:  # too little for one microbatch
+        except ValueError as error:  # the limit is too low for one microbatch
             refusals.append(error)
 
 
 def _plan_named(request: Request, costs_of: CostsOf | None) -> Iterator[Plan]:
-    """The named schedules on the placements, with any memory."""
+    """The named schedules on the placements, without a limit."""
     for name, placement in request.placements.items():
         if costs_of is None:
             return

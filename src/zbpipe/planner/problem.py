@@ -29,9 +29,9 @@ class Problem:
     limits: tuple[float, ...]
     """Memory limit of each rank, in the unit of `costs.activations`."""
     by_period: bool = False
-    """Whether to minimise the period of steps that run ahead of the validation, instead of the makespan."""
+    """Whether to minimise the period of steps that run ahead, instead of the makespan."""
     with_fsdp: CostModel | None = None
-    """The costs with FSDP's collectives. The search leaves these out: they add time to both ends of a step."""
+    """The costs with FSDP's collectives. The search omits these: they add time to both ends of a step."""
 
     @property
     def num_ops(self) -> int:
@@ -46,13 +46,12 @@ class Problem:
         return self.with_fsdp or self.costs
 
     def bound(self, costs: CostModel) -> float:
-        """Lower bound of the minimised time with these costs, in seconds."""
         below = lower_bound.period_bound if self.by_period else lower_bound.lower_bound
         return below(self.placement, costs, self.num_microbatches, self.limits)
 
     @cached_property
     def merges(self) -> tuple[bool, ...]:
-        """Whether B helps on each stage: it needs less of limited memory than I and W, or no more and less time."""
+        """Whether B helps on each stage: it needs less of a limited memory than I and W, or less time and no more."""
         most = most_room(self.placement, self.costs, self.num_microbatches)
         return tuple(
             (self._saved(stage) > 0 and self.costs.saved_by_b(stage) >= 0)
@@ -61,16 +60,13 @@ class Problem:
         )
 
     def _saved(self, stage: int) -> float:
-        """Seconds that B takes less than I and W."""
         i, w, b = (self.costs.of(stage, kind).seconds for kind in (OpKind.I, OpKind.W, OpKind.B))
         return i + w - b
 
     @cached_property
     def job(self) -> Job:
         """The problem as flat numbers. `feeder` and `fed` repeat the rule of `ir.inputs`, and a test compares them.
-
-        Times are multiples of a power of two, a billionth of the longest, so their sums are exact.
-        """
+        Times are multiples of a power of two, a billionth of the longest, so their sums are exact."""
         costs, rank_of, last = self.costs, self.placement.rank_of, self.costs.num_stages - 1
         _, exponent = frexp(max(costs.of(stage, kind).seconds for stage in range(last + 1) for kind in KINDS))
 
@@ -88,12 +84,12 @@ class Problem:
         for stage in range(last + 1):
             f, i, _ = range(3 * stage, 3 * stage + 3)
             of_f, of_i, of_w, of_b = (costs.of(stage, kind) for kind in (*KINDS, OpKind.B))
-            # Rounded part by part, like the ops that it replaces.
+            # Rounded separately, as the ops that it replaces.
             whole = exact(of_i.seconds) + exact(of_w.seconds) - exact(self._saved(stage))
             full = of_b.needs if self.merges[stage] else NEVER
-            # Room for one microbatch to finish on the rank, and for W to follow its I. Otherwise every rank could fill
-            # up with microbatches that cannot continue. Any that can finish leaves enough for the next, so it may use
-            # that room, unless ops other than F take memory.
+            # Room for one microbatch to finish on the rank, and for W after its I. Otherwise all ranks could fill up
+            # with microbatches that cannot continue. A microbatch that finishes leaves enough for the next one, so it
+            # may use that room, unless ops other than F take memory.
             reserve = self._to_come(stage)
             ahead = reserve if self._plain(stage) else NEVER
             of_previous, of_next = (f - 3, i - 3) if stage else (-1, -1), (f + 3, i + 3) if stage < last else (i, f)
@@ -134,7 +130,6 @@ class Problem:
         )
 
     def schedule(self, name: str, order: Iterable[int]) -> Schedule:
-        """The schedule in which every rank runs its ops in this order."""
         rows: list[list[Op]] = [[] for _ in self.limits]
         for number in order:
             full, op = divmod(number, self.num_ops)
@@ -146,7 +141,7 @@ class Problem:
         return Schedule(name, self.placement, self.num_microbatches, tuple(map(tuple, rows)))
 
     def order(self, schedule: Schedule) -> list[int]:
-        """Ops of a valid schedule in the order of their starts. A B that cannot help becomes an I and a W."""
+        """Ops of a valid schedule in order of their starts. A B that cannot help becomes I and W."""
         graph = replace(schedule, ops=tuple(tuple(self._as_run(ops)) for ops in schedule)).graph
         try:
             ops = (graph.nodes[each] for each in graph.order)
@@ -158,7 +153,7 @@ class Problem:
         return self.sort_by_start(order)
 
     def list_one_by_one(self) -> list[int]:
-        """An order that fits whenever any does: each microbatch alone."""
+        """An order that fits whenever any does: one microbatch after the other."""
         stages, microbatches = range(self.placement.num_stages), range(self.num_microbatches)
         backward = [(stage, kind) for stage in reversed(stages) for kind in self._backward(stage)]
         one = [*((stage, OpKind.F) for stage in stages), *backward]
@@ -169,12 +164,12 @@ class Problem:
         return [op for _, op in sorted(zip(starts(self.job, order), order, strict=True), key=lambda pair: pair[0])]
 
     def length(self, order: Iterable[int]) -> float:
-        """Seconds of the makespan, or of the period if that is minimised; at most the length in the inner loops."""
+        """Seconds of the objective: makespan or period; at most the length in the inner loops."""
         schedule = self.schedule("", order)
         return period(schedule, self.costs) if self.by_period else simulate(schedule, self.costs).makespan
 
     def fits(self, schedule: Schedule) -> bool:
-        """Whether no rank exceeds its limit if I and W replace each B that saves no memory."""
+        """Whether all ranks keep their limits if I and W replace each B that saves no memory."""
 
         def peak(ops: Iterable[Op]) -> float:
             return highest(self.costs, self._as_run(ops))
@@ -182,10 +177,8 @@ class Problem:
         return all(peak(ops) <= limit for ops, limit in zip(schedule, self.job.limit, strict=True))
 
     def _first_starts(self, exact: Callable[[float], float], transfer: Callable[[int, int], float]) -> list[float]:
-        """Arrival of the first microbatch on each rank if nothing delays it.
-
-        The inner loops count from there on, so an order that they find can repeat at intervals of its length.
-        """
+        """Arrival of the first microbatch on each rank if nothing delays it. The inner loops count from then on, so
+        that an order can repeat at intervals of its length."""
         first: dict[int, float] = {}
         now = 0.0
         for stage, rank in enumerate(self.placement.rank_of):
@@ -195,14 +188,14 @@ class Problem:
         return [first[rank] for rank in sorted(first)]
 
     def _to_come(self, stage: int) -> float:
-        """Largest memory that a microbatch needs on its rank after the F of this stage, if nothing there waits."""
+        """Largest memory that a microbatch needs on its rank after this stage's F, if nothing there waits."""
         stages = self.placement.stages_on(self.placement.rank_of[stage])
         forward = [(other, OpKind.F) for other in stages if other > stage]
         backward = [(other, kind) for other in reversed(stages) for kind in self._backward(other)]
         return highest(self.costs, (*forward, *backward))
 
     def _plain(self, stage: int) -> bool:
-        """Whether only F take memory on its rank, and no op needs working memory beyond that."""
+        """Whether only F add memory on its rank, and no op needs working memory beyond that."""
         own, costs = self.placement.stages_on(self.placement.rank_of[stage]), self.costs
         return all(
             costs.of(each, kind).needs <= (costs.activations[each] if kind is OpKind.F else 0.0)
@@ -214,7 +207,7 @@ class Problem:
         return self.costs.least_backward(stage) if self.merges[stage] else (OpKind.I, OpKind.W)
 
     def _as_run(self, ops: Iterable[Op]) -> Iterator[Op]:
-        """The ops, with I and W in place of each B that saves no memory."""
+        """The ops, with I and W for each B that saves no memory."""
         for op in ops:
             if op.kind is OpKind.B and not self.merges[op.stage]:
                 yield op._replace(kind=OpKind.I)
@@ -223,7 +216,7 @@ class Problem:
                 yield op
 
     def _numbers(self, op: Op) -> tuple[int, ...]:
-        """The numbers of an op in an order. A B has those of its I and its W, marked."""
+        """An op's numbers in an order. A B has those of its I and W, marked."""
         if op.kind is not OpKind.B:
             return ((3 * op.stage + KINDS.index(op.kind)) * self.num_microbatches + op.microbatch,)
         first = self.num_ops + (3 * op.stage + 1) * self.num_microbatches + op.microbatch

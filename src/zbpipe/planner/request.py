@@ -1,4 +1,4 @@
-"""The checked arguments of a plan except the costs: sizes, placements, limits, and how to search."""
+"""The checked arguments of a plan, except the costs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLACEMENTS: Mapping[str, Callable[[int], Placement]] = MappingProxyType(
 """Placements by name: one stage per rank, two in a loop, two on a V, and four on two Vs."""
 
 DEFAULT_PLACEMENTS = ("single", "loop", "v")
-"""Placements with at most two stages per rank. More stages are smaller, and not every model can be cut into them."""
+"""Placements with at most two stages per rank. Not every model can be cut into more."""
 
 _MOST_BUDGET = 1e13
 """Largest budget: about 28 hours of one core, at some 1e8 ops per second."""
@@ -31,8 +31,6 @@ _MOST_BUDGET = 1e13
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of `zbpipe.plan`, checked."""
-
     ranks: int
     microbatches: int
     placements: Mapping[str, Placement]
@@ -44,7 +42,7 @@ class Request:
     seed: int = 0
     transport: Transport = Transport.IDEAL
     share: float = 1.0
-    """Share of the default budget for one of several searches."""
+    """Share of the default budget, for one of several searches."""
 
     def __post_init__(self) -> None:
         if self.objective not in get_args(Objective):
@@ -62,7 +60,7 @@ class Request:
 
 
 def require_job(ranks: int, microbatches: int) -> tuple[int, int]:
-    """Both numbers as Python's. Sizes that no plan can have raise before anything of that size is made."""
+    """Both numbers as ints. ValueError for impossible sizes, before anything of that size is made."""
     ranks, microbatches = require_whole(1, ranks=ranks, microbatches=microbatches)
     require_size(f"a plan for {ranks} ranks", ranks, microbatches)
     return ranks, microbatches

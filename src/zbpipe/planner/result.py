@@ -1,4 +1,4 @@
-"""Result of a search: a schedule, its timeline, its distance from the optimum, and the layers of its stages."""
+"""The result of a search."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Plan:
     bounds: Mapping[str, float]
     """Lower bound of the objective on each placement tried."""
     layers: LayerCosts | None = None
-    """Layers that were cut into stages, and those of each stage. None if the stages were given."""
+    """Layers and their split into stages. None if the stages were given."""
     split: Split | None = None
     even: Plan | None = None
-    """Plan of the same search for TorchTitan's even split. None without layers, or if the split breaks the limit."""
+    """Plan for TorchTitan's even split. None without layers, or if the split exceeds the limit."""
 
     def __post_init__(self) -> None:
         set_fields(self, bounds=FrozenDict(self.bounds))
@@ -59,7 +59,7 @@ class Plan:
 
     @property
     def module_fqns_per_model_part(self) -> list[list[str]] | None:
-        """The split as TorchTitan's config field of this name: module names of each stage. None without layers."""
+        """The split as this config field of TorchTitan: module names of each stage. None without layers."""
         return None if self.layers is None or self.split is None else self.layers.modules(self.split)
 
     @property
@@ -73,17 +73,16 @@ class Plan:
 
     @property
     def reached(self) -> float:
-        """Seconds of the objective."""
         return self.makespan if self.objective == "makespan" else self.period
 
     @property
     def lower_bound(self) -> float:
-        """Lower bound of the objective on all of the placements."""
+        """Lower bound of the objective over all tried placements."""
         return min(self.bounds.values())
 
     @property
     def gap(self) -> float:
-        """Upper bound of the plan's excess over the optimum on these placements: 0.01 is one percent."""
+        """Upper bound of the excess over the optimum on these placements: 0.01 is one percent."""
         return max(self.reached / self.lower_bound - 1, 0.0) if self.lower_bound else 0.0
 
     @property

@@ -19,46 +19,44 @@ from zbpipe.simulator.post_validation import period_of
 from zbpipe.simulator.simulation import simulate
 
 Progress = Callable[[float, float], None]
-"""Called with the completed share of the work, and the shortest time found so far in seconds."""
+"""Called with the completed share of the work, and the shortest time so far in seconds."""
 
 
 def report_nothing(share: float, best: float) -> None:
     """Ignore the progress of a search."""
 
 
-# Checked on 6 jobs of 4 to 8 ranks, with 3 seeds each and a budget of 1e7: the mean gap to the bound is 0.92%, and 0.92
-# to 1.19% if one of the constants is halved or doubled.
+# On 6 jobs of 4 to 8 ranks, with 3 seeds each and a budget of 1e7, the mean gap to the bound is 0.92%, and 0.92 to
+# 1.19% if one of the constants is halved or doubled.
 _LISTING = 10
-"""Work of placing one op by list scheduling, in ops that annealing times. Timed with numba: 6 to 16."""
+"""Work of placing one op by list scheduling, in ops timed by annealing. With numba: 6 to 16."""
 _JUSTIFYING = 40
-"""Work of justifying one op. Timed with numba: 19 and more, depending on how many ops can move."""
+"""Work of justifying one op, in the same unit. With numba: 19 or more."""
 _LEAST_CLIMB = 2 * (_LISTING + _JUSTIFYING)
-"""Least work of each climb per op, however small the budget is."""
+"""Least work of a climb per op, with any budget."""
 _SHARE_OF_SHAPES = 0.4
 """Share of the budget for list scheduling."""
 _PROMISING, _WORTH = 1.04, 1.1
-"""Ratio to the shortest list up to which a list is justified, and to the best order up to which one is annealed."""
+"""Lists up to this ratio to the shortest are justified, and orders up to this ratio to the best are annealed."""
 _MOST_PERIODS = 4
-"""Number of schedules whose period is computed where milliseconds count."""
+"""Number of schedules whose period is computed in short searches."""
 _MOST_HEAT = 0.4
-"""Largest loss allowed for a move of annealing, in mean times of an op."""
+"""Largest accepted loss of a move, in mean times of an op."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Division of a search's budget."""
-
     climbs: int = 4
     """Number of starts of list scheduling on each placement."""
     rounds: int = 3
     """Rounds of annealing before the last one: 8 orders, then 4, then 2."""
     heat: float = 0.08
-    """Loss allowed for a move at the start of annealing, in mean times of an op, if each op is timed 1000 times. It
-    grows with the root of that number, because more time to cool down allows a hotter start."""
+    """Accepted loss of a move at the start of annealing, in mean times of an op, if each op is timed 1000 times. It
+    grows with the root of that number, because longer cooling allows a hotter start."""
 
     @classmethod
     def quick(cls, budget: float, num_ops: int) -> Effort:
-        """The effort for budgets of a fraction of a second. It uses no heat: logarithms may differ between machines."""
+        """The effort for fractions of a second. It uses no heat: logarithms may differ between machines."""
         affordable = int(_SHARE_OF_SHAPES * budget / (_LEAST_CLIMB * num_ops))
         climbs = min(max(affordable, 1), cls.climbs)
         return cls(climbs, rounds=min(climbs - 1, 1), heat=0.0)
@@ -71,7 +69,7 @@ class Found:
     problem: Problem
     order: tuple[int, ...]
     length: float
-    """Seconds of the minimised time."""
+    """Seconds of the objective."""
     by: str
 
 
@@ -94,10 +92,10 @@ class Search:
         self.random = Random(self.seed)
 
     def run(self, seeds: Iterable[tuple[Problem, list[int], str]]) -> Found:
-        """Search from known orders with their names and from list scheduling. Returns the best order found."""
+        """The best order found from known orders, with their names, and from list scheduling."""
         found = [self.keep(*seed) for seed in seeds]
         schedulers = {problem.name: ListScheduler(problem, self.engine) for problem in self.problems}
-        # With more legs, climbs find orders as good.
+        # With more legs, climbs find equally good orders.
         for problem in (each for each in self.problems if schedulers[each.name].legs == 1):
             known = schedulers[problem.name].list_around_the_first()
             found += [self.keep(problem, order, "list scheduling") for length, order in known if length < NEVER]
@@ -109,14 +107,14 @@ class Search:
                     break
                 order = self.shapes(problem, schedulers[problem.name], budget / len(waiting))
                 found.append(self.keep(problem, order, "list scheduling"))
-                self.spend(0)  # for the progress: it may be the last that is found
-            # A placement that is far behind after one climb does not catch up, so the others get its share.
+                self.spend(0)  # reports the best so far
+            # A placement that is far behind after one climb does not catch up. The others get its share.
             reached = {each.problem.name: each.length for each in sorted(self.kept, key=lambda each: -each.length)}
             waiting = [each for each in waiting if reached.get(each.name, inf) < _WORTH * self.shortest]
         return self.race(found)
 
     def shapes(self, problem: Problem, scheduler: ListScheduler, budget: float) -> list[int]:
-        """The best order of list scheduling: random shapes first, then increasingly variations of the best one."""
+        """The best order of list scheduling: random shapes, then more and more variations of the best one."""
         budget = max(budget, _LEAST_CLIMB * problem.num_ops)
         best, begin = PriorityParams.plain(scheduler.legs), self.left
         shortest, order = scheduler.run(best)
@@ -143,7 +141,7 @@ class Search:
         return order
 
     def race(self, found: list[Found]) -> Found:
-        """Anneal the best 8 for a while, then the better half for longer, and the best until the budget is used up."""
+        """Anneal the best 8 for a while, the better half for longer, and the best one until the budget ends."""
         for rest in reversed(range(self.effort.rounds + 1)):
             worth = [
                 each
@@ -160,7 +158,6 @@ class Search:
         return self.best
 
     def anneal(self, start: Found, work: float) -> Found:
-        """An order at least as good."""
         problem = start.problem
         mean = sum(node.seconds for node in problem.job.nodes) / len(problem.job.nodes)
         heat = mean * min(self.effort.heat * sqrt(max(work, 1) / problem.num_ops / 1000), _MOST_HEAT)
@@ -205,11 +202,9 @@ def find_best_within(
     *,
     by_period: bool = False,
 ) -> Schedule:
-    """The best of list scheduling by kind and of `seeds`, by the synchronous step. Takes milliseconds.
-
-    Ties go to the shortest span of a rank, which is close to the period. If that decides (`by_period`), the step breaks
-    ties. The limit is the number of microbatches that a rank may hold, or what one microbatch needs.
-    """
+    """The best of list scheduling by kind and of `seeds`, by the synchronous step. Takes milliseconds. The shortest
+    span of a rank, which is close to the period, breaks ties; with `by_period` it decides, and the step breaks ties.
+    Each rank may hold this `limit` of microbatches, and at least the memory that one microbatch needs."""
     costs = costs or CostModel.uniform(placement)
     weights = (limit * share for share in placement.sum_by_rank(costs.activations))
     limits = tuple(map(max, weights, least_room(placement, costs)))
@@ -217,7 +212,7 @@ def find_best_within(
     scheduler = ListScheduler(problem, at_hand())
     listed = [*scheduler.list_by_kind(), *scheduler.list_around_the_first()]
     listed = sorted((each for each in listed if each[0] < NEVER), key=itemgetter(0))
-    # Lengths are those of the simulation, but for rounding, and spans are close to the period, which takes long.
+    # Lengths equal the simulation's up to rounding, and spans are close to the period, which takes long to compute.
     listed = listed[:_MOST_PERIODS] if by_period else [each for each in listed if each[0] <= listed[0][0] * (1 + 1e-6)]
     orders = [order for _, order in listed] or [problem.list_one_by_one()]
     found = [problem.schedule(name, order) for order in orders]

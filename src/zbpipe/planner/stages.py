@@ -1,4 +1,4 @@
-"""Plans for stages with known costs, on any of the placements, and for layers that are first cut into stages."""
+"""Plans for stages with known costs, and for layers that are first cut into stages."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from zbpipe.simulator.post_validation import period_of
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
 
-# Chosen by hand, so that a split for 8 ranks and 32 microbatches takes some seconds. Not tuned.
+# Chosen by hand, so that a split for 8 ranks and 32 microbatches takes some seconds.
 _MOST_CANDIDATES = 64
 """Number of candidates simulated with a transport that has queues: each takes tens of milliseconds."""
 _MOST_TRIES, _LEAST_TRIES, _OPS = 60, 12, 100_000
 """Largest and smallest number of splits per placement for short searches, and their total number of ops."""
 _EFFORT, _SECOND_EFFORT, _FINALISTS = 200, 4000, 6
-"""Number of times that a short search, and a second one, may time each op, and of splits that get a second one."""
+"""Timings of each op in a short search, and in a second one, and the number of splits that get a second one."""
 _RANKS = 8
-"""Number of ranks with the most work that give layers, and of ranks with the least work that take some."""
+"""Number of ranks, those with the most work, that give layers, and of ranks, those with the least, that take some."""
 
 
 def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report_nothing) -> Plan:
-    """The best schedule found for these stages. ValueError for too many, or a limit too small for one microbatch."""
+    """The best schedule for these stages. ValueError for too many, or a limit too small for one microbatch."""
     problems = [
         make_problem(request, name, placement, costs_of(placement)) for name, placement in request.placements.items()
     ]
@@ -48,7 +48,7 @@ def plan_stages(request: Request, costs_of: CostsOf, progress: Progress = report
 
 
 def default_budget(problems: Sequence[Problem], engine: Engine) -> float:
-    """About a second of one core for 8 ranks and 32 microbatches, and no less. Larger jobs get more."""
+    """About a second of one core for 8 ranks and 32 microbatches or less. Larger jobs get more."""
     most = max(problem.num_ops for problem in problems)
     return max(1e8, 7e4 * float(most**0.85)) / (1 if engine.compiled else 30)
 
@@ -107,9 +107,8 @@ def make_named_schedules(problems: Sequence[Problem]) -> Iterator[tuple[Problem,
 
 
 def _order(problem: Problem, algorithm: registry.Algorithm) -> tuple[list[int], str] | None:
-    """The named schedule for this problem, and its description. None if there is none."""
     keywords = algorithm.keywords
-    # Skip schedules that are searched themselves: they take as long as this search with less effort.
+    # Searched schedules take as long as this search with less effort.
     if "costs" in keywords and "search" not in keywords:
         return None
     limit = MemoryLimit(problem.limits, "") if "memory_limit" in keywords else None
@@ -127,9 +126,9 @@ def _order(problem: Problem, algorithm: registry.Algorithm) -> tuple[list[int], 
 
 
 def hide_reductions(schedule: Schedule, costs: CostModel) -> Schedule:
-    """The schedule in which each rank ends as early as it can by these changes, with its reductions.
+    """The schedule in which each rank ends as early as these changes allow, including its reductions:
 
-    - The W at its end run stage by stage, so that the reductions of all stages but the last have more time.
+    - The W at its end run stage by stage, so that all reductions but the last stage's have more time.
     - If only W follow the last I of stage 0, it moves behind them and becomes a B, which hides a longer reduction.
 
     >>> schedule = Schedule.from_csv("0F0,1F0,1I0,1W0,0F1,1F1,1I1,0I0,0I1,1W1,0W0,0W1", "table")
@@ -143,7 +142,7 @@ def hide_reductions(schedule: Schedule, costs: CostModel) -> Schedule:
     timelines = [simulate(each, costs) for each in variants]
 
     def pick(rank: int) -> tuple[Op, ...]:
-        """The row that ends first. The changed ops pass nothing on, so each rank can take the best one."""
+        """The row that ends first. No op depends on the changed ones, so each rank can take its best row."""
 
         def end(timeline: Timeline) -> float:
             return max((row[-1].end for row in (timeline.spans[rank], timeline.reductions[rank]) if row), default=0.0)
@@ -168,12 +167,11 @@ def _sort_tail(row: Sequence[Op]) -> tuple[Op, ...]:
 
 
 def _find_tail(row: Sequence[Op]) -> int:
-    """Position of the first of the W at the end of the row."""
     return len(row) - sum(1 for _ in takewhile(lambda op: op.kind is OpKind.W, reversed(row)))
 
 
 def plan_layers(request: Request, layers: LayerCosts, progress: Progress) -> Plan:
-    """Cut a model into stages, and search for the schedule with the shortest step. ValueError for too few layers."""
+    """The schedule with the shortest step, and the layers of its stages. ValueError for too few layers."""
     num_layers = len(layers.layers)
     possible = {name: each for name, each in request.placements.items() if each.num_stages <= num_layers}
     if not possible:
@@ -196,14 +194,14 @@ def plan_layers(request: Request, layers: LayerCosts, progress: Progress) -> Pla
     if not fitting:
         return best
     rival = plan_split(fitting, _part(progress, 0.75, 0.25))
-    # A long search may find a better schedule for the even split than the short ones did.
+    # A long search may find a better schedule for the even split than the short ones.
     return replace(rival if rival.reached < best.reached else best, even=rival)
 
 
 def split_layers(request: Request, layers: LayerCosts, placement: Placement, progress: Progress) -> Split:
     """The split with the shortest step on one placement, according to short searches."""
     tries = min(_MOST_TRIES, max(_LEAST_TRIES, _OPS // (3 * placement.num_stages * request.microbatches)))
-    # Queues apply only to the final plan.
+    # Only the final plan simulates queues.
     request = replace(request, placements={"": placement}, transport=Transport.IDEAL)
     trials = _Trials(request, layers, placement, tries)
     best = min((balance(layers, placement), even_sizes(len(layers.layers), placement.num_stages)), key=trials.length)
@@ -225,7 +223,7 @@ class _Trials:
     known: dict[Sizes, float] = field(default_factory=dict)
 
     def bound(self, sizes: Sizes) -> float:
-        """Lower bound of the step, in seconds. Infinite if not even one microbatch keeps to the limit."""
+        """Lower bound of the step in seconds. Infinite if one microbatch exceeds the limit."""
         stages = self.costs.stages(split_of(sizes))
         if not fits(self.placement, stages, self.request.limits):
             return inf
@@ -237,7 +235,7 @@ class _Trials:
         return self.known[sizes]
 
     def find_better_neighbour(self, sizes: Sizes, progress: Progress) -> Sizes | None:
-        """The first neighbour found with a shorter step, lowest bounds first. None if there is none, or no try left."""
+        """The first neighbour with a shorter step, lowest bounds first. None if none is found within the tries."""
         length = self.length(sizes)
         seconds = [sum(self.costs.layers[layer].seconds for layer in stage) for stage in split_of(sizes)]
         work = self.placement.sum_by_rank(seconds)
@@ -265,5 +263,5 @@ class _Trials:
 
 
 def _part(progress: Progress, begin: float, share: float) -> Progress:
-    """Report the progress of a part of the work as progress of the whole."""
+    """Report a part's progress as progress of the whole."""
     return lambda done, best: progress(begin + share * done, best)

@@ -34,7 +34,7 @@ from zbpipe.simulator.simulation import simulate
 
 _MANY_OPS = 20_000
 _WORK = 5e8
-"""Largest number of ops for a thorough search, and its budget of about ten seconds: all other ranks wait for it."""
+"""Largest number of ops for a thorough search, and its budget of about ten seconds, for which all other ranks wait."""
 USUAL_STEPS = 5
 """Timed steps per schedule."""
 _WORTH_IT = 0.995
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 class AdaptiveSchedule(RegisteredSchedule):
-    """A schedule that defers W only where memory permits. The amount depends on the checkpointing.
+    """A schedule that defers W only where memory permits, which depends on the checkpointing.
 
         schedule = zbpipe.ScheduleZB(stages, n_microbatches=8, loss_fn=loss_fn)
 
@@ -54,11 +54,11 @@ class AdaptiveSchedule(RegisteredSchedule):
 
     Args:
         stages: all stages of this rank, already wrapped for checkpointing.
-        work: relative work of each of the pipeline's stages, the same on all ranks: in layers that checkpointing wraps,
-            and in all else. Default: all stages are equal.
+        work: relative work of each of the pipeline's stages, the same on all ranks: in layers under checkpointing, and
+            in the other layers. Default: all stages are equal.
         tensor: degree of tensor parallelism.
-        checkpointing: "none", "selective" or "full", the same on all ranks. By default detected in the modules (see
-            `checkpointing_of`). Before the first step all ranks agree on the detected one that keeps least.
+        checkpointing: "none", "selective" or "full", the same on all ranks. Default: detected in the modules (see
+            `checkpointing_of`); before the first step all ranks agree on the one that keeps least.
         costs: measured costs, the same on all ranks, instead of typical costs for the checkpointing.
 
     Raises:
@@ -93,7 +93,7 @@ class AdaptiveSchedule(RegisteredSchedule):
         """A schedule that other ranks may not have made."""
 
     def settle(self) -> None:
-        """Agree on the checkpointing with all ranks, because a rank may have nothing but an embedding."""
+        """Agree on the checkpointing with all ranks, because a rank may have only an embedding."""
         unsure = self._unsure
         if unsure is None or unsure is not self.for_microbatches(self.sizes.usual) or self.checkpointing is None:
             return
@@ -102,18 +102,18 @@ class AdaptiveSchedule(RegisteredSchedule):
         words = agreement.gather_answers(question, self.checkpointing, stage.group, stage.device)
         agreed = max(map(Checkpointing.parse, words), key=list(Checkpointing).index)
         logger.info("%s is made for %s activation checkpointing, as the modules show", name, agreed)
-        self._unsure = None  # only now: a rank that refuses this step asks again in the next one
+        self._unsure = None  # only now, so that a rank that refuses this step asks again in the next one
         if self.checkpointing is not agreed:
             self.checkpointing = agreed
             self.remake(usual_costs(self.placement, agreed, self._tensor, self._work))
 
 
 def checkpointing_of(parts: Sequence[nn.Module]) -> Checkpointing:
-    """The activation checkpointing of these parts of a model, from torch's `checkpoint_wrapper` around their layers.
+    """The activation checkpointing of these parts of a model, from `checkpoint_wrapper` around their layers.
 
-    It is selective with a `context_fn`, as in TorchTitan, or if layers of the same class are not wrapped. Otherwise it
-    is full. Models of the transformers library declare it (`gradient_checkpointing`). Other calls of
-    `torch.utils.checkpoint` in a forward are not detected: pass `checkpointing=`.
+    With a `context_fn`, as in TorchTitan, or with unwrapped layers of the same class, it is selective, otherwise full.
+    Models of transformers declare it (`gradient_checkpointing`). Other calls of `torch.utils.checkpoint` in a forward
+    are not detected: pass `checkpointing=`.
     """
     modules = [module for part in parts for module in part.modules()]
     found = [each for part in parts for each in checkpoints.find_checkpointed(part)]
@@ -134,21 +134,19 @@ class AutoOutcome:
     start: str
     """Name of the schedule without a plan: ZB for the measured costs."""
     chosen: str
-    """Name of the schedule that runs from now on."""
+    """Name of the schedule from now on."""
     expected_before: float
     """Step time of the start, simulated with the measured costs."""
     expected_after: float
     """Step time of the plan, simulated with the measured costs."""
     measured_before: float
-    """Step time of the start, alternating with the plan. If the plan was not tried, of the steps that measured ops."""
+    """Step time of the start, alternating with the plan. Without a tried plan: of the steps that measured ops."""
     measured_after: float | None
     """Step time of the plan; None if it was not tried, because its simulated gain is below half a percent."""
 
 
 @dataclass(frozen=True)
 class _Proposal:
-    """The plan, as broadcast by the rank that searches."""
-
     table: str
     """The plan as CSV."""
     expected: float
@@ -157,24 +155,23 @@ class _Proposal:
 
 
 class AutoSchedule(RegisteredSchedule):
-    """ZB that measures the job, plans for it, and switches between two steps.
+    """ZB that measures the job, plans for it, and switches to the better schedule between two steps.
 
         schedule = zbpipe.build_pipeline_schedule("Auto", stages, n_microbatches=16, loss_fn=loss_fn)
         ...                     # train; the first rank's log reports each decision
         schedule.outcome        # the measurements and the choice; None before
 
-    It measures with the ZB of full checkpointing, which has whole backwards and few I and W. That takes
-    `profile_steps` + 2 steps. Then it makes ZB for the measured costs, and plans. Plan and ZB alternate for
-    `profile_steps` steps each, and the faster one stays. Weights, optimizer, order of the data and the placement of
-    the stages, which is that of ZB, never change, so neither do the losses. With
-    `zbpipe.OptimizerStep` it plans for the shortest period. Timed steps do not run ahead.
+    It measures with the ZB of full checkpointing, which has whole backwards and few I and W, for `profile_steps` + 2
+    steps. Then it makes ZB for the measured costs, and plans. Plan and ZB alternate for `profile_steps` steps each, and
+    the faster one stays. Weights, optimizer, data order and the placement of the stages (that of ZB) never change, so
+    neither do the losses. With `zbpipe.OptimizerStep` it plans for the shortest period. Timed steps do not run ahead.
 
     Args:
         stages: as for every zbpipe schedule, like `n_microbatches`, `loss_fn`, `args` and `options`.
         offload: tensors that the plan and ZB may copy to the host: "pairs", "activations" or "all".
         memory_limit: as for every schedule. During measurement only activations and deferred gradients count. Default:
             that of ZB with the measured costs, working memory included.
-        profile_steps: timed steps of the start, and later of the plan and of the start again.
+        profile_steps: number of timed steps of the start, and later of the plan and of the start again.
         budget: for the search, see `zbpipe.plan`.
         group: all ranks that run this schedule, including other replicas. Default: all ranks of the job.
         measured: called on every rank with the measured costs.
@@ -186,7 +183,7 @@ class AutoSchedule(RegisteredSchedule):
     algorithm = resolve("Auto")
     changes_by_itself = True
 
-    # More than seven parameters: these are keywords that users write.
+    # More than seven parameters: users write them as keywords.
     def __init__(
         self,
         stages: PipelineStage | Sequence[PipelineStage],
@@ -216,7 +213,6 @@ class AutoSchedule(RegisteredSchedule):
         self._measured = measured
         self._num_steps = profile_steps
         self._known: CostModel | None = None
-        """The measured costs."""
         self._profiler = Profiler(self, profile_steps, group=group, done=self._plan)
 
     @property
@@ -224,7 +220,7 @@ class AutoSchedule(RegisteredSchedule):
         return self.outcome is not None and super().is_steady
 
     def make_for_microbatches(self, number: int) -> Schedule:
-        """The schedule for measurements before the plan, afterwards the better one of plan and ZB."""
+        """Before the plan, the schedule for measurements. Afterwards the better one of plan and ZB."""
         if self._known is None:
             return super().make_for_microbatches(number)
         start = self._make_start(number, self._known)
@@ -235,13 +231,12 @@ class AutoSchedule(RegisteredSchedule):
         return Schedule.from_csv(found.table, "plan") if is_better else start
 
     def _make_start(self, number: int, costs: CostModel) -> Schedule:
-        """ZB for these costs."""
         limit = self.lists.limit and MemoryLimit(resolve_limits(self.lists.limit, self.placement, costs, number), "")
         found = find_shortest("ZB", self.placement, number, costs, limit, self.transport)
         return offloaded(found, costs, what=self._offload) if self._offload else found
 
     def _find_limits(self, start: Schedule, costs: CostModel) -> tuple[float, ...]:
-        """Memory limit of each rank: the given one, or what ZB takes. One microbatch, which has run, always fits."""
+        """Memory limit of each rank: the given one, or ZB's memory. One microbatch has run, so it always fits."""
         limits = resolve_limits(self.lists.limit, self.placement, costs, start.num_microbatches)
         return limits if self.lists.limit else tuple(map(max, limits, simulate(start, costs).peak_memory))
 
@@ -281,7 +276,6 @@ class AutoSchedule(RegisteredSchedule):
         watch(self, _InTurn(self, planned, start, self._num_steps, decide))
 
     def _search(self, job: JobCosts, limits: tuple[float, ...], num_microbatches: int) -> _Proposal:
-        """The plan, the same on all ranks."""
         job = replace(job, placement=self.placement, memory_limit=limits, transport=self.transport)
         objective: Objective = "period" if self.optimizer_steps and not self._offload else "makespan"
         size = self.placement.num_ranks, num_microbatches, job
@@ -296,7 +290,7 @@ class AutoSchedule(RegisteredSchedule):
 
 
 class _InTurn(Collector):
-    """Alternates two schedules step by step, so that a machine that gets faster or slower affects both alike."""
+    """Alternates two schedules step by step, so that changes of the machine's speed affect both alike."""
 
     def __init__(
         self,
@@ -306,7 +300,7 @@ class _InTurn(Collector):
         times: int,
         done: Callable[[Records], None],
     ) -> None:
-        # The first step of a schedule allocates memory, so it is not counted.
+        # The first step of a schedule allocates memory, so it does not count.
         self._turns = [first, *[first, second] * times]
         self._runtime = runtime
         super().__init__([Wanted.TIMES] * len(self._turns), done)
@@ -318,7 +312,7 @@ class _InTurn(Collector):
         return wanted
 
     def after(self, record: StepRecord) -> None:
-        is_usual = self._runtime.sizes.last_was_usual  # a step of another size is not a measurement
+        is_usual = self._runtime.sizes.last_was_usual  # a step of another size does not count
         super().after(replace(record, has_usual_shapes=is_usual))
 
 
@@ -365,12 +359,12 @@ def compare_in_turn(schedule: RegisteredSchedule, other: Algorithm, steps: int) 
 
 
 def require_comparable(algorithm: Algorithm, other: Algorithm, placement: Placement) -> None:
-    """Refuse a comparison of schedules that need another cut of the model, or of one that needs costs."""
+    """Refuse a comparison with a schedule that needs another cut of the model, or unknown costs."""
     if not other.runs_on(placement):
         fitting = [each.name for each in schedules().values() if each.table is None and each.runs_on(placement)]
         raise ValueError(
-            f"{algorithm.name} has its stages on the ranks {list(placement.rank_of)}, and {other.name} has others, so"
-            f" they cannot be compared in one job: name one of {', '.join(fitting)}, or train twice"
+            f"{algorithm.name} has its stages on the ranks {list(placement.rank_of)}, {other.name} on others, so one"
+            f" job cannot compare them: name one of {', '.join(fitting)}, or train twice"
         )
     if other.by_checkpointing and not algorithm.by_checkpointing:
         raise ValueError(

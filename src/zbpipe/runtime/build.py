@@ -1,8 +1,8 @@
-"""Schedules by name on given stages, ready for `step`, and as classes: use them where you use torch's own.
+"""Schedules by name on given stages, ready for `step`, and as classes to use instead of torch's own.
 
     schedule = zbpipe.ScheduleZBV(stages, n_microbatches=8, loss_fn=loss_fn)
 
-Each is a `RegisteredSchedule` and takes its arguments. ZB and ZBLoop adapt to the activation checkpointing (see
+Each class is a `RegisteredSchedule` with its arguments. ZB and ZBLoop adapt to the activation checkpointing (see
 `AdaptiveSchedule`). `zbpipe.algorithms` has their definitions.
 """
 
@@ -34,7 +34,7 @@ Made = TypeVar("Made", bound=Schedule | Plan)
 
 
 def class_of(schedule: str | Algorithm) -> type[RegisteredSchedule]:
-    """The class that runs a schedule of zbpipe or another package. A name always has the same class."""
+    """The class for a schedule of zbpipe or another package, always the same for a name."""
     algorithm = resolve(schedule)
     return _find_class(algorithm) if algorithm.table is None else _make_class(algorithm)
 
@@ -61,7 +61,7 @@ def build_pipeline_schedule(
 ) -> pipelining.PipelineSchedule:
     """The schedule called `schedule`, or the schedule itself, on the given stages, ready for `step`.
 
-    A pipeline of one rank, which holds both stages of a V:
+    A pipeline of one rank with both stages of a V:
 
     >>> import torch, torch.distributed as dist, zbpipe
     >>> cpu = torch.device("cpu")
@@ -110,7 +110,6 @@ def build_pipeline_schedule(
 
 
 def _plan_again(plan: Plan, ranks: int, microbatches: int) -> Schedule:
-    """The plan for this number of microbatches, the same on all ranks."""
     planned = plan.schedule
     if microbatches == planned.num_microbatches:
         return planned
@@ -131,7 +130,7 @@ def _plan_again(plan: Plan, ranks: int, microbatches: int) -> Schedule:
 def from_first_rank(
     make: Callable[[], Made], group: dist.ProcessGroup | None = None, device: torch.device | None = None
 ) -> Made:
-    """The first rank's result of `make` on all ranks: one rank plans, and no shared file is needed.
+    """The first rank's result of `make` on all ranks, without a shared file: one rank plans.
 
         schedule = zbpipe.from_first_rank(lambda: zbpipe.plan(num_ranks, 16, costs))
         indices = zbpipe.stage_indices(schedule, rank=rank, num_ranks=num_ranks)
@@ -158,7 +157,7 @@ def from_first_rank(
             made = [make()]
             if not isinstance(made[0], (Schedule, Plan)):
                 made = [f"it made {made[0]!r}, not a zbpipe.Schedule or a zbpipe.Plan"]
-        except Exception as error:  # the other ranks wait for any answer
+        except Exception as error:  # the other ranks wait for an answer
             made = [f"{type(error).__name__}: {error}"]
     dist.broadcast_object_list(made, group=group, group_src=0, device=device)
     if isinstance(made[0], str):
@@ -168,7 +167,6 @@ def from_first_rank(
 
 
 def require_options(algorithm: Algorithm, options: Iterable[str]) -> None:
-    """Refuse options that the schedule lacks with the installed torch."""
     if algorithm.source == "torch":
         checks.require_options(algorithm.name, options, pipelining.torch_class(algorithm.name).__init__)
     else:

@@ -30,7 +30,7 @@ from zbpipe.simulator.validation import require_valid
 logger = logging.getLogger(__name__)
 
 Spell = Callable[[str], str]
-"""Maps the name of an option to its form in the user's interface."""
+"""Converts an option's name to the user's spelling of it."""
 
 _LONGEST_FINDING = 300
 """Limit in characters: a cycle of messages can be as long as a step."""
@@ -41,7 +41,6 @@ _WAY_OUT = (
 
 
 def require_schedule(what: str, schedule: object) -> None:
-    """Refuse anything but a schedule of torch or zbpipe."""
     if not isinstance(schedule, pipelining.PipelineSchedule):
         raise ValueError(
             f"{what} takes a schedule on its stages, from zbpipe.build_pipeline_schedule, got {schedule!r}"
@@ -49,7 +48,7 @@ def require_schedule(what: str, schedule: object) -> None:
 
 
 def require_known(who: str, options: Iterable[str], known: set[str]) -> None:
-    """Refuse the first of `options` that is not `known`. The message lists the known options, and names the nearest."""
+    """Refuse the first of `options` that is not `known`. The message lists the known ones, and names the nearest."""
     for option in options:
         if option not in known:
             near = get_close_matches(option, known, n=1)
@@ -58,39 +57,35 @@ def require_known(who: str, options: Iterable[str], known: set[str]) -> None:
 
 
 def require_above_0(name: str, number: object) -> None:
-    """Refuse anything but a number above 0. None is accepted."""
     is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
     if number is not None and not (is_number and number > 0):  # type: ignore[operator]
         raise ValueError(f"{name} has to be a number above 0, or None for the default, got {name}={number!r}")
 
 
 def require_callable(**functions: object) -> None:
-    """Refuse the first of `functions` that cannot be called."""
     for name, function in functions.items():
         if not callable(function):
             raise ValueError(f"{name} has to be a function, got {function!r}")
 
 
 def require_group(group: object) -> None:
-    """Refuse anything but a process group. None means all ranks of the job."""
+    """Refuse anything but a process group, or None for all ranks of the job."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise ValueError(f"group has to be a process group of torch.distributed, or None for all ranks, got {group!r}")
 
 
 def require_path(name: str, path: Any) -> None:
-    """Refuse anything but a file path. None means no file."""
     if path is not None and not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"{name} has to be the path of a file, got {path!r}")
 
 
 def require_yes_or_no(name: str, value: object) -> None:
-    """Refuse anything but True or False."""
     if not isinstance(value, bool):
         raise ValueError(f"{name} has to be True or False, got {value!r}")
 
 
 def require_writable(file: str | Path) -> None:
-    """Refuse an unwritable file before the job runs; creates the folder if it is missing."""
+    """Refuse an unwritable file before the job runs. Creates the folder if it is missing."""
     path = Path(file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,14 +99,14 @@ def require_writable(file: str | Path) -> None:
 
 
 def require_options(name: str, options: Iterable[str], build: Callable[..., Any], more: Iterable[str] = ()) -> None:
-    """Refuse options that a schedule lacks with the installed torch: neither arguments of `build` nor in `more`."""
+    """Refuse options that the schedule lacks with the installed torch: neither arguments of `build` nor in `more`."""
     no_options = {"self", "stage", "stages", "n_microbatches", "loss_fn", "args", "options"}
     known = set(inspect.signature(build).parameters) - no_options | set(more) - no_options
     require_known(f"{name} on this torch", options, known)
 
 
 def require_microbatches(name: str, n_microbatches: int, loss_fn: Callable[..., Tensor] | None) -> int:
-    """The number of microbatches as a Python int. Anything else is refused, such as a loss_fn."""
+    """The number of microbatches as an int. Refuses anything else, such as a loss_fn."""
     if loss_fn is not None and not callable(loss_fn):
         raise ValueError(f"{name} needs a loss_fn that can be called as loss_fn(output, target), got {loss_fn!r}")
     (n_microbatches,) = require_whole(1, n_microbatches=n_microbatches)
@@ -119,7 +114,7 @@ def require_microbatches(name: str, n_microbatches: int, loss_fn: Callable[..., 
 
 
 def sort_stages(stages: PipelineStage | Sequence[PipelineStage], name: str) -> list[PipelineStage]:
-    """The stages in ascending order, because torch's first step passes shapes from stage to stage in list order."""
+    """The stages in ascending order, in which torch's first step passes shapes from stage to stage."""
     given: Any = () if stages is None else stages
     listed = list(given) if isinstance(given, Iterable) else [given]
     if not listed:
@@ -136,12 +131,11 @@ def sort_stages(stages: PipelineStage | Sequence[PipelineStage], name: str) -> l
 def place_stages(
     stages: PipelineStage | Sequence[PipelineStage], algorithm: registry.Algorithm
 ) -> tuple[list[PipelineStage], Placement]:
-    """A rank's stages in ascending order, and the placement of all stages. Every rank has as many stages as this
-    one."""
+    """A rank's stages in ascending order, and the placement of all stages, if all ranks have as many."""
     name, ordered = algorithm.name, sort_stages(stages, algorithm.name)
     groups = [(stage.group_rank, stage.group_size) for stage in ordered]
     if len(set(groups)) > 1:
-        raise ValueError(f"{name}: all stages of a rank belong to one process group, got (rank, size) {groups}")
+        raise ValueError(f"{name}: all stages of a rank have to be in one process group, got (rank, size) {groups}")
     rank, group_size = groups[0]
     placement = algorithm.place(group_size, len(ordered) if algorithm.any_stages_per_rank else None)
     expected = placement.stages_on(rank)
@@ -157,10 +151,10 @@ def place_stages(
 
 
 def require_matching_messages(runtime: pipelining.PipelineSchedule, name: str, options: dict[str, Any]) -> None:
-    """Refuse torch's late receives where they do not match the sends."""
-    # On a V, messages of F and I go in the same direction between two ranks, so a rank can receive one for the other
-    # (torch 2.15). In other placements a rank can wait for a message that its peer sends only after it has received one
-    # from this rank.
+    """Refuse torch's late receives if they do not match the sends."""
+    # On a V, messages of F and I go in the same direction between two ranks, so a rank can receive one as the other
+    # (torch 2.15). In other placements a rank can wait for a message that its peer sends only after it has received
+    # one.
     if not options.get("defer_pp_recv") or not isinstance(runtime, pipelining.ScheduleRuntime):
         return
     rows = pipelining.rows_of(runtime)
@@ -189,7 +183,7 @@ def require_step(
 ) -> None:
     """Refuse a step that all ranks can refuse alike: without a loss, an empty batch, a target that does not split into
     equal microbatches, and in the first step parameters that cannot be trained."""
-    # torch before 2.14 would take lists of microbatches for keyword inputs, and split them.
+    # torch before 2.14 would take lists of microbatches as keyword inputs, and split them.
     lists = sorted({"arg_mbs", "kwarg_mbs", "target_mbs"}.intersection(kwargs))
     if lists and not pipelining.TAKES_MICROBATCHES:
         raise ValueError(
@@ -235,7 +229,7 @@ def _require_training(runtime: pipelining.ScheduleRuntime, is_first: bool) -> No
 def require_microbatches_alike(
     runtime: pipelining.ScheduleRuntime, inputs: Any, keyword_inputs: Any, targets: Any
 ) -> None:
-    """Refuse the microbatches of a step if some are missing, or differ in shape."""
+    """Refuse a step with missing microbatches, or with microbatches of different shapes."""
     n_microbatches = pipelining.num_microbatches(runtime)
     for each, what in ((inputs, "inputs"), (keyword_inputs, "keyword inputs"), (targets, "targets")):
         if each is not None and len(each) != n_microbatches:
@@ -256,15 +250,15 @@ def require_microbatches_alike(
 
 
 def require_known_shapes(runtime: pipelining.ScheduleRuntime, inputs: Any) -> None:
-    """Refuse microbatches, all of one shape, whose shapes differ from the messages' setup."""
+    """Refuse microbatches whose shape differs from the messages' setup."""
     stage = pipelining.stages_of(runtime)[0]
     expected = pipelining.input_shapes(runtime) if stage.group_size > 1 else None
     if not stage.is_first or not inputs or expected is None:
         return
     if (found := _list_shapes(inputs[0])) != expected:
         raise ValueError(
-            f"the microbatches have inputs of the shapes {_describe(found)}, but those of the first step, for which"
-            f" the messages between ranks are set up, had {_describe(expected)}: {_WAY_OUT}"
+            f"the microbatches have inputs of the shapes {_describe(found)}, but the messages between ranks are set up"
+            f" for those of the first step, {_describe(expected)}: {_WAY_OUT}"
         )
 
 
@@ -287,7 +281,7 @@ def _describe(shapes: Iterable[torch.Size]) -> str:
 
 
 def require_scaled_once(runtime: pipelining.PipelineSchedule, name: str) -> None:
-    """Refuse a parameter that two stages share: torch would scale its gradient once per stage."""
+    """Refuse a parameter that two stages share, because torch would scale its gradient once per stage."""
     stages = pipelining.stages_of(runtime)
     if not runtime.scale_grads or all(map(find_split, stages)):
         return
@@ -304,32 +298,30 @@ def require_scaled_once(runtime: pipelining.PipelineSchedule, name: str) -> None
 
 
 def require_sound_messages(rows: Rows, schedule: Schedule) -> None:
-    """Refuse a schedule whose sends and receives do not match, or deadlock."""
+    """Refuse a schedule with sends and receives that do not match, or deadlock."""
     findings = validate_lowered(rows) or find_blocked_queues(rows)
     if findings:
         raise ValueError(
-            f"schedule {schedule.name} with its messages would not run: {findings[0]}. Leave max_outstanding_sends out"
-            " if it is set; otherwise this is a bug of zbpipe: please report it"
+            f"schedule {schedule.name} with its messages would not run: {findings[0]}. Omit max_outstanding_sends if it"
+            " is set; otherwise this is a bug of zbpipe: please report it"
         )
 
 
 def read_receives(receives: Receives | str | None, options: Mapping[str, Any]) -> Receives | None:
     """The user's choice of when to post receives; None leaves it to zbpipe."""
-    # With `max_outstanding_sends` torch places its waits between its own early receives, so that option implies early
-    # receives.
+    # With `max_outstanding_sends` torch places waits between its own early receives, so that option implies these.
     if receives is not None:
         return Receives.parse(receives)
     return None if options.get("max_outstanding_sends") is None else Receives.EARLY
 
 
 def require_one_of(name: str, value: object, known: Sequence[str]) -> None:
-    """Refuse anything but one of these words."""
     if value not in known:
         raise ValueError(f"{name}={value!r} is unknown: use one of {', '.join(map(repr, known))}")
 
 
 def require_same_placement(schedule: Schedule, placement: Placement) -> None:
-    """Refuse to adopt a schedule for stages other than the running ones."""
+    """Refuse to adopt a schedule for stages in another placement."""
     if schedule.placement != placement:
         raise ValueError(
             f"schedule {schedule.name} puts its stages on the ranks {schedule.placement.rank_of}, but they are on"
@@ -338,10 +330,10 @@ def require_same_placement(schedule: Schedule, placement: Placement) -> None:
 
 
 def require_inferred_shapes(runtime: pipelining.OwnRuntime) -> None:
-    """Refuse microbatches of other shapes where torch cannot infer them."""
+    """Refuse microbatches of other shapes if torch cannot infer them."""
     if not pipelining.can_infer_shapes(runtime):
         raise ValueError(
-            "the microbatches have other shapes than those of earlier steps, and the stages were built for fixed shapes"
+            "the microbatches have other shapes than in earlier steps, and the stages were built for fixed shapes"
             " (input_args and output_args of PipelineStage, a traced model, or torch before 2.13): give all steps the"
             " same shapes, or omit these arguments"
         )
@@ -357,7 +349,6 @@ def require_offload(what: Offload | None, split_backward: SplitBackward, spell: 
 
 
 def require_pairs(schedule: Schedule, stages: Sequence[pipelining.Stage]) -> None:
-    """Refuse to offload deferred gradients of torch's own split, which keeps them in autograd's graph."""
     if OpKind.OI in schedule.kinds and not all(map(find_split, stages)):
         raise ValueError(
             f"schedule {schedule.name} offloads deferred gradients, and only zbpipe's split frees them: keep"
@@ -366,7 +357,6 @@ def require_pairs(schedule: Schedule, stages: Sequence[pipelining.Stage]) -> Non
 
 
 def require_runnable(schedule: Schedule) -> None:
-    """Refuse a schedule that torch cannot run, before anything is launched."""
     require_valid(schedule)
     last = schedule.placement.num_stages - 1
     forwards = [op.microbatch for op in schedule.ops[schedule.placement.rank_of[last]] if op[:2] == (last, OpKind.F)]

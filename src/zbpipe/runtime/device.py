@@ -1,7 +1,7 @@
 """Streams, events, copies to the host, memory and random states of a job's device.
 
-CUDA, ROCm and XPU share one implementation, by torch's interface for all accelerators. On the CPU all work is over when
-the call returns.
+CUDA, ROCm and XPU share one implementation, by torch's interface for all accelerators. On the CPU, work ends with its
+call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Stream(Protocol):
-    """The part of `torch.Stream` that zbpipe uses. As a context manager it is the current stream."""
+    """zbpipe's part of `torch.Stream`. As a context manager it is the current stream."""
 
     def wait_stream(self, other: Any) -> None: ...
 
@@ -32,8 +32,6 @@ class Stream(Protocol):
 
 
 class Accelerator:
-    """An accelerator, by torch's interface for all of them."""
-
     smallest_copy = 2**16
     """Smallest storage worth a copy to the host, in bytes."""
 
@@ -44,19 +42,17 @@ class Accelerator:
         return cast(Stream, torch.Stream(self._device))
 
     def current_stream(self) -> Stream:
-        """The stream of the computations."""
         return cast(Stream, torch.accelerator.current_stream(self._device))
 
     def new_event(self, *, timed: bool = False) -> torch.Event:
         return torch.Event(self._device, enable_timing=timed)
 
     def copy_to_host(self, storage: torch.UntypedStorage) -> Any:
-        """Begin to copy to new memory of the host; returns that memory."""
+        """Begin to copy to new memory of the host. Returns that memory."""
         content = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
         return content.copy_(_bytes_of(storage), non_blocking=True)
 
     def copy_from_host(self, content: Any, storage: torch.UntypedStorage) -> None:
-        """Begin to copy back."""
         _bytes_of(storage).copy_(content, non_blocking=True)
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
@@ -64,21 +60,19 @@ class Accelerator:
         storage.resize_(size)
 
     def synchronize(self) -> None:
-        """Wait for all work."""
         self._module.synchronize(self._device)
 
     def is_capturing(self) -> bool:
-        """Whether the computations go into a graph, to run later."""
+        """Whether computations are captured into a graph, to run later."""
         # Meta tensors have no module, and asking for it is an error.
         ask = getattr(getattr(torch, self._device.type, None), "is_current_stream_capturing", None)
         return ask is not None and bool(ask())
 
     def reset_peak(self) -> None:
-        """Let the peak be counted from now on. The job's log then sees the same peak."""
+        """Count the peak from now on. The job's log then sees the same peak."""
         self._module.reset_peak_memory_stats(self._device)
 
     def count_bytes(self) -> tuple[int, int]:
-        """Allocated bytes: now, and at the peak."""
         return self._module.memory_allocated(self._device), self._module.max_memory_allocated(self._device)
 
     def random_state(self) -> Tensor | None:
@@ -93,7 +87,7 @@ class Accelerator:
 
 
 class _AtOnce:
-    """A stream whose work is over when the call returns."""
+    """A stream whose work ends with its call."""
 
     def wait_stream(self, other: Any) -> None:
         pass
@@ -112,8 +106,6 @@ class _AtOnce:
 
 
 class _Moment:
-    """An event on the CPU."""
-
     def record(self) -> None:
         self.time = time.perf_counter()
 
@@ -128,10 +120,8 @@ class _Moment:
 
 
 class Cpu(Accelerator):
-    """The CPU, which stands for an accelerator: copies move between two places in its memory.
-
-    The copies are not tensors, so that counts of tensor bytes include only the device's.
-    """
+    """The CPU as an accelerator: copies go from one place in its memory to another. They are not tensors, so that
+    counts of tensor bytes include only the device's."""
 
     smallest_copy = 0
 
@@ -156,20 +146,19 @@ class Cpu(Accelerator):
         return False
 
     def random_state(self) -> None:
-        """None: the CPU's own state is kept anyway."""
+        """None, because callers keep the CPU's own state anyway."""
 
     def set_random_state(self, state: Tensor | None) -> None:
         pass
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    """The content of a storage as a tensor of bytes in the same memory."""
+    """A storage's content as bytes, in the same memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 @cache
 def find_device(device: torch.device) -> Accelerator:
-    """The streams and memory of this device."""
     return Cpu(device) if device.type == "cpu" else Accelerator(device)
 
 
@@ -182,7 +171,6 @@ class RandomState:
         self._of_numpy = self._numpy and self._numpy.get_state()
 
     def restore(self) -> None:
-        """Make these the present random states again."""
         cpu, device, python = self._states
         torch.set_rng_state(cpu)
         self._device.set_random_state(device)

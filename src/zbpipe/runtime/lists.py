@@ -1,4 +1,4 @@
-"""The lists of a job's steps: a schedule for each number of microbatches, as torch runs it, and its transport."""
+"""The lists of a job's steps, one schedule for each number of microbatches, and the transport."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ from zbpipe.simulator.simulation import best_receives, simulate
 
 @dataclass
 class Lowered:
-    """A schedule as torch runs it."""
-
     schedule: Schedule
     lists: pipelining.Lists
     receives: Receives
     is_agreed: bool = False
     """Whether all ranks are known to have the same lists."""
     cut: RunAhead | None = None
-    """The lists cut at the validation of an optimizer step, once that was asked for."""
+    """The lists, cut at the validation of an optimizer step, if that was asked for."""
 
 
 @dataclass(eq=False)
@@ -39,12 +37,11 @@ class Lists:
     algorithm: Algorithm
     placement: Placement
     costs: CostModel | None
-    """Costs for the next schedules; None if unknown."""
+    """Costs of the next schedules; None if unknown."""
     limit: MemoryLimit | None
     """Memory limit of a rank; None for the algorithm's own limit."""
     offload: Offload | None
     transport: Transport
-    """Transport of messages."""
     receives: Receives | None
     """When ranks post receives; None for the shortest simulated step."""
     frees_sends_early: bool
@@ -52,7 +49,6 @@ class Lists:
     runs_ahead: bool = False
     """Whether the next schedules are made to run ahead of `zbpipe.OptimizerStep`."""
     running: Lowered = field(init=False)
-    """The lists of the next step."""
     _adopted: dict[int, Schedule] = field(default_factory=dict, init=False)
     _made: dict[int, Schedule] = field(default_factory=dict, init=False)
     _lowered: dict[Schedule, Lowered] = field(default_factory=dict, init=False)
@@ -64,7 +60,7 @@ class Lists:
 
     @without_collections()
     def of(self, number: int, make: Callable[[int], Schedule]) -> Schedule:
-        """The schedule for `number` microbatches. `make` makes it if none was adopted or made before."""
+        """The schedule for `number` microbatches: the adopted one, an earlier one, or a new one of `make`."""
         if number in self._adopted:
             return self._adopted[number]
         if number not in self._made:
@@ -74,13 +70,13 @@ class Lists:
     def adopt(self, schedule: Schedule) -> None:
         """Run `schedule` from now on in steps with its number of microbatches."""
         self._adopted[schedule.num_microbatches] = schedule
-        # Another rank may have adopted a schedule that is new, where this one returns to a known one. So all ranks
-        # compare the lists of each schedule again, before they next run it.
+        # Another rank may have adopted a new schedule, where this one returns to a known one. So all ranks compare the
+        # lists of each schedule again before its next run.
         for lowered in self._lowered.values():
             lowered.is_agreed = False
 
     def use_costs(self, costs: CostModel | None, transport: Transport | None = None) -> None:
-        """Make and lower schedules for these costs, and this transport, from now on. Adopted schedules stay."""
+        """Use these costs, and this transport, for schedules from now on. Adopted schedules stay."""
         self.costs, self.transport = costs, transport or self.transport
         for lowered in self._lowered.values():
             lowered.is_agreed = False
@@ -88,7 +84,7 @@ class Lists:
         self._lowered.clear()
 
     def make(self, number: int, *, runs_ahead: bool | None = None) -> Schedule:
-        """Make a schedule for the known costs; ValueError if there is none."""
+        """A schedule for the known costs. ValueError if there is none."""
         made = self.algorithm.make(
             self.placement.num_ranks,
             number,
@@ -101,7 +97,7 @@ class Lists:
         return made if self.offload is None else offloaded(made, self.simulated_costs, what=self.offload)
 
     def make_to_run_ahead(self) -> Schedule:
-        """The running schedule remade to run ahead; unchanged if it was adopted, or cannot be made for that."""
+        """The running schedule, remade to run ahead unless it was adopted or cannot be made for that."""
         running = self.running.schedule
         number = running.num_microbatches
         if "runs_ahead" in self.algorithm.keywords and running == self.make(number, runs_ahead=False):
@@ -109,12 +105,12 @@ class Lists:
         return running
 
     def gain_of_running_ahead(self) -> float:
-        """Simulated share of a step saved by running ahead; 0 with copies to the host, which cannot be undone."""
+        """Simulated share of a step saved by running ahead. 0 with copies to the host, which cannot be undone."""
         schedule = self.make_to_run_ahead()
         return 0.0 if schedule.has_copies else gain(schedule, self.simulated_costs)
 
     def cut(self, runtime: pipelining.ScheduleRuntime) -> RunAhead | None:
-        """The running lists cut at the validation of an optimizer step; None if no rank runs any op before it."""
+        """The running lists, cut at the validation of an optimizer step. None if no rank runs an op before it."""
         running, schedule = self.running, self.running.schedule
         # Copies to the host cannot be undone.
         if schedule.has_copies:
@@ -131,7 +127,7 @@ class Lists:
 
     @without_collections()
     def lower(self, runtime: pipelining.ScheduleRuntime, schedule: Schedule) -> Lowered:
-        """The schedule as `runtime` runs it. This may replace the lists of `runtime`."""
+        """The schedule as `runtime` runs it. May replace the lists of `runtime`."""
         if schedule in self._lowered:
             return self._lowered[schedule]
         checks.require_runnable(schedule)

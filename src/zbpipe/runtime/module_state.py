@@ -13,10 +13,9 @@ from zbpipe.runtime.device import RandomState
 class ModuleState:
     """Snapshot of the state that a module's forward depends on besides its inputs.
 
-    Parameters, buffers and other tensors in attributes are kept by value, attributes by assignment. The contents of
-    containers and objects are not kept. It also keeps random states, those of generators in attributes, too. With
-    `like`, values that are equal in both are kept once. Without `weights` parameters are not copied, for callers that
-    do not write to them.
+    Keeps parameters, buffers and other tensors in attributes by value, other attributes by assignment, and random
+    states, including those of generators in attributes. Contents of containers and objects are not kept. Values equal
+    to those of `like` are shared. Without `weights`, parameters are not copied, for callers that do not write to them.
     """
 
     def __init__(
@@ -42,18 +41,16 @@ class ModuleState:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Tensors whose values are kept."""
         return [local for _, local, _ in self._values]
 
     def restore(self) -> None:
-        """Restore everything."""
         for own, before in self._attributes:
             for name in own.keys() - before.keys():
                 del own[name]
             own.update({name: value for name, value in before.items() if own.get(name, self) is not value})
         for _, local, copy in self._values:
-            # Write only differences: another microbatch's graph may need the tensor unchanged. A parameter that FSDP2
-            # has resharded since has no memory.
+            # Write only differences, because another microbatch's graph may need the tensor unchanged. A parameter that
+            # FSDP2 has resharded since has no memory.
             if local.untyped_storage().size() and not torch.equal(local, copy):
                 local.copy_(copy)
         self._random.restore()

@@ -1,4 +1,4 @@
-"""Copies to the host and back, between the computations of a schedule: copier, a rank's copies, and their memory."""
+"""Copies to the host and back, between a schedule's computations: the copier, a rank's copies, and their memory."""
 
 from __future__ import annotations
 
@@ -26,13 +26,10 @@ Storages = Sequence[torch.UntypedStorage]
 
 @dataclass(slots=True)
 class HostCopy:
-    """Tensors copied to the host."""
-
     storages: Storages
-    """Storages on the device, with zero bytes while only the host copy exists."""
+    """Storages on the device, of zero bytes while only the host copy exists."""
     sizes: tuple[int, ...]
     host: list[Any]
-    """Contents of the storages."""
     event: Any
     """End of the last copy, out or back."""
 
@@ -42,7 +39,6 @@ class HostCopy:
 
 
 def make_copier(device: torch.device) -> Copier:
-    """The copier for this device; ValueError if there is none."""
     if device.type == "meta":
         raise ValueError("offload copies from accelerators, and on the CPU for tests, not from meta: omit it")
     return Copier(find_device(device))
@@ -53,19 +49,17 @@ class Copier:
 
     For storages that are not used in between, call `copy_out`, `release`, `copy_back` and `wait`, in this order.
 
-    Memory is freed and allocated in the order of the compute stream. The allocator then never reuses it for kernels
-    that could run before the copy ends, so `record_stream` is not needed.
+    Memory is freed and allocated in the order of the compute stream. So the allocator never reuses it for kernels that
+    could run before the copy ends, and `record_stream` is not needed.
     """
 
     def __init__(self, device: Accelerator) -> None:
         self._device = device
         self._out, self._back = device.new_stream(), device.new_stream()
         self.copied = 0
-        """Bytes copied out so far."""
 
     @property
     def smallest(self) -> int:
-        """Smallest storage worth a copy, in bytes."""
         return self._device.smallest_copy
 
     def copy_out(self, storages: Storages) -> HostCopy:
@@ -95,13 +89,13 @@ class Copier:
         copy.event = self._back.record_event()
 
     def wait(self, copy: HostCopy) -> None:
-        """Make computations from now on wait until the copy back ends, and free the host's memory."""
+        """Let computations from now on wait until the copy back ends, and free the host's memory."""
         self._device.current_stream().wait_event(copy.event)
         copy.host.clear()
 
 
 class Copies:
-    """Runs the copies of one rank around its computations. The rank's stages are already split."""
+    """Runs a rank's copies around its computations. Its stages are already split."""
 
     def __init__(self, stages: Sequence[pipelining.Stage], copier: Copier) -> None:
         device = pipelining.device_of(stages[0])
@@ -112,7 +106,6 @@ class Copies:
         self._logged: set[tuple[int, OpKind]] = set()
 
     def follow(self, timeline: Timeline) -> None:
-        """Run the copies of this schedule from the next step on."""
         rank = timeline.schedule.placement.rank_of[next(iter(self._stages))]
         self._issued = _group_by_issue(timeline.schedule, rank)
         self._released = _group_by_release(timeline, rank)
@@ -120,17 +113,15 @@ class Copies:
 
     @contextmanager
     def issue_during(self, schedule: pipelining.ScheduleRuntime) -> Iterator[None]:
-        """Context of a step of `schedule`."""
         self._saved: dict[tuple[int, int], Saved] = {}
         self._copies: dict[Op, HostCopy] = {}
-        """Copies by the op that copied them out."""
+        """Copies, by their op that copies out."""
         self._unreleased: set[Op] = set()
         self._before_loss: set[Op] = set()
         with hooks.hook(schedule, hooks.HookOrder.COPY, self.around):
             yield
 
     def around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
-        """Run a computation, and the copies issued after it."""
         if not self._ops or not self._stages[stage].has_backward:
             return compute()
         op = Op(stage, OpKind(kind), microbatch)
@@ -170,7 +161,7 @@ class Copies:
         del tensors
         self._copies[copy] = self.copier.copy_out(storages)
         self._unreleased.add(copy)
-        # Log the offloaded bytes once per stage, since tensors with other owners stay.
+        # Log the bytes once per stage, because tensors with other owners are not offloaded.
         what, num_bytes = (copy.stage, copy.kind), self._copies[copy].num_bytes
         if num_bytes and what not in self._logged:
             self._logged.add(what)
@@ -187,7 +178,6 @@ def _find_copied(reload: Op) -> Op:
 
 
 def _group_by_issue(schedule: Schedule, rank: int) -> dict[Op, list[Op]]:
-    """Copies that follow each computation in the list."""
     found: dict[Op, list[Op]] = defaultdict(list)
     computation = None
     for op in schedule.ops[rank]:
@@ -199,12 +189,12 @@ def _group_by_issue(schedule: Schedule, rank: int) -> dict[Op, list[Op]]:
 
 
 def _group_by_release(timeline: Timeline, rank: int) -> dict[Op, list[Op]]:
-    """Copies out, by the computation that frees their memory: the last one to begin before the copy ends."""
+    """Copies out, by the computation that frees their memory: the last one that begins before the copy ends."""
     found: dict[Op, list[Op]] = defaultdict(list)
     spans = timeline.spans[rank]
     for copy in timeline.copies[rank]:
         if copy.op.kind in OFFLOADS:
-            # A copy without a duration has unknown costs.
+            # Unknown costs: the copy takes no time.
             begun = [span.op for span in spans if span.start < copy.end or copy.end == copy.start == span.start]
             found[begun[-1]].append(copy.op)
     return found
@@ -221,7 +211,7 @@ class Saved:
         return torch.autograd.graph.saved_tensors_hooks(self._note, lambda tensor: tensor)
 
     def _note(self, tensor: Tensor) -> Tensor:
-        # A new tensor object: other owners of the saved tensor then count as one more holder of its memory.
+        # A new tensor object, so that other owners of the saved tensor count as holders of its memory.
         own = tensor.detach()
         self._tensors.append(ref(own))
         return own
@@ -233,7 +223,7 @@ class Saved:
 
 
 def find_unshared(tensors: Sequence[Tensor], smallest: int) -> list[torch.UntypedStorage]:
-    """Storages of at least `smallest` bytes that only `tensors` share. They can be offloaded while these are unused."""
+    """Storages of at least `smallest` bytes that only `tensors` share. They can be offloaded while unused."""
     # Parameters, buffers, a stage's inputs and outputs, and tensors that a module or its user keeps have other tensors
     # in the same memory, and stay.
     own: dict[int, dict[int, Tensor]] = defaultdict(dict)

@@ -39,7 +39,7 @@ from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.simulation import simulate
 
 PLAIN = "without events after computations, fused W, W of compiled regions, FSDP beside computations, offload, a probe"
-"""What a plain schedule leaves out."""
+"""What `plain` turns off."""
 
 logger = logging.getLogger(__name__)
 
@@ -52,50 +52,47 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         schedule = zbpipe.ScheduleZBV(stages, n_microbatches=8, loss_fn=loss_fn)
         schedule.step(batch, target=target)
 
-    `zbpipe.build_pipeline_schedule` takes the schedule by its name instead.
+    `zbpipe.build_pipeline_schedule` takes the schedule's name instead.
 
     Args:
         stages: all stages of this rank, which `zbpipe.stage_indices` names.
         n_microbatches: the number of microbatches, at least 1.
-        loss_fn: `(output, target) -> loss`. Without it there is only `eval`.
+        loss_fn: `(output, target) -> loss`. Without it only `eval` runs.
         split_backward: with "deferred", I is one ordinary backward and W computes the weight gradients (see
-            `zbpipe.runtime.split.deferring_layers`). A stage without a layer that can defer logs a warning. With
-            "strict" it is an error. "autograd" is torch's own split, for comparison.
+            `zbpipe.runtime.split.deferring_layers`). For a stage without a layer that can defer, "deferred" logs a
+            warning, and "strict" raises an error. "autograd" is torch's own split, for comparison.
         defer_loss: whether to defer to W also the weight gradients of backwards that the loss runs during F, such as
-            those of the LM head in TorchTitan's chunked loss. The gradients of all logits of a microbatch then stay in
-            memory until W.
-        fsdp_mode: with "overlap", a stage's first F runs while FSDP2 still gathers the stage's later modules (those
-            that `fully_shard` or its `replicate` wraps), and in the stage's last W or B FSDP2 reduces each module as
-            soon as its gradients are complete. With "reshard", each module also gathers its parameters for each F and
-            each backward, and frees them after it (ZeRO-3 in the pipeline). With "torch", F waits for all modules and
-            reductions follow the last W or B, as in torch. So do reductions with a framework's own backward, and
-            everything with a version of torch whose FSDP2 zbpipe does not know
-            (`zbpipe.runtime._torch.fsdp2`).
+            the LM head's in TorchTitan's chunked loss. The gradients of all logits of a microbatch then stay in memory
+            until W.
+        fsdp_mode: with "overlap", FSDP2 gathers the stage's later modules (with `fully_shard` or `replicate`) during
+            the stage's first F, and reduces each module in its last W or B, as soon as the module's gradients are
+            complete. With "reshard", each module also gathers its parameters for each F and backward, and then frees
+            them (ZeRO-3 in the pipeline). With "torch", F waits for all modules, and reductions follow the last W or
+            B. Reductions with a framework's own backward do this in all modes, as does everything with a torch whose
+            FSDP2 zbpipe does not know (`zbpipe.runtime._torch.fsdp2`).
         costs: costs for schedules that adapt to measured times (ZB1P, ZB2P), to place receives, and for `offload`.
-        memory_limit: limit for schedules that adapt to one (ZB, ZBLoop, Auto), see
-            `zbpipe.costs.MemoryLimit`.
-        offload: tensors copied to the host's memory and back, as far as that costs no time: "pairs" (deferred
-            gradients), "activations" or "all" (also True). It needs costs with `host`. A schedule that already has
-            copies, such as a plan's, runs them without this option.
+        memory_limit: limit for schedules that adapt to one (ZB, ZBLoop, Auto), see `zbpipe.costs.MemoryLimit`.
+        offload: tensors to offload to host memory, as much as fits without slowing the step: "pairs" (deferred
+            gradients), "activations" or "all" (also True). Needs costs with `host`. A schedule with its own copies,
+            such as a plan, runs them without this option.
         receives: when ranks post their receives: "early", "late", "timed", "nearest" or "rendezvous" (see
-            `zbpipe.costs.model.Receives`). By default the choice with the shortest step, simulated with the
-            transport and `costs`, or with equal times of F, I and W.
+            `zbpipe.costs.model.Receives`). Default: the choice with the shortest step, simulated with the transport
+            and with `costs`, or equal times of F, I and W.
         transport: transport of messages: "ideal", "one queue", "queue per peer" or "shared with compute" (see
-            `zbpipe.costs.model.Transport`). Default on the CPU: "ideal". On GPUs the version of torch and
-            variables determine which messages wait for each other. After the first step all ranks measure, once,
-            whether computations wait for messages, too. If they do, the schedule is remade (see
-            `zbpipe.runtime.transport`).
-        plain: whether to leave out what GPUs run in another way than CPUs, to find a fault: events after computations,
-            one kernel for product and addition in W, W of compiled regions, FSDP beside computations, copies to the
-            host, of `offload` or a plan, and the probe of the transport. Gradients are the same.
-        options: further arguments of torch's multi-stage schedules, as far as the installed torch has them:
-            `scale_grads`, `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `max_active_stages`,
-            `unshard_lookahead`, `defer_reduce_grad_wait`, `max_outstanding_sends` and others. Without the last one,
-            zbpipe frees a sent tensor as soon as its receipt is certain.
+            `zbpipe.costs.model.Transport`). Default on the CPU: "ideal". On GPUs, torch's version and variables
+            determine which messages wait for each other. After the first step all ranks measure, once, whether
+            computations wait for messages, too. If so, the schedule is remade (see `zbpipe.runtime.transport`).
+        plain: whether to turn off what GPUs run differently from CPUs, to find a fault: events after computations, one
+            kernel for product and addition in W, W of compiled regions, FSDP beside computations, copies to the host,
+            and the probe of the transport. Gradients are the same.
+        options: further arguments of torch's multi-stage schedules, if the installed torch has them: `scale_grads`,
+            `args_chunk_spec`, `kwargs_chunk_spec`, `output_merge_spec`, `max_active_stages`, `unshard_lookahead`,
+            `defer_reduce_grad_wait`, `max_outstanding_sends` and others. Without the last one, zbpipe frees a sent
+            tensor as soon as its receipt is certain.
 
     Raises:
         ValueError: the stages do not fit the schedule, the installed torch lacks an option, or a stage's backward
-        cannot be split.
+            cannot be split.
     """
 
     algorithm: ClassVar[Algorithm]
@@ -114,7 +111,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     _replays: Tensor | None = None
     """A counter on the device, which captured steps increment; None before the first step."""
 
-    # More than seven parameters: these are the keywords that users write, as torch's own schedules have them.
+    # More than seven parameters: users write them as keywords, as with torch's own schedules.
     def __init__(
         self,
         stages: PipelineStage | Sequence[PipelineStage],
@@ -181,12 +178,10 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     @property
     def transport(self) -> Transport:
-        """The transport for which schedules are made."""
         return self.lists.transport
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the next step."""
         return self.lists.running.schedule
 
     @property
@@ -219,8 +214,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         Args:
             schedule: a schedule or a plan with the placement of the running one. Steps with its number of microbatches
                 run it. Other steps keep their schedules.
-            costs: costs that place receives from now on, the same on all ranks. Default: the plan's, or those known so
-                far.
+            costs: costs that place receives from now on, the same on all ranks. Default: the plan's, or the known ones.
 
         Raises:
             ValueError: the schedule has another placement, or cannot run.
@@ -248,8 +242,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
             schedule.prepare(8, 12)
 
-        Ranks may call it independently: it sends no message.
-
+        Ranks may call it independently, because it sends no message.
         Raises:
             ValueError: a number below 1, or without a schedule (see `adopt`).
         """
@@ -278,7 +271,6 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         return self.lists.make(number)
 
     def _take_microbatches(self, number: int) -> None:
-        """Switch the next step to this number of microbatches."""
         (number,) = require_whole(1, microbatches=number)
         before = pipelining.num_microbatches(self)
         if number == before:
@@ -293,7 +285,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             raise
 
     def _use(self, schedule: Schedule) -> None:
-        """Run a schedule from the next step on. It has that step's number of microbatches."""
+        """Run a schedule, with the next step's number of microbatches, from that step on."""
         schedule = schedule.computations if self._is_plain else schedule
         stages = pipelining.stages_of(self)
         lowered = self.lists.lower(self, schedule)
@@ -307,14 +299,14 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         self.lists.use(self, lowered)
 
     def settle(self) -> None:
-        """Adopt another schedule before the first step, if the ranks together know better costs. All ranks call it."""
+        """Before the first step, adopt another schedule if the ranks together know better costs. All ranks call it."""
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """Infer shapes and compile before the first step, on all ranks at once."""
         if pipelining.is_set_up(self):
             return
         with ExitStack() as kept:
-            # A loss or a layer that calls `backward` itself leaves gradients of zeros.
+            # A loss or layer that calls `backward` itself leaves gradients of zeros.
             for stage in pipelining.stages_of(self):
                 kept.enter_context(pipelining.keeping_buffers(stage))
                 kept.enter_context(fsdp2.without_gradients(stage.submod))
@@ -331,9 +323,9 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         Args:
             args: torch's arguments, like `kwargs`.
             target: target of the batch, on the rank with the last stage.
-            microbatches: number of microbatches of this step, if not `n_microbatches`; the same on all ranks.
-                Microbatches may then also have other shapes than in the first step. The ranks compare both before such
-                a step. Already split microbatches (torch's `kwarg_mbs`) determine the number themselves.
+            microbatches: number of microbatches of this step, if not `n_microbatches`; the same on all ranks. Their
+                shapes may then also differ from the first step's. The ranks compare both before such a step. Already
+                split microbatches (torch's `kwarg_mbs`) determine the number themselves.
 
         Raises:
             ValueError: before anything is sent, for a batch not divisible by the number of microbatches, new shapes
@@ -388,7 +380,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             self._is_warm = False
         checks.require_known_shapes(self, args)
         with self._failures.explain_failures(self, self.schedule.name):
-            # The ranks compare their lists before their messages are set up.
+            # The ranks compare their lists before they set up messages.
             if not (running.is_agreed and pipelining.is_set_up(self)):
                 if not running.is_agreed:
                     self.settle()
@@ -418,10 +410,10 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         logger.info("Messages: %s receives, for the transport %r: %s for messages", self.receives, str(transport), how)
 
     def _run_ahead(self, run: Callable[[], None]) -> None:
-        """Run a step ahead of a pending validation of the last optimizer step. Repeat it if that step did not count."""
+        """Run a step ahead of a pending validation of the last optimizer step. Repeat it if the step is void."""
         stages, last, trains = pipelining.stages_of(self), self._optimizer_step, pipelining.trains(self)
         kept: list[Tensor] = []
-        if self.scale_grads and trains:  # then the end of the step also divides the gradients of earlier steps
+        if self.scale_grads and trains:  # then the end of the step also divides earlier steps' gradients
             kept = fsdp2.find_kept_gradients(stage.submod for stage in stages)
         cut = self.lists.cut(self) if last is not None and last.is_pending and trains else None
         with hooks.saved_from_scaling(self, kept):
@@ -443,5 +435,5 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     @property
     def optimizer_steps(self) -> dict[str, int]:
-        """Numbers of `zbpipe.OptimizerStep`'s steps of each kind; empty without it."""
+        """Numbers of `zbpipe.OptimizerStep`'s steps of each kind. Empty without it."""
         return {} if self._optimizer_step is None else asdict(self._optimizer_step.counts)

@@ -1,4 +1,4 @@
-"""The transport of a job's messages: known from versions and variables, and measured after the first step."""
+"""The transport of a job's messages: from versions and variables, and measured after the first step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _QUEUES = {
     (2, 13): (Transport.QUEUE_PER_PEER, "has a communicator for each pair of ranks, unless a device is bound"),
     (2, 15): (Transport.ONE_QUEUE, "has one stream for all messages of a process group"),
 }
-"""By the first version of torch, the queues of single messages over NCCL and RCCL, and why."""
+"""Queues of single messages over NCCL and RCCL, by the first version of torch, and why."""
 _ONE_CONNECTION = (
     "CUDA_DEVICE_MAX_CONNECTIONS=1 makes streams share a queue, so computations may wait for messages: unset it, unless"
     " tensor parallelism needs it"
@@ -33,21 +33,18 @@ _ONE_CONNECTION = (
 _WAIT = 0.02
 """Seconds until a posted receive surely waits on the device."""
 _LIMIT = 0.2
-"""Seconds for computations of microseconds, after which they count as waiting."""
+"""Seconds for computations of microseconds. If they take longer, they wait."""
 _GLANCE = 0.001
-"""Seconds between two looks at whether they are over."""
+"""Seconds between two checks whether they are over."""
 _WIDTH, _PRODUCTS = 256, 20
-"""Width and number of the probe's products."""
 
 logger = logging.getLogger(__name__)
 _warn_once = cache(logger.warning)
 _measured = WeakKeyDictionary[Any, "Known"]()
-"""What was measured, by the process group of a pipeline: a job may build a schedule for each step."""
+"""Measured transports by a pipeline's process group, because a job may build a schedule for each step."""
 
 
 class Known(NamedTuple):
-    """What is known of a transport."""
-
     queues: Transport
     """Which messages wait for each other."""
     is_shared: bool
@@ -63,12 +60,12 @@ class Known(NamedTuple):
 def find_known(
     version: str, environment: Mapping[str, str], *, is_bound: bool = False, per_edge: bool = False, rocm: bool = False
 ) -> Known:
-    """The transport over NCCL or RCCL, as this version of torch and these variables determine it.
+    """The transport over NCCL or RCCL for this version of torch and these variables.
 
     Args:
         version: torch's.
         environment: the job's variables.
-        is_bound: whether the process group was bound to a device when it was made (`device_id`). Groups for each
+        is_bound: whether the process group was bound to a device when it was made (`device_id`), as groups for each
             direction of the pipeline are.
         per_edge: whether torch has a group for each edge of the pipeline, even without its variable.
         rocm: whether torch was built for AMD's GPUs.
@@ -90,7 +87,7 @@ def find_known(
 
 
 def find_known_of(stage: pipelining.Stage) -> Known:
-    """What is known of the messages of a stage. Warns once of a costly setting."""
+    """The known facts on a stage's messages. Warns once of a costly setting."""
     group: Any = stage.group or dist.group.WORLD
     if group in _measured:
         return _measured[group]
@@ -122,25 +119,23 @@ class Probe:
             each.routes = set()
 
     def find_transport(self) -> Transport:
-        """The transport of the job. All ranks of the pipeline have to call this after the same step.
-
-        Odd ranks receive first, then even ranks. Their neighbours send once all ranks have reported whether their
-        computations ended while receives waited. So the answer does not depend on how late a host is.
-        """
+        """The transport of the job. All ranks of the pipeline have to call this after the same step. Odd ranks receive
+        first, then even ranks. Their neighbours send once all ranks have reported whether their computations ended
+        while receives waited. So the answer does not depend on a host's delay."""
         me, device = self._stage.group_rank, pipelining.device_of(self._stage)
         group: Any = self._stage.group or dist.group.WORLD
         x = torch.zeros(_WIDTH, _WIDTH, device=device)
         compute = partial(torch.mm, x, x, out=torch.empty_like(x))
-        compute()  # a kernel that is loaded while a receive waits may have to wait for it
+        compute()  # a kernel that loads while a receive waits may have to wait for it
         find_device(device).synchronize()
         place = dist.get_process_group_ranks(group).index
         routes = {each for own in self._messages for each in own.routes or () if (place(each[1]) - me) % 2}
-        ordered = sorted(routes, key=lambda route: (route[1], route[2].group_name))  # alike at both ends
+        ordered = sorted(routes, key=lambda route: (route[1], route[2].group_name))  # the same at both ends
         are_free = True
         for turn in (1, 0):
             is_receiver = me % 2 == turn
             mine = [each for each in ordered if (each[0] is dist.irecv) == is_receiver]
-            begin = partial(messages.post, mine * 2, device)  # the second receive of a route waits for the first one
+            begin = partial(messages.post, mine * 2, device)  # a route's second receive waits for the first one
             posted = begin() if is_receiver else []
             is_free = not posted or _runs(compute, find_device(device).new_event())
             are_free &= all(self._board.gather(f"free/{turn}", is_free))
@@ -148,7 +143,7 @@ class Probe:
                 work.wait()
         for each in self._messages:
             each.routes = None
-        # Replicas of a pipeline share the collectives of FSDP and TP, which all have to run in the same order.
+        # Replicas of a pipeline share the collectives of FSDP and TP, which have to run in the same order.
         is_shared = agreement.find_once(self._question, lambda: not are_free)
         _measured[group] = known = Known(self._queues, is_shared, "all ranks measured it", is_measured=True)
         return known.transport

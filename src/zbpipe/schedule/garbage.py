@@ -1,4 +1,4 @@
-"""Garbage collection, which large schedules and imports trigger again and again without any garbage."""
+"""Garbage collection, which large schedules and imports trigger again and again without garbage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Context without garbage collection."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -21,7 +20,7 @@ def without_collections() -> Iterator[None]:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Context for large imports: no garbage collection, also later of what was imported."""
+    """Context for large imports: no garbage collection, now or later, of the imported objects."""
     with without_collections():
         yield
         gc.freeze()

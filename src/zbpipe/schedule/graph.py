@@ -1,4 +1,4 @@
-"""What waits for what: a graph, and an order in which everything can run."""
+"""A graph of dependencies, and an order in which everything can run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ N = TypeVar("N")
 
 
 class CycleError(ValueError):
-    """Error for a cycle of nodes, each of which waits for the previous one, and the first for the last."""
+    """A cycle of nodes: each waits for the previous one, and the first for the last."""
 
     def __init__(self, message: str, cycle: Sequence[Any]) -> None:
         super().__init__(message)
@@ -20,7 +20,7 @@ class CycleError(ValueError):
 
 @dataclass(eq=False)
 class Graph(Generic[N]):
-    """Nodes, and the numbers of the nodes that each of them waits for.
+    """Nodes, and the numbers of the nodes for which each one waits.
 
     >>> Graph(["a", "b", "c"], [[], [2], [0]]).order
     [0, 2, 1]
@@ -34,7 +34,7 @@ class Graph(Generic[N]):
 
     @cached_property
     def order(self) -> list[int]:
-        """All nodes, each after those that it waits for. CycleError if there is no such order."""
+        """All nodes, each after those for which it waits. CycleError if there is no such order."""
         before, order = self.before, list[int]()
         done, on_path = bytearray(len(before)), bytearray(len(before))
         for root in range(len(before)):

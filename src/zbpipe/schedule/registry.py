@@ -5,11 +5,11 @@ A schedule is a function `(ranks, microbatches) -> Schedule`, registered under i
     @zbpipe.register("MySchedule", placement="v", stages_per_rank=2, summary="what it is good for")
     def my_schedule(ranks: int, microbatches: int) -> Schedule: ...
 
-A function that also takes `stages_per_rank` runs with any number of stages. One that takes `costs` can adapt to
-measured times, one that takes `memory_limit` to a `zbpipe.costs.MemoryLimit`, and one that takes `transport` to the
-transport of messages. The planner starts from functions that take no costs, and from those that take `search`: it
-passes False, for a schedule within milliseconds. Installed packages offer their functions through the entry-point group
-"zbpipe.algorithms". zbpipe's functions are in `zbpipe.algorithms`, which `import zbpipe` imports.
+A function that also takes `stages_per_rank` runs with any number of stages, one with `costs` can adapt to measured
+times, one with `memory_limit` to a `zbpipe.costs.MemoryLimit`, and one with `transport` to the transport of messages.
+The planner starts from functions without costs, and from those with `search`: it passes False, for a schedule within
+milliseconds. Installed packages offer functions through the entry-point group "zbpipe.algorithms". zbpipe's own are in
+`zbpipe.algorithms`, which `import zbpipe` imports.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ Generate = Callable[..., Schedule]
 
 @runtime_checkable
 class _Planned(Protocol):
-    """A `zbpipe.Plan`, which this module does not import. Only its schedule is used."""
+    """A `zbpipe.Plan`, which this module does not import."""
 
     @property
     def schedule(self) -> Schedule: ...
 
 
 _KEYWORDS = ("stages_per_rank", "costs", "memory_limit", "runs_ahead", "transport", "search")
-"""The keywords that the function of a schedule may take."""
+"""Keywords that a schedule's function may take."""
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The algorithm behind a name: a function that makes schedules, and their properties known in advance.
+    """The algorithm behind a name: a function that makes schedules, and its known properties.
 
     >>> zbv = resolve("ZBV")
     >>> zbv.name, zbv.placement, zbv.stages_per_rank, zbv.source
@@ -63,7 +63,7 @@ class Algorithm:
     summary: str = ""
     table: Schedule | None = None
     keywords: frozenset[str] = frozenset()
-    """The keywords that the function takes, some of `_KEYWORDS`."""
+    """Keywords that the function takes."""
     listed: bool = True
     by_checkpointing: bool = False
     """Whether a job without measured costs passes the default costs of its activation checkpointing."""
@@ -79,7 +79,7 @@ class Algorithm:
 
     @property
     def class_name(self) -> str:
-        """Name of its class on torch's executor, as logs show it."""
+        """Name of its class on torch's executor, for logs."""
         if self.table is None:
             return f"Schedule{self.name}"
         return "ScheduleFromFile" if self.name.lower().endswith(".csv") else "ScheduleAsGiven"
@@ -94,7 +94,7 @@ class Algorithm:
             )
 
     def place(self, num_ranks: int, stages_per_rank: int | None = None) -> Placement:
-        """The placement on `num_ranks` ranks. ValueError for numbers of ranks or stages that it does not support."""
+        """The placement on `num_ranks` ranks. ValueError for numbers that it does not support."""
         stages = self.stages_per_rank if stages_per_rank is None else stages_per_rank
         num_ranks, stages = require_whole(1, num_ranks=num_ranks, stages_per_rank=stages)
         if stages != self.stages_per_rank and not self.any_stages_per_rank:
@@ -112,7 +112,7 @@ class Algorithm:
 
     def stages_of_cut(self, num_ranks: int, num_stages: int, cut: str) -> int:
         """Stages per rank of a user's cut into this many stages. ValueError if the schedule runs another number."""
-        # `cut` names the field of the job's config, and what it does.
+        # `cut` names the config field and its effect.
         each, left = divmod(num_stages, num_ranks)
         own = self.place(num_ranks).num_stages
         if left or not each or (num_stages != own and not self.any_stages_per_rank):
@@ -135,7 +135,7 @@ class Algorithm:
         transport: object = None,
         search: bool = True,
     ) -> Schedule:
-        """The schedule of this size, made for those of the others that the function takes."""
+        """The schedule of this size, with those of the other arguments that the function takes."""
         ranks, microbatches = require_whole(1, ranks=ranks, microbatches=microbatches)
         placement = self.place(ranks, stages_per_rank)
         if self.table is None:
@@ -162,7 +162,6 @@ class Algorithm:
 
 
 def _require_as_asked(schedule: object, name: str, placement: Placement, microbatches: int) -> None:
-    """Raise if a registered function returns a schedule of another size or placement."""
     if not isinstance(schedule, Schedule):
         raise ValueError(f"the function registered as {name!r} has to return a zbpipe.Schedule, got {type(schedule)}")
     if schedule.placement != placement:
@@ -203,9 +202,9 @@ def register(
         placement: "loop" (stage s on rank s modulo ranks), "v" (down the ranks and up again), or "wave" (a V for even
             numbers of stages per rank, and a loop for odd ones).
         stages_per_rank: stages of each rank, unless the caller chooses and the function takes the keyword.
-        source: "torch" keeps torch's class as the one that runs the schedule.
+        source: "torch" if torch's own class runs the schedule.
         summary: one line for listings.
-        listed: whether listings and comparisons show it.
+        listed: whether listings and comparisons include it.
         by_checkpointing: whether jobs without measured costs pass the default costs of their activation checkpointing.
 
     ValueError for an impossible or taken name or an impossible placement, TypeError for another signature.
@@ -336,7 +335,7 @@ def _stand_for(schedule: Schedule) -> Algorithm:
 
 
 def stages_for(num_layers: int, num_ranks: int) -> tuple[int, ...]:
-    """Numbers of stages per rank that a model of this many layers allows, the one with the shortest step first.
+    """Numbers of stages per rank for a model of this many layers, the one with the shortest step first.
 
     >>> stages_for(32, 8), stages_for(24, 8), stages_for(4, 8)
     ((4, 2, 1), (2, 1), (1,))
@@ -378,11 +377,11 @@ def stage_indices(
 
 @cache
 def _load_installed() -> None:
-    """Load installed packages once, on demand: the modules of other packages may be slow to import."""
+    """Load installed packages once, on demand, because other packages may be slow to import."""
     for entry_point in entry_points(group="zbpipe.algorithms"):
         try:
             entry_point.load()
-        except Exception as error:  # whatever an installed package does wrong, the other schedules still work
+        except Exception as error:  # one bad package must not disable the other schedules
             warnings.warn(
                 f"the entry point {entry_point.name} = {entry_point.value} in the group zbpipe.algorithms cannot be"
                 f" loaded, so its schedules are missing: {error!r}",

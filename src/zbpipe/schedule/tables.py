@@ -1,10 +1,9 @@
-"""The one reader of CSV tables: a row per rank, a cell per action, as torch's `_dump_csv` writes both of its formats.
+"""The reader of CSV tables: a row per rank, a cell per action, in both formats of torch's `_dump_csv`.
 
     0F0,0SEND_F0,,(0F1;3B0)OVERLAP_F_B,0W0
 
-It also takes the forms of other tools and people: spaces around cells, lower case, `None` for a bubble, and `F0`, `B0`,
-`W0` without a stage where each rank has one. In such a table B is the backward for the input (I) if a W follows, as in
-the zero-bubble papers.
+It also reads other forms: spaces around cells, lower case, `None` for a bubble, and `F0`, `B0`, `W0` without a stage if
+each rank has one. In such a table B is the backward for the input (I) if a W follows, as in the zero-bubble papers.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ Cell = tuple[int, str, int]
 """Stage, kind, and microbatch (-1 where the action has none)."""
 
 _NUMBER = "[0-9]{1,15}"
-"""A stage or a microbatch. Longer numbers are mistakes, or worse."""
+"""A stage or a microbatch. Longer numbers are mistakes."""
 _KINDS = "|".join((*COMPUTATIONS, *COPIES, *MESSAGES))
 _ACTION = re.compile(rf"({_NUMBER})?(?:({'|'.join(SHARDING)})|({_KINDS})({_NUMBER}))", re.IGNORECASE | re.ASCII)
 _Written = tuple[int | None, str, int]
-"""A cell that may have no stage."""
+"""A cell, maybe without a stage."""
 _MORE = "a table may also have torch's sends, receives, unshards and OVERLAP_F_B, and empty cells"
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B", re.IGNORECASE | re.ASCII)
 

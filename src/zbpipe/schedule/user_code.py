@@ -1,4 +1,4 @@
-"""Files of users: modules that register schedules, functions in files, and text."""
+"""Users' files: modules that register schedules, functions in files, and text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 SEPARATOR = ".py:"
 _MOST_BYTES = 2**25
-"""Far more than any table or cost file has. A device file may never end."""
+"""Far above the size of any table or cost file, because a device file may never end."""
 
 
 NEEDS_TORCH = "needs torch, which is not installed: pip install 'torch>=2.11'"
@@ -21,7 +21,7 @@ NEEDS_TORCH = "needs torch, which is not installed: pip install 'torch>=2.11'"
 
 
 def import_modules(names: Iterable[str]) -> None:
-    """Import modules that register schedules, also from the current folder. ValueError with the error of one."""
+    """Import modules that register schedules, also from the current folder. ValueError with a module's error."""
     for name in names:
         import_from_here()
         try:
@@ -68,7 +68,7 @@ def _module(path: str) -> ModuleType:
 
 
 def read_text(path: str | Path) -> str:
-    """The UTF-8 text of a file, without the byte order mark that Excel writes. OSError or ValueError if it has none."""
+    """The UTF-8 text of a file, without Excel's byte order mark. Raises OSError, or ValueError for other text."""
     with Path(path).open("rb") as file:
         data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:

@@ -1,4 +1,4 @@
-"""The times of ops under costs, messages and copies, the memory of each rank, and the validation of lists of ops.
+"""Times of ops under costs, messages and copies, memory of each rank, and validation of lists of ops.
 
 F is the forward, I the input backward (dI), W the weight backward (dW), B both together.
 """

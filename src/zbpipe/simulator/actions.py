@@ -2,7 +2,7 @@
 
 A cell is an action in torch's form: the compute ops, and `0SEND_F1`, `1RECV_F1`, `0WAIT_SEND_F1`, `0UNSHARD`, ... A
 send does not block its rank. A receive waits for its send, and a wait for a send waits for the receive. Messages carry
-no tags, so a rank has to receive them in the order in which the other rank sends them.
+no tags, so a rank has to receive them in the order of the other rank's sends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COMPUTE = frozenset(COMPUTATIONS)
 
 
 class Action(NamedTuple):
-    """One cell: stage, torch's name of the action, microbatch (-1 where the action has none)."""
+    """One cell: stage, torch's name of the action, microbatch (-1 for none)."""
 
     stage: int
     kind: str
@@ -32,28 +32,25 @@ class Action(NamedTuple):
 
 
 Rows = tuple[tuple[Action, ...], ...]
-"""Actions of each rank, in order."""
 
 # Tables, because a step of a new size processes tens of thousands of actions before it can run.
 _NAMES = {kind: kind.value for kind in OpKind}
 _OTHER_END = {"SEND_F": ("RECV_F", 1), "RECV_F": ("SEND_F", -1), "SEND_B": ("RECV_B", -1), "RECV_B": ("SEND_B", 1)}
-"""Other end of each end of a message: (kind, stage offset)."""
+"""The other end of a message: (kind, stage offset)."""
 _MESSAGE_OF = {
     **dict.fromkeys(("SEND_F", "WAIT_SEND_F"), ("SEND_F", 0)),
     **dict.fromkeys(("SEND_B", "WAIT_SEND_B"), ("SEND_B", 0)),
     **dict.fromkeys(("F", "RECV_F"), ("SEND_F", -1)),
     **dict.fromkeys(("I", "B", "RECV_B"), ("SEND_B", 1)),
 }
-"""Send of the message of each action: (kind, stage offset)."""
+"""The send of an action's message: (kind, stage offset)."""
 
 
 def action_of(op: Op) -> Action:
-    """The op as an action in torch's lists."""
     return new_tuple(Action, (op.stage, _NAMES[op.kind], op.microbatch))
 
 
 def op_of(action: Action) -> Op:
-    """The op of an action in `COMPUTE`."""
     return Op(action.stage, KINDS[action.kind], action.microbatch)
 
 
@@ -69,7 +66,7 @@ def other_end(action: tables.Cell) -> Action:
 
 
 def message_of(action: Action) -> Action | None:
-    """The send whose message the action takes, makes or waits for, if it is between two ranks."""
+    """The send of the message that the action takes, makes or waits for, if it is between two ranks."""
     if action.kind not in _MESSAGE_OF:
         return None
     kind, step = _MESSAGE_OF[action.kind]
@@ -94,7 +91,7 @@ def parse(table: str) -> Rows:
 
 
 def dependencies(action: Action, rank_of: Sequence[int]) -> list[tuple[Action, ...]]:
-    """Groups of actions. One of each group has to be over before `action`."""
+    """Groups of actions, of each of which one has to be over before `action`."""
     if action.kind in COMPUTE:
         op = op_of(action)
         receive = Action(op.stage, "RECV_F" if op.kind is OpKind.F else "RECV_B", op.microbatch)

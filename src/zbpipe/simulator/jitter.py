@@ -1,7 +1,7 @@
 """Step times under jitter: many simulations with random times.
 
-An op takes its time from the costs, times a random factor. A message arrives after the link's time plus a random delay.
-All samples keep the schedule's order of ops, and are simulated at once.
+Random factors multiply the times of ops, and random delays add to those of messages. All samples have the schedule's
+order of ops, and are simulated at once.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _MOST_SAMPLES = 100_000
 
 @dataclass(frozen=True)
 class Jitter:
-    """The random variation of times. Default: none. TypeError or ValueError for invalid numbers.
+    """The random variation of times, by default none. TypeError or ValueError for invalid numbers.
 
     >>> Jitter(ops=0.1, delay=0.5) == Jitter.parse("ops=0.1,delay=0.5")
     True
     """
 
     ops: float = 0.0
-    """Standard deviation of an op's time, as a share of it. Lognormal, with the mean of the costs."""
+    """Relative standard deviation of an op's time. Lognormal, with the costs as the mean."""
     delay: float = 0.0
-    """Mean extra seconds of a message. Exponential, as behind the traffic of others."""
+    """Mean extra seconds of a message. Exponential, as behind other traffic."""
     slow_ranks: Mapping[int, float] = field(default_factory=lambda: FrozenDict({}))
     """Factor on the ops of a rank in all steps, by rank."""
     slow_links: Mapping[tuple[int, int], float] = field(default_factory=lambda: FrozenDict({}))
@@ -61,12 +61,11 @@ class Jitter:
             raise ValueError("with a jitter's factor of 0 ops would take no time: give more than 0")
 
     def late_by(self, one: int, other: int) -> float:
-        """Extra seconds of a message between two ranks in all steps."""
         return self.slow_links.get((min(one, other), max(one, other)), 0.0)
 
     @classmethod
     def parse(cls, text: str) -> Jitter:
-        """Parse the words of the command line."""
+        """Parse the command line's form."""
         numbers: dict[str, float] = {}
         ranks: dict[int, float] = {}
         links: dict[tuple[int, int], float] = {}
@@ -126,7 +125,6 @@ class StepTimes:
         return self.quantile(0.99)
 
     def record(self) -> dict[str, float]:
-        """Mean and quantiles by name."""
         return {"mean": self.mean, "p50": self.p50, "p95": self.p95, "p99": self.p99}
 
     def __repr__(self) -> str:
@@ -141,9 +139,9 @@ def step_times(
     samples: int = 1000,
     seed: int = 0,
 ) -> StepTimes:
-    """Synchronous step times in each of the samples, with the ideal transport.
+    """Synchronous step times of all samples, with the ideal transport.
 
-    An op gets the same factors in all schedules that have its stage. FSDP's collectives take their time of the costs.
+    An op gets the same factors in all schedules with its stage. FSDP's collectives do not vary.
 
     Args:
         schedule: a valid schedule that copies nothing to the host.
@@ -172,7 +170,7 @@ def step_times(
     usual = durations(graph, costs)
 
     def seconds(number: int) -> Seconds | float:
-        """Random seconds of a node, which has its own, independent of other samples and nodes."""
+        """Random seconds of a node, independent of other samples and nodes."""
         (stage, kind, microbatch), known = graph.nodes[number], usual[number]
         if kind in KINDS:
             known *= jitter.slow_ranks.get(rank_of[stage], 1.0)

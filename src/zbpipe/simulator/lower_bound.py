@@ -1,19 +1,19 @@
 """Times that no schedule can beat: lower bounds from work, dependencies and memory.
 
-Every rank has to do its work, and it cannot be busy all the time:
+Every rank has to do its work, and cannot always be busy:
 
 - It waits for its first input.
-- Before its first I it can only run F, and only as many as its memory holds. One microbatch takes its time to go down
-  the stages and up again to this rank. If the F that fit take less time, the rank idles.
+- Before its first I it can only run F, at most as many as its memory holds. One microbatch needs its time to go down
+  the stages and up again to this rank. If the F take less time, the rank idles.
 - After its last F it can only run I and W of the microbatches that it holds. After its last I it can only run W, while
-  that last microbatch goes the rest of its way to the first stage.
+  the last microbatch goes on to the first stage.
 
-The time before its first I and the time after its last I do not overlap. The same holds before its first I and after
-its last F, unless the rank has room for all microbatches at once. In addition, the product of activations and their
-lifetimes has to fit into memory times time (Little's law).
+The time before its first I and the time after its last I do not overlap. Neither do those before its first I and after
+its last F, unless the rank can hold all microbatches. In addition, the product of activations and their lifetimes has
+to fit into memory times time (Little's law).
 
-The rules for an I also hold for a full backward B, which takes longer to pass on its gradient, but needs no W after
-it. Where I does not fit at all, every backward is a B.
+The rules for an I also hold for a full backward B, which passes on its gradient later, but needs no W. Where I cannot
+fit, every backward is a B.
 
 FSDP's collectives add time at both ends: the first F of a stage ends no earlier than the gather of its parameters, and
 a rank's last reduction takes longer than the last backward, which may hide it.
@@ -33,7 +33,7 @@ from zbpipe.schedule.ir import Op, OpKind, Placement
 def lower_bound(
     placement: Placement, costs: CostModel, num_microbatches: int, limits: Sequence[float] | None = None
 ) -> float:
-    """Lower bound of a synchronous step, in seconds, for any order of the ops within these limits of the ranks.
+    """Lower bound of a synchronous step, in seconds, for any order of the ops that keeps these limits.
 
     >>> placement = Placement.v(4)
     >>> lower_bound(placement, CostModel.uniform(placement), num_microbatches=8)
@@ -41,16 +41,16 @@ def lower_bound(
     """
     least = _as_possible(placement, costs, limits)
     path, begun = _alone(placement, least), _alone(placement, least, _earliest(costs))
-    # The last possible W after an I: of its own stage, or of one to which the gradient still has to go.
+    # The last possible W after an I: of its own stage, or of a stage that the gradient still has to reach.
     finish = (end + least.of(stage, OpKind.W).seconds for stage, end in enumerate(path.input_end))
     behind = list(accumulate(finish, max))
     stages = range(costs.num_stages)
 
     def exposed_reduction(stage: int) -> float:
-        """Seconds for which a step lasts beyond a rank's last op, which is a W or B of this stage."""
+        """Seconds of a step after a rank's last op, a W or B of this stage."""
         reduction = costs.of(stage, REDUCE).seconds
         after_w, after_b = (reduction - costs.of(stage, kind).seconds for kind in (OpKind.W, OpKind.B))
-        # After a B, the gradient still has to go to the first stage.
+        # After a B, the gradient still has to reach the first stage.
         onward = path.input_end[0] - path.input_end[stage] + (costs.of(0, OpKind.W).seconds if stage else 0.0)
         return max(min(after_w, max(after_b, onward)), 0.0)
 
@@ -63,7 +63,7 @@ def lower_bound(
 def period_bound(
     placement: Placement, costs: CostModel, num_microbatches: int, limits: Sequence[float] | None = None
 ) -> float:
-    """Lower bound of the time from step to step where each rank begins the next step when it is done.
+    """Lower bound of the period, if each rank begins the next step when it is done.
 
     Between its first and last op a rank does all its work. In that time later ranks do theirs, except for some W.
 
@@ -83,7 +83,7 @@ def period_bound(
 
 
 class _Path(NamedTuple):
-    """One microbatch alone in the pipeline, in seconds by stage."""
+    """One microbatch without others in the pipeline, in seconds by stage."""
 
     forward_start: tuple[float, ...]
     forward_end: tuple[float, ...]
@@ -93,21 +93,21 @@ class _Path(NamedTuple):
 
 class _Window(NamedTuple):
     begin: float
-    """Seconds after which it begins if a microbatch starts at 0 alone."""
+    """Seconds until it begins, for a microbatch that starts at 0 without others."""
     behind: list[float]
-    """End of the last W that has to wait for the I of each stage, in the time of `_Path`."""
+    """End of the last W that waits for each stage's I, in the time of `_Path`."""
     behind_b: list[float]
-    """End of the last such W by stage, without the stage's own W."""
+    """As above, without the stage's own W."""
     has_all: bool
-    """Whether the rank in question does all its work in it, including the last W."""
+    """Whether the rank does all its work in it, including the last W."""
     begun: _Path
-    """The path of the first microbatch, which waits for the gathers."""
+    """The first microbatch's path, which waits for the gathers."""
     exposed: list[float]
     """Seconds of each stage's reduction after its last W or B."""
 
 
 def _window_of(watched: Sequence[int], stages: Sequence[int], path: _Path, least: _Possible) -> _Window:
-    """The time in which the rank with the stages `watched` does a step, for this rank or one behind it."""
+    """The time of a step on the rank with the stages `watched`, for this rank or a later one."""
     ends = enumerate(path.input_end)
     finish = (end + least.of(stage, OpKind.W).seconds if stage in watched else 0.0 for stage, end in ends)
     behind = list(accumulate(finish, max))
@@ -132,10 +132,10 @@ class _Possible(NamedTuple):
 
     costs: CostModel
     forced: frozenset[int]
-    """Stages on which an I cannot fit. B counts as I there, and W as nothing."""
+    """Stages where I cannot fit. There B counts as I, and W as nothing."""
 
     def of(self, stage: int, kind: OpKind) -> OpCosts:
-        """As `CostModel.of`. A W has no overhead, so I and W take no longer than B."""
+        """As `CostModel.of`. A W has no overhead, so that I and W take no longer than B."""
         if stage in self.forced and kind in (OpKind.I, OpKind.W):
             return self.costs.of(stage, OpKind.B) if kind is OpKind.I else OpCosts(0.0)
         cost = self.costs.of(stage, kind)
@@ -161,7 +161,7 @@ def _as_possible(placement: Placement, costs: CostModel, limits: Sequence[float]
 
 
 def _earliest(costs: CostModel) -> dict[Op, float]:
-    """Earliest start of each stage's first F, which ends no earlier than the gather of its parameters."""
+    """Earliest start of each stage's first F, which ends no earlier than the stage's gather."""
     first = [Op(stage, OpKind.F, 0) for stage in range(costs.num_stages)]
     return {op: max(costs.of(op.stage, GATHER).seconds - costs.of(*op).seconds, 0.0) for op in first}
 
@@ -196,7 +196,7 @@ def _rank_bound(
     f, w, backward = ([least.of(stage, kind).seconds for stage in stages] for kind in (OpKind.F, OpKind.W, OpKind.B))
     forwards = _knapsack(f, sizes, num_microbatches, room.before_backward)
     weights = _knapsack(w, waiting, num_microbatches, room.before_weight)
-    # After the last F, what is held needs I and W or only W, whichever takes more time for its room.
+    # After the last F, the held memory needs I and W, or only W, whichever takes more time for its room.
     backwards = _knapsack(backward, sizes, num_microbatches, room.after_forward)
     if any(waits < size for waits, size in zip(waiting, sizes, strict=True)):
         backwards = min(backwards + weights, num_microbatches * sum(backward))
@@ -224,10 +224,10 @@ def _rank_bound(
 
 
 class _Room(NamedTuple):
-    """Room for activations within a rank's limit while nothing else runs."""
+    """Room for activations within a rank's limit between ops."""
 
     before_backward: float
-    """Room at the start of its first I or B, when only F have run."""
+    """Room at its first I or B, when only F have run."""
     after_forward: float
     before_weight: float
     for_kept: float
@@ -243,7 +243,7 @@ def _room(stages: tuple[int, ...], least: _Possible, limit: float) -> _Room:
     kinds = ((stage, OpKind.B if least.saves_by_b(stage) else OpKind.W) for stage in stages)
     first = min(min(least.of(stage, OpKind.I).needs, least.of(stage, kind).needs) for stage, kind in kinds)
     before_backward = max(0.0, min(limit - first, room_during(OpKind.F)))
-    # Before its first I a rank holds whole activations only, and if I changes nothing it always does.
+    # Before its first I a rank holds only whole activations. If I frees nothing, it always does.
     rooms = [room_during(OpKind.F), room_during(OpKind.W), room_during(OpKind.F, OpKind.I)]
     if all(least.of(stage, OpKind.W).frees == size for stage, size in zip(stages, sizes, strict=True)):
         rooms = [_whole(sizes, room) for room in rooms]
@@ -252,7 +252,7 @@ def _room(stages: tuple[int, ...], least: _Possible, limit: float) -> _Room:
 
 
 def _life(least: _Possible, path: _Path, stage: int, works: bool = True) -> float:
-    """Memory times duration of one microbatch on a stage, at least. Without working memory unless it `works`."""
+    """Memory times duration of a microbatch on a stage, at least. Without working memory unless it `works`."""
     size, waits = least.of(stage, OpKind.F).adds, least.of(stage, OpKind.W).frees
 
     def while_running(kind: OpKind, held: float) -> float:
@@ -260,19 +260,19 @@ def _life(least: _Possible, path: _Path, stage: int, works: bool = True) -> floa
         return (held + cost.working * works) * cost.seconds
 
     forward = size * (path.input_start[stage] - path.forward_start[stage]) + while_running(OpKind.F, 0.0)
-    # During I the larger amount counts, of what is held before it and after it.
+    # I counts with the larger of the memory before it and after it.
     split = while_running(OpKind.I, max(size, waits)) + while_running(OpKind.W, waits)
     return forward + (min(split, while_running(OpKind.B, size)) if least.saves_by_b(stage) else split)
 
 
 def _whole(sizes: Sequence[float], limit: float) -> float:
-    """Largest part of the limit that things of these sizes can fill, where that is easy to calculate."""
+    """Largest part of the limit that memory of these sizes can fill, if easy to calculate."""
     is_easy = min(sizes) == max(sizes) > 0 and limit < inf
     return floor(limit / sizes[0] + ROUNDING) * sizes[0] if is_easy else limit
 
 
 def _knapsack(values: Sequence[float], sizes: Sequence[float], count: int, room: float) -> float:
-    """Largest value that fits into `room`, of `count` things of each kind, of which fractions may be taken."""
+    """Largest value in `room`, of `count` items of each kind, including fractions."""
     total = 0.0
     best_first = sorted(zip(values, sizes, strict=True), key=lambda each: each[0] / (each[1] or 1e-300), reverse=True)
     for value, size in best_first:

@@ -1,4 +1,4 @@
-"""Peak memory of each rank of a pipeline, with its messages, which `Timeline.peak_memory` leaves out."""
+"""Peak memory of each rank with its messages, which `Timeline.peak_memory` omits."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from zbpipe.simulator.timeline import Timeline
 
 
 def peak_bytes(timeline: Timeline, rows: Rows | None = None) -> tuple[float, ...]:
-    """Peak memory of each rank in a step, including its messages, for comparison with a GPU's memory.
+    """Peak memory of each rank in a step, including messages, for comparison with a GPU's memory.
 
         >>> costs = CostModel((1, 1), (1, 1), (1, 1), activations=(3e9, 1e9), message_bytes=1e8)
         >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 4), costs)
         >>> timeline.peak_memory, peak_bytes(timeline)
         ((6000000000.0, 1000000000.0), (6300000000.0, 1200000000.0))
 
-    The timeline has costs in bytes, including `message_bytes`. The costs of an op include its input. `rows` are the
-    lists with messages and waits that run, by default those of zbpipe's schedules. With offloading it is a bound.
+    The timeline has costs in bytes, including `message_bytes`. An op's costs include its input. `rows` are the lists
+    with messages and waits; default: those of zbpipe's schedules. With offloading the result is an upper bound.
     """
     return tuple(held.total for held in peak_parts(timeline, rows))
 
@@ -35,9 +35,9 @@ class Held:
     """Deferred gradients, from I to W."""
     working: float = 0.0
     messages: float = 0.0
-    """Messages that are received and not yet used, or sent and not yet released."""
+    """Messages between their receive and use, or between their send and release."""
     op: Op | None = None
-    """The running op. None between two ops, and where copies go to the host."""
+    """The running op. None between ops, and with offloading."""
 
     @property
     def total(self) -> float:
@@ -56,14 +56,14 @@ def peak_parts(timeline: Timeline, rows: Rows | None = None) -> tuple[Held, ...]
 
 
 def rows_of(timeline: Timeline) -> Rows:
-    """The lists with messages and waits that zbpipe's schedules run."""
+    """The lists with messages and waits of zbpipe's schedules."""
     schedule = timeline.schedule
     rows = place_receives(add_messages(schedule), timeline.receives or Receives.TIMED, timeline)
     return free_sends_early(add_waits(rows), schedule.placement)
 
 
 def _worst(costs: CostModel, row: Iterable[tuple[Action, int]]) -> Held:
-    """Peak of a rank, from its actions and the number of messages that it holds during each of them."""
+    """Peak of a rank, from its actions and the number of messages that it holds during each."""
     activations = waiting = 0.0
     worst = Held()
     for action, number in row:
@@ -76,13 +76,13 @@ def _worst(costs: CostModel, row: Iterable[tuple[Action, int]]) -> Held:
         cost, waits = costs.of(*op_of(action)), costs.of(stage, OpKind.W, microbatch).frees
         size = costs.of(stage, OpKind.F, microbatch).adds
         held, deferred = activations, waiting
-        # I turns activations into deferred gradients. The larger of the two counts while it runs.
+        # I turns activations into deferred gradients. The larger of the two counts during I.
         if kind == "F":
             held = activations = activations + size
         else:
             deferred += max(cost.adds, 0.0)
             activations -= 0.0 if kind == "W" else size
             waiting += {"I": waits, "W": -waits}.get(kind, 0.0)
-        if held + deferred + cost.working + messages >= worst.total:  # of equal ones the later, which names its op
+        if held + deferred + cost.working + messages >= worst.total:  # of equal ones the last, which names its op
             worst = Held(held, deferred, cost.working, messages, op_of(action))
     return worst

@@ -1,4 +1,4 @@
-"""Checks of lists with messages: sends and receives match, and no messages wait for each other."""
+"""Checks of lists with messages: sends match receives, and no messages wait for each other."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _LEFT_OUT = {
 def check_table(
     table: str, name: str, memory_limit: MemoryLimitLike | None = None
 ) -> tuple[Schedule, list[Finding], str]:
-    """The ops of a table, all findings about it and its communication, and how it was read.
+    """The ops of a table, all findings, and how the table was read (empty if its cells are the ops).
 
-    The last is empty if the cells are the ops. ValueError for text that is not a table.
+    ValueError for text that is not a table.
 
     >>> schedule, findings, how = check_table("0F0,0SEND_F0,0RECV_B0,0B0\\n1F0,1B0,1SEND_B0", "mine")
     >>> print(*findings)
@@ -65,7 +65,6 @@ def check_table(
 
 
 def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) -> list[Finding]:
-    """Findings about the compute ops, the messages between ranks, and their order."""
     compute = Schedule.from_actions(rows, "table")
     rank_of = compute.placement.rank_of
     return [
@@ -79,12 +78,12 @@ def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) ->
 
 
 def find_mixed_up_messages(rows: Rows) -> list[Finding]:
-    """Receives that take the message of another receive, so that results are wrong without an error."""
+    """Receives that take another receive's message, so that results are wrong without an error."""
     return list(_find_crossed(rows, Schedule.from_actions(rows, "").placement.rank_of))
 
 
 def _find_ungathered(rows: Rows) -> Iterator[Finding]:
-    """Compute on a stage whose FSDP parameters are not gathered, in rows that gather any."""
+    """Compute on a stage whose FSDP parameters are not gathered, in rows with gathers."""
     for rank, row in enumerate(rows):
         if "UNSHARD" not in [action.kind for action in row]:
             continue
@@ -125,7 +124,7 @@ def _find_unmatched(rows: Rows, compute: Schedule) -> Iterator[Finding]:
 
 
 def _find_crossed(rows: Rows, rank_of: Sequence[int]) -> Iterator[Finding]:
-    """Messages from one rank to another that are not received in the order in which they are sent."""
+    """Messages between two ranks that are received in another order than sent."""
     sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
     received: dict[tuple[int, int], list[tuple[Action, Action, int]]] = defaultdict(list)
     for rank, row in enumerate(rows):
@@ -146,11 +145,9 @@ def _find_crossed(rows: Rows, rank_of: Sequence[int]) -> Iterator[Finding]:
 
 
 def find_blocked_queues(rows: Rows) -> list[Finding]:
-    """A cycle of messages that wait for each other if each rank sends and receives one at a time, in order.
-
-    Each message begins when the computations before it are over, and lasts until both ends have met. The table must
-    have no findings of `validate_lowered`.
-    """
+    """A cycle of messages that wait for each other if each rank has one message at a time, in order. A message begins
+    when the computations before it are over, and ends when both ends have met. The table must have no findings of
+    `validate_lowered`."""
     cycle = TimeGraph(Schedule.from_actions(rows, ""), Transport.ONE_QUEUE, rows).find_cycle()
     if not cycle:
         return []

@@ -1,7 +1,7 @@
 """Offload: long-lived memory goes to the host and comes back in time, so that no op waits for a copy.
 
-PipeOffload (2503.01328) offloads activations: at least half of them cost no time if the copies of a whole microbatch
-take no longer than its computations.
+Activations: at least half of them cost no time if the copies of a whole microbatch take no longer than its computations
+(PipeOffload, arXiv 2503.01328).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Offload(Named):
 
     @classmethod
     def read(cls, given: Any) -> Self | None:
-        """The member that an option names. `True` is all, and `False` and None are nothing."""
+        """The member that an option names. `True` is all; False and None are nothing."""
         if given is None or isinstance(given, bool):
             return cls("all") if given else None
         return cls.parse(given)
 
 
 class OverLimitError(ValueError):
-    """No copies that cost no time keep to the limit. Its arguments: the message, and the peak of the worst rank."""
+    """No copies without a delay keep to the limit. Its arguments: the message, and the worst rank's peak."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -48,11 +48,11 @@ _WAYS = {
     OpKind.F: (Offload.ACTIVATIONS, OpKind.OF, OpKind.RF, (OpKind.I, OpKind.B)),
     OpKind.I: (Offload.PAIRS, OpKind.OI, OpKind.RI, (OpKind.W,)),
 }
-"""By the op that leaves memory: which memory, the copies out and back, and the ops that need it."""
+"""The memory, the copies out and back, and the ops that need it, by the op that leaves the memory."""
 
 
 def copy_all(schedule: Schedule, what: Offload) -> Schedule:
-    """`schedule` with all copies of these kinds: out as soon as the memory is there, and back at the last moment."""
+    """`schedule` with all copies of these kinds: out as early as possible, back at the last moment."""
     wanted = {maker: way for maker, way in _WAYS.items() if what in (way[0], Offload.ALL)}
 
     def around(op: Op) -> Iterator[Op]:
@@ -74,10 +74,9 @@ def offload(
     margin: float = 0.1,
     transport: Transport | str = Transport.IDEAL,
 ) -> Schedule:
-    """`schedule` with copies to the host and back, only as many as each rank needs to keep to its limit.
+    """`schedule` with copies to the host and back, as few as each rank needs to keep its limit.
 
-    The order of the computations stays unchanged, and none waits for a copy. Memory that waits the longest is
-    copied first.
+    The order of the computations stays unchanged, and none waits for a copy. Memory that waits longest is copied first.
 
         >>> schedule = zbpipe.generate("ZBV", 4, 8)
         >>> costs = CostModel.uniform(schedule.placement, host=zbpipe.costs.Link(bandwidth=1))
@@ -90,13 +89,13 @@ def offload(
     Args:
         schedule: a valid schedule. Its copies are planned anew.
         costs: costs of its stages, with `host`, the link to the host's memory.
-        memory_limit: see `zbpipe.costs.MemoryLimit`. Default: as little as costs no time.
+        memory_limit: see `zbpipe.costs.MemoryLimit`. Default: the least without a delay.
         what: the kinds of memory that may be copied.
-        margin: how much longer copies may take than `costs.host` predicts without a delay, as a share.
+        margin: relative excess over the time by `costs.host` that copies may take without a delay.
         transport: which messages wait for each other.
 
     ValueError if the costs have no `host` or are for another number of stages, the schedule cannot run, or no copies
-    keep to the limits without delaying the step.
+    without a delay keep to the limits.
     """
     require_schedule(schedule)
     costs = as_cost_model(costs, schedule.placement)
@@ -122,7 +121,6 @@ def offload(
 
 
 def require_host(costs: CostModel) -> None:
-    """Raise for costs without a link to the host's memory."""
     if costs.host is None:
         raise ValueError(
             "offload needs the bandwidth to the host: give the costs host=zbpipe.costs.Link(bandwidth=...), in the"
@@ -132,12 +130,12 @@ def require_host(costs: CostModel) -> None:
 
 
 class _Thing(NamedTuple):
-    """Memory that could be offloaded, and when it waits, in seconds."""
+    """Memory that could be offloaded, and the seconds for which it waits."""
 
     there: Op
     back: Op
     made: int
-    """Positions in its rank's list of the op that makes it, and of the op that takes it."""
+    """Positions in the rank's list of the op that makes it, and of the op that takes it."""
     taken: int
     since: float
     until: float
@@ -148,7 +146,7 @@ class _Thing(NamedTuple):
 
 
 class _Rank:
-    """One rank's computations, whose times stay, and its copies."""
+    """A rank's computations, with fixed times, and its copies."""
 
     def __init__(self, timeline: Timeline, rank: int, wanted: Offload | None, margin: float) -> None:
         self.timeline = timeline
@@ -158,16 +156,16 @@ class _Rank:
         seconds, arrivals = durations(timeline.graph, timeline.costs), timeline.graph.arrivals
         ops = zip(timeline.graph.ops[rank], self.spans, strict=True)
         self.ends = [span.end + (seconds[arrivals[op]] if op in arrivals else 0.0) for op, span in ops]
-        """When the rank goes on after each op, which is when copies are issued."""
+        """When the rank continues after each op, and issues copies."""
         things = _things(timeline, rank, self.ends, wanted, 1 + margin)
         self.things = sorted(things, key=lambda thing: thing.since - thing.until)
         self.chosen: list[_Thing] = []
 
     def offload(self, limit: float) -> float:
-        """Choose copies until the rank keeps to the limit, or can hold no less. Returns its peak then."""
+        """Choose copies until the rank keeps the limit, or can hold no less. Returns its peak."""
         while True:
             time, held = self._peak(self.chosen)
-            # Memory that waits then, after the end of its copy out and before the start of its copy back.
+            # Memory that then waits, after the end of its copy out and before the start of its copy back.
             there = (each for each in self.things if each.since + each.copy <= time <= each.until - each.most)
             trials = ([*self.chosen, each] for each in there if each not in self.chosen)
             more = next((trial for trial in trials if self._back(trial) is not None), None)
@@ -196,10 +194,8 @@ class _Rank:
         return max(replace(self.timeline, copies=tuple(rows)).memory(self.rank), key=lambda moment: moment[1])
 
     def _back(self, chosen: Sequence[_Thing]) -> list[tuple[_Thing, int]] | None:
-        """Copies back, each with the last computation after which it may be issued, however slow copies are.
-
-        None if a copy back would be late, or begin before the end of its copy out.
-        """
+        """Copies back, each with the last computation after which it may be issued, however slow copies are. None if a
+        copy back would be late, or begin before the end of its copy out."""
         there = {span.op: span.end for span in _out(chosen, [thing.most for thing in chosen])}
         latest, found = inf, []
         for thing in sorted(chosen, key=lambda thing: -thing.taken):
@@ -211,7 +207,6 @@ class _Rank:
         return found[::-1]
 
     def _copies(self, chosen: Sequence[_Thing]) -> Iterator[Span]:
-        """Times of copies that take as long as predicted."""
         there = {}
         for span in _out(chosen, [thing.copy for thing in chosen]):
             there[span.op] = span.end

@@ -1,4 +1,4 @@
-"""Passes over lists of actions, torch's or those of `add_messages`, that move their receives and waits."""
+"""Passes over lists of actions (torch's, or those of `add_messages`) that move receives and waits."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from zbpipe.simulator.timeline import Timeline
 
 
 def add_messages(schedule: Schedule) -> Rows:
-    """The lists that torch makes of `schedule`, with sends and early receives, without torch.
+    """The lists that torch makes of `schedule`, with sends and early receives, without torch and without copies.
 
     The ranks take turns. A rank whose next op has its input computes it, and posts its send and the other rank's
-    receive. (In torch, gathers also take turns, which moves some receives by an op.) Copies to the host are omitted.
+    receive. (In torch, gathers also take turns, which moves some receives by an op.)
 
         >>> for row in add_messages(Schedule.from_csv("0F0,0B0\\n1F0,1B0")):
         ...     print(*row)
@@ -37,7 +37,7 @@ def add_messages(schedule: Schedule) -> Rows:
     schedule = schedule.computations
     graph, rank_of = schedule.graph, schedule.placement.rank_of
     turns = [-1] * len(graph.nodes)
-    """Turn of each node. In turn n, rank n modulo their number may compute, and send the result."""
+    """Turn of each node. In turn n, rank n modulo their number may compute and send the result."""
     rows: list[list[Action]] = [[] for _ in schedule]
     for node in graph.order:
         turns[node] = max((turns[each] for each in graph.before[node]), default=-1)
@@ -53,7 +53,7 @@ def add_messages(schedule: Schedule) -> Rows:
 
 
 def place_receives(rows: Rows, receives: Receives, timeline: Timeline) -> Rows:
-    """`rows`, which have torch's early receives, with these moved by the timeline of the same schedule.
+    """`rows`, with torch's early receives moved by the timeline of the same schedule.
 
     >>> schedule = zbpipe.generate("1F1B", 2, 2)
     >>> timeline = zbpipe.simulate(schedule, (1, 1, 1))
@@ -74,16 +74,14 @@ def place_receives(rows: Rows, receives: Receives, timeline: Timeline) -> Rows:
 
 
 def default_costs(placement: Placement) -> CostModel:
-    """Costs for placing receives before anything was measured: equal times, messages take a hundredth. With none, which
-    leaves the order of messages open, V-Half loses 13 % in a queue."""
+    """Costs for placing receives before any measurement: equal times, and a hundredth for messages. Without that, the
+    order of messages is open, and V-Half loses 13 % in a queue."""
     return CostModel.uniform(placement, comm=0.01)
 
 
 def _receive_late(row: tuple[Action, ...]) -> tuple[Action, ...]:
-    """Move each receive after computations, to the op that needs it or the next message of its rank.
-
-    torch's own `defer_pp_recv` moves them further, past other messages, which mixes up messages on a V and can hang.
-    """
+    """Move each receive after computations, to the op that needs it or the next message of its rank. torch's own
+    `defer_pp_recv` also moves receives past messages, which mixes up messages on a V and can hang."""
     held: list[Action] = []
     reordered: list[Action] = []
     for each in row:
@@ -102,11 +100,11 @@ def _receive_late(row: tuple[Action, ...]) -> tuple[Action, ...]:
 
 
 def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
-    """Move each receive to the position of its rank when the message starts.
+    """Move each receive to its rank's position when the message starts.
 
-    All ops get a place in one order by their ends, in which no op precedes its dependencies. On every rank the messages
-    follow this order of the ops that make them, so nothing can wait in a cycle, whatever the real times are. If more
-    than `share` of the computation that runs when the message starts is over by then, the receive goes after it.
+    All ops have an order by their ends, in which no op precedes its dependencies. On every rank the messages follow
+    this order of their ops, so nothing waits in a cycle under any times. If more than `share` of the running
+    computation is over when the message starts, the receive goes after it.
     """
     spans = {action_of(span.op): span for row in timeline.spans for span in row if not span.step}
     place = {action_of(op): n for n, op in enumerate(sort_by_end(timeline))}
@@ -115,14 +113,13 @@ def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
         for span in spans.values()
         if span.op.kind is not OpKind.W
     }
-    """Span of the computation whose result each receive gets."""
+    """Span of the computation that makes each receive's message."""
 
     def move_receives(row: tuple[Action, ...]) -> Iterator[Action]:
         made = ((place[action_of(maker[each].op)], each) for each in row if each.kind in RECEIVES)
         waiting = deque(sorted(made))
 
         def due(compute: Action) -> int:
-            """Number of waiting receives that come before it."""
             span, number, now = spans[compute], 0, place[compute]
             most = share * (span.end - span.start)
             for n, (made, receive) in enumerate(waiting, start=1):
@@ -149,10 +146,10 @@ def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
 
 
 def receive_by_rendezvous(rows: Rows, placement: Placement, costs: CostModel) -> Rows:
-    """`rows` with each receive moved to where its message starts, where a message blocks both of its ranks.
+    """`rows` with each receive where its message starts, if a message blocks both of its ranks.
 
-    A rank runs one computation or message at a time. A message starts when both of its ranks are free, and not before
-    an earlier one that waits for them. A free rank prefers a message. As the record of a run, nothing waits in a cycle.
+    A rank runs one computation or message at a time. A message starts when both ranks are free, after earlier ones that
+    wait for them. A free rank prefers a message. The lists record a run, so nothing waits in a cycle.
 
         >>> from zbpipe.simulator.actions import parse
         >>> rows = parse("0F0,0SEND_F0,0RECV_B0,0F1,0SEND_F1,0RECV_B1,0B0,0B1\\n"
@@ -170,7 +167,7 @@ def receive_by_rendezvous(rows: Rows, placement: Placement, costs: CostModel) ->
 
 
 class _Rendezvous:
-    """One run. Times are integers as fine as those of the planner, which then sees the same ops end together."""
+    """One run. Times are integers, as fine as the planner's, so that the same ops end together."""
 
     def __init__(self, rows: Rows, placement: Placement, costs: CostModel) -> None:
         self._rank_of, self._costs = placement.rank_of, costs
@@ -179,16 +176,16 @@ class _Rendezvous:
         self._exponent = 30 - frexp(longest)[1]
         self._to_come = [deque(each for each in row if each.kind not in RECEIVES) for row in rows]
         self._behind: list[deque[Action]] = [deque() for _ in rows]
-        """Sends of each rank that have not begun, and actions that follow them, such as the reduction of gradients."""
+        """Each rank's sends that have not begun, and the actions after them, such as reductions of gradients."""
         self.done: list[list[Action]] = [[] for _ in rows]
         self.until: list[int | None] = [0] * len(rows)
-        """End of each rank's computation or message. None while it is free."""
+        """End of each rank's running computation or message."""
         self._sent: list[Action] = []
-        """Messages that have not begun, in the order in which they were made."""
+        """Messages that have not begun, in the order of their computations."""
         self._begun = set[Action]()
 
     def go_on(self, now: int) -> None:
-        """End what is over, and begin messages, and computations of ranks that wait for no message."""
+        """End what is over. Begin messages, and computations of ranks that wait for no message."""
         for rank, to_come in enumerate(self._to_come):
             if self.until[rank] == now:
                 self.until[rank] = None
@@ -211,7 +208,6 @@ class _Rendezvous:
             self.done[rank].append(behind.popleft())
 
     def _begin_messages(self, now: int) -> set[int]:
-        """Begin messages, and return the ranks that wait for one."""
         held = set[int]()
         sent, self._sent = self._sent, []
         for send in sent:
@@ -229,7 +225,7 @@ class _Rendezvous:
         return held
 
     def _seconds(self, compute: Action) -> int:
-        """Ticks of a computation. Those of a B are rounded like the planner's, part by part."""
+        """Ticks of a computation. A B is rounded like the planner's, part by part."""
         stage, kind, microbatch = compute
         if kind != "B":
             return self._ticks(self._costs.of(stage, kind, microbatch).seconds)
@@ -241,11 +237,9 @@ class _Rendezvous:
 
 
 def free_sends_early(rows: Rows, placement: Placement) -> Rows:
-    """`rows` with waits for sends moved forward, to where a later message from the receiver shows that it has received.
-
-    torch waits for most sends at the end of the step. If a rank posts a receive before a send, it has posted the
-    receive when that send arrives here. So no wait blocks. For lists without waits see `add_waits`.
-    """
+    """`rows` with waits for sends moved forward, to where a later message from the receiver proves the receipt. torch
+    waits for most sends at the end of the step. If the peer posts the receive before a send of its own, the receive is
+    posted when that send arrives here. So no wait blocks. For lists without waits see `add_waits`."""
     places = {each: n for row in rows for n, each in enumerate(row) if each.kind in RECEIVES or each.kind in SENDS}
     return tuple(tuple(_free_row_early(row, places, placement)) for row in rows)
 
@@ -253,7 +247,7 @@ def free_sends_early(rows: Rows, placement: Placement) -> Rows:
 def _free_row_early(row: tuple[Action, ...], places: dict[Action, int], placement: Placement) -> Iterator[Action]:
     waits = {each for each in row if each.kind in WAITS}
     owed: dict[int, list[tuple[int, Action]]] = defaultdict(list)
-    """For each receiver, the positions of its receives in its own row, with the waits for their sends."""
+    """The positions of each receiver's receives in its row, with the waits for their sends."""
     for each in row:
         if each.kind in WAITS:
             if each in waits:  # else it was moved forward
@@ -277,7 +271,7 @@ def _free_row_early(row: tuple[Action, ...], places: dict[Action, int], placemen
 
 
 def add_waits(rows: Rows) -> Rows:
-    """`rows` with a wait for each send at the end of its rank's list, where there is none yet (torch before 2.15)."""
+    """`rows` with a wait for each send at the end of its rank's list, unless there is one (torch before 2.15)."""
     there = {each for row in rows for each in row}
     waits = ([wait_of(each) for each in row if each.kind in SENDS] for row in rows)
     return tuple((*row, *(wait for wait in mine if wait not in there)) for row, mine in zip(rows, waits, strict=True))
@@ -288,11 +282,9 @@ def wait_of(send: Action) -> Action:
 
 
 def messages_held(rows: Rows) -> tuple[tuple[int, ...], ...]:
-    """Number of messages that each rank holds during each action of its list, besides its stages' activations.
-
-    An op's input counts from its receive to the op's start, its result from its end to the wait for its send, or until
-    the next stage takes it on the same rank. A send without a wait is held to the end.
-    """
+    """Number of messages that each rank holds during each action, besides its stages' activations. An op's input counts
+    from its receive to the op's start. Its result counts from its end to the wait for its send, or until the next stage
+    on the same rank takes it. A send without a wait is held to the end."""
     last = max((each.stage for row in rows for each in row), default=0)
     return tuple(tuple(_held(row, last)) for row in rows)
 

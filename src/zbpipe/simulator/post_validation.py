@@ -1,12 +1,12 @@
-"""The ops that ranks may run before the previous optimizer step is validated, and the gain from that.
+"""The ops that ranks may run before the previous optimizer step is validated, and the gain.
 
-A rank that is done steps its optimizer at once and begins the next step. Meanwhile the other ranks end theirs, and the
-norm of all gradients becomes known. That is the validation, at a fixed place in each rank's list (Zero Bubble Pipeline
-Parallelism, arXiv 2401.10241, section 4: post-validation). If the norm shows that the gradients should have been
-clipped, the rank discards the ops that it ran ahead, steps again, and runs its list again.
+A rank that is done steps its optimizer and begins the next step. When the other ranks are done, too, the norm of all
+gradients is known. That is the validation, at a fixed place in each rank's list (Zero Bubble Pipeline Parallelism,
+arXiv 2401.10241, section 4: post-validation). If the gradients should have been clipped, the rank discards the ops that
+ran ahead, steps again, and runs its list again.
 
-Only forwards run ahead, and none of the last stage: they change no gradient and no loss. A message is received early
-only if it was sent early, so on failure a rank knows which messages come.
+Only forwards run ahead, and none of the last stage, because they change no gradient and no loss. A message is received
+early only if it was sent early, so on failure a rank knows which messages come.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from zbpipe.simulator.timeline import Timeline
 from zbpipe.simulator.validation import require_runnable
 
 LEAST_GAIN = 1e-3
-"""Least gain of a schedule, as a share of a step, that justifies a copy of the weights."""
+"""Least gain, as a share of a step, that justifies a copy of the weights."""
 
 
 def ahead_of(schedule: Schedule, costs: CostModel) -> tuple[int, ...]:
-    """Number of first ops of each rank that may run before the previous step is validated.
+    """Number of each rank's first ops that may run before the previous step is validated.
 
-    These ops start before the last rank has ended that step. The others start later anyway.
+    They start before the last rank has ended that step.
 
         >>> schedule = zbpipe.generate("ZBV", 4, 8)
         >>> ahead_of(schedule, CostModel.uniform(schedule.placement))
         (3, 2, 1, 0)
     """
-    # These are forwards, and none of the last stage: all other ops depend on every rank in the same step.
+    # These are forwards before the last stage: all other ops depend on every rank in the same step.
     graph = _step(schedule)
     delays = _delays(graph, costs)
     length = _mean_step(delays)
@@ -50,7 +50,7 @@ def ahead_of(schedule: Schedule, costs: CostModel) -> tuple[int, ...]:
 
 
 def period(schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = None) -> float:
-    """Mean seconds from step to step where ranks run ahead, over many steps. `ahead` defaults to `ahead_of`.
+    """Mean seconds from step to step over many steps, if ranks run ahead. `ahead` defaults to `ahead_of`.
 
     >>> schedule = zbpipe.generate("ZBV", 4, 8)
     >>> period(schedule, CostModel.uniform(schedule.placement))
@@ -60,29 +60,28 @@ def period(schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = N
 
 
 def period_of(timeline: Timeline) -> float:
-    """The period of the schedule of a timeline, with its costs."""
-    if timeline.schedule.has_copies:  # it waits for the validation
+    if timeline.schedule.has_copies:  # copies wait for the validation
         return timeline.makespan / timeline.num_steps
-    if timeline.transport is not Transport.IDEAL:  # the period in queues is not known
+    if timeline.transport is not Transport.IDEAL:  # the period with queues is not known
         return timeline.longest_rank_span
     return period(timeline.schedule, timeline.costs)
 
 
 def gain(schedule: Schedule, costs: CostModel) -> float:
-    """Share of a synchronous step that is saved where ranks run ahead."""
+    """Share of a synchronous step that running ahead saves."""
     synchronous = simulate(schedule, costs).makespan
     return max(0.0, 1 - period(schedule, costs) / synchronous) if synchronous else 0.0
 
 
 def _step(schedule: Schedule, ahead: Sequence[int] | None = None) -> TimeGraph:
-    """One step. After `ahead` ops, a rank waits for all ranks' end of the last step. Default: for none."""
+    """One step. After `ahead` ops, a rank waits for the end of all ranks' last step; by default it does not wait."""
     schedule = schedule.computations
     require_runnable(schedule)
     return TimeGraph(schedule, ahead=list(map(len, schedule)) if ahead is None else ahead, has_fsdp=True)
 
 
 def _times(graph: TimeGraph, costs: CostModel, begin: Iterable[float]) -> tuple[list[float], list[float]]:
-    """Starts and ends where each rank begins the step at its time of `begin`."""
+    """Starts and ends if each rank begins the step at its time of `begin`."""
     seconds = durations(graph, costs)
     for node, time in zip(graph.begins, begin, strict=True):
         seconds[node] = time
@@ -90,11 +89,9 @@ def _times(graph: TimeGraph, costs: CostModel, begin: Iterable[float]) -> tuple[
 
 
 def _delays(graph: TimeGraph, costs: CostModel) -> list[list[float]]:
-    """Least delay from one rank's end of the last step (column) to another's end of this step (row).
-
-    They are longest paths. The mean step time is the largest mean of a cycle of ranks (the eigenvalue of a matrix in
-    max-plus algebra: Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity, 1992, section 3.2).
-    """
+    """Least delay from one rank's end of the last step (column) to another's end of this step (row). They are longest
+    paths. The mean step time is the largest mean of a cycle of ranks (the eigenvalue of a matrix in max-plus algebra:
+    Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity, 1992, section 3.2)."""
     columns = []
     for begin in graph.begins:
         _, ends = _times(graph, costs, [0.0 if each == begin else -inf for each in graph.begins])
@@ -115,7 +112,7 @@ def _mean_step(delays: Sequence[Sequence[float]]) -> float:
 
 
 def _rhythm(delays: Sequence[Sequence[float]], length: float) -> list[float]:
-    """Times at which each rank is done with a step, after many steps of this mean time from a common begin."""
+    """Times when each rank is done, after many steps of this mean time from a common begin."""
     ranks = range(len(delays))
     longest = [[each - length for each in row] for row in delays]
     for via in ranks:
@@ -134,7 +131,7 @@ class RunAhead:
     after: Rows
     """The rest of its list."""
     drain: Rows
-    """Actions if the validation fails instead: receives of what was sent ahead, and waits for its own sends."""
+    """Actions after a failed validation: receives of messages sent ahead, and waits for the rank's own sends."""
 
     @classmethod
     def of(cls, rows: Rows, ahead: Sequence[int]) -> RunAhead:

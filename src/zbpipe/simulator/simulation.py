@@ -1,9 +1,8 @@
 """Schedule x CostModel -> Timeline: the times of all ops.
 
-Every rank runs its list in order. An op starts when its rank is free and its inputs (`ir.inputs`) have arrived, which
-takes the link's time. Transports let messages wait for each other (`zbpipe.costs.model.Transport`). Copies to the host
-and back, and FSDP's collectives, run parallel to the computations. All of it is one graph
-(`zbpipe.simulator.time_graph`).
+Every rank runs its list in order. An op starts when its rank is free and its inputs (`ir.inputs`) have arrived over the
+links. Transports make messages wait for each other (`zbpipe.costs.model.Transport`). Copies to the host and back, and
+FSDP's collectives, run parallel to the computations. All of it is one graph (`zbpipe.simulator.time_graph`).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _MOST_SPANS = 2**22
 _PREFERRED = (Receives.TIMED, Receives.NEAREST, Receives.LATE, Receives.EARLY)
 """Ways to receive. Ties go to the first."""
 _WORTH_IT = 1 - 1e-3
-"""Factor below which a way to receive replaces a preferred one: it has to save a thousandth of a step."""
+"""A way to receive replaces a preferred one only below this ratio of their steps: a gain of a thousandth."""
 
 
 def simulate(
@@ -53,8 +52,8 @@ def simulate(
         num_steps: number of consecutive steps.
         synchronous: whether all ranks wait for each other between steps, as for a global gradient norm. Otherwise each
             rank begins the next step when it is done, as ZBH2 and ZB2P assume.
-        ahead: number of ops of a step that each rank may start before all ranks are done with the previous step,
-            instead of none (synchronous) or all. For the ideal transport.
+        ahead: number of a step's ops that each rank may start before all ranks are done with the previous step, instead
+            of none (synchronous) or all. For the ideal transport.
         transport: which messages wait for each other: "ideal", "one queue", "queue per peer", "shared with compute",
             "blocking".
         receives: where ranks post their receives, which matters for transports with queues: "early", "late", "timed",
@@ -152,13 +151,13 @@ def exposed_fsdp(timeline: Timeline) -> float:
 
 
 def price_of_resharding(timeline: Timeline) -> float:
-    """Share of a step that `fsdp_mode="reshard"` adds, with which each F and each backward gathers its parameters."""
+    """Share of a step that `fsdp_mode="reshard"` adds: each F and each backward gathers its parameters."""
     return _step(timeline, gather_in_each_op(timeline.costs)) / _step(timeline, timeline.costs) - 1
 
 
 def gather_in_each_op(costs: CostModel) -> CostModel:
-    """The costs where each F and each backward gathers the parameters again, takes no less time than that, and none
-    precedes the step (`fsdp_mode="reshard"`)."""
+    """The costs with `fsdp_mode="reshard"`: each F and each backward gathers the parameters, takes no less time than
+    that, and no gather precedes the step."""
     f, i = (
         tuple(max(each, costs.of(stage, GATHER).seconds) for stage, each in enumerate(own))
         for own in (costs.f, costs.i)
@@ -177,7 +176,7 @@ def _step(timeline: Timeline, costs: CostModel) -> float:
 
 
 def best_receives(schedule: Schedule, costs: CostModel, transport: Transport) -> Receives:
-    """The way to receive with the shortest step for this transport. Without queues it makes no difference."""
+    """The way to receive with the shortest step for this transport. Without queues all are equal."""
     return _find_receives(schedule, costs, transport)[0] if transport.has_queues else _PREFERRED[0]
 
 

@@ -1,4 +1,4 @@
-"""What waits for what in a step, under each transport and with FSDP's collectives, and the times that follow.
+"""Dependencies in a step, under each transport and with FSDP's collectives, and the times that follow.
 
 Once the lists of all ranks are fixed, that is a static graph: ops and messages as in `Schedule.graph`, waits for
 messages by transport, FSDP's gathers and reductions one after the other, and the begin of each rank and queue if there
@@ -24,17 +24,15 @@ from zbpipe.simulator.actions import COMPUTE, WAITS, Action, Rows, message_of, o
 Overlap = bool | Literal["gathers"]
 """Whether FSDP's collectives run beside computations: all of them, only gathers, or none."""
 HEAD, BEGIN, GATE, QUEUE = "HEAD", "BEGIN", "GATE", "QUEUE"
-"""The part of a gather that precedes the first F beside it, and the begins of a rank, of all ranks, and of a queue."""
+"""The part of a gather before its first F, and the begins of a rank, of all ranks, and of a queue."""
 _NO_OPS = frozenset((*SENDS, HEAD, BEGIN, GATE, QUEUE, *WAITS))
 """Nodes that are neither ops nor collectives."""
 
 
 class TimeGraph(Graph[Cell]):
-    """The dependencies in a step of a schedule that can run.
-
-    The lists with messages (`rows`) are for a transport with queues. `ahead` is the number of ops that each rank may
-    start before all ranks are done with the previous step. By default there is none.
-    """
+    """The dependencies in a step of a schedule that can run. Transports with queues need the lists with messages
+    (`rows`). `ahead` is the number of ops that each rank may start before all ranks are done with the previous step, if
+    there is one."""
 
     # Callers need different subsets.
     def __init__(
@@ -54,13 +52,13 @@ class TimeGraph(Graph[Cell]):
         for last, row in zip(accumulate(map(len, schedule)), schedule, strict=True):
             self.ops.append(range(last - len(row), last))
         self.begins: dict[int, list[int]] = {}
-        """Where each rank, and then each queue, begins the step, and its nodes that end the previous step."""
+        """The begins of each rank and then each queue, each with its nodes that end the previous step."""
         self.collectives: list[list[tuple[int, int]]] = [[] for _ in schedule]
-        """Gathers and reductions of each rank, in order, each with the op that it runs beside, before or after."""
+        """Gathers and reductions of each rank, in order, each with the op beside, before or after it."""
         self._first: list[list[int]] = [[] for _ in schedule]
-        """Node for which each rank's first op waits, if any."""
+        """Node before each rank's first op, if any."""
         self.arrivals: dict[int, int] = {}
-        """Message for which a rank waits before it goes on, by the op that sends it."""
+        """Message for which the rank waits before its next op, by the op that sends it."""
         if ahead is not None:
             self._add_begins(ahead)
         if transport is Transport.BLOCKING:
@@ -76,10 +74,8 @@ class TimeGraph(Graph[Cell]):
             self.order = list(chain.from_iterable(followed)) if sent else base.order
 
     def find_cycle(self) -> list[Action]:
-        """Messages, and computations between them, each of which waits for the previous one. Empty if none do.
-
-        The cycle begins and ends with the same action, on its lowest rank.
-        """
+        """Messages and computations that wait for each other, each for the previous one. Empty if none do. The cycle
+        begins and ends with the same action, on its lowest rank."""
         try:
             self.order  # noqa: B018 -- which raises if there is none
         except CycleError as error:
@@ -87,7 +83,7 @@ class TimeGraph(Graph[Cell]):
         else:
             return []
         rank_of = self.schedule.placement.rank_of
-        # Of the computations that follow each other on a rank, the first one waits for a message.
+        # Of consecutive computations on a rank, the first one waits for a message.
         pairs = zip([cycle[-1], *cycle], cycle, strict=False)
         cycle = [each for before, each in pairs if each.kind in SENDS or before.kind in SENDS]
         first = cycle.index(min(cycle, key=lambda each: rank_of[each.stage]))
@@ -99,11 +95,11 @@ class TimeGraph(Graph[Cell]):
         return len(self.nodes) - 1
 
     def _wait(self, node: int, others: Iterable[int]) -> None:
-        """Let a node wait for others. The lists of `Schedule.graph` stay as they are."""
+        """Let a node wait for others. The lists of `Schedule.graph` stay unchanged."""
         self.before[node] = [*self.before[node], *others]
 
     def _wait_from(self, ops: Iterable[int], other: int) -> None:
-        """Let a rank that comes to these ops wait: the first computation, and the copies before it."""
+        """Let a rank wait before these ops: the first computation, and the copies before it."""
         for each in ops:
             self._wait(each, [other])
             if self.nodes[each][1] in COMPUTE:
@@ -115,7 +111,7 @@ class TimeGraph(Graph[Cell]):
         return begin
 
     def _add_begins(self, ahead: Sequence[int]) -> None:
-        """The step begins where a rank is done with the previous one, and after `ahead` ops where all ranks are."""
+        """Begin the step where a rank is done with the previous one, and after `ahead` ops where all ranks are."""
         begins = [self._add_begin((rank, BEGIN, -1), ops[-1:]) for rank, ops in enumerate(self.ops)]
         gate = self._add((-1, GATE, -1), begins)
         for rank, (ops, number) in enumerate(zip(self.ops, ahead, strict=True)):
@@ -124,7 +120,7 @@ class TimeGraph(Graph[Cell]):
             self._wait_from(ops[number:], gate)
 
     def _add_blocking(self) -> None:
-        """After an op, its rank waits for its message."""
+        """Let a rank wait for its message after an op."""
         first = self.ops[-1].stop
         self.arrivals = {giver: message for message, (giver,) in enumerate(self.schedule.graph.before[first:], first)}
         for ops in self.ops:
@@ -132,7 +128,7 @@ class TimeGraph(Graph[Cell]):
                 self._wait_from(range(op + 1, ops.stop), self.arrivals[op])
 
     def _add_queues(self, rows: Rows, transport: Transport) -> None:
-        """The messages of `rows` wait for each other. Waits for sends are nodes."""
+        """Let the messages of `rows` wait for each other. Waits for sends are nodes."""
         placement, per_peer = self.schedule.placement, transport is Transport.QUEUE_PER_PEER
         number = {node: place for place, node in enumerate(self.schedule.graph.nodes)}
         for rank, row in enumerate(rows):
@@ -140,7 +136,6 @@ class TimeGraph(Graph[Cell]):
             peers = [other for one, other in placement.hops if one == rank] if per_peer else [-1]
             begins = {peer: self._add_begin((rank, QUEUE, peer), ()) for peer in peers} if self.begins else {}
             last = {peer: [begins[peer]] if begins else [] for peer in peers}
-            """The last message of each queue."""
             for action in row:
                 found = action if action.kind in COMPUTE else message_of(action)
                 if found is None:
@@ -180,13 +175,13 @@ class TimeGraph(Graph[Cell]):
 
 
 def longest_path(graph: Graph[Any], seconds: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Start and end of each node. It starts when all that it waits for is over, or at 0 if it waits for nothing."""
+    """Start and end of each node. A node starts when its dependencies are over, or at 0 without any."""
     before, starts, ends = graph.before, [0.0] * len(graph.nodes), [0.0] * len(graph.nodes)
     for node in graph.order:
         waits = before[node]
         start = -inf if waits else 0.0
         for each in waits:
-            if ends[each] > start:  # noqa: PLR1730 -- a call of max takes as long as all else here
+            if ends[each] > start:  # noqa: PLR1730 -- a call of max takes as long as the rest here
                 start = ends[each]
         starts[node] = start
         ends[node] = start + seconds[node]

@@ -23,7 +23,7 @@ class Span(NamedTuple):
     start: float
     end: float
     step: int = 0
-    """Index of the step, in a timeline of several graph."""
+    """Index of the step, in a timeline of several."""
 
 
 class Collective(NamedTuple):
@@ -67,7 +67,7 @@ class Timeline:
     num_steps: int = 1
     transport: Transport = Transport.IDEAL
     receives: Receives | None = None
-    """When ranks post receives. None where that makes no difference."""
+    """When ranks post receives. None if that makes no difference."""
     copies: tuple[tuple[Span, ...], ...] = ()
     """Copies of each rank to its host and back, in list order. Empty without offloading."""
     collectives: tuple[tuple[Collective, ...], ...] = ()
@@ -75,7 +75,7 @@ class Timeline:
     overlaps_fsdp: Overlap = True
     """Whether gathers run beside the first F of a stage, and reductions beside its last W or B."""
     graph: TimeGraph | None = field(default=None, compare=False)
-    """What waited for what. None if it was measured."""
+    """The dependencies. None if it was measured."""
 
     def __post_init__(self) -> None:
         if not any(self.copies):
@@ -87,7 +87,7 @@ class Timeline:
         size = f"p={schedule.num_ranks}, m={schedule.num_microbatches}"
         return f"Timeline({schedule.name!r}, {size}, makespan={self.makespan:g})"
 
-    # The modules that draw it import this one, so they are imported by name.
+    # The modules that draw it import this one, so they are imported late.
     def _repr_html_(self) -> str:
         return str(import_module("zbpipe.views.svg").draw_in_notebook(self))
 
@@ -131,7 +131,7 @@ class Timeline:
 
     @property
     def longest_rank_span(self) -> float:
-        """The longest time from one rank's first op to its last, in one step."""
+        """Largest time from a rank's first op to its last, in one step."""
         return max((spans[-1].end - spans[0].start for spans in self.spans if spans), default=0.0)
 
     @cached_property
@@ -163,14 +163,14 @@ class Timeline:
 
     @cached_property
     def peak_activations(self) -> tuple[float, ...]:
-        """Peak of each rank without working memory. The unit is the activations of one microbatch in all its stages."""
+        """Peak of each rank without working memory. Unit: activations of one microbatch in all its stages."""
         kept = replace(self, costs=replace(self.costs, working={})) if self.costs.working else self
         shares = self.schedule.placement.sum_by_rank(self.costs.activations)
         return tuple(peak / share if share else 0.0 for peak, share in zip(kept.peak_memory, shares, strict=True))
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """A chain of ops from the start of the last step to its end, in which each waits for the previous one."""
+        """A chain of ops from the start of the last step to its end, each of which waits for the previous one."""
         return tuple(_critical_path(self))[::-1] if self.makespan else ()
 
     @cached_property
@@ -193,7 +193,7 @@ def _idle(spans: tuple[Span, ...], makespan: float) -> Idle:
 
 
 def _memory_changes(spans: tuple[Span, ...], costs: CostModel) -> Iterator[tuple[float, float]]:
-    """Times at which a rank takes and frees memory: an op takes at its start and frees at its end."""
+    """Times at which a rank takes memory (at an op's start) and frees it (at an op's end)."""
     for span in spans:
         cost = costs.of(*span.op)
         if cost.needs:

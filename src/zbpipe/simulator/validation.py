@@ -17,9 +17,9 @@ from zbpipe.schedule.ir import OFFLOADS, RELOADS, Op, OpKind, Schedule, inputs, 
 N = TypeVar("N", bound=NamedTuple)
 Rule = Literal["missing", "doubled", "foreign", "placement", "order", "deadlock", "memory"]
 _Places = dict[Op, list[tuple[int, int]]]
-"""The places of each op: rank and position, several if it is doubled."""
+"""Places of each op (rank and position): several if it is doubled."""
 _MOST_MISSING = 1000
-"""Largest number of missing ops that are listed, in addition to the number of ops."""
+"""Largest number of listed missing ops, in addition to the number of ops."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Finding:
     position: int | None
     """Index into the rank's list. None for an op that is in no list."""
     op: NamedTuple
-    """The op, or in a table with communication the action. `str` returns its text form."""
+    """The op, or in a table with communication the action."""
     message: str
 
     def __str__(self) -> str:
@@ -55,12 +55,12 @@ def validate(
         >>> print(*zbpipe.validate(zbpipe.Schedule.from_csv("0F0,0W0")))
         missing: rank 0, 0I0: no rank runs it, but 0W0 is there
 
-    It checks for: ops that are missing, doubled or foreign (a stage or microbatch that the schedule does not have, or
-    an I or W of a microbatch that has a B); a stage whose ops are on a rank that does not hold it; an order that a rank
-    cannot run (I or W too early, a stage before its dependency on the same rank); ranks that wait for each other in a
-    cycle; ranks above their memory limit; and copies that do not come back exactly once, after the copy out and before
-    they are needed. Memory is counted in list order, where an offload frees at once. For the time that it takes see
-    `Timeline.memory`. If most ops are missing, only some of these are listed.
+    It checks for: ops that are missing, doubled or foreign (of an unknown stage or microbatch, or an I or W of a
+    microbatch that has a B); a stage with ops on a rank that does not hold it; an order that a rank cannot run (I or W
+    too early, a stage before its dependency on the same rank); ranks that wait for each other in a cycle; ranks above
+    their memory limit; and copies that do not come back exactly once, after the copy out and before they are needed.
+    Memory is counted in list order, where an offload frees at once; `Timeline.memory` counts it over time. If most ops
+    are missing, only some of these are listed.
 
     Args:
         schedule: a schedule with any lists.
@@ -69,8 +69,7 @@ def validate(
 
     Raises:
         TypeError: `schedule`, `memory_limit` or `costs` has another type.
-        ValueError: a limit is negative, the number of limits is not that of ranks, or the costs are for another number
-            of stages.
+        ValueError: a limit is negative, or the number of limits or of the costs' stages is wrong.
     """
     require_schedule(schedule)
     num_stages = schedule.placement.num_stages
@@ -95,7 +94,7 @@ def find_miscounted(schedule: Schedule) -> Iterator[Finding]:
 
 
 def require_runnable(schedule: Schedule) -> None:
-    """Raise ValueError with all findings if an op never runs, or runs again."""
+    """Raise ValueError with all findings if an op never runs, or runs twice."""
     try:
         schedule.graph.order  # noqa: B018 -- which raises if there is none
     except CycleError:
@@ -104,7 +103,6 @@ def require_runnable(schedule: Schedule) -> None:
 
 
 def require_schedule(schedule: Schedule) -> None:
-    """Raise TypeError for objects other than schedules, for example a name."""
     if not isinstance(schedule, Schedule):
         raise TypeError(
             f"{reprlib.repr(schedule)} is not a zbpipe.Schedule: make one with zbpipe.generate('ZBV', 4, 8) or"
@@ -166,10 +164,8 @@ def find_disordered(
     rows: Sequence[Sequence[N]], dependencies: Callable[[N], Iterable[tuple[N, ...]]]
 ) -> Iterator[Finding]:
     """Items before their dependencies in one rank's list, then the first ranks that wait for each other in a cycle.
-
-    An item that is missing or doubled has a separate finding. `dependencies` are groups, of which one item each has to
-    be over. They have the item's microbatch, and do not depend on it.
-    """
+    Missing or doubled items have separate findings. One item of each group of `dependencies` has to be over. They are
+    of the item's microbatch, and do not depend on the item."""
     items: list[tuple[int, str, int]] = [*chain.from_iterable(rows)]
     node_of = dict(zip(reversed(items), range(len(items) - 1, -1, -1), strict=True))
     known: dict[tuple[int, str], list[list[tuple[int, str]]]] = {}
@@ -200,7 +196,7 @@ def find_disordered(
 def _describe_cycle(rows: Sequence[Sequence[N]], cycle: Sequence[int]) -> Finding:
     """The deadlock of a cycle of items, each of which waits for the next one."""
     places = [(rank, position) for rank, row in enumerate(rows) for position in range(len(row))]
-    # The ops of one rank follow each other.
+    # A rank's ops follow each other.
     pairs = pairwise([places[node] for node in (*cycle, cycle[0])])
     hops = [(one, other) for one, other in pairs if one[0] != other[0]]
     first = hops.index(min(hops))
@@ -220,7 +216,7 @@ def find_excess(
     costs = as_cost_model((1, 1, 1) if costs is None else costs, schedule.placement)
     parsed = MemoryLimit.parse(memory_limit)
     limits = parsed.resolve(costs, schedule.num_ranks, schedule.num_microbatches) if parsed else ()
-    # A row beyond the placement only contains ops that are in the wrong place.
+    # A row beyond the placement only has ops in a wrong place.
     for rank, (ops, limit) in enumerate(zip(schedule, limits, strict=False)):
         held, holders = 0.0, dict[tuple[int, int], Op]()
         for position, op in enumerate(ops):

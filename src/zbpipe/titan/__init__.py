@@ -16,9 +16,9 @@ def plug_in(options: Options | None = None) -> None:
         options, rest = zbpipe.frameworks.titan.command_line.parse(["--zbpipe.trace", "trace.json"])
         zbpipe.titan.plug_in(options)
 
-    Afterwards `parallelism.pipeline_parallel_schedule` also takes zbpipe's names, CSV files and `Auto`.
-    Call it once on every rank, before the `Trainer` is constructed. On a machine without an accelerator it also makes
-    TorchTitan run on the CPU, if TorchTitan has not been imported yet.
+    Afterwards `parallelism.pipeline_parallel_schedule` also takes zbpipe's names, CSV files and `Auto`. Call it once on
+    every rank, before the `Trainer` is constructed. Without an accelerator it also makes TorchTitan run on the CPU, if
+    TorchTitan has not been imported yet.
 
     With torchtitan 0.2, settings that cannot run are refused before the model is cut into stages. TorchTitan's
     `ConfigManager`, if used, refuses them earlier. With 0.3 the program has to use `ConfigManager`.
@@ -49,6 +49,6 @@ def plug_in(options: Options | None = None) -> None:
         cpu.stand_in()
     versions.require_names()
     _plugged.append(options or Options())
-    from zbpipe.frameworks.titan import plug  # not before: TorchTitan chooses its device when it is imported
+    from zbpipe.frameworks.titan import plug  # late: TorchTitan chooses its device at import
 
     plug.plug_in(_plugged[0], on_cpu)

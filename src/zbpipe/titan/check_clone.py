@@ -25,13 +25,12 @@ from zbpipe.frameworks.titan import cpu, versions
 _STEPS = 5
 """Auto measures in the first three, and then runs ZB for the measured costs."""
 _LINES = 40
-"""Number of log lines shown of a failed job."""
+"""Number of a failed job's log lines to show."""
 _TOLERANCES = {"loss_metrics/global_avg_loss": 1e-5, "grad_norm": 1e-4}
-"""Relative tolerances: float32 sums depend on their order."""
+"""Relative tolerances, because float32 sums depend on their order."""
 
 
 def main() -> int:
-    """Run the check and print the findings; returns the exit code."""
     try:
         version = versions.find_installed()
         print(f"{versions.describe_installed()}: zbpipe treats it as {version.name}", flush=True)
@@ -70,7 +69,7 @@ def _compare_losses(folder: Path) -> str | None:
 
 
 def find_difference(expected: JobOutcome, found: JobOutcome, name: str) -> str | None:
-    """The first metric of a step that differs from 1F1B's, in words; None if all agree."""
+    """The first metric of a step that differs from 1F1B's, as text. None if all agree."""
     if len(found.steps) != len(expected.steps):
         return f"{name} has {len(found.steps)} steps and 1F1B {len(expected.steps)}"
     for one, other in zip(expected.steps, found.steps, strict=True):

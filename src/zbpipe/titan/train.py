@@ -46,7 +46,7 @@ def main() -> None:
 def _require_known_schedule(arguments: list[str]) -> None:
     given = dict(pairwise(arguments)) | dict(each.split("=", 1) for each in arguments if "=" in each)
     name = given.get(_SCHEDULE, "")
-    # Modules of the user may register schedules, and torch's abstract classes come with a file of TorchTitan's.
+    # The user's modules may register schedules, and torch's abstract classes come with a file of TorchTitan's.
     if name and not ("--zbpipe.import" in given or "." in given.get("--module", "") or name.startswith("Pipeline")):
         registry.resolve(name)
 
@@ -60,7 +60,7 @@ def _train() -> None:
         print(help_text(), flush=True)  # TorchTitan's own help comes after it
     with importing():
         zbpipe.titan.plug_in(options)
-        from zbpipe.frameworks.titan import plug  # not before: TorchTitan chooses its device when it is imported
+        from zbpipe.frameworks.titan import plug  # late: TorchTitan chooses its device at import
     with share_with_other_ranks():
         plug.train()
     # TorchTitan turns garbage collection off and leaves its trainer in reference cycles. The interpreter would free the

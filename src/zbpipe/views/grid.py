@@ -18,9 +18,9 @@ IDLE = "·"
 _BETWEEN_TICKS = 10
 """Least distance of time labels, in columns."""
 _MOST_COLUMNS, _MOST_SCREENS = 2**16, 3
-"""Largest width of a picture in columns, and height in screens: nobody views a longer one completely."""
+"""Largest width of a picture in columns, and height in screens."""
 _LEVELS = "▁▂▃▄▅▆▇█"
-"""Levels of how busy a rank is in the time of a column."""
+"""Levels of a rank's busy share in a column's time."""
 _MIXTURE = "+"
 _PLAIN = 0.6
 """Share of a column's work above which one kind sets its colour."""
@@ -30,28 +30,27 @@ _Cell = tuple[str, str]
 
 @dataclass(frozen=True)
 class _Scale:
-    """Conversion of time to columns, and of columns to bands of lines, one below the other."""
+    """Conversion of time to columns, and of columns to bands of lines."""
 
     per_second: float
     columns: int
     band: int
-    """Columns of one band."""
 
     @property
     def bands(self) -> int:
         return -(-self.columns // self.band)
 
     def column(self, time: float) -> int:
-        # Not round(): it rounds half to even, and boxes of one length would get different widths.
+        # Not round(), which rounds half to even, so that boxes of one length would get different widths.
         return math.floor(time * self.per_second + 0.5)
 
 
 def grid(timeline: Timeline, width: int = 80, height: int = 24, *, colours: bool = True) -> Text:
     """The picture, with a time axis and a legend.
 
-    Every op shows its letter, and its microbatch where there is room. Boxes are as wide as fits into `width` x
-    `height`. A timeline that is too long for one line continues in a band below. Copies to the host and back, and
-    FSDP's collectives, have their own lines. Large timelines are condensed to one line per rank.
+    Every op shows its letter, and its microbatch if there is room. Boxes are as wide as fits into `width` x `height`. A
+    timeline that is too long for one line continues in a band below. Copies to the host and back, and FSDP's
+    collectives, have their own lines. Large timelines are condensed to one line per rank.
 
     >>> timeline = zbpipe.simulate(zbpipe.generate("1F1B", 2, 2), (1, 1, 1))
     >>> print(grid(timeline, width=30).plain.splitlines()[0].rstrip())
@@ -71,7 +70,7 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24, *, colours: bool
 
 
 def show(timeline: Timeline) -> None:
-    """Draw it in the terminal, as wide and high as the terminal is."""
+    """Draw it in the terminal, in the terminal's size."""
     console = Console(highlight=False)
     console.print(grid(timeline, console.width, console.height, colours=console.color_system is not None))
 
@@ -110,10 +109,8 @@ def _bands(timeline: Timeline, scale: _Scale, label: int) -> Iterator[Text]:
 
 
 def _overview(timeline: Timeline, columns: int, width: int, label: int, colours: bool) -> list[Text]:
-    """A line per rank: the height of a column shows how busy the rank is then, its colour the most frequent kind.
-
-    Without colours it has that kind's letter, in lower case where the rank is busy for less than half of the column.
-    """
+    """A line per rank: a column's height shows how busy the rank is then, its colour the most frequent kind. Without
+    colours it has that kind's letter, in lower case if the rank is busy for less than half of the column."""
     scale = _Scale(columns / (timeline.makespan or 1.0), columns, columns)
     lines = [
         Text(f"rank {rank} ".ljust(label)).append_text(_line(list(_busy(spans, scale, colours))))
@@ -132,7 +129,7 @@ def _overview(timeline: Timeline, columns: int, width: int, label: int, colours:
 
 
 def _busy(spans: tuple[Span, ...], scale: _Scale, colours: bool) -> Iterator[_Cell]:
-    """A cell per column, whose height shows how busy the rank is then."""
+    """A cell per column. Its height shows how busy the rank is then."""
     work: list[dict[OpKind, float]] = [{} for _ in range(scale.columns)]
     for span in spans:
         begin, end = span.start * scale.per_second, min(span.end * scale.per_second, scale.columns)
@@ -154,10 +151,10 @@ def _busy(spans: tuple[Span, ...], scale: _Scale, colours: bool) -> Iterator[_Ce
 
 
 def _fit(timeline: Timeline, width: int, height: int) -> _Scale:
-    """Boxes with room for the microbatch if that keeps to one line per rank, or to `height`; else for their letter."""
+    """Boxes with room for the microbatch, on one line per rank or within `height`; else with room for their letter."""
     with_number = len(f"F{timeline.schedule.num_microbatches - 1}")
     shortest = style.shortest_to_show(timeline)
-    # Boxes get narrower, down to nothing, if the picture would be endless.
+    # In an endless picture, boxes get narrower, down to nothing.
     shortest = max(shortest, timeline.makespan * (with_number + 1) / _MOST_COLUMNS)
     scales = [_scale(timeline.makespan, shortest, box, width) for box in range(1, with_number + 2)]
     numbered = min(reversed(scales[with_number - 1 :]), key=lambda scale: scale.bands)
@@ -167,7 +164,6 @@ def _fit(timeline: Timeline, width: int, height: int) -> _Scale:
 
 
 def _lines(timeline: Timeline, scale: _Scale) -> int:
-    """Number of lines of the picture, with a legend of four."""
     lines = sum(1 + len(style.lanes(timeline, rank)) for rank in range(timeline.schedule.num_ranks))
     return scale.bands * (lines + 1) + 4
 
@@ -197,7 +193,6 @@ def _axis(timeline: Timeline, scale: _Scale, begin: int, end: int) -> str:
 
 
 def _legend(timeline: Timeline, scale: _Scale, colours: bool) -> Iterator[Text]:
-    """The legend: colour and letter of each kind, shade of each stage of a rank, and the meaning of the numbers."""
     stages = style.most_stages(timeline.schedule.placement)
     for kind in style.kinds(timeline):
         if not colours:

@@ -21,9 +21,9 @@ _TICKS = 2**32
 
 
 def html(timeline: Timeline, drawn_with: str = "") -> str:
-    """The page: a grid of all ranks, the activations of each over time below it, and the critical path on demand.
+    """The page: a grid of all ranks, each one's activations over time below it, and the critical path on demand.
 
-    It needs no network and no other file, and is dark where the reader prefers that. `drawn_with` names the costs.
+    It needs no network and no other file, and has a dark theme. `drawn_with` names the costs.
     """
     sizes = style.size(timeline) + (f"; {drawn_with}" if drawn_with else "")
     return fill(
@@ -45,7 +45,7 @@ def fill(name: str, **parts: str) -> str:
         "script": f"{data}\n<script>\n{_read('timeline.js')}\n</script>",
     }
     everything = shared | parts
-    # In one pass, so that no user text is taken for a placeholder.
+    # In one pass, so that user text is never taken for a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda place: everything[place[1]], _read(name))
 
 
@@ -54,7 +54,6 @@ def _read(name: str) -> str:
 
 
 def _variables() -> str:
-    """The colours of both themes, for CSS."""
 
     def rules(theme: style.Theme) -> str:
         return " ".join(f"--{name}: {colour};" for name, colour in asdict(theme).items())
@@ -70,8 +69,8 @@ def pack(data: Any) -> str:
 
 
 def drawing(timeline: Timeline) -> dict[str, Any]:
-    """The data that the script draws: kinds as numbers, times in ticks, and in `changes` by kind and stage the memory
-    that an op takes at its start and frees at its end, in its rank's share of one microbatch."""
+    """The script's data: kinds as numbers, times in ticks, and in `changes` by kind and stage the memory that an op
+    takes at its start and frees at its end, in its rank's share of one microbatch."""
     placement = timeline.schedule.placement
     stages, present = style.most_stages(placement), style.kinds(timeline)
     shares = placement.sum_by_rank(timeline.costs.activations)

@@ -43,7 +43,7 @@ def perfetto(timeline: Timeline, **others: Timeline) -> str:
 def write_perfetto(file: str | Path, timeline: Timeline, **others: Timeline) -> None:
     """Write `perfetto(timeline, **others)` to a file, compressed to a tenth or less if its name ends in `.gz`."""
     data = perfetto(timeline, **others).encode()
-    # Without the time of writing, so the same timeline gives the same file.
+    # No time of writing, so that the same timeline gives the same file.
     Path(file).write_bytes(gzip.compress(data, mtime=0) if Path(file).suffix == ".gz" else data)
 
 

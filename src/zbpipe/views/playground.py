@@ -1,4 +1,4 @@
-"""The playground: its page, the answers of simulator and planner to it, and the server on this machine alone."""
+"""The playground: its page, the answers of simulator and planner, and the server for this machine only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from zbpipe.views.report import record
 
 MOST_RANKS, MOST_MICROBATCHES, MOST_STAGES = 64, 512, 8
 _MOST_CELLS = 2**13
-"""Largest number of ranks times microbatches. More would take too long."""
+"""Largest number of ranks times microbatches, for an immediate answer."""
 PLAN_BUDGET = 2e6
 """Number of ops that a search may time: about a second."""
 
@@ -35,7 +35,7 @@ class Setting:
     stages: int
     """Stages per rank, for schedules that support any number."""
     f: float
-    """Times of F, I and W of a rank and a microbatch, and of a message."""
+    """Times of F, I and W of one microbatch on a rank, and of a message."""
     i: float
     w: float
     comm: float
@@ -61,7 +61,7 @@ class Setting:
 
     @classmethod
     def parse(cls, asked: Mapping[str, str]) -> Setting:
-        """The setting from texts by name. ValueError for missing and unknown names, and for invalid numbers."""
+        """The setting from text by name. ValueError for missing and unknown names, and for invalid numbers."""
         names = [field.name for field in fields(cls)]
         if missing := [name for name in names if name not in asked]:
             raise ValueError(f"{', '.join(missing)} is missing")
@@ -167,15 +167,14 @@ _STOPS: dict[str, list[Any]] = {
     "checkpointing": list(Checkpointing),
     "limit": ["", 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.5, 2, 3],
 }
-"""Stops of each slider."""
 
 
 def server(port: int = 0) -> ThreadingHTTPServer:
-    """A server on this machine's loopback address, to be started by `serve_forever`. Port 0 takes a free one."""
+    """A server on this machine's loopback address, to be started by `serve_forever`. Port 0 selects a free one."""
     return ThreadingHTTPServer((ADDRESS, port), _Handler)
 
 
-# Users move sliders back and forth. A few hundred answers have some megabytes.
+# Users move sliders back and forth. A few hundred answers take some megabytes.
 _simulated, _planned = lru_cache(maxsize=256)(answer_simulation), lru_cache(maxsize=64)(answer_plan)
 
 
@@ -194,7 +193,6 @@ def answer(path: str, query: str) -> tuple[int, str, str]:
 
 
 def _page() -> str:
-    """The page, with the stops of its sliders and its presets."""
     data = {
         "stops": _STOPS,
         "presets": {name: setting.texts() for name, setting in presets().items()},
@@ -210,10 +208,8 @@ def _json(status: int, body: dict[str, Any]) -> tuple[int, str, str]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET requests only."""
-
     def do_GET(self) -> None:
-        # A page from another site may resolve its own name to this address. Host contains that name then.
+        # A page from another site may resolve its own name to this address. Host then contains that name.
         if (self.headers.get("Host") or "").rsplit(":", 1)[0] not in (ADDRESS, "localhost"):
             self._send(*_json(403, {"error": f"this server answers only at {ADDRESS} and localhost"}))
             return
@@ -230,4 +226,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: the terminal belongs to the user."""
+        """Log nothing, because the terminal belongs to the user."""

@@ -18,14 +18,12 @@ from zbpipe.simulator.timeline import Timeline
 from zbpipe.views.style import memory, most_stages, number, percent, summary
 
 Vary = Callable[[Timeline], Mapping[str, float]]
-"""Mean and quantiles of a schedule's step times, where times vary (`zbpipe.simulator.jitter.StepTimes.record`)."""
+"""Mean and quantiles of a schedule's step times under jitter (`zbpipe.simulator.jitter.StepTimes.record`)."""
 
 
 def record(timeline: Timeline, baseline: float | None = None, *, with_period: bool = True) -> dict[str, Any]:
-    """A timeline in numbers: times in seconds, peaks by rank, memory in the unit of the costs' activations.
-
-    The period takes longer than all else together. `memory_to_1f1b` is the worst rank's peak relative to `baseline`.
-    """
+    """A timeline in numbers: times in seconds, peaks by rank, memory in the unit of the costs' activations. Computing
+    the period takes longer than the rest. `memory_to_1f1b` is the worst rank's peak relative to `baseline`."""
     schedule = timeline.schedule
     return {
         "schedule": schedule.name,
@@ -74,7 +72,7 @@ def report(timeline: Timeline, baseline: float | None = None) -> str:
 
 
 def tell_fsdp(timeline: Timeline) -> Iterator[str]:
-    """A sentence on FSDP's collectives, and one on less memory for more of them, if there are any."""
+    """A sentence on FSDP's collectives, and one on resharding, if there are collectives."""
     if any(timeline.collectives):
         busiest = max(sum(each.end - each.start for each in row) for row in timeline.collectives)
         exposed = exposed_fsdp(timeline)
@@ -87,7 +85,7 @@ def tell_fsdp(timeline: Timeline) -> Iterator[str]:
 
 
 def costs(job: JobCosts) -> str:
-    """Measured costs of stages as a table: milliseconds, and MiB that a stage holds of one microbatch."""
+    """Measured costs of stages as a table: milliseconds, and MiB of one microbatch on a stage."""
     model = job.costs
     assert isinstance(model, CostModel), "layers have no ranks"
     mebibyte = 2.0**20
@@ -115,10 +113,10 @@ def costs(job: JobCosts) -> str:
 
 @dataclass(frozen=True)
 class ComparedSchedule:
-    """A table's figures of one schedule among others. None as checkpointing stands for an unknown one."""
+    """A table's figures of one schedule. None as checkpointing means unknown."""
 
     figures: Mapping[str, Any]
-    """Its `record`, because many timelines at a time would take too much memory."""
+    """Its `record`, because many timelines would take too much memory."""
     limits: tuple[float, ...] | None
     """Memory limit of each rank, in the unit of the costs' activations."""
     source: str
@@ -184,7 +182,7 @@ class ComparedSchedule:
 
     @property
     def is_within(self) -> bool:
-        """Whether it can run within the limits, or without any within 1F1B's memory or slightly more."""
+        """Whether it can run and keeps the limits, or without any stays within 1F1B's memory or slightly above."""
         share = self.figures["memory_to_1f1b"]
         fits = self.broken is None if self.limits else share is not None and share <= _AS_1F1B * (1 + ROUNDING)
         return self.runs and fits
@@ -195,7 +193,7 @@ class ComparedSchedule:
 
 
 def records(compared: Sequence[ComparedSchedule]) -> list[dict[str, Any]]:
-    """Sorted schedules for JSON: their figures, their steps relative to the baselines, and which is recommended."""
+    """Sorted schedules for JSON: figures, steps relative to the baselines, and which one is recommended."""
     chosen, steps = recommend(compared), _steps(compared)
 
     def relative(step: float) -> dict[str, float | None]:
@@ -214,13 +212,13 @@ def _steps(compared: Iterable[ComparedSchedule]) -> dict[str, float]:
 
 
 _AS_1F1B = 1.02
-"""Memory relative to 1F1B's up to which a schedule counts as one of the same memory."""
+"""Memory relative to 1F1B's that still counts as the same."""
 _BASELINES = ("1F1B", "Interleaved1F1B")
 
 
 def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | None = None) -> Iterator[str]:
-    """Table lines, the best schedule first. With a `plan` among the schedules, they show how much longer the others
-    take. Otherwise they show the steps relative to the baselines, and the recommended schedule."""
+    """Table lines, the best schedule first. With a `plan`, they show how much longer the other schedules take.
+    Otherwise they show the steps relative to the baselines, and the recommended schedule."""
     best_first = sorted(compared, key=lambda each: each.sort_key)
     steps = _steps(best_first)
     chosen = recommend(best_first) if plan is None else None
@@ -273,7 +271,7 @@ _LEGEND = (
 
 
 def longer(time: float, than: float) -> str:
-    """Excess of a time: `+3.1%`. Empty if nothing takes time."""
+    """Relative excess of a time: `+3.1%`. Empty if nothing takes time."""
     return f"{round(time / than - 1, 9) + 0.0:+.1%}" if than else ""  # no -0.0%
 
 

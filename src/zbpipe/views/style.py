@@ -21,7 +21,7 @@ KIND_WORDS = {
     OpKind.RI: "reload for W",
 }
 COLLECTIVE_WORDS = {"gather": "gather of parameters", "reduce": "reduction of gradients"}
-UNIT_OF_ACTIVATIONS = "1 = a rank's share of one microbatch"
+UNIT_OF_ACTIVATIONS = "unit: one microbatch on one rank"
 
 _Rgb = tuple[int, int, int]
 _SHADES: dict[OpKind, tuple[_Rgb, _Rgb]] = {
@@ -34,8 +34,8 @@ _SHADES: dict[OpKind, tuple[_Rgb, _Rgb]] = {
     OpKind.OI: ((40, 50, 60), (110, 122, 134)),
     OpKind.RI: ((150, 215, 190), (205, 240, 225)),
 }
-"""The colours of the first and the last stage of a rank. Colours of a picture stay distinct with every kind of colour
-blindness, by hue or by lightness."""
+"""The colours of a rank's first and last stage. Colours of a picture stay distinct with every kind of colour blindness,
+by hue or by lightness."""
 _LANES = (("copies out", OFFLOADS), ("copies in", RELOADS))
 
 
@@ -50,10 +50,9 @@ class Theme:
     """Background of buttons, and below curves."""
     curve: str
     path: str
-    """Colour of the critical path."""
     idle: str
     stripe: str
-    """Stripes across idle time: the bubble has to be visible at a glance, and distinct from ops without colours."""
+    """Stripes across idle time, so that the bubble is visible at a glance, and distinct from ops without colours."""
 
 
 LIGHT = Theme("#ffffff", "#1f2328", "#59636e", "#d1d9e0", "#eef1f4", "#2e3ab2", "#d1002f", "#dfe3e8", "#6e7781")
@@ -88,14 +87,12 @@ def contrast(one: str, other: str) -> float:
 
 
 def paints(timeline: Timeline) -> dict[tuple[int, OpKind], Paint]:
-    """The colours of all ops by stage and kind."""
     placement = timeline.schedule.placement
     of, present = most_stages(placement), kinds(timeline)
     return {(stage, kind): paint(kind, nth, of) for stage, nth in enumerate(nth_stage(placement)) for kind in present}
 
 
 def nth_stage(placement: Placement) -> tuple[int, ...]:
-    """Index of each stage among the stages of its rank, from 0."""
     return tuple(placement.stages_on(rank).index(stage) for stage, rank in enumerate(placement.rank_of))
 
 
@@ -108,7 +105,7 @@ def kinds(timeline: Timeline) -> tuple[OpKind, ...]:
 
 
 def lanes(timeline: Timeline, rank: int) -> tuple[tuple[str, tuple[Span | Collective, ...]], ...]:
-    """What a rank runs beside its computations, as (name, boxes): copies out and in, and FSDP's collectives."""
+    """Parallel work of a rank, as (name, boxes): copies out and in, and FSDP's collectives."""
     found: list[tuple[str, tuple[Span | Collective, ...]]] = []
     if timeline.copies:
         copies = timeline.copies[rank]
@@ -119,7 +116,7 @@ def lanes(timeline: Timeline, rank: int) -> tuple[tuple[str, tuple[Span | Collec
 
 
 def kind_of(collective: Collective, timeline: Timeline) -> OpKind:
-    """The kind of ops whose colours a collective has: F for gathers, W (or B, if there is none) for reductions."""
+    """The kind of ops with a collective's colours: F for gathers, W (or B, if there is none) for reductions."""
     backward = OpKind.W if OpKind.W in kinds(timeline) else OpKind.B
     return OpKind.F if collective.kind == "gather" else backward
 
@@ -130,12 +127,12 @@ def number(value: float) -> str:
 
 
 def memory(value: float) -> str:
-    """Memory in the unit of the costs: `3.5`, or `6.05 GiB`. A mebibyte or more is assumed to be bytes."""
+    """Memory in the unit of the costs: `3.5`, or `6.05 GiB`. Values from a mebibyte on are taken as bytes."""
     return f"{value / 2**30:.3g} GiB" if value >= 2**20 else f"{value:.4g}"
 
 
 def percent(share: float) -> str:
-    """A share in percent, `5.9%`. A share that rounding made negative becomes zero."""
+    """A share in percent: `5.9%`. A share below zero by rounding becomes zero."""
     return f"{max(share, 0.0):.1%}"
 
 
@@ -150,7 +147,6 @@ def size(timeline: Timeline) -> str:
 
 
 def outcome(timeline: Timeline) -> str:
-    """Makespan, bubble, and the peak of activations on the worst rank."""
     return (
         f"makespan {number(timeline.makespan)}, bubble {percent(timeline.bubble)},"
         f" peak activations {memory(max(timeline.peak_activations))} ({UNIT_OF_ACTIVATIONS})"
@@ -165,19 +161,19 @@ def summary(timeline: Timeline) -> str:
 def memory_profile(timeline: Timeline, rank: int) -> list[tuple[float, float]]:
     """Activations of `rank` as (start, activations) pairs, in its share of one microbatch, one entry per moment."""
     share = timeline.schedule.placement.sum_by_rank(timeline.costs.activations)[rank] or 1.0
-    # Only the result of several changes at one moment is shown.
+    # Several changes at one moment count only with their result.
     return [(time, held / share) for time, held in dict(timeline.memory(rank)).items()]
 
 
 def shortest_to_show(timeline: Timeline) -> float:
-    """Seconds of the shortest op that a picture has room for. Ops far shorter than the longest do not count."""
+    """Seconds of the shortest op that a picture has room for. Much shorter ops do not count."""
     lengths = {span.end - span.start for spans in timeline.spans for span in spans}
     longest = max(lengths, default=0.0) or 1.0
     return min((length for length in lengths if length >= longest / 6), default=longest)
 
 
 def ticks(until: float, most: int) -> Sequence[float]:
-    """At most `most` + 1 round times from 0 to `until`, evenly apart.
+    """At most `most` + 1 round, evenly spaced times from 0 to `until`.
 
     >>> ticks(25.5, most=5)
     (0.0, 10.0, 20.0)

@@ -21,11 +21,11 @@ _PLOT_MAX = 6_000
 _PLOT_MIN = 560
 _BETWEEN_TICKS = 70
 _MOST_BOXES = 3_000
-"""Largest number of ops drawn as elements with their own tooltips. Above it, a row is a few paths."""
+"""Largest number of ops drawn as elements with tooltips. Above it, each row is a few paths."""
 _MOST_OPS = 20_000
-"""Largest number of ops of a picture in a notebook, which stores it in its file."""
+"""Largest number of ops of a picture in a notebook, whose file contains it."""
 _TENTHS = 10
-"""Parts of a pixel, the unit of these paths: integers are short."""
+"""Parts of a pixel: the unit of the paths, because integers are short."""
 _BUBBLE = "zbp-bubble"
 _FAMILY = "Helvetica, Arial, 'DejaVu Sans', sans-serif"
 
@@ -46,9 +46,9 @@ class _Scale:
 def svg(timeline: Timeline, *below: Timeline, drawn_with: str = "") -> str:
     """The picture: title, outcome, a row of boxes per rank, a time axis and a legend.
 
-    `drawn_with` describes the costs in words. Default: the times, if they are equal on all ranks. Further timelines are
-    below the first one, all on one time scale. Thin boxes below those of the ops show copies to the host and back, and
-    FSDP's collectives. The picture is dark where the reader prefers that.
+    `drawn_with` describes the costs. Default: the times, if they are equal on all ranks. Further timelines are below
+    the first one, on the same time scale. Thin boxes below the ops show copies to the host and back, and FSDP's
+    collectives. The picture has a dark theme.
     """
     per_second = max(_per_second(each) for each in (timeline, *below))
     pictures = [_picture(each, per_second, drawn_with) for each in (timeline, *below)]
@@ -85,7 +85,7 @@ def _element(width: float, height: float, content: list[str], y: float = 0.0) ->
 
 
 def _picture(timeline: Timeline, per_second: float, drawn_with: str) -> tuple[float, float, list[str]]:
-    """Width, height and content of one timeline's picture."""
+    """Width, height and content of a timeline's picture."""
     scale = _Scale(per_second, timeline.makespan or 1.0)
     costs = drawn_with or _times(timeline.costs, timeline.schedule.placement)
     headings = style.outcome(timeline), style.size(timeline) + (f"; {costs}" if costs else "")
@@ -108,7 +108,7 @@ def _picture(timeline: Timeline, per_second: float, drawn_with: str) -> tuple[fl
 
 
 def _per_second(timeline: Timeline) -> float:
-    """Pixels per second, such that the shortest op shows its microbatch, within limits."""
+    """Pixels per second at which the shortest op shows its microbatch, within limits."""
     box = max(18.0, len(str(timeline.schedule.num_microbatches - 1)) * LETTER + 5)
     makespan = timeline.makespan or 1.0
     return min(max(makespan * box / style.shortest_to_show(timeline), _PLOT_MIN), _PLOT_MAX) / makespan
@@ -119,7 +119,7 @@ def _px(length: float) -> str:
 
 
 def _styles(timeline: Timeline) -> Iterator[str]:
-    """CSS rules that apply only to zbpipe's pictures, because a page may embed the picture."""
+    """CSS rules that apply only to zbpipe's pictures, because a page may embed them."""
     stages = style.most_stages(timeline.schedule.placement)
     yield "<style>"
     yield f".zbp .ops text{{text-anchor:middle;font-size:{_FONT - 1}px}}"

@@ -18,10 +18,10 @@ from zbpipe.schedule.registry import resolve
 SCHEDULES = {name: (name,) for name in ("1F1B", "ZBVZeroBubble", "ZBV")}
 RANKS = 2
 MICROBATCHES = 8
-"""As the demo's models have them."""
+"""As in the demo's models."""
 CHECKPOINTING = "selective"  # TorchTitan's default
 ROUNDS = 2
-"""Rounds of training. Schedules alternate, so that a machine that gets faster or slower affects all alike."""
+"""Rounds of training. Schedules alternate, so that changes of the machine's speed affect all alike."""
 WARM_UP = 2
 """Warm-up steps of a job, excluded from speed and bubble."""
 _TIMEOUT = 300.0
@@ -58,10 +58,12 @@ def demo(steps: int) -> None:
 def run_demo(
     steps: int, folder: Path, jobs: Mapping[str, Sequence[str]] = SCHEDULES, rounds: int = ROUNDS
 ) -> dict[str, list[JobOutcome]]:
-    """Outcomes of trainings by name: alternately, on `RANKS` processes, all from one seed checkpoint.
+    """Outcomes of trainings by name, alternately on `RANKS` processes, all from one seed checkpoint.
 
-    Each job is a schedule and TorchTitan's arguments. One that fails is not trained again. DemoError if the installed
-    TorchTitan cannot be used, or the seed checkpoint failed.
+    Each job is a schedule and TorchTitan's arguments. A job that failed does not train again.
+
+    Raises:
+        DemoError: the installed TorchTitan cannot be used, or the seed checkpoint failed.
     """
     try:
         version = find_installed()
@@ -99,11 +101,11 @@ def _error(rounds: Sequence[JobOutcome]) -> str | None:
 
 
 BUBBLE = "zbpipe/bubble(%)"
-"""Key of the bubble in a job's metrics."""
+"""The bubble's key in a job's metrics."""
 
 
 def _compare(outcomes: dict[str, list[JobOutcome]]) -> Iterator[str]:
-    """A table with losses, speed, bubble and outcome of each schedule, and the largest difference of the losses."""
+    """A table with losses, speed, bubble and outcome of each schedule, and the largest difference between losses."""
     from zbpipe.views.report import table
 
     yield (
@@ -137,7 +139,6 @@ def _cells(schedule: str, rounds: Sequence[JobOutcome]) -> tuple[str, ...]:
 
 
 def _show_emulated(found: Sequence[Emulated]) -> None:
-    """Print a table of measured and simulated times, and the last schedule's picture: planned above measured."""
     from zbpipe.views.report import longer, table
     from zbpipe.views.style import number, percent
 

@@ -1,8 +1,7 @@
 """The demo's second part: 1F1B and ZBV on 8 ranks, with real processes and messages, and sleeping stages.
 
-Two pipeline ranks have almost no bubble, and a laptop does not have 8 GPUs. So F, I and W sleep here. All else is real.
-`emulate` starts this file as a program, which imports torch once and forks the ranks. The module itself imports no
-torch.
+Two pipeline ranks have almost no bubble, and a laptop does not have 8 GPUs. So F, I and W sleep, and all else is real.
+`emulate` starts this file as a program, which imports torch once and forks the ranks.
 """
 
 from __future__ import annotations
@@ -35,13 +34,11 @@ _TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class Emulated:
-    """One schedule, measured and simulated."""
-
     schedule: str
     seconds: float
     """Median step time over the rounds."""
     planned: Timeline = field(repr=False)
-    """Simulated with the times that the stages sleep. Messages take no time."""
+    """Simulated with the sleep times. Messages take no time."""
     measured: Timeline = field(repr=False)
     """The step closest to the median."""
 
@@ -54,7 +51,7 @@ def emulate(
 ) -> list[Emulated]:
     """Run `SCHEDULES` alternately, each `rounds` times, on `ranks` processes that sleep `seconds` per F, I and W.
 
-    If a rank fails or the run takes over two minutes, a DemoError has the end of the ranks' output.
+    Raises DemoError, with the end of the ranks' output, if a rank fails or the run takes over two minutes.
     """
     with tempfile.TemporaryDirectory(prefix="zbpipe-demo-") as folder:
         steps = _run(Path(folder), (ranks, microbatches, seconds, rounds))
@@ -65,7 +62,6 @@ def emulate(
 
 
 def costs_of(name: str, ranks: int, seconds: float) -> CostModel:
-    """Sleep times of the stages, and no time for messages."""
     return CostModel.uniform(resolve(name).place(ranks), seconds, seconds, seconds)
 
 
@@ -79,13 +75,12 @@ def _summary(name: str, ranks: int, microbatches: int, seconds: float, steps: Se
 
 
 def _run(folder: Path, arguments: tuple[float, ...]) -> list[Any]:
-    """Steps in the order in which they ran."""
     command = [sys.executable, "-m", "zbpipe.cli.demo.emulated", str(folder), *map(str, arguments)]
     code = run_to_end(command, folder / "log", 1, _TIMEOUT)
     if code != 0:
         how = f"took more than {_TIMEOUT:.0f} seconds" if code is None else f"ended with {code}"
         end = " ".join((folder / "log").read_text().split())[-500:]
-        raise DemoError(f"the ranks with stages that sleep {how}: {end}")
+        raise DemoError(f"the program with the sleeping ranks {how}: {end}")
     return [json.loads(step.read_text()) for step in sorted(folder.glob("step-*"))]
 
 

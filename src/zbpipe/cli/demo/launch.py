@@ -16,13 +16,11 @@ from typing import Any
 from zbpipe.frameworks.titan.versions import find_installed
 
 METRICS = "metrics.jsonl"
-"""The file in the job's folder to which the demo's models write their metrics, one JSON object per step."""
+"""File in the job's folder for the models' metrics: one JSON object per step."""
 
 
 @dataclass(frozen=True)
 class JobOutcome:
-    """Outcome of a job."""
-
     steps: tuple[dict[str, Any], ...]
     """TorchTitan's metrics, one dict per step."""
     error: str | None
@@ -63,8 +61,8 @@ def train_on_cpu(arguments: Sequence[str], *, num_ranks: int, folder: Path, time
 
 
 def run_to_end(command: Sequence[str], log: Path, threads: int, timeout: float) -> int | None:
-    """Run a command without an accelerator; returns its exit code, or None after a timeout. All its processes have
-    ended. Its output goes to `log`."""
+    """Exit code of a command that runs without an accelerator, or None after a timeout. Its output goes to `log`.
+    All its processes have ended."""
     settings = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": str(threads)}
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -85,7 +83,7 @@ def run_to_end(command: Sequence[str], log: Path, threads: int, timeout: float) 
 
 
 def write_steps(logger: Any, file: Path) -> None:
-    """Have TorchTitan's logger of metrics also append one JSON object per step to `file`."""
+    """Let TorchTitan's metrics logger also append one JSON object per step to `file`."""
     log = logger.log
 
     def log_both(metrics: dict[str, Any], step: int) -> None:
@@ -120,7 +118,7 @@ def first_error(folder: Path) -> str:
         first = min(messages, key=lambda message: int(message["extraInfo"]["timestamp"]))
         return " ".join(first["message"].split())
     lines = (folder / "output.log").read_text().splitlines()
-    # A rank that was ended by a signal (a crash, or from outside) wrote no exception. torchrun prints the cause last.
+    # A rank that a signal ended wrote no exception. torchrun prints the cause last.
     killed = [line.partition("traceback : ")[2] for line in lines if "traceback : Signal" in line]
     errors = killed[-1:] or [line for line in lines if "Error: " in line] or lines[-1:]
     return errors[0].strip() if errors else "the job ended without output"

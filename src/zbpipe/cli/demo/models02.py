@@ -1,7 +1,7 @@
 """The models that `zbpipe demo` and the tests train: TorchTitan's debug models on the text of the standard library.
 
-For `--experimental.custom_import` of torchtitan 0.2: it makes the names below known to `--model.name`. Everything but
-data, tokenizer and metrics is TorchTitan's own.
+For `--experimental.custom_import` of torchtitan 0.2, which then knows these names as `--model.name`. Data, tokenizer
+and metrics differ from TorchTitan's own.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The configs that `zbpipe demo` and the tests train: TorchTitan's debug models on the text of the standard library.
 
-For `--module` of torchtitan 0.3 and its main branch. Everything but data, tokenizer and batch size is TorchTitan's own.
+For `--module` of torchtitan 0.3 and its main branch. Data, tokenizer and batch size differ from TorchTitan's own.
 """
 
 from __future__ import annotations
@@ -38,15 +38,12 @@ class JsonLinesMetrics(MetricsProcessor):  # type: ignore[misc]
 
 
 class ByteTokenizer(python_text.ByteTokenizer):
-    """The tokenizer with a config, as TorchTitan 0.3 expects."""
-
     @dataclass(kw_only=True, slots=True)
     class Config(BaseTokenizer.Config):  # type: ignore[misc]
         pass
 
 
 def llama3_python_stdlib() -> Trainer.Config:
-    """Llama 3's debug model."""
     return _on_python_stdlib(llama3_debugmodel())
 
 
@@ -56,7 +53,7 @@ def deepseek_v3_python_stdlib() -> Trainer.Config:
 
 
 def _on_python_stdlib(config: Trainer.Config) -> Trainer.Config:
-    """The config in float32, so that the losses of two schedules differ by rounding only."""
+    """The config in float32, so that only rounding makes the losses of two schedules differ."""
     config.tokenizer = ByteTokenizer.Config()
     config.hf_assets_path = str(Path(__file__).parent)
     config.dataloader = make_dataloader_config()
@@ -79,7 +76,6 @@ _LENGTH = 256
 
 
 def make_dataloader_config() -> Any:
-    """Config of TorchTitan's loader for the text of the standard library."""
     if find_spec("torchtitan.components.data") is None:
         from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 

@@ -15,15 +15,12 @@ READER: dict[str, Any] = {
     "sample_by": "document",
     "encoding_errors": "replace",
 }
-"""Arguments of the reader "text" of Hugging Face's datasets: one file per sample, without a download."""
+"""Arguments of the "text" reader of Hugging Face's datasets: one file per sample, no download."""
 _BYTES = 256
 
 
 def register() -> None:
-    """Add the data set "python_stdlib" to those of TorchTitan 0.2 and 0.3.
-
-    Like their other data sets it is streamed, split by data-parallel rank, and resumed from a checkpoint.
-    """
+    """Add the data set "python_stdlib" to those of TorchTitan 0.2 and 0.3."""
     from datasets import load_dataset
     from torchtitan.hf_datasets import DatasetConfig
     from torchtitan.hf_datasets.text_datasets import DATASETS

@@ -1,7 +1,6 @@
-"""Stages that sleep instead of computing: the time of a step does not depend on the machine's cores.
+"""Stages that sleep instead of computing, so that the step's time does not depend on the machine's cores.
 
-A stage holds one number and sleeps for the times of its F, I and W. All else is real: the processes, gloo's messages,
-torch's executor, and both backward splits.
+A stage holds one number. Processes, gloo's messages, torch's executor, and both backward splits are real.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from zbpipe.schedule.ir import Op, OpKind
 from zbpipe.schedule.registry import resolve
 
 _LATE = 1e-4
-"""Usual delay of `time.sleep` in seconds. Spinning takes no longer than that, because cores are few."""
+"""Usual delay of `time.sleep` in seconds: the longest time to spin, because cores are few."""
 
 
 def sleep_until(end: float) -> None:
@@ -38,8 +37,7 @@ def sleep_until(end: float) -> None:
 class SleepingLayer(nn.Linear):
     """One number times a weight. F sleeps in the forward, I and W where autograd computes dX and dW.
 
-    So each sleeps in the action that computes its gradient, with any split. In torch's B both sleep. With the splits of
-    torch and zbpipe, I and W sleep one after the other. zbpipe's split runs the linear layer's deferral.
+    So each sleeps in the action that computes its gradient, with any split; in B, I and W sleep one after the other.
     """
 
     def __init__(self) -> None:
@@ -54,7 +52,7 @@ class SleepingLayer(nn.Linear):
         return F.linear(self._sleep_in_backward(x, OpKind.I), self._sleep_in_backward(self.weight, OpKind.W))
 
     def _sleep_in_backward(self, tensor: Tensor, kind: OpKind) -> Tensor:
-        """`tensor`, with a sleep before its gradient. The I of a deferral passes None where W will compute dW."""
+        """`tensor`, with a sleep before its gradient. Deferred, I passes None because W will compute dW."""
         view = tensor.view_as(tensor)
         # A hook of the tensor itself would keep its gradient in I.
         node = cast(Node, view.grad_fn)
@@ -68,8 +66,6 @@ class SleepingLayer(nn.Linear):
 
 
 class Ran(NamedTuple):
-    """An op that ran, and the sleeps during it."""
-
     op: Op
     start: float
     end: float
@@ -78,7 +74,7 @@ class Ran(NamedTuple):
 
 
 def check(ran: Sequence[Ran], ops: Sequence[Op], costs: CostModel, torchs_split: bool) -> None:
-    """Raise unless exactly `ops` ran, in this order, and each slept for its own kinds, once and long enough.
+    """Raise unless exactly `ops` ran, in this order, and each slept once and long enough for each of its kinds.
 
     With torch's split the first stage, whose input needs no gradient, runs its whole backward in W.
     """
@@ -93,7 +89,7 @@ def check(ran: Sequence[Ran], ops: Sequence[Op], costs: CostModel, torchs_split:
 
 
 class Runner:
-    """One schedule on this rank, named or from a CSV file, ready to run steps. Costs are in seconds."""
+    """A schedule on this rank, named or from a CSV file, ready to run steps. Costs are in seconds."""
 
     def __init__(self, source: str, costs: CostModel, microbatches: int, receives: str | None = None) -> None:
         rank, ranks, last = dist.get_rank(), dist.get_world_size(), costs.num_stages - 1
@@ -107,18 +103,17 @@ class Runner:
         self.costs = costs
         self.ops = algorithm.make(ranks, microbatches, costs=costs).ops[rank]
         self.ran: list[Ran] = []
-        """Ops of the last step."""
         self.start = 0.0
         """Start of the last step, in seconds of `time.monotonic`."""
         batch = torch.ones(microbatches, 1)
         self.arguments = [batch] if 0 in indices else []
         self.target = batch if last in indices else None
-        self._run()  # without sleep: shapes, and whatever else the first step prepares
+        self._run()  # without sleep: the first step prepares shapes and more
         for index, layer in self._layers.items():
             layer.seconds = {kind: costs.of(index, kind).seconds for kind in layer.seconds}
 
     def seconds(self) -> float:
-        """Run one step; returns the seconds from a common start to the end of the last rank."""
+        """Seconds of one step, from a common start to the end of the last rank."""
         self.ran.clear()
         with hook(self.schedule, HookOrder.RECORD, self._follow):
             self.start, seconds = run_together(self._run)
@@ -129,7 +124,7 @@ class Runner:
         op, layer, start = Op(stage, OpKind(kind), microbatch), self._layers[stage], time.monotonic()
         layer.slept = []
         result = compute()
-        if not self.ran or self.ran[-1].op != op:  # else this is the loss, for hooks one more F
+        if not self.ran or self.ran[-1].op != op:  # else this is the loss, one more F to hooks
             self.ran.append(Ran(op, start, time.monotonic(), tuple(layer.slept)))
         return result
 
@@ -142,7 +137,7 @@ def mean_loss(output: Tensor, target: Tensor) -> Tensor:
 
 
 def run_together(run: Callable[[], None]) -> tuple[float, float]:
-    """Run one step on all ranks; returns their common start (of `time.monotonic`) and the seconds that it took."""
+    """Run one step on all ranks. Returns their common start (of `time.monotonic`) and the step's seconds."""
     gc.collect()
     gc.disable()  # as trainers do: they collect garbage between steps
     dist.barrier()

@@ -1,1 +1,1 @@
-"""The plug for TorchTitan, in one for all versions; users call and launch `zbpipe.titan`."""
+"""The plug for all versions of TorchTitan. Users call and launch `zbpipe.titan`."""

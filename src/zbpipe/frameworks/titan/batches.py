@@ -1,6 +1,6 @@
-"""Sizes of a step in TorchTitan's config, which counts sequences, or tokens since it folded the batch; checkpointing.
+"""Batch sizes and checkpointing in TorchTitan's config, which counts sequences or tokens. Imports no torchtitan.
 
-If it counts tokens, a microbatch is one row of tokens, with as many sequences as fit. Imports no torchtitan.
+If it counts tokens, a microbatch is one row of tokens, with as many sequences as fit.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ def counts_tokens(config: Any) -> bool:
 
 
 def microbatches(config: Any) -> int:
-    """Number of microbatches in a pipeline's step."""
     if counts_tokens(config):
         return int(config.parallelism.num_pp_microbatches)
     return int(config.training.local_batch_size // config.parallelism.pipeline_parallel_microbatch_size)
 
 
 def require_whole_microbatches(config: Any) -> None:
-    """Refuse a batch that is not a multiple of its microbatches."""
     if counts_tokens(config):
         return
     batch, microbatch = config.training.local_batch_size, config.parallelism.pipeline_parallel_microbatch_size
@@ -35,14 +33,13 @@ def require_whole_microbatches(config: Any) -> None:
 
 
 def batch_option(config: Any) -> tuple[str, int]:
-    """TorchTitan's option for the batch of a pipeline's step, and one microbatch's share of it."""
+    """TorchTitan's option for the batch of a pipeline's step, and a microbatch's share of its value."""
     if counts_tokens(config):
         return "--parallelism.num_pp_microbatches", 1
     return "--training.local_batch_size", config.parallelism.pipeline_parallel_microbatch_size
 
 
 def length(training: Any) -> int:
-    """Tokens per sequence."""
     return int(training.max_context_length if hasattr(training, "max_context_length") else training.seq_len)
 
 
@@ -79,10 +76,9 @@ def checkpointing_of(config: Any) -> Checkpointing:
 
 
 def compiles_blocks(config: Any) -> bool:
-    """Whether torch.compile runs the blocks."""
     return bool(config.compile and config.compile.enable and "model" in config.compile.components)
 
 
 def has_async_tensor(config: Any) -> bool:
-    """Whether collectives of tensor parallelism run beside products. In 0.2 parallelism has the option."""
+    """Whether TP's collectives overlap products. In 0.2 parallelism has the option."""
     return any(getattr(each, "enable_async_tensor_parallel", False) for each in (config.parallelism, config.compile))

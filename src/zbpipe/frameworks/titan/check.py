@@ -25,7 +25,7 @@ from zbpipe.simulator.validation import require_valid
 _DEFAULT_SECONDS = 300
 """TorchTitan's default limit for the first step."""
 _MANY_STAGES = 4
-"""With this many stages, each has 75 seconds to compile forward and backward."""
+"""With this number of stages, each has 75 seconds to compile forward and backward."""
 
 _VALIDATED = Options(optimizer_step="validated")
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 def check(config: Any, algorithm: Algorithm | None, options: Options) -> None:
-    """Refuse settings of TorchTitan's config that cannot run, and options of zbpipe that would have no effect."""
+    """Refuse settings of TorchTitan's config that cannot run, and options of zbpipe without effect."""
     if algorithm is None:
         if options != Options():
             name = config.parallelism.pipeline_parallel_schedule
@@ -43,7 +43,7 @@ def check(config: Any, algorithm: Algorithm | None, options: Options) -> None:
         return
     has_pipeline = config.parallelism.pipeline_parallel_degree > 1
     if not has_pipeline and algorithm.source == "torch" and options not in (Options(), _VALIDATED):
-        raise ValueError(  # without the name of the schedule, which may be TorchTitan's default
+        raise ValueError(  # without the schedule's name, which may be TorchTitan's default
             "zbpipe's options have no effect without a pipeline: omit them, or set"
             " --parallelism.pipeline_parallel_degree and one of zbpipe's schedules"
         )
@@ -71,7 +71,6 @@ def check(config: Any, algorithm: Algorithm | None, options: Options) -> None:
 
 
 def depends_on_model(algorithm: Algorithm) -> bool:
-    """Whether the number of stages is known only when zbpipe cuts the model."""
     return algorithm.any_stages_per_rank and algorithm.source == "zbpipe"
 
 
@@ -90,7 +89,7 @@ def check_stages(config: Any, algorithm: Algorithm, placement: Placement, option
                 f"{_VALIDATED_STEP} gains nothing ({saved:.1%} of a step) with {algorithm.name} on {ranks} ranks: use"
                 f" ZBV or ZB2P with at least {2 * ranks} microbatches, or omit it"
             )
-    # With zbpipe's schedules all ranks compile at the same time; see `zbpipe.runtime.ranks.warm_up`.
+    # zbpipe's schedules compile on all ranks at the same time; see `zbpipe.runtime.ranks.warm_up`.
     in_turn = placement.num_stages // (placement.num_ranks if algorithm.source == "zbpipe" else 1)
     seconds = config.comm.init_timeout_seconds
     if config.compile.enable and in_turn >= _MANY_STAGES and seconds <= _DEFAULT_SECONDS:
@@ -101,7 +100,7 @@ def check_stages(config: Any, algorithm: Algorithm, placement: Placement, option
 
 
 def require_processes(config: Any, number: int) -> None:
-    """Refuse degrees of parallelism that do not fit the number of processes, which TorchTitan only asserts."""
+    """Refuse degrees of parallelism that do not fit the number of processes. TorchTitan only asserts this."""
     degrees = {name: getattr(config.parallelism, name) for name in _DEGREES}
     needed = prod(degree for degree in degrees.values() if degree > 0)
     takes_the_rest = degrees["data_parallel_shard_degree"] < 0
@@ -142,8 +141,7 @@ def _check_validated_step(algorithm: Algorithm, has_pipeline: bool) -> None:
 
 
 def _find_placement(algorithm: Algorithm, ranks: int, options: Options) -> Placement:
-    """The placement before the model is cut. If the number of stages depends on that: the cost file's, or the usual
-    one."""
+    """The placement before the model is cut. It may depend on the cut; then the cost file's, or the usual one."""
     if options.costs_file is not None and algorithm.any_stages_per_rank:
         known = load_costs(options.costs_file)
         if isinstance(known.costs, CostModel):
@@ -152,14 +150,13 @@ def _find_placement(algorithm: Algorithm, ranks: int, options: Options) -> Place
 
 
 def _require_no_measuring(algorithm: Algorithm, options: Options) -> None:
-    """Refuse for a dry run what needs the other ranks."""
     measuring = [_spell(each) for each in _MEASURING if getattr(options, each) is not None]
     if algorithm.name == "Auto":
         measuring.append("the schedule Auto")
     if measuring:
         raise ValueError(
-            f"{' and '.join(measuring)} measures all ranks, and with --comm.mode fake_backend there is one: leave it"
-            " out, or use another schedule"
+            f"{' and '.join(measuring)} measures all ranks, and with --comm.mode fake_backend there is only one: omit"
+            " the option, or use another schedule"
         )
 
 
@@ -189,9 +186,9 @@ def _check_schedule(algorithm: Algorithm, config: Any) -> None:
 
 
 def _check_torchs_split(algorithm: Algorithm, options: Options, config: Any) -> None:
-    """Refuse torch's split with a loss in chunks, or warn of it with torch's own schedules."""
+    """Refuse torch's split with a loss in chunks, or warn if torch's own schedule uses it."""
     # Such a loss frees the parameters that FSDP has gathered for the head. torch's split then looks for the sharded
-    # ones in the autograd graph (seen with TorchTitan 0.3.0 on torch 2.14).
+    # ones in the autograd graph (TorchTitan 0.3.0, torch 2.14).
     if not batches.chunks_of_loss(config):
         return
     lost = "loses gradients of the stage with the head, because TorchTitan's ChunkedLossWrapper runs a backward in F"
@@ -200,7 +197,7 @@ def _check_torchs_split(algorithm: Algorithm, options: Options, config: Any) -> 
             f"{_spell('split_backward')} autograd {lost}: omit the option (zbpipe's split loses none), or set"
             " config.loss to CrossEntropyLoss.Config()"
         )
-    if algorithm.source != "torch":  # others are not made here: some need a search
+    if algorithm.source != "torch":  # zbpipe's schedules are not made here, because some need a search
         return
     schedule = algorithm.make(config.parallelism.pipeline_parallel_degree, batches.microbatches(config))
     if has_torchs_split(schedule, algorithm.source):
@@ -212,5 +209,5 @@ def _check_torchs_split(algorithm: Algorithm, options: Options, config: Any) -> 
 
 @cache
 def _warn_once(words: str) -> None:
-    """Log it once: with TorchTitan 0.2 the settings are checked twice."""
+    """Log it once. With TorchTitan 0.2 the settings are checked twice."""
     logger.warning(words)

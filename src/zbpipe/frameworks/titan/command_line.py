@@ -26,8 +26,8 @@ def parse(arguments: Sequence[str]) -> tuple[Options, list[str]]:
     >>> options.trace, rest
     ('step.json', ['--training.steps', '10'])
 
-    An unknown argument that begins with `--zbpipe.` ends the program with an error, as in TorchTitan's parser. Modules
-    that `--zbpipe.import` names are imported.
+    Unknown arguments that begin with `--zbpipe.` end the program with an error, as in TorchTitan's parser. The modules
+    of `--zbpipe.import` are imported.
     """
     parser = _parser()
     found, rest = parser.parse_known_args(arguments)
@@ -43,7 +43,6 @@ def asks_for_help(arguments: Sequence[str]) -> bool:
 
 
 def help_text() -> str:
-    """zbpipe's options, each with a sentence."""
     return _parser().format_help()
 
 
@@ -60,20 +59,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def read_workload(arguments: Sequence[str], gpus: int) -> Workload:
-    """The workload of a TorchTitan job, from its command line. `Workload.on` returns it for other degrees.
+    """The workload of a TorchTitan job, from its command line. `Workload.on` converts it to other degrees.
 
         job = ["--module", "titan_integration.llama3", "--config", "llama3_70b"]
         workload = zbpipe.frameworks.titan.command_line.read_workload(job, gpus=64)
         zbpipe.estimate(workload, "MI300X")
 
     Args:
-        arguments: TorchTitan's arguments, without zbpipe's. For 0.2, for example ["--job.config_file", "job.toml"].
+        arguments: TorchTitan's arguments only. For 0.2, for example ["--job.config_file", "job.toml"].
         gpus: GPUs of the whole job. FSDP uses those that the other degrees leave.
 
     Raises:
-        ImportError: TorchTitan is not installed, or a version that zbpipe does not know.
+        ImportError: TorchTitan is missing, or zbpipe does not know its version.
         ValueError: TorchTitan or zbpipe refuses the job: an unknown module or config, GPUs that are not a multiple of
-        the degrees, a checkpointing that the compiler chooses.
+            the degrees, a checkpointing that the compiler chooses.
     """
     with cpu.compiling_late():
         config = read_config(arguments, allow_float8=True)
@@ -94,9 +93,7 @@ _NAMING = ("--module", "--config", "--job.config_file", "--model.name", "--model
 
 def read_config(arguments: Sequence[str], *, allow_float8: bool = False) -> Any:
     """TorchTitan's config of a command line, whose module may be in the current folder. Errors: see `read_workload`.
-
-    `allow_float8`: also on a machine whose device has no float8.
-    """
+    `allow_float8`: also without a device that has float8."""
     import_from_here()
     find_installed()
     if cpu.is_needed():
@@ -124,7 +121,6 @@ def degrees_of(config: Any, num_gpus: int) -> Degrees:
 
 
 def shared_degrees(parallelism: Any) -> Degrees:
-    """Degrees of all dimensions but data parallelism."""
     return Degrees(
         parallelism.pipeline_parallel_degree,
         parallelism.tensor_parallel_degree,

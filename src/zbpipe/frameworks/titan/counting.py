@@ -26,7 +26,7 @@ from zbpipe.frameworks.titan import batches, layer_split, models
 
 
 def workload_of(config: Any, degrees: Degrees, name: str) -> Workload:
-    """The workload of TorchTitan's config on these degrees. `Workload.on` returns it for others."""
+    """The workload of TorchTitan's config on these degrees. `Workload.on` converts it to others."""
     own = _count(config)
 
     @cache
@@ -44,11 +44,10 @@ class _Counted(CountedModel):
     ties_weights: bool
     """Whether embedding and head share their weights, which TorchTitan refuses in a pipeline."""
     float8: bool
-    """Whether the products of blocks are in float8."""
     operations: float
-    """Operations of the model per token, as TorchTitan counts them for MFU."""
+    """Floating-point operations per token, by TorchTitan's formula for MFU."""
     shapes: layer_split.Shapes
-    """What the job knows of the model before its launch."""
+    """The job's knowledge of the model before its launch."""
 
 
 def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) -> Workload:
@@ -93,7 +92,7 @@ def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) ->
 
 
 def _times_of_layers(of_modules: dict[str, tuple[float, float, float]]) -> Iterator[tuple[float, ...]]:
-    """F, I and W of all before the blocks, of each block, and of norm and head."""
+    """F, I and W of all modules before the blocks, of each block, and of norm and head."""
     blocks = [name for name in of_modules if name.startswith("layers.")]
     first = [name for name in of_modules if name not in (*blocks, *models.HEAD)]
     for names in (first, *([name] for name in blocks), models.HEAD):
@@ -101,7 +100,7 @@ def _times_of_layers(of_modules: dict[str, tuple[float, float, float]]) -> Itera
 
 
 def _count(config: Any) -> _Counted:
-    """Count the embedding, each block, and norm with head. Identical blocks are counted once."""
+    """Count the embedding, each block, and norm with head. Identical blocks are counted only once."""
     whole = models.build_on_meta(config)
     model, tokens = whole.module, prod(batches.shape(config))
     models.require_decoder(model)

@@ -1,7 +1,7 @@
 """TorchTitan on a machine without an accelerator: the CPU stands in for it.
 
-For trying things out: gloo between the processes, no CUDA graphs, and plain causal attention, because FlexAttention has
-no backward on the CPU (documents packed into one sequence see each other).
+It uses gloo, no CUDA graphs, and causal attention, because FlexAttention has no backward on the CPU. So documents
+packed into one sequence see each other.
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ NOTICE = (
 
 
 def is_needed() -> bool:
-    """Whether torch sees no accelerator."""
     return not torch.accelerator.is_available()
 
 
 def stand_in() -> None:
-    """Make the CPU answer where TorchTitan asks for its device. Call this before torchtitan is imported."""
+    """Make the CPU TorchTitan's device. Call this before the import of torchtitan."""
     set_available_device_type("cpu")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     answers = {
@@ -53,7 +52,7 @@ def stand_in() -> None:
     for name, answer in answers.items():
         if not hasattr(torch.cpu, name):
             setattr(torch.cpu, name, answer)
-    # torch's own answer is the string "cpu", but TorchTitan passes it on as an index.
+    # torch returns the string "cpu", but TorchTitan uses it as an index.
     torch.cpu.current_device = lambda: 0  # type: ignore[assignment, return-value]
 
 
@@ -78,7 +77,7 @@ def compiling_late() -> Iterator[None]:
 
 
 def make_summing(parallelize_fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`parallelize_fn`, with FSDP2 set to sum and to scale by itself: gloo has no reduction that scales."""
+    """`parallelize_fn`, with FSDP2 set to sum and then scale: gloo has no reduction that scales."""
 
     def parallelize(*args: Any, **kwargs: Any) -> Any:
         model = parallelize_fn(*args, **kwargs)
@@ -91,7 +90,7 @@ def make_summing(parallelize_fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def adapt(config: Any) -> None:
-    """Change the `Trainer.Config` of a job in place, so that the CPU can run it."""
+    """Change a job's `Trainer.Config` in place, so that the CPU can run it."""
     config.training.disable_cuda_graphs = True
     if config.model_spec is not None:
         use_causal_attention(config.model_spec, batches.length(config.training))
@@ -99,7 +98,7 @@ def adapt(config: Any) -> None:
 
 
 def train_spec(spec: Any) -> Any:
-    """The `TrainSpec` of a model, changed so that the CPU can run it."""
+    """A model's `TrainSpec`, changed so that the CPU can run it."""
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
     ScaledDotProductAttentionWrapper.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
@@ -109,7 +108,7 @@ def train_spec(spec: Any) -> Any:
 
 
 def _histogram(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """`torch.histc`, with which experts count their tokens. On the CPU torch has it for floating point only."""
+    """`torch.histc`, which counts the experts' tokens. torch's CPU version takes only floating point."""
     return _titans_histogram(input.float(), *args, **kwargs).to(input.dtype)
 
 
@@ -117,7 +116,6 @@ _titans_histogram = torch.histc
 
 
 def ask_for_causal_attention(args: Any) -> Any:
-    """A model's arguments with attention that supports the CPU and meta tensors."""
     if getattr(args, "attn_type", "sdpa") == "sdpa":
         return args
     changed = copy(args)
@@ -134,7 +132,6 @@ def _in_row() -> Any:
         @dataclass(kw_only=True, slots=True)
         class Config(ScaledDotProductAttention.Config):  # type: ignore[misc]
             length: int = 0
-            """Tokens per sequence, as in the job's config."""
 
         def __init__(self, config: Config) -> None:
             super().__init__(config)
@@ -151,7 +148,7 @@ def _in_row() -> Any:
 
 
 def use_causal_attention(model_spec: Any, length: int) -> None:
-    """Change a `ModelSpec` of 0.3 and later, with sequences of `length` tokens, to attention that runs on the CPU."""
+    """Give a `ModelSpec` of 0.3 or later, with sequences of `length` tokens, attention that the CPU supports."""
     from torchtitan.models.common.attention import FlexAttention, ScaledDotProductAttention, VarlenAttention
 
     ScaledDotProductAttention.sdpa_backends = [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]

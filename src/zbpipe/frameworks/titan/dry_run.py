@@ -1,7 +1,7 @@
 """TorchTitan's dry run in one process, `--comm.mode fake_backend`, with a pipeline.
 
-torch infers the shapes of messages from other stages' messages, which a fake process group never delivers. So here the
-stages get their shapes from the job's config. Imports no torchtitan.
+torch infers the shapes of messages from other stages' messages, which a fake process group never delivers. So shapes
+come from the job's config. Imports no torchtitan.
 """
 
 from __future__ import annotations
@@ -24,10 +24,8 @@ def is_running() -> bool:
 
 
 def make_stages(job: Any, dtype: torch.dtype) -> Callable[..., PipelineStage]:
-    """A replacement of `PipelineStage` for a job's `parallelism`, `training` and `model_config`.
-
-    Its stages pass on hidden states in this `dtype`, as plain tensors. Those of other ranks are all zero.
-    """
+    """A replacement of `PipelineStage` for a job's `parallelism`, `training` and `model_config`. Its stages pass plain
+    hidden states in this `dtype`. Hidden states from other ranks are zero."""
     parallelism = job.parallelism
     backend = getattr(parallelism, "spmd_backend", "spmd_types")
     if backend == "full_dtensor" or (backend != "spmd_types" and parallelism.tensor_parallel_degree > 1):

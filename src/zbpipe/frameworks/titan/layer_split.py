@@ -1,8 +1,8 @@
-"""Split of a TorchTitan model into stages if the user gives none: all ranks get about the same work.
+"""Split of a TorchTitan model into stages with about equal work on all ranks, unless the user sets the split.
 
-TorchTitan counts the embedding as one block, and norm and head together as one. The head of a model with a large
-vocabulary costs one to three blocks, and the embedding almost nothing. In a V both are on rank 0. Here each counts with
-its time on a usual GPU, by its products and its communication. Imports no torchtitan.
+TorchTitan counts the embedding as one block, and norm and head together as one. With a large vocabulary the head costs
+one to three blocks, the embedding almost nothing, and in a V both are on rank 0. Here each counts with its time on a
+usual GPU, including communication. Imports no torchtitan.
 """
 
 from __future__ import annotations
@@ -24,24 +24,19 @@ from zbpipe.frameworks.layer_work import Shape, as_block, by_products, shape_of
 from zbpipe.schedule.ir import Placement
 
 Cut = Callable[..., list[list[str]]]
-"""TorchTitan's function: takes the numbers of stages, of blocks, and of blocks for which embedding and head count;
-returns the modules by stage."""
+"""TorchTitan's function: from the numbers of stages and blocks, and of blocks that embedding and head count as, to the
+modules by stage."""
 
 
 class Model(NamedTuple):
-    """The model that TorchTitan is about to cut."""
-
     module: nn.Module
-    """The whole model, perhaps on the meta device."""
+    """The whole model; it may be on the meta device."""
     config: Any
-    """TorchTitan's config of the model."""
     seq_len: int
     """Tokens per sequence."""
 
 
 class Job(NamedTuple):
-    """What changes the times of a model's layers."""
-
     microbatches: int
     """Number of microbatches in a step."""
     tokens: int
@@ -50,7 +45,7 @@ class Job(NamedTuple):
     checkpointing: Checkpointing = Checkpointing.NONE
     compiled: bool = False
     hidden_tensor: float = 0.0
-    """Share of tensor parallelism's communication that runs beside products."""
+    """Share of TP's communication that overlaps products."""
 
 
 class LayerSplit:
@@ -59,7 +54,7 @@ class LayerSplit:
     def __init__(self, titans: Cut, num_layers: int, parallelism: Any, model: Model, job: Job) -> None:
         """`titans` is TorchTitan's function, which also cuts the model if the user has set its ends."""
         self.by_hand: list[list[str]] | None = parallelism.module_fqns_per_model_part
-        """The modules of each stage as the user lists them."""
+        """The user's modules of each stage."""
         self._titans, self.num_layers, self._job, self.checkpointing = titans, num_layers, job, job.checkpointing
         self._ends = ends_of_user(parallelism)
         known = read_shapes(model, num_layers)
@@ -67,7 +62,7 @@ class LayerSplit:
 
     @cached_property
     def _everywhere(self) -> list[str]:
-        """Modules that TorchTitan's function puts into every stage, such as the rotary embedding of some models."""
+        """Modules that TorchTitan puts into every stage, such as the rotary embedding of some models."""
         first, last = self._titans(2, self.num_layers)
         return [name for name in first if name in last]
 
@@ -88,17 +83,15 @@ class LayerSplit:
         return cutting(self._costs, self._job.microbatches, self._job.checkpointing, self._job.degrees.tensor)
 
     def _left_by(self, parts: Sequence[Sequence[str]]) -> list[str]:
-        """Modules with work that these parts lack, such as image encoders. TorchTitan puts them on the first stage."""
+        """Modules with work that are not in these parts, such as image encoders. They are on the first stage."""
         named = {name for part in parts for name in part}
         return [name for name, times in self._times.items() if any(times) and name not in named]
 
     def _work_of(self, names: Sequence[str]) -> tuple[float, float, float]:
-        """F, I and W of these modules together."""
         f, i, w = (sum(self._times[name][n] for name in names if name in self._times) for n in range(3))
         return f, i, w
 
     def parts(self, placement: Placement) -> list[list[str]]:
-        """The modules of each stage."""
         if self.by_hand is not None and len(self.by_hand) == placement.num_stages:
             return self.by_hand
         if self._ends is not None:
@@ -106,12 +99,10 @@ class LayerSplit:
         return [[*part, *self._everywhere] for part in self._costs.modules(self._cut(placement))]
 
     def work(self, placement: Placement) -> Work:
-        """F, I and W of each stage."""
         first, *others = parts = self.parts(placement)
         return [self._work_of(part) for part in ([*first, *self._left_by(parts)], *others)]
 
     def describe(self, placement: Placement) -> str:
-        """The rule of the cut, and the modules of each stage."""
         parts, how = self.parts(placement), "by work"
         if parts is self.by_hand:
             how = "as listed"
@@ -121,21 +112,21 @@ class LayerSplit:
             *blocks, head = self._costs.layers[1:]
             average = sum(each.seconds for each in blocks) / len(blocks) or 1
             ends = {"+".join(head.modules): head.seconds}
-            # One patch of an image per token.
+            # One image patch per token.
             ends |= {f"{name} on the first stage": sum(self._times[name]) for name in self._left_by(parts)}
             how += "".join(f"; {name} counts as {each / average:.2g} blocks" for name, each in ends.items())
         return f"({how}): {' | '.join(map(describe, parts))}"
 
 
 def count_stages(parallelism: Any, num_layers: int) -> int | None:
-    """The number of stages by TorchTitan's `pipeline_parallel_layers_per_stage`; None if it is not set."""
+    """The number of stages by TorchTitan's `pipeline_parallel_layers_per_stage`, or None if that is not set."""
     per_stage, ends = parallelism.pipeline_parallel_layers_per_stage, ends_of_user(parallelism) or ()
-    # TorchTitan counts embedding and head as these numbers of further layers.
+    # TorchTitan counts embedding and head as further layers.
     return None if per_stage is None else ceil((num_layers + sum(ends)) / per_stage)
 
 
 def ends_of_user(parallelism: Any) -> tuple[int, int] | None:
-    """Numbers of blocks for which embedding and head count in the user's even cut; None for a cut by work."""
+    """Numbers of blocks that embedding and head count as in the user's even cut. None for a cut by work."""
     ends = (
         parallelism.pipeline_parallel_first_stage_less_layers,
         parallelism.pipeline_parallel_last_stage_less_layers,
@@ -160,20 +151,15 @@ _BLOCKS = "layers."
 
 
 class Shapes(NamedTuple):
-    """What a model shows of itself before it runs."""
-
     of_modules: dict[str, Shape]
-    """By the names of the modules that TorchTitan assigns to stages."""
+    """Weights per token, by the names of the modules that TorchTitan assigns to stages."""
     attention: float
     """Multiplications per token in one block's attention."""
     dim: int
-    """Width of the hidden states."""
     is_float8: bool
-    """Whether products of the blocks are in float8."""
 
     @property
     def products(self) -> float:
-        """Multiplications of the whole model for a token."""
         return sum(each.products + self.attention * _is_block(name) for name, each in self.of_modules.items())
 
 
@@ -220,13 +206,12 @@ _BF16 = 2
 
 
 def _width(model: Model) -> int:
-    """Width of the hidden states: of the embedding's rows."""
     found = (each.embedding_dim for each in model.module.modules() if isinstance(each, nn.Embedding))
     return getattr(model.config, "dim", None) or next(found, 1)
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules that TorchTitan assigns to stages by name: the children of a model, and the blocks of its containers.
+    """Modules that TorchTitan assigns to stages: a model's children, and the blocks in its containers.
 
     >>> list(modules_of(nn.ModuleDict({"layers": nn.ModuleList([nn.ReLU(), nn.ReLU()]), "norm": nn.ReLU()})))
     ['layers.0', 'layers.1', 'norm']
@@ -242,10 +227,8 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 def attention_products(model: Model) -> float:
     """Multiplications per token in the attention of all blocks, which sees half of the sequence on average.
-
-    TorchTitan's FLOP estimate has 12 operations per multiplication, and counts the whole sequence. A custom model may
-    have no estimate. Its attention counts as zero.
-    """
+    TorchTitan's FLOP estimate has 12 operations per multiplication and counts the whole sequence. The attention of a
+    custom model without an estimate counts as zero."""
     if not hasattr(model.config, "get_nparams_and_flops"):
         return 0.0
     before = logging.root.manager.disable

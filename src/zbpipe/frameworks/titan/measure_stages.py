@@ -1,8 +1,8 @@
 """`zbpipe measure`: the stages of a TorchTitan job, one after the other on this machine's one device.
 
-Each stage is built as the job would build it (checkpointing, compiler, mixed precision). It trains a few steps as a
-pipeline of one rank and one stage, and is freed. Its input and the gradient of its output are synthetic. So the times
-exclude contention with neighbours on the same machine, and no links are measured.
+Each stage is built as in the job (checkpointing, compiler, mixed precision). It trains a few steps as a pipeline of one
+rank and one stage, on synthetic inputs and gradients. So the times exclude contention with neighbours on the same
+machine. No links are measured.
 """
 
 from __future__ import annotations
@@ -38,22 +38,21 @@ from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 logger = logging.getLogger(__name__)
 
 _MICROBATCHES = 4
-"""Microbatches per step."""
 _WARM_UP = 2
 _SCHEDULES = ("ZBH1", "1F1B")
 """Schedules with I and W apart, and with I and W together."""
 
 
 def measure_stages(config: Any, steps: int = 3, memory_limit: MemoryLimit | None = None) -> JobCosts:
-    """Costs of all stages of a job's schedule, measured here without any other rank.
+    """Costs of all stages of a job's schedule, measured on this device only.
 
     Args:
         config: TorchTitan's config. Tensor parallelism and data parallelism are ignored.
         steps: number of steps to time, per stage and schedule.
-        memory_limit: the job's, by which ZB chooses its stages.
+        memory_limit: the job's limit, by which ZB chooses its stages.
 
     Raises:
-        ImportError: TorchTitan is 0.2.
+        ImportError: TorchTitan is version 0.2.
         ValueError: TorchTitan or zbpipe refuses the job.
     """
     if models.HAS_JOB_CONFIG:
@@ -75,7 +74,6 @@ def measure_stages(config: Any, steps: int = 3, memory_limit: MemoryLimit | None
 
 @contextmanager
 def _process_group() -> Iterator[torch.device]:
-    """A process group with this process alone, and its device."""
     device = torch.device("cpu") if cpu.is_needed() else torch.accelerator.current_accelerator()
     assert device is not None, "there is one, or the CPU is needed"
     backend = dist.get_default_backend_for_device(device)
@@ -87,7 +85,6 @@ def _process_group() -> Iterator[torch.device]:
 
 
 def _table(built: _Stage, stage: int, split: Split, steps: int) -> RankTable:
-    """Costs of one stage."""
     is_first, is_last = stage == 0, stage == len(split) - 1
     logger.info("measuring stage %d of %d", stage, len(split))
     records = [_records(built, name, is_first, is_last, steps) for name in _SCHEDULES]
@@ -98,7 +95,7 @@ def _table(built: _Stage, stage: int, split: Split, steps: int) -> RankTable:
         return {(stage, str(op.kind)): size for op, size in values.items()}
 
     width, dtype = built.hidden
-    # The mean, because the time of a step with many ops includes the slow ones.
+    # The mean includes an op's slow runs, as a step with many ops does.
     seconds = average_by_kind(timed, fmean)
     return RankTable(
         seconds={(stage, kind): each for (_, kind), each in seconds.items()},
@@ -144,7 +141,7 @@ def _tokens(built: _Stage) -> Tensor:
 
 
 class _Given(torch.autograd.Function):
-    """A loss without cost, whose gradient stands in for the next stage's."""
+    """A loss without cost. Its gradient stands in for the next stage's."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor) -> Tensor:
@@ -162,8 +159,6 @@ def _make_gradient(output: Tensor, target: Tensor) -> Tensor:
 
 
 class _Stage(NamedTuple):
-    """A stage of a job, ready to train."""
-
     module: nn.Module
     device: torch.device
     tokens: tuple[int, ...]
@@ -172,13 +167,12 @@ class _Stage(NamedTuple):
     hidden: tuple[int, torch.dtype]
     """Width and dtype of the stages' outputs."""
     keywords: Mapping[str, Any]
-    """Keyword arguments of its forward."""
     loss: Callable[[Tensor, Tensor], Tensor]
-    """Loss of the model's last stage."""
+    """The model's loss, on its last stage."""
 
 
 def _build(config: Any, names: list[str], device: torch.device) -> _Stage:
-    """One stage of a `Trainer.Config` with these modules, as its `Trainer` builds it for one GPU."""
+    """One stage with these modules, as the `Trainer` of a `Trainer.Config` builds it for one GPU."""
     from torchtitan.components.loss import ChunkedLossWrapper
 
     parallelism = replace(
@@ -226,7 +220,7 @@ def _build(config: Any, names: list[str], device: torch.device) -> _Stage:
 
 
 def _prune(model: Any, names: list[str]) -> None:
-    """Keep only these modules, as TorchTitan does when it cuts a model."""
+    """Keep only these modules, as in TorchTitan's cut of a model."""
     for name, child in list(model.named_children()):
         if isinstance(child, torch.nn.ModuleDict):
             for block in [each for each in child if f"{name}.{each}" not in names]:
@@ -236,7 +230,7 @@ def _prune(model: Any, names: list[str]) -> None:
 
 
 def _keywords(model: Any, sizes: tuple[int, ...], length: int, device: torch.device) -> dict[str, Any]:
-    """Keyword arguments of the model: positions, and a mask if the attention takes one."""
+    """Keyword arguments of the model: positions, and a mask if the attention needs one."""
     positions = torch.arange(prod(sizes), device=device).remainder(length).reshape(sizes)
     try:
         masks = model.get_attention_masks(positions)

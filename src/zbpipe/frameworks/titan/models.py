@@ -1,4 +1,4 @@
-"""Jobs of TorchTitan's command lines and their models, for tools that do not train."""
+"""Models of TorchTitan's command lines, for tools that do not train."""
 
 from __future__ import annotations
 
@@ -32,21 +32,18 @@ _SIZES = {"bfloat16": 2, "float32": 4}
 STYLE_OF_BLOCKS = {"fused_qkv": not HAS_JOB_CONFIG, "keeps_scattered": HAS_JOB_CONFIG}
 """Differences of a Llama block between versions; see `zbpipe.costs.transformer.Block`."""
 HEAD = ("norm", "output" if HAS_JOB_CONFIG else "lm_head")
-"""The modules after the blocks."""
 PARTS = ("tok_embeddings", "layers", *HEAD)
 """A decoder."""
 
 
 def parse_config(arguments: list[str], *, allow_float8: bool = False) -> Any:
-    """TorchTitan's config from its command line. Its parser's output goes to standard error.
-
-    `allow_float8`: also on a machine whose device has no float8. TorchTitan 0.3 asks it when it makes a config.
-    """
+    """TorchTitan's config from its command line. Its parser's output goes to standard error. `allow_float8`: also
+    without a device that has float8, for which TorchTitan 0.3 asks."""
     if allow_float8 and not HAS_JOB_CONFIG:
         float8: Any = importlib.import_module("torchtitan.components.quantization.float8")
         float8.has_cuda_capability = lambda *capability: True
     if not HAS_JOB_CONFIG and not any(each.startswith(_NO_CUDA_GRAPHS) for each in arguments):
-        arguments = [_NO_CUDA_GRAPHS, *arguments]  # CUDA graphs are refused in a pipeline, and make no difference here
+        arguments = [_NO_CUDA_GRAPHS, *arguments]  # no pipeline has CUDA graphs, and estimates do not depend on them
     try:
         return ConfigManager().parse_args(arguments)
     except SystemExit:
@@ -69,19 +66,15 @@ def _list_configs(module: str) -> Iterator[str]:
 
 
 class Sizes(NamedTuple):
-    """Bytes of numbers on a GPU."""
-
     computed: int
     """Bytes per number of an activation."""
     parameters: ParameterBytes
 
 
 def sizes(config: Any, fsdp: int) -> Sizes:
-    """Number sizes of a job's computation and storage, with each parameter sharded over `fsdp` GPUs.
-
-    A pipeline keeps its stages gathered for the whole step (`fsdp_reshard_after_forward` "default"). FSDP2 accumulates
-    gradients in the dtype in which it reduces them. TorchTitan 0.2 uses FSDP only if `fsdp` is above 1.
-    """
+    """Sizes of a job's numbers, with each parameter sharded over `fsdp` GPUs. A pipeline keeps its stages gathered for
+    the whole step (`fsdp_reshard_after_forward` "default"). FSDP2 accumulates gradients in the dtype in which it
+    reduces them. TorchTitan 0.2 uses FSDP only if `fsdp` is above 1."""
     training = config.training
     stored = _SIZES[training.dtype]
     if fsdp > 1 or not HAS_JOB_CONFIG:
@@ -90,14 +83,14 @@ def sizes(config: Any, fsdp: int) -> Sizes:
     if training.dtype != training.mixed_precision_param:
         raise ValueError(
             "TorchTitan 0.2 has mixed precision only with FSDP, and these degrees leave no GPUs for FSDP, so all"
-            f" would run in {training.dtype}: take twice as many GPUs, or --training.dtype"
+            f" numbers would be in {training.dtype}: use twice as many GPUs, or --training.dtype"
             f" {training.mixed_precision_param}"
         )
     return Sizes(stored, ParameterBytes(0, 0, stored))
 
 
 def build_on_meta(config: Any) -> Model:
-    """The whole model of a job, as its `Trainer` would build it, without memory for weights."""
+    """The whole model of a job, built on the meta device as by its `Trainer`."""
     dtype = TORCH_DTYPE_MAP[config.training.mixed_precision_param]
     if not HAS_JOB_CONFIG:
         model_config = config.model_spec.model
@@ -109,7 +102,7 @@ def build_on_meta(config: Any) -> Model:
     from torchtitan.protocols.train_spec import get_train_spec
 
     if config.experimental.custom_import:
-        importlib.import_module(config.experimental.custom_import)  # where the model may come from
+        importlib.import_module(config.experimental.custom_import)  # it may register the model
     spec = get_train_spec(config.model.name)
     model_args = cpu.ask_for_causal_attention(copy(spec.model_args[config.model.flavor]))
     with _refusals():
@@ -153,7 +146,7 @@ def _refusals() -> Iterator[None]:
 
 
 def require_decoder(model: nn.Module) -> None:
-    """Refuse a model that is not a stack of blocks between an embedding and a head, with a ValueError."""
+    """Raise ValueError for a model that is not a stack of blocks between an embedding and a head."""
     if missing := [name for name in PARTS if getattr(model, name, None) is None]:
         raise ValueError(
             f"{type(model).__name__} has no {', '.join(missing)}: only TorchTitan's decoders can be counted; describe"
@@ -162,10 +155,8 @@ def require_decoder(model: nn.Module) -> None:
 
 
 def take_float8(config: Any, model: nn.Module) -> bool:
-    """Whether products of the blocks are in float8. Their layers are plain ones from then on.
-
-    Plain products have as many operations. Meta tensors do not show those of float8.
-    """
+    """Whether the blocks' products are in float8. Replaces their layers by plain ones, which meta tensors can run. Both
+    have the same number of operations."""
     if HAS_JOB_CONFIG:
         return any("float8" in each for each in config.model.converters)
     found = [each for each in model.get_submodule("layers").modules() if type(each).__name__.startswith("Float8")]
@@ -182,7 +173,7 @@ def key_heads(model_config: Any) -> int:
 
 
 def with_checkpointing(config: Any, how: Checkpointing) -> Any:
-    """The config with another activation checkpointing, of that kind's defaults."""
+    """The config with another activation checkpointing, with that kind's defaults."""
     if HAS_JOB_CONFIG:
         return replace(config, activation_checkpoint=replace(config.activation_checkpoint, mode=str(how)))
     if how is Checkpointing.NONE:
@@ -193,7 +184,7 @@ def with_checkpointing(config: Any, how: Checkpointing) -> Any:
 
 
 def apply_checkpointing(config: Any, model: nn.Module) -> Checkpointing:
-    """Wrap the blocks of a model as the job would; ValueError if the compiler chooses the kept tensors."""
+    """Wrap the model's blocks as the job does. ValueError if the compiler chooses the kept tensors."""
     policy = config.activation_checkpoint
     if HAS_JOB_CONFIG:
         if policy.mode not in list(Checkpointing):
@@ -207,5 +198,4 @@ def apply_checkpointing(config: Any, model: nn.Module) -> Checkpointing:
 
 
 def arguments_of_blocks(model: nn.Module) -> tuple[Any, ...]:
-    """Arguments of a block's forward after its input."""
     return (model.freqs_cis, None, None) if HAS_JOB_CONFIG else (None,)

@@ -1,4 +1,4 @@
-"""The pipeline's metrics (step time, bubble, peak activations) among TorchTitan's, and the loss on all ranks."""
+"""The pipeline's metrics (step time, bubble, peak activations) in TorchTitan's log, and the loss on all ranks."""
 
 from __future__ import annotations
 
@@ -32,20 +32,17 @@ class PipelineMetrics(Watcher):
         self._record: StepRecord | None = None
         self._communication: Communication | None = None
         self.num_steps = 0
-        """Steps that have begun."""
         watch(schedule, self)
 
     def before(self) -> Wanted:
-        """See `zbpipe.runtime.measure.recording.Watcher`."""
         self.num_steps += 1
         return Wanted.TIMES if self.armed else Wanted.NOTHING
 
     def after(self, record: StepRecord) -> None:
-        """See `zbpipe.runtime.measure.recording.Watcher`."""
         self._record = record
 
     def share(self, losses: list[float]) -> list[float]:
-        """The losses on the rank with the last stage. All ranks of the pipeline have to call this."""
+        """The losses of the rank with the last stage. All ranks of the pipeline have to call this."""
         if (schedule := self._schedule()) is None:
             return losses
         stage = pipelining.stages_of(schedule)[0]
@@ -78,18 +75,14 @@ class PipelineMetrics(Watcher):
 
 
 _reported: dict[type, ref[PipelineMetrics]] = {}
-"""The pipeline built last, per TorchTitan metrics class. Each class is wrapped once.
-
-Weak references: the schedule has to be freed before the interpreter ends.
-"""
+"""The last pipeline per TorchTitan metrics class. Weak references: a schedule must not outlive the interpreter."""
 
 
 def report(pipeline: PipelineMetrics, processor: type, to_come: int) -> None:
-    """Record the steps that TorchTitan logs, and put the metrics of `pipeline` among its own and on the console.
+    """Record the steps that TorchTitan logs, and add the metrics of `pipeline` to its own, also on the console.
 
-    All ranks of the pipeline also get the loss of the rank with the last stage. If a job builds another pipeline and
-    calls this again, the metrics are those of the new one. `to_come` is the number of steps from the one that
-    TorchTitan asks about to the next one that runs.
+    All ranks of the pipeline also get the loss of the rank with the last stage. A later call for a job's next pipeline
+    replaces the first. `to_come` is the number of steps from the one that TorchTitan asks about to the next that runs.
     """
     is_wrapped = processor in _reported
     _reported[processor] = ref(pipeline)
@@ -98,7 +91,6 @@ def report(pipeline: PipelineMetrics, processor: type, to_come: int) -> None:
 
 
 def find_reported(processor: type) -> PipelineMetrics | None:
-    """The pipeline whose metrics and loss TorchTitan logs on all ranks."""
     return _reported[processor]() if processor in _reported else None
 
 
@@ -125,7 +117,7 @@ def _wrap(processor: Any, to_come: int) -> None:
 
 
 def _with_shared_losses(log: Callable[..., None], processor: type) -> Callable[..., None]:
-    """TorchTitan's function with the losses of the rank that has them."""
+    """TorchTitan's log function, with the losses of the rank that has them."""
     signature = inspect.signature(log)
 
     def log_shared(*args: Any, **kwargs: Any) -> None:

@@ -1,8 +1,8 @@
 """zbpipe in TorchTitan: the patches that its trainer needs in addition to `zbpipe.install`.
 
-TorchTitan asks torch for schedules by name, so it gets zbpipe's from `zbpipe.install`. This module replaces the other
-functions: the cut of the model into stages, their placement where it is neither a loop nor a V, and the metrics, which
-have the loss on all ranks. Names and signatures show which TorchTitan it is; see `zbpipe.frameworks.titan.versions`.
+TorchTitan asks torch for schedules by name, so it gets zbpipe's from `zbpipe.install`. This module replaces the cut of
+the model into stages, their placement if it is neither a loop nor a V, and the metrics. Names and signatures identify
+the version of TorchTitan; see `zbpipe.frameworks.titan.versions`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 
 def plug_in(options: Options, on_cpu: bool) -> None:
-    """Make zbpipe's schedules known to TorchTitan in this process, and make it run on the CPU if `on_cpu`."""
+    """Make zbpipe's schedules known to TorchTitan in this process. Make it run on the CPU if `on_cpu`."""
     installation.install_with(options, torchs_too=True)
     manager = _config_manager(options, on_cpu)
     torchtitan.config.ConfigManager = torchtitan.train.ConfigManager = manager  # programs import it from either
@@ -78,13 +78,13 @@ def plug_in(options: Options, on_cpu: bool) -> None:
     if options.optimizer_step == "validated":
         field = "job_config" if HAS_JOB_CONFIG else "config"
         steps.validate_steps(Trainer, dist_utils, lambda trainer: getattr(trainer, field).training.max_norm)
-    # The grouped experts of TorchTitan's MoE models defer their weight gradients.
+    # TorchTitan's grouped experts defer their weight gradients.
     moe = "torchtitan.models.moe.moe" if HAS_JOB_CONFIG else "torchtitan.models.common.moe"
     import_module(moe).GroupedExperts.weight_products = {autograd.grouped_mm: GROUPED_MM}
 
 
 def train() -> None:
-    """Run TorchTitan's `train.py` with the rest of the command line."""
+    """Run TorchTitan's `train.py` with the remaining command line."""
     torchtitan.train.main(*([Trainer] if HAS_JOB_CONFIG else []))
 
 
@@ -100,10 +100,10 @@ def _config_manager(options: Options, on_cpu: bool) -> type[Any]:
             return config, rest
 
         def parse_args(self, args: list[str] | None = None) -> Any:
-            # The default of 0.2 is the command line as it was when TorchTitan was imported.
+            # 0.2 has the command line of the import as the default.
             config = super().parse_args(sys.argv[1:] if args is None else args)
             if on_cpu and HAS_JOB_CONFIG:
-                # torch's DualPipeV would overlap by streams of a GPU, also without expert parallelism.
+                # torch's DualPipeV overlaps by GPU streams, also without expert parallelism.
                 config.parallelism.pipeline_parallel_expert_parallel_overlap = False
             # Before the ranks meet.
             if number := os.environ.get("WORLD_SIZE"):
@@ -126,7 +126,7 @@ def _find_algorithm(parallelism: Any) -> Algorithm | None:
 
 
 def _add_pipelining(spec: Any, options: Options, config: Any = None) -> Any:
-    """A `ModelSpec` or `TrainSpec` that also takes zbpipe's schedules, if it has pipelines at all."""
+    """A `ModelSpec` or `TrainSpec` that also takes zbpipe's schedules, if it supports pipelines."""
     if spec.pipelining_fn is None:
         return spec
     return replace(spec, pipelining_fn=make_pipelining(spec.pipelining_fn, options, config))
@@ -148,7 +148,7 @@ def _replace_train_specs(options: Options, on_cpu: bool) -> None:
 
 
 class _Job(NamedTuple):
-    """TorchTitan's arguments of a function that cuts a model."""
+    """Arguments of TorchTitan's call of a function that cuts a model."""
 
     parallelism: Any
     training: Any
@@ -169,17 +169,15 @@ class _Job(NamedTuple):
 
 
 def make_pipelining(pipelining_fn: PipeliningFunction, options: Options, config: Any = None) -> PipeliningFunction:
-    """A model's `pipelining_fn` that also takes zbpipe's schedules. With torch's names it is the model's own.
-
-    `config` is the job's. With 0.2 it is an argument of the function.
-    It raises `ValueError` for settings that cannot run, and `PipelineError` on all ranks if their schedules differ.
-    """
+    """A model's `pipelining_fn` that also takes zbpipe's schedules. With torch's names it is the model's own. `config`
+    is the job's; 0.2 passes it to the function. The function raises ValueError for settings that cannot run, and
+    PipelineError on all ranks if their schedules differ."""
 
     def pipeline(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         job = _Job.of(args, kwargs)
         name, algorithm = job.parallelism.pipeline_parallel_schedule, _find_algorithm(job.parallelism)
         if HAS_JOB_CONFIG:
-            check(args[1], algorithm, options)  # nobody has called this yet if another program started the trainer
+            check(args[1], algorithm, options)  # not checked yet if another program started the trainer
         is_zbpipes = algorithm is not None and algorithm.source == "zbpipe"
         with ExitStack() as stack:
             if algorithm is not None and is_zbpipes:
@@ -189,7 +187,7 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options, config:
                 stack.enter_context(replaced(installation, of_model=_adapt_to(job, chosen, split, options)))
                 for module, helpers in _helpers(pipelining_fn, chosen, split):
                     stack.enter_context(replaced(module, **helpers))
-                # TorchTitan's rules for the number of stages know its own schedules alone.
+                # TorchTitan's rules for the number of stages know only its own schedules.
                 asked = {"schedule": chosen.algorithm.name, "layers_per_stage": None}
                 own = _changed(job.parallelism, **{f"pipeline_parallel_{name}": value for name, value in asked.items()})
                 if HAS_JOB_CONFIG:
@@ -197,7 +195,7 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options, config:
                 else:
                     kwargs["parallelism"] = own
             if dry_run.is_running():
-                # 0.2 shards, and so computes in mixed precision, only with several data-parallel ranks.
+                # 0.2 shards, and so uses mixed precision, only with several data-parallel ranks.
                 is_mixed = not HAS_JOB_CONFIG or args[0].fsdp_enabled
                 dtype = job.training.mixed_precision_param if is_mixed else job.training.dtype
                 make_stages = dry_run.make_stages(job, getattr(torch, dtype))
@@ -222,16 +220,15 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options, config:
 
 
 def _adapt_to(job: _Job, chosen: Choice, split: LayerSplit, options: Options) -> dict[str, Any]:
-    """Arguments of a schedule that adapts to the checkpointing, if no costs are measured."""
+    """Arguments of a schedule that adapts to the checkpointing, in a job without measured costs."""
     if not chosen.algorithm.by_checkpointing or options.costs_file is not None:
         return {}
-    # From the config, not from each rank's modules: all ranks need one schedule now.
+    # From the config, not from each rank's modules, so that all ranks make one schedule.
     tensor = job.parallelism.tensor_parallel_degree
     return {"checkpointing": job.checkpointing, "tensor": tensor, "work": split.work(chosen.placement)}
 
 
 def _changed(config: Any, **fields: Any) -> Any:
-    """A copy of the config with these values."""
     changed = copy(config)
     for name, value in fields.items():
         setattr(changed, name, value)
@@ -239,7 +236,7 @@ def _changed(config: Any, **fields: Any) -> Any:
 
 
 def require_schedule_of(pipelining_fn: PipeliningFunction, name: str, options: Options) -> None:
-    """Refuse zbpipe's schedules and options for a function whose signature shows that it runs no schedule."""
+    """Refuse zbpipe's schedules and options if the function's signature shows that it runs no schedule."""
     algorithm, result = installation.find_algorithm(name), _schedule_of(pipelining_fn)
     asks_for_zbpipe = options != Options() or (algorithm is not None and algorithm.source == "zbpipe")
     if asks_for_zbpipe and not issubclass(result, pipelining.PipelineSchedule):
@@ -264,10 +261,8 @@ def _name_of(function: Any) -> str:
 
 
 def _modules_of(pipelining_fn: PipeliningFunction) -> list[ModuleType]:
-    """Modules with the functions that `pipelining_fn` may call to cut a model and to place its stages.
-
-    A model with its own function may also define these functions, or may have imported TorchTitan's by name.
-    """
+    """Modules with the functions that `pipelining_fn` may call to cut a model and to place its stages. A model with its
+    own function may define them too, or import TorchTitan's by name."""
     own = sys.modules.get(getattr(pipelining_fn, "__module__", ""), pipeline_parallel)
     return [pipeline_parallel] if own is pipeline_parallel else [pipeline_parallel, own]
 
@@ -275,10 +270,8 @@ def _modules_of(pipelining_fn: PipeliningFunction) -> list[ModuleType]:
 def _choose(
     pipelining_fn: PipeliningFunction, algorithm: Algorithm, model: nn.Module, job: _Job, options: Options
 ) -> tuple[Choice, LayerSplit]:
-    """The schedule that runs, the placement of its stages, and the cut of the model.
-
-    ValueError if the user's cut has another number of stages, or if a cut lacks a module.
-    """
+    """The schedule to run, the placement of its stages, and the cut of the model. ValueError if the user's cut has
+    another number of stages, or if a cut lacks a module."""
     parallelism, ranks = job.parallelism, job.parallelism.pipeline_parallel_degree
     by_hand, stages = parallelism.module_fqns_per_model_part, None
     if by_hand is not None:
@@ -290,7 +283,7 @@ def _choose(
         cut = f"{field} cuts the model's {_num_layers(job)} layers into"
         stages = algorithm.stages_of_cut(ranks, number, cut)
     generate = "generate_llm_fqn_per_model_part"
-    # A model's own function is called first.
+    # The model's own function comes first.
     *_, titans = (getattr(each, name) for each in _modules_of(pipelining_fn) for name in _find_names(each, generate))
     whole = layer_split.Model(model, job.model_config, batches.length(job.training))
     degrees, tokens, microbatches = shared_degrees(parallelism), prod(batches.shape(job)), batches.microbatches(job)
@@ -322,7 +315,7 @@ def _choose(
 def _helpers(
     pipelining_fn: PipeliningFunction, chosen: Choice, split: LayerSplit
 ) -> Iterator[tuple[ModuleType, dict[str, Callable[..., Any]]]]:
-    """Replacements of each module's functions, which cut the model and place the stages as the schedule requires."""
+    """Replacements of each module's functions, which cut the model and place the stages for the schedule."""
     inside: list[bool] = []
     modules = _modules_of(pipelining_fn)
     for module in modules:
@@ -341,10 +334,8 @@ def _helpers(
 
 
 def _outermost(original: Callable[..., Any], replacement: Callable[..., Any], inside: list[bool]) -> Callable[..., Any]:
-    """A function in place of `original` that is `original` again while one with the same `inside` runs.
-
-    A model's own function may call TorchTitan's, and both are replaced.
-    """
+    """`replacement`, but `original` while a function with the same `inside` runs. A model's own function may call
+    TorchTitan's, and both are replaced."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if inside:
@@ -359,7 +350,7 @@ def _outermost(original: Callable[..., Any], replacement: Callable[..., Any], in
 
 
 def _find_names(module: ModuleType, name: str) -> list[str]:
-    """The name of TorchTitan's function in `module`, if it is there. Since 0.3 it is private."""
+    """Name of TorchTitan's function in `module`, if any. Since 0.3 the name is private."""
     return [each for each in (name, f"_{name}") if hasattr(module, each)]
 
 
@@ -369,7 +360,6 @@ def _num_layers(job: _Job) -> int:
 
 
 def _require_known(model: nn.Module, modules: Sequence[Sequence[str]]) -> None:
-    """Refuse a list with modules that the model does not have."""
     if unknown := {name for part in modules for name in part} - layer_split.modules_of(model).keys():
         raise ValueError(
             f"module_fqns_per_model_part names {sorted(unknown)}, which the model does not have: the head is 'output'"
@@ -378,11 +368,11 @@ def _require_known(model: nn.Module, modules: Sequence[Sequence[str]]) -> None:
 
 
 def _require_all(model: nn.Module, modules: Sequence[Sequence[str]]) -> None:
-    """Refuse stages that lack a module with weights: TorchTitan would train without it."""
+    """Refuse stages that lack a module with weights, because TorchTitan would train without it."""
     named, known = {name for part in modules for name in part}, layer_split.modules_of(model)
     if left := [name for name, each in known.items() if name not in named and any(True for _ in each.parameters())]:
         raise ValueError(
-            f"no stage has {left}, and TorchTitan would train the model without: give each stage's modules, with"
+            f"no stage has {left}, and TorchTitan would train the model without them: give each stage's modules, with"
             " these, in parallelism.module_fqns_per_model_part"
         )
 
@@ -390,7 +380,7 @@ def _require_all(model: nn.Module, modules: Sequence[Sequence[str]]) -> None:
 _Stages = tuple[list[PipelineStage], list[nn.Module]]
 
 
-# These have the arguments of TorchTitan's function that builds the stages of a rank, after their own.
+# These take the arguments of TorchTitan's function that builds a rank's stages, after their own.
 def _build_with_all_modules(
     titans_split: Callable[..., _Stages],
     whole_model: nn.Module,
@@ -400,7 +390,6 @@ def _build_with_all_modules(
     module_names_per_stage: list[list[str]],
     **more: Any,
 ) -> _Stages:
-    """Build stages that have all modules with weights."""
     _require_all(whole_model, module_names_per_stage)
     return titans_split(whole_model, pp_mesh, pp_schedule, device, module_names_per_stage, **more)
 
@@ -432,32 +421,27 @@ def _build_stages(
 
 
 def _as_rank(stage: int, num_stages: int, mesh: DeviceMesh) -> Any:
-    """A pipeline mesh with one rank per stage, seen from the rank of `stage`.
-
-    With it TorchTitan builds exactly this stage on any rank.
-    """
+    """A pipeline mesh with one rank per stage, seen from the rank of `stage`: TorchTitan builds this stage for it."""
     return SimpleNamespace(get_local_rank=lambda: stage, size=lambda: num_stages, get_group=mesh.get_group)
 
 
 _SILENT = logging.Logger("silent", logging.CRITICAL)
-"""Replaces TorchTitan's logger while a stage stands in for a rank: the logged rank would be wrong."""
+"""Replaces TorchTitan's logger while a stage stands in for a rank, because it would log that rank."""
 
 
 def complete(schedule: pipelining.PipelineSchedule, name: str, job: _Job) -> None:
     """Adapt this rank's schedule to TorchTitan, compare the schedules of all ranks, and add the pipeline's metrics.
-
-    PipelineError on all ranks of the job if their schedules differ. `name` is the value of TorchTitan's schedule field.
-    """
+    PipelineError on all ranks if their schedules differ. `name` is the value of TorchTitan's schedule field."""
     if isinstance(schedule, RegisteredSchedule):
         schedule.sizes.keywords_are_alike = True  # TorchTitan passes the positions of all tokens to all ranks
     else:
         require_splittable(schedule, name)
-    # Also with torch's schedules: a rank with ZBV would wait for messages of a rank with torch's 1F1B.
+    # Also with torch's schedules: a rank with ZBV would wait for a rank with torch's 1F1B.
     agreement.require_same(schedule, name, None, job.device)
     if dry_run.is_running():
         logger.info("A dry run measures no pipeline: its neighbours' messages are fake")
         return
-    # 0.2 asks whether a step is logged when it has run.
+    # 0.2 asks after a step whether it is logged.
     pipeline = monitor.PipelineMetrics(schedule, armed=HAS_JOB_CONFIG)
     monitor.report(pipeline, MetricsProcessor, 1 if HAS_JOB_CONFIG else 0)
 
@@ -466,7 +450,7 @@ def complete(schedule: pipelining.PipelineSchedule, name: str, job: _Job) -> Non
 
 
 def _show_loss_on_all_ranks() -> None:
-    """Replace TorchTitan's functions that look for the rank with the loss by the schedule's name."""
+    """Replace TorchTitan's functions that find the rank with the loss by the schedule's name."""
     ensure_visible, find_rank = metrics.ensure_pp_loss_visible, metrics._get_metrics_rank
 
     @wraps(find_rank)  # also its signature, which `versions.require_names` reads

@@ -1,6 +1,6 @@
 """Lines of a job's log before the first step: the schedule, the cut of the model, memory and messages.
 
-FSDP has a line of its own, from the schedule. Imports no torchtitan.
+The schedule itself logs a line on FSDP. Imports no torchtitan.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zbpipe.schedule.ir import Placement, count_noun
 from zbpipe.simulator.simulation import simulate
 
 _SPREAD = 0.1
-"""Share by which the work of a rank exceeds the average before a warning."""
+"""Relative excess of a rank's work over the average that causes a warning."""
 _ROUNDING = 1e-6
 
 logger = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def _log_cut(placement: Placement, split: LayerSplit, costs: CostModel) -> None:
 
 
 def _describe_memory(schedule: RegisteredSchedule, split: LayerSplit, tensor: int, costs: CostModel) -> str:
-    """Conditions of the prediction, the peak of activations, deferred gradients and working memory, and its limit."""
+    """The prediction's conditions, the peak of activations, deferred gradients and working memory, and the limit."""
     lists, placement, number = schedule.lists, schedule.placement, schedule.schedule.num_microbatches
     peak = max(simulate(schedule.schedule, costs).peak_memory)
     if costs.in_bytes:

@@ -19,11 +19,9 @@ logger = logging.getLogger(__name__)
 
 
 def validate_steps(trainer_class: Any, dist_utils: Any, max_norm: Callable[[Any], float]) -> None:
-    """Make each rank's trainer step when the rank is done, and validate the norm of the gradients later.
-
-    The methods `train` and `train_step` of TorchTitan's `Trainer` are replaced. `dist_utils` is TorchTitan's module
-    with the function `clip_grad_norm_`, and `max_norm` the norm to which a trainer clips.
-    """
+    """Let each rank's trainer step at once, and validate the norm of the gradients later. Replaces `train` and
+    `train_step` of TorchTitan's `Trainer`. `dist_utils` is TorchTitan's module with the function `clip_grad_norm_`, and
+    `max_norm` returns the norm to which a trainer clips."""
     train, train_step = trainer_class.train, trainer_class.train_step
 
     def train_in_steps(self: Any) -> None:
@@ -32,7 +30,7 @@ def validate_steps(trainer_class: Any, dist_utils: Any, max_norm: Callable[[Any]
         save = checkpointer.save
 
         def save_finished(step: int, last_step: bool = False) -> Any:
-            # Others save in other places.
+            # Other ranks save at other steps.
             is_due = getattr(checkpointer, "_should_save", lambda *args: True)
             if checkpointer.enable and is_due(step, last_step):
                 steps.step.finish()
@@ -55,10 +53,10 @@ def validate_steps(trainer_class: Any, dist_utils: Any, max_norm: Callable[[Any]
 
 
 def require_own_steps(trainer_class: type[Any]) -> None:
-    """Refuse a trainer class with its own training methods: the replacements of `validate_steps` would never run."""
+    """Refuse a trainer class with its own training methods, which would bypass those of `validate_steps`."""
     for name in ("train", "train_step"):
         method = inspect.unwrap(getattr(trainer_class, name))
-        # An override that only adds something calls the base class's method.
+        # An override that only adds code calls the base class's method.
         if method.__module__ != __name__ and "super" not in method.__code__.co_names:
             raise ValueError(
                 "--zbpipe.optimizer-step validated has no effect in"
@@ -67,7 +65,7 @@ def require_own_steps(trainer_class: type[Any]) -> None:
 
 
 def part_of(trainer: Any, name: str) -> Any:
-    """A part of the trainer. Since September 2026 TorchTitan's main branch keeps some in `trainer.engine`."""
+    """A part of the trainer. TorchTitan's main branch keeps some in `trainer.engine`."""
     engine = getattr(trainer, "engine", None)
     return getattr(engine if hasattr(engine, name) else trainer, name)
 

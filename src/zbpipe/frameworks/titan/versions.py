@@ -1,7 +1,7 @@
 """The installed TorchTitan, identified by names in its source files, and the names that zbpipe uses from it.
 
-The version number is not reliable: a clone of TorchTitan's main branch calls itself 0.2.2. Only `require_names` imports
-torchtitan, to look them up.
+Version numbers are not reliable: a clone of TorchTitan's main branch calls itself 0.2.2. Only `require_names` imports
+torchtitan.
 """
 
 from __future__ import annotations
@@ -17,30 +17,26 @@ from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 WAY_WITHOUT_NAMES = (
-    "use zbpipe.install() in your program, or start it by `python -m zbpipe.run`: they need none of TorchTitan's"
-    " private names"
+    "use zbpipe.install() in your program, or start it by `python -m zbpipe.run`: they need no private names of"
+    " TorchTitan"
 )
 
 
 @dataclass(frozen=True)
 class Version:
-    """A TorchTitan that zbpipe knows."""
-
     name: str
     shown_by: tuple[str, str]
     """A source file, and a name in it that no other version has."""
     torch: tuple[int, int]
-    """Oldest torch that it supports."""
     checkpointing: tuple[str, ...]
     """Its arguments for activation checkpointing, with {} for the kind."""
 
     def checkpoint(self, kind: str) -> list[str]:
-        """Its arguments for activation checkpointing of this kind: "none", "selective" or "full"."""
         return [argument.format(kind) for argument in self.checkpointing]
 
 
 def find_installed() -> Version:
-    """The version of TorchTitan that an import would find; an ImportError with the remedy if zbpipe cannot use it."""
+    """The version of TorchTitan that an import would find. ImportError with the remedy if zbpipe cannot use it."""
     found, torch = _find(), version("torch")
     titan = next((each for each in KNOWN if found.has(*each.shown_by)), None)
     if titan is None:
@@ -55,12 +51,11 @@ def find_installed() -> Version:
 
 
 def has_job_config() -> bool:
-    """Whether all settings are in one `JobConfig`, as in 0.2. 0.3 has a `Trainer.Config` with a `ModelSpec`."""
+    """Whether all settings are in one `JobConfig` (0.2), or in a `Trainer.Config` with a `ModelSpec` (0.3)."""
     return find_installed() is KNOWN[0]
 
 
 def describe_installed() -> str:
-    """The TorchTitan that an import would find, with its version number and its folder."""
     return str(_find())
 
 
@@ -79,7 +74,7 @@ class _Found:
 
 
 def _find() -> _Found:
-    """A source tree on Python's path goes before the package that pip has installed."""
+    """A source tree on Python's path precedes the installed package."""
     spec = find_spec("torchtitan")
     if spec is None:
         raise ImportError(f"torchtitan is not installed: {(*_fitting(), 'install torch 2.11 or newer first')[0]}")
@@ -132,20 +127,18 @@ KNOWN = (
 
 
 class Needed(NamedTuple):
-    """A name that zbpipe uses from TorchTitan, with the parameters that it passes.
-
-    One list for all versions: " or " separates the old and the new place of a name or a parameter.
-    """
+    """A name that zbpipe uses from TorchTitan, with the parameters that it passes. " or " separates the old and the new
+    place of a name or a parameter."""
 
     path: str
     """Path below `torchtitan`, as module:attribute."""
     parameters: tuple[str, ...] = ()
     """Parameters of a function, or fields of a dataclass."""
     parts: tuple[str, ...] = ()
-    """Attributes and methods of a class, or of an engine that its module has."""
+    """Attributes and methods of a class, or of the engines in its module."""
 
     def find(self) -> Any:
-        """The object with this name; None if there is none. The ImportError of another package passes."""
+        """The object with this name, or None. Passes the ImportError of another package."""
         for path in self.path.split(OR):
             try:
                 return resolve_name(f"torchtitan.{path}")
@@ -157,14 +150,14 @@ class Needed(NamedTuple):
         return None
 
     def list_missing(self) -> list[str]:
-        """Names that TorchTitan lacks, in words; empty if it has everything."""
+        """Names that TorchTitan lacks, as text. Empty if it has all."""
         found = self.find()
         if found is None:
             return [self.path.replace(":", ".")]
         parameters = inspect.signature(found).parameters if self.parameters else {}
         missing = [each for each in self.parameters if not parameters.keys() & set(each.split(OR))]
         if self.parts:
-            source = _read_source(found)  # objects have them, not the class
+            source = _read_source(found)  # instances have them, not the class
             missing += [
                 each for each in self.parts if not re.search(rf"self\.{each}\b|^ +(def )?{each}[:(]", source, re.M)
             ]
@@ -172,7 +165,7 @@ class Needed(NamedTuple):
 
 
 def _read_source(owner: type[Any]) -> str:
-    """The source of a class, and of the engines that its module has."""
+    """The source of a class, and of the engines in its module."""
     engines = [each for name, each in vars(sys.modules[owner.__module__]).items() if name.endswith("Engine")]
     return "\n".join(map(inspect.getsource, (owner, *engines)))
 
@@ -251,11 +244,8 @@ NEEDED = (
 
 
 def require_names() -> None:
-    """Refuse a TorchTitan that lacks something of `NEEDED`.
-
-    Raises:
-        ImportError: TorchTitan, or a package that it needs, lacks a name. The message names the package to install.
-    """
+    """Raise ImportError if TorchTitan, or a package that it needs, lacks a name of `NEEDED`. The message names the
+    package to install."""
     try:
         missing = [words for each in NEEDED for words in each.list_missing()]
     except ImportError as error:

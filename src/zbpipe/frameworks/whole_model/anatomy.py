@@ -1,6 +1,6 @@
-"""A model's blocks, and the modules before and after them, and a stage: the model's own forward between two blocks.
+"""The parts of a model (blocks, modules before and after them), and a stage: the model's forward between two blocks.
 
-The parts are found by running the model with its first block alone.
+A run of the model with only its first block shows the parts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zbpipe.runtime._torch.autograd import tree_leaves, tree_map_only
 from zbpipe.runtime._torch.module_views import view_of, without_own_state
 
 Blocks = nn.ModuleList | nn.ModuleDict | nn.Sequential
-"""Containers of modules that run one by one."""
+"""Containers whose modules run one by one."""
 BY_HAND = (
     "To cut it by hand, write a module for each stage, give each to a PipelineStage, and all of them to"
     " zbpipe.build_pipeline_schedule (docs/own-loop.md)"
@@ -34,22 +34,21 @@ class Anatomy:
     blocks: str
     """Name of the list of blocks."""
     count: int
-    """Number of blocks."""
     more_results: int | None
-    """Number of results of a block besides the hidden states, if it returns a tuple."""
+    """Number of a block's results besides the hidden states, if it returns a tuple."""
     before: frozenset[str]
-    """Names of modules that run before the blocks, in the first stage. Their parameters and buffers are its own."""
+    """Names of modules that run before the blocks, in the first stage. Their weights are its own."""
     after: frozenset[str]
-    """Names of all other modules outside the blocks. Their parameters and buffers are the last stage's."""
+    """Names of all other modules outside the blocks. Their weights are the last stage's."""
 
 
 def examine(model: nn.Module, example: Mapping[str, Any], *, loss_takes_all: bool) -> Anatomy:
-    """The anatomy of `model`, which runs with `example` as keyword arguments, and with its first block alone.
+    """The parts of `model`, found by a run with `example` as keyword arguments and with its first block only.
 
     Args:
         model: the whole model.
         example: keyword arguments of two samples.
-        loss_takes_all: whether the loss may use all results of the model. Otherwise it uses the logits.
+        loss_takes_all: whether the loss may use all results of the model, or only the logits.
 
     Raises:
         ValueError: the model cannot be cut into stages that hand on one tensor.
@@ -69,8 +68,8 @@ def examine(model: nn.Module, example: Mapping[str, Any], *, loss_takes_all: boo
     for each in path:
         if any(True for _ in model.get_submodule(each).parameters(recurse=False)):
             raise ValueError(
-                f"{_title(model)} has parameters in {each or 'itself'!r}, around its blocks, and it is not known which"
-                f" stage needs them: put them into a module. {BY_HAND}"
+                f"{_title(model)} has parameters in {each or 'itself'!r}, around its blocks, and zbpipe does not know"
+                f" the stage that needs them: put them into a module. {BY_HAND}"
             )
     ran, more = _run_example(model, name, blocks, example, loss_takes_all)
     outside = frozenset(each for each, _ in model.named_modules() if not f"{each}.".startswith(f"{name}."))
@@ -79,7 +78,7 @@ def examine(model: nn.Module, example: Mapping[str, Any], *, loss_takes_all: boo
 
 
 def find_blocks(model: nn.Module) -> tuple[str, Blocks]:
-    """The model's largest list of modules that is in no other list, and its name."""
+    """The model's largest list of modules outside other lists, and its name."""
     lists = {name: each for name, each in model.named_modules() if name and isinstance(each, Blocks)}
     outer = {name: each for name, each in lists.items() if not any(other in lists for other in _list_path(name))}
     found = max(outer, key=lambda name: sum(each.numel() for each in outer[name].parameters()), default=None)
@@ -89,7 +88,7 @@ def find_blocks(model: nn.Module) -> tuple[str, Blocks]:
 
 
 def _list_path(name: str) -> Iterator[str]:
-    """Names of the modules around the one with this name, from the model itself (an empty name) on.
+    """Names of the modules around this one, from the model itself (an empty name) on.
 
     >>> list(_list_path("model.layers"))
     ['', 'model']
@@ -107,7 +106,7 @@ def refuse_by_config(model: nn.Module) -> None:
     if plain_attribute(config, "is_encoder_decoder") is True:
         raise ValueError(
             f"{_title(model)} has an encoder and a decoder: the decoder's stages also need the encoder's output, and"
-            f" zbpipe.pipeline hands on one tensor. {BY_HAND}: the encoder's in the first stages, and in the others a"
+            f" zbpipe.pipeline passes one tensor. {BY_HAND}: the encoder's in the first stages, and in the others a"
             " part of the decoder, which takes and returns both tensors"
         )
     if plain_attribute(config, "output_router_logits") is True:
@@ -124,13 +123,13 @@ def refuse_by_config(model: nn.Module) -> None:
     for adapter, about in adapters.items():
         if getattr(about, "is_prompt_learning", False):
             raise ValueError(
-                f"the adapter {adapter!r} adds tokens to the input, whose labels only the whole model knows: use LoRA,"
-                f" or another adapter of the blocks. {BY_HAND}"
+                f"the adapter {adapter!r} adds tokens to the input; only the unsplit model has labels for them: use"
+                f" LoRA, or another adapter of the blocks. {BY_HAND}"
             )
 
 
 def _refuse_shared(model: nn.Module, name: str) -> None:
-    """Refuse a parameter with a place in two blocks, or in a block and outside."""
+    """Refuse a parameter that two blocks share, or a block and a module outside."""
     owners: dict[int, str] = {}
     for each, parameter in model.named_parameters(remove_duplicate=False):
         inside = each.startswith(f"{name}.")
@@ -143,7 +142,7 @@ def _refuse_shared(model: nn.Module, name: str) -> None:
 
 
 class StandIn(nn.Module):
-    """In the place of a block, with its plain attributes: some models ask their blocks for the kind of attention."""
+    """Replaces a block, and has its plain attributes, because some models ask blocks for the kind of attention."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -151,10 +150,10 @@ class StandIn(nn.Module):
 
 
 class _HandedOn(Tensor):
-    """A block's output for the next block. Any operation with it raises: a later rank would not have it."""
+    """A block's output for the next block. Any operation with it raises, because a later rank would not have it."""
 
     refuse: Callable[[object], ValueError]
-    """The error for another user of it than the next block."""
+    """Makes the error for a user other than the next block."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -163,11 +162,11 @@ class _HandedOn(Tensor):
 
 
 class _Recording(StandIn):
-    """In the place of a block while the example runs."""
+    """Replaces a block while the example runs."""
 
     def __init__(self, block: nn.Module, position: int, example: _Example) -> None:
         super().__init__(block)
-        self._position, self._example = position, (example, block)  # not parts of this module
+        self._position, self._example = position, (example, block)  # the tuple hides modules from this one
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         example, block = self._example
@@ -175,7 +174,7 @@ class _Recording(StandIn):
 
 
 class _Example:
-    """A forward of the model that checks each call of a block. Later blocks return the output of the first one."""
+    """A forward of the model that checks each call of a block. Later blocks return the first one's output."""
 
     def __init__(self, model: nn.Module, name: str, blocks: Blocks, batch: int) -> None:
         self._title, self._name, self._batch = _title(model), name, batch
@@ -186,11 +185,10 @@ class _Example:
         self.reached = 0
         """Number of blocks that have been called."""
         self.output: Any = None
-        """Of the first block."""
+        """Number of the first block's results besides the hidden states."""
         self._handed_on: Any = None
 
     def take(self, position: int, block: nn.Module, args: Any, kwargs: Any) -> Any:
-        """The output of a block, called with these arguments."""
         self.require_next(position)
         self.reached += 1
         hidden = first_argument(args, kwargs)
@@ -205,7 +203,7 @@ class _Example:
             if isinstance(each, Tensor) and each is not hidden and (each.requires_grad or isinstance(each, _HandedOn)):
                 raise ValueError(
                     f"the blocks {self._name} of {self._title} take a second tensor that needs a gradient, of shape"
-                    f" {tuple(each.shape)}, and zbpipe.pipeline hands on the hidden states alone. {BY_HAND}"
+                    f" {tuple(each.shape)}, but zbpipe.pipeline passes only the hidden states. {BY_HAND}"
                 )
         if position == len(self.recordings) - 1:
             return self.output
@@ -214,7 +212,7 @@ class _Example:
         return output
 
     def require_next(self, position: int) -> None:
-        """Refuse a block that is not the next one, or what follows them if there is a next one."""
+        """Refuse a block other than the next one, or the code after the blocks if blocks remain."""
         if position != self.reached:
             raise self._error(f"runs {self._order[position]} where {self._order[self.reached]} is next")
 
@@ -256,10 +254,10 @@ def _run_example(
             ran.add(names.get(id(module), ""))
 
     def track(module: nn.Module, args: Any, output: Any) -> Any:
-        """Have all that depends on an embedding require a gradient, also with frozen weights."""
+        """Let everything that depends on an embedding require a gradient, even with frozen weights."""
         is_own = id(module) in names and any(True for _ in module.parameters(recurse=False))
         if is_own and isinstance(output, Tensor) and output.is_floating_point() and not output.requires_grad:
-            return output.requires_grad_() + 0  # a leaf could not be changed in place
+            return output.requires_grad_() + 0  # autograd refuses in-place changes of a leaf
         return None
 
     handles = [hooks.register_module_forward_pre_hook(record), hooks.register_module_forward_hook(track)]
@@ -268,7 +266,7 @@ def _run_example(
     kind = "cpu" if accelerator is None else accelerator.type
     try:
         with torch.enable_grad(), torch.random.fork_rng(devices, device_type=kind):
-            torch.default_generator.manual_seed(0)  # blocks skipped at random are the same on all ranks
+            torch.default_generator.manual_seed(0)  # all ranks skip the same random blocks
             output = _run(view_of(model, run.recordings), (), dict(example))
     finally:
         for handle in handles:
@@ -281,12 +279,12 @@ def _run_example(
 
 
 def _run(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The module's output. Its buffers, such as the statistics of a batch norm, stay as they are."""
+    """The module's output. Buffers, such as the statistics of a batch norm, are restored."""
     return functional_call(module, {name: each.clone() for name, each in module.named_buffers()}, args, kwargs)
 
 
 def first_argument(args: Any, kwargs: Any) -> Any:
-    """The hidden states among the arguments of a block."""
+    """The hidden states among a block's arguments."""
     return args[0] if args else next(iter(kwargs.values()), None)
 
 
@@ -301,14 +299,14 @@ Loss = Callable[[Any, Tensor, Any], Tensor]
 class Stage(nn.Module):
     """A stage. Its parameters are the model's own.
 
-    Later stages also run the modules before the blocks, for masks and positions, with embeddings that take no memory,
-    and with buffers of their own.
+    Later stages also run the modules before the blocks, for masks and positions, with embeddings that take no memory
+    and with their own buffers.
 
     Args:
         model: the whole model.
         anatomy: its parts.
         own: positions of the blocks of this stage.
-        loss: used by the last stage.
+        loss: the model's loss, for the last stage.
         device: the device of this rank's weights.
     """
 
@@ -325,7 +323,7 @@ class Stage(nn.Module):
         others = [_Absent(block, anatomy.more_results) for block in blocks.values()]
         if not self._is_last:
             others[own.stop].is_end = True
-        self._entry = (others[0],)  # not a part of this module
+        self._entry = (others[0],)  # the tuple hides the module from this one
         replacements: dict[str, nn.Module] = {
             name: without_own_state(model.get_submodule(name), device) for name in absent
         }
@@ -336,7 +334,7 @@ class Stage(nn.Module):
         self.blocks = tuple(blocks.values())[own.start : own.stop]
         """The blocks of this stage, for `fully_shard` or `compile`."""
         self.count: Any = None
-        """Number of labels that count in the whole batch of the running step."""
+        """Number of labels that count in the running step's batch."""
 
     def forward(self, hidden: Tensor, *, labels: Tensor | None = None, **batch: Any) -> Any:
         """Hidden states for the next stage. The last stage returns its microbatch's part of the loss, of shape (1,)."""
@@ -353,7 +351,7 @@ class Stage(nn.Module):
 
 
 class _ReachedError(Exception):
-    """Leaves the forward of a model at one of its blocks. Not an error: nothing else leaves other people's code."""
+    """Ends the forward of a model at one of its blocks. Not an error: no other exception leaves foreign code safely."""
 
     def __init__(self, hidden: Any) -> None:
         super().__init__("the forward of a stage ends here")
@@ -361,7 +359,7 @@ class _ReachedError(Exception):
 
 
 class _Absent(StandIn):
-    """In the place of another stage's block: hands on its input, or the hidden states that its stage received."""
+    """Replaces another stage's block: returns its input, or the hidden states that its stage received."""
 
     def __init__(self, block: nn.Module, more_results: int | None) -> None:
         super().__init__(block)

@@ -115,7 +115,7 @@ def _load(library: Any, path: Path) -> Any:
     if kind is None:
         raise ValueError(f"{path} has no field model_type, which names the model in transformers: add it")
     if kind not in library.CONFIG_MAPPING:
-        raise ValueError(f"{path}: transformers {library.__version__} has no model_type {kind!r}; a newer one may")
+        raise ValueError(f"{path}: transformers {library.__version__} has no model_type {kind!r}: try a newer one")
     made = library.CONFIG_MAPPING[kind]
     usual, aliases = made(), getattr(made, "attribute_map", {})
     for name in _NEEDED:
@@ -191,10 +191,8 @@ class _Certain(TorchFunctionMode):
 
 
 def _run(model: nn.Module, blocks: Mapping[str, nn.Module], length: int) -> tuple[dict[str, layer_work.Call], set[str]]:
-    """Arguments of each block for a sequence, and names of the modules that run before the first one.
-
-    Blocks after one that reads values stay unknown.
-    """
+    """Arguments of each block for a sequence, and names of the modules that run before the first one. Blocks after one
+    that reads values stay unknown."""
     places = {block: each for each, block in blocks.items()}
     calls: dict[str, layer_work.Call] = {}
     before: set[str] = set()

@@ -38,9 +38,9 @@ from zbpipe.schedule.ir import Placement, Schedule, require_whole
 from zbpipe.schedule.registry import Algorithm, resolve
 
 IGNORED = -100
-"""Label of a token that does not count, as in transformers and in torch's cross entropy."""
+"""Label of a token without a loss, as in transformers and in torch's cross entropy."""
 _TOKENS = 4096
-"""Tokens of a microbatch, for the overhead of ops: no argument has the real number."""
+"""Assumed tokens of a microbatch, for the overhead of ops: no argument has the real number."""
 
 logger = logging.getLogger(__name__)
 
@@ -63,24 +63,24 @@ def pipeline(
 
     The model is a causal language model of transformers, also with adapters of peft, or another module with an
     embedding, a list of blocks and a head. All ranks call this with the same weights. Each stage runs the model's own
-    forward without the blocks of the others, so that masks and positions are the model's. Weights of other ranks move
-    to the meta device: use the pipeline in the place of the model.
+    forward without the other stages' blocks, so masks and positions are the model's. Weights of other ranks move to the
+    meta device: use the pipeline instead of the model.
 
     Args:
         model: the whole model, with its weights, usually on the CPU.
-        schedule: a name, a file, a Schedule or a Plan, as for `zbpipe.build_pipeline_schedule`, but always for a class
-            of zbpipe, which takes batches of any length.
+        schedule: a name, a file, a Schedule or a Plan, as for `zbpipe.build_pipeline_schedule`. The class is always
+            zbpipe's, because it takes batches of any length.
         microbatches: the number of microbatches into which a batch is split.
-        mesh: the mesh of the pipeline's ranks, of one dimension. Default: all ranks of the job, which join a process
-            group if they have none.
+        mesh: the one-dimensional mesh of the pipeline's ranks. Default: all ranks of the job; starts a process group if
+            there is none.
         loss: `(output, labels, number) -> Tensor`, a sum over a microbatch divided by the number of labels in the whole
             batch that are not -100. Default: the loss of the next token, `model.loss_function` of transformers.
         example: keyword arguments of the model with two small samples. Default: `input_ids` of six tokens.
         options: options of the schedule, as for `zbpipe.build_pipeline_schedule`.
 
     Raises:
-        ValueError: the model cannot be cut, or has fewer blocks than there are stages; the message says how to cut it
-            by hand. Or an unknown schedule or option.
+        ValueError: an unknown schedule or option, or the model cannot be cut or has fewer blocks than stages. The
+            message says how to cut it by hand.
     """
     (microbatches,) = require_whole(1, microbatches=microbatches)
     algorithm = resolve(schedule)
@@ -121,10 +121,7 @@ def pipeline(
 
 
 class Pipeline:
-    """This rank's part of a model. `zbpipe.pipeline` makes it.
-
-    All ranks call its methods, in the same order.
-    """
+    """This rank's part of a model, from `zbpipe.pipeline`. All ranks call its methods, in the same order."""
 
     def __init__(
         self,
@@ -137,7 +134,7 @@ class Pipeline:
         build: Callable[..., Any],
     ) -> None:
         self.model = model
-        """The model, with the weights of other ranks on the meta device."""
+        """The model. Weights of other ranks are on the meta device."""
         self._group = group = mesh.get_group()
         self._build = build
         self._usual = _usual(model)
@@ -150,7 +147,7 @@ class Pipeline:
         tied = _find_tied(model, anatomy)
         _keep(model, anatomy, [cut[index] for index in indices], self._device)
         self.stages = [Stage(model, anatomy, cut[index], loss, self._device) for index in indices]
-        """This rank's stages, as modules. For FSDP2, `fully_shard` each of their `blocks`, and then each stage."""
+        """This rank's stages, as modules. With FSDP2, `fully_shard` each of their `blocks`, and then each stage."""
         self._indices, self._num_stages = indices, placement.num_stages
         self._has_first, self._has_last = 0 in indices, placement.num_stages - 1 in indices
         self._loss_rank = placement.rank_of[-1]
@@ -165,7 +162,7 @@ class Pipeline:
 
     @cached_property
     def schedule(self) -> Any:
-        """The schedule, built at its first use, when the stages are compiled, sharded and checkpointed."""
+        """The schedule, built at its first use, after the stages are compiled, sharded and checkpointed."""
         stages = [
             PipelineStage(stage, index, self._num_stages, self._device, group=self._group)
             for index, stage in zip(self._indices, self.stages, strict=True)
@@ -179,13 +176,13 @@ class Pipeline:
 
         Args:
             labels: of the whole batch. Labels of -100 do not count.
-            num_items_in_batch: the number by which the loss is divided, for example to accumulate gradients of several
-                batches. Default: the number of labels that count.
+            num_items_in_batch: divisor of the loss, for example to accumulate gradients of several batches. Default:
+                the number of labels that count.
             batch: other keyword arguments of the model, such as `input_ids` and `attention_mask`. Tensors have one row
                 for each sample.
 
         Raises:
-            ValueError: the number of samples is not divisible by that of the microbatches.
+            ValueError: the number of samples is not divisible by the number of microbatches.
         """
         return self._run("step", labels, num_items_in_batch, batch)
 
@@ -223,14 +220,14 @@ class Pipeline:
                 **self._size(given),
             )
         self._first_shapes = self._first_shapes or _shapes_of(given)
-        loss = torch.zeros((), device=self._device)  # of the default dtype, which all ranks know
+        loss = torch.zeros((), device=self._device)  # all ranks know the default dtype
         if self._has_last:
             loss += torch.stack(losses).sum().detach()
         dist.broadcast(loss, group=self._group, group_src=self._loss_rank)
         return loss
 
     def _size(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """The argument that announces a batch of other shapes than the first one."""
+        """The keyword argument for a batch of other shapes than the first one."""
         is_usual = self._first_shapes in (None, _shapes_of(batch))
         return {} if is_usual else {"microbatches": self.schedule.sizes.usual}
 
@@ -258,7 +255,7 @@ class Pipeline:
     def save_pretrained(self, folder: str | PathLike[str], **options: Any) -> None:
         """Save the whole model as its own `save_pretrained` does, from the first process of the job.
 
-        A model without one gets a file `pytorch_model.bin` with its state dict.
+        A model without that method gets a file `pytorch_model.bin` with its state dict.
 
         Raises:
             RuntimeError: on all ranks, if the first process fails to save.
@@ -268,7 +265,7 @@ class Pipeline:
         if dist.get_rank() == 0:
             try:
                 self._save(folder, state, options)
-            except Exception as error:  # the other ranks wait
+            except Exception as error:  # the other ranks wait for an answer
                 logger.exception("The model is not saved")
                 failure = [f"{type(error).__name__}: {error}"]
         dist.broadcast_object_list(failure, device=self._device)
@@ -311,7 +308,7 @@ def _shapes_of(batch: Mapping[str, Any]) -> list[torch.Size]:
 
 
 def _take_loss(output: Tensor, labels: Tensor) -> Tensor:
-    """The last stage's output, which is the microbatch's part of the loss."""
+    """The last stage's output, which is already the microbatch's part of the loss."""
     return output.sum()
 
 
@@ -331,8 +328,8 @@ def _loss_of(model: nn.Module) -> Loss:
 
 
 def _usual(model: nn.Module) -> dict[str, Any]:
-    """Keyword arguments of each forward: training needs no cache."""
-    # An adapter of peft passes on what it does not know.
+    """Keyword arguments of each forward. Training needs no cache."""
+    # peft's adapters pass on unknown arguments.
     whole = getattr(model, "get_base_model", lambda: model)()
     return {"use_cache": False} if "use_cache" in inspect.signature(whole.forward).parameters else {}
 
@@ -347,7 +344,7 @@ def _require_rows(rows: int, batch: Mapping[str, Any]) -> None:
 
 
 def _mesh_of_all_ranks() -> DeviceMesh:
-    """The mesh of all ranks, each with its own GPU if there are any. Starts the process group if there is none."""
+    """The mesh of all ranks, each with its own GPU if available. Starts the process group if there is none."""
     kind = torch.accelerator.current_accelerator(check_available=True)
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     return init_device_mesh("cpu" if kind is None else kind.type, (ranks,))
@@ -359,8 +356,6 @@ def _device_of(mesh: DeviceMesh) -> torch.device:
 
 
 class _Cut:
-    """The blocks of each stage on any placement."""
-
     def __init__(self, model: nn.Module, anatomy: Anatomy, microbatches: int, how: Checkpointing) -> None:
         self._name = type(model).__name__
         blocks = [products(block) for block in model.get_submodule(anatomy.blocks).children()]
@@ -389,12 +384,11 @@ class _Cut:
         return self._cut(placement)
 
     def work(self, placement: Placement) -> Work:
-        """F, I and W of each stage."""
         return self._costs.times(self.ranges(placement))
 
 
 def _find_tied(model: nn.Module, anatomy: Anatomy) -> list[tuple[str, str]]:
-    """Names of a weight before the blocks, and behind them."""
+    """Names of a weight before the blocks and after them."""
     names: dict[int, dict[bool, str]] = defaultdict(dict)
     for name, each in model.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Tied weights of the first and the last stage, if they are two tensors: on two ranks, or in two modules of FSDP2."""
+"""Tied weights of the first and last stage that are two tensors: on two ranks, or in two modules of FSDP2."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class TiedWeights:
 
     @property
     def copies(self) -> list[nn.Parameter]:
-        """The weights of the last stage with another tensor in the first one."""
+        """The last stage's weights with another tensor in the first stage."""
         if self._last is None:
             return []
         return [weights[-1] for weights in self._find()]
@@ -46,12 +46,12 @@ class TiedWeights:
         """Context of a step, after which both weights of a pair have the sum of the step's gradients."""
         pairs = [pair for pair in self._find() if pair[0].requires_grad]
         weights = [weight for pair in pairs for weight in pair]
-        earlier = [weight.grad for weight in weights]  # these are sums already
+        earlier = [weight.grad for weight in weights]  # these already are sums
         for weight in weights:
             weight.grad = None
         try:
             yield
-        except BaseException:  # such as a batch that is refused: the next step adds to the same gradients
+        except BaseException:  # such as a refused batch: the next step adds to the same gradients
             for weight, before in zip(weights, earlier, strict=True):
                 weight.grad = before
             raise
@@ -62,7 +62,7 @@ class TiedWeights:
                 _gradient(weight).add_(_local(before))
 
     def _find(self) -> list[list[nn.Parameter]]:
-        """This rank's weights of each pair of two tensors. FSDP2 replaces the parameters of a module."""
+        """This rank's weights of each pair with two tensors. FSDP2 replaces a module's parameters."""
         ends = [stage for stage in (self._first, self._last) if stage is not None]
         if not ends:
             return []

@@ -1,7 +1,7 @@
 """Attributes of users' modules: read without running user code, and replaced temporarily.
 
-A property, a parametrization or a `__getattr__` may draw random numbers, count, or raise. So zbpipe reads only
-attributes that are plain values.
+A property, a parametrization or a `__getattr__` may draw random numbers, count, or raise. So only attributes with plain
+values are read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ def plain_attribute(owner: object, name: str, default: Any = None) -> Any:
 
 
 def declares(owner: object, name: str) -> bool:
-    """Whether `owner` or its class has an attribute or a property `name`."""
     return inspect.getattr_static(owner, name, _MISSING) is not _MISSING
 
 
@@ -37,8 +36,8 @@ _MISSING = object()
 
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Context in which `owner` (an object or a module) has these attributes. They are restored afterwards."""
-    for name in attributes:  # nobody reads an attribute that it did not have
+    """Context in which `owner` (an object or a module) has these attributes."""
+    for name in attributes:  # an attribute that it lacked would have no reader
         if name not in vars(owner) and not hasattr(type(owner), name):
             raise AttributeError(f"{owner!r} has no attribute {name!r} to replace")
     before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}

@@ -23,8 +23,8 @@ tree_map_only = _pytree.tree_map_only
 
 
 def copy_type(function: type[torch.autograd.Function], plain: Callable[..., Any]) -> None:
-    """Have strict SPMD type checking (spmd_types) give `function` the types of `plain`."""
-    # `plain` takes the same arguments, and computes the same with functions of torch's alone.
+    """Let strict SPMD type checking (spmd_types) give `function` the types of `plain`."""
+    # `plain` takes the same arguments, and computes the same with torch's own functions.
     _TYPED[function] = plain
     register_types()
 
@@ -40,39 +40,33 @@ def register_types() -> None:
 
 
 def add_properties(function: type[torch.autograd.Function], **properties: Callable[[Any], Any]) -> None:
-    """Give the nodes of an autograd Function these properties."""
     for name, read in properties.items():
         setattr(cast(Any, function)._backward_cls, name, property(read))
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """The module's own dictionary of parameters, even if attributes of the same names hide them."""
+    """The module's own dictionary of parameters, also if attributes of the same names hide them."""
     return module._parameters
 
 
 def own_buffers(module: nn.Module) -> dict[str, Tensor | None]:
-    """The module's own dictionary of buffers."""
     return module._buffers
 
 
 def profiler_is_on() -> bool:
-    """Whether torch's profiler is running in this process."""
     return bool(torch._C._autograd._profiler_enabled())
 
 
 def has_hooks(weight: Tensor) -> bool:
-    """Whether `weight` has hooks: of `register_hook` or `register_post_accumulate_grad_hook`."""
     return bool(weight._backward_hooks) or bool(weight._post_accumulate_grad_hooks)
 
 
 def has_hooks_on_node(weight: Tensor) -> bool:
-    """Whether the node with which autograd adds to `weight.grad` has hooks."""
     return is_hooked(get_gradient_edge(weight).node)
 
 
 def is_hooked(node: Node) -> bool:
-    """Whether a node has hooks."""
-    # torch does not list them. But all hooks of a node share a dictionary, which the handle of a new hook knows.
+    # torch does not list them, but all hooks of a node share a dictionary, which the handle of a new hook knows.
     for register in (node.register_hook, node.register_prehook):
         handle = register(lambda *gradients: None)
         hooks = handle.hooks_dict_ref()
@@ -92,7 +86,7 @@ def will_run(node: Node) -> bool | None:
 
 
 def find_saving_hooks() -> object:
-    """The innermost hooks for tensors that autograd saves, such as those of the checkpoint around this call."""
+    """The innermost saved-tensor hooks, such as those of the checkpoint around this call."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -102,17 +96,16 @@ def function_of(node: Any) -> Any:
 
 
 def shape_of(node: Any, number: int) -> Any:
-    """Shape of the gradient that a node takes for its result of this number."""
+    """Shape of the gradient for a node's result of this number."""
     return node._input_metadata[number].shape
 
 
 def count_results(node: Any) -> int:
-    """Number of results of a node's operation."""
     return len(node._input_metadata)
 
 
 def find_nodes(tensors: Iterable[Any]) -> list[Node]:
-    """The nodes that made these tensors; leaves have none."""
+    """The nodes that made these tensors. Leaves have none."""
     return [each.grad_fn for each in tensors if isinstance(each, Tensor) and each.grad_fn is not None]
 
 
@@ -120,12 +113,10 @@ Edge = tuple[Node | None, int]
 
 
 def edges_before(node: Node) -> Sequence[Edge]:
-    """The edges to the nodes that made a node's arguments."""
     return node.next_functions
 
 
 def sort_nodes(roots: Iterable[Node], edges_of: Callable[[Node], Sequence[Edge]] = edges_before) -> Iterator[Node]:
-    """Nodes reachable from `roots`, inputs first."""
     waiting, opened, done = list(roots), set[Node](), set[Node]()
     while waiting:
         node = waiting[-1]
@@ -141,12 +132,12 @@ def sort_nodes(roots: Iterable[Node], edges_of: Callable[[Node], Sequence[Edge]]
 
 
 current_backward = torch._C._current_graph_task_id
-"""Number of the backward that runs in this thread; -1 outside of one."""
+"""Number of this thread's running backward; -1 if none."""
 run_engine: Callable[..., Any] = torch.autograd._engine_run_backward
 
 
 def replace_engine(run: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Context in which backwards run by `run` in place of `run_engine`."""
+    """Context in which `run` runs backwards instead of `run_engine`."""
     return replaced(torch.autograd, _engine_run_backward=run)
 
 
@@ -162,7 +153,7 @@ without_autocast = torch._C._DisableAutocast
 
 
 def schema_of(operator: Any) -> Any:
-    """The schema of one of torch's operators; None for anything else."""
+    """The schema of one of torch's operators; None for other callables."""
     return getattr(operator, "_schema", None)
 
 
@@ -182,9 +173,9 @@ def has_hooks_after_accumulation(weight: Tensor) -> bool:
 
 
 grouped_mm = torch._grouped_mm
-"""Groups of rows, each multiplied by its own weight: (x, weight, offs=...). TorchTitan's experts call it."""
+"""Multiplies groups of rows, each by its own weight: (x, weight, offs=...). TorchTitan's experts call it."""
 
 
 def set_available_device_type(device_type: str) -> None:
-    """Make `device_type` torch's answer when it is asked for the machine's accelerator."""
+    """Make `device_type` torch's answer for the machine's accelerator."""
     torch._utils._get_available_device_type = lambda: device_type

@@ -18,8 +18,7 @@ from zbpipe.runtime._torch.fsdp2 import without_gradients
 
 
 def find_checkpointed(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """Modules wrapped by `checkpoint_wrapper` at any depth, and whether a policy (`context_fn`) keeps some
-    activations."""
+    """Modules under `checkpoint_wrapper`, at any depth, each with whether a policy (`context_fn`) keeps activations."""
     wrappers = [each for each in module.modules() if isinstance(each, CheckpointWrapper)]
     return [
         (each._checkpoint_wrapped_module, "context_fn" in getattr(each.checkpoint_fn, "keywords", {}))
@@ -28,8 +27,8 @@ def find_checkpointed(module: nn.Module) -> list[tuple[nn.Module, bool]]:
 
 
 def infer_through_checkpoints(stage: _PipelineStageBase) -> AbstractContextManager[None]:
-    """Context in which torch can infer outputs of a `stage` that has checkpoints with `use_reentrant=True`."""
-    # torch (from 2.13 on) uses `torch.autograd.grad` for it, which these checkpoints refuse.
+    """Context in which torch can infer outputs of a `stage` with `use_reentrant=True` checkpoints."""
+    # torch (from 2.13 on) infers by `torch.autograd.grad`, which these checkpoints refuse.
     infer = getattr(stage, "_compute_input_grads", None)
     if infer is None:
         return nullcontext()

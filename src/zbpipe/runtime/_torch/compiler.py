@@ -22,21 +22,20 @@ from zbpipe.runtime._torch.attributes import replaced
 default_partition: Callable[..., Any] = partitioners.default_partition
 compile_whole: Callable[..., Any] = common.aot_module_simplified
 PlainInput = descriptors.PlainAOTInput
-"""Description of an argument of a region, by its number `idx`."""
+"""Description of a region's argument, by its number `idx`."""
 
 
 def replace_compilation(compile_region: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Context in which regions are compiled by `compile_region` in place of `compile_whole`."""
+    """Context in which `compile_region` compiles regions instead of `compile_whole`."""
     return replaced(common, aot_module_simplified=compile_region)
 
 
 def find_metadata() -> Any:
-    """The compiler's metadata of the region that it compiles now."""
     return TracingContext.get().fw_metadata
 
 
 def note_context() -> Callable[[], AbstractContextManager[None]]:
-    """A context in which the present compilation goes on later."""
+    """A context that restores the present state of the compilation later."""
     region, compilation = TracingContext.try_get(), CompileContext.try_get()
 
     @contextmanager
@@ -53,14 +52,12 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def is_optimized(module: nn.Module) -> bool:
-    """Whether this is a wrapper returned by `torch.compile(module)`. The wrapper exposes the inner module's
-    attributes."""
+    """Whether this is the wrapper of `torch.compile(module)`, which exposes the inner module's attributes."""
     return isinstance(module, OptimizedModule)
 
 
 def runs_in_cuda_graphs(module: nn.Module) -> bool:
-    """Whether a module will run in CUDA graphs, according to its options, Inductor's configuration, or the compiler's
-    backend."""
+    """Whether a module runs in CUDA graphs: by its options, Inductor's configuration, or the backend."""
     if not is_compiled(module):
         return False
     backend = find_backend(module)
@@ -71,7 +68,7 @@ def runs_in_cuda_graphs(module: nn.Module) -> bool:
 
 
 def find_backend(module: nn.Module) -> Any:
-    """The backend with which a module is compiled; None if it is unknown."""
+    """The backend of a compiled module; None if unknown."""
     if isinstance(module, OptimizedModule):
         context: Any = module.dynamo_ctx
     else:
@@ -85,7 +82,7 @@ def find_backend(module: nn.Module) -> Any:
 
 
 def divert_compiled_call(module: nn.Module, region: Callable[..., Any]) -> None:
-    """Make calls of a compiled module run `region(compiled, eager, *args, **kwargs)`, unless they already do so."""
+    """Let calls of a compiled module run `region(compiled, eager, *args, **kwargs)`."""
     if isinstance(module, OptimizedModule):
         if not isinstance(module.forward, partial):
             module.forward = partial(region, module.forward, module._orig_mod)
@@ -94,5 +91,4 @@ def divert_compiled_call(module: nn.Module, region: Callable[..., Any]) -> None:
 
 
 def exclude_from_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, excluded from compilation."""
     return cast(Callable[..., Any], torch.compiler.disable(function))  # type: ignore[no-untyped-call]

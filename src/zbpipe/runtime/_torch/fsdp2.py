@@ -1,8 +1,8 @@
-"""FSDP2: its gradients, those that it has not reduced yet, and its collectives beside the computations of a stage.
+"""FSDP2: gradients, pending reductions, and collectives that overlap a stage's computations.
 
 torch reduces all modules of a stage in REDUCE_GRAD, after the stage's last W. `begin`, `reduce` for each unit and
-`finish` together do the same, so that the caller can compute between them. In a whole backward, FSDP2's own hooks
-reduce a module as soon as its gradients are complete.
+`finish` do the same in pieces, so that computations can run in between. In a whole backward, FSDP2's own hooks reduce a
+module as soon as its gradients are complete.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KNOWN = ("2.11.", "2.12.", "2.13.", "2.14.", "2.15.")
 """Versions of torch whose FSDP2 this file knows. With others, torch itself reduces."""
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-"""A new name, from torch 2.14 on."""
+"""A name that exists from torch 2.14 on."""
 
 IS_KNOWN = torch.__version__.startswith(KNOWN)
 
@@ -49,12 +49,10 @@ def unshard(module: nn.Module) -> Iterator[None]:
 
 
 def list_parts(module: nn.Module) -> list[FSDPModule]:
-    """The modules in `module` on which `fully_shard` or FSDP2's `replicate` was called."""
     return [part for part in module.modules() if isinstance(part, FSDPModule)]
 
 
 def free_all(module: nn.Module) -> None:
-    """Free the gathered parameters of all FSDP2 modules in `module`."""
     for part in list_parts(module):
         part.reshard()
 
@@ -65,12 +63,11 @@ def reduces_in_hooks(module: nn.Module) -> bool:
 
 
 def is_fsdp(module: nn.Module) -> bool:
-    """Whether `fully_shard`, or the `replicate` that is built on it, was called on this very module."""
+    """Whether this very module has `fully_shard` or the `replicate` built on it."""
     return isinstance(module, FSDPModule)
 
 
 def owes_reduction(module: nn.Module) -> bool:
-    """Whether FSDP2 still has to reduce gradients in `module`."""
     return any(
         each._unsharded_param.grad is not None or getattr(each, "unsharded_accumulated_grad", None) is not None
         for group in list_groups(module)
@@ -103,30 +100,28 @@ _HAS_SEPARATE_SUMS = hasattr(FSDPParam, "accumulate_unsharded_grad_if_needed")
 
 
 def _list_parameters(module: nn.Module) -> Iterator[Any]:
-    """FSDP2's objects for the parameters in `module` that were unsharded at least once."""
+    """FSDP2's objects for those parameters in `module` that were unsharded at least once."""
     for group in list_groups(module):
         yield from list_unsharded(group)
 
 
 def _index_parameters(module: nn.Module) -> dict[int, Any]:
-    """FSDP2's objects in `module`, by the ids of each one's two parameters."""
+    """FSDP2's objects in `module`, by the ids of their two parameters."""
     return {id(own): each for each in _list_parameters(module) for own in (each.sharded_param, each._unsharded_param)}
 
 
 def list_unsharded(group: Any) -> Iterator[Any]:
-    """FSDP2's objects for the parameters of a group that were unsharded at least once."""
+    """FSDP2's objects for those parameters of a group that were unsharded at least once."""
     return (each for each in group.fsdp_params if hasattr(each, "_unsharded_param"))
 
 
 def list_groups(module: nn.Module) -> Iterator[Any]:
-    """FSDP2's groups of parameters of all modules in `module`."""
     for part in list_parts(module):
         yield from groups_of(part._get_fsdp_state())
 
 
 def groups_of(state: Any) -> tuple[Any, ...]:
-    """FSDP2's groups of parameters of one module, one for each mesh."""
-    # torch 2.11 has at most one group.
+    """FSDP2's groups of parameters of one module, one for each mesh. torch 2.11 has at most one."""
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return tuple(filter(None, groups))
 
@@ -135,16 +130,14 @@ REDUCED = " (reduced)"
 
 
 class Accumulated(NamedTuple):
-    """The gradient of one parameter so far."""
-
     name: str
-    """Name of the parameter. The suffix `REDUCED` marks the part that data-parallel ranks have already reduced."""
+    """The parameter's name. The suffix `REDUCED` marks the part that data-parallel ranks have already reduced."""
     parameter: Tensor
     gradient: Tensor
 
 
 def iterate_accumulated(module: nn.Module) -> Iterator[Accumulated]:
-    """The gradients so far, wherever stored. FSDP2 may have both unreduced and reduced gradients of one parameter."""
+    """All gradients so far. FSDP2 may have both unreduced and reduced gradients of a parameter."""
     views = _index_parameters(module)
     separate = find_separate_sums(list_with_separate_sums(module))
     for name, parameter in module.named_parameters():
@@ -159,7 +152,7 @@ def iterate_accumulated(module: nn.Module) -> Iterator[Accumulated]:
 
 
 def find_kept_gradients(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Gradients of earlier steps in `.grad`, one per parameter, whether FSDP2 has gathered it or not."""
+    """Gradients of earlier steps in `.grad`, one per parameter, gathered or not."""
     kept: dict[int, Tensor] = {}
     for module in modules:
         for each in (*module.parameters(), *(fsdp.sharded_param for fsdp in _list_parameters(module))):
@@ -186,7 +179,7 @@ def list_with_separate_sums(module: nn.Module) -> list[Any]:
 
 @contextmanager
 def without_gradients(module: nn.Module) -> Iterator[None]:
-    """Context without gradients and post-accumulate hooks of the parameters. Both are restored afterwards."""
+    """Context without the parameters' gradients and post-accumulate hooks."""
     unsharded = [each for fsdp in _list_parameters(module) for each in (fsdp.sharded_param, fsdp._unsharded_param)]
     parameters = list({id(each): each for each in (*module.parameters(), *unsharded)}.values())
     kept = [(each, each.grad, dict(each._post_accumulate_grad_hooks or {})) for each in parameters]
@@ -209,30 +202,29 @@ def without_gradients(module: nn.Module) -> Iterator[None]:
 
 
 class Unit(NamedTuple):
-    """The parameters of one `fully_shard`, or of one `replicate`, with gradients that FSDP2 reduces together."""
+    """The parameters whose gradients FSDP2 reduces together: those of one `fully_shard` or `replicate`."""
 
     groups: tuple[Any, ...]
     """FSDP2's groups, one for each mesh."""
     parameters: frozenset[int]
-    """Ids of the parameters, both the sharded and the gathered ones, which get the gradients."""
+    """Ids of the parameters, sharded and gathered. The gathered ones get the gradients."""
     elements: int
-    """Number of elements of all gradients."""
 
 
 def list_units(module: nn.Module) -> list[Unit]:
-    """The units of a stage that is an FSDP module itself, in the order of its modules."""
+    """The units of a stage that is itself an FSDP module, in order of its modules."""
     # torch 2.11 lists the state of `fully_shard([norm, output])` once for each of these modules.
     of_states = dict.fromkeys(map(groups_of, _state_of(module)._state_ctx.all_states))
     return [_make_unit(groups) for groups in of_states if groups]
 
 
 def begin(module: nn.Module) -> None:
-    """Make FSDP2 reduce and free the gathered parameters from now on, as in a step's last backward."""
+    """Let FSDP2 reduce and free gathered parameters from now on, as in a step's last backward."""
     fsdp: Any = module
     fsdp.set_is_last_backward(True)
     fsdp.set_reshard_after_backward(True)
     fsdp.set_requires_gradient_sync(True)
-    # By default FSDP2 stops the computations before each reduction until the last one has released its buffer. Buffers
+    # By default FSDP2 delays computations before each reduction until the last one has released its buffer. Buffers
     # replace gradients of the same size, so more of them need no more memory. (Symmetric memory has only one.)
     groups = list(list_groups(module))
     if all(isinstance(group._reduce_scatter_comm, DefaultReduceScatter) for group in groups):
@@ -241,28 +233,27 @@ def begin(module: nn.Module) -> None:
 
 @contextmanager
 def reducing_backward(module: nn.Module) -> Iterator[None]:
-    """Context of a whole backward in which FSDP2 reduces, and at whose end it does not wait for the reductions."""
+    """Context of a whole backward in which FSDP2 reduces, without a wait for the reductions at its end."""
     begin(module)
     module.set_is_last_backward(False)  # type: ignore[operator]
     forget_prefetch(module)
     of_stage = _state_of(module)._state_ctx
     manual = "manual_backward_finalization_active"
-    # torch 2.15 would leave modules whose inputs need no gradient to the end of the step.
+    # torch 2.15 would reduce modules whose inputs need no gradient only at the end of the step.
     with replaced(of_stage, **{manual: False}) if hasattr(of_stage, manual) else nullcontext():
         yield
 
 
 def forget_prefetch(module: nn.Module) -> None:
-    """Have the first module of a stage prefetch nothing in the next backward."""
-    # In a backward each module gathers what ran before it. Before the first one, that is another microbatch's last one,
-    # which this backward has already freed.
+    """Let the first module of a stage prefetch nothing in the next backward."""
+    # A module gathers the one that ran before it: here the last one of another microbatch, already freed.
     ran = [group for group in list_groups(module) if group._post_forward_indices]
     if ran:
         min(ran, key=lambda group: min(group._post_forward_indices))._post_forward_indices.clear()
 
 
 def reduce(unit: Unit) -> None:
-    """Start the reduction of the unit's gradients, on FSDP2's own streams, and free its gathered parameters."""
+    """Start the reduction of the unit's gradients on FSDP2's streams, and free its gathered parameters."""
     # FSDP2 expects the last group of a module first.
     for group in reversed(unit.groups):
         settle(list_unsharded(group) if _HAS_SEPARATE_SUMS else ())
@@ -270,10 +261,9 @@ def reduce(unit: Unit) -> None:
 
 
 def finish(module: nn.Module) -> None:
-    """Have the current stream wait for the reductions."""
     fsdp: Any = module
     fsdp.set_is_last_backward(True)
-    if hasattr(fsdp, "finalize_backward"):  # from torch 2.15 on; stages ask for it in their backward
+    if hasattr(fsdp, "finalize_backward"):  # from torch 2.15 on
         fsdp.finalize_backward()
         fsdp.set_manual_backward_finalization(False)
     else:
@@ -291,7 +281,7 @@ def _make_unit(groups: tuple[Any, ...]) -> Unit:
 
 
 def _list_trained(group: Any) -> list[Any]:
-    """FSDP2's objects for the parameters of a group that get gradients."""
+    """FSDP2's objects for those parameters of a group that get gradients."""
     return [each for each in list_unsharded(group) if each._unsharded_param.requires_grad]
 
 
@@ -300,7 +290,7 @@ def _count_elements(trained: Sequence[Any]) -> int:
 
 
 def describe(mode: FsdpMode, modules: Iterable[nn.Module]) -> str:
-    """When FSDP2 gathers, frees and reduces these stages, in words."""
+    """When FSDP2 gathers, frees and reduces these stages, as text."""
     groups = [group for module in modules if is_fsdp(module) for group in list_groups(module)]
     at_ends = "gathers beside a stage's first F, reductions beside its last W or B"
     if mode == "torch" or not IS_KNOWN:
@@ -314,7 +304,7 @@ def describe(mode: FsdpMode, modules: Iterable[nn.Module]) -> str:
 
 @contextmanager
 def resharding(module: nn.Module) -> Iterator[None]:
-    """Context of a step in which each module gathers its parameters for each F and backward, and then frees them."""
+    """Context of a step in which each module gathers its parameters for each F and backward, then frees them."""
     gathered_later = SimpleNamespace(wait=lambda: None)
     fsdp: Any = module
     fsdp.set_reshard_after_backward(True)
@@ -338,12 +328,11 @@ def without_overlap(works: Sequence[Any]) -> Iterator[None]:
 
 
 def is_shared(module: nn.Module) -> bool:
-    """Whether several data-parallel ranks share the stage's parameters or gradients."""
     return is_fsdp(module) and any(group.mesh_info.mesh.size() > 1 for group in list_groups(module))
 
 
 def gather_all(module: nn.Module) -> None:
-    """Gather all parameters of a stage, as torch does in UNSHARD. For measurements, between two steps."""
+    """Gather all parameters of a stage, as torch's UNSHARD, for measurements between two steps."""
     free_all(module)
     handles = [part.unshard(async_op=True) for part in list_parts(module)]
     for each in filter(None, handles):
@@ -351,7 +340,7 @@ def gather_all(module: nn.Module) -> None:
 
 
 def reduce_zeros(module: nn.Module, device: torch.device) -> None:
-    """Reduce tensors of the size of the stage's gradients, in the groups in which FSDP2 reduces these."""
+    """Reduce zeros of the size of the stage's gradients, in FSDP2's groups."""
     for unit in list_units(module):
         for group in unit.groups:
             if trained := _list_trained(group):

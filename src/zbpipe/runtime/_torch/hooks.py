@@ -1,4 +1,4 @@
-"""Hooks around a rank's computations, in one list with a defined order."""
+"""Hooks around a rank's computations, in a defined order."""
 
 from __future__ import annotations
 
@@ -23,23 +23,19 @@ class HookOrder(IntEnum):
     """Order of hooks, from the outermost to the innermost. An outer hook sees the effects of inner ones."""
 
     SCALE = 0
-    """Scales the gradients of earlier steps before the first computation that adds to them."""
+    """Scales earlier steps' gradients before the first computation that adds to them."""
     FOLLOW = 1
     """Records the computations that the host has launched."""
     CHECK = 2
-    """Runs a microbatch once more. The recorded times exclude it."""
+    """Runs a microbatch once more, excluded from the recorded times."""
     RECORD = 3
-    """Measures times and memory."""
     COPY = 4
-    """Issues copies to the host and back."""
 
 
 @contextmanager
 def hook(schedule: PipelineSchedule, order: HookOrder, around: Around) -> Iterator[None]:
     """Context in which every computation of this rank runs through `around`, the loss as one more F of the last stage.
-
-    Waits for messages are outside the hook. Hooks may end in any order.
-    """
+    Waits for messages are outside. Hooks may end in any order."""
     works = [find_work(stage) or StageWork(stage) for stage in stages_of(schedule)]
     if not works[0].hooks:
         cast(Any, schedule)._maybe_compute_loss = partial(_compute_loss, schedule._maybe_compute_loss)
@@ -52,7 +48,7 @@ def hook(schedule: PipelineSchedule, order: HookOrder, around: Around) -> Iterat
     finally:
         for work in works:
             work.hooks.remove(added)
-            if type(work) is StageWork and not work.hooks:  # a stage of one of torch's own schedules
+            if type(work) is StageWork and not work.hooks:  # a stage of torch's own schedule
                 work.release()
         if not works[0].hooks:
             del cast(Any, schedule)._maybe_compute_loss
@@ -66,17 +62,14 @@ def _compute_loss(compute: Call, stage: Any, output: Any, targets: Any, microbat
 
 @contextmanager
 def route_calls(schedule: PipelineSchedule, forward: Call, loss: Call, backward: Call) -> Iterator[None]:
-    """Context in which this rank's forwards, losses and backwards run through these functions, which get call and
-    arguments.
+    """Context in which this rank's forwards, losses and backwards run through these functions.
 
     Args:
         schedule: a schedule of torch or zbpipe.
-        forward: wraps the forward of a stage's module: `(call, *args, **kwargs)`, with the inputs as the module sees
-            them.
-        loss: wraps the loss: `(call, output, target, **kwargs)`.
-        backward: wraps a backward: `(call, kind, tensors, last_backward=...)`, where `tensors` has the
-            "output_grads" (None on the last stage) and its "input_values". The first part of its result is the
-            gradients of these.
+        forward: `(call, *args, **kwargs)`, around the forward of a stage's module.
+        loss: `(call, output, target, **kwargs)`, around the loss.
+        backward: `(call, kind, tensors, last_backward=...)`, around a backward. `tensors` has "output_grads" (None on
+            the last stage) and "input_values", whose gradients are the first part of the result.
     """
     with ExitStack() as patches:
         for stage in stages_of(schedule):
@@ -92,10 +85,9 @@ def route_calls(schedule: PipelineSchedule, forward: Call, loss: Call, backward:
 
 @contextmanager
 def saved_from_scaling(runtime: ScheduleRuntime, kept: Sequence[Tensor]) -> Iterator[None]:
-    """Context of a step that multiplies `kept` gradients by the number of microbatches, by which the step's end divides
-    all."""
+    """Context of a step that multiplies `kept` gradients by the number of microbatches, because its end divides all."""
     # Just before the step adds to them, so that a step that fails earlier does not change them. A separate copy would
-    # double their memory. Dividing the loss instead would miss the gradients of a loss with its own backwards, and
+    # double their memory. Dividing the loss instead would miss gradients of a loss with its own backwards, and would
     # round differently from torch's schedules.
     left = list(kept)
     last = runtime._num_stages - 1

@@ -1,8 +1,8 @@
 """Messages of a stage. Received tensors live from their receive to their last use, sent tensors until they arrive.
 
-torch 2.15 does that by itself. Before, torch allocates the receive buffers of all microbatches at once and keeps them
-for the whole job. It keeps sent tensors until the end of the step. With m microbatches these are up to 4 m messages
-each way on a rank with two stages. `zbpipe.simulator.passes.messages_held` counts the messages held with this module.
+torch 2.15 does this by itself. Older versions allocate the receive buffers of all microbatches at once, for the whole
+job, and keep sent tensors until the end of the step: up to 4 m messages each way on a rank with two stages.
+`zbpipe.simulator.passes.messages_held` counts the messages held with this module.
 """
 
 from __future__ import annotations
@@ -24,15 +24,12 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from zbpipe.runtime._torch.autograd import tree_map_only
 
 Route = tuple[Callable[..., Any], int, Any]
-"""The way of messages between two ranks: `dist.isend` or `dist.irecv`, the other's global rank, and the group."""
+"""The route of a message between two ranks: `dist.isend` or `dist.irecv`, the peer's global rank, and the group."""
 
 
 class StageMessages:
-    """The messages of a stage: their setup, and their buffers.
-
-    It allocates each receive buffer when it posts the receive, and releases it when the stage runs F, I or B. It sends
-    nothing to its own rank, and supports evaluation.
-    """
+    """The messages of a stage: their setup and their buffers. Supports evaluation. A receive buffer lives from the
+    receive to the stage's F, I or B. Nothing is sent to the same rank."""
 
     METHODS = (
         *("get_fwd_recv_ops", "get_bwd_recv_ops", "get_fwd_send_ops", "get_bwd_send_ops"),
@@ -45,9 +42,9 @@ class StageMessages:
         self.stage: Any = stage
         self._torchs = replace_methods(stage, self, self.METHODS)
         self._frozen: Sequence[tuple[dict[str, Any], str]] = ()
-        """Parameters, by dictionary and name, that were frozen when torch set up the messages."""
+        """Parameters that were frozen when torch set up the messages, by dictionary and name."""
         self.routes: set[Route] | None = None
-        """Routes of all messages since this was set to an empty set; None to keep none."""
+        """Routes of all messages, if set to an empty set; None to keep none."""
         self.stage.args_recv_info = _Received(self.stage.args_recv_info)
         self.stage.grad_recv_info = _Received(self.stage.grad_recv_info)
 
@@ -60,7 +57,6 @@ class StageMessages:
 
     @property
     def is_unfrozen(self) -> bool:
-        """Whether the stage trains a parameter that was frozen when torch set up its messages."""
         return any((parameter := own.get(name)) is not None and parameter.requires_grad for own, name in self._frozen)
 
     @property
@@ -69,40 +65,37 @@ class StageMessages:
         return {name: getattr(self.stage, name) for name in _SETUP} | {"frozen": self._frozen}
 
     def use_setup(self, setup: Mapping[str, Any]) -> None:
-        """Use a `setup` again."""
         self._frozen = setup["frozen"]
         for name in _SETUP:
             setattr(self.stage, name, setup[name])
 
     def forget_shapes(self) -> None:
-        """Forget all shapes, as before the first step."""
         stage = self.stage
         stage._stage_meta = type(stage._stage_meta)()
         stage.args_recv_info, stage.grad_recv_info = _Received({}), _Received({})
         stage.act_send_info, stage.grad_send_info = {}, None
 
     def forget_receives(self) -> None:
-        """Forget all messages before torch sets up a step's again: torch would reuse leftovers of a larger step."""
+        """Forget all messages before the next setup: torch would reuse leftovers of a larger step."""
         self.stage.args_recv_info.clear()
         self.stage.grad_recv_info.clear()
         self.stage.grad_send_info = None
 
     def release_receives(self) -> None:
-        """Release received tensors that the stage has not used."""
         for received in (self.stage.args_recv_info, self.stage.grad_recv_info):
             for infos in received.values():
                 _empty(infos)
 
     def is_without_gradients(self, side: Literal["inputs", "outputs"]) -> bool:
-        """Whether messages on this side were set up (from torch 2.13 on) without any gradient, because all earlier
-        stages are frozen."""
+        """Whether messages on this side were set up (from torch 2.13 on) without gradients, because all earlier stages
+        are frozen."""
         if self.stage.is_first if side == "inputs" else self.stage.is_last:
             return False
         metas = self.metas(side)
         return any(each.dtype.is_floating_point for each in metas) and not any(each.requires_grad for each in metas)
 
     def give_gradients(self, side: Literal["inputs", "outputs"]) -> None:
-        """Exchange gradients from now on for the messages on this side, which were set up without them."""
+        """Exchange gradients from now on for messages on this side that were set up without them."""
         stage, known = self.stage, self.stage._stage_meta
         if any(hasattr(each, "placements") for each in getattr(known, side)):
             raise ValueError(
@@ -126,7 +119,7 @@ class StageMessages:
             stage.args_recv_info, stage.grad_send_info = _Received({0: infos}), None
 
     def require_gradients_of(self, output: Any) -> None:
-        """Refuse outputs that need gradients which the messages do not bring."""
+        """Refuse outputs that need gradients if the messages bring none."""
         if not self.stage.has_backward or self.stage.is_last:
             return
         outputs = output if isinstance(output, (tuple, list)) else (output,)
@@ -158,11 +151,10 @@ class StageMessages:
         return self._make_contiguous(self._torchs.get_bwd_send_ops(bwd_chunk_id), metas)
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """Before torch 2.14 a pipeline begins with a message to every neighbour. gloo cannot send one to the same
-        rank."""
+        """Before torch 2.14 a pipeline begins with a message to every neighbour. gloo has none to the same rank."""
         return [each for each in self._torchs._get_init_p2p_neighbors_ops() if each.peer != dist.get_rank()]
 
-    # torch's list of actions also passes gradients between stages of one rank, which do not exist in evaluation.
+    # torch's list also passes gradients between stages of one rank, which do not exist in evaluation.
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return self._torchs.get_local_bwd_output(mb_index) if self.stage.has_backward else ()
@@ -172,13 +164,13 @@ class StageMessages:
             self._torchs.set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def _to_tensor(self, arg: Any) -> Any:
-        """The value from which torch infers shapes. Targets of single microbatches may have any type."""
+        """The value from which torch infers shapes. Targets of microbatches may have any type."""
         as_tensor = self._torchs._to_tensor
         if isinstance(arg, Tensor):
             return as_tensor(arg)
         if hasattr(arg, "to_tensor"):
             with torch.no_grad():
-                return as_tensor(arg).zero_()  # as integers, what is left in memory is no valid index
+                return as_tensor(arg).zero_()  # uninitialised memory is no valid index
         return tree_map_only(Tensor, as_tensor, arg)
 
     @property
@@ -191,7 +183,7 @@ class StageMessages:
         return getattr(getattr(self.stage, "_stage_meta", None), kind, None) or ()
 
     def _make_contiguous(self, operations: list[Any], metas: Sequence[Any]) -> list[Any]:
-        """The sends with tensors contiguous, as backends require, in the dimension order that the receiver expects."""
+        """The sends, contiguous (as backends require) in the dimension order that the receiver expects."""
         self._keep_routes(operations)
         for number, operation in enumerate(operations):
             order = memory_order(metas[number].shape, metas[number].stride) if self.infers_shapes else None
@@ -209,7 +201,7 @@ class StageMessages:
             if self.infers_shapes and (order := memory_order(buffer.shape, buffer.stride())) is not None:
                 operation.tensor = buffer.permute(order)
                 continue
-            for info in infos:  # a buffer that torch 2.15 allocated by itself
+            for info in infos:  # a buffer that torch 2.15 allocated
                 if info.buffer is buffer:
                     info.buffer = operation.tensor = torch.empty_like(buffer, memory_format=torch.contiguous_format)
         return operations
@@ -240,13 +232,13 @@ class StageMessages:
 
 
 def post(routes: Iterable[Route], device: torch.device) -> list[dist.Work]:
-    """Post a small message on each route, alone, as torch's schedules do."""
+    """Post a small message on each route, one at a time, as torch's schedules do."""
     posted = [_batch_p2p([dist.P2POp(way, torch.zeros(1, device=device), *ends)]) for way, *ends in routes]
     return [work for works in posted for work in works]
 
 
 def _make_error(stage: Any, microbatch: int, what: str) -> RuntimeError:
-    """The error for a missing gradient: torch would continue with zeros, and all earlier stages' gradients would be
+    """The error for a missing gradient. torch would continue with zeros, so all earlier stages' gradients would be
     wrong."""
     return RuntimeError(
         f"stage {stage.stage_index} {what} in microbatch {microbatch}, although the stages were set up to pass it on:"
@@ -271,7 +263,7 @@ def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
 
 
 class _Received(dict[int, tuple[Any, ...]]):
-    """torch's descriptions of a stage's receives per microbatch, each with a meta tensor instead of its buffer."""
+    """torch's descriptions of a stage's receives per microbatch, each with a meta tensor as its buffer."""
 
     def __init__(self, known: Mapping[int, tuple[Any, ...]]) -> None:
         super().__init__()
@@ -279,7 +271,7 @@ class _Received(dict[int, tuple[Any, ...]]):
             self[microbatch] = infos
 
     def __missing__(self, microbatch: int) -> tuple[Any, ...]:
-        """Copy microbatch 0's descriptions: steps may have more microbatches than the step of torch's setup."""
+        """Copy microbatch 0's descriptions, because steps may have more microbatches than torch's setup."""
         if not microbatch:
             raise KeyError(microbatch)
         infos = tuple(copy(info) for info in self[0])
@@ -289,7 +281,7 @@ class _Received(dict[int, tuple[Any, ...]]):
 
     def __setitem__(self, microbatch: int, infos: tuple[Any, ...]) -> None:
         for info in infos:
-            # torch 2.15 has no buffer here yet. The user's input of stage 0 never has one.
+            # torch 2.15 has no buffer here yet. Stage 0's input from the user never has one.
             if isinstance(getattr(info, "buffer", None), Tensor):
                 info.buffer = info.placeholder = _make_like(info.buffer, "meta")
         super().__setitem__(microbatch, infos)
@@ -302,12 +294,12 @@ def _make_like(buffer: Tensor, device: torch.device | str, keeps_strides: bool =
         if has_order
         else torch.empty(buffer.size(), dtype=buffer.dtype, device=device)
     )
-    # torch 2.11 reports this when it sets up the stage, later versions when F takes it.
+    # torch 2.11 reports this at the setup, later versions in F.
     return empty.requires_grad_(buffer.requires_grad)
 
 
 def _allocate(infos: Iterable[Any], device: torch.device | str, keeps_strides: bool) -> list[Tensor]:
-    """Replace placeholders by buffers, optionally with the same strides; returns the new ones."""
+    """Replace placeholders by buffers, optionally with the same strides. Returns the new ones."""
     empty = [info for info in infos if info.buffer is not None and info.buffer is getattr(info, "placeholder", None)]
     for info in empty:
         info.buffer = _make_like(info.placeholder, device, keeps_strides)
@@ -315,7 +307,7 @@ def _allocate(infos: Iterable[Any], device: torch.device | str, keeps_strides: b
 
 
 def _empty(infos: Iterable[Any]) -> None:
-    """Replace buffers by placeholders, also where torch (from 2.15 on) keeps the buffers itself."""
+    """Replace buffers by placeholders, also those that torch keeps (from 2.15 on)."""
     for info in infos:
         if hasattr(info, "take_buffer"):
             info.buffer = None
@@ -333,7 +325,7 @@ _SETUP = ("_stage_meta", "args_recv_info", "grad_recv_info", "act_send_info", "g
 
 
 def replace_methods(stage: Any, owner: object, names: Sequence[str]) -> SimpleNamespace:
-    """Have `stage` call these methods of `owner`, as far as it has them; returns its own ones."""
+    """Let `stage` call these methods of `owner`, if it has them. Returns its own ones."""
     own = {name: getattr(stage, name) for name in names if hasattr(stage, name)}
     for name in own:
         setattr(stage, name, getattr(owner, name))
@@ -341,7 +333,7 @@ def replace_methods(stage: Any, owner: object, names: Sequence[str]) -> SimpleNa
 
 
 def restore_methods(stage: Any, owner: object, own: SimpleNamespace) -> None:
-    """Undo `replace_methods`, but for methods that others have replaced since."""
+    """Undo `replace_methods`, except for methods that others have replaced since."""
     for name, method in vars(own).items():
         if vars(stage)[name] == getattr(owner, name):
             delattr(stage, name)
@@ -361,13 +353,13 @@ SEND_OF: dict[Any, _ComputationType] = {
     _Wait.WAIT_SEND_B: _ComputationType.SEND_B,
 }
 WAITS_FOR_SENDS = _Wait.WAIT_SEND_F in {each.value for each in _ComputationType}
-"""Whether the installed torch has these actions by itself."""
+"""Whether the installed torch has these actions."""
 WAIT_KINDS: dict[str, Any] = {each.value: each for each in _Wait}
 """Kinds of waits by name, for a schedule with `keep_sends`."""
 
 
 def keep_sends(runtime: Any) -> None:
-    """Have `runtime` keep its sends for the waits in its list, instead of torch's wait for all at the end of a step."""
+    """Let `runtime` keep its sends for the waits in its list, instead of torch's wait for all at the step's end."""
     runtime.sends_under_way = {}
     runtime._comp_type_to_function_map.update(dict.fromkeys(SEND_OF.values(), _send))
 

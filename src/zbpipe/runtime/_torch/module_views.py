@@ -12,7 +12,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def view_of(module: nn.Module, replacements: Mapping[str, nn.Module], name: str = "") -> nn.Module:
-    """A view of `module`, called `name`, with other modules under these names. Their children may also be replaced."""
+    """A view of `module`, called `name`, with other modules under these names. Their children may be replaced, too."""
     module = replacements.get(name, module)
     if not any(each.startswith(f"{name}." if name else "") for each in replacements if each != name):
         return module
@@ -24,11 +24,9 @@ def view_of(module: nn.Module, replacements: Mapping[str, nn.Module], name: str 
 
 
 def without_own_state(module: _Module, device: torch.device) -> _Module:
-    """A view of `module` with an empty state dict of its own, to be run for its children and for shapes.
-
-    Its own parameters are plain tensors that take no memory. They are NaN, so that a stage that uses them by mistake
-    shows it. Its buffers are copies, so that such a NaN reaches no other view.
-    """
+    """A view of `module` with an empty state dict of its own, to run for its children and for shapes. Its own
+    parameters are plain NaN tensors without memory, so that a use by mistake shows. Its buffers are copies, so that NaN
+    reaches no other view."""
     view = _copy(module)
     for name, buffer in module._buffers.items():
         view._buffers[name] = None if buffer is None else buffer.clone()
@@ -38,7 +36,7 @@ def without_own_state(module: _Module, device: torch.device) -> _Module:
         del view._parameters[name]
         number = torch.tensor(float("nan") if parameter.is_floating_point() else 0, dtype=parameter.dtype)
         constants[name] = number.to(device).expand(parameter.shape)
-    # Attributes of a class: those of a module, and its buffers, would be copied and moved with it.
+    # Class attributes, because a module's attributes and buffers would be copied and moved with it.
     kind = type(module)
     if constants:
         view.__class__ = type(kind.__name__, (kind,), {"__module__": __name__, **constants})
@@ -53,7 +51,7 @@ def release_parameters(module: nn.Module) -> None:
 
 
 def move(module: nn.Module, device: torch.device) -> None:
-    """Move all parameters and buffers of a module, but for those on the meta device. Parameters stay the same."""
+    """Move all parameters and buffers that are not on the meta device. Parameters stay the same objects."""
     for each in module.modules():
         for parameter in each.parameters(recurse=False):
             if not parameter.is_meta:

@@ -28,7 +28,7 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """`F.scaled_dot_product_attention`, which torch decomposes into products on the meta device."""
+    """`F.scaled_dot_product_attention`, which torch splits into products on the meta device."""
     result: Tensor = _FORWARD(query, key, value, attn_mask, True, dropout_p, is_causal)[0]
     return result
 
@@ -77,7 +77,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _norm(input: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """`F.rms_norm`, which torch decomposes on the meta device, and then keeps copies in float32."""
+    """`F.rms_norm`, which torch splits on the meta device, with copies in float32."""
     result: Tensor = _Norm.apply(input, weight)
     return result
 
@@ -90,11 +90,8 @@ def fuse_on_meta() -> Iterator[None]:
 
 
 class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts from 0 at its entry. Older tensors are not counted.
-
-    It sees the result of every operator, counts each storage once, and subtracts it when the storage is freed.
-    Temporary memory inside a kernel is not counted.
-    """
+    """Counts from 0 at its entry, without older tensors and without temporary memory inside a kernel. It sees the
+    result of every operator, counts each storage once, and subtracts it when the storage is freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -45,13 +45,13 @@ from zbpipe.simulator.time_graph import Overlap
 PipelineSchedule = _PipelineSchedule
 
 ScheduleRuntime = _PipelineScheduleRuntime
-"""torch's schedule that takes a list of computations, adds sends, receives and unshards, and runs it."""
+"""torch's schedule class that adds sends, receives and unshards to a list of computations, and runs it."""
 
 Stage = _PipelineStageBase
 
 _NO_OPTIONS = {"self", "stages", "n_microbatches", "defer_pp_recv"}
 SCHEDULE_OPTIONS = frozenset(inspect.signature(ScheduleZBVZeroBubble.__init__).parameters) - _NO_OPTIONS
-"""Keyword arguments of the installed torch's multi-stage schedules. zbpipe places the receives itself."""
+"""Keyword arguments of the installed torch's multi-stage schedules. zbpipe places the receives."""
 
 TAKES_MICROBATCHES = hasattr(_PipelineSchedule, "_get_microbatch_inputs")
 """Whether torch's `step` also takes lists of microbatches (from 2.14 on)."""
@@ -78,7 +78,7 @@ class OwnRuntime(_PipelineScheduleRuntime):
             own(stage)
         loss_fn = loss_fn and _require_scalars(loss_fn, stages[-1])
         super().__init__(stages, n_microbatches, loss_fn, *args, **kwargs)  # type: ignore[no-untyped-call]
-        self._has_backward = True  # `step` is a training step even without a loss_fn; torch would treat it as `eval`
+        self._has_backward = True  # `step` trains even without a loss_fn, which torch would treat as `eval`
         self.position = Position()
         self.fwd_recv_ops, self.bwd_recv_ops = Receives(self.position), Receives(self.position)
         if not WAITS_FOR_SENDS:
@@ -86,16 +86,14 @@ class OwnRuntime(_PipelineScheduleRuntime):
 
     @property
     def works(self) -> list[OwnWork]:
-        """The computations of this rank's stages."""
         return [own(stage) for stage in self._stages]
 
     def finish_optimizer_step(self) -> None:
-        """Wait until the last optimizer step is validated."""
         if self._optimizer_step is not None:
             self._optimizer_step.finish()
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
-        """Infer shapes by torch's run of the stages, before the first step and between training and evaluation."""
+        """Infer shapes with torch, before the first step and between training and evaluation."""
         for work in self.works:
             if _SETS_UP_ANEW and self._stages_forward_initialized:
                 work.messages.forget_receives()
@@ -104,7 +102,6 @@ class OwnRuntime(_PipelineScheduleRuntime):
         super()._initialize_stages(*args, **kwargs)
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
-        """Run one step on already split microbatches."""
         works = self.works
         row = self.pipeline_order[self.rank]
         with ExitStack() as around:
@@ -136,7 +133,7 @@ class OwnRuntime(_PipelineScheduleRuntime):
         self.load_table(filename)
 
     def _dump_csv(self, filename: str, format: str = "compute_comms") -> None:
-        # torch before 2.15 would read a wait for a send as a W. Without such actions it waits for all sends at the end.
+        # torch before 2.15 would read a wait for a send as a W. Without waits it waits for all sends at the end.
         lists = self.pipeline_order_with_comms
         known = {rank: [each for each in row if isinstance(each[1], _ComputationType)] for rank, row in lists.items()}
         with replaced(self, pipeline_order_with_comms=known):
@@ -166,11 +163,9 @@ class _StepIsVoidError(Exception):
 
 
 def run_ahead(runtime: OwnRuntime, cut: RunAhead, verdict: Callable[[], bool], run: Callable[[], None]) -> bool:
-    """Run a step whose first actions run ahead of `verdict`; returns whether the step counts.
-
-    If not, all pending messages have arrived and the stages are reset to before the step. Only changes of buffers and
-    random states by forwards remain. `run` runs torch's executor on the cut lists.
-    """
+    """Run a step whose first actions run ahead of `verdict`. Returns whether the step counts. If not, all pending
+    messages have arrived, and the stages are as before the step; only buffers and random states that forwards change
+    are not. `run` runs torch's executor on the cut lists."""
     lists, rank = runtime.pipeline_order_with_comms, runtime.rank
     before, after, drain = (actions_of(rows[rank]) for rows in (cut.before, cut.after, cut.drain))
 
@@ -202,7 +197,7 @@ def _forget_step(runtime: OwnRuntime) -> None:
         stage = work.stage
         work.gathering = runtime.unshard_ops.pop(stage.stage_index, ())
         work.finish_gathering()
-        fsdp2.free_all(stage.submod)  # FSDP's gathered weights belong to the step that does not count
+        fsdp2.free_all(stage.submod)  # the gathered weights belong to the void step
         runtime.unsharded_stages.discard(stage.stage_index)
         stage.clear_runtime_states()
         for left in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
@@ -211,7 +206,7 @@ def _forget_step(runtime: OwnRuntime) -> None:
 
 
 class StageOfKnownShapes(PipelineStage):
-    """A stage with `input_args` and `output_args` in a process group whose other ranks are fake. It receives zeros."""
+    """A stage with `input_args` and `output_args` in a fake process group. It receives zeros."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         return _fill_with_zeros(super().get_fwd_recv_ops(fwd_chunk_id))
@@ -219,7 +214,7 @@ class StageOfKnownShapes(PipelineStage):
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         return _fill_with_zeros(super().get_bwd_recv_ops(bwd_chunk_id))
 
-    # torch 2.13 asks all ranks whether their shapes are known; later versions ask no fake ones.
+    # torch 2.13 asks all ranks whether their shapes are known. Later versions ask no fake ones.
 
     def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
         return torch.ones(1)
@@ -252,17 +247,16 @@ def _require_scalars(loss_fn: Callable[..., Any], last: _PipelineStageBase) -> C
 
 
 def stages_of(schedule: _PipelineSchedule) -> list[_PipelineStageBase]:
-    """The stages of this rank. torch's schedules with one stage per rank keep it under another name."""
+    """The stages of this rank. torch's single-stage schedules keep it under another name."""
     return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else cast(Any, schedule)._stages
 
 
 def device_of(stage: _PipelineStageBase) -> torch.device:
-    """The device of a stage, which torch may keep as a name."""
+    """The device of a stage. torch may keep its name."""
     return torch.device(stage.device)
 
 
 def torch_class(name: str) -> type[_PipelineSchedule]:
-    """torch's class for a torch schedule name."""
     return cast(type[_PipelineSchedule], get_schedule_class(name))
 
 
@@ -275,7 +269,7 @@ def lower(runtime: _PipelineScheduleRuntime, schedule: Schedule) -> None:
 
 def _gather(row: list[_Action | None], max_active_stages: int = 3, **more: Any) -> list[_Action]:
     """Torch's actions for `row`, in time that is not quadratic in its length."""
-    # torch looks ahead until it has seen the maximum number of active stages, or to the end of the row if the rank has
+    # torch looks ahead until it has seen the maximum number of active stages, or to the row's end if the rank has
     # fewer.
     own = len({action.stage_index for action in row if action})
     more = {name: min(number, own) for name, number in more.items()}
@@ -283,7 +277,7 @@ def _gather(row: list[_Action | None], max_active_stages: int = 3, **more: Any) 
 
 
 Lists = tuple[dict[int, list[_Action | None]], dict[int, list[_Action]]]
-"""The actions of all ranks: computations alone, and with communication."""
+"""The actions of all ranks: computations only, and with communication."""
 
 
 def rows_of(runtime: _PipelineScheduleRuntime) -> Rows:
@@ -295,17 +289,16 @@ def rows_of(runtime: _PipelineScheduleRuntime) -> Rows:
 
 
 def actions_of(row: Iterable[Action]) -> list[_Action]:
-    """torch's actions, with waits for sends also where torch (before 2.15) has none."""
+    """torch's actions. Waits for sends are included also where torch (before 2.15) has none."""
     return [_action(*each) for each in row]
 
 
 def write_lowered(runtime: _PipelineScheduleRuntime) -> str:
-    """All ranks' actions with the communication that torch added, as torch's CSV."""
     return "\n".join(",".join(map(str, row)) for _, row in sorted(runtime.pipeline_order_with_comms.items()))
 
 
 def run_forward(stage: _PipelineStageBase, microbatch: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run the stage's module in the context of torch's forward of that microbatch; returns the output."""
+    """The output of the stage's module, run in the context of torch's forward of that microbatch."""
     if not getattr(stage, "_forward_contexts", None):  # torch before 2.15 has none
         return stage.forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
     known = cast(Any, pipelining_stage)
@@ -316,8 +309,8 @@ def run_forward(stage: _PipelineStageBase, microbatch: int, args: Sequence[Any],
 def run_backward(
     stage: _PipelineStageBase, outputs: Any, output_grads: Any, inputs: Sequence[Any]
 ) -> Sequence[Tensor | None]:
-    """Run a full backward of the stage's module as torch does; returns the inputs' gradients (or None)."""
-    # It begins with the module's outputs and their gradients, or with the loss and None. FSDP2 does not reduce.
+    """Run a full backward of the stage's module as torch does. Returns the inputs' gradients (or None)."""
+    # It begins with the outputs and their gradients, or with the loss and None. FSDP2 does not reduce.
     if output_grads is not None:
         outputs = tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,)
     tensors = {"stage_output": outputs, "output_grads": output_grads, "input_values": inputs}
@@ -326,14 +319,13 @@ def run_backward(
 
 
 def loss_of(schedule: _PipelineSchedule, output: Any, target: Any, loss_kwargs: Mapping[str, Any] | None) -> Tensor:
-    """The loss of one microbatch, as torch computes it."""
-    # torch before 2.13 passes the loss no arguments by name.
+    # torch before 2.13 passes no keyword arguments to the loss.
     further = () if loss_kwargs is None else (loss_kwargs,)
     return cast(Tensor, cast(Any, schedule)._compute_loss(output, target, *further))
 
 
 def zeros_for(stage: _PipelineStageBase) -> tuple[Tensor, ...] | None:
-    """Zeros in the shapes of the inputs of `stage`; None if torch (before 2.13) does not know the shapes."""
+    """Zeros in the shapes of the inputs of `stage`; None if torch (before 2.13) does not know these."""
     metas = getattr(getattr(stage, "_stage_meta", None), "inputs", None)
     if metas is None or not isinstance(stage, PipelineStage):
         return None
@@ -341,13 +333,12 @@ def zeros_for(stage: _PipelineStageBase) -> tuple[Tensor, ...] | None:
 
 
 def has_split_backward(runtime: _PipelineScheduleRuntime) -> bool:
-    """Whether any rank runs the actions I and W."""
     actions = (action for row in runtime.pipeline_order.values() for action in row)
     return any(action and action.computation_type is _ComputationType.BACKWARD_WEIGHT for action in actions)
 
 
 def timeout_of(stage: _PipelineStageBase) -> float | None:
-    """The present message timeout of `stage` in seconds; None if the backend does not report it."""
+    """The message timeout of `stage` in seconds; None if the backend does not report it."""
     try:
         backend = (stage.group or dist.group.WORLD)._get_backend(device_of(stage))  # type: ignore[union-attr]
         return float(backend.options._timeout.total_seconds())
@@ -361,7 +352,7 @@ def default_store() -> Any:
 
 
 def has_store() -> bool:
-    """Whether the job's key-value store ends with this process. torchrun's store outlives it."""
+    """Whether the job's key-value store ends with this process, unlike torchrun's."""
     store = default_store()
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
@@ -373,33 +364,28 @@ _UNUSED_TAG = 1_000_003
 
 
 def interrupt() -> None:
-    """Close this process's connections over gloo. All waits for them raise, on both sides.
-
-    Not those over NCCL: aborted kernels end as if their messages had arrived, and the host would go on with what is in
-    the buffers.
-    """
+    """Close this process's gloo connections, so that all waits for them raise, on both sides. NCCL's stay: aborted
+    kernels end as if their messages had arrived, and the host would continue with whatever is in the buffers."""
     for group in list(_world.pg_map):
         if "gloo" not in dist.get_backend_config(group) or dist.get_world_size(group) == 1:
             continue
         other = next(rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank())
         with suppress(RuntimeError):
-            # gloo has no abort. But when one wait is over its time, gloo closes all connections of its group.
+            # gloo has no abort. But when one wait times out, gloo closes all connections of its group.
             receive: Any = dist.irecv(torch.empty(1), other, group, tag=_UNUSED_TAG)
             receive.wait(timedelta(milliseconds=1))
 
 
 def receives_late(schedule: _PipelineSchedule) -> bool:
-    """Whether torch itself was asked to post receives late."""
     return bool(getattr(schedule, "_defer_pp_recv", False))
 
 
 def num_microbatches(schedule: _PipelineSchedule) -> int:
-    """The number of microbatches in a step."""
     return schedule._n_microbatches
 
 
 def use_microbatches(schedule: _PipelineScheduleRuntime, number: int) -> None:
-    """Run this number of microbatches in the next step. Its lists have to be for the same number."""
+    """Run this number of microbatches in the next step. The lists have to be for the same number."""
     schedule._n_microbatches = number
     for stage in schedule._stages:
         if stage.chunks is not None:
@@ -407,22 +393,19 @@ def use_microbatches(schedule: _PipelineScheduleRuntime, number: int) -> None:
 
 
 def is_set_up(schedule: _PipelineScheduleRuntime) -> bool:
-    """Whether the messages of the next step, training or evaluation, are set up."""
     return schedule._stages_forward_initialized and schedule._stages_backward_initialized == schedule._has_backward
 
 
 Shapes = tuple[bool, bool, list[dict[str, Any]]]
-"""torch's setup for microbatches of some shapes: whether forward and backward are set up, and each stage's part."""
+"""torch's setup for the shapes of microbatches: whether forward and backward are set up, and each stage's part."""
 
 
 def shapes_of(schedule: OwnRuntime) -> Shapes:
-    """The setup for the shapes of the last step."""
     setups = [work.messages.setup for work in schedule.works]
     return schedule._stages_forward_initialized, schedule._stages_backward_initialized, setups
 
 
 def use_shapes(schedule: OwnRuntime, shapes: Shapes) -> None:
-    """Restore a setup returned by `shapes_of`."""
     schedule._stages_forward_initialized, schedule._stages_backward_initialized, setups = shapes
     for work, setup in zip(schedule.works, setups, strict=True):
         work.messages.use_setup(setup)
@@ -430,10 +413,8 @@ def use_shapes(schedule: OwnRuntime, shapes: Shapes) -> None:
 
 @contextmanager
 def keeping_buffers(stage: _PipelineStageBase) -> Iterator[None]:
-    """Context of torch's inference of shapes that restores the buffers of `stage`.
-
-    torch restores them from 2.14 on, but not those that a forward replaces.
-    """
+    """Context of torch's inference of shapes that restores the buffers of `stage`. torch (from 2.14 on) restores only
+    those that a forward does not replace."""
     is_done_by_torch = hasattr(stage, "_pre_metadata_inference_backup")
     buffers = () if is_done_by_torch else stage.submod.buffers()
     kept = [(each, each.clone()) for each in buffers if not each.is_inference()]
@@ -449,14 +430,14 @@ def keeping_buffers(stage: _PipelineStageBase) -> Iterator[None]:
 
 
 def forget_shapes(schedule: OwnRuntime) -> None:
-    """Make torch infer all shapes in the next step, as in the first one."""
+    """Let torch infer all shapes in the next step, as in the first one."""
     schedule._stages_forward_initialized = schedule._stages_backward_initialized = False
     for work in schedule.works:
         work.messages.forget_shapes()
 
 
 def can_infer_shapes(schedule: OwnRuntime) -> bool:
-    """Whether torch (from 2.13 on) has inferred the shapes of all stages on all ranks; otherwise the user gave them."""
+    """Whether torch (from 2.13 on) has inferred all shapes on all ranks. Otherwise the user gave them."""
     return all(work.messages.infers_shapes for work in schedule.works)
 
 
@@ -466,12 +447,11 @@ def trains(schedule: _PipelineSchedule) -> bool:
 
 
 def needs_autograd(schedule: _PipelineSchedule) -> bool:
-    """Whether autograd runs the backwards, which is the default."""
+    """Whether autograd runs the backwards, torch's default."""
     return bool(getattr(schedule, "_backward_requires_autograd", True))
 
 
 def loss_fn_of(schedule: _PipelineSchedule) -> Callable[..., Any] | None:
-    """The loss function passed to the schedule, perhaps wrapped."""
     return schedule._loss_fn
 
 
@@ -480,7 +460,7 @@ def input_shapes(runtime: _PipelineScheduleRuntime) -> list[torch.Size] | None:
     # After the setup torch does not check shapes. With gloo a smaller tensor silently fills a part of the receiver's,
     # and a larger one ends the process.
     first: Any = runtime._stages[0]
-    # torch 2.11 keeps them on the stage itself.
+    # torch 2.11 keeps them on the stage.
     inputs = first._stage_meta.inputs if hasattr(first, "_stage_meta") else first.inputs_meta
     if not is_set_up(runtime) or inputs is None:
         return None
@@ -488,13 +468,12 @@ def input_shapes(runtime: _PipelineScheduleRuntime) -> list[torch.Size] | None:
 
 
 def what_it_runs(schedule: _PipelineSchedule) -> str:
-    """A text that is equal on two ranks that run the same table on the same number of microbatches."""
+    """A text that is equal on two ranks with the same table and number of microbatches."""
     table = write_lowered(schedule) if isinstance(schedule, _PipelineScheduleRuntime) else type(schedule).__name__
     return repr((table, schedule._n_microbatches, schedule.scale_grads))
 
 
 _TYPES: dict[str, _ComputationType] = {**WAIT_KINDS, **{each.value: each for each in _ComputationType}}
-"""Computation types by their names in torch's tables."""
 
 
 def _action(stage: int, kind: str, microbatch: int) -> _Action:

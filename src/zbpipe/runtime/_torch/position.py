@@ -1,7 +1,7 @@
 """Position of torch's executor in its list, recorded while it runs, and its description.
 
-The executor's frames show the same. But a thread that reads another thread's frames while it runs compiled code
-sometimes crashes the process (on Python 3.11, with torch 2.13 and 2.14).
+The executor's frames would show it, too. But reading the frames of a thread that runs compiled code sometimes crashes
+the process (Python 3.11, torch 2.13 and 2.14).
 """
 
 from __future__ import annotations
@@ -28,13 +28,11 @@ class Position:
 
     def __init__(self) -> None:
         self.step = 0
-        """Number of training steps that have begun in this process."""
         self.begun = 0
-        """Number of actions of this step that have begun; one more than the number of actions when all have ended."""
+        """Number of this step's actions that have begun; one more when all have ended."""
         self.action: _Action | None = None
-        """The last action that has begun."""
         self.is_stopped = False
-        """Whether the executor must not begin another action. Another thread sets it."""
+        """Set by another thread: the executor must not begin another action."""
         self._awaited: tuple[int, Sequence[dist.Work]] = 0, ()
         """`begun` at the last wait for messages, and these messages."""
 
@@ -67,7 +65,7 @@ class Position:
                 raise StoppedError
             if (sent := SEND_OF.get(self.action.computation_type)) is None:
                 yield self.action
-            else:  # not by the executor, which takes several times as long for an action as the wait itself
+            else:  # not by the executor, which takes several times as long for this as for the wait
                 _wait_batch_p2p(runtime.sends_under_way.pop(self.action._replace(computation_type=sent)))
         self.begun += 1
 
@@ -85,7 +83,7 @@ class Receives(dict[tuple[int, int], list[dist.Work]]):
 
 
 class Row(list[_Action]):
-    """A rank's actions, which torch's executor iterates once: as `walk` yields them."""
+    """A rank's actions. torch's executor iterates them once, as `walk` yields them."""
 
     def __init__(self, row: Sequence[_Action], walk: Callable[[], Iterator[_Action]]) -> None:
         super().__init__(row)
@@ -95,12 +93,12 @@ class Row(list[_Action]):
         return self._walk()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> list[_Action]:
-        """Torch copies the lists to print them when an action fails. A walk may have side effects."""
+        """torch copies the lists to print them when an action fails. A walk may have side effects."""
         return [action for action in self[:] if action.computation_type not in WAIT_KINDS]
 
 
 def find_failure(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
-    """The action in which `error` was raised, its number, the step, and the message."""
+    """The action that raised `error`, its number, the step, and the message."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not any(frame.f_code is _EXECUTOR and "time_step" in frame.f_locals for frame in frames):
         return NOT_BEGUN
@@ -108,7 +106,7 @@ def find_failure(error: BaseException, runtime: _PipelineScheduleRuntime) -> str
 
 
 def describe_position(runtime: Any, waits: bool | None = None) -> str:
-    """The same for a step that another thread is running."""
+    """As `find_failure`, for a step that another thread is running."""
     position: Position = runtime.position
     if position.action is None:
         return NOT_BEGUN
@@ -118,7 +116,7 @@ def describe_position(runtime: Any, waits: bool | None = None) -> str:
 
 
 NOT_BEGUN = "before its first action"
-"""The place of a step that is refused."""
+"""The place of a refused step."""
 
 
 def _describe(number: int, action: _Action, waits: bool, runtime: _PipelineScheduleRuntime) -> str:
@@ -132,10 +130,10 @@ def _describe_step(runtime: Any) -> str:
 
 
 def explain(error: BaseException) -> str | None:
-    """The cause of a schedule's `error`, and its remedy, if torch's message lacks them."""
+    """The cause of a schedule's `error`, and its remedy, unless torch's message has them."""
     if "use_reentrant=True" in str(error):
         return (
-            "torch infers what stages hand on by torch.autograd.grad, which a checkpoint with use_reentrant=True does"
+            "torch infers what stages pass on by torch.autograd.grad, which a checkpoint with use_reentrant=True does"
             " not allow: set use_reentrant=False, or give the shapes by PipelineStage(..., input_args=...,"
             " output_args=...)"
         )
@@ -161,7 +159,6 @@ def _describe_message(action: _Action, runtime: _PipelineScheduleRuntime) -> str
 
 
 def _find_rank(stage: int, runtime: _PipelineScheduleRuntime) -> int:
-    """The global rank of a stage."""
     group = runtime._stages[0].group
     rank = runtime.stage_index_to_group_rank[stage]
     return rank if group is None else dist.get_global_rank(group, rank)

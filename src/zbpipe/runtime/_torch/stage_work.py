@@ -1,4 +1,4 @@
-"""The computations of a stage: one object, which torch's executor calls through the stage's methods."""
+"""The computations of a stage: an object that torch's executor calls through the stage's methods."""
 
 from __future__ import annotations
 
@@ -20,14 +20,10 @@ Around = Callable[[str, int, int, Callable[[], Any]], Any]
 
 
 class StageWork:
-    """The computations of one stage, here by torch's own methods. The stage holds it.
-
-    All hooks run around `forward`, `backward`, `input_gradient`, `weight_gradient` and the loss. Subclasses compute in
-    another way.
-    """
+    """The computations of one stage by torch's own methods; subclasses compute differently. The stage holds it. Hooks
+    run around `forward`, `backward`, `input_gradient`, `weight_gradient` and the loss."""
 
     METHODS: ClassVar[tuple[str, ...]] = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
-    """Methods of torch's stage that this object replaces."""
 
     def __init__(self, stage: _PipelineStageBase) -> None:
         before = find_work(stage)
@@ -35,17 +31,15 @@ class StageWork:
             before.release()
         self.stage = stage
         self.hooks: list[tuple[int, Around]] = [] if before is None else before.hooks
-        """Functions around each computation, from the outermost to the innermost."""
+        """Functions around each computation, outermost first."""
         self.torchs: SimpleNamespace = replace_methods(stage, self, self.METHODS)
         cast(Any, stage).zbpipe_work = self
 
     def release(self) -> None:
-        """Give the stage its own methods back."""
         restore_methods(self.stage, self, self.torchs)
         del cast(Any, self.stage).zbpipe_work
 
     def forward(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
-        """F, with the arguments that torch gives it."""
         return self.torchs.forward_one_chunk(microbatch, *args, **kwargs)
 
     def backward(self, microbatch: int, loss: Tensor | None, is_last: bool) -> None:
@@ -53,7 +47,6 @@ class StageWork:
         self.torchs.backward_one_chunk(microbatch, loss, True, is_last)
 
     def input_gradient(self, microbatch: int, loss: Tensor | None) -> None:
-        """I."""
         self.torchs.backward_one_chunk(microbatch, loss, False)
 
     def weight_gradient(self, microbatch: int, is_last: bool) -> Iterator[None]:
@@ -62,10 +55,10 @@ class StageWork:
         yield
 
     def loss(self, microbatch: int, compute: Callable[[], Any]) -> Any:
-        """The loss of a microbatch on the last stage: for hooks one more F."""
+        """The loss of a microbatch on the last stage, one more F to hooks."""
         return self._run("F", microbatch, compute)
 
-    # What torch's executor calls.
+    # Called by torch's executor.
 
     def forward_one_chunk(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
         return self._run("F", microbatch, partial(self.forward, microbatch, *args, **kwargs))
@@ -88,15 +81,13 @@ class StageWork:
 
 
 class OwnWork(StageWork):
-    """The computations of a stage of zbpipe's schedules.
-
-    It frees the loss's graph, has FSDP2 gather and reduce beside computations, and supports evaluation.
-    """
+    """The computations of a stage of zbpipe's schedules. Frees the loss's graph, lets FSDP2 gather and reduce beside
+    computations, and supports evaluation."""
 
     METHODS = (
         *StageWork.METHODS,
         *("backward_maybe_with_nosync", "clear_runtime_states", "scale_grads"),
-        # torch 2.15 calls the last two in place of `perform_reduce_grad`.
+        # torch 2.15 calls the last two instead of `perform_reduce_grad`.
         *("perform_reduce_grad", "start_gradient_reduction", "wait_for_gradient_reduction"),
     )
 
@@ -107,7 +98,7 @@ class OwnWork(StageWork):
         self.messages: StageMessages = known.messages if known else StageMessages(stage)
         self.fsdp_mode: fsdp2.FsdpMode = known.fsdp_mode if known else "overlap"
         self.is_reduced = True
-        """Whether the running step reduces FSDP2's gradients, or leaves that to a later one."""
+        """Whether the running step reduces FSDP2's gradients. Otherwise a later step does."""
         self.gathering: Sequence[Any] = ()
         """FSDP2's modules that the running F waits for, each when it needs it."""
         self.whole: frozenset[int | None] = frozenset()
@@ -136,12 +127,11 @@ class OwnWork(StageWork):
 
     @property
     def overlaps_fsdp(self) -> bool:
-        """Whether FSDP2 gathers beside the first F."""
         return self.fsdp_mode != "torch" and fsdp2.IS_KNOWN and is_fsdp(self.stage.submod)
 
     @property
     def reshards(self) -> bool:
-        """Whether FSDP2 gathers a module for each F and each backward, and frees it after it."""
+        """Whether FSDP2 gathers a module for each F and backward, and then frees it."""
         return self.fsdp_mode == "reshard" and self.overlaps_fsdp
 
     def finish_gathering(self) -> None:
@@ -153,7 +143,7 @@ class OwnWork(StageWork):
     @property
     def reduces_early(self) -> bool:
         """Whether FSDP2 starts to reduce gradients in the last W or B."""
-        # A framework may set its own backward after the schedule was built, or replace what torch does in REDUCE_GRAD.
+        # A framework may have its own backward, or replace torch's REDUCE_GRAD.
         own = self._find_method("perform_reduce_grad")
         is_torchs = getattr(own, "__func__", None) is _PipelineStageBase.perform_reduce_grad
         return self.overlaps_fsdp and self.is_reduced and not self.own_backward and is_torchs
@@ -166,7 +156,6 @@ class OwnWork(StageWork):
         return "" if is_torchs else getattr(own, "__qualname__", repr(own))
 
     def _find_method(self, name: str) -> Any:
-        """The method of torch's, a framework's or a user's stage."""
         found = getattr(self.stage, name)
         if isinstance(found, Routed):
             (found,) = found.args
@@ -183,10 +172,10 @@ class OwnWork(StageWork):
         with fsdp2.reducing_backward(self.stage.submod):
             return stage_backward(*tensors), None
 
-    # torch's list of actions is the same in evaluation, which must not scale gradients of earlier steps.
+    # torch's list is the same in evaluation, which must not scale gradients of earlier steps.
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        # The other stages of the rank may still have to compute, and the end of the reduction can wait for them.
+        # The rank's other stages may still compute, so the end of the reduction can wait for them.
         if self.is_reducing:
             self._divisor = grad_scale_factor
         elif self.stage.has_backward:
@@ -203,7 +192,7 @@ class OwnWork(StageWork):
             self.torchs.wait_for_gradient_reduction(grad_scale_factor)
 
     def finish_reduction(self) -> None:
-        """Wait for a reduction that the stage's last W or B has started, at the end of the step."""
+        """Wait, at the end of the step, for a reduction that the stage's last W or B started."""
         if not self.is_reducing:
             return
         self.is_reducing = False
@@ -221,11 +210,10 @@ class Routed(partial[Any]):
 
 
 def find_work(stage: _PipelineStageBase) -> StageWork | None:
-    """The work that `stage` holds."""
     return getattr(stage, "zbpipe_work", None)
 
 
 def own(stage: _PipelineStageBase) -> OwnWork:
-    """The work of a stage of zbpipe's schedules, which the stage holds from now on."""
+    """The work of a stage of zbpipe's schedules. The stage holds it from now on."""
     found = find_work(stage)
     return found if isinstance(found, OwnWork) else OwnWork(stage)

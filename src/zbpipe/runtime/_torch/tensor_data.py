@@ -1,4 +1,4 @@
-"""A tensor's data: its memory, who holds it, its changes, and its content."""
+"""A tensor's data: its memory, its holders, its changes, and its content."""
 
 from __future__ import annotations
 
@@ -13,17 +13,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def version_of(tensor: Tensor) -> int:
-    """Number of in-place changes of the tensor."""
     return tensor._version
 
 
 def versions_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
-    """Number of in-place changes of each."""
     return tuple([each._version for each in tensors])
 
 
 def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Context in which autograd does not notice writes to `tensors`. The caller restores their values."""
+    """Context in which autograd ignores writes to `tensors`. The caller restores the values."""
     counted = tuple(each for each in tensors if not each.is_inference())
     return torch.autograd.grad_mode._unsafe_preserve_version_counter(counted)
 
@@ -56,11 +54,11 @@ HIDDEN = -(1 << 63)
 
 
 def fingerprint(tensor: Tensor) -> Tensor:
-    """A number on the device that changes with the content; `HIDDEN` for tensors with hidden content."""
+    """A checksum on the device; `HIDDEN` for tensors with hidden content."""
     tensor = _local(tensor).detach()
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_meta:
         return torch.full((), HIDDEN, dtype=torch.int64, device=tensor.device)
-    by_place = _bits(tensor)  # sums of integers do not depend on the order in which a device adds them up
+    by_place = _bits(tensor)  # sums of integers do not depend on the order of the summation
     if by_place.dim() > 1 and by_place.numel() > _FEW:
         columns = by_place.sum(tuple(range(by_place.dim() - 1)), dtype=torch.int64)
         by_place = torch.cat([columns, by_place.sum(-1, dtype=torch.int64).flatten()])
@@ -70,11 +68,11 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 _FEW = 1 << 12
-"""Number of elements up to which each has a factor."""
+"""Largest number of elements with a factor for each."""
 
 
 def _make_factors(number: int, device: torch.device) -> Tensor:
-    """A different factor per element, or per row and column, detects numbers that change places."""
+    """A different factor per element, or per row and column, so that exchanged numbers change the sum."""
     factors = torch.arange(1, number + 1, device=device) * -7046029254386353131
     return factors ^ (factors >> 29)
 
@@ -84,12 +82,12 @@ with _disable_current_modes():  # a job may import this among fake tensors
 
 
 def same_content(one: Tensor, other: Tensor) -> bool:
-    """Whether both are bit-identical. It waits for the device."""
+    """Whether both are bit-identical. Waits for the device."""
     return torch.equal(_bits(_local(one)), _bits(_local(other)))
 
 
 def is_torchs_own(tensor: Tensor) -> bool:
-    """Whether only torch has the tensor's memory: it is neither lent to nor borrowed from others, such as NumPy."""
+    """Whether only torch has the tensor's memory, neither lent to nor borrowed from others such as NumPy."""
     return find_memory(tensor)[-1]
 
 
@@ -114,7 +112,6 @@ def list_holders(tensor: Tensor) -> list[Tensor]:
 
 
 def count_holders(storage: int) -> int:
-    """Number of tensors in a storage returned by `find_memory`."""
     return int(torch._C._storage_Use_Count(storage)) - _ASKING
 
 
@@ -124,23 +121,22 @@ def _count_asking() -> int:
 
 
 _ASKING = _count_asking()
-"""`find_memory` leaves one more Python object, which counts as a holder."""
+"""The extra Python object of `find_memory`, which counts as a holder."""
 
 
 def find_grad_dtype(weight: Tensor, gradient: Tensor) -> torch.dtype:
-    """The dtype in which autograd would accumulate `gradient` of `weight`."""
+    """The dtype in which autograd accumulates `gradient` of `weight`."""
     # FSDP2 sets `grad_dtype` to get wider gradients. None means the gradient's own dtype. torch before 2.13 lacks it.
     return cast(torch.dtype, getattr(weight, "grad_dtype", weight.dtype) or gradient.dtype)
 
 
 def identify_view(tensor: Tensor) -> tuple[int, int] | None:
-    """The tensor that a view shows, by its id, and the place where the view begins; None if it is no view."""
+    """The viewed tensor, by its id, and the place where the view begins; None if it is no view."""
     base = tensor._base
     return None if base is None else (id(base), int(tensor.storage_offset()))
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that a view shows; None if it is no view."""
     return tensor._base
 
 

@@ -1,4 +1,4 @@
-"""Measure communication: links between ranks of the pipeline and to the host's memory, and FSDP2's collectives."""
+"""Measurement of communication: links between pipeline ranks and to the host's memory, and FSDP2's collectives."""
 
 from __future__ import annotations
 
@@ -20,14 +20,12 @@ from zbpipe.schedule.ir import Placement
 
 _ROUNDS = 5
 _LARGE = 1 << 20
-"""Bytes of the larger of the two messages that measure a link, unless the job's own messages are larger."""
+"""Bytes of the larger of the two messages that measure a link, unless the job's messages are larger."""
 _SMALL_COPY, _LARGE_COPY = 1 << 16, 1 << 25
-"""Bytes of the two copies that are timed."""
+"""Bytes of the two timed copies."""
 
 
 class Communication(NamedTuple):
-    """What this rank's communication takes."""
-
     links: Links
     collectives: Mapping[tuple[int, str], float]
     """Seconds of FSDP2's collectives, by stage and kind ("gather", "reduce")."""
@@ -46,14 +44,13 @@ def time_fastest(run: Callable[[], object], device: torch.device) -> float:
 
 
 def find_placement(stage: pipelining.Stage) -> Placement:
-    """Placement of the pipeline's stages."""
     return Placement(tuple(stage.stage_index_to_group_rank[index] for index in range(stage.num_stages)))
 
 
 def measure_links(stages: Sequence[pipelining.Stage], message_bytes: int) -> Links:
     """The links of this rank with its neighbours in the pipeline. All ranks of the pipeline have to call this."""
-    # One pair of neighbours after the other sends a small and a large message there and back. Each direction counts as
-    # half of the time.
+    # One pair after the other sends a small and a large message there and back. Each direction counts as half of the
+    # time.
     group, ranks = stages[0].group, find_placement(stages[0]).rank_of
     me, device = stages[0].group_rank, pipelining.device_of(stages[0])
     # Both ends of a link need the same size, and the last stage sends nothing.
@@ -73,7 +70,6 @@ def measure_links(stages: Sequence[pipelining.Stage], message_bytes: int) -> Lin
 
 
 def _time_one_way(peer: int, leads: bool, size: int, device: torch.device, group: Any) -> float:
-    """Seconds of one message of `size` bytes: half of the fastest of a few round trips."""
     message = torch.zeros(size, dtype=torch.uint8, device=device)
 
     def go_and_return() -> None:
@@ -85,9 +81,9 @@ def _time_one_way(peer: int, leads: bool, size: int, device: torch.device, group
 
 
 def measure_host(device: torch.device) -> Link | None:
-    """The link between `device` and its host's memory, in the slower direction; None if nothing offloads."""
-    # GPUs that share a link measure their share only if all measure at the same time. On the CPU this is the stand-in's
-    # speed.
+    """The link from `device` to its host's memory, in the slower direction; None if nothing offloads."""
+    # GPUs that share a link have to measure at the same time to get their share. On the CPU this is the speed of the
+    # stand-in for a GPU.
     with suppress(ValueError):
         copier = make_copier(device)
         small, large = (_time_copy(copier, size, device) for size in (_SMALL_COPY, _LARGE_COPY))
@@ -96,7 +92,6 @@ def measure_host(device: torch.device) -> Link | None:
 
 
 def _time_copy(copier: Copier, size: int, device: torch.device) -> float:
-    """Seconds of one copy of `size` bytes in the slower direction, the fastest of a few rounds."""
     storage = torch.zeros(size, dtype=torch.uint8, device=device).untyped_storage()
     out = back = float("inf")
     for _ in range(_ROUNDS):
@@ -123,7 +118,7 @@ def measure_communication(stages: Sequence[pipelining.Stage], message_bytes: int
 def _measure(stage: pipelining.Stage) -> Iterator[tuple[tuple[int, str], float]]:
     device = pipelining.device_of(stage)
     work = find_work(stage)
-    if not (isinstance(work, OwnWork) and work.reshards):  # else it is part of each F and backward
+    if not (isinstance(work, OwnWork) and work.reshards):  # else each F and backward includes it
         yield (stage.stage_index, "gather"), time_fastest(lambda: fsdp2.gather_all(stage.submod), device)
         fsdp2.free_all(stage.submod)
     yield (stage.stage_index, "reduce"), time_fastest(lambda: fsdp2.reduce_zeros(stage.submod, device), device)

@@ -34,7 +34,7 @@ class Operations:
     in_i: float = 0.0
     """FLOPs of weight gradients that I computes, a part of `i`."""
     attention: tuple[float, float] = (0.0, 0.0)
-    """FLOPs of F and of I that attention takes."""
+    """FLOPs of attention in F and in I."""
 
 
 def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations:
@@ -54,7 +54,7 @@ def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations
 
     Raises:
         RuntimeError, NotImplementedError: the module does something that meta tensors do not support, such as reading
-        values.
+            values.
     """
     gradients = WeightGradients()
     defer_weights(module, gradients)
@@ -72,12 +72,10 @@ def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations
 
 
 def _results(output: Any) -> list[Tensor]:
-    """The tensors of a module's output that have a gradient."""
     return [leaf for leaf in autograd.tree_leaves(output) if isinstance(leaf, Tensor) and leaf.requires_grad]
 
 
 def _count(run: Callable[[], _Result]) -> tuple[_Result, float, float]:
-    """The result, the FLOPs, and those of attention."""
     with FlopCounterMode(display=False, custom_mapping=dict(on_meta.OPERATIONS)) as counter:
         result = run()
     counts = counter.get_flop_counts().get("Global", {})

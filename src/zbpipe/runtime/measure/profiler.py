@@ -32,13 +32,11 @@ from zbpipe.views.perfetto import write_perfetto
 logger = logging.getLogger(__name__)
 
 WARM_UP = 1
-"""Steps that are not measured: they compile, allocate, and connect the ranks."""
+"""Steps before any measurement: they compile, allocate, and connect the ranks."""
 
 
 @dataclass(frozen=True)
 class RankTable:
-    """Measurements of one rank."""
-
     seconds: Mapping[tuple[int, str], float]
     """Median time over microbatches and steps, by stage and kind of op or collective."""
     kept: Mapping[tuple[int, str], int]
@@ -48,7 +46,7 @@ class RankTable:
     links: Links
     message_bytes: int
     host: Link | None = None
-    """The link to the host's memory; None if nothing offloads there."""
+    """The link to the host's memory; None if nothing offloads."""
     overhead: float = 0.0
     """Median seconds between ops that wait for no message."""
 
@@ -61,15 +59,14 @@ class Profiler:
         profiler.costs          # the same on all ranks; None before
         zbpipe.plan(4, 16, profiler.costs)
 
-    Times come from events in the stream on a GPU, and from a clock on the CPU. Between two steps it measures the links
-    between ranks and to the host's memory, with its own copies, and FSDP2's gathers and reductions. Later steps run as
-    if there were no profiler.
+    Times come from events in a GPU's stream, or from the CPU's clock. Between two steps it measures the links between
+    ranks and to the host's memory, by copies, and FSDP2's gathers and reductions. It does not affect later steps.
 
     Args:
         schedule: a schedule of zbpipe or torch that runs I and W.
         steps: number of steps to time, at least 1.
-        group: the ranks that share their measurements, including replicas of the pipeline. Default: all ranks of the
-            job. Each of them needs a profiler.
+        group: the ranks that share their measurements, including replicas of the pipeline. Each needs a profiler.
+            Default: all ranks of the job.
         done: called with the costs, between two steps. By default the first rank of the group logs them.
 
     Raises:
@@ -96,7 +93,6 @@ class Profiler:
             )
         self.costs: JobCosts | None = None
         self.records: list[StepRecord] = []
-        """The timed steps, on this rank."""
         self._schedule = schedule
         self._group = group
         self._done = done
@@ -106,7 +102,7 @@ class Profiler:
         memory, *self.records = records
         stages = pipelining.stages_of(self._schedule)
         communication = measure_communication(stages, memory.message_bytes)
-        dist.barrier(self._group)  # so that all use the host link at the same time
+        dist.barrier(self._group)  # so that all ranks use the host link at the same time
         table = RankTable(
             seconds={**average_by_kind(self.records), **communication.collectives},
             kept={(op.stage, str(op.kind)): taken for op, taken in memory.kept.items()},
@@ -128,23 +124,21 @@ class Profiler:
 
 
 def log_visibly(logger: logging.Logger, words: str, *values: object) -> None:
-    """Log a message as information, or as a warning if the job does not show information, Python's default."""
+    """Log a message as information, or as a warning if the job does not show information (Python's default)."""
     logger.log(logging.INFO if logger.isEnabledFor(logging.INFO) else logging.WARNING, words, *values)
 
 
 def average_by_kind(
     records: Iterable[StepRecord], average: Callable[[Sequence[float]], float] = median
 ) -> dict[tuple[int, str], float]:
-    """Median seconds over all microbatches, by stage and kind of op. Single slow ops do not change the median."""
+    """Median seconds over all microbatches, by stage and kind of op. Single slow ops do not count."""
     spans = (span for record in records for span in record.spans)
     return _average_by_key((((span.op.stage, str(span.op.kind)), span.end - span.start) for span in spans), average)
 
 
 def find_overhead(records: Iterable[StepRecord], num_stages: int) -> float:
-    """Median seconds from the end of an op to the start of the next, where that waits for no message.
-
-    These are W, F of the first stage, and the backward of the last one. 0 without such ops.
-    """
+    """Median seconds from the end of an op to the start of the next, if that waits for no message; 0 without such ops.
+    These are W, F of the first stage, and the backward of the last one."""
 
     def is_ready(op: Op) -> bool:
         return op.kind is OpKind.W or op.stage == (0 if op.kind is OpKind.F else num_stages - 1)
@@ -164,9 +158,9 @@ def _average_by_key(
 
 
 def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
-    """Costs from the tables of all ranks; the mean for a stage on several ranks."""
-    # A whole backward, B, counts as I on stages that run no I. Without measured memory, the stages of a rank have equal
-    # shares of a microbatch.
+    """Costs from the tables of all ranks. For a stage on several ranks, the mean."""
+    # On stages without I, a whole backward B counts as I. Without measured memory, a rank's stages have equal shares of
+    # a microbatch.
     seconds, kept, most = (
         _average_by_key((pair for table in tables for pair in getattr(table, name).items()), fmean)
         for name in ("seconds", "kept", "most")
@@ -207,7 +201,6 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
 
 
 def _find_slowest(ways: Sequence[Link | None]) -> Link | None:
-    """A link as slow as the slowest of `ways`; None if any of them is unknown."""
     known = [way for way in ways if way is not None]
     if len(known) < len(ways):
         return None
@@ -223,12 +216,12 @@ def write_trace(
 ) -> None:
     """Write a trace of one of the next training steps. All ranks of the pipeline have to call this.
 
-    The planned timeline is simulated with the medians of the measured times. So the two differ in waits and in the
-    scatter of times, not in typical op times.
+    The planned timeline uses the medians of the measured times. So the two differ in waits and scatter, not in typical
+    op times.
 
     Args:
         schedule: a schedule of zbpipe or torch.
-        file: written by the job's first rank after the step, gzipped if the name ends in `.gz`. A failure logs a
+        file: written by the job's first rank after the step, gzipped if the name ends in `.gz`. A failure only logs a
             warning.
         step: number of the step, counted from the next one as 1.
         done: called with a line for the log, on the rank that wrote the file.
@@ -274,26 +267,22 @@ def make_timelines(
     transport, receives = find_messages(schedule)
     overlaps = pipelining.overlaps_fsdp(schedule)
     planned = simulate(ran, costs, transport=transport, receives=receives, overlaps_fsdp=overlaps)
-    # The measured spans include the delays by collectives, whose own times are not recorded.
+    # The measured spans include delays by collectives, whose own times are not recorded.
     measured = Timeline(ran, replace(costs, gather=0.0, reduce=0.0), spans)
     return Recorded(planned, measured, max(find_exposed(each) for _, each in everything) if costs.gather else 0.0)
 
 
 class Recorded(NamedTuple):
-    """One step of all ranks."""
-
     planned: Timeline
     measured: Timeline
     exposed_fsdp: float
-    """Seconds for which a rank waited for FSDP2's collectives, on the rank with the most. 0 without FSDP2."""
+    """Seconds for which the rank with the most waited for FSDP2's collectives. 0 without FSDP2."""
 
 
 def find_exposed(record: StepRecord) -> float:
-    """Seconds for which this rank waited for FSDP2's collectives in a step.
-
-    A gather delays the first F of its stage, and a reduction the last W or B, whose buffer it needs, and the end of the
-    step. The delays are relative to the median op of the same stage and kind.
-    """
+    """Seconds for which this rank waited for FSDP2's collectives in a step. A gather delays the first F of its stage. A
+    reduction delays the last W or B, whose buffer it needs, and the end of the step. Delays are relative to the median
+    op of the same stage and kind."""
     if not record.spans:
         return 0.0
     delays = (_seconds(span) - usual for span, usual in _at_ends(record.spans))
@@ -301,7 +290,7 @@ def find_exposed(record: StepRecord) -> float:
 
 
 def _at_ends(spans: Sequence[Span]) -> Iterator[tuple[Span, float]]:
-    """Each stage's first F and last W or B, with the median seconds of ops of its kind."""
+    """Each stage's first F and last W or B, each with the median seconds of its kind."""
     by_stage: dict[int, dict[OpKind, list[Span]]] = defaultdict(lambda: defaultdict(list))
     for span in spans:
         by_stage[span.op.stage][span.op.kind].append(span)

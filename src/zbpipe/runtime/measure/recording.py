@@ -1,6 +1,6 @@
-"""Records of a pipeline step: when this rank ran each of its ops, and the memory that they allocated and kept.
+"""Records of a pipeline step: this rank's time of each op, and the memory that the ops allocated and kept.
 
-`watch` shows a schedule's training steps to a watcher. An unwatched step runs without hooks.
+`watch` shows training steps to a watcher. An unwatched step runs without hooks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from zbpipe.schedule.ir import Op, OpKind
 from zbpipe.simulator.timeline import Span
 
 _SILENT = "99"
-"""Log level of torch's profiler, which otherwise prints lines for each step on a CPU."""
+"""Log level that silences torch's profiler, which prints lines for each step on a CPU."""
 _MARK = "zbpipe's op "
 
 
 class Wanted(Enum):
-    """Data that a watcher requests of the next step."""
+    """A watcher's wish for the next step."""
 
     NOTHING = 0
     STEP = 1
@@ -44,13 +44,13 @@ class Wanted(Enum):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One step on this rank. Times are seconds since the moment when all ranks of the pipeline had reached the step."""
+    """One step on this rank. Times are in seconds since all ranks of the pipeline had reached the step."""
 
     schedule: str
     seconds: float
     """Time when this rank had run all its actions."""
     spans: tuple[Span, ...]
-    """Ops in the order in which they ran. The loss is part of the last stage's F."""
+    """Ops in the order of their runs. The loss is part of the last stage's F."""
     kept: Mapping[Op, int]
     """Bytes that one F and one I of each stage allocated and kept, if requested; negative if they freed more."""
     most: Mapping[Op, int]
@@ -65,28 +65,22 @@ class Watcher:
     """Looks at training steps. All ranks of a pipeline need the same watchers, in the same order."""
 
     def before(self) -> Wanted | None:
-        """Data requested of the step that begins now, the same on all ranks.
-
-        None: nothing of this step and all later ones. `before` is not called again.
-        """
+        """Data wanted of the step that begins now, the same on all ranks. None: nothing more, also of later steps."""
         raise NotImplementedError
 
     def around(self, schedule: Any) -> AbstractContextManager[None]:
-        """The context of a step with requested data.
-
-        It may hook into computations, with `_torch.hooks.HookOrder.CHECK`. Recorded times exclude these hooks.
-        """
+        """The context of a watched step. It may hook into computations, with `_torch.hooks.HookOrder.CHECK`. Recorded
+        times exclude these hooks."""
         return nullcontext()
 
     def after(self, record: StepRecord) -> None:
-        """Called after a step with requested times or memory."""
+        """Called after a step with wanted times or memory."""
 
     def missed(self) -> None:
-        """Called instead if the step was refused or failed. The next step replaces it."""
+        """Called instead of `after` if the step was refused or failed. The next step replaces it."""
 
 
 def watch(schedule: pipelining.PipelineSchedule, watcher: Watcher) -> None:
-    """Show `watcher` the training steps of `schedule` (of zbpipe or torch) from now on."""
     _watchers_of(schedule).append(watcher)
 
 
@@ -94,14 +88,13 @@ def collect(
     schedule: pipelining.PipelineSchedule, wanted: Sequence[Wanted], done: Callable[[list[StepRecord]], None]
 ) -> None:
     """Call `done` once with the records of the next training steps of `schedule` (of zbpipe or torch)."""
-    # `wanted` has an entry per step. The last entry requests data.
+    # `wanted` has one entry per step. The last one wants data.
     watch(schedule, Collector(wanted, done))
 
 
 def _watchers_of(schedule: pipelining.PipelineSchedule) -> list[Watcher]:
-    """Watchers with open requests."""
     if "_watchers" not in vars(schedule):
-        # Without a cycle: a schedule that lives until the interpreter ends keeps its process groups alive.
+        # No cycle: a schedule that lives until the interpreter ends keeps its process groups alive.
         watched = ref(schedule)
         vars(schedule).update(_watchers=[], step=lambda *args, **kwargs: _step(watched(), *args, **kwargs))
     watchers: list[Watcher] = vars(schedule)["_watchers"]
@@ -109,7 +102,7 @@ def _watchers_of(schedule: pipelining.PipelineSchedule) -> list[Watcher]:
 
 
 class Collector(Watcher):
-    """See `collect`. Steps whose microbatches have other shapes than usual do not count."""
+    """See `collect`. Steps whose microbatches have unusual shapes do not count."""
 
     def __init__(self, wanted: Sequence[Wanted], done: Callable[[list[StepRecord]], None]) -> None:
         self._coming = deque(wanted)
@@ -145,7 +138,7 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     recorded = {wanted for _, wanted in looking} - {Wanted.STEP}
     recorder = _Recorder(schedule, with_memory=Wanted.MEMORY in recorded) if recorded else None
     if isinstance(schedule, pipelining.OwnRuntime) and looking:
-        schedule.finish_optimizer_step()  # the record would include void actions that ran ahead
+        schedule.finish_optimizer_step()  # otherwise the record could include void actions
     try:
         if looking and find_device(pipelining.device_of(pipelining.stages_of(schedule)[0])).is_capturing():
             raise ValueError(
@@ -174,7 +167,6 @@ class _Recorder:
     def __init__(self, schedule: pipelining.PipelineSchedule, with_memory: bool) -> None:
         self._schedule = schedule
         self._own = cast(Any, schedule) if isinstance(schedule, pipelining.OwnRuntime) else None
-        """The schedule if it is one of zbpipe's."""
         self._name = type(schedule).__name__.removeprefix("Schedule")
         if self._own:
             self._name = self._own.schedule.name
@@ -184,7 +176,7 @@ class _Recorder:
         self._device = find_device(device)
         self._allocated = make_counter(device) if with_memory else None
         self._watched: dict[tuple[int, OpKind], Op] = {}
-        """The op whose memory is measured, by stage and kind. Not all microbatches have ops of all kinds."""
+        """The op whose memory is measured, by stage and kind, because not all microbatches have all kinds."""
         self._marks: dict[Op, tuple[torch.Event, torch.Event]] = {}
         self._message_bytes = 0
         self._last_stage = stage.num_stages - 1
@@ -209,9 +201,9 @@ class _Recorder:
         is_watched = self._allocated and is_late and self._watched.setdefault((stage, op.kind), op) == op
         with self._allocated.within_op(op) if self._allocated and is_watched else nullcontext():
             result = compute()
-        # The loss comes as a second F of the last stage.
+        # The loss is a second F of the last stage.
         first, _ = self._marks.get(op, (start, None))
-        # The last stage does not send its output, which may be all logits.
+        # The last stage's output, which may be all logits, is not sent.
         if op.kind is OpKind.F and op.stage != self._last_stage:
             tensors = [each for each in autograd.tree_leaves(result) if isinstance(each, Tensor)]
             num_bytes = sum(each.numel() * each.element_size() for each in tensors)
@@ -220,7 +212,7 @@ class _Recorder:
         return result
 
     def _mark(self) -> torch.Event:
-        """An event now, in the stream of the computations: the host does not wait for the device."""
+        """An event now, in the compute stream, without a wait of the host."""
         event = self._device.new_event(timed=True)
         event.record()
         return event
@@ -240,22 +232,19 @@ class _Recorder:
 
 
 class Bytes(NamedTuple):
-    """Bytes that a piece of code has allocated and not freed."""
+    """Bytes that code has allocated and not freed."""
 
     kept: int = 0
     """Bytes at its end; negative if it freed more."""
     most: int = 0
-    """Peak bytes."""
 
     def then(self, more: Bytes) -> Bytes:
-        """Bytes of this piece followed by another one."""
         return Bytes(self.kept + more.kept, max(self.most, self.kept + more.most))
 
 
 def make_counter(device: torch.device) -> DeviceCounter | HostCounter | None:
-    """A counter for the bytes of ops in one step, used `within_step` and there `within_op`. `found` has them after the
-    step."""
-    # None on the CPU while another profiler runs: only one can run at a time.
+    """A counter for the bytes of ops in one step, used `within_step` and there `within_op`. `found` has the result."""
+    # None on the CPU under another profiler: only one can run at a time.
     if device.type != "cpu":
         return DeviceCounter(device)
     return None if autograd.profiler_is_on() else HostCounter()
@@ -271,7 +260,7 @@ class DeviceCounter:
 
     @contextmanager
     def within_op(self, op: Op) -> Iterator[None]:
-        """An op can have several pieces: the loss is part of the last stage's F."""
+        """An op can have several pieces, because the loss is part of the last stage's F."""
         self._device.reset_peak()
         before, _ = self._device.count_bytes()
         yield
@@ -310,7 +299,7 @@ class HostCounter:
 
 
 def list_allocations(seen: profile, mark: str) -> list[tuple[str, list[int]]]:
-    """Names of `record_function` that begin with `mark`, in order, each with the bytes that it allocated."""
+    """Each `record_function` whose name begins with `mark`, in order, with the bytes that it allocated."""
     # Freed bytes are negative.
     found = seen.profiler.kineto_results.events() if seen.profiler and seen.profiler.kineto_results else []
     events: list[Any] = sorted(found, key=lambda event: event.start_ns())

@@ -15,8 +15,6 @@ from zbpipe.runtime.device import RandomState
 
 
 class Scheduler(Protocol):
-    """A learning-rate scheduler of torch, or a container of some."""
-
     def step(self) -> None: ...
 
     def state_dict(self) -> dict[str, Any]: ...
@@ -25,23 +23,20 @@ class Scheduler(Protocol):
 
 
 class _Copy:
-    """A tensor that is changed in place, and its old content."""
+    """A tensor that changes in place, and its old content."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor, self.content = tensor, tensor.detach().clone()
 
     def restore(self) -> Tensor:
-        """Restore the old content in place; returns the tensor."""
         self.tensor.detach().copy_(self.content)
         return self.tensor
 
 
 class Backup:
-    """Parameters, gradients, optimizers, learning rates, buffers and random state before a step.
-
-    It takes as much memory as the parameters, the optimizers' state and the modules' buffers. Gradients are kept by
-    reference, unless the optimizer writes into them.
-    """
+    """Parameters, gradients, optimizers, learning rates, buffers and random state before a step. It takes as much
+    memory as the parameters, the optimizers' state and the modules' buffers. Gradients are kept by reference, unless
+    the optimizer writes into them."""
 
     def __init__(
         self,
@@ -70,12 +65,12 @@ class Backup:
         self._results: list[list[dict[str, Any]]] = []
 
     def note_result(self) -> None:
-        """Note parameters and settings after the step, to detect what the job changes later."""
+        """Note parameters and settings after the step, to detect later changes by the job."""
         self._versions = [tensor_data.version_of(each.tensor) for each in self._parameters]
         self._results = [[deepcopy(_settings_of(group)) for group in each.param_groups] for each in self._optimizers]
 
     def require_unchanged(self) -> None:
-        """Refuse changes of parameters and gradients since the step: `restore` would undo them."""
+        """Refuse changes of parameters and gradients since the step, which `restore` would undo."""
         for copy, version in zip(self._parameters, self._versions, strict=True):
             if copy.tensor.grad is not None or tensor_data.version_of(copy.tensor) != version:
                 raise ValueError(
@@ -85,10 +80,7 @@ class Backup:
                 )
 
     def save_new_settings(self) -> Callable[[], None]:
-        """Save the settings, such as learning rates, that the job has changed since the step.
-
-        Returns a function that restores them.
-        """
+        """A function that restores the settings, such as learning rates, that the job has changed since the step."""
         changed = []
         for optimizer, results in zip(self._optimizers, self._results, strict=True):
             for group, result in zip(optimizer.param_groups, results, strict=False):
@@ -107,7 +99,6 @@ class Backup:
         return restore
 
     def restore(self) -> None:
-        """Make everything as it was."""
         for owner, before in self._buffers:
             owner.update(before)
         for copy in (*self._parameters, *self._contents):
@@ -125,19 +116,17 @@ class Backup:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """All parameters that the optimizer steps."""
     return [each for group in optimizer.param_groups for each in group["params"]]
 
 
 def _writes_gradients(optimizer: Optimizer) -> bool:
-    """Whether a step may change `.grad`, as torch's SGD with Nesterov's momentum does for all parameters at once."""
+    """Whether a step may change `.grad`, as torch's SGD with Nesterov's momentum and `foreach` does."""
     return isinstance(optimizer, SGD) and any(
         group["nesterov"] and group["foreach"] is not False for group in optimizer.param_groups
     )
 
 
 def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a group of parameters, such as its learning rate."""
     return {name: value for name, value in group.items() if name != "params"}
 
 
@@ -146,5 +135,4 @@ def _restore(saved: Any) -> Any:
 
 
 def _save(state: Any) -> Any:
-    """`state` with copies of all tensors in it."""
     return autograd.tree_map(lambda each: _Copy(each) if isinstance(each, Tensor) else deepcopy(each), state)

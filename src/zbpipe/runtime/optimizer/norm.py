@@ -1,4 +1,4 @@
-"""The norm of all gradients of a pipeline: one rank's part, and the vote of all ranks."""
+"""The norm of a pipeline's gradients: one rank's part, and the vote of all ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from zbpipe.runtime.device import Stream, find_device
 
 
 def group_by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
-    """Parameters with a gradient, grouped by device mesh, because torch computes norms of one mesh at a time."""
+    """Parameters with a gradient, by device mesh, because torch computes norms of one mesh at a time."""
     found: dict[Any, list[Tensor]] = defaultdict(list)
     for each in parameters:
         if each.grad is not None:
@@ -29,9 +29,7 @@ def group_by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
 
 def square_on_rank(parameters: Iterable[Tensor], device: torch.device, *, copies: Sequence[Tensor] = ()) -> Tensor:
     """Squared norm of a pipeline rank's gradients, a float32 scalar, the same on all processes that share them.
-
-    Parameters that are also `copies` of others do not count.
-    """
+    Parameters among `copies` of others do not count."""
     square, uncounted = torch.zeros((), device=device), set(map(id, copies))
     for group in group_by_mesh(each for each in parameters if id(each) not in uncounted):
         norm = get_total_norm([each.grad for each in group if each.grad is not None])
@@ -48,7 +46,7 @@ def clip(
     *,
     copies: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Clip the gradients of a pipeline with a barrier over its ranks; returns their norm without `copies`."""
+    """Clip the gradients of a pipeline with a barrier over its ranks. Returns their norm without `copies`."""
     total = square_on_rank(parameters, device, copies=copies)
     dist.all_reduce(total, group=pipeline)
     total = total.sqrt()
@@ -59,12 +57,9 @@ def clip(
 
 
 class Votes:
-    """Asynchronous exchange of the ranks' gradient norms, one vote per step.
-
-    Votes run over gloo in a separate thread: a vote on the device would delay the next computations. All ranks,
-    including other replicas, get the same numbers in the same order, so that all decide alike. `group` has the backend
-    gloo, and has no other use.
-    """
+    """Asynchronous exchange of the ranks' gradient norms, one vote per step. Votes run over gloo in a separate thread,
+    because a vote on the device would delay the next computations. All ranks, including other replicas, get the same
+    numbers in the same order, so that all decide alike. `group` has the backend gloo and no other use."""
 
     def __init__(self, pipeline_rank: int, num_ranks: int, group: dist.ProcessGroup) -> None:
         self._rank = pipeline_rank
@@ -73,15 +68,15 @@ class Votes:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="zbpipe votes")
 
     def cast(self, square: Tensor, about: str) -> Future[float]:
-        """Send this rank's squared norm; returns the norm over all ranks, infinite if one is not finite."""
-        # What the vote is `about` has to be the same on all ranks.
+        """Send this rank's squared norm. Returns the norm over all ranks, infinite if one is not finite."""
+        # `about` has to be the same on all ranks.
         stream = find_device(square.device).current_stream()
         return self._thread.submit(self._run, square, float(crc32(about.encode())), stream)
 
     def _run(self, square: Tensor, about: float, stream: Stream) -> float:
-        with stream:  # another one, such as the thread's default, may be ahead of it
+        with stream:  # another stream, such as the thread's default, may be ahead of it
             mine = float(square)
-        # The maximum of every number. Replicas' numbers are equal, or almost equal.
+        # The maximum of every number, because replicas' numbers are equal or almost equal.
         ballot = torch.zeros(self._num_ranks + 2, dtype=torch.float64)
         ballot[self._rank] = mine if isfinite(mine) else inf
         ballot[-2:] = torch.tensor([about, -about])

@@ -44,11 +44,11 @@ class StepCounts:
     synchronous: int = 0
     """All ranks waited for the norm."""
     validated: int = 0
-    """Ranks went on, and the norm showed that nothing was to clip."""
+    """Ranks continued, and the norm was below the limit."""
     repeated: int = 0
-    """Ranks went on, and had to step again with clipped gradients."""
+    """Ranks continued, and had to step again with clipped gradients."""
     unlimited: int = 0
-    """There was nothing to wait for."""
+    """Ranks had nothing to wait for."""
 
 
 class OptimizerStep:
@@ -60,15 +60,15 @@ class OptimizerStep:
             step()
         step.finish()
 
-    Clipping needs the norm of all ranks' gradients, so in an ordinary step all ranks wait for the last one. Here a rank
-    that is done steps without clipping, and begins the next step. When all ranks are done, the norm is known. Usually
-    it is below `max_norm`: the result is bit-identical to that of an ordinary step. If not, the rank restores its
-    state, clips, steps again, and begins the next step again (Zero Bubble Pipeline Parallelism, arXiv 2401.10241,
-    section 4).
+    Clipping needs the norm of all ranks' gradients, so in an ordinary step all ranks wait for the last one. Here each
+    rank steps without clipping when it is done, and begins its next step. The norm is known when all ranks are done.
+    Usually it is below `max_norm`; then the result is bit-identical to that of an ordinary step. Otherwise the rank
+    restores its state, clips, steps again, and begins the next step again (Zero Bubble Pipeline Parallelism, arXiv
+    2401.10241, section 4).
 
     Until the norm is known, a copy of the parameters and of the optimizers' state is kept: 12 bytes per parameter in
-    float32 with AdamW. A step waits for the norm, like an ordinary step, if the last one clipped, or if `now=True`.
-    With `max_norm=inf` nothing waits, and nothing is copied.
+    float32 with AdamW. A step waits for the norm, as an ordinary step, if the last one clipped, or if `now=True`. With
+    `max_norm=inf` nothing waits, and nothing is copied.
 
     Args:
         schedule: a zbpipe schedule on its stages. Its gradients have to be scaled when `step` is called.
@@ -90,7 +90,7 @@ class OptimizerStep:
             scheduler that needs an argument (ReduceLROnPlateau), or a bad argument.
     """
 
-    # More than seven parameters: these are keywords that users write.
+    # More than seven parameters: users write them as keywords.
     def __init__(
         self,
         schedule: RegisteredSchedule,
@@ -133,7 +133,7 @@ class OptimizerStep:
         self._schedulers = tuple(lr_schedulers) if isinstance(lr_schedulers, (list, tuple)) else (lr_schedulers,)
         if step is None:
             _refuse_schedulers_with_arguments(self._schedulers)
-        self._schedule = ref(schedule)  # the step refers to this object, and keeps process groups alive
+        self._schedule = ref(schedule)  # the schedule's step refers to this object, and keeps process groups alive
         self._copies = schedule.tied_copies
         self._max_norm = max_norm
         self._on_nonfinite = on_nonfinite
@@ -145,7 +145,7 @@ class OptimizerStep:
         self._pending: tuple[Future[float], Backup] | None = None
         """The pending norm, and the state that the last step changed."""
         self._last: Tensor | float | None = None
-        """The norm of the last step, perhaps still on the device."""
+        """The last step's norm, maybe still on the device."""
         self._number = 0
         self.counts = StepCounts()
         self._votes: Votes | None = None
@@ -178,7 +178,7 @@ class OptimizerStep:
 
     @torch.no_grad()
     def __call__(self, *, now: bool = False) -> float | None:
-        """One optimizer step, on all ranks at once.
+        """One optimizer step. All ranks have to call it.
 
         Args:
             now: wait for the norm, because the step will be logged, saved or evaluated.
@@ -188,8 +188,8 @@ class OptimizerStep:
 
         Raises:
             ValueError: a sparse gradient.
-            FloatingPointError: the norm is not finite, and `on_nonfinite` is "raise". If the next `schedule.step` finds
-            it, it is the cause of a PipelineError.
+            FloatingPointError: the norm is not finite, and `on_nonfinite` is "raise". If only the next `schedule.step`
+                finds this, it is the cause of a PipelineError.
         """
         self.finish()
         for each in self._parameters:
@@ -222,12 +222,11 @@ class OptimizerStep:
             self.redo()
 
     def require_unchanged(self) -> None:
-        """Refuse parameters and gradients that have changed since a pending step."""
         if self._pending is not None:
             self._pending[1].require_unchanged()
 
     def verdict(self) -> bool:
-        """Wait for the norm. Without clipping the step counts, and the gradients are freed."""
+        """Wait for the norm. Without clipping, the step counts, and the gradients are freed."""
         assert self._pending is not None
         self._last = norm = self._pending[0].result()
         if self._clips(norm):
@@ -304,12 +303,12 @@ def _as_tuple(given: Optimizer | Sequence[Optimizer]) -> tuple[Optimizer, ...]:
 
 
 def _refuse_scalers(*where: object) -> None:
-    """Refuse gradient scalers: scaled gradients would be clipped and stepped."""
+    """Refuse gradient scalers, because scaled gradients would be clipped and stepped."""
     for each in where:
         function = unwrap(each) if callable(each) else each
         used = [getattr(function, "__self__", function)]
         if isfunction(function):
-            with suppress(ValueError):  # a variable of its closure that is still unset
+            with suppress(ValueError):  # a closure variable that is still unset
                 known = getclosurevars(function)
                 used += [*known.nonlocals.values(), *known.globals.values()]
         if any(isinstance(one, torch.amp.GradScaler) and one.is_enabled() for one in used):
@@ -322,8 +321,8 @@ def _refuse_schedulers_with_arguments(schedulers: Sequence[Scheduler]) -> None:
             signature(each.step).bind()
         except (AttributeError, TypeError) as error:
             raise ValueError(
-                f"OptimizerStep steps learning rates without an argument, and cannot step {each!r} ({error}): leave it"
-                " out of lr_schedulers, and step it yourself after step.finish()"
+                f"OptimizerStep steps learning rates without an argument, and cannot step {each!r} ({error}): omit it"
+                " from lr_schedulers, and step it yourself after step.finish()"
             ) from error
 
 

@@ -1,1 +1,1 @@
-"""Communication about the job between ranks: schedule agreement, the first failure, progress of a step."""
+"""Communication about the job between ranks: agreement on the schedule, the first failure, progress of a step."""

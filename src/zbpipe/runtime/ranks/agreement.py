@@ -1,4 +1,4 @@
-"""Agreement on one schedule: ranks with different tables wait for each other's messages forever."""
+"""Agreement on one schedule. Ranks with different tables would wait for each other's messages forever."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from zbpipe.runtime.ranks.failures import PipelineError, name_ranks
 Answer = TypeVar("Answer")
 Value = TypeVar("Value")
 _WIDTH = 256
-"""Bytes that a rank sends: its digest, then as much of the description as fits."""
+"""Number of bytes that a rank sends: its digest, then as much of the description as fits."""
 
 _num_keys: Counter[str] = Counter()
-"""Number of keys that this process has made of each kind for the same ranks."""
+"""Number of keys that this process has made, by kind and ranks."""
 
 
 def make_key(purpose: str, ranks: Sequence[int]) -> str:
-    """A key in the job's store that no other object has. All ranks make their objects in the same order."""
+    """A unique key in the job's store. All ranks make their objects in the same order."""
     kind = f"zbpipe/{purpose}/{'-'.join(map(str, ranks))}"
     _num_keys[kind] += 1
     return f"{kind}/{_num_keys[kind]}"
@@ -33,11 +33,11 @@ def make_key(purpose: str, ranks: Sequence[int]) -> str:
 def require_same(
     schedule: pipelining.PipelineSchedule, name: str, group: dist.ProcessGroup | None, device: torch.device | str
 ) -> None:
-    """Compare `schedule` with those of all other ranks in `group` (None: of the job), which also have to call this.
+    """Compare `schedule` with those of all ranks in `group` (None: of the job), which also have to call this.
 
     Args:
         schedule: a torch schedule; zbpipe's are subclasses.
-        name: name for the error. It may differ between ranks, like two paths of the same table.
+        name: name for the error. It may differ between ranks, such as paths of the same table.
         group: with the backend "fake" there are no other ranks.
         device: device of the tensors that the backend sends.
 
@@ -54,9 +54,9 @@ def require_same(
 def gather_answers(
     question: str, answer: str, group: dist.ProcessGroup | None, device: torch.device | str
 ) -> list[str]:
-    """Answers of the ranks of `group`, all of which have to call this before their `require_same`.
+    """Answers of all ranks of `group`, which have to call this before their `require_same`.
 
-    A rank with another schedule asks nothing and compares at once. It fails like the others.
+    A rank with another schedule may have no question; it compares at once, and fails as the others do.
 
     Raises:
         PipelineError: a rank has another question.
@@ -71,10 +71,8 @@ def find_once(question: str, find: Callable[[], Answer]) -> Answer:
     """The first asking rank's result, for all ranks of the job with the same question. The others wait for it.
 
     A search's result depends on the machine: with numba it covers more. The searching rank waits for no other rank, so
-    ranks may ask at any time, or not at all.
-
-    The `question` contains everything that determines the answer. If `find` raises a ValueError, all asking ranks raise
-    it. Any other exception becomes a RuntimeError.
+    ranks may ask at any time, or not at all. The `question` contains everything that determines the answer. If `find`
+    raises a ValueError, all asking ranks raise it. Any other exception becomes a RuntimeError.
     """
     if not dist.is_initialized() or is_alone(None):
         return find()
@@ -83,7 +81,7 @@ def find_once(question: str, find: Callable[[], Answer]) -> Answer:
         answer: Answer | Exception
         try:
             answer = find()
-        except Exception as error:  # the other ranks wait for any answer
+        except Exception as error:  # the other ranks wait for an answer
             answer = ValueError(str(error)) if isinstance(error, ValueError) else RuntimeError(repr(error))
         store.set(key, pickle.dumps(answer))
     found: Answer | Exception = pickle.loads(store.get(key))
@@ -97,7 +95,7 @@ def is_alone(group: dist.ProcessGroup | None) -> bool:
 
 
 def _exchange(digest: bytes, text: str, group: dist.ProcessGroup | None, device: torch.device | str) -> list[str]:
-    """The texts of all ranks, whose digests have to be equal."""
+    """The texts of all ranks. Their digests have to be equal."""
     message = digest + text.encode()
     mine = torch.tensor(list(message[:_WIDTH].ljust(_WIDTH, b"\0")), dtype=torch.uint8, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -113,7 +111,6 @@ def _exchange(digest: bytes, text: str, group: dist.ProcessGroup | None, device:
 
 
 def group_ranks(values: Mapping[int, Value]) -> dict[Value, list[int]]:
-    """The ranks with each value, from `values` by rank."""
     groups: dict[Value, list[int]] = {}
     for rank, value in values.items():
         groups.setdefault(value, []).append(rank)

@@ -1,9 +1,9 @@
 """One policy for failures on every device: the first error of any rank ends the pipeline on all ranks.
 
-A rank that fails posts its error to the job's key-value store and raises it. On all other ranks the thread that follows
-the steps (see `zbpipe.runtime.ranks.progress`) reads the store while nothing moves. A good step sends nothing for this,
-and no host waits for its device. torchrun keeps the store alive after its ranks have ended. Without torchrun rank 0 has
-the store, and waits until the others have read.
+A rank that fails posts its error to the job's key-value store and raises it. On other ranks, the thread that follows
+the steps (`zbpipe.runtime.ranks.progress`) reads the store while nothing moves. A good step sends nothing for this, and
+no host waits for its device. torchrun's store outlives its ranks. Without torchrun, rank 0 has the store, and waits
+until the others have read.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LINGER = 5.0
 _ROLL_CALL = 2.0
 """Seconds in which a rank that runs reads a failure. A rank in which it is not raised ends by itself soon after."""
 PATIENCE = 5.0
-"""Seconds to wait for the store: its host may be the rank that died."""
+"""Seconds to wait for the store, because its host may be the rank that died."""
 _LONGEST = 2000
 """Number of an error's characters that other ranks get."""
 _GLANCE = 0.05
@@ -50,16 +50,16 @@ class PipelineError(RuntimeError):
             print(error)    # rank 3, schedule ZBV, action 17 of 90 in step 8, 5F2: ...
             raise
 
-    The schedule runs no step after it, on any rank: end the job, or build the process group and the schedule anew.
+    After it the schedule runs no step, on any rank: end the job, or build the process group and the schedule anew.
     """
 
 
 class RefusedStepError(ValueError):
-    """A step cannot run as requested, and all ranks know."""
+    """A step cannot run as requested, and all ranks know it."""
 
 
 class Failure(NamedTuple):
-    """An error in the form that other ranks get."""
+    """An error as other ranks get it."""
 
     rank: int
     words: str
@@ -74,10 +74,8 @@ class Failure(NamedTuple):
 
 
 class Notice:
-    """A failure of the job in its store. The first posted one stays, and its readers sign it.
-
-    By default it is the next failure: earlier ones ended schedules that were built before.
-    """
+    """A failure of the job in its store. The first posted one stays, and its readers sign it. By default it is the next
+    failure, because earlier ones ended earlier schedules."""
 
     def __init__(self, number: int | None = None) -> None:
         self._store = pipelining.default_store()
@@ -90,7 +88,7 @@ class Notice:
         return dist.is_initialized() and pipelining.default_store() is self._store
 
     def post(self, failure: Failure) -> Failure:
-        """Post `failure` if there is none yet. Returns the posted failure; `failure` if the store is gone."""
+        """Post `failure` if there is none yet. Returns the posted failure, or `failure` if the store is gone."""
         store = self._store
         if store is None:
             return failure
@@ -166,7 +164,7 @@ def share_with_other_ranks() -> Iterator[None]:
             words = f"no answer from {name_ranks(silent)}: killed, or stuck (seen by {first})"
             raise PipelineError(words) from error
         notice.wait_for_readers()
-        # A refusal by ValueError does not concern the others.
+        # A refusal by ValueError concerns this rank only.
         if failure.words == first.words or isinstance(error, ValueError) or not isinstance(error, Exception):
             raise
         raise PipelineError(first.description) from error
@@ -176,19 +174,19 @@ def share_with_other_ranks() -> Iterator[None]:
 def end_at_once() -> Iterator[None]:
     """Context of a whole program: with NCCL, print a fatal exception and end the process at once."""
     # Otherwise the script or the interpreter destroys the communicators. NCCL then waits for pending messages that may
-    # never be received, or aborts them on the peers, and some ranks may die before they can log the first failure.
-    # torchrun sees the exit code 1 and ends the other ranks. With gloo this changes nothing.
+    # never be received, or aborts them on the peers. Some ranks may die before they log the first failure. torchrun
+    # sees exit code 1 and ends the other ranks. With gloo this changes nothing.
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
-        # A process group that uses NCCL (RCCL goes by that name) can hang when a peer ends.
+        # A process group that uses NCCL (also RCCL) can hang when a peer ends.
         if not (dist.is_initialized() and "ccl" in dist.get_backend_config()):
             raise
         end_process(error)
 
 
 def end_process(error: BaseException) -> None:
-    """Print `error` and end the process, without destroying communicators: they can wait for ranks that are gone."""
+    """Print `error` and end the process. Destroying communicators could wait for ranks that are gone."""
     sys.excepthook(type(error), error, error.__traceback__)
     with suppress(Exception):
         logging.shutdown()
@@ -198,8 +196,7 @@ def end_process(error: BaseException) -> None:
 
 
 def make_failure(error: BaseException, where: str, explained: str | None = None) -> Failure:
-    """The failure for an error's root cause: torch's stages wrap a module's exception in a long list of its
-    arguments."""
+    """The failure for an error's root cause, without torch's wrapper, which has a long list of arguments."""
     while error.__cause__ is not None:
         error = error.__cause__
     text = ": ".join(filter(None, (type(error).__name__, explained or " ".join(str(error).split()))))
@@ -231,7 +228,7 @@ def _own_rank() -> int:
 
 
 def answer_in_time(ask: Callable[[], Answer]) -> Answer | None:
-    """The store's answer; None without one: its host may have died, so that calls fail or hang."""
+    """The store's answer, or None. Its host may have died, so that calls fail or hang."""
     answers: list[Answer] = []
 
     def run() -> None:

@@ -1,13 +1,12 @@
-"""Progress of a step, on the host and on the device behind it, and what follows from a failure.
+"""Progress of a step, on the host and on the device behind it, and the handling of failures.
 
-On an accelerator torch's executor launches computations far ahead of their execution. If a message never comes, the
+On an accelerator, torch's executor launches computations far ahead of their execution. If a message never comes, the
 host may be many ops past the waiting one, and NCCL ends the process by itself. So an event follows each computation,
-and one the step, which ends with reductions and sends.
-When a step fails, or stands still for most of the process group's timeout, the events show the device's progress.
-The thread that looks at it also learns of other ranks' failures, wherever the host waits.
+and one the whole step. When a step fails, or stands still for most of the process group's timeout, the events show the
+device's progress. The thread that checks it also learns of other ranks' failures, wherever the host waits.
 
-NCCL's own hooks before such an end (torch >= 2.15) are not used. They need Python's lock in NCCL's watchdog. A thread
-that holds the lock while it waits for a full launch queue would keep the process from ending.
+NCCL's own hooks before such an end (torch >= 2.15) need Python's lock in NCCL's watchdog. A thread that holds the lock
+while it waits for a full launch queue would keep the process from ending.
 """
 
 from __future__ import annotations
@@ -40,32 +39,29 @@ from zbpipe.runtime.ranks.failures import (
 from zbpipe.runtime.ranks.step_board import StepBoard
 
 MOST = 256
-"""Number of remembered computations. If the host is further ahead, the waiting one is unknown."""
+"""Number of remembered computations. A waiting op further behind the host is unknown."""
 _SHARE = 0.7
-"""Share of the process group's timeout after which the log reports the place of a stuck rank."""
+"""Share of the process group's timeout after which the log reports a stuck rank's position."""
 _LOOKS = 20
-"""Checks per timeout."""
 _LONGEST_PAUSE = 0.5
 """Longest interval between two checks, in seconds."""
 _GRACE = 3.0
-"""Seconds until a process ends in which another rank's failure has not been raised."""
+"""Seconds until the process ends if another rank's failure is not raised in it."""
 _GLANCE = 0.02
-"""Seconds between two looks at whether it has."""
+"""Seconds between two checks whether it was raised."""
 
 logger = logging.getLogger(__name__)
 
 
 class Launched:
-    """The computations that the host launched last, with an event after each.
-
-    `new_event` is called for the first `MOST` computations. Later computations reuse these events.
-    """
+    """The host's last launched computations, with an event after each. `new_event` is called for the first `MOST`
+    computations. Later ones reuse these events."""
 
     def __init__(self, new_event: Callable[[], Any]) -> None:
         self._new_event = new_event
         self._events: list[Any] = []
         self._ops: dict[int, tuple[int | str, str, int | str]] = {}
-        """The computation before each event: stage, kind and microbatch, as torch writes them. Or another name."""
+        """The computation before each event: stage, kind and microbatch, as torch writes them; or another name."""
         self.count = 0
 
     def around(self, kind: str, stage: int | str, microbatch: int | str, compute: Callable[[], Any]) -> Any:
@@ -80,7 +76,7 @@ class Launched:
         return result
 
     def count_ended(self) -> int:
-        """Number of finished computations. Computations no longer remembered count as finished."""
+        """Number of finished computations, including those no longer remembered."""
         oldest = max(0, self.count - MOST)
         for number in range(oldest, self.count):
             if not self._events[number % MOST].query():
@@ -88,7 +84,7 @@ class Launched:
         return self.count
 
     def describe(self) -> str:
-        """The last finished and the unfinished computations, in words; empty if nothing was launched."""
+        """The last finished and the unfinished computations, as text. Empty if nothing was launched."""
         ran, oldest = self.count_ended(), max(0, self.count - MOST)
         if not self.count:
             return ""
@@ -104,11 +100,9 @@ class Launched:
 
 
 class Progress:
-    """Progress of one schedule's steps on this rank.
-
-    Another thread looks at it, also between steps: on an accelerator the host is far ahead of the device. At its first
-    look, and while nothing moves on the host, the thread calls `when_idle`.
-    """
+    """Progress of one schedule's steps on this rank. Another thread looks at it, also between steps: on an accelerator
+    the host is far ahead of the device. At its first look, and while nothing moves on the host, the thread calls
+    `when_idle`."""
 
     def __init__(
         self, when_idle: Callable[[pipelining.OwnRuntime], None] = lambda schedule: None, *, has_events: bool = True
@@ -116,13 +110,12 @@ class Progress:
         self._when_idle = when_idle
         self._has_events = has_events
         self._launched: Launched | None = None
-        """Launched computations; None without events, as on the CPU, where host and device are the same."""
+        """Launched computations. None without events, as on the CPU."""
         self._is_started = False
         self._runs = False
-        """Whether a step is running."""
         self._steps = 0
         self._seen: tuple[Any, int | None] = None, None
-        """The host's place and the device's number of finished computations at the last check."""
+        """The host's position and the device's number of finished computations at the last check."""
         self._since = 0.0
         """Time of the last change of `_seen`."""
         self._is_logged = False
@@ -141,7 +134,7 @@ class Progress:
     @contextmanager
     def follow(self, schedule: pipelining.OwnRuntime) -> Iterator[None]:
         """Context of a step of `schedule`, after `start`."""
-        # A captured step runs later, many times, and events in it would become part of the graph.
+        # A captured step runs later, many times, and events would become part of the graph.
         if find_device(pipelining.device_of(pipelining.stages_of(schedule)[0])).is_capturing():
             yield
             return
@@ -157,14 +150,13 @@ class Progress:
             self._runs = False
 
     def describe_device(self) -> str:
-        """The device's progress in words; empty on the CPU, and for a device that no longer answers."""
+        """The device's progress as text. Empty on the CPU, and for a device that no longer answers."""
         with suppress(RuntimeError):
             return self._launched.describe() if self._launched else ""
         return ""
 
     def look(self, schedule: pipelining.OwnRuntime, now: float) -> float:
-        """Log once that host or device have been stuck for most of the timeout. Returns the seconds until the next
-        check."""
+        """Log once if host or device are stuck for most of the timeout. Returns the seconds to the next check."""
         host = self._steps, self._runs, schedule.position.begun
         is_idle = host == self._seen[0]
         if is_idle or self._seen[0] is None:
@@ -173,7 +165,7 @@ class Progress:
         timeout = pipelining.timeout_of(pipelining.stages_of(schedule)[0])
         if timeout is None:
             return _LONGEST_PAUSE
-        # A query breaks the capture of a graph, so outside of steps the device is asked late, and not once it is done.
+        # A query breaks the capture of a graph. So outside of steps, ask the device late, and not after it is done.
         launched, before = self._launched.count if self._launched else 0, self._seen[1] if is_idle else None
         ended = before
         if is_idle and (self._runs or now - self._since > _SHARE * timeout / 2) and before != launched:
@@ -205,7 +197,7 @@ _threads = WeakSet[Thread]()
 
 @register
 def _end_threads() -> None:
-    # A thread whose call of the store returns while the interpreter ends would abort the process.
+    # A thread whose store call returns while the interpreter ends would abort the process.
     _is_ending.set()
     for thread in list(_threads):
         thread.join(PATIENCE)
@@ -221,14 +213,14 @@ def _watch(progress: ref[Progress], schedule: ref[pipelining.OwnRuntime]) -> Non
 
 
 class StepFailures:
-    """Failures of one schedule's steps. After the first one, on any rank, no other step can follow."""
+    """Failures of one schedule's steps. After the first one, on any rank, no step can follow."""
 
     def __init__(self, board: StepBoard, *, has_events: bool = True) -> None:
         self._board = board
         self._notice = None if is_alone(None) else Notice()
         self._progress = Progress(self._look, has_events=has_events)
         self._is_raised = False
-        """Whether the failure that ended the pipeline was raised on this rank."""
+        """Whether this rank raised the failure that ended the pipeline."""
 
     @contextmanager
     def begin_step(self, schedule: pipelining.OwnRuntime, name: str, *, is_compared: bool) -> Iterator[None]:
@@ -257,7 +249,7 @@ class StepFailures:
 
         Raises:
             PipelineError: the step failed on this rank, or earlier on another one. KeyboardInterrupt and SystemExit
-            pass unchanged.
+                pass unchanged.
         """
         self._board.begin_messages()
         try:
@@ -269,7 +261,7 @@ class StepFailures:
             places = name, position.find_failure(error, schedule), self._progress.describe_device()
             where = f", schedule {', '.join(filter(None, places))}"
             self._is_raised = True
-            # A rank that refuses the step may have closed its connections before this process has read why.
+            # A rank that refuses the step may have closed its connections before this process read the reason.
             notice = self._notice
             refusal = notice and answer_in_time(lambda: self._board.find_other_refusal(notice.connection))
             self._end(self._post(refusal or make_failure(error, where, position.explain(error))))
@@ -280,11 +272,10 @@ class StepFailures:
             raise PipelineError(self._board.ended_by) from error
 
     def _post(self, failure: Failure) -> Failure:
-        """The job's first failure."""
         return failure if self._notice is None else self._notice.post(failure)
 
     def _end(self, failure: Failure) -> None:
-        if self._board.ended_by:  # the other thread was first
+        if self._board.ended_by:  # by the other thread
             return
         self._board.ended_by = failure.description
         pipelining.interrupt()
@@ -292,7 +283,7 @@ class StepFailures:
             self._notice.sign()
 
     def _look(self, schedule: pipelining.OwnRuntime) -> None:
-        """Called from another thread while nothing moves: end the pipeline if another rank has."""
+        """Called from another thread while nothing moves. Ends the pipeline if another rank has ended it."""
         if self._notice is None or self._board.ended_by:
             return
         failure = self._notice.read()
@@ -308,7 +299,7 @@ class StepFailures:
         until = time.monotonic() + _GRACE
         while not self._is_raised and self._notice.is_current:
             if time.monotonic() > until:
-                # The host waits for a device, a collective, or a disk. Without the other rank it may wait forever.
+                # The host waits for a device, a collective or a disk, without the other rank maybe forever.
                 reason = f"Rank {dist.get_rank()} ends, because it reached no other op within {_GRACE:.0f} seconds"
                 end_process(PipelineError(f"{failure.description.rstrip('.')}. {reason}"))
             time.sleep(_GLANCE)

@@ -1,11 +1,11 @@
-"""Reports of the ranks on steps that are not as usual, in the job's key-value store: their sizes, and refusals.
+"""Reports of the ranks on unusual steps, in the job's key-value store: their sizes, and refusals.
 
-With lists of different lengths ranks would wait for each other's messages forever, and only the rank with stage 0 sees
-the input. So the ranks compare the size of a step with `microbatches=`. A collective is not possible: a rank whose
-program passed no `microbatches=` is already in the messages of its step.
+With lists of different lengths, ranks would wait for each other's messages forever, and only the rank with stage 0 sees
+the input. So the ranks compare the size of a step with `microbatches=`. A collective is impossible, because a rank
+without `microbatches=` is already in its step's messages.
 
-A rank that refuses a step reports it and goes on. If all ranks refuse, their next step follows. If one does not, it is
-in messages that will not come: it finds the report, and ends the pipeline. Usual steps access no store.
+A rank that refuses a step reports it and continues. If all ranks refuse, their next step follows. A rank that does not
+refuse waits for messages that will not come. It finds the report, and ends the pipeline. Usual steps access no store.
 """
 
 from __future__ import annotations
@@ -30,31 +30,27 @@ _LOOK = timedelta(seconds=1)
 _PATIENCE = 1800.0
 """Timeout in seconds if the process group does not report one."""
 _LINGER = 5.0
-"""Longest wait in seconds of a refusing rank with the store for the other ranks."""
+"""Longest wait for the other ranks, in seconds, of a refusing rank with the store."""
 
 
 @dataclass(frozen=True)
 class StepSize:
-    """Size of a step on all ranks."""
-
     microbatches: int
     shapes: int = 0
-    """Number of the microbatches' shapes: 0 for the first step's, 1 for the next new ones, then 2."""
+    """Number of the microbatches' shapes: 0 for the first step's, 1 for the next new ones, and 2 for the third."""
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """Answer of one rank."""
-
     microbatches: int = 0
     shapes: int | None = None
-    """Known on the rank with stage 0."""
+    """Known on stage 0's rank."""
     refused: str = ""
-    """Why the step was refused before it could be compared."""
+    """Reason for which the rank refused the step before the comparison."""
 
 
 class StepBoard:
-    """Reports of a pipeline's ranks on the steps of one schedule. All ranks number the steps in the same way."""
+    """Reports of a pipeline's ranks on the steps of one schedule. All ranks number the steps alike."""
 
     def __init__(self, stage: pipelining.Stage) -> None:
         self._stage = stage
@@ -64,22 +60,22 @@ class StepBoard:
         self._name = make_key("step", self._ranks)
         self._step = 0
         self.is_compared = False
-        """Whether the present step got `microbatches=`, so that all ranks compare its size."""
+        """Whether the present step has `microbatches=`, so that all ranks compare its size."""
         self.ended_by = ""
-        """The failure after which no step can follow."""
+        """The failure that ended the pipeline."""
         self._run = 0
         """The last step whose messages this rank began."""
         self._events = 0
-        """Number of comparisons and refusals on this rank, the same on all ranks that were given alike steps."""
+        """Number of this rank's comparisons and refusals, the same on all ranks with the same steps."""
         self._refused: str | None = None
-        """Prefix of the keys by which ranks report that they refuse the last step; None if this rank did not."""
+        """Prefix of the keys with which ranks report that they refuse the last step; None if this rank did not."""
         self._answered = 0
-        """The last step in which this rank has answered."""
+        """The last step that this rank has answered."""
         self._old: str | None = None
         """Key of this rank's last answer, until all have read it."""
 
     def begin_step(self, *, is_compared: bool) -> None:
-        """Begin a step, after all ranks have refused the last one if this rank has.
+        """Begin a step. If this rank refused the last one, first wait until all ranks have.
 
         Raises:
             PipelineError: the pipeline has ended.
@@ -92,11 +88,10 @@ class StepBoard:
         self.is_compared = is_compared and not self.is_alone
 
     def begin_messages(self) -> None:
-        """Report to the other thread of this process that the step is not refused."""
+        """Report to this process's other thread that the step is not refused."""
         self._run = self._step
 
     def refuse(self, failure: Failure) -> None:
-        """Report that this rank refuses the present step with `failure`."""
         if self.is_alone or (store := pipelining.default_store()) is None:
             return
         with suppress(RuntimeError):  # the store may be gone, and the original error says more
@@ -113,7 +108,7 @@ class StepBoard:
                         break
 
     def find_other_refusal(self, store: Any) -> Failure | None:
-        """The report on a step that another rank does not run like this one. Called from another thread."""
+        """The report on a step that another rank refuses and this one runs. Called from another thread."""
         if self.is_alone:
             return None
         key = f"{self._name}/event/{self._events}"
@@ -123,7 +118,7 @@ class StepBoard:
         return Failure(rank, f"{words} (rank {self._me} runs this step)") if step <= self._run else None
 
     def agree_on_size(self, microbatches: int, shapes: int | None) -> StepSize:
-        """The size of this step, after all ranks of the pipeline have called this. Stage 0's rank knows the `shapes`.
+        """The step's size, once all ranks of the pipeline have called this. Only stage 0's rank knows the `shapes`.
 
         Raises:
             RefusedStepError: the ranks got different numbers, or another rank refuses the step.
@@ -147,7 +142,6 @@ class StepBoard:
         return StepSize(microbatches, next(each.shapes for each in answers.values() if each.shapes is not None))
 
     def give(self, name: str, value: str) -> None:
-        """Give another rank a value of this step."""
         if not self.is_alone:
             pipelining.default_store().set(self._key(name), value)
 
@@ -165,7 +159,7 @@ class StepBoard:
         store.set(keys[self._me], str(int(value)))
         try:
             self._wait_for(keys, "reached the end of this step")
-        except PipelineError:  # it is this step that has failed, not an earlier one
+        except PipelineError:  # this step has failed, not an earlier one
             raise PipelineError(self.ended_by) from None
         return [store.get(key) == b"1" for key in keys.values()]
 
@@ -177,7 +171,7 @@ class StepBoard:
             )
 
     def _report(self, failure: Failure) -> str:
-        """Report the last event. Ranks that run this step as usual then end the pipeline. Returns the report's key."""
+        """Report the last event, so that ranks that run this step end the pipeline. Returns the report's key."""
         key = f"{self._name}/event/{self._events - 1}"
         pipelining.default_store().compare_set(key, "", json.dumps((self._step, failure)))
         return key
@@ -216,12 +210,12 @@ class StepBoard:
         self._answered = self._step
 
     def _key(self, of: int | str) -> str:
-        """A key in the store for the present step, the same on all ranks."""
+        """A store key for the present step, the same on all ranks."""
         return f"{self._name}/{self._step}/{of}"
 
 
 def _are_there(store: Any, keys: list[str]) -> bool:
-    """Wait for a while; returns whether all keys are in the store."""
+    """Wait for a while. Returns whether all keys are in the store."""
     began = time.monotonic()
     try:
         store.wait(keys, _LOOK)
@@ -233,8 +227,6 @@ def _are_there(store: Any, keys: list[str]) -> bool:
 
 
 class StepSizes:
-    """The sizes of the steps of one schedule."""
-
     def __init__(self, board: StepBoard, usual: int) -> None:
         self._board = board
         self.usual = usual
@@ -244,17 +236,16 @@ class StepSizes:
         self.are_set_up = False
         """Whether torch has set up messages for any shapes."""
         self.keywords_are_alike = False
-        """Whether all ranks get keyword inputs of the same shapes. New shapes of these are then a new size."""
+        """Whether all ranks get keyword inputs of the same shapes. New ones are then a new size."""
         self._keywords: list[Any] = []
-        """Shapes of the keyword inputs in the first step."""
         self._inputs: list[Any] = []
-        """Known input shapes, indexed by their number. Only on the rank with stage 0, which sees the input."""
+        """Known input shapes, by their number. Only on stage 0's rank, which sees the input."""
         self._set_up: list[pipelining.Shapes] = []
-        """torch's setups, indexed by the shapes' number. Outdated for the last step's shapes."""
+        """torch's setups, by the shapes' number. Outdated for the last step's shapes."""
 
     @property
     def last_was_usual(self) -> bool:
-        """Whether the last step had the usual number of microbatches, and the shapes of the first step."""
+        """Whether the last step had the usual number of microbatches and the shapes of the first step."""
         return self.last == StepSize(self.usual)
 
     def find_number(self, microbatches: int | None, keywords: object) -> int | None:
@@ -267,7 +258,7 @@ class StepSizes:
         return len(keywords) if len(keywords) != self.usual or shapes != self._keywords else None
 
     def agree(self, runtime: pipelining.OwnRuntime, inputs: Sequence[Any] | None) -> bool:
-        """Agree on the step's size with all ranks before its messages; returns whether torch infers new shapes.
+        """Agree on the step's size with all ranks before its messages. Returns whether torch infers new shapes.
 
         Raises:
             ValueError: different numbers of microbatches, new shapes where torch cannot infer them, or another rank
@@ -277,7 +268,7 @@ class StepSizes:
         stage = pipelining.stages_of(runtime)[0]
         size, number = StepSize(pipelining.num_microbatches(runtime)), None
         if not self.are_set_up:
-            self._inputs.clear()  # left by a refused step
+            self._inputs.clear()  # from a refused step
         shapes = checks.describe_inputs(inputs or ())
         if stage.is_first:
             number = self._inputs.index(shapes) if shapes in self._inputs else len(self._inputs)
@@ -291,9 +282,8 @@ class StepSizes:
 
     def pass_on_unfreezing(self, schedule: pipelining.OwnRuntime) -> None:
         """Before a step's messages, request gradients for newly unfrozen parameters."""
-        # In a model that begins with frozen stages, only a stage's own rank sees that its parameters are no longer
-        # frozen. Then the next stage has to send gradients, which the messages' setup lacks. So ranks report to the
-        # next rank.
+        # If training begins with frozen stages, only a stage's own rank sees that its parameters are no longer frozen.
+        # The next stage then has to send gradients, which the messages' setup lacks. So ranks report to the next rank.
         is_ready = pipelining.is_set_up(schedule) and pipelining.can_infer_shapes(schedule)
         if not pipelining.trains(schedule) or not is_ready:
             return

@@ -1,8 +1,7 @@
 """A warning for tied weights that the pipeline separates: embedding and head on different ranks.
 
-If one rank has the first and the last stage, a tied weight is one tensor, which is correct. Otherwise each of the two
-ranks has a copy, and each copy gets only its own part of the gradient. They begin equal and drift apart. No rank can
-see that alone.
+On one rank, a tied weight is one tensor, which is correct. On two ranks, each copy gets only its own part of the
+gradient, so the copies drift apart. No single rank can see that.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from zbpipe.runtime._torch.attributes import plain_attribute
 from zbpipe.schedule.ir import Placement
 
 _SAMPLES = 32
-"""Number of compared rows and columns of a weight: no two weights agree there by chance."""
+"""Number of compared rows and columns of a weight, in which no two weights agree by chance."""
 _NOT_KEPT = "training will not keep them equal, since each rank adds only its own gradients"
 _WAY_OUT = (
     "use a V schedule (ZBV, VHalf, VMin), which puts both on rank 0, and tie them there, or untie them, or sum their"
@@ -33,12 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 _Weights = dict[bytes, tuple[str, bool]]
-"""Name of a matrix within its stage and whether it trains, by digest of shape, dtype and some values."""
+"""A matrix's name within its stage, and whether it trains, by digest of shape, dtype and some values."""
 
 
 class _Description(NamedTuple):
-    """A rank's description of its part of the model, for the others."""
-
     embeddings: _Weights
     """Weights of stage 0."""
     heads: _Weights
@@ -48,7 +45,7 @@ class _Description(NamedTuple):
 
 
 def warn_if_parted(stages: Sequence[pipelining.Stage], placement: Placement) -> None:
-    """Warn on the ranks with the first and the last stage if they have a tied weight. All ranks have to call this."""
+    """Warn the ranks with the first and the last stage if they have a tied weight. All ranks have to call this."""
     # Sharded weights (FSDP, tensor parallelism) are compared shard by shard.
     group, first, last = stages[0].group, placement.rank_of[0], placement.rank_of[-1]
     if first == last or dist.get_backend(group) == "fake" or plain_attribute(stages[0].submod, "sums_tied_gradients"):
@@ -89,7 +86,7 @@ def _find_tied(first: _Description, last: _Description, of_0: str, of_last: str)
 def _find_weights(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> _Weights:
     found: _Weights = {}
     for name, layer in module.named_modules():
-        # Not `layer.weight`, which runs the parametrization of a weight that has one.
+        # Not `layer.weight`, which runs a parametrization.
         weight = autograd.own_parameters(layer).get("weight") if isinstance(layer, kinds) else None
         if weight is not None and (digest := _compute_digest(weight)) is not None:
             found[digest] = f"{name}.weight".lstrip("."), weight.requires_grad
@@ -98,7 +95,7 @@ def _find_weights(module: nn.Module, kinds: tuple[type[nn.Module], ...]) -> _Wei
 
 @torch.no_grad()
 def _compute_digest(weight: Tensor) -> bytes | None:
-    """The digest of a weight; None if it has no values, or all are equal, as after an initialization."""
+    """The digest of a weight. None if it has no values, or equal ones, as after an initialization."""
     local = weight.to_local() if isinstance(weight, DTensor) else weight
     if local.is_meta or local.numel() == 0 or local.dim() != 2:
         return None

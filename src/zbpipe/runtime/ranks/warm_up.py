@@ -1,10 +1,8 @@
 """Compilation of the stages on all ranks at the same time, before the first message.
 
-Otherwise stage k+1 compiles when the first output of stage k arrives. The compile times of all stages add up, forward
-and backward, and a deep pipeline exceeds the process group's timeout. So each rank first runs one forward and one
-backward of each compiled stage, on zeros in torch's inferred shapes.
-
-Only the compiled code stays. Gradients, buffers, attributes and random states are restored.
+Otherwise each stage compiles when the previous stage's first output arrives. The compile times of all stages add up,
+and a deep pipeline exceeds the process group's timeout. So each rank first runs one forward and one backward of each
+compiled stage, on zeros in torch's inferred shapes. Gradients, buffers, attributes and random states are restored.
 """
 
 from __future__ import annotations
@@ -29,8 +27,8 @@ def warm_up(
     target: Any = None,
     loss_kwargs: Mapping[str, Any] | None = None,
 ) -> None:
-    """Run every stage of this rank that has compiled modules, forward and backward."""
-    # It sends nothing along the pipeline. All ranks that share a stage (FSDP, TP, experts) run it alike. Stages with
+    """Run the forward and backward of every stage of this rank that has compiled modules."""
+    # It sends nothing along the pipeline. Ranks that share a stage (FSDP, TP, experts) run it alike. Stages with
     # unknown inputs are omitted, as is the last stage if torch (before 2.13) has no target yet. The arguments are the
     # first microbatch's, as torch passes them to the stage and to the loss.
     for stage in pipelining.stages_of(schedule):

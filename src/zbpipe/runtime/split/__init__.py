@@ -1,4 +1,4 @@
-"""The backward split: I computes the gradient of a stage's input, W later those of its weights."""
+"""The backward split: I computes the gradient of a stage's input, W later the gradients of its weights."""
 
 from zbpipe.runtime.split.products import FROM_BACKWARD, GROUPED_MM, LINEAR
 

@@ -1,8 +1,8 @@
-"""Compiled backwards in parts: I's, and one for each weight, or weights with one product, whose gradients can wait.
+"""Compiled backwards in parts: I's part, and one for each weight, or group of weights, whose gradients can wait.
 
 torch's compiler gets the graph of a region's backward without the products that only weight gradients need. It returns
-the factors of these products instead, whatever operations made them. A graph has no side effects, so the rest of it
-computes the same gradients from the factors at any time.
+the factors of these products instead. A graph has no side effects, so the other part can compute the same gradients
+from the factors at any time.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def compile_in_parts(module: Any, args: Sequence[Any], *more: Any, **options: An
             return found
 
         options["partition_fn"] = find_weights
-        # Plain functions: torch would take a whole backward from its cache for serializable ones.
+        # Plain functions: for serializable ones, torch would take a whole backward from its cache.
         options["fw_compiler"] = partial(options["fw_compiler"])
         options["bw_compiler"] = lambda graph, inputs: _compile_backward(
             compile_graph, graph, inputs, weights, of_weights
@@ -71,7 +71,6 @@ def compile_in_parts(module: Any, args: Sequence[Any], *more: Any, **options: An
 
 
 def _list_made_from(graph: Graph, arguments: Collection[int]) -> set[Node]:
-    """All nodes that depend on these arguments of the region alone."""
     found = {each for each in graph.find_nodes(op="placeholder") if _find_argument(each.meta.get("desc")) in arguments}
     for node in graph.nodes:
         if node.all_input_nodes and found.issuperset(node.all_input_nodes):
@@ -109,7 +108,7 @@ def _compile_backward(
 class _Gradient(NamedTuple):
     place: int
     argument: int
-    """Number of the weight among the arguments of the region."""
+    """Number of the weight among the region's arguments."""
     like: Tensor
     """A fake tensor like the gradient."""
     flops: float
@@ -117,7 +116,7 @@ class _Gradient(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Gradients of the same products, mostly one."""
+    """Gradients that share products, usually one."""
 
     gradients: tuple[_Gradient, ...]
     graph: GraphModule
@@ -146,13 +145,11 @@ class Part(NamedTuple):
 
 
 class _WeightGradient:
-    """Computes one gradient of a part from the factors."""
-
     def __init__(self, part: Part, number: int, kept: dict[int, Tensor]) -> None:
         self._part = part
         self._number = number
         self._kept = kept
-        """The part's other gradients, which are computed with the first."""
+        """The part's other gradients, which the first one computes."""
         self.flops = part.gradients[number].flops
         self.as_matrices: Callable[..., tuple[Tensor, Tensor]] | None = part.run if part.is_one_product else None
         """The two matrices whose product is the gradient."""
@@ -164,11 +161,11 @@ class _WeightGradient:
 
 
 class _Mode:
-    # Not one for each thread: autograd runs the backward of CUDA ops in its own threads.
+    # Not per thread: autograd runs the backward of CUDA ops in its own threads.
     defers = False
     """Whether compiled backwards return a `LazyTensor` for each gradient that can wait."""
     is_whole = False
-    """Whether backwards run as torch compiles them, in one part."""
+    """Whether backwards run in one part, as torch compiles them."""
 
 
 mode = _Mode()
@@ -213,7 +210,7 @@ def _run_boxed(run: Callable[..., Any], args: list[Any]) -> Any:
 
 def find_compiled_products(node: Any) -> Mapping[int, float] | None:
     """FLOPs of weight gradients that can wait, by the weight's number among the region's arguments."""
-    # None unless the node is that of a backward in two parts that has run. torch keeps the last in the node's class.
+    # None unless the node's backward has two parts and has run. torch keeps the last one in the node's class.
     run = getattr(function_of(node), "compiled_bw", None)
     return run.products if isinstance(run, _Backward) else None
 
@@ -223,7 +220,7 @@ def _results(graph: Graph) -> list[Any]:
 
 
 def _cut(module: GraphModule, weights: Collection[int], of_weights: Collection[str]) -> tuple[list[Part], int]:
-    """Cut the graph to what I computes; returns the parts, and the number of results before the factors."""
+    """Cut the graph to I's part. Returns the other parts, and the number of results before the factors."""
     graph = module.graph
     output = graph.output_node()
     results = _results(graph)
@@ -240,7 +237,7 @@ def _cut(module: GraphModule, weights: Collection[int], of_weights: Collection[s
     results = _results(graph)
     found = _Found(graph, places, of_weights)
     taken = {place: each for place in places if (each := found.trace_back(results[place])).products}
-    # Not products that I needs for others, as in a stage whose inputs need no gradient.
+    # Without products that I needs for other results, as in a stage whose inputs need no gradient.
     in_i = _list_behind(factor for each in taken.values() for factor in each.factors)
     taken = {place: each for place, each in taken.items() if in_i.isdisjoint(each.products)}
     factors: dict[Node, int] = {}
@@ -271,14 +268,14 @@ def _cut(module: GraphModule, weights: Collection[int], of_weights: Collection[s
 
 def _find_argument(described: Any) -> int | None:
     """Number of the argument to which a result of the backward belongs."""
-    # A gradient, and a part of a tensor that wraps others, in either order.
+    # The result may be a gradient, a part of a tensor that wraps others, or both in either order.
     while (inner := getattr(described, "grad_of", None) or getattr(described, "base", None)) is not None:
         described = inner
     return described.idx if isinstance(described, compiler.PlainInput) else None
 
 
 def _is_fixed(node: Node) -> bool:
-    """Whether the node has to run in I: it draws random numbers, communicates, or has graphs of its own."""
+    """Whether the node has to run in I: it draws random numbers, communicates, or has its own graphs."""
     if node.op != "call_function":
         return True
     tags = getattr(node.target, "tags", ())
@@ -292,7 +289,7 @@ def _is_product(node: Node) -> bool:
 
 
 class _Taken(NamedTuple):
-    """What W computes for one weight, or for several."""
+    """W's computations for one weight, or for several."""
 
     nodes: dict[Node, None]
     products: set[Node]
@@ -309,7 +306,7 @@ class _Found:
         self._of_weights = {each for each in graph.nodes if each.name in of_weights}
         self._of_dy: set[Node] = set()
         self._after: set[Node] = set()
-        """Products of dY and x, and whatever comes after them without another product."""
+        """Products of dY and x, and the nodes after them that lead to no other product."""
         for node in graph.nodes:
             if node.name.startswith("tangents") or not self._of_dy.isdisjoint(node.all_input_nodes):
                 self._of_dy.add(node)
@@ -320,7 +317,7 @@ class _Found:
                 self._after.add(node)
 
     def _is_of_activations(self, product: Node) -> bool:
-        """Whether none of the factors is made from weights alone, as a product of dY and x."""
+        """Whether each factor depends on activations, as in a product of dY and x."""
         if product.target is _CONVOLUTION:
             return list(cast(Sequence[bool], product.args[-1])) == [False, True, False]
         return self._of_weights.isdisjoint(product.all_input_nodes)
@@ -366,7 +363,7 @@ def _list_behind(nodes: Iterable[Node]) -> set[Node]:
 
 
 def _join(taken: Mapping[int, _Taken]) -> list[tuple[list[int], _Taken]]:
-    """The places of gradients that share products, each with what W computes for them."""
+    """Indices of gradients that share products, each with W's computations for them."""
     groups: list[tuple[list[int], _Taken]] = []
     for place, own in taken.items():
         places, joined = [place], own
@@ -379,7 +376,7 @@ def _join(taken: Mapping[int, _Taken]) -> list[tuple[list[int], _Taken]]:
 
 
 def _separate_convolutions(graph: Graph) -> None:
-    """Compute weight gradients of convolutions apart from dX, and gradients of biases as sums."""
+    """Separate weight gradients of convolutions from dX, and compute gradients of biases as sums."""
     for node in graph.find_nodes(op="call_function", target=_CONVOLUTION):
         of = {user.args[1]: user for user in node.users}
         mask = list(cast(Sequence[bool], node.args[-1]))
@@ -401,7 +398,7 @@ def _separate_convolutions(graph: Graph) -> None:
 
 
 def _extract(module: GraphModule, results: Sequence[Node], taken: _Taken) -> tuple[GraphModule, bool]:
-    """The part of the graph that computes these results from their factors, and whether it returns two matrices."""
+    """The part of the graph that computes these results from their factors; whether it returns two matrices."""
     graph = Graph()
     copies = {node: graph.placeholder(f"factor_{number}") for number, node in enumerate(taken.factors)}
     matrices = _find_matrices(results, taken)
@@ -428,13 +425,13 @@ def _copy(graph: Graph, node: Node, copies: dict[Node, Node]) -> Node:
         like = graph.call_function(_aten.expand.default, (like, shape))
         return graph.call_function(_CONVOLUTION, (copies[cast(Node, dy)], copies[cast(Node, x)], like, *rest))
     new = graph.node_copy(node, copies.__getitem__)
-    if new.target is _aten.view.default:  # the memory of a compiled result may have another order
+    if new.target is _aten.view.default:  # a compiled result's memory may have another order
         new.target = _aten.reshape.default
     return new
 
 
 def _find_matrices(results: Sequence[Node], taken: _Taken) -> str | None:
-    """Whether there is one gradient, a product of two matrices: "plain", or "turned"; None otherwise."""
+    """ "plain" or "turned" if there is one gradient, a product of two matrices; otherwise None."""
     is_turned, node = False, results[0]
     while node.target in _TURNS and len(node.meta["val"].shape) == 2:
         if node.target is _aten.t.default or tuple(cast(Any, node.args[1:])) != ([0, 1],):

@@ -1,4 +1,4 @@
-"""What a layer does with its products: the deferral of its weight gradients, and how I and W get them."""
+"""The deferral of a layer's weight gradients: how F, I and W treat its products."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ from zbpipe.runtime.split.weight_gradients import Checks, Sharing, WeightGradien
 
 
 class Deferral:
-    """Deferral of one layer's weight gradients."""
-
     def __init__(
         self,
         layer: nn.Module,
@@ -50,34 +48,34 @@ class Deferral:
         self.applies = tuple(filter(is_apply, products))
         """`apply` of autograd Functions among `products`, which no torch function mode sees."""
         self.deferrable: set[Callable[..., Any]] = set()
-        """Functions of `products` with deferrable calls so far."""
+        """Functions among `products` with deferrable calls so far."""
         self.called: dict[str, None] = {}
-        """Names of the functions that a layer with products of its own has called with its weights."""
+        """Names of functions that a layer with declared products has called with its weights."""
         self.is_caught = False
         """Whether a torch function mode catches the products in the layer's own forward."""
         self.is_declared = declares(layer, "weight_products")
         self.stays_in_i = False
-        """Whether the first I saw x or dY change, so that W could not use them."""
+        """Whether x or dY changed during the first I, so that W could not use them."""
         self.checks, self.sharing = Checks(), Sharing()
         declared: Any = layer.weight_products if self.is_declared else {}
         self.functions = Functions(frozenset(each.__self__ for each in declared if declared[each] is FROM_BACKWARD))
         self.has_node_hooks = False
-        """Whether hooks on autograd's own node of a weight wait for its gradient."""
+        """Whether hooks on a weight's own autograd node wait for its gradient."""
         self.has_hooks_on_views = False
-        """Whether a tensor made from a weight has hooks, which expect its gradient in an ordinary backward."""
+        """Whether hooks on a tensor made from a weight expect its gradient in an ordinary backward."""
         self.may_make_weights = True
-        """Whether the layer may multiply with a weight that it makes from parameters. Known after its first step."""
+        """Whether the layer may multiply with a weight made from parameters. Known after its first step."""
         self.makes_weights = False
         self._own: set[int] = set()
         self.is_region = False
         """Whether the layer is a compiled region, which defers the weight gradients of all layers in it."""
         self.has_run = False
         self.plans: dict[tuple[Any, ...], _Plan] = {}
-        """Products in this step, by the function and the weight's id, or where a view of a weight begins."""
+        """This step's products, by function and weight id, or by the place where a view of a weight begins."""
         self._places: dict[Callable[..., Any], int] = {}
 
     def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """`function(*args, **kwargs)`. If this is a product with a weight of the layer's, the gradient can wait."""
+        """`function(*args, **kwargs)`. The gradient can wait if this is a product with a weight of the layer."""
         place = self._places.get(function)
         if place is not None and place < len(args):
             plan = self.plans.get((function, id(weight := args[place])))
@@ -89,7 +87,7 @@ class Deferral:
             target = self._find_target(factors, function)
             if target is not None:
                 return self._multiply(function, args, kwargs, factors, target)
-        # The products of a weight of another class, such as a quantised one, may be autograd Functions.
+        # A weight of another class, such as a quantised one, may have autograd Functions as products.
         others = (each for each in args[1:2] if isinstance(each, Tensor) and type(each) not in sources.PLAIN)
         if not self.is_caught and any(map(self.owns, others)):
             self.has_run = True
@@ -126,7 +124,7 @@ class Deferral:
         bias: Tensor | None,
         rule: _Rule,
     ) -> None:
-        """Know this product again in this step, for another x."""
+        """Keep this product to recognise it again in this step with another x."""
         x, weight = factors.x, factors.weight
         places = {id(each): place for place, each in enumerate(args) if isinstance(each, Tensor)}
         part = rule.target if isinstance(rule.target, sources.Part) and not weight.is_complex() else None
@@ -163,10 +161,8 @@ class Deferral:
         return self.is_declared and self.products.get(function) is not PRODUCTS.get(function)
 
     def owns(self, weight: Tensor) -> bool:
-        """Whether `weight` is one of the layer's parameters, or a view, a cast or a local part of one.
-
-        A layer without `weight_products` also owns the parameters of the modules in it, which it may multiply itself.
-        """
+        """Whether `weight` is one of the layer's parameters, or a view, a cast or a local part of one. A layer without
+        `weight_products` also owns its children's parameters, with which it may multiply."""
         if not (weight.requires_grad and torch.is_grad_enabled()):
             return False
         return id(weight) in self._own or self.owns_leaf(sources.find_leaf(weight))
@@ -186,10 +182,8 @@ class Deferral:
         return (number for number, name in names.items() if name not in kept_in_i)
 
     def begin_step(self, is_settled: bool = True) -> None:
-        """Look for hooks on nodes. Hooks on the weight itself are checked at each use.
-
-        A layer in whose first step no product was found is left alone from now on, unless another trial follows.
-        """
+        """Check for hooks on nodes. Each use checks for hooks on the weight itself. A layer without products in its
+        first step is ignored from now on, unless another trial follows."""
         self.plans.clear()  # FSDP replaces parameters
         if self.has_run and is_settled:
             self.functions.settle()
@@ -203,7 +197,7 @@ class Deferral:
         self.has_node_hooks = any(p.requires_grad and autograd.has_hooks_on_node(p) for p in parameters)
 
     def is_due_now(self, pending: PendingGradient, *nodes: Node) -> bool:
-        """Whether the weight gradient has to be computed now. Otherwise defer it, if this backward wants it."""
+        """Whether the weight gradient has to be computed now. Otherwise it is deferred, if this backward needs it."""
         # It is due now if nothing records, the backward itself will be differentiated, hooks on the weight need the
         # gradient, or x or dY would change before W. The gradient goes to `nodes`, the next in autograd's graph.
         answers = {autograd.will_run(node) for node in nodes}
@@ -212,20 +206,20 @@ class Deferral:
         wanted = None not in answers
         hooked = self.has_node_hooks or self.has_hooks_on_views
         made = pending.weight if isinstance(pending.weight, sources.Made) else None
-        if made is not None and any(map(autograd.will_run, made.nodes)):  # this backward frees what W needs
+        if made is not None and any(map(autograd.will_run, made.nodes)):  # this backward frees tensors that W needs
             return True
         is_frozen = True
         for leaf in (sources.find_leaf(pending.weight),) if made is None else made.leaves:
             is_frozen &= leaf is not None and not leaf.requires_grad
             hooked |= leaf is not None and autograd.has_hooks(leaf)
-        if is_frozen:  # since F: autograd adds nothing
+        if is_frozen:  # since F, so autograd adds nothing
             return False
         if not wanted or hooked or self.stays_in_i or torch.is_grad_enabled():
             return True
         return not self.gradients.defer(pending, self.checks)
 
     def _find_target(self, factors: Factors, function: Callable[..., Any]) -> Target | None:
-        """Target for the gradient of the weight in W; None if it cannot be deferred."""
+        """The target of the weight's gradient in W; None if it cannot be deferred."""
         x, weight = factors.x, factors.weight
         if not (weight.requires_grad and torch.is_grad_enabled()):
             return None
@@ -236,7 +230,7 @@ class Deferral:
             return None
         target: Target | None = None
         if not self.is_caught or self.owns(weight):
-            if self.owns(x):  # both: a weight made from two
+            if self.owns(x):  # a weight made from two parameters
                 return None
             if is_plain:
                 target = weight if weight.is_leaf else sources.find_part(weight) or sources.find_edge(weight)
@@ -247,12 +241,11 @@ class Deferral:
             ):
                 target = sources.find_edge(weight)  # other products of DTensors may give partial gradients
         if target is None and is_plain:
-            # The result of a product may also be an activation, which has a batch.
+            # A product's result may also be an activation, which has a batch.
             target = self._find_making(x, weight, through_products=factors.is_named or weight.dim() == 2)
         return target
 
     def is_made(self, weight: Tensor, through_products: bool = False) -> bool:
-        """Whether `weight` is made from the layer's parameters alone (see `find_making`)."""
         return sources.find_making(weight, self.owns_leaf, True, through_products) is not None
 
     def _find_making(self, x: Tensor, weight: Tensor, through_products: bool) -> sources.Made | None:
@@ -261,7 +254,7 @@ class Deferral:
         if weight.is_leaf or not self.may_make_weights or self.has_hooks_on_views or self.owns(weight):
             return None
         made = sources.find_making(weight, self.owns_leaf, not self.is_sharded, through_products)
-        # An x that is also made from parameters alone makes a larger weight.
+        # If x is also made only from parameters, the product is a larger weight.
         if made is None or (x.requires_grad and self.is_made(x)):
             return None
         self.makes_weights = True
@@ -275,7 +268,7 @@ class Deferral:
         return twin
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles as None, so that the layer can be loaded without zbpipe."""
+        """Pickles as None, so that the layer loads without zbpipe."""
         return type(None), ()
 
 
@@ -287,13 +280,11 @@ def _read(reader: Reader | None, args: Sequence[Any], kwargs: dict[str, Any]) ->
         for factors in reader(*args, **kwargs):
             if factors.x is not factors.weight:
                 yield factors
-    except (TypeError, ValueError, AttributeError):  # not a call that the reader knows
+    except (TypeError, ValueError, AttributeError):  # a call that the reader does not know
         return
 
 
 class _Rule(NamedTuple):
-    """How I and W get the gradients of a product."""
-
     deferral: Deferral
     target: Target
     product: WeightProduct
@@ -314,7 +305,7 @@ class _Rule(NamedTuple):
         bias: Tensor | None,
         more: Sequence[Tensor] = (),
     ) -> Any:
-        """The product, whose weight gradient can wait; None if its result is no tensor."""
+        """The product, whose weight gradient can wait. None if its result is no tensor."""
         if self.is_cast and autograd.any_autocast() and (dtype := _choose_dtype(x)) != x.dtype:
             given, x = x, _SharedCast.apply(x, dtype, self.deferral)
             args, kwargs = map_leaves((args, kwargs), lambda leaf: x if leaf is given else leaf)
@@ -332,24 +323,24 @@ class _Rule(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """A product that the layer has computed before, of another x."""
+    """A product that the layer has computed before, with another x."""
 
     rule: _Rule
     x: int
-    """Its place among the arguments."""
+    """Index of x among the arguments."""
     kind: type[Tensor]
     dimensions: int
     shape: torch.Size | None
     known: Tensor
-    """The weight, or the leaf that it is a view of. The plan keeps it alive, so that no other has its id."""
+    """The weight, or the leaf that it views. The plan keeps it alive, so that its id stays unique."""
     part: sources.Part | None
     bias: Tensor | None
     rest: Sequence[tuple[int, Any, bool]]
-    """The arguments but x and the weight: place, value, and whether it needs a gradient."""
+    """The other arguments: index, value, and whether it needs a gradient."""
     options: dict[str, Any]
 
     def fits(self, weight: Tensor, args: Sequence[Any], options: dict[str, Any]) -> bool:
-        """Whether a call with these arguments is the same product, of another x."""
+        """Whether a call with these arguments is the same product with another x."""
         if len(args) != len(self.rest) + 2 or len(options) != len(self.options):
             return False
         for place, known, is_trained in self.rest:
@@ -374,7 +365,7 @@ class _Plan(NamedTuple):
 
 
 def _choose_dtype(x: Tensor) -> torch.dtype:
-    """Dtype in which to keep an x that autocast casts: the result's if it is smaller. Otherwise W casts x again."""
+    """Dtype in which to keep an x that autocast casts: the result's if that is smaller. Otherwise W casts x again."""
     device = x.device.type
     if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64:
         return min(x.dtype, torch.get_autocast_dtype(device), key=lambda dtype: dtype.itemsize)
@@ -395,7 +386,7 @@ class _SharedCast(torch.autograd.Function):
 
 
 class _DeferredWhole(torch.autograd.Function):
-    """y = f(x, W, b), whose backward gives dX and db at once and defers dW if something records."""
+    """y = f(x, W, b). Its backward computes dX and db at once and defers dW if something records."""
 
     @staticmethod
     def forward(
@@ -408,7 +399,7 @@ class _DeferredWhole(torch.autograd.Function):
         args: Sequence[Any],
     ) -> Tensor:
         ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
-        # Checkpointing may return a copy of a saved tensor. Only the target identifies the gradient's place.
+        # Checkpointing may return a copy of a saved tensor, so only the target identifies the gradient's place.
         ctx.rule = rule
         return tensor_data.without_base(function(*args))
 
@@ -432,12 +423,11 @@ class _DeferredWhole(torch.autograd.Function):
 
 
 class _DeferredProduct(torch.autograd.Function):
-    """Passes on y = f(x, W, ...), for which autograd knows W only as a constant. The backward defers dW if something
-    records."""
+    """Returns y = f(x, W, ...), in which W is a constant for autograd. Its backward defers dW if something records."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, y: Tensor, rule: _Rule, *more: Tensor) -> Tensor:
-        # For a weight made from parameters, `weight` is the largest of these, and `more` begins with the others.
+        # For a weight made from parameters, `weight` is the largest of them, and `more` begins with the others.
         ctx.others = len(rule.target.leaves) - 1 if isinstance(rule.target, sources.Made) else 0
         ctx.save_for_backward(x, *more[ctx.others :])
         ctx.rule = rule
@@ -462,7 +452,7 @@ autograd.copy_type(_DeferredProduct, lambda x, weight, y, *_: y)
 autograd.copy_type(_SharedCast, lambda x, dtype, *_: x.to(dtype))
 autograd.copy_type(_DeferredWhole, lambda x, weight, bias, rule, function, args: function(*args))
 for _function in (_DeferredWhole, _DeferredProduct):
-    # For `graph_products` and `lazy_products`, instead of attributes that each call would set.
+    # For `graph_products` and `lazy_products`, cheaper than attributes that each call would set.
     autograd.add_properties(
         _function,
         deferral=lambda node: node.rule.deferral,

@@ -1,15 +1,14 @@
 """Layers that defer their weight gradient: I keeps x and dY, W multiplies them.
 
-I runs one ordinary backward. Instead of dW = dY^T x, a linear layer puts the pair (x, dY) into the recording
-`WeightGradients`. W multiplies and accumulates all pairs later. I walks the autograd graph once and frees it, so
-checkpointed blocks are recomputed once.
+I runs one ordinary backward. Instead of dW = dY^T x, a linear layer records the pair (x, dY) in `WeightGradients`. W
+multiplies and accumulates all pairs later. I walks the autograd graph once and frees it, so checkpointed blocks are
+recomputed once.
 
-While nothing records, the same layers compute dW at once, as any layer does. So gradients are complete in a full
-backward, in torch's metadata inference before the first step, in a loss that runs its own backward during F, and in a
-module without a pipeline.
+While nothing records, the same layers compute dW at once. So gradients are complete in a full backward, in torch's
+metadata inference, in a loss that runs its own backward during F, and in a module without a pipeline.
 
-The compiler sees the layers in a compiled region as they are. The region defers as a whole: its backward is an
-autograd Function, like those of others (`zbpipe.runtime.split.functions`).
+A compiled region defers as a whole: its backward is an autograd Function (`zbpipe.runtime.split.functions`), and the
+compiler sees the layers in it unchanged.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 
 def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
-    """Make the layers in `module` defer their weight gradients while `gradients` records.
+    """Let the layers in `module` defer their weight gradients while `gradients` records.
 
-    These are all modules whose forward multiplies with a parameter by a function of torch's that zbpipe knows
-    (`zbpipe.runtime.split.torchs_products`), or by one that the attribute `weight_products` declares. With an empty one
-    a layer defers nothing. Parameters, buffers and their names do not change. In I autograd computes all gradients that
-    cannot be deferred: of weights with hooks, of weights that are more than a view or a cast of a parameter, of tensor
-    subclasses other than DTensor. An already prepared layer defers to the new `gradients` from now on.
+    These are all modules whose forward multiplies with a parameter by a torch function that zbpipe knows
+    (`zbpipe.runtime.split.torchs_products`), or by one that the attribute `weight_products` declares; an empty one
+    defers nothing. Parameters, buffers and their names do not change. In I autograd computes all gradients that cannot
+    be deferred: of weights with hooks, of weights that are more than a view or a cast of a parameter, of tensor
+    subclasses other than DTensor. A second call replaces `gradients`.
     """
     autograd.register_types()
     is_sharded = any(map(fsdp2.is_fsdp, module.modules()))
@@ -57,7 +56,7 @@ def defer_weights(module: nn.Module, gradients: WeightGradients) -> None:
 
 
 def defer_in_compiled_regions(module: nn.Module, gradients: WeightGradients) -> None:
-    """The same for the parts of `module` that run in `torch.compile(m)` or after `m.compile()`, each as a whole."""
+    """As `defer_weights`, for the parts of `module` under `torch.compile(m)` or `m.compile()`, each as a whole."""
     is_sharded = any(map(fsdp2.is_fsdp, module.modules()))
     for region in module.modules():
         if compiler.is_compiled(region):
@@ -70,10 +69,8 @@ def defer_in_compiled_regions(module: nn.Module, gradients: WeightGradients) -> 
 
 
 def catch_around(module: nn.Module, parameters: Iterable[str], gradients: WeightGradients) -> bool:
-    """Catch products also in the modules around those that own `parameters`; returns whether there are any.
-
-    A module may multiply with the weight of a child, which it does not call.
-    """
+    """Also catch products in the modules around those that own `parameters`. Returns whether there are any. A module
+    may multiply with the weight of a child that it does not call."""
     modules = dict(module.named_modules())
     compiled = {id(part) for each in modules.values() if compiler.is_compiled(each) for part in each.modules()}
     around = {}
@@ -94,7 +91,7 @@ def catch_around(module: nn.Module, parameters: Iterable[str], gradients: Weight
 
 
 def _find_products(layer: nn.Module) -> Mapping[Callable[..., Any], Reader]:
-    """Readers of a layer's products, without a call of the layer's `__getattr__`."""
+    """Readers of a layer's products, without a call of its `__getattr__`."""
     if declares(layer, "weight_products"):
         declared = _read_declared_products(layer)
         return {**PRODUCTS, **declared} if layer.weight_products else {}
@@ -130,7 +127,6 @@ def _read_declared_products(layer: nn.Module) -> Mapping[Callable[..., Any], Rea
 
 
 def deferral_of(layer: nn.Module) -> Deferral:
-    """The deferral that `defer_weights` has attached to `layer`."""
     return cast(Deferral, layer.__dict__[_ATTRIBUTE])
 
 
@@ -144,7 +140,7 @@ def deferrals(module: nn.Module) -> dict[str, Deferral]:
 _ATTRIBUTE = "_weight_deferral"
 
 
-# Methods of the layer, not of its Deferral: only then does the compiler see the same code in two layers, and reuse one
+# Methods of the layer, not of its Deferral, so that the compiler sees the same code in two layers, and reuses one
 # block's graph for the next.
 
 
@@ -163,8 +159,8 @@ def _is_linears(function: object, layer: nn.Module) -> bool:
 
 
 def _rebind(function: object, layer: nn.Module, forward: MethodType, seen: frozenset[object] = frozenset()) -> bool:
-    """Replace `nn.Linear.forward` in a closure `function`, as in TorchTitan's tensor parallelism, where catching would
-    take some 20 us more per layer; returns whether it did."""
+    """Replace `nn.Linear.forward` in a closure `function`, as in TorchTitan's TP. Catching would take some 20 us more
+    per layer. Returns whether it did."""
     seen |= {function}  # a function may call itself
     for cell in getattr(function, "__closure__", None) or ():
         if _is_linears(cell.cell_contents, layer):
@@ -183,12 +179,11 @@ def _linear_forward(layer: nn.Linear, input: Tensor) -> Tensor:
     return deferral.multiply(F.linear, (input, layer.weight, layer.bias), {})  # type: ignore[no-any-return]
 
 
-# A pickled method is restored by its name: as the forward of the layer's class.
+# A pickled method is restored by its name, as the forward of the layer's class.
 _linear_forward.__name__ = "forward"
 
 
 def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the layer's own forward, and catch the products inside."""
     deferral = deferral_of(layer)
     if (
         torch.compiler.is_compiling()
@@ -203,7 +198,7 @@ def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 _catching_forward.__name__ = "forward"
 
 
-# If the compiler gives up a region and runs it eagerly, it would still compile each call of the mode.
+# If the compiler gives up on a region and runs it eagerly, it would still compile each call of the mode.
 @compiler.exclude_from_graphs
 def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     deferral.has_run = True
@@ -219,7 +214,7 @@ def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, A
 
 @contextmanager
 def _catch_applies(applies: Iterable[Callable[..., Any]], catch: Callable[..., Any]) -> Iterator[None]:
-    """Context in which a call of one of these `apply` runs `catch(apply, types, args, kwargs)`: no mode sees it."""
+    """Context in which calls of these `apply`, which no mode sees, run `catch(apply, types, args, kwargs)`."""
     with ExitStack() as stack:
         for each in applies:
             owner: Any = each.__self__  # type: ignore[attr-defined]
@@ -253,5 +248,5 @@ class _CatchProducts(TorchFunctionMode):
         return func(*args, **kwargs) if kwargs else func(*args)
 
     def _may_defer(self) -> bool:
-        # Not in a region within the layer. Nor in a checkpoint within it, which runs again without this mode.
+        # Not in a region within the layer, nor in a checkpoint within it, which runs again without this mode.
         return not torch.compiler.is_compiling() and autograd.find_saving_hooks() == self.hooks

@@ -1,7 +1,7 @@
 """Layers that delay their weight gradients themselves, as Transformer Engine's do with `delay_wgrad_compute=True`.
 
-In I such a layer stores what its own kernels need, and W asks it for one stored gradient after the other. Tested with a
-stand-in of the same interface: Transformer Engine itself needs CUDA.
+In I such a layer stores its kernels' inputs, and W asks it for one stored gradient after the other. Tested with a
+stand-in of the same interface, because Transformer Engine needs CUDA.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from zbpipe.runtime.split.products import LINEAR, PendingGradient
 
 
 def delays(layer: Any) -> bool:
-    """Whether a layer was made to delay its weight gradients."""
     store = plain_attribute(layer, "wgrad_store")
     return declares(layer, "backward_dw") and getattr(store, "context", None) is not None
 
 
 def delay_in_i_alone(module: nn.Module) -> Sequence[nn.Module]:
-    """The layers in `module` that delay, so far in every backward; from now on only in `delaying`."""
+    """The layers in `module` that delay. They did in every backward, and from now on only do in `delaying`."""
     layers: list[Any] = [each for each in module.modules() if delays(each)]
     for each in layers:
         each.wgrad_store.disable_delay_wgrad_compute()
@@ -41,7 +40,7 @@ def forget(layers: Iterable[Any]) -> None:
 
 @contextmanager
 def delaying(layers: Sequence[Any], pending: list[PendingGradient]) -> Iterator[None]:
-    """Context of an I in which these layers delay; afterwards `pending` also has their gradients."""
+    """Context of an I in which these layers delay. Afterwards `pending` also has their gradients."""
     before = [(each.wgrad_store.context.qsize(), _mark_gradients(each)) for each in layers]
     with _enabled(layers):
         yield
@@ -86,7 +85,7 @@ class _Delayed(PendingGradient):
         left = store.qsize() - self._number
         while store.qsize() > left:
             before = {each: each.grad for each in _own(layer)}
-            # The layer replaces gradients of weights, and leaves those of biases alone if there are any.
+            # The layer replaces gradients of weights, but not existing gradients of biases.
             for each in before:
                 each.grad = each.detach() if id(each) in self._in_i else None
             with _enabled([layer]):

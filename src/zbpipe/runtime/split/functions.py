@@ -1,7 +1,7 @@
 """Weight gradients from the backwards of autograd Functions: compiled graphs, torchao's, and those that users declare.
 
-I runs the Function's own backward, without the products that only a weight gradient needs. W runs these: the same
-kernels on the same operands. All other Functions compute their weight gradients in I: a backward may do anything.
+I runs the Function's own backward, without the products that only a weight gradient needs. W runs these, with the same
+kernels on the same operands. The backward of any other Function may have side effects, so it runs as a whole in I.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 
 class Deferral(Protocol):
-    """The deferral of the layer that calls the Functions: `zbpipe.runtime.split.deferral.Deferral`."""
+    """`zbpipe.runtime.split.deferral.Deferral` of the layer that calls the Functions."""
 
     layer: nn.Module
     gradients: WeightGradients
@@ -38,16 +38,16 @@ class Functions:
 
     def __init__(self, declared: frozenset[type]) -> None:
         self.declared = declared
-        """Those of which the layer says that zbpipe may defer products of their backwards."""
+        """Functions whose products zbpipe may defer, as the layer declares."""
         self.may_be_called = True
-        """Whether the layer may call any whose products can wait. Known after its first step."""
+        """Whether the layer may call Functions whose products can wait. Known after its first step."""
         self.names: set[str] = set()
         """Names of the Functions called with the layer's weights."""
         self.called: set[type] = set()
-        """Those whose products can wait."""
+        """Functions whose products can wait."""
 
     def watch(self, deferral: Deferral, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`run(*args, **kwargs)`; the known Functions between its arguments and its result defer weight gradients."""
+        """`run(*args, **kwargs)`. Known Functions between its arguments and its result defer weight gradients."""
         if not self.may_be_called:
             return run(*args, **kwargs)
         with compiler.replace_compilation(compiled_backward.compile_in_parts):
@@ -68,7 +68,7 @@ class Functions:
         return output
 
     def settle(self) -> None:
-        """Look for no more Functions after a step without any whose products can wait."""
+        """Stop the search for Functions after a step without any whose products can wait."""
         self.may_be_called = bool(self.called)
 
 
@@ -99,11 +99,11 @@ class _Backward:
             return lazy_products.run_without_products(node, gradients, self.weights)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of any kind: it may read a tensor in a way that no `Later` allows
-            # It is not run again without: it may have written into tensors.
+        except Exception as error:  # of any kind: it may read a tensor in a way that `LazyTensor` does not support
+            # No second run without `LazyTensor`, because it may have written into tensors.
             kind, words = type(self.deferral.layer).__name__, str(error).rstrip(".")
             raise RuntimeError(
-                f"the backward of {node.name()} in a {kind} fails: {words}. If it does not without zbpipe, set"
+                f"the backward of {node.name()} in a {kind} fails: {words}. If it works without zbpipe, set"
                 " weight_products = {} on this layer"
             ) from error
 

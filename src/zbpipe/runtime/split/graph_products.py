@@ -1,6 +1,6 @@
 """Products with weights in autograd's graph, and the cost of their weight gradients.
 
-Only names, edges and shapes of nodes are read. Reading saved tensors would make a checkpoint recompute them.
+Only names, edges and shapes of nodes are read, because reading saved tensors would make a checkpoint recompute them.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _FACTORS = {
     "GroupedMmBackward0": (0, 1),
     "MmBackward0": (0, 1),
 }
-"""Positions of a product's two factors, per node."""
+"""Indices of a product's two factors, by node."""
 _WEIGHT_SECOND = ("Convolution", "Linear", "Trilinear")
 """Nodes whose weight follows x, optionally with a bias after it."""
 _RECURRENT = ("Rnn", "Lstm", "Gru")
 _LOOKUPS = ("Embedding", "EmbeddingBag")
 _CHOICES = ("Index", "IndexSelect", "Gather")
 _PLACINGS = ("IndexPut", "CopySlices", "Scatter")
-"""Nodes that write a weight into a larger tensor, which is a constant if it needs no gradient."""
+"""Nodes that write a weight into a larger tensor. Without a gradient, that tensor is a constant."""
 _VIEWS = ("Clone", "Contiguous", "Expand", "ReshapeAlias", "Squeeze", "UnsafeView", "ToCopy")
 _MATRIX = 2
-"""Smallest number of dimensions of a weight. Below it, row selection is a lookup, and a parameter is a bias or a
-gain."""
+"""Smallest number of dimensions of a weight. Row selection in smaller ones is a lookup, and smaller parameters are
+biases or gains."""
 _REGION = "CompiledFunction"
 
 
 class GraphProduct(NamedTuple):
-    """One product whose weight is a parameter, or made from parameters alone."""
+    """A product whose weight is a parameter, or made only from parameters."""
 
     kind: str
     """Name of the node, without `Backward`."""
@@ -48,18 +48,15 @@ class GraphProduct(NamedTuple):
     """Deferral of the layer, if the node belongs to zbpipe."""
     leaves: tuple[Tensor, ...]
     made_by: tuple[str, ...]
-    """Operations that compute the weight from the leaves, except casts, transposes and views."""
+    """Operations that make the weight from the leaves, except casts, transposes and views."""
     flops: float
 
     @property
     def is_plain(self) -> bool:
-        """Whether this is one of torch's products of two matrices."""
         return f"{self.kind}Backward0" in _FACTORS or self.kind == "Linear"
 
 
 class _Weight(NamedTuple):
-    """A tensor that depends on parameters only."""
-
     leaves: tuple[Tensor, ...]
     made_by: tuple[str, ...] = ()
     is_larger: bool = False
@@ -67,12 +64,11 @@ class _Weight(NamedTuple):
 
 
 def find_products(outputs: Iterable[Any]) -> list[GraphProduct]:
-    """All products with weights on the paths from the leaves to `outputs`."""
     return find_products_behind(find_nodes(outputs))
 
 
 def find_products_behind(nodes: Sequence[Node], make_weights: bool = False) -> list[GraphProduct]:
-    """All products with weights in the graphs of these nodes, which `make_weights` or also activations."""
+    """All products with weights in the graphs of these nodes, which may also `make_weights`."""
     found: list[GraphProduct] = []
     known: dict[Node, _Weight | None] = {}
     edges_of = _edges_behind if make_weights else edges_before
@@ -88,17 +84,17 @@ def find_products_behind(nodes: Sequence[Node], make_weights: bool = False) -> l
 
 
 def _edges_behind(node: Any) -> Sequence[Edge]:
-    """For a product of zbpipe's with a made weight, that weight itself instead of its parameters."""
+    """The edges to a node's arguments. For zbpipe's product with a made weight, the weight replaces its parameters."""
     made = getattr(node, "made", None)
     return node.next_functions if made is None else (node.next_functions[0], (made.edge.node, made.edge.output_nr))
 
 
 _Edge = tuple[_Weight | None, Node | None, int]
-"""The edge's weight if any, its source node, and the number of that node's result."""
+"""The edge's weight, if any, its source node, and the number of that node's result."""
 
 
 def _visit(node: Node, edges: Sequence[_Edge], found: list[GraphProduct]) -> _Weight | None:
-    """Add the products of `node` to `found`; returns the node's result if it is a weight."""
+    """Add the products of `node` to `found`. Returns the node's result if it is a weight."""
     leaf = getattr(node, "variable", None)
     if leaf is not None:
         return _Weight((leaf,)) if isinstance(leaf, nn.Parameter) else None
@@ -133,7 +129,7 @@ def _visit(node: Node, edges: Sequence[_Edge], found: list[GraphProduct]) -> _We
 
 
 def _list_in_region(node: Node, edges: Sequence[_Edge], products: Mapping[int, float]) -> Iterator[GraphProduct]:
-    """The products of a compiled backward that can wait, which belong to its deferral."""
+    """The products of a compiled backward that can wait. They belong to its deferral."""
     numbers = number_edges(node)
     for place, flops in products.items():
         weight = edges[numbers[place]][0] if place in numbers else None
@@ -149,7 +145,7 @@ def _is_function(node: Node, kind: str, edges: Sequence[_Edge]) -> bool:
     """Whether the node is a custom Function that takes more than weights."""
     if not isinstance(cast(object, node), BackwardCFunction) or passes_on(node):
         return False
-    if _find_deferral(node) is not None:  # with an x that needs no gradient, its result may be as large as its weight
+    if _find_deferral(node) is not None:  # if x needs no gradient, the result may be as large as the weight
         return True
     sources = [weight for weight, source, _ in edges if source is not None]
     weights = [weight for weight in sources if weight is not None]
@@ -158,7 +154,7 @@ def _is_function(node: Node, kind: str, edges: Sequence[_Edge]) -> bool:
 
 
 def _make(node: Node, kind: str, edges: Sequence[_Edge]) -> _Weight | None:
-    """The result of an operation on weights that is not a product; None if it involves an activation."""
+    """The result of an operation on weights that is no product; None if it involves an activation."""
     weights = [weight for weight, source, _ in edges if source is not None]
     if not weights or None in weights or kind in _LOOKUPS:
         return None
@@ -167,7 +163,7 @@ def _make(node: Node, kind: str, edges: Sequence[_Edge]) -> _Weight | None:
     elements = max(map(prod, shapes))
     grows = max(prod(_shape_of(node, number)) for number in range(count_results(node))) > elements
     grows &= kind not in _PLACINGS
-    if grows and len(weights) < len(edges):  # the other operand, which needs no gradient, is an activation
+    if grows and len(weights) < len(edges):  # the other operand, without a gradient, is an activation
         return None
     if kind in _CHOICES and len(shapes[0]) == _MATRIX and all(leaf.dim() <= _MATRIX for leaf in result.leaves):
         return None  # a lookup of rows
@@ -191,7 +187,6 @@ def _shape_of(node: Node, number: int) -> tuple[int, ...]:
 
 
 def _count_flops(node: Node, kind: str, is_first: bool, weight: tuple[int, ...], edges: Sequence[_Edge]) -> float:
-    """FLOPs of a product: two per multiplication."""
     dy = _shape_of(node, 0)
     if isinstance(cast(object, node), BackwardCFunction) and hasattr(node, "inner"):  # zbpipe's own
         return 2.0 * prod(dy) * cast(float, node.inner)

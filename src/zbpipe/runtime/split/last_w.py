@@ -1,4 +1,4 @@
-"""W's products, and FSDP2's reductions beside those of a stage's last W."""
+"""W's products, and FSDP2's reductions that overlap those of a stage's last W."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from zbpipe.runtime.split.products import PendingGradient
 
 
 def accumulate(pending: list[PendingGradient]) -> Iterator[None]:
-    """Compute the deferred gradients, and add each to `.grad`: one at each step of the iterator."""
-    # From the last pair to the first, freeing each: the latest pairs of I are still in the cache.
-    # Weights made from the same parameters, such as those of experts, share a graph that runs once.
+    """Compute the deferred gradients, and add one to `.grad` at each step of the iterator."""
+    # From the last pair to the first, freeing each, because the latest pairs of I are still in the cache. Weights made
+    # from the same parameters, such as those of experts, share a graph that runs once.
     left = Counter(_makers_of(each.weight) for each in pending if isinstance(each.weight, sources.Made))
     made: defaultdict[Sequence[int], list[tuple[GradientEdge, Tensor]]] = defaultdict(list)
     while pending:
@@ -39,12 +39,11 @@ def accumulate(pending: list[PendingGradient]) -> Iterator[None]:
 
 
 def _makers_of(weight: sources.Made) -> tuple[int, ...]:
-    """The parameters that make the weight, by their ids."""
     return tuple(map(id, weight.leaves))
 
 
 def accumulate_and_reduce(module: nn.Module, pending: list[PendingGradient]) -> Iterator[None]:
-    """Compute the last deferred gradients of a stage, and have FSDP2 reduce each unit as soon as it has all of them."""
+    """Compute a stage's last deferred gradients. FSDP2 reduces each unit as soon as its gradients are complete."""
     units = _order(module, fsdp2.list_units(module))
     fsdp2.begin(module)
     of_others, *of_units = _sort(pending, units)
@@ -55,10 +54,10 @@ def accumulate_and_reduce(module: nn.Module, pending: list[PendingGradient]) -> 
 
 
 def _order(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:
-    """The units in the order in which they are reduced: without products first, then from the largest on."""
-    # One reduction runs beside the products of the next unit, so the last one, which nothing hides, has to be small.
-    # All data-parallel ranks need the same order. So it must not depend on the products of this microbatch, which may
-    # leave out experts.
+    """The units in the order of their reductions: without products first, then from the largest on."""
+    # A reduction overlaps the next unit's products, so the last one, which nothing hides, has to be small. All
+    # data-parallel ranks need the same order, so it must not depend on this microbatch's products, which may leave out
+    # experts.
     multiplied = {
         id(parameter)
         for deferral in deferrals(module).values()
@@ -69,7 +68,7 @@ def _order(module: nn.Module, units: Sequence[Unit]) -> list[Unit]:
 
 
 def _sort(pending: list[PendingGradient], units: Sequence[Unit]) -> list[list[PendingGradient]]:
-    """The products of parameters in no unit, and those of each unit. Empties `pending`."""
+    """The products of parameters outside all units, and those of each unit. Empties `pending`."""
     place_of = {own: place for place, unit in enumerate(units, start=1) for own in unit.parameters}
     found: list[list[PendingGradient]] = [[] for _ in range(len(units) + 1)]
     for gradient in pending:

@@ -1,9 +1,9 @@
 """Products in the backward of an autograd Function, computed only when their result is read.
 
 I runs the Function's own backward. A product there returns a `LazyTensor`, which has no memory and knows its operands.
-Whatever reads it computes it, and whatever may change an operand computes it before. A weight gradient that nothing
-reads until the end of the backward can wait for W, which multiplies the same operands by the same kernel. The operands
-of quantised products are smaller than x and dY.
+Code that reads it computes it; code that may change an operand computes it before. A weight gradient that nothing reads
+until the end of the backward waits for W, which multiplies the same operands by the same kernel. The operands of
+quantised products are smaller than x and dY.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from zbpipe.runtime._torch.tensor_data import storage_of, version_of
 from zbpipe.runtime.split.sources import PLAIN, find_leaf_behind, find_shape, number_edges, passes_on
 
 _MOST_NODES = 1000
-"""Limit of nodes of a layer among which Functions are looked for."""
+"""Limit of a layer's nodes in the search for Functions."""
 _META = torch.device("meta")
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with every part changed that is not a plain list, tuple or dictionary. pytree is slower."""
+    """`value` with `change` applied to each part that is no plain list, tuple or dictionary. pytree is slower."""
     kind = type(value)
     if kind is tuple or kind is list:
         return kind([map_leaves(each, change) for each in value])
@@ -49,13 +49,13 @@ class _Call(NamedTuple):
 
 
 class LazyTensor(Tensor):
-    """The result of a product, or of operations on such results, that is computed when something reads it."""
+    """The result of a product, or of operations on such results. Reading it computes it."""
 
     call: _Call
     operands: list[tuple[Tensor, int]]
-    """The tensors of the call, each with the number of its in-place changes then."""
+    """The call's tensors, each with its number of in-place changes at that time."""
     within: LazyProducts | None
-    """That of the backward that calls it; None for a compiled one."""
+    """The products of the running backward; None for a compiled one."""
     value: Tensor | None
     __torch_function__ = autograd.sees_no_functions  # type: ignore[assignment]
 
@@ -80,14 +80,14 @@ class LazyTensor(Tensor):
         return self.value
 
     def find_memory(self) -> set[int]:
-        """The storages that the value is computed from."""
+        """The storages on which the value depends."""
         found = list_memory(tensor for tensor, _ in self.operands)
         for each in _list_tensors((self.call.args, self.call.kwargs)):
             if isinstance(each, LazyTensor):
                 found |= each.find_memory() if each.value is None else list_memory([each.value])
         return found
 
-    def data_ptr(self) -> int:  # for kernels that are not torch's, which may write
+    def data_ptr(self) -> int:  # for kernels other than torch's, which may write
         _compute_all([self])
         return self.now().data_ptr()
 
@@ -118,7 +118,7 @@ def _require_unchanged(operands: Iterable[tuple[Tensor, int]], product: str) -> 
 
 
 def _compute_all(changed: Iterable[LazyTensor]) -> None:
-    """Compute all results of the backwards that call these, one of which changes."""
+    """Compute all results of the backwards with these calls, before one of them changes."""
     for lazy in changed:
         for each in (lazy,) if lazy.within is None else lazy.within.waiting:
             each.now()
@@ -135,12 +135,12 @@ def _read(args: Any) -> Any:
 
 
 def postpone(function: Callable[..., Any], args: Sequence[Any], like: Tensor) -> LazyTensor:
-    """A `LazyTensor` for `function(*args)`, whose result is like the tensor `like`."""
+    """A `LazyTensor` for `function(*args)`, whose result has the form of `like`."""
     return LazyTensor(like, _Call(function, list(args), {}), None)
 
 
 def _infer(call: _Call) -> Tensor | None:
-    """A tensor without memory, like the result; None if there is no single one, or torch cannot tell."""
+    """The form of the result, without memory; None if it is no single tensor, or torch cannot infer it."""
     if call.kwargs.get("device") is not None or call.kwargs.get("out") is not None:
         return None
     key = call.function, _identify(call.args), _identify(call.kwargs)
@@ -159,7 +159,7 @@ _MOST_INFERRED = 4096
 
 
 def _identify(value: Any) -> Any:
-    """A key for arguments: tensors by their shapes."""
+    """A key for arguments, with tensors by their shapes."""
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype
     if isinstance(value, (tuple, list)):
@@ -177,13 +177,13 @@ def _run_without_memory(call: _Call) -> Tensor | None:
     try:
         with autograd.without_functions(), torch.no_grad(), autograd.without_modes():
             result = call.function(*args, **kwargs)
-    except Exception:  # of any kind: a kernel for this device alone, or one that reads its arguments
+    except Exception:  # of any kind: a kernel for this device only, or one that reads its arguments
         return None
     return result if type(result) is Tensor and result.device == _META else None
 
 
 class LazyProducts(TorchFunctionMode):
-    """Products that return a `LazyTensor`: those whose result has one of these numbers of elements, as weights have."""
+    """Mode in which products return a `LazyTensor` if their result has a weight's number of elements."""
 
     def __init__(self, elements: Collection[int]) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ class LazyProducts(TorchFunctionMode):
         self.waiting: list[LazyTensor] = []
         self.is_computing = False
         self._lent: set[int] = set()
-        """Storages that others than torch may write to from now on, without a call that the mode sees."""
+        """Storages that code outside torch may change from now on, without a call that the mode sees."""
         self._backward = autograd.current_backward()
 
     def __torch_function__(
@@ -207,7 +207,7 @@ class LazyProducts(TorchFunctionMode):
         elif kind == "may write" or kwargs.get("out") is not None:
             self._compute_before((args, kwargs))
         elif kind == "product" and not torch.is_grad_enabled() and not autograd.any_autocast():
-            if autograd.current_backward() != self._backward:  # the backward runs another one, or a forward
+            if autograd.current_backward() != self._backward:  # a nested backward, or a forward
                 return func(*args, **kwargs)
             call = _Call(func, args, kwargs)
             like = _infer(call)
@@ -217,7 +217,7 @@ class LazyProducts(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _compute_before(self, changed: Any, lends: bool = False) -> None:
-        """Compute all results that depend on tensors which a call may change now; or later, if it lends them."""
+        """Compute all results that depend on tensors which a call may change now, or later if it lends them."""
         tensors = _list_tensors(changed)
         _compute_all(each for each in tensors if isinstance(each, LazyTensor))
         memory = list_memory(tensors)
@@ -230,8 +230,8 @@ class LazyProducts(TorchFunctionMode):
 
 @lru_cache(4096)
 def _classify(function: Any) -> str:
-    """What a call does: "product"; "writes" into its first argument, or "may write" into any; "lends" memory to others
-    than torch, or "points" them to it; "" for anything else."""
+    """The effect of a call: "product"; "writes" into its first argument, or "may write" into any; "lends" memory to
+    code outside torch, or "points" tensors to its memory; "" for anything else."""
     name, _, overload = getattr(function, "__name__", "").partition(".")
     overloads = [function] if overload else [getattr(function, each) for each in getattr(function, "overloads", list)()]
     if any(each.is_mutable for each in map(schema_of, overloads) if overload or "out" not in each.overload_name):
@@ -257,14 +257,12 @@ _IN_PLACE = frozenset(
 
 
 class _At(NamedTuple):
-    """The place of a tensor among those of a recipe."""
+    """A tensor's index among those of a recipe."""
 
     place: int
 
 
 class _Step(NamedTuple):
-    """The result of an earlier step of the same recipe."""
-
     number: int
 
 
@@ -279,23 +277,22 @@ class _Wrapper(NamedTuple):
 
 
 class Recipe:
-    """How to compute a `LazyTensor`, apart from the tensors; it keeps those in the `memory` of weights itself."""
+    """How to compute a `LazyTensor`, without its tensors, except those in the `memory` of weights."""
 
     def __init__(self, lazy: Tensor, memory: Collection[int] = ()) -> None:
         self._memory = memory
         self.weights: list[tuple[Tensor, int]] = []
-        """Weights that it reads, each with the number of its in-place changes so far."""
+        """Weights that it reads, each with its number of in-place changes so far."""
         self.tensors: list[Tensor] = []
-        """All tensors that it reads, detached."""
         self.versions: list[int] = []
-        """The number of in-place changes of each, when the backward called the product."""
+        """Each tensor's number of in-place changes when the backward called the product."""
         self.flops = 0.0
-        """Of its products; 0 if the backward has read their results."""
+        """FLOPs of its products; 0 if the backward has read their results."""
         self._known: dict[int, Any] = {}
         self._noted: dict[int, int] = {}
         self._steps: list[_Call] = []
         self._result = self._note(lazy)
-        self._known.clear()  # of a result that the backward has read
+        self._known.clear()  # a result that the backward has read
 
     def _note(self, tensor: Any) -> Any:
         if not isinstance(tensor, Tensor):
@@ -329,7 +326,7 @@ class Recipe:
 
     @property
     def as_matrices(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """Computes from the tensors two matrices whose product is the result; None unless the result is that alone."""
+        """Computes from the tensors two matrices whose product is the result; None for any other result."""
         if len(self._steps) != 1 or not isinstance(self._result, _Step):
             return None
         (call,) = self._steps
@@ -384,7 +381,7 @@ def _count_flops(call: _Call) -> float:
 
 
 class Context:
-    """Stands in for the node that a Function's backward gets as `ctx`."""
+    """Stands in for a Function's `ctx` in its backward."""
 
     _node: Any
     _saved: Any
@@ -395,7 +392,7 @@ class Context:
 
     @property
     def saved_tensors(self) -> Any:
-        """The saved tensors, for which a checkpoint may run its forward again: without `LazyProducts`."""
+        """The saved tensors. A checkpoint may run its forward again for them, without `LazyProducts`."""
         if self._saved is None:
             with autograd.without_innermost_mode():
                 object.__setattr__(self, "_saved", self._node.saved_tensors)
@@ -412,7 +409,6 @@ class Context:
 
 
 def run_own_backward(node: Node, gradients: Sequence[Any], context: Context | None = None) -> tuple[Any, ...]:
-    """The gradients that a Function's backward returns."""
     kind: Any = type(node)
     if _takes_a_list(node):
         return cast(tuple[Any, ...], kind.apply_boxed(node, gradients))
@@ -421,16 +417,16 @@ def run_own_backward(node: Node, gradients: Sequence[Any], context: Context | No
 
 
 def run_without_products(node: Node, gradients: Sequence[Any], weights: Iterable[Weight]) -> tuple[Any, ...]:
-    """The same, with a `LazyTensor` for each gradient of `weights` that only products lead to."""
+    """The same, with a `LazyTensor` for each gradient of `weights` that comes only from products."""
     mode = LazyProducts(frozenset(find_shape(each.edge).numel() for each in weights))
     with mode, autograd.replace_engine(_run_engine):
         returned = run_own_backward(node, gradients, Context(node))
-    mode.waiting.clear()  # a cycle, which would hold the operands
+    mode.waiting.clear()  # breaks a cycle that would hold the operands
     return returned
 
 
 def _run_engine(tensors: Any, gradients: Any, *more: Any, **options: Any) -> Any:
-    """A backward within a backward, which could keep a `LazyTensor` in `.grad`."""
+    """A backward within a backward, which must not leave a `LazyTensor` in `.grad`."""
     return autograd.run_engine(tensors, _read(gradients), *more, **options)
 
 
@@ -439,19 +435,17 @@ def is_compiled(node: Node) -> bool:
 
 
 def _takes_a_list(node: Any) -> bool:
-    """Whether autograd gives the gradients as a list, which the backward empties: from torch 2.13 on if compiled."""
+    """Whether autograd passes the gradients as a list that the backward empties: from torch 2.13 on if compiled."""
     return getattr(function_of(node), "boxed_grads_call", False)
 
 
 def holds_lazy(gradient: Any) -> bool:
-    """Whether this is a `LazyTensor`, or a tensor that wraps one."""
     if isinstance(gradient, LazyTensor) or not is_wrapper(gradient):
         return isinstance(gradient, LazyTensor)
     return any(holds_lazy(getattr(gradient, name)) for name in gradient.__tensor_flatten__()[0])
 
 
 def compute(gradient: Any) -> Any:
-    """The gradient, without any `LazyTensor`."""
     if isinstance(gradient, LazyTensor):
         return gradient.now()
     if not holds_lazy(gradient):
@@ -461,7 +455,7 @@ def compute(gradient: Any) -> Any:
 
 
 def list_functions(outputs: Iterable[Any], inputs: Iterable[Any]) -> Iterator[Node]:
-    """Nodes of others' autograd Functions between a layer's inputs and outputs, unless their backward is replaced."""
+    """Nodes of foreign autograd Functions between a layer's inputs and outputs, unless their backward is replaced."""
     seen = {each.grad_fn for each in inputs if isinstance(each, Tensor)}
     waiting = [each.grad_fn for each in outputs if isinstance(each, Tensor)]
     for _ in range(_MOST_NODES):
@@ -479,10 +473,10 @@ def list_functions(outputs: Iterable[Any], inputs: Iterable[Any]) -> Iterator[No
 
 
 class Weight(NamedTuple):
-    """An input of a Function that was a leaf, or a cast, a transpose or a view of one."""
+    """An input of a Function that is a leaf, or a cast, a transpose or a view of one."""
 
     place: int
-    """Its place among all inputs, and among the gradients that the backward returns."""
+    """Its index among all inputs, and among the gradients that the backward returns."""
     number: int
     leaf: Tensor
     edge: GradientEdge
@@ -500,8 +494,8 @@ def list_weights(node: Any, owns: Callable[[Tensor], bool]) -> list[Weight]:
 
 
 def replace_backward(node: Any, run: Any) -> None:
-    """Have autograd call `run(node, gradients)` for this node alone."""
-    here = ref(node)  # a node that held itself would wait for the garbage collector
+    """Let autograd call `run(node, gradients)` as the backward of this node only."""
+    here = ref(node)  # a strong reference would be a cycle
 
     def apply(*gradients: Any) -> Any:
         return run(here(), gradients)
@@ -513,12 +507,12 @@ def replace_backward(node: Any, run: Any) -> None:
 
 
 def list_memory(tensors: Iterable[Any]) -> set[int]:
-    """The storages of plain tensors and of tensors that wrap them."""
+    """The storages of plain tensors, and of tensors that wrap them."""
     found: set[int] = set()
     for each in tensors:
         if type(each) not in PLAIN and is_wrapper(each):
             names, _ = each.__tensor_flatten__()
             found |= list_memory(getattr(each, name) for name in names)
         elif isinstance(each, Tensor) and not isinstance(each, LazyTensor) and each.layout is torch.strided:
-            found.add(storage_of(each))  # a DTensor has its mesh among its parts
+            found.add(storage_of(each))  # not by its parts: a DTensor's mesh is one
     return found

@@ -1,4 +1,4 @@
-"""Losses that run their own backwards during F, such as TorchTitan's chunked loss, which includes the LM head."""
+"""Losses that run their own backwards during F, such as TorchTitan's chunked loss with the LM head."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from zbpipe.runtime.split.weight_gradients import WeightGradients, find_changed_
 def defer_in_loss(loss_fn: Callable[..., Tensor], gradients: WeightGradients) -> Callable[..., Tensor]:
     """`loss_fn` with the weight gradients of its own backwards deferred to the last stage's W."""
     # The loss's backward in I passes the gradients deferred in F on to W. Until then the gradients of all logits stay
-    # in memory. A chunked loss otherwise never holds them all at once.
+    # in memory, which a chunked loss otherwise avoids.
 
     @wraps(loss_fn)
     def compute(*args: Any, **kwargs: Any) -> Tensor:
@@ -39,7 +39,7 @@ def _defer_or_add(pending: list[PendingGradient], gradients: WeightGradients) ->
 
 
 class _HandOn(torch.autograd.Function):
-    """The identity, whose backward passes on the deferred gradients of the loss computation."""
+    """The identity. Its backward passes on the loss's deferred gradients."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, pending: list[PendingGradient], gradients: WeightGradients) -> Tensor:

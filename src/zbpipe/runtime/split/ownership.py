@@ -1,12 +1,10 @@
 """Ownership of memory between I and W: deferred tensors share none with others, and waste none.
 
-Between I and W, nothing else may change the tensors that W reads: x, dY, and extra tensors of a product. Autograd
-passes gradients on without copies, so dY may share its memory with a `.grad`. For example, a parameter that is added
-through a view gets a view of dY as its gradient, and later microbatches add to it in place. x may be a buffer that a
-module reuses, or a backward may keep its incoming gradient. So I ends by copying all memory with another holder: other
-tensors, NumPy, or a lender of memory to torch.
-
-It also copies small parts of large tensors, such as the last token's hidden states, to free the rest.
+Between I and W, nothing else may change the tensors that W reads: x, dY, and a product's extra tensors. But autograd
+passes gradients on without copies, so dY may share its memory with a `.grad`, to which later microbatches add in place;
+x may be a buffer that a module reuses; and a backward may keep its incoming gradient. So I ends by copying all memory
+with another holder: other tensors, NumPy, or a lender of memory to torch. It also copies small parts of large tensors,
+such as the last token's hidden states, to free the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from zbpipe.runtime._torch import tensor_data
 from zbpipe.runtime.split.products import PendingGradient
 
 _WASTE = 2
-"""Ratio of a storage to its deferred bytes from which these are copied. The copy then takes at most what it frees."""
+"""Ratio of a storage to its deferred bytes from which these are copied. The copy takes no more than it frees."""
 
 
 def copy_if_shared(pending: Sequence[PendingGradient]) -> None:
@@ -42,16 +40,16 @@ def copy_if_shared(pending: Sequence[PendingGradient]) -> None:
 @dataclass(slots=True)
 class _Memory:
     size: int
-    """Bytes, or 0 if one of the tensors needs all of them."""
+    """Size in bytes, or 0 if one of the tensors needs all of it."""
     is_foreign: bool
-    """Whether it has a holder outside torch, which the number of holders does not include."""
+    """Whether it has a holder outside torch, which torch does not count."""
     accounted: int = 0
     parts: dict[tuple[object, ...], int] = field(default_factory=dict)
-    """Bytes of each tensor that is only a part of it."""
+    """Bytes of each tensor that needs only a part of it."""
 
 
 def _count(tensor: Tensor, memory: dict[int | None, _Memory]) -> int | None:
-    """Count `tensor` and its base as holders of its memory; returns the storage."""
+    """Count `tensor` and its base as holders of its memory. Returns the storage."""
     storage, number, size, is_torchs_own = tensor_data.find_memory(tensor)
     found = memory.get(storage)
     if found is None:
@@ -65,7 +63,6 @@ def _count(tensor: Tensor, memory: dict[int | None, _Memory]) -> int | None:
 
 
 def _identify_part(tensor: Tensor) -> tuple[object, ...]:
-    """A key for the tensor's part of its memory."""
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
@@ -77,7 +74,7 @@ def _copy(
     def own(tensor: Tensor, storage: int | None) -> Tensor:
         if storage not in to_copy:
             return tensor
-        # Several layers may share one x, which stays shared.
+        # Several layers may share one x, also as a copy.
         place = storage or id(tensor), *_identify_part(tensor)
         if place not in copies:
             copies[place] = tensor.clone()

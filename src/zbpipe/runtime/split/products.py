@@ -17,10 +17,10 @@ from zbpipe.runtime.split.lazy_products import map_leaves
 
 
 class ExtraArguments(NamedTuple):
-    """The arguments of a product after x and the weight, without the tensors among them: autograd saves those."""
+    """The arguments of a product after x and the weight. Tensors are replaced, because autograd saves those."""
 
     values: tuple[Any, ...] = ()
-    """`TENSOR` in the places of tensors, also within lists, tuples and dictionaries."""
+    """`TENSOR` in place of each tensor, also within lists, tuples and dictionaries."""
     options: Mapping[str, Any] = {}
     """The same for keyword arguments."""
 
@@ -39,13 +39,13 @@ class WeightProduct:
     """The gradients of y = f(x, weight, ...), for an f that is linear in the weight.
 
     Args:
-        weight_gradient: Maps (dy, x, ...) to the gradient of the weight, in the weight's shape. It also gets the
+        weight_gradient: from (dy, x, ...) to the gradient of the weight, in the weight's shape. It also gets the
             extra arguments of f, except None at the end or by name.
-        as_matrices: Maps the same to two matrices whose product is that gradient. W can add such a product to `.grad`
+        as_matrices: from the same to two matrices whose product is that gradient. W can add such a product to `.grad`
             by one kernel.
-        of_input: Maps (dy, x, weight, ...) to the gradient of x, if zbpipe knows all gradients of f.
-        of_bias: Maps (dy, dtype, ...) to the gradient of the bias.
-        lay_out: Maps (dy, ...) to dY as the kernels of both halves read it.
+        of_input: from (dy, x, weight, ...) to the gradient of x, if zbpipe knows all gradients of f.
+        of_bias: from (dy, dtype, ...) to the gradient of the bias.
+        lay_out: from (dy, ...) to dY in the layout of both halves' kernels.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class WeightProduct:
 
 
 def rows(tensor: Tensor) -> Tensor:
-    """The tensor with its leading dimensions flattened: (..., n) to (rows, n)."""
+    """The tensor with flattened leading dimensions: (..., n) to (rows, n)."""
     if tensor.dim() == 2:
         return tensor
     return tensor.flatten(0, -2) if tensor.dim() > 2 else tensor.unsqueeze(0)
 
 
 def _linear_as_matrices(dy: Tensor, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    # Another library's function may get a bias without a gradient, which changes nothing.
+    # Another library's function may get a bias without a gradient. It changes nothing.
     return rows(dy).t(), rows(as_constant(x, dy))
 
 
@@ -116,13 +116,13 @@ torch.Size([4, 3])
 def _grouped_mm_weight_gradient(
     dy: Tensor, x: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    # Neither a bias without a gradient nor the result's dtype changes the gradient.
-    # Multiplied this way round and transposed, because the weights are transposed: (experts, out, in) in memory.
+    # Neither a bias without a gradient nor the result's dtype changes the gradient. Multiplied in this order and then
+    # transposed, because the weights are transposed: (experts, out, in) in memory.
     return autograd.grouped_mm(dy.transpose(-2, -1), x, offs=offs).transpose(-2, -1)
 
 
 GROUPED_MM = WeightProduct(_grouped_mm_weight_gradient)
-"""`torch.nn.functional.grouped_mm`, which is also called `torch._grouped_mm`, of rows in groups.
+"""`torch.nn.functional.grouped_mm`, also called `torch._grouped_mm`, of rows in groups.
 
 x: (rows, in), with one weight per group: (groups, in, out).
 
@@ -133,9 +133,9 @@ torch.Size([2, 16, 16])
 
 
 FROM_BACKWARD = "from backward"
-"""Declares an autograd Function: W runs the products of its own backward that nothing else there reads.
+"""Declares that W may run those products of an autograd Function's own backward that nothing else there reads.
 
-Whoever declares it promises that every write in this backward is one that torch counts.
+The user promises that torch counts every write in this backward.
 
 >>> layer = torch.nn.Module()
 >>> layer.weight_products = {torch.autograd.Function.apply: FROM_BACKWARD}
@@ -144,7 +144,7 @@ Whoever declares it promises that every write in this backward is one that torch
 
 @dataclass(slots=True)
 class PendingGradient:
-    """Inputs of W for one use of one weight. Autograd waits while it is made, so this has to be cheap."""
+    """Inputs of W for one use of one weight. Cheap to make, because autograd waits."""
 
     layer: nn.Module
     product: WeightProduct
@@ -159,9 +159,9 @@ class PendingGradient:
     contents: Tensor | list[int] | None = None
     """Fingerprints of `tensors`, for the first microbatches."""
     fsdp_sum: Tensor | None = None
-    """FSDP's sum instead of `.grad`, if the weight has no `.grad`."""
+    """FSDP's sum, for a weight without `.grad`."""
     inner: float = 0
-    """Multiplications per element of dY; 0 for as many as a row of x has elements."""
+    """Multiplications per element of dY; 0 for the number of elements in a row of x."""
     may_fuse: bool = True
 
     @property
@@ -175,7 +175,7 @@ class PendingGradient:
         self.versions = tensor_data.versions_of(tensors)
 
     def name_where(self, marks: Iterable[bool]) -> str:
-        """Names of the marked `tensors`, each once; empty for none."""
+        """Names of the marked `tensors`, each once. Empty for none."""
         names = ("the input (x)", "the gradient of the output (dY)", *("a tensor argument" for _ in self.more))
         return " and ".join(dict.fromkeys(name for name, mark in zip(names, marks, strict=True) if mark))
 
@@ -184,11 +184,10 @@ class PendingGradient:
         return 2.0 * self.dy.numel() * (self.inner or count_inner(self.x))
 
     def gradient(self) -> Tensor:
-        """The product: the gradient of the weight."""
         gradient = self.product.of_weight(self.dy, self.x, self.extra, self.more)
         if self.product.as_matrices is not None:
             return gradient
-        # Autograd would sum a gradient that is too large, and `.grad` would broadcast one that is too small.
+        # Autograd would sum a larger gradient, and `.grad` would broadcast a smaller one.
         shape, is_tensor = sources.find_shape(self.weight), isinstance(gradient, Tensor)
         if is_tensor and gradient.shape == shape:
             return gradient
@@ -204,7 +203,7 @@ class PendingGradient:
         if isinstance(weight, GradientEdge):
             torch.autograd.backward([weight], [self.gradient()])
         elif isinstance(weight, sources.Made):
-            torch.autograd.backward([weight.edge], [self.gradient()], retain_graph=True)  # of other uses of it
+            torch.autograd.backward([weight.edge], [self.gradient()], retain_graph=True)  # for other uses of it
         elif isinstance(weight, sources.Part):
             self._accumulate_part(weight)
         elif not self._add_in_one(weight, grad := self.fsdp_sum if weight.grad is None else weight.grad):
@@ -218,7 +217,7 @@ class PendingGradient:
                 grad.add_(gradient)
 
     def _may_be_an_operand(self, gradient: Tensor) -> bool:
-        """Whether a declared gradient shares memory with dY or x: the next use would be added into these."""
+        """Whether a declared gradient shares memory with dY or x, to which the next use would then add."""
         if self.product.as_matrices is not None:
             return False
         memory, *_ = tensor_data.find_memory(gradient)
@@ -244,12 +243,12 @@ class PendingGradient:
 
 
 Target = Tensor | GradientEdge | sources.Part | sources.Made
-"""Place of a weight gradient: a leaf itself, a part of a leaf, or the edge at which autograd takes the gradient of
-another tensor made from it or from several."""
+"""Target of a weight gradient: a leaf, a part of a leaf, or the edge at which autograd takes the gradient of a tensor
+made from leaves."""
 
 
 def count_inner(x: Tensor) -> int:
-    """Multiplications per element of the result, for as many as a row of x has elements."""
+    """Multiplications per element of the result: the number of elements in a row of x."""
     return x.shape[-1] if x.dim() else 1
 
 
@@ -259,7 +258,6 @@ def title(name: str, kind: str) -> str:
 
 
 def is_apply(function: object) -> bool:
-    """Whether this is `apply` of an autograd Function."""
     owner = getattr(function, "__self__", None)
     return isinstance(owner, type) and issubclass(owner, torch.autograd.Function) and function == owner.apply
 
@@ -270,7 +268,7 @@ def name_of(function: Callable[..., Any]) -> str:
 
 
 def _add_product(weight: Tensor, grad: Tensor | None, one: Tensor, other: Tensor) -> bool:
-    """Add the product of two matrices to `grad`, the `.grad` of `weight` so far; False if no kernel does so."""
+    """Add the product of two matrices to `grad`, the `.grad` of `weight` so far. False if no kernel does this."""
     # A product in half precision is added to a float32 gradient without intermediate rounding.
     dtype = one.dtype
     if grad is not None and grad.dtype == dtype:
@@ -294,10 +292,10 @@ _sums_in_float32: dict[tuple[str, torch.dtype], bool] = {}
 
 
 def sums_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether one kernel can multiply `dtype` tensors and add the product to a float32 tensor, on this device type."""
-    # The CPU has no such kernel, and older CUDA kernels require the same dtype for all three tensors. So this tries it
-    # on small tensors, once per device type and dtype. During the capture of a CUDA graph it cannot read the result, so
-    # the answer is no. The first I, which comes before, has already asked.
+    """Whether one kernel on this device type multiplies `dtype` tensors and adds the product to a float32 tensor."""
+    # The CPU has no such kernel, and older CUDA kernels require one dtype for all three tensors. So try it on small
+    # tensors, once per device type and dtype. During the capture of a CUDA graph the result cannot be read, so the
+    # answer is no; but the first I, which comes before, has already asked.
     key = device.type, dtype
     if key not in _sums_in_float32:
         if find_device(device).is_capturing():

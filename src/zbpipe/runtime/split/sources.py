@@ -1,4 +1,4 @@
-"""Sources of a weight in autograd's graph: its leaf, a part of a leaf, or the parameters from which it is made."""
+"""Sources of a weight in autograd's graph: its leaf, a part of a leaf, or the parameters that make it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PASS_ON = {
     "_UnwrapWeightBackward",
     "_UnsafeViewBackward0",
 }
-"""Nodes that save no tensors of the forward, so that a second backward can run them at almost no cost."""
+"""Nodes that save no tensors, so that a second backward can run them at almost no cost."""
 _KNOWN = {
     "torchao": frozenset(
         (
@@ -39,24 +39,24 @@ _KNOWN = {
     ),
     "peft": frozenset(("BlockCircularConvolution", "HadaWeight", "HadaWeightCP", "UniqueBaseGrad")),
 }
-"""Functions of libraries whose gradients the tests compare, by package. Their backwards have no side effects."""
+"""Libraries' Functions whose gradients the tests compare, by package. Their backwards have no side effects."""
 _VIEWS = frozenset(
     (
         *("Alias", "AsStrided", "Diagonal", "Permute", "ReshapeAlias", "Select", "Slice", "Split", "SplitWithSizes"),
         *("Squeeze", "T", "Transpose", "Unbind", "Unfold", "UnsafeView", "Unsqueeze", "View"),
     )
 )
-"""Nodes of torch's own views, without what follows in their names."""
+"""Prefixes of the names of torch's own view nodes."""
 
 
 def passes_on(node: Node) -> bool:
-    """Whether the node is in `PASS_ON`, and not somebody's Function of such a name."""
+    """Whether the node is in `PASS_ON`, and not a user's Function of that name."""
     function = function_of(node)
     return node.name() in PASS_ON and (function is None or _package_of(function) in ("torch", "torchao"))
 
 
 def is_known(function: type) -> bool:
-    """Whether the backward of this autograd Function has no side effects, so that a part of it may run in W."""
+    """Whether this Function's backward has no side effects, so that a part of it may run in W."""
     return function.__qualname__ in _KNOWN.get(_package_of(function), ()) or _package_of(function) == "zbpipe"
 
 
@@ -65,7 +65,7 @@ def _package_of(kind: type) -> str:
 
 
 def let_pass_nothing(node: Node | None) -> None:
-    """Have the Functions between a product and its leaf pass on that there is no gradient, instead of zeros."""
+    """Let the Functions between a product and its leaf pass on no gradient instead of zeros."""
     while node is not None and passes_on(node):
         if node.name() in _IDENTITIES:
             cast(Any, node).set_materialize_grads(False)
@@ -73,11 +73,11 @@ def let_pass_nothing(node: Node | None) -> None:
 
 
 _IDENTITIES = {"_UnwrapWeightBackward"}
-"""Functions whose backward returns what it gets: torchao's weights for MXFP8 and grouped products."""
+"""Functions whose backward returns its argument: torchao's weights for MXFP8 and grouped products."""
 
 
 class Part(NamedTuple):
-    """A part of a leaf: the tensor's place in the leaf's memory."""
+    """A part of a leaf, by its place in the leaf's memory."""
 
     leaf: Tensor
     size: torch.Size
@@ -91,7 +91,7 @@ class Part(NamedTuple):
         return tensor.shape == self.size and tensor.stride() == self.stride and _leads_to(tensor.grad_fn, self.node)
 
     def fits(self, grad: Tensor) -> bool:
-        """Whether `grad` lies in memory as the leaf does."""
+        """Whether `grad` has the leaf's memory layout."""
         return not grad.is_sparse and grad.stride() == self.leaf.stride() and not grad.requires_grad
 
     def of(self, grad: Tensor) -> Tensor:
@@ -99,13 +99,13 @@ class Part(NamedTuple):
 
 
 def find_part(tensor: Tensor) -> Part | None:
-    """The part of a leaf that a view shows; None if it is no view of one, or shows an element twice."""
+    """The part of a leaf that a view shows; None without one, or if an element appears twice."""
     leaf = base_of(tensor)
     if leaf is None or type(leaf) not in (Tensor, nn.Parameter) or leaf.dtype != tensor.dtype:
         return None
     if tensor.is_conj() or tensor.is_neg() or has_hooks(leaf) or not leaf.is_contiguous():
         return None
-    # For autograd, the view of a detached tensor belongs to that one.
+    # To autograd, the view of a detached tensor belongs to that one.
     end = get_gradient_edge(leaf).node if leaf.is_leaf and leaf.requires_grad else None
     if end is None or not _leads_to(tensor.grad_fn, end, is_hooked):
         return None
@@ -127,17 +127,16 @@ def _leads_to(node: Node | None, end: Node, is_barred: Callable[[Node], bool] = 
 
 
 class Made(NamedTuple):
-    """A weight computed from parameters alone, such as a normalised, a quantised or an indexed one."""
+    """A weight computed only from parameters, such as a normalised, quantised or indexed one."""
 
     edge: GradientEdge
-    """Where autograd takes the gradient of the weight. It keeps the graph of the computation alive."""
+    """Where autograd takes the weight's gradient. It keeps the graph of the computation alive."""
     leaves: tuple[Tensor, ...]
     nodes: tuple[Node, ...]
 
     def of_leaves(self, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the parameters, for one of the weight."""
         differentiable = torch.is_grad_enabled()
-        if any(map(has_hooks, self.leaves)):  # since the forward: they must run once
+        if any(map(has_hooks, self.leaves)):  # added since the forward; they must run once
             torch.autograd.backward([self.edge], [gradient], retain_graph=True, create_graph=differentiable)
             return tuple(None for _ in self.leaves)
         return torch.autograd.grad(
@@ -146,7 +145,7 @@ class Made(NamedTuple):
 
 
 _MOST_MAKING = 64
-"""Limit of nodes that make a weight. Activations usually show by then that they depend on other parameters."""
+"""Limit of nodes that make a weight. By then activations usually show a dependency on other parameters."""
 _NOT_MAKING = ("CompiledFunction", "Embedding")
 _CHOICES = {"GatherBackward0", "IndexBackward0", "IndexSelectBackward0"}
 _MATRIX = 2
@@ -164,16 +163,14 @@ _KEEP_NO_WEIGHTS = {
     "StackBackward0",
     "UnbindBackward0",
 }
-"""Nodes that keep no weight for their backward. FSDP may have freed its memory by W."""
+"""Nodes that keep no weight for their backward, because FSDP may free it before W."""
 
 
 def find_making(
     tensor: Tensor, owns: Callable[[Tensor], bool], may_keep_weights: bool, through_products: bool = False
 ) -> Made | None:
-    """How the tensor is made, if from parameters alone that `owns` accepts, and if its graph can last until W.
-
-    `through_products`: also by products whose own gradient could wait.
-    """
+    """The computation that makes the tensor only from parameters that `owns` accepts, if its graph can last until W.
+    `through_products`: also by products whose own gradient could wait."""
     can_last = autograd.find_saving_hooks() is None  # a checkpoint would repeat its forward in W
     seen, waiting, leaves = dict[Node, None](), [tensor.grad_fn], dict[int, Tensor]()
     looks_up = False
@@ -203,11 +200,11 @@ def find_making(
 
 
 MADE = "zbpipe: made from"
-"""Key of the leaves in the metadata of a node that makes a weight."""
+"""Metadata key for the leaves of a node that makes a weight."""
 
 
 def _may_make(node: Any, through_products: bool) -> bool:
-    """Whether the node may belong to the computation of a weight."""
+    """Whether the node may be part of a weight's computation."""
     function, is_ours = function_of(node), hasattr(node, "deferral")
     if (is_ours and not through_products) or any(word in node.name() for word in _NOT_MAKING):
         return False
@@ -215,8 +212,8 @@ def _may_make(node: Any, through_products: bool) -> bool:
 
 
 def find_leaf(tensor: Tensor | GradientEdge | Part | Made) -> Tensor | None:
-    """The leaf of which `tensor` is a cast, a transpose, a view or a local part; None if it is anything else."""
-    # For an edge, the leaf that receives a gradient passed to the edge.
+    """The leaf of which `tensor` is a cast, a transpose, a view or a local part; None otherwise."""
+    # For an edge, the leaf that receives the edge's gradient.
     if isinstance(tensor, Part):
         return tensor.leaf
     if isinstance(tensor, Made):
@@ -242,8 +239,8 @@ def find_leaf_behind(node: Node | None) -> Tensor | None:
 
 
 def number_edges(node: Any) -> dict[int, int]:
-    """Numbers of the edges of a Function's node that lead to gradients, by the places of its arguments."""
-    # A node has an edge for every tensor, which leads nowhere for one without a gradient.
+    """Numbers of a Function's edges that lead to gradients, by the indices of its arguments."""
+    # A node has an edge for every tensor. Without a gradient it leads nowhere.
     numbers = [number for number, (source, _) in enumerate(node.next_functions) if source is not None]
     places = [place for place, is_needed in enumerate(node.needs_input_grad) if is_needed]
     return dict(zip(places, numbers, strict=True)) if len(places) == len(numbers) else {}

@@ -32,11 +32,11 @@ from zbpipe.runtime.split.weight_gradients import WeightGradients, find_changed_
 from zbpipe.runtime.split.work import StaysInI, WeightWork, describe, look_at_graphs, percent
 
 SplitBackward = Literal["deferred", "strict", "autograd"]
-"""Kinds of backward split. "deferred" is zbpipe's split. "strict" is the same, but an error for a stage with nothing to
-defer. "autograd" is torch's own split, which walks the autograd graph twice."""
+"""Kinds of backward split. "deferred" is zbpipe's. "strict" is the same, with an error for stages that defer nothing.
+"autograd" is torch's own, which walks the autograd graph twice."""
 
 _SETTLED_AFTER = 2
-"""Number of I after which it is known what is deferred. The first I leaves nothing to W."""
+"""Number of I after which the deferred gradients are known. The first I leaves nothing to W."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def split_backward(
     *,
     in_compiled_regions: bool = True,
 ) -> None:
-    """Prepare `stages` (all of one rank) for the actions I and W, which defer into `gradients`."""
+    """Prepare `stages` (all of one rank) for I and W, which defer into `gradients`."""
     if how not in get_args(SplitBackward):
         raise ValueError(
             f"split_backward={how!r} is unknown: use 'deferred' (zbpipe's), 'strict' (the same, or an error) or"
@@ -72,41 +72,36 @@ def split_backward(
             defer_in_compiled_regions(stage.submod, gradients)
         if how == "strict" and not deferrals(stage.submod):
             raise ValueError(
-                f"stage {stage.stage_index} has no layer that can defer its weight gradient: none that multiplies with"
-                " a parameter; split_backward='deferred' would run full backwards as its I"
+                f"stage {stage.stage_index} has no layer that can defer its weight gradient: no layer multiplies with"
+                " a parameter. split_backward='deferred' would run full backwards as its I"
             )
 
 
 def find_split(stage: pipelining.Stage) -> SplitWork | None:
-    """The stage's split of zbpipe; None for torch's own."""
     found = find_work(stage)
     return found if isinstance(found, SplitWork) else None
 
 
 def infer_without_compiler(stage: pipelining.Stage) -> AbstractContextManager[None]:
     """Context in which torch infers shapes: `stage` runs its compiled regions without the compiler."""
-    # Otherwise each stage would compile when the one before it has, and not all at once in `warm_up`.
+    # Otherwise the stages would compile one after the other, and not all at once in `warm_up`.
     split = find_split(stage)
     return nullcontext() if split is None else replaced(split.gradients, is_inferring=True)
 
 
 def find_pending(stage: pipelining.Stage, microbatch: int) -> Sequence[PendingGradient]:
-    """Gradients deferred by this microbatch's I; empty after W, or for torch's own split."""
+    """Gradients deferred by this microbatch's I. Empty after W, or for torch's own split."""
     split = find_split(stage)
     return () if split is None else split.deferred.get(microbatch, ())
 
 
 def find_weight_work(stage: pipelining.Stage) -> WeightWork | None:
-    """Work of the stage's weight gradients and its deferred part, known after the first I."""
     split = find_split(stage)
     return None if split is None else split.work
 
 
 def find_deferred_share(stages: Sequence[pipelining.Stage]) -> float | None:
-    """Share of the weight gradients' FLOPs that W computes, over all ranks; None without any W.
-
-    All ranks of the pipeline have to call this.
-    """
+    """Share of the weight gradients' FLOPs that W computes, over all ranks, which have to call this. None without W."""
     found = [work for each in stages if (work := find_weight_work(each)) is not None]
     flops = [sum(each.flops * each.share for each in found), sum(each.flops for each in found)]
     total = torch.tensor(flops, dtype=torch.float64, device=pipelining.device_of(stages[0]))
@@ -117,15 +112,15 @@ def find_deferred_share(stages: Sequence[pipelining.Stage]) -> float | None:
 
 def require_no_early_reduction(stages: Sequence[pipelining.Stage]) -> None:
     """Refuse stages whose gradients FSDP would reduce in I, before W adds to them."""
-    # torch's stages defer the reduction only if the whole stage is an FSDP module. A framework may handle the parts in
-    # its own backward, which it sets on the stages after the schedule was built. So call this when the first step
-    # begins. Gradients that such a backward leaves unreduced are checked after the last W.
+    # torch's stages defer the reduction only if the whole stage is an FSDP module. A framework's own backward may treat
+    # the parts differently, but it is set after the schedule was built. So call this when the first step begins. The
+    # last W checks gradients that such a backward leaves unreduced.
     for stage in stages:
         if own(stage).own_backward or fsdp2.is_fsdp(stage.submod):
             continue
         if any(map(fsdp2.is_fsdp, stage.submod.modules())):
             raise ValueError(
-                f"stage {stage.stage_index} has parts in fully_shard but is not in it itself, so these parts would"
+                f"stage {stage.stage_index}: fully_shard wraps parts of the stage, not the stage, so these parts would"
                 " reduce their gradients in I, before W adds to them. Also call fully_shard on the whole stage, or use"
                 " a schedule without I and W"
             )
@@ -133,8 +128,8 @@ def require_no_early_reduction(stages: Sequence[pipelining.Stage]) -> None:
 
 def require_not_compiled(stages: Sequence[pipelining.Stage], what: str) -> None:
     """Refuse torch's own split, for `what`, on compiled modules."""
-    # torch raises an error about donated buffers at the first W. With `donated_buffer=False`, which that error
-    # suggests, it accumulates wrong weight gradients instead (seen on torch 2.13 and 2.15).
+    # torch raises an error about donated buffers at the first W. With `donated_buffer=False`, which it suggests,
+    # weight gradients are wrong (torch 2.13 and 2.15).
     compiled = [stage.stage_index for stage in stages if any(map(compiler.is_compiled, stage.submod.modules()))]
     if compiled:
         raise ValueError(
@@ -144,23 +139,22 @@ def require_not_compiled(stages: Sequence[pipelining.Stage], what: str) -> None:
 
 
 def require_memory_that_lasts(stages: Sequence[pipelining.Stage]) -> None:
-    """Refuse compiled modules in CUDA graphs: each microbatch would overwrite x and dY of the previous one."""
-    # Inductor reads its configuration when a module is called for the first time, so call this again when the first
-    # step begins.
+    """Refuse compiled modules in CUDA graphs, in which each microbatch would overwrite the previous one's x and dY."""
+    # Inductor reads its configuration at a module's first call, so call this again when the first step begins.
     for stage in stages:
         for name, module in stage.submod.named_modules():
             if compiler.runs_in_cuda_graphs(module):
                 raise ValueError(
                     f"stage {stage.stage_index}: {title(name, type(module).__name__)} is compiled to"
-                    " run in CUDA graphs, whose memory the next microbatch overwrites, but what W needs has to last"
-                    " until W: compile it without them (mode='reduce-overhead', mode='max-autotune', the option"
+                    " run in CUDA graphs, whose memory the next microbatch overwrites, but deferred gradients have to"
+                    " last until W: compile it without them (mode='reduce-overhead', mode='max-autotune', the option"
                     " triton.cudagraphs and TORCHINDUCTOR_CUDAGRAPHS=1 turn them on, mode='max-autotune-no-cudagraphs'"
                     " does not), or use a schedule without I and W"
                 )
 
 
 def _report_what_stays_in_i(splits: Sequence[SplitWork]) -> None:
-    """Log once what the stages of a rank defer, and the largest exceptions with their reasons."""
+    """Log once which share a rank's stages defer, and the largest exceptions with their reasons."""
     known = {split.stage: split.work for split in splits if split.work is not None}
     words = []
     for stage, work in known.items():
@@ -189,13 +183,13 @@ def _report_what_stays_in_i(splits: Sequence[SplitWork]) -> None:
 
 
 def _name(product: StaysInI) -> str:
-    """Name of the product's layer, with the parameter if it is not the weight."""
+    """The product's layer, or its parameter if that is not the weight."""
     layer, _, parameter = product.parameter.rpartition(".")
     return f"{title(layer, product.layer)}{'' if parameter == 'weight' else f' {parameter}'}"
 
 
 def _explain_what_stays_in_i(stage: pipelining.Stage, deferral: Deferral) -> None:
-    """Log functions that a layer declares without effect."""
+    """Log functions that a layer declares in vain."""
     declared = filter(deferral.declares, deferral.products)
     never = [name_of(function) for function in declared if function not in deferral.deferrable]
     never += [f"{each.__name__}.apply" for each in deferral.functions.declared - deferral.functions.called]
@@ -215,17 +209,15 @@ def _name_of(stage: pipelining.Stage, layer: nn.Module) -> str:
 
 
 class SplitWork(OwnWork):
-    """Runs I as one ordinary backward without the deferred gradients, which W computes.
-
-    torch has the hook `dw_builder` for this, but a stage with that hook keeps its outputs alive until backward.
-    """
+    """Runs I as one ordinary backward without the deferred gradients, which W computes. torch's hook `dw_builder` is
+    for this, but keeps a stage's outputs alive until backward."""
 
     def __init__(self, stage: pipelining.Stage) -> None:
         super().__init__(stage)
         self.gradients = WeightGradients()
         self.on_rank: Sequence[pipelining.Stage] = (stage,)
         self.work: WeightWork | None = None
-        """Weight work per microbatch, determined in the first I."""
+        """Weight work per microbatch, known after the first I."""
         self.dtypes: frozenset[torch.dtype] = frozenset()
         self.deferred: dict[int, list[PendingGradient]] = {}
         """Gradients deferred by each microbatch's I, until its W."""
@@ -235,9 +227,9 @@ class SplitWork(OwnWork):
         self._delaying: Sequence[nn.Module] = ()
         """Layers that delay their weight gradients themselves."""
         self.num_split = 0
-        """Number of I that this stage has split, from its last trial on."""
+        """Number of I that this stage has split since its last trial."""
         self._has_looked_around = False
-        """Whether products were also looked for in the modules around the layers."""
+        """Whether the modules around the layers were also searched for products."""
         self._has_reported = False
         self._leaves_whole = False
         """Whether F and B of this step's microbatches without I run as without zbpipe."""
@@ -245,7 +237,6 @@ class SplitWork(OwnWork):
         """Whether this step's gradients were divided by the number of microbatches."""
 
     def defer(self, on_rank: Sequence[pipelining.Stage], gradients: WeightGradients) -> None:
-        """Defer into `gradients` from now on, with all stages of this rank."""
         self.gradients, self.on_rank = gradients, on_rank
         self._is_sharded = any(map(fsdp2.is_fsdp, self.stage.submod.modules()))
         self._delaying = delay_in_i_alone(self.stage.submod)
@@ -340,7 +331,7 @@ class SplitWork(OwnWork):
                 )
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Divide each gradient once. The last stage divides gradients of parameters shared by this rank's stages."""
+        """Divide each gradient once. For parameters that this rank's stages share, the last stage does it."""
         if not self.stage.has_backward:
             return
         self._is_scaled = True
@@ -360,16 +351,16 @@ class SplitWork(OwnWork):
         self._leaves_whole = self._is_settled and not autograd.any_autocast()
         if self.stage.has_backward:
             self.gradients.step += 1
-            autograd.register_types()  # a job may have imported spmd_types since
+            autograd.register_types()  # the job may have imported spmd_types since
             is_settled = not self._look_around()
             for deferral in deferrals(self.stage.submod).values():
                 deferral.begin_step(is_settled)
         super().clear_runtime_states()
 
     def _look_around(self) -> bool:
-        """After the first step, catch weight gradients that stayed in I in the modules around their layers; returns
-        whether the next I is a trial again."""
-        # Not within a step, because a checkpoint has to repeat in I what it did in F.
+        """After the first step, also look for products in the modules around layers whose weight gradients stayed in I.
+        Returns whether the next I is a trial again."""
+        # Not within a step, because a checkpoint has to repeat F in I.
         if self.work is None or self._has_looked_around:
             return False
         self._has_looked_around = True
@@ -392,6 +383,6 @@ class SplitWork(OwnWork):
             raise RuntimeError(
                 f"stage {self.stage.stage_index}, microbatch {microbatch}: {words} of layer"
                 f" {_name_of(self.stage, gradient.layer)} was changed in place {when}, after the layer had used it, so"
-                " its weight gradient in W would be wrong. Look for hooks and backwards of yours that write into"
+                " its weight gradient in W would be wrong. Look for your hooks and backwards that write into"
                 " gradients, or keep the layer's weight gradient in I: layer.weight_products = {}"
             )

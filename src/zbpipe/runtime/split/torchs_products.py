@@ -1,7 +1,7 @@
-"""torch's products: which of their arguments may be a weight, and the gradient of that weight.
+"""torch's products: which arguments may be a weight, and that weight's gradient.
 
-Each reader has the signature of a function of torch's, and yields every way to read the call as a product of x and a
-weight. A call that does not fit the signature is one that zbpipe does not know: its weight gradient stays in I.
+Each reader has the signature of a torch function, and yields every way to read the call as a product of x and a weight.
+A call that does not fit is unknown to zbpipe, so its weight gradient stays in I.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from zbpipe.runtime.split.products import (
 
 
 class Factors(NamedTuple):
-    """One way to read a call as a product."""
-
     x: Tensor
     weight: Tensor
     product: WeightProduct
@@ -41,21 +39,21 @@ class Factors(NamedTuple):
     """The extra arguments of `product.weight_gradient`."""
     more: Sequence[Tensor] = ()
     inner: int = 0
-    """Multiplications per element of dY; 0 for as many as a row of x has elements."""
+    """Multiplications per element of dY; 0 for the number of elements in a row of x."""
     is_cast: bool = True
     is_whole: bool = False
     """Whether `product` has all gradients of the call: no other factors, and no other summand than `bias`."""
     bias: Tensor | None = None
     is_named: bool = False
-    """Whether the function itself calls this argument the weight."""
+    """Whether the function's signature calls this argument the weight."""
 
 
 Reader = Callable[..., Iterator[Factors]]
 
 
 def _separate_tensors(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[ExtraArguments, list[Tensor]]:
-    """Extra arguments of a product without tensors, and the tensors in order. None at the end or by name, such as a
-    missing bias, is left out."""
+    """A product's extra arguments without tensors, and the tensors in order. Omits None at the end or by name, such as
+    a missing bias."""
     tensors: list[Tensor] = []
     options = {name: each for name, each in options.items() if each is not None}
     while args and args[-1] is None:
@@ -71,7 +69,7 @@ def _separate_tensors(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[
 
 
 def _with_factors_first(args: Sequence[Any], options: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
-    """The arguments of a product with x and the weight by position, even if they were keyword arguments."""
+    """A product's arguments with x and the weight by position, even if they were keyword arguments."""
     if len(args) > 1:
         return args, options
     for place, names in enumerate(_FACTORS):
@@ -87,7 +85,7 @@ _FACTORS = (("input", "self", "mat_a"), ("weight", "mat2", "other", "mat_b"))
 
 
 def read_declared(product: WeightProduct) -> Reader:
-    """A reader of `function(x, weight, ...)`, whose extra arguments `product` takes."""
+    """A reader of `function(x, weight, ...)`. `product` takes the extra arguments."""
 
     def read(*args: Any, **options: Any) -> Iterator[Factors]:
         factors_first, options = _with_factors_first(args, options)
@@ -104,7 +102,7 @@ def _rows_to_the_left(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _multiply(one: Tensor, other: Tensor, shape: Sequence[int]) -> Tensor:
-    """The matrix product, summed to this shape where it was broadcast."""
+    """The matrix product, summed to this shape if it was broadcast."""
     is_batch = one.dim() == other.dim() == len(shape) == 3 and one.shape[0] == other.shape[0] == shape[0]
     return torch.bmm(one, other) if is_batch else one.matmul(other).sum_to_size(shape)
 
@@ -174,15 +172,15 @@ def _read_einsum(equation: str, *operands: Any) -> Iterator[Factors]:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
     for place, extra, inner in _find_factors(equation, tuple([each.shape for each in operands])):
-        # Without a sum einsum multiplies elements, which autocast leaves alone.
+        # Without a sum, einsum multiplies elements, which autocast leaves alone.
         x, weight = operands[1 - place], operands[place]
         yield Factors(x, weight, _EINSUM, extra, inner=inner, is_cast=inner > 1, is_whole=bool(extra.values[1]))
 
 
 @lru_cache(1024)
 def _find_factors(equation: str, shapes: tuple[torch.Size, ...]) -> Sequence[tuple[int, ExtraArguments, int]]:
-    """Places of operands that can be the weight, with the equations of its gradient and of that of x (empty if there
-    is none), and multiplications per element of the result."""
+    """Indices of operands that can be the weight, each with the equations of its gradient and of x's (empty if there
+    is none), and the multiplications per element of the result."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     # An implicit output or a diagonal is left alone.
@@ -210,11 +208,9 @@ def _find_factors(equation: str, shapes: tuple[torch.Size, ...]) -> Sequence[tup
 
 
 class _Convolution(NamedTuple):
-    """The arguments of a convolution after x and the weight."""
-
     shape: torch.Size
     format: torch.memory_format
-    """Memory format in which the kernels read their tensors."""
+    """Memory format of the kernels."""
     settings: tuple[list[int], list[int], list[int], bool, list[int], int]
     """Stride, padding, dilation, whether transposed, output padding, groups."""
 
@@ -225,7 +221,7 @@ def _convolution(dy: Tensor, x: Tensor, call: _Convolution) -> Tensor:
 
 
 def _convolution_input_gradient(dy: Tensor, x: Tensor, weight: Tensor, call: _Convolution) -> Tensor:
-    # The kernel reads only the shape of x, but would first copy one that is not contiguous.
+    # The kernel reads only the shape of x, but would first copy an x that is not contiguous.
     like = x if x.is_contiguous() or call.format is not torch.contiguous_format else dy.new_empty(x.shape)
     return _differentiate(dy, as_constant(like, dy), as_constant(weight, dy), call, of_input=True)
 
@@ -241,7 +237,7 @@ def _differentiate(dy: Tensor, x: Tensor, weight: Tensor, call: _Convolution, of
 
 
 def _convolution_bias_gradient(dy: Tensor, dtype: torch.dtype | None, call: _Convolution) -> Tensor:
-    # Kernels compute it together with the weight's gradient, if at all.
+    # Kernels compute it only together with the weight's gradient.
     channels = dy.dim() - len(call.shape) + 1
     return dy.sum([each for each in range(dy.dim()) if each != channels], dtype=dtype)
 
@@ -326,7 +322,7 @@ def _per_dimension(value: Any, size: int) -> list[int]:
 
 
 def _named(reader: Reader, *names: str) -> dict[Callable[..., Any], Reader]:
-    """`reader` for the functions of these names, as functions, methods and operators."""
+    """`reader` for the functions of these names: functions, methods and operators."""
     found: dict[Callable[..., Any], Reader] = {}
     for name in names:
         packet = getattr(torch.ops.aten, name)
@@ -337,7 +333,7 @@ def _named(reader: Reader, *names: str) -> dict[Callable[..., Any], Reader]:
 
 
 COMPOSITES = frozenset((F.multi_head_attention_forward,))
-"""Functions in Python that call torch's products themselves."""
+"""Python functions that call torch's products."""
 
 PRODUCTS: dict[Callable[..., Any], Reader] = {
     **_named(_read_matmul, "matmul", "mm", "bmm"),

@@ -34,7 +34,7 @@ class Checks:
     last: tuple[int, int] = (0, 0)
 
     def is_due(self, step: int, run: int) -> bool:
-        """Whether to check in this run of this step. Step 0 is before the first step."""
+        """Whether to check in this run of this step. Step 0 precedes the first step."""
         if self.seen_steps > STEPS:
             return False
         if step and step != self.last[0]:
@@ -51,12 +51,12 @@ class Checks:
 
 
 def fingerprints(tensors: Sequence[Tensor]) -> Tensor:
-    """A number per tensor that changes with its content, on the first tensor's device."""
+    """A checksum per tensor, on the first tensor's device."""
     return torch.stack([tensor_data.fingerprint(each).to(tensors[0].device) for each in tensors])
 
 
 def differ(one: float, other: float) -> bool:
-    """Whether two fingerprints show a change. A hidden content that becomes visible in a copy is no change."""
+    """Whether two fingerprints differ. Content that only becomes visible in a copy is no change."""
     return tensor_data.HIDDEN not in (one, other) and one != other
 
 
@@ -98,14 +98,14 @@ class WeightGradients:
 
     def __init__(self, *, may_fuse: bool = True) -> None:
         self._may_fuse = may_fuse
-        # Plain attributes: autograd runs the backward of CUDA ops in its own threads.
+        # Plain attributes, because autograd runs the backward of CUDA ops in its own threads.
         self.recording: list[PendingGradient] | None = None
-        """What layers defer; None while nothing records."""
+        """The deferred gradients; None while nothing records."""
         self.on_trial = False
         self.is_inferring = False
         """Whether torch infers shapes, one stage after the other. Compiled regions then run without the compiler."""
         self.are_whole = False
-        """Whether an F or B runs whose microbatch has no I. Its layers compute as without zbpipe, in less host time."""
+        """Whether the running F or B has no I. Its layers compute as without zbpipe, in less host time."""
         self.step = self._run = 0
         """Counters of steps, and of every F and I within a step."""
         self._last_cast: _Cast | None = None
@@ -113,7 +113,7 @@ class WeightGradients:
     @contextmanager
     def record(self, on_trial: bool = False) -> Iterator[list[PendingGradient]]:
         """Context in which layers defer their weight gradients into the yielded list."""
-        # On trial the gradients are added at once, as by W. The list only shows which ones would be deferred.
+        # On trial, the gradients are added at once, and the list shows which ones would be deferred.
         pending: list[PendingGradient] = []
         self.recording, self.on_trial = pending, on_trial
         try:
@@ -123,7 +123,7 @@ class WeightGradients:
             self.forget_cast()
 
     def defer(self, gradient: PendingGradient, checks: Checks | None = None) -> bool:
-        """Defer `gradient`; False if nothing records, so that it has to be computed now."""
+        """Defer `gradient`. False if nothing records, so that it has to be computed now."""
         if self.recording is None:
             return False
         gradient.may_fuse = self._may_fuse
@@ -139,9 +139,8 @@ class WeightGradients:
 
     def cast(self, x: Tensor, dtype: torch.dtype, sharing: Sharing) -> Tensor:
         """`x` in `dtype`, without a graph. Consecutive calls with the same `x` share the memory."""
-        # Without sharing, each of several layers with one x would cast it under autocast, and keep its own result. A
-        # layer stops sharing after a change of x's content that versions miss. It also does not share an x with a
-        # holder outside torch.
+        # Otherwise, under autocast, each of several layers with one x would keep its own cast. A layer stops sharing
+        # after a change of x that versions miss. It does not share an x with a holder outside torch.
         last = self._last_cast
         may_share = last is not None and last.is_of(x, dtype) and not sharing.is_off and tensor_data.is_torchs_own(x)
         if last is not None and may_share and not sharing.checks.is_due(self.step, self._run):
@@ -172,7 +171,7 @@ class _Cast(NamedTuple):
     source: ReferenceType[Tensor]
     version: int
     hooks: object
-    """Saving hooks at the cast. A checkpoint repeats only its own code, so this must not depend on earlier casts."""
+    """Saving hooks at the cast. A checkpoint repeats only its own code, which must not depend on earlier casts."""
     result: Tensor
 
     def is_of(self, x: Tensor, dtype: torch.dtype) -> bool:

@@ -1,4 +1,4 @@
-"""Work of a stage's weight gradients: the share deferred to W, the rest, and the reasons."""
+"""A stage's weight gradients: the share deferred to W, the rest, and the reasons."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _PARTS = frozenset(("Index", "IndexSelect", "Gather", "Narrow", "Select", "Slice
 
 @dataclass(frozen=True)
 class StaysInI:
-    """The weight gradients of one parameter that I computes, for one reason."""
+    """The weight gradients of a parameter that I computes, for one reason."""
 
     parameter: str
-    """Name of the parameter in the stage. For a weight made from several, the first."""
+    """The parameter's name in the stage. For a weight made from several, the first."""
     layer: str
     share: float
-    """Share of the work of all the stage's weight gradients."""
+    """Share of the FLOPs of all the stage's weight gradients."""
     reason: str
 
 
 def percent(share: float) -> str:
-    """A share in words.
+    """A share as text.
 
     >>> percent(0.9871), percent(0.0004), percent(1.0)
     ('98.7 %', '<0.1 %', '100 %')
@@ -74,7 +74,7 @@ def look_at_graphs(on_trial: bool) -> Iterator[list[graph_products.GraphProduct]
 
     def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
         run(tensors, *args, **kwargs)
-        # Only then are the backwards of regions compiled.
+        # Afterwards, because the backwards of regions are compiled when they run.
         found.extend(graph_products.find_products(tensors if isinstance(tensors, Sequence) else [tensors]))
 
     with replaced(torch.autograd, backward=backward):
@@ -87,7 +87,7 @@ class WeightWork:
     def __init__(
         self, module: nn.Module, products: Sequence[graph_products.GraphProduct], pending: Sequence[PendingGradient]
     ) -> None:
-        """Count from the graph of a microbatch, and the gradients that its I deferred."""
+        """Counts from a microbatch's graph, and from the gradients that its I deferred."""
         self._module = module
         self._names = fsdp2.find_parameter_names(module)
         self._waiting: defaultdict[str, float] = defaultdict(float)
@@ -123,7 +123,6 @@ class WeightWork:
 
     @property
     def flops(self) -> float:
-        """FLOPs of all weight gradients of a microbatch."""
         return float(sum(self._waiting.values()) + sum(self._in_i.values()))
 
     @property
@@ -133,7 +132,6 @@ class WeightWork:
 
     @property
     def in_i(self) -> Sequence[StaysInI]:
-        """Weight gradients computed in I, the largest first."""
         products = [
             StaysInI(name, type(self._find_owner(name)).__name__, flops / (self.flops or 1), reason)
             for (name, reason), flops in self._in_i.items()
@@ -141,7 +139,7 @@ class WeightWork:
         return sorted(products, key=lambda product: -product.share)
 
     def mostly_in_i(self) -> frozenset[str]:
-        """Parameters with more work in I than in W."""
+        """Parameters with more FLOPs in I than in W."""
         total: defaultdict[str, float] = defaultdict(float)
         for (name, _), flops in self._in_i.items():
             total[name] += flops
@@ -152,7 +150,7 @@ class WeightWork:
         return known.get(name.rpartition(".")[0], self._module)
 
     def _explain_own(self, deferral: Deferral, product: graph_products.GraphProduct) -> str:
-        """Reason why a layer that can defer its weight gradient does not."""
+        """Reason why a layer does not defer a weight gradient that it could."""
         if deferral.stays_in_i:
             return _CHANGED
         if deferral.has_node_hooks or autograd.has_hooks(product.leaves[0]):
@@ -164,7 +162,7 @@ class WeightWork:
         return "a backward of its own computes it"
 
     def _explain(self, product: graph_products.GraphProduct) -> str:
-        """Reason why a product stays in I; none if its layer delays it."""
+        """Reason why a product stays in I. Empty if its layer delays it."""
         layer = self._find_owner(self._names.get(id(product.leaves[0]), ""))
         if delays(layer):
             return ""
@@ -191,4 +189,4 @@ _KINDS = {
     "Gru": "a recurrent layer",
     "Trilinear": "a bilinear layer",
 }
-"""Reasons by a word in the name of autograd's node."""
+"""Reasons, by a word in the name of autograd's node."""

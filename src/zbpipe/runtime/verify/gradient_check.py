@@ -1,8 +1,8 @@
 """Check of the split for a job's model: gradients of I and W against an ordinary backward, per microbatch.
 
-The contribution of a microbatch's I and W is the difference of `.grad` before and after them, in the real step. So this
-tests the real accumulation, including shared memory. After I the same microbatch runs once more, by
-`zbpipe.runtime.verify.rerun`. W has to add the missing part.
+A microbatch's contribution is the difference of `.grad` before and after its I and W in the real step. So the check
+includes the real accumulation and shared memory. After I the microbatch runs once more
+(`zbpipe.runtime.verify.rerun`), and W has to add the missing part.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ TOLERANCES = MappingProxyType(
 )
 """Largest passing error of a gradient by dtype, relative to the gradient's norm.
 
-A product that sums in another order is off by a few roundings (2e-16, 1e-7, 1e-3, 8e-3), and by more if a sum nearly
-cancels. A gradient that is lost, doubled or of the wrong microbatch is off by 0.1 or more. In every dtype the two are
-far apart. These limits leave most of the gap to the kernels.
+Another order of a product's sum gives an error of a few roundings (2e-16, 1e-7, 1e-3, 8e-3), or more if the sum nearly
+cancels. A gradient that is lost, doubled or of the wrong microbatch is off by 0.1 or more. The limits are between, and
+leave most of the gap to the kernels.
 """
 _SMALL = 0.01
-"""Share of the norm of all the stage's gradients to which errors of smaller gradients are relative. Some gradients,
-such as that of a bias before a normalisation, are zero except for rounding."""
+"""Smaller gradients have errors relative to this share of the norm of all the stage's gradients. Some, such as a bias's
+before a normalisation, are zero except for rounding."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,19 +62,18 @@ class GradientCheck(Watcher):
         check.report    # after two steps, the same on all ranks of the pipeline; None before
 
     In these steps every microbatch runs twice on every stage: by the schedule, and after its I once more, by an
-    ordinary forward and full backward. The second run is on the same rank, from the same weights, buffers and random
-    numbers. The contributions of I and W to `.grad` have to be the same, and also the gradient for the previous stage.
-    Losses and gradients of the steps do not change. The check costs one more forward and backward of every microbatch,
-    and memory: a copy of the stage's gradients per microbatch that waits for W, three more temporary copies, and one
-    copy of the weights and buffers. Later steps run as if there were no check.
+    ordinary forward and full backward, on the same rank, from the same weights, buffers and random numbers. The
+    contributions of I and W to `.grad`, and the gradient for the previous stage, have to be the same. Losses and
+    gradients of the steps do not change. The check costs one more forward and backward of every microbatch, and memory:
+    a copy of the stage's gradients per microbatch that waits for W, three more temporary copies, and one copy of the
+    weights and buffers.
 
     `check_gradients` checks a model without a job.
 
     Args:
         schedule: a zbpipe schedule. Every rank of the pipeline needs a check.
         steps: number of steps to check, at least 1.
-        tolerance: largest relative error. By default that of the coarsest dtype in a stage's products, see
-            `TOLERANCES`.
+        tolerance: largest relative error. Default: that of the coarsest dtype in a stage's products (`TOLERANCES`).
         done: called with the report, between two steps.
 
     Raises:
@@ -83,7 +82,7 @@ class GradientCheck(Watcher):
     If an error is larger, the step raises `PipelineError` from a `GradientMismatchError` on this rank, and the other
     ranks learn of it. If all gradients pass, the pipeline's first rank logs the report. A forward that gives another
     output in its second run also ends the step with a `PipelineError`: it depends on state besides tensors, plain
-    attributes and random numbers, such as a counter in a container, and the error names that.
+    attributes and random numbers, such as a counter in a container, and the error names this state.
     """
 
     def __init__(
@@ -138,8 +137,6 @@ class GradientCheck(Watcher):
 
 
 class _Checked:
-    """One step of this rank."""
-
     def __init__(
         self, schedule: RegisteredSchedule, tolerance: float | None, found: Callable[[GradientReport], None]
     ) -> None:
@@ -148,9 +145,9 @@ class _Checked:
         self._found = found
         self._stages = {stage.stage_index: stage for stage in pipelining.stages_of(schedule)}
         self._states: dict[int, ModuleState] = {}
-        """State of each stage's last microbatch. The next one shares all equal values."""
+        """State of each stage's last microbatch. The next one shares equal values."""
         self._open: dict[tuple[int, int], _Comparison] = {}
-        """Running comparisons by stage and microbatch, from F to W."""
+        """Running comparisons, from F to W, by stage and microbatch."""
         self._current: _Comparison | None = None
 
     @contextmanager
@@ -164,7 +161,7 @@ class _Checked:
 
     def _around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         key = stage, microbatch
-        if key not in self._open:  # F; the loss comes as a second one
+        if key not in self._open:  # F; the loss is a second one
             defers_loss = self._schedule.defers_loss
             again = Microbatch(self._stages[stage], microbatch, self._states.get(stage), defers_loss=defers_loss)
             self._states[stage] = again.state
@@ -229,11 +226,11 @@ class _Checked:
 
 
 class _Comparison:
-    """Comparison for one microbatch on one stage: the split's gradients minus those of an ordinary backward."""
+    """Comparison of a microbatch on a stage: the split's gradients minus an ordinary backward's."""
 
     def __init__(self, again: Microbatch) -> None:
         self.again: Microbatch | None = again
-        """The rerun of the microbatch; None afterwards."""
+        """The microbatch's rerun; None afterwards."""
         self.knows_backward = False
         self.is_trial = False
         """Whether this I leaves nothing to W."""
@@ -244,25 +241,24 @@ class _Comparison:
         self._norms: dict[str, float] = {}
         """Norms of the ordinary backward's gradients."""
         self._roundings: dict[str, float] = defaultdict(float)
-        """Largest rounding error by parameter of the accumulation into `.grad`."""
+        """Largest rounding error of the accumulation into `.grad`, by parameter."""
         self._grew: dict[str, set[str]] = defaultdict(set)
-        """Gradients that each kind of op added to."""
+        """Gradients that each kind of op has added to."""
         self._was_not_finite: set[str] = set()
         self._moved: set[str] = set()
-        """Gradients that were also changed by other microbatches."""
+        """Gradients that other microbatches also changed."""
         self._input_grads: list[Tensor | None] = []
         self._input_errors: dict[str, float] = {}
 
     @contextmanager
     def measure(self, kind: str) -> Iterator[None]:
-        """Context of computations that add to `.grad`."""
         module = self._stage.submod
         before = copy_gradients(module)
         yield
         self.tolerance = max(self.tolerance, _find_tolerance(self._stage))
         eps = {each.name: torch.finfo(each.gradient.dtype).eps for each in fsdp2.iterate_accumulated(module)}
         after = copy_gradients(module)
-        # A backward in the loss may make FSDP2 reduce all gradients of a group, also of other microbatches.
+        # A backward in the loss may make FSDP2 reduce all gradients of a group, also those of other microbatches.
         self._moved |= {name + fsdp2.REDUCED for name in before.keys() - after.keys()}
         for name, gradient in after.items():
             added = gradient - before[name] if name in before else gradient
@@ -283,7 +279,6 @@ class _Comparison:
         return result
 
     def subtract_reference(self) -> None:
-        """Rerun the microbatch, and subtract its gradients, which the split has to add."""
         assert self.again is not None
         reference = self.again.compute_gradients()
         self.again = None
@@ -296,7 +291,7 @@ class _Comparison:
 
     def errors(self, tolerance: float) -> tuple[dict[str, float], set[str]]:
         """Relative errors by parameter and input, and the names of the parameters that cannot be compared."""
-        # Errors above `tolerance` are reduced by the possible rounding of the accumulation.
+        # The possible rounding of the accumulation reduces errors above `tolerance`.
         norm = math.hypot(*filter(math.isfinite, self._norms.values()))
         left = {
             name
@@ -313,7 +308,7 @@ class _Comparison:
         return errors, set(map(_readable, left))
 
     def when(self) -> tuple[set[str], set[str]]:
-        """Parameters whose gradient was deferred to W, and parameters whose products ran mostly in I."""
+        """Parameters with gradients deferred to W, and parameters with products mostly in I."""
         work = find_weight_work(self._stage)
         if self.is_trial or work is None:
             return set(), set()
@@ -332,7 +327,7 @@ def _relative(error: float, norm: float) -> float:
 
 
 def _find_tolerance(stage: pipelining.Stage) -> float:
-    """Tolerance of the coarsest dtype of the stage's weights and products. Only the products show autocast."""
+    """Tolerance of the coarsest dtype of the stage's weights and products. Only products show autocast."""
     split = find_split(stage)
     dtypes = {each.dtype for each in stage.submod.parameters()} | (split.dtypes if split else frozenset())
     return max((TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0) or TOLERANCES[torch.float32]

@@ -10,7 +10,6 @@ from typing import Any
 from zbpipe.runtime.split.work import StaysInI, describe, percent
 
 _MOST_NAMES = 10
-"""Limit of names in a message."""
 
 
 @dataclass(frozen=True)
@@ -28,30 +27,27 @@ class GradientReport:
     microbatches: int
     """Number of compared microbatches per stage."""
     errors: Mapping[tuple[int, str], float]
-    """Largest relative error of any microbatch, by stage and parameter. "input n" is a gradient for the previous
-    stage."""
+    """Largest relative error of any microbatch, by stage and parameter. "input n": gradient for the previous stage."""
     tolerances: Mapping[int, float]
     """Largest passing error by stage."""
     not_compared: frozenset[tuple[int, str]] = frozenset()
-    """Stage and parameter where hooks change `.grad` after the accumulation, or `.grad` was not finite."""
+    """Stage and parameter of a gradient that hooks change after its accumulation, or that was not finite."""
     deferred: frozenset[tuple[int, str]] = frozenset()
-    """Stage and parameter where most or all of the gradient was deferred to W in some microbatch."""
+    """Stage and parameter of gradients that some microbatch deferred to W, mostly or entirely."""
     not_deferred: frozenset[tuple[int, str]] = frozenset()
-    """Stage and parameter where the gradient is also a product, but is mostly computed in I."""
+    """Stage and parameter of other gradients of products, mostly computed in I."""
     flops: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     """FLOPs of a microbatch's weight gradients by stage: of products, without lookups and norms."""
     shares: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     """Share of these FLOPs that is deferred to W, by stage."""
     in_i: tuple[tuple[int, StaysInI], ...] = ()
-    """Products whose weight gradient I computes, with their stages, the largest of each stage first."""
+    """Products whose weight gradient I computes, with their stages, each stage's largest first."""
 
     @property
     def passed(self) -> bool:
-        """Whether all errors are within their tolerances."""
         return not self.off()
 
     def with_(self, other: GradientReport) -> GradientReport:
-        """Both reports combined, with the larger error of each gradient."""
         deferred = self.deferred | other.deferred
         return replace(
             self,
@@ -72,12 +68,11 @@ class GradientReport:
         return waiting / total if (total := sum(self.flops.values())) else 1.0
 
     def off(self) -> list[tuple[int, str]]:
-        """Stage and parameter of errors above the tolerance, the largest first."""
+        """Stage and parameter of errors above the tolerance, largest first."""
         found = [key for key, error in self.errors.items() if not error <= self.tolerances[key[0]]]
         return sorted(found, key=lambda key: -self.errors[key])
 
     def __str__(self) -> str:
-        """One line for the log."""
         words = (
             f"{self.schedule}: {self.microbatches} microbatches of {self.steps} steps on {len(self.tolerances)} stages,"
             f" {len(self.errors)} gradients; {len(self.deferred)} weight gradients waited for W,"
@@ -104,12 +99,11 @@ class GradientReport:
 
 
 class GradientMismatchError(RuntimeError):
-    """The split's gradients differ from an ordinary backward's. The step raises a `PipelineError` with this cause."""
+    """The split's gradients differ from an ordinary backward's. It is the cause of the step's `PipelineError`."""
 
     def __init__(self, report: GradientReport, stage: int, microbatch: int) -> None:
-        super().__init__(report, stage, microbatch)  # pickle copies these
+        super().__init__(report, stage, microbatch)  # for pickle
         self.report = report
-        """The report for this stage and this microbatch."""
 
     def __str__(self) -> str:
         report, stage, microbatch = self.args

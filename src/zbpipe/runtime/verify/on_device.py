@@ -1,7 +1,6 @@
-"""Trials of what GPUs run in another way than CPUs, each in its smallest form and in a process of its own.
+"""Small trials of what GPUs run differently from CPUs, each in a process of its own.
 
-A fault of a GPU ends the process, or breaks it for later work. So `try_out` starts one process per trial. All trials
-also run on a CPU, where they show that the trials themselves work.
+A GPU's fault ends the process, or breaks it for later work. Trials also run on a CPU, to test the trials themselves.
 """
 
 from __future__ import annotations
@@ -42,20 +41,18 @@ from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.offloading import Offload, copy_all
 
 SECONDS = 120.0
-"""Limit of a trial. Compilers take most of it."""
+"""Limit of a trial, mostly for compilers."""
 WAY_OUT = "--zbpipe.plain (in Python plain=True), which leaves these parts out"
-"""For a job where a trial fails."""
+"""Way out for a job after a failed trial."""
 MICROBATCHES, DIM, ROWS = 4, 256, 64
 PER_EDGE = "TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P"
-"""torch's variable (from 2.15 on) for a group of its own for each edge of the pipeline."""
+"""torch's variable (from 2.15 on) for a process group per edge of the pipeline."""
 
 
 HAS_GROUPS_PER_EDGE = hasattr(torch.distributed.config, "pipeline_per_edge_p2p")
 
 
 class Result(NamedTuple):
-    """How a trial ended."""
-
     what: str
     found: str = "works"
     failed: bool = False
@@ -65,7 +62,7 @@ class Result(NamedTuple):
 
 
 def try_out(device: str, names: Sequence[str] = ()) -> Iterator[Result]:
-    """The result of each trial on a device of this type, one after the other; by default of all that it can run."""
+    """The result of each trial on a device of this type, one after the other. Default: of all that it can run."""
     devices = 2 if device == "cpu" else torch.accelerator.device_count()
     for name in names or TRIALS:
         ranks = 2 if name in _OF_TWO else 1
@@ -106,7 +103,7 @@ def _run_apart(name: str, device: str, ranks: int) -> Result:
 
 
 def _find_error(said: str) -> str:
-    """The line of a traceback that names the error, or the last line."""
+    """A traceback's line with the error, or the last line."""
     lines = re.sub(r"^\[rank\d+\]: ?", "", said.strip(), flags=re.MULTILINE).splitlines()
     errors = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
     return "".join((errors or lines)[-1:])
@@ -149,7 +146,7 @@ def _train(
     attach(runtime)
     x, target = _batch(device)
     with torch.autocast(device.type, torch.bfloat16) if cast else nullcontext():
-        for _ in range(steps):  # the very first I leaves nothing to W
+        for _ in range(steps):  # the first I leaves nothing to W
             for index in own:
                 parts[index].zero_grad()
             runtime.step(*([x] if 0 in own else []), target=target if len(parts) - 1 in own else None)
@@ -159,7 +156,6 @@ def _train(
 
 
 def _expected(device: torch.device, name: str = "ZBV") -> list[Tensor]:
-    """The same gradients of the model in one piece."""
     placement = resolve(name).place(dist.get_world_size())
     parts = _parts(device, placement.num_stages)
     x, target = _batch(device)
@@ -185,7 +181,7 @@ _TOLERANCE = 1e-3
 
 
 def _compare(device: torch.device, **options: Any) -> Any:
-    """Train, and require the gradients of the model in one piece. Returns the schedule."""
+    """Train, and require the unsplit model's gradients. Returns the schedule."""
     gradients, runtime = _train(device, **options)
     _require_same(gradients, _expected(device, options.get("name", "ZBV")), _TOLERANCE)
     return runtime
@@ -193,7 +189,7 @@ def _compare(device: torch.device, **options: Any) -> Any:
 
 def _try_events(device: torch.device) -> None:
     _compare(device)
-    if device.type == "cpu":  # which has no events
+    if device.type == "cpu":  # it has no events
         return
     launched, x = Launched(find_device(device).new_event), torch.ones(DIM, DIM, device=device)
     for microbatch in range(MOST + 1):

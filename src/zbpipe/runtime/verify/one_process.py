@@ -1,4 +1,4 @@
-"""`check_gradients`: check of the split for a model without a job, in this process alone."""
+"""`check_gradients`: check of the split for a model without a job, in this process only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zbpipe.runtime.verify.gradient_report import GradientReport
 from zbpipe.schedule.ir import Op, OpKind, Schedule, require_whole
 
 _STEPS = 2
-"""Number of steps: in the first one, the first microbatch leaves nothing to W."""
+"""Number of steps. In the first one, the first microbatch leaves nothing to W."""
 _NO_GRADIENT = (
     "no parameter gets a gradient, so there is nothing to check: all are frozen, or behind a reentrant checkpoint whose"
     " inputs need no gradient. For such a checkpoint call batch.requires_grad_(), or set use_reentrant to False"
@@ -38,16 +38,15 @@ def check_gradients(
     microbatches: int = 2,
     tolerance: float | None = None,
 ) -> GradientReport:
-    """Check the split's gradients for a model, in this process alone: two steps, with the parts as stages.
+    """Check the split's gradients for a model, in this process only: two steps, with the parts as stages.
 
     >>> import zbpipe
     >>> parts = [torch.nn.Linear(4, 8), torch.nn.Linear(8, 2)]
     >>> zbpipe.check_gradients(parts, torch.ones(6, 4), torch.zeros(6, 2), torch.nn.functional.mse_loss).passed
     True
 
-    All W run at the end of a step. So every x and dY stays as long as possible, exposed to everything that could change
-    it. There are two steps because the very first I leaves nothing to W. `GradientCheck` checks a running job, with the
-    job's own schedule.
+    All W run at the end of a step, so that every x and dY is exposed to changes as long as possible. There are two
+    steps because the first I leaves nothing to W. `GradientCheck` checks a running job with its own schedule.
 
     Args:
         parts: the model, or its parts in order, as modules or as stages, on one device. Weights, gradients, buffers and
@@ -55,17 +54,17 @@ def check_gradients(
         batch: the argument of the first part, or a tuple of its arguments. The first dimension is the samples'.
         target: target for `loss_fn`.
         loss_fn: `(output, target) -> loss`. Default: the mean of the squares of all outputs.
-        microbatches: the number of equal parts of the batch. From 2 on, one waits while another runs.
+        microbatches: number of equal parts of the batch. From 2 on, one waits while another runs.
         tolerance: as in `GradientCheck`.
 
     Returns:
         The report, if all gradients pass.
 
     Raises:
-        PipelineError: the gradients differ: the cause, a `GradientMismatchError`, has the report. Or a second run of a
-            forward gives another output, and the cause names the state that it depends on.
-        ValueError: the batch cannot be cut into equal parts, there is a target without a loss function or the reverse,
-            no parameter gets a gradient, or this process belongs to a job of several ranks.
+        PipelineError: the gradients differ, or a second run of a forward gives another output. The cause has the report
+            (`GradientMismatchError`), or names the state on which the forward depends.
+        ValueError: the batch cannot be cut into equal parts, only one of target and loss function is given, no
+            parameter gets a gradient, or this process belongs to a job of several ranks.
     """
     modules = _list_modules(parts)
     (microbatches,) = require_whole(1, microbatches=microbatches)
@@ -114,10 +113,8 @@ def _list_modules(parts: nn.Module | PipelineStage | Sequence[nn.Module | Pipeli
 
 
 def schedule_w_last(num_stages: int, microbatches: int, orders: Sequence[str] = ("F", "I", "W")) -> Schedule:
-    """A schedule on a single rank: all ops of the kinds in the first of `orders`, then those of the next.
-
-    With all F, all I and all W, activations and deferred gradients stay as long as possible.
-    """
+    """A schedule on one rank: all ops of the kinds in the first of `orders`, then those of the next. With all F, all I
+    and all W, activations and deferred gradients stay as long as possible."""
     stages = range(num_stages)
     ops = [
         Op(stage, OpKind(kind), microbatch)
@@ -155,7 +152,7 @@ def _alone() -> Iterator[None]:
 
 @contextmanager
 def _followed_as_before(modules: list[nn.Module]) -> Iterator[None]:
-    """Context after which modules of another schedule defer their gradients for that schedule again."""
+    """Context after which modules of another schedule defer to that schedule again."""
     followed = {each: each.gradients for module in modules for each in deferrals(module).values()}
     try:
         yield

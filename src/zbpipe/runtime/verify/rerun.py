@@ -29,19 +29,16 @@ _HIDDEN_STATE = (
 
 
 class Gradients(NamedTuple):
-    """Gradients of one backward, detached; for DTensors this rank's part."""
+    """Gradients of one backward, detached. For DTensors, this rank's part."""
 
     parameters: Mapping[str, Tensor]
     inputs: Sequence[Tensor | None]
-    """Input gradients, in the order of the tensors among the inputs."""
+    """Input gradients, in order of the tensors among the inputs."""
 
 
 class Microbatch:
-    """Everything needed to rerun one microbatch of a stage.
-
-    With `defers_loss`, the backward adds the loss's deferred gradients with the same product as W. Only then does FSDP2
-    have them in the same place as after W, neither reduced too early nor on other ranks.
-    """
+    """The data for a rerun of a stage's microbatch. With `defers_loss`, the backward adds the loss's deferred gradients
+    by the same product as W. Otherwise FSDP2 could reduce them too early, or have them on other ranks than after W."""
 
     def __init__(
         self, stage: pipelining.Stage, index: int, like: ModuleState | None = None, *, defers_loss: bool = False
@@ -49,14 +46,13 @@ class Microbatch:
         self.stage = stage
         self.index = index
         self.state = ModuleState(stage.submod, pipelining.device_of(stage), like)
-        """State before F."""
         self._defers_loss = defers_loss
         self._args: tuple[Any, ...] = ()
         self._kwargs: dict[str, Any] = {}
         self._loss: Callable[[Any], Tensor] | None = None
         self._output_grads: Any = None
         self._copies: dict[int, Tensor] = {}
-        """Copies of the inputs, by their ids, which are valid while the stage holds the inputs."""
+        """Copies of the inputs by their ids, which are valid while the stage holds the inputs."""
         self._inputs: list[Any] = []
         self._outputs: list[tuple[Tensor, int]] = []
         """Outputs of F, each with its number of in-place changes."""
@@ -105,7 +101,7 @@ class Microbatch:
                 now.restore()
 
     def _is_as_in_f(self, output: Any) -> bool:
-        """Whether a second forward repeated the outputs of F. Outputs changed since then are not compared."""
+        """Whether a second forward gave the outputs of F. Outputs that have changed since then do not count."""
         again = [each for each in autograd.tree_leaves(output) if isinstance(each, Tensor)]
         return len(again) == len(self._outputs) and all(
             tensor_data.version_of(one) != version or _are_close(one, other)
@@ -126,7 +122,7 @@ class Microbatch:
                 raise ValueError(_HIDDEN_STATE.format(stage=self.stage.stage_index, microbatch=self.index, what=what))
 
     def _run(self) -> tuple[Any, Sequence[Tensor | None]]:
-        """Run the module forward and backward; returns its output and the gradients of its inputs."""
+        """The module's output, and the gradients of its inputs after a backward."""
         plain = partial(_plain, self.stage.submod)
         with plain():
             output = of_module = pipelining.run_forward(self.stage, self.index, self._args, self._kwargs)
@@ -138,7 +134,7 @@ class Microbatch:
 
 
 def _describe_attributes(module: nn.Module) -> dict[str, str]:
-    """Attributes of all modules in words, with the contents of containers and objects."""
+    """Attributes of all modules as text, with the contents of containers and objects."""
     return {
         f"{name}.{attribute}".lstrip("."): repr(getattr(value, "__dict__", value))
         for name, part in module.named_modules()
@@ -148,7 +144,7 @@ def _describe_attributes(module: nn.Module) -> dict[str, str]:
 
 
 def _are_close(one: Tensor, other: Tensor) -> bool:
-    """Equality up to rounding, which is below any noticeable change of a gradient."""
+    """Equality up to rounding, far below any noticeable change of a gradient."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if not one.is_floating_point() and not one.is_complex():
@@ -162,12 +158,12 @@ _CLOSE = {torch.float64: 1e-10, torch.complex128: 1e-10, torch.float32: 1e-5, to
 
 
 def copy_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the current gradients, in at least float32; for DTensors this rank's part."""
+    """Copies of the current gradients, at least in float32. For DTensors, this rank's part."""
     return {each.name: widen(each.gradient, each.parameter) for each in fsdp2.iterate_accumulated(module)}
 
 
 def widen(gradient: Tensor, like: Tensor) -> Tensor:
-    """A copy in at least float32; for DTensors this rank's part, placed as `like`."""
+    """A copy, at least in float32. For DTensors, this rank's part, placed as `like`."""
     gradient = gradient.detach()
     if isinstance(gradient, DTensor):
         if isinstance(like, DTensor):
