@@ -457,6 +457,9 @@ def test_a_config_is_estimated_as_the_same_model_of_a_published_job(
     assert expected
     assert advice.sentence.split(":")[0] == expected.sentence.split(":")[0]
     assert advice.step.seconds == pytest.approx(expected.step.seconds, rel=0.06)
+    for gpus, size in ((8, 8), (64, 4 + 6 / 8)):  # as docs/models.md says, and shared by FSDP
+        lean = read_workload(config(), counting.Job(gpus=gpus, pp=8, checkpointing=how, dtype="bfloat16"))
+        assert lean.parameter_bytes.total(lean.degrees.shards) == size
     assert found.on(replace(same.degrees, pipeline=4, fsdp=8)).layers[1] == found.layers[1]
 
 

@@ -7,7 +7,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -114,18 +114,13 @@ def build_on_meta(config: Any) -> Model:
 @contextmanager
 def _sharing_rotations() -> Iterator[None]:
     """Context in which blocks share a table of rotations. To make one for each block is most of a model's time."""
-    rope: Any = importlib.import_module("torchtitan.models.common.rope")
-    name, made = "_precompute_cache", dict[str, Any]()
-    makers = {kind: vars(kind)[name] for kind in rope.RoPE.__subclasses__() if name in vars(kind)}
+    name, made, makers = "_precompute_cache", dict[str, Any](), dict[Any, Any]()
+    with suppress(ImportError, AttributeError):  # another version has other tables
+        rope: Any = importlib.import_module("torchtitan.models.common.rope")
+        makers = {kind: vars(kind)[name] for kind in rope.RoPE.__subclasses__() if name in vars(kind)}
 
     def sharing(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def find(module: Any) -> Any:
-            key = repr(module.config)
-            if key not in made:
-                made[key] = make(module)
-            return made[key]
-
-        return find
+        return lambda module: made[key] if (key := repr(module.config)) in made else made.setdefault(key, make(module))
 
     try:
         for kind, make in makers.items():

@@ -92,7 +92,10 @@ def _find() -> _Found:
 
 def _fitting() -> list[str]:
     """The command that installs the newest known release for the installed torch, if there is one."""
-    torch = _numbers(version("torch")) if find_spec("torch") else ()
+    try:
+        torch = _numbers(version("torch"))
+    except PackageNotFoundError:
+        return []
     releases = [each for each in KNOWN if _numbers(each.name) and each.torch <= torch]
     return [f"pip install torchtitan=={each.name}" for each in releases[-1:]]
 

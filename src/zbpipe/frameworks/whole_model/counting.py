@@ -91,6 +91,8 @@ def read_workload(config: Any, job: Job) -> Workload:
 
 def _workload(counted: CountedModel, job: Job, degrees: Degrees, name: str) -> Workload:
     tokens, each = job.seq_len, _PRECISION[job.dtype]
+    if degrees.shards == 1 and job.dtype == "bfloat16":  # products use the weights themselves
+        each = replace(each, gathered=0.0)
     counted.require_shares(degrees, tokens)
     layers = counted.work(tokens, degrees, _BF16, each.summed, job.compiled)
     message = _BF16 * tokens * counted.dim / degrees.sharing
