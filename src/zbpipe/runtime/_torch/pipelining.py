@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import wraps
+from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -107,7 +108,7 @@ class OwnRuntime(_PipelineScheduleRuntime):
         with ExitStack() as around:
             around.enter_context(self.position.follow(self))
             if not profiler_is_on():
-                around.enter_context(replaced(pipelining_schedules, **_WITHOUT_RANGES))
+                around.enter_context(_without_ranges)
             for work in works:
                 place = work.stage.stage_index, _ComputationType.FULL_BACKWARD
                 work.whole = frozenset(each[2] for each in row if each and each[:2] == place)
@@ -148,14 +149,31 @@ class OwnRuntime(_PipelineScheduleRuntime):
         self.run_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **kwargs)
 
 
-# torch's executor opens a profiler's range for each action, also while no profiler runs: a tenth of the host's time.
-_NO_RANGE = nullcontext()
-_WITHOUT_RANGES: dict[str, Callable[..., Any]] = {
-    "record_function": lambda name: _NO_RANGE,
-    "_get_profiler_function_name": lambda action: "",
-}
-if not all(hasattr(pipelining_schedules, name) for name in _WITHOUT_RANGES):  # another version names them otherwise
-    _WITHOUT_RANGES.clear()
+class _WithoutRanges(AbstractContextManager[None]):
+    """Context in which torch's executor opens no profiler's range for each action: a tenth of the host's time."""
+
+    def __init__(self) -> None:
+        nothing = nullcontext()
+        functions = {"record_function": lambda name: nothing, "_get_profiler_function_name": lambda action: ""}
+        # Another version of torch may name them otherwise.
+        self._functions = functions if functions.keys() <= vars(pipelining_schedules).keys() else {}
+        self._lock, self._steps = Lock(), 0  # several threads may be ranks
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._steps:
+                self._torchs = {name: vars(pipelining_schedules)[name] for name in self._functions}
+                vars(pipelining_schedules).update(self._functions)
+            self._steps += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._steps -= 1
+            if not self._steps:
+                vars(pipelining_schedules).update(self._torchs)
+
+
+_without_ranges = _WithoutRanges()
 
 
 class _StepIsVoidError(Exception):

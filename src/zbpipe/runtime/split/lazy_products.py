@@ -61,7 +61,7 @@ class LazyTensor(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, call: _Call, within: LazyProducts | None) -> LazyTensor:
-        is_flat = within is None and not call.kwargs
+        is_flat = within is None and call.is_product  # of `postpone`
         tensors = [each for each in call.args if isinstance(each, Tensor)] if is_flat else _list_tensors(call[1:3])
         device = max(tensors, key=Tensor.dim).device  # a number may be on the CPU
         options: dict[str, Any] = {"strides": like.stride(), "dtype": like.dtype, "device": device}
