@@ -419,7 +419,7 @@ class _Job:
 
     @cached_property
     def _extremes(self) -> tuple[_Job, ...]:
-        """The job with the largest and the least plausible speeds. None of them with a given rate or measured times."""
+        """The job at the largest and the least plausible speeds. Empty with a given rate or measured times."""
         if self.measured is not None or self.rates is None:
             return ()
         return tuple(replace(self, rates=each) for each in reversed(self.rates.extremes))
