@@ -173,7 +173,7 @@ def test_what_a_graph_cannot_replay(one_rank: None, name: str) -> None:
     modules.zero_grad()
     assert schedule.is_steady
     zbpipe.GradientCheck(schedule, 1)
-    refuse("measured or checked: capture one when Auto has chosen, and profiles, traces and GradientCheck are over")
+    refuse("measured or checked: capture one after Auto's choice, and after profiles, traces and GradientCheck")
     schedule.step(x, target=x)
     modules.zero_grad()
     plain = schedule.schedule
