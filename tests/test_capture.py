@@ -157,7 +157,7 @@ def test_what_a_graph_cannot_replay(one_rank: None, name: str) -> None:
         with pytest.raises(ValueError, match=f"a CUDA graph cannot capture .*{words}"), capturing():
             schedule.step(x, target=x, **given)
 
-    refuse("the first steps, and those of Auto .* compare lists and contents: run the same number of steps before")
+    refuse("the first steps, and Auto's .* compare lists and contents: first run the same number of steps")
     for _ in range(8 if name == "Auto" else 2):
         assert not schedule.is_steady or getattr(schedule, "outcome", None)
         modules.zero_grad()
@@ -173,7 +173,7 @@ def test_what_a_graph_cannot_replay(one_rank: None, name: str) -> None:
     modules.zero_grad()
     assert schedule.is_steady
     zbpipe.GradientCheck(schedule, 1)
-    refuse("measured or checked: capture one when Auto has chosen, and profiles, traces and GradientCheck are over")
+    refuse("measured or checked: capture one after Auto's choice, and after profiles, traces and GradientCheck")
     schedule.step(x, target=x)
     modules.zero_grad()
     plain = schedule.schedule

@@ -166,5 +166,5 @@ def test_parts_that_fsdp_would_reduce_before_w_are_refused(one_rank: None, split
     fully_shard(modules[0][1], mesh=init_device_mesh("cpu", (1,)))
     schedule = on_one_rank(modules, 2, split_backward=split)
     tokens = torch.zeros(2, 4, dtype=torch.long)
-    with pytest.raises(zbpipe.PipelineError, match=r"stage 0 has parts in fully_shard but is not in it itself"):
+    with pytest.raises(zbpipe.PipelineError, match=r"stage 0: fully_shard wraps parts of the stage, not the stage"):
         schedule.step(tokens, target=tokens)

@@ -261,7 +261,7 @@ def test_two_schedules_in_turn() -> None:
 @pytest.mark.parametrize(
     ("schedule", "options", "words"),
     [
-        ("ZBV", {"compare_with": "1F1B"}, r"on the ranks \[0, 0\], and 1F1B has others, .*name one of .*VHalf, "),
+        ("ZBV", {"compare_with": "1F1B"}, r"on the ranks \[0, 0\], 1F1B on others, so one job .*name one of .*VHalf, "),
         ("ZBV", {"compare_with": "ZB"}, "ZB is made for the job's checkpointing, which ZBV does not know: run ZB"),
         ("ZBV", {"compare_with": "ZVB"}, "unknown schedule 'ZVB'; did you mean 'ZB'"),
         ("ZBV", {"compare_with": "Auto"}, "compare_with Auto times whole steps: .* another schedule than Auto"),
@@ -287,7 +287,7 @@ def test_a_script_that_cannot_be_changed() -> None:
     ("arguments", "words"),
     [
         ("--schedule ZBX -- FILE", "unknown schedule 'ZBX'; did you mean 'ZB'?"),
-        ("--schedule ZBV -- other.py", "there is no script 'other.py'; for a module write -m"),
+        ("--schedule ZBV -- other.py", "there is no script 'other.py'; for a module, put -m before"),
         ("--schedule ZBV", "name the script to run, or -m and a module"),
         ("--schedule ZBV -m", "name the script to run, or -m and a module"),
         ("--schedule ZBV --memory-limit 2x FILE", "memory_limit is for the schedules that adapt to one, "),

@@ -77,8 +77,8 @@ def changed_later() -> None:
 
 CASES: dict[str, tuple[str, Callable[[], object]]] = {
     "a stage in `DistributedDataParallel`": ("construction", lambda: build(DistributedDataParallel(two_linear()))),
-    "`fully_shard` on a part of a stage alone": ("first step", lambda: step(sharded_in_part())),
-    "the same with a framework's backward in the place of torch's, which reduces nothing at the end": (
+    "`fully_shard` on a part of a stage only": ("first step", lambda: step(sharded_in_part())),
+    "the same with a framework's own backward, which reduces nothing at the end": (
         "last W",
         leaves_unreduced,
     ),

@@ -111,7 +111,7 @@ def test_refusals_and_failures_of_steps(tmp_path: Path) -> None:
         assert second[name].startswith("PipelineError: another rank failed first: rank 0, schedule "), second[name]
         assert f", before its first action: {first[name]} (rank 1 runs this step)" in second[name], second[name]
 
-    assert_refused("smaller", "shapes (1, 6), but those of the first step", "had (2, 6)", "drop_last=True), or give")
+    assert_refused("smaller", "shapes (1, 6), but the messages", "those of the first step, (2, 6)", "drop_last=True)")
     assert_refused("no_target", "the last stage is on this rank, and the step got no target")
     for errors in (first, second):
         assert "ValueError: a training step needs a loss_fn on every rank" in errors["no_loss"]

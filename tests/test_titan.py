@@ -617,7 +617,7 @@ def check_cuts() -> None:
         titans = {"whole_model": model, "pp_mesh": None, "pp_schedule": "ZBV", "device": "cpu"}
         return getattr(pipeline_parallel, name)(**titans, module_names_per_stage=without_norm)
 
-    left_out = "no stage has ['norm'], and TorchTitan would train the model without: give each stage's"
+    left_out = "no stage has ['norm'], and TorchTitan would train the model without them: give each stage's"
     for function, modules, words in (
         (cut, None, "test_titan.check_cuts.<locals>.cut cuts into stages without asking torch for the sch"),
         (cut, [*MODULES, ["lm_head"]], "names ['lm_head'], which the model does not have: the head is 'output' in"),

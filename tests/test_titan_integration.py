@@ -306,9 +306,7 @@ def check_file(name: str) -> None:
     if name == "llama3_8b":  # float32 for want of FSDP
         arguments += ["--training.dtype", "float32"]
         assert memory_by_rank(read_workload(arguments, 16))
-        with pytest.raises(
-            ValueError, match=r"only with FSDP.* take twice as many GPUs, or --training.dtype bfloat16$"
-        ):
+        with pytest.raises(ValueError, match=r"only with FSDP.* use twice as many GPUs, or --training.dtype bfloat16$"):
             memory_by_rank(read_workload(arguments, 8))
 
 

@@ -384,7 +384,7 @@ NO_NAMES = (
     "has none of the names by which zbpipe recognizes TorchTitan, `class JobConfig` in config/job_config.py (0.2.2),"
     " `pipeline_parallel_microbatch_size` in config/configs.py (0.3.0), `num_pp_microbatches` in config/configs.py"
     " (main of August 2026): pip install torchtitan==0.3.0, or use zbpipe.install() in your program, or start it by"
-    " `python -m zbpipe.run`: they need none of TorchTitan's private names"
+    " `python -m zbpipe.run`: they need no private names of TorchTitan"
 )
 
 

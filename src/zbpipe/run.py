@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _require_known_schedule(arguments: list[str]) -> None:
-    """Refuse a wrong name in the first option. Elsewhere the parser finds it, which needs torch."""
+    """Refuse a wrong name in the first option. In others the parser finds it, which needs torch."""
     name = arguments[1] if arguments[:1] == ["--schedule"] and len(arguments) > 1 else None
     if name is not None and "--import" not in arguments:  # modules of the user may register schedules
         try:

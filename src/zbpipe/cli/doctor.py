@@ -40,8 +40,8 @@ def doctor(output: Path | None, log: Path | None) -> None:
     """Print the facts for a bug report.
 
     Lists versions, devices, whether zbpipe fits the installed TorchTitan, and the environment variables of torchrun,
-    NCCL, RCCL and gloo. On GPUs it also trains tiny pipelines, to try what GPUs run in another way than CPUs. Run it
-    where the job runs. Read the report before you send it: it has host names and paths.
+    NCCL, RCCL and gloo. On GPUs it also trains tiny pipelines, to try what GPUs run differently from CPUs. Run it where
+    the job runs. Read the report before you send it: it has host names and paths.
 
     \b
     Example:

@@ -131,8 +131,8 @@ def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]
     else:
         yield "No pipeline fits." if fsdp else "Without a pipeline it does not fit."
     yield (
-        f"the best schedule for each layout, {best.workload.global_tokens} tokens per step; layouts whose computation"
-        " alone is longer than the best step are left out:"
+        f"the best schedule for each layout, {best.workload.global_tokens} tokens per step; layouts are omitted if"
+        " their computation alone exceeds the best step:"
     )
     rows = [
         (str(work.degrees), str(work.checkpointing or ""), str(work.microbatches), *_cells(each, step, parts=False))

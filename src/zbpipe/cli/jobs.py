@@ -91,7 +91,7 @@ _OF_TRANSFORMERS = click.Command(
         click.Option(["--now", "schedule"], default="1F1B", callback=parse_with(lambda name: resolve(name).name)),
     ],
 )
-"""Options of a job with a model of transformers. They stand among TorchTitan's."""
+"""Options of a job with a model of transformers, written among TorchTitan's."""
 
 
 def _of_transformers(config: Path, gpus: int, arguments: Sequence[str]) -> Workload:

@@ -92,7 +92,7 @@ class Device:
     def exchange(self, size: float, gpus: int) -> float:
         """Seconds in which each of a group's neighbours sends all others its part of this number of bytes.
 
-        Between nodes each GPU has its own network card alone, and the data for each other GPU goes by itself.
+        Between nodes each GPU uses only its own network card, and sends the data for each other GPU separately.
 
         >>> h100 = find("H100")
         >>> round(h100.exchange(1e9, 8) * 1e3, 1), round(h100.exchange(1e9, 64) * 1e3, 1)

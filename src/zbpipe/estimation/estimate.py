@@ -41,7 +41,7 @@ _SEARCHED = 1024
 _MESSAGES = 6
 """Number of messages per stage for which a plan leaves room. The table counts the actual ones."""
 _LIMITS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 8.0)
-"""Memory limits to try, to 1F1B's memory."""
+"""Memory limits to try, relative to 1F1B's memory."""
 _ROUGHLY = 1.1
 """Largest limit to try, as a share of the room. A job's schedule uses default costs, and may take less."""
 _AS_SHORT = 1.005
@@ -419,7 +419,7 @@ class _Job:
 
     @cached_property
     def _extremes(self) -> tuple[_Job, ...]:
-        """The job with the largest and the least plausible speeds. None of them with a given rate or measured times."""
+        """The job at the largest and the least plausible speeds. Empty with a given rate or measured times."""
         if self.measured is not None or self.rates is None:
             return ()
         return tuple(replace(self, rates=each) for each in reversed(self.rates.extremes))

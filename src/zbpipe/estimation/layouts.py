@@ -40,7 +40,7 @@ def degrees_to_try(workload: Workload, gpus_per_node: int) -> Iterator[Degrees]:
 
 
 def _expert_degrees(workload: Workload, gpus: int, gpus_per_node: int) -> list[int]:
-    """No expert parallelism, as much as a node allows, and as much as there are experts."""
+    """Degrees of expert parallelism to try: 1, the largest within a node, and the number of experts."""
     most = gcd(max(layer.num_experts for layer in workload.layers) or 1, gpus)
     return sorted({1, gcd(most, gpus_per_node), most})
 

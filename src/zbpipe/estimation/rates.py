@@ -31,8 +31,8 @@ HOST = {False: (5.6e-4, 3.1e-4), True: (4.3e-4, 3.9e-4)}
 """Seconds of the host for a block's F and backward of one microbatch, and how much more it takes with I and W apart, by
 whether blocks are compiled: benchmarks/README.md, for a block's linear layers alone, so a GPU's host takes longer."""
 _LINKS = (0.6, 1.15)
-"""Least and largest plausible bandwidths, relative to the likely ones: other traffic, topology and the tuning of the
-communication library."""
+"""Least and largest plausible bandwidths, relative to the likely ones. They depend on other traffic, topology and the
+communication library's tuning."""
 _OPTIMIZER_BYTES = 32.0
 """Bytes that AdamW in float32 moves per parameter: parameter and both moments twice, the gradient twice."""
 _STRAGGLERS = {False: 0.006, True: 0.003}
@@ -46,7 +46,7 @@ class Rates:
     speed: float = 1.0
     """Speed of computation relative to the device's."""
     extremes: tuple[Rates, ...] = ()
-    """These rates with the least and the largest plausible speeds, of computation and of links. Empty if the speed of
+    """These rates at the least and the largest plausible speeds of computation and of links. Empty if the speed of
     computation is given."""
 
     def layer_costs(self, workload: Workload) -> CostModel:

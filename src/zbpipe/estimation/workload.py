@@ -63,7 +63,7 @@ class Held(NamedTuple):
     shards: int
     """Number of GPUs that share them."""
     apart: int
-    """Distance of these GPUs."""
+    """Number of GPUs from one of these to the next."""
 
     @property
     def own(self) -> float:

@@ -135,7 +135,7 @@ class _Installation:
         return algorithm
 
     def _log(self, asked: str, name: str, algorithm: Algorithm | None) -> None:
-        """Log each name once, on the first rank; frameworks ask several times."""
+        """Log each name once, on the first rank, because frameworks ask several times."""
         if asked in self.asked:
             return
         self.asked.append(asked)

@@ -179,8 +179,8 @@ def build(
 
 
 def attach(schedule: pipelining.PipelineSchedule, options: Options) -> None:
-    """Attach the tools in `options`: a profiler (not to `AutoSchedule`, which has one), a trace, a gradient check,
-    a comparison."""
+    """Attach the tools in `options`: a profiler (not to `AutoSchedule`, which has its own), a trace, a gradient check,
+    and a comparison."""
     if options.check_gradients:
         GradientCheck(schedule, options.check_gradients)
     if options.profile_steps and not isinstance(schedule, AutoSchedule):

@@ -1,4 +1,4 @@
-"""Work of a model's layers before any measurement: the multiplications with their weights, and bytes on each GPU."""
+"""Work of a model's layers before any measurement: multiplications with the weights, and bytes per GPU."""
 
 from __future__ import annotations
 
@@ -140,15 +140,14 @@ class CountedModel:
     blocks: tuple[CountedLayer, ...]
     head: CountedLayer
     chunks: int = 0
-    """Number of chunks in which the loss runs the head's whole backward in F; 0 if the head runs like any other
-    layer."""
+    """Number of chunks in which the loss runs the head's whole backward in F. 0 if the head runs like other layers."""
     dim: int
     """Dimension of the hidden states."""
     key_heads: int
     """Number of key-value heads. 0 if unknown."""
     checkpointing: Checkpointing
     style: Mapping[str, bool] = field(default_factory=dict)
-    """Differences of its blocks to Llama's: see `zbpipe.costs.transformer.Block`."""
+    """Differences between its blocks and Llama's (`zbpipe.costs.transformer.Block`)."""
 
     @property
     def layers(self) -> tuple[CountedLayer, ...]:
@@ -165,7 +164,7 @@ class CountedModel:
         return all(block.bytes is not None for block in self.blocks)
 
     def words(self, degrees: Degrees) -> str:
-        """Sources of operations and bytes, in words."""
+        """Sources of operations and bytes, as text."""
         share = self.deferred
         counts = "operations from the weights, as if W computed the weight gradients of all layers"
         if share is not None:
@@ -178,7 +177,7 @@ class CountedModel:
         return f"{how_much}; {words}"
 
     def require_shares(self, degrees: Degrees, length: int) -> None:
-        """Refuse degrees that cannot share its heads, or sequences of this length, with a ValueError."""
+        """Raise ValueError for degrees that cannot share its heads, or sequences of this length."""
         if self.key_heads % degrees.tensor:
             raise ValueError(f"TP {degrees.tensor} cannot share {self.key_heads} key-value heads")
         if length % (degrees.tensor * (2 * degrees.context if degrees.context > 1 else 1)):
@@ -187,8 +186,8 @@ class CountedModel:
     def work(
         self, tokens: int, degrees: Degrees, computed: int, summed: float, compiled: bool
     ) -> tuple[LayerWork, ...]:
-        """Work of all layers on these degrees. `computed` are the bytes of an activation's number, `summed` those of a
-        gradient's sum."""
+        """Work of all layers on these degrees. `computed`: bytes per number of an activation, `summed`: of a sum of
+        gradients."""
         sizes = _OnOneGpu(self, tokens // degrees.context, degrees, computed, summed).layers()
         return tuple(self._work(*each, tokens, compiled) for each in zip(self.layers, sizes, strict=True))
 
@@ -263,14 +262,12 @@ class _OnOneGpu:
         return [self._embedding(), *map(self._block, self.counted.blocks), head]
 
     def _embedding(self) -> LayerBytes:
-        """Bytes of the embedding, whose output counts for the first block. I computes its whole gradient, which cannot
-        be deferred."""
+        """The embedding. Its output counts for the first block, and I computes its whole gradient."""
         gradient = self._gradient(self.counted.embedding)
         return LayerBytes(0, 0, {OpKind.F: self._hidden, OpKind.I: gradient, OpKind.B: gradient})
 
     def _block(self, layer: CountedLayer) -> LayerBytes:
-        """The counted bytes, sharded over tensor parallelism like a Llama block of that width. Without counts, that
-        block's bytes."""
+        """The counted bytes, sharded over TP like a Llama block of that width. Without counts, that block's bytes."""
         alike = as_llama(self.counted.dim, layer.shape, **self.counted.style)
         whole, shared = (self._llama(alike, each) for each in (1, self.degrees.tensor))
         return shared if layer.bytes is None else _scale(layer.bytes, whole, shared, self.degrees.context)
@@ -303,8 +300,7 @@ class _OnOneGpu:
         result, logits = self._hidden, self._num_logits
         kept_by_f = result // self.degrees.tensor + result + (self.computed + _FP32) * logits
         kept_by_i = result + self.computed * logits
-        # Logits in float32, and two gradients of that size. The last one is freed before the gradients of head and
-        # norm.
+        # Logits in float32, and two gradients of that size. The last is freed before the gradients of head and norm.
         in_f, in_i = _FP32 * logits, 2 * _FP32 * logits
         in_b = max(in_i, self._gradient(self.counted.head))
         return LayerBytes(kept_by_f, kept_by_i, {OpKind.F: in_f, OpKind.I: in_i, OpKind.B: in_b})

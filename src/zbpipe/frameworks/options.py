@@ -129,8 +129,8 @@ class Options:
     )
     compare_with: str | None = _option(
         "job of zbpipe",
-        "Run this schedule and the job's own in turn, step by step, and log the time of both and the difference. Both"
-        " need the same stages on each rank; losses stay the same (docs/logs.md).",
+        "Alternate this schedule and the job's own step by step, and log both times and the difference. Both need the"
+        " same stages on each rank. Losses stay the same (docs/logs.md).",
         metavar="NAME",
         check=lambda name, value: value is None or resolve(value),
     )

@@ -120,7 +120,7 @@ class ListScheduler:
         return self.engine.justify(self.job, self.mirrored, self.engine.integers(order))
 
     def list_by_kind(self) -> list[tuple[float, list[int]]]:
-        """Orders by kind alone: I or F first, W last or before F, patience of 0, 0.5 and 1 W; where B saves memory, as
+        """Orders by kind only: I or F first, W last or before F, patience of 0, 0.5 and 1 W; where B saves memory, as
         few and as many B as possible."""
         rankings = ((1, 0, 2), (2, 0, 1), (0, 1, 2), (0, 2, 1))
         cases = [(ranking, patience, False) for patience in (0.0, 0.5, 1.0) for ranking in rankings]

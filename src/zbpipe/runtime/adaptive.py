@@ -325,11 +325,11 @@ def _step_seconds(records: Records, group: dist.ProcessGroup | None = None) -> f
 
 
 COMPARED_FROM = 3
-"""Steps before the first one that counts in a comparison: of the schedule itself, and of the other one."""
+"""Number of steps before a comparison: of the schedule itself, and of the other one."""
 
 
 def compare_in_turn(schedule: RegisteredSchedule, other: Algorithm, steps: int) -> None:
-    """Run a schedule and another one in turn, `steps` timed steps each, and log both times. Losses stay the same.
+    """Alternate a schedule with another one, for `steps` timed steps each, and log both times. Losses stay the same.
 
     Raises:
         ValueError: see `require_comparable`.

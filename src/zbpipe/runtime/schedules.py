@@ -191,7 +191,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     @property
     def is_steady(self) -> bool:
-        """Whether a CUDA graph can capture the next step of the usual size, because the host does not wait in it.
+        """Whether a CUDA graph can capture the next step of the usual size: the host does not wait in that step.
 
         True after two steps, unless a layer first runs in the second; with Auto, after its choice and another step.
         """
@@ -352,15 +352,15 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         trains = pipelining.trains(self)
         kept = fsdp2.find_kept_gradients(stage.submod for stage in pipelining.stages_of(self)) if trains else []
         refusals = {
-            "only loops of your own can, and no GPU has run it yet: turn that off, in TorchTitan by"
+            "only your own loops can, and no GPU has run it yet: turn it off, in TorchTitan by"
             " --training.disable_cuda_graphs": self.refuses_capture,
             "all replays have one size: omit microbatches=, or give the usual number of them": microbatches is not None,
             "it copies to the host: omit offload, or adopt a schedule without copies": self.schedule.has_copies,
             "zbpipe.OptimizerStep decides in every step what runs: use the optimizer's own step": self._optimizer_step,
             "scale_grads would multiply the kept gradients by the number of microbatches in each replay: set them to"
             " None before the capture, or build with scale_grads=False and divide the loss": self.scale_grads and kept,
-            "the first steps, and those of Auto before its choice, compare lists and contents: run the same number of"
-            " steps before on all ranks, at least two, and look whether schedule.is_steady": not self.is_steady,
+            "the first steps, and Auto's before its choice, compare lists and contents: first run the same number of"
+            " steps on all ranks, at least two, until schedule.is_steady": not self.is_steady,
         }
         if found := next((reason for reason, applies in refusals.items() if applies), None):
             raise ValueError(f"a CUDA graph cannot capture this step of {self.schedule.name}: {found}")

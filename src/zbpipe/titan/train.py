@@ -34,7 +34,7 @@ def main() -> None:
     try:
         _require_known_schedule(sys.argv[1:])
     except ValueError as error:
-        sys.exit(f"ValueError: {error}")  # many ranks say the same: without a traceback
+        sys.exit(f"ValueError: {error}")  # no traceback, because all ranks print the same
     from torch.distributed.elastic.multiprocessing.errors import record  # not before: torch is imported for seconds
 
     from zbpipe.runtime.ranks.failures import end_at_once

@@ -53,8 +53,8 @@ def check(config: Any, algorithm: Algorithm | None, options: Options) -> None:
     if has_pipeline:
         if algorithm.source == "zbpipe" and not getattr(config.training, "disable_cuda_graphs", True):
             raise ValueError(
-                f"training.disable_cuda_graphs=False would capture {algorithm.name} in a CUDA graph, which is for a"
-                " loop of your own, as docs/the-split.md shows: set --training.disable_cuda_graphs"
+                f"training.disable_cuda_graphs=False would capture {algorithm.name} in a CUDA graph, which works"
+                " only in your own loop (docs/the-split.md): set --training.disable_cuda_graphs"
             )
         _check_schedule(algorithm, config)
         _check_torchs_split(algorithm, options, config)
@@ -75,8 +75,8 @@ def depends_on_model(algorithm: Algorithm) -> bool:
 
 
 def check_stages(config: Any, algorithm: Algorithm, placement: Placement, options: Options) -> None:
-    """Refuse validated steps that gain nothing and comparisons that cannot run with these stages, and warn of a first
-    step that takes long."""
+    """Refuse validated steps that gain nothing, and comparisons that cannot run with these stages. Warn of a long first
+    step."""
     if options.compare_with is not None:
         require_comparable(algorithm, resolve(options.compare_with), placement)
     if options.optimizer_step == "validated" and algorithm.name != "Auto":

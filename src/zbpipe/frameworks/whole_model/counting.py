@@ -29,7 +29,7 @@ from zbpipe.schedule.ir import require_whole
 _PRECISION = {"float32": ParameterBytes(), "bfloat16": ParameterBytes(2, 2, 2)}
 """Bytes by the dtype of the weights. Products are in bfloat16; float32 weights have copies for them."""
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-"""Fields of a config without which transformers would take the sizes of some usual model."""
+"""Required fields of a config. Without them transformers would use another model's sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +184,7 @@ def _count(library: Any, config: Any, length: int, how: Checkpointing) -> Counte
 
 
 class _Certain(TorchFunctionMode):
-    """Conditions on values of meta tensors hold: transformers asks whether masks are needed, and they are not."""
+    """Conditions on values of meta tensors hold, because transformers checks whether masks are needed; they are not."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__bool__ and args[0].is_meta:

@@ -207,7 +207,7 @@ class Pipeline:
             stage.count = number
         inputs = next((each for each in given.values() if isinstance(each, Tensor)), None)
         if inputs is None:
-            raise ValueError("the batch has labels alone: give the model's inputs, for example input_ids=...")
+            raise ValueError("the batch has only labels: give the model's inputs, for example input_ids=...")
         losses: list[Tensor] = []
         with self._tied.summed() if how == "step" else nullcontext():
             getattr(self.schedule, how)(

@@ -51,7 +51,7 @@ def _share(more: tuple[Any, ...], place: int) -> float:
 
 
 def _grouped(one: Any, other: Any, *_: Any, **__: Any) -> int:
-    """FLOPs of experts' products, whose groups of rows or columns add up to these sizes."""
+    """FLOPs of experts' products. Their groups of rows or columns add up to these sizes."""
     groups = one[0] if len(one) == len(other) == _WITH_GROUPS else 1
     return int(groups * 2 * one[-2] * one[-1] * other[-1])
 

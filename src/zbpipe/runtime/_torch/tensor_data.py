@@ -92,10 +92,9 @@ def is_torchs_own(tensor: Tensor) -> bool:
 
 
 def find_memory(tensor: Tensor) -> tuple[int | None, int, int, bool]:
-    """The storage of a tensor, the number of tensors that it counts for there, the storage's bytes, and
-    `is_torchs_own`."""
-    # A view keeps its base alive, so it counts for two.
-    # No storage for tensors that hide it, such as results of pending collectives.
+    """A tensor's storage, the number of holders that the tensor counts as, the storage's bytes, and `is_torchs_own`."""
+    # A view keeps its base alive, so it counts as two. No storage for tensors that hide it, such as results of pending
+    # collectives.
     tensor = tensor if type(tensor) is Tensor else _local(tensor)
     number = 1 if tensor._base is None else 2
     if type(tensor) is not Tensor or tensor.layout is not torch.strided:

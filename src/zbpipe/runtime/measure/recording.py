@@ -142,8 +142,8 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         if looking and find_device(pipelining.device_of(pipelining.stages_of(schedule)[0])).is_capturing():
             raise ValueError(
-                "a CUDA graph cannot capture a step that is measured or checked: capture one when Auto has chosen, and"
-                " profiles, traces and GradientCheck are over"
+                "a CUDA graph cannot capture a step that is measured or checked: capture one after Auto's choice, and"
+                " after profiles, traces and GradientCheck"
             )
         with ExitStack() as around:
             if recorder is not None:

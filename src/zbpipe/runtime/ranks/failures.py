@@ -28,7 +28,7 @@ _FAILURE = "zbpipe/failure/"
 _LINGER = 5.0
 """Longest wait in seconds of the rank with the store for its readers."""
 _ROLL_CALL = 2.0
-"""Seconds in which a rank that runs reads a failure. A rank in which it is not raised ends by itself soon after."""
+"""Seconds in which a running rank reads a failure. If the rank does not raise it, its process ends soon after."""
 PATIENCE = 5.0
 """Seconds to wait for the store, because its host may be the rank that died."""
 _LONGEST = 2000
@@ -132,7 +132,7 @@ class Notice:
         return []
 
     def _lacks(self, kind: str, ranks: Sequence[int]) -> list[int]:
-        """Those of `ranks` without such a key, by few calls if nearly all have it."""
+        """The `ranks` without such a key. Takes few calls if nearly all have it."""
         if not ranks or self._store.check([f"{self._key}/{kind}/{rank}" for rank in ranks]):
             return []
         middle = len(ranks) // 2
