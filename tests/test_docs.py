@@ -191,7 +191,7 @@ def test_blocks_of_data() -> None:
                 assert tomllib.loads(block.code)
             case "csv":
                 assert zbpipe.validate(zbpipe.Schedule.from_csv(block.code)) == []
-            case "yaml":
+            case "yaml" if not block.page.endswith("megatron.md"):  # test_primus_megatron.py runs that one
                 [example] = (ROOT / block.page).parent.glob("*.yaml")
                 keys = re.compile(r"^ *(\w+):", re.MULTILINE)
                 assert set(keys.findall(block.code)) <= set(re.findall(r"(\w+):", example.read_text())), block

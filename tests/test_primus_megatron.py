@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -155,6 +156,14 @@ def test_refused_tables(factory: ModuleType, tmp_path: Path, monkeypatch: pytest
         primus_megatron.plug_in(settings(**fields, zbpipe_schedule="mixed.csv", global_batch_size=2 * job.ROWS))
     with pytest.raises(ValueError, match="table for 2 microbatches, but the job has 8"):
         primus_megatron.plug_in(settings(**fields, zbpipe_schedule="mixed.csv"))
+
+
+def test_the_settings_of_the_page(factory: ModuleType) -> None:
+    yaml = pytest.importorskip("yaml")
+    [block] = re.findall(r"```yaml\n(.*?)```", (PRIMUS / "megatron.md").read_text(), re.DOTALL)
+    params = SimpleNamespace(**yaml.safe_load(block)["overrides"], micro_batch_size=1, global_batch_size=32)
+    primus_megatron.plug_in(params)
+    assert params.pp_algorithm == "zbv-formatted"
 
 
 @pytest.mark.parametrize(
