@@ -43,10 +43,14 @@ class Model:
     """Number of experts that compute each token."""
 
     @property
+    def in_visited(self) -> float:
+        """Number of weights in the routed experts that compute a token."""
+        return self.in_experts * self.visited / max(self.num_experts, 1)
+
+    @property
     def parameters(self) -> float:
         """Number of weights in a block."""
-        unvisited = 1 - self.visited / self.num_experts if self.num_experts else 0.0
-        return self.weights + self.in_experts * unvisited + 2.0 * self.block.dim
+        return self.weights + self.in_experts - self.in_visited + 2.0 * self.block.dim
 
 
 def _model(dim: int, keys: int, hidden: int, blocks: int, vocabulary: int, queries: int | None = None) -> Model:
@@ -64,7 +68,7 @@ def _with_experts(model: Model, number: int, width: int, visited: int, share: fl
     """The model with this `share` of its blocks with experts, in all blocks alike. The block's width is of those that
     a token visits."""
     in_experts = share * number * 3 * model.block.dim * width
-    return replace(model, num_experts=round(share * number), in_experts=in_experts, visited=share * visited)
+    return replace(model, num_experts=round(share * number), in_experts=in_experts, visited=visited * share)
 
 
 MODELS = {
@@ -204,6 +208,7 @@ def workload(job: Job) -> Workload:
         num_experts=model.num_experts,
         in_experts=model.in_experts,
         routed=2.0 * tokens * block.dim * model.visited,
+        in_routed=model.in_visited / model.weights,
     )
     layers = (first, *(replace(middle, modules=(f"layers.{number}",)) for number in range(model.blocks)), last)
     return Workload(
