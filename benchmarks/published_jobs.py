@@ -15,7 +15,7 @@ from typing import Any
 from zbpipe.costs.transformer import Block, Checkpointing
 from zbpipe.estimation.devices import find
 from zbpipe.estimation.estimate import estimate
-from zbpipe.estimation.rates import rates
+from zbpipe.estimation.rates import Rates, rates
 from zbpipe.estimation.workload import ASYNC_TENSOR, Degrees, LayerWork, Workload
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind
 
@@ -36,17 +36,39 @@ class Model:
     """Number of weights in a block with which each token is multiplied."""
     attention: int
     """Width of the queries and of the values of all heads: their mean."""
+    num_experts: int = 0
+    in_experts: float = 0.0
+    """Number of weights in all experts of a block."""
+    visited: float = 0.0
+    """Number of experts that compute each token."""
+
+    @property
+    def in_visited(self) -> float:
+        """Number of weights in the routed experts that compute a token."""
+        return self.in_experts * self.visited / max(self.num_experts, 1)
+
+    @property
+    def parameters(self) -> float:
+        """Number of weights in a block."""
+        return self.weights + self.in_experts - self.in_visited + 2.0 * self.block.dim
 
 
-def _model(dim: int, keys: int, hidden: int, blocks: int, vocabulary: int) -> Model:
+def _model(dim: int, keys: int, hidden: int, blocks: int, vocabulary: int, queries: int | None = None) -> Model:
     """`keys` is the width of the keys of all heads."""
-    block = Block(dim, dim, 2 * keys, hidden)
-    return Model(block, blocks, vocabulary, dim * hidden, block.parameters - 2.0 * dim, dim)
+    block = Block(dim, queries or dim, 2 * keys, hidden)
+    return Model(block, blocks, vocabulary, dim * hidden, block.parameters - 2.0 * dim, block.queries)
 
 
 def _gpt(dim: int, blocks: int, vocabulary: int, keys: int | None = None) -> Model:
     """Two products of width 4d in the feed-forward layer have the operations of three of 8/3 d."""
     return replace(_model(dim, keys or dim, 8 * dim // 3, blocks, vocabulary), last=4 * dim * dim)
+
+
+def _with_experts(model: Model, number: int, width: int, visited: int, share: float = 1.0) -> Model:
+    """The model with this `share` of its blocks with experts, in all blocks alike. The block's width is of those that
+    a token visits."""
+    in_experts = share * number * 3 * model.block.dim * width
+    return replace(model, num_experts=round(share * number), in_experts=in_experts, visited=visited * share)
 
 
 MODELS = {
@@ -73,7 +95,19 @@ MODELS = {
     "Nemotron 22B": _gpt(6144, 40, 256000),
     "Nemotron 340B": _gpt(18432, 96, 256000, keys=1536),
     # A block with 8 of 256 experts and a shared one of width 2048; 128 heads of width 192 and values of width 128.
-    "DeepSeek V3": Model(Block(7168, 24576, 40960, 18432), 61, 129280, 7168 * 18432, 585.3e6, 128 * 160),
+    "DeepSeek V3": _with_experts(
+        Model(Block(7168, 24576, 40960, 18432), 61, 129280, 7168 * 18432, 585.3e6, 128 * 160), 256, 2048, 8, 58 / 61
+    ),
+    "Qwen 3 30B": _with_experts(_model(2048, 512, 8 * 768, 48, 151936, queries=4096), 128, 768, 8),
+    "Qwen 3 235B": _with_experts(_model(4096, 512, 8 * 1536, 94, 151936, queries=8192), 128, 1536, 8),
+    # Every second block attends to 128 tokens, which hardly counts.
+    "GPT-OSS 120B": replace(
+        _with_experts(_model(2880, 512, 4 * 2880, 36, 201088, queries=4096), 128, 2880, 4), attention=2048
+    ),
+    # Every second block has experts, one of which each token visits, and a shared one of the same width.
+    "Llama 4 Maverick": _with_experts(_model(5120, 1024, 16384, 48, 202048), 128, 8192, 1, 1 / 2),
+    "Llama 3 405B, 8 blocks": _model(16384, 1024, 53248, 8, 128256),
+    "Llama 3 405B, 62 blocks": _model(16384, 1024, 53248, 62, 128256),
 }
 _AGAIN = {Checkpointing.NONE: 0, Checkpointing.SELECTIVE: 2, Checkpointing.FULL: 3}
 """Collectives of tensor parallelism that I repeats."""
@@ -93,6 +127,7 @@ class Job:
     p: int
     tp: int
     cp: int
+    ep: int
     v: int
     m: int
     microbatch: int
@@ -100,15 +135,23 @@ class Job:
     seq: int
     checkpointing: str
     options: frozenset[str]
-    """Of "compiled" (or kernels fused by hand), "float8", and "async" or "userbuffers" (tensor parallelism)."""
+    """Of "compiled" (or kernels fused by hand), "float8", "async" or "userbuffers" (tensor parallelism), "megatron" for
+    its jobs without user buffers, and "whole" if each GPU keeps all weights and shards only their optimizer."""
     link: float | None
     """Network of each GPU in GB/s, if it is not the device's."""
     published: float
-    """Tokens per second of each GPU."""
+    """Tokens per second of each GPU. Not a number before the comparison."""
     use: str
     """"fitted": for figures of the devices and rates. "kept back": by source, but in view while those were chosen.
-    "never fitted": found afterwards, and predicted with the figures as they were."""
+    "never fitted": found afterwards, and predicted with the figures as they were. "predicted first": also written down
+    before the comparison, without a published figure."""
     note: str
+
+    @property
+    def kind(self) -> str:
+        if MODELS[self.model].num_experts:
+            return "experts"
+        return "dense with TP" if self.tp > 1 else "dense without TP"
 
 
 def read_jobs() -> list[Job]:
@@ -118,8 +161,8 @@ def read_jobs() -> list[Job]:
 
 
 def _job(cells: dict[str, Any]) -> Job:
-    whole = {name: int(cells[name]) for name in ("gpus", "p", "tp", "cp", "v", "m", "microbatch", "seq")}
-    others: dict[str, Any] = {"published": float(cells["published"])}
+    whole = {name: int(cells[name]) for name in ("gpus", "p", "tp", "cp", "ep", "v", "m", "microbatch", "seq")}
+    others: dict[str, Any] = {"published": float(cells["published"] or "nan")}
     others["options"] = frozenset(cells["options"].split())
     others["link"] = float(cells["link"]) if cells["link"] else None
     return Job(**{**cells, **whole, **others})
@@ -154,7 +197,7 @@ def workload(job: Job) -> Workload:
         products + attention,
         products + 2.5 * attention + again,
         products,
-        block.parameters,
+        model.parameters,
         2.0 * own * block.kept_by_f(how, job.tp),
         2.0 * own * block.kept_by_i(job.tp),
         tuple((kind, 2.0 * own * max(block.working(how, kind, job.tp), 0)) for kind in COMPUTATIONS),
@@ -162,12 +205,16 @@ def workload(job: Job) -> Workload:
         (attention, 2.5 * attention + recomputed),
         (2.0 * tokens * in_f, 2.0 * tokens * in_i),
         keys=2.0 * tokens * block.keys_and_values,
+        num_experts=model.num_experts,
+        in_experts=model.in_experts,
+        routed=2.0 * tokens * block.dim * model.visited,
+        in_routed=model.in_visited / model.weights,
     )
     layers = (first, *(replace(middle, modules=(f"layers.{number}",)) for number in range(model.blocks)), last)
     return Workload(
         job.id,
         layers,
-        Degrees(job.p, job.tp, job.gpus // (job.p * job.tp * job.cp), context=job.cp),
+        Degrees(job.p, job.tp, job.gpus // (job.p * job.tp * job.cp), context=job.cp, experts=job.ep),
         job.m,
         tokens,
         message_bytes=2.0 * own * block.dim / job.tp,
@@ -177,7 +224,7 @@ def workload(job: Job) -> Workload:
         compiled="compiled" in job.options,
         hidden_tensor=sum(_HIDDEN.get(option, 0.0) for option in job.options),
         float8="float8" in job.options,
-        overlaps_fsdp="userbuffers" in job.options,  # all of Megatron's jobs
+        overlaps_fsdp=not job.options.isdisjoint(("userbuffers", "megatron")),
         cut=_cut(job, model.blocks),
         remade=lambda degrees, how: workload(_on(job, degrees, how)),
     )
@@ -186,6 +233,7 @@ def workload(job: Job) -> Workload:
 def _on(job: Job, degrees: Degrees, how: Checkpointing | None) -> Job:
     """The job on other degrees, with the trainer's own stages. Its number of microbatches does not count."""
     sizes: dict[str, Any] = {"p": degrees.pipeline, "tp": degrees.tensor, "cp": degrees.context, "v": 1, "m": 1}
+    sizes["ep"] = degrees.experts
     return replace(job, **sizes, gpus=degrees.gpus, checkpointing=str(how or job.checkpointing))
 
 
@@ -200,7 +248,7 @@ def _cut(job: Job, blocks: int) -> tuple[int, ...] | None:
 
 def block_milliseconds(model: str, device: str, seq: int, how: str, options: frozenset[str]) -> dict[str, float]:
     """Estimated times of F, I and W of one block on one GPU."""
-    job = Job("", "", model, device, *(1,) * 7, seq, how, options, None, 1.0, "", "")
+    job = Job("", "", model, device, *(1,) * 8, seq, how, options, None, 1.0, "", "")
     costs = rates(find(device)).layer_costs(workload(job))
     return {"F": 1000 * costs.f[1], "I": 1000 * costs.i[1], "W": 1000 * costs.w[1]}
 
@@ -221,11 +269,14 @@ class Speed:
 
 
 def predict(job: Job) -> Speed:
-    """The estimate of the job's own schedule: interleaved, or FSDP without a pipeline."""
+    """The estimate of the job's own schedule: interleaved, or FSDP without a pipeline, or with whole weights."""
     names = [] if job.p == 1 else ["1F1B" if job.v == 1 else "Interleaved1F1B"]
     device = find(job.device)
     if job.link is not None:
         device = replace(device, between=job.link * 1e9)
+    if "whole" in job.options:
+        likely = rates(device)
+        return Speed(*(_speed_with_whole_weights(workload(job), each) for each in (likely, *likely.extremes)))
     found = estimate(workload(job), device, only=names, stages_per_rank=(job.v,), plans=False)
     step = found.on_these_degrees or next(each for each in found.steps if (each.timeline is None) == (job.p == 1))
     if job.p > 1 and step.timeline is None:
@@ -235,13 +286,27 @@ def predict(job: Job) -> Speed:
     return Speed(step.tokens_per_second, tokens / step.range[1], tokens / step.range[0])
 
 
+def _speed_with_whole_weights(job: Workload, rates: Rates) -> float:
+    """Tokens per second of each GPU without a pipeline, gathering weights and reducing gradients once per step."""
+    costs, held, sizes = rates.layer_costs(job), job.held(range(len(job.layers))), job.parameter_bytes
+    f, i, w = map(sum, (costs.f, costs.i, costs.w))
+    gather, reduce = (
+        sum(rates.device.collective(size * each.number, each.shards, each.apart) for each in held)
+        for size in (sizes.gathered, sizes.summed)
+    )
+    seconds = job.microbatches * (f + i + w) + max(gather - f, 0.0) + max(reduce - i - w, 0.0)
+    seconds = rates.with_overheads(seconds, job, sum(each.own for each in held))
+    return job.global_tokens / job.degrees.gpus / seconds
+
+
 def summary(found: Iterable[tuple[Job, Speed]]) -> list[list[str]]:
     """Errors by use and side, in percent: number of rows, bias, mean error, and rows within the range. Those that were
-    never fitted also by source."""
+    never fitted also by source, and those predicted first by class."""
     by_use: dict[tuple[str, str], list[tuple[Job, Speed]]] = {}
     for job, speed in found:
         side = "pipeline" if job.p > 1 else "no pipeline"
-        for use in (job.use, f"never fitted: {job.source}") if job.use == "never fitted" else (job.use,):
+        parts = {"never fitted": job.source, "predicted first": job.kind}
+        for use in (job.use, f"{job.use}: {parts[job.use]}") if job.use in parts else (job.use,):
             by_use.setdefault((use, side), []).append((job, speed))
     lines = []
     for words, some in sorted(by_use.items()):

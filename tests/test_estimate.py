@@ -213,6 +213,13 @@ def test_an_exchange_between_nodes_goes_through_the_own_network_card() -> None:
     assert device.exchange(850.0, 16) == pytest.approx(1 / 2 * 100)
 
 
+def test_products_of_routed_experts_take_longer() -> None:
+    layer = LayerWork(("layers.0",), 8, 16, 24, 0.0, 0, 0, in_routed=0.5)
+    device = replace(ONE_A_SECOND, experts=0.25, range=(0.5, 2.0))
+    assert layer_seconds(layer, device, degrees=Degrees()) == pytest.approx([20, 40, 60])
+    assert [each.device.experts for each in rates(device).extremes] == [0.125, 0.375]
+
+
 def test_the_search_spreads_experts() -> None:
     work = workload(degrees=Degrees(pipeline=2, fsdp=8))
     tried = {each.experts for each in degrees_to_try(work, gpus_per_node=8)}

@@ -33,6 +33,9 @@ whether blocks are compiled: benchmarks/README.md, for a block's linear layers a
 _LINKS = (0.6, 1.15)
 """Least and largest plausible bandwidths, relative to the likely ones. They depend on other traffic, topology and the
 communication library's tuning."""
+_EXPERTS = (0.5, 1.5)
+"""Least and largest plausible speeds of routed experts, relative to the likely one: Transformer Engine's grouped layers
+take twice as long as single ones on B300 (its issue 2939), and grouped products alone are 1.5 times as fast."""
 _OPTIMIZER_BYTES = 32.0
 """Bytes that AdamW in float32 moves per parameter: parameter and both moments twice, the gradient twice."""
 _STRAGGLERS = {False: 0.006, True: 0.003}
@@ -63,7 +66,7 @@ class Rates:
             return in_f + keys, in_i + 2 * keys  # I also reduces the gradients of keys and values
 
         def seconds(layer: LayerWork, operations: float, attention: float, traffic: float) -> float:
-            products = (operations - attention) * narrow
+            products = (operations - attention) * narrow * (1 + layer.in_routed * (1 / device.experts - 1))
             if workload.float8 and layer.is_block:
                 products, traffic = products / FLOAT8, traffic * _CASTS
             attention *= 1 + _RING * (degrees.context - 1)
@@ -118,7 +121,12 @@ def rates(device: Device, tflops: Any = None, link: Any = None) -> Rates:
         return Rates(replace(device, products=share, attention=share * device.attention / device.products))
     of_links = (1.0, 1.0) if bandwidths else _LINKS
     extremes = [
-        Rates(replace(device, inside=device.inside * links, between=device.between * links), speed)
-        for speed, links in zip(device.range or (), of_links, strict=False)
+        Rates(
+            replace(
+                device, inside=device.inside * links, between=device.between * links, experts=device.experts * experts
+            ),
+            speed,
+        )
+        for speed, links, experts in zip(device.range or (), of_links, _EXPERTS, strict=False)
     ]
     return Rates(device, extremes=tuple(extremes))

@@ -133,6 +133,8 @@ class LayerWork:
     in_experts: float = 0.0
     routed: float = 0.0
     """Bytes of hidden states, once per expert that computes them. Expert parallelism sends them there and back."""
+    in_routed: float = 0.0
+    """Share of the products that routed experts compute."""
 
     @property
     def is_block(self) -> bool:

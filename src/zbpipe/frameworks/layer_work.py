@@ -72,6 +72,11 @@ class Shape(NamedTuple):
     in_experts: float = 0.0
     """Number of weights in all of them."""
 
+    @property
+    def visited(self) -> float:
+        """Number of weights in the routed experts that compute a token."""
+        return self.in_experts * self.experts_per_token / max(self.num_experts, 1)
+
 
 NO_SHAPE = Shape()
 
@@ -96,6 +101,7 @@ def as_block(work: LayerWork, shape: Shape, dim: int, tokens: int, how: Checkpoi
         routed=_BF16 * tokens * dim * shape.experts_per_token,
         num_experts=shape.num_experts,
         in_experts=shape.in_experts,
+        in_routed=shape.visited / shape.products if shape.products else 0.0,
     )
 
 
