@@ -447,9 +447,9 @@ def test_a_config_is_estimated_as_the_same_model_of_a_published_job(
     for one, other in zip(found.layers, same.layers, strict=True):
         for name in ("f", "w", "parameters", "attention", "traffic", "keys"):
             assert getattr(one, name) == pytest.approx(getattr(other, name), rel=0.01), (one.modules, name)
-        assert one.i == pytest.approx(other.i + last * one.is_block, rel=0.03)  # torch 2.13 counts 2.7 % less
+        assert one.i == pytest.approx(other.i + last * one.is_block, rel=0.02)
         assert one.waits == pytest.approx(other.waits, rel=0.07)
-        assert one.activations == pytest.approx(other.activations, rel=0.3)
+        assert one.activations == pytest.approx(other.activations, rel=0.35)  # torch 2.13: k and v as wide as q
     assert found.message_bytes == same.message_bytes
     assert found.operations == pytest.approx(57.9e9, rel=0.01), "as TorchTitan counts them"
     advice, expected = (estimate(each, "H200", only=[]).advice for each in (found, same))
@@ -492,7 +492,7 @@ def test_the_work_of_other_models(name: str) -> None:
     [
         ({"hidden_size": None}, "config.json has no field hidden_size, which a llama needs: add it"),
         ({"model_type": None}, "config.json has no field model_type, which names the model in transformers: add it"),
-        ({"model_type": "lama"}, "has no model_type 'lama'; a newer one may"),
+        ({"model_type": "lama"}, "has no model_type 'lama': try a newer one"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification has no causal head"),
         ({"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]}, "T5ForConditionalGeneration has no"),
         ({"num_attention_heads": "many"}, "config.json: transformers refuses it: .*num_attention_heads"),

@@ -169,6 +169,9 @@ class Estimate:
         own, best, fsdp = self.own, self.best, self.without_pipeline
         fsdp = fsdp if fsdp and fsdp.fits and self.workload.degrees.pipeline > 1 else None
         if fsdp and (best is None or answer(best, fsdp) is Answer.NO):
+            if self.lighter and self.lighter.timeline and self.lighter.seconds < (1 - WORTH) * fsdp.seconds:
+                words = f"; with {self.workload.checkpointing} checkpointing, drop the pipeline: {fsdp.seconds:.4g} s"
+                return self._advise("change to", self.lighter, words)
             words = f"; {best.name}, the best schedule that fits, is {best.compare(fsdp)}" if best else ""
             words += f", less than the estimates' error ({HARDLY:.0%})" if best and best.seconds < fsdp.seconds else ""
             return self._advise("drop the pipeline", fsdp, words)
@@ -183,25 +186,32 @@ class Estimate:
         return self._advise("keep" if best is own else "change to", best, words)
 
     def _advise(self, verb: str, step: Step, more: str) -> Advice:
-        own, limit = self.own, step.memory_limit if self.workload.memory_limit is None else None
+        own, work, lighter = self.own, self.workload, self.lighter
+        limit = step.memory_limit if work.memory_limit is None else None
+        how = LIGHTER.get(work.checkpointing or Checkpointing.FULL)
         words = f"{verb} {step.name}" if step.timeline else verb
+        words += f" with {how} checkpointing" if step is lighter else ""
         words = f"{words[0].upper()}{words[1:]}: {step.seconds:.4g} s per step"
         if own and own is not step:
             words += f", {step.compare(own)} than {own.name}"
             words += ", which cannot run" if not own.runs else "" if own.fits else ", which does not fit"
         room = f" of {self.device.usable_bytes / GIB:.1f}" if self.device else ""
         words += f", {step.memory.total / GIB:.1f}{room} GiB on the worst rank"
-        pipeline, zbpipe, checkpointing = self.workload.prefixes
+        schedule, degree, memory_limit, checkpointing = work.options
         name = step.schedule if step.algorithm else f"{step.schedule}.csv"
-        option = f"{pipeline}schedule {name}" if step.timeline else f"{pipeline}degree 1"
-        option += f" {zbpipe}memory-limit {limit}" if limit else ""
-        lighter, tip = self.lighter, ""
+        option = schedule.format(name) if step.timeline else degree.format(1)
+        batch, rest = divmod(work.microbatches * work.microbatch_size, work.degrees.pipeline)
+        if not step.timeline and not rest and work.batch_option.startswith("--"):
+            option += f" {work.batch_option} {batch}"  # for as many tokens per step
+        option += f" {memory_limit.format(limit)}" if limit else ""
+        option += f" {checkpointing.format(how)}" if step is lighter else ""
+        tip = ""
         if lighter and lighter.seconds < (1 - WORTH) * step.seconds:
-            how, now = LIGHTER[self.workload.checkpointing or Checkpointing.FULL], own or step
+            now = own or step
             tip = (
                 f"Lighter checkpointing ({how}) gains more: {lighter.seconds:.4g} s with {lighter.name},"
                 f" {lighter.compare(now)} than {now.name} now, {lighter.memory.total / GIB:.1f}{room} GiB. Add at the"
-                f" end: {checkpointing}{how}"
+                f" end: {checkpointing.format(how)}"
             )
         return Advice(verb, step, f"{words}{more}.", "" if step is own else option, tip)
 

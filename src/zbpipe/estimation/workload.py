@@ -191,8 +191,8 @@ class Workload:
     """Option for a larger batch, in sequences of one pipeline's step."""
     memory_limit: MemoryLimit | None = None
     """Memory limit of the job, for schedules that adapt to one."""
-    prefixes: tuple[str, str, str] = ("", "", "checkpointing ")
-    """Prefixes of the job's options: for its pipeline, for zbpipe, and for activation checkpointing."""
+    options: tuple[str, str, str, str] = ("schedule {}", "degree {}", "memory-limit {}", "checkpointing {}")
+    """The job's options for its pipeline's schedule and degree, a memory limit, and activation checkpointing."""
 
     @property
     def warnings(self) -> list[str]:
@@ -234,7 +234,7 @@ class Workload:
         if self.remade is not None:
             made = self.remade(degrees, checkpointing)
             kept = {
-                name: getattr(self, name) for name in ("float8", "hidden_tensor", "memory_limit", "prefixes", "rounds")
+                name: getattr(self, name) for name in ("float8", "hidden_tensor", "memory_limit", "options", "rounds")
             }
             return replace(made, microbatches=microbatches, **kept)
         mine = self.degrees.tensor, self.degrees.context, self.checkpointing

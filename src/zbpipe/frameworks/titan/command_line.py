@@ -83,7 +83,12 @@ def read_workload(arguments: Sequence[str], gpus: int) -> Workload:
     return replace(
         workload_of(config, degrees_of(config, gpus), name),
         memory_limit=MemoryLimit.parse(parse(arguments)[0].memory_limit),
-        prefixes=("--parallelism.pipeline_parallel_", _PREFIX, checkpointing),
+        options=(
+            "--parallelism.pipeline_parallel_schedule {}",
+            "--parallelism.pipeline_parallel_degree {}",
+            f"{_PREFIX}memory-limit {{}}",
+            f"{checkpointing}{{}}",
+        ),
     )
 
 
@@ -116,7 +121,9 @@ def degrees_of(config: Any, num_gpus: int) -> Degrees:
     fsdp, rest = divmod(num_gpus, each)
     if rest or not fsdp:
         fitting = " or ".join(str(shards * each) for shards in (fsdp, fsdp + 1) if shards)
-        raise ValueError(f"{num_gpus} GPUs are not a multiple of PP x TP x CP x replicas = {each}: use {fitting}")
+        raise ValueError(
+            f"{num_gpus} GPUs are not a multiple of PP x TP x CP x replicas = {each}: use {fitting}, or other degrees"
+        )
     return replace(shared, fsdp=fsdp, replicas=replicas)
 
 
