@@ -447,9 +447,9 @@ def test_a_config_is_estimated_as_the_same_model_of_a_published_job(
     for one, other in zip(found.layers, same.layers, strict=True):
         for name in ("f", "w", "parameters", "attention", "traffic", "keys"):
             assert getattr(one, name) == pytest.approx(getattr(other, name), rel=0.01), (one.modules, name)
-        assert one.i == pytest.approx(other.i + last * one.is_block, rel=0.02)
+        assert one.i == pytest.approx(other.i + last * one.is_block, rel=0.03)
         assert one.waits == pytest.approx(other.waits, rel=0.07)
-        assert one.activations == pytest.approx(other.activations, rel=0.35)  # torch 2.13: k and v as wide as q
+        assert one.activations == pytest.approx(other.activations, rel=0.3)
     assert found.message_bytes == same.message_bytes
     assert found.operations == pytest.approx(57.9e9, rel=0.01), "as TorchTitan counts them"
     advice, expected = (estimate(each, "H200", only=[]).advice for each in (found, same))
@@ -475,7 +475,9 @@ def test_the_work_of_other_models(name: str) -> None:
     model.config._attn_implementation = attention
     found = read_workload(model.config, counting.Job(gpus=2, pp=2, seq_len=64, checkpointing=Checkpointing.NONE))
     _, blocks = anatomy.find_blocks(model)
-    more = 2.2 if name == "Llama 4" else 1.0
+    # torch 2.13 has no backward of attention on meta tensors if heads share keys and values.
+    was_run = found.deferred is not None or torch.__version__ >= "2.14"
+    more = 2.2 if name == "Llama 4" and was_run else 1.0
     for block, work in zip(blocks.children(), found.layers[1:-1], strict=True):
         expected = more * 2 * 64 * products(block)
         assert work.w == pytest.approx(expected, rel=0.06)
@@ -484,7 +486,7 @@ def test_the_work_of_other_models(name: str) -> None:
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     extra = model.get_output_embeddings().weight.numel() if tied else 0
     assert found.parameters == sum(each.numel() for each in model.parameters()) + extra
-    assert found.deferred == pytest.approx(1, abs=0.06)
+    assert not was_run or found.deferred == pytest.approx(1, abs=0.06)
 
 
 @pytest.mark.parametrize(

@@ -27,12 +27,12 @@ BUDGETS = {
     "src/zbpipe/estimation": 1380,
     "src/zbpipe/frameworks": 3632,
     "src/zbpipe/planner": 1658,
-    "src/zbpipe/runtime": 8420,
+    "src/zbpipe/runtime": 8416,
     "src/zbpipe/schedule": 717,
     "src/zbpipe/simulator": 1619,
     "src/zbpipe/titan": 117,
     "src/zbpipe/views": 1034,
-    "tests": 22693,
+    "tests": 22694,
     "benchmarks": 3618,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""

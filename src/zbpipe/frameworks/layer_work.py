@@ -17,7 +17,7 @@ from zbpipe.runtime.split.work import percent
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind
 
 ON_META = (RuntimeError, NotImplementedError, TypeError)
-"""Errors of modules that read values, which meta tensors lack."""
+"""Errors of modules that read values, which meta tensors lack, and of ops that torch does not have for these."""
 
 _IN_BLOCK = 4
 """Collectives of tensor parallelism in a block: two gather the sequence, two scatter it."""
@@ -179,7 +179,7 @@ class CountedModel:
         how_much = f"{counts}, with {how} checkpointing" if how is not Checkpointing.NONE else counts
         words = "bytes counted on meta tensors" + (", shared by TP as in Llama" if degrees.tensor > 1 else "")
         if not self.on_meta:
-            words = "bytes of Llama blocks of the same width and weights in use, because these blocks read values"
+            words = "bytes of Llama blocks of the same width and weights in use: these do not run on meta tensors"
         return f"{how_much}; {words}"
 
     def require_shares(self, degrees: Degrees, length: int) -> None:

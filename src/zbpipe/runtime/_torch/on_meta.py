@@ -17,8 +17,6 @@ from zbpipe.runtime._torch.attributes import replaced
 
 _FORWARD = torch.ops.aten._scaled_dot_product_efficient_attention
 _BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward
-_TAKES_GROUPS = torch.__version__ >= "2.14"
-"""Whether the backward has the right shapes if several heads share keys and values."""
 
 
 def _attention(
@@ -31,9 +29,6 @@ def _attention(
     **options: Any,
 ) -> Tensor:
     """`F.scaled_dot_product_attention`, which torch splits into products on the meta device."""
-    groups = query.shape[-3] // key.shape[-3]
-    if groups > 1 and not _TAKES_GROUPS:  # keys and values then count as wide as queries
-        key, value = (each.repeat_interleave(groups, -3) for each in (key, value))
     result: Tensor = _FORWARD(query, key, value, attn_mask, True, dropout_p, is_causal)[0]
     return result
 
