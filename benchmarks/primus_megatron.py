@@ -52,7 +52,7 @@ Table = Sequence[Sequence[Any]]
 def time_graph(
     table: Table, times: Sequence[float], message: float, *, blocking: bool = False
 ) -> tuple[Graph[str], list[float]]:
-    """What waits for what in a table, and the seconds of each node. `times` are those of F, I and W on a stage.
+    """Dependencies between the nodes of a table, and their seconds. `times` are those of F, I and W on a stage.
 
     A message starts where both of its ranks have come to it, and after those that both have started with each other. A
     computation waits for its message. Before a rank starts messages, it waits for its earlier sends. With `blocking`,

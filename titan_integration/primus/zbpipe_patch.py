@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from primus.cli.main import main
 from primus.core.patches import PatchContext, get_args, get_param, register_patch
@@ -39,11 +41,8 @@ def plug_in(ctx: PatchContext) -> None:
     """
     # Primus shows the log of every library, and numba logs each step of its compiler when Auto plans.
     logging.getLogger("numba").setLevel(logging.WARNING)
-    try:
+    with ending_the_job():
         titan.plug_in(chosen(get_param(ctx, "zbpipe", "")))
-    except Exception as error:
-        # Primus logs the exception of a patch and trains without it. This ends the job.
-        raise SystemExit(f"zbpipe: {error}") from error
 
 
 @register_patch(  # type: ignore[untyped-decorator]
@@ -59,8 +58,15 @@ def plug_into_megatron(ctx: PatchContext) -> None:
     Raises:
         SystemExit: the schedule or its settings cannot run.
     """
-    try:
+    with ending_the_job():
         primus_megatron.plug_in(get_args(ctx))
+
+
+@contextmanager
+def ending_the_job() -> Iterator[None]:
+    """Primus logs the exception of a patch and trains without it. In this context an exception ends the job."""
+    try:
+        yield
     except Exception as error:
         raise SystemExit(f"zbpipe: {error}") from error
 

@@ -15,11 +15,11 @@ from typing import Any
 
 from zbpipe.costs.file import load_costs
 from zbpipe.costs.job import JobCosts, MemoryLimit, MemoryLimitLike
-from zbpipe.costs.model import CostModel, Receives, Transport
+from zbpipe.costs.model import SENDS, CostModel, Receives, Transport
 from zbpipe.costs.transformer import Checkpointing, usual_costs
 from zbpipe.schedule.ir import OpKind, Placement, Schedule
 from zbpipe.schedule.registry import Algorithm, resolve
-from zbpipe.simulator.actions import Action, Rows, other_end
+from zbpipe.simulator.actions import COMPUTE, Action, Rows, other_end
 from zbpipe.simulator.passes import add_messages, place_receives
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.validation import require_valid
@@ -93,14 +93,9 @@ class Choice:
         """The schedule of this size, and its costs. Raises ValueError if there is none."""
         placement = self.place(ranks, stages_per_rank)
         costs = self.costs.on(placement) if self.costs else usual_costs(placement, self.checkpointing)
-        schedule = self.algorithm.make(
-            ranks,
-            microbatches,
-            stages_per_rank=stages_per_rank if self.algorithm.any_stages_per_rank else None,
-            costs=costs,
-            memory_limit=self.memory_limit,
-            transport=Transport.ONE_QUEUE,
-        )
+        how: dict[str, Any] = {"costs": costs, "memory_limit": self.memory_limit, "transport": Transport.ONE_QUEUE}
+        schedule = self.algorithm.make_on(placement, microbatches, **how)
+        assert schedule is not None, "the placement is one of the schedule"
         if schedule.has_copies:
             raise ValueError(
                 f"{schedule.name} copies to the host, which zbpipe does not do in Primus: plan without offload"
@@ -253,11 +248,11 @@ def class_of(choice: Choice) -> type:
             step, last = 0, -1
             for stage, kind, microbatch in row:
                 name, chunk = base.FuncType[_NAMES.get(kind, kind)], self._locate(stage)[1]
-                if name.name not in ("SF", "SB", "RF", "RB"):
+                if kind in COMPUTE:
                     yield base.SchedulerNode(name, microbatch, chunk)
                     continue
                 other, its_chunk = self._locate(other_end(Action(stage, kind, microbatch)).stage)
-                sends = kind.startswith("SEND")
+                sends = kind in SENDS
                 args: dict[str, Any] = {
                     "from_pp_rank": rank if sends else other,
                     "to_pp_rank": other if sends else rank,

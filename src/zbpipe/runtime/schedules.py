@@ -337,7 +337,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         microbatches = self.sizes.find_number(microbatches, kwargs.get("kwarg_mbs"))
         with self._failures.begin_step(self, self.schedule.name, is_compared=microbatches is not None):
             try:
-                if find_device(pipelining.device_of(pipelining.stages_of(self)[0])).is_capturing():
+                if find_device(pipelining.device_of_rank(self)).is_capturing():
                     self._begin_capture(microbatches)
                 self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
                 checks.require_step(self, args, kwargs, target, is_first=not self._models_are_checked)

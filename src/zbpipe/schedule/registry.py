@@ -152,7 +152,7 @@ class Algorithm:
         """The schedule on this placement, with the other arguments of `make`. None if it has another placement."""
         if not self.runs_on(placement):
             return None
-        stages = len(placement.stages_on(0)) if self.any_stages_per_rank else None
+        stages = len(placement.stages_on(0))
         return self.make(placement.num_ranks, microbatches, stages_per_rank=stages, **others)
 
     def runs_on(self, placement: Placement) -> bool:

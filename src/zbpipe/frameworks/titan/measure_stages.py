@@ -141,7 +141,7 @@ def _tokens(built: _Stage) -> Tensor:
 
 
 class _Given(torch.autograd.Function):
-    """A loss without cost. Its gradient stands in for the next stage's."""
+    """A loss without cost. Its gradient replaces the next stage's."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor) -> Tensor:

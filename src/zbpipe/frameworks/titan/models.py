@@ -120,7 +120,13 @@ def _sharing_rotations() -> Iterator[None]:
         makers = {kind: vars(kind)[name] for kind in rope.RoPE.__subclasses__() if name in vars(kind)}
 
     def sharing(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return lambda module: made[key] if (key := repr(module.config)) in made else made.setdefault(key, make(module))
+        def share(module: Any) -> Any:
+            key = repr(module.config)
+            if key not in made:
+                made[key] = make(module)
+            return made[key]
+
+        return share
 
     try:
         for kind, make in makers.items():

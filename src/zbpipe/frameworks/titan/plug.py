@@ -426,7 +426,7 @@ def _as_rank(stage: int, num_stages: int, mesh: DeviceMesh) -> Any:
 
 
 _SILENT = logging.Logger("silent", logging.CRITICAL)
-"""Replaces TorchTitan's logger while a stage stands in for a rank, because it would log that rank."""
+"""Replaces TorchTitan's logger while a stage runs in place of a rank, because it would log that rank."""
 
 
 def complete(schedule: pipelining.PipelineSchedule, name: str, job: _Job) -> None:

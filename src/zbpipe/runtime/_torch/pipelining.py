@@ -274,6 +274,10 @@ def device_of(stage: _PipelineStageBase) -> torch.device:
     return torch.device(stage.device)
 
 
+def device_of_rank(schedule: _PipelineSchedule) -> torch.device:
+    return device_of(stages_of(schedule)[0])
+
+
 def torch_class(name: str) -> type[_PipelineSchedule]:
     return cast(type[_PipelineSchedule], get_schedule_class(name))
 

@@ -140,7 +140,7 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     if isinstance(schedule, pipelining.OwnRuntime) and looking:
         schedule.finish_optimizer_step()  # otherwise the record could include void actions
     try:
-        if looking and find_device(pipelining.device_of(pipelining.stages_of(schedule)[0])).is_capturing():
+        if looking and find_device(pipelining.device_of_rank(schedule)).is_capturing():
             raise ValueError(
                 "a CUDA graph cannot capture a step that is measured or checked: capture one after Auto's choice, and"
                 " after profiles, traces and GradientCheck"
@@ -171,7 +171,7 @@ class _Recorder:
         if self._own:
             self._name = self._own.schedule.name
         stage = pipelining.stages_of(schedule)[0]
-        self._group = stage.group
+        self._group, self._last_stage = stage.group, stage.num_stages - 1
         device = pipelining.device_of(stage)
         self._device = find_device(device)
         self._allocated = make_counter(device) if with_memory else None
@@ -179,7 +179,6 @@ class _Recorder:
         """The op whose memory is measured, by stage and kind, because not all microbatches have all kinds."""
         self._marks: dict[Op, tuple[torch.Event, torch.Event]] = {}
         self._message_bytes = 0
-        self._last_stage = stage.num_stages - 1
 
     @contextmanager
     def attach(self) -> Iterator[None]:

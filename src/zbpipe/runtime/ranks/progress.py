@@ -125,8 +125,7 @@ class Progress:
         """Start the other thread, before the first step."""
         if not self._is_started:
             self._is_started = True
-            device = pipelining.device_of(pipelining.stages_of(schedule)[0])
-            self._launched = _launched_on(device) if self._has_events else None
+            self._launched = _launched_on(pipelining.device_of_rank(schedule)) if self._has_events else None
             thread = Thread(target=_watch, args=(ref(self), ref(schedule)), daemon=True, name="zbpipe progress")
             thread.start()
             _threads.add(thread)
@@ -135,7 +134,7 @@ class Progress:
     def follow(self, schedule: pipelining.OwnRuntime) -> Iterator[None]:
         """Context of a step of `schedule`, after `start`."""
         # A captured step runs later, many times, and events would become part of the graph.
-        if find_device(pipelining.device_of(pipelining.stages_of(schedule)[0])).is_capturing():
+        if find_device(pipelining.device_of_rank(schedule)).is_capturing():
             yield
             return
         self._steps += 1

@@ -381,7 +381,7 @@ def _count_flops(call: _Call) -> float:
 
 
 class Context:
-    """Stands in for a Function's `ctx` in its backward."""
+    """Replaces a Function's `ctx` in its backward."""
 
     _node: Any
     _saved: Any
