@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -27,9 +26,6 @@ from zbpipe.schedule.registry import schedules
 from zbpipe.schedule.user_code import read_text
 from zbpipe.simulator.message_checks import check_table
 from zbpipe.simulator.validation import validate as findings_of
-
-if TYPE_CHECKING:
-    from zbpipe.views.report import Vary
 
 _IN_SHARES = f"{RELATIVE}, or a number of microbatches on one rank"
 
@@ -109,23 +105,6 @@ def show(
     click.echo("\n".join([summary(timeline), f"drawn with {costs.words}", *(f"wrote {file}" for file in written)]))
 
 
-def _parse_jitter(text: str) -> Vary:
-    from zbpipe.simulator.jitter import Jitter, step_times
-
-    jitter = Jitter.parse(text)
-    return lambda timeline: step_times(timeline.schedule, timeline.costs, jitter).record()
-
-
-_jitter_option = click.option(
-    "--jitter",
-    "vary",
-    callback=base.parse_with(_parse_jitter),
-    metavar="WORDS",
-    help="Varying times, separated by commas: ops=0.1 (relative standard deviation of an op's time), delay=0.2"
-    " (mean delay of a message in seconds), slow-rank=3:1.2, slow-link=0-1:0.5 (docs/messages.md).",
-)
-
-
 @click.command(cls=Command)
 @request_options()
 @base.transport_option
@@ -133,14 +112,12 @@ _jitter_option = click.option(
 @click.option(
     "--no-sync", is_flag=True, help="Let each rank start its next step when it is done, as ZBH2 and ZB2P assume."
 )
-@_jitter_option
 @base.json_option
 def simulate(
     request: Request,
     transport: Transport | None,
     steps: int,
     no_sync: bool,
-    vary: Vary | None,
     as_json: bool,
 ) -> None:
     """Simulate a schedule: makespan, bubble, memory.
@@ -150,26 +127,18 @@ def simulate(
     \b
     Examples:
       zbpipe simulate ZBV -p 8 -m 32 --costs 1,1.2,0.8 --comm 0.05
-      zbpipe simulate ZBV -p 8 -m 32 --jitter ops=0.1,delay=0.5
       zbpipe simulate ZBH2 -p 8 -m 32 --steps 4 --no-sync --json
     """
     from zbpipe.views.report import record, report
-    from zbpipe.views.style import number
 
     costs = request.costs
     transport = costs.transport(transport)
-    if vary and (no_sync or steps > 1 or transport is not Transport.IDEAL):
-        raise click.UsageError("--jitter is for one synchronous step with the ideal transport: omit the other options")
     timeline = request.simulate(num_steps=steps, synchronous=not no_sync, transport=transport)
     baseline = costs.baseline(timeline.schedule.num_ranks, timeline.schedule.num_microbatches)
-    varied = vary(timeline) if vary else None
     if as_json:
-        print_json(record(timeline, baseline) | ({"jitter": varied} if varied else {}))
+        print_json(record(timeline, baseline))
         return
     click.echo(report(timeline, baseline))
-    if varied:
-        words = ", ".join(f"{name} {number(seconds)}" for name, seconds in varied.items())
-        click.echo(f"\nwhere times vary, 1000 steps: {words}")
     click.echo(f"\n{costs.words}")
 
 
@@ -179,7 +148,6 @@ def simulate(
 @cost_options(of_job=True)
 @base.transport_option
 @memory_limit_option
-@_jitter_option
 @base.json_option
 def compare(
     ranks: int | None,
@@ -188,20 +156,18 @@ def compare(
     costs: Costs,
     transport: Transport | None,
     memory_limit: MemoryLimit | None,
-    vary: Vary | None,
     as_json: bool,
 ) -> None:
     """Compare all schedules, the shortest step first.
 
     Equally fast schedules are sorted by memory. The recommended schedule has the shortest step within 1F1B's memory, or
     within the memory limit. Schedules over the limit follow with a mark. Schedules that cannot run are listed last:
-    torch's own split fails under selective checkpointing. With --jitter, the 95th percentile of the step time decides.
+    torch's own split fails under selective checkpointing.
 
     \b
     Examples:
       zbpipe compare -p 8 -m 32
       zbpipe compare -p 8 -m 32 --stages-per-rank 4
-      zbpipe compare -p 8 -m 32 --jitter ops=0.1,delay=0.5
       zbpipe compare -p 8 -m 32 --checkpointing full --memory-limit 1.2x
       zbpipe compare -p 8 -m 32 --costs 1,1.2,0.8 --memory-limit 6
       zbpipe compare --module titan_integration.llama3 --config llama3_70b --gpus 64 --device H200
@@ -213,12 +179,10 @@ def compare(
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
     limits = costs.limits(memory_limit, ranks, microbatches)
     baseline = costs.baseline(ranks, microbatches)
-    if vary and transport is not transport.IDEAL:
-        raise click.UsageError("--jitter is for the ideal transport: omit --transport")
     if not as_json:
         click.echo(f"{ranks} ranks, {microbatches} microbatches; {costs.words}\n")
     timelines = simulate_all(ranks, microbatches, costs, memory_limit, stages_per_rank, transport=transport)
-    how = (limits, baseline, vary, costs.checkpointing)
+    how = (limits, baseline, costs.checkpointing)
     compared = (report.ComparedSchedule.of(each, *how, with_period=as_json) for each in timelines)
     standings = sorted(compared, key=lambda each: each.sort_key)
     if as_json:
