@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from zbpipe.cli import base
-from zbpipe.cli.base import COUNT, Command, OutputFile, one_line, print_json, size_options, stages_option
-from zbpipe.cli.jobs import TITANS
+from zbpipe.cli.base import COUNT, Command, OutputFile, one_line, print_json
+from zbpipe.cli.jobs import EXISTING, TITANS
 from zbpipe.cli.request import (
     Costs,
     Request,
@@ -20,11 +20,12 @@ from zbpipe.cli.request import (
     simulate_all,
 )
 from zbpipe.costs.job import RELATIVE, MemoryLimit
-from zbpipe.costs.model import CostModel, Transport
-from zbpipe.schedule.ir import count_noun, require_size
+from zbpipe.costs.model import Transport
+from zbpipe.schedule.ir import KINDS, Schedule, count_noun, require_size
 from zbpipe.schedule.registry import schedules
 from zbpipe.schedule.user_code import read_text
-from zbpipe.simulator.message_checks import check_table
+from zbpipe.simulator.actions import parse
+from zbpipe.simulator.message_checks import validate_lowered
 from zbpipe.simulator.validation import validate as findings_of
 
 _IN_SHARES = f"{RELATIVE}, or a number of microbatches on one rank"
@@ -242,67 +243,40 @@ def export(request: Request, output: Path) -> None:
     click.echo(f"wrote {output}: {schedule.name}, {count_noun(schedule.num_ranks, 'rank')}, {count_noun(ops, 'op')}")
 
 
-def _name_or_file(context: click.Context, argument: click.Parameter, text: str) -> str | Path:
-    """Parse what `validate` takes: a file need not end in .csv."""
-    if text.lower().endswith(".csv") or Path(text).is_file():
-        file: Path = click.Path(exists=True, dir_okay=False, path_type=Path).convert(text, argument, context)
-        return file
-    return text
-
-
 @click.command(cls=Command)
-@click.argument("name", callback=_name_or_file)
-@size_options
-@stages_option
+@click.argument("file", type=EXISTING)
 @limit_option("Memory limit of a rank", _IN_SHARES)
-def validate(
-    name: str | Path,
-    ranks: int | None,
-    microbatches: int | None,
-    stages_per_rank: int | None,
-    memory_limit: MemoryLimit | None,
-) -> None:
-    """Check a schedule, by its name or in a CSV file.
+def validate(file: Path, memory_limit: MemoryLimit | None) -> None:
+    """Check the schedule in a CSV file.
 
-    It has to be complete, each rank has to be able to run its order, and no ranks may deadlock. A file is torch's
+    It has to be complete, each rank has to be able to run its order, and no ranks may deadlock. The file is torch's
     compute-only table, or its table with communication, whose sends and receives have to match as well. Other
     commands and jobs read only its computations. Prints one finding per line. The exit code is 1 if there is any.
     A memory limit counts activations without checkpointing, in units of one microbatch on one rank. `compare` and
     `simulate` include checkpointing.
 
     \b
-    Examples:
+    Example:
       zbpipe validate mine.csv --memory-limit 4
-      zbpipe validate ZBV -p 4 -m 8
     """
     if memory_limit is not None and memory_limit.unit == "bytes":
         raise ValueError(
             f"memory_limit = {memory_limit.written!r} is in bytes, but these costs are not: write {_IN_SHARES}"
         )
-    if isinstance(name, str):
-        schedule, _ = Request(name, ranks, microbatches, Costs(CostModel.uniform, words=""), stages_per_rank).make()
-        findings, how = findings_of(schedule, memory_limit), ""
-    else:
-        try:
-            schedule, findings, how = check_table(read_text(name), str(name), memory_limit)
-        except ValueError as error:
-            click.echo(f"table: {one_line(str(error))}")
-            raise SystemExit(1) from None
-        for given, own, what in (
-            (ranks, schedule.num_ranks, "ranks"),
-            (microbatches, schedule.num_microbatches, "microbatches"),
-            (stages_per_rank, len(schedule.placement.stages_on(0)), "stages per rank"),
-        ):
-            if given not in (None, own):
-                raise ValueError(f"{schedule.name} is a table for {own} {what}, not {given}: omit that option")
+    try:
+        rows = parse(read_text(file))
+        schedule = Schedule.from_actions(rows, str(file))
+        is_lowered = any(action.kind not in KINDS for row in rows for action in row)
+        findings = validate_lowered(rows, memory_limit) if is_lowered else findings_of(schedule, memory_limit)
+    except ValueError as error:
+        click.echo(f"table: {one_line(str(error))}")
+        raise SystemExit(1) from None
     for finding in findings:
         click.echo(str(finding))
     if findings:
-        click.echo(how, nl=bool(how))
         raise SystemExit(1)
     click.echo(
         f"{schedule.name}: valid; {count_noun(schedule.num_ranks, 'rank')},"
         f" {count_noun(schedule.placement.num_stages, 'stage')}, {count_noun(schedule.num_microbatches, 'microbatch')},"
         f" {count_noun(sum(map(len, schedule)), 'op')}"
     )
-    click.echo(how, nl=bool(how))

@@ -111,7 +111,7 @@ class Op(NamedTuple):
         3
         """
         action = tables.parse_action(text.strip()) if isinstance(text, str) else None
-        if action is None or action[0] is None or action[1] not in KINDS:
+        if action is None or action[1] not in KINDS:
             raise ValueError(tables.no_op(text))
         return cls(action[0], KINDS[action[1]], action[2])
 
@@ -398,8 +398,8 @@ class Schedule:
     def from_csv(cls, table: str, name: str = "csv") -> Schedule:
         """Read the text of a table of computations, or the computations of a table with communication.
 
-        It reads both formats of torch's `_dump_csv`, also without stages if each rank has one. Bubbles, sends, receives
-        and gathers are omitted, because jobs place their own. A stage is on the rank in whose row it first appears.
+        It reads both formats of torch's `_dump_csv`. Bubbles, sends, receives and gathers are omitted, because jobs
+        place their own. A stage is on the rank in whose row it first appears.
 
             >>> Schedule.from_csv("0F0,,0B0\\n1F0,1B0").placement.rank_of
             (0, 1)

@@ -2,66 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from zbpipe.costs.job import MemoryLimitLike
 from zbpipe.costs.model import SENDS, Transport
 from zbpipe.schedule import tables
-from zbpipe.schedule.ir import OpKind, Schedule
+from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.actions import (
     COMPUTE,
     RECEIVES,
-    WAITS,
     Action,
     Rows,
     dependencies,
     other_end,
-    parse,
     sends_by_action,
 )
 from zbpipe.simulator.time_graph import TimeGraph
-from zbpipe.simulator.validation import Finding, find_disordered, find_excess, find_miscounted, validate
+from zbpipe.simulator.validation import Finding, find_disordered, find_excess, find_miscounted
 
 _ENDS = frozenset((*SENDS, *RECEIVES))
 _MESSAGES = frozenset(tables.MESSAGES)
-_LEFT_OUT = {
-    **dict.fromkeys((*SENDS, *RECEIVES), "sends and receives"),
-    **dict.fromkeys(WAITS, "waits for sends"),
-    "UNSHARD": "unshards",
-    "RESHARD": "reshards",
-    "REDUCE_GRAD": "reductions of gradients",
-    "WAIT_REDUCE_GRAD": "waits for reductions",
-}
-"""User-facing name of each kind of communication, in display order."""
-
-
-def check_table(
-    table: str, name: str, memory_limit: MemoryLimitLike | None = None
-) -> tuple[Schedule, list[Finding], str]:
-    """The ops of a table, all findings, and how the table was read (empty if its cells are the ops).
-
-    ValueError for text that is not a table.
-
-    >>> schedule, findings, how = check_table("0F0,0SEND_F0,0RECV_B0,0B0\\n1F0,1B0,1SEND_B0", "mine")
-    >>> print(*findings)
-    missing: rank 1, 1RECV_F0: the message is never received
-    >>> how
-    'read: 2 F, 2 B; omitted: 3 sends and receives; jobs place their own'
-    """
-    rows = parse(table)
-    schedule = Schedule.from_actions(rows, name)
-    left_out = Counter(_LEFT_OUT[each.kind] for row in rows for each in row if each.kind in _LEFT_OUT)
-    findings = validate_lowered(rows, memory_limit) if left_out else validate(schedule, memory_limit)
-    written = [[cell.strip() for cell in row if cell.strip()] for row in tables.cells(table)]
-    if written == [list(map(str, row)) for row in schedule]:
-        return schedule, findings, ""
-    read = Counter(op.kind for row in schedule for op in row)
-    how = "read: " + ", ".join(f"{read[kind]} {kind}" for kind in OpKind if kind in read)
-    if left_out:
-        counts = (f"{left_out[what]} {what}" for what in dict.fromkeys(_LEFT_OUT.values()) if what in left_out)
-        how += f"; omitted: {', '.join(counts)}; jobs place their own"
-    return schedule, findings, how
 
 
 def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) -> list[Finding]:
