@@ -421,15 +421,8 @@ def test_a_timeline_writes_files_and_shows_itself(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out.startswith("rank 0 F0F1")
 
 
-def test_in_notebooks() -> None:
+def test_a_plan_has_a_short_repr() -> None:
     planned = plan(2, 4, (1, 1, 1), placements=["v"], budget=1e3)
-    for thing in (ZBV, simulate(ZBV), planned):
-        text, _, picture = thing._repr_html_().partition("</code>")
-        assert text.startswith("<code>")
-        assert ElementTree.fromstring(picture).tag.endswith("svg")
-    # What cannot run or is very long has no picture.
-    for schedule in (Schedule.from_csv("0B0,0F0"), generate("1F1B", 8, 2000)):
-        assert schedule._repr_html_().endswith("</code>")
     assert repr(planned).startswith("Plan('")
     assert repr(planned).count("\n") == 0
     assert len(repr(planned)) < 200

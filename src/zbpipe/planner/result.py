@@ -49,9 +49,6 @@ class Plan:
             f" found_by={self.found_by!r})"
         )
 
-    def _repr_html_(self) -> str:
-        return self.timeline._repr_html_()
-
     @property
     def schedule(self) -> Schedule:
         """The planned schedule: `to_csv()` writes it for torch and TorchTitan."""

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from importlib import import_module
 from itertools import chain, count, pairwise
 from operator import index
 from typing import NamedTuple
@@ -377,11 +376,6 @@ class Schedule:
         num_ops = sum(map(len, self.ops))
         ops = f"ops='{' | '.join(' '.join(map(str, row)) for row in self.ops)}'"
         return f"Schedule({size}, {ops if num_ops <= _MOST_SHOWN else f'{num_ops} ops'})"
-
-    def _repr_html_(self) -> str:
-        """The picture with one second for each of F, I and W, in notebooks."""
-        # By name, because views import schedules.
-        return str(import_module("zbpipe.views.svg").draw_in_notebook(self))
 
     def to_csv(self) -> str:
         """The table of `computations` that torch's `_load_csv(..., format="compute_only")` reads: a row per rank.

@@ -88,9 +88,6 @@ class Timeline:
         return f"Timeline({schedule.name!r}, {size}, makespan={self.makespan:g})"
 
     # The modules that draw it import this one, so they are imported late.
-    def _repr_html_(self) -> str:
-        return str(import_module("zbpipe.views.svg").draw_in_notebook(self))
-
     def show(self) -> None:
         """Draw it in the terminal, as `zbpipe show` does."""
         import_module("zbpipe.views.grid").show(self)
