@@ -153,13 +153,6 @@ def test_every_command_takes_a_cost_file(two_stages: str, tmp_path: Path) -> Non
     assert re.search(r"^1F1B +torch +1 .* 1.00x +3 GiB ", answer(f"compare -m 4 {file}"), re.MULTILINE)
 
 
-def test_steps_in_a_row_may_overlap() -> None:
-    options = ("", " --steps 3", " --steps 3 --no-sync")
-    one, three, overlapped = (json_of(f"simulate ZBH2 -p 4 -m 8{each}") for each in options)
-    assert (three["steps"], three["makespan"]) == (3, pytest.approx(3 * one["makespan"]))
-    assert overlapped["makespan"] < three["makespan"]
-
-
 @pytest.mark.usefixtures("extra")
 def test_costs_reach_schedules_that_look_at_them() -> None:
     seen: list[CostModel | None] = []

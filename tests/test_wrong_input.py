@@ -93,7 +93,6 @@ NUMBERS: dict[str, Callable[[Any], object]] = {
     "Placement.v": Placement.v,
     "Placement.v(stages_per_rank)": lambda junk: Placement.v(2, junk),
     "stages_on": lambda junk: Placement.v(2).stages_on(junk),
-    "simulate(num_steps)": lambda junk: simulate(ZBV, (1, 1, 1), num_steps=junk),
 }
 OTHERS: dict[str, Callable[[Any], object]] = {
     "generate(costs)": lambda junk: generate("1F1B", 2, 2, costs=junk),

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from zbpipe.cli import base
-from zbpipe.cli.base import COUNT, Command, OutputFile, one_line, print_json
+from zbpipe.cli.base import Command, OutputFile, one_line, print_json
 from zbpipe.cli.jobs import EXISTING, TITANS
 from zbpipe.cli.request import (
     Costs,
@@ -109,16 +109,10 @@ def show(
 @click.command(cls=Command)
 @request_options()
 @base.transport_option
-@click.option("--steps", type=COUNT, default=1, show_default=True, help="Training steps in a row.")
-@click.option(
-    "--no-sync", is_flag=True, help="Let each rank start its next step when it is done, as ZBH2 and ZB2P assume."
-)
 @base.json_option
 def simulate(
     request: Request,
     transport: Transport | None,
-    steps: int,
-    no_sync: bool,
     as_json: bool,
 ) -> None:
     """Simulate a schedule: makespan, bubble, memory.
@@ -128,13 +122,13 @@ def simulate(
     \b
     Examples:
       zbpipe simulate ZBV -p 8 -m 32 --costs 1,1.2,0.8 --comm 0.05
-      zbpipe simulate ZBH2 -p 8 -m 32 --steps 4 --no-sync --json
+      zbpipe simulate ZBH2 -p 8 -m 32 --json
     """
     from zbpipe.views.report import record, report
 
     costs = request.costs
     transport = costs.transport(transport)
-    timeline = request.simulate(num_steps=steps, synchronous=not no_sync, transport=transport)
+    timeline = request.simulate(transport=transport)
     baseline = costs.baseline(timeline.schedule.num_ranks, timeline.schedule.num_microbatches)
     if as_json:
         print_json(record(timeline, baseline))

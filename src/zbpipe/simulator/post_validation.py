@@ -61,7 +61,7 @@ def period(schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = N
 
 def period_of(timeline: Timeline) -> float:
     if timeline.schedule.has_copies:  # copies wait for the validation
-        return timeline.makespan / timeline.num_steps
+        return timeline.makespan
     if timeline.transport is not Transport.IDEAL:  # the period with queues is not known
         return timeline.longest_rank_span
     return period(timeline.schedule, timeline.costs)

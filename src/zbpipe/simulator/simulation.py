@@ -9,20 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import repeat
 from math import inf
 
 from zbpipe.costs.job import JobCosts, as_cost_model
 from zbpipe.costs.model import GATHER, CostModel, Receives, Transport
-from zbpipe.schedule.ir import COMPUTATIONS, Schedule, require_whole
+from zbpipe.schedule.ir import COMPUTATIONS, Schedule
 from zbpipe.simulator.actions import Rows
 from zbpipe.simulator.passes import add_messages, place_receives
 from zbpipe.simulator.time_graph import Overlap, TimeGraph, durations, longest_path
 from zbpipe.simulator.timeline import Collective, Span, Timeline
 from zbpipe.simulator.validation import require_runnable, require_schedule, require_valid
 
-_MOST_SPANS = 2**22
-"""Largest number of spans in a timeline of several steps: half a gigabyte."""
 _PREFERRED = (Receives.TIMED, Receives.NEAREST, Receives.LATE, Receives.EARLY)
 """Ways to receive. Ties go to the first."""
 _WORTH_IT = 1 - 1e-3
@@ -33,9 +30,6 @@ def simulate(
     schedule: Schedule,
     costs: CostModel | JobCosts | Sequence[float] = (1.0, 1.0, 1.0),
     *,
-    num_steps: int = 1,
-    synchronous: bool = True,
-    ahead: Sequence[int] | None = None,
     transport: Transport | str = Transport.IDEAL,
     receives: Receives | str | None = None,
     overlaps_fsdp: Overlap = True,
@@ -49,11 +43,6 @@ def simulate(
         schedule: a valid schedule.
         costs: costs of its stages, or three numbers `(f, i, w)`, the seconds of each rank for one microbatch. Default:
             one second each.
-        num_steps: number of consecutive steps.
-        synchronous: whether all ranks wait for each other between steps, as for a global gradient norm. Otherwise each
-            rank begins the next step when it is done, as ZBH2 and ZB2P assume.
-        ahead: number of a step's ops that each rank may start before all ranks are done with the previous step, instead
-            of none (synchronous) or all. For the ideal transport.
         transport: which messages wait for each other: "ideal", "one queue", "queue per peer", "shared with compute",
             "blocking".
         receives: where ranks post their receives, which matters for transports with queues: "early", "late", "timed",
@@ -62,72 +51,49 @@ def simulate(
             zbpipe's schedules do, or before the one and after the other, as always with "shared with compute". With
             "gathers" only these overlap, see `overlap_of`.
 
-    TypeError for another type of `schedule` or `costs`. ValueError if the costs are for another number of stages, there
-    is no step or there are millions of ops, `ahead` is for other ranks or another transport, the schedule cannot run,
-    or a name is unknown.
+    TypeError for another type of `schedule` or `costs`. ValueError if the costs are for another number of stages, the
+    schedule cannot run, or a name is unknown.
     """
     require_schedule(schedule)
     costs = as_cost_model(costs, schedule.placement)
-    require_whole(1, num_steps=num_steps)
-    num_ops = sum(map(len, schedule))
-    if num_steps > 1 and num_steps * num_ops > _MOST_SPANS:
-        most = max(_MOST_SPANS // num_ops, 1)
-        raise ValueError(f"num_steps={num_steps} of {num_ops} ops are too many: simulate at most {most}")
-    if num_ops < schedule.placement.num_stages * schedule.num_microbatches:  # too few for the forwards
+    if sum(map(len, schedule)) < schedule.placement.num_stages * schedule.num_microbatches:  # too few for the forwards
         require_valid(schedule)
     transport = Transport.parse(transport)
     chosen = None if receives is None else Receives.parse(receives)
     overlaps_fsdp = transport is not Transport.SHARED and overlaps_fsdp
-    if ahead is not None and transport is not Transport.IDEAL:
-        raise ValueError(f"ahead = {ahead} is only for the ideal transport, got {str(transport)!r}")
-    if ahead is not None and len(ahead) != schedule.num_ranks:
-        raise ValueError(f"ahead = {ahead} has to be one number for each of {schedule.num_ranks} ranks")
     require_runnable(schedule)
     rows: Rows = ()
     if transport.has_queues:
         chosen, rows = _find_receives(schedule, costs, transport, chosen, overlaps_fsdp)
-    if ahead is None:
-        ahead = [0 if synchronous else len(row) for row in schedule]
-    graph = TimeGraph(
-        schedule,
-        transport,
-        rows,
-        ahead=None if num_steps == 1 else ahead,
-        has_fsdp=costs.has_fsdp,
-        overlaps_fsdp=overlaps_fsdp,
-    )
-    timeline = _make_timeline(graph, costs, num_steps)
+    graph = TimeGraph(schedule, transport, rows, has_fsdp=costs.has_fsdp, overlaps_fsdp=overlaps_fsdp)
+    timeline = _make_timeline(graph, costs)
     return replace(timeline, transport=transport, receives=chosen if rows else None, overlaps_fsdp=overlaps_fsdp)
 
 
-def _make_timeline(graph: TimeGraph, costs: CostModel, num_steps: int) -> Timeline:
-    schedule, seconds = graph.schedule, durations(graph, costs)
-    spans: list[list[Span]] = [[] for _ in schedule]
-    copies: list[list[Span]] = [[] for _ in schedule]
+def _make_timeline(graph: TimeGraph, costs: CostModel) -> Timeline:
+    schedule = graph.schedule
+    starts, ends = longest_path(graph, durations(graph, costs))
+    ran = [
+        tuple(map(Span, row, starts[ops.start : ops.stop], ends[ops.start : ops.stop]))
+        for row, ops in zip(schedule, graph.ops, strict=True)
+    ]
+    copies: list[tuple[Span, ...]] = []
+    if schedule.has_copies:
+        copies = [tuple(span for span in row if span.op.kind not in COMPUTATIONS) for row in ran]
+        ran = [tuple(span for span in row if span.op.kind in COMPUTATIONS) for row in ran]
     collectives: list[list[Collective]] = [[] for _ in schedule]
-    for step in range(num_steps):
-        starts, ends = longest_path(graph, seconds)
-        for begin, lasts in graph.begins.items():
-            seconds[begin] = max(ends[each] for each in lasts)
-        for rank, ops in enumerate(graph.ops):
-            place = slice(ops.start, ops.stop)
-            ran = list(map(Span, schedule.ops[rank], starts[place], ends[place], repeat(step)))
-            if schedule.has_copies:
-                copies[rank] += [span for span in ran if span.op.kind not in COMPUTATIONS]
-                ran = [span for span in ran if span.op.kind in COMPUTATIONS]
-            spans[rank] += ran
-            for node, op in graph.collectives[rank]:
-                stage, kind, _ = graph.nodes[node]
-                if ends[node] > starts[node] and kind == GATHER:
-                    collectives[rank].append(Collective("gather", stage, starts[node], ends[node], step))
-                elif ends[node] > starts[node]:
-                    collectives[rank].append(Collective("reduce", stage, starts[node], max(ends[node], ends[op]), step))
+    for rank, row in enumerate(graph.collectives):
+        for node, op in row:
+            stage, kind, _ = graph.nodes[node]
+            if ends[node] > starts[node] and kind == GATHER:
+                collectives[rank].append(Collective("gather", stage, starts[node], ends[node]))
+            elif ends[node] > starts[node]:
+                collectives[rank].append(Collective("reduce", stage, starts[node], max(ends[node], ends[op])))
     return Timeline(
         schedule,
         costs,
-        tuple(map(tuple, spans)),
-        num_steps,
-        copies=tuple(map(tuple, copies)),
+        tuple(ran),
+        copies=tuple(copies),
         collectives=tuple(tuple(sorted(row, key=lambda each: each.start)) for row in collectives),
         graph=graph,
     )

@@ -27,7 +27,6 @@ def record(timeline: Timeline, baseline: float | None = None, *, with_period: bo
         "ranks": schedule.num_ranks,
         "microbatches": schedule.num_microbatches,
         "stages_per_rank": most_stages(schedule.placement),
-        "steps": timeline.num_steps,
         "transport": str(timeline.transport),
         "receives": None if timeline.receives is None else str(timeline.receives),
         "makespan": timeline.makespan,
@@ -73,9 +72,7 @@ def tell_fsdp(timeline: Timeline) -> Iterator[str]:
     if any(timeline.collectives):
         busiest = max(sum(each.end - each.start for each in row) for row in timeline.collectives)
         exposed = exposed_fsdp(timeline)
-        yield (
-            f"FSDP's collectives on the busiest rank: {number(busiest / timeline.num_steps)}, exposed {number(exposed)}"
-        )
+        yield f"FSDP's collectives on the busiest rank: {number(busiest)}, exposed {number(exposed)}"
     if any(timeline.gathers):
         price = max(price_of_resharding(timeline), 0.0)
         yield f"without gathered parameters between ops (--zbpipe.fsdp-mode reshard): at least {price:.1%} longer"
