@@ -20,8 +20,8 @@ from zbpipe.schedule.graph import CycleError, Graph
 from zbpipe.schedule.ir import COMPUTATIONS, inputs
 from zbpipe.simulator import lower_bound as bound
 from zbpipe.simulator.actions import parse
-from zbpipe.simulator.message_checks import validate_lowered
 from zbpipe.simulator.passes import add_messages, add_waits
+from zbpipe.simulator.validation import validate_lowered
 from zbpipe.testing import cost_models, placements, runnable_schedules
 
 ops = st.builds(Op, st.integers(0, 200), st.sampled_from(COMPUTATIONS), st.integers(0, 999))

@@ -15,10 +15,9 @@ from zbpipe.costs import Link
 from zbpipe.costs.model import Receives
 from zbpipe.simulator import offload
 from zbpipe.simulator.actions import Rows, dependencies, other_end, parse
-from zbpipe.simulator.message_checks import validate_lowered
 from zbpipe.simulator.passes import add_messages, add_waits, default_costs, free_sends_early, place_receives, wait_of
 from zbpipe.simulator.post_validation import RunAhead, ahead_of, gain, period, period_of
-from zbpipe.simulator.validation import find_disordered
+from zbpipe.simulator.validation import find_disordered, validate_lowered
 from zbpipe.testing import cost_models
 
 AHEAD = frozenset({"F", "SEND_F", "RECV_F", "WAIT_SEND_F", "UNSHARD", "RESHARD"})

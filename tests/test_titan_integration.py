@@ -34,8 +34,7 @@ from zbpipe.frameworks.options import Options
 from zbpipe.runtime._torch import pipelining
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.actions import parse
-from zbpipe.simulator.message_checks import validate_lowered
-from zbpipe.simulator.validation import validate
+from zbpipe.simulator.validation import validate, validate_lowered
 
 pytestmark = [pytest.mark.long, pytest.mark.versions]
 IS_02 = require_titan("0.3.0", "0.2.2") == "0.2.2"

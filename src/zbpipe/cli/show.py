@@ -25,8 +25,8 @@ from zbpipe.schedule.ir import KINDS, Schedule, count_noun, require_size
 from zbpipe.schedule.registry import schedules
 from zbpipe.schedule.user_code import read_text
 from zbpipe.simulator.actions import parse
-from zbpipe.simulator.message_checks import validate_lowered
 from zbpipe.simulator.validation import validate as findings_of
+from zbpipe.simulator.validation import validate_lowered
 
 _IN_SHARES = f"{RELATIVE}, or a number of microbatches on one rank"
 
