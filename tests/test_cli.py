@@ -28,8 +28,7 @@ from zbpipe.costs.transformer import Checkpointing, typical_costs
 from zbpipe.frameworks.titan import versions
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import Schedule
-from zbpipe.simulator.post_validation import period
-from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.simulation import period, simulate
 
 pytestmark = pytest.mark.usefixtures("short_search")
 

@@ -21,8 +21,7 @@ from zbpipe.planner.stages import hide_reductions
 from zbpipe.schedule.ir import OpKind
 from zbpipe.simulator.jitter import Jitter, step_times
 from zbpipe.simulator.lower_bound import period_bound
-from zbpipe.simulator.post_validation import period
-from zbpipe.simulator.simulation import exposed_fsdp, overlap_of
+from zbpipe.simulator.simulation import exposed_fsdp, overlap_of, period
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.testing import cost_models, schedules
 from zbpipe.views.grid import grid

@@ -16,7 +16,7 @@ from zbpipe.costs.model import Receives
 from zbpipe.simulator import offload
 from zbpipe.simulator.actions import Rows, dependencies, other_end, parse
 from zbpipe.simulator.passes import add_messages, add_waits, default_costs, free_sends_early, place_receives, wait_of
-from zbpipe.simulator.post_validation import RunAhead, ahead_of, gain, period, period_of
+from zbpipe.simulator.simulation import RunAhead, ahead_of, gain, period, period_of
 from zbpipe.simulator.validation import find_disordered, validate_lowered
 from zbpipe.testing import cost_models
 

@@ -15,8 +15,7 @@ from zbpipe import Op, OpKind, Placement, Schedule, generate, plan
 from zbpipe.costs.job import least_room
 from zbpipe.costs.model import CostModel, Link
 from zbpipe.simulator.lower_bound import lower_bound
-from zbpipe.simulator.post_validation import period
-from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.simulation import period, simulate
 from zbpipe.simulator.time_graph import TimeGraph, durations, longest_path
 from zbpipe.simulator.timeline import Idle, Span, Timeline
 from zbpipe.testing import cost_models, runnable_schedules, schedules

@@ -51,10 +51,10 @@ CONFIGS = [
 
 def read_config(name: str, config: Any = None) -> Workload:
     from titan_integration import llama3
-    from zbpipe.frameworks.titan import command_line, counting
+    from zbpipe.frameworks.titan import command_line, models
 
     job = config or getattr(llama3, name)()
-    return counting.workload_of(job, command_line.degrees_of(job, llama3.HARDWARE[name].gpus), name)
+    return models.workload_of(job, command_line.degrees_of(job, llama3.HARDWARE[name].gpus), name)
 
 
 class Built(NamedTuple):

@@ -10,7 +10,7 @@ from zbpipe.costs.layers import LayerCosts, Split
 from zbpipe.costs.model import ROUNDING, FrozenDict, set_fields
 from zbpipe.planner.request import Objective
 from zbpipe.schedule.ir import Schedule
-from zbpipe.simulator.post_validation import period_of
+from zbpipe.simulator.simulation import period_of
 from zbpipe.simulator.timeline import Timeline
 
 

@@ -1,5 +1,7 @@
-"""Checks that a schedule is complete, that each rank can run its order, and that no ranks wait in a cycle; and of lists with
-messages, that sends match receives."""
+"""Checks that a schedule is complete, that each rank can run its order, and that no ranks wait in a cycle.
+
+In lists with messages, sends match receives.
+"""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.costs.transformer import NOTE, Checkpointing, has_torchs_split, runs_torchs_split
 from zbpipe.schedule.ir import OpKind
 from zbpipe.schedule.registry import schedules
-from zbpipe.simulator.post_validation import period_of
-from zbpipe.simulator.simulation import exposed_fsdp, price_of_resharding
+from zbpipe.simulator.simulation import exposed_fsdp, period_of, price_of_resharding
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.views.style import memory, most_stages, number, percent, summary
 

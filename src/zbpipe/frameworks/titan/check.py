@@ -19,7 +19,7 @@ from zbpipe.runtime.adaptive import require_comparable
 from zbpipe.schedule.ir import Placement
 from zbpipe.schedule.registry import Algorithm, resolve
 from zbpipe.simulator.passes import default_costs
-from zbpipe.simulator.post_validation import LEAST_GAIN, gain
+from zbpipe.simulator.simulation import LEAST_GAIN, gain
 from zbpipe.simulator.validation import require_valid
 
 _DEFAULT_SECONDS = 300

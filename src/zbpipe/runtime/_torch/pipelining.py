@@ -40,7 +40,7 @@ from zbpipe.runtime._torch.position import Position, Receives, Row
 from zbpipe.runtime._torch.stage_work import OwnWork, own
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.actions import Action, Rows
-from zbpipe.simulator.post_validation import RunAhead
+from zbpipe.simulator.simulation import RunAhead
 from zbpipe.simulator.time_graph import Overlap
 
 PipelineSchedule = _PipelineSchedule
