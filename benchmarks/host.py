@@ -15,11 +15,10 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
-from harness import synchronize
+from harness import StageOfKnownShapes, synchronize
 from torch import Tensor, nn
 
 import zbpipe
-from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.ranks import progress
 
 RANKS, RANK, MICROBATCHES = 8, 3, 32
@@ -128,8 +127,7 @@ def _make(name: str, case: Case, device: torch.device) -> Callable[[], Any]:
         if case.compiled:
             for block in blocks:
                 block.compile(fullgraph=True)
-        stage = pipelining.StageOfKnownShapes(blocks, index, 2 * RANKS, device, input_args=(x,), output_args=(x,))
-        stages.append(stage)
+        stages.append(StageOfKnownShapes(blocks, index, 2 * RANKS, device, input_args=(x,), output_args=(x,)))
     schedule: Any = zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, nn.functional.mse_loss)
     for _ in range(5):  # zbpipe's first two steps also check contents
         schedule.step()

@@ -23,7 +23,7 @@ import zbpipe
 from zbpipe.cli.demo.sleeping import Runner, sleep_until
 from zbpipe.runtime.optimizer.norm import clip
 from zbpipe.schedule.registry import resolve
-from zbpipe.simulator.post_validation import period
+from zbpipe.simulator.simulation import period
 
 ROOMY, TIGHT = 1e9, 1e-9
 """Limits of the norm that no step exceeds, and that every step exceeds."""

@@ -137,13 +137,13 @@ def page_data(page: str) -> dict[str, Any]:
     return json.loads(zlib.decompress(base64.b64decode(match[1])))
 
 
-def page_ops(data: dict[str, Any], columns: dict[str, list[int]]) -> list[tuple[str, float, float, int]]:
+def page_ops(data: dict[str, Any], columns: dict[str, list[int]]) -> list[tuple[str, float, float]]:
     ends = list(accumulate(gap + length for gap, length in zip(columns["gap"], columns["length"], strict=True)))
     names = (
         f"{stage}{data['kinds'][kind][0]}{microbatch}"
         for stage, kind, microbatch in zip(columns["stage"], columns["kind"], columns["microbatch"], strict=True)
     )
     return [
-        (name, (end - length) * data["tick"], end * data["tick"], step)
-        for name, end, length, step in zip(names, ends, columns["length"], columns["step"], strict=True)
+        (name, (end - length) * data["tick"], end * data["tick"])
+        for name, end, length in zip(names, ends, columns["length"], strict=True)
     ]

@@ -16,8 +16,8 @@ from zbpipe.costs.model import Receives
 from zbpipe.runtime._torch.pipelining import lower, rows_of, write_lowered
 from zbpipe.schedule import registry
 from zbpipe.simulator.actions import Rows, parse
-from zbpipe.simulator.message_checks import find_blocked_queues, find_mixed_up_messages, validate_lowered
 from zbpipe.simulator.passes import add_messages, add_waits, free_sends_early, place_receives
+from zbpipe.simulator.validation import find_blocked_queues, find_mixed_up_messages, validate_lowered
 
 NAMES = ["1F1B", "Interleaved1F1B", "ZBH1", "ZBV", "VHalf"]
 

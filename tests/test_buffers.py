@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from zbpipe import Schedule, generate, simulate, testing
 from zbpipe.costs.model import Receives
 from zbpipe.simulator.actions import Action, Rows, other_end
-from zbpipe.simulator.message_checks import validate_lowered
 from zbpipe.simulator.passes import (
     add_messages,
     add_waits,
@@ -20,6 +19,7 @@ from zbpipe.simulator.passes import (
     messages_held,
     place_receives,
 )
+from zbpipe.simulator.validation import validate_lowered
 
 
 @st.composite

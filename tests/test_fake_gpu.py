@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import StageOfKnownShapes
 from models import SEQUENCE, VOCABULARY, WIDTH, build_stage, loss_fn
 from pipelines import as_rank
 from test_capture import capturing, refused
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import zbpipe
-from zbpipe.runtime._torch import hooks, pipelining
+from zbpipe.runtime._torch import hooks
 from zbpipe.runtime.device import Accelerator
 from zbpipe.runtime.split import LINEAR, products
 from zbpipe.runtime.split.products import PendingGradient
@@ -61,7 +62,7 @@ def test_steps_stay_on_the_device(rank: int, dtype: torch.dtype, name: str) -> N
         torch.set_default_dtype(torch.float32)
         ends = [batch[:ROWS], *[hidden] * (number - 1), logits]
         stages = [
-            pipelining.StageOfKnownShapes(each, at, number, CUDA, input_args=ends[at], output_args=ends[at + 1])
+            StageOfKnownShapes(each, at, number, CUDA, input_args=ends[at], output_args=ends[at + 1])
             for at, each in modules.items()
         ]
         schedule: Any = zbpipe.build_pipeline_schedule(name, stages, MICROBATCHES, loss_fn)

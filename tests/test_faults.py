@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from harness import StageOfKnownShapes
 from models import batch, loss_fn
 from pipelines import Pipeline, as_rank
 from ranks import endings, join_group, run_ranks
@@ -226,7 +227,7 @@ def test_a_device_that_is_stuck_after_its_step_is_logged_once(caplog: pytest.Log
         mock.patch.object(progress, "_watch"),
         mock.patch.object(pipelining, "timeout_of", return_value=100),
     ):
-        stage = pipelining.StageOfKnownShapes(nn.Linear(8, 8), 1, 2, torch.device("cpu"), input_args=x, output_args=x)
+        stage = StageOfKnownShapes(nn.Linear(8, 8), 1, 2, torch.device("cpu"), input_args=x, output_args=x)
         schedule: Any = zbpipe.build_pipeline_schedule("ZBH1", [stage], 2, nn.functional.mse_loss)
         schedule.step(target=torch.zeros(2, 8))
         followed = schedule._failures._progress

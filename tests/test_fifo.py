@@ -14,8 +14,8 @@ from queued_messages import gets_stuck, tables
 from zbpipe import Schedule
 from zbpipe.costs.model import Transport
 from zbpipe.simulator.actions import Rows, parse
-from zbpipe.simulator.message_checks import find_blocked_queues, validate_lowered
 from zbpipe.simulator.time_graph import TimeGraph
+from zbpipe.simulator.validation import find_blocked_queues, validate_lowered
 
 pytestmark = pytest.mark.long
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import answer, json_of
 from determinism import draw_fewer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -90,20 +89,3 @@ def test_on_average_jitter_makes_nothing_shorter(schedule: Schedule) -> None:
     times = step_times(schedule, (1, 1, 1), Jitter(ops=0.2, delay=0.1), samples=4000)
     assert times.mean >= 0.98 * usual
     assert times.p50 <= times.p95 <= times.p99 == times.quantile(0.99)
-
-
-def test_what_was_parsed() -> None:
-    text = "ops=0.1, delay=0.2,slow-rank=3:1.2,slow-link=1-0:0.5"
-    assert Jitter.parse(text) == Jitter(ops=0.1, delay=0.2, slow_ranks={3: 1.2}, slow_links={(0, 1): 0.5})
-
-
-def test_all_schedules_by_the_quantile() -> None:
-    size, words = "-p 2 -m 4 --costs 1,1,1", "--jitter ops=0.1,delay=0.5"
-    rows = json_of(f"compare {size} {words}")
-    by_hand = step_times(generate("ZBV", 2, 4), (1, 1, 1), Jitter.parse("ops=0.1,delay=0.5"))
-    (zbv,) = (row for row in rows if row["schedule"] == "ZBV")
-    assert zbv["jitter"] == pytest.approx(by_hand.record())
-    p95s = [row["jitter"]["p95"] for row in rows if row["runs"]]
-    assert p95s == sorted(p95s)
-    assert answer(f"compare -p 2 -m 4 {words}").splitlines()[2].split()[-2:] == ["p50", "p95"]
-    assert f"where times vary, 1000 steps: mean {by_hand.mean:.6g}"[:-3] in answer(f"simulate ZBV {size} {words}")

@@ -114,14 +114,6 @@ def test_a_host_of_which_nothing_is_known_takes_no_time() -> None:
     assert timeline.peak_memory == (1,)
 
 
-def test_steps_begin_with_streams_that_are_free() -> None:
-    schedule = lone("0F0,0OF0,0F1,0RF0,0I0,0OI0,0B1,0RI0,0W0")
-    one = simulate(schedule, costs_of(schedule))
-    two = simulate(schedule, costs_of(schedule), num_steps=2)
-    assert two.makespan == 2 * one.makespan
-    assert [span.start - one.makespan for span in two.copies[0] if span.step] == [span.start for span in one.copies[0]]
-
-
 def with_copies(schedule: Schedule, data: st.DataObject) -> Schedule:
     """With copies anywhere that is allowed."""
     rows = []

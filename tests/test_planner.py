@@ -31,7 +31,7 @@ from zbpipe.planner.request import PLACEMENTS, Request
 from zbpipe.planner.stages import make_problem
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.lower_bound import lower_bound, period_bound
-from zbpipe.simulator.post_validation import period
+from zbpipe.simulator.simulation import period
 from zbpipe.testing import check_schedule, cost_models, placements, runnable_schedules, schedules
 
 pytestmark = pytest.mark.usefixtures("short_search")

@@ -25,9 +25,8 @@ from zbpipe.runtime import adaptive
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime._torch.pipelining import stages_of
 from zbpipe.runtime._torch.stage_work import find_work
-from zbpipe.runtime.measure import communication
-from zbpipe.runtime.measure.communication import measure_links
-from zbpipe.runtime.measure.profiler import find_overhead, write_trace
+from zbpipe.runtime.measure import profiler
+from zbpipe.runtime.measure.profiler import find_overhead, measure_links, write_trace
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.schedule.ir import Op, OpKind
 from zbpipe.simulator import passes
@@ -185,12 +184,12 @@ class LinkToHost:
 
 def test_the_link_to_the_host_is_that_of_the_slower_direction(monkeypatch: pytest.MonkeyPatch) -> None:
     link = LinkToHost()
-    monkeypatch.setattr(communication, "time", link)
-    monkeypatch.setattr(communication, "make_copier", lambda device: link)
-    found = communication.measure_host(torch.device("cpu"))
+    monkeypatch.setattr(profiler, "time", link)
+    monkeypatch.setattr(profiler, "make_copier", lambda device: link)
+    found = profiler.measure_host(torch.device("cpu"))
     assert found is not None
     assert found.bandwidth == pytest.approx(1e9)
-    assert found.latency == pytest.approx(1e-5 + communication._SMALL_COPY / 1e9)
+    assert found.latency == pytest.approx(1e-5 + profiler._SMALL_COPY / 1e9)
 
 
 @pytest.mark.parametrize("name", ["ZBV", "ZBH1"])

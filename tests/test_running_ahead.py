@@ -7,6 +7,7 @@ import pytest
 from determinism import draw_fewer
 from hypothesis import given
 from hypothesis import strategies as st
+from test_simulation import steps_in_a_row
 
 import zbpipe
 from zbpipe import CostModel, OpKind, Schedule, simulate
@@ -14,10 +15,9 @@ from zbpipe.costs import Link
 from zbpipe.costs.model import Receives
 from zbpipe.simulator import offload
 from zbpipe.simulator.actions import Rows, dependencies, other_end, parse
-from zbpipe.simulator.message_checks import validate_lowered
 from zbpipe.simulator.passes import add_messages, add_waits, default_costs, free_sends_early, place_receives, wait_of
-from zbpipe.simulator.post_validation import RunAhead, ahead_of, gain, period, period_of
-from zbpipe.simulator.validation import find_disordered
+from zbpipe.simulator.simulation import RunAhead, ahead_of, gain, period, period_of
+from zbpipe.simulator.validation import find_disordered, validate_lowered
 from zbpipe.testing import cost_models
 
 AHEAD = frozenset({"F", "SEND_F", "RECV_F", "WAIT_SEND_F", "UNSHARD", "RESHARD"})
@@ -85,10 +85,7 @@ def test_the_period_is_what_many_steps_take_and_the_validation_holds_up_nothing(
     assert period(schedule, costs, ahead) == pytest.approx(seconds, rel=1e-9)
     fewer = tuple(data.draw(st.integers(0, number)) for number in ahead)
     for numbers in (ahead, fewer):
-        ends = [0.0] * 30
-        for row in simulate(schedule, costs, num_steps=len(ends), ahead=numbers).spans:
-            for span in row:
-                ends[span.step] = max(ends[span.step], span.end)
+        ends = [max(span.end for span in step.values()) for step in steps_in_a_row(schedule, costs, numbers, 30)]
         mean = (ends[-1] - ends[len(ends) // 2 - 1]) / (len(ends) // 2)
         assert mean == pytest.approx(period(schedule, costs, numbers), rel=1e-4)
         # The steps before all are alike are no longer, so steps in a row never fall behind.
@@ -170,11 +167,3 @@ def test_a_drain_that_leaves_a_message_is_found() -> None:
     assert [*find_faults(replace(cut, drain=((), ())))] == ["0SEND_F0 is not received, or nobody waits for it"]
     unreceived = replace(cut, before=(cut.before[0], ()))
     assert "rank 0 waits for 1RECV_F0, which no rank runs ahead of the validation" in find_faults(unreceived)
-
-
-def test_ahead_needs_a_number_for_each_rank() -> None:
-    schedule = zbpipe.generate("ZBV", 2, 4)
-    with pytest.raises(ValueError, match=r"ahead = \(1,\) has to be one number for each of 2 ranks"):
-        simulate(schedule, (1, 1, 1), num_steps=2, ahead=(1,))
-    with pytest.raises(ValueError, match="ideal transport, got 'one queue'"):
-        simulate(schedule, (1, 1, 1), num_steps=2, ahead=(1, 0), transport="one queue")

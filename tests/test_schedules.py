@@ -19,8 +19,7 @@ from zbpipe.costs.model import CostModel
 from zbpipe.planner.search import find_best_within
 from zbpipe.runtime._torch.pipelining import lower
 from zbpipe.schedule import registry
-from zbpipe.simulator.post_validation import period
-from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.simulation import period, simulate
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.testing import check_schedule, cost_models, placements, schedules
 

@@ -1,7 +1,8 @@
 """The simulator against a second, slow and plain one, and against what must hold for any schedule and any costs."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -14,8 +15,9 @@ from zbpipe import Op, OpKind, Placement, Schedule, generate, plan
 from zbpipe.costs.job import least_room
 from zbpipe.costs.model import CostModel, Link
 from zbpipe.simulator.lower_bound import lower_bound
-from zbpipe.simulator.simulation import simulate
-from zbpipe.simulator.timeline import Idle, Timeline
+from zbpipe.simulator.simulation import period, simulate
+from zbpipe.simulator.time_graph import TimeGraph, durations, longest_path
+from zbpipe.simulator.timeline import Idle, Span, Timeline
 from zbpipe.testing import cost_models, runnable_schedules, schedules
 
 pytestmark = pytest.mark.usefixtures("short_search")
@@ -27,8 +29,8 @@ class Run(NamedTuple):
     schedule: Schedule
     costs: CostModel
 
-    def simulate(self, *, num_steps: int = 1, synchronous: bool = True) -> Timeline:
-        return simulate(self.schedule, self.costs, num_steps=num_steps, synchronous=synchronous)
+    def simulate(self) -> Timeline:
+        return simulate(self.schedule, self.costs)
 
 
 @st.composite
@@ -83,7 +85,20 @@ def length(costs: CostModel, event: Event) -> float:
 
 
 def starts(timeline: Timeline) -> dict[Event, float]:
-    return {(span.step, span.op): span.start for spans in timeline.spans for span in spans}
+    return {(0, span.op): span.start for spans in timeline.spans for span in spans}
+
+
+def steps_in_a_row(schedule: Schedule, costs: CostModel, ahead: Sequence[int], number: int) -> list[dict[Op, Span]]:
+    """The ops of each step, where ranks may start so many of them before all ranks are done with the one before."""
+    graph, found = TimeGraph(schedule, ahead=ahead, has_fsdp=costs.has_fsdp), []
+    seconds = durations(graph, costs)
+    for _ in range(number):
+        begun, ends = longest_path(graph, seconds)
+        for begin, lasts in graph.begins.items():
+            seconds[begin] = max(ends[each] for each in lasts)
+        ops = chain.from_iterable(schedule)
+        found.append({op: Span(op, *times) for op, *times in zip(ops, begun, ends, strict=False)})
+    return found
 
 
 @given(runs())
@@ -100,10 +115,12 @@ def test_a_plain_simulator_gets_the_same_times_over_steps(
 ) -> None:
     schedule = data.draw(schedules(max_ranks=3, max_microbatches=4) | runnable_schedules(max_microbatches=2))
     run = Run(schedule, data.draw(cost_models(schedule.placement)))
-    timeline = run.simulate(num_steps=num_steps, synchronous=synchronous)
-    assert starts(timeline) == plain_starts(run, num_steps, synchronous)
+    steps = steps_in_a_row(*run, [0 if synchronous else len(row) for row in schedule], num_steps)
+    found = {(n, op): span.start for n, step in enumerate(steps) for op, span in step.items()}
+    assert found == plain_starts(run, num_steps, synchronous)
+    timeline = run.simulate()
     for ops, spans in zip(schedule, timeline.spans, strict=True):
-        assert tuple(span.op for span in spans) == ops * num_steps
+        assert tuple(span.op for span in spans) == ops
         assert all(one.end <= other.start for one, other in pairwise(spans))
     assert timeline.longest_rank_span <= timeline.makespan == max(spans[-1].end for spans in timeline.spans)
 
@@ -167,9 +184,9 @@ def test_the_critical_path_has_no_gap_and_what_is_on_it_counts(run: Run, data: s
     assert Run(run.schedule, replace(run.costs, **slower)).simulate().makespan >= timeline.makespan + 1
 
 
-@given(runs(), st.integers(1, 2))
-def test_memory_is_taken_and_given_back(run: Run, num_steps: int) -> None:
-    timeline = run.simulate(num_steps=num_steps, synchronous=False)
+@given(runs())
+def test_memory_is_taken_and_given_back(run: Run) -> None:
+    timeline = run.simulate()
     for rank, spans in enumerate(timeline.spans):
         times, held = zip(*timeline.memory(rank), strict=True)
         assert (times[0], held[0], held[-1]) == (0, 0, 0)
@@ -186,9 +203,9 @@ HUNGRY: dict[str, Any] = {"freed_by_i": -0.5, "working": {OpKind.F: 0.5, OpKind.
 
 
 def plain_memory(run: Run, op: Op, position: int, rank: int) -> float:
-    """What a rank holds while it runs the op at that position, from what it has run before in this step."""
+    """What a rank holds while it runs the op at that position, from what it has run before."""
     ops = run.schedule.ops[rank]
-    before = {*ops[: position % len(ops)]}
+    before = {*ops[:position]}
     live = [each for each in {*before, op} if each.kind is OpKind.F]
     whole = sum(run.costs.activations[stage] for stage, _, m in live if Op(stage, OpKind.I, m) not in before)
     halves = sum(
@@ -203,23 +220,13 @@ def plain_memory(run: Run, op: Op, position: int, rank: int) -> float:
     return whole + halves - freed + (working[op.stage] if isinstance(working, tuple) else working)
 
 
-@given(runs(), st.integers(1, 4))
-def test_steps_in_a_row(run: Run, num_steps: int) -> None:
-    one_step = run.simulate().makespan
-    synchronous = run.simulate(num_steps=num_steps)
-    asynchronous = run.simulate(num_steps=num_steps, synchronous=False)
-    assert synchronous.makespan == num_steps * one_step
-    assert asynchronous.makespan <= synchronous.makespan
-    assert asynchronous.makespan >= max(num_steps * busy for busy in run.simulate().busy)
-    assert asynchronous.lower_bound <= asynchronous.makespan
-
-
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 3), (4, 8), (8, 15)])
 def test_zbh2_has_no_bubble_from_step_to_step(ranks: int, microbatches: int) -> None:
     """Without synchronisation the start skew is paid once, and a step takes 3m."""
     schedule = generate("ZBH2", ranks, microbatches)
-    timeline = simulate(schedule, CostModel.uniform(schedule.placement), num_steps=10, synchronous=False)
-    assert timeline.makespan == 10 * 3 * microbatches + ranks - 1
+    costs = CostModel.uniform(schedule.placement)
+    assert period(schedule, costs) == 3 * microbatches
+    assert simulate(schedule, costs).makespan == 3 * microbatches + ranks - 1
 
 
 def test_two_ranks_by_hand() -> None:

@@ -34,8 +34,7 @@ from zbpipe.frameworks.options import Options
 from zbpipe.runtime._torch import pipelining
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.actions import parse
-from zbpipe.simulator.message_checks import validate_lowered
-from zbpipe.simulator.validation import validate
+from zbpipe.simulator.validation import validate, validate_lowered
 
 pytestmark = [pytest.mark.long, pytest.mark.versions]
 IS_02 = require_titan("0.3.0", "0.2.2") == "0.2.2"
@@ -52,10 +51,10 @@ CONFIGS = [
 
 def read_config(name: str, config: Any = None) -> Workload:
     from titan_integration import llama3
-    from zbpipe.frameworks.titan import command_line, counting
+    from zbpipe.frameworks.titan import command_line, models
 
     job = config or getattr(llama3, name)()
-    return counting.workload_of(job, command_line.degrees_of(job, llama3.HARDWARE[name].gpus), name)
+    return models.workload_of(job, command_line.degrees_of(job, llama3.HARDWARE[name].gpus), name)
 
 
 class Built(NamedTuple):

@@ -144,19 +144,6 @@ def test_a_rendezvous_by_hand() -> None:
     assert (found["0SEND_F0"], found["0F1"], found["1F0"], found["0SEND_F1"], found["1B0"]) == (3.0, 5.0, 6.0, 7.0, 9.0)
 
 
-def test_steps_in_a_row() -> None:
-    schedule = generate("ZBH2", 4, 8)
-    costs = CostModel.uniform(schedule.placement, *TIMES, comm=0.05)
-    one = simulate(schedule, costs, transport="one queue")
-    apart = simulate(schedule, costs, num_steps=3, transport="one queue")
-    in_a_row = simulate(schedule, costs, num_steps=3, synchronous=False, transport="one queue")
-    assert apart.makespan == pytest.approx(3 * one.makespan)
-    assert in_a_row.makespan < apart.makespan
-    assert in_a_row.makespan >= simulate(schedule, costs, num_steps=3, synchronous=False).makespan
-    assert [span.step for span in in_a_row.spans[0]] == [step for step in range(3) for _ in schedule.ops[0]]
-    assert {span.step for timeline in (apart, in_a_row) for span in timeline.critical_path} == {2}
-
-
 def test_words() -> None:
     assert Transport.parse("Shared-with_compute") is Transport.SHARED
     assert Receives.parse("TIMED") is Receives.TIMED

@@ -299,8 +299,8 @@ def test_the_page_has_every_op_and_the_critical_path(shown: Timeline) -> None:
     assert data["makespan"] == shown.makespan
     for rank, ran in enumerate(shown.spans):
         drawn = page_ops(data, data["ranks"][rank]["ops"])
-        assert [(op, step) for op, _, _, step in drawn] == [(str(span.op), span.step) for span in ran]
-        for (_, start, end, _), span in zip(drawn, ran, strict=True):
+        assert [op for op, *_ in drawn] == [str(span.op) for span in ran]
+        for (_, start, end), span in zip(drawn, ran, strict=True):
             assert (start, end) == pytest.approx((span.start, span.end), abs=1e-9 * shown.makespan)
         assert data["ranks"][rank]["peak"] == shown.peak_activations[rank]
         for span in ran:
@@ -341,7 +341,7 @@ def test_a_trace_has_one_complete_event_per_op_in_microseconds(shown: Timeline) 
         assert event["ts"] == pytest.approx(span.start * 1e6)
         assert event["dur"] == pytest.approx((span.end - span.start) * 1e6)
         stage, kind, microbatch = span.op
-        assert event["args"] == {"stage": stage, "kind": str(kind), "microbatch": microbatch, "step": span.step}
+        assert event["args"] == {"stage": stage, "kind": str(kind), "microbatch": microbatch}
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {rank: f"rank {rank}" for rank in range(len(shown.spans))}
     for rank, peak in enumerate(shown.peak_activations):
@@ -421,15 +421,8 @@ def test_a_timeline_writes_files_and_shows_itself(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().out.startswith("rank 0 F0F1")
 
 
-def test_in_notebooks() -> None:
+def test_a_plan_has_a_short_repr() -> None:
     planned = plan(2, 4, (1, 1, 1), placements=["v"], budget=1e3)
-    for thing in (ZBV, simulate(ZBV), planned):
-        text, _, picture = thing._repr_html_().partition("</code>")
-        assert text.startswith("<code>")
-        assert ElementTree.fromstring(picture).tag.endswith("svg")
-    # What cannot run or is very long has no picture.
-    for schedule in (Schedule.from_csv("0B0,0F0"), generate("1F1B", 8, 2000)):
-        assert schedule._repr_html_().endswith("</code>")
     assert repr(planned).startswith("Plan('")
     assert repr(planned).count("\n") == 0
     assert len(repr(planned)) < 200

@@ -13,8 +13,7 @@ from searching import searching_little
 
 from zbpipe import OpKind, Placement, generate, simulate
 from zbpipe.algorithms import zb as zb_module
-from zbpipe.algorithms._fill import Filler, Order
-from zbpipe.algorithms.zb import in_slots, with_short_warm_up
+from zbpipe.algorithms.zb import Filler, Order, in_slots, with_short_warm_up
 from zbpipe.costs.job import AS_1F1B, MemoryLimit, least_room, memory_of_1f1b
 from zbpipe.costs.model import Transport
 from zbpipe.costs.transformer import Checkpointing, typical_costs, usual_costs

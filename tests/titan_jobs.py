@@ -232,7 +232,6 @@ class Titan:
             "CUDA_VISIBLE_DEVICES": "",
             "HIP_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
-            "NGPU": "4",  # of TorchTitan's dry run, whose ranks are fake but for one
             "TORCH_LOGS": "graph_breaks,recompiles",
         }
         self._server = self._server or subprocess.Popen(

@@ -275,7 +275,7 @@ class Request:
         schedule, costs = self.make(transport)
         if findings := validate(schedule):
             more = f" (the first of {len(findings)} findings)" if len(findings) > 1 else ""
-            raise ValueError(f"{schedule.name} cannot run: {findings[0]}{more}; `zbpipe validate` lists all findings")
+            raise ValueError(f"{schedule.name} cannot run: {findings[0]}{more}; zbpipe.validate lists all findings")
         return schedule, costs
 
     def simulate(self, transport: Transport | None = None, **how: Any) -> Timeline:

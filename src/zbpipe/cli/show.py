@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from zbpipe.cli import base
-from zbpipe.cli.base import COUNT, Command, OutputFile, one_line, print_json, size_options, stages_option
-from zbpipe.cli.jobs import TITANS
+from zbpipe.cli.base import Command, OutputFile, one_line, print_json
+from zbpipe.cli.jobs import EXISTING, TITANS
 from zbpipe.cli.request import (
     Costs,
     Request,
@@ -21,15 +20,13 @@ from zbpipe.cli.request import (
     simulate_all,
 )
 from zbpipe.costs.job import RELATIVE, MemoryLimit
-from zbpipe.costs.model import CostModel, Transport
-from zbpipe.schedule.ir import count_noun, require_size
+from zbpipe.costs.model import Transport
+from zbpipe.schedule.ir import KINDS, Schedule, count_noun, require_size
 from zbpipe.schedule.registry import schedules
 from zbpipe.schedule.user_code import read_text
-from zbpipe.simulator.message_checks import check_table
+from zbpipe.simulator.actions import parse
 from zbpipe.simulator.validation import validate as findings_of
-
-if TYPE_CHECKING:
-    from zbpipe.views.report import Vary
+from zbpipe.simulator.validation import validate_lowered
 
 _IN_SHARES = f"{RELATIVE}, or a number of microbatches on one rank"
 
@@ -109,38 +106,13 @@ def show(
     click.echo("\n".join([summary(timeline), f"drawn with {costs.words}", *(f"wrote {file}" for file in written)]))
 
 
-def _parse_jitter(text: str) -> Vary:
-    from zbpipe.simulator.jitter import Jitter, step_times
-
-    jitter = Jitter.parse(text)
-    return lambda timeline: step_times(timeline.schedule, timeline.costs, jitter).record()
-
-
-_jitter_option = click.option(
-    "--jitter",
-    "vary",
-    callback=base.parse_with(_parse_jitter),
-    metavar="WORDS",
-    help="Varying times, separated by commas: ops=0.1 (relative standard deviation of an op's time), delay=0.2"
-    " (mean delay of a message in seconds), slow-rank=3:1.2, slow-link=0-1:0.5 (docs/messages.md).",
-)
-
-
 @click.command(cls=Command)
 @request_options()
 @base.transport_option
-@click.option("--steps", type=COUNT, default=1, show_default=True, help="Training steps in a row.")
-@click.option(
-    "--no-sync", is_flag=True, help="Let each rank start its next step when it is done, as ZBH2 and ZB2P assume."
-)
-@_jitter_option
 @base.json_option
 def simulate(
     request: Request,
     transport: Transport | None,
-    steps: int,
-    no_sync: bool,
-    vary: Vary | None,
     as_json: bool,
 ) -> None:
     """Simulate a schedule: makespan, bubble, memory.
@@ -150,26 +122,18 @@ def simulate(
     \b
     Examples:
       zbpipe simulate ZBV -p 8 -m 32 --costs 1,1.2,0.8 --comm 0.05
-      zbpipe simulate ZBV -p 8 -m 32 --jitter ops=0.1,delay=0.5
-      zbpipe simulate ZBH2 -p 8 -m 32 --steps 4 --no-sync --json
+      zbpipe simulate ZBH2 -p 8 -m 32 --json
     """
     from zbpipe.views.report import record, report
-    from zbpipe.views.style import number
 
     costs = request.costs
     transport = costs.transport(transport)
-    if vary and (no_sync or steps > 1 or transport is not Transport.IDEAL):
-        raise click.UsageError("--jitter is for one synchronous step with the ideal transport: omit the other options")
-    timeline = request.simulate(num_steps=steps, synchronous=not no_sync, transport=transport)
+    timeline = request.simulate(transport=transport)
     baseline = costs.baseline(timeline.schedule.num_ranks, timeline.schedule.num_microbatches)
-    varied = vary(timeline) if vary else None
     if as_json:
-        print_json(record(timeline, baseline) | ({"jitter": varied} if varied else {}))
+        print_json(record(timeline, baseline))
         return
     click.echo(report(timeline, baseline))
-    if varied:
-        words = ", ".join(f"{name} {number(seconds)}" for name, seconds in varied.items())
-        click.echo(f"\nwhere times vary, 1000 steps: {words}")
     click.echo(f"\n{costs.words}")
 
 
@@ -179,7 +143,6 @@ def simulate(
 @cost_options(of_job=True)
 @base.transport_option
 @memory_limit_option
-@_jitter_option
 @base.json_option
 def compare(
     ranks: int | None,
@@ -188,20 +151,18 @@ def compare(
     costs: Costs,
     transport: Transport | None,
     memory_limit: MemoryLimit | None,
-    vary: Vary | None,
     as_json: bool,
 ) -> None:
     """Compare all schedules, the shortest step first.
 
     Equally fast schedules are sorted by memory. The recommended schedule has the shortest step within 1F1B's memory, or
     within the memory limit. Schedules over the limit follow with a mark. Schedules that cannot run are listed last:
-    torch's own split fails under selective checkpointing. With --jitter, the 95th percentile of the step time decides.
+    torch's own split fails under selective checkpointing.
 
     \b
     Examples:
       zbpipe compare -p 8 -m 32
       zbpipe compare -p 8 -m 32 --stages-per-rank 4
-      zbpipe compare -p 8 -m 32 --jitter ops=0.1,delay=0.5
       zbpipe compare -p 8 -m 32 --checkpointing full --memory-limit 1.2x
       zbpipe compare -p 8 -m 32 --costs 1,1.2,0.8 --memory-limit 6
       zbpipe compare --module titan_integration.llama3 --config llama3_70b --gpus 64 --device H200
@@ -213,12 +174,10 @@ def compare(
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
     limits = costs.limits(memory_limit, ranks, microbatches)
     baseline = costs.baseline(ranks, microbatches)
-    if vary and transport is not transport.IDEAL:
-        raise click.UsageError("--jitter is for the ideal transport: omit --transport")
     if not as_json:
         click.echo(f"{ranks} ranks, {microbatches} microbatches; {costs.words}\n")
     timelines = simulate_all(ranks, microbatches, costs, memory_limit, stages_per_rank, transport=transport)
-    how = (limits, baseline, vary, costs.checkpointing)
+    how = (limits, baseline, costs.checkpointing)
     compared = (report.ComparedSchedule.of(each, *how, with_period=as_json) for each in timelines)
     standings = sorted(compared, key=lambda each: each.sort_key)
     if as_json:
@@ -278,67 +237,40 @@ def export(request: Request, output: Path) -> None:
     click.echo(f"wrote {output}: {schedule.name}, {count_noun(schedule.num_ranks, 'rank')}, {count_noun(ops, 'op')}")
 
 
-def _name_or_file(context: click.Context, argument: click.Parameter, text: str) -> str | Path:
-    """Parse what `validate` takes: a file need not end in .csv."""
-    if text.lower().endswith(".csv") or Path(text).is_file():
-        file: Path = click.Path(exists=True, dir_okay=False, path_type=Path).convert(text, argument, context)
-        return file
-    return text
-
-
 @click.command(cls=Command)
-@click.argument("name", callback=_name_or_file)
-@size_options
-@stages_option
+@click.argument("file", type=EXISTING)
 @limit_option("Memory limit of a rank", _IN_SHARES)
-def validate(
-    name: str | Path,
-    ranks: int | None,
-    microbatches: int | None,
-    stages_per_rank: int | None,
-    memory_limit: MemoryLimit | None,
-) -> None:
-    """Check a schedule, by its name or in a CSV file.
+def validate(file: Path, memory_limit: MemoryLimit | None) -> None:
+    """Check the schedule in a CSV file.
 
-    It has to be complete, each rank has to be able to run its order, and no ranks may deadlock. A file is torch's
+    It has to be complete, each rank has to be able to run its order, and no ranks may deadlock. The file is torch's
     compute-only table, or its table with communication, whose sends and receives have to match as well. Other
     commands and jobs read only its computations. Prints one finding per line. The exit code is 1 if there is any.
     A memory limit counts activations without checkpointing, in units of one microbatch on one rank. `compare` and
     `simulate` include checkpointing.
 
     \b
-    Examples:
+    Example:
       zbpipe validate mine.csv --memory-limit 4
-      zbpipe validate ZBV -p 4 -m 8
     """
     if memory_limit is not None and memory_limit.unit == "bytes":
         raise ValueError(
             f"memory_limit = {memory_limit.written!r} is in bytes, but these costs are not: write {_IN_SHARES}"
         )
-    if isinstance(name, str):
-        schedule, _ = Request(name, ranks, microbatches, Costs(CostModel.uniform, words=""), stages_per_rank).make()
-        findings, how = findings_of(schedule, memory_limit), ""
-    else:
-        try:
-            schedule, findings, how = check_table(read_text(name), str(name), memory_limit)
-        except ValueError as error:
-            click.echo(f"table: {one_line(str(error))}")
-            raise SystemExit(1) from None
-        for given, own, what in (
-            (ranks, schedule.num_ranks, "ranks"),
-            (microbatches, schedule.num_microbatches, "microbatches"),
-            (stages_per_rank, len(schedule.placement.stages_on(0)), "stages per rank"),
-        ):
-            if given not in (None, own):
-                raise ValueError(f"{schedule.name} is a table for {own} {what}, not {given}: omit that option")
+    try:
+        rows = parse(read_text(file))
+        schedule = Schedule.from_actions(rows, str(file))
+        is_lowered = any(action.kind not in KINDS for row in rows for action in row)
+        findings = validate_lowered(rows, memory_limit) if is_lowered else findings_of(schedule, memory_limit)
+    except ValueError as error:
+        click.echo(f"table: {one_line(str(error))}")
+        raise SystemExit(1) from None
     for finding in findings:
         click.echo(str(finding))
     if findings:
-        click.echo(how, nl=bool(how))
         raise SystemExit(1)
     click.echo(
         f"{schedule.name}: valid; {count_noun(schedule.num_ranks, 'rank')},"
         f" {count_noun(schedule.placement.num_stages, 'stage')}, {count_noun(schedule.num_microbatches, 'microbatch')},"
         f" {count_noun(sum(map(len, schedule)), 'op')}"
     )
-    click.echo(how, nl=bool(how))

@@ -145,7 +145,7 @@ class LayerWork:
 class Workload:
     """Work of a job in one step, and its degrees.
 
-    Source: `zbpipe.frameworks.titan.counting.workload_of` (a TorchTitan config), `load_layers` (a file).
+    Source: `zbpipe.frameworks.titan.models.workload_of` (a TorchTitan config), `load_layers` (a file).
     """
 
     name: str

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpipe.runtime.measure.communication import find_placement
+from zbpipe.runtime.measure.profiler import find_placement
 from zbpipe.schedule.registry import Algorithm, stages_for
 
 KNOWN = "0.7.0"

@@ -14,8 +14,7 @@ from zbpipe.planner.kernel import NEVER, Job, Node, starts
 from zbpipe.schedule.graph import CycleError
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
 from zbpipe.simulator import lower_bound
-from zbpipe.simulator.post_validation import period
-from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.simulation import period, simulate
 
 KINDS = (OpKind.F, OpKind.I, OpKind.W)
 

@@ -10,7 +10,7 @@ from zbpipe.costs.layers import LayerCosts, Split
 from zbpipe.costs.model import ROUNDING, FrozenDict, set_fields
 from zbpipe.planner.request import Objective
 from zbpipe.schedule.ir import Schedule
-from zbpipe.simulator.post_validation import period_of
+from zbpipe.simulator.simulation import period_of
 from zbpipe.simulator.timeline import Timeline
 
 
@@ -48,9 +48,6 @@ class Plan:
             f" m={self.schedule.num_microbatches}, makespan={self.makespan:g}, gap={self.gap:.2%},"
             f" found_by={self.found_by!r})"
         )
-
-    def _repr_html_(self) -> str:
-        return self.timeline._repr_html_()
 
     @property
     def schedule(self) -> Schedule:

@@ -15,8 +15,7 @@ from zbpipe.planner.greedy import ListScheduler, PriorityParams
 from zbpipe.planner.kernel import NEVER
 from zbpipe.planner.problem import Problem
 from zbpipe.schedule.ir import Placement, Schedule
-from zbpipe.simulator.post_validation import period_of
-from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.simulation import period_of, simulate
 
 Progress = Callable[[float, float], None]
 """Called with the completed share of the work, and the shortest time so far in seconds."""

@@ -18,8 +18,7 @@ from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Found, Progress, Search, report_nothing
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule, require_size
-from zbpipe.simulator.post_validation import period_of
-from zbpipe.simulator.simulation import simulate
+from zbpipe.simulator.simulation import period_of, simulate
 from zbpipe.simulator.timeline import Timeline
 
 # Chosen by hand, so that a split for 8 ranks and 32 microbatches takes some seconds.

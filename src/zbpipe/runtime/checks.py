@@ -23,9 +23,8 @@ from zbpipe.runtime.split.stage import SplitBackward, find_split
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
 from zbpipe.simulator.actions import Rows
-from zbpipe.simulator.message_checks import find_blocked_queues, find_mixed_up_messages, validate_lowered
 from zbpipe.simulator.offloading import Offload
-from zbpipe.simulator.validation import require_valid
+from zbpipe.simulator.validation import find_blocked_queues, find_mixed_up_messages, require_valid, validate_lowered
 
 logger = logging.getLogger(__name__)
 

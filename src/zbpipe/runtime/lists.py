@@ -15,8 +15,7 @@ from zbpipe.schedule.registry import Algorithm
 from zbpipe.simulator import passes
 from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.offloading import offload as offloaded
-from zbpipe.simulator.post_validation import RunAhead, ahead_of, gain
-from zbpipe.simulator.simulation import best_receives, simulate
+from zbpipe.simulator.simulation import RunAhead, ahead_of, best_receives, gain, simulate
 
 
 @dataclass

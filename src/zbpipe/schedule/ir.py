@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
-from importlib import import_module
 from itertools import chain, count, pairwise
 from operator import index
 from typing import NamedTuple
@@ -111,7 +110,7 @@ class Op(NamedTuple):
         3
         """
         action = tables.parse_action(text.strip()) if isinstance(text, str) else None
-        if action is None or action[0] is None or action[1] not in KINDS:
+        if action is None or action[1] not in KINDS:
             raise ValueError(tables.no_op(text))
         return cls(action[0], KINDS[action[1]], action[2])
 
@@ -378,11 +377,6 @@ class Schedule:
         ops = f"ops='{' | '.join(' '.join(map(str, row)) for row in self.ops)}'"
         return f"Schedule({size}, {ops if num_ops <= _MOST_SHOWN else f'{num_ops} ops'})"
 
-    def _repr_html_(self) -> str:
-        """The picture with one second for each of F, I and W, in notebooks."""
-        # By name, because views import schedules.
-        return str(import_module("zbpipe.views.svg").draw_in_notebook(self))
-
     def to_csv(self) -> str:
         """The table of `computations` that torch's `_load_csv(..., format="compute_only")` reads: a row per rank.
 
@@ -398,8 +392,8 @@ class Schedule:
     def from_csv(cls, table: str, name: str = "csv") -> Schedule:
         """Read the text of a table of computations, or the computations of a table with communication.
 
-        It reads both formats of torch's `_dump_csv`, also without stages if each rank has one. Bubbles, sends, receives
-        and gathers are omitted, because jobs place their own. A stage is on the rank in whose row it first appears.
+        It reads both formats of torch's `_dump_csv`. Bubbles, sends, receives and gathers are omitted, because jobs
+        place their own. A stage is on the rank in whose row it first appears.
 
             >>> Schedule.from_csv("0F0,,0B0\\n1F0,1B0").placement.rank_of
             (0, 1)

@@ -2,8 +2,7 @@
 
     0F0,0SEND_F0,,(0F1;3B0)OVERLAP_F_B,0W0
 
-It also reads other forms: spaces around cells, lower case, `None` for a bubble, and `F0`, `B0`, `W0` without a stage if
-each rank has one. In such a table B is the backward for the input (I) if a W follows, as in the zero-bubble papers.
+It also reads spaces around cells, lower case, and `None` for a bubble.
 """
 
 from __future__ import annotations
@@ -25,9 +24,7 @@ Cell = tuple[int, str, int]
 _NUMBER = "[0-9]{1,15}"
 """A stage or a microbatch. Longer numbers are mistakes."""
 _KINDS = "|".join((*COMPUTATIONS, *COPIES, *MESSAGES))
-_ACTION = re.compile(rf"({_NUMBER})?(?:({'|'.join(SHARDING)})|({_KINDS})({_NUMBER}))", re.IGNORECASE | re.ASCII)
-_Written = tuple[int | None, str, int]
-"""A cell, maybe without a stage."""
+_ACTION = re.compile(rf"({_NUMBER})(?:({'|'.join(SHARDING)})|({_KINDS})({_NUMBER}))", re.IGNORECASE | re.ASCII)
 _MORE = "a table may also have torch's sends, receives, unshards and OVERLAP_F_B, and empty cells"
 _OVERLAPPED = re.compile(r"\((.*)\)OVERLAP_F_B", re.IGNORECASE | re.ASCII)
 
@@ -37,28 +34,22 @@ def read(table: str) -> list[list[Cell]]:
 
         >>> read("0UNSHARD,,(0F1;0B0)OVERLAP_F_B")
         [[(0, 'UNSHARD', -1), (0, 'F', 1), (0, 'B', 0)]]
-        >>> read("F0, b0, None, W0")
-        [[(0, 'F', 0), (0, 'I', 0), (0, 'W', 0)]]
+        >>> read("0F0, 0b0, None")
+        [[(0, 'F', 0), (0, 'B', 0)]]
 
-    ValueError if the text is not CSV, a cell is not an action, or only some cells name their stage.
+    ValueError if the text is not CSV, or a cell is not an action.
     """
-    rows: list[list[_Written]] = []
+    rows: list[list[Cell]] = []
     for rank, row in enumerate(cells(table)):
         rows.append([])
         for column, cell in enumerate(row):
             for part in _parts(cell):
-                at = f"row {rank + 1} (rank {rank}), column {column + 1}"
                 action = parse_action(part)
                 if action is None:
+                    at = f"row {rank + 1} (rank {rank}), column {column + 1}"
                     raise ValueError(f"{at}: {no_op(part)}; {_MORE}")
                 rows[rank].append(action)
-                first = next(filter(None, rows))[0]
-                if (first[0] is None) != (action[0] is None):
-                    raise ValueError(
-                        f"{at}: {part!r} has {'no' if action[0] is None else 'a'} stage, unlike the cells before it:"
-                        " write the stage in all cells, or in none if each rank has one stage"
-                    )
-    return [list(_add_stages(row, rank)) for rank, row in enumerate(rows)]
+    return rows
 
 
 def cells(table: str) -> list[list[str]]:
@@ -75,17 +66,17 @@ def cells(table: str) -> list[list[str]]:
         raise ValueError(f"the table is not valid CSV: {error}") from None
 
 
-def parse_action(text: str) -> _Written | None:
-    """One action: stage (None if missing), kind, microbatch (-1 if it has none). None if the text is not an action.
+def parse_action(text: str) -> Cell | None:
+    """One action: stage, kind, microbatch (-1 if it has none). None if the text is not an action.
 
-    >>> parse_action("3SEND_F0"), parse_action("w0"), parse_action("3X0")
-    ((3, 'SEND_F', 0), (None, 'W', 0), None)
+    >>> parse_action("3SEND_F0"), parse_action("3X0")
+    ((3, 'SEND_F', 0), None)
     """
     match = _ACTION.fullmatch(text)
     if match is None:
         return None
     stage, sharding, kind, microbatch = match.groups()
-    return None if stage is None else int(stage), (sharding or kind).upper(), -1 if sharding else int(microbatch)
+    return int(stage), (sharding or kind).upper(), -1 if sharding else int(microbatch)
 
 
 def no_op(text: object) -> str:
@@ -100,12 +91,3 @@ def _parts(cell: str) -> Iterator[str]:
     overlapped = _OVERLAPPED.fullmatch(cell.strip())
     parts = overlapped[1].split(";") if overlapped else [cell]
     return (part.strip() for part in parts if part.strip().lower() not in ("", "none"))
-
-
-def _add_stages(row: list[_Written], rank: int) -> Iterator[Cell]:
-    weights = {microbatch for _, kind, microbatch in row if kind == "W"}
-    for stage, kind, microbatch in row:
-        if stage is not None:
-            yield stage, kind, microbatch
-        else:
-            yield rank, "I" if kind == "B" and microbatch in weights else kind, microbatch

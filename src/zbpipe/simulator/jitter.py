@@ -30,11 +30,7 @@ _MOST_SAMPLES = 100_000
 
 @dataclass(frozen=True)
 class Jitter:
-    """The random variation of times, by default none. TypeError or ValueError for invalid numbers.
-
-    >>> Jitter(ops=0.1, delay=0.5) == Jitter.parse("ops=0.1,delay=0.5")
-    True
-    """
+    """The random variation of times, by default none. TypeError or ValueError for invalid numbers."""
 
     ops: float = 0.0
     """Relative standard deviation of an op's time. Lognormal, with the costs as the mean."""
@@ -62,33 +58,6 @@ class Jitter:
 
     def late_by(self, one: int, other: int) -> float:
         return self.slow_links.get((min(one, other), max(one, other)), 0.0)
-
-    @classmethod
-    def parse(cls, text: str) -> Jitter:
-        """Parse the command line's form."""
-        numbers: dict[str, float] = {}
-        ranks: dict[int, float] = {}
-        links: dict[tuple[int, int], float] = {}
-        for part in filter(None, text.split(",")):
-            name, _, value = part.strip().partition("=")
-            try:
-                if name == "slow-rank":
-                    rank, factor = value.split(":")
-                    ranks[int(rank)] = float(factor)
-                elif name == "slow-link":
-                    pair, seconds = value.split(":")
-                    first, second = pair.split("-")
-                    links[int(first), int(second)] = float(seconds)
-                elif name in ("ops", "delay"):
-                    numbers[name] = float(value)
-                else:
-                    raise ValueError
-            except ValueError:
-                raise ValueError(
-                    f"jitter {part!r} is not understood; it takes ops=X, delay=X, slow-rank=RANK:FACTOR,"
-                    " slow-link=A-B:SECONDS"
-                ) from None
-        return cls(slow_ranks=ranks, slow_links=links, **numbers)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

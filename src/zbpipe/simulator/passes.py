@@ -106,7 +106,7 @@ def _receive_on_time(rows: Rows, timeline: Timeline, share: float) -> Rows:
     this order of their ops, so nothing waits in a cycle under any times. If more than `share` of the running
     computation is over when the message starts, the receive goes after it.
     """
-    spans = {action_of(span.op): span for row in timeline.spans for span in row if not span.step}
+    spans = {action_of(span.op): span for row in timeline.spans for span in row}
     place = {action_of(op): n for n, op in enumerate(sort_by_end(timeline))}
     maker = {
         other_end((span.op.stage, SENDS[span.op.kind is not OpKind.F], span.op.microbatch)): span

@@ -3,26 +3,33 @@
 Every rank runs its list in order. An op starts when its rank is free and its inputs (`ir.inputs`) have arrived over the
 links. Transports make messages wait for each other (`zbpipe.costs.model.Transport`). Copies to the host and back, and
 FSDP's collectives, run parallel to the computations. All of it is one graph (`zbpipe.simulator.time_graph`).
+
+Several steps in a row have a period: a rank that is done steps its optimizer and begins the next step. When the other
+ranks are done, too, the norm of all gradients is known. That is the validation, at a fixed place in each rank's list
+(Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 4: post-validation). If the gradients should have been
+clipped, the rank discards the ops that ran ahead, steps again, and runs its list again.
+
+Only forwards run ahead, and none of the last stage, because they change no gradient and no loss. A message is received
+early only if it was sent early, so on failure a rank knows which messages come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import repeat
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+from itertools import islice
 from math import inf
+from operator import add
 
 from zbpipe.costs.job import JobCosts, as_cost_model
-from zbpipe.costs.model import GATHER, CostModel, Receives, Transport
-from zbpipe.schedule.ir import COMPUTATIONS, Schedule, require_whole
-from zbpipe.simulator.actions import Rows
-from zbpipe.simulator.passes import add_messages, place_receives
+from zbpipe.costs.model import GATHER, ROUNDING, CostModel, Receives, Transport
+from zbpipe.schedule.ir import COMPUTATIONS, Schedule
+from zbpipe.simulator.actions import COMPUTE, Action, Rows, other_end
+from zbpipe.simulator.passes import add_messages, place_receives, wait_of
 from zbpipe.simulator.time_graph import Overlap, TimeGraph, durations, longest_path
 from zbpipe.simulator.timeline import Collective, Span, Timeline
 from zbpipe.simulator.validation import require_runnable, require_schedule, require_valid
 
-_MOST_SPANS = 2**22
-"""Largest number of spans in a timeline of several steps: half a gigabyte."""
 _PREFERRED = (Receives.TIMED, Receives.NEAREST, Receives.LATE, Receives.EARLY)
 """Ways to receive. Ties go to the first."""
 _WORTH_IT = 1 - 1e-3
@@ -33,9 +40,6 @@ def simulate(
     schedule: Schedule,
     costs: CostModel | JobCosts | Sequence[float] = (1.0, 1.0, 1.0),
     *,
-    num_steps: int = 1,
-    synchronous: bool = True,
-    ahead: Sequence[int] | None = None,
     transport: Transport | str = Transport.IDEAL,
     receives: Receives | str | None = None,
     overlaps_fsdp: Overlap = True,
@@ -49,11 +53,6 @@ def simulate(
         schedule: a valid schedule.
         costs: costs of its stages, or three numbers `(f, i, w)`, the seconds of each rank for one microbatch. Default:
             one second each.
-        num_steps: number of consecutive steps.
-        synchronous: whether all ranks wait for each other between steps, as for a global gradient norm. Otherwise each
-            rank begins the next step when it is done, as ZBH2 and ZB2P assume.
-        ahead: number of a step's ops that each rank may start before all ranks are done with the previous step, instead
-            of none (synchronous) or all. For the ideal transport.
         transport: which messages wait for each other: "ideal", "one queue", "queue per peer", "shared with compute",
             "blocking".
         receives: where ranks post their receives, which matters for transports with queues: "early", "late", "timed",
@@ -62,72 +61,49 @@ def simulate(
             zbpipe's schedules do, or before the one and after the other, as always with "shared with compute". With
             "gathers" only these overlap, see `overlap_of`.
 
-    TypeError for another type of `schedule` or `costs`. ValueError if the costs are for another number of stages, there
-    is no step or there are millions of ops, `ahead` is for other ranks or another transport, the schedule cannot run,
-    or a name is unknown.
+    TypeError for another type of `schedule` or `costs`. ValueError if the costs are for another number of stages, the
+    schedule cannot run, or a name is unknown.
     """
     require_schedule(schedule)
     costs = as_cost_model(costs, schedule.placement)
-    require_whole(1, num_steps=num_steps)
-    num_ops = sum(map(len, schedule))
-    if num_steps > 1 and num_steps * num_ops > _MOST_SPANS:
-        most = max(_MOST_SPANS // num_ops, 1)
-        raise ValueError(f"num_steps={num_steps} of {num_ops} ops are too many: simulate at most {most}")
-    if num_ops < schedule.placement.num_stages * schedule.num_microbatches:  # too few for the forwards
+    if sum(map(len, schedule)) < schedule.placement.num_stages * schedule.num_microbatches:  # too few for the forwards
         require_valid(schedule)
     transport = Transport.parse(transport)
     chosen = None if receives is None else Receives.parse(receives)
     overlaps_fsdp = transport is not Transport.SHARED and overlaps_fsdp
-    if ahead is not None and transport is not Transport.IDEAL:
-        raise ValueError(f"ahead = {ahead} is only for the ideal transport, got {str(transport)!r}")
-    if ahead is not None and len(ahead) != schedule.num_ranks:
-        raise ValueError(f"ahead = {ahead} has to be one number for each of {schedule.num_ranks} ranks")
     require_runnable(schedule)
     rows: Rows = ()
     if transport.has_queues:
         chosen, rows = _find_receives(schedule, costs, transport, chosen, overlaps_fsdp)
-    if ahead is None:
-        ahead = [0 if synchronous else len(row) for row in schedule]
-    graph = TimeGraph(
-        schedule,
-        transport,
-        rows,
-        ahead=None if num_steps == 1 else ahead,
-        has_fsdp=costs.has_fsdp,
-        overlaps_fsdp=overlaps_fsdp,
-    )
-    timeline = _make_timeline(graph, costs, num_steps)
+    graph = TimeGraph(schedule, transport, rows, has_fsdp=costs.has_fsdp, overlaps_fsdp=overlaps_fsdp)
+    timeline = _make_timeline(graph, costs)
     return replace(timeline, transport=transport, receives=chosen if rows else None, overlaps_fsdp=overlaps_fsdp)
 
 
-def _make_timeline(graph: TimeGraph, costs: CostModel, num_steps: int) -> Timeline:
-    schedule, seconds = graph.schedule, durations(graph, costs)
-    spans: list[list[Span]] = [[] for _ in schedule]
-    copies: list[list[Span]] = [[] for _ in schedule]
+def _make_timeline(graph: TimeGraph, costs: CostModel) -> Timeline:
+    schedule = graph.schedule
+    starts, ends = longest_path(graph, durations(graph, costs))
+    ran = [
+        tuple(map(Span, row, starts[ops.start : ops.stop], ends[ops.start : ops.stop]))
+        for row, ops in zip(schedule, graph.ops, strict=True)
+    ]
+    copies: list[tuple[Span, ...]] = []
+    if schedule.has_copies:
+        copies = [tuple(span for span in row if span.op.kind not in COMPUTATIONS) for row in ran]
+        ran = [tuple(span for span in row if span.op.kind in COMPUTATIONS) for row in ran]
     collectives: list[list[Collective]] = [[] for _ in schedule]
-    for step in range(num_steps):
-        starts, ends = longest_path(graph, seconds)
-        for begin, lasts in graph.begins.items():
-            seconds[begin] = max(ends[each] for each in lasts)
-        for rank, ops in enumerate(graph.ops):
-            place = slice(ops.start, ops.stop)
-            ran = list(map(Span, schedule.ops[rank], starts[place], ends[place], repeat(step)))
-            if schedule.has_copies:
-                copies[rank] += [span for span in ran if span.op.kind not in COMPUTATIONS]
-                ran = [span for span in ran if span.op.kind in COMPUTATIONS]
-            spans[rank] += ran
-            for node, op in graph.collectives[rank]:
-                stage, kind, _ = graph.nodes[node]
-                if ends[node] > starts[node] and kind == GATHER:
-                    collectives[rank].append(Collective("gather", stage, starts[node], ends[node], step))
-                elif ends[node] > starts[node]:
-                    collectives[rank].append(Collective("reduce", stage, starts[node], max(ends[node], ends[op]), step))
+    for rank, row in enumerate(graph.collectives):
+        for node, op in row:
+            stage, kind, _ = graph.nodes[node]
+            if ends[node] > starts[node] and kind == GATHER:
+                collectives[rank].append(Collective("gather", stage, starts[node], ends[node]))
+            elif ends[node] > starts[node]:
+                collectives[rank].append(Collective("reduce", stage, starts[node], max(ends[node], ends[op])))
     return Timeline(
         schedule,
         costs,
-        tuple(map(tuple, spans)),
-        num_steps,
-        copies=tuple(map(tuple, copies)),
+        tuple(ran),
+        copies=tuple(copies),
         collectives=tuple(tuple(sorted(row, key=lambda each: each.start)) for row in collectives),
         graph=graph,
     )
@@ -203,3 +179,137 @@ def _find_receives(
         if makespan < shortest * _WORTH_IT:
             best, best_rows, shortest = each, rows, makespan
     return best, best_rows
+
+
+LEAST_GAIN = 1e-3
+"""Least gain, as a share of a step, that justifies a copy of the weights."""
+
+
+def ahead_of(schedule: Schedule, costs: CostModel) -> tuple[int, ...]:
+    """Number of each rank's first ops that may run before the previous step is validated.
+
+    They start before the last rank has ended that step.
+
+        >>> schedule = zbpipe.generate("ZBV", 4, 8)
+        >>> ahead_of(schedule, CostModel.uniform(schedule.placement))
+        (3, 2, 1, 0)
+    """
+    # These are forwards before the last stage: all other ops depend on every rank in the same step.
+    graph = _between_steps(schedule)
+    delays = _delays(graph, costs)
+    length = _mean_step(delays)
+    begin = _rhythm(delays, length)
+    starts, _ = _times(graph, costs, begin)
+    over = max(begin) - ROUNDING * length
+    return tuple(sum(starts[op] < over for op in ops) for ops in graph.ops)
+
+
+def period(schedule: Schedule, costs: CostModel, ahead: Sequence[int] | None = None) -> float:
+    """Mean seconds from step to step over many steps, if ranks run ahead. `ahead` defaults to `ahead_of`.
+
+    >>> schedule = zbpipe.generate("ZBV", 4, 8)
+    >>> period(schedule, CostModel.uniform(schedule.placement))
+    24.0
+    """
+    return _mean_step(_delays(_between_steps(schedule, ahead), costs))
+
+
+def period_of(timeline: Timeline) -> float:
+    if timeline.schedule.has_copies:  # copies wait for the validation
+        return timeline.makespan
+    if timeline.transport is not Transport.IDEAL:  # the period with queues is not known
+        return timeline.longest_rank_span
+    return period(timeline.schedule, timeline.costs)
+
+
+def gain(schedule: Schedule, costs: CostModel) -> float:
+    """Share of a synchronous step that running ahead saves."""
+    synchronous = simulate(schedule, costs).makespan
+    return max(0.0, 1 - period(schedule, costs) / synchronous) if synchronous else 0.0
+
+
+def _between_steps(schedule: Schedule, ahead: Sequence[int] | None = None) -> TimeGraph:
+    """One step. After `ahead` ops, a rank waits for the end of all ranks' last step; by default it does not wait."""
+    schedule = schedule.computations
+    require_runnable(schedule)
+    return TimeGraph(schedule, ahead=list(map(len, schedule)) if ahead is None else ahead, has_fsdp=True)
+
+
+def _times(graph: TimeGraph, costs: CostModel, begin: Iterable[float]) -> tuple[list[float], list[float]]:
+    """Starts and ends if each rank begins the step at its time of `begin`."""
+    seconds = durations(graph, costs)
+    for node, time in zip(graph.begins, begin, strict=True):
+        seconds[node] = time
+    return longest_path(graph, seconds)
+
+
+def _delays(graph: TimeGraph, costs: CostModel) -> list[list[float]]:
+    """Least delay from one rank's end of the last step (column) to another's end of this step (row). They are longest
+    paths. The mean step time is the largest mean of a cycle of ranks (the eigenvalue of a matrix in max-plus algebra:
+    Baccelli, Cohen, Olsder and Quadrat, Synchronization and Linearity, 1992, section 3.2)."""
+    columns = []
+    for begin in graph.begins:
+        _, ends = _times(graph, costs, [0.0 if each == begin else -inf for each in graph.begins])
+        columns.append([max(ends[node] for node in lasts) for lasts in graph.begins.values()])
+    return [list(row) for row in zip(*columns, strict=True)]
+
+
+def _mean_step(delays: Sequence[Sequence[float]]) -> float:
+    # Karp's algorithm: the longest paths of each number of steps, here to all ranks from the first one.
+    reached = [[0.0, *(-inf for _ in delays[1:])]]
+    for _ in delays:
+        reached.append([max(map(add, row, reached[-1])) for row in delays])
+    last, number = reached[-1], len(delays)
+    return max(
+        min((last[rank] - each[rank]) / (number - steps) for steps, each in enumerate(reached[:-1]))
+        for rank in range(number)
+    )
+
+
+def _rhythm(delays: Sequence[Sequence[float]], length: float) -> list[float]:
+    """Times when each rank is done, after many steps of this mean time from a common begin."""
+    ranks = range(len(delays))
+    longest = [[each - length for each in row] for row in delays]
+    for via in ranks:
+        for row in longest:
+            row[:] = [max(each, row[via] + more) for each, more in zip(row, longest[via], strict=True)]
+    critical = [rank for rank in ranks if longest[rank][rank] >= -ROUNDING * length]
+    return [max(longest[rank][via] + max(0.0, *longest[via]) for via in critical) for rank in ranks]
+
+
+@dataclass(frozen=True)
+class RunAhead:
+    """Lists with communication, cut where the previous step is validated."""
+
+    before: Rows
+    """Actions of each rank before the validation."""
+    after: Rows
+    """The rest of its list."""
+    drain: Rows
+    """Actions after a failed validation: receives of messages sent ahead, and waits for the rank's own sends."""
+
+    @classmethod
+    def of(cls, rows: Rows, ahead: Sequence[int]) -> RunAhead:
+        """Cut `rows` after `ahead` computations of each rank. Receives of later messages go after the cut."""
+        heads, tails = zip(*map(_cut, rows, ahead), strict=True)
+        sent = {each for head in heads for each in head if each.kind.startswith("SEND")}
+
+        def is_late(action: Action) -> bool:
+            return action.kind.startswith("RECV") and other_end(action) not in sent
+
+        before = tuple(tuple(each for each in head if not is_late(each)) for head in heads)
+        after = tuple((*filter(is_late, head), *tail) for head, tail in zip(heads, tails, strict=True))
+        drain = tuple(tuple(_drain(mine, rest, sent)) for mine, rest in zip(before, after, strict=True))
+        return cls(before, after, drain)
+
+
+def _cut(row: tuple[Action, ...], number: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
+    computations = (n for n, each in enumerate(row) if each.kind in COMPUTE)
+    position = next(islice(computations, number, None), len(row))
+    return row[:position], row[position:]
+
+
+def _drain(before: Sequence[Action], after: Sequence[Action], sent: Set[Action]) -> Iterator[Action]:
+    yield from (each for each in after if each.kind.startswith("RECV") and other_end(each) in sent)
+    waits = [wait_of(each) for each in before if each.kind.startswith("SEND")]
+    yield from (wait for wait in waits if wait not in before)

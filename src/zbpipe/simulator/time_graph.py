@@ -1,8 +1,8 @@
 """Dependencies in a step, under each transport and with FSDP's collectives, and the times that follow.
 
 Once the lists of all ranks are fixed, that is a static graph: ops and messages as in `Schedule.graph`, waits for
-messages by transport, FSDP's gathers and reductions one after the other, and the begin of each rank and queue if there
-is a previous step. If gathers and reductions overlap, a stage's first F ends no earlier than its gather, and its
+messages by transport, FSDP's gathers and reductions one after the other, and the begin of each rank if there is a
+previous step. If gathers and reductions overlap, a stage's first F ends no earlier than its gather, and its
 reduction starts with its last W or B. Otherwise the rank waits for them.
 """
 
@@ -23,16 +23,16 @@ from zbpipe.simulator.actions import COMPUTE, WAITS, Action, Rows, message_of, o
 
 Overlap = bool | Literal["gathers"]
 """Whether FSDP's collectives run beside computations: all of them, only gathers, or none."""
-HEAD, BEGIN, GATE, QUEUE = "HEAD", "BEGIN", "GATE", "QUEUE"
-"""The part of a gather before its first F, and the begins of a rank, of all ranks, and of a queue."""
-_NO_OPS = frozenset((*SENDS, HEAD, BEGIN, GATE, QUEUE, *WAITS))
+HEAD, BEGIN, GATE = "HEAD", "BEGIN", "GATE"
+"""The part of a gather before its first F, and the begins of a rank and of all ranks."""
+_NO_OPS = frozenset((*SENDS, HEAD, BEGIN, GATE, *WAITS))
 """Nodes that are neither ops nor collectives."""
 
 
 class TimeGraph(Graph[Cell]):
     """The dependencies in a step of a schedule that can run. Transports with queues need the lists with messages
-    (`rows`). `ahead` is the number of ops that each rank may start before all ranks are done with the previous step, if
-    there is one."""
+    (`rows`). With the ideal transport there may be a previous step: `ahead` is the number of ops that each rank may
+    start before all ranks are done with it."""
 
     # Callers need different subsets.
     def __init__(
@@ -52,7 +52,7 @@ class TimeGraph(Graph[Cell]):
         for last, row in zip(accumulate(map(len, schedule)), schedule, strict=True):
             self.ops.append(range(last - len(row), last))
         self.begins: dict[int, list[int]] = {}
-        """The begins of each rank and then each queue, each with its nodes that end the previous step."""
+        """The begin of each rank, with its nodes that end the previous step."""
         self.collectives: list[list[tuple[int, int]]] = [[] for _ in schedule]
         """Gathers and reductions of each rank, in order, each with the op beside, before or after it."""
         self._first: list[list[int]] = [[] for _ in schedule]
@@ -105,14 +105,10 @@ class TimeGraph(Graph[Cell]):
             if self.nodes[each][1] in COMPUTE:
                 break
 
-    def _add_begin(self, node: Cell, lasts: Iterable[int]) -> int:
-        begin = self._add(node, ())
-        self.begins[begin] = [begin, *lasts]
-        return begin
-
     def _add_begins(self, ahead: Sequence[int]) -> None:
         """Begin the step where a rank is done with the previous one, and after `ahead` ops where all ranks are."""
-        begins = [self._add_begin((rank, BEGIN, -1), ops[-1:]) for rank, ops in enumerate(self.ops)]
+        begins = [self._add((rank, BEGIN, -1), ()) for rank in range(len(self.ops))]
+        self.begins = {begin: [begin, *ops[-1:]] for begin, ops in zip(begins, self.ops, strict=True)}
         gate = self._add((-1, GATE, -1), begins)
         for rank, (ops, number) in enumerate(zip(self.ops, ahead, strict=True)):
             self._first[rank] = [begins[rank] if number else gate]
@@ -132,10 +128,9 @@ class TimeGraph(Graph[Cell]):
         placement, per_peer = self.schedule.placement, transport is Transport.QUEUE_PER_PEER
         number = {node: place for place, node in enumerate(self.schedule.graph.nodes)}
         for rank, row in enumerate(rows):
-            blocking = self._first[rank]
+            blocking: list[int] = []
             peers = [other for one, other in placement.hops if one == rank] if per_peer else [-1]
-            begins = {peer: self._add_begin((rank, QUEUE, peer), ()) for peer in peers} if self.begins else {}
-            last = {peer: [begins[peer]] if begins else [] for peer in peers}
+            last: dict[int, list[int]] = {peer: [] for peer in peers}
             for action in row:
                 found = action if action.kind in COMPUTE else message_of(action)
                 if found is None:
@@ -149,8 +144,6 @@ class TimeGraph(Graph[Cell]):
                     peer = placement.rank_of[other_end(action).stage] if per_peer else -1
                     self._wait(node, [*blocking, *last[peer]])
                     last[peer] = [node]
-            for peer, begin in begins.items():
-                self.begins[begin] += last[peer]
 
     def _add_collectives(self, gathers_overlap: bool, reductions_overlap: bool) -> None:
         for rank, ops in enumerate(self.ops):

@@ -22,8 +22,6 @@ class Span(NamedTuple):
     op: Op
     start: float
     end: float
-    step: int = 0
-    """Index of the step, in a timeline of several."""
 
 
 class Collective(NamedTuple):
@@ -33,7 +31,6 @@ class Collective(NamedTuple):
     stage: int
     start: float
     end: float
-    step: int = 0
 
     def __str__(self) -> str:
         return f"{self.stage} {self.kind}"
@@ -49,13 +46,13 @@ class Idle(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Timeline:
-    """A simulated or measured schedule. All times are seconds from the beginning of the first step.
+    """A simulated or measured schedule. All times are seconds from the beginning of the step.
 
     >>> timeline = zbpipe.simulate(zbpipe.generate("ZBV", 4, 8), (1, 1, 1))
     >>> timeline
     Timeline('ZBV', p=4, m=8, makespan=25.5)
     >>> timeline.spans[0][0]
-    Span(op=Op(stage=0, kind=<OpKind.F: 'F'>, microbatch=0), start=0.0, end=0.5, step=0)
+    Span(op=Op(stage=0, kind=<OpKind.F: 'F'>, microbatch=0), start=0.0, end=0.5)
     >>> timeline.peak_activations
     (4.0, 4.0, 4.0, 4.0)
     """
@@ -64,7 +61,6 @@ class Timeline:
     costs: CostModel
     spans: tuple[tuple[Span, ...], ...]
     """Computations of each rank, in order."""
-    num_steps: int = 1
     transport: Transport = Transport.IDEAL
     receives: Receives | None = None
     """When ranks post receives. None if that makes no difference."""
@@ -88,9 +84,6 @@ class Timeline:
         return f"Timeline({schedule.name!r}, {size}, makespan={self.makespan:g})"
 
     # The modules that draw it import this one, so they are imported late.
-    def _repr_html_(self) -> str:
-        return str(import_module("zbpipe.views.svg").draw_in_notebook(self))
-
     def show(self) -> None:
         """Draw it in the terminal, as `zbpipe show` does."""
         import_module("zbpipe.views.grid").show(self)
@@ -131,7 +124,7 @@ class Timeline:
 
     @property
     def longest_rank_span(self) -> float:
-        """Largest time from a rank's first op to its last, in one step."""
+        """Largest time from a rank's first op to its last."""
         return max((spans[-1].end - spans[0].start for spans in self.spans if spans), default=0.0)
 
     @cached_property
@@ -170,14 +163,13 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> tuple[Span, ...]:
-        """A chain of ops from the start of the last step to its end, each of which waits for the previous one."""
+        """A chain of ops from the start of the step to its end, each of which waits for the previous one."""
         return tuple(_critical_path(self))[::-1] if self.makespan else ()
 
     @cached_property
     def lower_bound(self) -> float:
         """Lower bound for any schedule with this placement, these costs and this number of microbatches, in seconds."""
-        one_step = lower_bound(self.schedule.placement, self.costs, self.schedule.num_microbatches)
-        return max(one_step, *self.busy)
+        return max(lower_bound(self.schedule.placement, self.costs, self.schedule.num_microbatches), *self.busy)
 
 
 def _idle(spans: tuple[Span, ...], makespan: float) -> Idle:
@@ -204,14 +196,9 @@ def _memory_changes(spans: tuple[Span, ...], costs: CostModel) -> Iterator[tuple
 
 def _critical_path(timeline: Timeline) -> Iterator[Span]:
     graph = timeline.graph or TimeGraph(timeline.schedule)
-    last_step = timeline.num_steps - 1
     seconds, spans = durations(graph, timeline.costs), dict[int, Span]()
-    for rank, ops in enumerate(graph.ops):
-        row = [span for span in timeline.spans[rank] if span.step == last_step]
+    for ops, row in zip(graph.ops, timeline.spans, strict=True):
         spans |= zip((op for op in ops if graph.nodes[op][1] in COMPUTATIONS), row, strict=True)
-    for begin, ran, collectives in zip(graph.begins, timeline.spans, timeline.collectives, strict=False):
-        earlier: list[Span | Collective] = [*ran, *collectives]
-        seconds[begin] = max((each.end for each in earlier if each.step < last_step), default=0.0)
     ends = [0.0] * len(graph.nodes)
     for node in graph.order:
         waits = (ends[each] for each in graph.before[node])

@@ -117,7 +117,6 @@ def _rank(timeline: Timeline, rank: int, numbers: Mapping[str, int], tick: float
             "kind": [numbers[kind] for _, kind, _ in ops],
             "stage": [stage for stage, _, _ in ops],
             "microbatch": [microbatch for _, _, microbatch in ops],
-            "step": [span.step for span in spans],
         }
 
     return {

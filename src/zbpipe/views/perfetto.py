@@ -81,20 +81,20 @@ def _ops(row: _Row, rank: int) -> Iterator[_Event]:
 def _describe(box: Span | Collective) -> _Event:
     if isinstance(box, Span):
         stage, kind, microbatch = box.op
-        about = {"stage": stage, "microbatch": microbatch, "kind": str(kind), "step": box.step}
+        about = {"stage": stage, "microbatch": microbatch, "kind": str(kind)}
         return {"name": str(box.op), "cat": str(kind), "args": about}
-    return {"name": str(box), "cat": box.kind, "args": {"stage": box.stage, "kind": box.kind, "step": box.step}}
+    return {"name": str(box), "cat": box.kind, "args": {"stage": box.stage, "kind": box.kind}}
 
 
 def _transfers(row: _Row) -> Iterator[_Event]:
     """Two flow events per message between ranks. Each binds to the box at its time, so both use starts."""
     rank_of = row.timeline.schedule.placement.rank_of
-    spans = {(span.step, span.op): span for spans in row.timeline.spans for span in spans}
+    spans = {span.op: span for spans in row.timeline.spans for span in spans}
     messages = (
         (giver, span)
         for span in spans.values()
         for op in chain.from_iterable(inputs(span.op, len(rank_of)))
-        if (giver := spans.get((span.step, op))) and rank_of[op.stage] != rank_of[span.op.stage]
+        if (giver := spans.get(op)) and rank_of[op.stage] != rank_of[span.op.stage]
     )
     for number, (giver, taker) in enumerate(messages):
         arrow = number * row.of + row.nth

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import Any
@@ -12,13 +12,9 @@ from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.costs.transformer import NOTE, Checkpointing, has_torchs_split, runs_torchs_split
 from zbpipe.schedule.ir import OpKind
 from zbpipe.schedule.registry import schedules
-from zbpipe.simulator.post_validation import period_of
-from zbpipe.simulator.simulation import exposed_fsdp, price_of_resharding
+from zbpipe.simulator.simulation import exposed_fsdp, period_of, price_of_resharding
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.views.style import memory, most_stages, number, percent, summary
-
-Vary = Callable[[Timeline], Mapping[str, float]]
-"""Mean and quantiles of a schedule's step times under jitter (`zbpipe.simulator.jitter.StepTimes.record`)."""
 
 
 def record(timeline: Timeline, baseline: float | None = None, *, with_period: bool = True) -> dict[str, Any]:
@@ -30,7 +26,6 @@ def record(timeline: Timeline, baseline: float | None = None, *, with_period: bo
         "ranks": schedule.num_ranks,
         "microbatches": schedule.num_microbatches,
         "stages_per_rank": most_stages(schedule.placement),
-        "steps": timeline.num_steps,
         "transport": str(timeline.transport),
         "receives": None if timeline.receives is None else str(timeline.receives),
         "makespan": timeline.makespan,
@@ -76,9 +71,7 @@ def tell_fsdp(timeline: Timeline) -> Iterator[str]:
     if any(timeline.collectives):
         busiest = max(sum(each.end - each.start for each in row) for row in timeline.collectives)
         exposed = exposed_fsdp(timeline)
-        yield (
-            f"FSDP's collectives on the busiest rank: {number(busiest / timeline.num_steps)}, exposed {number(exposed)}"
-        )
+        yield f"FSDP's collectives on the busiest rank: {number(busiest)}, exposed {number(exposed)}"
     if any(timeline.gathers):
         price = max(price_of_resharding(timeline), 0.0)
         yield f"without gathered parameters between ops (--zbpipe.fsdp-mode reshard): at least {price:.1%} longer"
@@ -124,8 +117,6 @@ class ComparedSchedule:
     has_torchs_split: bool
     runs: bool
     """Whether it can run with the job's checkpointing, as fast as simulated."""
-    jitter: Mapping[str, float] | None = None
-    """Mean and quantiles of its step times under jitter, in seconds. None without jitter."""
 
     @classmethod
     def of(
@@ -133,7 +124,6 @@ class ComparedSchedule:
         timeline: Timeline,
         limits: tuple[float, ...] | None,
         baseline: float | None = None,
-        vary: Vary | None = None,
         checkpointing: Checkpointing | None = None,
         *,
         with_period: bool = True,
@@ -143,7 +133,7 @@ class ComparedSchedule:
         torchs = has_torchs_split(timeline.schedule, source)
         runs = not torchs or runs_torchs_split(checkpointing)
         figures = record(timeline, baseline, with_period=with_period)
-        return cls(figures, limits, source, torchs, runs, vary(timeline) if vary else None)
+        return cls(figures, limits, source, torchs, runs)
 
     @property
     def peak(self) -> float:
@@ -175,8 +165,7 @@ class ComparedSchedule:
     @property
     def sort_key(self) -> tuple[bool, bool, float, float, bool, str]:
         """Key for sorting, best first: schedules that can run, then fit, then short, small, and with zbpipe's split."""
-        seconds = self.jitter["p95"] if self.jitter else self.figures["makespan"]
-        makespan, peak = float(f"{seconds:.9g}"), float(f"{self.peak:.9g}")
+        makespan, peak = float(f"{self.figures['makespan']:.9g}"), float(f"{self.peak:.9g}")
         name = self.figures["schedule"].lower()
         return not self.runs, self.broken is not None, makespan, peak, self.has_torchs_split, name
 
@@ -189,7 +178,7 @@ class ComparedSchedule:
 
     def record(self) -> dict[str, Any]:
         own = {"source": self.source, "gap": self.gap, "fits": self.broken is None, "runs": self.runs}
-        return {**self.figures, **own, **({} if self.jitter is None else {"jitter": dict(self.jitter)})}
+        return {**self.figures, **own}
 
 
 def records(compared: Sequence[ComparedSchedule]) -> list[dict[str, Any]]:
@@ -238,23 +227,21 @@ def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | No
         yield memory(each.peak)
         if plan is None:
             yield percent(each.gap)
-        yield from (number(each.jitter[quantile]) for quantile in _QUANTILES if each.jitter)
         if each.broken is not None:
             yield f"  over the limit of {memory(each.broken)}"
         elif each is chosen:
             yield "  recommended"
 
-    quantiles = _QUANTILES if any(each.jitter for each in best_first) else ()
     if plan is None:
         heads = (*(f"vs {name}" for name in _BASELINES), "bubble", "memory", "peak", "gap")
         more = "gap: distance from the lower bound; vs: the step relative to that of 1F1B or Interleaved1F1B"
     else:
         heads = ("to the plan", "period", "bubble", "memory", "peak")
         more = "period: from step to step with zbpipe.OptimizerStep"
-    heads = ("schedule", "from", "stages", "makespan", *heads, *quantiles)
+    heads = ("schedule", "from", "stages", "makespan", *heads)
     yield from table(heads, [tuple(cells(each)) for each in best_first], left=2)
     yield ""
-    yield f"{_LEGEND}; {more}{_OF_QUANTILES if quantiles else ''}"
+    yield f"{_LEGEND}; {more}"
     if chosen is not None:
         within = "the memory limit" if chosen.limits else f"{_AS_1F1B}x of 1F1B's memory"
         yield f"recommended: the shortest step within {within}"
@@ -262,8 +249,6 @@ def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | No
         yield NOTE
 
 
-_QUANTILES = ("p50", "p95")
-_OF_QUANTILES = "; p50 and p95: median and 95th percentile of the step in seconds, where times vary"
 _LEGEND = (
     "from: whose class runs it; stages: per rank; memory: of the worst rank, relative to 1F1B; peak: the same in the"
     " unit of --memory-limit"

@@ -8,8 +8,7 @@ from html import escape
 from itertools import accumulate
 
 from zbpipe.costs.model import CostModel
-from zbpipe.schedule.ir import Placement, Schedule
-from zbpipe.simulator.simulation import simulate
+from zbpipe.schedule.ir import Placement
 from zbpipe.simulator.timeline import Collective, Span, Timeline
 from zbpipe.views import style
 
@@ -22,8 +21,6 @@ _PLOT_MIN = 560
 _BETWEEN_TICKS = 70
 _MOST_BOXES = 3_000
 """Largest number of ops drawn as elements with tooltips. Above it, each row is a few paths."""
-_MOST_OPS = 20_000
-"""Largest number of ops of a picture in a notebook, whose file contains it."""
 _TENTHS = 10
 """Parts of a pixel: the unit of the paths, because integers are short."""
 _BUBBLE = "zbp-bubble"
@@ -60,18 +57,6 @@ def svg(timeline: Timeline, *below: Timeline, drawn_with: str = "") -> str:
     lines = [line for picture, y in zip(pictures, tops, strict=False) for line in _element(*picture, y)]
     paper = f'<rect class="paper" width="{_px(width)}" height="{_px(height)}"/>'
     return "\n".join([*_element(width, height, [paper, *lines]), ""])
-
-
-def draw_in_notebook(thing: Schedule | Timeline) -> str:
-    """The `repr` and the picture below it. For a schedule, F, I and W take a second each."""
-    text = f"<code>{escape(repr(thing))}</code>"
-    schedule = thing if isinstance(thing, Schedule) else thing.schedule
-    if sum(map(len, schedule)) > _MOST_OPS:
-        return text
-    try:
-        return text + svg(simulate(thing) if isinstance(thing, Schedule) else thing)
-    except ValueError:  # a schedule that cannot run is still data
-        return text
 
 
 def _element(width: float, height: float, content: list[str], y: float = 0.0) -> list[str]:

@@ -17,14 +17,14 @@ async function unpacked(text) {
 }
 
 /* A list of ops with times in seconds, from whole ticks between them. */
-function readOps({gap, length, kind, stage, microbatch, step}, data) {
+function readOps({gap, length, kind, stage, microbatch}, data) {
   const start = new Float64Array(kind.length), end = new Float64Array(kind.length), look = new Uint16Array(kind.length);
   for (let n = 0, now = 0; n < kind.length; n++) {
     start[n] = (now += gap[n]) * data.tick;
     end[n] = (now += length[n]) * data.tick;
     look[n] = kind[n] * data.stagesPerRank + data.nthStage[stage[n]];
   }
-  return {kind, stage, microbatch, step, start, end, look, size: kind.length};
+  return {kind, stage, microbatch, start, end, look, size: kind.length};
 }
 
 /* What a rank holds: from when on, how much. Of several changes at one moment only the outcome is to be seen. */

@@ -19,7 +19,7 @@ from zbpipe.runtime.adaptive import require_comparable
 from zbpipe.schedule.ir import Placement
 from zbpipe.schedule.registry import Algorithm, resolve
 from zbpipe.simulator.passes import default_costs
-from zbpipe.simulator.post_validation import LEAST_GAIN, gain
+from zbpipe.simulator.simulation import LEAST_GAIN, gain
 from zbpipe.simulator.validation import require_valid
 
 _DEFAULT_SECONDS = 300
@@ -59,7 +59,10 @@ def check(config: Any, algorithm: Algorithm | None, options: Options) -> None:
         _check_schedule(algorithm, config)
         _check_torchs_split(algorithm, options, config)
         if config.comm.mode == "fake_backend":
-            _require_no_measuring(algorithm, options)
+            raise ValueError(
+                "--comm.mode fake_backend has no other ranks, whose messages a pipeline needs: omit it. `zbpipe"
+                " estimate --ranks` shows the memory of each rank"
+            )
         require_steps(algorithm, options, config.training.steps, _spell)
         placement = _find_placement(algorithm, config.parallelism.pipeline_parallel_degree, options)
         require_size(algorithm, options, placement, batches.microbatches(config), _spell)
@@ -147,20 +150,6 @@ def _find_placement(algorithm: Algorithm, ranks: int, options: Options) -> Place
         if isinstance(known.costs, CostModel):
             return known.placement or algorithm.place(ranks, max(known.costs.num_stages // ranks, 1))
     return algorithm.place(ranks)
-
-
-def _require_no_measuring(algorithm: Algorithm, options: Options) -> None:
-    measuring = [_spell(each) for each in _MEASURING if getattr(options, each) is not None]
-    if algorithm.name == "Auto":
-        measuring.append("the schedule Auto")
-    if measuring:
-        raise ValueError(
-            f"{' and '.join(measuring)} measures all ranks, and with --comm.mode fake_backend there is only one: omit"
-            " the option, or use another schedule"
-        )
-
-
-_MEASURING = ("check_gradients", "profile_steps", "costs_out", "trace", "compare_with")
 
 
 def _check_schedule(algorithm: Algorithm, config: Any) -> None:

@@ -76,7 +76,7 @@ def read_workload(arguments: Sequence[str], gpus: int) -> Workload:
     """
     with cpu.compiling_late():
         config = read_config(arguments, allow_float8=True)
-    from zbpipe.frameworks.titan.counting import workload_of  # not before: TorchTitan chooses its device at import
+    from zbpipe.frameworks.titan.models import workload_of  # not before: TorchTitan chooses its device at import
 
     name = " ".join(value for flag, value in pairwise(arguments) if flag in _NAMING)
     checkpointing = " ".join(find_installed().checkpointing).removesuffix("{}")

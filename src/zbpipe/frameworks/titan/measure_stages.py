@@ -30,7 +30,7 @@ from zbpipe.estimation.cut import WorkloadCut
 from zbpipe.estimation.estimate import choose_own
 from zbpipe.frameworks.titan import batches, cpu, models
 from zbpipe.frameworks.titan.command_line import shared_degrees
-from zbpipe.frameworks.titan.counting import workload_of
+from zbpipe.frameworks.titan.models import workload_of
 from zbpipe.runtime.build import build_pipeline_schedule
 from zbpipe.runtime.measure.profiler import RankTable, average_by_kind, combine, find_overhead
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from zbpipe.runtime._torch import pipelining
-from zbpipe.runtime.measure.communication import Communication, find_placement, measure_communication
-from zbpipe.runtime.measure.profiler import make_timelines
+from zbpipe.runtime.measure.profiler import Communication, find_placement, make_timelines, measure_communication
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, Watcher, watch
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split.stage import find_deferred_share

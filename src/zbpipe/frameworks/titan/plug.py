@@ -43,7 +43,7 @@ from zbpipe.estimation.workload import ASYNC_TENSOR
 from zbpipe.frameworks import installation
 from zbpipe.frameworks.installation import is_placed_by_frameworks
 from zbpipe.frameworks.options import Options
-from zbpipe.frameworks.titan import batches, cpu, dry_run, layer_split, monitor, steps, versions
+from zbpipe.frameworks.titan import batches, cpu, layer_split, monitor, steps, versions
 from zbpipe.frameworks.titan.batches import checkpointing_of
 from zbpipe.frameworks.titan.check import check, check_stages, depends_on_model, require_processes
 from zbpipe.frameworks.titan.command_line import asks_for_help, shared_degrees
@@ -194,13 +194,6 @@ def make_pipelining(pipelining_fn: PipeliningFunction, options: Options, config:
                     args = (args[0], _changed(args[1], parallelism=own), *args[2:])
                 else:
                     kwargs["parallelism"] = own
-            if dry_run.is_running():
-                # 0.2 shards, and so uses mixed precision, only with several data-parallel ranks.
-                is_mixed = not HAS_JOB_CONFIG or args[0].fsdp_enabled
-                dtype = job.training.mixed_precision_param if is_mixed else job.training.dtype
-                make_stages = dry_run.make_stages(job, getattr(torch, dtype))
-                for module in (each for each in _modules_of(pipelining_fn) if "PipelineStage" in vars(each)):
-                    stack.enter_context(replaced(module, PipelineStage=make_stages))
             built = pipelining_fn(model, *args, **kwargs)
         schedule = built[0]
         if is_zbpipes:
@@ -438,9 +431,6 @@ def complete(schedule: pipelining.PipelineSchedule, name: str, job: _Job) -> Non
         require_splittable(schedule, name)
     # Also with torch's schedules: a rank with ZBV would wait for a rank with torch's 1F1B.
     agreement.require_same(schedule, name, None, job.device)
-    if dry_run.is_running():
-        logger.info("A dry run measures no pipeline: its neighbours' messages are fake")
-        return
     # 0.2 asks after a step whether it is logged.
     pipeline = monitor.PipelineMetrics(schedule, armed=HAS_JOB_CONFIG)
     monitor.report(pipeline, MetricsProcessor, 1 if HAS_JOB_CONFIG else 0)
@@ -463,7 +453,7 @@ def _show_loss_on_all_ranks() -> None:
 
     @wraps(ensure_visible)
     def ensure_pp_loss_visible(*args: Any, **kwargs: Any) -> None:
-        if not (dry_run.is_running() or monitor.find_reported(MetricsProcessor)):
+        if not monitor.find_reported(MetricsProcessor):
             ensure_visible(*args, **kwargs)
 
     metrics._get_metrics_rank = get_metrics_rank

@@ -13,7 +13,6 @@ from zbpipe.costs.job import memory_of_1f1b, resolve_limits
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import usual_costs
 from zbpipe.estimation.choice import Choice, describe
-from zbpipe.frameworks.titan import dry_run
 from zbpipe.frameworks.titan.layer_split import LayerSplit
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule.ir import Placement, count_noun
@@ -28,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 def log_pipeline(schedule: RegisteredSchedule, chosen: Choice, split: LayerSplit, tensor: int) -> None:
     """Log what all ranks run, on the first one. `tensor` is the degree of tensor parallelism."""
-    if dist.is_initialized() and dist.get_rank() != 0 and not dry_run.is_running():
+    if dist.is_initialized() and dist.get_rank() != 0:
         return
     placement, number = schedule.placement, schedule.schedule.num_microbatches
     words = chosen.words or describe(placement)

@@ -40,7 +40,7 @@ from zbpipe.runtime._torch.position import Position, Receives, Row
 from zbpipe.runtime._torch.stage_work import OwnWork, own
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.actions import Action, Rows
-from zbpipe.simulator.post_validation import RunAhead
+from zbpipe.simulator.simulation import RunAhead
 from zbpipe.simulator.time_graph import Overlap
 
 PipelineSchedule = _PipelineSchedule
@@ -221,31 +221,6 @@ def _forget_step(runtime: OwnRuntime) -> None:
         for left in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
             left.clear()
         work.messages.release_receives()
-
-
-class StageOfKnownShapes(PipelineStage):
-    """A stage with `input_args` and `output_args` in a fake process group. It receives zeros."""
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        return _fill_with_zeros(super().get_fwd_recv_ops(fwd_chunk_id))
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        return _fill_with_zeros(super().get_bwd_recv_ops(bwd_chunk_id))
-
-    # torch 2.13 asks all ranks whether their shapes are known. Later versions ask no fake ones.
-
-    def _warmup_forward_vote(self, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.ones(1)
-
-    def _warmup_backward_result(self, *args: Any, **kwargs: Any) -> Tensor:
-        return torch.ones(1)
-
-
-def _fill_with_zeros(receives: list[dist.P2POp]) -> list[dist.P2POp]:
-    with torch.no_grad():
-        for each in receives:
-            each.tensor.zero_()
-    return receives
 
 
 def _require_scalars(loss_fn: Callable[..., Any], last: _PipelineStageBase) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from zbpipe.runtime.optimizer.backup import Backup, Scheduler, parameters_of
 from zbpipe.runtime.optimizer.norm import Votes, clip, square_on_rank
 from zbpipe.runtime.ranks.agreement import is_alone
 from zbpipe.runtime.schedules import RegisteredSchedule
-from zbpipe.simulator.post_validation import LEAST_GAIN
+from zbpipe.simulator.simulation import LEAST_GAIN
 
 OnNonfinite = Literal["propagate", "skip", "raise"]
 _CLOSE = 1e-5
