@@ -7,10 +7,11 @@ All memory is in the unit of `CostModel.activations`: bytes if measured. In cost
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, partial
 from math import inf
+from statistics import fmean
 from typing import Any, NamedTuple, Self, SupportsFloat, TypeVar
 
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement
@@ -68,10 +69,10 @@ def _by_stage(what: str, name: str, values: Any) -> tuple[float, ...]:
     return tuple(amount(what, name, value) for value in values)
 
 
-def _share(what: str, value: Any) -> float:
-    refusal = f"{what} cannot have freed_by_i = {value!r}: give a number up to 1"
+def _share(what: str, name: str, value: Any, least: float = -MOST) -> float:
+    refusal = f"{what} cannot have {name} = {value!r}: give a number {'from 0 ' if not least else ''}up to 1"
     found = number(value, refusal)
-    if not -MOST <= found <= 1:
+    if not least <= found <= 1:
         raise ValueError(refusal)
     return found
 
@@ -211,6 +212,27 @@ class OpCosts(NamedTuple):
         return -self.adds
 
 
+class Size(NamedTuple):
+    """Size of a microbatch."""
+
+    tokens: float
+    squares: float
+    """Sum of its samples' squared lengths, to which the time of attention is proportional."""
+
+    @classmethod
+    def parse(cls, what: str, given: Any, length: float | None = None) -> Size:
+        """The size for a pair, or for tokens in samples of this length (default: in one sample)."""
+        refusal = (
+            f"{what} cannot have a microbatch of size {given!r}: give its tokens, above 0, or a pair of its tokens and"
+            " the sum of its samples' squared lengths, for example (5000, 4000**2 + 1000**2)"
+        )
+        tokens, *others = (number(each, refusal) for each in (given if isinstance(given, (tuple, list)) else [given]))
+        squares = others or [tokens * (tokens if length is None else length)]
+        if len(squares) != 1 or not all(0 < each <= MOST for each in (tokens, *squares)):
+            raise ValueError(refusal)
+        return cls(tokens, *squares)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommonCosts:
     """Common fields of the costs of stages and of layers."""
@@ -236,6 +258,14 @@ class CommonCosts:
     overhead: float = 0.0
     """Seconds of each op of a stage besides its computation: Python, launches, gaps between kernels. B has it once.
     `zbpipe.Profiler` measures it. On A100 GPUs about 1 ms fits Megatron's published steps (docs/hardware.md)."""
+    attention: float | tuple[float, ...] = 0.0
+    """Share of F and of I that attention takes: one number for all stages or layers, or one for each. With `sizes` it
+    grows with the squared lengths of samples, and everything else but `overhead` with tokens."""
+    sizes: tuple[Size, ...] = ()
+    """Size of each microbatch of a step: its tokens (in samples of usual length), or a pair of its tokens and the sum
+    of its samples' squared lengths. Empty if all are alike. Memory limits hold for the largest, in any order."""
+    of_size: Size | None = None
+    """Size of the microbatch that all other fields are for: a pair, or the tokens of one sample. Default: the mean."""
 
     def check_common(self, what: str, count: int, each: str) -> None:
         """Check these fields for `count` stages or layers, and set them in their usual form."""
@@ -259,9 +289,34 @@ class CommonCosts:
             links=FrozenDict(self.links),
             message_bytes=amount(what, "message_bytes", self.message_bytes),
             working=_check_working(what, self.working, count, each),
-            freed_by_i=_one_or_each("freed_by_i", self.freed_by_i, count, each, partial(_share, what)),
+            freed_by_i=_one_or_each("freed_by_i", self.freed_by_i, count, each, partial(_share, what, "freed_by_i")),
             overhead=amount(what, "overhead", self.overhead),
+            attention=_one_or_each(
+                "attention", self.attention, count, each, partial(_share, what, "attention", least=0.0)
+            ),
+            of_size=None if self.of_size is None else Size.parse(what, self.of_size),
         )
+        set_fields(self, sizes=self._check_sizes(what))
+
+    def _check_sizes(self, what: str) -> tuple[Size, ...]:
+        given = self.sizes.tolist() if hasattr(self.sizes, "tolist") else self.sizes
+        if not isinstance(given, (tuple, list)):
+            raise TypeError(
+                f"{what} cannot have sizes = {given!r}: give the tokens of each microbatch, like (4096, 2048)"
+            )
+        if self.of_size is None and len({isinstance(each, (tuple, list)) for each in given}) > 1:
+            raise ValueError(
+                f"{what} cannot have sizes = {given!r}, of numbers and pairs: give pairs for all microbatches"
+            )
+        length = self.of_size.squares / self.of_size.tokens if self.of_size else 1.0
+        return tuple(Size.parse(what, each, length) for each in given)
+
+    def require_microbatches(self, microbatches: int) -> None:
+        if self.sizes and len(self.sizes) != microbatches:
+            raise ValueError(
+                f"the costs have the sizes of {len(self.sizes)} microbatches, but the step has {microbatches}: give one"
+                " size for each"
+            )
 
 
 @dataclass(frozen=True)
@@ -347,13 +402,64 @@ class CostModel(CommonCosts):
             >>> [costs.of(0, kind).needs for kind in (OpKind.F, OpKind.I, OpKind.W)]
             [4.0, 5.0, 0.0]
 
-        All microbatches are alike, and -1 stands for any of them.
+        -1 stands for any microbatch. If their sizes differ, that has their mean times, and the largest one's memory.
         """
-        return self._of[kind][stage]
+        return self._of[microbatch if self.sizes else -1][kind][stage]
 
     @cached_property
-    def _of(self) -> dict[str, list[OpCosts]]:
-        """Cached, because simulations and searches ask often."""
+    def by_microbatch(self) -> tuple[CostModel, ...]:
+        """Costs of steps in which all microbatches have the size of the first, the second, and so on."""
+        return tuple(map(self._scaled, *self._ratios)) if self.sizes else ()
+
+    @cached_property
+    def alike(self) -> CostModel:
+        """Costs of a step whose microbatches all have the mean times, and the largest one's memory and messages."""
+        if len(set(self.sizes)) <= 1:
+            return self.by_microbatch[0] if self.sizes else self
+        mean, largest = self._scaled(*map(fmean, self._ratios)), self._scaled(*map(max, self._ratios))
+        return replace(largest, f=mean.f, i=mean.i, w=mean.w)
+
+    @property
+    def least(self) -> CostModel:
+        """Costs that no microbatch is below."""
+        return self._scaled(*map(min, self._ratios)) if self.sizes else self
+
+    @property
+    def _ratios(self) -> list[list[float]]:
+        """Tokens and squares of each microbatch, relative to the one that the costs are of."""
+        own = self.of_size or self.sizes[0]
+        if self.of_size is None and len(set(self.sizes)) > 1:  # else rounding would change equal costs
+            own = Size(*map(fmean, zip(*self.sizes, strict=True)))
+        return [
+            [each / unit for each in column] for column, unit in zip(zip(*self.sizes, strict=True), own, strict=True)
+        ]
+
+    def _scaled(self, tokens: float, squares: float) -> CostModel:
+        def scale(
+            values: tuple[float, ...], attention: tuple[float, ...] = (0.0,) * self.num_stages
+        ) -> tuple[float, ...]:
+            pairs = zip(values, attention, strict=True)
+            return tuple(each * (tokens + share * (squares - tokens)) for each, share in pairs)
+
+        attention = self.by_stage(self.attention)
+        return replace(
+            self,
+            f=scale(self.f, attention),
+            i=scale(self.i, attention),
+            w=scale(self.w),
+            activations=scale(self.activations),
+            working={kind: scale(self.by_stage(each)) for kind, each in self.working.items()},
+            message_bytes=self.message_bytes * tokens,
+            sizes=(),
+            of_size=None,
+        )
+
+    @cached_property
+    def _of(self) -> list[dict[str, list[OpCosts]]]:
+        """Costs by microbatch, and last those of any. Cached, because simulations and searches ask often."""
+        return [each._table() for each in (*self.by_microbatch, self.alike)]
+
+    def _table(self) -> dict[str, list[OpCosts]]:
         size = self.activations
         by_i = [each * part for each, part in zip(size, self.by_stage(self.freed_by_i), strict=True)]
         deferred = [each - freed for each, freed in zip(size, by_i, strict=True)]

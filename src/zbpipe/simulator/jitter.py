@@ -164,7 +164,7 @@ def step_times(
     named = {*jitter.slow_ranks, *(rank for link in jitter.slow_links for rank in link)}
     if strangers := sorted(named - set(range(schedule.num_ranks))):
         raise ValueError(f"jitter names rank {strangers[0]}, but there are ranks 0 to {schedule.num_ranks - 1}")
-    costs = as_cost_model(costs, schedule.placement)
+    costs = as_cost_model(costs, schedule.placement, schedule.num_microbatches)
     require_runnable(schedule)
     graph, rank_of = TimeGraph(schedule, has_fsdp=costs.has_fsdp), schedule.placement.rank_of
     usual = durations(graph, costs)

@@ -21,7 +21,7 @@ a rank's last reduction takes longer than the last backward, which may hide it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import floor, inf
 from typing import NamedTuple
@@ -39,6 +39,8 @@ def lower_bound(
     >>> lower_bound(placement, CostModel.uniform(placement), num_microbatches=8)
     25.5
     """
+    if costs.sizes:
+        return _bound_of_sizes(lower_bound, placement, costs, num_microbatches, limits)
     least = _as_possible(placement, costs, limits)
     path, begun = _alone(placement, least), _alone(placement, least, _earliest(costs))
     # The last possible W after an I: of its own stage, or of a stage that the gradient still has to reach.
@@ -71,6 +73,8 @@ def period_bound(
         >>> period_bound(placement, CostModel.uniform(placement), num_microbatches=8)
         24.0
     """
+    if costs.sizes:
+        return _bound_of_sizes(period_bound, placement, costs, num_microbatches, limits)
     least = _as_possible(placement, costs, limits)
     path = _alone(placement, least)
     ranks = _ranks(placement, limits)
@@ -80,6 +84,31 @@ def period_bound(
         for stages, limit in ranks
         if watched[0] <= stages[0]
     )
+
+
+def _bound_of_sizes(
+    bound: Callable[[Placement, CostModel, int, Sequence[float] | None], float],
+    placement: Placement,
+    costs: CostModel,
+    num_microbatches: int,
+    limits: Sequence[float] | None,
+) -> float:
+    """The bound if all microbatches are as small as the smallest, and as much longer as a rank's work is at least."""
+    if len(set(costs.sizes)) == 1:
+        return bound(placement, costs.alike, num_microbatches, limits)
+    least = costs.least
+
+    def work(of: CostModel) -> tuple[float, ...]:
+        shortest = [of.of(stage, OpKind.F).seconds + of.of(stage, OpKind.B).seconds for stage in range(of.num_stages)]
+        return placement.sum_by_rank([num_microbatches * each for each in shortest])
+
+    # No op is shorter than the smallest microbatch's.
+    begins = _alone(placement, _as_possible(placement, least, None)).forward_start
+    firsts = (
+        begins[placement.stages_on(rank)[0]] if bound is lower_bound else 0.0 for rank in range(placement.num_ranks)
+    )
+    of_ranks = (begin + own for begin, own in zip(firsts, work(costs.alike), strict=True))
+    return max(bound(placement, least, num_microbatches, limits), *of_ranks)
 
 
 class _Path(NamedTuple):

@@ -67,7 +67,7 @@ def simulate(
     or a name is unknown.
     """
     require_schedule(schedule)
-    costs = as_cost_model(costs, schedule.placement)
+    costs = as_cost_model(costs, schedule.placement, schedule.num_microbatches)
     require_whole(1, num_steps=num_steps)
     num_ops = sum(map(len, schedule))
     if num_steps > 1 and num_steps * num_ops > _MOST_SPANS:
