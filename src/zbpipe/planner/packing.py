@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
 from heapq import heapify, heapreplace
-from itertools import combinations
+from itertools import combinations, permutations
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,11 +17,14 @@ from zbpipe.costs.model import ROUNDING, CostModel, Size
 from zbpipe.costs.transformer import LLAMA_3_8B
 from zbpipe.schedule.ir import Placement, Schedule, count_noun, require_whole
 from zbpipe.simulator.time_graph import TimeGraph, durations, last_ends
+from zbpipe.simulator.validation import require_schedule
 
 _BALANCED = 1.002
 """Ratio of the longest microbatch to the mean from which samples no longer change places."""
 _MOST_SWAPS, _ROUNDS = 512, 16
 """Orders that are timed at once, and the most times that the best one is changed."""
+_FEW = 5
+"""Number of microbatches of which all orders are timed."""
 _SHORTER = 1 - 1e-4
 _BACKWARD = 2.5
 """Operations of attention's backward, relative to its forward."""
@@ -79,6 +82,7 @@ def pack(
         at = sizes.index(max(sizes))
         raise ValueError(f"sample {at} has {sizes[at]} tokens, above tokens = {tokens}: cut it, or give a larger limit")
     if schedule is not None:
+        require_schedule(schedule)
         if microbatches not in (None, schedule.num_microbatches):
             raise ValueError(
                 f"microbatches = {microbatches}, but {schedule.name} has {schedule.num_microbatches}: omit one of them"
@@ -112,7 +116,7 @@ def _read(lengths: Sequence[int]) -> list[int]:
 def _known_costs(costs: CostModel | None, schedule: Schedule | None, sizes: Sequence[int]) -> CostModel:
     placement = schedule.placement if schedule else Placement.loop(1)
     if costs is not None:
-        return as_cost_model(costs, placement) if schedule else costs
+        return costs if schedule is None and isinstance(costs, CostModel) else as_cost_model(costs, placement)
     block, length = LLAMA_3_8B, sum(each * each for each in sizes) / sum(sizes)
     attention = (1 + _BACKWARD) * block.queries * length
     products = block.parameters - 2 * block.dim
@@ -240,7 +244,7 @@ def _arrange(microbatches: list[Microbatch], schedule: Schedule | None, costs: C
 
 
 def _find_order(schedule: Schedule, costs: CostModel, hilly: NDArray[np.int64]) -> NDArray[np.int64]:
-    """A permutation of the microbatches from which no exchange of two shortens the step."""
+    """The shortest of all permutations of the microbatches if these are few, else one that no exchange shortens."""
     graph, number = TimeGraph(schedule), schedule.num_microbatches
     seconds = np.array([durations(graph, each) for each in costs.by_microbatch])
 
@@ -253,7 +257,7 @@ def _find_order(schedule: Schedule, costs: CostModel, hilly: NDArray[np.int64]) 
     pairs = np.array([*combinations(range(number), 2)])
     random = np.random.default_rng(0)
     rising = np.arange(number)
-    starts = np.array([hilly, rising, rising[::-1]])
+    starts = np.array([hilly, rising, rising[::-1]] if number > _FEW else [*permutations(rising)])
     found = steps(starts)
     best: NDArray[np.int64] = starts[found.argmin()]
     shortest = found.min()
