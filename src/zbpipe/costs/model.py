@@ -261,10 +261,11 @@ class CommonCosts:
     attention: float | tuple[float, ...] = 0.0
     """Share of F and of I that attention takes: one number for all stages or layers, or one for each. With `sizes` it
     grows with the squared lengths of samples, and everything else but `overhead` with tokens."""
-    sizes: tuple[Size, ...] = ()
+    sizes: tuple[Any, ...] = ()
     """Size of each microbatch of a step: its tokens (in samples of usual length), or a pair of its tokens and the sum
-    of its samples' squared lengths. Empty if all are alike. Memory limits hold for the largest, in any order."""
-    of_size: Size | None = None
+    of its samples' squared lengths; a `Size` once parsed. Empty if all are alike. Memory limits hold for the largest
+    one, in any order."""
+    of_size: Any = None
     """Size of the microbatch that all other fields are for: a pair, or the tokens of one sample. Default: the mean."""
 
     def check_common(self, what: str, count: int, each: str) -> None:
