@@ -179,6 +179,15 @@ def _sizes(text: str) -> tuple[Any, ...]:
     return CostModel((1,), (1,), (1,), (1,), sizes=tuple(pair if pair[1:] else pair[0] for pair in pairs)).sizes
 
 
+sizes_option = click.option(
+    "--sizes",
+    callback=parse_with(_sizes),
+    metavar="N,...",
+    help="Tokens of each microbatch, or tokens:squares, with the sum of its samples' squared lengths. Costs are of a"
+    " job's usual microbatch, or of one of mean size.",
+)
+
+
 def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_Function], _Function]:
     """Decorator for the cost options, which the command gets as one argument `costs`. `of_job`: include a job's."""
     add_options = options(
@@ -222,13 +231,7 @@ def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_
             metavar="FILE",
             help="Measured times, bytes and links of stages or layers (docs/costs-file.md), in place of those options.",
         ),
-        click.option(
-            "--sizes",
-            callback=parse_with(_sizes),
-            metavar="N,...",
-            help="Tokens of each microbatch; or tokens:squares, with the sum of its samples' squared lengths. Times are"
-            " of a microbatch of mean size, unless the cost file has its of_size.",
-        ),
+        sizes_option,
     )
 
     def add(command: _Function) -> _Function:
