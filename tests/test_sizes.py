@@ -1,18 +1,21 @@
 """Microbatches of different sizes: their times, memory and bounds, and `zbpipe.pack`, which makes and orders them."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from itertools import combinations, permutations
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, load_costs, pack, plan, simulate, validate
+from zbpipe import CostModel, Op, OpKind, Placement, Schedule, cli, generate, load_costs, pack, plan, simulate, validate
 from zbpipe.costs import JobCosts, Layer, LayerCosts, dump_costs
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.planner.packing import Microbatch
@@ -220,3 +223,19 @@ def test_many_microbatches_are_in_a_good_order() -> None:
     for pair in combinations(places, 2):
         other = dict(zip(pair, pair[::-1], strict=True))
         assert step(*places) <= step(*(other.get(each, each) for each in places)) * 1.0002
+
+
+def test_commands_take_sizes(tmp_path: Path) -> None:
+    def run(*arguments: str) -> Any:
+        return json.loads(CliRunner().invoke(cli.main, [*arguments, "--json"], catch_exceptions=False).stdout)
+
+    usual, equal = run("compare", "-p", "2", "-m", "3"), run("compare", "-p", "2", "--sizes", "7,7,7")
+    assert equal == usual
+    size = "-p", "2", "--sizes", "4:9,2:3,1:1"
+    costs = replace(typical_costs(Placement.wave(2, 2)), sizes=((4, 9), (2, 3), (1, 1)))
+    schedule = generate("ZB", 2, 3, costs=costs)
+    assert run("simulate", "ZB", "-m", "3", *size)["makespan"] == simulate(schedule, costs).makespan
+    dump_costs(JobCosts(costs, Placement.wave(2, 2)), tmp_path / "costs.toml")
+    of_file = "-m", "3", "--costs-file", str(tmp_path / "costs.toml")
+    one, other = (run("plan", "--budget", "1e4", *each) for each in ((*size, "--placement", "v"), of_file))
+    assert one["makespan"] == other["makespan"] <= simulate(schedule, costs).makespan
