@@ -21,7 +21,7 @@ from wall_clock import GOAL, message_seconds, overhead_of
 import zbpipe
 from zbpipe import CostModel
 from zbpipe.cli.demo.sleeping import Runner
-from zbpipe.costs.model import Size
+from zbpipe.costs.numbers import Size
 from zbpipe.schedule.registry import resolve
 
 WAYS = ("padded", "first come", "packed")

@@ -163,7 +163,7 @@ def _find_within(
     def length(schedule: Schedule) -> float:
         return simulate(schedule, costs, transport=transport).makespan
 
-    is_timed = transport is Transport.IDEAL and not costs.has_fsdp and len(set(costs.sizes)) <= 1
+    is_timed = transport is Transport.IDEAL and not costs.has_fsdp and not costs.varies
     found = filled[:1] if is_timed else list(filled)
     if filled and is_searched(placement, microbatches):
         found.append(find_best(name, [*filled[:_SEEDS], *papers], alike, limits, transport))

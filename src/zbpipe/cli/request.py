@@ -17,7 +17,8 @@ from zbpipe.cli.jobs import JobOptions, job_options
 from zbpipe.costs.file import load_costs
 from zbpipe.costs.job import SPELLINGS, CostsOf, JobCosts, MemoryLimit, memory_of_1f1b
 from zbpipe.costs.layers import LayerCosts
-from zbpipe.costs.model import MOST, CostModel, Link, Transport, amount, is_amount
+from zbpipe.costs.model import CostModel, Link, Transport
+from zbpipe.costs.numbers import MOST, amount, is_amount
 from zbpipe.costs.transformer import Checkpointing, typical_costs, typical_times
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import resolve, schedules

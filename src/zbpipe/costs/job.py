@@ -14,7 +14,8 @@ from os import PathLike
 from typing import Any, Literal, Self
 
 from zbpipe.costs.layers import LayerCosts, merge_stages
-from zbpipe.costs.model import ROUNDING, CostModel, Transport, highest, number, set_fields
+from zbpipe.costs.model import ROUNDING, CostModel, Transport, highest
+from zbpipe.costs.numbers import number, set_fields
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 
 CostsOf = Callable[[Placement], CostModel]

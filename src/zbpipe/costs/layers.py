@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise, product
 from typing import Any
 
-from zbpipe.costs.model import COLUMNS, OF_DATA_PARALLELISM, CommonCosts, CostModel, amount, highest, set_fields
+from zbpipe.costs.model import COLUMNS, OF_DATA_PARALLELISM, CommonCosts, CostModel, highest
+from zbpipe.costs.numbers import amount, set_fields
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 
 MOST_LAYERS = 10_000

@@ -13,7 +13,8 @@ from typing import Any
 
 from zbpipe.costs.job import JobCosts, MemoryLimit, memory_of_1f1b, resolve_limits
 from zbpipe.costs.layers import Split, join_stages, merge_stages
-from zbpipe.costs.model import CommonCosts, CostModel, Size, Transport
+from zbpipe.costs.model import CommonCosts, CostModel, Transport
+from zbpipe.costs.numbers import Size
 from zbpipe.costs.transformer import has_torchs_split, runs_torchs_split
 from zbpipe.estimation.choice import choose
 from zbpipe.estimation.cut import WorkloadCut
@@ -132,9 +133,8 @@ def estimate(
         rows.add(NO_PIPELINE, job.without_pipeline, is_typed=True)
     steps = sorted(rows.steps, key=lambda step: (not step.runs, not step.fits, step.seconds, step.has_torchs_split))
     device = None if job.rates is None else job.rates.device
-    if read:
-        workload = replace(workload, tokens=round(fmean(each.tokens for each in read)))
-    return Estimate(workload, device, tuple(steps), tuple(rows.left_out), tuple(job.words(tflops, link)), rows.lighter)
+    told = replace(workload, tokens=round(fmean(each.tokens for each in read))) if read else workload
+    return Estimate(told, device, tuple(steps), tuple(rows.left_out), tuple(job.words(tflops, link)), rows.lighter)
 
 
 def job_costs(workload: Workload, device: str | Device, **given: Any) -> Callable[[Placement], CostModel]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import reduce
-from heapq import heapify, heapreplace
 from itertools import combinations, permutations
 from typing import Any, NamedTuple
 
@@ -13,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbpipe.costs.job import as_cost_model
-from zbpipe.costs.model import ROUNDING, CostModel, Size
+from zbpipe.costs.model import ROUNDING, CostModel
+from zbpipe.costs.numbers import Size
 from zbpipe.costs.transformer import LLAMA_3_8B
 from zbpipe.schedule.ir import Placement, Schedule, count_noun, require_whole
 from zbpipe.simulator.time_graph import TimeGraph, durations, last_ends
@@ -130,108 +130,85 @@ def _weigher(costs: CostModel, sizes: Sequence[int]) -> Callable[[int, int], flo
     both = [f + i for f, i in zip(costs.f, costs.i, strict=True)]
     attention = sum(each * share for each, share in zip(both, costs.by_stage(costs.attention), strict=True))
     products = sum((*both, *costs.w)) - attention
-    return lambda tokens, squares: products * tokens / unit.tokens + attention * squares / unit.squares
+    return lambda tokens, squares: products * tokens / unit.tokens + attention * squares / unit.squares or tokens
 
 
 def _fill(
-    sizes: Sequence[int], work: Sequence[float], limit: int | None, microbatches: int | None, ranks: int
+    sizes: Sequence[int], work: Sequence[float], tokens: int | None, microbatches: int | None, ranks: int
 ) -> list[Bin]:
-    """The samples of each microbatch of all ranks: of several ways the one with the least longest microbatch."""
-    most, longest_first = limit or sum(sizes), sorted(range(len(sizes)), key=lambda n: -work[n])
-    in_turn = _one_by_one(range(len(sizes)), sizes, most, first_fit=False)
-    fitted = _one_by_one(longest_first, sizes, most, first_fit=True)
-    least = -(-min(len(in_turn), len(fitted)) // ranks)
-    number = ranks * (microbatches or least)
-    if microbatches is not None and microbatches < least:
-        raise ValueError(
-            f"microbatches = {microbatches} of tokens = {limit} on {count_noun(ranks, 'rank')} do not hold"
-            f" {sum(sizes)} tokens in {count_noun(len(sizes), 'sample')}: give {least} microbatches, or more tokens"
-        )
+    """The samples of each microbatch of all ranks: of two ways the one with the least longest microbatch."""
+    most = tokens or sum(sizes)
+    in_turn = _take_in_turn(sizes, most)
+    number = ranks * (microbatches or -(-sum(sizes) // (most * ranks)))
+    while not (starts := [*_spread(sizes, work, most, number), *([in_turn] if len(in_turn) <= number else ())]):
+        if microbatches is not None:
+            raise ValueError(
+                f"microbatches = {microbatches} of tokens = {tokens} on {count_noun(ranks, 'rank')} do not hold"
+                f" {sum(sizes)} tokens in {count_noun(len(sizes), 'sample')}: give"
+                f" {-(-len(in_turn) // ranks)} microbatches, or more tokens"
+            )
+        number += ranks
     if len(sizes) < number:
         raise ValueError(
             f"{count_noun(len(sizes), 'sample')} cannot fill {number} microbatches ({number // ranks} on each of"
             f" {count_noun(ranks, 'rank')}), and none may be empty: give more samples, or fewer microbatches"
         )
-
-    def longest(bins: list[Bin]) -> float:
-        return max(sum(work[n] for n in each) for each in bins)
-
-    starts = [_spread(longest_first, sizes, work, most, number)]
-    if limit is not None:  # what took less room than there is, is split up
-        starts += [_split_up(bins, work, number) for bins in (in_turn, fitted) if len(bins) <= number]
-    return min((_exchange(bins, sizes, work, most) for bins in starts if bins), key=longest)
+    found = [_exchange([*bins, *([] for _ in range(number - len(bins)))], sizes, work, most) for bins in starts]
+    return min(found, key=lambda bins: max(sum(work[n] for n in each) for each in bins))
 
 
-def _one_by_one(order: Sequence[int], sizes: Sequence[int], most: int, *, first_fit: bool) -> list[Bin]:
-    """Each sample in the first microbatch with room for it, or else in the last one. As few bins as that gives."""
-    bins: list[Bin] = []
-    room: list[int] = []
-    for sample in order:
-        begin = 0 if first_fit else max(len(bins) - 1, 0)
-        at = next((at for at in range(begin, len(bins)) if room[at] >= sizes[sample]), len(bins))
-        if at == len(bins):
+def _take_in_turn(sizes: Sequence[int], most: int) -> list[Bin]:
+    bins: list[Bin] = [[]]
+    for sample, size in enumerate(sizes):
+        if sum(sizes[n] for n in bins[-1]) + size > most:
             bins.append([])
-            room.append(most)
+        bins[-1].append(sample)
+    return bins
+
+
+def _spread(sizes: Sequence[int], work: Sequence[float], most: int, number: int) -> Iterator[list[Bin]]:
+    """Each sample, those with most work first, in the microbatch with the least work that has room. Nothing if there is
+    none."""
+    bins: list[Bin] = [[] for _ in range(number)]
+    done, room = [0.0] * number, [most] * number
+    for sample in sorted(range(len(sizes)), key=lambda n: -work[n]):
+        at = min(range(number), key=lambda at: (room[at] < sizes[sample], done[at]))
         bins[at].append(sample)
+        done[at] += work[sample]
         room[at] -= sizes[sample]
-    return bins
-
-
-def _spread(
-    order: Sequence[int], sizes: Sequence[int], work: Sequence[float], most: int, number: int
-) -> list[Bin] | None:
-    """Each sample in the microbatch with the least work. None if one does not fit there."""
-    heap: list[tuple[float, int, int, Bin]] = [(0.0, 0, at, []) for at in range(number)]
-    heapify(heap)
-    for sample in order:
-        done, filled, at, own = heap[0]
-        if filled + sizes[sample] > most:
-            return None
-        heapreplace(heap, (done + work[sample], filled + sizes[sample], at, [*own, sample]))
-    return [own for *_, own in heap]
-
-
-def _split_up(bins: list[Bin], work: Sequence[float], number: int) -> list[Bin]:
-    bins = [*bins]
-    while len(bins) < number:
-        at = max(range(len(bins)), key=lambda n: (len(bins[n]) > 1, sum(work[each] for each in bins[n])))
-        by_work = sorted(bins[at], key=work.__getitem__)
-        bins[at : at + 1] = by_work[::2], by_work[1::2]
-    return bins
+    if min(room) >= 0:
+        yield bins
 
 
 def _exchange(bins: list[Bin], sizes: Sequence[int], work: Sequence[float], most: int) -> list[Bin]:
     """Move or exchange samples between the longest microbatch and another, while that makes it shorter."""
-    bins, work, sizes = [*map(list, bins)], [*work, 0.0], [*sizes, 0]
-    nothing = len(work) - 1  # to exchange for
-    load, filled = ([sum(of[n] for n in each) for each in bins] for of in (work, sizes))
-    left = set(range(len(bins)))
-    """Microbatches that are not the shortest that they can be."""
+    bins, done, nothing = [*map(list, bins)], list[Bin](), len(sizes)
+    sizes, work = [*sizes, 0], [*work, 0.0]
 
-    def shorten(high: int, low: int) -> bool:
-        apart = load[high] - load[low]
-        trades = (
-            (abs(apart - 2 * (work[one] - work[other])), one, other)
-            for one in bins[high]
-            for other in (*bins[low], *([nothing] if len(bins[high]) > 1 else ()))
-            if filled[low] + sizes[one] - sizes[other] <= most and filled[high] + sizes[other] - sizes[one] <= most
-        )
-        after, one, other = min(trades, default=(apart, nothing, nothing))
-        if after >= apart * (1 - ROUNDING):
-            return False
-        bins[high] = [each for each in (*bins[high], other) if each not in (one, nothing)]
-        bins[low] = [each for each in (*bins[low], one) if each != other]
-        for each in (high, low):
-            load[each], filled[each] = (sum(of[n] for n in bins[each]) for of in (work, sizes))
-        return True
+    def total(samples: Bin, of: Sequence[float] = work) -> float:
+        return sum(of[n] for n in samples)
 
     for _ in range(4 * len(bins)):
-        *lower, high = sorted(left, key=load.__getitem__)
-        if load[high] * len(left) <= _BALANCED * sum(load[each] for each in left):
+        *lower, high = bins = sorted(bins, key=total)
+        if not lower or (lower[0] and total(high) * len(bins) <= _BALANCED * sum(map(total, bins))):
             break
-        if not any(shorten(high, low) for low in lower):
-            left.remove(high)
-    return bins
+        for low in lower:
+            apart = total(high) - total(low)
+            least, room = total(high, sizes) - most, most - total(low, sizes)
+            trades = (
+                (abs(apart - 2 * (work[one] - work[other])), one, other)
+                for one in high
+                for other in (*low, nothing)
+                if least <= sizes[one] - sizes[other] <= room
+            )
+            after, one, other = min(trades, default=(apart, nothing, nothing))
+            if after < apart * (1 - ROUNDING):
+                high[:] = [each for each in (*high, other) if each not in (one, nothing)]
+                low[:] = [each for each in (*low, one) if each != other]
+                break
+        else:
+            done.append(bins.pop())
+    return bins + done
 
 
 def _arrange(microbatches: list[Microbatch], schedule: Schedule | None, costs: CostModel) -> list[Microbatch]:

@@ -64,7 +64,7 @@ def fits(placement: Placement, costs: CostModel, limits: Sequence[float] | None)
 def make_problem(request: Request, name: str, placement: Placement, costs: CostModel) -> Problem:
     require_size(f"the placement {name}", placement.num_stages, request.microbatches)
     costs.require_microbatches(request.microbatches)
-    exact = costs if costs.has_fsdp or len(set(costs.sizes)) > 1 else None
+    exact = costs if costs.has_fsdp or costs.varies else None
     costs = replace(costs.alike, gather=0.0, reduce=0.0)
     limits = request.limits or (inf,) * request.ranks
     require_room(placement, costs, limits)
@@ -91,7 +91,7 @@ def _find_shortest(candidates: Sequence[Found], transport: Transport, objective:
     others = {(each.problem.name, each.order): each for each in candidates}
     for each in sorted(others.values(), key=lambda found: found.length)[:_MOST_CANDIDATES]:
         # Neither queues nor collectives shorten anything. Sizes may.
-        if each.length >= length(timeline) and not each.problem.full_costs.sizes:
+        if each.length >= length(timeline) and not each.problem.full_costs.varies:
             break
         trial = timeline_of(each)
         if length(trial) < length(timeline):

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbpipe.costs.job import JobCosts, as_cost_model
-from zbpipe.costs.model import SENDS, CostModel, FrozenDict, amount, set_fields
+from zbpipe.costs.model import SENDS, CostModel
+from zbpipe.costs.numbers import FrozenDict, amount, set_fields
 from zbpipe.schedule.ir import KINDS, Schedule, require_whole
 from zbpipe.simulator.actions import other_end
 from zbpipe.simulator.time_graph import TimeGraph, durations, last_ends

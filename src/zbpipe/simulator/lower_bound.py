@@ -24,9 +24,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import floor, inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from zbpipe.costs.model import GATHER, REDUCE, ROUNDING, SENDS, CostModel, FrozenDict, OpCosts
+from zbpipe.costs.model import GATHER, REDUCE, ROUNDING, SENDS, CostModel, OpCosts
+from zbpipe.costs.numbers import FrozenDict
 from zbpipe.schedule.ir import Op, OpKind, Placement
 
 
@@ -39,7 +40,7 @@ def lower_bound(
     >>> lower_bound(placement, CostModel.uniform(placement), num_microbatches=8)
     25.5
     """
-    if costs.sizes:
+    if costs.varies:
         return _bound_of_sizes(lower_bound, placement, costs, num_microbatches, limits)
     least = _as_possible(placement, costs, limits)
     path, begun = _alone(placement, least), _alone(placement, least, _earliest(costs))
@@ -73,7 +74,7 @@ def period_bound(
         >>> period_bound(placement, CostModel.uniform(placement), num_microbatches=8)
         24.0
     """
-    if costs.sizes:
+    if costs.varies:
         return _bound_of_sizes(period_bound, placement, costs, num_microbatches, limits)
     least = _as_possible(placement, costs, limits)
     path = _alone(placement, least)
@@ -87,28 +88,17 @@ def period_bound(
 
 
 def _bound_of_sizes(
-    bound: Callable[[Placement, CostModel, int, Sequence[float] | None], float],
-    placement: Placement,
-    costs: CostModel,
-    num_microbatches: int,
-    limits: Sequence[float] | None,
+    bound: Callable[..., float], placement: Placement, costs: CostModel, num_microbatches: int, *limits: Any
 ) -> float:
-    """The bound if all microbatches are as small as the smallest, and as much longer as a rank's work is at least."""
-    if len(set(costs.sizes)) == 1:
-        return bound(placement, costs.alike, num_microbatches, limits)
-    least = costs.least
-
-    def work(of: CostModel) -> tuple[float, ...]:
-        shortest = [of.of(stage, OpKind.F).seconds + of.of(stage, OpKind.B).seconds for stage in range(of.num_stages)]
-        return placement.sum_by_rank([num_microbatches * each for each in shortest])
-
-    # No op is shorter than the smallest microbatch's.
+    """The bound for microbatches of the smallest size, or a rank's actual work after its first input."""
+    of, least = costs.alike.of, costs.least
+    work = [of(stage, OpKind.F).seconds + of(stage, OpKind.B).seconds for stage in range(costs.num_stages)]
     begins = _alone(placement, _as_possible(placement, least, None)).forward_start
-    firsts = (
-        begins[placement.stages_on(rank)[0]] if bound is lower_bound else 0.0 for rank in range(placement.num_ranks)
+    ranks = (placement.stages_on(rank) for rank in range(placement.num_ranks))
+    lengths = (
+        begins[own[0]] * (bound is lower_bound) + num_microbatches * sum(work[stage] for stage in own) for own in ranks
     )
-    of_ranks = (begin + own for begin, own in zip(firsts, work(costs.alike), strict=True))
-    return max(bound(placement, least, num_microbatches, limits), *of_ranks)
+    return max(bound(placement, least, num_microbatches, *limits), *lengths)
 
 
 class _Path(NamedTuple):
@@ -182,7 +172,7 @@ def _as_possible(placement: Placement, costs: CostModel, limits: Sequence[float]
     for own, limit in _ranks(placement, limits):
         below = 0.0
         for stage in own:
-            below += costs.activations[stage]
+            below += costs.of(stage, OpKind.F).adds
             i, w = costs.of(stage, OpKind.I), costs.of(stage, OpKind.W)
             if below + max(i.needs, i.adds + w.needs) > limit * (1 + 1e-6) and costs.saved_by_b(stage) > 0:
                 forced.append(stage)
