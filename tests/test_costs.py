@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from zbpipe import CostModel, OpKind, Placement, load_costs
 from zbpipe.costs import JobCosts, Layer, LayerCosts, Link, dump_costs
 from zbpipe.costs.job import MemoryLimit, as_cost_model
-from zbpipe.costs.model import FrozenDict, Transport
+from zbpipe.costs.model import Transport
+from zbpipe.costs.numbers import FrozenDict
 from zbpipe.schedule.ir import COMPUTATIONS
 from zbpipe.testing import placements
 

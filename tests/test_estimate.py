@@ -80,6 +80,29 @@ def test_a_step_by_hand() -> None:
     assert zbh1.memory.total == pytest.approx(max(peak_bytes(zbh1.timeline)) + ParameterBytes().total(1) * 2000)
 
 
+def test_a_step_with_sizes_by_hand() -> None:
+    """Of each layer's 6 seconds, attention takes 0.5 in F and 1 in I. Microbatches have 10 tokens in one sample."""
+    blocks = tuple(replace(layer, attention=(0.5, 1.0)) for layer in workload().layers)
+    work = replace(workload(), layers=blocks)
+    usual, equal = (row(named(work, "1F1B", sizes=sizes), "1F1B") for sizes in ((), (10,) * 8))
+    assert (usual.seconds, usual.memory) == (equal.seconds, equal.memory)
+    half = row(named(work, "1F1B", sizes=[(5, 50)] * 8), "1F1B")  # in samples as long
+    assert (half.seconds, half.memory.activations) == (usual.seconds / 2, usual.memory.activations / 2)
+    assert half.tokens_per_second == usual.tokens_per_second
+    longer = row(named(work, "1F1B", sizes=[(10, 200)] * 8), "1F1B")
+    assert longer.seconds == pytest.approx(usual.seconds * (6 + 1.5) / 6)
+    assert longer.memory == usual.memory
+    found = named(work, "1F1B", sizes=[*[5] * 7, 10])
+    assert row(found, "1F1B").memory == usual.memory, "that of the largest, though it is the last"
+    assert half.seconds < row(found, "1F1B").seconds < usual.seconds
+    assert found.left_out == (
+        ("no pipeline (FSDP)", "without a pipeline, sizes of microbatches are not counted: omit them"),
+    )
+    assert "8 microbatches of 6 tokens" in "\n".join(lines(found))
+    with pytest.raises(ValueError, match="sizes of 2 microbatches, but the step has 8"):
+        named(work, "1F1B", sizes=[5, 10])
+
+
 def test_no_step_is_shorter_than_its_launches() -> None:
     """8 microbatches, 2 blocks on each of 2 ranks, on a GPU that takes next to no time."""
     fast = rates(replace(ONE_A_SECOND, peak=1e12))

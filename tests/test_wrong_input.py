@@ -40,7 +40,12 @@ NAMES: dict[str, Any] = {
     **{each.__name__: each for each in (CostModel, Op, OpKind, Placement, Schedule, JobCosts, Layer, LayerCosts, Link)},
     **{each.__name__: each for each in (generate, load_costs, simulate, validate, replace, from_data, parse, find)},
     **{each.__name__: each for each in (MemoryLimit, Jitter, step_times, schedules, SimpleNamespace)},
-    **{"stage_indices": zbpipe.stage_indices, "register": zbpipe.register, "typical_costs": typical_costs},
+    **{
+        "stage_indices": zbpipe.stage_indices,
+        "register": zbpipe.register,
+        "pack": zbpipe.pack,
+        "typical_costs": typical_costs,
+    },
     **{
         "ONES": (1, 1, 1),
         "ZBV": generate("ZBV", 2, 2),

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from zbpipe.estimation.estimate import estimate
     from zbpipe.frameworks.installation import install
     from zbpipe.frameworks.whole_model.pipeline import pipeline
+    from zbpipe.planner.packing import pack
     from zbpipe.planner.plan import plan
     from zbpipe.planner.result import Plan
 
@@ -51,6 +52,7 @@ _LATER = {
     "estimation.estimate": ("estimate",),
     "frameworks.installation": ("install",),
     "frameworks.whole_model.pipeline": ("pipeline",),
+    "planner.packing": ("pack",),
     "planner.plan": ("plan",),
     "planner.result": ("Plan",),
     "runtime.build": (
@@ -96,6 +98,7 @@ __all__ = [
     "generate",
     "install",
     "load_costs",
+    "pack",
     "pipeline",
     "plan",
     "register",

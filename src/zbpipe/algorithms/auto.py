@@ -32,7 +32,7 @@ def auto(
     rank 1: 1F0 2F0 1F1 2F1 2B0 1F2 1B0 2F2 2B1 1B1 2I2 2W2 1I2 1W2 1F3 2F3 2B3 1B3
     """
     placement = Placement.wave(ranks, stages_per_rank)
-    costs = costs or replace(typical_costs(placement, "full"), working={})
+    costs = (costs or replace(typical_costs(placement, "full"), working={})).alike
     limits = resolve_limits(memory_limit, placement, costs, microbatches, strict_for="Auto")
     lean = find_shortest("Auto-ZB", placement, microbatches, costs, MemoryLimit(limits, ""))
     allowed = tuple(map(max, limits, simulate(lean, costs).peak_memory))

@@ -45,7 +45,7 @@ def generate(
     """
     algorithm = resolve(schedule)
     if costs is not None and ("costs" in algorithm.keywords or not isinstance(costs, CostModel)):
-        costs = as_cost_model(costs, algorithm.place(ranks, stages_per_rank))
+        costs = as_cost_model(costs, algorithm.place(ranks, stages_per_rank), microbatches)
     return algorithm.make(
         ranks,
         microbatches,

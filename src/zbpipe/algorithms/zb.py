@@ -126,6 +126,7 @@ def find_shortest(
 ) -> Schedule:
     """`zb` on any loop or wave. Without a `search` the result may exceed the limit if no filling is within it."""
     costs, transport = costs or typical_costs(placement), transport or Transport.IDEAL
+    costs.require_microbatches(microbatches)
     limits = resolve_limits(memory_limit, placement, costs, microbatches, strict_for=name)
     found = _find_within(name, placement, microbatches, costs, limits, transport, search=search)
     stages_per_rank = placement.num_stages // placement.num_ranks
@@ -138,7 +139,7 @@ def find_shortest(
     usual, timed = time(interleaved_1f1b(placement.num_ranks, microbatches, stages_per_rank)), time(found)
     if timed.makespan <= usual.makespan * (1 + ROUNDING):
         return found
-    raised = [max(limit, *usual.peak_memory) for limit in limits]
+    raised = [max(limit, *simulate(usual.schedule, costs.alike).peak_memory) for limit in limits]
     other = _find_within(name, placement, microbatches, costs, raised, transport, search=search)
     return found if timed.makespan <= time(other).makespan else other
 
@@ -153,21 +154,22 @@ def _find_within(
     *,
     search: bool,
 ) -> Schedule:
-    papers, filled = _fill_orders(placement, microbatches, costs, tuple(limits), transport)
+    alike = costs.alike
+    papers, filled = _fill_orders(placement, microbatches, alike, tuple(limits), transport)
     unlimited = (inf,) * len(limits)
-    others = papers if filled else _fill_orders(placement, microbatches, costs, unlimited, transport)[1]
+    others = papers if filled else _fill_orders(placement, microbatches, alike, unlimited, transport)[1]
     if not search:
         return replace((filled or others)[0], name=name)
 
     def length(schedule: Schedule) -> float:
         return simulate(schedule, costs, transport=transport).makespan
 
-    is_timed = transport is Transport.IDEAL and not (costs.gather or costs.reduce)
+    is_timed = transport is Transport.IDEAL and not costs.has_fsdp and not costs.varies
     found = filled[:1] if is_timed else list(filled)
     if filled and is_searched(placement, microbatches):
-        found.append(find_best(name, [*filled[:_SEEDS], *papers], costs, limits, transport))
-    if not found or (papers and is_searched(placement, microbatches, _MOST_TWICE) and _are_far(found, costs, limits)):
-        found.append(find_best(name, others[:_SEEDS], costs, limits, transport))
+        found.append(find_best(name, [*filled[:_SEEDS], *papers], alike, limits, transport))
+    if not found or (papers and is_searched(placement, microbatches, _MOST_TWICE) and _are_far(found, alike, limits)):
+        found.append(find_best(name, others[:_SEEDS], alike, limits, transport))
     return replace(min(found, key=length) if found[1:] else found[0], name=name)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from zbpipe.cli.base import COUNT, Command, OutputFile, in_one_line, json_option, print_json, transport_option
 from zbpipe.cli.jobs import EXISTING, TITANS, JobOptions, job_options, require_job, titan_arguments
+from zbpipe.cli.request import sizes_option
 from zbpipe.costs.file import dump_costs, load_costs, require_ending
 from zbpipe.costs.job import MemoryLimit
 
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 )
 @click.option("--float8", is_flag=True, help="Estimate the blocks' products in float8.")
 @click.option("--async-tp", is_flag=True, help="Estimate asynchronous tensor parallelism.")
+@sizes_option
 @json_option
 def estimate(
     job: JobOptions,
@@ -56,6 +58,7 @@ def estimate(
     search: bool,
     float8: bool,
     async_tp: bool,
+    sizes: tuple[Any, ...] | None,
     as_json: bool,
 ) -> None:
     """Estimate before launch, without a GPU, which schedule a job should run.
@@ -80,8 +83,8 @@ def estimate(
     device = job.device
     if not (ranks or device or costs_file):
         raise click.UsageError("name a --device, or give measured costs: --costs-file", click.get_current_context())
-    if search and (only or output or costs_file or device is None):
-        words = "--search needs a --device and has its own schedules: omit --schedule, --output and --costs-file"
+    if search and (only or output or costs_file or sizes or device is None):
+        words = "--search needs a --device and has its own schedules: omit --schedule, --output, --costs-file, --sizes"
         raise click.UsageError(words, click.get_current_context())
     workload = job.workload()
     hidden = ASYNC_TENSOR if async_tp else workload.hidden_tensor
@@ -94,7 +97,7 @@ def estimate(
         found = searched(workload, device, **how)
     else:
         costs, names = load_costs(costs_file) if costs_file else None, [each for each in only if each.lower() != PLAN]
-        found = [estimated(workload, device, costs=costs, only=None if everything else names, **how)]
+        found = [estimated(workload, device, costs=costs, only=None if everything else names, sizes=sizes or (), **how)]
     if output is not None:
         _write(found[0], only[-1] if only else None, output)
     if as_json:

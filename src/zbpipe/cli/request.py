@@ -17,7 +17,8 @@ from zbpipe.cli.jobs import JobOptions, job_options
 from zbpipe.costs.file import load_costs
 from zbpipe.costs.job import SPELLINGS, CostsOf, JobCosts, MemoryLimit, memory_of_1f1b
 from zbpipe.costs.layers import LayerCosts
-from zbpipe.costs.model import MOST, CostModel, Link, Transport, amount, is_amount
+from zbpipe.costs.model import CostModel, Link, Transport
+from zbpipe.costs.numbers import MOST, amount, is_amount
 from zbpipe.costs.transformer import Checkpointing, typical_costs, typical_times
 from zbpipe.schedule.ir import Placement, Schedule
 from zbpipe.schedule.registry import resolve, schedules
@@ -41,6 +42,12 @@ class Costs:
     size: tuple[int, int] | None = None
     """Ranks and microbatches of the job that `--gpus` describes, and its transport."""
     usual: Transport = Transport.IDEAL
+    sizes: tuple[Any, ...] = ()
+
+    def with_sizes(self, sizes: tuple[Any, ...]) -> Costs:
+        job = self.job and replace(self.job, costs=replace(self.job.costs, sizes=sizes))
+        of = job.on if job else lambda placement: replace(self.of(placement), sizes=sizes)
+        return replace(self, of=of, job=job, sizes=sizes)
 
     def has(self, placement: Placement) -> bool:
         try:
@@ -67,8 +74,10 @@ class Costs:
         return found
 
     def microbatches(self, given: int | None) -> int:
-        found = self.size[1] if self.size else given
-        if found is None:
+        found = self.size[1] if self.size else given or len(self.sizes)
+        if self.sizes and found != len(self.sizes):
+            raise ValueError(f"--sizes has {len(self.sizes)} numbers for {found} microbatches: give one for each")
+        if not found:
             raise click.UsageError("Missing option '-m' / '--microbatches'", click.get_current_context())
         return found
 
@@ -160,6 +169,26 @@ def _times(context: click.Context, option: click.Parameter, text: str) -> Times 
     return f, i, w
 
 
+def _sizes(text: str) -> tuple[Any, ...]:
+    """The sizes of microbatches. The costs of stages check them."""
+    try:
+        pairs = [tuple(map(float, each.split(":"))) for each in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"{text!r} are no sizes: write tokens, like 4000,3000, or with squares 4000:9e6,3000:5e6"
+        ) from None
+    return CostModel((1,), (1,), (1,), (1,), sizes=tuple(pair if pair[1:] else pair[0] for pair in pairs)).sizes
+
+
+sizes_option = click.option(
+    "--sizes",
+    callback=parse_with(_sizes),
+    metavar="N,...",
+    help="Tokens of each microbatch, or tokens:squares, with the sum of its samples' squared lengths. Costs are of a"
+    " job's usual microbatch, or of one of mean size.",
+)
+
+
 def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_Function], _Function]:
     """Decorator for the cost options, which the command gets as one argument `costs`. `of_job`: include a job's."""
     add_options = options(
@@ -203,11 +232,14 @@ def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_
             metavar="FILE",
             help="Measured times, bytes and links of stages or layers (docs/costs-file.md), in place of those options.",
         ),
+        sizes_option,
     )
 
     def add(command: _Function) -> _Function:
         @wraps(command)
-        def with_costs(*, costs_file: Path | None, job: JobOptions | None = None, **given: Any) -> Any:
+        def with_costs(
+            *, costs_file: Path | None, sizes: tuple[Any, ...] | None, job: JobOptions | None = None, **given: Any
+        ) -> Any:
             chosen = typical(*(given.pop(name) for name in ("costs", "comm", "checkpointing", "host")))
             if costs_file:
                 chosen = _from_file(costs_file, click.get_current_context())
@@ -215,7 +247,7 @@ def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_
                 chosen = _of_job(job, click.get_current_context())
             elif job:
                 job.require_no_arguments("; name the --gpus of a job of TorchTitan")
-            return command(costs=chosen, **given)
+            return command(costs=chosen if sizes is None else chosen.with_sizes(sizes), **given)
 
         return add_options(job_options(with_costs) if of_job else with_costs)  # type: ignore[return-value]
 

@@ -7,5 +7,6 @@ from zbpipe.costs.file import dump_costs, load_costs
 from zbpipe.costs.job import JobCosts, MemoryLimit
 from zbpipe.costs.layers import Layer, LayerCosts
 from zbpipe.costs.model import CostModel, Link
+from zbpipe.costs.numbers import Size
 
-__all__ = ["CostModel", "JobCosts", "Layer", "LayerCosts", "Link", "MemoryLimit", "dump_costs", "load_costs"]
+__all__ = ["CostModel", "JobCosts", "Layer", "LayerCosts", "Link", "MemoryLimit", "Size", "dump_costs", "load_costs"]

@@ -83,7 +83,7 @@ def dump_costs(costs: JobCosts | CostModel | LayerCosts, path: str | Path) -> No
 
 def from_data(data: Any) -> JobCosts:
     """Costs from the tables of a file, as dictionaries. The classes that they fill check the numbers."""
-    numbers = ("freed_by_i", "message_bytes", "overhead")
+    numbers = ("freed_by_i", "message_bytes", "overhead", "attention", "sizes", "of_size")
     keys = (*numbers, "memory_limit", "transport", "link", "links", "host", "working")
     table = table_of(data, "", optional=(*keys, "stages", "layers"))
     if ("stages" in table) == ("layers" in table):
@@ -115,6 +115,9 @@ def to_data(job: JobCosts) -> _Table:
         "freed_by_i": costs.freed_by_i,
         "message_bytes": costs.message_bytes,
         "overhead": costs.overhead,
+        "attention": costs.attention,
+        "sizes": costs.sizes,
+        "of_size": costs.of_size,
         "memory_limit": limit and limit.written,
         "transport": None if job.transport is None else str(job.transport),
         "link": _link_data(costs.link),

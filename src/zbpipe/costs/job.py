@@ -14,7 +14,8 @@ from os import PathLike
 from typing import Any, Literal, Self
 
 from zbpipe.costs.layers import LayerCosts, merge_stages
-from zbpipe.costs.model import ROUNDING, CostModel, Transport, highest, number, set_fields
+from zbpipe.costs.model import ROUNDING, CostModel, Transport, highest
+from zbpipe.costs.numbers import number, set_fields
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 
 CostsOf = Callable[[Placement], CostModel]
@@ -138,7 +139,7 @@ class MemoryLimit:
                 ) from None
         known = costs if isinstance(costs, CostModel) else one_stage_a_rank(costs, ranks)
         if self.unit == "microbatches":
-            return sum(known.activations) / ranks
+            return sum(known.alike.activations) / ranks
         if not known.in_bytes:
             raise ValueError(
                 f"memory_limit = {self.written!r} is in bytes, but nothing here was measured in bytes:"
@@ -239,7 +240,7 @@ def most_room(placement: Placement, costs: CostModel, num_microbatches: int) -> 
     """Upper bound of each rank's memory in any order of its ops, in the unit of `costs.activations`."""
 
     def most(stages: tuple[int, ...]) -> float:
-        kept = sum(max(costs.activations[stage], costs.of(stage, OpKind.W).frees) for stage in stages)
+        kept = sum(max(costs.of(stage, OpKind.F).adds, costs.of(stage, OpKind.W).frees) for stage in stages)
         return num_microbatches * kept + max(costs.of(stage, kind).needs for stage in stages for kind in COMPUTATIONS)
 
     return tuple(most(placement.stages_on(rank)) for rank in range(placement.num_ranks))
@@ -313,11 +314,15 @@ class JobCosts:
         return as_cost_model(self.costs, placement)
 
 
-def as_cost_model(costs: CostModel | JobCosts | Sequence[float], placement: Placement) -> CostModel:
-    """`costs` itself, those of a job on this placement, or for `(f, i, w)` equal costs on every rank."""
+def as_cost_model(
+    costs: CostModel | JobCosts | Sequence[float], placement: Placement, microbatches: int | None = None
+) -> CostModel:
+    """`costs` itself, those of a job on this placement, or for `(f, i, w)` equal costs on every rank. ValueError for
+    another number of stages, or of `microbatches` that have sizes."""
     if isinstance(costs, JobCosts):
-        return costs.on(placement)
+        costs = costs.on(placement)
     if isinstance(costs, CostModel):
+        costs.require_microbatches(microbatches or len(costs.sizes))
         if costs.num_stages != placement.num_stages:
             raise ValueError(
                 f"the costs are for {costs.num_stages} stages, but the placement has {placement.num_stages}: give one"

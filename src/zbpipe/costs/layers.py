@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise, product
 from typing import Any
 
-from zbpipe.costs.model import COLUMNS, OF_DATA_PARALLELISM, CommonCosts, CostModel, amount, highest, set_fields
+from zbpipe.costs.model import COLUMNS, OF_DATA_PARALLELISM, CommonCosts, CostModel, highest
+from zbpipe.costs.numbers import amount, set_fields
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement
 
 MOST_LAYERS = 10_000
@@ -123,6 +124,7 @@ def join_stages(costs: CostModel, split: Split) -> CostModel:
         ops = [(layer, kind) for layer in (stage if kind is OpKind.F else reversed(stage))]
         return highest(costs, ops) - max(sum(costs.of(*op).adds for op in ops), 0.0)
 
+    whole, costs = costs, replace(costs, sizes=())
     working = {kind: tuple(max(beyond(kind, stage), 0.0) for stage in split) for kind in COMPUTATIONS}
     columns: dict[str, Any] = {name: add_up(getattr(costs, name)) for name in COLUMNS}
     for name in OF_DATA_PARALLELISM:
@@ -133,7 +135,12 @@ def join_stages(costs: CostModel, split: Split) -> CostModel:
         pairs = zip(columns["activations"], add_up(deferred), strict=True)
         freed = tuple(1 - waiting / kept if kept else 0.0 for kept, waiting in pairs)
     used = {kind: each for kind, each in working.items() if any(each)}
-    return replace(costs, **columns, freed_by_i=freed, working=used)
+    attention = costs.attention
+    if isinstance(attention, tuple):
+        both = [f + i for f, i in zip(costs.f, costs.i, strict=True)]
+        of_stages = add_up([each * share for each, share in zip(both, attention, strict=True)])
+        attention = tuple(min(part / (each or 1.0), 1.0) for part, each in zip(of_stages, add_up(both), strict=True))
+    return replace(whole, **columns, freed_by_i=freed, working=used, attention=attention)
 
 
 def merge_stages(costs: CostModel, num_stages: int) -> CostModel:

@@ -6,88 +6,20 @@ All memory is in the unit of `CostModel.activations`: bytes if measured. In cost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import KW_ONLY, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, partial
 from math import inf
-from typing import Any, NamedTuple, Self, SupportsFloat, TypeVar
+from operator import mul
+from statistics import fmean
+from typing import Any, NamedTuple, Self
 
+from zbpipe.costs.numbers import MOST, FrozenDict, Size, amount, number, one_or_each, read_column, set_fields, share
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement
 
-MOST = 1e100
-"""Largest cost. No sum or product of such numbers is infinite."""
 ROUNDING = 1e-9
 """Relative tolerance for the rounding of sums of times or memory."""
-
-
-K = TypeVar("K", bound=Hashable)
-V_co = TypeVar("V_co", covariant=True)
-
-
-class FrozenDict(Mapping[K, V_co]):
-    """A copy of a mapping, equal to any mapping with the same items. It pickles, unlike `MappingProxyType`."""
-
-    __slots__ = ("_items",)
-
-    def __init__(self, items: Mapping[K, V_co]) -> None:
-        self._items = dict(items)
-
-    def __getitem__(self, key: K) -> V_co:
-        return self._items[key]
-
-    def __iter__(self) -> Iterator[K]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __hash__(self) -> int:
-        return hash(frozenset(self._items.items()))
-
-    def __repr__(self) -> str:
-        return f"FrozenDict({self._items!r})"
-
-
-def is_amount(number: float) -> bool:
-    return 0 <= number <= MOST
-
-
-def amount(what: str, name: str, value: Any) -> float:
-    refusal = f"{what} cannot have {name} = {value!r}: give a number from 0 to {MOST:g}"
-    found = number(value, refusal)
-    if not is_amount(found):
-        raise ValueError(refusal)
-    return found
-
-
-def _by_stage(what: str, name: str, values: Any) -> tuple[float, ...]:
-    values = values.tolist() if hasattr(values, "tolist") else values  # an array of numpy or torch
-    if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
-        raise TypeError(f"{what} cannot have {name} = {values!r}: give one number for each stage, for example (1, 1)")
-    return tuple(amount(what, name, value) for value in values)
-
-
-def _share(what: str, value: Any) -> float:
-    refusal = f"{what} cannot have freed_by_i = {value!r}: give a number up to 1"
-    found = number(value, refusal)
-    if not -MOST <= found <= 1:
-        raise ValueError(refusal)
-    return found
-
-
-def number(value: Any, refusal: str) -> float:
-    """`value` as a float, infinite for huge integers. Else a TypeError with `refusal`."""
-    if type(value) is float:  # the usual case; the checks below take 30 times as long
-        return value
-    if not isinstance(value, SupportsFloat) or isinstance(value, bool):
-        raise TypeError(refusal)
-    try:
-        return float(value)
-    except TypeError:  # an array
-        raise TypeError(refusal) from None
-    except OverflowError:
-        return inf
 
 
 @dataclass(frozen=True)
@@ -184,11 +116,6 @@ class Receives(Named):
     """Between computations, where both ranks are free first. In the simulation each message blocks both ranks."""
 
 
-def set_fields(instance: object, **fields: Any) -> None:
-    for name, value in fields.items():
-        object.__setattr__(instance, name, value)
-
-
 class OpCosts(NamedTuple):
     """Costs of one op, message or collective."""
 
@@ -236,6 +163,15 @@ class CommonCosts:
     overhead: float = 0.0
     """Seconds of each op of a stage besides its computation: Python, launches, gaps between kernels. B has it once.
     `zbpipe.Profiler` measures it. On A100 GPUs about 1 ms fits Megatron's published steps (docs/hardware.md)."""
+    attention: float | tuple[float, ...] = 0.0
+    """Share of F and of I that attention takes: one number for all stages or layers, or one for each. With `sizes` it
+    grows with the squared lengths of samples, and everything else but `overhead` with tokens."""
+    sizes: tuple[Any, ...] = ()
+    """Size of each microbatch of a step: its tokens (in samples of usual length), or a pair of its tokens and the sum
+    of its samples' squared lengths; a `Size` once parsed. Empty if all are alike. Memory limits hold for the largest
+    one, in any order."""
+    of_size: Any = None
+    """Size of the microbatch that all other fields are for: a pair, or the tokens of one sample. Default: the mean."""
 
     def check_common(self, what: str, count: int, each: str) -> None:
         """Check these fields for `count` stages or layers, and set them in their usual form."""
@@ -259,9 +195,39 @@ class CommonCosts:
             links=FrozenDict(self.links),
             message_bytes=amount(what, "message_bytes", self.message_bytes),
             working=_check_working(what, self.working, count, each),
-            freed_by_i=_one_or_each("freed_by_i", self.freed_by_i, count, each, partial(_share, what)),
+            freed_by_i=one_or_each("freed_by_i", self.freed_by_i, count, each, partial(share, what, "freed_by_i")),
             overhead=amount(what, "overhead", self.overhead),
+            attention=one_or_each(
+                "attention", self.attention, count, each, partial(share, what, "attention", least=0.0)
+            ),
+            of_size=None if self.of_size is None else Size.parse(what, self.of_size),
         )
+        set_fields(self, sizes=self._check_sizes(what))
+
+    def _check_sizes(self, what: str) -> tuple[Size, ...]:
+        given = self.sizes.tolist() if hasattr(self.sizes, "tolist") else self.sizes
+        if not isinstance(given, (tuple, list)):
+            raise TypeError(
+                f"{what} cannot have sizes = {given!r}: give the tokens of each microbatch, like (4096, 2048)"
+            )
+        if self.of_size is None and len({isinstance(each, (tuple, list)) for each in given}) > 1:
+            raise ValueError(
+                f"{what} cannot have sizes = {given!r}, of numbers and pairs: give pairs for all microbatches"
+            )
+        length = self.of_size.squares / self.of_size.tokens if self.of_size else 1.0
+        return tuple(Size.parse(what, each, length) for each in given)
+
+    @property
+    def varies(self) -> bool:
+        """Whether microbatches differ in size."""
+        return len(set(self.sizes)) > 1
+
+    def require_microbatches(self, microbatches: int) -> None:
+        if self.sizes and len(self.sizes) != microbatches:
+            raise ValueError(
+                f"the costs have the sizes of {len(self.sizes)} microbatches, but the step has {microbatches}: give one"
+                " size for each"
+            )
 
 
 @dataclass(frozen=True)
@@ -294,7 +260,7 @@ class CostModel(CommonCosts):
 
     def __post_init__(self) -> None:
         what = "the costs of stages"
-        columns = {name: _by_stage(what, name, getattr(self, name)) for name in COLUMNS}
+        columns = {name: read_column(what, name, getattr(self, name)) for name in COLUMNS}
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"f, i, w and activations need one number for each stage, got {lengths}")
@@ -302,7 +268,7 @@ class CostModel(CommonCosts):
             raise ValueError("the costs of stages need at least one stage: f, i, w and activations are empty")
         stages = lengths["f"]
         collectives = {
-            name: _one_or_each(name, getattr(self, name), stages, "stage", partial(amount, what, name))
+            name: one_or_each(name, getattr(self, name), stages, "stage", partial(amount, what, name))
             for name in OF_DATA_PARALLELISM
         }
         set_fields(self, **columns, **collectives)
@@ -347,13 +313,63 @@ class CostModel(CommonCosts):
             >>> [costs.of(0, kind).needs for kind in (OpKind.F, OpKind.I, OpKind.W)]
             [4.0, 5.0, 0.0]
 
-        All microbatches are alike, and -1 stands for any of them.
+        -1 stands for any microbatch. If their sizes differ, that has their mean times, and the largest one's memory.
         """
-        return self._of[kind][stage]
+        return self._of[microbatch if self.sizes else -1][kind][stage]
 
     @cached_property
-    def _of(self) -> dict[str, list[OpCosts]]:
-        """Cached, because simulations and searches ask often."""
+    def by_microbatch(self) -> tuple[CostModel, ...]:
+        """Costs of steps in which all microbatches have the size of the first, the second, and so on."""
+        return tuple(map(self._scaled, *self._ratios)) if self.sizes else ()
+
+    @cached_property
+    def alike(self) -> CostModel:
+        """Costs of a step whose microbatches all have the mean times, and the largest one's memory and messages."""
+        if not self.varies:
+            return self.by_microbatch[0] if self.sizes else self
+        mean, largest = self._scaled(*map(fmean, self._ratios)), self._scaled(*map(max, self._ratios))
+        return replace(largest, f=mean.f, i=mean.i, w=mean.w)
+
+    @property
+    def least(self) -> CostModel:
+        """Costs that no microbatch is below."""
+        return self._scaled(*map(min, self._ratios)) if self.sizes else self
+
+    @property
+    def _ratios(self) -> list[list[float]]:
+        """Tokens and squares of each microbatch, relative to the one that the costs are of."""
+        own = self.of_size or self.sizes[0]
+        if self.of_size is None and self.varies:  # else rounding would change equal costs
+            own = Size(*map(fmean, zip(*self.sizes, strict=True)))
+        return [
+            [each / unit for each in column] for column, unit in zip(zip(*self.sizes, strict=True), own, strict=True)
+        ]
+
+    def _scaled(self, tokens: float, squares: float) -> CostModel:
+        factors = [tokens + share * (squares - tokens) for share in self.by_stage(self.attention)]
+
+        def scale(
+            values: tuple[float, ...], factors: Sequence[float] = (tokens,) * self.num_stages
+        ) -> tuple[float, ...]:
+            return tuple(map(mul, values, factors))
+
+        return replace(
+            self,
+            f=scale(self.f, factors),
+            i=scale(self.i, factors),
+            w=scale(self.w),
+            activations=scale(self.activations),
+            working={kind: scale(self.by_stage(each)) for kind, each in self.working.items()},
+            message_bytes=self.message_bytes * tokens,
+            sizes=(),
+        )
+
+    @cached_property
+    def _of(self) -> list[dict[str, list[OpCosts]]]:
+        """Costs by microbatch, and last those of any. Cached, because simulations and searches ask often."""
+        return [each._table() for each in (*self.by_microbatch, self.alike)]
+
+    def _table(self) -> dict[str, list[OpCosts]]:
         size = self.activations
         by_i = [each * part for each, part in zip(size, self.by_stage(self.freed_by_i), strict=True)]
         deferred = [each - freed for each, freed in zip(size, by_i, strict=True)]
@@ -403,17 +419,6 @@ class CostModel(CommonCosts):
         return (OpKind.B,) if self.saved_by_b(stage) > 0 else (OpKind.I, OpKind.W)
 
 
-def _one_or_each(
-    name: str, given: Any, count: int, each: str, read: Callable[[Any], float]
-) -> float | tuple[float, ...]:
-    given = given.tolist() if hasattr(given, "tolist") else given
-    if not isinstance(given, (tuple, list)):
-        return read(given)
-    if len(given) != count:
-        raise ValueError(f"{name} has to be one number, or one for each {each}: got {len(given)} for {count}")
-    return tuple(map(read, given))
-
-
 def _check_working(what: str, working: Any, count: int, each: str) -> FrozenDict[OpKind, tuple[float, ...]]:
     """Working memory by op kind, one number for `each` of `count` stages or layers."""
     if not isinstance(working, Mapping) or not all(
@@ -426,7 +431,7 @@ def _check_working(what: str, working: Any, count: int, each: str) -> FrozenDict
     found = {}
     for kind in working:
         name = f"working[{kind}]"
-        read = _one_or_each(name, working[kind], count, each, partial(amount, what, name))
+        read = one_or_each(name, working[kind], count, each, partial(amount, what, name))
         found[kind] = read if isinstance(read, tuple) else (read,) * count
     return FrozenDict(found)
 

@@ -8,11 +8,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import inf
+from statistics import fmean
 from typing import Any
 
 from zbpipe.costs.job import JobCosts, MemoryLimit, memory_of_1f1b, resolve_limits
 from zbpipe.costs.layers import Split, join_stages, merge_stages
-from zbpipe.costs.model import CostModel, Transport
+from zbpipe.costs.model import CommonCosts, CostModel, Transport
+from zbpipe.costs.numbers import Size
 from zbpipe.costs.transformer import has_torchs_split, runs_torchs_split
 from zbpipe.estimation.choice import choose
 from zbpipe.estimation.cut import WorkloadCut
@@ -65,6 +67,7 @@ def estimate(
     stages_per_rank: Sequence[int] = _STAGES_PER_RANK,
     plans: bool = True,
     budget: float = _BUDGET,
+    sizes: Sequence[Any] = (),
 ) -> Estimate:
     """Estimates for each schedule in a job: step time, bubble, tokens/s, MFU, and memory of the worst rank.
 
@@ -83,6 +86,7 @@ def estimate(
         plans: whether to add the rows of the answer: the job's schedule, ZB, 1F1B and Interleaved1F1B, ZB with its best
             memory limit, and a plan. With schedules to compare, there is a plan for each number of stages per rank.
         budget: number of ops that the search of one plan may time.
+        sizes: size of each microbatch, see `CostModel.sizes`. Memory is that of the largest. Default: all are alike.
 
     Raises ValueError for unknown devices, schedules and transports, invalid rates, and costs for another number of
     ranks.
@@ -104,7 +108,10 @@ def estimate(
     stages_per_rank = [require_whole(1, stages_per_rank=each)[0] for each in stages_per_rank]
     known = transport or (costs and costs.transport) or (found and found.transport) or Transport.IDEAL
     speeds = None if found is None else rates(found, tflops, link)
-    job = _Job(workload, speeds, costs, Transport.parse(known), WorkloadCut(workload))
+    length = workload.tokens / workload.microbatch_size
+    read = tuple(Size.parse("an estimate", each, length) for each in sizes)
+    CommonCosts(sizes=read).require_microbatches(workload.microbatches)
+    job = _Job(workload, speeds, costs, Transport.parse(known), WorkloadCut(workload), read)
     own = resolve(workload.schedule)
     names = None if only is None else {resolve(name).name for name in only}
     wanted = [each for each in schedules().values() if names is None or each.name in names]
@@ -126,7 +133,8 @@ def estimate(
         rows.add(NO_PIPELINE, job.without_pipeline, is_typed=True)
     steps = sorted(rows.steps, key=lambda step: (not step.runs, not step.fits, step.seconds, step.has_torchs_split))
     device = None if job.rates is None else job.rates.device
-    return Estimate(workload, device, tuple(steps), tuple(rows.left_out), tuple(job.words(tflops, link)), rows.lighter)
+    told = replace(workload, tokens=round(fmean(each.tokens for each in read))) if read else workload
+    return Estimate(told, device, tuple(steps), tuple(rows.left_out), tuple(job.words(tflops, link)), rows.lighter)
 
 
 def job_costs(workload: Workload, device: str | Device, **given: Any) -> Callable[[Placement], CostModel]:
@@ -218,6 +226,7 @@ class _Job:
     measured: JobCosts | None
     transport: Transport
     cut: WorkloadCut
+    sizes: tuple[Size, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -317,7 +326,8 @@ class _Job:
         how: dict[str, Any] = {"transport": self.transport, "overlaps_fsdp": overlaps}
         timeline = simulate(schedule, self.with_fsdp(costs, split), **how)
         seconds = self._seconds(timeline, split)
-        worst = max(memories_by_rank(self.workload, timeline, split), key=lambda memory: memory.total)
+        largest = replace(timeline, costs=timeline.costs.alike)
+        worst = max(memories_by_rank(self.workload, largest, split), key=lambda memory: memory.total)
         torchs = has_torchs_split(schedule, source)
         runs = not torchs or runs_torchs_split(self.workload.checkpointing, self.workload.compiled)
         about = {"source": source, "timeline": timeline, "has_torchs_split": torchs, "runs": runs}
@@ -340,7 +350,8 @@ class _Job:
     ) -> Step:
         if not seconds:
             raise ValueError("its step takes 0 seconds: give times above 0")
-        speed = self.workload.global_tokens / seconds / self.workload.degrees.gpus
+        share = fmean(each.tokens for each in self.sizes) / self.workload.tokens if self.sizes else 1.0
+        speed = share * self.workload.global_tokens / seconds / self.workload.degrees.gpus
         device = None if self.rates is None else self.rates.device
         mfu = speed * self.workload.operations / device.peak if device else None
         fits = device is None or memory.total <= device.usable_bytes
@@ -353,6 +364,10 @@ class _Job:
         return self.rates.layer_costs(self.workload)
 
     def costs(self, placement: Placement, split: Split) -> CostModel:
+        costs = self._alike(placement, split)
+        return replace(costs, sizes=self.sizes) if self.sizes else costs
+
+    def _alike(self, placement: Placement, split: Split) -> CostModel:
         if self.measured is None:
             assert self.rates is not None, "checked when the estimate began"
             return self.rates.costs(self.workload, self._layers, placement, split)
@@ -411,6 +426,8 @@ class _Job:
 
     def without_pipeline(self) -> Step:
         """A step with the same tokens and GPUs under FSDP without a pipeline."""
+        if self.sizes:
+            raise ValueError("without a pipeline, sizes of microbatches are not counted: omit them")
         assert self.rates is not None
         seconds, exposed, memory = step_without_pipeline(self.workload, self.rates)
         others = (job.rates for job in self._extremes)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zbpipe.costs.file import layer_tables, read_data, table_of
-from zbpipe.costs.model import amount
+from zbpipe.costs.numbers import amount
 from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes, Workload
 from zbpipe.schedule.ir import OpKind, require_whole
 

@@ -69,16 +69,25 @@ class Rates:
             products = (operations - attention) * narrow * (1 + layer.in_routed * (1 / device.experts - 1))
             if workload.float8 and layer.is_block:
                 products, traffic = products / FLOAT8, traffic * _CASTS
-            attention *= 1 + _RING * (degrees.context - 1)
-            computing = (products / device.products + attention / device.attention) / device.peak
-            return (computing + traffic / device.memory) / degrees.sharing / self.speed
+            computing = products / device.products / device.peak + traffic / device.memory
+            return computing / degrees.sharing / self.speed + attending(attention)
+
+        def attending(operations: float) -> float:
+            ring = 1 + _RING * (degrees.context - 1)
+            return ring * operations / device.attention / device.peak / degrees.sharing / self.speed
 
         def times(layer: LayerWork) -> tuple[float, float, float]:
             f, i = zip((layer.f, layer.i), layer.attention, layer.traffic, strict=True)
             in_f, in_i = communication(layer)
             return seconds(layer, *f) + in_f, seconds(layer, *i) + in_i, seconds(layer, layer.w, 0.0, 0.0)
 
-        return workload.layer_costs(times)
+        costs = workload.layer_costs(times)
+        both = zip(workload.layers, costs.f, costs.i, strict=True)
+        shares = (attending(sum(layer.attention)) / ((f + i) or 1.0) for layer, f, i in both)
+        tokens, sequences = workload.tokens, workload.microbatch_size
+        return replace(
+            costs, attention=tuple(min(each, 1.0) for each in shares), of_size=(tokens, tokens**2 / sequences)
+        )
 
     def costs(self, workload: Workload, layers: CostModel, placement: Placement, split: Split) -> CostModel:
         """Costs of the stages, from those of the layers and the links between neighbours."""

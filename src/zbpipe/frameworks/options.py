@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from zbpipe.costs.job import AS_1F1B, SPELLINGS, MemoryLimit, MemoryLimitLike
-from zbpipe.costs.model import Receives, Transport, set_fields
+from zbpipe.costs.model import Receives, Transport
+from zbpipe.costs.numbers import set_fields
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch.fsdp2 import FsdpMode
 from zbpipe.runtime.split.stage import SplitBackward

@@ -29,8 +29,9 @@ class Problem:
     """Memory limit of each rank, in the unit of `costs.activations`."""
     by_period: bool = False
     """Whether to minimise the period of steps that run ahead, instead of the makespan."""
-    with_fsdp: CostModel | None = None
-    """The costs with FSDP's collectives. The search omits these: they add time to both ends of a step."""
+    exact: CostModel | None = None
+    """The costs with FSDP's collectives and the sizes of microbatches. The search omits the former, which add time to
+    both ends of a step, and takes all microbatches for alike."""
 
     @property
     def num_ops(self) -> int:
@@ -42,7 +43,7 @@ class Problem:
 
     @property
     def full_costs(self) -> CostModel:
-        return self.with_fsdp or self.costs
+        return self.exact or self.costs
 
     def bound(self, costs: CostModel) -> float:
         below = lower_bound.period_bound if self.by_period else lower_bound.lower_bound
@@ -197,7 +198,7 @@ class Problem:
         """Whether only F add memory on its rank, and no op needs working memory beyond that."""
         own, costs = self.placement.stages_on(self.placement.rank_of[stage]), self.costs
         return all(
-            costs.of(each, kind).needs <= (costs.activations[each] if kind is OpKind.F else 0.0)
+            costs.of(each, kind).needs <= (costs.of(each, kind).adds if kind is OpKind.F else 0.0)
             for each in own
             for kind in KINDS
         )

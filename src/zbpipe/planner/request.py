@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from zbpipe.costs.model import Transport, number
+from zbpipe.costs.model import Transport
+from zbpipe.costs.numbers import number
 from zbpipe.schedule.ir import Placement, require_size, require_whole
 
 Objective = Literal["makespan", "period"]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from zbpipe.costs.layers import LayerCosts, Split
-from zbpipe.costs.model import ROUNDING, FrozenDict, set_fields
+from zbpipe.costs.model import ROUNDING
+from zbpipe.costs.numbers import FrozenDict, set_fields
 from zbpipe.planner.request import Objective
 from zbpipe.schedule.ir import Schedule
 from zbpipe.simulator.simulation import period_of

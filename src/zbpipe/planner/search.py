@@ -205,9 +205,9 @@ def find_best_within(
     span of a rank, which is close to the period, breaks ties; with `by_period` it decides, and the step breaks ties.
     Each rank may hold this `limit` of microbatches, and at least the memory that one microbatch needs."""
     costs = costs or CostModel.uniform(placement)
-    weights = (limit * share for share in placement.sum_by_rank(costs.activations))
+    weights = (limit * share for share in placement.sum_by_rank(costs.alike.activations))
     limits = tuple(map(max, weights, least_room(placement, costs)))
-    problem = Problem("", placement, costs, num_microbatches, limits, by_period)
+    problem = Problem("", placement, costs.alike, num_microbatches, limits, by_period)
     scheduler = ListScheduler(problem, at_hand())
     listed = [*scheduler.list_by_kind(), *scheduler.list_around_the_first()]
     listed = sorted((each for each in listed if each[0] < NEVER), key=itemgetter(0))

@@ -62,14 +62,15 @@ def fits(placement: Placement, costs: CostModel, limits: Sequence[float] | None)
 
 def make_problem(request: Request, name: str, placement: Placement, costs: CostModel) -> Problem:
     require_size(f"the placement {name}", placement.num_stages, request.microbatches)
-    with_fsdp = costs if costs.gather or costs.reduce else None
-    costs = replace(costs, gather=0.0, reduce=0.0)
+    costs.require_microbatches(request.microbatches)
+    exact = costs if costs.has_fsdp or costs.varies else None
+    costs = replace(costs.alike, gather=0.0, reduce=0.0)
     limits = request.limits or (inf,) * request.ranks
     require_room(placement, costs, limits)
     # Numbers that no order reaches mean no limit.
     most = most_room(placement, costs, request.microbatches)
     limits = tuple(limit if limit < inf else room for limit, room in zip(limits, most, strict=True))
-    return Problem(name, placement, costs, request.microbatches, limits, request.objective == "period", with_fsdp)
+    return Problem(name, placement, costs, request.microbatches, limits, request.objective == "period", exact)
 
 
 def _find_shortest(candidates: Sequence[Found], transport: Transport, objective: Objective) -> tuple[Found, Timeline]:
@@ -84,12 +85,12 @@ def _find_shortest(candidates: Sequence[Found], transport: Transport, objective:
         return timeline.makespan if objective == "makespan" else period_of(timeline)
 
     best, timeline = candidates[0], timeline_of(candidates[0])
-    if transport is Transport.IDEAL and not any(each.problem.with_fsdp for each in candidates):
+    if transport is Transport.IDEAL and not any(each.problem.exact for each in candidates):
         return best, timeline
     others = {(each.problem.name, each.order): each for each in candidates}
     for each in sorted(others.values(), key=lambda found: found.length)[:_MOST_CANDIDATES]:
-        # Neither queues nor collectives shorten anything.
-        if each.length >= length(timeline):
+        # Neither queues nor collectives shorten anything. Sizes may.
+        if each.length >= length(timeline) and not each.problem.full_costs.varies:
             break
         trial = timeline_of(each)
         if length(trial) < length(timeline):

@@ -16,7 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zbpipe.costs.job import JobCosts, as_cost_model
-from zbpipe.costs.model import SENDS, CostModel, FrozenDict, amount, set_fields
+from zbpipe.costs.model import SENDS, CostModel
+from zbpipe.costs.numbers import FrozenDict, amount, set_fields
 from zbpipe.schedule.ir import KINDS, Schedule, require_whole
 from zbpipe.simulator.actions import other_end
 from zbpipe.simulator.time_graph import TimeGraph, durations, last_ends
@@ -133,7 +134,7 @@ def step_times(
     named = {*jitter.slow_ranks, *(rank for link in jitter.slow_links for rank in link)}
     if strangers := sorted(named - set(range(schedule.num_ranks))):
         raise ValueError(f"jitter names rank {strangers[0]}, but there are ranks 0 to {schedule.num_ranks - 1}")
-    costs = as_cost_model(costs, schedule.placement)
+    costs = as_cost_model(costs, schedule.placement, schedule.num_microbatches)
     require_runnable(schedule)
     graph, rank_of = TimeGraph(schedule, has_fsdp=costs.has_fsdp), schedule.placement.rank_of
     usual = durations(graph, costs)

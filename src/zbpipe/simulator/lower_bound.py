@@ -21,12 +21,13 @@ a rank's last reduction takes longer than the last backward, which may hide it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import floor, inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from zbpipe.costs.model import GATHER, REDUCE, ROUNDING, SENDS, CostModel, FrozenDict, OpCosts
+from zbpipe.costs.model import GATHER, REDUCE, ROUNDING, SENDS, CostModel, OpCosts
+from zbpipe.costs.numbers import FrozenDict
 from zbpipe.schedule.ir import Op, OpKind, Placement
 
 
@@ -39,6 +40,8 @@ def lower_bound(
     >>> lower_bound(placement, CostModel.uniform(placement), num_microbatches=8)
     25.5
     """
+    if costs.varies:
+        return _bound_of_sizes(lower_bound, placement, costs, num_microbatches, limits)
     least = _as_possible(placement, costs, limits)
     path, begun = _alone(placement, least), _alone(placement, least, _earliest(costs))
     # The last possible W after an I: of its own stage, or of a stage that the gradient still has to reach.
@@ -71,6 +74,8 @@ def period_bound(
         >>> period_bound(placement, CostModel.uniform(placement), num_microbatches=8)
         24.0
     """
+    if costs.varies:
+        return _bound_of_sizes(period_bound, placement, costs, num_microbatches, limits)
     least = _as_possible(placement, costs, limits)
     path = _alone(placement, least)
     ranks = _ranks(placement, limits)
@@ -80,6 +85,20 @@ def period_bound(
         for stages, limit in ranks
         if watched[0] <= stages[0]
     )
+
+
+def _bound_of_sizes(
+    bound: Callable[..., float], placement: Placement, costs: CostModel, num_microbatches: int, *limits: Any
+) -> float:
+    """The bound for microbatches of the smallest size, or a rank's actual work after its first input."""
+    of, least = costs.alike.of, costs.least
+    work = [of(stage, OpKind.F).seconds + of(stage, OpKind.B).seconds for stage in range(costs.num_stages)]
+    begins = _alone(placement, _as_possible(placement, least, None)).forward_start
+    ranks = (placement.stages_on(rank) for rank in range(placement.num_ranks))
+    lengths = (
+        begins[own[0]] * (bound is lower_bound) + num_microbatches * sum(work[stage] for stage in own) for own in ranks
+    )
+    return max(bound(placement, least, num_microbatches, *limits), *lengths)
 
 
 class _Path(NamedTuple):
@@ -153,7 +172,7 @@ def _as_possible(placement: Placement, costs: CostModel, limits: Sequence[float]
     for own, limit in _ranks(placement, limits):
         below = 0.0
         for stage in own:
-            below += costs.activations[stage]
+            below += costs.of(stage, OpKind.F).adds
             i, w = costs.of(stage, OpKind.I), costs.of(stage, OpKind.W)
             if below + max(i.needs, i.adds + w.needs) > limit * (1 + 1e-6) and costs.saved_by_b(stage) > 0:
                 forced.append(stage)

@@ -50,7 +50,7 @@ def peak_parts(timeline: Timeline, rows: Rows | None = None) -> tuple[Held, ...]
         rows = rows_of(timeline)
     messages, costs = messages_held(rows), timeline.costs
     if timeline.copies:
-        most = (max(held, default=0) * costs.message_bytes for held in messages)
+        most = (max(held, default=0) * costs.alike.message_bytes for held in messages)
         return tuple(Held(peak, messages=size) for peak, size in zip(timeline.peak_memory, most, strict=True))
     return tuple(_worst(costs, zip(row, held, strict=True)) for row, held in zip(rows, messages, strict=True))
 
@@ -68,7 +68,7 @@ def _worst(costs: CostModel, row: Iterable[tuple[Action, int]]) -> Held:
     worst = Held()
     for action, number in row:
         stage, kind, microbatch = action
-        messages = number * costs.message_bytes
+        messages = number * costs.alike.message_bytes
         if kind not in COMPUTE:
             if activations + waiting + messages > worst.total:
                 worst = Held(activations, waiting, messages=messages)

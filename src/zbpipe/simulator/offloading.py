@@ -14,7 +14,8 @@ from math import inf
 from typing import Any, NamedTuple, Self
 
 from zbpipe.costs.job import JobCosts, MemoryLimit, MemoryLimitLike, as_cost_model
-from zbpipe.costs.model import ROUNDING, CostModel, Named, Transport, amount
+from zbpipe.costs.model import ROUNDING, CostModel, Named, Transport
+from zbpipe.costs.numbers import amount
 from zbpipe.schedule.ir import Op, OpKind, Schedule
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.time_graph import durations

@@ -65,7 +65,7 @@ def simulate(
     schedule cannot run, or a name is unknown.
     """
     require_schedule(schedule)
-    costs = as_cost_model(costs, schedule.placement)
+    costs = as_cost_model(costs, schedule.placement, schedule.num_microbatches)
     if sum(map(len, schedule)) < schedule.placement.num_stages * schedule.num_microbatches:  # too few for the forwards
         require_valid(schedule)
     transport = Transport.parse(transport)

@@ -227,7 +227,7 @@ def find_excess(
     schedule: Schedule, memory_limit: MemoryLimitLike | None, costs: CostModel | None = None
 ) -> Iterator[Finding]:
     """The first op of every rank that exceeds its limit."""
-    costs = as_cost_model((1, 1, 1) if costs is None else costs, schedule.placement)
+    costs = as_cost_model((1, 1, 1) if costs is None else costs, schedule.placement, schedule.num_microbatches)
     parsed = MemoryLimit.parse(memory_limit)
     limits = parsed.resolve(costs, schedule.num_ranks, schedule.num_microbatches) if parsed else ()
     # A row beyond the placement only has ops in a wrong place.

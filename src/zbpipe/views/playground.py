@@ -11,7 +11,8 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from zbpipe.costs.job import memory_of_1f1b
-from zbpipe.costs.model import MOST, ROUNDING, CostModel, is_amount
+from zbpipe.costs.model import ROUNDING, CostModel
+from zbpipe.costs.numbers import MOST, is_amount
 from zbpipe.costs.transformer import LLAMA_3_8B, Checkpointing, typical_costs, typical_times
 from zbpipe.planner.plan import plan
 from zbpipe.schedule.ir import Placement

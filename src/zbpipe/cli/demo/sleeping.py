@@ -83,7 +83,7 @@ def check(ran: Sequence[Ran], ops: Sequence[Op], costs: CostModel, torchs_split:
     for op, _, _, slept in ran:
         late = torchs_split and op.stage == 0
         belongs = {OpKind.B: "IW", OpKind.I: "" if late else "I", OpKind.W: "IW" if late else "W"}
-        short = any(seconds < costs.of(op.stage, kind).seconds - 1e-9 for kind, seconds in slept)
+        short = any(seconds < costs.of(op.stage, kind, op.microbatch).seconds - 1e-9 for kind, seconds in slept)
         if sorted(kind for kind, _ in slept) != list(belongs.get(op.kind, "F")) or short:
             raise AssertionError(f"{op} slept {slept}")
 
@@ -110,7 +110,7 @@ class Runner:
         self.target = batch if last in indices else None
         self._run()  # without sleep: the first step prepares shapes and more
         for index, layer in self._layers.items():
-            layer.seconds = {kind: costs.of(index, kind).seconds for kind in layer.seconds}
+            layer.seconds = self._sleeps(index)
 
     def seconds(self) -> float:
         """Seconds of one step, from a common start to the end of the last rank."""
@@ -122,11 +122,14 @@ class Runner:
 
     def _follow(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         op, layer, start = Op(stage, OpKind(kind), microbatch), self._layers[stage], time.monotonic()
-        layer.slept = []
+        layer.slept, layer.seconds = [], self._sleeps(stage, microbatch)
         result = compute()
         if not self.ran or self.ran[-1].op != op:  # else this is the loss, one more F to hooks
             self.ran.append(Ran(op, start, time.monotonic(), tuple(layer.slept)))
         return result
+
+    def _sleeps(self, stage: int, microbatch: int = -1) -> dict[OpKind, float]:
+        return {kind: self.costs.of(stage, kind, microbatch).seconds for kind in (OpKind.F, OpKind.I, OpKind.W)}
 
     def _run(self) -> None:
         self.schedule.step(*self.arguments, target=self.target, return_outputs=False)
