@@ -52,6 +52,7 @@ class StageMessages:
         self.input_shapes, self.output_shapes = ShapeFunction(), ShapeFunction()
         self._step: StepShapes | None = None
         """Shapes of the running step, if they differ from torch's setup."""
+        self._validates = getattr(stage, "_runtime_validate", False)
         self._next: StageMessages | None = None
         """Messages of the next stage, if that is on this rank."""
         self.stage.args_recv_info = _Received(self.stage.args_recv_info)
@@ -76,6 +77,11 @@ class StageMessages:
         self.stage.args_recv_info.clear()
         self.stage.grad_recv_info.clear()
         self._step, self._next = step, then
+        if hasattr(self.stage, "_runtime_validate"):  # of shapes, for a debug level of torch.distributed
+            self.stage._runtime_validate = self._validates and step is None
+
+    def learn_last_step(self) -> None:
+        """Learn the shapes that were not known in the last step, which is over and was not void."""
         for function in (self.input_shapes, self.output_shapes):
             function.learn_noted()
 

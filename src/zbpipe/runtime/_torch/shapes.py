@@ -79,6 +79,8 @@ class ShapeFunction:
         return next((found for each, found in self._noted.values() if each == inputs), None)
 
     def learn_noted(self) -> None:
+        if not self._noted:
+            return
         noted, self._noted = self._noted, {}
         for _, sample in sorted(noted.items()):
             self.learn(*sample)

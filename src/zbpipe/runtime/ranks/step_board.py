@@ -296,6 +296,8 @@ class StepSizes:
         """
         is_set_up, told, seen = pipelining.is_set_up(runtime), self._told, self._seen
         self._last, table = pipelining.num_microbatches(runtime), None
+        for work in runtime.works:
+            work.messages.learn_last_step()
         if given is None:
             # A new setup is for this step's inputs, which only one rank knows.
             self._told = told = told if is_set_up else None
