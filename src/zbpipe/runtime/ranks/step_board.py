@@ -38,8 +38,9 @@ _LINGER = 5.0
 class Table:
     """What stage 0's rank, which sees the input, tells all ranks of a step."""
 
-    first: Shapes
-    """Shapes of the first step's inputs, which steps without `microbatches=` have."""
+    usual: Shapes
+    """Shapes of inputs in steps without `microbatches=`: those of the last such step for which torch has set up
+    messages, else those of the first step."""
     set_up: Shapes
     """Inputs for which torch has set up messages."""
     inputs: tuple[Shapes, ...] = ()
@@ -259,7 +260,7 @@ class StepSizes:
         self._keywords: Shapes | None = None
         """Shapes of the first step's keyword inputs, if they are alike."""
         self._seen: Table | None = None
-        """The first step and torch's setup, on stage 0's rank."""
+        """The usual shapes and torch's setup, on stage 0's rank."""
         self._told: Table | None = None
         """The last table that all ranks know, with torch's present setup; None if they do not know that."""
         self.inputs: Sequence[Shapes] | None = None
@@ -269,12 +270,12 @@ class StepSizes:
 
     @property
     def last_has_usual_shapes(self) -> bool:
-        """Whether the microbatches of the last step had the shapes of the first step."""
-        return self.inputs is None or (self._told is not None and {*self.inputs} == {self._told.first})
+        """Whether the microbatches of the last step had the shapes of steps without `microbatches=`."""
+        return self.inputs is None or (self._told is not None and {*self.inputs} == {self._told.usual})
 
     @property
     def last_was_usual(self) -> bool:
-        """Whether the last step had the usual number of microbatches and the shapes of the first step."""
+        """Whether the last step had the number and the shapes of microbatches of steps without `microbatches=`."""
         return self._last == self.usual and self.last_has_usual_shapes
 
     def find_number(self, microbatches: Any, keywords: object) -> Any:
@@ -301,17 +302,17 @@ class StepSizes:
         if given is None:
             # A new setup is for this step's inputs, which only one rank knows.
             self._told = told = told if is_set_up else None
-            is_usual = told is None or told.first == told.set_up
-            self.inputs = [told.first] * self._last if told and not is_usual else None
+            is_usual = told is None or told.usual == told.set_up
+            self.inputs = [told.usual] * self._last if told and not is_usual else None
             if is_set_up and seen:
-                checks.require_usual_shapes(runtime, args, seen.set_up if is_usual else seen.first)
+                checks.require_usual_shapes(runtime, args, seen.set_up if is_usual else seen.usual)
             else:
                 checks.require_usual_shapes(runtime, args, None)
             return
         if pipelining.stages_of(runtime)[0].is_first:
             found = tuple(map(_describe, args, kwargs))
             seen = seen or Table(found[0], found[0])
-            table = Table(seen.first, seen.set_up if is_set_up else found[0], found)
+            table = Table(seen.usual, seen.set_up if is_set_up else found[0], found)
         self._told = self._board.compare(given, table) if self._board.is_compared else table
         assert self._told is not None
         self.inputs = self._told.inputs
@@ -324,7 +325,7 @@ class StepSizes:
         self.are_set_up = True
         if pipelining.stages_of(runtime)[0].is_first:
             found = _describe(args, kwargs)
-            self._seen = Table(self._seen.first if self._seen else found, found)
+            self._seen = Table(self._seen.usual if self._seen and self.inputs else found, found)
         if self.inputs is not None:
             self._learn_setup(runtime, self.inputs[0])
 
