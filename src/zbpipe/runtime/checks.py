@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 Spell = Callable[[str], str]
 """Converts an option's name to the user's spelling of it."""
 
+LISTS = ("arg_mbs", "kwarg_mbs", "target_mbs")
+"""Arguments of torch's `step` with a value for each microbatch."""
 _LONGEST_FINDING = 300
 """Limit in characters: a cycle of messages can be as long as a step."""
 _WAY_OUT = (
@@ -184,7 +186,7 @@ def require_step(
     """Refuse a step that all ranks can refuse alike: without a loss, an empty batch, a target that does not split into
     equal microbatches, and in the first step parameters that cannot be trained."""
     # torch before 2.14 would take lists of microbatches as keyword inputs, and split them.
-    lists = sorted({"arg_mbs", "kwarg_mbs", "target_mbs"}.intersection(kwargs))
+    lists = sorted(kwargs.keys() & set(LISTS))
     if lists and not pipelining.TAKES_MICROBATCHES:
         raise ValueError(
             f"{', '.join(lists)}: microbatches as lists need torch 2.14 or newer, and this is {torch.__version__}:"

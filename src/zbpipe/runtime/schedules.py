@@ -20,7 +20,7 @@ from zbpipe.planner.result import Plan
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import fsdp2, hooks, pipelining
 from zbpipe.runtime._torch.fsdp2 import FsdpMode
-from zbpipe.runtime._torch.shapes import cut
+from zbpipe.runtime._torch.shapes import cut_batch
 from zbpipe.runtime.device import RandomState, find_device
 from zbpipe.runtime.lists import Lists
 from zbpipe.runtime.offload import Copies, make_copier
@@ -105,6 +105,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     """Whether a step in a CUDA graph is refused: frameworks capture it by default."""
     _size: int | tuple[int, ...] | None = None
     """The running step's number of microbatches, or the number of tokens of each; None for the usual size."""
+    _cut: tuple[Any, Any, Any] | None = None
+    """The running step's batch, cut by numbers of tokens: inputs, keyword inputs and targets."""
     _copies: Copies | None = None
     _probe: Probe | None = None
     """Measures the transport after the first step; None afterwards, or with a known transport."""
@@ -354,8 +356,10 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                 if find_device(pipelining.device_of_rank(self)).is_capturing():
                     self._begin_capture(size)
                 self._size = size = checks.read_size(size)
-                if isinstance(size, tuple):
-                    args, target, kwargs = (), None, self._cut(args, target, kwargs, size)
+                self._cut = None
+                if isinstance(size, tuple) and all(kwargs.get(name) is None for name in checks.LISTS):
+                    self._cut, kwargs = cut_batch(args, target, kwargs, size, pipelining.STEP_OPTIONS)
+                    args, target = (), None
                 self._take_microbatches(
                     self.sizes.usual if size is None else len(size) if isinstance(size, tuple) else size
                 )
@@ -365,20 +369,6 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                 return super().step(*args, target=target, **kwargs)
             finally:
                 self._take_microbatches(self.sizes.usual)
-
-    @staticmethod
-    def _cut(args: Sequence[Any], target: Any, kwargs: dict[str, Any], tokens: Sequence[int]) -> dict[str, Any]:
-        """torch's arguments for microbatches with these numbers of tokens."""
-        torchs = {name: kwargs.pop(name) for name in pipelining.STEP_OPTIONS & kwargs.keys()}
-        lists = [cut(f"input {number}", each, tokens) for number, each in enumerate(args)]
-        named = {name: cut(name, each, tokens) for name, each in kwargs.items()}
-        if lists:
-            torchs["arg_mbs"] = [*zip(*lists, strict=True)]
-        if named:
-            torchs["kwarg_mbs"] = [dict(zip(named, each, strict=True)) for each in zip(*named.values(), strict=True)]
-        if target is not None:
-            torchs["target_mbs"] = [*cut("target", target, tokens)]
-        return torchs
 
     def merge_outputs(self, outputs: list[Any]) -> Any:
         return [*outputs] if len({*(self.sizes.inputs or ())}) > 1 else super().merge_outputs(outputs)
@@ -411,6 +401,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
         """Run one step on already split microbatches. Invalid steps are refused, failures are explained."""
         stages, running = pipelining.stages_of(self), self.lists.running
+        args, kwargs, targets = self._cut or (args, kwargs, targets)
         checks.require_inputs(self, args, kwargs, targets)
         self.sizes.agree(self, self._size, args, kwargs)
         with self._failures.explain_failures(self, self.schedule.name):

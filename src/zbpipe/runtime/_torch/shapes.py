@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -48,6 +48,20 @@ def cut(name: str, value: Any, tokens: Sequence[int]) -> Sequence[Any]:
             " target_mbs)"
         )
     return torch.split(value, [*tokens], value.shape.index(total))
+
+
+def cut_batch(
+    args: Sequence[Any], target: Any, kwargs: Mapping[str, Any], tokens: Sequence[int], others: Set[str]
+) -> tuple[tuple[Any, Any, Any], dict[str, Any]]:
+    """Inputs, keyword inputs and targets of each microbatch; and the keyword arguments among `others`."""
+    inputs = [cut(f"input {number}", each, tokens) for number, each in enumerate(args)]
+    named = {name: cut(name, each, tokens) for name, each in kwargs.items() if name not in others}
+    by_microbatch = (
+        [tuple(each[n] for each in inputs) for n in range(len(tokens))],
+        [{name: each[n] for name, each in named.items()} for n in range(len(tokens))],
+        None if target is None else [*cut("target", target, tokens)],
+    )
+    return by_microbatch, {name: each for name, each in kwargs.items() if name in others}
 
 
 class ShapeFunction:
