@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import packed_loop
 import plain_loop
 import pytest
 import torch
@@ -19,7 +20,7 @@ from zbpipe.cli.demo.launch import JobOutcome
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 RANKS = 2
-STAGES = {"plain_loop": 4, "measure_and_plan": 4, "own_schedule": 2}
+STAGES = {"plain_loop": 4, "packed_loop": 4, "measure_and_plan": 4, "own_schedule": 2}
 
 
 def run(folder: Path, *command: str | Path) -> str:
@@ -28,14 +29,18 @@ def run(folder: Path, *command: str | Path) -> str:
     return ended.stdout + ended.stderr
 
 
-def losses_without_a_pipeline(part: plain_loop.Part, num_stages: int) -> list[float]:
+def losses_without_a_pipeline(part: plain_loop.Part, num_stages: int, is_packed: bool = False) -> list[float]:
     """Of the same steps. SGD follows the scale of the gradients, so equal losses mean equal gradients."""
     model = nn.Sequential(*(part(index, num_stages) for index in range(num_stages)))
     optimizer = torch.optim.SGD(model.parameters(), lr=plain_loop.LEARNING_RATE)
     losses = []
     for step in range(plain_loop.STEPS):
-        tokens, targets = plain_loop.batch(step, torch.device("cpu"))
-        loss = plain_loop.loss_fn(model(tokens), targets)
+        if is_packed:
+            tokens, targets, _ = packed_loop.draw_batch(step)
+            loss = packed_loop.loss_fn(model(tokens), targets, len(tokens))
+        else:
+            tokens, targets = plain_loop.batch(step, torch.device("cpu"))
+            loss = plain_loop.loss_fn(model(tokens), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -51,7 +56,10 @@ def test_all_scripts_are_tried_and_short() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["own_schedule", *(pytest.param(name, marks=pytest.mark.long) for name in ("plain_loop", "measure_and_plan"))],
+    [
+        "own_schedule",
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("plain_loop", "packed_loop", "measure_and_plan")),
+    ],
 )
 def test_losses_are_those_without_a_pipeline(name: str, tmp_path: Path) -> None:
     script = str(EXAMPLES / f"{name}.py")
@@ -59,7 +67,7 @@ def test_losses_are_those_without_a_pipeline(name: str, tmp_path: Path) -> None:
         output = run(tmp_path, "torchrun", "--standalone", "--nproc-per-node", str(RANKS), script)
     else:
         output = run_script(tmp_path, RANKS, script)
-    expected = losses_without_a_pipeline(plain_loop.build_part, STAGES[name])
+    expected = losses_without_a_pipeline(plain_loop.build_part, STAGES[name], name == "packed_loop")
     losses = [float(loss) for loss in re.findall(r"^step \d+ loss (.*)$", output, re.MULTILINE)]
     assert losses == pytest.approx(expected, abs=2e-5)
     if name == "measure_and_plan":

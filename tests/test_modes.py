@@ -38,6 +38,8 @@ class Event:
     microbatches: int = USUAL
     rows: int = 2
     """Of a microbatch: another number is another shape."""
+    sizes: tuple[int, ...] = ()
+    """Rows of each microbatch, if not all have the same."""
     is_split: bool = False
     """Whether the microbatches are given instead of the batch."""
     grad: Grad = "no_grad"
@@ -45,8 +47,14 @@ class Event:
     wrong: str = "uneven"
     """One of `WRONG`."""
 
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Rows of each microbatch."""
+        return self.sizes or (self.rows,) * self.microbatches
 
-WRONG = ("uneven", "empty", "no input", "no target", "uneven target")
+
+LISTS = ("no tokens", "another number", "other tokens") if pipelining.TAKES_MICROBATCHES else ()
+WRONG = ("uneven", "empty", "no input", "no target", "uneven target", *LISTS)
 """What is wrong with a batch, on the ranks that have its input or its target."""
 
 
@@ -144,10 +152,12 @@ class Loop:
 
     def step_wrongly(self, event: Event) -> str:
         """What this rank says to a wrong batch. The ranks compare its step, so all refuse it."""
-        event = replace(event, microbatches=max(2, event.microbatches))
+        event = replace(event, microbatches=max(2, event.microbatches), sizes=())
         *inputs, target = self._batch(event)
         rows = {"uneven": -1, "empty": 0}.get(event.wrong)
         given: dict[str, Any] = {"microbatches": event.microbatches}
+        if event.wrong in LISTS:
+            given["microbatches"] = self._wrong_tokens(event)
         given["target"] = target[: -1 if event.wrong == "uneven target" else rows]
         if event.wrong == "no target" or len(self.whole) - 1 not in self.parts:
             given["target"] = None
@@ -157,24 +167,36 @@ class Loop:
             how(*(each[:rows] for each in inputs if has_input), **given)
         return str(error.value)
 
+    def _wrong_tokens(self, event: Event) -> list[int]:
+        """With an empty microbatch; or right, but other ones on the last rank, or another number of them."""
+        tokens = [event.rows] * event.microbatches
+        if event.wrong == "no tokens":
+            return [*tokens, 0]
+        if dist.get_world_size() == 1:
+            return [*tokens, 1]
+        if dist.get_rank() == dist.get_world_size() - 1:
+            others = event.wrong == "other tokens" and event.rows > 1
+            return [event.rows + 1, event.rows - 1, *tokens[2:]] if others else [*tokens, 1]
+        return tokens
+
     def parameters(self) -> list[nn.Parameter]:
         """Those of this rank."""
         return [each for part in self.parts.values() for each in part.parameters()]
 
     def _batch(self, event: Event) -> tuple[Tensor, Tensor, Tensor]:
         torch.manual_seed(100 + self.step)
-        return tuple(torch.randn(3, event.microbatches * event.rows, WIDTH).unbind())  # type: ignore[return-value]
+        return tuple(torch.randn(3, sum(event.parts), WIDTH).unbind())  # type: ignore[return-value]
 
     def _call(self, how: str, event: Event, **given: Any) -> list[float]:
         x, y, target = self._batch(event)
         first, last = 0 in self.parts, len(self.whole) - 1 in self.parts
         losses: list[Tensor] = []
         if event.is_split and pipelining.TAKES_MICROBATCHES:
-            chunks = [each.chunk(event.microbatches) for each in (x, y, target)]
+            chunks = [each.split(event.parts) for each in (x, y, target)]
             given["arg_mbs"] = list(zip(*chunks[:2], strict=True)) if first else None
             given["target_mbs"] = list(chunks[2]) if last else None
             if not first and not last:
-                given["kwarg_mbs"] = [{}] * event.microbatches
+                given["kwarg_mbs"] = [{}] * len(event.parts)
             getattr(self.schedule, how)(losses=losses, **given)
         else:
             getattr(self.schedule, how)(
@@ -190,9 +212,17 @@ class Loop:
             for each in part.parameters()
             if each.grad is not None
         }
-        expected = self._expected(event)
         # The first step may be of the size that the schedule was built for.
-        number = {} if self.step == 1 and event.microbatches == USUAL else {"microbatches": event.microbatches}
+        number: dict[str, Any] = {"microbatches": event.microbatches}
+        if event.sizes:
+            number = {"microbatches": len(event.sizes) if event.is_split else [*event.sizes]}
+        elif self.step == 1 and event.microbatches == USUAL:
+            number = {}
+        if trains and self.scales and len({*event.sizes}) > 1:
+            with pytest.raises(ValueError, match="and scale_grads weighs all"):
+                self._call("step", event, **number)
+            return
+        expected = self._expected(event)
         context = nullcontext() if trains else getattr(torch, event.grad)()
         with context:
             losses = self._call("step" if trains else "eval", event, **number)
@@ -210,7 +240,7 @@ class Loop:
 
     def _expected(self, event: Event) -> list[float]:
         losses = []
-        for *inputs, target in zip(*(each.chunk(event.microbatches) for each in self._batch(event)), strict=True):
+        for *inputs, target in zip(*(each.split(event.parts) for each in self._batch(event)), strict=True):
             with torch.set_grad_enabled(event.kind == "train"):
                 output: Any = inputs
                 for part in self.whole:
@@ -218,7 +248,7 @@ class Loop:
                 loss = loss_fn(output, target)
             losses.append(loss.item())
             if event.kind == "train":
-                (loss / event.microbatches if self.scales else loss).backward()
+                (loss / len(event.parts) if self.scales else loss).backward()
         return losses
 
 
@@ -240,6 +270,7 @@ def run_all(jobs: Sequence[tuple[str, bool, list[Event]]]) -> None:
         torch.set_default_dtype(torch.float32)
 
 
+lengths = st.lists(st.integers(1, 7), min_size=1, max_size=6).map(tuple)
 events = st.lists(
     st.builds(
         Event,
@@ -250,6 +281,7 @@ events = st.lists(
         ),
         microbatches=st.integers(1, 5),
         rows=st.sampled_from([2, 2, 2, 1]),
+        sizes=st.one_of(st.just(()), lengths) if pipelining.TAKES_MICROBATCHES else st.just(()),
         is_split=st.booleans(),
         grad=st.sampled_from(["no_grad", "inference_mode", "enable_grad"]),
         wrong=st.sampled_from(WRONG),
@@ -281,13 +313,28 @@ BEFORE = [Event("wrong", 2, wrong="no target"), Event("wrong", wrong="no input")
 """Before torch has set up any messages."""
 OTHER = Event("train", 2, rows=1)
 REFUSED = [OTHER, *(Event("wrong", wrong=wrong) for wrong in WRONG), Event("train", is_split=True)]
+MIXED = [
+    Event("train", sizes=(3, 1, 2)),
+    Event("train", sizes=(5, 7, 4, 6), is_split=True),
+    Event("eval", sizes=(2, 6)),
+    Event("train", is_split=True),
+    Event("train", sizes=(1, 8)),
+    Event("wrong", wrong="other tokens"),
+    Event("freeze up to", 2),
+    Event("train", sizes=(4, 9, 2)),
+    Event("freeze up to", 1),
+    Event("train", sizes=(9, 3)),
+    Event("eval"),
+    Event("train", sizes=(2,)),
+]
+"""Shapes that are learned in the second step at the latest, and known from then on."""
 FIXED = [
     (name, bool(n), steps)
     for name in NAMES
     if name not in ("ZB2P", "VHalf")  # as ZBH1 and ZBV
     for n, steps in enumerate((SIZES, [*BEFORE, *FOUND, *REFUSED]))
-]
-HALF = [each for number, each in enumerate(FIXED) if number % 4 in (0, 3)]
+] + [(name, False, steps) for name in ("ZBV", "ZBH1", "ZB") for steps in (MIXED,) if pipelining.TAKES_MICROBATCHES]
+HALF = [each for number, each in enumerate(FIXED) if number % 4 in (0, 3) or MIXED in each]
 """One of both lists for each schedule, in turn."""
 
 

@@ -43,6 +43,8 @@ for library in ("transformers", "peft"):
 pytestmark = pytest.mark.timeout(1800)
 
 SAMPLES, LENGTH, MICROBATCHES, STEPS = 8, 8, 4, 2
+FLAT = ((5, 3), (7,), (2, 6, 1), (9,), (4, 4))
+"""Lengths of the samples of each microbatch, in one row without padding."""
 MAX_NORM = 0.5
 SAVED = ("saved", "LoRA", "FSDP2")
 """Trainings whose model is saved, loaded in one piece, and pipelined again."""
@@ -97,7 +99,7 @@ class Job(NamedTuple):
     ranks: int
     how: str = ""
     """What else is turned on: "LoRA", "checkpointing", "packed", "compiled", "FSDP2", "accumulated",
-    "lengths" that change, or "saved" at the end."""
+    "lengths" that change, "flat" batches without padding, or "saved" at the end."""
 
     def __str__(self) -> str:
         return ", ".join(map(str, filter(None, (self.name, self.schedule, f"p={self.ranks}", self.how))))
@@ -122,6 +124,10 @@ def build(name: str, ranks: int) -> nn.Module:
 def batch(how: str, length: int) -> dict[str, Tensor]:
     """With padding, and microbatches of different numbers of labels; or two sequences packed into each row."""
     generator = torch.Generator().manual_seed(1)
+    if how == "flat":
+        positions = torch.cat([torch.arange(each) for samples in FLAT for each in samples])[None]
+        ids = torch.randint(1, VOCABULARY, positions.shape, generator=generator)
+        return {"input_ids": ids, "position_ids": positions, "labels": ids.masked_fill(positions == 0, -100)}
     ids = torch.randint(1, VOCABULARY, (SAMPLES, length), generator=generator)
     labels = ids.clone()
     labels[0, :5] = -100
@@ -164,7 +170,7 @@ def train(job: Job, mesh: DeviceMesh, folder: Path) -> Outcome:
     optimizers = optim.SGD(trained, lr=0.5), optim.SGD(pipe.parameters(), lr=0.5)
     losses = gradients = 0.0
     for step in range(STEPS):
-        data = batch(job.how, LENGTH - step if job.how == "lengths" else LENGTH)
+        data: Any = batch(job.how, LENGTH - step if job.how == "lengths" else LENGTH)
         expected = plain(**data, use_cache=False).loss
         expected.backward()
         losses = max(losses, error(run_step(job, pipe, data, mesh["dp"]), expected))
@@ -193,6 +199,9 @@ def train(job: Job, mesh: DeviceMesh, folder: Path) -> Outcome:
 
 
 def run_step(job: Job, pipe: Any, data: dict[str, Tensor], replicas: DeviceMesh) -> Tensor:
+    if job.how == "flat":
+        flat: Tensor = pipe.step(**data, microbatches=[*map(sum, FLAT)])
+        return flat
     halves: list[dict[str, Any]] = [{key: each.chunk(2)[half] for key, each in data.items()} for half in range(2)]
     number = (data["labels"][:, 1:] != -100).sum()
     if job.how == "accumulated":
@@ -314,6 +323,7 @@ WITH_MORE = {
     "FSDP2": ("Llama, tied", "GPT-OSS", "Llama, tied", "GPT-2, tied"),
     "accumulated": ("Llama", "Llama, tied", "Llama, tied", "GPT-2, tied"),
     "lengths": ("Llama", "GPT-2, tied", "Mamba 2"),
+    "flat": ("Llama", "Qwen3", "Llama, tied"),
     "saved": ("Llama, tied", "Qwen3-MoE", "GPT-2, tied", "Mistral"),
 }
 JOBS = [Job(name, *each) for name in EVERYWHERE for each in product(SCHEDULES, (2, 4))]
@@ -403,6 +413,8 @@ def test_the_example_trains_as_the_plain_script(tmp_path: Path) -> None:
     losses = {name: re.findall(r"loss ([\d.]+)$", text, re.MULTILINE) for name, text in printed.items()}
     assert len(losses["plain"]) == 4
     assert list(map(float, losses["pipelined"])) == pytest.approx(list(map(float, losses["plain"])), abs=2e-5)
+    packed = re.findall(r"loss ([\d.]+)$", run_example(tmp_path, "packed", torchrun), re.MULTILINE)
+    assert list(map(float, packed)) == pytest.approx(list(map(float, losses["plain"])), abs=2e-5)
     assert (tmp_path / "plain" / "model.safetensors").exists()
     assert (tmp_path / "pipelined" / "model.safetensors").exists()
 

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
-from torch.distributed.tensor import DTensor
 
 from zbpipe.costs.model import Receives
 from zbpipe.runtime._torch import pipelining
+from zbpipe.runtime._torch.shapes import Shapes, describe_inputs, write
 from zbpipe.runtime.split.stage import SplitBackward, find_split
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 Spell = Callable[[str], str]
 """Converts an option's name to the user's spelling of it."""
 
+LISTS = ("arg_mbs", "kwarg_mbs", "target_mbs")
+"""Arguments of torch's `step` with a value for each microbatch."""
 _LONGEST_FINDING = 300
 """Limit in characters: a cycle of messages can be as long as a step."""
 _WAY_OUT = (
@@ -183,7 +185,7 @@ def require_step(
     """Refuse a step that all ranks can refuse alike: without a loss, an empty batch, a target that does not split into
     equal microbatches, and in the first step parameters that cannot be trained."""
     # torch before 2.14 would take lists of microbatches as keyword inputs, and split them.
-    lists = sorted({"arg_mbs", "kwarg_mbs", "target_mbs"}.intersection(kwargs))
+    lists = sorted(kwargs.keys() & set(LISTS))
     if lists and not pipelining.TAKES_MICROBATCHES:
         raise ValueError(
             f"{', '.join(lists)}: microbatches as lists need torch 2.14 or newer, and this is {torch.__version__}:"
@@ -207,6 +209,18 @@ def require_step(
         )
 
 
+def read_size(given: Any) -> int | tuple[int, ...] | None:
+    """`microbatches=` of a step: their number, or the number of tokens of each."""
+    if not isinstance(given, (list, tuple)):
+        return None if given is None else require_whole(1, microbatches=given)[0]
+    for number, tokens in enumerate(given):
+        if type(tokens) is not int or tokens < 1:
+            raise ValueError(f"microbatches={[*given]}: microbatch {number} needs at least one token, got {tokens!r}")
+    if not given:
+        raise ValueError("microbatches=[] has no microbatch: give the number of tokens of each")
+    return tuple(given)
+
+
 def _require_training(runtime: pipelining.ScheduleRuntime, is_first: bool) -> None:
     if pipelining.loss_fn_of(runtime) is None:
         raise ValueError(
@@ -225,10 +239,8 @@ def _require_training(runtime: pipelining.ScheduleRuntime, is_first: bool) -> No
                 )
 
 
-def require_microbatches_alike(
-    runtime: pipelining.ScheduleRuntime, inputs: Any, keyword_inputs: Any, targets: Any
-) -> None:
-    """Refuse a step with missing microbatches, or with microbatches of different shapes."""
+def require_inputs(runtime: pipelining.ScheduleRuntime, inputs: Any, keyword_inputs: Any, targets: Any) -> None:
+    """Refuse a step with missing or empty microbatches."""
     n_microbatches = pipelining.num_microbatches(runtime)
     for each, what in ((inputs, "inputs"), (keyword_inputs, "keyword inputs"), (targets, "targets")):
         if each is not None and len(each) != n_microbatches:
@@ -241,42 +253,43 @@ def require_microbatches_alike(
             "the last stage is on this rank, and the step got no target for its loss: call step(..., target=...) here"
         )
     for number, microbatch in enumerate(inputs or () if stages[0].is_first else ()):
-        if (found := _list_shapes(microbatch)) != (of_first := _list_shapes(inputs[0])):
-            raise ValueError(
-                f"microbatch {number} has inputs of the shapes {_describe(found)}, but microbatch 0 has"
-                f" {_describe(of_first)}: {_WAY_OUT}"
-            )
+        for each in microbatch:
+            if isinstance(each, Tensor) and each.dim() and not each.numel():
+                raise ValueError(
+                    f"microbatch {number} is empty, with an input of shape {tuple(each.shape)}: leave it out, and give"
+                    " step(microbatches=) on all ranks"
+                )
 
 
-def require_known_shapes(runtime: pipelining.ScheduleRuntime, inputs: Any) -> None:
-    """Refuse microbatches whose shape differs from the messages' setup."""
+def require_usual_shapes(runtime: pipelining.ScheduleRuntime, inputs: Any, usual: Shapes | None) -> None:
+    """Refuse microbatches with different shapes, or with other than the `usual` ones, in steps without
+    `microbatches=`."""
     stage = pipelining.stages_of(runtime)[0]
-    expected = pipelining.input_shapes(runtime) if stage.group_size > 1 else None
-    if not stage.is_first or not inputs or expected is None:
+    if not stage.is_first or not inputs:
         return
-    if (found := _list_shapes(inputs[0])) != expected:
+    of_first = describe_inputs(inputs[0])
+    for number, microbatch in enumerate(inputs):
+        if (found := describe_inputs(microbatch)) != of_first:
+            raise ValueError(
+                f"microbatch {number} has inputs of the shapes {write(found)}, but microbatch 0 has"
+                f" {write(of_first)}: {_WAY_OUT}"
+            )
+    if stage.group_size > 1 and usual and of_first and of_first != usual:
         raise ValueError(
-            f"the microbatches have inputs of the shapes {_describe(found)}, but the messages between ranks are set up"
-            f" for those of the first step, {_describe(expected)}: {_WAY_OUT}"
+            f"the microbatches have inputs of the shapes {write(of_first)}, but the messages between ranks are set up"
+            f" for those of the first step, {write(usual)}: {_WAY_OUT}"
         )
 
 
-def _list_shapes(microbatch: Iterable[Any]) -> list[torch.Size]:
-    return [_find_local_shape(each) for each in microbatch if isinstance(each, Tensor)]
-
-
-def describe_inputs(inputs: Iterable[Any]) -> list[Any]:
-    """Shapes and types of stage 0's inputs in the first of these microbatches."""
-    first = next(iter(inputs), ())
-    return [(tuple(_find_local_shape(each)), each.dtype) for each in first if isinstance(each, Tensor)]
-
-
-def _find_local_shape(tensor: Tensor) -> torch.Size:
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).shape
-
-
-def _describe(shapes: Iterable[torch.Size]) -> str:
-    return ", ".join(str(tuple(shape)) for shape in shapes)
+def require_weighed_loss(runtime: pipelining.ScheduleRuntime, inputs: Iterable[Shapes]) -> None:
+    """Refuse a mean over microbatches with different shapes."""
+    first, other = [*dict.fromkeys(inputs), None][:2]
+    if runtime.scale_grads and pipelining.trains(runtime) and first and other:
+        raise ValueError(
+            f"the microbatches have inputs of the shapes {write(first)} and {write(other)}, and scale_grads weighs all"
+            " of them alike: build the schedule with scale_grads=False, and let loss_fn return a sum over tokens,"
+            " divided by the number of tokens of the whole step"
+        )
 
 
 def require_scaled_once(runtime: pipelining.PipelineSchedule, name: str) -> None:

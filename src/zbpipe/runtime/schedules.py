@@ -20,6 +20,7 @@ from zbpipe.planner.result import Plan
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import fsdp2, hooks, pipelining
 from zbpipe.runtime._torch.fsdp2 import FsdpMode
+from zbpipe.runtime._torch.shapes import cut_batch
 from zbpipe.runtime.device import RandomState, find_device
 from zbpipe.runtime.lists import Lists
 from zbpipe.runtime.offload import Copies, make_copier
@@ -102,6 +103,10 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     """This rank's copies of tied weights: the norm of all gradients counts only the other copy."""
     refuses_capture: bool = False
     """Whether a step in a CUDA graph is refused: frameworks capture it by default."""
+    _size: int | tuple[int, ...] | None = None
+    """The running step's number of microbatches, or the number of tokens of each; None for the usual size."""
+    _cut: tuple[Any, Any, Any] | None = None
+    """The running step's batch, cut by numbers of tokens: inputs, keyword inputs and targets."""
     _copies: Copies | None = None
     _probe: Probe | None = None
     """Measures the transport after the first step; None afterwards, or with a known transport."""
@@ -302,9 +307,13 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         """Before the first step, adopt another schedule if the ranks together know better costs. All ranks call it."""
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
-        """Infer shapes and compile before the first step, on all ranks at once."""
-        if pipelining.is_set_up(self):
-            return
+        """Before a step's messages, give them its shapes. Infer these and compile before the first step, on all ranks
+        at once."""
+        if not pipelining.is_set_up(self):
+            self._set_up(*args, **kwargs)
+        self.sizes.give_to_messages(self)
+
+    def _set_up(self, *args: Any, **kwargs: Any) -> None:
         with ExitStack() as kept:
             # A loss or layer that calls `backward` itself leaves gradients of zeros.
             for stage in pipelining.stages_of(self):
@@ -312,34 +321,48 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                 kept.enter_context(fsdp2.without_gradients(stage.submod))
                 kept.enter_context(split.infer_without_compiler(stage))
             super().initialize_stages(*args, **kwargs)
-        self.sizes.are_set_up = True
+        self.sizes.follow_setup(self, *args[:2])
         if pipelining.trains(self) and not self._is_warm:
             self._is_warm = True
             warm_up(self, *args, **kwargs)
 
-    def step(self, *args: Any, target: Any = None, microbatches: int | None = None, **kwargs: Any) -> Any:
+    def step(
+        self, *args: Any, target: Any = None, microbatches: int | Sequence[int] | None = None, **kwargs: Any
+    ) -> Any:
         """One training step, with torch's arguments. The batch is split into equal microbatches.
 
         Args:
-            args: torch's arguments, like `kwargs`.
+            args: torch's arguments, like `kwargs`. `arg_mbs`, `kwarg_mbs` and `target_mbs` are lists with a value for
+                each microbatch.
             target: target of the batch, on the rank with the last stage.
-            microbatches: number of microbatches of this step, if not `n_microbatches`; the same on all ranks. Their
-                shapes may then also differ from the first step's. The ranks compare both before such a step. Already
-                split microbatches (torch's `kwarg_mbs`) determine the number themselves.
+            microbatches: number of microbatches of this step, if not `n_microbatches`, or the number of tokens of each,
+                by which the batch is cut; on all ranks. The shapes of microbatches may then differ from each other and
+                from the first step's. The ranks compare this before the step. Already split microbatches (torch's
+                `kwarg_mbs`) determine the number themselves.
+
+        Returns:
+            The output, on the rank with the last stage; a list of the microbatches' outputs if their shapes differ.
 
         Raises:
             ValueError: before anything is sent, for a batch not divisible by the number of microbatches, new shapes
-            without `microbatches=`, no input for stage 0, no target for the last stage, no loss_fn, a `microbatches`
-            that differs between ranks, or a step that a CUDA graph captures and cannot replay. The next step can follow
-            if all ranks refuse this one. PipelineError: this step, or an earlier one, failed on any rank, or another
-            rank refuses this one alone.
+            without `microbatches=`, different shapes with scale_grads, an empty microbatch, no input for stage 0, no
+            target for the last stage, no loss_fn, a `microbatches` that differs between ranks, or a step that a CUDA
+            graph captures and cannot replay. The next step can follow if all ranks refuse this one. PipelineError: this
+            step, or an earlier one, failed on any rank, or another rank refuses this one alone.
         """
-        microbatches = self.sizes.find_number(microbatches, kwargs.get("kwarg_mbs"))
-        with self._failures.begin_step(self, self.schedule.name, is_compared=microbatches is not None):
+        size = self.sizes.find_number(microbatches, kwargs.get("kwarg_mbs"))
+        with self._failures.begin_step(self, self.schedule.name, is_compared=size is not None):
             try:
                 if find_device(pipelining.device_of_rank(self)).is_capturing():
-                    self._begin_capture(microbatches)
-                self._take_microbatches(self.sizes.usual if microbatches is None else microbatches)
+                    self._begin_capture(size)
+                self._size = size = checks.read_size(size)
+                self._cut = None
+                if isinstance(size, tuple) and all(kwargs.get(name) is None for name in checks.LISTS):
+                    self._cut, kwargs = cut_batch(args, target, kwargs, size, pipelining.STEP_OPTIONS)
+                    args, target = (), None
+                self._take_microbatches(
+                    self.sizes.usual if size is None else len(size) if isinstance(size, tuple) else size
+                )
                 checks.require_step(self, args, kwargs, target, is_first=not self._models_are_checked)
                 if self._optimizer_step is not None:
                     self._optimizer_step.require_unchanged()
@@ -347,7 +370,10 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             finally:
                 self._take_microbatches(self.sizes.usual)
 
-    def _begin_capture(self, microbatches: int | None) -> None:
+    def merge_outputs(self, outputs: list[Any]) -> Any:
+        return [*outputs] if len({*(self.sizes.inputs or ())}) > 1 else super().merge_outputs(outputs)
+
+    def _begin_capture(self, microbatches: Any) -> None:
         """Refuse a step that a CUDA graph cannot replay. Otherwise have the graph count its replays."""
         trains = pipelining.trains(self)
         kept = fsdp2.find_kept_gradients(stage.submod for stage in pipelining.stages_of(self)) if trains else []
@@ -375,10 +401,9 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
         """Run one step on already split microbatches. Invalid steps are refused, failures are explained."""
         stages, running = pipelining.stages_of(self), self.lists.running
-        checks.require_microbatches_alike(self, args, kwargs, targets)
-        if self.sizes.agree(self, args):
-            self._is_warm = False
-        checks.require_known_shapes(self, args)
+        args, kwargs, targets = self._cut or (args, kwargs, targets)
+        checks.require_inputs(self, args, kwargs, targets)
+        self.sizes.agree(self, self._size, args, kwargs)
         with self._failures.explain_failures(self, self.schedule.name):
             # The ranks compare their lists before they set up messages.
             if not (running.is_agreed and pipelining.is_set_up(self)):

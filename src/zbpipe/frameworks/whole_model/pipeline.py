@@ -32,6 +32,7 @@ from zbpipe.frameworks.whole_model.tied import TiedWeights
 from zbpipe.planner.result import Plan
 from zbpipe.runtime._torch.checkpoints import checkpointing_of
 from zbpipe.runtime._torch.module_views import move, release_parameters
+from zbpipe.runtime._torch.shapes import cut
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
 from zbpipe.runtime.optimizer.norm import clip
 from zbpipe.schedule.ir import Placement, Schedule, require_whole
@@ -171,38 +172,47 @@ class Pipeline:
         built.tied_copies = self._tied.copies
         return built
 
-    def step(self, *, labels: Tensor, num_items_in_batch: Any = None, **batch: Any) -> Tensor:
+    def step(
+        self, *, labels: Tensor, num_items_in_batch: Any = None, microbatches: Sequence[int] | None = None, **batch: Any
+    ) -> Tensor:
         """Forward and backward of a batch, added to the gradients; returns the loss of the whole batch on all ranks.
 
         Args:
             labels: of the whole batch. Labels of -100 do not count.
             num_items_in_batch: divisor of the loss, for example to accumulate gradients of several batches. Default:
                 the number of labels that count.
+            microbatches: numbers of tokens of the microbatches, for a batch without padding: all samples are in one
+                row, one after the other, with their `position_ids`. Default: microbatches with equal numbers of rows.
             batch: other keyword arguments of the model, such as `input_ids` and `attention_mask`. Tensors have one row
                 for each sample.
 
         Raises:
             ValueError: the number of samples is not divisible by the number of microbatches.
         """
-        return self._run("step", labels, num_items_in_batch, batch)
+        return self._run("step", labels, num_items_in_batch, microbatches, batch)
 
-    def evaluate(self, *, labels: Tensor, num_items_in_batch: Any = None, **batch: Any) -> Tensor:
+    def evaluate(
+        self, *, labels: Tensor, num_items_in_batch: Any = None, microbatches: Sequence[int] | None = None, **batch: Any
+    ) -> Tensor:
         """The loss of a batch on all ranks, in evaluation mode and without gradients."""
         modes = {part: part.training for stage in self.stages for part in stage.modules()}
         self.train(False)
         try:
             with torch.no_grad():
-                return self._run("eval", labels, num_items_in_batch, batch)
+                return self._run("eval", labels, num_items_in_batch, microbatches, batch)
         finally:
             for part, mode in modes.items():
                 part.training = mode
 
-    def _run(self, how: str, labels: Tensor, number: Any, batch: dict[str, Any]) -> Tensor:
+    def _run(
+        self, how: str, labels: Tensor, number: Any, tokens: Sequence[int] | None, batch: dict[str, Any]
+    ) -> Tensor:
         given = {name: each for name, each in {**self._usual, **batch}.items() if each is not None}
-        _require_rows(len(labels), given)
+        if tokens is None:
+            _require_rows(len(labels), given)
         if number is None:
-            counted = labels[..., 1:] if self._predicts_next else labels
-            number = (counted != IGNORED).sum()
+            parts = [labels] if tokens is None else cut("labels", labels, tokens)
+            number = sum((each[..., int(self._predicts_next) :] != IGNORED).sum() for each in parts)
         for stage in self.stages:
             stage.count = number
         inputs = next((each for each in given.values() if isinstance(each, Tensor)), None)
@@ -217,17 +227,20 @@ class Pipeline:
                 return_outputs=False,
                 labels=labels,
                 **given,
-                **self._size(given),
+                **self._size(given, tokens),
             )
-        self._first_shapes = self._first_shapes or _shapes_of(given)
+        if self._first_shapes is None:
+            self._first_shapes = _shapes_of(given) if tokens is None else ()
         loss = torch.zeros((), device=self._device)  # all ranks know the default dtype
         if self._has_last:
             loss += torch.stack(losses).sum().detach()
         dist.broadcast(loss, group=self._group, group_src=self._loss_rank)
         return loss
 
-    def _size(self, batch: Mapping[str, Any]) -> dict[str, int]:
-        """The keyword argument for a batch of other shapes than the first one."""
+    def _size(self, batch: Mapping[str, Any], tokens: Sequence[int] | None) -> dict[str, Any]:
+        """The keyword argument for a batch that is cut by tokens, or has other shapes than the first one."""
+        if tokens is not None:
+            return {"microbatches": [*tokens]}
         is_usual = self._first_shapes in (None, _shapes_of(batch))
         return {} if is_usual else {"microbatches": self.schedule.sizes.usual}
 

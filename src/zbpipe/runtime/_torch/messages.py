@@ -8,6 +8,7 @@ job, and keep sent tensors until the end of the step: up to 4 m messages each wa
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from enum import StrEnum
@@ -20,8 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.schedules import _Action, _batch_p2p, _ComputationType
 from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.autograd import tree_map_only
+from zbpipe.runtime._torch.shapes import ShapeFunction, Shapes, StepShapes, describe, write
 
 Route = tuple[Callable[..., Any], int, Any]
 """The route of a message between two ranks: `dist.isend` or `dist.irecv`, the peer's global rank, and the group."""
@@ -45,6 +49,12 @@ class StageMessages:
         """Parameters that were frozen when torch set up the messages, by dictionary and name."""
         self.routes: set[Route] | None = None
         """Routes of all messages, if set to an empty set; None to keep none."""
+        self.input_shapes, self.output_shapes = ShapeFunction(), ShapeFunction()
+        self._step: StepShapes | None = None
+        """Shapes of the running step, if they differ from torch's setup."""
+        self._validates = getattr(stage, "_runtime_validate", False)
+        self._next: StageMessages | None = None
+        """Messages of the next stage, if that is on this rank."""
         self.stage.args_recv_info = _Received(self.stage.args_recv_info)
         self.stage.grad_recv_info = _Received(self.stage.grad_recv_info)
 
@@ -59,21 +69,75 @@ class StageMessages:
     def is_unfrozen(self) -> bool:
         return any((parameter := own.get(name)) is not None and parameter.requires_grad for own, name in self._frozen)
 
-    @property
-    def setup(self) -> dict[str, Any]:
-        """torch's setup for microbatches of some shapes."""
-        return {name: getattr(self.stage, name) for name in _SETUP} | {"frozen": self._frozen}
+    def follow(self, step: StepShapes | None, then: StageMessages | None) -> None:
+        """Exchange messages of these shapes in the next step, None for those of torch's setup. `then` has the messages
+        of the next stage, if that is on this rank."""
+        if step is None and self._step is None:
+            return
+        self.stage.args_recv_info.clear()
+        self.stage.grad_recv_info.clear()
+        self._step, self._next = step, then
+        if hasattr(self.stage, "_runtime_validate"):  # of shapes, for a debug level of torch.distributed
+            self.stage._runtime_validate = self._validates and step is None
 
-    def use_setup(self, setup: Mapping[str, Any]) -> None:
-        self._frozen = setup["frozen"]
-        for name in _SETUP:
-            setattr(self.stage, name, setup[name])
+    def learn_last_step(self) -> None:
+        """Learn the shapes that were not known in the last step, which is over and was not void."""
+        for function in (self.input_shapes, self.output_shapes):
+            function.learn_noted()
 
-    def forget_shapes(self) -> None:
-        stage = self.stage
-        stage._stage_meta = type(stage._stage_meta)()
-        stage.args_recv_info, stage.grad_recv_info = _Received({}), _Received({})
-        stage.act_send_info, stage.grad_send_info = {}, None
+    def learn_setup(self, inputs: Shapes) -> None:
+        """Learn the shapes that torch has set up for this input."""
+        self.input_shapes.learn(inputs, _of_metas(self.metas("inputs")))
+        self.output_shapes.learn(inputs, _of_metas(self.metas("outputs")))
+
+    def take_output(self, microbatch: int, output: Any) -> None:
+        """Prepare messages for this output of F, if its shape may differ from torch's setup.
+
+        Raises:
+            ValueError: another output was expected.
+        """
+        stage, step = self.stage, self._step
+        if step is None or stage.is_last:
+            return
+        found = describe(output if isinstance(output, (tuple, list)) else (output,))
+        if self._next is not None:
+            self._next._resize("args_recv_info", microbatch, found)
+        else:
+            inputs, function = step.inputs[microbatch], self.output_shapes
+            known = function(inputs)
+            expected = known or function.find_noted(inputs) or found
+            if found != expected or len(found) != len(self.metas("outputs")):
+                raise ValueError(
+                    f"stage {stage.stage_index} gives {write(found)} in microbatch {microbatch}, whose input is"
+                    f" {write(inputs)}, where other microbatches lead to {write(expected)}: the shapes of a stage's"
+                    " output have to follow from the shapes of the pipeline's input"
+                )
+            if known is None:
+                function.note(microbatch, inputs, found)
+                step.give(f"shapes/{stage.stage_index}/{microbatch}", found)
+        if stage.has_backward:
+            self._resize("grad_recv_info", microbatch, found)
+
+    def _resize(self, name: str, microbatch: int, shapes: Shapes) -> None:
+        """Receive tensors of these shapes for a microbatch."""
+        received: _Received = getattr(self.stage, name)
+        for info, (shape, dtype) in zip(received[microbatch], shapes, strict=True):
+            if info.tensor_meta is not None:  # an output without a gradient
+                info.tensor_meta = self._like(info.tensor_meta, shape, dtype)
+                if info.buffer is not None:
+                    meta = info.tensor_meta
+                    empty = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device="meta")
+                    info.buffer = info.placeholder = empty.requires_grad_(info.placeholder.requires_grad)
+
+    def _like(self, meta: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        """torch's metadata, with another shape in the same order of dimensions."""
+        more, whole = {}, torch.Size(shape)
+        if hasattr(meta, "placements"):
+            more = {"global_shape": whole, "global_stride": _strides(whole, meta.global_shape, meta.global_stride)}
+            mesh = self.stage._mesh_cache.get_mesh(meta.mesh_cache_key)
+            whole = torch.Size(compute_local_shape_and_global_offset(whole, mesh, meta.placements)[0])
+        strides = _strides(whole, meta.shape, meta.stride)
+        return replace(meta, shape=whole, stride=strides, dtype=getattr(torch, dtype), **more)
 
     def forget_receives(self) -> None:
         """Forget all messages before the next setup: torch would reuse leftovers of a larger step."""
@@ -113,7 +177,7 @@ class StageMessages:
             stage.grad_recv_info = _Received({0: stage._create_grad_recv_info(stage.act_send_info)})
         else:
             known.inputs, known.input_grads = metas, gradients
-            infos = tuple(map(copy, stage.args_recv_info[0]))
+            infos = tuple(map(copy, stage.args_recv_info.first))
             for info, meta in zip(infos, metas, strict=True):
                 info.tensor_meta = meta
             stage.args_recv_info, stage.grad_send_info = _Received({0: infos}), None
@@ -132,6 +196,13 @@ class StageMessages:
                 )
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        if (step := self._step) is not None:
+            inputs, before = step.inputs[fwd_chunk_id], self.stage.stage_index - 1
+            shapes = self.input_shapes(inputs)
+            if shapes is None:
+                shapes = step.take(f"shapes/{before}/{fwd_chunk_id}", self.stage.stage_index_to_group_rank[before])
+                self.input_shapes.note(fwd_chunk_id, inputs, shapes)
+            self._resize("args_recv_info", fwd_chunk_id, shapes)
         infos = self.stage.args_recv_info[fwd_chunk_id]
         _allocate(infos, self.stage.device, self.infers_shapes)
         return self._order_by_memory(self._torchs.get_fwd_recv_ops(fwd_chunk_id), infos)
@@ -148,7 +219,14 @@ class StageMessages:
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
         metas = [each for each in self.metas("input_grads") if each is not None]
-        return self._make_contiguous(self._torchs.get_bwd_send_ops(bwd_chunk_id), metas)
+        with nullcontext() if self._step is None else self._sending_zeros_like(bwd_chunk_id):
+            return self._make_contiguous(self._torchs.get_bwd_send_ops(bwd_chunk_id), metas)
+
+    def _sending_zeros_like(self, microbatch: int) -> AbstractContextManager[None]:
+        """Context in which torch sends zeros of this microbatch's shapes for missing gradients."""
+        pairs = zip(self.stage.args_recv_info[microbatch], self.metas("input_grads"), strict=False)
+        gradients = tuple(each and self._like(each, *_of_metas([info.tensor_meta])[0]) for info, each in pairs)
+        return replaced(self.stage, _stage_meta=replace(self.stage._stage_meta, input_grads=gradients))
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         """Before torch 2.14 a pipeline begins with a message to every neighbour. gloo has none to the same rank."""
@@ -265,6 +343,9 @@ def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
 class _Received(dict[int, tuple[Any, ...]]):
     """torch's descriptions of a stage's receives per microbatch, each with a meta tensor as its buffer."""
 
+    first: tuple[Any, ...] = ()
+    """Descriptions that torch set up for microbatch 0."""
+
     def __init__(self, known: Mapping[int, tuple[Any, ...]]) -> None:
         super().__init__()
         for microbatch, infos in known.items():
@@ -272,11 +353,10 @@ class _Received(dict[int, tuple[Any, ...]]):
 
     def __missing__(self, microbatch: int) -> tuple[Any, ...]:
         """Copy microbatch 0's descriptions, because steps may have more microbatches than torch's setup."""
-        if not microbatch:
+        if not self.first:
             raise KeyError(microbatch)
-        infos = tuple(copy(info) for info in self[0])
-        _empty(infos)  # microbatch 0 keeps its own received tensors
-        self[microbatch] = infos
+        infos = tuple(map(copy, self.first))
+        super().__setitem__(microbatch, infos)
         return infos
 
     def __setitem__(self, microbatch: int, infos: tuple[Any, ...]) -> None:
@@ -284,7 +364,21 @@ class _Received(dict[int, tuple[Any, ...]]):
             # torch 2.15 has no buffer here yet. Stage 0's input from the user never has one.
             if isinstance(getattr(info, "buffer", None), Tensor):
                 info.buffer = info.placeholder = _make_like(info.buffer, "meta")
+        if not microbatch:
+            self.first = tuple(map(copy, infos))
         super().__setitem__(microbatch, infos)
+
+
+def _of_metas(metas: Iterable[Any]) -> Shapes:
+    """Shapes and dtypes of torch's metadata, of DTensors those of the whole tensor."""
+    return tuple((tuple(getattr(each, "global_shape", each.shape)), str(each.dtype)[6:]) for each in metas)
+
+
+def _strides(shape: Sequence[int], like: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor with its dimensions in the order of a tensor `like` that."""
+    order = memory_order(tuple(like), tuple(strides)) or tuple(range(len(shape)))
+    empty = torch.empty([shape[dim] for dim in order], device="meta")
+    return empty.permute([order.index(dim) for dim in range(len(order))]).stride()
 
 
 def _make_like(buffer: Tensor, device: torch.device | str, keeps_strides: bool = True) -> Tensor:
@@ -318,10 +412,6 @@ def _let_go(infos: Iterable[Any]) -> None:
     for info in infos:
         if hasattr(info, "placeholder"):
             info.buffer = info.placeholder
-
-
-_SETUP = ("_stage_meta", "args_recv_info", "grad_recv_info", "act_send_info", "grad_send_info")
-"""Attributes of torch's stage that its setup of messages sets."""
 
 
 def replace_methods(stage: Any, owner: object, names: Sequence[str]) -> SimpleNamespace:

@@ -54,6 +54,9 @@ _NO_OPTIONS = {"self", "stages", "n_microbatches", "defer_pp_recv"}
 SCHEDULE_OPTIONS = frozenset(inspect.signature(ScheduleZBVZeroBubble.__init__).parameters) - _NO_OPTIONS
 """Keyword arguments of the installed torch's multi-stage schedules. zbpipe places the receives."""
 
+STEP_OPTIONS = frozenset(inspect.signature(_PipelineScheduleRuntime.step).parameters) - {"self", "args", "kwargs"}
+"""Keyword arguments of the installed torch's `step` besides the model's."""
+
 TAKES_MICROBATCHES = hasattr(_PipelineSchedule, "_get_microbatch_inputs")
 """Whether torch's `step` also takes lists of microbatches (from 2.14 on)."""
 
@@ -119,6 +122,10 @@ class OwnRuntime(_PipelineScheduleRuntime):
         for work in works:
             work.finish_reduction()
 
+    def merge_outputs(self, outputs: list[Any]) -> Any:
+        """What `step` returns of the last stage's outputs of all microbatches."""
+        return super()._merge_outputs(outputs)
+
     def _assert_unsharded(self, stage: Any) -> None:
         action, work = self.position.action, own(stage)
         if action and action.computation_type is _ComputationType.FORWARD and work.overlaps_fsdp:
@@ -142,6 +149,9 @@ class OwnRuntime(_PipelineScheduleRuntime):
 
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         self.initialize_stages(*args, **kwargs)
+
+    def _merge_outputs(self, output_chunks: list[Any]) -> Any:
+        return self.merge_outputs(output_chunks)
 
     def _step_microbatches(
         self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, *args: Any, **kwargs: Any
@@ -393,21 +403,6 @@ def is_set_up(schedule: _PipelineScheduleRuntime) -> bool:
     return schedule._stages_forward_initialized and schedule._stages_backward_initialized == schedule._has_backward
 
 
-Shapes = tuple[bool, bool, list[dict[str, Any]]]
-"""torch's setup for the shapes of microbatches: whether forward and backward are set up, and each stage's part."""
-
-
-def shapes_of(schedule: OwnRuntime) -> Shapes:
-    setups = [work.messages.setup for work in schedule.works]
-    return schedule._stages_forward_initialized, schedule._stages_backward_initialized, setups
-
-
-def use_shapes(schedule: OwnRuntime, shapes: Shapes) -> None:
-    schedule._stages_forward_initialized, schedule._stages_backward_initialized, setups = shapes
-    for work, setup in zip(schedule.works, setups, strict=True):
-        work.messages.use_setup(setup)
-
-
 @contextmanager
 def keeping_buffers(stage: _PipelineStageBase) -> Iterator[None]:
     """Context of torch's inference of shapes that restores the buffers of `stage`. torch (from 2.14 on) restores only
@@ -424,13 +419,6 @@ def keeping_buffers(stage: _PipelineStageBase) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in kept:
                 buffer.copy_(before)
-
-
-def forget_shapes(schedule: OwnRuntime) -> None:
-    """Let torch infer all shapes in the next step, as in the first one."""
-    schedule._stages_forward_initialized = schedule._stages_backward_initialized = False
-    for work in schedule.works:
-        work.messages.forget_shapes()
 
 
 def can_infer_shapes(schedule: OwnRuntime) -> bool:
@@ -450,18 +438,6 @@ def needs_autograd(schedule: _PipelineSchedule) -> bool:
 
 def loss_fn_of(schedule: _PipelineSchedule) -> Callable[..., Any] | None:
     return schedule._loss_fn
-
-
-def input_shapes(runtime: _PipelineScheduleRuntime) -> list[torch.Size] | None:
-    """The shapes of stage 0's microbatches, on its rank, for which torch has set up all messages; None before that."""
-    # After the setup torch does not check shapes. With gloo a smaller tensor silently fills a part of the receiver's,
-    # and a larger one ends the process.
-    first: Any = runtime._stages[0]
-    # torch 2.11 keeps them on the stage.
-    inputs = first._stage_meta.inputs if hasattr(first, "_stage_meta") else first.inputs_meta
-    if not is_set_up(runtime) or inputs is None:
-        return None
-    return [meta.shape for meta in inputs]
 
 
 def what_it_runs(schedule: _PipelineSchedule) -> str:

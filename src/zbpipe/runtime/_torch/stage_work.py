@@ -112,6 +112,7 @@ class OwnWork(StageWork):
         output = super().forward(microbatch, *args, **kwargs)
         self.finish_gathering()
         self.messages.require_gradients_of(output)
+        self.messages.take_output(microbatch, output)
         return output
 
     def backward(self, microbatch: int, loss: Tensor | None, is_last: bool) -> None:

@@ -226,7 +226,7 @@ class _Recorder:
         found = self._allocated.found() if self._allocated else {}
         kept = {op: each.kept for op, each in found.items() if op.kind in (OpKind.F, OpKind.I)}
         most = {op: each.most for op, each in found.items()}
-        is_usual = not (self._own and self._own.sizes.last.shapes)
+        is_usual = self._own is None or self._own.sizes.last_has_usual_shapes
         return StepRecord(self._name, end, spans, kept, most, self._message_bytes, is_usual)
 
 

@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import pipelining, position
+from zbpipe.runtime._torch.shapes import Shapes, StepShapes, describe_inputs, freeze
 from zbpipe.runtime.ranks.agreement import group_ranks, is_alone, make_key
 from zbpipe.runtime.ranks.failures import Failure, PipelineError, RefusedStepError, name_ranks
 
@@ -34,17 +35,23 @@ _LINGER = 5.0
 
 
 @dataclass(frozen=True)
-class StepSize:
-    microbatches: int
-    shapes: int = 0
-    """Number of the microbatches' shapes: 0 for the first step's, 1 for the next new ones, and 2 for the third."""
+class Table:
+    """What stage 0's rank, which sees the input, tells all ranks of a step."""
+
+    usual: Shapes
+    """Shapes of inputs in steps without `microbatches=`: those of the last such step for which torch has set up
+    messages, else those of the first step."""
+    set_up: Shapes
+    """Inputs for which torch has set up messages."""
+    inputs: tuple[Shapes, ...] = ()
+    """By microbatch."""
 
 
 @dataclass(frozen=True)
 class _Answer:
-    microbatches: int = 0
-    shapes: int | None = None
-    """Known on stage 0's rank."""
+    microbatches: int | tuple[int, ...] = 0
+    table: Any = None
+    """Of stage 0's rank, the fields of a `Table`."""
     refused: str = ""
     """Reason for which the rank refused the step before the comparison."""
 
@@ -117,29 +124,30 @@ class StepBoard:
         step, (rank, words) = json.loads(store.get(key))
         return Failure(rank, f"{words} (rank {self._me} runs this step)") if step <= self._run else None
 
-    def agree_on_size(self, microbatches: int, shapes: int | None) -> StepSize:
-        """The step's size, once all ranks of the pipeline have called this. Only stage 0's rank knows the `shapes`.
+    def compare(self, given: int | tuple[int, ...], table: Table | None) -> Table:
+        """The step's table, once all ranks of the pipeline have called this. Only stage 0's rank has it before.
 
         Raises:
             RefusedStepError: the ranks got different numbers, or another rank refuses the step.
             PipelineError: another rank does not reach the step, or runs it without `microbatches=`.
         """
-        self._answer(_Answer(microbatches, shapes))
-        answers = self._wait_for_answers(microbatches)
+        self._answer(_Answer(given, table and astuple(table)))
+        answers = self._wait_for_answers(given)
         for rank, each in answers.items():
             if each.refused:
                 raise RefusedStepError(f"{Failure(rank, each.refused)}. All ranks skip this step")
-        if any(each.microbatches != microbatches for each in answers.values()):
-            groups = group_ranks({rank: each.microbatches for rank, each in answers.items()})
-            found = ", ".join(f"{number} on {name_ranks(of)}" for number, of in groups.items())
+        groups = group_ranks({rank: each.microbatches for rank, each in answers.items()})
+        counts = {each if isinstance(each, int) else len(each) for each in groups}
+        if len(counts) > 1 or len([each for each in groups if not isinstance(each, int)]) > 1:
+            found = ", ".join(f"{_write(each)} on {name_ranks(of)}" for each, of in groups.items())
             raise RefusedStepError(
-                f"the ranks were given different microbatches=: {found}. Give the same number to step on all ranks of"
-                " the pipeline, or none"
+                f"the ranks were given different microbatches=: {found}. Give the same to step on all ranks of the"
+                " pipeline, or none"
             )
         if self._old is not None:  # all have answered now, so all have read the previous answers
             pipelining.default_store().delete_key(self._old)
         self._old = self._key(self._me)
-        return StepSize(microbatches, next(each.shapes for each in answers.values() if each.shapes is not None))
+        return Table(*next(each.table for each in answers.values() if each.table is not None))
 
     def give(self, name: str, value: str) -> None:
         if not self.is_alone:
@@ -148,7 +156,7 @@ class StepBoard:
     def take(self, name: str, group_rank: int) -> str:
         """Wait for the value that a rank of the pipeline gives this one."""
         store, key = pipelining.default_store(), self._key(name)
-        self._wait_for({self._ranks[group_rank]: key}, "reached this step")
+        self._wait_in_step({self._ranks[group_rank]: key}, "reached this step")
         value: str = store.get(key).decode()
         store.delete_key(key)
         return value
@@ -157,11 +165,14 @@ class StepBoard:
         """The values of all ranks of the pipeline, which have to call this in the same step."""
         store, keys = pipelining.default_store(), {rank: self._key(f"{name}/{rank}") for rank in self._ranks}
         store.set(keys[self._me], str(int(value)))
+        self._wait_in_step(keys, "reached the end of this step")
+        return [store.get(key) == b"1" for key in keys.values()]
+
+    def _wait_in_step(self, keys: Mapping[int, str], what: str) -> None:
         try:
-            self._wait_for(keys, "reached the end of this step")
+            self._wait_for(keys, what)
         except PipelineError:  # this step has failed, not an earlier one
             raise PipelineError(self.ended_by) from None
-        return [store.get(key) == b"1" for key in keys.values()]
 
     def _require_running(self) -> None:
         if self.ended_by:
@@ -176,15 +187,15 @@ class StepBoard:
         pipelining.default_store().compare_set(key, "", json.dumps((self._step, failure)))
         return key
 
-    def _wait_for_answers(self, microbatches: int) -> dict[int, _Answer]:
+    def _wait_for_answers(self, given: int | tuple[int, ...]) -> dict[int, _Answer]:
         store, keys = pipelining.default_store(), {rank: self._key(rank) for rank in self._ranks}
         if not _are_there(store, [*keys.values()]):
-            words = f"it got microbatches={microbatches}; give all ranks of the pipeline the same, or none"
+            words = f"it got microbatches={_write(given)}; give all ranks of the pipeline the same, or none"
             reported = self._report(Failure(self._me, f", {position.NOT_BEGUN}: {words}"))
             self._wait_for(keys, "reached this step, but all ranks have to give its microbatches=")
             store.delete_key(reported)
         found = store.multi_get([*keys.values()]) if store.has_extended_api() else map(store.get, keys.values())
-        return {rank: _Answer(**json.loads(each)) for rank, each in zip(keys, found, strict=True)}
+        return {rank: _Answer(*freeze(json.loads(each))) for rank, each in zip(keys, found, strict=True)}
 
     def _wait_for(self, keys: Mapping[int, str], what: str) -> None:
         """Wait until the ranks' keys are in the store.
@@ -206,7 +217,7 @@ class StepBoard:
 
     def _answer(self, answer: _Answer) -> None:
         self._events += 1
-        pipelining.default_store().set(self._key(self._me), json.dumps(asdict(answer)))
+        pipelining.default_store().set(self._key(self._me), json.dumps(astuple(answer)))
         self._answered = self._step
 
     def _key(self, of: int | str) -> str:
@@ -226,59 +237,121 @@ def _are_there(store: Any, keys: list[str]) -> bool:
     return True
 
 
+def _write(given: int | tuple[int, ...]) -> str:
+    return str(given if isinstance(given, int) else [*given])
+
+
+def _describe(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Shapes:
+    """Shapes of a microbatch's inputs; keyword inputs only count where there are no others."""
+    return describe_inputs(args or (kwargs or {}).values())
+
+
 class StepSizes:
+    """Sizes of a pipeline's steps: the number of microbatches, and the shapes of their inputs."""
+
     def __init__(self, board: StepBoard, usual: int) -> None:
         self._board = board
         self.usual = usual
         """Default number of microbatches of a step."""
-        self.last = StepSize(usual)
-        """Size of the running step, or of the last one."""
         self.are_set_up = False
         """Whether torch has set up messages for any shapes."""
         self.keywords_are_alike = False
         """Whether all ranks get keyword inputs of the same shapes. New ones are then a new size."""
-        self._keywords: list[Any] = []
-        self._inputs: list[Any] = []
-        """Known input shapes, by their number. Only on stage 0's rank, which sees the input."""
-        self._set_up: list[pipelining.Shapes] = []
-        """torch's setups, by the shapes' number. Outdated for the last step's shapes."""
+        self._keywords: Shapes | None = None
+        """Shapes of the first step's keyword inputs, if they are alike."""
+        self._seen: Table | None = None
+        """The usual shapes and torch's setup, on stage 0's rank."""
+        self._told: Table | None = None
+        """The last table that all ranks know, with torch's present setup; None if they do not know that."""
+        self.inputs: Sequence[Shapes] | None = None
+        """Shapes of the inputs of the running step, or of the last one; None for those of torch's setup."""
+        self._last = usual
+        """Number of microbatches of that step."""
+
+    @property
+    def last_has_usual_shapes(self) -> bool:
+        """Whether the microbatches of the last step had the shapes of steps without `microbatches=`."""
+        return self.inputs is None or (self._told is not None and {*self.inputs} == {self._told.usual})
 
     @property
     def last_was_usual(self) -> bool:
-        """Whether the last step had the usual number of microbatches and the shapes of the first step."""
-        return self.last == StepSize(self.usual)
+        """Whether the last step had the number and the shapes of microbatches of steps without `microbatches=`."""
+        return self._last == self.usual and self.last_has_usual_shapes
 
-    def find_number(self, microbatches: int | None, keywords: object) -> int | None:
-        """The number of microbatches requested for a step, or already split by a framework; None for the usual one."""
+    def find_number(self, microbatches: Any, keywords: object) -> Any:
+        """The `microbatches=` of a step, or their number if a framework has split them; None for the usual size."""
         if microbatches is not None or not isinstance(keywords, list) or not keywords:
             return microbatches
-        shapes = checks.describe_inputs(each.values() for each in keywords) if self.keywords_are_alike else []
+        shapes = [describe_inputs(each.values()) for each in keywords] if self.keywords_are_alike else []
         if not self.are_set_up:
-            self._keywords = shapes
-        return len(keywords) if len(keywords) != self.usual or shapes != self._keywords else None
+            self._keywords = shapes[0] if shapes else None
+        is_usual = len(keywords) == self.usual and all(each == self._keywords for each in shapes)
+        return None if is_usual else len(keywords)
 
-    def agree(self, runtime: pipelining.OwnRuntime, inputs: Sequence[Any] | None) -> bool:
-        """Agree on the step's size with all ranks before its messages. Returns whether torch infers new shapes.
+    def agree(self, runtime: pipelining.OwnRuntime, given: Any, args: Any, kwargs: Any) -> None:
+        """Agree with all ranks on the shapes of the step's inputs before its messages, if it was `given` a size.
 
         Raises:
-            ValueError: different numbers of microbatches, new shapes where torch cannot infer them, or another rank
-                refuses the step.
+            ValueError: different sizes, shapes that the loss cannot weigh, or another rank refuses the step.
             PipelineError: another rank does not reach the step.
         """
-        stage = pipelining.stages_of(runtime)[0]
-        size, number = StepSize(pipelining.num_microbatches(runtime)), None
-        if not self.are_set_up:
-            self._inputs.clear()  # from a refused step
-        shapes = checks.describe_inputs(inputs or ())
-        if stage.is_first:
-            number = self._inputs.index(shapes) if shapes in self._inputs else len(self._inputs)
-        if self._board.is_compared:
-            size = self._board.agree_on_size(size.microbatches, number)
-        is_new = self._use_shapes(runtime, size.shapes)
-        if size.shapes == len(self._inputs):
-            self._inputs.append(shapes)
-        self.last = size
-        return is_new
+        is_set_up, told, seen = pipelining.is_set_up(runtime), self._told, self._seen
+        self._last, table = pipelining.num_microbatches(runtime), None
+        for work in runtime.works:
+            work.messages.learn_last_step()
+        if given is None:
+            # A new setup is for this step's inputs, which only one rank knows.
+            self._told = told = told if is_set_up else None
+            is_usual = told is None or told.usual == told.set_up
+            self.inputs = [told.usual] * self._last if told and not is_usual else None
+            if is_set_up and seen:
+                checks.require_usual_shapes(runtime, args, seen.set_up if is_usual else seen.usual)
+            else:
+                checks.require_usual_shapes(runtime, args, None)
+            return
+        if pipelining.stages_of(runtime)[0].is_first:
+            found = tuple(map(_describe, args, kwargs))
+            seen = seen or Table(found[0], found[0])
+            table = Table(seen.usual, seen.set_up if is_set_up else found[0], found)
+        self._told = self._board.compare(given, table) if self._board.is_compared else table
+        assert self._told is not None
+        self.inputs = self._told.inputs
+        checks.require_weighed_loss(runtime, self.inputs)
+        if is_set_up and (told is None or told.set_up != self._told.set_up):
+            self._learn_setup(runtime, self._told.set_up)
+
+    def follow_setup(self, runtime: pipelining.OwnRuntime, args: Any, kwargs: Any) -> None:
+        """torch has set up messages for microbatch 0 of the running step, which has these inputs."""
+        self.are_set_up = True
+        if pipelining.stages_of(runtime)[0].is_first:
+            found = _describe(args, kwargs)
+            self._seen = Table(self._seen.usual if self._seen and self.inputs else found, found)
+        if self.inputs is not None:
+            self._learn_setup(runtime, self.inputs[0])
+
+    @staticmethod
+    def _learn_setup(runtime: pipelining.OwnRuntime, inputs: Shapes) -> None:
+        for work in runtime.works:
+            work.messages.learn_setup(inputs)
+
+    def give_to_messages(self, runtime: pipelining.OwnRuntime) -> None:
+        """Let messages have the shapes of the running step."""
+        set_up, step = self._told and self._told.set_up, None
+        if self.inputs is not None and any(each != set_up for each in self.inputs):
+            if not self._board.is_alone:
+                checks.require_inferred_shapes(runtime)
+            step = StepShapes(self.inputs, self._give_shapes, self._take_shapes)
+        works = runtime.works
+        for work, then in zip(works, [*works[1:], None], strict=True):
+            is_next = then is not None and then.stage.stage_index == work.stage.stage_index + 1
+            work.messages.follow(step, then.messages if then and is_next else None)
+
+    def _give_shapes(self, name: str, shapes: Shapes) -> None:
+        self._board.give(name, json.dumps(shapes))
+
+    def _take_shapes(self, name: str, group_rank: int) -> Shapes:
+        shapes: Shapes = freeze(json.loads(self._board.take(name, group_rank)))
+        return shapes
 
     def pass_on_unfreezing(self, schedule: pipelining.OwnRuntime) -> None:
         """Before a step's messages, request gradients for newly unfrozen parameters."""
@@ -302,18 +375,3 @@ class StepSizes:
                     messages.give_gradients("outputs")
                 if index + 1 not in own:
                     self._board.give(f"unfrozen/{index + 1}", str(int(is_unfrozen)))
-
-    def _use_shapes(self, runtime: pipelining.OwnRuntime, number: int) -> bool:
-        if not self.are_set_up or number == self.last.shapes:
-            return False
-        self._set_up = self._set_up or [pipelining.shapes_of(runtime)]
-        self._set_up[self.last.shapes] = pipelining.shapes_of(runtime)
-        if number < len(self._set_up):
-            pipelining.use_shapes(runtime, self._set_up[number])
-            return False
-        checks.require_inferred_shapes(runtime)
-        # The stages run once to infer shapes, which needs validated weights.
-        runtime.finish_optimizer_step()
-        pipelining.forget_shapes(runtime)
-        self._set_up.append(pipelining.shapes_of(runtime))
-        return True
