@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from llama import Block, FeedForward
 from models import Checkpointing, checkpointed
-from pipelines import Pipeline, on_one_rank, squared_error
+from pipelines import Pipeline, squared_error
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
@@ -31,8 +31,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-import zbpipe
-from zbpipe.runtime._torch import collectives
 from zbpipe.runtime.split.stage import find_split
 from zbpipe.schedule import registry
 

@@ -431,7 +431,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             self.waits.turn_off(obstacle)
             return nullcontext()
         splits = list(filter(None, map(split.find_split, stages)))
-        return self.waits.follow_step(splits, is_settled=all(each.is_steady for each in splits))
+        return self.waits.follow_step(splits)
 
     def _use_transport(self, transport: Transport) -> None:
         """Remake all schedules for the measured transport, unless they are made for it."""

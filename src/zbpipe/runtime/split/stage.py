@@ -159,8 +159,6 @@ def find_obstacle_to_fills(stages: Sequence[pipelining.Stage]) -> str:
     """The reason why W's products cannot fill these stages' waits; empty if they can."""
     if any(find_split(stage) is None for stage in stages):
         return "only zbpipe's split of the backward has products that wait, in schedules with I and W"
-    if dist.get_backend(stages[0].group) == "fake":
-        return "the backend 'fake' has no collectives to wait for"
     for stage in stages:
         for name, module in stage.submod.named_modules():
             if compiler.is_compiled(module):

@@ -30,6 +30,8 @@ FillWaits = Literal["off", "own", "all"]
 """Waits with products of W: none; those of I and B, with products of the op's stage; also those of F, with products of
 all the rank's stages."""
 
+MEASURED_STEP = 4
+"""The first steps try out which gradients can wait, and compare contents."""
 _MOST_OVER = 2.0
 """A product may take this many times the rest of a wait: then at least half of it costs no time."""
 
@@ -63,6 +65,7 @@ class WaitFiller:
         """Number of products that ran in waits."""
         self._question = agreement.make_key("waits", stages)
         self._works: Sequence[Work] = ()
+        self._steps = 0
         self._is_measuring = False
         self._budget: Sequence[float] = ()
         """Of the running op's waits."""
@@ -85,10 +88,11 @@ class WaitFiller:
         self.how, self.budgets = "off", None
 
     @contextmanager
-    def follow_step(self, works: Sequence[Work], *, is_settled: bool) -> Iterator[None]:
-        """Context of a training step. The first one that is settled is measured."""
+    def follow_step(self, works: Sequence[Work]) -> Iterator[None]:
+        """Context of a training step."""
         self._works = works
-        self._is_measuring = is_settled and not self.is_decided and not self.is_paused
+        self._steps += 1
+        self._is_measuring = self._steps >= MEASURED_STEP and not (self.is_decided or self.is_paused)
         if not self._is_measuring:
             yield
             return
@@ -188,7 +192,7 @@ class WaitFiller:
             self.how,
             f"the collectives in {', '.join(used)} take as long as {room / flops:.0%} of W, and W's products fill them"
             if used
-            else "no collective takes long enough for a product of W",
+            else f"no op waits for a collective for as long as a product of W takes (backend {dist.get_backend()})",
         )
 
     @contextmanager
