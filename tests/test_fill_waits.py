@@ -5,7 +5,8 @@ budgets of the waits are random, and other ones on each rank: whatever ranks cho
 """
 
 import random
-from collections.abc import Callable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from llama import Block, FeedForward
 from models import Checkpointing, checkpointed
-from pipelines import Pipeline, squared_error
+from pipelines import Pipeline, on_one_rank, squared_error
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
@@ -31,7 +32,10 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+import zbpipe
+from zbpipe.frameworks.options import Options
 from zbpipe.runtime.split.stage import find_split
+from zbpipe.runtime.split.waits import MEASURED_STEP
 from zbpipe.schedule import registry
 
 DIM, SEQUENCE, HEADS, BATCH, MICROBATCHES = 16, 8, 4, 2, 6
@@ -138,6 +142,15 @@ CASES = {
 }
 
 
+SHORT = ("ZB", "own ZBV", "Sharded selective", "Experts full", "Context none", "FSDP2")
+WHOLE = zbpipe.Schedule.from_csv("0F0,1F0,1B0,0B0,0F1,1F1,1B1,0B1", name="whole backwards")
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    module.compile(backend="eager")
+    return module
+
+
 def build(case: Case, mesh: DeviceMesh, shards: DeviceMesh | None, index: int, num_stages: int) -> nn.Module:
     torch.manual_seed(index)
     layers = [case.layer(mesh, case.checkpointing) for _ in range(2)]
@@ -179,22 +192,23 @@ def logging_launches(log: Log) -> Iterator[None]:
                 setattr(owner, name, call)
 
 
-def choose_budgets(waits: Any, seed: object) -> None:
-    """Random ones for each wait, from none to more than everything."""
+def choose_budgets(waits: Any, ops: Iterable[str], seed: object) -> dict[str, list[float]]:
+    """Random ones for each wait, from none to more than everything, other ones on each rank."""
     draw = random.Random(f"{seed} {dist.get_rank()}")
     sizes = sorted(waits._may_fill.values())
     choices = [0.0, sizes[0] / 2, *sizes, 1e12]
-    waits.budgets = {op: draw.choices(choices, [5, *[1] * (len(choices) - 1)], k=40) for op in waits.budgets}
+    return {op: draw.choices(choices, [5, *[1] * (len(choices) - 1)], k=40) for op in ops}
 
 
 class Found(NamedTuple):
-    decided_after: int
     is_equal: bool
     """Whether gradients, losses and collectives were those of the step without fills, for all seeds."""
     filled: int
-    num_products: int
-    """Of W in a step."""
-    budgets: dict[str, Any]
+    """Number of products that ran in waits."""
+    budgets: Mapping[str, Sequence[float]]
+    """As agreed by the ranks."""
+    kinds: frozenset[str]
+    """Kinds of ops that the list has."""
 
 
 def train(case: Case, seeds: int) -> Found:
@@ -218,41 +232,103 @@ def train(case: Case, seeds: int) -> Found:
         grads: list[Any] = [each.grad for each in pipeline.parameters()]
         return losses, [each.to_local() if isinstance(each, DTensor) else each for each in grads], log
 
-    number = 0
-    while not waits.is_decided:
+    for _ in range(MEASURED_STEP):
+        assert not waits.is_decided
+        assert not pipeline.schedule.is_steady
         step()
-        number += 1
-        assert number < 6, "it never decides"
-    budgets, waits.budgets = dict(waits.budgets), {}
+    budgets, waits.budgets = waits.budgets, {}
+    assert len({find_split(stage).waits for stage in pipeline.stages}) == 1  # type: ignore[union-attr]
     losses, gradients, log = step()
-    splits = [find_split(stage) for stage in pipeline.stages]
-    assert all(split is not None and not any(split.deferred.values()) for split in splits)
-    is_equal, waits.filled = True, 0
+    assert not waits.filled
+    is_equal = len(log) > MICROBATCHES
+    ops = [op for op in budgets if case.how == "all" or op[0] != "F"]
     for seed in range(seeds):
-        waits.budgets = dict.fromkeys(budgets, ())
-        choose_budgets(waits, seed)
+        waits.budgets = choose_budgets(waits, ops, seed)
         now = step()
         is_equal &= now[0] == losses and now[2] == log and all(map(torch.equal, now[1], gradients))
-    assert len(log) > MICROBATCHES
-    products = sum(len(waits._may_fill) for _ in range(MICROBATCHES))
-    return Found(number, is_equal, waits.filled, products, budgets)
+    kinds = frozenset(op.kind.value for row in pipeline.schedule.schedule for op in row)
+    return Found(is_equal, waits.filled, budgets, kinds)
+
+
+def train_all(names: Sequence[str]) -> dict[str, Found]:
+    return {name: train(CASES[name], 3) for name in names}
 
 
 @cache
-def all_found() -> list[dict[str, Found]]:
+def all_found(*names: str) -> list[dict[str, Found]]:
     """By rank. One start of the processes serves all tests."""
-    return run_ranks(4, train_all, timeout=600)
+    return run_ranks(4, train_all, names, timeout=600)
 
 
-def train_all() -> dict[str, Found]:
-    return {name: train(case, 3) for name, case in CASES.items()}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_gradients_and_collectives_are_the_same(name: str) -> None:
-    if name == "spmd_types":
-        pytest.importorskip("spmd_types")
-    found = [each[name] for each in all_found()]
-    print(found)
+def check(name: str, found: Sequence[Found]) -> None:
+    first, second, *others = found
     assert all(each.is_equal for each in found)
-    assert all(each.filled > 0 for each in found)
+    assert all(each.filled for each in found)
+    # Both ranks of a stage have the same budgets; measured by the one that asked first.
+    assert first.budgets == second.budgets
+    assert all(each.budgets == others[0].budgets for each in others)
+    assert {op[0] for op in first.budgets} == first.kinds - {"W"}
+    if CASES[name].how == "own":
+        assert not any(budget for op, budget in first.budgets.items() if op[0] == "F")
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_gradients_and_collectives_are_the_same(name: str) -> None:
+    check(name, [each[name] for each in all_found(*SHORT)])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", CASES.keys() - {*SHORT})
+def test_the_same_for_all_schedules_and_checkpoints(name: str) -> None:
+    check(name, [each[name] for each in all_found(*sorted(CASES.keys() - {*SHORT}))])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_thousand_choices_of_each_rank() -> None:
+    found = run_ranks(4, train, CASES["Experts none"], 1000, timeout=800)
+    assert all(each.is_equal for each in found)
+
+
+def on_this_rank(build: Callable[[], nn.Module] = lambda: nn.Linear(4, 4), **options: Any) -> Any:
+    return on_one_rank([build(), build()], 2, loss=squared_error, fill_waits="own", **options)
+
+
+def run_steps(schedule: Any, number: int = MEASURED_STEP) -> None:
+    for _ in range(number):
+        schedule.step(torch.ones(4, 4), target=torch.ones(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("reason", "options"),
+    [
+        (r"stage 0: the stage itself \(Linear\) is compiled", {"build": lambda: compiled(nn.Linear(4, 4))}),
+        ("only zbpipe's split of the backward", {"split_backward": "autograd"}),
+        ("only zbpipe's split of the backward", {"name": WHOLE}),
+    ],
+)
+def test_where_it_cannot_work(
+    one_rank: None, caplog: pytest.LogCaptureFixture, reason: str, options: dict[str, Any]
+) -> None:
+    schedule = on_this_rank(**options)
+    run_steps(schedule)
+    (said,) = [each for each in caplog.messages if "fill_waits" in each]
+    assert re.search(f"fill_waits='own' changes nothing: {reason}", said)
+
+
+def test_without_collectives_nothing_changes(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    schedule = on_this_rank()
+    run_steps(schedule)
+    (said,) = [each for each in caplog.messages if "fill_waits" in each]
+    assert said == "fill_waits='own': no op waits for a collective for as long as a product of W takes (backend gloo)"
+    assert not any(schedule.waits.budgets.values())
+    assert schedule.is_steady
+
+
+def test_an_unknown_choice_is_refused(one_rank: None) -> None:
+    with pytest.raises(ValueError, match="fill_waits='some' is unknown"):
+        on_one_rank([nn.Linear(4, 4), nn.Linear(4, 4)], 2, fill_waits="some")
+    with pytest.raises(ValueError, match="fill_waits='some' is unknown"):
+        Options(fill_waits="some")  # type: ignore[arg-type]

@@ -212,6 +212,16 @@ class WaitFiller:
             yield
 
     def _fill(self, works: Sequence[Work], budget: float) -> None:
+        chosen = list(self._choose(works, budget))
+        if not chosen:
+            return
+        self.filled += len(chosen)
+        with autograd.outside_of_modes(with_autocast=self._has_autocast):
+            for work, microbatch, gradient in chosen:
+                work.add_early(microbatch, gradient)
+
+    def _choose(self, works: Sequence[Work], budget: float) -> Iterator[tuple[Work, int, PendingGradient]]:
+        """Take products from those that wait, in the order of each weight's microbatches."""
         for work in works:
             passed_by: set[int] = set()
             for microbatch in work.left:
@@ -225,11 +235,10 @@ class WaitFiller:
                     leaf = id(sources.find_leaf(gradient.weight))
                     if leaf in passed_by or leaf not in self._may_fill:
                         continue
-                    if gradient.flops > _MOST_OVER * budget:
+                    flops = gradient.flops
+                    if flops > _MOST_OVER * budget:
                         passed_by.add(leaf)
                         continue
                     del pending[place]
-                    with autograd.outside_of_modes(with_autocast=self._has_autocast):
-                        work.add_early(microbatch, gradient)
-                    budget -= gradient.flops
-                    self.filled += 1
+                    budget -= flops
+                    yield work, microbatch, gradient
