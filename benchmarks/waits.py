@@ -27,7 +27,7 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe.runtime import device as devices
-from zbpipe.runtime.split.waits import MEASURED_STEP, FillWaits
+from zbpipe.runtime.split.waits import MEASURED_STEP, MOST_OVER, FillWaits
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 Kind = Literal["sleep", "copy"]
@@ -171,7 +171,7 @@ class Result(NamedTuple):
     """Seconds of a step without fills."""
     filled: float
     model: float
-    """Seconds that fills save if each wait takes as much as there is of W until then."""
+    """Seconds that fills save if each wait takes the whole products that the rule allows, at the speed of W."""
     in_waits: float
     """Share of W's products that ran in waits."""
     is_equal: bool
@@ -232,8 +232,8 @@ def measure(device: torch.device, link: Link, how: FillWaits, parts: int, rounds
 
 def _model(schedule: Any, link: Link, step: Any) -> tuple[float, int]:
     """Run the step that is measured. Seconds that fills save in such a step, and its number of products of W."""
-    events: list[float] = []  # FLOPs of a product that waits from now on; 0 for a wait
-    defer, wait = WeightGradients.defer, link.wait
+    events: list[float] = []  # FLOPs of a product that waits from now on; 0 for a wait, -1 for W
+    defer, wait, time_w = WeightGradients.defer, link.wait, schedule.waits.timing_w
 
     def note(gradients: Any, gradient: Any, *more: Any) -> bool:
         events.append(gradient.flops)
@@ -243,18 +243,32 @@ def _model(schedule: Any, link: Link, step: Any) -> tuple[float, int]:
         events.append(0.0)
         return wait(tensor)
 
+    def note_w(pending: Any) -> Any:
+        events.append(-1.0)
+        return time_w(pending)
+
     with (
         patch.object(WeightGradients, "defer", note),
+        patch.object(schedule.waits, "timing_w", note_w),
         patch.object(funcol, "wait_tensor", note_wait),
         patch.object(schedule.waits, "_of_w", _Kept()) as of_w,
     ):
         step()
     rate = sum(flops for flops, _ in of_w) / sum(start.elapsed_time(end) / 1e3 for _, (start, end) in of_w)
-    saved = pool = 0.0
-    for flops in events:  # each W of ZBV on one rank follows its I, so a wait of F finds nothing
-        pool += flops / rate
-        taken = 0.0 if flops else min(pool, link.seconds)
-        pool, saved = pool - taken, saved + taken
+    saved, pool = 0.0, list[float]()
+    for flops in events:
+        if flops < 0:  # ZBV on one rank has each W after its I
+            pool.clear()
+        if flops > 0:
+            pool.append(flops / rate)
+        if flops:
+            continue
+        left = link.seconds
+        for each in reversed(pool[:]):
+            if left > 0 and each <= MOST_OVER * left:
+                pool.remove(each)
+                left -= each
+        saved += link.seconds - max(left, 0.0)
     return saved, sum(flops > 0 for flops in events)
 
 
@@ -263,18 +277,19 @@ class _Kept(list[Any]):
         pass
 
 
-def worker(milliseconds: list[float], how: FillWaits, rounds: int) -> list[Result]:
+def worker(milliseconds: list[float], how: FillWaits, parts: int, rounds: int) -> list[Result]:
     cpu = torch.device("cpu")
-    return [measure(cpu, Link(cpu, each), how, 1, rounds) for each in milliseconds]
+    return [measure(cpu, Link(cpu, each), how, parts, rounds) for each in milliseconds]
 
 
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--milliseconds", type=float, nargs="+", default=[0, 1, 2, 4, 8, 16])
     arguments.add_argument("--how", choices=("own", "all"), default="own")
+    arguments.add_argument("--parts", type=int, default=1, help="into which each product of W is cut, by rows")
     arguments.add_argument("--rounds", type=int, default=5)
     options = arguments.parse_args()
-    found = run_ranks(2, worker, options.milliseconds, options.how, options.rounds, timeout=900)
+    found = run_ranks(2, worker, options.milliseconds, options.how, options.parts, options.rounds, timeout=900)
     for milliseconds, *results in zip(options.milliseconds, *found, strict=True):
         for rank, each in enumerate(results):
             print(f"{milliseconds:4.1f} ms, rank {rank}: {each}, {each.in_waits:.0%} of W in waits, {each.is_equal}")

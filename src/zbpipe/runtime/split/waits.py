@@ -32,7 +32,7 @@ all the rank's stages."""
 
 MEASURED_STEP = 4
 """The first steps try out which gradients can wait, and compare contents."""
-_MOST_OVER = 2.0
+MOST_OVER = 2.0
 """A product may take this many times the rest of a wait: then at least half of it costs no time."""
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class WaitFiller:
             numbers = range(max(map(len, waits)))
             usual = [statistics.median_low(each[n] for each in waits if n < len(each)) for n in numbers]
             found = [each * flops / in_w if in_w else 0.0 for each in usual]
-            is_used = least and _MOST_OVER * max(found, default=0.0) >= least and (op[0] != "F" or self.how == "all")
+            is_used = least and MOST_OVER * max(found, default=0.0) >= least and (op[0] != "F" or self.how == "all")
             budgets[op] = found if is_used else []
         return budgets
 
@@ -236,7 +236,7 @@ class WaitFiller:
                     if leaf in passed_by or leaf not in self._may_fill:
                         continue
                     flops = gradient.flops
-                    if flops > _MOST_OVER * budget:
+                    if flops > MOST_OVER * budget:
                         passed_by.add(leaf)
                         continue
                     del pending[place]
