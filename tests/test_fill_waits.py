@@ -36,6 +36,7 @@ import zbpipe
 from zbpipe.frameworks.options import Options
 from zbpipe.runtime.split.stage import find_split
 from zbpipe.runtime.split.waits import MEASURED_STEP
+from zbpipe.runtime.verify.one_process import schedule_w_last
 from zbpipe.schedule import registry
 
 DIM, SEQUENCE, HEADS, BATCH, MICROBATCHES = 16, 8, 4, 2, 6
@@ -325,6 +326,31 @@ def test_without_collectives_nothing_changes(one_rank: None, caplog: pytest.LogC
     assert said == "fill_waits='own': no op waits for a collective for as long as a product of W takes (backend gloo)"
     assert not any(schedule.waits.budgets.values())
     assert schedule.is_steady
+
+
+class Scattered(nn.Linear):
+    """A linear layer with a collective in its backward, of one rank."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(funcol.all_to_all_single_autograd(input * 2, None, None, torch.distributed.group.WORLD) + 0  # type: ignore[arg-type])
+
+
+def test_checked_steps_run_without_fills(one_rank: None) -> None:
+    """A check compares each W with its own microbatch, but I fills its waits with products of the ones before."""
+    schedule = on_this_rank(lambda: nn.Sequential(Scattered(), Scattered()))
+    run_steps(schedule)
+    schedule.adopt(schedule_w_last(2, 2, ["F", "I", "W"]))
+    schedule.waits.budgets = {"I0": [1e9] * 4, "I1": [1e9] * 4}
+    filled = []
+    check = zbpipe.GradientCheck(schedule)
+    for _ in range(2):
+        run_steps(schedule, 1)
+        filled.append(schedule.waits.filled)
+    assert check.report is not None
+    assert filled[0] == 0 < filled[1]
 
 
 def test_an_unknown_choice_is_refused(one_rank: None) -> None:
