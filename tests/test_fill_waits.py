@@ -22,7 +22,7 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -121,13 +121,28 @@ class Typed(nn.Module):
 
 class Case(NamedTuple):
     layer: Callable[..., nn.Module] = Sharded
-    schedule: str = "ZBV"
+    schedule: Any = "ZBV"
     checkpointing: Checkpointing = "none"
     how: str = "all"
     is_fsdp: bool = False
     """Whether FSDP2 shards the stages over two ranks, which are then no pipeline."""
+    is_mixed: bool = False
+    """Whether FSDP2 computes in bfloat16 and reduces in float32."""
 
 
+B_BEFORE_W = zbpipe.Schedule.from_csv(
+    "\n".join(
+        ",".join(f"{rank}{op}" for op in row.split())
+        for rank, row in enumerate(
+            (
+                "F0 F1 F2 I0 B1 I2 W0 W2 F3 F4 F5 I3 B4 I5 W3 W5",
+                "F0 I0 F1 B1 F2 I2 W0 W2 F3 I3 F4 B4 F5 I5 W3 W5",
+            )
+        )
+    ),
+    name="B before W",
+)
+"""Adds the gradients of microbatch 1 before those of microbatch 0, whose I comes first."""
 NAMES = [each.name for each in registry.schedules().values() if each.source == "zbpipe" and each.name != "Auto"]
 CASES = {
     **{name: Case(schedule=name) for name in NAMES},
@@ -139,11 +154,14 @@ CASES = {
     },
     "FSDP2": Case(is_fsdp=True),
     "FSDP2 full": Case(is_fsdp=True, checkpointing="full"),
+    "FSDP2 bfloat16": Case(Context, is_fsdp=True, is_mixed=True),
+    "Context ZB": Case(Context, "ZB"),
+    "B before W": Case(schedule=B_BEFORE_W),
     "spmd_types": Case(Typed),
 }
 
 
-SHORT = ("ZB", "own ZBV", "Sharded selective", "Experts full", "Context none", "FSDP2")
+SHORT = ("B before W", "own ZBV", "Sharded selective", "Experts full", "Context ZB", "FSDP2", "FSDP2 bfloat16")
 WHOLE = zbpipe.Schedule.from_csv("0F0,1F0,1B0,0B0,0F1,1F1,1B1,0B1", name="whole backwards")
 
 
@@ -158,7 +176,8 @@ def build(case: Case, mesh: DeviceMesh, shards: DeviceMesh | None, index: int, n
     module = nn.Sequential(*layers)
     if shards is not None:
         for each in (*layers, module):
-            fully_shard(each, mesh=shards, reshard_after_forward=False)
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if case.is_mixed else MixedPrecisionPolicy()
+            fully_shard(each, mesh=shards, reshard_after_forward=False, mp_policy=policy)
             each.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo has none that scales
     return module
 

@@ -120,7 +120,7 @@ class WaitFiller:
         """Context of an op, which defers `pending`."""
         if self._is_measuring:
             return self._measure(kind, work, pending)
-        return self._fill_during(kind, work) if self.fills(kind, work) else nullcontext()
+        return self._fill_during(kind, work, pending) if self.fills(kind, work) else nullcontext()
 
     @contextmanager
     def timing_w(self, pending: Sequence[PendingGradient]) -> Iterator[None]:
@@ -196,7 +196,7 @@ class WaitFiller:
         )
 
     @contextmanager
-    def _fill_during(self, kind: str, work: Work) -> Iterator[None]:
+    def _fill_during(self, kind: str, work: Work, running: Sequence[PendingGradient]) -> Iterator[None]:
         assert self.budgets is not None
         self._budget, self._number = self.budgets[f"{kind}{work.stage.stage_index}"], 0
         self._has_autocast = autograd.any_autocast()
@@ -205,14 +205,14 @@ class WaitFiller:
         def around(wait: Callable[[], Any]) -> Any:
             number, self._number = self._number, self._number + 1
             if number < len(self._budget):
-                self._fill(works, self._budget[number])
+                self._fill(works, running, self._budget[number])
             return wait()
 
         with collectives.route_waits(around):
             yield
 
-    def _fill(self, works: Sequence[Work], budget: float) -> None:
-        chosen = list(self._choose(works, budget))
+    def _fill(self, works: Sequence[Work], running: Sequence[PendingGradient], budget: float) -> None:
+        chosen = list(self._choose(works, running, budget))
         if not chosen:
             return
         self.filled += len(chosen)
@@ -220,7 +220,9 @@ class WaitFiller:
             for work, microbatch, gradient in chosen:
                 work.add_early(microbatch, gradient)
 
-    def _choose(self, works: Sequence[Work], budget: float) -> Iterator[tuple[Work, int, PendingGradient]]:
+    def _choose(
+        self, works: Sequence[Work], running: Sequence[PendingGradient], budget: float
+    ) -> Iterator[tuple[Work, int, PendingGradient]]:
         """Take products from those that wait, in the order of each weight's microbatches."""
         for work in works:
             passed_by: set[int] = set()
@@ -242,3 +244,5 @@ class WaitFiller:
                     del pending[place]
                     budget -= flops
                     yield work, microbatch, gradient
+                if pending is running:  # its later products come before those of the next microbatch
+                    break
