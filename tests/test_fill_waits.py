@@ -126,8 +126,8 @@ class Case(NamedTuple):
     how: str = "all"
     is_fsdp: bool = False
     """Whether FSDP2 shards the stages over two ranks, which are then no pipeline."""
-    is_mixed: bool = False
-    """Whether FSDP2 computes in bfloat16 and reduces in float32."""
+    in_bfloat16: bool = False
+    """FSDP2 then reduces in float32."""
 
 
 B_BEFORE_W = zbpipe.Schedule.from_csv(
@@ -154,14 +154,14 @@ CASES = {
     },
     "FSDP2": Case(is_fsdp=True),
     "FSDP2 full": Case(is_fsdp=True, checkpointing="full"),
-    "FSDP2 bfloat16": Case(Context, is_fsdp=True, is_mixed=True),
-    "Context ZB": Case(Context, "ZB"),
+    "FSDP2 bfloat16": Case(Context, schedule_w_last(2, MICROBATCHES, ["F", "I", "W"]), is_fsdp=True, in_bfloat16=True),
+    "ZB bfloat16": Case(Context, "ZB", in_bfloat16=True),
     "B before W": Case(schedule=B_BEFORE_W),
     "spmd_types": Case(Typed),
 }
 
 
-SHORT = ("B before W", "own ZBV", "Sharded selective", "Experts full", "Context ZB", "FSDP2", "FSDP2 bfloat16")
+SHORT = ("B before W", "own ZBV", "Sharded selective", "Experts full", "ZB bfloat16", "FSDP2", "FSDP2 bfloat16")
 WHOLE = zbpipe.Schedule.from_csv("0F0,1F0,1B0,0B0,0F1,1F1,1B1,0B1", name="whole backwards")
 
 
@@ -176,9 +176,12 @@ def build(case: Case, mesh: DeviceMesh, shards: DeviceMesh | None, index: int, n
     module = nn.Sequential(*layers)
     if shards is not None:
         for each in (*layers, module):
-            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if case.is_mixed else MixedPrecisionPolicy()
+            dtypes = (torch.bfloat16, torch.float32) if case.in_bfloat16 else ()
+            policy = MixedPrecisionPolicy(*dtypes)
             fully_shard(each, mesh=shards, reshard_after_forward=False, mp_policy=policy)
             each.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo has none that scales
+    elif case.in_bfloat16:
+        module.bfloat16()
     return module
 
 
@@ -242,6 +245,7 @@ def train(case: Case, seeds: int) -> Found:
     pipeline = Pipeline(case.schedule, MICROBATCHES, make, squared_error, group=group, fill_waits=case.how)
     torch.manual_seed(10 + dist.get_rank())
     x, target = torch.randn(2, BATCH * MICROBATCHES, SEQUENCE // 2, DIM)
+    x = x.bfloat16() if case.in_bfloat16 and not case.is_fsdp else x
     waits = pipeline.schedule.waits
 
     def step() -> tuple[list[float], list[Tensor], Log]:
