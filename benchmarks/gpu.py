@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, distribute_tensor
+from waits import Kind, Link, measure
 
 import zbpipe
 from zbpipe.runtime._torch import hooks
@@ -300,6 +301,29 @@ def _captured_step(
     yield Line("capture", f"step of {name}, captured and replayed", "PASS" if is_right else "FAIL", text, times)
 
 
+# Waits for collectives.
+
+
+def waits(machine: Machine) -> Iterator[Line]:
+    """W's products in emulated waits. A copy, which takes units of the GPU, has to keep two thirds of the gain."""
+    rounds = min(machine.rounds, 7)
+    for milliseconds in (0.3, 0.6) if machine.has_gpu else (2.0,):
+        gains: dict[str, float] = {}
+        for kind in get_args(Kind):
+            for parts in (1, 2, 4) if machine.has_gpu else (1,):
+                what = f"{milliseconds:g} ms per wait, {kind}, W in {parts} parts"
+                if kind == "copy" and not machine.has_gpu:
+                    yield Line("waits", what, UNTRIED)
+                    continue
+                found = measure(machine.device, Link(machine.device, milliseconds, kind), "own", parts, rounds)
+                gains[kind] = max(gains.get(kind, 0.0), found.gain)
+                yield Line("waits", what, "PASS" if found.is_equal else "FAIL", str(found), found._asdict())
+        if machine.has_gpu:
+            text = ", ".join(f"{kind} {gain:.1%}" for kind, gain in gains.items())
+            good = gains["copy"] >= gains["sleep"] * 2 / 3
+            yield Line("waits", f"{milliseconds:g} ms per wait, best gains", machine.judged(good), text, gains)
+
+
 # Copies to the host's memory.
 
 
@@ -558,7 +582,7 @@ def _late_w(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) 
 # The command.
 
 PARTS: dict[str, Callable[[Machine], Iterator[Line]]] = {
-    part.__name__: part for part in (pipeline, host, connections, graph, capture, late, outside, offload, ranks)
+    part.__name__: part for part in (pipeline, host, connections, graph, capture, late, waits, outside, offload, ranks)
 }
 
 

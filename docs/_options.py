@@ -16,6 +16,7 @@ _SECTIONS = {
     "receives": "Messages",
     "optimizer_step": "The optimizer step",
     "fsdp_mode": "FSDP",
+    "fill_waits": "Waits for collectives",
     "plain": "In trouble",
     "import": "Schedules of your own",
 }

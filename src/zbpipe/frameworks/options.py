@@ -17,6 +17,7 @@ from zbpipe.costs.numbers import set_fields
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch.fsdp2 import FsdpMode
 from zbpipe.runtime.split.stage import SplitBackward
+from zbpipe.runtime.split.waits import FillWaits
 from zbpipe.schedule.ir import require_whole
 from zbpipe.schedule.registry import resolve
 from zbpipe.schedule.user_code import import_modules
@@ -193,6 +194,13 @@ class Options:
     defer_reduce_grad_wait: bool | None = _torchs(
         "torch's option: delay the wait for FSDP's reduction of a stage until the next stage reduces.",
         action="store_true",
+    )
+    fill_waits: FillWaits = _zbpipes(
+        "While an op waits for a collective of tensor, expert or context parallelism, run products of W. own: in I and"
+        " B, those of the op's stage. all: also in F, those of all the rank's stages. Not in compiled blocks;"
+        " untried on GPUs (docs/the-split.md).",
+        default="off",
+        **_one_of(FillWaits),
     )
     plain: bool = _zbpipes(
         "To find a fault, turn off what GPUs run differently from CPUs: events after computations, fused W, W of"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import Any, ClassVar, get_args
@@ -31,6 +31,7 @@ from zbpipe.runtime.ranks.warm_up import warm_up
 from zbpipe.runtime.split import stage as split
 from zbpipe.runtime.split.loss import defer_in_loss
 from zbpipe.runtime.split.stage import SplitBackward
+from zbpipe.runtime.split.waits import FillWaits, WaitFiller
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 from zbpipe.runtime.transport import Probe, find_known_of
 from zbpipe.schedule.ir import OpKind, Schedule, require_whole
@@ -39,7 +40,10 @@ from zbpipe.schedule.user_code import read_text
 from zbpipe.simulator.offloading import Offload
 from zbpipe.simulator.simulation import simulate
 
-PLAIN = "without events after computations, fused W, W of compiled regions, FSDP beside computations, offload, a probe"
+PLAIN = (
+    "without events after computations, fused W, W of compiled regions, FSDP beside computations, offload, a probe,"
+    " filled waits"
+)
 """What `plain` turns off."""
 
 logger = logging.getLogger(__name__)
@@ -83,6 +87,10 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             `zbpipe.costs.model.Transport`). Default on the CPU: "ideal". On GPUs, torch's version and variables
             determine which messages wait for each other. After the first step all ranks measure, once, whether
             computations wait for messages, too. If so, the schedule is remade (see `zbpipe.runtime.transport`).
+        fill_waits: whether W's products run while F, I and B wait for collectives (of tensor, expert or context
+            parallelism): "own" fills the waits of I and B with products of their stage, "all" also those of F, with
+            products of all the rank's stages. One early step measures the waits. Gradients are bit-identical. No GPU
+            has run it yet; compiled stages and schedules with copies to the host train as without it.
         plain: whether to turn off what GPUs run differently from CPUs, to find a fault: events after computations, one
             kernel for product and addition in W, W of compiled regions, FSDP beside computations, copies to the host,
             and the probe of the transport. Gradients are the same.
@@ -131,6 +139,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         offload: Offload | str | bool | None = None,
         receives: Receives | str | None = None,
         transport: Transport | str | None = None,
+        fill_waits: FillWaits = "off",
         plain: bool = False,
         **options: Any,
     ) -> None:
@@ -142,6 +151,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             fsdp_mode = "torch"
         checks.require_options(algorithm.name, options, RegisteredSchedule.__init__, pipelining.SCHEDULE_OPTIONS)
         checks.require_one_of("fsdp_mode", fsdp_mode, get_args(FsdpMode))
+        checks.require_one_of("fill_waits", fill_waits, get_args(FillWaits))
         n_microbatches = checks.require_microbatches(algorithm.name, n_microbatches, loss_fn)
         limit = MemoryLimit.parse(memory_limit, costs_are_known=costs is not None)
         stages, self.placement = checks.place_stages(stages, algorithm)
@@ -159,8 +169,16 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         schedule = self.lists.of(n_microbatches, self.lists.make)
         self._is_plain = plain
         gradients = WeightGradients(may_fuse=not plain)
+        self.waits = WaitFiller("off" if plain else fill_waits, [stage.stage_index for stage in stages])
+        if not self.waits.is_decided:
+            gradients.has_collectives = set()
         self._split: Callable[[], object] | None = partial(
-            split.split_backward, stages, split_backward, gradients, in_compiled_regions=not plain
+            split.split_backward,
+            stages,
+            split_backward,
+            gradients,
+            in_compiled_regions=not plain,
+            waits=self.waits,
         )
         """Splits the backward into I and W; None afterwards."""
         self.defers_loss = defer_loss and split_backward != "autograd"
@@ -200,7 +218,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
         True after two steps, unless a layer first runs in the second; with Auto, after its choice and another step.
         """
-        is_ready = pipelining.is_set_up(self) and self.lists.running.is_agreed
+        is_ready = pipelining.is_set_up(self) and self.lists.running.is_agreed and self.waits.is_decided
         splits = filter(None, map(split.find_split, pipelining.stages_of(self)))
         return is_ready and (not pipelining.trains(self) or all(each.is_steady for each in splits))
 
@@ -420,11 +438,25 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                 self._replays = torch.zeros((), dtype=torch.int64, device=stages[0].device)  # not in a graph's memory
             self.sizes.pass_on_unfreezing(self)
             run = partial(super().run_microbatches, args, kwargs, targets, *more, **more_by_name)
-            with self._copies.issue_during(self) if self._copies and self.schedule.has_copies else nullcontext():
+            with (
+                self._copies.issue_during(self) if self._copies and self.schedule.has_copies else nullcontext(),
+                self._follow_waits(),
+            ):
                 self._run_ahead(run)
             if self._probe is not None and pipelining.trains(self):
                 self._use_transport(self._probe.find_transport())
                 self._probe = None
+
+    def _follow_waits(self) -> AbstractContextManager[None]:
+        stages = pipelining.stages_of(self)
+        if self.waits.how == "off" or not pipelining.trains(self):
+            return nullcontext()
+        copies = "copies to the host take the tensors of W's products away" if self.schedule.has_copies else ""
+        if obstacle := copies or split.find_obstacle_to_fills(stages):
+            self.waits.turn_off(obstacle)
+            return nullcontext()
+        splits = list(filter(None, map(split.find_split, stages)))
+        return self.waits.follow_step(splits)
 
     def _use_transport(self, transport: Transport) -> None:
         """Remake all schedules for the measured transport, unless they are made for it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
@@ -150,6 +150,19 @@ without_functions = torch._C.DisableTorchFunction
 without_modes = _disable_current_modes
 without_innermost_mode = _pop_mode_temporarily
 without_autocast = torch._C._DisableAutocast
+
+
+@contextmanager
+def outside_of_modes(*, with_autocast: bool) -> Iterator[None]:
+    """Context of computations within an F or a backward that no layer, checkpoint, type check or graph sees."""
+    with ExitStack() as left:
+        while torch._C._len_torch_function_stack():
+            left.enter_context(_pop_mode_temporarily())
+        left.enter_context(_disable_current_modes())
+        left.enter_context(torch.no_grad())
+        if not with_autocast:
+            left.enter_context(without_autocast())
+        yield
 
 
 def schema_of(operator: Any) -> Any:

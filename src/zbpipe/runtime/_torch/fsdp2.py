@@ -177,6 +177,11 @@ def list_with_separate_sums(module: nn.Module) -> list[Any]:
     return list(_list_parameters(module)) if _HAS_SEPARATE_SUMS else []
 
 
+def index_separate_sums(module: nn.Module) -> dict[int, Any]:
+    """The same by the ids of the weights that get the gradients."""
+    return {id(each._unsharded_param): each for each in list_with_separate_sums(module)}
+
+
 @contextmanager
 def without_gradients(module: nn.Module) -> Iterator[None]:
     """Context without the parameters' gradients and post-accumulate hooks."""
@@ -199,6 +204,16 @@ def without_gradients(module: nn.Module) -> Iterator[None]:
                 parameter._post_accumulate_grad_hooks.update(hooks)
         for fsdp, gradient in separate:
             fsdp.unsharded_accumulated_grad = gradient
+
+
+def mark_gradients(module: nn.Module) -> dict[int, object]:
+    """For each parameter by its id, gathered or not, a mark that changes with its gradient."""
+    separate = find_separate_sums(list_with_separate_sums(module))
+    marks: dict[int, object] = {}
+    for each in (*module.parameters(), *(fsdp._unsharded_param for fsdp in _list_parameters(module))):
+        parts = (each.grad, separate.get(id(each)))
+        marks[id(each)] = tuple((id(part), part._version) for part in parts if part is not None)
+    return marks
 
 
 class Unit(NamedTuple):

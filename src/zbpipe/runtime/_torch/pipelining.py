@@ -113,8 +113,10 @@ class OwnRuntime(_PipelineScheduleRuntime):
             if not profiler_is_on():
                 around.enter_context(_without_ranges)
             for work in works:
-                place = work.stage.stage_index, _ComputationType.FULL_BACKWARD
-                work.whole = frozenset(each[2] for each in row if each and each[:2] == place)
+                index, b, w = work.stage.stage_index, _ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_WEIGHT
+                work.whole = frozenset(each[2] for each in row if each and each[:2] == (index, b))
+                adding = [each for each in row if each and each[:2] in ((index, b), (index, w))]
+                work.left = dict.fromkeys(cast(int, each[2]) for each in adding)
                 work.is_reduced = getattr(self, "_finalize_gradients", True)  # an argument of steps from torch 2.15 on
                 if work.reshards:
                     around.enter_context(fsdp2.resharding(work.stage.submod))

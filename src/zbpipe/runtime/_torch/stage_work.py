@@ -103,6 +103,8 @@ class OwnWork(StageWork):
         """FSDP2's modules that the running F waits for, each when it needs it."""
         self.whole: frozenset[int | None] = frozenset()
         """Microbatches with a B in the running step."""
+        self.left: dict[int, None] = {}
+        """Microbatches whose W or B has not run in this step, in the order of the list."""
         self.is_reducing = False
         """Whether the last W or B of this step has started FSDP2's reductions."""
         self._divisor = 1

@@ -28,6 +28,7 @@ from zbpipe.runtime.split.delaying import delay_in_i_alone, delaying, forget
 from zbpipe.runtime.split.last_w import accumulate, accumulate_and_reduce
 from zbpipe.runtime.split.ownership import copy_if_shared
 from zbpipe.runtime.split.products import PendingGradient, name_of, title
+from zbpipe.runtime.split.waits import WaitFiller
 from zbpipe.runtime.split.weight_gradients import WeightGradients, find_changed_contents, find_changed_versions
 from zbpipe.runtime.split.work import StaysInI, WeightWork, describe, look_at_graphs, percent
 
@@ -47,6 +48,7 @@ def split_backward(
     gradients: WeightGradients | None = None,
     *,
     in_compiled_regions: bool = True,
+    waits: WaitFiller | None = None,
 ) -> None:
     """Prepare `stages` (all of one rank) for I and W, which defer into `gradients`."""
     if how not in get_args(SplitBackward):
@@ -67,7 +69,7 @@ def split_backward(
     require_memory_that_lasts(stages)
     gradients = gradients or WeightGradients()
     for stage in stages:
-        (find_split(stage) or SplitWork(stage)).defer(tuple(stages), gradients)
+        (find_split(stage) or SplitWork(stage)).defer(tuple(stages), gradients, waits or WaitFiller())
         if in_compiled_regions:
             defer_in_compiled_regions(stage.submod, gradients)
         if how == "strict" and not deferrals(stage.submod):
@@ -153,6 +155,18 @@ def require_memory_that_lasts(stages: Sequence[pipelining.Stage]) -> None:
                 )
 
 
+def find_obstacle_to_fills(stages: Sequence[pipelining.Stage]) -> str:
+    """The reason why W's products cannot fill these stages' waits; empty if they can."""
+    if any(find_split(stage) is None for stage in stages):
+        return "only zbpipe's split of the backward has products that wait, in schedules with I and W"
+    for stage in stages:
+        for name, module in stage.submod.named_modules():
+            if compiler.is_compiled(module):
+                which = title(name, type(module).__name__)
+                return f"stage {stage.stage_index}: {which} is compiled, and so are its waits for collectives"
+    return ""
+
+
 def _report_what_stays_in_i(splits: Sequence[SplitWork]) -> None:
     """Log once which share a rank's stages defer, and the largest exceptions with their reasons."""
     known = {split.stage: split.work for split in splits if split.work is not None}
@@ -215,6 +229,7 @@ class SplitWork(OwnWork):
     def __init__(self, stage: pipelining.Stage) -> None:
         super().__init__(stage)
         self.gradients = WeightGradients()
+        self.waits = WaitFiller()
         self.on_rank: Sequence[pipelining.Stage] = (stage,)
         self.work: WeightWork | None = None
         """Weight work per microbatch, known after the first I."""
@@ -222,8 +237,9 @@ class SplitWork(OwnWork):
         self.deferred: dict[int, list[PendingGradient]] = {}
         """Gradients deferred by each microbatch's I, until its W."""
         self._is_sharded = False
-        self._summed: Sequence[Any] | None = None
-        """FSDP2's parameters with sums outside `.grad`, from this step's first W on: to list them takes a while."""
+        self._summed: dict[int, Any] | None = None
+        """FSDP2's parameters with sums outside `.grad` by the ids of the weights, from this step's first W on: to list
+        them takes a while."""
         self._delaying: Sequence[nn.Module] = ()
         """Layers that delay their weight gradients themselves."""
         self.num_split = 0
@@ -236,8 +252,8 @@ class SplitWork(OwnWork):
         self._is_scaled = False
         """Whether this step's gradients were divided by the number of microbatches."""
 
-    def defer(self, on_rank: Sequence[pipelining.Stage], gradients: WeightGradients) -> None:
-        self.gradients, self.on_rank = gradients, on_rank
+    def defer(self, on_rank: Sequence[pipelining.Stage], gradients: WeightGradients, waits: WaitFiller) -> None:
+        self.gradients, self.on_rank, self.waits = gradients, on_rank, waits
         self._is_sharded = any(map(fsdp2.is_fsdp, self.stage.submod.modules()))
         self._delaying = delay_in_i_alone(self.stage.submod)
         defer_weights(self.stage.submod, gradients)
@@ -262,18 +278,35 @@ class SplitWork(OwnWork):
         )
 
     def forward(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(microbatch, *args, **kwargs)
+        with self.waits.during("F", self):
+            output = super().forward(microbatch, *args, **kwargs)
         self.gradients.forget_cast()
         return output
 
+    def backward(self, microbatch: int, loss: Tensor | None, is_last: bool) -> None:
+        # In the last B, FSDP2's hooks reduce each module as soon as its gradients are complete.
+        if self.waits.fills("B", self) and not (is_last and self.reduces_early):
+            with replaced(self.gradients, may_fuse=False):  # as autograd adds the gradients
+                self._compute_input_gradient("B", microbatch, loss)
+            for _ in self.weight_gradient(microbatch, is_last):
+                pass
+        else:
+            with self.waits.during("B", self):
+                super().backward(microbatch, loss, is_last)
+            self.left.pop(microbatch, None)
+
     def _run(self, kind: str, microbatch: int, compute: Callable[[], Any]) -> Any:
-        self.gradients.are_whole = self._leaves_whole and microbatch in self.whole
+        leaves_whole = self._leaves_whole and not self.waits.fills("B", self)
+        self.gradients.are_whole = leaves_whole and microbatch in self.whole
         try:
             return super()._run(kind, microbatch, compute)
         finally:
             self.gradients.are_whole = False
 
     def input_gradient(self, microbatch: int, loss: Tensor | None) -> None:
+        self._compute_input_gradient("I", microbatch, loss)
+
+    def _compute_input_gradient(self, kind: str, microbatch: int, loss: Tensor | None) -> None:
         if not self.stage.has_backward:
             return
         # The first I computes all weight gradients at once, and checks whether anything changes x or dY before W.
@@ -283,8 +316,10 @@ class SplitWork(OwnWork):
             self.gradients.record(on_trial) as pending,
             look_at_graphs(on_trial) as products,
             delaying(layers, pending),
+            nullcontext() if on_trial else self.waits.during(kind, self, pending),
         ):
-            self.backward(microbatch, loss, is_last=False)
+            self.deferred[microbatch] = pending
+            super().backward(microbatch, loss, is_last=False)
         if on_trial:
             self.dtypes = frozenset(gradient.dy.dtype for gradient in pending)
             self._keep_in_i_what_changed(pending)
@@ -293,7 +328,6 @@ class SplitWork(OwnWork):
             fsdp2.settle_gradients(module)
         self._require_unchanged(microbatch, pending, "during I")
         copy_if_shared(pending)
-        self.deferred[microbatch] = pending
         self.num_split += 1
         if not self._has_reported:
             splits = [split for stage in self.on_rank if (split := find_split(stage)) is not None]
@@ -307,17 +341,18 @@ class SplitWork(OwnWork):
             return
         pending, module = self.deferred.pop(microbatch), self.stage.submod
         self._require_unchanged(microbatch, pending, "between I and W")
-        if self._is_sharded and self._summed is None:
-            self._summed = fsdp2.list_with_separate_sums(module)
-        if self._summed and (sums := fsdp2.find_separate_sums(self._summed)):
+        self.left.pop(microbatch, None)
+        summed = self._find_summed()
+        if summed and (sums := fsdp2.find_separate_sums(summed.values())):
             for gradient in pending:
                 gradient.fsdp_sum = sums.get(id(sources.find_leaf(gradient.weight)))
         if is_last and self.reduces_early:
             self.is_reducing = True
             yield from accumulate_and_reduce(module, pending)
             return
-        yield from accumulate(pending)
-        fsdp2.settle(self._summed or ())
+        with self.waits.timing_w(pending):
+            yield from accumulate(pending)
+        fsdp2.settle(summed.values())
         if own := self.own_backward:
             nothing: dict[str, Any] = {"stage_output": (), "param_groups": []}
             self.stage.backward_maybe_with_nosync("weight", nothing, last_backward=is_last)
@@ -329,6 +364,19 @@ class SplitWork(OwnWork):
                     " called with last_backward=True, also call fully_shard on the whole stage, or use a schedule"
                     " without I and W"
                 )
+
+    def _find_summed(self) -> dict[int, Any]:
+        if self._summed is None:
+            self._summed = fsdp2.index_separate_sums(self.stage.submod) if self._is_sharded else {}
+        return self._summed
+
+    def add_early(self, microbatch: int, gradient: PendingGradient) -> None:
+        self._require_unchanged(microbatch, [gradient], "between I and W")
+        found = self._find_summed().get(leaf := id(sources.find_leaf(gradient.weight)))
+        of_fsdp = () if found is None else (found,)
+        gradient.fsdp_sum = fsdp2.find_separate_sums(of_fsdp).get(leaf)
+        gradient.accumulate()
+        fsdp2.settle(of_fsdp)
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide each gradient once. For parameters that this rank's stages share, the last stage does it."""

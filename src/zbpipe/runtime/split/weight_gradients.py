@@ -17,7 +17,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from zbpipe.runtime._torch import autograd, tensor_data
+from zbpipe.runtime._torch import autograd, collectives, tensor_data
+from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.products import PendingGradient
 
 STEPS, RUNS = 2, 4
@@ -97,7 +98,8 @@ class WeightGradients:
     """Collects the weight gradients that backwards defer. One per schedule and rank."""
 
     def __init__(self, *, may_fuse: bool = True) -> None:
-        self._may_fuse = may_fuse
+        self.may_fuse = may_fuse
+        """Whether W may add a product to `.grad` by one kernel, which rounds less often than autograd."""
         # Plain attributes, because autograd runs the backward of CUDA ops in its own threads.
         self.recording: list[PendingGradient] | None = None
         """The deferred gradients; None while nothing records."""
@@ -106,6 +108,8 @@ class WeightGradients:
         """Whether torch infers shapes, one stage after the other. Compiled regions then run without the compiler."""
         self.are_whole = False
         """Whether the running F or B has no I. Its layers compute as without zbpipe, in less host time."""
+        self.has_collectives: set[int] | None = None
+        """Ids of the weights whose gradients need collectives in W; None if nobody asks."""
         self.step = self._run = 0
         """Counters of steps, and of every F and I within a step."""
         self._last_cast: _Cast | None = None
@@ -126,14 +130,20 @@ class WeightGradients:
         """Defer `gradient`. False if nothing records, so that it has to be computed now."""
         if self.recording is None:
             return False
-        gradient.may_fuse = self._may_fuse
+        gradient.may_fuse = self.may_fuse
         gradient.versions = gradient.versions or tensor_data.versions_of(gradient.tensors)
         if checks is not None and self.step and checks.is_due(self.step, self._run):
             gradient.contents = fingerprints(gradient.tensors)
         self.recording.append(gradient)
         if self.on_trial:
             recording, self.recording = self.recording, None  # products that make a weight do not wait
-            gradient.accumulate()
+            if self.has_collectives is None:
+                gradient.accumulate()
+            else:
+                with collectives.finding_collectives() as has_any:
+                    gradient.accumulate()
+                if has_any():
+                    self.has_collectives.add(id(sources.find_leaf(gradient.weight)))
             self.recording = recording
         return True
 

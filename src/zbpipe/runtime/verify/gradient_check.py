@@ -23,6 +23,7 @@ from torch import Tensor
 
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import autograd, fsdp2, hooks, pipelining
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.fsdp2 import without_overlap
 from zbpipe.runtime.measure.recording import Wanted, Watcher, watch
 from zbpipe.runtime.module_state import ModuleState
@@ -154,6 +155,7 @@ class _Checked:
     def attach(self) -> Iterator[None]:
         with (
             without_overlap(self._schedule.works),
+            replaced(self._schedule.waits, is_paused=True),
             hooks.hook(self._schedule, hooks.HookOrder.CHECK, self._around),
             hooks.route_calls(self._schedule, self._forward, self._loss, self._backward),
         ):

@@ -1,0 +1,248 @@
+"""Weight gradients in the waits of F, I and B for collectives, such as those of tensor and expert parallelism.
+
+Between a collective's launch and its wait, an op runs products that would otherwise run in W. One step measures the
+waits, by op kind, stage and number within the op. From then on each wait has a fixed budget of FLOPs, the same on all
+ranks with these stages: no clock decides. The products launch no collectives, so that all collectives keep their order.
+Each weight's gradients are added in the order of the list, so that sums keep their bits.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from zbpipe.runtime._torch import autograd, collectives, fsdp2
+from zbpipe.runtime.device import find_device
+from zbpipe.runtime.ranks import agreement
+from zbpipe.runtime.split import sources
+from zbpipe.runtime.split.delaying import delays
+from zbpipe.runtime.split.products import PendingGradient
+from zbpipe.runtime.split.weight_gradients import WeightGradients
+
+FillWaits = Literal["off", "own", "all"]
+"""Waits with products of W: none; those of I and B, with products of the op's stage; also those of F, with products of
+all the rank's stages."""
+
+MEASURED_STEP = 4
+"""The first steps try out which gradients can wait, and compare contents."""
+MOST_OVER = 2.0
+"""A product may take this many times the rest of a wait: then at least half of it costs no time."""
+
+logger = logging.getLogger(__name__)
+
+_Span = tuple[torch.Event, torch.Event]
+
+
+class Work(Protocol):
+    """`zbpipe.runtime.split.stage.SplitWork` of a stage."""
+
+    stage: Any
+    deferred: dict[int, list[PendingGradient]]
+    left: dict[int, None]
+    gradients: WeightGradients
+
+    def add_early(self, microbatch: int, gradient: PendingGradient) -> None:
+        """Add a deferred gradient to `.grad` before its W."""
+
+
+class WaitFiller:
+    """One per schedule and rank."""
+
+    def __init__(self, how: FillWaits = "off", stages: Sequence[int] = ()) -> None:
+        self.how = how
+        self.budgets: Mapping[str, Sequence[float]] | None = None
+        """FLOPs for each wait of an op, by kind and stage, such as "I3". None before they are agreed."""
+        self.is_paused = False
+        """Whether the running step is checked, so that each W computes its own microbatch."""
+        self.filled = 0
+        """Number of products that ran in waits."""
+        self._question = agreement.make_key("waits", stages)
+        self._works: Sequence[Work] = ()
+        self._steps = 0
+        self._is_measuring = False
+        self._budget: Sequence[float] = ()
+        """Of the running op's waits."""
+        self._number = 0
+        """Number of waits in the running op so far."""
+        self._has_autocast = False
+        self._measured: defaultdict[str, list[list[_Span]]] = defaultdict(list)
+        self._of_w: list[tuple[float, _Span]] = []
+        """FLOPs and times of each W."""
+        self._may_fill: dict[int, float] = {}
+        """Fewest FLOPs of a product, by the ids of weights whose gradients may be added early."""
+        self._barred: set[int] = set()
+
+    @property
+    def is_decided(self) -> bool:
+        return self.how == "off" or self.budgets is not None
+
+    def turn_off(self, reason: str) -> None:
+        logger.warning("fill_waits=%r changes nothing: %s", self.how, reason)
+        self.how, self.budgets = "off", None
+
+    @contextmanager
+    def follow_step(self, works: Sequence[Work]) -> Iterator[None]:
+        """Context of a training step."""
+        self._works = works
+        self._steps += 1
+        self._is_measuring = self._steps >= MEASURED_STEP and not (self.is_decided or self.is_paused)
+        if not self._is_measuring:
+            yield
+            return
+        try:
+            yield
+            for leaf in self._barred & self._may_fill.keys():
+                del self._may_fill[leaf]
+            self.budgets = agreement.find_once(self._question, self._find_budgets)
+            self._log()
+        finally:
+            self._is_measuring = False
+            self._measured.clear()
+            self._of_w.clear()
+
+    def _mark(self) -> torch.Event:
+        made = find_device(self._works[0].stage.device).new_event(timed=True)
+        made.record()
+        return made
+
+    def fills(self, kind: str, work: Work) -> bool:
+        budgets = {} if self.is_paused else self.budgets
+        return bool(budgets and budgets.get(f"{kind}{work.stage.stage_index}"))
+
+    def during(self, kind: str, work: Work, pending: Sequence[PendingGradient] = ()) -> AbstractContextManager[None]:
+        """Context of an op, which defers `pending`."""
+        if self._is_measuring:
+            return self._measure(kind, work, pending)
+        return self._fill_during(kind, work, pending) if self.fills(kind, work) else nullcontext()
+
+    @contextmanager
+    def timing_w(self, pending: Sequence[PendingGradient]) -> Iterator[None]:
+        if not self._is_measuring:
+            yield
+            return
+        flops, start = sum(each.flops for each in pending), self._mark()
+        yield
+        self._of_w.append((flops, (start, self._mark())))
+
+    @contextmanager
+    def _measure(self, kind: str, work: Work, pending: Sequence[PendingGradient]) -> Iterator[None]:
+        spans: list[_Span] = []
+
+        def around(wait: Callable[[], Any]) -> Any:
+            start = self._mark()
+            result = wait()
+            spans.append((start, self._mark()))
+            return result
+
+        before = fsdp2.mark_gradients(work.stage.submod)
+        with collectives.route_waits(around):
+            yield
+        self._measured[f"{kind}{work.stage.stage_index}"].append(spans)
+        if kind == "I":
+            self._find_fillable(work, pending, before)
+
+    def _find_fillable(self, work: Work, pending: Sequence[PendingGradient], before: Mapping[int, object]) -> None:
+        # Sums of other weights would get their terms in another order.
+        shared = {id(each) for other in self._works if other is not work for each in other.stage.submod.parameters()}
+        now = fsdp2.mark_gradients(work.stage.submod)
+        changed = {leaf for leaf, mark in now.items() if before.get(leaf) != mark}
+        self._barred |= (shared & now.keys()) | changed | (work.gradients.has_collectives or set())
+        leaves = [(id(sources.find_leaf(each.weight)), each) for each in pending]
+        uses = Counter(leaf for leaf, _ in leaves)
+        for leaf, gradient in leaves:
+            if uses[leaf] > 1 or isinstance(gradient.weight, sources.Made) or delays(gradient.layer):
+                self._barred.add(leaf)
+            elif flops := gradient.flops:
+                self._may_fill[leaf] = min(flops, self._may_fill.get(leaf, flops))
+
+    def _find_budgets(self) -> Mapping[str, Sequence[float]]:
+        def seconds(span: _Span) -> float:
+            start, end = span
+            end.synchronize()
+            return start.elapsed_time(end) / 1000
+
+        in_w, flops = sum(seconds(span) for _, span in self._of_w), sum(flops for flops, _ in self._of_w)
+        least = min(self._may_fill.values(), default=0.0)
+        budgets = {}
+        for op, runs in self._measured.items():
+            waits = [list(map(seconds, run)) for run in runs]
+            numbers = range(max(map(len, waits)))
+            usual = [statistics.median_low(each[n] for each in waits if n < len(each)) for n in numbers]
+            found = [each * flops / in_w if in_w else 0.0 for each in usual]
+            is_used = least and MOST_OVER * max(found, default=0.0) >= least and (op[0] != "F" or self.how == "all")
+            budgets[op] = found if is_used else []
+        return budgets
+
+    def _log(self) -> None:
+        assert self.budgets is not None
+        if dist.get_rank() != 0:
+            return
+        flops = sum(flops for flops, _ in self._of_w)
+        room = sum(sum(self.budgets.get(op, ())) * len(runs) for op, runs in self._measured.items())
+        used = [op for op, budget in self.budgets.items() if budget]
+        logger.info(
+            "fill_waits=%r: %s",
+            self.how,
+            f"the collectives in {', '.join(used)} take as long as {room / flops:.0%} of W, and W's products fill them"
+            if used
+            else f"no op waits for a collective for as long as a product of W takes (backend {dist.get_backend()})",
+        )
+
+    @contextmanager
+    def _fill_during(self, kind: str, work: Work, running: Sequence[PendingGradient]) -> Iterator[None]:
+        assert self.budgets is not None
+        self._budget, self._number = self.budgets[f"{kind}{work.stage.stage_index}"], 0
+        self._has_autocast = autograd.any_autocast()
+        works = self._works if self.how == "all" else (work,)
+
+        def around(wait: Callable[[], Any]) -> Any:
+            number, self._number = self._number, self._number + 1
+            if number < len(self._budget):
+                self._fill(works, running, self._budget[number])
+            return wait()
+
+        with collectives.route_waits(around):
+            yield
+
+    def _fill(self, works: Sequence[Work], running: Sequence[PendingGradient], budget: float) -> None:
+        chosen = list(self._choose(works, running, budget))
+        if not chosen:
+            return
+        self.filled += len(chosen)
+        with autograd.outside_of_modes(with_autocast=self._has_autocast):
+            for work, microbatch, gradient in chosen:
+                work.add_early(microbatch, gradient)
+
+    def _choose(
+        self, works: Sequence[Work], running: Sequence[PendingGradient], budget: float
+    ) -> Iterator[tuple[Work, int, PendingGradient]]:
+        """Take products from those that wait, in the order of each weight's microbatches."""
+        for work in works:
+            passed_by: set[int] = set()
+            for microbatch in work.left:
+                pending = work.deferred.get(microbatch)
+                if pending is None:  # its backward comes first
+                    break
+                for place in reversed(range(len(pending))):
+                    if budget <= 0:
+                        return
+                    gradient = pending[place]
+                    leaf = id(sources.find_leaf(gradient.weight))
+                    if leaf in passed_by or leaf not in self._may_fill:
+                        continue
+                    flops = gradient.flops
+                    if flops > MOST_OVER * budget:
+                        passed_by.add(leaf)
+                        continue
+                    del pending[place]
+                    budget -= flops
+                    yield work, microbatch, gradient
+                if pending is running:  # its later products come before those of the next microbatch
+                    break

@@ -1,0 +1,384 @@
+"""W's products in the waits of F, I and B: the same bits, and the same collectives in the same order.
+
+Four real ranks over gloo: two of the pipeline, each with two of tensor, sequence, expert or context parallelism. The
+budgets of the waits are random, and other ones on each rank: whatever ranks choose, they must not wait forever.
+"""
+
+import random
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from llama import Block, FeedForward
+from models import Checkpointing, checkpointed
+from pipelines import Pipeline, on_one_rank, squared_error
+from ranks import run_ranks
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import zbpipe
+from zbpipe.frameworks.options import Options
+from zbpipe.runtime.split.stage import find_split
+from zbpipe.runtime.split.waits import MEASURED_STEP
+from zbpipe.runtime.verify.one_process import schedule_w_last
+from zbpipe.schedule import registry
+
+DIM, SEQUENCE, HEADS, BATCH, MICROBATCHES = 16, 8, 4, 2, 6
+OPS = torch.ops._c10d_functional
+LAUNCHES = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"
+Log = list[tuple[str, tuple[int, ...]]]
+
+
+class Sharded(nn.Module):
+    """Blocks with tensor and sequence parallelism, by DTensor. A rank has its part of the sequence."""
+
+    def __init__(self, mesh: DeviceMesh, checkpointing: Checkpointing) -> None:
+        super().__init__()
+        self.mesh = mesh
+        block = Block(DIM, HEADS, HEADS, SEQUENCE)
+        whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+        back = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+        of_attention = {f"attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
+        of_feed_forward = {f"feed_forward.{name}": ColwiseParallel() for name in ("gate", "up")}
+        plan = {
+            **{"attention_norm": SequenceParallel(), "attention": whole, **of_attention, "attention.out": back},
+            **{"feed_forward_norm": SequenceParallel(), "feed_forward": whole, **of_feed_forward},
+        }
+        parallelize_module(block, mesh, {**plan, "feed_forward.down": back})
+        self.block = checkpointed(block, checkpointing)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: DTensor = self.block(DTensor.from_local(x, self.mesh, [Shard(1)]))
+        return result.to_local()
+
+
+class Experts(nn.Module):
+    """A token goes to one of two experts, each on a rank: all-to-all of as many rows as there are."""
+
+    def __init__(self, mesh: DeviceMesh, checkpointing: Checkpointing) -> None:
+        super().__init__()
+        self.group = mesh.get_group()
+        self.router = nn.Linear(DIM, dist.get_world_size(self.group), bias=False)
+        self.own = checkpointed(FeedForward(DIM, 2 * DIM), checkpointing)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        scores, owner = self.router(rows).softmax(-1).max(-1)
+        order = owner.argsort(stable=True)
+        counts = owner.bincount(minlength=scores.numel() and self.router.out_features)
+        sent = counts.tolist()
+        got = (funcol.all_to_all_single(counts, None, None, self.group) + 0).tolist()
+        here = funcol.all_to_all_single_autograd(rows[order], got, sent, self.group) + 0
+        back = funcol.all_to_all_single_autograd(self.own(here), sent, got, self.group) + 0
+        mixed = torch.empty_like(back).index_copy(0, order, back) * scores.unsqueeze(1)
+        return x + mixed.view_as(x)
+
+
+class Context(nn.Module):
+    """Attention of a rank's part of the sequence to all of it."""
+
+    def __init__(self, mesh: DeviceMesh, checkpointing: Checkpointing) -> None:
+        super().__init__()
+        self.group = mesh.get_group()
+        self.query, self.key, self.value = (checkpointed(nn.Linear(DIM, DIM), checkpointing) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        key, value = (funcol.all_gather_tensor_autograd(of(x), 1, self.group) for of in (self.key, self.value))
+        return x + F.scaled_dot_product_attention(self.query(x), key + 0, value + 0)
+
+
+class Typed(nn.Module):
+    """Sequence parallelism by the synchronous collectives of spmd_types, the default of TorchTitan 0.3."""
+
+    def __init__(self, mesh: DeviceMesh, checkpointing: Checkpointing) -> None:
+        super().__init__()
+        self.group = mesh.get_group()
+        self.up, self.down = nn.Linear(DIM, DIM, bias=False), nn.Linear(DIM, DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        import spmd_types as spmd
+
+        whole = spmd.all_gather(x, self.group, src=spmd.S(1), dst=spmd.R)
+        summed = spmd.reduce_scatter(self.down(F.silu(self.up(whole))), self.group, src=spmd.P, dst=spmd.S(1))
+        return x + summed
+
+
+class Case(NamedTuple):
+    layer: Callable[..., nn.Module] = Sharded
+    schedule: Any = "ZBV"
+    checkpointing: Checkpointing = "none"
+    how: str = "all"
+    is_fsdp: bool = False
+    """Whether FSDP2 shards the stages over two ranks, which are then no pipeline."""
+    in_bfloat16: bool = False
+    """FSDP2 then reduces in float32."""
+
+
+B_BEFORE_W = zbpipe.Schedule.from_csv(
+    "\n".join(
+        ",".join(f"{rank}{op}" for op in row.split())
+        for rank, row in enumerate(
+            (
+                "F0 F1 F2 I0 B1 I2 W0 W2 F3 F4 F5 I3 B4 I5 W3 W5",
+                "F0 I0 F1 B1 F2 I2 W0 W2 F3 I3 F4 B4 F5 I5 W3 W5",
+            )
+        )
+    ),
+    name="B before W",
+)
+"""Adds the gradients of microbatch 1 before those of microbatch 0, whose I comes first."""
+NAMES = [each.name for each in registry.schedules().values() if each.source == "zbpipe" and each.name != "Auto"]
+CASES = {
+    **{name: Case(schedule=name) for name in NAMES},
+    **{f"own {name}": Case(schedule=name, how="own") for name in ("ZB", "ZBV")},
+    **{
+        f"{layer.__name__} {each}": Case(layer, checkpointing=each)
+        for layer in (Sharded, Experts, Context)
+        for each in ("none", "selective", "full")
+    },
+    "FSDP2": Case(is_fsdp=True),
+    "FSDP2 full": Case(is_fsdp=True, checkpointing="full"),
+    "FSDP2 bfloat16": Case(Context, schedule_w_last(2, MICROBATCHES, ["F", "I", "W"]), is_fsdp=True, in_bfloat16=True),
+    "ZB bfloat16": Case(Context, "ZB", in_bfloat16=True),
+    "B before W": Case(schedule=B_BEFORE_W),
+    "spmd_types": Case(Typed),
+}
+
+
+SHORT = ("B before W", "own ZBV", "Sharded selective", "Experts full", "ZB bfloat16", "FSDP2", "FSDP2 bfloat16")
+WHOLE = zbpipe.Schedule.from_csv("0F0,1F0,1B0,0B0,0F1,1F1,1B1,0B1", name="whole backwards")
+
+
+def compiled(module: nn.Module) -> nn.Module:
+    module.compile(backend="eager")
+    return module
+
+
+def build(case: Case, mesh: DeviceMesh, shards: DeviceMesh | None, index: int, num_stages: int) -> nn.Module:
+    torch.manual_seed(index)
+    layers = [case.layer(mesh, case.checkpointing) for _ in range(2)]
+    module = nn.Sequential(*layers)
+    if shards is not None:
+        for each in (*layers, module):
+            dtypes = (torch.bfloat16, torch.float32) if case.in_bfloat16 else ()
+            policy = MixedPrecisionPolicy(*dtypes)
+            fully_shard(each, mesh=shards, reshard_after_forward=False, mp_policy=policy)
+            each.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]  # gloo has none that scales
+    elif case.in_bfloat16:
+        module.bfloat16()
+    return module
+
+
+class Launch(NamedTuple):
+    name: str
+    call: Any
+    log: Log
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.log.append((self.name, tuple(args[0].shape)))
+        return self.call(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:  # policies of checkpoints read `.default`
+        return getattr(self.call, name)
+
+
+@contextmanager
+def logging_launches(log: Log) -> Iterator[None]:
+    """Context that logs each collective at its launch."""
+    launches = {name: getattr(OPS, name) for name in LAUNCHES}
+    of_dist = {name: getattr(dist, name) for name in ("all_gather_into_tensor", "reduce_scatter_tensor")}
+
+    for owner, calls in ((OPS, launches), (dist, of_dist)):
+        for name, call in calls.items():
+            setattr(owner, name, Launch(name, call, log))
+    try:
+        yield
+    finally:
+        for owner, calls in ((OPS, launches), (dist, of_dist)):
+            for name, call in calls.items():
+                setattr(owner, name, call)
+
+
+def choose_budgets(waits: Any, ops: Iterable[str], seed: object) -> dict[str, list[float]]:
+    """Random ones for each wait, from none to more than everything, other ones on each rank."""
+    draw = random.Random(f"{seed} {dist.get_rank()}")
+    sizes = sorted(waits._may_fill.values())
+    choices = [0.0, sizes[0] / 2, *sizes, 1e12]
+    return {op: draw.choices(choices, [5, *[1] * (len(choices) - 1)], k=40) for op in ops}
+
+
+class Found(NamedTuple):
+    is_equal: bool
+    """Whether gradients, losses and collectives were those of the step without fills, for all seeds."""
+    filled: int
+    """Number of products that ran in waits."""
+    budgets: Mapping[str, Sequence[float]]
+    """As agreed by the ranks."""
+    kinds: frozenset[str]
+    """Kinds of ops that the list has."""
+
+
+def train(case: Case, seeds: int) -> Found:
+    if case.is_fsdp:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        group, shards = dist.new_subgroups(1)[0], mesh["dp"]
+    else:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+        group, shards = mesh.get_group("pp"), None
+    make = partial(build, case, mesh["tp"], shards)
+    pipeline = Pipeline(case.schedule, MICROBATCHES, make, squared_error, group=group, fill_waits=case.how)
+    torch.manual_seed(10 + dist.get_rank())
+    x, target = torch.randn(2, BATCH * MICROBATCHES, SEQUENCE // 2, DIM)
+    x = x.bfloat16() if case.in_bfloat16 and not case.is_fsdp else x
+    waits = pipeline.schedule.waits
+
+    def step() -> tuple[list[float], list[Tensor], Log]:
+        log: Log = []
+        pipeline.zero_grad()
+        with logging_launches(log):
+            losses = pipeline.run(x, target=target)
+        grads: list[Any] = [each.grad for each in pipeline.parameters()]
+        return losses, [each.to_local() if isinstance(each, DTensor) else each for each in grads], log
+
+    for _ in range(MEASURED_STEP):
+        assert not waits.is_decided
+        assert not pipeline.schedule.is_steady
+        step()
+    budgets, waits.budgets = waits.budgets, {}
+    assert len({find_split(stage).waits for stage in pipeline.stages}) == 1  # type: ignore[union-attr]
+    losses, gradients, log = step()
+    assert not waits.filled
+    is_equal = len(log) > MICROBATCHES
+    ops = [op for op in budgets if case.how == "all" or op[0] != "F"]
+    for seed in range(seeds):
+        waits.budgets = choose_budgets(waits, ops, seed)
+        now = step()
+        is_equal &= now[0] == losses and now[2] == log and all(map(torch.equal, now[1], gradients))
+    kinds = frozenset(op.kind.value for row in pipeline.schedule.schedule for op in row)
+    return Found(is_equal, waits.filled, budgets, kinds)
+
+
+def train_all(names: Sequence[str]) -> dict[str, Found]:
+    return {name: train(CASES[name], 3) for name in names}
+
+
+@cache
+def all_found(*names: str) -> list[dict[str, Found]]:
+    """By rank. One start of the processes serves all tests."""
+    return run_ranks(4, train_all, names, timeout=600)
+
+
+def check(name: str, found: Sequence[Found]) -> None:
+    first, second, *others = found
+    assert all(each.is_equal for each in found)
+    assert all(each.filled for each in found)
+    # Both ranks of a stage have the same budgets; measured by the one that asked first.
+    assert first.budgets == second.budgets
+    assert all(each.budgets == others[0].budgets for each in others)
+    assert {op[0] for op in first.budgets} == first.kinds - {"W"}
+    if CASES[name].how == "own":
+        assert not any(budget for op, budget in first.budgets.items() if op[0] == "F")
+
+
+@pytest.mark.parametrize("name", SHORT)
+def test_gradients_and_collectives_are_the_same(name: str) -> None:
+    check(name, [each[name] for each in all_found(*SHORT)])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", CASES.keys() - {*SHORT})
+def test_the_same_for_all_schedules_and_checkpoints(name: str) -> None:
+    check(name, [each[name] for each in all_found(*sorted(CASES.keys() - {*SHORT}))])
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_thousand_choices_of_each_rank() -> None:
+    found = run_ranks(4, train, CASES["Experts none"], 1000, timeout=800)
+    assert all(each.is_equal for each in found)
+
+
+def on_this_rank(build: Callable[[], nn.Module] = lambda: nn.Linear(4, 4), **options: Any) -> Any:
+    return on_one_rank([build(), build()], 2, loss=squared_error, fill_waits="own", **options)
+
+
+def run_steps(schedule: Any, number: int = MEASURED_STEP) -> None:
+    for _ in range(number):
+        schedule.step(torch.ones(4, 4), target=torch.ones(4, 4))
+
+
+@pytest.mark.parametrize(
+    ("reason", "options"),
+    [
+        (r"stage 0: the stage itself \(Linear\) is compiled", {"build": lambda: compiled(nn.Linear(4, 4))}),
+        ("only zbpipe's split of the backward", {"split_backward": "autograd"}),
+        ("only zbpipe's split of the backward", {"name": WHOLE}),
+    ],
+)
+def test_where_it_cannot_work(
+    one_rank: None, caplog: pytest.LogCaptureFixture, reason: str, options: dict[str, Any]
+) -> None:
+    schedule = on_this_rank(**options)
+    run_steps(schedule)
+    (said,) = [each for each in caplog.messages if "fill_waits" in each]
+    assert re.search(f"fill_waits='own' changes nothing: {reason}", said)
+
+
+def test_without_collectives_nothing_changes(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    schedule = on_this_rank()
+    run_steps(schedule)
+    (said,) = [each for each in caplog.messages if "fill_waits" in each]
+    assert said == "fill_waits='own': no op waits for a collective for as long as a product of W takes (backend gloo)"
+    assert not any(schedule.waits.budgets.values())
+    assert schedule.is_steady
+
+
+class Scattered(nn.Linear):
+    """A linear layer with a collective in its backward, of one rank."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, input: Tensor) -> Tensor:
+        group: Any = dist.group.WORLD
+        return super().forward(funcol.all_to_all_single_autograd(input * 2, None, None, group) + 0)
+
+
+def test_checked_steps_run_without_fills(one_rank: None) -> None:
+    """A check compares each W with its own microbatch, but I fills its waits with products of the ones before."""
+    schedule = on_this_rank(lambda: nn.Sequential(Scattered(), Scattered()))
+    run_steps(schedule)
+    schedule.adopt(schedule_w_last(2, 2, ["F", "I", "W"]))
+    schedule.waits.budgets = {"I0": [1e9] * 4, "I1": [1e9] * 4}
+    filled = []
+    check = zbpipe.GradientCheck(schedule)
+    for _ in range(2):
+        run_steps(schedule, 1)
+        filled.append(schedule.waits.filled)
+    assert check.report is not None
+    assert filled[0] == 0 < filled[1]
+
+
+def test_an_unknown_choice_is_refused(one_rank: None) -> None:
+    with pytest.raises(ValueError, match="fill_waits='some' is unknown"):
+        on_one_rank([nn.Linear(4, 4), nn.Linear(4, 4)], 2, fill_waits="some")
+    with pytest.raises(ValueError, match="fill_waits='some' is unknown"):
+        Options(fill_waits="some")  # type: ignore[arg-type]
