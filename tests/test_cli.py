@@ -208,7 +208,7 @@ def test_a_comparison(options: str, limit: str) -> None:
     assert len({entry["fits"] for entry in runs}) == 2 or limit in ("", "1.6x")
     most = float(limit[:-1]) if limit[-1:] == "x" else 1.02
     fitting = [entry for entry in runs if entry["fits"] and (entry["memory_to_1f1b"] <= most * (1 + 1e-9) or limit)]
-    best = min(fitting, key=lambda entry: entry["makespan"])
+    best = min(fitting, key=lambda entry: entry["makespan"] - 0.02 * steps["ZB"] * (entry["schedule"] == "ZB"))
     assert [entry["schedule"] for entry in found if entry["recommended"]] == [best["schedule"]]
     lines = answer(f"compare {line}").splitlines()
     (recommended,) = [each for each in lines if each.endswith(" recommended")]
@@ -435,7 +435,8 @@ def test_lean_schedules_keep_to_the_limit(name: str, here: Path) -> None:
     assert tight["memory_to_1f1b"] <= 0.8
     assert roomy["memory_to_1f1b"] <= 1.3
     assert roomy["makespan"] < tight["makespan"]
-    (found,) = (each for each in compared(f"{costs} --memory-limit 0.8x") if each["schedule"] == name)
+    rows = compared(f"{costs} --memory-limit 0.8x --stages-per-rank 2")
+    (found,) = (each for each in rows if each["schedule"] == name)
     assert (found["fits"], found["makespan"]) == (True, tight["makespan"])
     answer(f"export {name} {costs} --memory-limit 0.8x -o lean.csv")
     assert json_of(f"simulate lean.csv {costs}")["makespan"] == tight["makespan"]

@@ -93,8 +93,8 @@ def compare(best: Step, fsdp: Step, name: str) -> str:
 
 def _job(found: Estimate) -> str:
     work, device = found.workload, found.device
-    gpus = f"{work.degrees.gpus} {device.name if device else 'devices'}"
-    checkpointing = "" if work.checkpointing is None else f", {work.checkpointing} checkpointing"
+    gpus = f"{work.degrees.gpus} {f'{device.name} of {device.gib:.0f} GiB' if device else 'devices'}"
+    checkpointing = "" if work.checkpointing is None else f", {work.checkpointing.words}"
     return (
         f"{work.name}: {work.parameters / 1e9:.3g}B parameters on {gpus} ({work.degrees}),"
         f" {count_noun(work.microbatches, 'microbatch')} of {work.tokens} tokens,"
