@@ -409,6 +409,16 @@ def test_a_job_without_torch_is_one_sentence(line: str, here: Path) -> None:
     assert refused.stderr == f"Error: this command {NEEDS_TORCH}\n"
 
 
+@pytest.mark.parametrize("program", ["run --schedule ZB -- job.py", "titan.train --module llama3", "titan.check_clone"])
+def test_a_program_without_torch_is_one_sentence(program: str, here: Path) -> None:
+    """Also its help."""
+    for words in (program, f"{program.split(maxsplit=1)[0]} -h"):
+        name, *arguments = f"zbpipe.{words}".split()
+        run = f"import runpy, sys; sys.modules['torch'] = None; runpy.run_module({name!r}, run_name='__main__')"
+        refused = process(sys.executable, "-c", run, *arguments, code=1)
+        assert refused.stderr == f"python -m {name} {NEEDS_TORCH}\n"
+
+
 def test_what_needs_no_torch_runs_without(here: Path) -> None:
     (here / "model.toml").write_text(blocks("docs/costs-file.md", "toml")[-1].code)
     for line in (
