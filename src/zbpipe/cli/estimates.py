@@ -66,8 +66,9 @@ def _few(found: Estimate, named: Collection[str]) -> list[Step]:
 def _answer(found: Estimate) -> Iterator[str]:
     advice = found.advice
     if advice is None:
-        why = "No schedule that can run fits" if found.workload.degrees.pipeline > 1 else "This job has no pipeline"
-        yield f"{why}: --search compares other layouts."
+        work = found.workload
+        why = "No schedule that can run fits" if work.degrees.pipeline > 1 else "This job has no pipeline"
+        yield f"{why}: --search compares other layouts, or name one by {work.options[1].format('P')}."
         return
     yield advice.sentence
     if advice.option:

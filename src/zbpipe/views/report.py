@@ -268,8 +268,8 @@ def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | No
 _QUANTILES = ("p50", "p95")
 _OF_QUANTILES = "; p50 and p95: median and 95th percentile of the step in seconds, where times vary"
 _LEGEND = (
-    "from: whose class runs it; stages: per rank; memory: of the worst rank, relative to 1F1B; peak: the same in the"
-    " unit of --memory-limit"
+    "from: whose class runs it; stages: per rank (--stages-per-rank in other commands); memory: of the worst rank,"
+    " relative to 1F1B; peak: the same in the unit of --memory-limit"
 )
 
 
