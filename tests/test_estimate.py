@@ -3,6 +3,7 @@
 import re
 import sys
 from dataclasses import replace
+from operator import le
 from pathlib import Path
 from typing import Any
 
@@ -219,7 +220,7 @@ def test_experts_are_spread_over_gpus() -> None:
     together = replace(work, degrees=replace(work.degrees, experts=1))
     assert together.held_by_rank(placement, split) == [((1000, 8, 2),)] * 2
     device = replace(SLOW_LINKS, latency=0.0)
-    costs = job_costs(work, device)(placement)
+    costs = job_costs(work, device)[0](placement)
     each = device.collective(2.0 * 100, 8, 2) + device.collective(2.0 * 225, 2, 8)
     assert costs.gather == pytest.approx((each, each))
     found = row(named(work, "1F1B", device=device), "1F1B")
@@ -545,7 +546,9 @@ def test_the_command(file: Path) -> None:
         assert each["memory"]["total"] == pytest.approx(sum(each["memory"].values()) - each["memory"]["total"])
     # A job without a pipeline is sent to the search.
     alone = named(workload(degrees=Degrees(pipeline=1)))
-    assert "This job has no pipeline: --search compares other layouts." in "\n".join(lines(alone))
+    assert "This job has no pipeline: --search compares other layouts, or name one by degree P." in "\n".join(
+        lines(alone)
+    )
     assert "--search" not in "\n".join(lines(alone, searched=True))
 
 
@@ -640,7 +643,7 @@ def test_the_answer(rows: dict[str, dict[str, Any]], fsdp: float, sentence: str,
 def test_the_answer_names_a_checkpointing_that_gains_more() -> None:
     assert advised(NOW, lighter=0.99)[2] == ""
     assert advised(NOW, lighter=0.88)[2] == (
-        "Lighter checkpointing (selective) gains more: 0.88 s with ZB, 20.0% shorter than 1F1B now, 7.0 of 85.0 GiB."
+        "With selective checkpointing the job gains more: 0.88 s with ZB, 20.0% shorter than 1F1B now, 7.0 of 85.0 GiB."
         " Add at the end: --ac selective"
     )
 
@@ -665,6 +668,25 @@ def test_plan_and_compare_take_the_costs_of_a_job(file: Path) -> None:
     planned = commands.json_of(f"plan {job} --placement v --budget 1e4")
     assert (planned["ranks"], planned["microbatches"]) == (4, 16)
     assert planned["makespan"] <= seconds["ZBV"]
+
+
+def test_compare_and_plan_name_the_schedule_of_the_estimate(file: Path) -> None:
+    """With as many stages per rank, in the memory that the weights leave."""
+    job = f"--layers {file} --gpus 16 --device H100"
+    found = estimate(replace(load_layers(file, 16), schedule="ZB"), "H100", only=[])
+    assert found.own is not None
+    assert found.best is found.own
+    compared = commands.json_of(f"compare {job}")
+    (zb,) = (each for each in compared if each["recommended"])
+    assert zb["schedule"].startswith("ZB")
+    assert zb["stages_per_rank"] == found.own.stages_per_rank
+    assert found.own.timeline is not None
+    planned = commands.json_of(f"plan {job} --budget 1e4")
+    assert tuple(planned["rank_of"]) == found.own.timeline.schedule.placement.rank_of
+    room = min(planned["limit"])
+    assert room < find("H100").usable_bytes
+    assert any(max(each["peak_memory"]) > room for each in compared)
+    assert all(each["fits"] == all(map(le, each["peak_memory"], planned["limit"])) for each in compared)
 
 
 def test_a_job_is_answered_alike_with_few_rows_and_all() -> None:

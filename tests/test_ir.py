@@ -67,6 +67,8 @@ def test_an_unknown_name_gets_the_list_and_the_nearest() -> None:
         registry.resolve("ZBW")
     for name in ("ZBV", "1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"):
         assert name in str(error.value)
+    with pytest.raises(ValueError, match=r"unknown schedule 'Hanayo': the schedules are 1F1B, Auto"):
+        registry.resolve("Hanayo")
 
 
 @pytest.mark.parametrize(

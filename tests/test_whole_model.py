@@ -84,7 +84,7 @@ REFUSED: dict[str, tuple[Callable[[Any, Tensor], list[Tensor]], str]] = {
     "flipped": (lambda b, x: [b[3](b[2](b[1](b[0](x)).flip(1)))], "uses the output of blocks.1 in aten.flip."),
     "parallel": (
         lambda b, x: [b[3](b[2]((h := b[0](x), b[1](h))[0]))],
-        "gives blocks.2 another first argument than the output of blocks.1",
+        "gives blocks.2 a first argument that is not the output of blocks.1",
     ),
     "without the last": (lambda b, x: [b[2](b[1](b[0](x)))], "uses the output of blocks.2 in aten.native_batch_norm."),
     "ending early": (lambda b, x: [(b[2](b[1](b[0](x))), x)[1]], "runs what follows blocks where blocks.3 is next"),

@@ -66,8 +66,9 @@ def _few(found: Estimate, named: Collection[str]) -> list[Step]:
 def _answer(found: Estimate) -> Iterator[str]:
     advice = found.advice
     if advice is None:
-        why = "No schedule that can run fits" if found.workload.degrees.pipeline > 1 else "This job has no pipeline"
-        yield f"{why}: --search compares other layouts."
+        work = found.workload
+        why = "No schedule that can run fits" if work.degrees.pipeline > 1 else "This job has no pipeline"
+        yield f"{why}: --search compares other layouts, or name one by {work.options[1].format('P')}."
         return
     yield advice.sentence
     if advice.option:
@@ -93,8 +94,8 @@ def compare(best: Step, fsdp: Step, name: str) -> str:
 
 def _job(found: Estimate) -> str:
     work, device = found.workload, found.device
-    gpus = f"{work.degrees.gpus} {device.name if device else 'devices'}"
-    checkpointing = "" if work.checkpointing is None else f", {work.checkpointing} checkpointing"
+    gpus = f"{work.degrees.gpus} {f'{device.name} of {device.gib:.0f} GiB' if device else 'devices'}"
+    checkpointing = "" if work.checkpointing is None else f", {work.checkpointing.words}"
     return (
         f"{work.name}: {work.parameters / 1e9:.3g}B parameters on {gpus} ({work.degrees}),"
         f" {count_noun(work.microbatches, 'microbatch')} of {work.tokens} tokens,"

@@ -137,7 +137,7 @@ def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--device",
             metavar="NAME",
-            help="A100, H100, H200, B200, GB200, L40S, MI250X (one die), MI300X, MI325X or MI355X.",
+            help="A100 (80 GB), H100, H200, B200, GB200, L40S, MI250X (one die), MI300X, MI325X or MI355X.",
         ),
         click.option("--tflops", type=float, metavar="X", help="TFLOP/s that a GPU sustains, in place of the table's."),
         click.option(

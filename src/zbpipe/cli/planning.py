@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="NAME",
     help="A placement to try: single, loop, v, wave, or the rank of each stage, like 0-1-1-0. Can be repeated."
-    " Default: single, loop and v. A wave has four stages per rank, and is often shorter.",
+    " Default: ZB's in a job, else single, loop and v. A wave has four stages per rank, and is often shorter.",
 )
 @click.option(
     "--objective",
@@ -78,7 +78,7 @@ def plan(context: click.Context, /, *, costs: Costs, output: Path | None, as_jso
         show("searching")
         found = search(
             costs=costs.job or costs.of,
-            **asked,
+            **asked | {"memory_limit": costs.limit(asked["memory_limit"])},
             progress=lambda share, best: show(f"searching: {share:.0%}, best {best:.6g}"),
         )
     if output is not None:
@@ -105,7 +105,7 @@ def _complete(context: click.Context, costs: Costs, asked: dict[str, Any]) -> di
         "ranks": costs.require_ranks(asked["ranks"]),
         "microbatches": costs.microbatches(asked["microbatches"]),
         "transport": costs.transport(asked["transport"]),
-        "placements": asked["placements"] or None,
+        "placements": asked["placements"] or (costs.placement and [costs.placement]),
     }
 
 

@@ -40,9 +40,14 @@ class Costs:
     file: Path | None = None
     checkpointing: Checkpointing | None = None
     size: tuple[int, int] | None = None
-    """Ranks and microbatches of the job that `--gpus` describes, and its transport."""
+    """Ranks and microbatches of the job that `--gpus` describes, its transport, and the memory left by its weights."""
     usual: Transport = Transport.IDEAL
     sizes: tuple[Any, ...] = ()
+    room: tuple[float, ...] | None = None
+    placement: Placement | None = None
+    """ZB's in that job."""
+    stages: int | None = None
+    """Stages per rank of ZB and ZBLoop. None is their default."""
 
     def with_sizes(self, sizes: tuple[Any, ...]) -> Costs:
         job = self.job and replace(self.job, costs=replace(self.job.costs, sizes=sizes))
@@ -88,9 +93,13 @@ class Costs:
     def for_limits(self) -> CostModel | LayerCosts | CostsOf:
         return self.job.costs if self.job else self.of
 
+    def limit(self, given: MemoryLimit | None) -> MemoryLimit | None:
+        """The given limit, else that of the cost file or the job's device."""
+        return given or MemoryLimit.parse(self.job.memory_limit if self.job else self.room)
+
     def limits(self, given: MemoryLimit | None, ranks: int, microbatches: int) -> tuple[float, ...] | None:
-        """The given limit of each rank, else the cost file's, in the unit of the costs."""
-        limit = given or (MemoryLimit.parse(self.job.memory_limit) if self.job else None)
+        """The limit of each rank, in the unit of the costs."""
+        limit = self.limit(given)
         return limit.resolve(self.for_limits, ranks, microbatches) if limit else None
 
     def baseline(self, ranks: int, microbatches: int) -> float | None:
@@ -105,11 +114,11 @@ def typical(times: Times | None, comm: float, checkpointing: str, host: Link | N
     f, i, w = typical_times(checkpointing) if times is None else times
     copies = "" if host is None else f"; {host.bandwidth:.6g} to the host"
     what = "times and memory" if times is None else "memory"
-    how = "without checkpointing" if checkpointing == "none" else f"with {checkpointing} checkpointing"
+    how = Checkpointing(checkpointing)
     return Costs(
         partial(typical_costs, checkpointing=checkpointing, times=times, comm=comm, host=host),
-        f"F {f:.6g}, I {i:.6g}, W {w:.6g}, transfer {comm:.6g}; {what} typical of a transformer {how}{copies}",
-        checkpointing=Checkpointing(checkpointing),
+        f"F {f:.6g}, I {i:.6g}, W {w:.6g}, transfer {comm:.6g}; {what} typical of a transformer {how.words}{copies}",
+        checkpointing=how,
     )
 
 
@@ -130,9 +139,13 @@ def _of_job(job: JobOptions, context: click.Context) -> Costs:
         raise click.UsageError("name the --device of the job, for example H100", context)
     workload = job.workload()
     size = workload.degrees.pipeline, workload.microbatches
-    words = f"costs of {workload.name} ({workload.degrees}) on {job.device}"
-    of = job_costs(workload, job.device, **job.rates)
-    return Costs(of, words, checkpointing=workload.checkpointing, size=size, usual=find(job.device).transport)
+    device = find(job.device)
+    of, zb, placement, room = job_costs(workload, device, **job.rates)
+    words = f"costs of {workload.name} ({workload.degrees}) on {device.name}; memory limit: what the weights leave"
+    words += "" if zb.name == "ZB" else f"; a job with ZB runs {zb.name}"
+    how, stages = workload.checkpointing, len(placement.stages_on(0))
+    about: dict[str, Any] = {"room": room, "placement": placement, "stages": stages}
+    return Costs(of, words, checkpointing=how, size=size, usual=device.transport, **about)
 
 
 def _from_file(file: Path, context: click.Context) -> Costs:
@@ -349,7 +362,8 @@ def simulate_all(
         known = schedules().values()
         for number, algorithm in enumerate(known):
             show(f"{number + 1} of {len(known)}: {algorithm.name}")
-            stages = stages_per_rank if algorithm.any_stages_per_rank else None
+            stages = stages_per_rank or (costs.stages if algorithm.chooses_stages else None)
+            stages = stages if algorithm.any_stages_per_rank else None
             try:
                 if costs.job is None or costs.has(algorithm.place(ranks, stages)):
                     limit = memory_limit if "memory_limit" in algorithm.keywords else None

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -156,8 +157,10 @@ def compare(
     """Compare all schedules, the shortest step first.
 
     Equally fast schedules are sorted by memory. The recommended schedule has the shortest step within 1F1B's memory, or
-    within the memory limit. Schedules over the limit follow with a mark. Schedules that cannot run are listed last:
-    torch's own split fails under selective checkpointing.
+    within the memory limit; it is ZB if that is at most 2 % longer. ZB and ZBLoop have 4 stages per rank, as in jobs
+    with 4 layers per rank, or as many as they choose in your job. Its limit is what the weights leave of the device.
+    Schedules over the limit follow with a mark. Schedules that cannot run are last: torch's own split fails under
+    selective checkpointing.
 
     \b
     Examples:
@@ -176,6 +179,8 @@ def compare(
     baseline = costs.baseline(ranks, microbatches)
     if not as_json:
         click.echo(f"{ranks} ranks, {microbatches} microbatches; {costs.words}\n")
+    if costs.job is None and costs.stages is None:
+        costs = replace(costs, stages=4)  # of four layers per rank or more
     timelines = simulate_all(ranks, microbatches, costs, memory_limit, stages_per_rank, transport=transport)
     how = (limits, baseline, costs.checkpointing)
     compared = (report.ComparedSchedule.of(each, *how, with_period=as_json) for each in timelines)

@@ -45,6 +45,10 @@ class Checkpointing(Named):
     FULL = "full"
     """The input. I recomputes the rest."""
 
+    @property
+    def words(self) -> str:
+        return "without checkpointing" if self is Checkpointing.NONE else f"with {self} checkpointing"
+
 
 @dataclass(frozen=True)
 class Block:

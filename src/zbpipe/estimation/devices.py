@@ -182,6 +182,7 @@ def find(name: str | Device) -> Device:
     near = get_close_matches(name.lower(), known, n=1, cutoff=0.8)  # V100 is not a misspelling of H100
     meant = f"did you mean {known[near[0]].name}? " if near else ""
     raise ValueError(
-        f"unknown device {name!r}: {meant}the table has {', '.join(DEVICES)}; use the nearest one, and replace its"
-        " figures by --tflops and --link"
+        f"unknown device {name!r}: {meant}the table has"
+        f" {', '.join(f'{each.name} ({each.gib:.0f} GiB)' for each in DEVICES.values())}; use one with as much memory,"
+        " and replace its speeds by --tflops and --link"
     )

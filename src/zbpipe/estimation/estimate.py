@@ -21,7 +21,7 @@ from zbpipe.estimation.cut import WorkloadCut
 from zbpipe.estimation.devices import DEVICES, Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.rates import HOST, Rates, rates
-from zbpipe.estimation.rows import LIGHTER, NO_PIPELINE, PLAN, Estimate, Memory, Step
+from zbpipe.estimation.rows import LIGHTER, NO_PIPELINE, PLAN, WORTH, Estimate, Memory, Step
 from zbpipe.estimation.workload import Held, Workload
 from zbpipe.planner.engine import fastest
 from zbpipe.planner.plan import plan
@@ -137,15 +137,19 @@ def estimate(
     return Estimate(told, device, tuple(steps), tuple(rows.left_out), tuple(job.words(tflops, link)), rows.lighter)
 
 
-def job_costs(workload: Workload, device: str | Device, **given: Any) -> Callable[[Placement], CostModel]:
-    """Counted costs of a job's stages with FSDP, on any placement, in seconds and bytes. `given`: see `rates`."""
+def job_costs(
+    workload: Workload, device: str | Device, **given: Any
+) -> tuple[Callable[[Placement], CostModel], Algorithm, Placement, tuple[float, ...] | None]:
+    """Counted costs of a job's stages with FSDP, on any placement, in seconds and bytes; what ZB runs there; and the
+    memory of each rank that weights, optimizer and messages leave. `given`: see `rates`."""
     job = _Job(workload, rates(find(device), **given), None, find(device).transport, WorkloadCut(workload))
 
     def costs(placement: Placement) -> CostModel:
         split = job.cut.split(placement)
         return job.with_fsdp(job.costs(placement, split), split)
 
-    return costs
+    zb, placement = choose_own(replace(workload, schedule="ZB"), job.cut)
+    return costs, zb, placement, job._room(placement, job.cut.split(placement))
 
 
 def _require_costs(costs: JobCosts, ranks: int) -> None:
@@ -193,8 +197,9 @@ class _Rows:
         if zb is None or zb.timeline is None:
             return
         placement = zb.timeline.schedule.placement
-        self.steps += job.in_other_memory(zb)
-        self.add(f"plan, {zb.placement}", job.planned, zb.placement, placement, budget, is_typed=True)
+        best = self.add(f"plan, {zb.placement}", job.planned, zb.placement, placement, budget, is_typed=True)
+        if best is None or not zb.fits or best.seconds < (1 - WORTH) * zb.seconds:  # else no other memory is worth it
+            self.steps += job.in_other_memory(zb)
         found = [each for each in job.in_lighter_checkpointing(own or zb, zb) if each.fits and each.runs]
         self.lighter = min(found, key=lambda each: each.seconds, default=None)
 

@@ -170,7 +170,8 @@ class Estimate:
         fsdp = fsdp if fsdp and fsdp.fits and self.workload.degrees.pipeline > 1 else None
         if fsdp and (best is None or answer(best, fsdp) is Answer.NO):
             if self.lighter and self.lighter.timeline and self.lighter.seconds < (1 - WORTH) * fsdp.seconds:
-                words = f"; with {self.workload.checkpointing} checkpointing, drop the pipeline: {fsdp.seconds:.4g} s"
+                now = self.workload.checkpointing or Checkpointing.FULL
+                words = f"; {now.words}, drop the pipeline: {fsdp.seconds:.4g} s"
                 return self._advise("change to", self.lighter, words)
             words = f"; {best.name}, the best schedule that fits, is {best.compare(fsdp)}" if best else ""
             words += f", less than the estimates' error ({HARDLY:.0%})" if best and best.seconds < fsdp.seconds else ""
@@ -188,9 +189,9 @@ class Estimate:
     def _advise(self, verb: str, step: Step, more: str) -> Advice:
         own, work, lighter = self.own, self.workload, self.lighter
         limit = step.memory_limit if work.memory_limit is None else None
-        how = LIGHTER.get(work.checkpointing or Checkpointing.FULL)
+        how = LIGHTER.get(work.checkpointing or Checkpointing.FULL, Checkpointing.NONE)
         words = f"{verb} {step.name}" if step.timeline else verb
-        words += f" with {how} checkpointing" if step is lighter else ""
+        words += f" {how.words}" if step is lighter else ""
         words = f"{words[0].upper()}{words[1:]}: {step.seconds:.4g} s per step"
         if own and own is not step:
             words += f", {step.compare(own)} than {own.name}"
@@ -209,7 +210,7 @@ class Estimate:
         if lighter and lighter.seconds < (1 - WORTH) * step.seconds:
             now = own or step
             tip = (
-                f"Lighter checkpointing ({how}) gains more: {lighter.seconds:.4g} s with {lighter.name},"
+                f"{how.words.capitalize()} the job gains more: {lighter.seconds:.4g} s with {lighter.name},"
                 f" {lighter.compare(now)} than {now.name} now, {lighter.memory.total / GIB:.1f}{room} GiB. Add at the"
                 f" end: {checkpointing.format(how)}"
             )

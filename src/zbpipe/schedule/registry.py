@@ -263,7 +263,7 @@ def resolve(schedule: str | Schedule | _Planned | Algorithm) -> Algorithm:
         >>> resolve(zbpipe.generate("ZBV", 2, 4)).placement
         'table'
 
-    ValueError if there is none (the message lists the names and the nearest one), or the file holds no schedule.
+    ValueError if there is none (the message lists the names, and a similar one), or the file holds no schedule.
     """
     match schedule:
         case Algorithm():
@@ -288,10 +288,11 @@ def _find_name(name: str) -> Algorithm:
         _load_installed()
     if found := _registered.get(name.lower()):
         return found
-    near = get_close_matches(name.lower(), _registered, n=1, cutoff=0)
+    near = get_close_matches(name.lower(), _registered, n=1)
+    meant = f"; did you mean {_registered[near[0]].name!r}? The" if near else ": the"
     names = ", ".join(sorted((each.name for each in _registered.values()), key=str.lower))
     raise ValueError(
-        f"unknown schedule {name!r}; did you mean {_registered[near[0]].name!r}? The schedules are: {names}."
+        f"unknown schedule {name!r}{meant} schedules are {names}."
         " The path of a .csv file also works, and file.py:function. Your own schedules are known once their"
         " module is imported"
     )

@@ -20,6 +20,11 @@ NEEDS_TORCH = "needs torch, which is not installed: pip install 'torch>=2.11'"
 """The end of a sentence about a name or a command."""
 
 
+def require_torch(program: str) -> None:
+    if importlib.util.find_spec("torch") is None:
+        sys.exit(f"{program} {NEEDS_TORCH}")
+
+
 def import_modules(names: Iterable[str]) -> None:
     """Import modules that register schedules, also from the current folder. ValueError with a module's error."""
     for name in names:

@@ -20,7 +20,8 @@ from pathlib import Path
 from zbpipe import generate
 from zbpipe.cli.demo.command import MICROBATCHES, RANKS, run_demo
 from zbpipe.cli.demo.launch import DemoError, JobOutcome
-from zbpipe.frameworks.titan import cpu, versions
+from zbpipe.frameworks.titan import versions
+from zbpipe.schedule.user_code import require_torch
 
 _STEPS = 5
 """Auto measures in the first three, and then runs ZB for the measured costs."""
@@ -31,6 +32,9 @@ _TOLERANCES = {"loss_metrics/global_avg_loss": 1e-5, "grad_norm": 1e-4}
 
 
 def main() -> int:
+    require_torch("python -m zbpipe.titan.check_clone")
+    from zbpipe.frameworks.titan import cpu
+
     try:
         version = versions.find_installed()
         print(f"{versions.describe_installed()}: zbpipe treats it as {version.name}", flush=True)

@@ -173,7 +173,7 @@ class ComparedSchedule:
     def is_within(self) -> bool:
         """Whether it can run and keeps the limits, or without any stays within 1F1B's memory or slightly above."""
         share = self.figures["memory_to_1f1b"]
-        fits = self.broken is None if self.limits else share is not None and share <= _AS_1F1B * (1 + ROUNDING)
+        fits = self.broken is None if self.limits else share is not None and share <= _AS_SMALL * (1 + ROUNDING)
         return self.runs and fits
 
     def record(self) -> dict[str, Any]:
@@ -193,15 +193,18 @@ def records(compared: Sequence[ComparedSchedule]) -> list[dict[str, Any]]:
 
 
 def recommend(compared: Iterable[ComparedSchedule]) -> ComparedSchedule | None:
-    return next((each for each in compared if each.is_within), None)
+    """The shortest that is within its limits, or ZB if it is about as short. `compared` has the best first."""
+    within = [each for each in compared if each.is_within]
+    shortest = [each for each in within if each.sort_key[2] <= _AS_SMALL * within[0].sort_key[2]]
+    return next((each for each in shortest if each.figures["schedule"] == "ZB"), next(iter(within), None))
 
 
 def _steps(compared: Iterable[ComparedSchedule]) -> dict[str, float]:
     return {each.figures["schedule"]: each.figures["makespan"] for each in compared}
 
 
-_AS_1F1B = 1.02
-"""Memory relative to 1F1B's that still counts as the same."""
+_AS_SMALL = 1.02
+"""Memory relative to 1F1B's, or a step relative to the shortest, that still counts as the same."""
 _BASELINES = ("1F1B", "Interleaved1F1B")
 
 
@@ -243,15 +246,15 @@ def comparison(compared: Iterable[ComparedSchedule], plan: ComparedSchedule | No
     yield ""
     yield f"{_LEGEND}; {more}"
     if chosen is not None:
-        within = "the memory limit" if chosen.limits else f"{_AS_1F1B}x of 1F1B's memory"
-        yield f"recommended: the shortest step within {within}"
+        within = "the memory limit" if chosen.limits else f"{_AS_SMALL}x of 1F1B's memory"
+        yield f"recommended: the shortest step within {within}; ZB if it is at most {_AS_SMALL - 1:.0%} longer"
     if any(each.has_torchs_split for each in best_first):
         yield NOTE
 
 
 _LEGEND = (
-    "from: whose class runs it; stages: per rank; memory: of the worst rank, relative to 1F1B; peak: the same in the"
-    " unit of --memory-limit"
+    "from: whose class runs it; stages: per rank (--stages-per-rank in other commands); memory: of the worst rank,"
+    " relative to 1F1B; peak: the same in the unit of --memory-limit"
 )
 
 

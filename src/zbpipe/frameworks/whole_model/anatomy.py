@@ -197,7 +197,7 @@ class _Example:
             self._require_same_shape(hidden)
         elif hidden is not self._handed_on:
             raise self._error(
-                f"gives {self._order[position]} another first argument than the output of {self._order[position - 1]}"
+                f"gives {self._order[position]} a first argument that is not the output of {self._order[position - 1]}"
             )
         for each in tree_leaves([args, kwargs]):
             if isinstance(each, Tensor) and each is not hidden and (each.requires_grad or isinstance(each, _HandedOn)):
