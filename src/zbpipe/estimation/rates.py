@@ -61,7 +61,8 @@ class Rates:
 
         def communication(layer: LayerWork) -> tuple[float, float]:
             keys = device.collective(layer.keys / tensor, degrees.context, apart=tensor)
-            routed = 2 * device.exchange(layer.routed / degrees.sharing, degrees.experts)  # there and back
+            copies = max(layer.routed / (hidden * degrees.context), 1.0) if workload.sends_once else 1.0
+            routed = 2 * device.exchange(layer.routed / degrees.sharing, degrees.experts, copies)  # there and back
             in_f, in_i = (count * collective + routed for count in layer.transfers)
             return in_f + keys, in_i + 2 * keys  # I also reduces the gradients of keys and values
 
@@ -73,10 +74,19 @@ class Rates:
             computing = (products / device.products + attention / device.attention) / device.peak
             return (computing + traffic / device.memory) / degrees.sharing / self.speed
 
+        def operands(layer: LayerWork) -> float:
+            """Bytes that the three products of routed experts read and write. Narrow ones have few operations per byte:
+            with these bytes, grouped products of DeepGEMM on H800 (its pull request 74) are as long as measured."""
+            if not (layer.routed and layer.num_experts):
+                return 0.0
+            width = layer.in_experts / (3 * layer.num_experts * workload.width)
+            return 3 * layer.routed * (1 + width / workload.width)
+
         def times(layer: LayerWork) -> tuple[float, float, float]:
             f, i = zip((layer.f, layer.i), layer.attention, layer.traffic, strict=True)
             in_f, in_i = communication(layer)
-            return seconds(layer, *f) + in_f, seconds(layer, *i) + in_i, seconds(layer, layer.w, 0.0, 0.0)
+            f, i, w = ((*each, traffic + operands(layer)) for *each, traffic in (f, i, (layer.w, 0.0, 0.0)))
+            return seconds(layer, *f) + in_f, seconds(layer, *i) + in_i, seconds(layer, *w)
 
         return workload.layer_costs(times)
 

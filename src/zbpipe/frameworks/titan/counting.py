@@ -44,6 +44,7 @@ class _Counted(CountedModel):
     ties_weights: bool
     """Whether embedding and head share their weights, which TorchTitan refuses in a pipeline."""
     float8: bool
+    sends_once: bool
     operations: float
     """Floating-point operations per token, by TorchTitan's formula for MFU."""
     shapes: layer_split.Shapes
@@ -80,6 +81,7 @@ def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) ->
         compiled=compiled,
         float8=counted.float8,
         hidden_tensor=hidden_tensor,
+        sends_once=counted.sends_once,
         times=tuple(_times_of_layers(layer_split.times_of_modules(counted.shapes, job))),
         parameter_bytes=replace(sizes.parameters, accumulates=rounds > 1),
         rounds=rounds,
@@ -130,6 +132,7 @@ def _count(config: Any) -> _Counted:
         style=models.STYLE_OF_BLOCKS,
         ties_weights=bool(getattr(whole.config, "enable_weight_tying", False)),
         float8=float8,
+        sends_once=models.sends_once(config, model),
         operations=per_token,
         shapes=before,
     )

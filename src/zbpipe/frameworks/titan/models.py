@@ -146,6 +146,13 @@ def _refusals() -> Iterator[None]:
         raise ValueError(f"TorchTitan refuses this job: {error}") from error
 
 
+def sends_once(config: Any, model: nn.Module) -> bool:
+    """Whether expert parallelism sends a token once to each node. In 0.2 parallelism has the option."""
+    backend = getattr(config.parallelism, "expert_parallel_comm_backend", "standard")
+    found = {type(getattr(each, "token_dispatcher", None)).__name__ for each in model.modules()}
+    return backend != "standard" or not found.isdisjoint(("DeepEPTokenDispatcher", "HybridEPTokenDispatcher"))
+
+
 def require_decoder(model: nn.Module) -> None:
     """Raise ValueError for a model that is not a stack of blocks between an embedding and a head."""
     if missing := [name for name in PARTS if getattr(model, name, None) is None]:
