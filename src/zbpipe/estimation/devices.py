@@ -106,7 +106,7 @@ class Device:
         inside = min(gpus, self.gpus_per_node)
         nodes = gpus / inside
         in_node = (inside - 1) / gpus * size / self.inside
-        reached = nodes * (1 - (1 - 1 / nodes) ** copies) / copies
+        reached: float = nodes * (1 - (1 - 1 / nodes) ** copies) / copies
         elsewhere = reached * (gpus - inside) / gpus * size / self.between
         return max(in_node, elsewhere) / _OF_LINK + (gpus > 1) * self.latency
 
