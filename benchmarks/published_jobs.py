@@ -98,11 +98,18 @@ MODELS = {
     "DeepSeek V3": _with_experts(
         Model(Block(7168, 24576, 40960, 18432), 61, 129280, 7168 * 18432, 585.3e6, 128 * 160), 256, 2048, 8, 58 / 61
     ),
+    # As DeepSeek V3, with 8 of 384 experts and half as many heads.
+    "Kimi K2": _with_experts(
+        Model(Block(7168, 12288, 20480, 18432), 61, 163840, 7168 * 18432, 500.2e6, 64 * 160), 384, 2048, 8, 60 / 61
+    ),
     "Qwen 3 30B": _with_experts(_model(2048, 512, 8 * 768, 48, 151936, queries=4096), 128, 768, 8),
     "Qwen 3 235B": _with_experts(_model(4096, 512, 8 * 1536, 94, 151936, queries=8192), 128, 1536, 8),
     # Every second block attends to 128 tokens, which hardly counts.
     "GPT-OSS 120B": replace(
         _with_experts(_model(2880, 512, 4 * 2880, 36, 201088, queries=4096), 128, 2880, 4), attention=2048
+    ),
+    "GPT-OSS 20B": replace(
+        _with_experts(_model(2880, 512, 4 * 2880, 24, 201088, queries=4096), 32, 2880, 4), attention=2048
     ),
     # Every second block has experts, one of which each token visits, and a shared one of the same width.
     "Llama 4 Maverick": _with_experts(_model(5120, 1024, 16384, 48, 202048), 128, 8192, 1, 1 / 2),
@@ -136,7 +143,8 @@ class Job:
     checkpointing: str
     options: frozenset[str]
     """Of "compiled" (or kernels fused by hand), "float8", "async" or "userbuffers" (tensor parallelism), "megatron" for
-    its jobs without user buffers, and "whole" if each GPU keeps all weights and shards only their optimizer."""
+    its jobs without user buffers, "deepep" (or HybridEP), and "whole" if each GPU keeps all weights and shards only
+    their optimizer."""
     link: float | None
     """Network of each GPU in GB/s, if it is not the device's."""
     published: float
@@ -224,6 +232,7 @@ def workload(job: Job) -> Workload:
         compiled="compiled" in job.options,
         hidden_tensor=sum(_HIDDEN.get(option, 0.0) for option in job.options),
         float8="float8" in job.options,
+        sends_once="deepep" in job.options,
         overlaps_fsdp=not job.options.isdisjoint(("userbuffers", "megatron")),
         cut=_cut(job, model.blocks),
         remade=lambda degrees, how: workload(_on(job, degrees, how)),

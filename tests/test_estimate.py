@@ -113,6 +113,9 @@ def test_no_step_is_shorter_than_its_launches() -> None:
         assert row(found, "1F1B").seconds == pytest.approx(8 * 2 * plain, rel=1e-3)
         assert row(found, "ZBH1").seconds == pytest.approx(8 * 2 * (plain + apart), rel=1e-3)
         assert step_without_pipeline(work, fast).seconds == pytest.approx(4 * plain, rel=1e-3)  # 4 microbatches at once
+        moe = replace(work, layers=tuple(replace(each, num_experts=8) for each in work.layers))
+        longer = row(named(moe, "1F1B", device=fast.device), "1F1B").seconds
+        assert longer == pytest.approx(2.1 * 8 * 2 * plain, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -235,6 +238,22 @@ def test_an_exchange_between_nodes_goes_through_the_own_network_card() -> None:
     assert device.exchange(850.0, 1) == 0
     assert device.exchange(850.0, 8) == pytest.approx(7 / 8 * 10)
     assert device.exchange(850.0, 16) == pytest.approx(1 / 2 * 100)
+    # Of a token with two experts, three of four have one on the other node, and one of these both.
+    assert device.exchange(850.0, 16, copies=2) == pytest.approx(3 / 4 / 2 * 100)
+    assert device.exchange(850.0, 16, copies=1) == pytest.approx(1 / 2 * 100)
+
+
+def test_deepep_sends_a_token_once_to_each_node() -> None:
+    """Each of 10 tokens has 2 experts, on 2 nodes."""
+    device = replace(SLOW_LINKS, between=1.0, gpus_per_node=2, latency=0.0)
+    layer = LayerWork(("layers.0",), 8, 16, 24, 0.0, 0, 0, routed=160.0)
+    degrees = Degrees(fsdp=4, experts=4)
+    once, often = (
+        layer_seconds(layer, device, degrees=degrees, message_bytes=80.0, sends_once=each)[0] - 8
+        for each in (True, False)
+    )
+    assert once == pytest.approx(2 * device.exchange(160.0, 4, copies=2))
+    assert once == pytest.approx(3 / 4 * often)
 
 
 def test_products_of_routed_experts_take_longer() -> None:
@@ -242,6 +261,17 @@ def test_products_of_routed_experts_take_longer() -> None:
     device = replace(ONE_A_SECOND, experts=0.25, range=(0.5, 2.0))
     assert layer_seconds(layer, device, degrees=Degrees()) == pytest.approx([20, 40, 60])
     assert [each.device.experts for each in rates(device).extremes] == [0.125, 0.375]
+
+
+def test_products_of_narrow_experts_move_more_bytes() -> None:
+    """For each of 2 experts per token, three products read and write hidden states and half as wide ones: 3 x 1.5. Of
+    these, the measured products need less than a hundredth, and wide ones more than all."""
+    layer = LayerWork(("layers.0",), 8, 16, 24, 0.0, 0, 0, routed=160.0, num_experts=4)
+    for width, hidden, more in ((2, 4, 3 * 1.5 * 160 / 8), (8192, 8192, 0.0)):
+        each = replace(layer, in_experts=3.0 * 4 * hidden * width)
+        job: Any = {"degrees": Degrees(), "message_bytes": 20.0 * hidden}
+        found = layer_seconds(each, replace(ONE_A_SECOND, hbm=10.0), **job)
+        assert found == pytest.approx([time + more for time in (8, 16, 24)], rel=1e-2)
 
 
 def test_the_search_spreads_experts() -> None:

@@ -406,6 +406,12 @@ def check_other_models() -> None:
     moe = read("--module", "qwen3", "--config", "qwen3_moe_debug", *in_two, gpus=4)
     assert "do not run on meta tensors" in moe.words
     assert all(layer.activations > 0 for layer in moe.layers[1:-1])
+    in_four = (*in_two, "--parallelism.expert_parallel_degree", "2")
+    sends = [
+        read("--module", "deepseek_v3", "--config", f"deepseek_v3_debugmodel{kind}", *in_four, gpus=8)
+        for kind in ("", "_hybridep")
+    ]
+    assert [each.sends_once for each in sends] == [False, True]
     # TorchTitan asks for a device with float8 when it makes the config, and meta tensors show no float8 products.
     kinds = [read("--module", "llama3", "--config", f"llama3_debugmodel{kind}", gpus=8) for kind in ("", "_float8")]
     assert [each.float8 for each in kinds] == [False, True]

@@ -93,18 +93,21 @@ class Device:
         hop = _HOP * self.latency
         return (gpus - 1) * (size / gpus / (_OF_LINK * self.bandwidth(gpus, apart)) + hop)
 
-    def exchange(self, size: float, gpus: int) -> float:
+    def exchange(self, size: float, gpus: int, copies: float = 1.0) -> float:
         """Seconds in which each of a group's neighbours sends all others its part of this number of bytes.
 
-        Between nodes each GPU uses only its own network card, and sends the data for each other GPU separately.
+        Between nodes each GPU uses only its own network card, and sends the data for each other GPU separately. With
+        `copies` of each token for different GPUs, it sends one to each node that needs any, as DeepEP does.
 
         >>> h100 = find("H100")
-        >>> round(h100.exchange(1e9, 8) * 1e3, 1), round(h100.exchange(1e9, 64) * 1e3, 1)
-        (2.3, 20.6)
+        >>> [round(h100.exchange(1e9, *group) * 1e3, 1) for group in ((8,), (64,), (64, 8))]
+        [2.3, 20.6, 13.5]
         """
         inside = min(gpus, self.gpus_per_node)
+        nodes = gpus / inside
         in_node = (inside - 1) / gpus * size / self.inside
-        elsewhere = (gpus - inside) / gpus * size / self.between
+        reached: float = nodes * (1 - (1 - 1 / nodes) ** copies) / copies
+        elsewhere = reached * (gpus - inside) / gpus * size / self.between
         return max(in_node, elsewhere) / _OF_LINK + (gpus > 1) * self.latency
 
 
@@ -114,8 +117,8 @@ _FIGURES = {
     "H100": (989.4e12, 0.60, 0.42, 3.35e12, (0.82, 1.25), 450e9, 50e9, 79),
     "H100-500W": (989.4e12, 0.46, 0.28, 2.4e12, (0.87, 1.15), 450e9, 50e9, 94),
     "H200": (989.4e12, 0.60, 0.42, 4.8e12, (0.82, 1.25), 450e9, 50e9, 139),
-    "B200": (2250e12, 0.60, 0.40, 8e12, (0.8, 1.15), 900e9, 50e9, 178),
-    "GB200": (2500e12, 0.60, 0.40, 8e12, (0.8, 1.15), 900e9, 50e9, 184),
+    "B200": (2250e12, 0.56, 0.40, 7.7e12, (0.8, 1.25), 900e9, 50e9, 178),
+    "GB200": (2500e12, 0.56, 0.40, 8e12, (0.8, 1.25), 900e9, 50e9, 184),
     "L40S": (362.05e12, 0.50, 0.35, 8.64e11, (0.6, 1.4), 32e9, 25e9, 44),
     "MI250X": (191.5e12, 0.42, 0.25, 1.6e12, (0.85, 1.1), 200e9, 12.5e9, 64),
     "MI300X": (1307.4e12, 0.45, 0.25, 5.3e12, (0.8, 1.3), 448e9, 50e9, 192),
@@ -131,7 +134,7 @@ _SOURCES = {
     "H100-500W": "Meta's Grand Teton: H100 with 96 GB of HBM2e and a limit of 500 W, otherwise as H100",
     "H200": f"NVIDIA H200 data sheet (SXM): 1,979 TFLOPS with sparsity, NVLink 900 GB/s, 141 GB; {_NVLINK}",
     "B200": "NVIDIA DGX B200 data sheet: 8 GPUs of 1,440 GB together, NVLink 1.8 TB/s; HGX B200: 4.5 PFLOPS with"
-    f" sparsity; {_NVLINK}",
+    f" sparsity, 7.7 TB/s of memory; {_NVLINK}",
     "GB200": "NVIDIA GB200 NVL72 data sheet: 72 GPUs with 360 PFLOPS with sparsity, 13.4 TB and NVLink 130 TB/s"
     f" together; {_NVLINK}",
     "L40S": "NVIDIA L40S data sheet: 362.05 TFLOPS, PCIe 64 GB/s both ways, 48 GB; a network card of 200 Gb/s per GPU"
@@ -143,7 +146,10 @@ _SOURCES = {
     "MI325X": f"AMD Instinct MI325X data sheet: 1,307.4 TFLOPS, 7 Infinity Fabric links of 128 GB/s both ways; {_NICS}",
     "MI355X": f"AMD Instinct MI355X data sheet: 2.5 PFLOPS, 7 Infinity Fabric links of 153.6 GB/s both ways; {_NICS}",
 }
-_BRIDGE = "fitted to NVIDIA's Megatron-Bridge 25.11 in float8, Llama 3 8B to 405B"
+_BRIDGE = (
+    "fitted to NVIDIA's Megatron-Bridge 25.11 in float8, Llama 3 8B to 405B, and to dgxc-benchmarking 25.05, 405B on"
+    " GB200 in both precisions"
+)
 _SHARES = {
     "A100": "fitted to published jobs of TorchTitan and MosaicML, Llama 8B to 70B",
     "H100": "fitted to published jobs of NVIDIA's NeMo and of MosaicML, 2 to 405 billion parameters",

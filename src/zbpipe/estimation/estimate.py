@@ -424,7 +424,7 @@ class _Job:
         held = workload.held_by_rank(timeline.schedule.placement, split)
         own = max(sum(each.own for each in parts) for parts in held)
         # No step is shorter than its launches on the host of any rank.
-        blocks, (plain, apart) = workload.blocks_by_stage(split), HOST[workload.compiled]
+        blocks, (plain, apart) = workload.launches_by_stage(split), HOST[workload.compiled]
         launches = {OpKind.F: plain, OpKind.W: apart}
         hosts = [sum(blocks[op.stage] * launches.get(op.kind, 0.0) for op in ops) for ops in timeline.schedule]
         return self.rates.with_overheads(workload.rounds * max(timeline.makespan, *hosts), workload, own)

@@ -41,7 +41,7 @@ def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
     size = next(fitting, 1)
     rounds = job.microbatches // size * job.rounds
     computing = rounds * size * sum(map(sum, (costs.f, costs.i, costs.w)))
-    launches = HOST[job.compiled][0] * job.blocks_by_stage((range(len(job.layers)),))[0]
+    launches = HOST[job.compiled][0] * job.launches_by_stage((range(len(job.layers)),))[0]
     seconds = rounds * max(launches, sum(_round(job, rates, costs, size)))
     own = job.parameters / job.degrees.gpus
     return Sharded(rates.with_overheads(seconds, job, own), seconds - computing, memories[size])

@@ -36,6 +36,10 @@ communication library's tuning."""
 _EXPERTS = (0.5, 1.5)
 """Least and largest plausible speeds of routed experts, relative to the likely one: Transformer Engine's grouped layers
 take twice as long as single ones on B300 (its issue 2939), and grouped products alone are 1.5 times as fast."""
+_MEASURED_EXPERTS = 2048 * 7168 / (2048 + 7168)
+"""Operations per byte in the experts for which `Device.experts` was measured: DeepSeek V3's, 2048 wide. Narrower ones
+take as much longer as their further bytes do. DeepGEMM on H800 (its pull request 74): an inner width of 512 instead of
+16,384 halves the rate, as by these bytes."""
 _OPTIMIZER_BYTES = 32.0
 """Bytes that AdamW in float32 moves per parameter: parameter and both moments twice, the gradient twice."""
 _STRAGGLERS = {False: 0.006, True: 0.003}
@@ -61,7 +65,8 @@ class Rates:
 
         def communication(layer: LayerWork) -> tuple[float, float]:
             keys = device.collective(layer.keys / tensor, degrees.context, apart=tensor)
-            routed = 2 * device.exchange(layer.routed / degrees.sharing, degrees.experts)  # there and back
+            copies = max(layer.routed / (hidden * degrees.context), 1.0) if workload.sends_once else 1.0
+            routed = 2 * device.exchange(layer.routed / degrees.sharing, degrees.experts, copies)  # there and back
             in_f, in_i = (count * collective + routed for count in layer.transfers)
             return in_f + keys, in_i + 2 * keys  # I also reduces the gradients of keys and values
 
@@ -76,10 +81,19 @@ class Rates:
             ring = 1 + _RING * (degrees.context - 1)
             return ring * operations / device.attention / device.peak / degrees.sharing / self.speed
 
+        def operands(layer: LayerWork) -> float:
+            """Bytes that the three products of narrow routed experts read and write beyond those of measured ones."""
+            if not (layer.routed and layer.num_experts):
+                return 0.0
+            width = layer.in_experts / (3 * layer.num_experts * workload.width)
+            return 3 * layer.routed * max(1 + width / workload.width - width / _MEASURED_EXPERTS, 0.0)
+
         def times(layer: LayerWork) -> tuple[float, float, float]:
             f, i = zip((layer.f, layer.i), layer.attention, layer.traffic, strict=True)
             in_f, in_i = communication(layer)
-            return seconds(layer, *f) + in_f, seconds(layer, *i) + in_i, seconds(layer, layer.w, 0.0, 0.0)
+            moved = seconds(layer, 0.0, 0.0, operands(layer))
+            of_w = seconds(layer, layer.w, 0.0, 0.0)
+            return seconds(layer, *f) + in_f + moved, seconds(layer, *i) + in_i + moved, of_w + moved
 
         costs = workload.layer_costs(times)
         both = zip(workload.layers, costs.f, costs.i, strict=True)

@@ -160,6 +160,13 @@ def _refusals() -> Iterator[None]:
         raise ValueError(f"TorchTitan refuses this job: {error}") from error
 
 
+def sends_once(config: Any, model: nn.Module) -> bool:
+    """Whether expert parallelism sends a token once to each node. In 0.2 parallelism has the option."""
+    backend = getattr(config.parallelism, "expert_parallel_comm_backend", "standard")
+    found = {type(getattr(each, "token_dispatcher", None)).__name__ for each in model.modules()}
+    return backend != "standard" or not found.isdisjoint(("DeepEPTokenDispatcher", "HybridEPTokenDispatcher"))
+
+
 def require_decoder(model: nn.Module) -> None:
     """Raise ValueError for a model that is not a stack of blocks between an embedding and a head."""
     if missing := [name for name in PARTS if getattr(model, name, None) is None]:
@@ -235,6 +242,7 @@ class _Counted(CountedModel):
     ties_weights: bool
     """Whether embedding and head share their weights, which TorchTitan refuses in a pipeline."""
     float8: bool
+    sends_once: bool
     operations: float
     """Floating-point operations per token, by TorchTitan's formula for MFU."""
     shapes: layer_split.Shapes
@@ -271,6 +279,7 @@ def _workload(config: Any, degrees: Degrees, *, name: str, counted: _Counted) ->
         compiled=compiled,
         float8=counted.float8,
         hidden_tensor=hidden_tensor,
+        sends_once=counted.sends_once,
         times=tuple(_times_of_layers(layer_split.times_of_modules(counted.shapes, job))),
         parameter_bytes=replace(stored.parameters, accumulates=rounds > 1),
         rounds=rounds,
@@ -321,6 +330,7 @@ def _count(config: Any) -> _Counted:
         style=STYLE_OF_BLOCKS,
         ties_weights=bool(getattr(whole.config, "enable_weight_tying", False)),
         float8=float8,
+        sends_once=sends_once(config, model),
         operations=per_token,
         shapes=before,
     )
