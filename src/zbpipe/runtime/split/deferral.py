@@ -73,6 +73,8 @@ class Deferral:
         self.plans: dict[tuple[Any, ...], _Plan] = {}
         """This step's products, by function and weight id, or by the place where a view of a weight begins."""
         self._places: dict[Callable[..., Any], int] = {}
+        self.known: dict[type, Any] = {}
+        """This step's last backward of each Function, by the class of its node."""
 
     def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)`. The gradient can wait if this is a product with a weight of the layer."""
@@ -185,6 +187,7 @@ class Deferral:
         """Check for hooks on nodes. Each use checks for hooks on the weight itself. A layer without products in its
         first step is ignored from now on, unless another trial follows."""
         self.plans.clear()  # FSDP replaces parameters
+        self.known.clear()
         if self.has_run and is_settled:
             self.functions.settle()
             self.may_make_weights = self.makes_weights
@@ -263,7 +266,7 @@ class Deferral:
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferral:
         twin = object.__new__(Deferral)
         memo[id(self)], memo[id(self.products)] = twin, self.products
-        left_out: dict[str, Any] = {"_own": set(), "plans": {}, "_places": {}}
+        left_out: dict[str, Any] = {"_own": set(), "plans": {}, "_places": {}, "known": {}}
         vars(twin).update(deepcopy(vars(self) | left_out, memo))
         return twin
 
