@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from zbpipe.runtime._torch import compiler
 from zbpipe.runtime._torch.attributes import replaced
@@ -26,16 +27,17 @@ from zbpipe.runtime.split.sources import find_leaf
 
 _aten = torch.ops.aten
 _VIEWS = {
-    _aten.alias.default,
-    _aten.detach.default,
-    _aten.permute.default,
-    _aten.squeeze.dim,
-    _aten.squeeze.dims,
-    _aten.t.default,
-    _aten.transpose.int,
-    _aten.unsqueeze.default,
-    _aten.view.default,
+    _aten.alias.default: "detach",
+    _aten.detach.default: "detach",
+    _aten.permute.default: "permute",
+    _aten.squeeze.dim: "squeeze",
+    _aten.squeeze.dims: "squeeze",
+    _aten.t.default: "t",
+    _aten.transpose.int: "transpose",
+    _aten.unsqueeze.default: "unsqueeze",
+    _aten.view.default: "reshape",  # a compiled result's memory may have another order
 }
+"""Views, and the methods of tensors that make them in less host time."""
 _TURNS = {_aten.permute.default, _aten.t.default, _aten.transpose.int}
 _PRODUCTS = ("mm", "matmul", "linear", "einsum", "convolution_backward")
 """Parts of the names of products."""
@@ -134,9 +136,10 @@ class Part(NamedTuple):
 
     # No factor requires a gradient, so `torch.no_grad`, which takes as long as a product, would change nothing.
 
-    def as_matrices(self, *factors: Any) -> Any:
-        """Views of the factors, which no autocast changes."""
-        return self.graph.forward(*factors)  # without what a call of a module does around it
+    @property
+    def as_matrices(self) -> Callable[..., Any]:
+        """Returns views of the factors, which no autocast changes."""
+        return self.graph.forward  # without what a call of a module does around it
 
     def compute(self, *factors: Any) -> list[Tensor]:
         """All gradients."""
@@ -153,9 +156,8 @@ class PlainGradient(WeightProduct):
 
     def __init__(self, part: Part) -> None:
         ((self.place, _, self.like, self.flops),) = part.gradients
-        self.factors, self._compute = part.factors, part.compute
-        # By the Function's order of factors.
-        self.as_matrices = (lambda dy, x: part.as_matrices(x, dy)) if part.is_one_product else None
+        self.factors, self._compute, as_matrices = part.factors, part.compute, part.as_matrices
+        self.as_matrices = (lambda dy, x: as_matrices(x, dy)) if part.is_one_product else None
 
     def of_weight(self, dy: Tensor, x: Tensor, extra: ExtraArguments = NONE, tensors: Sequence[Tensor] = ()) -> Tensor:
         (gradient,) = self._compute(x, dy, *tensors)
@@ -455,7 +457,7 @@ def _extract(module: GraphModule, results: Sequence[Node], taken: _Taken) -> tup
     else:
         one, other = (copies[each] for each in cast(Sequence[Node], product.args))
         if matrices == "turned":
-            one, other = (graph.call_function(_aten.t.default, (each,)) for each in (other, one))
+            one, other = (graph.call_method("t", (each,)) for each in (other, one))
         graph.output((one, other))
     return GraphModule(module, graph), matrices is not None
 
@@ -467,10 +469,10 @@ def _copy(graph: Graph, node: Node, copies: dict[Node, Node]) -> Node:
         like = graph.call_function(_aten.new_empty.default, (copies[cast(Node, dy)], [1]))
         like = graph.call_function(_aten.expand.default, (like, shape))
         return graph.call_function(_CONVOLUTION, (copies[cast(Node, dy)], copies[cast(Node, x)], like, *rest))
-    new = graph.node_copy(node, copies.__getitem__)
-    if new.target is _aten.view.default:  # a compiled result's memory may have another order
-        new.target = _aten.reshape.default
-    return new
+    if node.target in _VIEWS:
+        args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
+        return graph.call_method(_VIEWS[node.target], args, kwargs)
+    return graph.node_copy(node, copies.__getitem__)
 
 
 def _find_matrices(results: Sequence[Node], taken: _Taken) -> str | None:

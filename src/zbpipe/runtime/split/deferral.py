@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -59,8 +59,6 @@ class Deferral:
         self.checks, self.sharing = Checks(), Sharing()
         declared: Any = layer.weight_products if self.is_declared else {}
         self.functions = Functions(frozenset(each.__self__ for each in declared if declared[each] is FROM_BACKWARD))
-        self.has_node_hooks = False
-        """Whether hooks on a weight's own autograd node wait for its gradient."""
         self.has_hooks_on_views = False
         """Whether hooks on a tensor made from a weight expect its gradient in an ordinary backward."""
         self.may_make_weights = True
@@ -193,11 +191,14 @@ class Deferral:
             self.may_make_weights = self.makes_weights
             if self.is_caught and not (self.is_declared or self.deferrable):
                 self.products = {}
-        if not (self.products or self.functions.may_be_called):
-            return
+        vars(self).pop("has_node_hooks", None)
+
+    @cached_property
+    def has_node_hooks(self) -> bool:
+        """Whether hooks on a weight's own autograd node wait for its gradient, since before its first use in a step."""
         recurse = self.is_region or (self.is_caught and not self.is_declared)
         parameters = self.layer.parameters(recurse)
-        self.has_node_hooks = any(p.requires_grad and autograd.has_hooks_on_node(p) for p in parameters)
+        return any(p.requires_grad and autograd.has_hooks_on_node(p) for p in parameters)
 
     def is_due_now(self, pending: PendingGradient, *nodes: Node) -> bool:
         """Whether the weight gradient has to be computed now. Otherwise it is deferred, if this backward needs it."""

@@ -152,9 +152,9 @@ class _Backward:
 
 
 def _find_target(weight: lazy_products.Weight) -> Tensor | GradientEdge:
-    if getattr(weight.edge.node, "variable", None) is weight.leaf and type(weight.leaf) in sources.PLAIN:
-        return weight.leaf
-    return weight.edge
+    is_leaf = getattr(weight.edge.node, "variable", None) is weight.leaf and type(weight.leaf) in sources.PLAIN
+    found: Tensor | GradientEdge = weight.leaf if is_leaf else weight.edge
+    return found
 
 
 def _compute(gradient: Any) -> Any:
