@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -17,17 +17,20 @@ from torch._functorch._aot_autograd import descriptors
 from torch._guards import CompileContext, TracingContext, compile_context, tracing
 from torch._inductor import config as inductor_config
 
-from zbpipe.runtime._torch.attributes import replaced
-
 default_partition: Callable[..., Any] = partitioners.default_partition
 compile_whole: Callable[..., Any] = common.aot_module_simplified
 PlainInput = descriptors.PlainAOTInput
 """Description of a region's argument, by its number `idx`."""
 
 
-def replace_compilation(compile_region: Callable[..., Any]) -> AbstractContextManager[None]:
-    """Context in which `compile_region` compiles regions instead of `compile_whole`."""
-    return replaced(common, aot_module_simplified=compile_region)
+def call(compile_region: Callable[..., Any], run: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> Any:
+    """`run(*args, **kwargs)`, in which `compile_region` compiles regions instead of `compile_whole`."""
+    # Without a context, because each call of a compiled block in each microbatch waits for this.
+    before, common.aot_module_simplified = common.aot_module_simplified, compile_region
+    try:
+        return run(*args, **kwargs)
+    finally:
+        common.aot_module_simplified = before
 
 
 def find_metadata() -> Any:

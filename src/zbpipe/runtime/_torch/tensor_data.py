@@ -103,6 +103,15 @@ def find_memory(tensor: Tensor) -> tuple[int | None, int, int, bool]:
     return storage._cdata, number, storage.nbytes(), storage.resizable()
 
 
+def is_alone(tensor: Tensor) -> bool:
+    """Whether a plain tensor needs all of its memory, and nothing else holds it, as far as torch counts."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return False
+    storage = tensor.untyped_storage()
+    is_alone = torch._C._storage_Use_Count(storage._cdata) == 1 + _ASKING
+    return is_alone and storage.resizable() and storage.nbytes() == tensor.nbytes
+
+
 def list_holders(tensor: Tensor) -> list[Tensor]:
     """Tensors that hold the memory of `tensor`: itself and its base. Empty unless it is a plain tensor."""
     if type(tensor) is not Tensor:

@@ -16,25 +16,28 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from zbpipe.runtime._torch import compiler
 from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.autograd import function_of, schema_of, without_autocast
 from zbpipe.runtime.split.lazy_products import postpone
+from zbpipe.runtime.split.products import NONE, ExtraArguments, WeightProduct
 from zbpipe.runtime.split.sources import find_leaf
 
 _aten = torch.ops.aten
 _VIEWS = {
-    _aten.alias.default,
-    _aten.detach.default,
-    _aten.permute.default,
-    _aten.squeeze.dim,
-    _aten.squeeze.dims,
-    _aten.t.default,
-    _aten.transpose.int,
-    _aten.unsqueeze.default,
-    _aten.view.default,
+    _aten.alias.default: "detach",
+    _aten.detach.default: "detach",
+    _aten.permute.default: "permute",
+    _aten.squeeze.dim: "squeeze",
+    _aten.squeeze.dims: "squeeze",
+    _aten.t.default: "t",
+    _aten.transpose.int: "transpose",
+    _aten.unsqueeze.default: "unsqueeze",
+    _aten.view.default: "reshape",  # a compiled result's memory may have another order
 }
+"""Views, and the methods of tensors that make them in less host time."""
 _TURNS = {_aten.permute.default, _aten.t.default, _aten.transpose.int}
 _PRODUCTS = ("mm", "matmul", "linear", "einsum", "convolution_backward")
 """Parts of the names of products."""
@@ -92,6 +95,7 @@ def _compile_backward(
     metadata = compiler.find_metadata()
     given = {node: place for place, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
     returned = {given.get(node) for node in _results(graph.graph)}
+    saved = [place for place, each in enumerate(_results(graph.graph)) if place >= number and each in given]
     # Inductor reuses the memory of donated inputs.
     donated = [each for each in metadata.bw_donated_idxs or () if each not in returned]
     with replaced(metadata, bw_donated_idxs=donated):
@@ -102,7 +106,7 @@ def _compile_backward(
         with resume(), torch.no_grad():
             return compile_graph(whole, inputs)
 
-    return _Backward(run, number, parts, compile_whole)
+    return _Backward(run, number, parts, saved, compile_whole)
 
 
 class _Gradient(NamedTuple):
@@ -127,12 +131,15 @@ class Part(NamedTuple):
     """Places of the arguments of `graph` among the factors."""
     is_static: bool
     """Whether the gradients have the same shape in each microbatch."""
+    is_plain: bool
+    """Whether the only gradient is a plain tensor, made from tensors that depend on activations."""
 
     # No factor requires a gradient, so `torch.no_grad`, which takes as long as a product, would change nothing.
 
-    def run(self, *factors: Any) -> Any:
-        with without_autocast():
-            return self.graph.forward(*factors)  # without what a call of a module does around it
+    @property
+    def as_matrices(self) -> Callable[..., Any]:
+        """Returns views of the factors, which no autocast changes."""
+        return self.graph.forward  # without what a call of a module does around it
 
     def compute(self, *factors: Any) -> list[Tensor]:
         """All gradients."""
@@ -144,6 +151,31 @@ class Part(NamedTuple):
             return list(found) if len(found) == 1 else [each.clone() for each in found]
 
 
+class PlainGradient(WeightProduct):
+    """The gradient of a part that `is_plain`."""
+
+    def __init__(self, part: Part) -> None:
+        ((self.place, _, self.like, self.flops),) = part.gradients
+        self.factors, self._compute, as_matrices = part.factors, part.compute, part.as_matrices
+        self.as_matrices = (lambda dy, x: as_matrices(x, dy)) if part.is_one_product else None
+
+    def of_weight(self, dy: Tensor, x: Tensor, extra: ExtraArguments = NONE, tensors: Sequence[Tensor] = ()) -> Tensor:
+        (gradient,) = self._compute(x, dy, *tensors)
+        return gradient
+
+
+class Postponed(NamedTuple):
+    """Takes the place of a gradient that W computes."""
+
+    product: PlainGradient
+    tensors: tuple[Tensor, ...]
+    """The factors: x, dY, and others."""
+
+    def now(self) -> Tensor:
+        x, dy, *more = self.tensors
+        return self.product.of_weight(dy, x, NONE, more)
+
+
 class _WeightGradient:
     def __init__(self, part: Part, number: int, kept: dict[int, Tensor]) -> None:
         self._part = part
@@ -151,7 +183,7 @@ class _WeightGradient:
         self._kept = kept
         """The part's other gradients, which the first one computes."""
         self.flops = part.gradients[number].flops
-        self.as_matrices: Callable[..., tuple[Tensor, Tensor]] | None = part.run if part.is_one_product else None
+        self.as_matrices = part.as_matrices if part.is_one_product else None
         """The two matrices whose product is the gradient."""
 
     def __call__(self, *factors: Any) -> Tensor:
@@ -163,9 +195,7 @@ class _WeightGradient:
 class _Mode:
     # Not per thread: autograd runs the backward of CUDA ops in its own threads.
     defers = False
-    """Whether compiled backwards return a `LazyTensor` for each gradient that can wait."""
-    is_whole = False
-    """Whether backwards run in one part, as torch compiles them."""
+    """Whether compiled backwards leave gradients to W. Otherwise they run in one part, as torch compiles them."""
 
 
 mode = _Mode()
@@ -175,29 +205,40 @@ class _Backward:
     _boxed_call = True
 
     def __init__(
-        self, run: Callable[..., Any], number: int, parts: Sequence[Part], compile_whole: Callable[[], Any]
+        self,
+        run: Callable[..., Any],
+        number: int,
+        parts: Sequence[Part],
+        given: Sequence[int],
+        compile_whole: Callable[[], Any],
     ) -> None:
         self._run = run
         self._number = number
-        self._parts = parts
+        self._plain = [PlainGradient(each) for each in parts if each.is_plain]
+        self._others = [each for each in parts if not each.is_plain]
+        self._given = given
+        """Factors that F has saved, by their places among the results: they may have graphs."""
         self._compile_whole = compile_whole
         self._whole: Callable[..., Any] | None = None
         self.products = {each.argument: each.flops for part in parts for each in part.gradients}
 
     def __call__(self, args: list[Any]) -> Any:
-        if mode.is_whole:
+        if not mode.defers:
             if self._whole is None:
                 self._whole = self._compile_whole()
             return _run_boxed(self._whole, args)
         results = list(_run_boxed(self._run, args))
+        for place in self._given:
+            results[place] = results[place].detach()
         results, factors = results[: self._number], results[self._number :]
-        for part in self._parts:
+        for product in self._plain:
+            results[product.place] = Postponed(product, tuple([factors[number] for number in product.factors]))
+        for part in self._others:
             own = [factors[number] for number in part.factors]
-            if not (mode.defers and part.is_static):
+            if not part.is_static:
                 for gradient, found in zip(part.gradients, part.compute(*own), strict=True):
                     results[gradient.place] = found
                 continue
-            own = [each.detach() if isinstance(each, Tensor) else each for each in own]
             kept: dict[int, Tensor] = {}
             for number, (place, _, like, _) in enumerate(part.gradients):
                 results[place] = postpone(_WeightGradient(part, number, kept), own, like)
@@ -253,7 +294,11 @@ def _cut(module: GraphModule, weights: Collection[int], of_weights: Collection[s
         sizes = [size for gradient in gradients for size in (*gradient.like.shape, *gradient.like.stride())]
         is_static = all(isinstance(size, int) for size in sizes)
         extracted = _extract(module, [results[place] for place in group], each)
-        parts.append(Part(tuple(gradients), *extracted, own, is_static))
+        # No part of a wrapper, and no weight, which FSDP may free before W.
+        is_plain = is_static and len(gradients) == 1 < len(own) and gradients[0].flops > 0
+        is_plain &= isinstance(getattr(described[group[0]], "grad_of", None), compiler.PlainInput)
+        is_plain &= all(isinstance(_example_of(node), Tensor) and node.name not in of_weights for node in each.factors)
+        parts.append(Part(tuple(gradients), *extracted, own, is_static, is_plain))
         for place in group:
             results[place] = None
     number = len(results)
@@ -412,7 +457,7 @@ def _extract(module: GraphModule, results: Sequence[Node], taken: _Taken) -> tup
     else:
         one, other = (copies[each] for each in cast(Sequence[Node], product.args))
         if matrices == "turned":
-            one, other = (graph.call_function(_aten.t.default, (each,)) for each in (other, one))
+            one, other = (graph.call_method("t", (each,)) for each in (other, one))
         graph.output((one, other))
     return GraphModule(module, graph), matrices is not None
 
@@ -424,10 +469,10 @@ def _copy(graph: Graph, node: Node, copies: dict[Node, Node]) -> Node:
         like = graph.call_function(_aten.new_empty.default, (copies[cast(Node, dy)], [1]))
         like = graph.call_function(_aten.expand.default, (like, shape))
         return graph.call_function(_CONVOLUTION, (copies[cast(Node, dy)], copies[cast(Node, x)], like, *rest))
-    new = graph.node_copy(node, copies.__getitem__)
-    if new.target is _aten.view.default:  # a compiled result's memory may have another order
-        new.target = _aten.reshape.default
-    return new
+    if node.target in _VIEWS:
+        args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
+        return graph.call_method(_VIEWS[node.target], args, kwargs)
+    return graph.node_copy(node, copies.__getitem__)
 
 
 def _find_matrices(results: Sequence[Node], taken: _Taken) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -59,8 +59,6 @@ class Deferral:
         self.checks, self.sharing = Checks(), Sharing()
         declared: Any = layer.weight_products if self.is_declared else {}
         self.functions = Functions(frozenset(each.__self__ for each in declared if declared[each] is FROM_BACKWARD))
-        self.has_node_hooks = False
-        """Whether hooks on a weight's own autograd node wait for its gradient."""
         self.has_hooks_on_views = False
         """Whether hooks on a tensor made from a weight expect its gradient in an ordinary backward."""
         self.may_make_weights = True
@@ -73,6 +71,8 @@ class Deferral:
         self.plans: dict[tuple[Any, ...], _Plan] = {}
         """This step's products, by function and weight id, or by the place where a view of a weight begins."""
         self._places: dict[Callable[..., Any], int] = {}
+        self.known: dict[type, Any] = {}
+        """This step's last backward of each Function, by the class of its node."""
 
     def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)`. The gradient can wait if this is a product with a weight of the layer."""
@@ -185,16 +185,20 @@ class Deferral:
         """Check for hooks on nodes. Each use checks for hooks on the weight itself. A layer without products in its
         first step is ignored from now on, unless another trial follows."""
         self.plans.clear()  # FSDP replaces parameters
+        self.known.clear()
         if self.has_run and is_settled:
             self.functions.settle()
             self.may_make_weights = self.makes_weights
             if self.is_caught and not (self.is_declared or self.deferrable):
                 self.products = {}
-        if not (self.products or self.functions.may_be_called):
-            return
+        vars(self).pop("has_node_hooks", None)
+
+    @cached_property
+    def has_node_hooks(self) -> bool:
+        """Whether hooks on a weight's own autograd node wait for its gradient, since before its first use in a step."""
         recurse = self.is_region or (self.is_caught and not self.is_declared)
         parameters = self.layer.parameters(recurse)
-        self.has_node_hooks = any(p.requires_grad and autograd.has_hooks_on_node(p) for p in parameters)
+        return any(p.requires_grad and autograd.has_hooks_on_node(p) for p in parameters)
 
     def is_due_now(self, pending: PendingGradient, *nodes: Node) -> bool:
         """Whether the weight gradient has to be computed now. Otherwise it is deferred, if this backward needs it."""
@@ -263,7 +267,7 @@ class Deferral:
     def __deepcopy__(self, memo: dict[int, Any]) -> Deferral:
         twin = object.__new__(Deferral)
         memo[id(self)], memo[id(self.products)] = twin, self.products
-        left_out: dict[str, Any] = {"_own": set(), "plans": {}, "_places": {}}
+        left_out: dict[str, Any] = {"_own": set(), "plans": {}, "_places": {}, "known": {}}
         vars(twin).update(deepcopy(vars(self) | left_out, memo))
         return twin
 

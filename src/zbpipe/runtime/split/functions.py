@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from zbpipe.runtime._torch import autograd, compiler
 from zbpipe.runtime.split import compiled_backward, lazy_products, sources
+from zbpipe.runtime.split.compiled_backward import Postponed
 from zbpipe.runtime.split.products import NONE, ExtraArguments, PendingGradient, WeightProduct
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 
@@ -25,6 +26,7 @@ class Deferral(Protocol):
     layer: nn.Module
     gradients: WeightGradients
     is_sharded: bool
+    known: dict[type, Any]
 
     def owns_leaf(self, leaf: Tensor | None) -> bool:
         """Whether this is a parameter of the layer's."""
@@ -50,9 +52,13 @@ class Functions:
         """`run(*args, **kwargs)`. Known Functions between its arguments and its result defer weight gradients."""
         if not self.may_be_called:
             return run(*args, **kwargs)
-        with compiler.replace_compilation(compiled_backward.compile_in_parts):
-            output = run(*args, **kwargs)
+        output = compiler.call(compiled_backward.compile_in_parts, run, args, kwargs)
         if deferral.gradients.are_whole:
+            return output
+        node = output.grad_fn if type(output) is Tensor else None
+        known = deferral.known.get(type(node))
+        if known is not None and known.fits(node, (*args, *kwargs.values())):
+            lazy_products.replace_backward(node, known)
             return output
         for node in lazy_products.list_functions(autograd.tree_leaves(output), autograd.tree_leaves((args, kwargs))):
             weights = lazy_products.list_weights(node, deferral.owns_leaf)
@@ -62,7 +68,8 @@ class Functions:
             self.names.add(function.__name__)
             if lazy_products.is_compiled(node) or function in self.declared or sources.is_known(function):
                 self.called.add(function)
-                lazy_products.replace_backward(node, _Backward(deferral, weights))
+                known = deferral.known[type(node)] = _Backward(deferral, node, weights)
+                lazy_products.replace_backward(node, known)
                 for each in weights:
                     sources.let_pass_nothing(each.edge.node)
         return output
@@ -73,20 +80,35 @@ class Functions:
 
 
 class _Backward:
-    def __init__(self, deferral: Deferral, weights: Sequence[lazy_products.Weight]) -> None:
+    def __init__(self, deferral: Deferral, node: Node, weights: Sequence[lazy_products.Weight]) -> None:
         self.deferral = deferral
         self.weights = weights
         self._memory = lazy_products.list_memory(each.leaf for each in weights)
+        own = {each.number for each in weights}
+        self._sources = [each if number in own else None for number, (each, _) in enumerate(node.next_functions)]
+        self._targets = [(each, _find_target(each)) for each in weights]
+
+    def fits(self, node: Node, inputs: Sequence[Any]) -> bool:
+        """Whether `node` is of the same Function, with the same weights, and everything else comes from `inputs`."""
+        made = [each.grad_fn for each in inputs if isinstance(each, Tensor)]
+        return all(
+            source is known if known is not None else source is None or source in made or autograd.is_leaf(source)
+            for (source, _), known in zip(node.next_functions, self._sources, strict=True)
+        )
 
     def __call__(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
         if torch.is_grad_enabled() or self.deferral.gradients.recording is None:
             return lazy_products.run_own_backward(node, gradients)
         returned = list(self._run(node, gradients))
-        for weight in self.weights:
+        for weight, target in self._targets:
             gradient = returned[weight.place]
-            if lazy_products.holds_lazy(gradient) and self._defer(gradient, weight):
+            if type(gradient) is Postponed:
+                pending = self._postpone(gradient, target)
+            else:
+                pending = self._find_recipe(gradient, target) if lazy_products.holds_lazy(gradient) else None
+            if pending is not None and not self.deferral.is_due_now(pending, weight.edge.node):
                 returned[weight.place] = None
-        return tuple(map(lazy_products.compute, returned))
+        return tuple([each if each is None or type(each) is Tensor else _compute(each) for each in returned])
 
     def _run(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
         if lazy_products.is_compiled(node):
@@ -107,33 +129,42 @@ class _Backward:
                 " weight_products = {} on this layer"
             ) from error
 
-    def _defer(self, gradient: Tensor, weight: lazy_products.Weight) -> bool:
-        """Whether W computes the gradient, or nobody."""
-        target: Tensor | GradientEdge = weight.edge
-        if getattr(weight.edge.node, "variable", None) is weight.leaf and type(weight.leaf) in sources.PLAIN:
-            target = weight.leaf
-        if gradient.shape != sources.find_shape(target):  # autograd sums what is larger
-            return False
-        recipe: lazy_products.Recipe | lazy_products.Postponed
-        if isinstance(gradient, lazy_products.LazyTensor) and gradient.is_of_others_than(self._memory):
-            recipe = lazy_products.Postponed(gradient)  # as a recipe, in less host time
-        else:
-            recipe = lazy_products.Recipe(gradient, self._memory)
+    def _postpone(self, gradient: Postponed, target: Tensor | GradientEdge) -> PendingGradient | None:
+        """What W needs to compute the gradient; None if it has to be computed now."""
+        product, (x, dy, *more) = gradient
+        if product.like.shape != sources.find_shape(target):  # autograd sums what is larger
+            return None
+        inner = product.flops / 2 / max(dy.numel(), 1)
+        return PendingGradient(self.deferral.layer, product, target, x, dy, NONE, tuple(more), inner=inner)
+
+    def _find_recipe(self, gradient: Tensor, target: Tensor | GradientEdge) -> PendingGradient | None:
+        if gradient.shape != sources.find_shape(target):
+            return None
+        recipe = lazy_products.Recipe(gradient, self._memory)
         # W cannot if it needs a weight that FSDP may free before.
         if not recipe.flops or (recipe.weights and self.deferral.is_sharded) or len(recipe.tensors) < 2:
-            return False
+            return None
         product = _Replay(recipe)
         (x, dy, *more), recipe.tensors = recipe.tensors, []
         inner = recipe.flops / 2 / max(dy.numel(), 1)
         versions = tuple(recipe.versions)
-        pending = PendingGradient(self.deferral.layer, product, target, x, dy, NONE, tuple(more), versions, inner=inner)
-        return not self.deferral.is_due_now(pending, weight.edge.node)
+        return PendingGradient(self.deferral.layer, product, target, x, dy, NONE, tuple(more), versions, inner=inner)
+
+
+def _find_target(weight: lazy_products.Weight) -> Tensor | GradientEdge:
+    is_leaf = getattr(weight.edge.node, "variable", None) is weight.leaf and type(weight.leaf) in sources.PLAIN
+    found: Tensor | GradientEdge = weight.leaf if is_leaf else weight.edge
+    return found
+
+
+def _compute(gradient: Any) -> Any:
+    return gradient.now() if isinstance(gradient, Postponed) else lazy_products.compute(gradient)
 
 
 class _Replay(WeightProduct):
     """The products of a Function's backward for one weight."""
 
-    def __init__(self, recipe: lazy_products.Recipe | lazy_products.Postponed) -> None:
+    def __init__(self, recipe: lazy_products.Recipe) -> None:
         # Made in I, where autograd waits: without a look at signatures.
         self.recipe = recipe
         matrices = recipe.as_matrices

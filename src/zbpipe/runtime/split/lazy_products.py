@@ -91,11 +91,6 @@ class LazyTensor(Tensor):
         _compute_all([self])
         return self.now().data_ptr()
 
-    def is_of_others_than(self, memory: Collection[int]) -> bool:
-        """Whether it is a postponed call of plain tensors alone, none of them in this memory."""
-        is_postponed = self.within is None and self.value is None and self.call.is_product
-        return is_postponed and all(type(each) is Tensor and storage_of(each) not in memory for each in self.call.args)
-
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kwargs = kwargs or {}
@@ -352,23 +347,6 @@ class Recipe:
             results.append(call.function(*args, **kwargs))
         result: Tensor = fill_in(self._result)
         return result
-
-
-class Postponed:
-    """A `Recipe` of one postponed call, whose arguments are its tensors."""
-
-    weights: Sequence[tuple[Tensor, int]] = ()
-
-    def __init__(self, lazy: LazyTensor) -> None:
-        function: Any = lazy.call.function
-        self.as_matrices: Callable[..., tuple[Tensor, Tensor]] | None = function.as_matrices
-        self.flops: float = function.flops
-        self._function = function
-        self.tensors: list[Tensor] = lazy.call.args
-        self.versions = [version for _, version in lazy.operands]
-
-    def run(self, tensors: Sequence[Tensor]) -> Tensor:
-        return cast(Tensor, self._function(*tensors))
 
 
 def _count_flops(call: _Call) -> float:

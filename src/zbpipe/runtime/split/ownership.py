@@ -9,7 +9,7 @@ such as the last token's hidden states, to free the rest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -24,14 +24,18 @@ _WASTE = 2
 def copy_if_shared(pending: Sequence[PendingGradient]) -> None:
     """Copy tensors for W whose memory has other holders, or is mostly unused."""
     memory: dict[int | None, _Memory] = {}
-    storages = [[_count(each, memory) for each in gradient.tensors] for gradient in pending]
+    storages: dict[int, int | None] = {}
+    for gradient in pending:
+        for tensor in gradient.tensors:  # several layers may share one x
+            if not (tensor_data.is_alone(tensor) or id(tensor) in storages):
+                storages[id(tensor)] = _count(tensor, memory)
     to_copy = {
         storage
         for storage, found in memory.items()
         if storage is None
         or found.is_foreign
         or tensor_data.count_holders(storage) > found.accounted
-        or 0 < _WASTE * sum(found.parts.values()) <= found.size
+        or (found.size and _WASTE * sum(found.parts.values()) <= found.size)
     }
     if to_copy:
         _copy(pending, storages, to_copy)
@@ -66,13 +70,11 @@ def _identify_part(tensor: Tensor) -> tuple[object, ...]:
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _copy(
-    pending: Sequence[PendingGradient], storages: Sequence[Sequence[int | None]], to_copy: set[int | None]
-) -> None:
+def _copy(pending: Sequence[PendingGradient], storages: Mapping[int, int | None], to_copy: set[int | None]) -> None:
     copies: dict[tuple[object, ...], Tensor] = {}
 
-    def own(tensor: Tensor, storage: int | None) -> Tensor:
-        if storage not in to_copy:
+    def own(tensor: Tensor) -> Tensor:
+        if id(tensor) not in storages or (storage := storages[id(tensor)]) not in to_copy:
             return tensor
         # Several layers may share one x, also as a copy.
         place = storage or id(tensor), *_identify_part(tensor)
@@ -80,6 +82,6 @@ def _copy(
             copies[place] = tensor.clone()
         return copies[place]
 
-    for gradient, places in zip(pending, storages, strict=True):
-        if not to_copy.isdisjoint(places):
-            gradient.tensors = tuple(map(own, gradient.tensors, places))
+    for gradient in pending:
+        if any(id(each) in storages for each in gradient.tensors):
+            gradient.tensors = tuple(map(own, gradient.tensors))

@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from zbpipe.runtime._torch import autograd, fsdp2, pipelining, tensor_data
 from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime.module_state import ModuleState
-from zbpipe.runtime.split import compiled_backward
 from zbpipe.runtime.split.deferring_layers import deferrals
 
 _HIDDEN_STATE = (
@@ -180,5 +179,4 @@ def _plain(module: nn.Module) -> Iterator[None]:
     with ExitStack() as plain:
         for deferral in deferrals(module).values():
             plain.enter_context(replaced(deferral, products={}, plans={}))
-        plain.enter_context(replaced(compiled_backward.mode, is_whole=True))
         yield
