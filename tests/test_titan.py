@@ -44,11 +44,11 @@ from zbpipe.cli.demo import command, emulated, launch
 from zbpipe.cli.demo.launch import JobOutcome, train_on_cpu
 from zbpipe.costs import JobCosts
 from zbpipe.frameworks.installation import find_algorithm
-from zbpipe.frameworks.job_schedule import write_costs
 from zbpipe.frameworks.options import Options, help_of
 from zbpipe.frameworks.titan import monitor, steps, versions
 from zbpipe.frameworks.titan.check import check
 from zbpipe.frameworks.titan.command_line import parse
+from zbpipe.runtime.measure.profiler import log_costs
 from zbpipe.runtime.optimizer.step import StepCounts
 
 IS_02 = require_titan("0.3.0", "0.2.2") == "0.2.2"
@@ -408,7 +408,7 @@ def test_files_are_tried_before_the_launch(tmp_path: Path, monkeypatch: pytest.M
 def test_costs_that_cannot_be_written_are_a_warning(
     one_rank: None, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    write_costs(JobCosts(zbpipe.CostModel.uniform(zbpipe.Placement.v(1))), str(tmp_path / "gone" / "costs.json"))
+    log_costs(JobCosts(zbpipe.CostModel.uniform(zbpipe.Placement.v(1))), str(tmp_path / "gone" / "costs.json"))
     assert "the measured costs cannot be written: [Errno 2] No such file" in caplog.text
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
@@ -20,13 +19,12 @@ from zbpipe.runtime import checks
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.adaptive import COMPARED_FROM, USUAL_STEPS, AutoSchedule, compare_in_turn
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
-from zbpipe.runtime.measure.profiler import WARM_UP, Profiler, log_visibly, write_trace
+from zbpipe.runtime.measure.profiler import WARM_UP, Profiler, log_costs, log_visibly, write_trace
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.verify.gradient_check import GradientCheck
 from zbpipe.schedule.ir import OpKind, Placement
 from zbpipe.schedule.registry import Algorithm, resolve
 from zbpipe.simulator.offloading import Offload
-from zbpipe.views import report
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +172,7 @@ def build(
         own = {"transport": known.transport, **own, "costs": known.costs}
     if algorithm is AutoSchedule.algorithm:
         own |= options.select_for("auto")
-        own["measured"] = lambda costs: write_costs(costs, options.costs_out)
+        own["measured"] = partial(log_costs, file=options.costs_out)
     return build_pipeline_schedule(algorithm, stages, n_microbatches, loss_fn, **own | more)
 
 
@@ -184,24 +182,9 @@ def attach(schedule: pipelining.PipelineSchedule, options: Options) -> None:
     if options.check_gradients:
         GradientCheck(schedule, options.check_gradients)
     if options.profile_steps and not isinstance(schedule, AutoSchedule):
-        Profiler(schedule, options.profile_steps, done=lambda costs: write_costs(costs, options.costs_out))
+        Profiler(schedule, options.profile_steps, done=partial(log_costs, file=options.costs_out))
     if options.compare_with is not None:
         assert isinstance(schedule, RegisteredSchedule), "the option is refused for torch's"
         compare_in_turn(schedule, resolve(options.compare_with), options.compare_steps)
     if options.trace:
         write_trace(schedule, options.trace, options.trace_step, done=partial(log_visibly, logger))
-
-
-def write_costs(costs: JobCosts, file: str | None) -> None:
-    """Log the measured costs on the first rank, and write them to `file`, if given."""
-    if dist.get_rank() != 0:
-        return
-    log_visibly(logger, "measured costs:\n%s", report.costs(costs))
-    if not file:
-        return
-    try:  # training must not fail with the file
-        costs_file.dump_costs(costs, file)
-    except OSError as error:
-        logger.warning("the measured costs cannot be written: %s", error)
-    else:
-        log_visibly(logger, "wrote the measured costs to %s, for `zbpipe plan --costs-file`", file)

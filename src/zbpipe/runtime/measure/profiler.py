@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from zbpipe.costs.file import dump_costs
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.model import CostModel, Link, Links
 from zbpipe.runtime import checks
@@ -86,7 +88,7 @@ class Profiler:
         group: dist.ProcessGroup | None = None,
         done: Callable[[JobCosts], None] | None = None,
     ) -> None:
-        done = self._tell if done is None else done
+        done = partial(log_costs, group=group) if done is None else done
         checks.require_schedule("zbpipe.Profiler", schedule)
         (steps,) = require_whole(1, steps=steps)
         checks.require_group(group)
@@ -123,9 +125,20 @@ class Profiler:
         self.costs = replace(combine(tables, find_placement(stages[0])), transport=transport)
         self._done(self.costs)
 
-    def _tell(self, costs: JobCosts) -> None:
-        if dist.get_rank(self._group) == 0:
-            log_visibly(logger, "measured costs:\n%s", report.costs(costs))
+
+def log_costs(costs: JobCosts, file: str | None = None, group: dist.ProcessGroup | None = None) -> None:
+    """Log the costs on the first rank of the group, and write them to `file`, if given."""
+    if dist.get_rank(group) != 0:
+        return
+    log_visibly(logger, "measured costs:\n%s", report.costs(costs))
+    if not file:
+        return
+    try:  # training must not fail with the file
+        dump_costs(costs, file)
+    except OSError as error:
+        logger.warning("the measured costs cannot be written: %s", error)
+    else:
+        log_visibly(logger, "wrote the measured costs to %s, for `zbpipe plan --costs-file`", file)
 
 
 def log_visibly(logger: logging.Logger, words: str, *values: object) -> None:
