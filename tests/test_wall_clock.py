@@ -5,6 +5,7 @@ from pathlib import Path
 
 import fsdp
 import pytest
+import sizes
 import wall_clock
 from ranks import run_ranks
 from searching import searching_little
@@ -50,6 +51,18 @@ def test_fsdp_is_measured_with_and_without_overlap() -> None:
         # Nothing hides torch's first gather and its last reduction.
         assert each.measured[-1] >= work + job.unit
     assert len(fsdp.table(results, job.modes).splitlines()) == 2 + len(results)
+
+
+@pytest.mark.long
+def test_microbatches_sleep_by_their_sizes() -> None:
+    """In every measured step each rank calls `check`, with the sizes in the order of their way."""
+    job = sizes.Job(2, 6, samples=2, unit=1e-3, rounds=2, schedules=("ZB",), sigmas=(1.0,))
+    (found,) = run_ranks(2, sizes.on_this_rank, job, timeout=240)[0]
+    # No step is shorter than what a rank sleeps: 3 units on average, and as many for the longest one if padded.
+    works = {way: min(found.measured[way]) / (3 * job.microbatches * job.unit) for way in sizes.WAYS}
+    assert works["padded"] >= 1.3
+    assert min(works.values()) >= 1
+    assert len(sizes.table([found]).splitlines()) == 3
 
 
 ONES = (1e-3, 1e-3)

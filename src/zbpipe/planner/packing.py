@@ -58,7 +58,7 @@ def pack(
 
         >>> ((one, other),) = pack([900, 500, 400, 300, 100], tokens=1200)
         >>> one.samples, other.samples, other.tokens
-        ((0, 3), (1, 2, 4), 1000)
+        ((0, 4), (1, 2, 3), 1200)
 
     All ranks get the same number of microbatches. The result depends on the arguments alone, so each rank can call it.
 
@@ -158,11 +158,13 @@ def _fill(
 
 
 def _take_in_turn(sizes: Sequence[int], most: int) -> list[Bin]:
-    bins: list[Bin] = [[]]
+    bins, room = list[Bin](), 0
     for sample, size in enumerate(sizes):
-        if sum(sizes[n] for n in bins[-1]) + size > most:
+        if size > room:
             bins.append([])
+            room = most
         bins[-1].append(sample)
+        room -= size
     return bins
 
 
