@@ -14,7 +14,6 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zbpipe.simulator.post_validation import period
 
 from zbpipe import CostModel, Op, OpKind, Placement, Schedule, cli, generate, load_costs, pack, plan, simulate, validate
 from zbpipe.costs import JobCosts, Layer, LayerCosts, dump_costs
@@ -22,6 +21,7 @@ from zbpipe.costs.transformer import typical_costs
 from zbpipe.planner.packing import Microbatch
 from zbpipe.simulator.lower_bound import lower_bound, period_bound
 from zbpipe.simulator.memory import peak_bytes
+from zbpipe.simulator.simulation import period
 from zbpipe.testing import cost_models, runnable_schedules
 
 pytestmark = pytest.mark.usefixtures("short_search")
