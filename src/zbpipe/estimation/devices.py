@@ -169,7 +169,7 @@ _SHARES = {
 def _device(name: str) -> Device:
     figures: dict[str, Any] = dict(zip(_COLUMNS, _FIGURES[name], strict=True))
     figures["gpus_per_node"] = 72 if name == "GB200" else 8
-    figures["experts"] = 0.4 if name in ("B200", "GB200") else 0.6
+    figures["experts"] = 0.43 if name in ("B200", "GB200") else 0.6
     return Device(name, source=_SOURCES[name], share_from=_SHARES[name], **figures)
 
 
