@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from zbpipe.runtime._torch import autograd, collectives, fsdp2
 from zbpipe.runtime.device import find_device
-from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.delaying import delays
 from zbpipe.runtime.split.products import PendingGradient
@@ -37,6 +36,7 @@ MOST_OVER = 2.0
 
 logger = logging.getLogger(__name__)
 
+Budgets = Mapping[str, Sequence[float]]
 _Span = tuple[torch.Event, torch.Event]
 
 
@@ -55,15 +55,17 @@ class Work(Protocol):
 class WaitFiller:
     """One per schedule and rank."""
 
-    def __init__(self, how: FillWaits = "off", stages: Sequence[int] = ()) -> None:
-        self.how = how
-        self.budgets: Mapping[str, Sequence[float]] | None = None
+    def __init__(
+        self, how: FillWaits = "off", agree: Callable[[Callable[[], Budgets]], Budgets] = lambda find: find()
+    ) -> None:
+        """`agree` calls its argument on one of the ranks with these stages, and returns the result on all."""
+        self.how, self._agree = how, agree
+        self.budgets: Budgets | None = None
         """FLOPs for each wait of an op, by kind and stage, such as "I3". None before they are agreed."""
         self.is_paused = False
         """Whether the running step is checked, so that each W computes its own microbatch."""
         self.filled = 0
         """Number of products that ran in waits."""
-        self._question = agreement.make_key("waits", stages)
         self._works: Sequence[Work] = ()
         self._steps = 0
         self._is_measuring = False
@@ -100,7 +102,7 @@ class WaitFiller:
             yield
             for leaf in self._barred & self._may_fill.keys():
                 del self._may_fill[leaf]
-            self.budgets = agreement.find_once(self._question, self._find_budgets)
+            self.budgets = self._agree(self._find_budgets)
             self._log()
         finally:
             self._is_measuring = False
@@ -162,7 +164,7 @@ class WaitFiller:
             elif flops := gradient.flops:
                 self._may_fill[leaf] = min(flops, self._may_fill.get(leaf, flops))
 
-    def _find_budgets(self) -> Mapping[str, Sequence[float]]:
+    def _find_budgets(self) -> Budgets:
         def seconds(span: _Span) -> float:
             start, end = span
             end.synchronize()
