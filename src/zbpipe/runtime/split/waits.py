@@ -164,17 +164,16 @@ class WaitFiller:
             elif flops := gradient.flops:
                 self._may_fill[leaf] = min(flops, self._may_fill.get(leaf, flops))
 
-    def _find_budgets(self) -> Budgets:
-        def seconds(span: _Span) -> float:
-            start, end = span
-            end.synchronize()
-            return start.elapsed_time(end) / 1000
+    def seconds_of_w(self) -> list[float]:
+        """Of each W in the measured step, until its end."""
+        return [_seconds(span) for _, span in self._of_w]
 
-        in_w, flops = sum(seconds(span) for _, span in self._of_w), sum(flops for flops, _ in self._of_w)
+    def _find_budgets(self) -> Budgets:
+        in_w, flops = sum(self.seconds_of_w()), sum(flops for flops, _ in self._of_w)
         least = min(self._may_fill.values(), default=0.0)
         budgets = {}
         for op, runs in self._measured.items():
-            waits = [list(map(seconds, run)) for run in runs]
+            waits = [list(map(_seconds, run)) for run in runs]
             numbers = range(max(map(len, waits)))
             usual = [statistics.median_low(each[n] for each in waits if n < len(each)) for n in numbers]
             found = [each * flops / in_w if in_w else 0.0 for each in usual]
@@ -248,3 +247,9 @@ class WaitFiller:
                     yield work, microbatch, gradient
                 if pending is running:  # its later products come before those of the next microbatch
                     break
+
+
+def _seconds(span: _Span) -> float:
+    start, end = span
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
