@@ -27,25 +27,14 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe.runtime import device as devices
-from zbpipe.runtime.split.waits import MEASURED_STEP, MOST_OVER, FillWaits
-from zbpipe.runtime.split.weight_gradients import WeightGradients
+from zbpipe.runtime.split.waits import MEASURED_STEP, FillWaits
 
 Kind = Literal["sleep", "copy"]
-MICROBATCHES, THREAD_BLOCKS = 8, 24
+MICROBATCHES, THREAD_BLOCKS, WAITS_AFTER_A_PRODUCT = 8, 24, 3
 
 
-class Shapes(NamedTuple):
-    """Of a block on one rank of tensor parallelism."""
-
-    dim: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    tokens: int
-
-
-SHAPES = {"cuda": Shapes(8192, 8, 1, 128, 3584, 8192), "cpu": Shapes(256, 4, 4, 32, 512, 256)}
+SHAPES = {"cuda": (8192, 8, 1, 128, 3584, 8192), "cpu": (256, 4, 4, 32, 512, 256)}
+"""Width, heads, heads of keys, width of a head, width of the feed-forward layer, and tokens, on one rank."""
 
 
 class Link:
@@ -59,7 +48,7 @@ class Link:
         if self.on_gpu:
             self._stream, self._repeats = torch.cuda.Stream(), 1
             start, one, two = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-            x = torch.ones(SHAPES["cuda"].tokens, SHAPES["cuda"].dim, device=device, dtype=torch.bfloat16)
+            x = torch.ones(SHAPES["cuda"][-1], SHAPES["cuda"][0], device=device, dtype=torch.bfloat16)
             _copy(x, 1)
             start.record()
             torch.cuda._sleep(10_000_000)
@@ -146,7 +135,7 @@ class _Cut(nn.Module):
 
 
 class _Block(nn.Module):
-    def __init__(self, shapes: Shapes, parts: int, link: Link) -> None:
+    def __init__(self, shapes: tuple[int, ...], parts: int, link: Link) -> None:
         super().__init__()
         dim, heads, kv_heads, self.head_dim, hidden, _ = shapes
         self.link, self.norms = link, nn.ModuleList(nn.RMSNorm(dim) for _ in range(2))
@@ -171,7 +160,7 @@ class Result(NamedTuple):
     """Seconds of a step without fills."""
     filled: float
     model: float
-    """Seconds that fills save if each wait takes the whole products that the rule allows, at the speed of W."""
+    """Seconds that fills save if W were divisible, and fast as in its op."""
     in_waits: float
     """Share of W's products that ran in waits."""
     is_equal: bool
@@ -203,7 +192,7 @@ def measure(device: torch.device, link: Link, how: FillWaits, parts: int, rounds
         schedule: Any = zbpipe.build_pipeline_schedule(
             "ZBV", stages, MICROBATCHES, nn.functional.mse_loss, fill_waits=how
         )
-        x, target = torch.randn(2, MICROBATCHES, shapes.tokens, shapes.dim, **like)
+        x, target = torch.randn(2, MICROBATCHES, shapes[-1], shapes[0], **like)
 
         def step() -> float:
             for module in modules:
@@ -214,10 +203,11 @@ def measure(device: torch.device, link: Link, how: FillWaits, parts: int, rounds
             synchronize(device)
             return (time.perf_counter() if link.on_gpu else link.now()) - before
 
-        with patch.object(schedule.waits, "_log"):
-            for _ in range(MEASURED_STEP - 1):
+        in_w: list[float] = []
+        with patch.object(schedule.waits, "_log", lambda: in_w.extend(schedule.waits.seconds_of_w())):
+            for _ in range(MEASURED_STEP):
                 step()
-            model, products = _model(schedule, link, step)
+        model = sum(min(each, WAITS_AFTER_A_PRODUCT * link.seconds) for each in in_w)
         budgets, gradients = schedule.waits.budgets, {}
         times: dict[bool, list[float]] = {False: [], True: []}
         for _ in range(rounds):
@@ -227,54 +217,8 @@ def measure(device: torch.device, link: Link, how: FillWaits, parts: int, rounds
                 gradients[fills] = [each.grad for module in modules for each in module.parameters()]
         is_equal = all(map(torch.equal, *gradients.values()))
         plain, filled = (statistics.median(each) for each in times.values())
-        return Result(plain, filled, model, schedule.waits.filled / products, is_equal)
-
-
-def _model(schedule: Any, link: Link, step: Any) -> tuple[float, int]:
-    """Run the step that is measured. Seconds that fills save in such a step, and its number of products of W."""
-    events: list[float] = []  # FLOPs of a product that waits from now on; 0 for a wait, -1 for W
-    defer, wait, time_w = WeightGradients.defer, link.wait, schedule.waits.timing_w
-
-    def note(gradients: Any, gradient: Any, *more: Any) -> bool:
-        events.append(gradient.flops)
-        return defer(gradients, gradient, *more)
-
-    def note_wait(tensor: Tensor) -> Tensor:
-        events.append(0.0)
-        return wait(tensor)
-
-    def note_w(pending: Any) -> Any:
-        events.append(-1.0)
-        return time_w(pending)
-
-    with (
-        patch.object(WeightGradients, "defer", note),
-        patch.object(schedule.waits, "timing_w", note_w),
-        patch.object(funcol, "wait_tensor", note_wait),
-        patch.object(schedule.waits, "_of_w", _Kept()) as of_w,
-    ):
-        step()
-    rate = sum(flops for flops, _ in of_w) / sum(start.elapsed_time(end) / 1e3 for _, (start, end) in of_w)
-    saved, pool = 0.0, list[float]()
-    for flops in events:
-        if flops < 0:  # ZBV on one rank has each W after its I
-            pool.clear()
-        if flops > 0:
-            pool.append(flops / rate)
-        if flops:
-            continue
-        left = link.seconds
-        for each in reversed(pool[:]):
-            if left > 0 and each <= MOST_OVER * left:
-                pool.remove(each)
-                left -= each
-        saved += link.seconds - max(left, 0.0)
-    return saved, sum(flops > 0 for flops in events)
-
-
-class _Kept(list[Any]):
-    def clear(self) -> None:
-        pass
+        in_waits = schedule.waits.filled / MICROBATCHES / len(schedule.waits._may_fill)
+        return Result(plain, filled, model, in_waits, is_equal)
 
 
 def worker(milliseconds: list[float], how: FillWaits, parts: int, rounds: int) -> list[Result]:
@@ -285,11 +229,10 @@ def worker(milliseconds: list[float], how: FillWaits, parts: int, rounds: int) -
 def main() -> int:
     arguments = parser(__doc__)
     arguments.add_argument("--milliseconds", type=float, nargs="+", default=[0, 1, 2, 4, 8, 16])
-    arguments.add_argument("--how", choices=("own", "all"), default="own")
     arguments.add_argument("--parts", type=int, default=1, help="into which each product of W is cut, by rows")
     arguments.add_argument("--rounds", type=int, default=5)
     options = arguments.parse_args()
-    found = run_ranks(2, worker, options.milliseconds, options.how, options.parts, options.rounds, timeout=900)
+    found = run_ranks(2, worker, options.milliseconds, "own", options.parts, options.rounds, timeout=900)
     for milliseconds, *results in zip(options.milliseconds, *found, strict=True):
         for rank, each in enumerate(results):
             print(f"{milliseconds:4.1f} ms, rank {rank}: {each}, {each.in_waits:.0%} of W in waits, {each.is_equal}")

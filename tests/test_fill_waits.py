@@ -161,7 +161,7 @@ CASES = {
 }
 
 
-SHORT = ("B before W", "own ZBV", "Sharded selective", "Experts full", "ZB bfloat16", "FSDP2", "FSDP2 bfloat16")
+SHORT = ("B before W", "own ZBV", "Sharded selective", "Experts full", "ZB bfloat16", "FSDP2 bfloat16")
 WHOLE = zbpipe.Schedule.from_csv("0F0,1F0,1B0,0B0,0F1,1F1,1B1,0B1", name="whole backwards")
 
 

@@ -169,7 +169,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         schedule = self.lists.of(n_microbatches, self.lists.make)
         self._is_plain = plain
         gradients = WeightGradients(may_fuse=not plain)
-        self.waits = WaitFiller("off" if plain else fill_waits, [stage.stage_index for stage in stages])
+        question = agreement.make_key("waits", [stage.stage_index for stage in stages])
+        self.waits = WaitFiller("off" if plain else fill_waits, partial(agreement.find_once, question))
         if not self.waits.is_decided:
             gradients.has_collectives = set()
         self._split: Callable[[], object] | None = partial(

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from zbpipe.runtime._torch import autograd, collectives, fsdp2
 from zbpipe.runtime.device import find_device
-from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.delaying import delays
 from zbpipe.runtime.split.products import PendingGradient
@@ -37,6 +36,7 @@ MOST_OVER = 2.0
 
 logger = logging.getLogger(__name__)
 
+Budgets = Mapping[str, Sequence[float]]
 _Span = tuple[torch.Event, torch.Event]
 
 
@@ -55,15 +55,17 @@ class Work(Protocol):
 class WaitFiller:
     """One per schedule and rank."""
 
-    def __init__(self, how: FillWaits = "off", stages: Sequence[int] = ()) -> None:
-        self.how = how
-        self.budgets: Mapping[str, Sequence[float]] | None = None
+    def __init__(
+        self, how: FillWaits = "off", agree: Callable[[Callable[[], Budgets]], Budgets] = lambda find: find()
+    ) -> None:
+        """`agree` calls its argument on one of the ranks with these stages, and returns the result on all."""
+        self.how, self._agree = how, agree
+        self.budgets: Budgets | None = None
         """FLOPs for each wait of an op, by kind and stage, such as "I3". None before they are agreed."""
         self.is_paused = False
         """Whether the running step is checked, so that each W computes its own microbatch."""
         self.filled = 0
         """Number of products that ran in waits."""
-        self._question = agreement.make_key("waits", stages)
         self._works: Sequence[Work] = ()
         self._steps = 0
         self._is_measuring = False
@@ -100,7 +102,7 @@ class WaitFiller:
             yield
             for leaf in self._barred & self._may_fill.keys():
                 del self._may_fill[leaf]
-            self.budgets = agreement.find_once(self._question, self._find_budgets)
+            self.budgets = self._agree(self._find_budgets)
             self._log()
         finally:
             self._is_measuring = False
@@ -162,17 +164,16 @@ class WaitFiller:
             elif flops := gradient.flops:
                 self._may_fill[leaf] = min(flops, self._may_fill.get(leaf, flops))
 
-    def _find_budgets(self) -> Mapping[str, Sequence[float]]:
-        def seconds(span: _Span) -> float:
-            start, end = span
-            end.synchronize()
-            return start.elapsed_time(end) / 1000
+    def seconds_of_w(self) -> list[float]:
+        """Of each W in the measured step, until its end."""
+        return [_seconds(span) for _, span in self._of_w]
 
-        in_w, flops = sum(seconds(span) for _, span in self._of_w), sum(flops for flops, _ in self._of_w)
+    def _find_budgets(self) -> Budgets:
+        in_w, flops = sum(self.seconds_of_w()), sum(flops for flops, _ in self._of_w)
         least = min(self._may_fill.values(), default=0.0)
         budgets = {}
         for op, runs in self._measured.items():
-            waits = [list(map(seconds, run)) for run in runs]
+            waits = [list(map(_seconds, run)) for run in runs]
             numbers = range(max(map(len, waits)))
             usual = [statistics.median_low(each[n] for each in waits if n < len(each)) for n in numbers]
             found = [each * flops / in_w if in_w else 0.0 for each in usual]
@@ -246,3 +247,9 @@ class WaitFiller:
                     yield work, microbatch, gradient
                 if pending is running:  # its later products come before those of the next microbatch
                     break
+
+
+def _seconds(span: _Span) -> float:
+    start, end = span
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
