@@ -79,7 +79,11 @@ def number(value: Any, refusal: str) -> float:
 
 
 class Size(NamedTuple):
-    """Size of a microbatch."""
+    """Size of a microbatch.
+
+    >>> Size(tokens=5000, squares=4000**2 + 1000**2)
+    Size(tokens=5000, squares=17000000)
+    """
 
     tokens: float
     squares: float
