@@ -73,7 +73,7 @@ test-models: $(VENV)-models/dev  ## models of transformers, timm, diffusers, pef
 	$(VENV)-models/bin/python -m pytest $(SPREAD) --dist worksteal tests/test_models.py
 	$(VENV)-models/bin/python -m pytest -q tests/test_pipelined_models.py
 
-WITHOUT_TORCH := costs ir jitter lean planner published simulation testing transport validation views wrong_input
+WITHOUT_TORCH := costs ir jitter planner published simulation testing transport validation views wrong_input
 test-python: $(VENV)-without-torch/dev  ## what needs no torch, on another Python: PYTHON=python3.14
 	PYTHONPATH=tests $(VENV)-without-torch/bin/pytest --noconftest -p determinism $(WITHOUT_TORCH:%=tests/test_%.py)
 

@@ -7,10 +7,11 @@ blocks are tiny, so the host decides. All schedules take turns, and a ratio is o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from statistics import median, quantiles
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -69,14 +70,8 @@ class _Block(nn.Module):
         return x + self.down(self.gate(normed) * self.up(normed))
 
 
-class _Event:
-    """For the CPU, in place of a GPU's: zbpipe records one after each computation."""
-
-    def record(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
+_EVENT = SimpleNamespace(record=lambda: None, query=lambda: True)
+"""For the CPU, in place of a GPU's: zbpipe records one after each computation."""
 
 
 def step_seconds(
@@ -88,9 +83,11 @@ def step_seconds(
     before the host waits for the device.
     """
     clock = time.thread_time if device.type == "cpu" else time.process_time
-    with _events(device):
+    of_cpu = patch.object(progress, "_launched_on", lambda device: progress.Launched(lambda: _EVENT))
+    with of_cpu if device.type == "cpu" else nullcontext():
         # torch's own split fails on compiled blocks.
-        steps = {name: _make(name, case, device) for name in schedules if not (case.compiled and name in _FAILS)}
+        names = [name for name in schedules if not (case.compiled and name == "ZBVZeroBubble")]
+        steps = {name: _make(name, case, device) for name in names}
         times: dict[str, list[float]] = {name: [] for name in steps}
         for name, step in [*steps.items()] * max(rounds, 2):
             start = clock()
@@ -100,21 +97,9 @@ def step_seconds(
     return {name: _compare(each, times) for name, each in times.items()}
 
 
-_FAILS = {"ZBVZeroBubble"}
-
-
 def _compare(own: Sequence[float], times: Mapping[str, Sequence[float]]) -> HostTime:
     low, middle, high = quantiles([one / other for one, other in zip(own, times[BASELINE], strict=True)], n=4)
     return HostTime(median(own), middle, low, high)
-
-
-@contextmanager
-def _events(device: torch.device) -> Iterator[None]:
-    if device.type != "cpu":
-        yield
-        return
-    with patch.object(progress, "_launched_on", lambda device: progress.Launched(_Event)):
-        yield
 
 
 def _make(name: str, case: Case, device: torch.device) -> Callable[[], Any]:

@@ -25,6 +25,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import median
+from timeit import timeit
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -118,16 +119,11 @@ def slowdowns(device: torch.device) -> dict[str, float]:
     x, y = torch.randn(2, size, size, device=device, dtype=dtype)
     found = {}
     for name, run in (("products", partial(torch.mm, x, x, out=y)), ("copies", partial(y.copy_, x))):
-        work = partial(_repeat, run)
+        work = partial(timeit, run, number=100)
         timed(work, device)
         alone = [timed(work if dist.get_rank() == 0 else int, device) for _ in range(3)]
         found[name] = median(timed(work, device) for _ in range(3)) / median(alone)
     return found
-
-
-def _repeat(run: Callable[[], object], times: int = 100) -> None:
-    for _ in range(times):
-        run()
 
 
 class Trained(NamedTuple):

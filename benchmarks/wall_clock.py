@@ -131,11 +131,6 @@ def split_name(name: str) -> tuple[str, int | None]:
     return name, int(stages) if stages else None
 
 
-def receives_of(name: str) -> str | None:
-    """The part after an @: where the schedule's receives are posted."""
-    return name.partition("@")[2] or None
-
-
 def simulated(source: str, job: Job, costs: CostModel, overhead: float = 0.0) -> float:
     """Seconds of a step, by the simulator, if each op takes `overhead` longer than it sleeps."""
     schedule = zbpipe.generate(source, job.ranks, job.microbatches, costs=costs)
@@ -195,7 +190,8 @@ def on_this_rank(job: Job, directory: Path) -> list[Result]:
         sources = {name: source_of(name, job, costs, directory) for name in job.schedules}
         placed = {name: costs(resolve(source).place(job.ranks)) for name, source in sources.items()}
         runners = {
-            name: Runner(source, placed[name], job.microbatches, receives_of(name)) for name, source in sources.items()
+            name: Runner(source, placed[name], job.microbatches, name.partition("@")[2] or None)  # the receives' place
+            for name, source in sources.items()
         }
         measured: dict[str, list[float]] = {name: [] for name in job.schedules}
         ran: dict[str, list[list[Ran]]] = {name: [] for name in job.schedules}

@@ -73,7 +73,7 @@ MEMORY = "memory typical of a transformer with selective checkpointing"
         ("show 1f1b -p 2 -m 2", "rank 0 F0 F1 ······B0 ···B1"),
         ("show 1f1b -p 2 -m 2", "1F1B, 2 ranks, 2 microbatches: makespan 9, bubble 33.3%, peak activations 2"),
         ("show 1f1b -p 2 -m 2", f"drawn with F 1, I 1, W 1, transfer 0; {MEMORY}"),
-        ("show ZBV -p 2 -m 2 --comm 1e50", "small letters: the rank is idle for more than half of it"),
+        ("show ZBV -p 2 -m 2 --comm 1e50", "its height: how busy the rank is"),
         ("simulate 1F1B -p 2 -m 2 --costs 1,1,1", "1F1B, 2 ranks, 2 microbatches: makespan 9, bubble 33.3%"),
         ("simulate 1F1B -p 2 -m 2 --costs 1,1,1", "the worst rank holds 2.32, 1.00x of 1F1B's worst rank (2.32)"),
         ("simulate 1F1B -p 2 -m 2 --costs 1,1,1", "rank 0 6 2 0 1 2.32 rank 1 6 1 0 2 1.32"),

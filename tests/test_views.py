@@ -79,10 +79,7 @@ def test_the_legend_tells_the_kinds_without_colours() -> None:
     assert "F9" in low
     assert "F10" not in low
     assert "number: microbatch, where there is room" in " ".join(low.split())
-    lines = grid(timeline("1F1B", 2, 999), 80, colours=False).plain.splitlines()
     assert grid(simulate(generate("GPipe", 80, 1), (0, 0, 0)), 80).plain.count("\nrank") == 79, "nothing takes time"
-    assert lines[0] == f"rank 0 {'B' * len(lines[0].removeprefix('rank 0 '))}"
-    assert lines[3].startswith("F mostly forward   B mostly full backward   + a mixture   · idle")
     # The grid owns up to boxes that it cannot show: W of 2 stages of 2 ranks for 4 microbatches.
     for w, words in ((1, ""), (0.0001, "16 ops are too short for a column")):
         picture = grid(timeline("ZBV", 2, 4, w=w), 80).plain
@@ -128,16 +125,14 @@ def test_what_would_fill_screens_is_a_line_per_rank_as_high_as_it_is_busy(name: 
     shown = timeline(name, 6, microbatches)
     picture = grid(shown, 100, 24)
     assert max(map(len, picture.plain.splitlines())) <= 100
-    rows, letters = rows_of(picture, 6), rows_of(grid(shown, 100, 24, colours=False), 6)
+    rows = rows_of(picture, 6)
     columns = len(rows[0])
     assert len(picture.plain.splitlines()) <= 6 + 5
-    for row, word, spans in zip(rows, letters, shown.spans, strict=True):
+    for row, spans in zip(rows, shown.spans, strict=True):
         times = np.array([(span.start, span.end) for span in spans]).T * columns / shown.makespan
-        for column, (cell, letter) in enumerate(zip(row, word, strict=True)):
+        for column, cell in enumerate(row):
             busy = (np.minimum(times[1], column + 1) - np.maximum(times[0], column)).clip(0).sum()
             assert (IDLE + "▁▂▃▄▅▆▇█").index(cell) / 8 == pytest.approx(busy, abs=0.5 / 8 + 1e-9)
-            # Small letters where the rank is busy for less than half of the column; + is a mixture.
-            assert letter in "+" or cell == IDLE or letter.isupper() == (busy >= 0.5 - 1e-9)
     middle = grid(shown, 100, 24).split("\n")[0].get_style_at_offset(Console(), 20)
     forward = Style.parse(style.paint(OpKind.F, 0, 1).fill)
     assert middle == (forward if name == "GPipe" else Style.null()), "ZBV has mixtures there"

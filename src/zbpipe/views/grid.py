@@ -21,7 +21,6 @@ _MOST_COLUMNS, _MOST_SCREENS = 2**16, 3
 """Largest width of a picture in columns, and height in screens."""
 _LEVELS = "▁▂▃▄▅▆▇█"
 """Levels of a rank's busy share in a column's time."""
-_MIXTURE = "+"
 _PLAIN = 0.6
 """Share of a column's work above which one kind sets its colour."""
 
@@ -60,7 +59,7 @@ def grid(timeline: Timeline, width: int = 80, height: int = 24, *, colours: bool
     columns = max(width - label - len(style.number(timeline.makespan)), 20)
     scale = _fit(timeline, columns, height)
     if _lines(timeline, scale) > _MOST_SCREENS * height:
-        lines = _overview(timeline, columns, width, label, colours)
+        lines = _overview(timeline, columns, width, label)
     else:
         lines = [*_bands(timeline, scale, label), *_pack(_legend(timeline, scale, colours), width)]
         everything = chain.from_iterable((*timeline.spans, *timeline.copies))
@@ -108,27 +107,24 @@ def _bands(timeline: Timeline, scale: _Scale, label: int) -> Iterator[Text]:
         yield Text(" " * label + _axis(timeline, scale, begin, end), "dim")
 
 
-def _overview(timeline: Timeline, columns: int, width: int, label: int, colours: bool) -> list[Text]:
-    """A line per rank: a column's height shows how busy the rank is then, its colour the most frequent kind. Without
-    colours it has that kind's letter, in lower case if the rank is busy for less than half of the column."""
+def _overview(timeline: Timeline, columns: int, width: int, label: int) -> list[Text]:
+    """A line per rank: a column's height shows how busy the rank is then, its colour the most frequent kind."""
     scale = _Scale(columns / (timeline.makespan or 1.0), columns, columns)
     lines = [
-        Text(f"rank {rank} ".ljust(label)).append_text(_line(list(_busy(spans, scale, colours))))
+        Text(f"rank {rank} ".ljust(label)).append_text(_line(list(_busy(spans, scale))))
         for rank, spans in enumerate(timeline.spans)
     ]
     lines.append(Text(" " * label + _axis(timeline, scale, 0, columns), "dim"))
-    shown = {kind: ("██", style.paint(kind, 0, 1).fill) if colours else str(kind) for kind in style.kinds(timeline)}
-    keys = [Text.assemble(look, f" mostly {style.KIND_WORDS[kind]}") for kind, look in shown.items()]
-    words = (
-        f"a column: {style.number(timeline.makespan / columns)}",
-        "its height: how busy the rank is" if colours else "small letters: the rank is idle for more than half of it",
-        "all ops: --html",
-    )
-    rest = [Text(f"{'██' if colours else _MIXTURE} a mixture"), Text(f"{IDLE} idle"), *map(Text, words)]
-    return lines + _pack([*keys, *rest], width)
+    keys = [
+        Text.assemble(("██", style.paint(kind, 0, 1).fill), f" mostly {style.KIND_WORDS[kind]}")
+        for kind in style.kinds(timeline)
+    ]
+    width_of_column = f"a column: {style.number(timeline.makespan / columns)}"
+    words = ("██ a mixture", f"{IDLE} idle", width_of_column, "its height: how busy the rank is", "all ops: --html")
+    return lines + _pack([*keys, *map(Text, words)], width)
 
 
-def _busy(spans: tuple[Span, ...], scale: _Scale, colours: bool) -> Iterator[_Cell]:
+def _busy(spans: tuple[Span, ...], scale: _Scale) -> Iterator[_Cell]:
     """A cell per column. Its height shows how busy the rank is then."""
     work: list[dict[OpKind, float]] = [{} for _ in range(scale.columns)]
     for span in spans:
@@ -141,13 +137,10 @@ def _busy(spans: tuple[Span, ...], scale: _Scale, colours: bool) -> Iterator[_Ce
         level = min(round(busy * len(_LEVELS)), len(_LEVELS))
         kind = max(shares, key=shares.__getitem__, default=OpKind.F)
         is_plain = bool(level) and shares[kind] >= _PLAIN * busy
-        letter = str(kind) if is_plain else _MIXTURE
-        if not level:
-            yield IDLE, ""
-        elif colours:
+        if level:
             yield _LEVELS[level - 1], style.paint(kind, 0, 1).fill if is_plain else ""
         else:
-            yield letter if busy >= 0.5 else letter.lower(), ""
+            yield IDLE, ""
 
 
 def _fit(timeline: Timeline, width: int, height: int) -> _Scale:
