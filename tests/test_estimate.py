@@ -523,7 +523,9 @@ def test_the_command(file: Path) -> None:
         assert each["memory"]["total"] == pytest.approx(sum(each["memory"].values()) - each["memory"]["total"])
     # A job without a pipeline is sent to the search.
     alone = named(workload(degrees=Degrees(pipeline=1)))
-    assert "This job has no pipeline: --search compares other layouts, or name one by degree P." in "\n".join(lines(alone))
+    assert "This job has no pipeline: --search compares other layouts, or name one by degree P." in "\n".join(
+        lines(alone)
+    )
     assert "--search" not in "\n".join(lines(alone, searched=True))
 
 
