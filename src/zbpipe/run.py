@@ -15,16 +15,15 @@ import runpy
 import sys
 from pathlib import Path
 
-from zbpipe.schedule import registry
+from zbpipe.schedule import registry, user_code
 from zbpipe.schedule.garbage import importing
-from zbpipe.schedule.user_code import require_torch
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Install zbpipe's schedules, then run the script or module as `python` would."""
     given = sys.argv[1:] if arguments is None else arguments
     _require_known_schedule(given)
-    require_torch("python -m zbpipe.run")
+    user_code.require_torch("python -m zbpipe.run")
     with importing():  # not before: torch is imported for seconds
         from zbpipe.frameworks.installation import install_with, list_asked
         from zbpipe.frameworks.options import from_arguments

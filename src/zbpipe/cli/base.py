@@ -131,18 +131,12 @@ def complete_name(context: click.Context, option: click.Parameter, typed: str) -
 
 name_argument = click.argument("name", shell_complete=complete_name)
 size_options = options(
-    click.option("-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks. A CSV file has its own."),
-    click.option("-m", "--microbatches", type=COUNT, metavar="M", help="Microbatches per step. A file has its own."),
-)
-compared_size = options(
     click.option(
-        "-p",
-        "--ranks",
-        type=COUNT,
-        metavar="P",
-        help="Pipeline ranks. Default: those of the job, or of rank_of in the cost file.",
+        "-p", "--ranks", type=COUNT, metavar="P", help="Pipeline ranks. A CSV file, a cost file or a job has its own."
     ),
-    click.option("-m", "--microbatches", type=COUNT, metavar="M", help="Microbatches per step."),
+    click.option(
+        "-m", "--microbatches", type=COUNT, metavar="M", help="Microbatches per step. A CSV file or a job has its own."
+    ),
 )
 stages_option = click.option(
     "--stages-per-rank",

@@ -17,7 +17,6 @@ from zbpipe.costs.job import MemoryLimit
 if TYPE_CHECKING:
     from zbpipe.costs.model import Transport
     from zbpipe.estimation.rows import Estimate
-    from zbpipe.estimation.workload import Workload
 
 
 @click.command(cls=Command, context_settings=TITANS)
@@ -74,8 +73,9 @@ def estimate(
       zbpipe estimate --layers model.toml --gpus 64 --device H100 --schedule plan -o plan.csv
       zbpipe estimate --ranks --gpus 64 --module titan_integration.llama3 --config llama3_70b
     """
-    from zbpipe.cli.estimates import lines, list_searched, record
+    from zbpipe.cli.estimates import lines, list_searched, rank_lines, rank_record, record
     from zbpipe.estimation.estimate import estimate as estimated
+    from zbpipe.estimation.estimate import memory_by_rank
     from zbpipe.estimation.layouts import search as searched
     from zbpipe.estimation.rows import PLAN
     from zbpipe.estimation.workload import ASYNC_TENSOR
@@ -90,7 +90,11 @@ def estimate(
     hidden = ASYNC_TENSOR if async_tp else workload.hidden_tensor
     workload = replace(workload, float8=float8 or workload.float8, hidden_tensor=hidden)
     if ranks:
-        _show_ranks(workload, as_json)
+        memory = memory_by_rank(workload)
+        if as_json:
+            print_json(rank_record(memory))
+        else:
+            click.echo("\n".join((*workload.warnings, *rank_lines(memory))))
         return
     how = job.rates | {"transport": transport}
     if search and device is not None:
@@ -116,17 +120,6 @@ def _write(found: Estimate, name: str | None, output: Path) -> None:
         raise ValueError(f"--output {output} has nothing to write: {name or 'no schedule that fits'} has no row above")
     output.write_text(step.timeline.schedule.to_csv(), encoding="utf-8")
     click.echo(f"wrote {step.name} to {output}", err=True)
-
-
-def _show_ranks(workload: Workload, as_json: bool) -> None:
-    from zbpipe.cli.estimates import rank_lines, rank_record
-    from zbpipe.estimation.estimate import memory_by_rank
-
-    found = memory_by_rank(workload)
-    if as_json:
-        print_json(rank_record(found))
-    else:
-        click.echo("\n".join((*workload.warnings, *rank_lines(found))))
 
 
 @click.command(cls=Command, context_settings=TITANS)

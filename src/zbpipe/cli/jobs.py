@@ -105,13 +105,11 @@ def _of_transformers(config: Path, gpus: int, arguments: Sequence[str]) -> Workl
         return read_workload(config, Job(gpus=gpus, **given))
 
 
-def _link(context: click.Context, option: click.Parameter, text: str | None) -> tuple[float, ...] | None:
-    if text is None:
-        return None
+def _parse_link(text: str) -> tuple[float, ...]:
     try:
         return tuple(map(float, text.split(",")))
     except ValueError:
-        raise click.BadParameter(f"{text!r} is not a bandwidth in GB/s; write for example 50, or 450,50") from None
+        raise ValueError(f"{text!r} is not a bandwidth in GB/s; write for example 50, or 450,50") from None
 
 
 def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -142,7 +140,7 @@ def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--tflops", type=float, metavar="X", help="TFLOP/s that a GPU sustains, in place of the table's."),
         click.option(
             "--link",
-            callback=_link,
+            callback=parse_with(_parse_link),
             metavar="GB/S",
             help="Bandwidth of a GPU to other nodes, in one direction; or two numbers: inside a node, between nodes.",
         ),

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zbpipe.cli.base import Command, OutputFile, compared_size, json_option, print_json, progress_line, transport_option
+from zbpipe.cli.base import Command, OutputFile, json_option, print_json, progress_line, size_options, transport_option
 from zbpipe.cli.jobs import TITANS
 from zbpipe.cli.request import Costs, cost_options, memory_limit_option, simulate_all
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command, context_settings=TITANS)
-@compared_size
+@size_options
 @cost_options(of_job=True)
 @transport_option
 @memory_limit_option
@@ -101,9 +101,10 @@ def _complete(context: click.Context, costs: Costs, asked: dict[str, Any]) -> di
     job = costs.job
     if job is not None and job.placement is not None and asked["placements"]:
         raise click.UsageError(f"--placement and the rank_of in {costs.file} exclude each other: omit one", context)
+    ranks, microbatches = costs.require_size(asked["ranks"], asked["microbatches"])
     return asked | {
-        "ranks": costs.require_ranks(asked["ranks"]),
-        "microbatches": costs.microbatches(asked["microbatches"]),
+        "ranks": ranks,
+        "microbatches": microbatches,
         "transport": costs.transport(asked["transport"]),
         "placements": asked["placements"] or (costs.placement and [costs.placement]),
     }

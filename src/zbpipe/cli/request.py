@@ -42,12 +42,13 @@ class Costs:
     size: tuple[int, int] | None = None
     """Ranks and microbatches of the job that `--gpus` describes, its transport, and the memory left by its weights."""
     usual: Transport = Transport.IDEAL
-    sizes: tuple[Any, ...] = ()
     room: tuple[float, ...] | None = None
     placement: Placement | None = None
     """ZB's in that job."""
     stages: int | None = None
     """Stages per rank of ZB and ZBLoop. None is their default."""
+    sizes: tuple[Any, ...] = ()
+    """Of the microbatches, from `--sizes`."""
 
     def with_sizes(self, sizes: tuple[Any, ...]) -> Costs:
         job = self.job and replace(self.job, costs=replace(self.job.costs, sizes=sizes))
@@ -72,19 +73,15 @@ class Costs:
         self.job.require_ranks(given)
         return given
 
-    def require_ranks(self, given: int | None) -> int:
-        found = self.ranks(given)
-        if found is None:
-            raise click.UsageError("Missing option '-p' / '--ranks'", click.get_current_context())
-        return found
-
-    def microbatches(self, given: int | None) -> int:
-        found = self.size[1] if self.size else given or len(self.sizes)
-        if self.sizes and found != len(self.sizes):
-            raise ValueError(f"--sizes has {len(self.sizes)} numbers for {found} microbatches: give one for each")
-        if not found:
-            raise click.UsageError("Missing option '-m' / '--microbatches'", click.get_current_context())
-        return found
+    def require_size(self, ranks: int | None, microbatches: int | None) -> tuple[int, int]:
+        """Ranks and microbatches, those of the costs or the given ones."""
+        ranks, microbatches = self.ranks(ranks), self.size[1] if self.size else microbatches or len(self.sizes) or None
+        if ranks is None or microbatches is None:
+            option = "'-p' / '--ranks'" if ranks is None else "'-m' / '--microbatches'"
+            raise click.UsageError(f"Missing option {option}", click.get_current_context())
+        if self.sizes and microbatches != len(self.sizes):
+            raise ValueError(f"--sizes has {len(self.sizes)} numbers, not {microbatches}: give one for each microbatch")
+        return ranks, microbatches
 
     def transport(self, chosen: Transport | None) -> Transport:
         return chosen or (self.job and self.job.transport) or self.usual
@@ -110,6 +107,9 @@ class Costs:
         return memory_of_1f1b(costs, ranks, microbatches)
 
 
+_OF_COSTS = ("costs", "comm", "checkpointing", "host")
+
+
 def typical(times: Times | None, comm: float, checkpointing: str, host: Link | None) -> Costs:
     f, i, w = typical_times(checkpointing) if times is None else times
     copies = "" if host is None else f"; {host.bandwidth:.6g} to the host"
@@ -122,8 +122,12 @@ def typical(times: Times | None, comm: float, checkpointing: str, host: Link | N
     )
 
 
-def is_given(context: click.Context, name: str) -> bool:
-    return context.get_parameter_source(name) is not ParameterSource.DEFAULT
+def _require_alone(context: click.Context, rival: str, *others: str) -> None:
+    """Raise for an option among these, if it is given: `rival` has its own value."""
+    for each in context.command.params:
+        if each.name in others and context.get_parameter_source(each.name) is not ParameterSource.DEFAULT:
+            words = f"{each.opts[0]} and {rival} exclude each other, because the latter has its own: omit one"
+            raise click.UsageError(words, context)
 
 
 def _of_job(job: JobOptions, context: click.Context) -> Costs:
@@ -131,10 +135,7 @@ def _of_job(job: JobOptions, context: click.Context) -> Costs:
     from zbpipe.estimation.devices import find
     from zbpipe.estimation.estimate import job_costs
 
-    others = {"costs": "--costs", "comm": "--comm", "checkpointing": "--checkpointing", "host": "--host-bandwidth"}
-    others |= {"costs_file": "--costs-file", "ranks": "-p", "microbatches": "-m"}
-    if given := [option for name, option in others.items() if is_given(context, name)]:
-        raise click.UsageError(f"{given[0]} and --gpus exclude each other: the job has its own; omit one", context)
+    _require_alone(context, "--gpus", *_OF_COSTS, "costs_file", "ranks", "microbatches")
     if job.device is None:
         raise click.UsageError("name the --device of the job, for example H100", context)
     workload = job.workload()
@@ -143,24 +144,13 @@ def _of_job(job: JobOptions, context: click.Context) -> Costs:
     of, zb, placement, room = job_costs(workload, device, **job.rates)
     words = f"costs of {workload.name} ({workload.degrees}) on {device.name}; memory limit: what the weights leave"
     words += "" if zb.name == "ZB" else f"; a job with ZB runs {zb.name}"
-    how, stages = workload.checkpointing, len(placement.stages_on(0))
-    about: dict[str, Any] = {"room": room, "placement": placement, "stages": stages}
-    return Costs(of, words, checkpointing=how, size=size, usual=device.transport, **about)
+    about = (workload.checkpointing, size, device.transport, room, placement, len(placement.stages_on(0)))
+    return Costs(of, words, None, None, *about)
 
 
 def _from_file(file: Path, context: click.Context) -> Costs:
     """The cost file. Raises for other options that contradict it."""
-    reasons = {
-        "costs": ("--costs", "times"),
-        "comm": ("--comm", "the times of messages"),
-        "checkpointing": ("--checkpointing", "the memory of its checkpointing"),
-        "host": ("--host-bandwidth", "a key for it, bandwidth under [host]"),
-    }
-    for name, (option, what) in reasons.items():
-        if is_given(context, name):
-            raise click.UsageError(
-                f"{option} and --costs-file {file} exclude each other: the file already has {what}; omit one", context
-            )
+    _require_alone(context, f"--costs-file {file}", *_OF_COSTS)
     job = load_costs(file)
     return Costs(job.on, f"costs of {file}", job, file)
 
@@ -253,7 +243,7 @@ def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_
         def with_costs(
             *, costs_file: Path | None, sizes: tuple[Any, ...] | None, job: JobOptions | None = None, **given: Any
         ) -> Any:
-            chosen = typical(*(given.pop(name) for name in ("costs", "comm", "checkpointing", "host")))
+            chosen = typical(*map(given.pop, _OF_COSTS))
             if costs_file:
                 chosen = _from_file(costs_file, click.get_current_context())
             if job and job.gpus is not None:

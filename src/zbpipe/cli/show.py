@@ -139,7 +139,7 @@ def simulate(
 
 
 @click.command(cls=Command, context_settings=TITANS)
-@base.compared_size
+@base.size_options
 @base.stages_option
 @cost_options(of_job=True)
 @base.transport_option
@@ -172,7 +172,7 @@ def compare(
     """
     from zbpipe.views import report
 
-    ranks, microbatches = costs.require_ranks(ranks), costs.microbatches(microbatches)
+    ranks, microbatches = costs.require_size(ranks, microbatches)
     transport = costs.transport(transport)
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
     limits = costs.limits(memory_limit, ranks, microbatches)

@@ -16,9 +16,8 @@ import sys
 from itertools import pairwise
 
 import zbpipe.titan
-from zbpipe.schedule import registry
+from zbpipe.schedule import registry, user_code
 from zbpipe.schedule.garbage import importing
-from zbpipe.schedule.user_code import require_torch
 
 _SCHEDULE = "--parallelism.pipeline_parallel_schedule"
 
@@ -36,7 +35,7 @@ def main() -> None:
         _require_known_schedule(sys.argv[1:])
     except ValueError as error:
         sys.exit(f"ValueError: {error}")  # no traceback, because all ranks print the same
-    require_torch("python -m zbpipe.titan.train")
+    user_code.require_torch("python -m zbpipe.titan.train")
     from torch.distributed.elastic.multiprocessing.errors import record  # not before: torch is imported for seconds
 
     from zbpipe.runtime.ranks.failures import end_at_once
