@@ -110,7 +110,7 @@ class StageMessages:
                 raise ValueError(
                     f"stage {stage.stage_index} gives {write(found)} in microbatch {microbatch}, whose input is"
                     f" {write(inputs)}, where other microbatches lead to {write(expected)}: the shapes of a stage's"
-                    " output have to follow from the shapes of the pipeline's input"
+                    " output have to follow from the shapes of the pipeline's input, each dimension linearly"
                 )
             if known is None:
                 function.note(microbatch, inputs, found)
