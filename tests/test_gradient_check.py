@@ -8,8 +8,8 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from types import SimpleNamespace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
