@@ -24,7 +24,9 @@ from models import (
 )
 from pipelines import Pipeline, assert_like, on_one_rank, shard
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -89,6 +91,23 @@ def test_x_and_dy_of_every_layer_leave_the_region() -> None:
     assert count(blocks(FeedForward, 3)) == [9] * 3
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+def test_b_runs_as_torch_compiles_it() -> None:
+    """Its backward has six products, I's three: the others are W's."""
+    ran: list[int] = []
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        products = len(graph.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default))
+        run = graph.forward
+        return make_boxed_func(lambda *args: (ran.append(products), run(*args))[1])
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=compile_graph)
+    both = blocks(FeedForward, backend=backend)
+    both.train(torch.randn(SHAPE))
+    assert ran == [3]
+    both.module(torch.randn(SHAPE)).sum().backward()
+    assert ran == [3, 6]
 
 
 def test_a_checkpoint_that_begins_before_the_region() -> None:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from zbpipe.costs.transformer import Block, Checkpointing
 from zbpipe.runtime.split.deferring_layers import defer_weights
 from zbpipe.runtime.split.ownership import copy_if_shared
-from zbpipe.runtime.split.products import PendingGradient
+from zbpipe.runtime.split.products import LINEAR, PendingGradient
 from zbpipe.runtime.split.stage import find_pending, split_backward
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 
@@ -144,6 +144,16 @@ def waiting(module: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> l
     for one, other in zip(module.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, **(TOLERANCE if dtype is None else ROUNDED))
     return pending
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_one_tensor_of_two_gradients_is_one_holder(is_held: bool) -> None:
+    x, layer = torch.randn(TOKENS, WIDTH), nn.Linear(WIDTH, WIDTH)
+    held = x.detach() if is_held else None
+    pending = [PendingGradient(layer, LINEAR, layer.weight, x, torch.randn(TOKENS, WIDTH)) for _ in range(2)]
+    copy_if_shared(pending)
+    assert pending[0].x is pending[1].x
+    assert (pending[0].x is x) == (held is None)
 
 
 TOLERANCE: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}

@@ -343,7 +343,11 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         self.sizes.follow_setup(self, *args[:2])
         if pipelining.trains(self) and not self._is_warm:
             self._is_warm = True
-            warm_up(self, *args, **kwargs)
+            first = split.find_split(pipelining.stages_of(self)[0])
+            # Compiled blocks have a backward for B, and another one for I.
+            has_b = first is None or OpKind.B in self.schedule.kinds
+            with nullcontext() if has_b else first.gradients.record():
+                warm_up(self, *args, **kwargs)
 
     def step(
         self, *args: Any, target: Any = None, microbatches: int | Sequence[int] | None = None, **kwargs: Any
