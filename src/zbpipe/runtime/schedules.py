@@ -345,8 +345,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             self._is_warm = True
             first = split.find_split(pipelining.stages_of(self)[0])
             # Compiled blocks have a backward for B, and another one for I.
-            has_b = first is None or OpKind.B in self.schedule.kinds
-            with nullcontext() if has_b else first.gradients.record():
+            with first.gradients.record() if first and OpKind.B not in self.schedule.kinds else nullcontext():
                 warm_up(self, *args, **kwargs)
 
     def step(

@@ -85,11 +85,6 @@ def will_run(node: Node) -> bool | None:
         return None
 
 
-def is_leaf(node: Any) -> bool:
-    """Whether the node adds to the `.grad` of a tensor."""
-    return hasattr(node, "variable")
-
-
 def find_saving_hooks() -> object:
     """The innermost saved-tensor hooks, such as those of the checkpoint around this call."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -171,6 +171,14 @@ class Postponed(NamedTuple):
     tensors: tuple[Tensor, ...]
     """The factors: x, dY, and others."""
 
+    @property
+    def shape(self) -> torch.Size:
+        return self.product.like.shape
+
+    @property
+    def flops(self) -> float:
+        return self.product.flops
+
     def now(self) -> Tensor:
         x, dy, *more = self.tensors
         return self.product.of_weight(dy, x, NONE, more)

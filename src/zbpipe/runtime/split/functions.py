@@ -92,7 +92,9 @@ class _Backward:
         """Whether `node` is of the same Function, with the same weights, and everything else comes from `inputs`."""
         made = [each.grad_fn for each in inputs if isinstance(each, Tensor)]
         return all(
-            source is known if known is not None else source is None or source in made or autograd.is_leaf(source)
+            source is known
+            if known is not None
+            else source is None or source in made or hasattr(source, "variable")  # a leaf
             for (source, _), known in zip(node.next_functions, self._sources, strict=True)
         )
 
@@ -102,13 +104,14 @@ class _Backward:
         returned = list(self._run(node, gradients))
         for weight, target in self._targets:
             gradient = returned[weight.place]
-            if type(gradient) is Postponed:
-                pending = self._postpone(gradient, target)
-            else:
-                pending = self._find_recipe(gradient, target) if lazy_products.holds_lazy(gradient) else None
+            is_late = isinstance(gradient, Postponed) or lazy_products.holds_lazy(gradient)
+            pending = self._find_pending(gradient, target) if is_late else None
             if pending is not None and not self.deferral.is_due_now(pending, weight.edge.node):
                 returned[weight.place] = None
-        return tuple([each if each is None or type(each) is Tensor else _compute(each) for each in returned])
+        # Quickly for those that are there.
+        return tuple(
+            [each if each is None or type(each) is Tensor else lazy_products.compute(each) for each in returned]
+        )
 
     def _run(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
         if lazy_products.is_compiled(node):
@@ -129,25 +132,19 @@ class _Backward:
                 " weight_products = {} on this layer"
             ) from error
 
-    def _postpone(self, gradient: Postponed, target: Tensor | GradientEdge) -> PendingGradient | None:
+    def _find_pending(self, gradient: Any, target: Tensor | GradientEdge) -> PendingGradient | None:
         """What W needs to compute the gradient; None if it has to be computed now."""
-        product, (x, dy, *more) = gradient
-        if product.like.shape != sources.find_shape(target):  # autograd sums what is larger
+        if gradient.shape != sources.find_shape(target):  # autograd sums what is larger
             return None
-        inner = product.flops / 2 / max(dy.numel(), 1)
-        return PendingGradient(self.deferral.layer, product, target, x, dy, NONE, tuple(more), inner=inner)
-
-    def _find_recipe(self, gradient: Tensor, target: Tensor | GradientEdge) -> PendingGradient | None:
-        if gradient.shape != sources.find_shape(target):
-            return None
-        recipe = lazy_products.Recipe(gradient, self._memory)
-        # W cannot if it needs a weight that FSDP may free before.
-        if not recipe.flops or (recipe.weights and self.deferral.is_sharded) or len(recipe.tensors) < 2:
-            return None
-        product = _Replay(recipe)
-        (x, dy, *more), recipe.tensors = recipe.tensors, []
-        inner = recipe.flops / 2 / max(dy.numel(), 1)
-        versions = tuple(recipe.versions)
+        recipe, versions = gradient, tuple[int, ...]()
+        if not (is_postponed := isinstance(gradient, Postponed)):
+            recipe = lazy_products.Recipe(gradient, self._memory)
+            # W cannot if it needs a weight that FSDP may free before.
+            if not recipe.flops or (recipe.weights and self.deferral.is_sharded) or len(recipe.tensors) < 2:
+                return None
+            versions = tuple(recipe.versions)
+        x, dy, *more = recipe.tensors
+        product, inner = recipe.product if is_postponed else _Replay(recipe), recipe.flops / 2 / max(dy.numel(), 1)
         return PendingGradient(self.deferral.layer, product, target, x, dy, NONE, tuple(more), versions, inner=inner)
 
 
@@ -157,16 +154,12 @@ def _find_target(weight: lazy_products.Weight) -> Tensor | GradientEdge:
     return found
 
 
-def _compute(gradient: Any) -> Any:
-    return gradient.now() if isinstance(gradient, Postponed) else lazy_products.compute(gradient)
-
-
 class _Replay(WeightProduct):
     """The products of a Function's backward for one weight."""
 
     def __init__(self, recipe: lazy_products.Recipe) -> None:
         # Made in I, where autograd waits: without a look at signatures.
-        self.recipe = recipe
+        self.recipe, recipe.tensors = recipe, []
         matrices = recipe.as_matrices
         self.as_matrices = None if matrices is None else lambda dy, x: matrices(x, dy)
 

@@ -424,7 +424,7 @@ def holds_lazy(gradient: Any) -> bool:
 
 
 def compute(gradient: Any) -> Any:
-    if isinstance(gradient, LazyTensor):
+    if isinstance(gradient, LazyTensor) or hasattr(gradient, "now"):
         return gradient.now()
     if not holds_lazy(gradient):
         return gradient
