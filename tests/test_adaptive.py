@@ -17,8 +17,7 @@ from torch import nn
 import zbpipe
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import typical_costs
-from zbpipe.runtime._torch.checkpoints import checkpointing_of
-from zbpipe.runtime.adaptive import AdaptiveSchedule
+from zbpipe.runtime.adaptive import AdaptiveSchedule, checkpointing_of
 from zbpipe.runtime.build import class_of
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement

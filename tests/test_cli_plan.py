@@ -42,7 +42,7 @@ def test_the_plan_stands_beside_the_schedules_with_a_name() -> None:
     found = json_of(line)
     costs = partial(typical_costs, times=(1, 1.2, 0.8), comm=0.05)
     expected = zbpipe.plan(4, 8, costs, 4.5, budget=2e5)
-    more = "steps peak_activations peak_memory idle period gap limit found_by objective bounds rank_of placement"
+    more = "peak_activations peak_memory idle period gap limit found_by objective bounds rank_of placement"
     assert found.keys() >= SIMULATE_KEYS | set(more.split())
     assert found["makespan"] == expected.makespan
     assert (found["placement"], found["found_by"]) == (expected.placement, expected.found_by)

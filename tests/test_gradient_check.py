@@ -32,6 +32,7 @@ from titan_jobs import STEPS, Titan, pipeline, require_titan
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage
+from torch.utils.checkpoint import checkpoint
 
 import zbpipe
 from zbpipe.runtime.split import compiled_backward, deferral
@@ -326,11 +327,40 @@ def test_a_forward_that_the_split_changes_is_an_alarm(monkeypatch: pytest.Monkey
     assert mismatch(zbpipe.check_gradients, parts, torch.randn(2, WIDTH)).report.off()
 
 
-def test_a_model_without_gradients_is_refused() -> None:
-    module, (x, y) = nn.Linear(WIDTH, WIDTH).requires_grad_(False), torch.randn(2, 4, WIDTH)
+class Reentrant(nn.Module):
+    """Its checkpoint refuses `torch.autograd.grad`, by which torch infers what stages hand on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.before = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inside, self.before(x), use_reentrant=True)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["modules", "stages with shapes"])
+def test_reentrant_checkpoints(one_rank: None, given: bool) -> None:
+    parts: list[Any] = [Reentrant(), Reentrant()]
+    x, y = torch.randn(2, 4, WIDTH)
+    if given:
+        example = torch.zeros(2, WIDTH, requires_grad=True)
+        parts = [PipelineStage(each, n, 2, CPU, (example,), (example,)) for n, each in enumerate(parts)]
+    report = zbpipe.check_gradients(parts, x, y, nn.functional.mse_loss)
+    assert {name for stage, name in report.deferred} == {"before.weight", "inside.0.weight", "inside.2.weight"}
+    assert len(report.errors) == 13
+
+
+def test_a_reentrant_checkpoint_of_what_needs_no_gradient() -> None:
+    """It gives none, with torch alone as well."""
+    module = Reentrant().inside
+    stage = nn.Sequential(module)
+    stage.forward = lambda x: checkpoint(module, x, use_reentrant=True)  # type: ignore[method-assign]
+    x, y = torch.randn(2, 4, WIDTH)
     for more in ((), (y, nn.functional.mse_loss)):
-        with pytest.raises((ValueError, zbpipe.PipelineError), match="no parameter gets a gradient"):
-            zbpipe.check_gradients(module, x, *more)
+        with pytest.raises((ValueError, zbpipe.PipelineError), match=r"call batch.requires_grad_\(\), or set"):
+            zbpipe.check_gradients(stage, x, *more)
+        assert zbpipe.check_gradients(stage, x.clone().requires_grad_(), *more).passed
 
 
 class Warming(nn.Module):

@@ -84,7 +84,9 @@ def estimate(
     if not (ranks or device or costs_file):
         raise click.UsageError("name a --device, or give measured costs: --costs-file", click.get_current_context())
     if search and (only or output or costs_file or sizes or device is None):
-        words = "--search needs a --device and has its own schedules: omit --schedule, --output, --costs-file, --sizes"
+        words = (
+            "--search needs a --device and has its own schedules: omit --schedule, --output, --costs-file and --sizes"
+        )
         raise click.UsageError(words, click.get_current_context())
     workload = job.workload()
     hidden = ASYNC_TENSOR if async_tp else workload.hidden_tensor

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.algorithms.zb import find_shortest
@@ -19,8 +19,8 @@ from zbpipe.costs.transformer import Checkpointing, Work, usual_costs
 from zbpipe.planner.plan import plan
 from zbpipe.planner.request import Objective
 from zbpipe.runtime import checks
-from zbpipe.runtime._torch import pipelining
-from zbpipe.runtime._torch.checkpoints import checkpointing_of
+from zbpipe.runtime._torch import checkpoints, pipelining
+from zbpipe.runtime._torch.attributes import plain_attribute
 from zbpipe.runtime.measure.profiler import Profiler, log_visibly
 from zbpipe.runtime.measure.recording import Collector, StepRecord, Wanted, collect, watch
 from zbpipe.runtime.offload import make_copier
@@ -106,6 +106,25 @@ class AdaptiveSchedule(RegisteredSchedule):
         if self.checkpointing is not agreed:
             self.checkpointing = agreed
             self.remake(usual_costs(self.placement, agreed, self._tensor, self._work))
+
+
+def checkpointing_of(parts: Sequence[nn.Module]) -> Checkpointing:
+    """The activation checkpointing of these parts of a model, from `checkpoint_wrapper` around their layers.
+
+    With a `context_fn`, as in TorchTitan, or with unwrapped layers of the same class, it is selective, otherwise full.
+    Models of transformers declare it (`gradient_checkpointing`). Other calls of `torch.utils.checkpoint` in a forward
+    are not detected: pass `checkpointing=`.
+    """
+    modules = [module for part in parts for module in part.modules()]
+    found = [each for part in parts for each in checkpoints.find_checkpointed(part)]
+    if not found:
+        says_so = any(plain_attribute(module, "gradient_checkpointing") is True for module in modules)
+        return Checkpointing.FULL if says_so else Checkpointing.NONE
+    inside = {id(module) for wrapped, _ in found for module in wrapped.modules()}
+    classes = {type(wrapped) for wrapped, _ in found}
+    some_are_not = any(type(module) in classes and id(module) not in inside for module in modules)
+    keeps_some = any(keeps for _, keeps in found)
+    return Checkpointing.SELECTIVE if keeps_some or some_are_not else Checkpointing.FULL
 
 
 @dataclass(frozen=True)

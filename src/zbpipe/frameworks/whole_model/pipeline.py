@@ -30,9 +30,9 @@ from zbpipe.frameworks.layer_work import products
 from zbpipe.frameworks.whole_model.anatomy import Anatomy, Loss, Stage, examine
 from zbpipe.frameworks.whole_model.tied import TiedWeights
 from zbpipe.planner.result import Plan
-from zbpipe.runtime._torch.checkpoints import checkpointing_of
 from zbpipe.runtime._torch.module_views import move, release_parameters
 from zbpipe.runtime._torch.shapes import cut
+from zbpipe.runtime.adaptive import checkpointing_of
 from zbpipe.runtime.build import build_pipeline_schedule, require_options
 from zbpipe.runtime.optimizer.norm import clip
 from zbpipe.schedule.ir import Placement, Schedule, require_whole

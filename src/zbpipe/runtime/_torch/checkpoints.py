@@ -1,39 +1,50 @@
-"""The activation checkpointing of a model, from the wrappers of its layers."""
+"""Activation checkpointing: wrappers of a model, and checkpoints that run their own backward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from zbpipe.costs.transformer import Checkpointing
-from zbpipe.runtime._torch.attributes import plain_attribute
-
-
-def checkpointing_of(parts: Sequence[nn.Module]) -> Checkpointing:
-    """The activation checkpointing of these parts of a model, from `checkpoint_wrapper` around their layers.
-
-    With a `context_fn`, as in TorchTitan, or with unwrapped layers of the same class, it is selective, otherwise full.
-    Models of transformers declare it (`gradient_checkpointing`). Other calls of `torch.utils.checkpoint` in a forward
-    are not detected: pass `checkpointing=`.
-    """
-    modules = [module for part in parts for module in part.modules()]
-    found = [each for part in parts for each in _find_checkpointed(part)]
-    if not found:
-        says_so = any(plain_attribute(module, "gradient_checkpointing") is True for module in modules)
-        return Checkpointing.FULL if says_so else Checkpointing.NONE
-    inside = {id(module) for wrapped, _ in found for module in wrapped.modules()}
-    classes = {type(wrapped) for wrapped, _ in found}
-    some_are_not = any(type(module) in classes and id(module) not in inside for module in modules)
-    keeps_some = any(keeps for _, keeps in found)
-    return Checkpointing.SELECTIVE if keeps_some or some_are_not else Checkpointing.FULL
+from zbpipe.runtime._torch.attributes import replaced
+from zbpipe.runtime._torch.autograd import find_nodes, sort_nodes
+from zbpipe.runtime._torch.fsdp2 import without_gradients
 
 
-def _find_checkpointed(module: nn.Module) -> list[tuple[nn.Module, bool]]:
+def find_checkpointed(module: nn.Module) -> list[tuple[nn.Module, bool]]:
     """Modules under `checkpoint_wrapper`, at any depth, each with whether a policy (`context_fn`) keeps activations."""
     wrappers = [each for each in module.modules() if isinstance(each, CheckpointWrapper)]
     return [
         (each._checkpoint_wrapped_module, "context_fn" in getattr(each.checkpoint_fn, "keywords", {}))
         for each in wrappers
     ]
+
+
+def infer_through_checkpoints(stage: _PipelineStageBase) -> AbstractContextManager[None]:
+    """Context in which torch can infer outputs of a `stage` with `use_reentrant=True` checkpoints."""
+    # torch (from 2.13 on) infers by `torch.autograd.grad`, which these checkpoints refuse.
+    infer = getattr(stage, "_compute_input_grads", None)
+    if infer is None:
+        return nullcontext()
+    return replaced(stage, _compute_input_grads=partial(_infer_input_gradients, stage.submod, infer))
+
+
+def _infer_input_gradients(
+    module: nn.Module,
+    infer: Callable[..., tuple[Tensor | None, ...]],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Any],
+    *output_gradients: Any,
+) -> tuple[Tensor | None, ...]:
+    if all(node.name() != "CheckpointFunctionBackward" for node in sort_nodes(find_nodes(outputs))):
+        return infer(outputs, inputs, *output_gradients)
+    with without_gradients(module):
+        torch.autograd.backward(outputs, *output_gradients)
+    tensors = [each if isinstance(each, Tensor) and each.is_leaf else None for each in inputs]
+    return tuple(None if each is None else each.grad for each in tensors)

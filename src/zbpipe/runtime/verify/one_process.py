@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.runtime import checks
-from zbpipe.runtime._torch import autograd, fsdp2
+from zbpipe.runtime._torch import autograd, checkpoints, fsdp2
 from zbpipe.runtime.build import build_pipeline_schedule
 from zbpipe.runtime.module_state import ModuleState
 from zbpipe.runtime.split.deferring_layers import deferrals
@@ -24,8 +24,8 @@ from zbpipe.schedule.ir import Op, OpKind, Schedule, require_whole
 _STEPS = 2
 """Number of steps. In the first one, the first microbatch leaves nothing to W."""
 _NO_GRADIENT = (
-    "no parameter gets a gradient, so there is nothing to check: all are frozen, or behind a reentrant checkpoint"
-    " (set use_reentrant=False)"
+    "no parameter gets a gradient, so there is nothing to check: all are frozen, or behind a reentrant checkpoint whose"
+    " inputs need no gradient. For such a checkpoint call batch.requires_grad_(), or set use_reentrant to False"
 )
 
 
@@ -91,6 +91,7 @@ def check_gradients(
             for stage in stages:
                 kept.callback(ModuleState(stage.submod, device).restore)
                 kept.enter_context(fsdp2.without_gradients(stage.submod))
+                kept.enter_context(checkpoints.infer_through_checkpoints(stage))
             for _ in range(_STEPS):
                 schedule.step(*args, target=target)
     assert check.report is not None, "a step that returns was checked"
