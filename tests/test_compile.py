@@ -392,8 +392,9 @@ def test_weights_that_are_frozen_or_have_hooks_stay_in_the_region() -> None:
     assert seen == ["gate", "gate"]
 
 
-def test_other_shapes_and_no_gradients() -> None:
-    both = blocks(FeedForward, dynamic=False)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_other_shapes_and_no_gradients(dynamic: bool) -> None:
+    both = blocks(FeedForward, dynamic=dynamic)
     for length in (SEQUENCE, 3, SEQUENCE, 3):
         x = torch.randn(2, length, WIDTH)
         assert len(both.train(x)) == 3

@@ -95,7 +95,8 @@ def _compile_backward(
     metadata = compiler.find_metadata()
     given = {node: place for place, node in enumerate(graph.graph.find_nodes(op="placeholder"))}
     returned = {given.get(node) for node in _results(graph.graph)}
-    saved = [place for place, each in enumerate(_results(graph.graph)) if place >= number and each in given]
+    factors = [*enumerate(_results(graph.graph))][number:]
+    saved = [place for place, each in factors if each in given and isinstance(_example_of(each), Tensor)]
     # Inductor reuses the memory of donated inputs.
     donated = [each for each in metadata.bw_donated_idxs or () if each not in returned]
     with replaced(metadata, bw_donated_idxs=donated):
