@@ -301,11 +301,14 @@ def test_gradients_and_collectives_are_the_same(name: str) -> None:
     check(name, [each[name] for each in all_found(*SHORT)])
 
 
+OTHERS = sorted(CASES.keys() - {*SHORT})
+
+
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", CASES.keys() - {*SHORT})
+@pytest.mark.parametrize("name", OTHERS)
 def test_the_same_for_all_schedules_and_checkpoints(name: str) -> None:
-    check(name, [each[name] for each in all_found(*sorted(CASES.keys() - {*SHORT}))])
+    check(name, [each[name] for each in all_found(*OTHERS)])
 
 
 @pytest.mark.long
