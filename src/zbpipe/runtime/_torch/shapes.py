@@ -101,7 +101,9 @@ class ShapeFunction:
 
     def learn(self, inputs: Shapes, found: Shapes) -> None:
         if self._seen.get(inputs, found) != found:  # stages were replaced, or evaluate in another way
-            self.__init__()  # type: ignore[misc]
+            self._seen.clear()
+            self._lines.clear()
+            self._known.clear()
         if inputs not in self._seen:
             self._seen[inputs] = found
             self._lines.setdefault(_kind(inputs), []).append((inputs, found))
