@@ -19,7 +19,7 @@ SAMPLES, MOST_TOKENS = 40, 128
 def draw_batch(step: int) -> tuple[Tensor, Tensor, list[int]]:
     """Tokens and targets of a step, one number per token, and the tokens of each microbatch: the same on all ranks."""
     generator = torch.Generator().manual_seed(step)
-    lengths = torch.empty(SAMPLES).log_normal_(3.0, 0.5, generator=generator).int().clamp(1, MOST_TOKENS)
+    lengths = torch.empty(SAMPLES).log_normal_(3.0, 0.5, generator=generator).int().clamp(1, MOST_TOKENS).tolist()
     samples = [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
     (microbatches,) = zbpipe.pack(lengths, tokens=MOST_TOKENS)
     tokens = torch.cat([samples[number] for each in microbatches for number in each.samples])
