@@ -1,4 +1,4 @@
-"""A training loop on samples of different lengths, without padding: each microbatch has as many tokens as fit.
+"""A training loop on samples of different lengths, without padding, packed into microbatches of nearly equal time.
 
     torchrun --nproc-per-node 2 examples/packed_loop.py
 
@@ -19,14 +19,11 @@ SAMPLES, MOST_TOKENS = 40, 128
 def draw_batch(step: int) -> tuple[Tensor, Tensor, list[int]]:
     """Tokens and targets of a step, one number per token, and the tokens of each microbatch: the same on all ranks."""
     generator = torch.Generator().manual_seed(step)
-    lengths = torch.empty(SAMPLES).log_normal_(3.0, 0.5, generator=generator).int().clamp(1, MOST_TOKENS)
-    counts = [0]
-    for length in lengths.tolist():  # in the order of the samples
-        if counts[-1] + length > MOST_TOKENS:
-            counts.append(0)
-        counts[-1] += length
-    tokens = torch.randint(VOCABULARY, (sum(counts),), generator=generator)
-    return tokens, (tokens + 1) % VOCABULARY, counts
+    lengths = torch.empty(SAMPLES).log_normal_(3.0, 0.5, generator=generator).int().clamp(1, MOST_TOKENS).tolist()
+    samples = [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
+    (microbatches,) = zbpipe.pack(lengths, tokens=MOST_TOKENS)
+    tokens = torch.cat([samples[number] for each in microbatches for number in each.samples])
+    return tokens, (tokens + 1) % VOCABULARY, [each.tokens for each in microbatches]
 
 
 def loss_fn(logits: Tensor, targets: Tensor, tokens: int) -> Tensor:

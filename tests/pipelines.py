@@ -1,7 +1,8 @@
 """This rank's part of a pipeline, as a job builds and runs it, and what all ranks have together."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ class Pipeline:
         group: dist.ProcessGroup | None = None,
         make: Callable[..., Any] = zbpipe.build_pipeline_schedule,
         stages_per_rank: int | None = None,
+        of_stages: Mapping[str, Any] = MappingProxyType({}),
         **options: Any,
     ) -> None:
         rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
@@ -48,7 +50,7 @@ class Pipeline:
         self.has_first, self.has_last = 0 in self.indices, self.num_stages - 1 in self.indices
         self.modules = {index: build(index, self.num_stages) for index in self.indices}
         self.stages = [
-            PipelineStage(module, index, self.num_stages, torch.device("cpu"), group=group)
+            PipelineStage(module, index, self.num_stages, torch.device("cpu"), group=group, **of_stages)
             for index, module in self.modules.items()
         ]
         self.schedule: Any = make(schedule, self.stages, microbatches, loss, **options)

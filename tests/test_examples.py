@@ -12,7 +12,7 @@ import pytest
 import torch
 from commands import process
 from forks import run_script
-from titan_jobs import Titan, assert_trains_alike, require_titan, short, start_from
+from titan_jobs import Titan, assert_trains_alike, pipeline, require_titan, short, start_from, words
 from torch import nn
 
 import zbpipe
@@ -95,3 +95,22 @@ def test_torchtitan(titan: Titan, tmp_path: Path) -> None:
     assert "pipeline: ZB" in output
     steps = tuple(json.loads(line) for line in metrics.read_text().splitlines())
     assert_trains_alike(JobOutcome(steps, None), titan.without_pipeline())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("data_ranks", "tensor_ranks"), [(1, 1), (2, 1), (1, 2)])
+def test_torchtitan_with_packed_lines(titan: Titan, tmp_path: Path, data_ranks: int, tensor_ranks: int) -> None:
+    """The same packs, as microbatches of other sizes, or one after the other without a pipeline."""
+    require_titan("0.3.0")
+    model = "packed_lines:llama3_packed"
+    lines = tmp_path / "lines.txt"
+    lines.write_text("\n".join("spam " * (number**2 % 11) + "egg" for number in range(50)))
+    data = ["--dataloader.dataset_path", str(lines), "--dataloader.microbatches", "4"]
+    if tensor_ranks > 1:
+        data += words(f"parallelism.tensor_parallel_degree {tensor_ranks}", "parallelism.no-enable_sequence_parallel")
+    ranks = data_ranks * tensor_ranks
+    one_by_one = ("--training.local_batch_size", "1", "--training.global_batch_size", str(4 * data_ranks))
+    expected = titan.without_pipeline(*data, *one_by_one, num_ranks=ranks, model=model)
+    found = titan.train(*data, *pipeline("ZB"), num_ranks=RANKS * ranks, model=model)
+    assert_trains_alike(found, expected)
+    assert found.steps[0]["n_tokens_seen"] % (4 * data_ranks), "all microbatches may have one size"

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from itertools import accumulate
 from random import Random
 from typing import Any
@@ -17,7 +18,9 @@ from ranks import run_ranks
 from searching import searching_little
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import zbpipe
@@ -27,6 +30,7 @@ from zbpipe.schedule import registry
 
 pytestmark = pytest.mark.skipif(not pipelining.TAKES_MICROBATCHES, reason="lists of microbatches need torch 2.14")
 
+long = pytest.mark.long
 WORDS, WIDTH = 11, 4
 NAMES = tuple(each.name for each in registry.schedules().values() if each.source == "zbpipe")
 FEW = ("ZBH1", "ZBV", "ZB")
@@ -149,7 +153,7 @@ def train(names: Sequence[str], seed: int, steps: int) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "names"),
-    [(2, FEW), *(pytest.param(ranks, NAMES, marks=pytest.mark.long) for ranks in (1, 2, 3, 4))],
+    [(2, FEW), *(pytest.param(ranks, NAMES, marks=long) for ranks in (1, 2, 3, 4))],
     ids=["two_ranks", "one", "two", "three", "four"],
 )
 def test_every_schedule(ranks: int, names: Sequence[str]) -> None:
@@ -237,6 +241,56 @@ def sharded() -> None:
 
 def test_data_parallel_ranks_have_batches_of_other_sizes() -> None:
     run_ranks(4, sharded)
+
+
+class Across(nn.Module):
+    """A stage with tensor parallelism. It hands on all tokens, or this rank's as a tensor of its own or a DTensor."""
+
+    def __init__(self, index: int, num_stages: int, mesh: DeviceMesh, hands_on: str) -> None:
+        super().__init__()
+        self.part, self.mesh = Part(index, num_stages), mesh
+        self.hands_on = hands_on if index < num_stages - 1 else "all"
+        self.gets = hands_on if index else "all"
+        gathered = ColwiseParallel(output_layouts=Replicate())
+        summed = RowwiseParallel(input_layouts=Replicate())
+        styles = {"embedding": summed, "block.qkv": gathered, "block.out": summed, "head": gathered}
+        parallelize_module(self.part, mesh, {name: each for name, each in styles.items() if self.has(name)})
+
+    def has(self, name: str) -> bool:
+        return getattr(self.part, name, True) is not None
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        if self.gets == "own":
+            whole = torch.empty(positions.shape[-1], *x.shape[1:], device="meta")
+            x = DTensor.from_local(x, self.mesh, [Shard(0)], shape=whole.shape, stride=whole.stride())
+        x = self.part(x.full_tensor() if isinstance(x, DTensor) else x, positions)
+        if self.hands_on == "all":
+            return x
+        own = DTensor.from_local(x.contiguous(), self.mesh, [Replicate()]).redistribute(placements=[Shard(0)])
+        return own if self.hands_on == "DTensor" else own.to_local()
+
+
+def across(hands_on: str) -> None:
+    """Two ranks for each stage."""
+    with in_float64():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+        tp, group = mesh["tp"], mesh["pp"].get_group()
+        for name, has_rows in (("ZBV", False), ("ZBH1", True)):
+            random = Random(hands_on)
+            build = partial(Across, mesh=tp, hands_on=hands_on)
+            loop = Loop(name, build, group=group, of_stages={"get_mesh": lambda *_: tp})
+            for step in range(4):
+                batch = draw(random, has_rows, 6)
+                if step == 2:
+                    with torch.no_grad():
+                        loop.run(batch, "eval")
+                loop.run(batch)
+                loop.compare(batch)
+
+
+@pytest.mark.parametrize("hands_on", [pytest.param("all", marks=long), pytest.param("own", marks=long), "DTensor"])
+def test_tensor_parallelism(hands_on: str) -> None:
+    run_ranks(4, across, hands_on, timeout=300)
 
 
 def validated() -> None:
