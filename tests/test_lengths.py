@@ -288,9 +288,30 @@ def across(hands_on: str) -> None:
                 loop.compare(batch)
 
 
-@pytest.mark.parametrize("hands_on", [pytest.param("all", marks=long), pytest.param("own", marks=long), "DTensor"])
+@long
+@pytest.mark.parametrize("hands_on", ["all", "own", "DTensor"])
 def test_tensor_parallelism(hands_on: str) -> None:
     run_ranks(4, across, hands_on, timeout=300)
+
+
+def automatic() -> list[int]:
+    """Steps of different microbatches; in some they are equal, but of another shape than in the first step. Returns the
+    numbers of measured steps after each."""
+    with in_float64(), searching_little():
+        loop, random = Loop("Auto", profile_steps=1), Random(1)
+        counts = []
+        for step in range(9):
+            batch = [each for _ in range(5) for each in draw(random, False, 1)]
+            loop.run(batch[:1] * 5 if step in (2, 4) else batch)
+            loop.compare(batch[:1] * 5 if step in (2, 4) else batch)
+            counts.append(len(loop.pipeline.schedule._profiler.records))
+        assert loop.pipeline.schedule.outcome is not None
+        return counts
+
+
+def test_auto_measures_steps_of_different_microbatches() -> None:
+    for counts in run_ranks(2, automatic):
+        assert counts == [0] * 3 + [1] * 6
 
 
 def validated() -> None:

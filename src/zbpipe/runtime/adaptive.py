@@ -263,6 +263,9 @@ class AutoSchedule(RegisteredSchedule):
             self.outcome = outcome
             return
 
+        if any(max(span.op.microbatch for span in each.spans) + 1 != number for each in records):
+            self._log(f"compares both only in steps of {number} microbatches, the usual number")
+
         def decide(records: Records) -> None:
             after, before = (_step_seconds(each, self._group) for each in (records[1::2], records[2::2]))
             self.adopt(start if after > before else planned)
@@ -312,8 +315,10 @@ class _InTurn(Collector):
         return wanted
 
     def after(self, record: StepRecord) -> None:
-        is_usual = self._runtime.sizes.last_was_usual  # a step of another size does not count
-        super().after(replace(record, has_usual_shapes=is_usual))
+        if self._runtime.sizes.last_has_usual_number:
+            super().after(record)
+        else:  # it ran the schedule for its own number
+            self.missed()
 
 
 def _step_seconds(records: Records, group: dist.ProcessGroup | None = None) -> float:

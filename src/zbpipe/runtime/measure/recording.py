@@ -57,8 +57,8 @@ class StepRecord:
     """Peak bytes that one op of each kind and stage had allocated and not freed, if requested."""
     message_bytes: int
     """Largest message per microbatch that this rank sends forward; 0 if it has only the last stage."""
-    has_usual_shapes: bool = True
-    """Whether the microbatches had the shapes of the first step."""
+    is_typical: bool = True
+    """False for a step whose microbatches all had one shape that is not the usual one."""
 
 
 class Watcher:
@@ -102,7 +102,7 @@ def _watchers_of(schedule: pipelining.PipelineSchedule) -> list[Watcher]:
 
 
 class Collector(Watcher):
-    """See `collect`. Steps whose microbatches have unusual shapes do not count."""
+    """See `collect`. Only typical steps count."""
 
     def __init__(self, wanted: Sequence[Wanted], done: Callable[[list[StepRecord]], None]) -> None:
         self._coming = deque(wanted)
@@ -119,7 +119,7 @@ class Collector(Watcher):
             self._coming.appendleft(self._wanted)
 
     def after(self, record: StepRecord) -> None:
-        if not record.has_usual_shapes:
+        if not record.is_typical:
             self.missed()
             return
         self.records.append(record)
@@ -226,8 +226,8 @@ class _Recorder:
         found = self._allocated.found() if self._allocated else {}
         kept = {op: each.kept for op, each in found.items() if op.kind in (OpKind.F, OpKind.I)}
         most = {op: each.most for op, each in found.items()}
-        is_usual = self._own is None or self._own.sizes.last_has_usual_shapes
-        return StepRecord(self._name, end, spans, kept, most, self._message_bytes, is_usual)
+        is_typical = self._own is None or self._own.sizes.last_is_typical
+        return StepRecord(self._name, end, spans, kept, most, self._message_bytes, is_typical)
 
 
 class Bytes(NamedTuple):

@@ -269,14 +269,15 @@ class StepSizes:
         """Number of microbatches of that step."""
 
     @property
-    def last_has_usual_shapes(self) -> bool:
-        """Whether the microbatches of the last step had the shapes of steps without `microbatches=`."""
-        return self.inputs is None or (self._told is not None and {*self.inputs} == {self._told.usual})
+    def last_is_typical(self) -> bool:
+        """Whether the microbatches of the last step had the shapes of steps without `microbatches=`, or differed from
+        each other, as in all steps of packed samples. Measurements count such steps."""
+        shapes = {*(self.inputs or ())}
+        return len(shapes) != 1 or (self._told is not None and shapes == {self._told.usual})
 
     @property
-    def last_was_usual(self) -> bool:
-        """Whether the last step had the number and the shapes of microbatches of steps without `microbatches=`."""
-        return self._last == self.usual and self.last_has_usual_shapes
+    def last_has_usual_number(self) -> bool:
+        return self._last == self.usual
 
     def find_number(self, microbatches: Any, keywords: object) -> Any:
         """The `microbatches=` of a step, or their number if a framework has split them; None for the usual size."""
