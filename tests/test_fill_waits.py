@@ -313,8 +313,8 @@ def test_the_same_for_all_schedules_and_checkpoints(name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_thousand_choices_of_each_rank() -> None:
-    found = run_ranks(4, train, CASES["Experts none"], 1000, timeout=800)
+def test_random_budgets_of_each_rank() -> None:
+    found = run_ranks(4, train, CASES["Experts none"], 200, timeout=800)
     assert all(each.is_equal for each in found)
 
 
