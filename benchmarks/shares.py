@@ -50,8 +50,8 @@ SCHEDULES = ("1F1B", "Interleaved1F1B:2", "Interleaved1F1B:4", "ZBVZeroBubble", 
 BASELINE = "Interleaved1F1B:2"
 ERROR = 3e-2
 """How far bfloat16's gradients may be from those of the model in one piece, relative to them."""
-PROMISED = 5.0
-"""Seconds after a failure in which all ranks end."""
+PROMISED, ON_BUSY_CPUS = 5.0, 30.0
+"""Seconds after a failure in which all ranks end, and on CPUs, which other processes may use."""
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,8 @@ def main() -> int:
     write_json(asked.json, device, [each._asdict() for each in ends.results])
     if asked.fails:
         print(f"the last rank ended {ends.seconds:.1f} s after the failure; exit codes {ends.codes}")
-        return int(None in ends.codes or 0 in ends.codes or ends.seconds > PROMISED)
+        most = ON_BUSY_CPUS if device.type == "cpu" else PROMISED
+        return int(None in ends.codes or 0 in ends.codes or ends.seconds > most)
     print(table(ends.results))
     wrong = [each.schedule for each in ends.results if each.error >= ERROR]
     if wrong or any(ends.codes) or None in ends.codes:
