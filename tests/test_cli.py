@@ -22,6 +22,7 @@ from test_wrong_input import rows
 
 import zbpipe
 from zbpipe import OpKind, Placement, cli, generate, load_costs
+from zbpipe.cli.base import in_one_line
 from zbpipe.costs import JobCosts, dump_costs
 from zbpipe.costs.model import CostModel, Transport
 from zbpipe.costs.transformer import Checkpointing, typical_costs
@@ -442,11 +443,19 @@ def test_lean_schedules_keep_to_the_limit(name: str, here: Path) -> None:
     assert json_of(f"simulate lean.csv {costs}")["makespan"] == tight["makespan"]
 
 
+def test_an_import_error_names_what_is_broken() -> None:
+    """Also where a lazy import hides it, as in transformers."""
+    hidden = ImportError("no such model")
+    hidden.__cause__ = RuntimeError("operator nms does not exist")
+    with pytest.raises(click.ClickException, match="^no such model; because: operator nms does not exist$"):
+        in_one_line(ImportError)(refuse)(hidden)
+
+
 doctor = import_module("zbpipe.cli.doctor")  # `zbpipe.cli` has the command by that name
 
 
-def refuse() -> None:
-    raise ImportError("torchtitan is too new")
+def refuse(error: ImportError = ImportError("torchtitan is too new")) -> None:
+    raise error
 
 
 def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,14 +18,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from zbpipe import CostModel, Schedule, estimate, generate, simulate, testing
-from zbpipe.cli.estimates import compare, lines, record
+from zbpipe.cli.estimates import compare, lines, list_searched, record
 from zbpipe.costs import JobCosts, MemoryLimit
 from zbpipe.costs.layers import split_of
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation import Estimate, Workload, load_layers
 from zbpipe.estimation.cut import WorkloadCut
 from zbpipe.estimation.devices import DEVICES, Device, find
-from zbpipe.estimation.estimate import job_costs
+from zbpipe.estimation.estimate import job_costs, memory_by_rank
 from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.layouts import degrees_to_try, search
 from zbpipe.estimation.rates import HOST, rates
@@ -121,7 +121,7 @@ def test_no_step_is_shorter_than_its_launches() -> None:
 @pytest.mark.parametrize(
     ("microbatches", "share", "told"),
     [
-        (3, None, "with 3 microbatches, 2 pipeline ranks are idle for much of each step: set --batch 8 or more"),
+        (3, None, "with 3 microbatches, 2 pipeline ranks are idle for much of each step: set --batch 8 or more (a la"),
         (4, 0.61, "W computes only 61% of the weight gradients"),
         (4, 0.8, "toy: "),
     ],
@@ -385,8 +385,27 @@ def test_measured_costs_take_the_place_of_counted_ones() -> None:
     assert "measured" in found.words[0]
 
 
+def test_fsdp_accumulates_if_the_batch_does_not_fit() -> None:
+    """8 microbatches of 2 sequences on 2 x 2 GPUs are 8 sequences of each GPU, at 4 GiB each for 2."""
+    work = replace(workload(degrees=Degrees(pipeline=2, fsdp=2)), microbatch_size=2)
+    for gib, at_once in ((100, 8), (12, 4), (6, 2)):
+        step = row(named(work, "1F1B", device=replace(ONE_A_SECOND, gib=gib)), NO_PIPELINE)
+        assert step.batch == (at_once, 32, 8)
+        assert step.memory.activations == 2 * GIB * at_once
+        alone = memory_by_rank(workload(degrees=Degrees(fsdp=4), microbatches=at_once // 2))
+        assert alone.memories == (step.memory,)
+
+
 def test_the_search_keeps_the_tokens_of_a_step() -> None:
     found = search(workload(degrees=Degrees(pipeline=2, fsdp=2)), ONE_A_SECOND)
+    shown = "\n".join(list_searched(found, found[0])).splitlines()
+    (alone,) = (each for each in found if each.workload.degrees.pipeline == 1)
+    for each in found:
+        (line,) = (line for line in shown if line.startswith(f"{each.workload.degrees}  "))
+        best, usual = each.on_these_degrees, alone.without_pipeline
+        assert best
+        assert usual
+        assert f"{best.seconds / usual.seconds - 1:+.1%}" in line
     assert {each.workload.global_tokens for each in found} == {160}
     assert {each.workload.degrees.gpus for each in found} == {4}
     for each in found:
@@ -634,16 +653,17 @@ def advised(rows: dict[str, dict[str, Any]], fsdp: float = 2.0, lighter: float |
     timeline, each = simulate(generate("1F1B", 2, 2)), Memory(*[GIB] * 7)
     step = Step("", "", 1, 1.0, 0, 1, None, each, True, timeline=timeline, algorithm=resolve("1F1B"), is_typed=True)
     steps = [replace(step, schedule=name.split()[0], **changes) for name, changes in rows.items()]
-    steps.append(replace(step, schedule=NO_PIPELINE, timeline=None, seconds=fsdp))
+    steps.append(replace(step, schedule=NO_PIPELINE, timeline=None, seconds=fsdp, batch=(2, 64, 8)))
     work = replace(
         workload(),
         batch_option="--batch",
-        options=("--pp.schedule {}", "--pp.degree {}", "--zb.memory-limit {}", "--ac {}"),
+        options=("--pp.schedule {}", "--pp.degree {}", "--zb.memory-limit {}", "--ac {}", "--batch {0} --global {1}"),
         checkpointing=Checkpointing.FULL,
     )
     less = None if lighter is None else replace(step, schedule="ZB", seconds=lighter)
+    own = less and replace(step, schedule="1F1B", seconds=1.0)
     ordered = sorted(steps, key=lambda each: (not each.runs, not each.fits, each.seconds))
-    found = Estimate(work, ONE_A_SECOND, tuple(ordered), (), (), less).advice
+    found = Estimate(work, ONE_A_SECOND, tuple(ordered), (), (), less, own).advice
     assert found is not None
     return found.sentence, found.option, found.checkpointing
 
@@ -667,22 +687,24 @@ def advised(rows: dict[str, dict[str, Any]], fsdp: float = 2.0, lighter: float |
 def test_the_answer(rows: dict[str, dict[str, Any]], fsdp: float, sentence: str, option: str | None) -> None:
     found, typed, _ = advised(rows, fsdp)
     assert re.match(sentence, found), found
-    assert typed == ("" if option is None else f"--pp.schedule {option}" if option else "--pp.degree 1 --batch 4")
+    assert typed == (
+        "" if option is None else f"--pp.schedule {option}" if option else "--pp.degree 1 --batch 2 --global 64"
+    )
 
 
 def test_the_answer_names_a_checkpointing_that_gains_more() -> None:
     assert advised(NOW, lighter=0.99)[2] == ""
     assert advised(NOW, lighter=0.88)[2] == (
-        "With selective checkpointing the job gains more: 0.88 s with ZB, 20.0% shorter than 1F1B now, 7.0 of 85.0 GiB."
-        " Add at the end: --ac selective"
+        "With selective checkpointing the job gains more: 0.88 s with ZB, 20.0% shorter than 1F1B now (9.1% shorter"
+        " by the checkpointing alone), 7.0 of 85.0 GiB. Add at the end: --ac selective"
     )
 
 
 def test_a_lighter_checkpointing_that_keeps_the_pipeline_comes_first() -> None:
     sentence, typed, more = advised(NOW, 1.02, lighter=0.9)
     assert sentence == (
-        "Change to ZB with selective checkpointing: 0.9 s per step, 18.2% shorter than 1F1B, 7.0 of 85.0 GiB on the"
-        " worst rank; with full checkpointing, drop the pipeline: 1.02 s."
+        "Change to ZB with selective checkpointing: 0.9 s per step, 18.2% shorter than 1F1B (9.1% shorter by the"
+        " checkpointing alone), 7.0 of 85.0 GiB on the worst rank; with full checkpointing, drop the pipeline: 1.02 s."
     )
     assert (typed, more) == ("--pp.schedule ZB --ac selective", "")
 

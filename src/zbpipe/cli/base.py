@@ -46,7 +46,16 @@ def _message(error: Exception) -> str:
         return f"this command {NEEDS_TORCH}"
     if isinstance(error, OSError) and error.filename:
         return f"{error.filename}: {error.strerror}; name a file in a folder that exists and that you can write to"
+    if isinstance(error, ImportError):
+        return one_line("; because: ".join(dict.fromkeys(map(str, _with_causes(error)))))
     return one_line(str(error))
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, and those that led to it: lazy imports name the module, and their causes what is broken."""
+    yield error
+    if (cause := error.__cause__ or (None if error.__suppress_context__ else error.__context__)) is not None:
+        yield from _with_causes(cause)
 
 
 def one_line(text: str) -> str:

@@ -30,6 +30,12 @@ LEGEND = (
 )
 
 
+WAITING = (
+    "On AMD's GPUs computations may wait for messages: --transport shared-with-compute estimates this worst case, and"
+    " the job's log names what it measures (docs/choosing.md, On AMD)"
+)
+
+
 def lines(
     found: Estimate, *, everything: bool = True, named: Collection[str] = (), searched: bool = False
 ) -> Iterator[str]:
@@ -40,13 +46,16 @@ def lines(
     if not searched:  # the search has its own
         yield from _answer(found)
     yield from found.workload.warnings
+    if found.device and found.device.name.startswith("MI") and not searched:
+        yield WAITING
     yield _job(found)
     yield ""
+    fsdp = found.without_pipeline
     if not everything:
-        yield from table(_HEADS, [_cells(found, step, parts=False) for step in _few(found, named)], left=2)
+        yield from table(_HEADS, [_cells(found, step, fsdp, parts=False) for step in _few(found, named)], left=2)
         yield "--all prints all schedules, the parts of their memory, and the sources of these figures"
         return
-    yield from table((*_HEADS, *_PARTS.values()), [_cells(found, step) for step in found.steps], left=2)
+    yield from table((*_HEADS, *_PARTS.values()), [_cells(found, step, fsdp) for step in found.steps], left=2)
     yield ""
     yield LEGEND
     if any(step.has_torchs_split for step in found.steps):
@@ -103,10 +112,10 @@ def _job(found: Estimate) -> str:
     )
 
 
-def _cells(found: Estimate, step: Step, *, parts: bool = True) -> tuple[str, ...]:
+def _cells(found: Estimate, step: Step, fsdp: Step | None, *, parts: bool = True) -> tuple[str, ...]:
     memory, tokens = step.memory, step.tokens_per_second * step.seconds
     own = " (yours)" if step.is_own else ""
-    others = (found.relative(step, each) for each in (found.own, found.without_pipeline))
+    others = (found.relative(step, each) for each in (found.own, fsdp))
     return (
         step.name + "*" * step.has_torchs_split + own,
         *(step.placement, str(step.stages_per_rank), f"{step.seconds:.4g}", percent(step.bubble)),
@@ -136,7 +145,12 @@ def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]
         " their computation alone exceeds the best step:"
     )
     rows = [
-        (str(work.degrees), str(work.checkpointing or ""), str(work.microbatches), *_cells(each, step, parts=False))
+        (
+            str(work.degrees),
+            str(work.checkpointing or ""),
+            str(work.microbatches),
+            *_cells(each, step, fsdp, parts=False),
+        )
         for each in searched
         if (step := each.on_these_degrees) and (work := each.workload)
     ]

@@ -19,7 +19,7 @@ from zbpipe.costs.transformer import has_torchs_split, runs_torchs_split
 from zbpipe.estimation.choice import choose
 from zbpipe.estimation.cut import WorkloadCut
 from zbpipe.estimation.devices import DEVICES, Device, find
-from zbpipe.estimation.fsdp import step_without_pipeline
+from zbpipe.estimation.fsdp import memory_without_pipeline, step_without_pipeline
 from zbpipe.estimation.rates import HOST, Rates, rates
 from zbpipe.estimation.rows import LIGHTER, NO_PIPELINE, PLAN, WORTH, Estimate, Memory, Step
 from zbpipe.estimation.workload import Held, Workload
@@ -134,7 +134,9 @@ def estimate(
     steps = sorted(rows.steps, key=lambda step: (not step.runs, not step.fits, step.seconds, step.has_torchs_split))
     device = None if job.rates is None else job.rates.device
     told = replace(workload, tokens=round(fmean(each.tokens for each in read))) if read else workload
-    return Estimate(told, device, tuple(steps), tuple(rows.left_out), tuple(job.words(tflops, link)), rows.lighter)
+    return Estimate(
+        told, device, tuple(steps), tuple(rows.left_out), tuple(job.words(tflops, link)), rows.lighter, rows.own_lighter
+    )
 
 
 def job_costs(
@@ -169,6 +171,7 @@ class _Rows:
     steps: list[Step] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
     lighter: Step | None = None
+    own_lighter: Step | None = None
 
     def add(self, name: str, make: Callable[..., Step], *args: Any, **about: Any) -> Step | None:
         try:
@@ -202,6 +205,7 @@ class _Rows:
             self.steps += job.in_other_memory(zb)
         found = [each for each in job.in_lighter_checkpointing(own or zb, zb) if each.fits and each.runs]
         self.lighter = min(found, key=lambda each: each.seconds, default=None)
+        self.own_lighter = next((each for each in found if own and each.name == own.name), None)
 
     def add_all(self, wanted: Sequence[Algorithm], numbers: Sequence[int]) -> None:
         for algorithm in wanted:
@@ -434,10 +438,10 @@ class _Job:
         if self.sizes:
             raise ValueError("without a pipeline, sizes of microbatches are not counted: omit them")
         assert self.rates is not None
-        seconds, exposed, memory = step_without_pipeline(self.workload, self.rates)
+        seconds, exposed, memory, batch = step_without_pipeline(self.workload, self.rates)
         others = (job.rates for job in self._extremes)
         ends = tuple(step_without_pipeline(self.workload, each).seconds for each in others if each is not None)
-        return self._row(NO_PIPELINE, "", 1, seconds, exposed / (seconds or 1.0), memory, ends)
+        return self._row(NO_PIPELINE, "", 1, seconds, exposed / (seconds or 1.0), memory, ends, batch=batch)
 
     @cached_property
     def _extremes(self) -> tuple[_Job, ...]:
@@ -542,6 +546,10 @@ def memory_by_rank(workload: Workload) -> JobMemory:
     """Memory of each rank with the job's schedule. With `Auto`, a plan may use all of the limit. `USABLE` leaves room
     for the communication library's buffers, FSDP's copies, and fragmentation."""
     cut, limit = WorkloadCut(workload), workload.memory_limit
+    if workload.degrees.pipeline == 1:
+        known = workload.layer_costs(lambda layer: (1.0, 1.0, 1.0))
+        alone = memory_without_pipeline(workload, known, workload.microbatches)
+        return JobMemory((workload.parameters,), (alone,), sum(known.activations))
     algorithm, placement = choose_own(workload, cut)
     split = cut.split(placement, algorithm)
     costs = join_stages(workload.layer_costs(lambda layer: (1.0, 1.0, 1.0)), split)  # only memory matters here

@@ -27,6 +27,8 @@ class Sharded(NamedTuple):
     exposed: float
     """Seconds of the step in which only communication runs."""
     memory: Memory
+    batch: tuple[int, int, int]
+    """Sequences of a GPU at a time, of the whole job, and of a GPU in the step."""
 
 
 def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
@@ -36,7 +38,7 @@ def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
     job = workload.on(Degrees(1, degrees.tensor, data, 1, degrees.context, degrees.experts))
     costs = rates.layer_costs(job)
     sizes = [size for size in range(job.microbatches, 0, -1) if job.microbatches % size == 0]
-    memories = {size: _memory(job, costs, size) for size in sizes}
+    memories = {size: memory_without_pipeline(job, costs, size) for size in sizes}
     fitting = (size for size in sizes if memories[size].total <= rates.device.usable_bytes)
     size = next(fitting, 1)
     rounds = job.microbatches // size * job.rounds
@@ -44,7 +46,9 @@ def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
     launches = HOST[job.compiled][0] * job.launches_by_stage((range(len(job.layers)),))[0]
     seconds = rounds * max(launches, sum(_round(job, rates, costs, size)))
     own = job.parameters / job.degrees.gpus
-    return Sharded(rates.with_overheads(seconds, job, own), seconds - computing, memories[size])
+    of_gpu = job.microbatches * job.microbatch_size * job.rounds
+    batch = (size * job.microbatch_size, of_gpu * data, of_gpu)
+    return Sharded(rates.with_overheads(seconds, job, own), seconds - computing, memories[size], batch)
 
 
 def _round(workload: Workload, rates: Rates, costs: CostModel, size: int) -> Iterator[float]:
@@ -66,7 +70,8 @@ def _round(workload: Workload, rates: Rates, costs: CostModel, size: int) -> Ite
     yield reduce[0]
 
 
-def _memory(workload: Workload, costs: CostModel, size: int) -> Memory:
+def memory_without_pipeline(workload: Workload, costs: CostModel, size: int) -> Memory:
+    """Memory of a GPU that runs `size` microbatches at a time."""
     each = workload.parameter_bytes
     whole = join_stages(costs, split_of((costs.num_stages,)))
     held = [workload.held([layer]) for layer in range(costs.num_stages)]

@@ -84,6 +84,8 @@ class Step:
     """Whether the job names this schedule."""
     is_typed: bool = False
     """Whether the answer compares it: a job can name it without a file."""
+    batch: tuple[int, int, int] | None = None
+    """Without a pipeline: sequences of a GPU at a time, of the whole job, and of a GPU in the step."""
     runs: bool = True
     """Whether it runs with the job's checkpointing and torch.compile, as fast as simulated."""
 
@@ -139,6 +141,8 @@ class Estimate:
     """Sources of times and memory, and assumptions."""
     lighter: Step | None = None
     """The shortest row that fits with the next lighter checkpointing, if any."""
+    own_lighter: Step | None = None
+    """The job's own schedule with that checkpointing, if it fits."""
 
     @property
     def usual(self) -> Step | None:
@@ -194,16 +198,14 @@ class Estimate:
         words += f" {how.words}" if step is lighter else ""
         words = f"{words[0].upper()}{words[1:]}: {step.seconds:.4g} s per step"
         if own and own is not step:
-            words += f", {step.compare(own)} than {own.name}"
+            words += f", {step.compare(own)} than {own.name}{self._alone(own) if step is lighter else ''}"
             words += ", which cannot run" if not own.runs else "" if own.fits else ", which does not fit"
         room = f" of {self.device.usable_bytes / GIB:.1f}" if self.device else ""
         words += f", {step.memory.total / GIB:.1f}{room} GiB on the worst rank"
-        schedule, degree, memory_limit, checkpointing = work.options
+        schedule, degree, memory_limit, checkpointing, batch = work.options
         name = step.schedule if step.algorithm else f"{step.schedule}.csv"
         option = schedule.format(name) if step.timeline else degree.format(1)
-        batch, rest = divmod(work.microbatches * work.microbatch_size, work.degrees.pipeline)
-        if not step.timeline and not rest and work.batch_option.startswith("--"):
-            option += f" {work.batch_option} {batch}"  # for as many tokens per step
+        option += f" {batch.format(*step.batch)}" if batch and step.batch else ""  # for as many tokens per step
         option += f" {memory_limit.format(limit)}" if limit else ""
         option += f" {checkpointing.format(how)}" if step is lighter else ""
         tip = ""
@@ -211,10 +213,15 @@ class Estimate:
             now = own or step
             tip = (
                 f"{how.words.capitalize()} the job gains more: {lighter.seconds:.4g} s with {lighter.name},"
-                f" {lighter.compare(now)} than {now.name} now, {lighter.memory.total / GIB:.1f}{room} GiB. Add at the"
-                f" end: {checkpointing.format(how)}"
+                f" {lighter.compare(now)} than {now.name} now{self._alone(now)}, {lighter.memory.total / GIB:.1f}{room}"
+                f" GiB. Add at the end: {checkpointing.format(how)}"
             )
         return Advice(verb, step, f"{words}{more}.", "" if step is own else option, tip)
+
+    def _alone(self, own: Step) -> str:
+        """The share of the gain that needs no other schedule."""
+        alone = self.own_lighter
+        return f" ({alone.compare(own)} by the checkpointing alone)" if alone and alone is not self.lighter else ""
 
     @property
     def without_pipeline(self) -> Step | None:

@@ -196,8 +196,9 @@ class Workload:
     """Option for a larger batch, in sequences of one pipeline's step."""
     memory_limit: MemoryLimit | None = None
     """Memory limit of the job, for schedules that adapt to one."""
-    options: tuple[str, str, str, str] = ("schedule {}", "degree {}", "memory-limit {}", "checkpointing {}")
-    """The job's options for its pipeline's schedule and degree, a memory limit, and activation checkpointing."""
+    options: tuple[str, str, str, str, str] = ("schedule {}", "degree {}", "memory-limit {}", "checkpointing {}", "")
+    """The job's options for its pipeline's schedule and degree, a memory limit, activation checkpointing, and the batch
+    without a pipeline, from `Step.batch`."""
 
     @property
     def warnings(self) -> list[str]:
@@ -289,12 +290,12 @@ class Workload:
 def few_microbatches(ranks: int, microbatches: int, microbatch_size: int, option: str) -> str | None:
     """A warning for fewer than 2p microbatches, with the `option` for a larger batch. None for other jobs.
 
-    >>> few_microbatches(4, 4, 1, "--training.local_batch_size")
-    'with 4 microbatches, 4 pipeline ranks are idle for much of each step: set --training.local_batch_size 8 or more'
+    >>> few_microbatches(4, 4, 1, "--batch")
+    'with 4 microbatches, 4 pipeline ranks are idle for much of each step: set --batch 8 or more (a larger batch)'
     """
     if ranks < 2 or microbatches >= 2 * ranks:
         return None
     return (
         f"with {count_noun(microbatches, 'microbatch')}, {ranks} pipeline ranks are idle for much of each step:"
-        f" set {option} {2 * ranks * microbatch_size} or more"
+        f" set {option} {2 * ranks * microbatch_size} or more (a larger batch)"
     )

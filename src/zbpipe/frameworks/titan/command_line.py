@@ -76,6 +76,7 @@ def read_workload(arguments: Sequence[str], gpus: int) -> Workload:
     """
     with cpu.compiling_late():
         config = read_config(arguments, allow_float8=True)
+    from zbpipe.frameworks.titan.batches import counts_tokens
     from zbpipe.frameworks.titan.models import workload_of  # not before: TorchTitan chooses its device at import
 
     name = " ".join(value for flag, value in pairwise(arguments) if flag in _NAMING)
@@ -88,6 +89,7 @@ def read_workload(arguments: Sequence[str], gpus: int) -> Workload:
             "--parallelism.pipeline_parallel_degree {}",
             f"{_PREFIX}memory-limit {{}}",
             f"{checkpointing}{{}}",
+            "" if counts_tokens(config) else "--training.local_batch_size {0} --training.global_batch_size {1}",
         ),
     )
 

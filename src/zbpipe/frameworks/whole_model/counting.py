@@ -100,7 +100,7 @@ def _workload(counted: CountedModel, job: Job, degrees: Degrees, name: str) -> W
     operations = 3 * sum(layer.f + layer.attention[0] for layer in layers) / tokens
     size, words = (job.batch or 4 * degrees.pipeline, tokens, message, operations), counted.words(degrees)
     known = Workload(name, layers, degrees, *size, words, job.schedule, counted.checkpointing, job.compiled)
-    options = ('schedule="{}"', "--pp {}", 'memory_limit="{}"', "--gradient-checkpointing {}")
+    options = ('schedule="{}"', "--pp {}", 'memory_limit="{}"', "--gradient-checkpointing {}", "--batch {2}")
     return replace(known, deferred=counted.deferred, parameter_bytes=each, batch_option="--batch", options=options)
 
 
