@@ -447,15 +447,15 @@ def test_an_import_error_names_what_is_broken() -> None:
     """Also where a lazy import hides it, as in transformers."""
     hidden = ImportError("no such model")
     hidden.__cause__ = RuntimeError("operator nms does not exist")
-    with pytest.raises(click.ClickException, match="^no such model; because: operator nms does not exist$"):
+    with pytest.raises(click.ClickException, match=r"^no such model; because: operator nms does not exist$"):
         in_one_line(ImportError)(refuse)(hidden)
 
 
 doctor = import_module("zbpipe.cli.doctor")  # `zbpipe.cli` has the command by that name
 
 
-def refuse(error: ImportError = ImportError("torchtitan is too new")) -> None:
-    raise error
+def refuse(error: ImportError | None = None) -> None:
+    raise error or ImportError("torchtitan is too new")
 
 
 def test_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
