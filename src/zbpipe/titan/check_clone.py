@@ -59,17 +59,17 @@ def _compare_losses(folder: Path) -> str | None:
         "validated": ("ZBV", "--zbpipe.optimizer-step", "validated"),
     }
     try:
-        outcomes = run_demo(_STEPS, folder, jobs, rounds=1)
+        outcomes = run_demo(_STEPS, folder, jobs)
     except DemoError as error:
         return str(error)
-    for name, (outcome,) in outcomes.items():
+    for name, outcome in outcomes.items():
         if outcome.error is not None:
-            log = folder / f"{name}-0" / "output.log"
+            log = folder / name / "output.log"
             print(*log.read_text().splitlines()[-_LINES:], sep="\n", flush=True)
             return f"{name} does not train: {outcome.error}"
         print(f"{name}: losses {', '.join(f'{loss:.6f}' for loss in outcome.losses)}", flush=True)
-    (usual,), *_ = outcomes.values()
-    return next(filter(None, (find_difference(usual, found, name) for name, (found,) in outcomes.items())), None)
+    usual, *_ = outcomes.values()
+    return next(filter(None, (find_difference(usual, found, name) for name, found in outcomes.items())), None)
 
 
 def find_difference(expected: JobOutcome, found: JobOutcome, name: str) -> str | None:
