@@ -605,7 +605,7 @@ def check_cuts() -> None:
         return SimpleNamespace(), [], True, True
 
     def split(*args: Any, **kwargs: Any) -> Any:
-        (name,) = plug._find_names(pipeline_parallel, "pipeline_module_split")
+        name = plug._BUILD
         titans = {"whole_model": model, "pp_mesh": None, "pp_schedule": "ZBV", "device": "cpu"}
         return getattr(pipeline_parallel, name)(**titans, module_names_per_stage=without_norm)
 

@@ -183,15 +183,15 @@ class SmallTrainer:
 def test_names_that_are_missing_are_all_told(titan: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     titan.moved = lambda first, new_name: None  # type: ignore[attr-defined]
     needed = (
-        versions.Needed("part:old or part:moved", ("first", "old_name or new_name")),
-        versions.Needed("part:moved", ("second",)),
-        versions.Needed("part:gone or other:gone"),
-        versions.Needed("part:Trainer", parts=("step", "pp_schedule", "optimizers")),
+        ("part:old|part:moved", "first old_name|new_name"),
+        ("part:moved", "second"),
+        ("part:gone|other:gone", ""),
+        ("part:Trainer", "step pp_schedule optimizers"),
     )
     titan.Trainer = SmallTrainer  # type: ignore[attr-defined]
-    monkeypatch.setattr(versions, "NEEDED", needed[:1])
+    monkeypatch.setattr(versions, "NEEDED", dict(needed[:1]))
     versions.require_names()
-    monkeypatch.setattr(versions, "NEEDED", needed)
+    monkeypatch.setattr(versions, "NEEDED", dict(needed))
     said = (
         "torchtitan 0.4.0 in /clone lacks second of part.moved, part.gone or other.gone, optimizers of part.Trainer,"
         " which zbpipe needs; it knows 0.2.2, 0.3.0, main of August 2026: use zbpipe.install()"
