@@ -399,7 +399,7 @@ def test_a_job_without_torch_is_one_sentence(line: str, here: Path) -> None:
     assert refused.stderr == f"Error: this command {NEEDS_TORCH}\n"
 
 
-@pytest.mark.parametrize("program", ["run --schedule ZB -- job.py", "titan.train --module llama3", "titan.check_clone"])
+@pytest.mark.parametrize("program", ["run --schedule ZB -- job.py", "titan.train --module llama3"])
 def test_a_program_without_torch_is_one_sentence(program: str, here: Path) -> None:
     """Also its help."""
     for words in (program, f"{program.split(maxsplit=1)[0]} -h"):

@@ -131,7 +131,7 @@ def launches(words: list[str], folder: Path) -> list[list[str]]:
 
 def runs_python(words: list[str], folder: Path) -> None:
     if words[1] in ("-c", "-m") or words[1].startswith("../"):
-        assert words[1] != "-m" or words[2] in ("venv", "zbpipe", "zbpipe.titan.check_clone")
+        assert words[1] != "-m" or words[2] in ("venv", "zbpipe")
         return
     program = ROOT / words[1]
     assert [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in program.read_text()] == []
