@@ -18,7 +18,7 @@ ACTIVATE := echo "zbpipe is installed in $(VENV): run \`. $(BIN)/activate\`, the
 help:  ## show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
 
-demo: $(VENV)/titan  ## set up, train TorchTitan's Llama with 1F1B, ZBVZeroBubble and ZBV, and show what 8 ranks gain
+demo: $(VENV)/titan  ## set up, train TorchTitan's Llama with 1F1B, ZBVZeroBubble and ZBV
 	$(BIN)/zbpipe demo
 	@$(ACTIVATE)
 

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from harness import JSON, markdown, parser, write_json
 from ranks import run_ranks
+from sleeping import SleepingLayer, mean_loss, run_together, sleep_until
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,7 +30,6 @@ from wall_clock import Times, in_words, read_times, uniform_costs
 
 import zbpipe
 from zbpipe import CostModel, OpKind, Schedule
-from zbpipe.cli.demo.sleeping import SleepingLayer, mean_loss, run_together, sleep_until
 from zbpipe.costs.model import GATHER, REDUCE
 from zbpipe.runtime._torch import hooks
 from zbpipe.runtime._torch.fsdp2 import FsdpMode

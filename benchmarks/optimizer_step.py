@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from harness import markdown, parser
 from ranks import run_ranks
+from sleeping import Runner, sleep_until
 from torch.optim import AdamW
 from wall_clock import Job, Times, in_words, message_seconds, uniform_costs
 
 import zbpipe
-from zbpipe.cli.demo.sleeping import Runner, sleep_until
 from zbpipe.runtime.optimizer.norm import clip
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.simulation import period

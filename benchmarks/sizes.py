@@ -17,11 +17,11 @@ from typing import Any
 
 from harness import JSON, markdown, parser, write_json
 from ranks import run_ranks
+from sleeping import Runner
 from wall_clock import GOAL, message_seconds, overhead_of
 
 import zbpipe
 from zbpipe import CostModel, simulate
-from zbpipe.cli.demo.sleeping import Runner
 from zbpipe.costs.numbers import Size
 from zbpipe.schedule.registry import resolve
 

@@ -1,6 +1,6 @@
 """Measured against simulated step times: real schedules, processes and messages, stages that sleep.
 
-Stages sleep (`zbpipe.cli.demo.sleeping`), so that eight ranks run on two cores. This shows how torch's executor, gloo's
+Stages sleep (`sleeping.py`), so that eight ranks run on two cores. This shows how torch's executor, gloo's
 sends and receives and the order of the actions keep up with the simulator, which gets the same times.
 """
 
@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from harness import JSON, markdown, parser, write_json
 from ranks import run_ranks
+from sleeping import Ran, Runner, sleep_until
 
 import zbpipe
 from zbpipe import CostModel, OpKind, Placement
-from zbpipe.cli.demo.sleeping import Ran, Runner, sleep_until
 from zbpipe.costs.model import Receives
 from zbpipe.costs.transformer import Checkpointing, typical_costs, typical_times
 from zbpipe.schedule.registry import resolve

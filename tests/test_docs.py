@@ -88,10 +88,9 @@ def commands(block: Block) -> list[list[str]]:
 
 
 def run_zbpipe(words: list[str], folder: Path) -> None:
-    # The playground serves until somebody ends it, and plans for minutes before it writes a file. TorchTitan takes
-    # seconds to import: test_titan_integration.py runs what reads its configs, test_pipelined_models.py those
-    # of transformers, test_cli.py `doctor`.
-    elsewhere = words[1:2] in (["playground"], ["doctor"]) or not {"--module", "--hf"}.isdisjoint(words)
+    # TorchTitan takes seconds to import: test_titan_integration.py runs what reads its configs,
+    # test_pipelined_models.py those of transformers, test_cli.py `doctor`.
+    elsewhere = words[1:2] == ["doctor"] or not {"--module", "--hf"}.isdisjoint(words)
     options = ["--help"] if elsewhere else []
     result = CliRunner().invoke(cli.main, [*at_small_size(words[1:]), *options])
     assert result.exit_code == 0, result.output
@@ -132,7 +131,7 @@ def launches(words: list[str], folder: Path) -> list[list[str]]:
 
 def runs_python(words: list[str], folder: Path) -> None:
     if words[1] in ("-c", "-m") or words[1].startswith("../"):
-        assert words[1] != "-m" or words[2] in ("venv", "zbpipe", "zbpipe.titan.check_clone")
+        assert words[1] != "-m" or words[2] in ("venv", "zbpipe")
         return
     program = ROOT / words[1]
     assert [word for word in words[2:] if word.startswith("--") and f'"{word}"' not in program.read_text()] == []

@@ -23,6 +23,7 @@ from titan_jobs import config_of
 
 import zbpipe
 from zbpipe import CostModel, Placement, cli
+from zbpipe.cli.demo.command import find_fault
 from zbpipe.cli.demo.launch import JobOutcome
 from zbpipe.frameworks.installation import find_algorithm
 from zbpipe.frameworks.options import Options
@@ -31,7 +32,6 @@ from zbpipe.frameworks.titan.check import check, require_processes
 from zbpipe.frameworks.titan.command_line import parse
 from zbpipe.frameworks.titan.steps import part_of
 from zbpipe.titan import train as train_script
-from zbpipe.titan.check_clone import find_difference
 
 STAND_IN = Path(__file__).parent / "titan_stand_in"
 NEEDS_TORCH = pytest.mark.skipif(torch.__version__ < "2.14", reason="TorchTitan's main branch needs torch 2.14")
@@ -183,15 +183,15 @@ class SmallTrainer:
 def test_names_that_are_missing_are_all_told(titan: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     titan.moved = lambda first, new_name: None  # type: ignore[attr-defined]
     needed = (
-        versions.Needed("part:old or part:moved", ("first", "old_name or new_name")),
-        versions.Needed("part:moved", ("second",)),
-        versions.Needed("part:gone or other:gone"),
-        versions.Needed("part:Trainer", parts=("step", "pp_schedule", "optimizers")),
+        ("part:old|part:moved", "first old_name|new_name"),
+        ("part:moved", "second"),
+        ("part:gone|other:gone", ""),
+        ("part:Trainer", "step pp_schedule optimizers"),
     )
     titan.Trainer = SmallTrainer  # type: ignore[attr-defined]
-    monkeypatch.setattr(versions, "NEEDED", needed[:1])
+    monkeypatch.setattr(versions, "NEEDED", dict(needed[:1]))
     versions.require_names()
-    monkeypatch.setattr(versions, "NEEDED", needed)
+    monkeypatch.setattr(versions, "NEEDED", dict(needed))
     said = (
         "torchtitan 0.4.0 in /clone lacks second of part.moved, part.gone or other.gone, optimizers of part.Trainer,"
         " which zbpipe needs; it knows 0.2.2, 0.3.0, main of August 2026: use zbpipe.install()"
@@ -312,12 +312,12 @@ def test_the_check_of_a_clone_compares_losses_and_norms() -> None:
     def outcome(loss: float, norm: float, steps: int = 1) -> JobOutcome:
         return JobOutcome(({"step": 1, "loss_metrics/global_avg_loss": loss, "grad_norm": norm},) * steps, None)
 
-    assert find_difference(outcome(2, 3), outcome(2 * (1 + 1e-6), 3 * (1 + 1e-5)), "ZBV") is None
-    assert find_difference(outcome(2, 3), outcome(2.001, 3), "ZBV") == (
+    assert find_fault(outcome(2, 3), "ZBV", outcome(2 * (1 + 1e-6), 3 * (1 + 1e-5))) is None
+    assert find_fault(outcome(2, 3), "ZBV", outcome(2.001, 3)) == (
         "in step 1 loss_metrics/global_avg_loss is 2 with 1F1B and 2.001 with ZBV"
     )
-    assert "grad_norm is 3 with 1F1B and 6" in str(find_difference(outcome(2, 3), outcome(2, 6), "ZB"))
-    assert find_difference(outcome(2, 3), outcome(2, 3, steps=2), "ZBV") == "ZBV has 2 steps and 1F1B 1"
+    assert "grad_norm is 3 with 1F1B and 6" in str(find_fault(outcome(2, 3), "ZB", outcome(2, 6)))
+    assert find_fault(outcome(2, 3), "ZBV", outcome(2, 3, steps=2)) == "ZBV has 2 steps and 1F1B 1"
 
 
 # Which TorchTitan zbpipe takes, and what it says of the others. None has to be installed.

@@ -9,10 +9,10 @@ import sizes
 import wall_clock
 from ranks import run_ranks
 from searching import searching_little
+from sleeping import Ran, check
 from wall_clock import Job, Result
 
 from zbpipe import CostModel, Op, OpKind
-from zbpipe.cli.demo.sleeping import Ran, check
 
 JOB = Job(ranks=2, microbatches=4, unit=1e-3, rounds=1, times=((1, 1.2, 0.8),), timeout=240)
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ import click
 
 from zbpipe.cli.base import Command, OutputFile, json_option, print_json, progress_line, size_options, transport_option
 from zbpipe.cli.jobs import TITANS
-from zbpipe.cli.request import Costs, cost_options, memory_limit_option, simulate_all
+from zbpipe.cli.request import Costs, compare_all, cost_options, memory_limit_option
 
 if TYPE_CHECKING:
     from zbpipe.planner.result import Plan
@@ -85,7 +84,8 @@ def plan(context: click.Context, /, *, costs: Costs, output: Path | None, as_jso
         output.write_text(found.schedule.to_csv(), encoding="utf-8")
     if not as_json:
         click.echo("\n".join(_sum_up(found)))
-    planned, *others = _compare(found, costs, asked)
+    limit, size = asked["memory_limit"], (asked["ranks"], asked["microbatches"])
+    planned, *others = compare_all(*size, costs, limit, asked["transport"], besides=[found.timeline])
     if as_json:
         print_json(_record(found, planned, others))
     else:
@@ -108,18 +108,6 @@ def _complete(context: click.Context, costs: Costs, asked: dict[str, Any]) -> di
         "transport": costs.transport(asked["transport"]),
         "placements": asked["placements"] or (costs.placement and [costs.placement]),
     }
-
-
-def _compare(found: Plan, costs: Costs, asked: Mapping[str, Any]) -> Iterator[ComparedSchedule]:
-    """The plan, and all named schedules, on the same stages or the even split of the layers."""
-    from zbpipe.views.report import ComparedSchedule
-
-    ranks, microbatches = asked["ranks"], asked["microbatches"]
-    named = simulate_all(ranks, microbatches, costs, asked["memory_limit"], transport=asked["transport"])
-    limits = costs.limits(asked["memory_limit"], ranks, microbatches)
-    baseline = costs.baseline(ranks, microbatches)
-    for timeline in chain((found.timeline,), named):
-        yield ComparedSchedule.of(timeline, limits, baseline, checkpointing=costs.checkpointing)
 
 
 def _record(found: Plan, planned: ComparedSchedule, others: Sequence[ComparedSchedule]) -> dict[str, Any]:

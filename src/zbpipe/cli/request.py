@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from click.core import ParameterSource
@@ -25,6 +25,9 @@ from zbpipe.schedule.registry import resolve, schedules
 from zbpipe.simulator.simulation import overlap_of, simulate
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.simulator.validation import validate
+
+if TYPE_CHECKING:
+    from zbpipe.views.report import ComparedSchedule
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 Times = tuple[float, float, float]
@@ -278,16 +281,12 @@ class Request:
     memory_limit: MemoryLimit | None = None
 
     def make(self, transport: Transport | None = None) -> tuple[Schedule, CostModel]:
-        """The schedule, before validation, and the costs of its stages."""
+        """The schedule, which can run, and the costs of its stages."""
         algorithm = resolve(self.name)
-        ranks, microbatches = self.ranks, self.microbatches
-        if algorithm.table is not None:
-            ranks = algorithm.table.placement.num_ranks if ranks is None else ranks
-            microbatches = algorithm.table.num_microbatches if microbatches is None else microbatches
-        ranks = self.costs.ranks(ranks)
-        if ranks is None or microbatches is None:
-            missing = "-p (pipeline ranks)" if ranks is None else "-m (microbatches)"
-            raise ValueError(f"{algorithm.name} needs {missing}; for example: {algorithm.name} -p 4 -m 8")
+        table = algorithm.table
+        ranks = self.ranks or (table.placement.num_ranks if table else None)
+        microbatches = self.microbatches or (table.num_microbatches if table else None)
+        ranks, microbatches = self.costs.require_size(ranks, microbatches)
         costs = self.costs.of(algorithm.place(ranks, self.stages_per_rank))
         limit, limits = self.memory_limit, None
         size = (self.costs.for_limits, ranks, microbatches)
@@ -303,21 +302,17 @@ class Request:
                 memory_limit=limits,
                 transport=transport,
             )
+        if findings := validate(schedule):
+            more = f" (the first of {len(findings)} findings)" if len(findings) > 1 else ""
+            raise ValueError(f"{algorithm.name} cannot run: {findings[0]}{more}; zbpipe.validate lists all findings")
         # A registered function may name its schedule anything, but users look for the name that they typed.
         return replace(schedule, name=algorithm.name), costs
 
-    def make_valid(self, transport: Transport | None = None) -> tuple[Schedule, CostModel]:
+    def simulate(self, transport: Transport) -> Timeline:
+        """Timeline of a schedule made for this transport."""
         schedule, costs = self.make(transport)
-        if findings := validate(schedule):
-            more = f" (the first of {len(findings)} findings)" if len(findings) > 1 else ""
-            raise ValueError(f"{schedule.name} cannot run: {findings[0]}{more}; zbpipe.validate lists all findings")
-        return schedule, costs
-
-    def simulate(self, transport: Transport | None = None, **how: Any) -> Timeline:
-        """Timeline of a schedule made for this transport. `how` goes to `zbpipe.simulate`."""
-        schedule, costs = self.make_valid(transport)
         overlaps = overlap_of(resolve(self.name).source, len(schedule.placement.stages_on(0)))
-        return simulate(schedule, costs, transport=transport or "ideal", overlaps_fsdp=overlaps, **how)
+        return simulate(schedule, costs, transport=transport, overlaps_fsdp=overlaps)
 
 
 def request_options(times: str = "typical") -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -336,18 +331,27 @@ def request_options(times: str = "typical") -> Callable[[Callable[..., Any]], Ca
     return add
 
 
-def simulate_all(
+def compare_all(
     ranks: int,
     microbatches: int,
     costs: Costs,
-    memory_limit: MemoryLimit | None = None,
+    memory_limit: MemoryLimit | None,
+    transport: Transport,
     stages_per_rank: int | None = None,
-    **how: Any,
-) -> Iterator[Timeline]:
-    """Timelines of all named schedules whose placement has costs, with the limit and the stages that they can adapt to.
+    *,
+    besides: Iterable[Timeline] = (),
+    with_period: bool = True,
+) -> Iterator[ComparedSchedule]:
+    """Figures of the timelines `besides`, and of all named schedules, with the limit and the stages that they can adapt
+    to. A schedule that fails is omitted, with a line on stderr."""
+    from zbpipe.views.report import ComparedSchedule
 
-    A schedule that fails is omitted, with a line on stderr.
-    """
+    how = costs.limits(memory_limit, ranks, microbatches), costs.baseline(ranks, microbatches), costs.checkpointing
+
+    def figures_of(timeline: Timeline) -> ComparedSchedule:
+        return ComparedSchedule.of(timeline, *how, with_period=with_period)
+
+    yield from map(figures_of, besides)
     with progress_line() as show:
         known = schedules().values()
         for number, algorithm in enumerate(known):
@@ -357,7 +361,8 @@ def simulate_all(
             try:
                 if costs.job is None or costs.has(algorithm.place(ranks, stages)):
                     limit = memory_limit if "memory_limit" in algorithm.keywords else None
-                    yield Request(algorithm.name, ranks, microbatches, costs, stages, limit).simulate(**how)
+                    request = Request(algorithm.name, ranks, microbatches, costs, stages, limit)
+                    yield figures_of(request.simulate(transport))
             except Exception as error:  # a broken function of one installed package must not hide the others
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 click.echo(f"skipped {algorithm.name}: {kind}{one_line(str(error))}", err=True)

@@ -1,5 +1,5 @@
-"""Commands that look at schedules (`list`, `show`, `simulate`, `compare`, `playground`), or write and check their files
-(`export`, `validate`)."""
+"""Commands that look at schedules (`list`, `show`, `simulate`, `compare`), or write and check their files (`export`,
+`validate`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from zbpipe.cli.jobs import EXISTING, TITANS
 from zbpipe.cli.request import (
     Costs,
     Request,
+    compare_all,
     cost_options,
     limit_option,
     memory_limit_option,
     request_options,
-    simulate_all,
 )
 from zbpipe.costs.job import RELATIVE, MemoryLimit
 from zbpipe.costs.model import Transport
@@ -175,52 +175,16 @@ def compare(
     ranks, microbatches = costs.require_size(ranks, microbatches)
     transport = costs.transport(transport)
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
-    limits = costs.limits(memory_limit, ranks, microbatches)
-    baseline = costs.baseline(ranks, microbatches)
-    if not as_json:
-        click.echo(f"{ranks} ranks, {microbatches} microbatches; {costs.words}\n")
     if costs.job is None and costs.stages is None:
         costs = replace(costs, stages=4)  # of four layers per rank or more
-    timelines = simulate_all(ranks, microbatches, costs, memory_limit, stages_per_rank, transport=transport)
-    how = (limits, baseline, costs.checkpointing)
-    compared = (report.ComparedSchedule.of(each, *how, with_period=as_json) for each in timelines)
+    how = (memory_limit, transport, stages_per_rank)
+    compared = compare_all(ranks, microbatches, costs, *how, with_period=as_json)
     standings = sorted(compared, key=lambda each: each.sort_key)
     if as_json:
         print_json(report.records(standings))
     else:
+        click.echo(f"{ranks} ranks, {microbatches} microbatches; {costs.words}\n")
         click.echo("\n".join(report.comparison(standings)))
-
-
-@click.command(cls=Command)
-@click.option("--port", type=click.IntRange(0, 65535), default=0, metavar="N", help="Default: a free one.")
-@click.option("--browser/--no-browser", default=True, show_default=True, help="Open the page in the browser.")
-def playground(port: int, browser: bool) -> None:
-    """Try schedules in the browser: sliders for sizes, times and memory.
-
-    Shows two schedules, the best plan found, and the lower bound. It runs on this machine only, until Ctrl-C.
-
-    \b
-    Example:
-      zbpipe playground
-    """
-    from zbpipe.views.playground import server
-
-    try:
-        listening = server(port)
-    except OSError as error:
-        raise ValueError(f"--port {port} cannot be used ({error.strerror}): omit it for a free one") from None
-    with listening as started:
-        host, taken = started.server_address[:2]
-        address = f"http://{host!s}:{taken}/"
-        click.echo(f"the playground is at {address}; Ctrl-C ends it")
-        if browser:
-            import webbrowser
-
-            webbrowser.open(address)
-        try:
-            started.serve_forever()
-        except KeyboardInterrupt:
-            click.echo()
 
 
 @click.command(cls=Command)
@@ -236,7 +200,7 @@ def export(request: Request, output: Path) -> None:
     Example:
       zbpipe export ZBV -p 4 -m 8 -o zbv.csv
     """
-    schedule, _ = request.make_valid()
+    schedule, _ = request.make()
     output.write_text(schedule.to_csv(), encoding="utf-8")
     ops = sum(map(len, schedule))
     click.echo(f"wrote {output}: {schedule.name}, {count_noun(schedule.num_ranks, 'rank')}, {count_noun(ops, 'op')}")

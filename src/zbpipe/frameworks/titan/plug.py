@@ -55,10 +55,13 @@ from zbpipe.runtime.build import require_splittable
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split.products import GROUPED_MM
-from zbpipe.schedule.ir import Placement
 from zbpipe.schedule.registry import Algorithm
 
 HAS_JOB_CONFIG = versions.has_job_config()
+_CUT, _BUILD = (
+    name if HAS_JOB_CONFIG else f"_{name}" for name in ("generate_llm_fqn_per_model_part", "pipeline_module_split")
+)
+"""TorchTitan's functions that cut a model into lists of modules, and that build a rank's stages from these."""
 
 PipeliningFunction = Callable[..., tuple[Any, list[Any], bool, bool]]
 """Cuts a model. Returns the schedule or its runner, the model parts, and whether this rank has the first and the last
@@ -275,9 +278,9 @@ def _choose(
         field = f"pipeline_parallel_layers_per_stage={parallelism.pipeline_parallel_layers_per_stage}"
         cut = f"{field} cuts the model's {_num_layers(job)} layers into"
         stages = algorithm.stages_of_cut(ranks, number, cut)
-    generate = "generate_llm_fqn_per_model_part"
-    # The model's own function comes first.
-    *_, titans = (getattr(each, name) for each in _modules_of(pipelining_fn) for name in _find_names(each, generate))
+    *_, titans = filter(
+        None, (getattr(each, _CUT, None) for each in _modules_of(pipelining_fn))
+    )  # the model's own first
     whole = layer_split.Model(model, job.model_config, batches.length(job.training))
     degrees, tokens, microbatches = shared_degrees(parallelism), prod(batches.shape(job)), batches.microbatches(job)
     of_layers = layer_split.Job(
@@ -313,16 +316,12 @@ def _helpers(
     modules = _modules_of(pipelining_fn)
     for module in modules:
         helpers: dict[str, Callable[..., Any]] = {}
-        for name in _find_names(module, "generate_llm_fqn_per_model_part"):
-            cut = partial(split.parts, chosen.placement)
-            helpers[name] = _outermost(getattr(module, name), lambda *sizes, cut=cut, **more: cut(), inside)
-        for name in _find_names(module, "pipeline_module_split"):
-            original = build = getattr(module, name)
-            if not is_placed_by_frameworks(chosen.algorithm, chosen.placement):
-                build = partial(_build_stages, original, chosen.placement, modules)
-            if split.by_hand is None and original is getattr(pipeline_parallel, name, None):
-                build = partial(_build_with_all_modules, build)
-            helpers[name] = _outermost(original, build, inside)
+        if cut := getattr(module, _CUT, None):
+            helpers[_CUT] = _outermost(cut, lambda *sizes, **more: split.parts(chosen.placement), inside)
+        if build := getattr(module, _BUILD, None):
+            is_titans = build is getattr(pipeline_parallel, _BUILD)
+            own = partial(_build_stages, build, chosen, modules, split.by_hand is None and is_titans)
+            helpers[_BUILD] = _outermost(build, own, inside)
         yield module, helpers
 
 
@@ -340,11 +339,6 @@ def _outermost(original: Callable[..., Any], replacement: Callable[..., Any], in
             inside.clear()
 
     return call
-
-
-def _find_names(module: ModuleType, name: str) -> list[str]:
-    """Name of TorchTitan's function in `module`, if any. Since 0.3 the name is private."""
-    return [each for each in (name, f"_{name}") if hasattr(module, each)]
 
 
 def _num_layers(job: _Job) -> int:
@@ -370,44 +364,35 @@ def _require_all(model: nn.Module, modules: Sequence[Sequence[str]]) -> None:
         )
 
 
-_Stages = tuple[list[PipelineStage], list[nn.Module]]
-
-
-# These take the arguments of TorchTitan's function that builds a rank's stages, after their own.
-def _build_with_all_modules(
-    titans_split: Callable[..., _Stages],
-    whole_model: nn.Module,
-    pp_mesh: DeviceMesh,
-    pp_schedule: str,
-    device: torch.device,
-    module_names_per_stage: list[list[str]],
-    **more: Any,
-) -> _Stages:
-    _require_all(whole_model, module_names_per_stage)
-    return titans_split(whole_model, pp_mesh, pp_schedule, device, module_names_per_stage, **more)
-
-
 def _build_stages(
-    titans_split: Callable[..., _Stages],
-    placement: Placement,
+    titans: Callable[..., tuple[list[PipelineStage], list[nn.Module]]],
+    chosen: Choice,
     modules: Sequence[ModuleType],
+    requires_all: bool,
+    # The arguments of TorchTitan's function.
     whole_model: nn.Module,
     pp_mesh: DeviceMesh,
     pp_schedule: str,
     device: torch.device,
     module_names_per_stage: list[list[str]],
     **more: Any,
-) -> _Stages:
-    """Build stages in any placement. TorchTitan's function may call functions in `modules`."""
+) -> tuple[list[PipelineStage], list[nn.Module]]:
+    """Build a rank's stages in any placement. TorchTitan's function may call functions in `modules`."""
+    if requires_all:
+        _require_all(whole_model, module_names_per_stage)
+    build = partial(titans, whole_model, **more)
+    arguments = pp_schedule, device, module_names_per_stage
+    if is_placed_by_frameworks(chosen.algorithm, chosen.placement):
+        return build(pp_mesh, *arguments)
     as_one_stage = {"logger": _SILENT, "get_schedule_class": lambda name: PipelineScheduleMulti}
-    rank, stages, parts = pp_mesh.get_local_rank(), [], []
-    for index in placement.stages_on(rank):
-        mesh = _as_rank(index, placement.num_stages, pp_mesh)
+    stages, parts = [], []
+    for index in chosen.placement.stages_on(pp_mesh.get_local_rank()):
+        mesh = _as_rank(index, chosen.placement.num_stages, pp_mesh)
         with ExitStack() as stack:
             for module in modules:
                 names = as_one_stage.keys() & vars(module).keys()
                 stack.enter_context(replaced(module, **{each: as_one_stage[each] for each in names}))
-            (stage,), (part,) = titans_split(whole_model, mesh, pp_schedule, device, module_names_per_stage, **more)
+            (stage,), (part,) = build(mesh, *arguments)
         stages.append(stage)
         parts.append(part)
     return stages, parts

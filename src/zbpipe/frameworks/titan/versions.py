@@ -9,12 +9,13 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, NamedTuple
+from typing import Any
 
 WAY_WITHOUT_NAMES = (
     "use zbpipe.install() in your program, or start it by `python -m zbpipe.run`: they need no private names of"
@@ -129,128 +130,86 @@ KNOWN = (
 )
 
 
-class Needed(NamedTuple):
-    """A name that zbpipe uses from TorchTitan, with the parameters that it passes. " or " separates the old and the new
-    place of a name or a parameter."""
+_SPLIT = "distributed.pipeline_parallel"
+NEEDED = {
+    "train:main": "",
+    "train:Trainer": "pp_schedule optimizers lr_schedulers step checkpointer metrics_processor",
+    "train:Trainer.train": "",
+    "train:Trainer.train_step": "data_iterator",
+    "config:ConfigManager.parse_args": "args",
+    "components.checkpointer:BaseCheckpointManager|components.checkpoint:CheckpointManager": (
+        "enable save maybe_wait_for_staging"
+    ),
+    "components.optimizer:OptimizersContainer": "optimizers step zero_grad",
+    "components.optimizer:LRSchedulersContainer|components.lr_scheduler:LRSchedulersContainer": "step",
+    "config:CommConfig|config.job_config:Comm": "mode init_timeout_seconds",
+    "config:CompileConfig|config.job_config:Compile": "enable",
+    "config:ConfigManager._load_config|config.job_config:JobConfig": "",
+    "train:Trainer.Config._owner|config.job_config:JobConfig": "",
+    "config:ParallelismConfig|config.job_config:Parallelism": (
+        "pipeline_parallel_degree pipeline_parallel_schedule pipeline_parallel_schedule_csv"
+        " pipeline_parallel_layers_per_stage pipeline_parallel_first_stage_less_layers"
+        " pipeline_parallel_last_stage_less_layers module_fqns_per_model_part tensor_parallel_degree"
+        " context_parallel_degree data_parallel_replicate_degree data_parallel_shard_degree"
+        " num_pp_microbatches|pipeline_parallel_microbatch_size"
+    ),
+    "config:TrainingConfig|config.job_config:Training": (
+        "steps max_norm max_context_length|seq_len num_tokens_per_microbatch_per_dp_rank|local_batch_size"
+    ),
+    "components.metrics:MetricsProcessor.should_log": "step",
+    "components.metrics:MetricsProcessor.log": "step extra_metrics",
+    "components.metrics:ensure_pp_loss_visible": "parallel_dims pp_schedule|job_config color",
+    "components.metrics:_get_metrics_rank": "parallel_dims pp_schedule|job_config",
+    "distributed.utils:clip_grad_norm_": "",
+    "distributed:ParallelDims": "pp world_size",
+    f"{_SPLIT}:pipeline_llm": "model parallelism|job_config device model_config|model_args",
+    f"{_SPLIT}:_generate_llm_fqn_per_model_part|{_SPLIT}:generate_llm_fqn_per_model_part": (
+        "num_stages num_layers input_weight output_weight"
+    ),
+    f"{_SPLIT}:_pipeline_module_split|{_SPLIT}:pipeline_module_split": (
+        "whole_model pp_mesh pp_schedule device module_names_per_stage"
+    ),
+    f"{_SPLIT}:get_schedule_class": "",
+    "protocols.model_spec:ModelSpec|protocols.train_spec:TrainSpec": "pipelining_fn parallelize_fn",
+    "models.common.moe:GroupedExperts|models.moe.moe:GroupedExperts": "",
+}
+"""Names that zbpipe uses from TorchTitan, as module:attribute, with the parameters, fields or attributes that it uses
+of each. "|" separates the new and the old place of a name or a parameter."""
 
-    path: str
-    """Path below `torchtitan`, as module:attribute."""
-    parameters: tuple[str, ...] = ()
-    """Parameters of a function, or fields of a dataclass."""
-    parts: tuple[str, ...] = ()
-    """Attributes and methods of a class, or of the engines in its module."""
 
-    def find(self) -> Any:
-        """The object with this name, or None. Passes the ImportError of another package."""
-        for path in self.path.split(OR):
-            try:
-                return resolve_name(f"torchtitan.{path}")
-            except AttributeError:
-                continue
-            except ImportError as error:
-                if not (error.name or "torchtitan").startswith("torchtitan"):
-                    raise
-        return None
-
-    def list_missing(self) -> list[str]:
-        """Names that TorchTitan lacks, as text. Empty if it has all."""
-        found = self.find()
-        if found is None:
-            return [self.path.replace(":", ".")]
-        parameters = inspect.signature(found).parameters if self.parameters else {}
-        missing = [each for each in self.parameters if not parameters.keys() & set(each.split(OR))]
-        if self.parts:
-            source = _read_source(found)  # instances have them, not the class
-            missing += [
-                each for each in self.parts if not re.search(rf"self\.{each}\b|^ +(def )?{each}[:(]", source, re.M)
-            ]
-        return [f"{each} of {self.path.split(OR)[0].replace(':', '.')}" for each in missing]
+def _list_missing(path: str, names: str) -> Iterator[str]:
+    """Those of these names that TorchTitan lacks, as text. Passes the ImportError of another package."""
+    found: Any = None
+    for place in path.split("|"):
+        try:
+            found = found or resolve_name(f"torchtitan.{place}")
+        except AttributeError:
+            continue
+        except ImportError as error:
+            if not (error.name or "torchtitan").startswith("torchtitan"):
+                raise
+    if found is None:
+        yield path.replace(":", ".").replace("|", " or ")
+    elif names:
+        is_plain = inspect.isclass(found) and not is_dataclass(found)
+        known = _attributes(found) if is_plain else {*inspect.signature(found).parameters}
+        for each in names.split():
+            if not known & {*each.split("|")}:
+                yield f"{each} of {path.partition('|')[0]}".replace(":", ".").replace("|", " or ")
 
 
-def _read_source(owner: type[Any]) -> str:
-    """The source of a class, and of the engines in its module."""
+def _attributes(owner: type[Any]) -> set[str]:
+    """Attributes and methods in the source of a class, whose instances have them, and of the engines in its module."""
     engines = [each for name, each in vars(sys.modules[owner.__module__]).items() if name.endswith("Engine")]
-    return "\n".join(map(inspect.getsource, (owner, *engines)))
-
-
-OR = " or "
-NEEDED = (
-    Needed("train:main"),
-    Needed(
-        "train:Trainer",
-        parts=("pp_schedule", "optimizers", "lr_schedulers", "step", "checkpointer", "metrics_processor"),
-    ),
-    Needed("train:Trainer.train"),
-    Needed("train:Trainer.train_step", ("data_iterator",)),
-    Needed("config:ConfigManager.parse_args", ("args",)),
-    Needed(
-        "components.checkpointer:BaseCheckpointManager or components.checkpoint:CheckpointManager",
-        parts=("enable", "save", "maybe_wait_for_staging"),
-    ),
-    Needed("components.optimizer:OptimizersContainer", parts=("optimizers", "step", "zero_grad")),
-    Needed(
-        "components.optimizer:LRSchedulersContainer or components.lr_scheduler:LRSchedulersContainer", parts=("step",)
-    ),
-    Needed("config:CommConfig or config.job_config:Comm", ("mode", "init_timeout_seconds")),
-    Needed("config:CompileConfig or config.job_config:Compile", ("enable",)),
-    Needed("config:ConfigManager._load_config or config.job_config:JobConfig"),
-    Needed("train:Trainer.Config._owner or config.job_config:JobConfig"),
-    Needed(
-        "config:ParallelismConfig or config.job_config:Parallelism",
-        (
-            "pipeline_parallel_degree",
-            "pipeline_parallel_schedule",
-            "pipeline_parallel_schedule_csv",
-            "pipeline_parallel_layers_per_stage",
-            "pipeline_parallel_first_stage_less_layers",
-            "pipeline_parallel_last_stage_less_layers",
-            "module_fqns_per_model_part",
-            "tensor_parallel_degree",
-            "context_parallel_degree",
-            "data_parallel_replicate_degree",
-            "data_parallel_shard_degree",
-            "num_pp_microbatches or pipeline_parallel_microbatch_size",
-        ),
-    ),
-    Needed(
-        "config:TrainingConfig or config.job_config:Training",
-        (
-            "steps",
-            "max_norm",
-            "max_context_length or seq_len",
-            "num_tokens_per_microbatch_per_dp_rank or local_batch_size",
-        ),
-    ),
-    Needed("components.metrics:MetricsProcessor.should_log", ("step",)),
-    Needed("components.metrics:MetricsProcessor.log", ("step", "extra_metrics")),
-    Needed("components.metrics:ensure_pp_loss_visible", ("parallel_dims", "pp_schedule or job_config", "color")),
-    Needed("components.metrics:_get_metrics_rank", ("parallel_dims", "pp_schedule or job_config")),
-    Needed("distributed.utils:clip_grad_norm_"),
-    Needed("distributed:ParallelDims", ("pp", "world_size")),
-    Needed(
-        "distributed.pipeline_parallel:pipeline_llm",
-        ("model", "parallelism or job_config", "device", "model_config or model_args"),
-    ),
-    Needed(
-        "distributed.pipeline_parallel:_generate_llm_fqn_per_model_part"
-        " or distributed.pipeline_parallel:generate_llm_fqn_per_model_part",
-        ("num_stages", "num_layers", "input_weight", "output_weight"),
-    ),
-    Needed(
-        "distributed.pipeline_parallel:_pipeline_module_split or distributed.pipeline_parallel:pipeline_module_split",
-        ("whole_model", "pp_mesh", "pp_schedule", "device", "module_names_per_stage"),
-    ),
-    Needed("distributed.pipeline_parallel:get_schedule_class"),
-    Needed("protocols.model_spec:ModelSpec or protocols.train_spec:TrainSpec", ("pipelining_fn", "parallelize_fn")),
-    Needed("models.common.moe:GroupedExperts or models.moe.moe:GroupedExperts"),
-)
+    source = "\n".join(map(inspect.getsource, (owner, *engines)))
+    return {name for pair in re.findall(r"self\.(\w+)|^ +(?:def )?(\w+)[:(]", source, re.MULTILINE) for name in pair}
 
 
 def require_names() -> None:
     """Raise ImportError if TorchTitan, or a package that it needs, lacks a name of `NEEDED`. The message names the
     package to install."""
     try:
-        missing = [words for each in NEEDED for words in each.list_missing()]
+        missing = [words for path, names in NEEDED.items() for words in _list_missing(path, names)]
     except ImportError as error:
         raise ImportError(f"{describe_installed()} cannot be imported: {error}: install its dependencies") from error
     if missing:
