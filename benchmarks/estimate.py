@@ -1,7 +1,7 @@
 """Steps and memory of a real TorchTitan job, and the estimate from its stages, measured one by one.
 
-`measure_stages.py` runs the stages of Llama 3's debug model one after the other on one core; the other core does the
-same at that time, because cores take speed from each other, and in the job both compute. From its cost file
+`zbpipe measure` runs the stages of Llama 3's debug model one after the other on one core; the other core does the same
+at that time, because cores take speed from each other, and in the job both compute. From its cost file
 `zbpipe.estimate` predicts the step and the memory of each schedule. Then TorchTitan trains with it on 2 processes of
 one core each. The step is the schedule's, without optimizer and input. Memory is all that PyTorch holds for the job at
 the worst moment of a step: parameters, optimizer, and allocations of the step by torch's profiler. Both are done
@@ -171,7 +171,7 @@ def predict(arguments: list[str], schedule: str, folder: Path) -> tuple[float, f
 
 
 def measure(arguments: list[str], core: int, file: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, str(Path(__file__).parent / "measure_stages.py"), *JOB, *arguments, "-o", str(file)]
+    command = [sys.executable, "-m", "zbpipe", "measure", *JOB, *arguments, "-o", str(file)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(["taskset", "-c", str(core), *command], env=environment, stdout=sys.stderr)
 

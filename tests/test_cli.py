@@ -394,7 +394,7 @@ NEEDS_TORCH = "needs torch, which is not installed: pip install 'torch>=2.11'"
 JOB = "--module llama3 --config llama3_8b --gpus 8 --device H100"
 
 
-@pytest.mark.parametrize("line", [f"estimate {JOB}", f"plan {JOB}", f"compare {JOB}"])
+@pytest.mark.parametrize("line", [f"estimate {JOB}", f"plan {JOB}", f"compare {JOB}", "measure --module a -o a.toml"])
 def test_a_job_without_torch_is_one_sentence(line: str, here: Path) -> None:
     refused = process(sys.executable, "-c", WITHOUT_TORCH, *line.split(), code=2)
     assert refused.stderr == f"Error: this command {NEEDS_TORCH}\n"

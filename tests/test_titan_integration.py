@@ -13,7 +13,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import measure_stages
 import pytest
 import test_docs
 import torch
@@ -583,7 +582,7 @@ def test_a_page_has_what_its_commands_print(titan: Titan) -> None:
 
 def estimate_measured(file: str) -> Any:
     job = "--module titan_integration.llama3 --config llama3_debug"
-    measure_stages.main([*job.split(), "--steps", "1", "-o", file])
+    print_line(f"measure {job} --steps 1 -o {file}")
     with searching_little():
         return json.loads(print_line(f"estimate {job} --gpus 2 --costs-file {file} --json")[0])
 

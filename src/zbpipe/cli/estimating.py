@@ -1,4 +1,4 @@
-"""`estimate`: a job's gain before its launch."""
+"""`estimate` and `measure`: a job's gain before its launch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zbpipe.cli.base import Command, OutputFile, json_option, print_json, transport_option
-from zbpipe.cli.jobs import EXISTING, TITANS, JobOptions, job_options
+from zbpipe.cli.base import COUNT, Command, OutputFile, in_one_line, json_option, print_json, transport_option
+from zbpipe.cli.jobs import EXISTING, TITANS, JobOptions, job_options, require_job, titan_arguments
 from zbpipe.cli.request import sizes_option
-from zbpipe.costs.file import load_costs
+from zbpipe.costs.file import dump_costs, load_costs, require_ending
+from zbpipe.costs.job import MemoryLimit
 
 if TYPE_CHECKING:
     from zbpipe.costs.model import Transport
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command, context_settings=TITANS)
 @job_options
-@click.option("--costs-file", type=EXISTING, metavar="FILE", help="Measured times and bytes (docs/costs-file.md).")
+@click.option("--costs-file", type=EXISTING, metavar="FILE", help="Measured times and bytes (`zbpipe measure`).")
 @click.option(
     "--schedule",
     "only",
@@ -121,3 +122,33 @@ def _write(found: Estimate, name: str | None, output: Path) -> None:
         raise ValueError(f"--output {output} has nothing to write: {name or 'no schedule that fits'} has no row above")
     output.write_text(step.timeline.schedule.to_csv(), encoding="utf-8")
     click.echo(f"wrote {step.name} to {output}", err=True)
+
+
+@click.command(cls=Command, context_settings=TITANS)
+@click.option("--steps", type=COUNT, default=3, show_default=True, metavar="N", help="Timed steps for each stage.")
+@click.option("-o", "--output", type=OutputFile(), required=True, metavar="FILE", help="The cost file: .toml or .json.")
+@titan_arguments
+def measure(steps: int, output: Path, arguments: tuple[str, ...]) -> None:
+    """Measure the stages of a TorchTitan job, one after the other, on one device of this machine.
+
+    Measures times and memory of F, I, W and B without any other rank, also on the CPU. Writes the cost file that
+    `estimate` and `plan` take with --costs-file. Further options are TorchTitan's: --module and --config.
+
+    \b
+    Example:
+      zbpipe measure --module titan_integration.llama3 --config llama3_debug -o costs.toml
+    """
+    from zbpipe.views.report import costs as costs_table
+
+    require_job(arguments)
+    require_ending(output)
+    with in_one_line(ImportError):
+        from zbpipe.frameworks.titan.command_line import parse, read_config
+
+        config, options = read_config(arguments), parse(arguments)[0]
+        from zbpipe.frameworks.titan.measure_stages import measure_stages
+
+        costs = measure_stages(config, steps, MemoryLimit.parse(options.memory_limit))
+    dump_costs(costs, output)
+    click.echo(costs_table(costs))
+    click.echo(f"wrote {output}")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 EXISTING = click.Path(exists=True, dir_okay=False, path_type=Path)
 TITANS = {"ignore_unknown_options": True, "allow_interspersed_args": True}
+titan_arguments = click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF THE JOB]")
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,7 @@ class JobOptions:
 
             self.require_no_arguments("; --layers takes no options of TorchTitan")
             return load_layers(self.layers, self.gpus)
-        if not self.arguments:
-            ways = "--module and --config, --job.config_file for TorchTitan 0.2, --hf config.json, or --layers FILE"
-            raise click.UsageError(f"name the job: {ways}", click.get_current_context())
+        require_job(self.arguments)
         disabled = logging.root.manager.disable
         logging.disable(logging.WARNING)  # TorchTitan's warnings concern a running job
         try:
@@ -70,6 +69,12 @@ class JobOptions:
         if self.arguments:
             words = f"unknown options: {' '.join(self.arguments)}{why}"
             raise click.UsageError(words, click.get_current_context())
+
+
+def require_job(arguments: Sequence[str]) -> None:
+    if not arguments:
+        ways = "--module and --config, --job.config_file for TorchTitan 0.2, --hf config.json, or a file of --layers"
+        raise click.UsageError(f"name the job: {ways}", click.get_current_context())
 
 
 _OF_TRANSFORMERS = click.Command(
@@ -139,5 +144,5 @@ def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
             metavar="GB/S",
             help="Bandwidth of a GPU to other nodes, in one direction; or two numbers: inside a node, between nodes.",
         ),
-        click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF THE JOB]"),
+        titan_arguments,
     )(with_job)

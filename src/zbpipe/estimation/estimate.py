@@ -79,7 +79,7 @@ def estimate(
         device: its name in `zbpipe.estimation.devices`, or a Device. None requires `costs`.
         tflops: sustained 1e12 operations per second, in place of the table's share of the peak.
         link: 1e9 bytes per second between nodes, or (inside, between), in place of the table's values.
-        costs: measured costs of stages or layers, in place of counted ones.
+        costs: measured costs of stages or layers (`zbpipe measure`), in place of counted ones.
         transport: which messages wait for each other, as in `zbpipe.simulate`. Default: that of the costs or device.
         only: names of schedules. Default: all registered ones.
         stages_per_rank: numbers of stages per rank to try, for schedules that take any number.

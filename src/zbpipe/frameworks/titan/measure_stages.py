@@ -1,16 +1,14 @@
-"""The costs of a TorchTitan job's stages, measured one after the other on this machine's one device, as a cost file.
+"""`zbpipe measure`: the stages of a TorchTitan job, one after the other on this machine's one device.
 
-    python benchmarks/measure_stages.py --module titan_integration.llama3 --config llama3_debug -o costs.toml
-
-`zbpipe estimate` and `zbpipe plan` take the file with --costs-file. Each stage is built as in the job (checkpointing,
-compiler, mixed precision). It trains a few steps as a pipeline of one rank and one stage, on synthetic inputs and
-gradients. So the times exclude contention with neighbours on the same machine. Links are not measured.
+Each stage is built as in the job (checkpointing, compiler, mixed precision). It trains a few steps as a pipeline of one
+rank and one stage, on synthetic inputs and gradients. So the times exclude contention with neighbours on the same
+machine. No links are measured.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
@@ -19,22 +17,23 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from harness import parser
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.tools import utils as titan_utils
 
-from zbpipe.costs.file import dump_costs
 from zbpipe.costs.job import JobCosts, MemoryLimit
 from zbpipe.costs.layers import Split
 from zbpipe.estimation.cut import WorkloadCut
 from zbpipe.estimation.estimate import choose_own
-from zbpipe.frameworks.titan import batches, cpu
-from zbpipe.frameworks.titan.command_line import parse, read_config, shared_degrees
-from zbpipe.frameworks.titan.versions import has_job_config
+from zbpipe.frameworks.titan import batches, cpu, models
+from zbpipe.frameworks.titan.command_line import shared_degrees
+from zbpipe.frameworks.titan.models import workload_of
 from zbpipe.runtime.build import build_pipeline_schedule
 from zbpipe.runtime.measure.profiler import RankTable, average_by_kind, combine, find_overhead
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
-from zbpipe.views.report import costs as costs_table
 
 logger = logging.getLogger(__name__)
 
@@ -56,10 +55,8 @@ def measure_stages(config: Any, steps: int = 3, memory_limit: MemoryLimit | None
         ImportError: TorchTitan is version 0.2.
         ValueError: TorchTitan or zbpipe refuses the job.
     """
-    if has_job_config():
-        raise ImportError("single stages are built with torchtitan 0.3, and this is 0.2")
-    from zbpipe.frameworks.titan.models import workload_of  # not before: TorchTitan chooses its device at import
-
+    if models.HAS_JOB_CONFIG:
+        raise ImportError("zbpipe builds single stages with torchtitan 0.3, and this is 0.2")
     if cpu.is_needed():
         cpu.adapt(config)
     parallelism = config.parallelism
@@ -177,10 +174,6 @@ class _Stage(NamedTuple):
 def _build(config: Any, names: list[str], device: torch.device) -> _Stage:
     """One stage with these modules, as the `Trainer` of a `Trainer.Config` builds it for one GPU."""
     from torchtitan.components.loss import ChunkedLossWrapper
-    from torchtitan.config import TORCH_DTYPE_MAP
-    from torchtitan.distributed import ParallelDims
-    from torchtitan.distributed import utils as dist_utils
-    from torchtitan.tools import utils as titan_utils
 
     parallelism = replace(
         config.parallelism,
@@ -244,17 +237,3 @@ def _keywords(model: Any, sizes: tuple[int, ...], length: int, device: torch.dev
     except TypeError:
         masks = None
     return {"positions": positions, "attention_masks": masks}
-
-
-def main(words: Sequence[str] | None = None) -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--steps", type=int, default=3, help="timed steps of each stage")
-    arguments.add_argument("-o", "--output", required=True, help="the cost file: .toml or .json")
-    options, job = arguments.parse_known_args(words)
-    costs = measure_stages(read_config(job), options.steps, MemoryLimit.parse(parse(job)[0].memory_limit))
-    dump_costs(costs, options.output)
-    print(costs_table(costs))
-
-
-if __name__ == "__main__":
-    main()
