@@ -11,7 +11,7 @@ from zbpipe.cli.demo.command import demo
 from zbpipe.cli.doctor import doctor
 from zbpipe.cli.estimating import estimate, measure
 from zbpipe.cli.planning import plan
-from zbpipe.cli.show import compare, export, list_, show, simulate, validate
+from zbpipe.cli.show import compare, export, list_, playground, show, simulate, validate
 from zbpipe.schedule.user_code import import_modules
 
 
@@ -37,5 +37,7 @@ def main(context: click.Context, modules: tuple[str, ...]) -> None:
         click.echo(context.get_help())
 
 
-for command in (*(list_, show, simulate, compare, plan, estimate, measure, export, validate, demo, doctor),):
+for command in (
+    *(list_, show, simulate, compare, plan, estimate, measure, export, validate, playground, demo, doctor),
+):
     main.add_command(command)

@@ -1,5 +1,5 @@
-"""Commands that look at schedules (`list`, `show`, `simulate`, `compare`), or write and check their files (`export`,
-`validate`)."""
+"""Commands that look at schedules (`list`, `show`, `simulate`, `compare`, `playground`), or write and check their files
+(`export`, `validate`)."""
 
 from __future__ import annotations
 
@@ -185,6 +185,38 @@ def compare(
     else:
         click.echo(f"{ranks} ranks, {microbatches} microbatches; {costs.words}\n")
         click.echo("\n".join(report.comparison(standings)))
+
+
+@click.command(cls=Command)
+@click.option("--port", type=click.IntRange(0, 65535), default=0, metavar="N", help="Default: a free one.")
+@click.option("--browser/--no-browser", default=True, show_default=True, help="Open the page in the browser.")
+def playground(port: int, browser: bool) -> None:
+    """Try schedules in the browser: sliders for sizes, times and memory.
+
+    Shows two schedules, the best plan found, and the lower bound. It runs on this machine only, until Ctrl-C.
+
+    \b
+    Example:
+      zbpipe playground
+    """
+    from zbpipe.views.playground import server
+
+    try:
+        listening = server(port)
+    except OSError as error:
+        raise ValueError(f"--port {port} cannot be used ({error.strerror}): omit it for a free one") from None
+    with listening as started:
+        host, taken = started.server_address[:2]
+        address = f"http://{host!s}:{taken}/"
+        click.echo(f"the playground is at {address}; Ctrl-C ends it")
+        if browser:
+            import webbrowser
+
+            webbrowser.open(address)
+        try:
+            started.serve_forever()
+        except KeyboardInterrupt:
+            click.echo()
 
 
 @click.command(cls=Command)

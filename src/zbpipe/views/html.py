@@ -25,17 +25,28 @@ def html(timeline: Timeline, drawn_with: str = "") -> str:
 
     It needs no network and no other file, and has a dark theme. `drawn_with` names the costs.
     """
-    parts = {
-        "title": escape(timeline.schedule.name),
-        "size": escape(style.size(timeline) + (f"; {drawn_with}" if drawn_with else "")),
-        "outcome": style.outcome(timeline),
-        "ranks": "\n".join(_table(timeline)),
+    sizes = style.size(timeline) + (f"; {drawn_with}" if drawn_with else "")
+    return fill(
+        "page.html",
+        title=escape(timeline.schedule.name),
+        size=escape(sizes),
+        outcome=style.outcome(timeline),
+        ranks="\n".join(_table(timeline)),
+        data=pack(drawing(timeline)),
+    )
+
+
+def fill(name: str, **parts: str) -> str:
+    """A page of this folder, with these parts and the shared ones in its placeholders."""
+    data = f'<script id="data" type="text/plain">{parts.get("data", "")}</script>'
+    shared = {
+        "head": _read("head.html"),
         "style": f"{_variables()}\n{_read('page.css')}",
-        "data": _pack(drawing(timeline)),
-        "script": _read("timeline.js"),
+        "script": f"{data}\n<script>\n{_read('timeline.js')}\n</script>",
     }
+    everything = shared | parts
     # In one pass, so that user text is never taken for a placeholder.
-    return re.sub(r"\{\{(\w+)\}\}", lambda place: parts[place[1]], _read("page.html"))
+    return re.sub(r"\{\{(\w+)\}\}", lambda place: everything[place[1]], _read(name))
 
 
 def _read(name: str) -> str:
@@ -51,7 +62,7 @@ def _variables() -> str:
     return f"  :root {{ color-scheme: light dark; {rules(style.LIGHT)} }}\n  {dark}"
 
 
-def _pack(data: Any) -> str:
+def pack(data: Any) -> str:
     """JSON, deflated, in base64; `unpacked` in timeline.js reverses it."""
     text = json.dumps(data, separators=(",", ":")).encode()
     return base64.b64encode(zlib.compress(text, 9)).decode()

@@ -1,6 +1,6 @@
 "use strict";
 /* Draws a timeline into a canvas, with its memory below: what is in view only, and shares of time where boxes would be
-   too narrow. `drawing` in html.py makes what it draws. */
+   too narrow. Pages of zbpipe include this file; `drawing` in html.py makes what it draws. */
 
 // CSS pixels.
 const AXIS = 26, HEADING = 34, STRIP = 3, NARROW = 560, LEAST_BOX = 2, SEAM = 1, HATCH = 6, STRIPE = 2;
@@ -10,7 +10,7 @@ const part = (id) => document.getElementById(id);
 const show = (value) => String(+value.toPrecision(6));
 const inRange = (value, low, high) => Math.max(Math.min(value, high), low);
 
-/* The object that `_pack` in html.py has put into base64. */
+/* The object that `pack` in html.py has put into base64. */
 async function unpacked(text) {
   const bytes = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
   return JSON.parse(await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).text());
@@ -83,23 +83,23 @@ function readTheme() {
 }
 
 class Picture {
-  /* `canvas` sticks inside `room`, which is as high as all that there is to draw; `tip` shows what is pointed at, and
-     `said` tells it to screen readers. */
-  constructor({canvas, room, tip, said}) {
-    Object.assign(this, {canvas, room, tip, said, pen: canvas.getContext("2d"), image: null, dim: false, chosen: null});
+  /* `canvas` sticks inside `room`, which is as high as all that there is to draw; `tip` shows what is pointed at, `said`
+     tells it to screen readers, `looked` hears of every new view, and `memory` is whether to draw it. */
+  constructor({canvas, room, tip, said, looked = () => {}, memory = true}) {
+    Object.assign(this, {canvas, room, tip, said, looked, memory, pen: canvas.getContext("2d"), image: null, dim: false, chosen: null});
     this.fingers = new Map();
     this.listen();
   }
 
-  show(data) {
+  show(data, until = 0) {
     this.timeline = readTimeline(data);
-    this.until = this.timeline.until;
+    this.until = until || this.timeline.until;
     this.view = {begin: 0, end: this.until};
     this.chosen = null;
     const many = this.timeline.ranks.length;
     [this.row, this.box, this.curve, this.gap] = many <= 16 ? [32, 26, 46, 12] : many <= 32 ? [22, 18, 28, 8] : [15, 12, 18, 5];
     this.gridHeight = many * this.row;
-    this.height = this.gridHeight + HEADING + many * (this.curve + this.gap) + AXIS;
+    this.height = this.gridHeight + (this.memory ? HEADING + many * (this.curve + this.gap) : 0) + AXIS;
     this.ask();
   }
 
@@ -138,17 +138,18 @@ class Picture {
     pen.fillStyle = this.theme.paper;
     pen.fillRect(0, 0, this.width, this.seen);
     const rows = this.inView((rank) => this.rowTop(rank), this.row);
-    const curves = this.inView((rank) => this.curveBottom(rank) - this.curve, this.curve);
+    const curves = this.memory ? this.inView((rank) => this.curveBottom(rank) - this.curve, this.curve) : [];
     this.paint(rows, curves);
     for (const rank of rows) this.write(this.name(rank), this.left - 6, this.rowTop(rank) + this.box / 2, this.theme.ink, "right");
     for (const rank of curves) this.label(rank);
-    this.head(this.gridHeight + HEADING - 16 - this.top);
+    if (this.memory) this.head(this.gridHeight + HEADING - 16 - this.top);
     this.clipped(() => {
       for (const rank of rows) this.number(rank);
       if (this.dim) this.drawPath();
       if (this.chosen) this.frame(this.chosen);
     });
     this.axis();
+    this.looked(this);
   }
 
   head(y) {
@@ -502,6 +503,26 @@ class Picture {
     new ResizeObserver(() => this.timeline && this.ask()).observe(canvas);
     for (const name of ["scroll", "resize"]) window.addEventListener(name, () => { this.hush(); if (this.timeline) this.ask(); }, {passive: true});
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.timeline && this.ask());
+  }
+}
+
+/* Each picture with its drawing, all on one time scale, and one legend for all of them into `list`. */
+function showTogether(pictures, drawings, list) {
+  const until = Math.max(...drawings.map(({makespan}) => makespan), 0);
+  pictures.forEach((picture, n) => picture.show(drawings[n], until));
+  // Of a kind the shades of the most stages.
+  const inOrder = [...drawings].sort((one, other) => one.stagesPerRank - other.stagesPerRank);
+  const kinds = new Map(inOrder.flatMap(({kinds, paints}) => kinds.map((kind, n) => [kind[0], {kind, paint: paints[n]}])));
+  const shown = [...kinds.values()], {stagesPerRank} = inOrder[inOrder.length - 1];
+  list.replaceChildren();
+  addLegend(list, {kinds: shown.map(({kind}) => kind), paints: shown.map(({paint}) => paint), stagesPerRank});
+}
+
+/* The other pictures show the time that one shows. */
+function lookTogether(one, pictures) {
+  for (const other of pictures) {
+    if (other === one || !other.timeline || other.until !== one.until) continue;
+    if (other.view.begin !== one.view.begin || other.view.end !== one.view.end) other.look(one.view.begin, one.view.end);
   }
 }
 
