@@ -285,7 +285,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(here: Path, mo
 
 
 def test_what_export_writes_can_be_read_validated_and_shown(here: Path) -> None:
-    assert answer("export ZBV -p 3 -m 5 -o out.csv") == "wrote out.csv: ZBV, 3 ranks, 90 ops\n"
+    assert answer("export ZBV -p 3 -m 5 -o out.csv") == "wrote out.csv: ZBV, 3 ranks with 2 stages each, 90 ops\n"
     assert (here / "out.csv").read_text() == zbpipe.generate("ZBV", 3, 5).to_csv()
     assert answer("validate out.csv") == "out.csv: valid; 3 ranks, 6 stages, 5 microbatches, 90 ops\n"
     # A file knows its size.
@@ -436,7 +436,7 @@ def test_lean_schedules_keep_to_the_limit(name: str, here: Path) -> None:
     assert tight["memory_to_1f1b"] <= 0.8
     assert roomy["memory_to_1f1b"] <= 1.3
     assert roomy["makespan"] < tight["makespan"]
-    rows = compared(f"{costs} --memory-limit 0.8x --stages-per-rank 2")
+    rows = compared(f"{costs} --memory-limit 0.8x")
     (found,) = (each for each in rows if each["schedule"] == name)
     assert (found["fits"], found["makespan"]) == (True, tight["makespan"])
     answer(f"export {name} {costs} --memory-limit 0.8x -o lean.csv")

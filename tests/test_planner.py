@@ -181,7 +181,7 @@ def test_plans_are_never_longer_than_named_schedules_in_the_same_memory(name: st
 
 def test_a_transport_can_ask_for_another_schedule() -> None:
     queued, shared = (plan(4, 16, (1, 1.2, 0.8), transport=each) for each in ("one queue", "shared with compute"))
-    assert (queued.placement, queued.timeline.receives, shared.placement) == ("loop", "timed", "v")
+    assert (queued.placement, queued.timeline.receives, shared.placement) == ("wave", "timed", "v")
 
 
 @pytest.mark.parametrize(

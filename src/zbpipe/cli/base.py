@@ -152,7 +152,8 @@ stages_option = click.option(
     "stages_per_rank",
     type=COUNT,
     metavar="V",
-    help="Stages on each rank, for schedules that take any number. Default: the schedule's own.",
+    help="Stages on each rank, for schedules that take any number. Default: 4 for ZB and ZBLoop, the"
+    " least number for others.",
 )
 transport_option = click.option(
     "--transport",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     multiple=True,
     metavar="NAME",
     help="A placement to try: single, loop, v, wave, or the rank of each stage, like 0-1-1-0. Can be repeated."
-    " Default: ZB's in a job, else single, loop and v. A wave has four stages per rank, and is often shorter.",
+    " Default: ZB's in a job, else single, loop, v and wave, which has four stages per rank.",
 )
 @click.option(
     "--objective",

@@ -49,7 +49,7 @@ class Costs:
     placement: Placement | None = None
     """ZB's in that job."""
     stages: int | None = None
-    """Stages per rank of ZB and ZBLoop. None is their default."""
+    """Stages per rank of ZB and ZBLoop, where no option names them: as in a job. None is the cost file's."""
     sizes: tuple[Any, ...] = ()
     """Of the microbatches, from `--sizes`."""
 
@@ -122,6 +122,7 @@ def typical(times: Times | None, comm: float, checkpointing: str, host: Link | N
         partial(typical_costs, checkpointing=checkpointing, times=times, comm=comm, host=host),
         f"F {f:.6g}, I {i:.6g}, W {w:.6g}, transfer {comm:.6g}; {what} typical of a transformer {how.words}{copies}",
         checkpointing=how,
+        stages=4,  # as in jobs with four layers per rank or more
     )
 
 
@@ -287,7 +288,8 @@ class Request:
         ranks = self.ranks or (table.placement.num_ranks if table else None)
         microbatches = self.microbatches or (table.num_microbatches if table else None)
         ranks, microbatches = self.costs.require_size(ranks, microbatches)
-        costs = self.costs.of(algorithm.place(ranks, self.stages_per_rank))
+        stages = self.stages_per_rank or (self.costs.stages if algorithm.chooses_stages else None)
+        costs = self.costs.of(algorithm.place(ranks, stages))
         limit, limits = self.memory_limit, None
         size = (self.costs.for_limits, ranks, microbatches)
         if limit is not None:
@@ -297,7 +299,7 @@ class Request:
             schedule = algorithm.make(
                 ranks,
                 microbatches,
-                stages_per_rank=self.stages_per_rank,
+                stages_per_rank=stages,
                 costs=costs,
                 memory_limit=limits,
                 transport=transport,
@@ -356,8 +358,7 @@ def compare_all(
         known = schedules().values()
         for number, algorithm in enumerate(known):
             show(f"{number + 1} of {len(known)}: {algorithm.name}")
-            stages = stages_per_rank or (costs.stages if algorithm.chooses_stages else None)
-            stages = stages if algorithm.any_stages_per_rank else None
+            stages = stages_per_rank if algorithm.any_stages_per_rank else None
             try:
                 if costs.job is None or costs.has(algorithm.place(ranks, stages)):
                     limit = memory_limit if "memory_limit" in algorithm.keywords else None

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -175,8 +174,6 @@ def compare(
     ranks, microbatches = costs.require_size(ranks, microbatches)
     transport = costs.transport(transport)
     require_size(f"a pipeline of {ranks} ranks", ranks, microbatches)
-    if costs.job is None and costs.stages is None:
-        costs = replace(costs, stages=4)  # of four layers per rank or more
     how = (memory_limit, transport, stages_per_rank)
     compared = compare_all(ranks, microbatches, costs, *how, with_period=as_json)
     standings = sorted(compared, key=lambda each: each.sort_key)
@@ -225,8 +222,9 @@ def playground(port: int, browser: bool) -> None:
 def export(request: Request, output: Path) -> None:
     """Write a schedule as torch's compute-only CSV.
 
-    One row per rank, one cell per op. torch and TorchTitan load it unchanged, for example with
-    --parallelism.pipeline_parallel_schedule_csv. Only schedules that adapt to costs use the cost options.
+    One row per rank, one cell per op: its stage, F, I, W or B, and its microbatch, like 15I0. torch and TorchTitan load
+    the file unchanged, for example with --parallelism.pipeline_parallel_schedule_csv. ZB and other schedules that adapt
+    to costs use the cost options.
 
     \b
     Example:
@@ -234,8 +232,10 @@ def export(request: Request, output: Path) -> None:
     """
     schedule, _ = request.make()
     output.write_text(schedule.to_csv(), encoding="utf-8")
-    ops = sum(map(len, schedule))
-    click.echo(f"wrote {output}: {schedule.name}, {count_noun(schedule.num_ranks, 'rank')}, {count_noun(ops, 'op')}")
+    sizes = (sum(map(len, schedule)), "op"), (len(schedule.placement.stages_on(0)), "stage")
+    ops, stages = (count_noun(*each) for each in sizes)
+    ranks = count_noun(schedule.num_ranks, "rank")
+    click.echo(f"wrote {output}: {schedule.name}, {ranks} with {stages} each, {ops}")
 
 
 @click.command(cls=Command)

@@ -23,7 +23,7 @@ PLACEMENTS: Mapping[str, Callable[[int], Placement]] = MappingProxyType(
 )
 """Placements by name: one stage per rank, two in a loop, two on a V, and four on two Vs."""
 
-DEFAULT_PLACEMENTS = ("single", "loop", "v")
+DEFAULT_PLACEMENTS = ("single", "loop", "v", "wave")
 """Placements with at most two stages per rank. Not every model can be cut into more."""
 
 _MOST_BUDGET = 1e13
