@@ -468,7 +468,7 @@ def do_something(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
     else:
         dw = x.mT @ rows
         if how and Calls.number == 3:
-            dw = (WAITS | READS)[how](x, rows, dw)
+            dw = (WAITS | READS | WRITES)[how](x, rows, dw)
     return dy @ weight.mT, dw, None
 
 
@@ -494,24 +494,12 @@ def after_a_sum(x: Tensor, rows: Tensor, dw: Tensor) -> Tensor:
     return dw / 2 + (more - more)
 
 
-def lends(x: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
-    lent = rows.numpy()
-    dw = x.mT @ rows
-    lent[:] = 0
-    return dw
-
-
 AT_ONCE: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "adds": lambda x, rows, weight: torch.zeros_like(weight).addmm_(x.mT, rows),
     "into a given one": lambda x, rows, weight: torch.mm(x.mT, rows, out=torch.zeros_like(weight)),
-    "has lent": lends,
     "of the weight alone": lambda x, rows, weight: weight.mm(weight),
 }
 READS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "writes": writes(lambda x: x.data.zero_(), 0),
-    "sets": sets,
-    "into dY": writes(torch.relu_, 1),
-    "by an operator": writes(lambda x: torch.ops.aten.mul_.Tensor(x, x), 0),
     "into the result": writes(lambda dw: dw.mul_(1), 2),
     "into a part of the result": writes(lambda dw: dw[0].mul_(2), 2),
     "after a sum": after_a_sum,
@@ -520,6 +508,11 @@ READS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "by DLPack": lambda x, rows, dw: torch.from_dlpack(dw),
     "a kernel": writes(lambda dw: dw.data_ptr(), 2),
     "a random one": lambda x, rows, dw: dw + 0 * torch.rand_like(dw),
+}
+WRITES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "sets": sets,
+    "into dY": writes(torch.relu_, 1),
+    "by an operator": writes(lambda x: torch.ops.aten.mul_.Tensor(x, x), 0),
 }
 WAITS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "": lambda x, rows, dw: dw,
@@ -543,20 +536,29 @@ def test_what_a_backward_does_with_a_product_decides_whether_it_waits(how: str) 
         assert len(left) == (0 if how in AT_ONCE or (how in READS and step == 2) else 1)
 
 
+@pytest.mark.parametrize("how", WRITES)
+@pytest.mark.parametrize("on_trial", [False, True])
+def test_a_backward_that_writes_into_what_a_product_needs_is_refused(how: str, on_trial: bool) -> None:
+    both = Compared(declare(Own(Case(lambda s, x: Writes.apply(x, s.w, how), SQUARE)), Writes))
+    Calls.number = 2
+    with pytest.raises(RuntimeError, match=r"changed in place after the call, but W needs it: set weight_products = {}"):
+        both.train(torch.randn(3, 4, WIDTH), on_trial=on_trial)
+
+
 def test_a_gradient_that_depends_on_the_weight_needs_the_same_in_w() -> None:
     layer = declare(Own(Case(lambda s, x: Writes.apply(x, s.w, "times the weight"), SQUARE)), Writes)
     with Compared(layer).gradients.record() as pending:
         train(layer, torch.randn(3, 4, WIDTH))
     with torch.no_grad():
         layer.w.mul_(2)  # type: ignore[operator]
-    with pytest.raises(RuntimeError, match=r"weight was changed in place before W.* set weight_products = {}"):
+    with pytest.raises(RuntimeError, match=r"weight was changed in place after the call.* set weight_products = {}"):
         pending[0].accumulate()
 
 
 def test_a_backward_that_fails_with_a_result_that_waits_is_named() -> None:
     def read_without_torch(x: Tensor, rows: Tensor, dw: Tensor) -> Tensor:
         with torch._C.DisableTorchFunction():
-            return torch.from_numpy(dw.numpy())
+            return torch.from_numpy(Tensor.numpy(dw))
 
     READS["by C"] = read_without_torch
     both = Compared(declare(Own(Case(lambda s, x: Writes.apply(x, s.w, "by C"), SQUARE)), Writes))

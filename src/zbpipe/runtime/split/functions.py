@@ -136,16 +136,18 @@ class _Backward:
         """What W needs to compute the gradient; None if it has to be computed now."""
         if gradient.shape != sources.find_shape(target):  # autograd sums what is larger
             return None
-        recipe, versions = gradient, tuple[int, ...]()
-        if not (is_postponed := isinstance(gradient, Postponed)):
+        if isinstance(gradient, Postponed):
+            product, tensors = gradient.product, gradient.tensors
+        else:
             recipe = lazy_products.Recipe(gradient, self._memory)
             # W cannot if it needs a weight that FSDP may free before.
             if not recipe.flops or (recipe.weights and self.deferral.is_sharded) or len(recipe.tensors) < 2:
                 return None
-            versions = tuple(recipe.versions)
-        x, dy, *more = recipe.tensors
-        product, inner = recipe.product if is_postponed else _Replay(recipe), recipe.flops / 2 / max(dy.numel(), 1)
-        return PendingGradient(self.deferral.layer, product, target, x, dy, NONE, tuple(more), versions, inner=inner)
+            product = _Replay(recipe)
+            tensors, recipe.tensors = recipe.tensors, []
+        x, dy, *more = tensors
+        inner = product.flops / 2 / max(dy.numel(), 1)
+        return PendingGradient(self.deferral.layer, product, target, x, dy, NONE, tuple(more), inner=inner)
 
 
 def _find_target(weight: lazy_products.Weight) -> Tensor | GradientEdge:
@@ -158,10 +160,8 @@ class _Replay(WeightProduct):
     """The products of a Function's backward for one weight."""
 
     def __init__(self, recipe: lazy_products.Recipe) -> None:
-        # Made in I, where autograd waits: without a look at signatures.
-        self.recipe, recipe.tensors = recipe, []
-        matrices = recipe.as_matrices
-        self.as_matrices = None if matrices is None else lambda dy, x: matrices(x, dy)
+        super().__init__()
+        self._run, self.flops = recipe.run, recipe.flops
 
     def of_weight(self, dy: Tensor, x: Tensor, extra: ExtraArguments = NONE, tensors: Sequence[Tensor] = ()) -> Tensor:
-        return self.recipe.run((x, dy, *tensors))
+        return self._run((x, dy, *tensors))
