@@ -28,7 +28,7 @@ from zbpipe.runtime.split.products import (
     is_apply,
 )
 from zbpipe.runtime.split.torchs_products import PRODUCTS, Factors, Reader
-from zbpipe.runtime.split.weight_gradients import Checks, Sharing, WeightGradients
+from zbpipe.runtime.split.weight_gradients import Checks, WeightGradients
 
 
 class Deferral:
@@ -56,7 +56,7 @@ class Deferral:
         self.is_declared = declares(layer, "weight_products")
         self.stays_in_i = False
         """Whether x or dY changed during the first I, so that W could not use them."""
-        self.checks, self.sharing = Checks(), Sharing()
+        self.checks = Checks()
         declared: Any = layer.weight_products if self.is_declared else {}
         self.functions = Functions(frozenset(each.__self__ for each in declared if declared[each] is FROM_BACKWARD))
         self.has_hooks_on_views = False
@@ -106,7 +106,7 @@ class Deferral:
         is_whole = factors.is_whole and not isinstance(target, sources.Made)
         inner = factors.inner or count_inner(factors.x)
         bias_dtype = None if bias is None else bias.dtype
-        rule = _Rule(self, target, factors.product, factors.extra, inner, factors.is_cast, is_whole, bias_dtype)
+        rule = _Rule(self, target, factors.product, factors.extra, inner, is_whole, bias_dtype)
         y = rule.multiply(function, args, kwargs, factors.x, factors.weight, bias, factors.more)
         if y is None:
             return function(*args, **kwargs)
@@ -151,11 +151,6 @@ class Deferral:
             return compiled(*args, **kwargs)
         self.has_run = True
         return self.functions.watch(self, compiled, args, kwargs)
-
-    @property
-    def all_checks(self) -> tuple[Checks, Checks]:
-        """The checks of contents, for which the host waits."""
-        return self.checks, self.sharing.checks
 
     def declares(self, function: Callable[..., Any]) -> bool:
         return self.is_declared and self.products.get(function) is not PRODUCTS.get(function)
@@ -294,7 +289,6 @@ class _Rule(NamedTuple):
     product: WeightProduct
     extra: ExtraArguments
     inner: float
-    is_cast: bool
     is_whole: bool
     """Whether `product` gives all gradients. Otherwise autograd computes all but the weight's."""
     bias_dtype: torch.dtype | None
@@ -310,9 +304,6 @@ class _Rule(NamedTuple):
         more: Sequence[Tensor] = (),
     ) -> Any:
         """The product, whose weight gradient can wait. None if its result is no tensor."""
-        if self.is_cast and autograd.any_autocast() and (dtype := _choose_dtype(x)) != x.dtype:
-            given, x = x, _SharedCast.apply(x, dtype, self.deferral)
-            args, kwargs = map_leaves((args, kwargs), lambda leaf: x if leaf is given else leaf)
         if self.is_whole:
             return _DeferredWhole.apply(
                 x, weight, bias, self, partial(function, **kwargs) if kwargs else function, args
@@ -366,27 +357,6 @@ class _Plan(NamedTuple):
             and not autograd.is_transformed()
             and not (deferral.is_sharded and deferral.owns(x))  # FSDP would free it
         )
-
-
-def _choose_dtype(x: Tensor) -> torch.dtype:
-    """Dtype in which to keep an x that autocast casts: the result's if that is smaller. Otherwise W casts x again."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64:
-        return min(x.dtype, torch.get_autocast_dtype(device), key=lambda dtype: dtype.itemsize)
-    return x.dtype
-
-
-class _SharedCast(torch.autograd.Function):
-    """x in autocast's dtype. Layers with the same x share the memory, and each gives its own dX."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, deferral: Deferral) -> Tensor:
-        ctx.dtype = x.dtype
-        return deferral.gradients.cast(x, dtype, deferral.sharing)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        return dx.to(ctx.dtype), None, None
 
 
 class _DeferredWhole(torch.autograd.Function):
@@ -453,7 +423,6 @@ class _DeferredProduct(torch.autograd.Function):
 
 
 autograd.copy_type(_DeferredProduct, lambda x, weight, y, *_: y)
-autograd.copy_type(_SharedCast, lambda x, dtype, *_: x.to(dtype))
 autograd.copy_type(_DeferredWhole, lambda x, weight, bias, rule, function, args: function(*args))
 for _function in (_DeferredWhole, _DeferredProduct):
     # For `graph_products` and `lazy_products`, cheaper than attributes that each call would set.

@@ -84,8 +84,7 @@ def catch_around(module: nn.Module, parameters: Iterable[str], gradients: Weight
     is_sharded = any(map(fsdp2.is_fsdp, modules.values()))
     for layer in found:
         deferral = Deferral(layer, PRODUCTS, gradients, is_sharded)
-        for checks in deferral.all_checks:
-            checks.seen_steps = 1  # the first step is over: no model waits for the device in its third one
+        deferral.checks.seen_steps = 1  # the first step is over: no model waits for the device in its third one
         _replace_forward(layer, deferral)
     return bool(found)
 

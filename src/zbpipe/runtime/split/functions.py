@@ -136,17 +136,14 @@ class _Backward:
         """What W needs to compute the gradient; None if it has to be computed now."""
         if gradient.shape != sources.find_shape(target):  # autograd sums what is larger
             return None
-        if isinstance(gradient, Postponed):
-            product, tensors = gradient.product, gradient.tensors
-        else:
+        recipe = gradient
+        if not (is_postponed := isinstance(gradient, Postponed)):
             recipe = lazy_products.Recipe(gradient, self._memory)
             # W cannot if it needs a weight that FSDP may free before.
             if not recipe.flops or (recipe.weights and self.deferral.is_sharded) or len(recipe.tensors) < 2:
                 return None
-            product = _Replay(recipe)
-            tensors, recipe.tensors = recipe.tensors, []
-        x, dy, *more = tensors
-        inner = product.flops / 2 / max(dy.numel(), 1)
+        x, dy, *more = recipe.tensors
+        product, inner = recipe.product if is_postponed else _Replay(recipe), recipe.flops / 2 / max(dy.numel(), 1)
         return PendingGradient(self.deferral.layer, product, target, x, dy, NONE, tuple(more), inner=inner)
 
 
@@ -161,7 +158,7 @@ class _Replay(WeightProduct):
 
     def __init__(self, recipe: lazy_products.Recipe) -> None:
         super().__init__()
-        self._run, self.flops = recipe.run, recipe.flops
+        self._run, recipe.tensors = recipe.run, []
 
     def of_weight(self, dy: Tensor, x: Tensor, extra: ExtraArguments = NONE, tensors: Sequence[Tensor] = ()) -> Tensor:
         return self._run((x, dy, *tensors))

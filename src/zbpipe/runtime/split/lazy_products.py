@@ -111,8 +111,8 @@ for _name in ("__array__", "__dlpack__", "data_ptr", "numpy", "tolist", "untyped
 def _require_unchanged(operands: Iterable[tuple[Tensor, int]], product: str) -> None:
     if any(version_of(tensor) != version for tensor, version in operands):
         raise RuntimeError(
-            f"an operand of {product} was changed in place after the call, but W needs it: set weight_products = {{}} on"
-            " this layer"
+            f"an operand of {product} was changed in place after the call, but W needs it: set weight_products = {{}}"
+            " on this layer"
         )
 
 

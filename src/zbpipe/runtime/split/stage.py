@@ -272,16 +272,12 @@ class SplitWork(OwnWork):
         """Whether the stage's next step tries nothing out and compares no contents."""
         has_no_i = len(self.whole) == self.stage.chunks
         return (has_no_i or (not self.tries_out and self._has_looked_around)) and all(
-            checks.are_over(self.gradients.step)
-            for deferral in deferrals(self.stage.submod).values()
-            for checks in deferral.all_checks
+            deferral.checks.are_over(self.gradients.step) for deferral in deferrals(self.stage.submod).values()
         )
 
     def forward(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
         with self.waits.during("F", self):
-            output = super().forward(microbatch, *args, **kwargs)
-        self.gradients.forget_cast()
-        return output
+            return super().forward(microbatch, *args, **kwargs)
 
     def backward(self, microbatch: int, loss: Tensor | None, is_last: bool) -> None:
         # In the last B, FSDP2's hooks reduce each module as soon as its gradients are complete.
@@ -395,8 +391,7 @@ class SplitWork(OwnWork):
         forget(self._delaying)
         self._is_scaled = False
         self._summed = None
-        # Layers learn from the first I. Under autocast, layers that defer share casts of x.
-        self._leaves_whole = self._is_settled and not autograd.any_autocast()
+        self._leaves_whole = self._is_settled  # layers learn from the first I
         if self.stage.has_backward:
             self.gradients.step += 1
             autograd.register_types()  # the job may have imported spmd_types since
