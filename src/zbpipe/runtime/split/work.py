@@ -16,7 +16,6 @@ from zbpipe.runtime._torch.attributes import plain_attribute, replaced
 from zbpipe.runtime.split import graph_products, sources
 from zbpipe.runtime.split.deferral import Deferral
 from zbpipe.runtime.split.deferring_layers import deferral_of
-from zbpipe.runtime.split.delaying import delays
 from zbpipe.runtime.split.products import PendingGradient
 
 _MOST_NAMES = 8
@@ -162,10 +161,7 @@ class WeightWork:
         return "a backward of its own computes it"
 
     def _explain(self, product: graph_products.GraphProduct) -> str:
-        """Reason why a product stays in I. Empty if its layer delays it."""
-        layer = self._find_owner(self._names.get(id(product.leaves[0]), ""))
-        if delays(layer):
-            return ""
+        """Reason why a product stays in I."""
         if isinstance(product.deferral, Deferral):
             return self._explain_own(product.deferral, product)
         kind, made = product.kind, ", ".join(product.made_by)
@@ -175,6 +171,7 @@ class WeightWork:
         if made:
             is_part = _PARTS.issuperset(product.made_by)
             return f"its weight is {'a part' if is_part else 'more than a view'} of a parameter ({made})"
+        layer = self._find_owner(self._names.get(id(product.leaves[0]), ""))
         declared = plain_attribute(layer, "weight_products", {} if isinstance(layer, nn.Linear) else None)
         if declared is None or declared:
             return "a product of its own: declare it by weight_products"
