@@ -101,8 +101,6 @@ class OwnRuntime(_PipelineScheduleRuntime):
         for work in self.works:
             if _SETS_UP_ANEW and self._stages_forward_initialized:
                 work.messages.forget_receives()
-            if self._has_backward:
-                work.messages.begin_setup()
         super()._initialize_stages(*args, **kwargs)
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
@@ -421,11 +419,6 @@ def keeping_buffers(stage: _PipelineStageBase) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in kept:
                 buffer.copy_(before)
-
-
-def can_infer_shapes(schedule: OwnRuntime) -> bool:
-    """Whether torch (from 2.13 on) has inferred all shapes on all ranks. Otherwise the user gave them."""
-    return all(work.messages.infers_shapes for work in schedule.works)
 
 
 def trains(schedule: _PipelineSchedule) -> bool:
