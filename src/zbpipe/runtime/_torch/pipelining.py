@@ -421,6 +421,11 @@ def keeping_buffers(stage: _PipelineStageBase) -> Iterator[None]:
                 buffer.copy_(before)
 
 
+def can_infer_shapes(schedule: OwnRuntime) -> bool:
+    """Whether torch (from 2.13 on) has inferred all shapes on all ranks. Otherwise the user gave them."""
+    return all(work.messages.infers_shapes for work in schedule.works)
+
+
 def trains(schedule: _PipelineSchedule) -> bool:
     """Whether the present or next step has backwards, unlike `eval`."""
     return bool(cast(Any, schedule)._has_backward)

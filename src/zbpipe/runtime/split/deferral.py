@@ -49,8 +49,6 @@ class Deferral:
         """`apply` of autograd Functions among `products`, which no torch function mode sees."""
         self.deferrable: set[Callable[..., Any]] = set()
         """Functions among `products` with deferrable calls so far."""
-        self.called: dict[str, None] = {}
-        """Names of functions that a layer with declared products has called with its weights."""
         self.is_caught = False
         """Whether a torch function mode catches the products in the layer's own forward."""
         self.is_declared = declares(layer, "weight_products")

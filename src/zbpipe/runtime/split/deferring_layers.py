@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from zbpipe.runtime._torch import autograd, compiler, fsdp2
 from zbpipe.runtime._torch.attributes import declares, replaced
 from zbpipe.runtime.split.deferral import Deferral
-from zbpipe.runtime.split.products import FROM_BACKWARD, LINEAR, WeightProduct, is_apply, name_of
+from zbpipe.runtime.split.products import FROM_BACKWARD, LINEAR, WeightProduct, is_apply
 from zbpipe.runtime.split.torchs_products import COMPOSITES, PRODUCTS, Reader, read_declared
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 
@@ -232,10 +232,6 @@ class _CatchProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.deferral.is_declared:
-            weights = (each for each in args if isinstance(each, Tensor) and self.deferral.owns(each))
-            if func not in self.deferral.deferrable and next(weights, None) is not None:
-                self.deferral.called[name_of(func)] = None
         if func in self.products and self._may_defer():
             return self.deferral.multiply(func, args, kwargs or {})
         if func in COMPOSITES and self._may_defer():

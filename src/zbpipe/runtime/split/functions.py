@@ -43,10 +43,8 @@ class Functions:
         """Functions whose products zbpipe may defer, as the layer declares."""
         self.may_be_called = True
         """Whether the layer may call Functions whose products can wait. Known after its first step."""
-        self.names: set[str] = set()
-        """Names of the Functions called with the layer's weights."""
-        self.called: set[type] = set()
-        """Functions whose products can wait."""
+        self.has_called = False
+        """Whether it has called one."""
 
     def watch(self, deferral: Deferral, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """`run(*args, **kwargs)`. Known Functions between its arguments and its result defer weight gradients."""
@@ -65,9 +63,8 @@ class Functions:
             if not weights:
                 continue
             function = autograd.function_of(node)
-            self.names.add(function.__name__)
             if lazy_products.is_compiled(node) or function in self.declared or sources.is_known(function):
-                self.called.add(function)
+                self.has_called = True
                 known = deferral.known[type(node)] = _Backward(deferral, node, weights)
                 lazy_products.replace_backward(node, known)
                 for each in weights:
@@ -76,7 +73,7 @@ class Functions:
 
     def settle(self) -> None:
         """Stop the search for Functions after a step without any whose products can wait."""
-        self.may_be_called = bool(self.called)
+        self.may_be_called = self.has_called
 
 
 class _Backward:

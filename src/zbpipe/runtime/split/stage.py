@@ -16,7 +16,6 @@ from zbpipe.runtime._torch import autograd, compiler, fsdp2, pipelining
 from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.stage_work import OwnWork, find_work, own
 from zbpipe.runtime.split import sources
-from zbpipe.runtime.split.deferral import Deferral
 from zbpipe.runtime.split.deferring_layers import (
     catch_around,
     defer_in_compiled_regions,
@@ -26,7 +25,7 @@ from zbpipe.runtime.split.deferring_layers import (
 )
 from zbpipe.runtime.split.last_w import accumulate, accumulate_and_reduce
 from zbpipe.runtime.split.ownership import copy_if_shared
-from zbpipe.runtime.split.products import PendingGradient, name_of, title
+from zbpipe.runtime.split.products import PendingGradient, title
 from zbpipe.runtime.split.waits import WaitFiller
 from zbpipe.runtime.split.weight_gradients import WeightGradients, find_changed_contents, find_changed_versions
 from zbpipe.runtime.split.work import StaysInI, WeightWork, describe, look_at_graphs, percent
@@ -187,33 +186,12 @@ def _report_what_stays_in_i(splits: Sequence[SplitWork]) -> None:
         "; ".join(words),
         "" if is_enough else ". So its schedule gains less. docs/the-split.md shows how to declare a layer's products",
     )
-    for stage, work in known.items():
-        left = {each.parameter for each in work.in_i}
-        for name, deferral in deferrals(stage.submod).items():
-            parameters = {f"{name}.{own}".lstrip(".") for own, _ in deferral.layer.named_parameters()}
-            if deferral.is_declared and left & parameters:
-                _explain_what_stays_in_i(stage, deferral)
 
 
 def _name(product: StaysInI) -> str:
     """The product's layer, or its parameter if that is not the weight."""
     layer, _, parameter = product.parameter.rpartition(".")
     return f"{title(layer, product.layer)}{'' if parameter == 'weight' else f' {parameter}'}"
-
-
-def _explain_what_stays_in_i(stage: pipelining.Stage, deferral: Deferral) -> None:
-    """Log functions that a layer declares in vain."""
-    declared = filter(deferral.declares, deferral.products)
-    never = [name_of(function) for function in declared if function not in deferral.deferrable]
-    never += [f"{each.__name__}.apply" for each in deferral.functions.declared - deferral.functions.called]
-    if never:
-        called = [*deferral.called, *(f"{each}.apply" for each in sorted(deferral.functions.names))]
-        logger.warning(
-            "stage %d: weight_products of %s declares %s, but no call could be deferred. With its weights the layer"
-            " called %s. Declare one of these, if it is called as function(x, weight, ...), and add a bias, or anything"
-            " else that needs a gradient, separately",
-            *(stage.stage_index, _name_of(stage, deferral.layer), ", ".join(never), ", ".join(called) or "nothing"),
-        )
 
 
 def _name_of(stage: pipelining.Stage, layer: nn.Module) -> str:
