@@ -126,7 +126,7 @@ class WeightGradients:
         if self.recording is None:
             return False
         gradient.may_fuse = self.may_fuse
-        gradient.versions = gradient.versions or tensor_data.versions_of(gradient.tensors)
+        gradient.versions = tensor_data.versions_of(gradient.tensors)
         if checks is not None and self.step and checks.is_due(self.step, self._run):
             gradient.contents = fingerprints(gradient.tensors)
         self.recording.append(gradient)
