@@ -14,6 +14,7 @@ from models import Experts
 from split_backward import MiddleStage, Mode, Size
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from zbpipe.costs.transformer import Block, Checkpointing
 from zbpipe.runtime.split.deferring_layers import defer_weights
@@ -96,14 +97,14 @@ class Llama(MiddleStage):
     ],
 )
 def test_a_block_leaves_what_the_arithmetic_says(checkpointing: Checkpointing, dtypes: str, backend: str) -> None:
-    """x of q, k and v is one, that of gate and up is another, and nothing else is alive after I. Under autocast, these
-    two are in float32 in eager layers."""
+    """x of q, k and v is one, that of gate and up is another, and nothing else is alive after I. Under autocast, eager
+    layers cast x for each."""
     torch.compiler.reset()
     stage = Llama(checkpointing, dtypes, backend)
     left = bytes_left(stage.f_and_i)
     size = 4 if dtypes == "float32" else 2
-    uncast = 2 * 2 * SIZE.dim if (dtypes, backend) == ("autocast", "eager") else 0
-    expected = (size * BLOCK.kept_by_i() + uncast) * SIZE.seq * SIZE.batch * SIZE.blocks
+    more = 3 * SIZE.dim if (dtypes, backend) == ("autocast", "eager") else 0
+    expected = size * (BLOCK.kept_by_i() + more) * SIZE.seq * SIZE.batch * SIZE.blocks
     assert (bytes_of(find_pending(stage.stage, 0)), left) == (expected, expected)
     if backend == "eager":
         assert bytes_left(lambda: stage.run("W")) == -expected
@@ -179,6 +180,39 @@ def test_a_transposed_tensor_waits_once() -> None:
         return s.b(h) + s.of_tokens(h.mT).mT  # type: ignore[no-any-return]
 
     assert bytes_of(waiting(Layers(use), torch.randn(2, TOKENS, WIDTH))) == 2 * 2 * X
+
+
+def test_autocast_to_a_wider_dtype_keeps_x_as_it_is() -> None:
+    """As routers of mixtures of experts do it on GPUs; `torch.autocast` refuses it on the CPU."""
+
+    def use(s: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(x)
+        y = s.a(h)
+        torch.set_autocast_enabled("cpu", True)
+        torch.set_autocast_dtype("cpu", torch.float32)
+        try:
+            return y + torch.tanh(s.b(h))  # type: ignore[no-any-return]
+        finally:
+            torch.set_autocast_enabled("cpu", False)
+            torch.set_autocast_dtype("cpu", torch.bfloat16)
+            torch.clear_autocast_cache()
+
+    pending = waiting(Layers(use).bfloat16(), torch.randn(1, TOKENS, WIDTH).bfloat16(), torch.bfloat16)
+    assert bytes_of(pending) == X // 2 + X // 2 + X
+    assert {gradient.x.dtype for gradient in pending} == {torch.bfloat16}
+
+
+def test_a_checkpoint_that_saves_casts_finds_its_own() -> None:
+    """The x of the first layer is cast before the checkpoint begins, which repeats only what it has itself."""
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts([torch.ops.aten._to_copy.default])
+
+    def use(s: Any, x: Tensor) -> Tensor:
+        h = torch.tanh(x)
+        return torch.tanh(s.a(h)) + checkpoint(s.b, h, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
+
+    assert len(waiting(Layers(use), torch.randn(1, TOKENS, WIDTH), torch.bfloat16)) == 2
 
 
 def test_a_gradient_of_a_gradient_under_autocast() -> None:

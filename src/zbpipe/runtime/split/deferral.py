@@ -104,7 +104,7 @@ class Deferral:
         is_whole = factors.is_whole and not isinstance(target, sources.Made)
         inner = factors.inner or count_inner(factors.x)
         bias_dtype = None if bias is None else bias.dtype
-        rule = _Rule(self, target, factors.product, factors.extra, inner, is_whole, bias_dtype)
+        rule = _Rule(self, target, factors.product, factors.extra, inner, factors.is_cast, is_whole, bias_dtype)
         y = rule.multiply(function, args, kwargs, factors.x, factors.weight, bias, factors.more)
         if y is None:
             return function(*args, **kwargs)
@@ -287,6 +287,7 @@ class _Rule(NamedTuple):
     product: WeightProduct
     extra: ExtraArguments
     inner: float
+    is_cast: bool
     is_whole: bool
     """Whether `product` gives all gradients. Otherwise autograd computes all but the weight's."""
     bias_dtype: torch.dtype | None
@@ -302,6 +303,9 @@ class _Rule(NamedTuple):
         more: Sequence[Tensor] = (),
     ) -> Any:
         """The product, whose weight gradient can wait. None if its result is no tensor."""
+        if self.is_cast and autograd.any_autocast() and (dtype := _choose_dtype(x)) != x.dtype:
+            given, x = x, x.to(dtype)
+            args, kwargs = map_leaves((args, kwargs), lambda leaf: x if leaf is given else leaf)
         if self.is_whole:
             return _DeferredWhole.apply(
                 x, weight, bias, self, partial(function, **kwargs) if kwargs else function, args
@@ -355,6 +359,14 @@ class _Plan(NamedTuple):
             and not autograd.is_transformed()
             and not (deferral.is_sharded and deferral.owns(x))  # FSDP would free it
         )
+
+
+def _choose_dtype(x: Tensor) -> torch.dtype:
+    """Dtype in which to keep an x that autocast casts: the result's if that is smaller. Otherwise W casts x again."""
+    device = x.device.type
+    if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64:
+        return min(x.dtype, torch.get_autocast_dtype(device), key=lambda dtype: dtype.itemsize)
+    return x.dtype
 
 
 class _DeferredWhole(torch.autograd.Function):

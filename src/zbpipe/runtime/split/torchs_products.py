@@ -40,6 +40,7 @@ class Factors(NamedTuple):
     more: Sequence[Tensor] = ()
     inner: int = 0
     """Multiplications per element of dY; 0 for the number of elements in a row of x."""
+    is_cast: bool = True
     is_whole: bool = False
     """Whether `product` has all gradients of the call: no other factors, and no other summand than `bias`."""
     bias: Tensor | None = None
@@ -91,7 +92,7 @@ def read_declared(product: WeightProduct) -> Reader:
         x, weight, *rest = factors_first
         if isinstance(x, Tensor) and isinstance(weight, Tensor):
             extra, more = _separate_tensors(rest, options)
-            yield Factors(x, weight, product, extra, more, is_named=True)
+            yield Factors(x, weight, product, extra, more, is_cast=False, is_named=True)
 
     return read
 
@@ -172,7 +173,8 @@ def _read_einsum(equation: str, *operands: Any) -> Iterator[Factors]:
         operands = tuple(operands[0])
     for place, extra, inner in _find_factors(equation, tuple([each.shape for each in operands])):
         x, weight = operands[1 - place], operands[place]
-        yield Factors(x, weight, _EINSUM, extra, inner=inner, is_whole=bool(extra.values[1]))
+        # Without a sum, einsum multiplies elements, which autocast leaves alone.
+        yield Factors(x, weight, _EINSUM, extra, inner=inner, is_cast=inner > 1, is_whole=bool(extra.values[1]))
 
 
 @lru_cache(1024)
