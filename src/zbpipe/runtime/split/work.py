@@ -21,8 +21,6 @@ from zbpipe.runtime.split.products import PendingGradient
 _MOST_NAMES = 8
 _LEAST = 0.0005
 _CHANGED = "something changes x or dY in place during I"
-_PARTS = frozenset(("Index", "IndexSelect", "Gather", "Narrow", "Select", "Slice", "Split", "Unbind"))
-"""Nodes that select a weight from a larger parameter."""
 
 
 @dataclass(frozen=True)
@@ -164,13 +162,12 @@ class WeightWork:
         """Reason why a product stays in I."""
         if isinstance(product.deferral, Deferral):
             return self._explain_own(product.deferral, product)
-        kind, made = product.kind, ", ".join(product.made_by)
+        kind = product.kind
         named = next((words for word, words in _KINDS.items() if word in kind), "")
         if not (product.is_plain or named):
             return f"the autograd Function {kind}, which is not declared"
-        if product.is_plain and made:
-            is_part = _PARTS.issuperset(product.made_by)
-            return f"its weight is {'a part' if is_part else 'more than a view'} of a parameter ({made})"
+        if product.is_plain and product.is_made:
+            return "its weight is made from parameters"
         layer = self._find_owner(self._names.get(id(product.leaves[0]), ""))
         declared = plain_attribute(layer, "weight_products", {} if isinstance(layer, nn.Linear) else None)
         if declared:
