@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from zbpipe.runtime._torch import autograd, compiler, fsdp2
 from zbpipe.runtime._torch.attributes import declares, replaced
 from zbpipe.runtime.split.deferral import Deferral
+from zbpipe.runtime.split.functions import watch
 from zbpipe.runtime.split.products import FROM_BACKWARD, LINEAR, WeightProduct, is_apply
 from zbpipe.runtime.split.torchs_products import COMPOSITES, PRODUCTS, Reader, read_declared
 from zbpipe.runtime.split.weight_gradients import WeightGradients
@@ -188,7 +189,7 @@ def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         torch.compiler.is_compiling()
         or not torch.is_grad_enabled()
         or deferral.gradients.are_whole
-        or not (deferral.products or deferral.functions.may_be_called)
+        or not (deferral.products or deferral.may_call_functions)
     ):
         return deferral.original(*args, **kwargs)
     return _catch_products(deferral, args, kwargs)
@@ -202,13 +203,13 @@ _catching_forward.__name__ = "forward"
 def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     deferral.has_run = True
     if not deferral.products:
-        return deferral.functions.watch(deferral, deferral.original, args, kwargs)
+        return watch(deferral, deferral.original, args, kwargs)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _CatchProducts(deferral) as mode, _catch_applies(deferral.applies, mode.__torch_function__):
             return deferral.original(*args, **kwargs)
 
-    return deferral.functions.watch(deferral, run, args, kwargs)
+    return watch(deferral, run, args, kwargs)
 
 
 @contextmanager

@@ -27,6 +27,9 @@ class Deferral(Protocol):
     gradients: WeightGradients
     is_sharded: bool
     known: dict[type, Any]
+    declared_functions: frozenset[type]
+    may_call_functions: bool
+    calls_functions: bool
 
     def owns_leaf(self, leaf: Tensor | None) -> bool:
         """Whether this is a parameter of the layer's."""
@@ -35,45 +38,28 @@ class Deferral(Protocol):
         """Whether the gradient has to be computed now. Otherwise W computes it, or nobody."""
 
 
-class Functions:
-    """The autograd Functions that a layer or a compiled region calls with its weights."""
-
-    def __init__(self, declared: frozenset[type]) -> None:
-        self.declared = declared
-        """Functions whose products zbpipe may defer, as the layer declares."""
-        self.may_be_called = True
-        """Whether the layer may call Functions whose products can wait. Known after its first step."""
-        self.has_called = False
-        """Whether it has called one."""
-
-    def watch(self, deferral: Deferral, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`run(*args, **kwargs)`. Known Functions between its arguments and its result defer weight gradients."""
-        if not self.may_be_called:
-            return run(*args, **kwargs)
-        output = compiler.call(compiled_backward.compile_in_parts, run, args, kwargs)
-        if deferral.gradients.are_whole:
-            return output
-        node = output.grad_fn if type(output) is Tensor else None
-        known = deferral.known.get(type(node))
-        if known is not None and known.fits(node, (*args, *kwargs.values())):
-            lazy_products.replace_backward(node, known)
-            return output
-        for node in lazy_products.list_functions(autograd.tree_leaves(output), autograd.tree_leaves((args, kwargs))):
-            weights = lazy_products.list_weights(node, deferral.owns_leaf)
-            if not weights:
-                continue
-            function = autograd.function_of(node)
-            if lazy_products.is_compiled(node) or function in self.declared or sources.is_known(function):
-                self.has_called = True
-                known = deferral.known[type(node)] = _Backward(deferral, node, weights)
-                lazy_products.replace_backward(node, known)
-                for each in weights:
-                    sources.let_pass_nothing(each.edge.node)
+def watch(deferral: Deferral, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`run(*args, **kwargs)`. Known Functions between its arguments and its result defer weight gradients."""
+    if not deferral.may_call_functions:
+        return run(*args, **kwargs)
+    output = compiler.call(compiled_backward.compile_in_parts, run, args, kwargs)
+    if deferral.gradients.are_whole:
         return output
-
-    def settle(self) -> None:
-        """Stop the search for Functions after a step without any whose products can wait."""
-        self.may_be_called = self.has_called
+    node = output.grad_fn if type(output) is Tensor else None
+    known = deferral.known.get(type(node))
+    if known is not None and known.fits(node, (*args, *kwargs.values())):
+        lazy_products.replace_backward(node, known)
+        return output
+    for node in lazy_products.list_functions(autograd.tree_leaves(output), autograd.tree_leaves((args, kwargs))):
+        function, weights = autograd.function_of(node), lazy_products.list_weights(node, deferral.owns_leaf)
+        is_usable = lazy_products.is_compiled(node) or function in deferral.declared_functions
+        if weights and (is_usable or sources.is_known(function)):
+            deferral.calls_functions = True
+            known = deferral.known[type(node)] = _Backward(deferral, node, weights)
+            lazy_products.replace_backward(node, known)
+            for each in weights:
+                sources.let_pass_nothing(each.edge.node)
+    return output
 
 
 class _Backward:
