@@ -179,7 +179,8 @@ def index_separate_sums(module: nn.Module) -> dict[int, Any]:
 @contextmanager
 def without_gradients(module: nn.Module) -> Iterator[None]:
     """Context without the parameters' gradients and post-accumulate hooks."""
-    parameters = [leaf for _, leaf in _name_leaves(module)]
+    unsharded = [each for fsdp in _list_parameters(module) for each in (fsdp.sharded_param, fsdp._unsharded_param)]
+    parameters = list({id(each): each for each in (*module.parameters(), *unsharded)}.values())
     kept = [(each, each.grad, dict(each._post_accumulate_grad_hooks or {})) for each in parameters]
     separate = [(each, each.unsharded_accumulated_grad) for each in list_with_separate_sums(module)]
     for parameter in parameters:
