@@ -97,22 +97,17 @@ class Llama(MiddleStage):
     ],
 )
 def test_a_block_leaves_what_the_arithmetic_says(checkpointing: Checkpointing, dtypes: str, backend: str) -> None:
-    """x of q, k and v is one, that of gate and up is another, and nothing else is alive after I."""
+    """x of q, k and v is one, that of gate and up is another, and nothing else is alive after I. Under autocast, eager
+    layers cast x for each."""
     torch.compiler.reset()
     stage = Llama(checkpointing, dtypes, backend)
     left = bytes_left(stage.f_and_i)
     size = 4 if dtypes == "float32" else 2
-    expected = size * BLOCK.kept_by_i() * SIZE.seq * SIZE.batch * SIZE.blocks
+    more = 3 * SIZE.dim if (dtypes, backend) == ("autocast", "eager") else 0
+    expected = size * (BLOCK.kept_by_i() + more) * SIZE.seq * SIZE.batch * SIZE.blocks
     assert (bytes_of(find_pending(stage.stage, 0)), left) == (expected, expected)
     if backend == "eager":
         assert bytes_left(lambda: stage.run("W")) == -expected
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_cast_does_not_outlive_f() -> None:
-    """Under autocast layers share a cast x, which nothing but its users may keep; with this checkpointing, nobody."""
-    cast, plain = (Llama(Checkpointing.FULL, dtypes, "eager") for dtypes in ("autocast", "float32"))
-    assert bytes_left(cast.f) == bytes_left(plain.f)
 
 
 class Layers(nn.Module):
@@ -132,7 +127,6 @@ def waiting(module: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> l
     defer_weights(module, gradients)
     with autocast(dtype):
         expected, found = plain(x), module(x)
-    gradients.forget_cast()  # as F ends
     dy = torch.randn_like(found)
     expected.backward(dy)
     with gradients.record() as pending:
@@ -186,22 +180,6 @@ def test_a_transposed_tensor_waits_once() -> None:
         return s.b(h) + s.of_tokens(h.mT).mT  # type: ignore[no-any-return]
 
     assert bytes_of(waiting(Layers(use), torch.randn(2, TOKENS, WIDTH))) == 2 * 2 * X
-
-
-@pytest.mark.parametrize(
-    ("use", "tensors"),
-    [
-        (lambda s, x: torch.tanh(s.a(h := torch.sin(x))) + s.b(h), 1 + 2),
-        (lambda s, x: torch.tanh(s.b(h := torch.sin(x))) + s.b(h), 1 + 2),
-        (lambda s, x: torch.tanh(s.a(torch.sin(x))) + s.b(torch.sin(x)), 2 + 2),
-        (lambda s, x: s.a(h := torch.tanh(x)) + torch.tanh(s.b(h.add_(1))), 2 + 2),
-    ],
-    ids=["two layers", "one layer twice", "another x", "x changed in place"],
-)
-def test_layers_under_autocast_share_the_cast_x(use: Any, tensors: int) -> None:
-    pending = waiting(Layers(use), torch.randn(1, TOKENS, WIDTH), torch.bfloat16)
-    assert bytes_of(pending) == tensors * X // 2
-    assert {gradient.x.dtype for gradient in pending} == {torch.bfloat16}
 
 
 def test_autocast_to_a_wider_dtype_keeps_x_as_it_is() -> None:

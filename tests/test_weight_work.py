@@ -173,9 +173,9 @@ OF_PARTS: dict[str, tuple[Forward, str]] = {
 }
 OF_ADAPTERS = kronecker, spectral, sparse, between_constants, filtered
 IN_A_CHECKPOINT: dict[Forward, str] = {
-    gathered: "a part of a parameter (Index)",
-    between_constants: "parameter (Mm)",
-    gained: "more than a view of a parameter (Mul)",
+    gathered: "made from parameters",
+    between_constants: "made from parameters",
+    gained: "made from parameters",
 }
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], str]] = {
     **{name: (partial(BY_NAME[name].build, 0), (1, 4, 8), reason) for name, reason in OF_THE_ZOO.items()},
@@ -253,8 +253,8 @@ def test_the_log_warns_if_little_waits(caplog: pytest.LogCaptureFixture) -> None
     ((level, words),) = logged(own(gathered, True), torch.randn(4 * TOKENS, WIDTH), caplog)
     assert level == logging.WARNING
     assert words == (
-        "stage 0 defers 66.7 % of its weight gradients' FLOPs to W; in I: 1.0 (Own) w 33.3 % (its weight is a part of a"
-        " parameter (Index)). So its schedule gains less. docs/the-split.md shows how to declare a layer's products"
+        "stage 0 defers 66.7 % of its weight gradients' FLOPs to W; in I: 1.0 (Own) w 33.3 % (its weight is made"
+        " from parameters). So its schedule gains less. docs/the-split.md shows how to declare a layer's products"
     )
 
 

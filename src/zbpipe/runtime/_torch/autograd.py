@@ -148,7 +148,6 @@ sees_no_functions = torch._C._disabled_torch_function_impl
 """The `__torch_function__` of classes that change no function."""
 without_functions = torch._C.DisableTorchFunction
 without_modes = _disable_current_modes
-without_innermost_mode = _pop_mode_temporarily
 without_autocast = torch._C._DisableAutocast
 
 

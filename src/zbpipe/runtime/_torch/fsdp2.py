@@ -105,9 +105,15 @@ def _list_parameters(module: nn.Module) -> Iterator[Any]:
         yield from list_unsharded(group)
 
 
-def _index_parameters(module: nn.Module) -> dict[int, Any]:
-    """FSDP2's objects in `module`, by the ids of their two parameters."""
-    return {id(own): each for each in _list_parameters(module) for own in (each.sharded_param, each._unsharded_param)}
+def _name_leaves(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that get gradients, by parameter name: two for a parameter that FSDP2 has unsharded."""
+    views = {id(own): each for each in _list_parameters(module) for own in (each.sharded_param, each._unsharded_param)}
+    for name, parameter in module.named_parameters():
+        if (fsdp := views.get(id(parameter))) is None:
+            yield name, parameter
+        else:
+            yield name, fsdp._unsharded_param
+            yield name + REDUCED, fsdp.sharded_param
 
 
 def list_unsharded(group: Any) -> Iterator[Any]:
@@ -138,17 +144,11 @@ class Accumulated(NamedTuple):
 
 def iterate_accumulated(module: nn.Module) -> Iterator[Accumulated]:
     """All gradients so far. FSDP2 may have both unreduced and reduced gradients of a parameter."""
-    views = _index_parameters(module)
     separate = find_separate_sums(list_with_separate_sums(module))
-    for name, parameter in module.named_parameters():
-        fsdp = views.get(id(parameter))
-        leaves = {name: parameter}
-        if fsdp is not None:
-            leaves = {name: fsdp._unsharded_param, name + REDUCED: fsdp.sharded_param}
-        for place, leaf in leaves.items():
-            parts = [each for each in (leaf.grad, separate.get(id(leaf))) if each is not None]
-            if parts:
-                yield Accumulated(place, leaf, sum(parts[1:], parts[0]))
+    for name, leaf in _name_leaves(module):
+        parts = [each for each in (leaf.grad, separate.get(id(leaf))) if each is not None]
+        if parts:
+            yield Accumulated(name, leaf, sum(parts[1:], parts[0]))
 
 
 def find_kept_gradients(modules: Iterable[nn.Module]) -> list[Tensor]:
@@ -163,13 +163,7 @@ def find_kept_gradients(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 def find_parameter_names(module: nn.Module) -> dict[int, str]:
     """Parameter names by object id. FSDP2 has two objects per parameter."""
-    views = _index_parameters(module)
-    names: dict[int, str] = {}
-    for name, parameter in module.named_parameters():
-        fsdp = views.get(id(parameter))
-        for each in (parameter,) if fsdp is None else (fsdp.sharded_param, fsdp._unsharded_param):
-            names.setdefault(id(each), name)
-    return names
+    return {id(leaf): name.removesuffix(REDUCED) for name, leaf in _name_leaves(module)}
 
 
 def list_with_separate_sums(module: nn.Module) -> list[Any]:
@@ -210,7 +204,7 @@ def mark_gradients(module: nn.Module) -> dict[int, object]:
     """For each parameter by its id, gathered or not, a mark that changes with its gradient."""
     separate = find_separate_sums(list_with_separate_sums(module))
     marks: dict[int, object] = {}
-    for each in (*module.parameters(), *(fsdp._unsharded_param for fsdp in _list_parameters(module))):
+    for _, each in _name_leaves(module):
         parts = (each.grad, separate.get(id(each)))
         marks[id(each)] = tuple((id(part), part._version) for part in parts if part is not None)
     return marks

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import wraps
-from threading import Lock
 from typing import Any, cast
 
 import torch
@@ -101,8 +100,6 @@ class OwnRuntime(_PipelineScheduleRuntime):
         for work in self.works:
             if _SETS_UP_ANEW and self._stages_forward_initialized:
                 work.messages.forget_receives()
-            if self._has_backward:
-                work.messages.begin_setup()
         super()._initialize_stages(*args, **kwargs)
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:
@@ -111,7 +108,7 @@ class OwnRuntime(_PipelineScheduleRuntime):
         with ExitStack() as around:
             around.enter_context(self.position.follow(self))
             if not profiler_is_on():
-                around.enter_context(_without_ranges)
+                around.enter_context(_without_ranges())
             for work in works:
                 index, b, w = work.stage.stage_index, _ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_WEIGHT
                 work.whole = frozenset(each[2] for each in row if each and each[:2] == (index, b))
@@ -161,31 +158,20 @@ class OwnRuntime(_PipelineScheduleRuntime):
         self.run_microbatches(arg_mbs, kwarg_mbs, target_mbs, *args, **kwargs)
 
 
-class _WithoutRanges(AbstractContextManager[None]):
+def _without_ranges() -> AbstractContextManager[None]:
     """Context in which torch's executor opens no profiler's range for each action: a tenth of the host's time."""
-
-    def __init__(self) -> None:
-        nothing = nullcontext()
-        functions = {"record_function": lambda name: nothing, "_get_profiler_function_name": lambda action: ""}
-        # Another version of torch may name them otherwise.
-        self._functions = functions if functions.keys() <= vars(pipelining_schedules).keys() else {}
-        self._lock, self._steps = Lock(), 0  # several threads may be ranks
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._steps:
-                self._torchs = {name: vars(pipelining_schedules)[name] for name in self._functions}
-                vars(pipelining_schedules).update(self._functions)
-            self._steps += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._steps -= 1
-            if not self._steps:
-                vars(pipelining_schedules).update(self._torchs)
+    known = vars(pipelining_schedules)  # another version of torch may name them otherwise
+    names = {"record_function", "_get_profiler_function_name"} & known.keys()
+    if any(known[name] is _open_nothing for name in names):  # of another rank, in a thread of this process
+        return nullcontext()
+    return replaced(pipelining_schedules, **dict.fromkeys(names, _open_nothing))
 
 
-_without_ranges = _WithoutRanges()
+def _open_nothing(what: object) -> AbstractContextManager[None]:
+    return _NOTHING
+
+
+_NOTHING = nullcontext()
 
 
 class _StepIsVoidError(Exception):

@@ -81,18 +81,9 @@ with _disable_current_modes():  # a job may import this among fake tensors
     _FACTORS = _make_factors(_FEW, torch.device("cpu"))
 
 
-def same_content(one: Tensor, other: Tensor) -> bool:
-    """Whether both are bit-identical. Waits for the device."""
-    return torch.equal(_bits(_local(one)), _bits(_local(other)))
-
-
-def is_torchs_own(tensor: Tensor) -> bool:
-    """Whether only torch has the tensor's memory, neither lent to nor borrowed from others such as NumPy."""
-    return find_memory(tensor)[-1]
-
-
 def find_memory(tensor: Tensor) -> tuple[int | None, int, int, bool]:
-    """A tensor's storage, the number of holders that the tensor counts as, the storage's bytes, and `is_torchs_own`."""
+    """A tensor's storage, the number of holders that the tensor counts as, the storage's bytes, and whether only torch
+    has it: neither lent to nor borrowed from others such as NumPy."""
     # A view keeps its base alive, so it counts as two. No storage for tensors that hide it, such as results of pending
     # collectives.
     tensor = tensor if type(tensor) is Tensor else _local(tensor)

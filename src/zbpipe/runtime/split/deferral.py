@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from zbpipe.runtime._torch import autograd, fsdp2, tensor_data
 from zbpipe.runtime._torch.attributes import declares
 from zbpipe.runtime.split import sources
-from zbpipe.runtime.split.functions import Functions
+from zbpipe.runtime.split.functions import watch
 from zbpipe.runtime.split.lazy_products import map_leaves
 from zbpipe.runtime.split.products import (
     FROM_BACKWARD,
@@ -28,7 +28,7 @@ from zbpipe.runtime.split.products import (
     is_apply,
 )
 from zbpipe.runtime.split.torchs_products import PRODUCTS, Factors, Reader
-from zbpipe.runtime.split.weight_gradients import Checks, Sharing, WeightGradients
+from zbpipe.runtime.split.weight_gradients import Checks, WeightGradients
 
 
 class Deferral:
@@ -49,16 +49,17 @@ class Deferral:
         """`apply` of autograd Functions among `products`, which no torch function mode sees."""
         self.deferrable: set[Callable[..., Any]] = set()
         """Functions among `products` with deferrable calls so far."""
-        self.called: dict[str, None] = {}
-        """Names of functions that a layer with declared products has called with its weights."""
         self.is_caught = False
         """Whether a torch function mode catches the products in the layer's own forward."""
         self.is_declared = declares(layer, "weight_products")
         self.stays_in_i = False
         """Whether x or dY changed during the first I, so that W could not use them."""
-        self.checks, self.sharing = Checks(), Sharing()
+        self.checks = Checks()
         declared: Any = layer.weight_products if self.is_declared else {}
-        self.functions = Functions(frozenset(each.__self__ for each in declared if declared[each] is FROM_BACKWARD))
+        self.declared_functions = frozenset(each.__self__ for each in declared if declared[each] is FROM_BACKWARD)
+        self.may_call_functions = True
+        """Whether the layer may call autograd Functions whose products can wait. Known after its first step."""
+        self.calls_functions = False
         self.has_hooks_on_views = False
         """Whether hooks on a tensor made from a weight expect its gradient in an ordinary backward."""
         self.may_make_weights = True
@@ -77,11 +78,11 @@ class Deferral:
     def multiply(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`function(*args, **kwargs)`. The gradient can wait if this is a product with a weight of the layer."""
         place = self._places.get(function)
-        if place is not None and place < len(args):
+        if place is not None and place < len(args) and not kwargs:
             plan = self.plans.get((function, id(weight := args[place])))
             if plan is None and type(weight) is Tensor and (view := tensor_data.identify_view(weight)) is not None:
                 plan = self.plans.get((function, *view))
-            if plan is not None and plan.fits(weight, args, kwargs):
+            if plan is not None and plan.fits(weight, args):
                 return plan.rule.multiply(function, args, kwargs, args[plan.x], weight, plan.bias)
         for factors in _read(self.products.get(function), args, kwargs):
             target = self._find_target(factors, function)
@@ -91,7 +92,7 @@ class Deferral:
         others = (each for each in args[1:2] if isinstance(each, Tensor) and type(each) not in sources.PLAIN)
         if not self.is_caught and any(map(self.owns, others)):
             self.has_run = True
-            return self.functions.watch(self, function, args, kwargs)
+            return watch(self, function, args, kwargs)
         return function(*args, **kwargs)
 
     def _multiply(
@@ -111,18 +112,12 @@ class Deferral:
         if y is None:
             return function(*args, **kwargs)
         self.deferrable.add(function)
-        if not factors.more and function in PRODUCTS:
-            self._plan(function, args, kwargs, factors, bias, rule)
+        if not (factors.more or kwargs) and function in PRODUCTS:
+            self._plan(function, args, factors, bias, rule)
         return y
 
     def _plan(
-        self,
-        function: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        factors: Factors,
-        bias: Tensor | None,
-        rule: _Rule,
+        self, function: Callable[..., Any], args: Sequence[Any], factors: Factors, bias: Tensor | None, rule: _Rule
     ) -> None:
         """Keep this product to recognise it again in this step with another x."""
         x, weight = factors.x, factors.weight
@@ -134,15 +129,14 @@ class Deferral:
         rest = [
             (place, each, getattr(each, "requires_grad", False)) for place, each in enumerate(args) if place not in own
         ]
-        others = (*(each for _, each, _ in rest), *kwargs.values())
-        if any(isinstance(each, Tensor) and not isinstance(each, nn.Parameter) for each in others):
+        if any(isinstance(each, Tensor) and not isinstance(each, nn.Parameter) for _, each, _ in rest):
             return  # the plan would keep an activation
         key = tensor_data.identify_view(weight) if part is not None else (id(weight),)
         assert key is not None
         shape = x.shape if function is torch.einsum else None  # the equation may broadcast
         self._places[function] = own[1]
         known = weight if part is None else part.leaf
-        self.plans[function, *key] = _Plan(rule, own[0], type(x), x.dim(), shape, known, part, bias, rest, kwargs)
+        self.plans[function, *key] = _Plan(rule, own[0], type(x), x.dim(), shape, known, part, bias, rest)
 
     def run_region(self, compiled: Callable[..., Any], eager: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or self.gradients.is_inferring:
@@ -150,12 +144,7 @@ class Deferral:
         if not torch.is_grad_enabled():
             return compiled(*args, **kwargs)
         self.has_run = True
-        return self.functions.watch(self, compiled, args, kwargs)
-
-    @property
-    def all_checks(self) -> tuple[Checks, Checks]:
-        """The checks of contents, for which the host waits."""
-        return self.checks, self.sharing.checks
+        return watch(self, compiled, args, kwargs)
 
     def declares(self, function: Callable[..., Any]) -> bool:
         return self.is_declared and self.products.get(function) is not PRODUCTS.get(function)
@@ -187,7 +176,7 @@ class Deferral:
         self.plans.clear()  # FSDP replaces parameters
         self.known.clear()
         if self.has_run and is_settled:
-            self.functions.settle()
+            self.may_call_functions = self.calls_functions
             self.may_make_weights = self.makes_weights
             if self.is_caught and not (self.is_declared or self.deferrable):
                 self.products = {}
@@ -311,7 +300,7 @@ class _Rule(NamedTuple):
     ) -> Any:
         """The product, whose weight gradient can wait. None if its result is no tensor."""
         if self.is_cast and autograd.any_autocast() and (dtype := _choose_dtype(x)) != x.dtype:
-            given, x = x, _SharedCast.apply(x, dtype, self.deferral)
+            given, x = x, x.to(dtype)
             args, kwargs = map_leaves((args, kwargs), lambda leaf: x if leaf is given else leaf)
         if self.is_whole:
             return _DeferredWhole.apply(
@@ -341,17 +330,13 @@ class _Plan(NamedTuple):
     bias: Tensor | None
     rest: Sequence[tuple[int, Any, bool]]
     """The other arguments: index, value, and whether it needs a gradient."""
-    options: dict[str, Any]
 
-    def fits(self, weight: Tensor, args: Sequence[Any], options: dict[str, Any]) -> bool:
+    def fits(self, weight: Tensor, args: Sequence[Any]) -> bool:
         """Whether a call with these arguments is the same product with another x."""
-        if len(args) != len(self.rest) + 2 or len(options) != len(self.options):
+        if len(args) != len(self.rest) + 2:
             return False
         for place, known, is_trained in self.rest:
             if args[place] is not known or getattr(known, "requires_grad", False) is not is_trained:
-                return False
-        for name, option in options.items():
-            if self.options.get(name, self) is not option:
                 return False
         x, deferral = args[self.x], self.rule.deferral
         return (
@@ -374,19 +359,6 @@ def _choose_dtype(x: Tensor) -> torch.dtype:
     if torch.is_autocast_enabled(device) and x.is_floating_point() and x.dtype is not torch.float64:
         return min(x.dtype, torch.get_autocast_dtype(device), key=lambda dtype: dtype.itemsize)
     return x.dtype
-
-
-class _SharedCast(torch.autograd.Function):
-    """x in autocast's dtype. Layers with the same x share the memory, and each gives its own dX."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dtype: torch.dtype, deferral: Deferral) -> Tensor:
-        ctx.dtype = x.dtype
-        return deferral.gradients.cast(x, dtype, deferral.sharing)
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        return dx.to(ctx.dtype), None, None
 
 
 class _DeferredWhole(torch.autograd.Function):
@@ -453,7 +425,6 @@ class _DeferredProduct(torch.autograd.Function):
 
 
 autograd.copy_type(_DeferredProduct, lambda x, weight, y, *_: y)
-autograd.copy_type(_SharedCast, lambda x, dtype, *_: x.to(dtype))
 autograd.copy_type(_DeferredWhole, lambda x, weight, bias, rule, function, args: function(*args))
 for _function in (_DeferredWhole, _DeferredProduct):
     # For `graph_products` and `lazy_products`, cheaper than attributes that each call would set.

@@ -28,7 +28,8 @@ from torch.overrides import TorchFunctionMode
 from zbpipe.runtime._torch import autograd, compiler, fsdp2
 from zbpipe.runtime._torch.attributes import declares, replaced
 from zbpipe.runtime.split.deferral import Deferral
-from zbpipe.runtime.split.products import FROM_BACKWARD, LINEAR, WeightProduct, is_apply, name_of
+from zbpipe.runtime.split.functions import watch
+from zbpipe.runtime.split.products import FROM_BACKWARD, LINEAR, WeightProduct, is_apply
 from zbpipe.runtime.split.torchs_products import COMPOSITES, PRODUCTS, Reader, read_declared
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 
@@ -84,8 +85,7 @@ def catch_around(module: nn.Module, parameters: Iterable[str], gradients: Weight
     is_sharded = any(map(fsdp2.is_fsdp, modules.values()))
     for layer in found:
         deferral = Deferral(layer, PRODUCTS, gradients, is_sharded)
-        for checks in deferral.all_checks:
-            checks.seen_steps = 1  # the first step is over: no model waits for the device in its third one
+        deferral.checks.seen_steps = 1  # the first step is over: no model waits for the device in its third one
         _replace_forward(layer, deferral)
     return bool(found)
 
@@ -189,7 +189,7 @@ def _catching_forward(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         torch.compiler.is_compiling()
         or not torch.is_grad_enabled()
         or deferral.gradients.are_whole
-        or not (deferral.products or deferral.functions.may_be_called)
+        or not (deferral.products or deferral.may_call_functions)
     ):
         return deferral.original(*args, **kwargs)
     return _catch_products(deferral, args, kwargs)
@@ -203,13 +203,13 @@ _catching_forward.__name__ = "forward"
 def _catch_products(deferral: Deferral, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     deferral.has_run = True
     if not deferral.products:
-        return deferral.functions.watch(deferral, deferral.original, args, kwargs)
+        return watch(deferral, deferral.original, args, kwargs)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _CatchProducts(deferral) as mode, _catch_applies(deferral.applies, mode.__torch_function__):
             return deferral.original(*args, **kwargs)
 
-    return deferral.functions.watch(deferral, run, args, kwargs)
+    return watch(deferral, run, args, kwargs)
 
 
 @contextmanager
@@ -233,10 +233,6 @@ class _CatchProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if self.deferral.is_declared:
-            weights = (each for each in args if isinstance(each, Tensor) and self.deferral.owns(each))
-            if func not in self.deferral.deferrable and next(weights, None) is not None:
-                self.deferral.called[name_of(func)] = None
         if func in self.products and self._may_defer():
             return self.deferral.multiply(func, args, kwargs or {})
         if func in COMPOSITES and self._may_defer():

@@ -27,6 +27,9 @@ class Deferral(Protocol):
     gradients: WeightGradients
     is_sharded: bool
     known: dict[type, Any]
+    declared_functions: frozenset[type]
+    may_call_functions: bool
+    calls_functions: bool
 
     def owns_leaf(self, leaf: Tensor | None) -> bool:
         """Whether this is a parameter of the layer's."""
@@ -35,48 +38,28 @@ class Deferral(Protocol):
         """Whether the gradient has to be computed now. Otherwise W computes it, or nobody."""
 
 
-class Functions:
-    """The autograd Functions that a layer or a compiled region calls with its weights."""
-
-    def __init__(self, declared: frozenset[type]) -> None:
-        self.declared = declared
-        """Functions whose products zbpipe may defer, as the layer declares."""
-        self.may_be_called = True
-        """Whether the layer may call Functions whose products can wait. Known after its first step."""
-        self.names: set[str] = set()
-        """Names of the Functions called with the layer's weights."""
-        self.called: set[type] = set()
-        """Functions whose products can wait."""
-
-    def watch(self, deferral: Deferral, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """`run(*args, **kwargs)`. Known Functions between its arguments and its result defer weight gradients."""
-        if not self.may_be_called:
-            return run(*args, **kwargs)
-        output = compiler.call(compiled_backward.compile_in_parts, run, args, kwargs)
-        if deferral.gradients.are_whole:
-            return output
-        node = output.grad_fn if type(output) is Tensor else None
-        known = deferral.known.get(type(node))
-        if known is not None and known.fits(node, (*args, *kwargs.values())):
-            lazy_products.replace_backward(node, known)
-            return output
-        for node in lazy_products.list_functions(autograd.tree_leaves(output), autograd.tree_leaves((args, kwargs))):
-            weights = lazy_products.list_weights(node, deferral.owns_leaf)
-            if not weights:
-                continue
-            function = autograd.function_of(node)
-            self.names.add(function.__name__)
-            if lazy_products.is_compiled(node) or function in self.declared or sources.is_known(function):
-                self.called.add(function)
-                known = deferral.known[type(node)] = _Backward(deferral, node, weights)
-                lazy_products.replace_backward(node, known)
-                for each in weights:
-                    sources.let_pass_nothing(each.edge.node)
+def watch(deferral: Deferral, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`run(*args, **kwargs)`. Known Functions between its arguments and its result defer weight gradients."""
+    if not deferral.may_call_functions:
+        return run(*args, **kwargs)
+    output = compiler.call(compiled_backward.compile_in_parts, run, args, kwargs)
+    if deferral.gradients.are_whole:
         return output
-
-    def settle(self) -> None:
-        """Stop the search for Functions after a step without any whose products can wait."""
-        self.may_be_called = bool(self.called)
+    node = output.grad_fn if type(output) is Tensor else None
+    known = deferral.known.get(type(node))
+    if known is not None and known.fits(node, (*args, *kwargs.values())):
+        lazy_products.replace_backward(node, known)
+        return output
+    for node in lazy_products.list_functions(autograd.tree_leaves(output), autograd.tree_leaves((args, kwargs))):
+        function, weights = autograd.function_of(node), lazy_products.list_weights(node, deferral.owns_leaf)
+        is_usable = lazy_products.is_compiled(node) or function in deferral.declared_functions
+        if weights and (is_usable or sources.is_known(function)):
+            deferral.calls_functions = True
+            known = deferral.known[type(node)] = _Backward(deferral, node, weights)
+            lazy_products.replace_backward(node, known)
+            for each in weights:
+                sources.let_pass_nothing(each.edge.node)
+    return output
 
 
 class _Backward:
@@ -136,16 +119,15 @@ class _Backward:
         """What W needs to compute the gradient; None if it has to be computed now."""
         if gradient.shape != sources.find_shape(target):  # autograd sums what is larger
             return None
-        recipe, versions = gradient, tuple[int, ...]()
+        recipe = gradient
         if not (is_postponed := isinstance(gradient, Postponed)):
             recipe = lazy_products.Recipe(gradient, self._memory)
             # W cannot if it needs a weight that FSDP may free before.
             if not recipe.flops or (recipe.weights and self.deferral.is_sharded) or len(recipe.tensors) < 2:
                 return None
-            versions = tuple(recipe.versions)
         x, dy, *more = recipe.tensors
         product, inner = recipe.product if is_postponed else _Replay(recipe), recipe.flops / 2 / max(dy.numel(), 1)
-        return PendingGradient(self.deferral.layer, product, target, x, dy, NONE, tuple(more), versions, inner=inner)
+        return PendingGradient(self.deferral.layer, product, target, x, dy, NONE, tuple(more), inner=inner)
 
 
 def _find_target(weight: lazy_products.Weight) -> Tensor | GradientEdge:
@@ -158,10 +140,8 @@ class _Replay(WeightProduct):
     """The products of a Function's backward for one weight."""
 
     def __init__(self, recipe: lazy_products.Recipe) -> None:
-        # Made in I, where autograd waits: without a look at signatures.
-        self.recipe, recipe.tensors = recipe, []
-        matrices = recipe.as_matrices
-        self.as_matrices = None if matrices is None else lambda dy, x: matrices(x, dy)
+        super().__init__()
+        self._run, recipe.tensors = recipe.run, []
 
     def of_weight(self, dy: Tensor, x: Tensor, extra: ExtraArguments = NONE, tensors: Sequence[Tensor] = ()) -> Tensor:
-        return self.recipe.run((x, dy, *tensors))
+        return self._run((x, dy, *tensors))

@@ -47,8 +47,8 @@ class GraphProduct(NamedTuple):
     deferral: object
     """Deferral of the layer, if the node belongs to zbpipe."""
     leaves: tuple[Tensor, ...]
-    made_by: tuple[str, ...]
-    """Operations that make the weight from the leaves, except casts, transposes and views."""
+    is_made: bool
+    """Whether the weight is more than a cast, a transpose or a view of a leaf."""
     flops: float
 
     @property
@@ -58,7 +58,7 @@ class GraphProduct(NamedTuple):
 
 class _Weight(NamedTuple):
     leaves: tuple[Tensor, ...]
-    made_by: tuple[str, ...] = ()
+    is_made: bool = False
     is_larger: bool = False
     """Whether it is larger than the parameters: expanded, or selected row by row."""
 
@@ -76,10 +76,9 @@ def find_products_behind(nodes: Sequence[Node], make_weights: bool = False) -> l
         edges = [(known.get(each) if each else None, each, place) for each, place in edges_of(node)]
         known[node] = _visit(node, edges, found)
         if known[node] is None and (leaves := cast(Any, node).metadata.get(MADE)):
-            kind = "a product" if _find_deferral(node) else node.name().rpartition("Backward")[0]
-            known[node] = _Weight(leaves, (kind,))
+            known[node] = _Weight(leaves, is_made=True)
         if make_weights and known[node] is None:
-            known[node] = _join([weight for weight, _, _ in edges if weight is not None], "")
+            known[node] = _join([weight for weight, _, _ in edges if weight is not None])
     return found
 
 
@@ -120,12 +119,12 @@ def _visit(node: Node, edges: Sequence[_Edge], found: list[GraphProduct]) -> _We
         shape = _shape_of(source, number)
         if len(shape) >= _MATRIX or any(leaf.dim() >= _MATRIX for leaf in weight.leaves):
             flops = _count_flops(node, kind, place == places[0], shape, edges)
-            found.append(GraphProduct(kind, _find_deferral(node), weight.leaves, weight.made_by, flops))
+            found.append(GraphProduct(kind, _find_deferral(node), weight.leaves, weight.is_made, flops))
     if kind == "Convolution" and edges[0][0] is not None:  # a filter on a weight
-        return _join([edges[0][0]], kind)
+        return _join([edges[0][0]], is_made=True)
     weights = [weight for weight, _, _ in factors if weight is not None]
     is_weight = node.name() in _FACTORS and len(weights) == len(places) and not any(each.is_larger for each in weights)
-    return _join(weights, kind) if is_weight else None
+    return _join(weights, is_made=True) if is_weight else None
 
 
 def _list_in_region(node: Node, edges: Sequence[_Edge], products: Mapping[int, float]) -> Iterator[GraphProduct]:
@@ -134,7 +133,7 @@ def _list_in_region(node: Node, edges: Sequence[_Edge], products: Mapping[int, f
     for place, flops in products.items():
         weight = edges[numbers[place]][0] if place in numbers else None
         if weight is not None:
-            yield GraphProduct(_REGION, _find_deferral(node), weight.leaves, weight.made_by, flops)
+            yield GraphProduct(_REGION, _find_deferral(node), weight.leaves, weight.is_made, flops)
 
 
 def _find_deferral(node: Node) -> object:
@@ -158,7 +157,7 @@ def _make(node: Node, kind: str, edges: Sequence[_Edge]) -> _Weight | None:
     weights = [weight for weight, source, _ in edges if source is not None]
     if not weights or None in weights or kind in _LOOKUPS:
         return None
-    result = _join(cast(list[_Weight], weights), "" if kind in _VIEWS or passes_on(node) else kind)
+    result = _join(cast(list[_Weight], weights), is_made=kind not in _VIEWS and not passes_on(node))
     shapes = [_shape_of(source, number) for _, source, number in edges if source is not None]
     elements = max(map(prod, shapes))
     grows = max(prod(_shape_of(node, number)) for number in range(count_results(node))) > elements
@@ -170,11 +169,10 @@ def _make(node: Node, kind: str, edges: Sequence[_Edge]) -> _Weight | None:
     return result._replace(is_larger=result.is_larger or grows)
 
 
-def _join(weights: Sequence[_Weight], kind: str) -> _Weight:
+def _join(weights: Sequence[_Weight], is_made: bool = False) -> _Weight:
     leaves = {id(leaf): leaf for weight in weights for leaf in weight.leaves}
-    made_by = dict.fromkeys(each for weight in weights for each in weight.made_by)
-    made_by |= {kind: None} if kind else {}
-    return _Weight(tuple(leaves.values()), tuple(made_by), any(weight.is_larger for weight in weights))
+    is_made |= any(weight.is_made for weight in weights)
+    return _Weight(tuple(leaves.values()), is_made, any(weight.is_larger for weight in weights))
 
 
 def _shape_of(node: Node, number: int) -> tuple[int, ...]:

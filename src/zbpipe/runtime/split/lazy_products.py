@@ -1,9 +1,9 @@
 """Products in the backward of an autograd Function, computed only when their result is read.
 
 I runs the Function's own backward. A product there returns a `LazyTensor`, which has no memory and knows its operands.
-Code that reads it computes it; code that may change an operand computes it before. A weight gradient that nothing reads
-until the end of the backward waits for W, which multiplies the same operands by the same kernel. The operands of
-quantised products are smaller than x and dY.
+An operator that reads it computes it, and a change of an operand that torch counts is an error. A weight gradient that
+nothing reads until the end of the backward waits for W, which multiplies the same operands by the same kernel. The
+operands of quantised products are smaller than x and dY.
 """
 
 from __future__ import annotations
@@ -74,22 +74,13 @@ class LazyTensor(Tensor):
 
     def now(self) -> Tensor:
         if self.value is None:
-            _require_unchanged(self.operands, getattr(self.call.function, "__name__", "a product"))
+            self.require_unchanged()
             with nullcontext() if self.within is None else replaced(self.within, is_computing=True):
                 self.value = self.call.function(*_read(self.call.args), **_read(self.call.kwargs))
         return self.value
 
-    def find_memory(self) -> set[int]:
-        """The storages on which the value depends."""
-        found = list_memory(tensor for tensor, _ in self.operands)
-        for each in _list_tensors((self.call.args, self.call.kwargs)):
-            if isinstance(each, LazyTensor):
-                found |= each.find_memory() if each.value is None else list_memory([each.value])
-        return found
-
-    def data_ptr(self) -> int:  # for kernels other than torch's, which may write
-        _compute_all([self])
-        return self.now().data_ptr()
+    def require_unchanged(self) -> None:
+        _require_unchanged(self.operands, getattr(self.call.function, "__name__", "a product"))
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -104,11 +95,24 @@ class LazyTensor(Tensor):
         return func(*_read(args), **_read(kwargs))
 
 
+def _lend(name: str) -> Callable[..., Any]:
+    def read(lazy: LazyTensor, *args: Any, **options: Any) -> Any:
+        _compute_all([lazy])
+        return getattr(lazy.now(), name)(*args, **options)
+
+    return read
+
+
+# Code outside torch reads, and may write.
+for _name in ("__array__", "__dlpack__", "data_ptr", "numpy", "tolist", "untyped_storage"):
+    setattr(LazyTensor, _name, _lend(_name))
+
+
 def _require_unchanged(operands: Iterable[tuple[Tensor, int]], product: str) -> None:
     if any(version_of(tensor) != version for tensor, version in operands):
         raise RuntimeError(
-            f"an operand of {product} was changed in place before W, or in a backward that does not show it to zbpipe:"
-            " set weight_products = {} on this layer"
+            f"an operand of {product} was changed in place after the call, but W needs it: set weight_products = {{}}"
+            " on this layer"
         )
 
 
@@ -185,70 +189,33 @@ class LazyProducts(TorchFunctionMode):
         self._elements = elements
         self.waiting: list[LazyTensor] = []
         self.is_computing = False
-        self._lent: set[int] = set()
-        """Storages that code outside torch may change from now on, without a call that the mode sees."""
         self._backward = autograd.current_backward()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        kind = "" if self.is_computing else _classify(func)
-        if kind in ("points", "lends"):
-            self._compute_before(args, lends=kind == "lends")
-            return func(*_read(args), **_read(kwargs))
-        if kind == "writes":
-            self._compute_before(args[:1] or kwargs)
-        elif kind == "may write" or kwargs.get("out") is not None:
-            self._compute_before((args, kwargs))
-        elif kind == "product" and not torch.is_grad_enabled() and not autograd.any_autocast():
-            if autograd.current_backward() != self._backward:  # a nested backward, or a forward
-                return func(*args, **kwargs)
+        is_wanted = not (self.is_computing or torch.is_grad_enabled() or autograd.any_autocast()) and _is_product(func)
+        # Not in a nested backward, or a forward.
+        if is_wanted and autograd.current_backward() == self._backward:
             call = _Call(func, args, kwargs)
             like = _infer(call)
-            is_lent = self._lent and not self._lent.isdisjoint(list_memory(_list_tensors((args, kwargs))))
-            if like is not None and like.numel() in self._elements and not is_lent:
+            if like is not None and like.numel() in self._elements:
                 return LazyTensor(like, call, self)
         return func(*args, **kwargs)
 
-    def _compute_before(self, changed: Any, lends: bool = False) -> None:
-        """Compute all results that depend on tensors which a call may change now, or later if it lends them."""
-        tensors = _list_tensors(changed)
-        _compute_all(each for each in tensors if isinstance(each, LazyTensor))
-        memory = list_memory(tensors)
-        if lends:
-            self._lent |= memory
-        for each in self.waiting:
-            if each.value is None and not memory.isdisjoint(each.find_memory()):
-                each.now()
-
 
 @lru_cache(4096)
-def _classify(function: Any) -> str:
-    """The effect of a call: "product"; "writes" into its first argument, or "may write" into any; "lends" memory to
-    code outside torch, or "points" tensors to its memory; "" for anything else."""
+def _is_product(function: Any) -> bool:
+    """Whether a function, by its name, multiplies matrices and writes into no argument."""
     name, _, overload = getattr(function, "__name__", "").partition(".")
     overloads = [function] if overload else [getattr(function, each) for each in getattr(function, "overloads", list)()]
     if any(each.is_mutable for each in map(schema_of, overloads) if overload or "out" not in each.overload_name):
-        return "may write"
-    if name in _LENDING or function == Tensor.__cuda_array_interface__.__get__:
-        return "lends"
-    if name in ("data_ptr", "tolist"):
-        return "points"
-    is_method = name.startswith("__") and name.endswith("__")
-    if "inplace" in getattr(getattr(function, "__code__", None), "co_varnames", ()):
-        return "writes"
-    if name.endswith("_") and (not is_method or name in ("__set__", "__setitem__") or name[3:] in _IN_PLACE):
-        return "writes"
+        return False
+    if name == "__imatmul__" or (name.endswith("_") and not name.endswith("__")):
+        return False
     # mm, scaled_grouped_mm, gemm, matmul, linear, einsum and the like
-    return "product" if any(word in name for word in ("mm", "matmul", "linear", "einsum")) else ""
-
-
-_LENDING = frozenset(("__array__", "__dlpack__", "numpy", "storage", "_typed_storage", "untyped_storage"))
-_IN_PLACE = frozenset(
-    f"{name}__"
-    for name in ("add", "and", "div", "floordiv", "matmul", "mod", "mul", "or", "pow", "sub", "truediv", "xor")
-)
+    return any(word in name for word in ("mm", "matmul", "linear", "einsum"))
 
 
 class _At(NamedTuple):
@@ -279,12 +246,9 @@ class Recipe:
         self.weights: list[tuple[Tensor, int]] = []
         """Weights that it reads, each with its number of in-place changes so far."""
         self.tensors: list[Tensor] = []
-        self.versions: list[int] = []
-        """Each tensor's number of in-place changes when the backward called the product."""
         self.flops = 0.0
         """FLOPs of its products; 0 if the backward has read their results."""
         self._known: dict[int, Any] = {}
-        self._noted: dict[int, int] = {}
         self._steps: list[_Call] = []
         self._result = self._note(lazy)
         self._known.clear()  # a result that the backward has read
@@ -300,9 +264,8 @@ class Recipe:
         if isinstance(tensor, LazyTensor):
             if tensor.value is not None:
                 return self._note_new(tensor.value)
+            tensor.require_unchanged()
             call = tensor.call
-            for operand, version in tensor.operands:
-                self._noted.setdefault(id(operand), version)
             args, kwargs = map_leaves((call.args, call.kwargs), self._note)
             if call.is_product:
                 self.flops += _count_flops(call)
@@ -316,17 +279,7 @@ class Recipe:
             self.weights.append((tensor.detach(), version_of(tensor)))
             return self.weights[-1][0]
         self.tensors.append(tensor.detach())
-        self.versions.append(self._noted.get(id(tensor), version_of(tensor)))
         return _At(len(self.tensors) - 1)
-
-    @property
-    def as_matrices(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """Computes from the tensors two matrices whose product is the result; None for any other result."""
-        if len(self._steps) != 1 or not isinstance(self._result, _Step):
-            return None
-        (call,) = self._steps
-        is_in_order = call.args == [_At(place) for place in range(len(self.tensors))]
-        return getattr(call.function, "as_matrices", None) if is_in_order else None
 
     def run(self, tensors: Sequence[Tensor]) -> Tensor:
         _require_unchanged(self.weights, "a backward that depends on a weight")
@@ -359,31 +312,20 @@ def _count_flops(call: _Call) -> float:
 
 
 class Context:
-    """Replaces a Function's `ctx` in its backward."""
+    """A Function's `ctx` in its backward, with saved tensors that were read before `LazyProducts` saw any call. For
+    them, a checkpoint may run its forward again."""
 
-    _node: Any
-    _saved: Any
-
-    def __init__(self, node: Node) -> None:
-        object.__setattr__(self, "_node", node)
-        object.__setattr__(self, "_saved", None)
-
-    @property
-    def saved_tensors(self) -> Any:
-        """The saved tensors. A checkpoint may run its forward again for them, without `LazyProducts`."""
-        if self._saved is None:
-            with autograd.without_innermost_mode():
-                object.__setattr__(self, "_saved", self._node.saved_tensors)
-        return self._saved
+    def __init__(self, node: Any) -> None:
+        vars(self).update(_node=node, saved_tensors=node.saved_tensors)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._node, name)
+        return getattr(vars(self)["_node"], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._node, name, value)
+        setattr(vars(self)["_node"], name, value)
 
     def __delattr__(self, name: str) -> None:
-        delattr(self._node, name)
+        delattr(vars(self)["_node"], name)
 
 
 def run_own_backward(node: Node, gradients: Sequence[Any], context: Context | None = None) -> tuple[Any, ...]:
@@ -396,9 +338,9 @@ def run_own_backward(node: Node, gradients: Sequence[Any], context: Context | No
 
 def run_without_products(node: Node, gradients: Sequence[Any], weights: Iterable[Weight]) -> tuple[Any, ...]:
     """The same, with a `LazyTensor` for each gradient of `weights` that comes only from products."""
-    mode = LazyProducts(frozenset(find_shape(each.edge).numel() for each in weights))
+    mode, context = LazyProducts(frozenset(find_shape(each.edge).numel() for each in weights)), Context(node)
     with mode, autograd.replace_engine(_run_engine):
-        returned = run_own_backward(node, gradients, Context(node))
+        returned = run_own_backward(node, gradients, context)
     mode.waiting.clear()  # breaks a cycle that would hold the operands
     return returned
 

@@ -16,7 +16,6 @@ from zbpipe.runtime._torch import autograd, compiler, fsdp2, pipelining
 from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.stage_work import OwnWork, find_work, own
 from zbpipe.runtime.split import sources
-from zbpipe.runtime.split.deferral import Deferral
 from zbpipe.runtime.split.deferring_layers import (
     catch_around,
     defer_in_compiled_regions,
@@ -24,10 +23,9 @@ from zbpipe.runtime.split.deferring_layers import (
     deferral_of,
     deferrals,
 )
-from zbpipe.runtime.split.delaying import delay_in_i_alone, delaying, forget
 from zbpipe.runtime.split.last_w import accumulate, accumulate_and_reduce
 from zbpipe.runtime.split.ownership import copy_if_shared
-from zbpipe.runtime.split.products import PendingGradient, name_of, title
+from zbpipe.runtime.split.products import PendingGradient, title
 from zbpipe.runtime.split.waits import WaitFiller
 from zbpipe.runtime.split.weight_gradients import WeightGradients, find_changed_contents, find_changed_versions
 from zbpipe.runtime.split.work import StaysInI, WeightWork, describe, look_at_graphs, percent
@@ -188,33 +186,12 @@ def _report_what_stays_in_i(splits: Sequence[SplitWork]) -> None:
         "; ".join(words),
         "" if is_enough else ". So its schedule gains less. docs/the-split.md shows how to declare a layer's products",
     )
-    for stage, work in known.items():
-        left = {each.parameter for each in work.in_i}
-        for name, deferral in deferrals(stage.submod).items():
-            parameters = {f"{name}.{own}".lstrip(".") for own, _ in deferral.layer.named_parameters()}
-            if deferral.is_declared and left & parameters:
-                _explain_what_stays_in_i(stage, deferral)
 
 
 def _name(product: StaysInI) -> str:
     """The product's layer, or its parameter if that is not the weight."""
     layer, _, parameter = product.parameter.rpartition(".")
     return f"{title(layer, product.layer)}{'' if parameter == 'weight' else f' {parameter}'}"
-
-
-def _explain_what_stays_in_i(stage: pipelining.Stage, deferral: Deferral) -> None:
-    """Log functions that a layer declares in vain."""
-    declared = filter(deferral.declares, deferral.products)
-    never = [name_of(function) for function in declared if function not in deferral.deferrable]
-    never += [f"{each.__name__}.apply" for each in deferral.functions.declared - deferral.functions.called]
-    if never:
-        called = [*deferral.called, *(f"{each}.apply" for each in sorted(deferral.functions.names))]
-        logger.warning(
-            "stage %d: weight_products of %s declares %s, but no call could be deferred. With its weights the layer"
-            " called %s. Declare one of these, if it is called as function(x, weight, ...), and add a bias, or anything"
-            " else that needs a gradient, separately",
-            *(stage.stage_index, _name_of(stage, deferral.layer), ", ".join(never), ", ".join(called) or "nothing"),
-        )
 
 
 def _name_of(stage: pipelining.Stage, layer: nn.Module) -> str:
@@ -240,8 +217,6 @@ class SplitWork(OwnWork):
         self._summed: dict[int, Any] | None = None
         """FSDP2's parameters with sums outside `.grad` by the ids of the weights, from this step's first W on: to list
         them takes a while."""
-        self._delaying: Sequence[nn.Module] = ()
-        """Layers that delay their weight gradients themselves."""
         self.num_split = 0
         """Number of I that this stage has split since its last trial."""
         self._has_looked_around = False
@@ -255,7 +230,6 @@ class SplitWork(OwnWork):
     def defer(self, on_rank: Sequence[pipelining.Stage], gradients: WeightGradients, waits: WaitFiller) -> None:
         self.gradients, self.on_rank, self.waits = gradients, on_rank, waits
         self._is_sharded = any(map(fsdp2.is_fsdp, self.stage.submod.modules()))
-        self._delaying = delay_in_i_alone(self.stage.submod)
         defer_weights(self.stage.submod, gradients)
 
     @property
@@ -272,16 +246,12 @@ class SplitWork(OwnWork):
         """Whether the stage's next step tries nothing out and compares no contents."""
         has_no_i = len(self.whole) == self.stage.chunks
         return (has_no_i or (not self.tries_out and self._has_looked_around)) and all(
-            checks.are_over(self.gradients.step)
-            for deferral in deferrals(self.stage.submod).values()
-            for checks in deferral.all_checks
+            deferral.checks.are_over(self.gradients.step) for deferral in deferrals(self.stage.submod).values()
         )
 
     def forward(self, microbatch: int, *args: Any, **kwargs: Any) -> Any:
         with self.waits.during("F", self):
-            output = super().forward(microbatch, *args, **kwargs)
-        self.gradients.forget_cast()
-        return output
+            return super().forward(microbatch, *args, **kwargs)
 
     def backward(self, microbatch: int, loss: Tensor | None, is_last: bool) -> None:
         # In the last B, FSDP2's hooks reduce each module as soon as its gradients are complete.
@@ -311,11 +281,9 @@ class SplitWork(OwnWork):
             return
         # The first I computes all weight gradients at once, and checks whether anything changes x or dY before W.
         on_trial, module = self.tries_out, self.stage.submod
-        layers = () if on_trial else self._delaying
         with (
             self.gradients.record(on_trial) as pending,
             look_at_graphs(on_trial) as products,
-            delaying(layers, pending),
             nullcontext() if on_trial else self.waits.during(kind, self, pending),
         ):
             self.deferred[microbatch] = pending
@@ -392,11 +360,9 @@ class SplitWork(OwnWork):
 
     def clear_runtime_states(self) -> None:
         self.deferred.clear()
-        forget(self._delaying)
         self._is_scaled = False
         self._summed = None
-        # Layers learn from the first I. Under autocast, layers that defer share casts of x.
-        self._leaves_whole = self._is_settled and not autograd.any_autocast()
+        self._leaves_whole = self._is_settled  # layers learn from the first I
         if self.stage.has_backward:
             self.gradients.step += 1
             autograd.register_types()  # the job may have imported spmd_types since

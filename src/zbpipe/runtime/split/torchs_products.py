@@ -172,8 +172,8 @@ def _read_einsum(equation: str, *operands: Any) -> Iterator[Factors]:
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = tuple(operands[0])
     for place, extra, inner in _find_factors(equation, tuple([each.shape for each in operands])):
-        # Without a sum, einsum multiplies elements, which autocast leaves alone.
         x, weight = operands[1 - place], operands[place]
+        # Without a sum, einsum multiplies elements, which autocast leaves alone.
         yield Factors(x, weight, _EINSUM, extra, inner=inner, is_cast=inner > 1, is_whole=bool(extra.values[1]))
 
 

@@ -10,14 +10,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
-from weakref import ReferenceType, ref
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from zbpipe.runtime._torch import autograd, collectives, tensor_data
+from zbpipe.runtime._torch import collectives, tensor_data
 from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.products import PendingGradient
 
@@ -26,10 +24,8 @@ STEPS, RUNS = 2, 4
 
 @dataclass(slots=True)
 class Checks:
-    """Selects the checked uses of a layer: all in the first runs of its first steps."""
+    """Selects the checked uses of a layer: all in the first I of its first steps."""
 
-    runs: int = RUNS
-    """Number of checked runs (F or I) per step."""
     seen_steps: int = 0
     seen_runs: int = 0
     last: tuple[int, int] = (0, 0)
@@ -44,7 +40,7 @@ class Checks:
         if (step, run) != self.last:
             self.seen_runs += 1
             self.last = step, run
-        return self.seen_steps <= STEPS and self.seen_runs <= self.runs
+        return self.seen_steps <= STEPS and self.seen_runs <= RUNS
 
     def are_over(self, step: int) -> bool:
         """Whether no check follows `step` if later steps use the same layers."""
@@ -111,8 +107,7 @@ class WeightGradients:
         self.has_collectives: set[int] | None = None
         """Ids of the weights whose gradients need collectives in W; None if nobody asks."""
         self.step = self._run = 0
-        """Counters of steps, and of every F and I within a step."""
-        self._last_cast: _Cast | None = None
+        """Counters of steps, and of their recordings."""
 
     @contextmanager
     def record(self, on_trial: bool = False) -> Iterator[list[PendingGradient]]:
@@ -124,14 +119,14 @@ class WeightGradients:
             yield pending
         finally:
             self.recording, self.on_trial = None, False
-            self.forget_cast()
+            self._run += 1
 
     def defer(self, gradient: PendingGradient, checks: Checks | None = None) -> bool:
         """Defer `gradient`. False if nothing records, so that it has to be computed now."""
         if self.recording is None:
             return False
         gradient.may_fuse = self.may_fuse
-        gradient.versions = gradient.versions or tensor_data.versions_of(gradient.tensors)
+        gradient.versions = tensor_data.versions_of(gradient.tensors)
         if checks is not None and self.step and checks.is_due(self.step, self._run):
             gradient.contents = fingerprints(gradient.tensors)
         self.recording.append(gradient)
@@ -146,48 +141,3 @@ class WeightGradients:
                     self.has_collectives.add(id(sources.find_leaf(gradient.weight)))
             self.recording = recording
         return True
-
-    def cast(self, x: Tensor, dtype: torch.dtype, sharing: Sharing) -> Tensor:
-        """`x` in `dtype`, without a graph. Consecutive calls with the same `x` share the memory."""
-        # Otherwise, under autocast, each of several layers with one x would keep its own cast. A layer stops sharing
-        # after a change of x that versions miss. It does not share an x with a holder outside torch.
-        last = self._last_cast
-        may_share = last is not None and last.is_of(x, dtype) and not sharing.is_off and tensor_data.is_torchs_own(x)
-        if last is not None and may_share and not sharing.checks.is_due(self.step, self._run):
-            return last.result.detach()
-        result = x.detach().to(dtype)
-        if last is not None and may_share:
-            if tensor_data.same_content(result, last.result):
-                return last.result.detach()
-            sharing.is_off = True
-        self._last_cast = _Cast(ref(x), tensor_data.version_of(x), autograd.find_saving_hooks(), result)
-        return result.detach()
-
-    def forget_cast(self) -> None:
-        """Release the last result of `cast`, at the end of an F or an I."""
-        self._last_cast = None
-        self._run += 1
-
-
-@dataclass(slots=True)
-class Sharing:
-    """Whether a layer may reuse another layer's cast of x."""
-
-    checks: Checks = field(default_factory=lambda: Checks(2 * RUNS))  # checkpoints repeat F in I
-    is_off: bool = False
-
-
-class _Cast(NamedTuple):
-    source: ReferenceType[Tensor]
-    version: int
-    hooks: object
-    """Saving hooks at the cast. A checkpoint repeats only its own code, which must not depend on earlier casts."""
-    result: Tensor
-
-    def is_of(self, x: Tensor, dtype: torch.dtype) -> bool:
-        return (
-            self.source() is x
-            and self.version == tensor_data.version_of(x)
-            and self.result.dtype == dtype
-            and self.hooks == autograd.find_saving_hooks()
-        )

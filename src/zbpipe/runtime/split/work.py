@@ -16,14 +16,11 @@ from zbpipe.runtime._torch.attributes import plain_attribute, replaced
 from zbpipe.runtime.split import graph_products, sources
 from zbpipe.runtime.split.deferral import Deferral
 from zbpipe.runtime.split.deferring_layers import deferral_of
-from zbpipe.runtime.split.delaying import delays
 from zbpipe.runtime.split.products import PendingGradient
 
 _MOST_NAMES = 8
 _LEAST = 0.0005
 _CHANGED = "something changes x or dY in place during I"
-_PARTS = frozenset(("Index", "IndexSelect", "Gather", "Narrow", "Select", "Slice", "Split", "Unbind"))
-"""Nodes that select a weight from a larger parameter."""
 
 
 @dataclass(frozen=True)
@@ -157,28 +154,27 @@ class WeightWork:
             return "the weight has hooks"
         if product.kind in _KINDS:
             return _KINDS[product.kind]
-        if product.kind in deferral.functions.names:
-            return f"an autograd Function of its own, {product.kind}"
-        return "a backward of its own computes it"
+        if product.kind.startswith("_Deferred"):
+            return "a backward of its own computes it"
+        return f"an autograd Function of its own, {product.kind}"
 
     def _explain(self, product: graph_products.GraphProduct) -> str:
-        """Reason why a product stays in I. Empty if its layer delays it."""
-        layer = self._find_owner(self._names.get(id(product.leaves[0]), ""))
-        if delays(layer):
-            return ""
+        """Reason why a product stays in I."""
         if isinstance(product.deferral, Deferral):
             return self._explain_own(product.deferral, product)
-        kind, made = product.kind, ", ".join(product.made_by)
-        if not product.is_plain:
-            named = next((words for word, words in _KINDS.items() if word in kind), "")
-            return named or f"the autograd Function {kind}, which is not declared"
-        if made:
-            is_part = _PARTS.issuperset(product.made_by)
-            return f"its weight is {'a part' if is_part else 'more than a view'} of a parameter ({made})"
+        kind = product.kind
+        named = next((words for word, words in _KINDS.items() if word in kind), "")
+        if not (product.is_plain or named):
+            return f"the autograd Function {kind}, which is not declared"
+        if product.is_plain and product.is_made:
+            return "its weight is made from parameters"
+        layer = self._find_owner(self._names.get(id(product.leaves[0]), ""))
         declared = plain_attribute(layer, "weight_products", {} if isinstance(layer, nn.Linear) else None)
-        if declared is None or declared:
-            return "a product of its own: declare it by weight_products"
-        return "multiplied outside of its layer, or the layer sets weight_products = {}"
+        if declared:
+            return "weight_products fit no call: declare function(x, weight, ...) without other gradients, as of a bias"
+        if declared is None:
+            return named or "a product of its own: declare it by weight_products"
+        return named or "multiplied outside of its layer, or the layer sets weight_products = {}"
 
 
 _KINDS = {
