@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import pytest
@@ -606,3 +607,74 @@ def test_weights_of_children_wait_from_the_second_step_on(declared: bool) -> Non
         layer.other.weight_products = {}  # type: ignore[assignment]
     report = zbpipe.check_gradients(nn.Sequential(nn.Linear(WIDTH, WIDTH), layer), torch.randn(4, 3, WIDTH))
     assert report.share == pytest.approx(2 / 3 if declared else 1)
+
+
+class Store:
+    """The interface of Transformer Engine's store."""
+
+    def __init__(self) -> None:
+        self.context: SimpleQueue[Any] = SimpleQueue()
+        self.enabled = True
+
+    def enable_delay_wgrad_compute(self) -> None:
+        self.enabled = True
+
+    def disable_delay_wgrad_compute(self) -> None:
+        self.enabled = False
+
+
+def run_engine(ctx: Any, weight: Tensor, x: Tensor, bias: Tensor, layer: DelayingLinear) -> Tensor:
+    ctx.save_for_backward(weight, x)
+    ctx.layer = layer
+    return x @ weight.t() + bias
+
+
+def run_engine_back(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """Not torch's kernels. Either one for the weight computes the bias' gradient too, or this backward does."""
+    weight, x = ctx.saved_tensors
+    store, db = ctx.layer.wgrad_store, dy.sum(0) if ctx.layer.gives_bias_in_i else None
+    with torch._C.DisableTorchFunction():
+        dx = dy @ weight
+        if store.enabled:
+            store.context.put((dy, x, db is None))
+            return None, dx, db, None
+        return dy.t() @ x, dx, dy.sum(0) if db is None else db, None
+
+
+LinearOfTransformerEngine = function(run_engine_back, run_engine)
+
+
+class DelayingLinear(nn.Linear):
+    def __init__(self, gives_bias_in_i: bool) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.wgrad_store, self.gives_bias_in_i = Store(), gives_bias_in_i
+
+    def forward(self, x: Tensor) -> Tensor:
+        return LinearOfTransformerEngine.apply(self.weight, x, self.bias, self)  # type: ignore[no-any-return]
+
+    def backward_dw(self) -> None:
+        """For one backward: replaces the weight's gradient, and leaves the bias' alone if there is one."""
+        if self.wgrad_store.enabled:
+            dy, x, has_bias = self.wgrad_store.context.get_nowait()
+            self.weight.grad = dy.t() @ x
+            if self.bias.grad is None:
+                assert has_bias
+                self.bias.grad = dy.sum(0)
+
+
+class TwiceDelayed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = DelayingLinear(gives_bias_in_i=True), DelayingLinear(gives_bias_in_i=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.other(self.one(self.other(x).tanh()).tanh())  # type: ignore[no-any-return]
+
+
+def test_layers_with_a_store_of_their_own_delay_in_i_and_are_asked_in_w(one_rank: None) -> None:
+    """Stand-ins for Transformer Engine's, which need CUDA."""
+    module = TwiceDelayed()
+    report = zbpipe.check_gradients(module, torch.randn(12, WIDTH), microbatches=3)
+    assert report.passed
+    assert report.share == 1
+    assert report.deferred == {(0, name) for name in ("one.weight", "other.weight", "other.bias")}

@@ -23,6 +23,7 @@ from zbpipe.runtime.split.deferring_layers import (
     deferral_of,
     deferrals,
 )
+from zbpipe.runtime.split.delaying import delay_in_i_alone, delaying, forget
 from zbpipe.runtime.split.last_w import accumulate, accumulate_and_reduce
 from zbpipe.runtime.split.ownership import copy_if_shared
 from zbpipe.runtime.split.products import PendingGradient, title
@@ -217,6 +218,8 @@ class SplitWork(OwnWork):
         self._summed: dict[int, Any] | None = None
         """FSDP2's parameters with sums outside `.grad` by the ids of the weights, from this step's first W on: to list
         them takes a while."""
+        self._delaying: Sequence[nn.Module] = ()
+        """Layers that delay their weight gradients themselves."""
         self.num_split = 0
         """Number of I that this stage has split since its last trial."""
         self._has_looked_around = False
@@ -230,6 +233,7 @@ class SplitWork(OwnWork):
     def defer(self, on_rank: Sequence[pipelining.Stage], gradients: WeightGradients, waits: WaitFiller) -> None:
         self.gradients, self.on_rank, self.waits = gradients, on_rank, waits
         self._is_sharded = any(map(fsdp2.is_fsdp, self.stage.submod.modules()))
+        self._delaying = delay_in_i_alone(self.stage.submod)
         defer_weights(self.stage.submod, gradients)
 
     @property
@@ -281,9 +285,11 @@ class SplitWork(OwnWork):
             return
         # The first I computes all weight gradients at once, and checks whether anything changes x or dY before W.
         on_trial, module = self.tries_out, self.stage.submod
+        layers = () if on_trial else self._delaying
         with (
             self.gradients.record(on_trial) as pending,
             look_at_graphs(on_trial) as products,
+            delaying(layers, pending),
             nullcontext() if on_trial else self.waits.during(kind, self, pending),
         ):
             self.deferred[microbatch] = pending
@@ -360,6 +366,7 @@ class SplitWork(OwnWork):
 
     def clear_runtime_states(self) -> None:
         self.deferred.clear()
+        forget(self._delaying)
         self._is_scaled = False
         self._summed = None
         self._leaves_whole = self._is_settled  # layers learn from the first I

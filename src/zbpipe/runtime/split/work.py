@@ -16,6 +16,7 @@ from zbpipe.runtime._torch.attributes import plain_attribute, replaced
 from zbpipe.runtime.split import graph_products, sources
 from zbpipe.runtime.split.deferral import Deferral
 from zbpipe.runtime.split.deferring_layers import deferral_of
+from zbpipe.runtime.split.delaying import delays
 from zbpipe.runtime.split.products import PendingGradient
 
 _MOST_NAMES = 8
@@ -159,7 +160,10 @@ class WeightWork:
         return f"an autograd Function of its own, {product.kind}"
 
     def _explain(self, product: graph_products.GraphProduct) -> str:
-        """Reason why a product stays in I."""
+        """Reason why a product stays in I. Empty if its layer delays it."""
+        layer = self._find_owner(self._names.get(id(product.leaves[0]), ""))
+        if delays(layer):
+            return ""
         if isinstance(product.deferral, Deferral):
             return self._explain_own(product.deferral, product)
         kind = product.kind
@@ -168,7 +172,6 @@ class WeightWork:
             return f"the autograd Function {kind}, which is not declared"
         if product.is_plain and product.is_made:
             return "its weight is made from parameters"
-        layer = self._find_owner(self._names.get(id(product.leaves[0]), ""))
         declared = plain_attribute(layer, "weight_products", {} if isinstance(layer, nn.Linear) else None)
         if declared:
             return "weight_products fit no call: declare function(x, weight, ...) without other gradients, as of a bias"
