@@ -440,6 +440,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                 tied_weights.warn_if_parted(stages, self.placement)
                 self._models_are_checked = True
                 self._replays = torch.zeros((), dtype=torch.int64, device=stages[0].device)  # not in a graph's memory
+            self.sizes.pass_on_unfreezing(self)
             run = partial(super().run_microbatches, args, kwargs, targets, *more, **more_by_name)
             with (
                 self._copies.issue_during(self) if self._copies and self.schedule.has_copies else nullcontext(),

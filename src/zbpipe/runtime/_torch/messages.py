@@ -14,7 +14,7 @@ from dataclasses import replace
 from enum import StrEnum
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,8 @@ class StageMessages:
     def __init__(self, stage: _PipelineStageBase) -> None:
         self.stage: Any = stage
         self._torchs = replace_methods(stage, self, self.METHODS)
+        self._frozen: Sequence[tuple[dict[str, Any], str]] = ()
+        """Parameters that were frozen when torch set up the messages, by dictionary and name."""
         self.routes: set[Route] | None = None
         """Routes of all messages, if set to an empty set; None to keep none."""
         self.input_shapes, self.output_shapes = ShapeFunction(), ShapeFunction()
@@ -55,6 +57,17 @@ class StageMessages:
         """Messages of the next stage, if that is on this rank."""
         self.stage.args_recv_info = _Received(self.stage.args_recv_info)
         self.stage.grad_recv_info = _Received(self.stage.grad_recv_info)
+
+    def begin_setup(self) -> None:
+        """Note the frozen parameters, before torch sets up the messages of training."""
+        owners = [part._parameters for part in self.stage.submod.modules()]
+        self._frozen = [
+            (own, name) for own in owners for name, each in own.items() if each is not None and not each.requires_grad
+        ]
+
+    @property
+    def is_unfrozen(self) -> bool:
+        return any((parameter := own.get(name)) is not None and parameter.requires_grad for own, name in self._frozen)
 
     def follow(self, step: StepShapes | None, then: StageMessages | None) -> None:
         """Exchange messages of these shapes in the next step, None for those of torch's setup. `then` has the messages
@@ -136,6 +149,38 @@ class StageMessages:
         for received in (self.stage.args_recv_info, self.stage.grad_recv_info):
             for infos in received.values():
                 _empty(infos)
+
+    def is_without_gradients(self, side: Literal["inputs", "outputs"]) -> bool:
+        """Whether messages on this side were set up (from torch 2.13 on) without gradients, because all earlier stages
+        are frozen."""
+        if self.stage.is_first if side == "inputs" else self.stage.is_last:
+            return False
+        metas = self.metas(side)
+        return any(each.dtype.is_floating_point for each in metas) and not any(each.requires_grad for each in metas)
+
+    def give_gradients(self, side: Literal["inputs", "outputs"]) -> None:
+        """Exchange gradients from now on for messages on this side that were set up without them."""
+        stage, known = self.stage, self.stage._stage_meta
+        if any(hasattr(each, "placements") for each in getattr(known, side)):
+            raise ValueError(
+                f"stage {stage.stage_index} passes DTensors, and parameters were unfrozen: torch learns how gradients"
+                " are placed when it sets up its messages, so build the schedule anew on all ranks"
+            )
+        metas = tuple(
+            replace(each, requires_grad=True) if each.dtype.is_floating_point else each for each in getattr(known, side)
+        )
+        gradients = tuple(
+            replace(each, requires_grad=False) if each.dtype.is_floating_point else None for each in metas
+        )
+        if side == "outputs":
+            known.outputs, known.output_grads = metas, gradients
+            stage.grad_recv_info = _Received({0: stage._create_grad_recv_info(stage.act_send_info)})
+        else:
+            known.inputs, known.input_grads = metas, gradients
+            infos = tuple(map(copy, stage.args_recv_info.first))
+            for info, meta in zip(infos, metas, strict=True):
+                info.tensor_meta = meta
+            stage.args_recv_info, stage.grad_send_info = _Received({0: infos}), None
 
     def require_gradients_of(self, output: Any) -> None:
         """Refuse outputs that need gradients if the messages bring none."""

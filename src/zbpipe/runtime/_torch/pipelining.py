@@ -100,6 +100,8 @@ class OwnRuntime(_PipelineScheduleRuntime):
         for work in self.works:
             if _SETS_UP_ANEW and self._stages_forward_initialized:
                 work.messages.forget_receives()
+            if self._has_backward:
+                work.messages.begin_setup()
         super()._initialize_stages(*args, **kwargs)
 
     def run_microbatches(self, args: Any, kwargs: Any, targets: Any, *more: Any, **more_by_name: Any) -> None:

@@ -353,3 +353,26 @@ class StepSizes:
     def _take_shapes(self, name: str, group_rank: int) -> Shapes:
         shapes: Shapes = freeze(json.loads(self._board.take(name, group_rank)))
         return shapes
+
+    def pass_on_unfreezing(self, schedule: pipelining.OwnRuntime) -> None:
+        """Before a step's messages, request gradients for newly unfrozen parameters."""
+        # If training begins with frozen stages, only a stage's own rank sees that its parameters are no longer frozen.
+        # The next stage then has to send gradients, which the messages' setup lacks. So ranks report to the next rank.
+        is_ready = pipelining.is_set_up(schedule) and pipelining.can_infer_shapes(schedule)
+        if not pipelining.trains(schedule) or not is_ready:
+            return
+        own = {work.stage.stage_index for work in schedule.works}
+        is_unfrozen = False
+        for work in schedule.works:
+            messages = work.messages
+            index, has_none = work.stage.stage_index, messages.is_without_gradients("inputs")
+            if index - 1 not in own:
+                waits, rank_of = has_none and not self._board.is_alone, schedule.stage_index_to_group_rank
+                is_unfrozen = waits and self._board.take(f"unfrozen/{index}", rank_of[index - 1]) == "1"
+            if has_none and is_unfrozen:
+                messages.give_gradients("inputs")
+            if messages.is_without_gradients("outputs"):
+                if is_unfrozen := is_unfrozen or messages.is_unfrozen:
+                    messages.give_gradients("outputs")
+                if index + 1 not in own:
+                    self._board.give(f"unfrozen/{index + 1}", str(int(is_unfrozen)))
