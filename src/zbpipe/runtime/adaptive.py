@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe.algorithms.zb import find_shortest
 from zbpipe.costs.job import JobCosts, MemoryLimit, MemoryLimitLike, resolve_limits
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import Checkpointing, Work, usual_costs
@@ -29,7 +28,6 @@ from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule.ir import Placement, Schedule, require_whole
 from zbpipe.schedule.registry import Algorithm, resolve, schedules
 from zbpipe.simulator.offloading import Offload
-from zbpipe.simulator.offloading import offload as offloaded
 from zbpipe.simulator.simulation import simulate
 
 _MANY_OPS = 20_000
@@ -212,7 +210,6 @@ class AutoSchedule(RegisteredSchedule):
         self._budget = budget
         self._measured = measured
         self._num_steps = profile_steps
-        self._known: CostModel | None = None
         self._profiler = Profiler(self, profile_steps, group=group, done=self._plan)
 
     @property
@@ -221,38 +218,27 @@ class AutoSchedule(RegisteredSchedule):
 
     def make_for_microbatches(self, number: int) -> Schedule:
         """Before the plan, the schedule for measurements. Afterwards the better one of plan and ZB."""
-        if self._known is None:
-            return super().make_for_microbatches(number)
-        start = self._make_start(number, self._known)
-        if self.outcome is None or self.outcome.chosen == start.name:
+        start = super().make_for_microbatches(number)
+        if self.outcome is None or self.outcome.chosen == self.outcome.start:
             return start
-        found = self._search(JobCosts(self._known), self._find_limits(start, self._known), number)
-        is_better = found.expected < simulate(start, self._known, transport=self.transport).makespan * _WORTH_IT
+        costs = self.lists.simulated_costs
+        found = self._search(JobCosts(costs), start)
+        is_better = found.expected < simulate(start, costs, transport=self.transport).makespan * _WORTH_IT
         return Schedule.from_csv(found.table, "plan") if is_better else start
 
-    def _make_start(self, number: int, costs: CostModel) -> Schedule:
-        limit = self.lists.limit and MemoryLimit(resolve_limits(self.lists.limit, self.placement, costs, number), "")
-        found = find_shortest("ZB", self.placement, number, costs, limit, self.transport)
-        return offloaded(found, costs, what=self._offload) if self._offload else found
-
-    def _find_limits(self, start: Schedule, costs: CostModel) -> tuple[float, ...]:
-        """Memory limit of each rank: the given one, or ZB's memory. One microbatch has run, so it always fits."""
-        limits = resolve_limits(self.lists.limit, self.placement, costs, start.num_microbatches)
-        return limits if self.lists.limit else tuple(map(max, limits, simulate(start, costs).peak_memory))
-
     def _plan(self, costs: JobCosts) -> None:
-        records = self._profiler.records
-        model = costs.costs
+        model, lists, number = costs.costs, self.lists, self.sizes.usual
         assert isinstance(model, CostModel), "the profiler measures stages"
         self._measured(costs)
-        number = self.sizes.usual
-        start = self._make_start(number, model)
-        limits = self._find_limits(start, model)
-        self._known = model
-        self.adopt(start, model)
+        if lists.limit:  # one microbatch has run, so it always fits
+            lists.limit = MemoryLimit(resolve_limits(lists.limit, self.placement, model, number), "")
+        lists.algorithm, lists.offload = resolve("ZB"), self._offload
+        lists.use_costs(model)
+        start = lists.make(number)
+        self.adopt(start)
         expected = simulate(start, model, transport=self.transport, receives=self.receives).makespan
-        measured = _step_seconds(records, self._group)
-        proposal = self._search(costs, limits, number)
+        measured = _step_seconds(self._profiler.records, self._group)
+        proposal = self._search(costs, start)
         outcome = AutoOutcome(start.name, start.name, expected, proposal.expected, measured, None)
         self._log(
             f"a step took {measured:.4g} s while it was measured; {start.name} should take {expected:.4g} s;"
@@ -262,12 +248,10 @@ class AutoSchedule(RegisteredSchedule):
             self._log(f"stays with {start.name}")
             self.outcome = outcome
             return
-
-        if any(max(span.op.microbatch for span in each.spans) + 1 != number for each in records):
+        if any(max(span.op.microbatch for span in each.spans) + 1 != number for each in self._profiler.records):
             self._log(f"compares both only in steps of {number} microbatches, the usual number")
 
-        def decide(records: Records) -> None:
-            after, before = (_step_seconds(each, self._group) for each in (records[1::2], records[2::2]))
+        def decide(after: float, before: float) -> None:
             self.adopt(start if after > before else planned)
             self._log(
                 f"in turn, the plan takes {after:.4g} s per step (simulated {proposal.expected:.4g} s) and {start.name}"
@@ -276,13 +260,18 @@ class AutoSchedule(RegisteredSchedule):
             self.outcome = replace(outcome, chosen=self.schedule.name, measured_before=before, measured_after=after)
 
         planned = Schedule.from_csv(proposal.table, "plan")
-        watch(self, _InTurn(self, planned, start, self._num_steps, decide))
+        watch(self, _InTurn(self, planned, start, self._num_steps, decide, self._group))
 
-    def _search(self, job: JobCosts, limits: tuple[float, ...], num_microbatches: int) -> _Proposal:
+    def _search(self, job: JobCosts, start: Schedule) -> _Proposal:
+        """Plan within the given limit, or else within the memory of `start`."""
+        number, costs, limit = start.num_microbatches, self.lists.simulated_costs, self.lists.limit
+        limits = resolve_limits(limit, self.placement, costs, number)
+        if limit is None:
+            limits = tuple(map(max, limits, simulate(start, costs).peak_memory))
         job = replace(job, placement=self.placement, memory_limit=limits, transport=self.transport)
         objective: Objective = "period" if self.optimizer_steps and not self._offload else "makespan"
-        size = self.placement.num_ranks, num_microbatches, job
-        is_large = 3 * self.placement.num_stages * num_microbatches > _MANY_OPS
+        size = self.placement.num_ranks, number, job
+        is_large = 3 * self.placement.num_stages * number > _MANY_OPS
         budget = self._budget or (_WORK if is_large else None)
         wanted = {"budget": budget, "objective": objective, "offload": self._offload}
         return agreement.find_once(f"Auto {size} {wanted}", lambda: _make_proposal(*size, **wanted))
@@ -293,7 +282,8 @@ class AutoSchedule(RegisteredSchedule):
 
 
 class _InTurn(Collector):
-    """Alternates two schedules step by step, so that changes of the machine's speed affect both alike."""
+    """Alternates two schedules step by step, so that changes of the machine's speed affect both alike. `done` gets
+    the seconds of both."""
 
     def __init__(
         self,
@@ -301,12 +291,17 @@ class _InTurn(Collector):
         first: Schedule,
         second: Schedule,
         times: int,
-        done: Callable[[Records], None],
+        done: Callable[[float, float], None],
+        group: dist.ProcessGroup | None = None,
     ) -> None:
         # The first step of a schedule allocates memory, so it does not count.
         self._turns = [first, *[first, second] * times]
         self._runtime = runtime
-        super().__init__([Wanted.TIMES] * len(self._turns), done)
+
+        def compare(records: Records) -> None:
+            done(_step_seconds(records[1::2], group), _step_seconds(records[2::2], group))
+
+        super().__init__([Wanted.TIMES] * len(self._turns), compare)
 
     def before(self) -> Wanted | None:
         wanted = super().before()
@@ -350,9 +345,8 @@ def compare_in_turn(schedule: RegisteredSchedule, other: Algorithm, steps: int) 
         compared = other.make_on(schedule.placement, schedule.sizes.usual, **known)
         assert compared is not None, "it is comparable"
 
-        def tell(records: Records) -> None:
+        def tell(theirs: float, ours: float) -> None:
             schedule.adopt(own)
-            theirs, ours = _step_seconds(records[1::2]), _step_seconds(records[2::2])
             gain = f"{abs(1 - ours / theirs):.1%} {'shorter' if ours < theirs else 'longer'}"
             words = f"{own.name} takes {ours:.4g} s per step and {compared.name} {theirs:.4g} s: {own.name} is {gain}"
             if dist.get_rank() == 0:
