@@ -96,9 +96,10 @@ class AdaptiveSchedule(RegisteredSchedule):
         if unsure is None or unsure is not self.for_microbatches(self.sizes.usual) or self.checkpointing is None:
             return
         stage, name = pipelining.stages_of(self)[0], self.algorithm.name
-        question = f"{name} with {pipelining.num_microbatches(self)} microbatches, checkpointing: "
-        words = agreement.gather_answers(question, self.checkpointing, stage.group, stage.device)
-        agreed = max(map(Checkpointing.parse, words), key=list(Checkpointing).index)
+        topic = f"{name} with {pipelining.num_microbatches(self)} microbatches, checkpointing: "
+        texts = agreement.compare(topic, topic + self.checkpointing, stage.group, stage.device)
+        found = [Checkpointing.parse(each.removeprefix(topic)) for each in texts]
+        agreed = max(found, key=list(Checkpointing).index)
         logger.info("%s is made for %s activation checkpointing, as the modules show", name, agreed)
         self._unsure = None  # only now, so that a rank that refuses this step asks again in the next one
         if self.checkpointing is not agreed:
@@ -248,7 +249,7 @@ class AutoSchedule(RegisteredSchedule):
             self._log(f"stays with {start.name}")
             self.outcome = outcome
             return
-        if any(max(span.op.microbatch for span in each.spans) + 1 != number for each in self._profiler.records):
+        if any(each.num_microbatches != number for each in self._profiler.records):
             self._log(f"compares both only in steps of {number} microbatches, the usual number")
 
         def decide(after: float, before: float) -> None:
@@ -310,7 +311,7 @@ class _InTurn(Collector):
         return wanted
 
     def after(self, record: StepRecord) -> None:
-        if self._runtime.sizes.last_has_usual_number:
+        if record.num_microbatches == self._runtime.sizes.usual:
             super().after(record)
         else:  # it ran the schedule for its own number
             self.missed()

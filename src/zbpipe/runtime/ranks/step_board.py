@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -87,7 +87,11 @@ class StepBoard:
         Raises:
             PipelineError: the pipeline has ended.
         """
-        self._require_running()
+        if self.ended_by:
+            raise PipelineError(
+                f"this schedule runs no other step, because one failed ({self.ended_by}). Build the process group and"
+                " the schedule anew, or end the job"
+            )
         if (refused := self._refused) is not None:
             self._refused = None
             self._wait_for({rank: f"{refused}/{rank}" for rank in self._ranks}, "refused the last step, like this one")
@@ -156,7 +160,7 @@ class StepBoard:
     def take(self, name: str, group_rank: int) -> str:
         """Wait for the value that a rank of the pipeline gives this one."""
         store, key = pipelining.default_store(), self._key(name)
-        self._wait_in_step({self._ranks[group_rank]: key}, "reached this step")
+        self._wait_for({self._ranks[group_rank]: key}, "reached this step")
         value: str = store.get(key).decode()
         store.delete_key(key)
         return value
@@ -165,21 +169,8 @@ class StepBoard:
         """The values of all ranks of the pipeline, which have to call this in the same step."""
         store, keys = pipelining.default_store(), {rank: self._key(f"{name}/{rank}") for rank in self._ranks}
         store.set(keys[self._me], str(int(value)))
-        self._wait_in_step(keys, "reached the end of this step")
+        self._wait_for(keys, "reached the end of this step")
         return [store.get(key) == b"1" for key in keys.values()]
-
-    def _wait_in_step(self, keys: Mapping[int, str], what: str) -> None:
-        try:
-            self._wait_for(keys, what)
-        except PipelineError:  # this step has failed, not an earlier one
-            raise PipelineError(self.ended_by) from None
-
-    def _require_running(self) -> None:
-        if self.ended_by:
-            raise PipelineError(
-                f"this schedule runs no other step, because one failed ({self.ended_by}). Build the process group and"
-                " the schedule anew, or end the job"
-            )
 
     def _report(self, failure: Failure) -> str:
         """Report the last event, so that ranks that run this step end the pipeline. Returns the report's key."""
@@ -207,7 +198,8 @@ class StepBoard:
         timeout = pipelining.timeout_of(self._stage) or _PATIENCE
         deadline = time.monotonic() + timeout
         while not _are_there(store, [*keys.values()]):
-            self._require_running()
+            if self.ended_by:
+                raise PipelineError(self.ended_by)
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in keys.items() if not store.check([key])]
                 self.ended_by = f"{name_ranks(missing)} has not {what}, and {timeout:.0f} seconds are over"
@@ -265,8 +257,6 @@ class StepSizes:
         """The last table that all ranks know, with torch's present setup; None if they do not know that."""
         self.inputs: Sequence[Shapes] | None = None
         """Shapes of the inputs of the running step, or of the last one; None for those of torch's setup."""
-        self._last = usual
-        """Number of microbatches of that step."""
 
     @property
     def last_is_typical(self) -> bool:
@@ -274,10 +264,6 @@ class StepSizes:
         each other, as in all steps of packed samples. Measurements count such steps."""
         shapes = {*(self.inputs or ())}
         return len(shapes) != 1 or (self._told is not None and shapes == {self._told.usual})
-
-    @property
-    def last_has_usual_number(self) -> bool:
-        return self._last == self.usual
 
     def find_number(self, microbatches: Any, keywords: object) -> Any:
         """The `microbatches=` of a step, or their number if a framework has split them; None for the usual size."""
@@ -297,18 +283,16 @@ class StepSizes:
             PipelineError: another rank does not reach the step.
         """
         is_set_up, told, seen = pipelining.is_set_up(runtime), self._told, self._seen
-        self._last, table = pipelining.num_microbatches(runtime), None
+        table = None
         for work in runtime.works:
             work.messages.learn_last_step()
         if given is None:
             # A new setup is for this step's inputs, which only one rank knows.
             self._told = told = told if is_set_up else None
             is_usual = told is None or told.usual == told.set_up
-            self.inputs = [told.usual] * self._last if told and not is_usual else None
-            if is_set_up and seen:
-                checks.require_usual_shapes(runtime, args, seen.set_up if is_usual else seen.usual)
-            else:
-                checks.require_usual_shapes(runtime, args, None)
+            self.inputs = [told.usual] * self.usual if told and not is_usual else None
+            expected = (seen.set_up if is_usual else seen.usual) if is_set_up and seen else None
+            checks.require_usual_shapes(runtime, args, expected)
             return
         if pipelining.stages_of(runtime)[0].is_first:
             found = tuple(map(_describe, args, kwargs))
@@ -341,18 +325,15 @@ class StepSizes:
         if self.inputs is not None and any(each != set_up for each in self.inputs):
             if not self._board.is_alone:
                 checks.require_inferred_shapes(runtime)
-            step = StepShapes(self.inputs, self._give_shapes, self._take_shapes)
+            step = StepShapes(
+                self.inputs,
+                give=lambda name, shapes: self._board.give(name, json.dumps(shapes)),
+                take=lambda name, rank: cast(Shapes, freeze(json.loads(self._board.take(name, rank)))),
+            )
         works = runtime.works
         for work, then in zip(works, [*works[1:], None], strict=True):
             is_next = then is not None and then.stage.stage_index == work.stage.stage_index + 1
             work.messages.follow(step, then.messages if then and is_next else None)
-
-    def _give_shapes(self, name: str, shapes: Shapes) -> None:
-        self._board.give(name, json.dumps(shapes))
-
-    def _take_shapes(self, name: str, group_rank: int) -> Shapes:
-        shapes: Shapes = freeze(json.loads(self._board.take(name, group_rank)))
-        return shapes
 
     def pass_on_unfreezing(self, schedule: pipelining.OwnRuntime) -> None:
         """Before a step's messages, request gradients for newly unfrozen parameters."""
