@@ -96,7 +96,7 @@ def _metered(found: dict[str, float]) -> Any:
     """A watcher of the first steps, which counts bytes in the last of them."""
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from zbpipe.runtime.measure.recording import Wanted, Watcher, list_allocations
+    from zbpipe.runtime.measure.recording import Wanted, Watcher
 
     class Metered(Watcher):
         left = METERED
@@ -116,7 +116,13 @@ def _metered(found: dict[str, float]) -> Any:
                 record_function("all of it"),
             ):
                 yield
-            ((_, changes),) = list_allocations(seen, "all of it")
+            events = sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+            (whole,) = (each for each in events if each.name() == "all of it")
+            changes = [
+                each.nbytes()
+                for each in events
+                if each.name() == "[memory]" and whole.start_ns() <= each.start_ns() <= whole.end_ns()
+            ]
             found["bytes"] = float(before + max(accumulate(changes, initial=0)))
 
     return Metered()

@@ -31,7 +31,7 @@ from zbpipe.runtime._torch import fsdp2, pipelining
 from zbpipe.runtime.build import build_pipeline_schedule
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.measure.profiler import Profiler
-from zbpipe.runtime.measure.recording import make_counter
+from zbpipe.runtime.measure.recording import MemoryCounter
 from zbpipe.runtime.ranks.failures import end_at_once
 from zbpipe.runtime.ranks.progress import MOST, Launched
 from zbpipe.runtime.split.stage import find_weight_work
@@ -210,13 +210,12 @@ def _try_offload(device: torch.device) -> None:
 
 
 def _try_measuring(device: torch.device) -> None:
-    counter = make_counter(device)
-    assert counter is not None, "no profiler is running"
+    counter = MemoryCounter(device)
     op, size = Op(0, OpKind.F, 0), 1 << 20
     with counter.within_step(), counter.within_op(op):
         kept = torch.empty(size, dtype=torch.uint8, device=device)
         torch.empty(size, dtype=torch.uint8, device=device)
-    found = counter.found()[op]
+    found = counter.found[op]
     _require(found.kept == kept.nbytes and found.most == 2 * size, f"{size} and {2 * size} bytes were seen as {found}")
     costs: list[JobCosts] = []
     _compare(device, steps=4, attach=lambda runtime: Profiler(runtime, 1, done=costs.append))
