@@ -277,17 +277,14 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         finally:
             self._take_microbatches(before)
 
-    def remake(self, costs: CostModel) -> None:
+    def remake(self, costs: CostModel | None, transport: Transport | None = None) -> None:
         """Remake all schedules that were not adopted, for these costs. All ranks have to call this."""
-        self.lists.use_costs(costs)
+        self.lists.use_costs(costs, transport)
         self._use(self.for_microbatches(pipelining.num_microbatches(self)))
 
     def for_microbatches(self, number: int) -> Schedule:
-        """The schedule for steps with this number of microbatches: the adopted one, else one made for it.
-
-        Raises:
-            ValueError: there is no such schedule, for example because the running one is a table.
-        """
+        """The schedule for steps with this number of microbatches: the adopted one, else one made for it. ValueError
+        if there is none, for example because the running one is a table."""
         return self.lists.of(number, self.make_for_microbatches)
 
     def make_for_microbatches(self, number: int) -> Schedule:
@@ -465,8 +462,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     def _use_transport(self, transport: Transport) -> None:
         """Remake all schedules for the measured transport, unless they are made for it."""
         if transport is not self.transport:
-            self.lists.use_costs(self.lists.costs, transport)
-            self._use(self.for_microbatches(pipelining.num_microbatches(self)))
+            self.remake(self.lists.costs, transport)
         how = "computations wait" if transport is Transport.SHARED else "no computation waits"
         logger.info("Messages: %s receives, for the transport %r: %s for messages", self.receives, str(transport), how)
 

@@ -148,11 +148,7 @@ class StepFailures:
 
     @contextmanager
     def begin_step(self, schedule: pipelining.OwnRuntime, name: str, *, is_compared: bool) -> Iterator[None]:
-        """Context of one whole step of the `schedule` with this name.
-
-        Raises:
-            PipelineError: an earlier step failed, on any rank.
-        """
+        """Context of one whole step. PipelineError if an earlier one failed, on any rank."""
         self.start(schedule)
         try:
             self._board.begin_step(is_compared=is_compared)
@@ -178,12 +174,8 @@ class StepFailures:
 
     @contextmanager
     def explain_failures(self, schedule: pipelining.OwnRuntime, name: str) -> Iterator[None]:
-        """Context of a step of `schedule` that converts an exception into an error that names the op.
-
-        Raises:
-            PipelineError: the step failed on this rank, or earlier on another one. KeyboardInterrupt and SystemExit
-                pass unchanged.
-        """
+        """Context of a step's messages that converts an exception of any rank into a PipelineError that names the op.
+        KeyboardInterrupt and SystemExit pass unchanged."""
         self._board.begin_messages()
         try:
             with self._follow(schedule):
@@ -222,10 +214,9 @@ class StepFailures:
             self._runs = False
 
     def _describe_device(self) -> str:
-        """The device's progress as text. Empty on the CPU, and for a device that no longer answers."""
         with suppress(RuntimeError):
             return self._launched.describe() if self._launched else ""
-        return ""
+        return ""  # the device no longer answers
 
     def _post(self, failure: Failure) -> Failure:
         return failure if self._notice is None else self._notice.post(failure)

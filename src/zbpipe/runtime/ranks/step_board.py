@@ -82,19 +82,17 @@ class StepBoard:
         """Key of this rank's last answer, until all have read it."""
 
     def begin_step(self, *, is_compared: bool) -> None:
-        """Begin a step. If this rank refused the last one, first wait until all ranks have.
-
-        Raises:
-            PipelineError: the pipeline has ended.
-        """
+        """Begin a step. If this rank refused the last one, first wait until all ranks have."""
+        if (refused := self._refused) is not None:
+            self._refused = None
+            with suppress(PipelineError):  # of an earlier step
+                keys = {rank: f"{refused}/{rank}" for rank in self._ranks}
+                self._wait_for(keys, "refused the last step, like this one")
         if self.ended_by:
             raise PipelineError(
                 f"this schedule runs no other step, because one failed ({self.ended_by}). Build the process group and"
                 " the schedule anew, or end the job"
             )
-        if (refused := self._refused) is not None:
-            self._refused = None
-            self._wait_for({rank: f"{refused}/{rank}" for rank in self._ranks}, "refused the last step, like this one")
         self._step += 1
         self.is_compared = is_compared and not self.is_alone
 
@@ -130,11 +128,7 @@ class StepBoard:
 
     def compare(self, given: int | tuple[int, ...], table: Table | None) -> Table:
         """The step's table, once all ranks of the pipeline have called this. Only stage 0's rank has it before.
-
-        Raises:
-            RefusedStepError: the ranks got different numbers, or another rank refuses the step.
-            PipelineError: another rank does not reach the step, or runs it without `microbatches=`.
-        """
+        RefusedStepError if the ranks got different numbers, or another rank refuses the step."""
         self._answer(_Answer(given, table and astuple(table)))
         answers = self._wait_for_answers(given)
         for rank, each in answers.items():
@@ -189,11 +183,7 @@ class StepBoard:
         return {rank: _Answer(*freeze(json.loads(each))) for rank, each in zip(keys, found, strict=True)}
 
     def _wait_for(self, keys: Mapping[int, str], what: str) -> None:
-        """Wait until the ranks' keys are in the store.
-
-        Raises:
-            PipelineError: the pipeline has ended, or a rank has not done `what` in time.
-        """
+        """Wait until the ranks' keys are in the store. PipelineError if a rank has not done `what` in time."""
         store = pipelining.default_store()
         timeout = pipelining.timeout_of(self._stage) or _PATIENCE
         deadline = time.monotonic() + timeout
@@ -276,12 +266,7 @@ class StepSizes:
         return None if is_usual else len(keywords)
 
     def agree(self, runtime: pipelining.OwnRuntime, given: Any, args: Any, kwargs: Any) -> None:
-        """Agree with all ranks on the shapes of the step's inputs before its messages, if it was `given` a size.
-
-        Raises:
-            ValueError: different sizes, shapes that the loss cannot weigh, or another rank refuses the step.
-            PipelineError: another rank does not reach the step.
-        """
+        """Agree with all ranks on the shapes of the step's inputs before its messages, if it was `given` a size."""
         is_set_up, told, seen = pipelining.is_set_up(runtime), self._told, self._seen
         table = None
         for work in runtime.works:
