@@ -14,9 +14,8 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
@@ -34,8 +33,7 @@ _LINGER = 5.0
 """Longest wait for the other ranks, in seconds, of a refusing rank with the store."""
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """What stage 0's rank, which sees the input, tells all ranks of a step."""
 
     usual: Shapes
@@ -45,15 +43,6 @@ class Table:
     """Inputs for which torch has set up messages."""
     inputs: tuple[Shapes, ...] = ()
     """By microbatch."""
-
-
-@dataclass(frozen=True)
-class _Answer:
-    microbatches: int | tuple[int, ...] = 0
-    table: Any = None
-    """Of stage 0's rank, the fields of a `Table`."""
-    refused: str = ""
-    """Reason for which the rank refused the step before the comparison."""
 
 
 class StepBoard:
@@ -105,7 +94,7 @@ class StepBoard:
             return
         with suppress(RuntimeError):  # the store may be gone, and the original error says more
             if self.is_compared and self._answered != self._step:
-                self._answer(_Answer(refused=failure.words))
+                self._answer(refused=failure.words)
                 self._report(failure)
             self._events += 1
             self._refused = key = self._report(failure)
@@ -129,12 +118,18 @@ class StepBoard:
     def compare(self, given: int | tuple[int, ...], table: Table | None) -> Table:
         """The step's table, once all ranks of the pipeline have called this. Only stage 0's rank has it before.
         RefusedStepError if the ranks got different numbers, or another rank refuses the step."""
-        self._answer(_Answer(given, table and astuple(table)))
-        answers = self._wait_for_answers(given)
-        for rank, each in answers.items():
-            if each.refused:
-                raise RefusedStepError(f"{Failure(rank, each.refused)}. All ranks skip this step")
-        groups = group_ranks({rank: each.microbatches for rank, each in answers.items()})
+        self._answer(given, table)
+        keys = {rank: self._key(rank) for rank in self._ranks}
+        if not _are_there(pipelining.default_store(), [*keys.values()]):
+            words = f"it got microbatches={_write(given)}; give all ranks of the pipeline the same, or none"
+            reported = self._report(Failure(self._me, f", {position.NOT_BEGUN}: {words}"))
+            self._wait_for(keys, "reached this step, but all ranks have to give its microbatches=")
+            pipelining.default_store().delete_key(reported)
+        sizes, tables, refusals = zip(*self._read(keys), strict=True)
+        for rank, refused in zip(keys, refusals, strict=True):
+            if refused:
+                raise RefusedStepError(f"{Failure(rank, refused)}. All ranks skip this step")
+        groups = group_ranks(dict(zip(keys, sizes, strict=True)))
         counts = {each if isinstance(each, int) else len(each) for each in groups}
         if len(counts) > 1 or len([each for each in groups if not isinstance(each, int)]) > 1:
             found = ", ".join(f"{_write(each)} on {name_ranks(of)}" for each, of in groups.items())
@@ -145,7 +140,7 @@ class StepBoard:
         if self._old is not None:  # all have answered now, so all have read the previous answers
             pipelining.default_store().delete_key(self._old)
         self._old = self._key(self._me)
-        return Table(*next(each.table for each in answers.values() if each.table is not None))
+        return Table(*next(each for each in tables if each is not None))
 
     def give(self, name: str, value: str) -> None:
         if not self.is_alone:
@@ -161,26 +156,21 @@ class StepBoard:
 
     def gather(self, name: str, value: bool) -> list[bool]:
         """The values of all ranks of the pipeline, which have to call this in the same step."""
-        store, keys = pipelining.default_store(), {rank: self._key(f"{name}/{rank}") for rank in self._ranks}
-        store.set(keys[self._me], str(int(value)))
+        keys = {rank: self._key(f"{name}/{rank}") for rank in self._ranks}
+        pipelining.default_store().set(keys[self._me], json.dumps(value))
         self._wait_for(keys, "reached the end of this step")
-        return [store.get(key) == b"1" for key in keys.values()]
+        return self._read(keys)
+
+    def _read(self, keys: Mapping[int, str]) -> list[Any]:
+        store = pipelining.default_store()
+        found = store.multi_get([*keys.values()]) if store.has_extended_api() else map(store.get, keys.values())
+        return [freeze(json.loads(each)) for each in found]
 
     def _report(self, failure: Failure) -> str:
         """Report the last event, so that ranks that run this step end the pipeline. Returns the report's key."""
         key = f"{self._name}/event/{self._events - 1}"
         pipelining.default_store().compare_set(key, "", json.dumps((self._step, failure)))
         return key
-
-    def _wait_for_answers(self, given: int | tuple[int, ...]) -> dict[int, _Answer]:
-        store, keys = pipelining.default_store(), {rank: self._key(rank) for rank in self._ranks}
-        if not _are_there(store, [*keys.values()]):
-            words = f"it got microbatches={_write(given)}; give all ranks of the pipeline the same, or none"
-            reported = self._report(Failure(self._me, f", {position.NOT_BEGUN}: {words}"))
-            self._wait_for(keys, "reached this step, but all ranks have to give its microbatches=")
-            store.delete_key(reported)
-        found = store.multi_get([*keys.values()]) if store.has_extended_api() else map(store.get, keys.values())
-        return {rank: _Answer(*freeze(json.loads(each))) for rank, each in zip(keys, found, strict=True)}
 
     def _wait_for(self, keys: Mapping[int, str], what: str) -> None:
         """Wait until the ranks' keys are in the store. PipelineError if a rank has not done `what` in time."""
@@ -197,9 +187,10 @@ class StepBoard:
                 self._report(Failure(self._me, f", {position.NOT_BEGUN}: {self.ended_by}"))
                 raise PipelineError(self.ended_by)
 
-    def _answer(self, answer: _Answer) -> None:
+    def _answer(self, given: int | tuple[int, ...] = 0, table: Table | None = None, refused: str = "") -> None:
+        """Tell all ranks this step's `microbatches=`, or the reason for which this rank refuses it."""
         self._events += 1
-        pipelining.default_store().set(self._key(self._me), json.dumps(astuple(answer)))
+        pipelining.default_store().set(self._key(self._me), json.dumps((given, table, refused)))
         self._answered = self._step
 
     def _key(self, of: int | str) -> str:
