@@ -93,7 +93,7 @@ class AdaptiveSchedule(RegisteredSchedule):
     def settle(self) -> None:
         """Agree on the checkpointing with all ranks, because a rank may have only an embedding."""
         unsure = self._unsure
-        if unsure is None or unsure is not self.for_microbatches(self.sizes.usual) or self.checkpointing is None:
+        if unsure is None or unsure is not self.lists.of(self.sizes.usual) or self.checkpointing is None:
             return
         stage, name = pipelining.stages_of(self)[0], self.algorithm.name
         topic = f"{name} with {pipelining.num_microbatches(self)} microbatches, checkpointing: "
@@ -211,15 +211,15 @@ class AutoSchedule(RegisteredSchedule):
         self._budget = budget
         self._measured = measured
         self._num_steps = profile_steps
+        self.lists.improve = self._choose
         self._profiler = Profiler(self, profile_steps, group=group, done=self._plan)
 
     @property
     def is_steady(self) -> bool:
         return self.outcome is not None and super().is_steady
 
-    def make_for_microbatches(self, number: int) -> Schedule:
-        """Before the plan, the schedule for measurements. Afterwards the better one of plan and ZB."""
-        start = super().make_for_microbatches(number)
+    def _choose(self, start: Schedule) -> Schedule:
+        """The better one of `start` and a plan, after a plan was better for the usual number of microbatches."""
         if self.outcome is None or self.outcome.chosen == self.outcome.start:
             return start
         costs = self.lists.simulated_costs

@@ -47,6 +47,8 @@ class Lists:
     """Whether sent tensors are freed as soon as they have surely been received."""
     runs_ahead: bool = False
     """Whether the next schedules are made to run ahead of `zbpipe.OptimizerStep`."""
+    improve: Callable[[Schedule], Schedule] = lambda made: made
+    """Replaces schedules that were made, but not adopted."""
     running: Lowered = field(init=False)
     _adopted: dict[int, Schedule] = field(default_factory=dict, init=False)
     _made: dict[int, Schedule] = field(default_factory=dict, init=False)
@@ -58,12 +60,12 @@ class Lists:
         return self.costs or passes.default_costs(self.placement)
 
     @without_collections()
-    def of(self, number: int, make: Callable[[int], Schedule]) -> Schedule:
-        """The schedule for `number` microbatches: the adopted one, an earlier one, or a new one of `make`."""
+    def of(self, number: int) -> Schedule:
+        """The schedule for `number` microbatches: the adopted one, or one made for it. ValueError if there is none."""
         if number in self._adopted:
             return self._adopted[number]
         if number not in self._made:
-            self._made[number] = make(number)
+            self._made[number] = self.improve(self.make(number))
         return self._made[number]
 
     def adopt(self, schedule: Schedule) -> None:
@@ -83,7 +85,6 @@ class Lists:
         self._lowered.clear()
 
     def make(self, number: int, *, runs_ahead: bool | None = None) -> Schedule:
-        """A schedule for the known costs. ValueError if there is none."""
         made = self.algorithm.make(
             self.placement.num_ranks,
             number,

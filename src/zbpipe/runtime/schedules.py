@@ -166,7 +166,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             checks.read_receives(receives, options),
             frees_sends_early=options.get("max_outstanding_sends") is None,
         )
-        schedule = self.lists.of(n_microbatches, self.lists.make)
+        schedule = self.lists.of(n_microbatches)
         self._is_plain = plain
         gradients = WeightGradients(may_fuse=not plain)
         question = agreement.make_key("waits", [stage.stage_index for stage in stages])
@@ -280,23 +280,14 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     def remake(self, costs: CostModel | None, transport: Transport | None = None) -> None:
         """Remake all schedules that were not adopted, for these costs. All ranks have to call this."""
         self.lists.use_costs(costs, transport)
-        self._use(self.for_microbatches(pipelining.num_microbatches(self)))
-
-    def for_microbatches(self, number: int) -> Schedule:
-        """The schedule for steps with this number of microbatches: the adopted one, else one made for it. ValueError
-        if there is none, for example because the running one is a table."""
-        return self.lists.of(number, self.make_for_microbatches)
-
-    def make_for_microbatches(self, number: int) -> Schedule:
-        """The schedule for another number of microbatches, the same on all ranks."""
-        return self.lists.make(number)
+        self._use(self.lists.of(pipelining.num_microbatches(self)))
 
     def _take_microbatches(self, number: int) -> None:
         (number,) = require_whole(1, microbatches=number)
         before = pipelining.num_microbatches(self)
         if number == before:
             return
-        schedule = self.for_microbatches(number)
+        schedule = self.lists.of(number)
         pipelining.use_microbatches(self, number)
         try:
             self._use(schedule)
