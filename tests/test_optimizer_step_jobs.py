@@ -216,17 +216,6 @@ def saved_and_resumed() -> None:
         assert torch.equal(weight, resumed.weights()[name]), name
 
 
-def made_again_for_running_ahead() -> None:
-    job = Job("ZB2P")
-    made = job.schedule.schedule
-    job.schedule.lists.make = lambda number, runs_ahead=None: zbpipe.generate("ZBH2", 2, 4) if runs_ahead else made
-    job.ahead(1.0)
-    assert job.schedule.schedule.name == "ZBH2"
-    job.schedule.adopt(another := zbpipe.generate("ZBH1", 2, 4))
-    job.schedule.run_ahead_of(job.schedule._optimizer_step)
-    assert job.schedule.schedule is another
-
-
 def evaluated_while_pending() -> None:
     usual, job = Job(), Job()
     usual.train(usual.ordinary(EXCEEDED), range(3))
@@ -296,7 +285,6 @@ def all_at_once() -> tuple[list[str], StepCounts, str]:
     evaluated_while_pending()
     logged_steps_wait()
     changed_while_pending()
-    made_again_for_running_ahead()
     refuse_all()
     return *with_auto(), raises_on_all_ranks()
 

@@ -374,8 +374,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                     self.sizes.usual if size is None else len(size) if isinstance(size, tuple) else size
                 )
                 checks.require_step(self, args, kwargs, target, is_first=not self._models_are_checked)
-                if self._optimizer_step is not None:
-                    self._optimizer_step.require_unchanged()
+                if self.optimizer_step is not None:
+                    self.optimizer_step.require_unchanged()
                 return super().step(*args, target=target, **kwargs)
             finally:
                 self._take_microbatches(self.sizes.usual)
@@ -392,7 +392,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             " --training.disable_cuda_graphs": self.refuses_capture,
             "all replays have one size: omit microbatches=, or give the usual number of them": microbatches is not None,
             "it copies to the host: omit offload, or adopt a schedule without copies": self.schedule.has_copies,
-            "zbpipe.OptimizerStep decides in every step what runs: use the optimizer's own step": self._optimizer_step,
+            "zbpipe.OptimizerStep decides in every step what runs: use the optimizer's own step": self.optimizer_step,
             "scale_grads would multiply the kept gradients by the number of microbatches in each replay: set them to"
             " None before the capture, or build with scale_grads=False and divide the loss": self.scale_grads and kept,
             "the first steps, and Auto's before its choice, compare lists and contents: first run the same number of"
@@ -459,7 +459,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
 
     def _run_ahead(self, run: Callable[[], None]) -> None:
         """Run a step ahead of a pending validation of the last optimizer step. Repeat it if the step is void."""
-        stages, last, trains = pipelining.stages_of(self), self._optimizer_step, pipelining.trains(self)
+        stages, last, trains = pipelining.stages_of(self), self.optimizer_step, pipelining.trains(self)
         kept: list[Tensor] = []
         if self.scale_grads and trains:  # then the end of the step also divides earlier steps' gradients
             kept = fsdp2.find_kept_gradients(stage.submod for stage in stages)
@@ -475,13 +475,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                 random.restore()
                 run()
 
-    def run_ahead_of(self, optimizer_step: Any) -> None:
-        """Begin steps from now on while the validation of the last optimizer step is pending."""
-        self._optimizer_step, self.lists.runs_ahead = optimizer_step, True
-        if (schedule := self.lists.make_to_run_ahead()) != self.schedule:
-            self.adopt(schedule)
-
     @property
     def optimizer_steps(self) -> dict[str, int]:
         """Numbers of `zbpipe.OptimizerStep`'s steps of each kind. Empty without it."""
-        return {} if self._optimizer_step is None else asdict(self._optimizer_step.counts)
+        return {} if self.optimizer_step is None else asdict(self.optimizer_step.counts)
