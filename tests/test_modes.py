@@ -34,7 +34,7 @@ Grad = Literal["no_grad", "inference_mode", "enable_grad"]
 class Event:
     """What a loop does next, on all ranks."""
 
-    kind: Literal["train", "eval", "adopt", "prepare", "zero", "freeze", "freeze up to", "refuse", "wrong"]
+    kind: Literal["train", "eval", "adopt", "zero", "freeze", "freeze up to", "refuse", "wrong"]
     microbatches: int = USUAL
     rows: int = 2
     """Of a microbatch: another number is another shape."""
@@ -110,8 +110,6 @@ class Loop:
         self.step += 1
         if event.kind in ("train", "eval"):
             self._compare(event)
-        elif event.kind == "prepare":
-            self.schedule.prepare(event.microbatches)
         elif event.kind == "adopt" and self.name != "Auto":
             table = "1F1B" if len(self.indices) == 1 else "VMin"
             self.schedule.adopt(zbpipe.generate(table, dist.get_world_size(), event.microbatches))
@@ -277,7 +275,7 @@ events = st.lists(
         kind=st.sampled_from(
             ["train"] * 4
             + ["eval"] * 3
-            + ["adopt", "prepare", "zero", "zero", "freeze", *2 * ["freeze up to"], "refuse", "wrong", "wrong"]
+            + ["adopt", "zero", "zero", "freeze", *2 * ["freeze up to"], "refuse", "wrong", "wrong"]
         ),
         microbatches=st.integers(1, 5),
         rows=st.sampled_from([2, 2, 2, 1]),

@@ -34,7 +34,7 @@ from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.runtime.split.waits import FillWaits, WaitFiller
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 from zbpipe.runtime.transport import Probe, find_known_of
-from zbpipe.schedule.ir import OpKind, Schedule, require_whole
+from zbpipe.schedule.ir import OpKind, Schedule
 from zbpipe.schedule.registry import Algorithm
 from zbpipe.schedule.user_code import read_text
 from zbpipe.simulator.offloading import Offload
@@ -261,40 +261,16 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     def load_table(self, file: str) -> None:
         self.adopt(Schedule.from_csv(read_text(file), name=str(file)))
 
-    def prepare(self, *microbatches: int) -> None:
-        """Make the lists for these numbers of microbatches in advance, so that the first such step does not wait.
-
-            schedule.prepare(8, 12)
-
-        Ranks may call it independently, because it sends no message.
-        Raises:
-            ValueError: a number below 1, or without a schedule (see `adopt`).
-        """
-        before = pipelining.num_microbatches(self)
-        try:
-            for number in microbatches:
-                self._take_microbatches(number)
-        finally:
-            self._take_microbatches(before)
-
     def remake(self, costs: CostModel | None, transport: Transport | None = None) -> None:
         """Remake all schedules that were not adopted, for these costs. All ranks have to call this."""
         self.lists.use_costs(costs, transport)
         self._use(self.lists.of(pipelining.num_microbatches(self)))
 
     def _take_microbatches(self, number: int) -> None:
-        (number,) = require_whole(1, microbatches=number)
-        before = pipelining.num_microbatches(self)
-        if number == before:
-            return
-        schedule = self.lists.of(number)
-        pipelining.use_microbatches(self, number)
-        try:
+        if number != pipelining.num_microbatches(self):
+            schedule = self.lists.of(number)
+            pipelining.use_microbatches(self, number)
             self._use(schedule)
-        except ValueError:
-            pipelining.use_microbatches(self, before)
-            self.lists.use(self, self.lists.running)
-            raise
 
     def _use(self, schedule: Schedule) -> None:
         """Run a schedule, with the next step's number of microbatches, from that step on."""

@@ -75,7 +75,6 @@ class GradientCheck(Watcher):
         schedule: a zbpipe schedule. Every rank of the pipeline needs a check.
         steps: number of steps to check, at least 1.
         tolerance: largest relative error. Default: that of the coarsest dtype in a stage's products (`TOLERANCES`).
-        done: called with the report, between two steps.
 
     Raises:
         ValueError: a torch schedule, which lacks zbpipe's split, or an invalid argument.
@@ -92,7 +91,6 @@ class GradientCheck(Watcher):
         steps: int = 1,
         *,
         tolerance: float | None = None,
-        done: Callable[[GradientReport], None] = lambda report: None,
     ) -> None:
         checks.require_schedule("zbpipe.GradientCheck", schedule)
         if not isinstance(schedule, RegisteredSchedule):
@@ -102,11 +100,9 @@ class GradientCheck(Watcher):
             )
         (steps,) = require_whole(1, steps=steps)
         checks.require_above_0("tolerance", tolerance)
-        checks.require_callable(done=done)
         self.report: GradientReport | None = None
         self._left = steps
         self._tolerance = tolerance
-        self._done = done
         self._found = GradientReport("", steps, steps * pipelining.num_microbatches(schedule), {}, {})
         watch(schedule, self)
 
@@ -122,7 +118,6 @@ class GradientCheck(Watcher):
             # Another rank may have found an error in its last op, after its last message to this one.
             with share_with_other_ranks():
                 self.report = self._gather(schedule)
-            self._done(self.report)
 
     def _add(self, found: GradientReport) -> None:
         self._found = self._found.with_(found)
