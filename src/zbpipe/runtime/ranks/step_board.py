@@ -23,7 +23,7 @@ from zbpipe.runtime import checks
 from zbpipe.runtime._torch import pipelining, position
 from zbpipe.runtime._torch.shapes import Shapes, StepShapes, describe_inputs, freeze
 from zbpipe.runtime.ranks.agreement import group_ranks, is_alone, make_key
-from zbpipe.runtime.ranks.failures import Failure, PipelineError, RefusedStepError, name_ranks
+from zbpipe.runtime.ranks.failures import Failure, PipelineError, name_ranks
 
 _LOOK = timedelta(seconds=1)
 """Interval at which a waiting rank checks its timeout."""
@@ -117,7 +117,7 @@ class StepBoard:
 
     def compare(self, given: int | tuple[int, ...], table: Table | None) -> Table:
         """The step's table, once all ranks of the pipeline have called this. Only stage 0's rank has it before.
-        RefusedStepError if the ranks got different numbers, or another rank refuses the step."""
+        ValueError if the ranks got different numbers, or another rank refuses the step."""
         self._answer(given, table)
         keys = {rank: self._key(rank) for rank in self._ranks}
         if not _are_there(pipelining.default_store(), [*keys.values()]):
@@ -128,12 +128,12 @@ class StepBoard:
         sizes, tables, refusals = zip(*self._read(keys), strict=True)
         for rank, refused in zip(keys, refusals, strict=True):
             if refused:
-                raise RefusedStepError(f"{Failure(rank, refused)}. All ranks skip this step")
+                raise ValueError(f"{Failure(rank, refused)}. All ranks skip this step")
         groups = group_ranks(dict(zip(keys, sizes, strict=True)))
         counts = {each if isinstance(each, int) else len(each) for each in groups}
         if len(counts) > 1 or len([each for each in groups if not isinstance(each, int)]) > 1:
             found = ", ".join(f"{_write(each)} on {name_ranks(of)}" for each, of in groups.items())
-            raise RefusedStepError(
+            raise ValueError(
                 f"the ranks were given different microbatches=: {found}. Give the same to step on all ranks of the"
                 " pipeline, or none"
             )
