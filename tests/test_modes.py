@@ -97,7 +97,7 @@ class Loop:
         stages = [PipelineStage(part, i, num_stages, torch.device("cpu")) for i, part in self.parts.items()]
         self.name, self.scales, self.step = name, scale_grads, 0
         if name == "Auto":
-            options |= {"budget": 1e3, "profile_steps": 1}
+            options |= {"profile_steps": 1}
         schedule: Any = zbpipe.build_pipeline_schedule(
             table, stages, USUAL, loss_fn, scale_grads=scale_grads, **options
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from zbpipe.costs.job import MemoryLimit
@@ -45,8 +44,6 @@ class Lists:
     """When ranks post receives; None for the shortest simulated step."""
     frees_sends_early: bool
     """Whether sent tensors are freed as soon as they have surely been received."""
-    improve: Callable[[Schedule], Schedule] = lambda made: made
-    """Replaces schedules that were made, but not adopted."""
     running: Lowered = field(init=False)
     _adopted: dict[int, Schedule] = field(default_factory=dict, init=False)
     _made: dict[int, Schedule] = field(default_factory=dict, init=False)
@@ -63,7 +60,7 @@ class Lists:
         if number in self._adopted:
             return self._adopted[number]
         if number not in self._made:
-            self._made[number] = self.improve(self.make(number))
+            self._made[number] = self.make(number)
         return self._made[number]
 
     def adopt(self, schedule: Schedule) -> None:
