@@ -173,7 +173,7 @@ def test_what_a_graph_cannot_replay(one_rank: None, name: str) -> None:
     modules.zero_grad()
     assert schedule.is_steady
     zbpipe.GradientCheck(schedule, 1)
-    refuse("measured or checked: capture one after Auto's choice, and after profiles, traces and GradientCheck")
+    refuse("measured or checked: capture one after Auto has measured, and after profiles, traces and GradientCheck")
     schedule.step(x, target=x)
     modules.zero_grad()
     plain = schedule.schedule

@@ -192,25 +192,11 @@ class AutoSchedule(RegisteredSchedule):
 
 
 class _InTurn(Collector):
-    """Alternates two schedules step by step, so that changes of the machine's speed affect both alike. `done` gets
-    the seconds of both."""
+    """Runs a schedule per step, so that changes of the machine's speed affect all alike."""
 
-    def __init__(
-        self,
-        runtime: RegisteredSchedule,
-        first: Schedule,
-        second: Schedule,
-        times: int,
-        done: Callable[[float, float], None],
-    ) -> None:
-        # The first step of a schedule allocates memory, so it does not count.
-        self._turns = [first, *[first, second] * times]
-        self._runtime = runtime
-
-        def compare(records: Records) -> None:
-            done(_step_seconds(records[1::2]), _step_seconds(records[2::2]))
-
-        super().__init__([Wanted.TIMES] * len(self._turns), compare)
+    def __init__(self, runtime: RegisteredSchedule, turns: Sequence[Schedule], done: Callable[[Records], None]) -> None:
+        super().__init__([Wanted.TIMES] * len(turns), done)
+        self._runtime, self._turns = runtime, turns
 
     def before(self) -> Wanted | None:
         wanted = super().before()
@@ -254,14 +240,16 @@ def compare_in_turn(schedule: RegisteredSchedule, other: Algorithm, steps: int) 
         compared = other.make_on(schedule.placement, schedule.sizes.usual, **known)
         assert compared is not None, "it is comparable"
 
-        def tell(theirs: float, ours: float) -> None:
+        def tell(records: Records) -> None:
             schedule.adopt(own)
+            theirs, ours = _step_seconds(records[1::2]), _step_seconds(records[2::2])
             gain = f"{abs(1 - ours / theirs):.1%} {'shorter' if ours < theirs else 'longer'}"
             words = f"{own.name} takes {ours:.4g} s per step and {compared.name} {theirs:.4g} s: {own.name} is {gain}"
             if dist.get_rank() == 0:
                 log_visibly(logger, "in turn, medians of %d steps each, %s", steps, words)
 
-        watch(schedule, _InTurn(schedule, compared, own, steps, tell))
+        # The first step of a schedule allocates memory, so it does not count.
+        watch(schedule, _InTurn(schedule, [compared, *[compared, own] * steps], tell))
 
     collect(schedule, [Wanted.NOTHING, Wanted.TIMES], begin)
 

@@ -217,7 +217,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     def is_steady(self) -> bool:
         """Whether a CUDA graph can capture the next step of the usual size: the host does not wait in that step.
 
-        True after two steps, unless a layer first runs in the second; with Auto, after its choice and another step.
+        True after two steps, unless a layer first runs in the second; with Auto, a step after it has measured.
         """
         is_ready = pipelining.is_set_up(self) and self.lists.running.is_agreed and self.waits.is_decided
         splits = filter(None, map(split.find_split, pipelining.stages_of(self)))
@@ -371,7 +371,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             "zbpipe.OptimizerStep decides in every step what runs: use the optimizer's own step": self.optimizer_step,
             "scale_grads would multiply the kept gradients by the number of microbatches in each replay: set them to"
             " None before the capture, or build with scale_grads=False and divide the loss": self.scale_grads and kept,
-            "the first steps, and Auto's before its choice, compare lists and contents: first run the same number of"
+            "the first steps, and Auto's while it measures, compare lists and contents: first run the same number of"
             " steps on all ranks, at least two, until schedule.is_steady": not self.is_steady,
         }
         if found := next((reason for reason, applies in refusals.items() if applies), None):

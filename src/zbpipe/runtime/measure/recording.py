@@ -139,8 +139,8 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         if looking and find_device(pipelining.device_of_rank(schedule)).is_capturing():
             raise ValueError(
-                "a CUDA graph cannot capture a step that is measured or checked: capture one after Auto's choice, and"
-                " after profiles, traces and GradientCheck"
+                "a CUDA graph cannot capture a step that is measured or checked: capture one after Auto has measured,"
+                " and after profiles, traces and GradientCheck"
             )
         with ExitStack() as around:
             if recorder is not None:
