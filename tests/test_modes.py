@@ -101,9 +101,9 @@ class Loop:
         schedule: Any = zbpipe.build_pipeline_schedule(
             table, stages, USUAL, loss_fn, scale_grads=scale_grads, **options
         )
-        if name == "Table":
-            for number in range(1, 8):
-                schedule.adopt(zbpipe.generate("1F1B", num_ranks, number))
+        if name in ("Table", "Plan"):
+            for number in {*range(1, 8)} - {USUAL}:
+                schedule.adopt(zbpipe.generate("1F1B" if name == "Table" else "ZBV", num_ranks, number))
         self.schedule = schedule
 
     def run(self, event: Event) -> None:
