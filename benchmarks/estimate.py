@@ -94,9 +94,9 @@ def train_and_write() -> None:
 
 def _metered(found: dict[str, float]) -> Any:
     """A watcher of the first steps, which counts bytes in the last of them."""
-    from torch.profiler import ProfilerActivity, profile, record_function
+    from torch.profiler import ProfilerActivity, profile
 
-    from zbpipe.runtime.measure.recording import Wanted, Watcher, list_allocations
+    from zbpipe.runtime.measure.recording import Wanted, Watcher
 
     class Metered(Watcher):
         left = METERED
@@ -111,12 +111,10 @@ def _metered(found: dict[str, float]) -> Any:
                 yield
                 return
             before = _bytes_of_weights()
-            with (
-                profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen,
-                record_function("all of it"),
-            ):
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
                 yield
-            ((_, changes),) = list_allocations(seen, "all of it")
+            events = sorted(seen.profiler.kineto_results.events(), key=lambda event: event.start_ns())
+            changes = [each.nbytes() for each in events if each.name() == "[memory]"]
             found["bytes"] = float(before + max(accumulate(changes, initial=0)))
 
     return Metered()

@@ -17,7 +17,7 @@ from zbpipe.runtime._torch.pipelining import lower, rows_of, write_lowered
 from zbpipe.schedule import registry
 from zbpipe.simulator.actions import Rows, parse
 from zbpipe.simulator.passes import add_messages, add_waits, free_sends_early, place_receives
-from zbpipe.simulator.validation import find_blocked_queues, find_mixed_up_messages, validate_lowered
+from zbpipe.simulator.validation import find_blocked_queues, validate_lowered
 
 NAMES = ["1F1B", "Interleaved1F1B", "ZBH1", "ZBV", "VHalf"]
 
@@ -50,7 +50,6 @@ def test_what_torch_makes_of_our_schedules_is_right(name: str, defer_pp_recv: bo
     if (name, defer_pp_recv) == ("ZBV", True):
         # torch's late receives let I overtake F on their common way; run it and the gradients are wrong.
         assert {finding.rule for finding in validate_lowered(parse(table))} == {"order"}
-        assert find_mixed_up_messages(parse(table))
         return
     assert validate_lowered(parse(table)) == []
 

@@ -230,7 +230,7 @@ def test_a_device_that_is_stuck_after_its_step_is_logged_once(caplog: pytest.Log
         stage = StageOfKnownShapes(nn.Linear(8, 8), 1, 2, torch.device("cpu"), input_args=x, output_args=x)
         schedule: Any = zbpipe.build_pipeline_schedule("ZBH1", [stage], 2, nn.functional.mse_loss)
         schedule.step(target=torch.zeros(2, 8))
-        followed = schedule._failures._progress
+        followed = schedule._failures
         device.pass_event()
         for seconds in range(90):
             followed.look(schedule, seconds)
@@ -257,7 +257,7 @@ from zbpipe.runtime.ranks import progress
 store = dist.TCPStore("localhost", 0, is_master=True)
 dist.init_process_group("gloo", store=store, rank=0, world_size=1)
 
-class Progress(progress.Progress):
+class Progress(progress.StepFailures):
     def look(self, schedule, now):
         own = store.clone()
         print("calls", flush=True)
@@ -266,7 +266,7 @@ class Progress(progress.Progress):
         except RuntimeError:
             return 0.0
 
-followed, schedule = Progress(has_events=False), Progress()
+followed, schedule = (Progress(None, has_events=False) for _ in range(2))
 progress.pipelining.device_of = progress.pipelining.stages_of = lambda of: [None]
 followed.start(schedule)
 time.sleep(0.1)

@@ -6,7 +6,6 @@ import copy
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -19,7 +18,6 @@ from torch.distributed.pipelining import schedules
 
 import zbpipe
 from zbpipe.frameworks.installation import find_algorithm, uninstall
-from zbpipe.runtime import build
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.measure.profiler import log_visibly
 from zbpipe.runtime.ranks import agreement
@@ -134,29 +132,6 @@ def test_what_a_job_finds_is_seen_where_nobody_asked_for_information(caplog: pyt
         ("WARNING", "found 1"),
         ("INFO", "found 2"),
     ]
-
-
-def another_size_of_a_plan() -> tuple[int, str]:
-    """Searches that differ between ranks, as where numba is installed on one of them only."""
-    rank, seeds = dist.get_rank(), []
-
-    def search(*size: Any, **wanted: Any) -> zbpipe.Plan:
-        seeds.append(rank)
-        return zbpipe.plan(*size, **wanted, seed=rank, budget=(1e3, 1e5)[rank])
-
-    planned = zbpipe.from_first_rank(lambda: zbpipe.plan(2, 8, (1, 1.2, 0.8), 2, placements=["v"], budget=1e3))
-    pipeline = Pipeline(planned, 8, lambda *_: nn.Linear(4, 4), nn.functional.mse_loss)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "search", search)
-        pipeline.schedule.prepare(6)
-        pipeline.run(torch.ones(24, 4), target=torch.ones(24, 4), microbatches=6)
-    return len(seeds), str(pipeline.schedule.for_microbatches(6))
-
-
-def test_a_plan_for_another_size_is_searched_once_for_all_ranks() -> None:
-    (first, found), (second, other) = run_ranks(2, another_size_of_a_plan)
-    assert first + second == 1
-    assert found == other
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -305,7 +305,7 @@ def automatic() -> list[int]:
             loop.run(batch[:1] * 5 if step in (2, 4) else batch)
             loop.compare(batch[:1] * 5 if step in (2, 4) else batch)
             counts.append(len(loop.pipeline.schedule._profiler.records))
-        assert loop.pipeline.schedule.outcome is not None
+        assert loop.pipeline.schedule.costs is not None
         return counts
 
 

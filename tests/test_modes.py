@@ -34,7 +34,7 @@ Grad = Literal["no_grad", "inference_mode", "enable_grad"]
 class Event:
     """What a loop does next, on all ranks."""
 
-    kind: Literal["train", "eval", "adopt", "prepare", "zero", "freeze", "freeze up to", "refuse", "wrong"]
+    kind: Literal["train", "eval", "adopt", "zero", "freeze", "freeze up to", "refuse", "wrong"]
     microbatches: int = USUAL
     rows: int = 2
     """Of a microbatch: another number is another shape."""
@@ -97,21 +97,19 @@ class Loop:
         stages = [PipelineStage(part, i, num_stages, torch.device("cpu")) for i, part in self.parts.items()]
         self.name, self.scales, self.step = name, scale_grads, 0
         if name == "Auto":
-            options |= {"budget": 1e3, "profile_steps": 1}
+            options |= {"profile_steps": 1}
         schedule: Any = zbpipe.build_pipeline_schedule(
             table, stages, USUAL, loss_fn, scale_grads=scale_grads, **options
         )
-        if name == "Table":
-            for number in range(1, 8):
-                schedule.adopt(zbpipe.generate("1F1B", num_ranks, number))
+        if name in ("Table", "Plan"):
+            for number in {*range(1, 8)} - {USUAL}:
+                schedule.adopt(zbpipe.generate("1F1B" if name == "Table" else "ZBV", num_ranks, number))
         self.schedule = schedule
 
     def run(self, event: Event) -> None:
         self.step += 1
         if event.kind in ("train", "eval"):
             self._compare(event)
-        elif event.kind == "prepare":
-            self.schedule.prepare(event.microbatches)
         elif event.kind == "adopt" and self.name != "Auto":
             table = "1F1B" if len(self.indices) == 1 else "VMin"
             self.schedule.adopt(zbpipe.generate(table, dist.get_world_size(), event.microbatches))
@@ -277,7 +275,7 @@ events = st.lists(
         kind=st.sampled_from(
             ["train"] * 4
             + ["eval"] * 3
-            + ["adopt", "prepare", "zero", "zero", "freeze", *2 * ["freeze up to"], "refuse", "wrong", "wrong"]
+            + ["adopt", "zero", "zero", "freeze", *2 * ["freeze up to"], "refuse", "wrong", "wrong"]
         ),
         microbatches=st.integers(1, 5),
         rows=st.sampled_from([2, 2, 2, 1]),

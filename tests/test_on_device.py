@@ -10,7 +10,7 @@ import torch
 from pipelines import on_one_rank
 from torch import nn
 
-from zbpipe.runtime.measure.recording import HostCounter
+from zbpipe.runtime.measure.recording import MemoryCounter
 from zbpipe.runtime.offload import Copier
 from zbpipe.runtime.split import products, stage
 from zbpipe.runtime.split.deferring_layers import deferral_of
@@ -33,7 +33,7 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "plain schedules": (PendingGradient, "gradient", lambda self: torch.ones_like(self.weight)),
     "fused W": (products, "_add_product", add_twice),
     "copies to the host": (Copier, "copy_out", lambda *_: pytest.fail("cannot copy")),
-    "times and memory of ops": (HostCounter, "within_op", lambda *_: nullcontext()),
+    "times and memory of ops": (MemoryCounter, "within_op", lambda *_: nullcontext()),
     COMPILES: (stage, "defer_in_compiled_regions", lambda module, gradients: None),
     "FSDP beside computations": (stage, "accumulate_and_reduce", lambda module, pending: None),
 }

@@ -80,7 +80,6 @@ def test_numbers_of_any_whole_type(one_rank: None) -> None:
         "ZBH1", PipelineStage(nn.Linear(3, 3), 0, 1, torch.device("cpu")), 4 * one, nn.functional.mse_loss
     )
     assert type(pipelining.num_microbatches(schedule)) is int
-    schedule.prepare(two)
     check = zbpipe.GradientCheck(schedule, one)
     schedule.step(x, target=x)
     assert check.report is not None
@@ -155,16 +154,10 @@ def test_receives_stand_where_the_transport_or_the_user_wants_them(monkeypatch: 
 
 def test_torchs_late_receives_that_would_mix_up_messages_or_block() -> None:
     """torch 2.13 and 2.15 take activations for gradients, without a word; or they may wait for ever."""
-    with as_rank(0, 1):
-        assert build("Interleaved1F1B", defer_pp_recv=True) is not None
-    blocked = r"so late that ranks would wait for each other.*deadlock: rank 0, position .*omit the option"
-    for name, words in (
-        ("ZBVZeroBubble", "makes torch receive the messages of ZBVZeroBubble in another order"),
-        *(("Interleaved1F1B", blocked), ("LoopedBFS", blocked)),
-    ):
+    for name in ("ZBVZeroBubble", "Interleaved1F1B", "LoopedBFS"):
         with as_rank(2, 4):
             on = stages(*zbpipe.stage_indices(name, rank=2, num_ranks=4), num_stages=8)
-            with pytest.raises(ValueError, match=f"(?s){words}"):
+            with pytest.raises(ValueError, match=f"makes torch receive the messages of {name} in another order.*omit"):
                 build(name, on, 8, defer_pp_recv=True)
             build(name, on, 8, defer_pp_recv=False)
 

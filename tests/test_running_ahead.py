@@ -100,13 +100,6 @@ def test_steps_follow_each_other_as_fast_as_the_slowest_rank_can_go() -> None:
     assert simulate(schedule, costs).makespan == 6.5
 
 
-def test_zb2p_is_made_for_the_period_where_it_counts() -> None:
-    costs = CostModel(f=(3, 3, 3, 1), i=(0.5, 0.5, 1, 2), w=(2, 2, 0.5, 3), activations=(1,) * 4)
-    usual, ahead = (zbpipe.generate("ZB2P", 4, 6, costs=costs, runs_ahead=each) for each in (False, True))
-    assert period(ahead, costs) < period(usual, costs)
-    assert simulate(usual, costs).makespan < simulate(ahead, costs).makespan
-
-
 @pytest.mark.parametrize("placement", ["v", "wave"])
 def test_plans_for_the_period_are_cut_where_they_may_be(placement: str) -> None:
     found = zbpipe.plan(3, 6, (1, 1.2, 0.8), 3, placements=[placement], objective="period", budget=2e5)

@@ -472,7 +472,7 @@ def test_each_option_has_a_sentence_in_the_help(
 def test_auto_learns_and_measures_while_it_trains(titan: Titan, tmp_path: Path) -> None:
     costs, trace = tmp_path / "costs.toml", tmp_path / "trace.json"
     files = options(f"costs-out {costs}", f"trace {trace}", "trace-step 7")
-    says = ("Auto: a step took", "Auto: in turn, the plan takes|Auto: stays with ZB", "MiB after F")
+    says = ("Auto: a step took", "MiB after F")
     job = train_as_without_a_pipeline(
         titan, Cell(schedule="Auto", steps=FOR_AUTO, options=(*MEASURES, *files), says=says)
     )

@@ -278,7 +278,7 @@ class FirstRun:
 
     def _job(self, job: Job, seed: Path | None) -> None:
         name = re.sub(r"\W+", "-", str(job))
-        steps = self._arguments.steps * (2 if job.schedule == "Auto" and self._platform != "cpu" else 1)
+        steps = self._arguments.steps
         arguments = [
             *self._dump(self.folder / name),
             *("--training.steps", str(steps), "--metrics.log_freq", "1", "--metrics.disable_color_printing"),
@@ -456,7 +456,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     on_gpus = torch.cuda.is_available() and os.environ.get("PLATFORM") != "cpu"
     parser = argparse.ArgumentParser(prog="first_run.sh", allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=Path("first_run"), help="folder for report, logs, seed and trace")
-    parser.add_argument("--steps", type=int, default=20 if on_gpus else 3, help="of each job; Auto takes twice as many")
+    parser.add_argument("--steps", type=int, default=20 if on_gpus else 3, help="of each job")
     parser.add_argument("--timeout", type=float, default=1800.0 if on_gpus else 300.0, help="seconds for each job")
     parser.add_argument("--schedules", type=_words, default=_words("Interleaved1F1B,ZBLoop,ZB"), help="besides 1F1B")
     # zbpipe chooses "nearest" or "rendezvous" for most schedules on AMD's GPUs; the latter nowhere else.

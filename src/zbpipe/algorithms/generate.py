@@ -18,7 +18,6 @@ def generate(
     stages_per_rank: int | None = None,
     costs: CostModel | Sequence[float] | None = None,
     memory_limit: MemoryLimitLike | None = None,
-    runs_ahead: bool = False,
 ) -> Schedule:
     """The schedule with this name, for this number of ranks and microbatches.
 
@@ -34,8 +33,6 @@ def generate(
         costs: costs of the stages, or three numbers (f, i, w), for schedules that adapt to them (ZB, ZB1P, ZB2P). Other
             schedules ignore them.
         memory_limit: for schedules that adapt to a limit (ZB, ZBLoop), see `zbpipe.costs.MemoryLimit`.
-        runs_ahead: whether steps use `zbpipe.OptimizerStep`. Schedules that support it (ZB2P) then minimise the period
-            instead of the makespan.
 
     Raises:
         TypeError: `costs` or `memory_limit` has another type.
@@ -52,5 +49,4 @@ def generate(
         stages_per_rank=stages_per_rank,
         costs=costs,
         memory_limit=MemoryLimit.parse(memory_limit),
-        runs_ahead=runs_ahead,
     )

@@ -12,14 +12,12 @@ from zbpipe.schedule.registry import register
 
 
 @register("ZB2P", summary="searched for the costs, in 2p activations with deferred gradients")
-def zb2p(ranks: int, microbatches: int, costs: CostModel | None = None, runs_ahead: bool = False) -> Schedule:
+def zb2p(ranks: int, microbatches: int, costs: CostModel | None = None) -> Schedule:
     """The best schedule found with at most 2p activations per rank. F, I and W default to equal times.
-
-    Where ranks run ahead of the optimizer step, the search minimises the period.
 
     >>> print(zb2p(2, 3))
     rank 0: 0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2
     rank 1: 1F0 1I0 1F1 1I1 1F2 1I2 1W0 1W1 1W2
     """
     seeds = [zbh1(ranks, microbatches), zbh2(ranks, microbatches)]
-    return find_best_within("ZB2P", Placement.loop(ranks), microbatches, 2 * ranks, costs, seeds, by_period=runs_ahead)
+    return find_best_within("ZB2P", Placement.loop(ranks), microbatches, 2 * ranks, costs, seeds)

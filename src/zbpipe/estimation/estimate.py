@@ -11,7 +11,7 @@ from math import inf
 from statistics import fmean
 from typing import Any
 
-from zbpipe.costs.job import JobCosts, MemoryLimit, memory_of_1f1b, resolve_limits
+from zbpipe.costs.job import JobCosts, MemoryLimit, memory_of_1f1b
 from zbpipe.costs.layers import Split, join_stages, merge_stages
 from zbpipe.costs.model import CommonCosts, CostModel, Transport
 from zbpipe.costs.numbers import Size
@@ -543,7 +543,7 @@ def choose_own(
 
 
 def memory_by_rank(workload: Workload) -> JobMemory:
-    """Memory of each rank with the job's schedule. With `Auto`, a plan may use all of the limit. `USABLE` leaves room
+    """Memory of each rank with the job's schedule. `USABLE` leaves room
     for the communication library's buffers, FSDP's copies, and fragmentation."""
     cut, limit = WorkloadCut(workload), workload.memory_limit
     if workload.degrees.pipeline == 1:
@@ -559,16 +559,11 @@ def memory_by_rank(workload: Workload) -> JobMemory:
     assert schedule is not None, "the placement is one of the schedule"
     timeline = simulate(schedule, costs)
     memories = tuple(memories_by_rank(workload, timeline, split))
-    if algorithm.name == "Auto":
-        needed = resolve_limits(limit, placement, costs, microbatches)
-        if limit is None:  # a plan may take ZB's memory
-            zb = resolve("ZB")
-            made = zb.make_on(placement, microbatches, costs=cut.usual_costs(zb, placement))
-            assert made is not None, "Auto has ZB's placements"
-            needed = tuple(map(max, needed, simulate(made, costs).peak_memory))
-        # The excess of a plan counts as activations.
-        empty = (replace(each, waiting=0.0, buffers=0.0, working=0.0, logits=0.0) for each in memories)
-        planned = [replace(each, activations=room) for each, room in zip(empty, needed, strict=True)]
-        memories = tuple(max(both, key=lambda each: each.total) for both in zip(memories, planned, strict=True))
+    if algorithm.name == "Auto":  # it becomes ZB
+        zb = resolve("ZB")
+        made = zb.make_on(placement, microbatches, costs=cut.usual_costs(zb, placement), memory_limit=limit)
+        assert made is not None, "Auto has ZB's placements"
+        of_zb = memories_by_rank(workload, simulate(made, costs), split)
+        memories = tuple(max(both, key=lambda each: each.total) for both in zip(memories, of_zb, strict=True))
     parameters = workload.parameters_by_rank(placement, split)
     return JobMemory(parameters, memories, sum(costs.activations) / placement.num_ranks)

@@ -58,7 +58,7 @@ def require_sense(algorithm: Algorithm, options: Options, spell: checks.Spell, *
         if options.profile_steps or AutoSchedule.algorithm in compared:
             raise ValueError(
                 f"{spell('compare_with')} {options.compare_with} times whole steps: omit {spell('profile_steps')}, and"
-                " name another schedule than Auto, which compares by itself"
+                " name another schedule than Auto, which measures by itself"
             )
 
 

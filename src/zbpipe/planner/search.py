@@ -15,7 +15,7 @@ from zbpipe.planner.greedy import ListScheduler, PriorityParams
 from zbpipe.planner.kernel import NEVER
 from zbpipe.planner.problem import Problem
 from zbpipe.schedule.ir import Placement, Schedule
-from zbpipe.simulator.simulation import period_of, simulate
+from zbpipe.simulator.simulation import simulate
 
 Progress = Callable[[float, float], None]
 """Called with the completed share of the work, and the shortest time so far in seconds."""
@@ -37,8 +37,6 @@ _SHARE_OF_SHAPES = 0.4
 """Share of the budget for list scheduling."""
 _PROMISING, _WORTH = 1.04, 1.1
 """Lists up to this ratio to the shortest are justified, and orders up to this ratio to the best are annealed."""
-_MOST_PERIODS = 4
-"""Number of schedules whose period is computed in short searches."""
 _MOST_HEAT = 0.4
 """Largest accepted loss of a move, in mean times of an op."""
 
@@ -198,27 +196,22 @@ def find_best_within(
     limit: float,
     costs: CostModel | None = None,
     seeds: Iterable[Schedule] = (),
-    *,
-    by_period: bool = False,
 ) -> Schedule:
     """The best of list scheduling by kind and of `seeds`, by the synchronous step. Takes milliseconds. The shortest
-    span of a rank, which is close to the period, breaks ties; with `by_period` it decides, and the step breaks ties.
-    Each rank may hold this `limit` of microbatches, and at least the memory that one microbatch needs."""
+    span of a rank, which is close to the period, breaks ties. Each rank may hold this `limit` of microbatches, and at
+    least the memory that one microbatch needs."""
     costs = costs or CostModel.uniform(placement)
     weights = (limit * share for share in placement.sum_by_rank(costs.alike.activations))
     limits = tuple(map(max, weights, least_room(placement, costs)))
-    problem = Problem("", placement, costs.alike, num_microbatches, limits, by_period)
+    problem = Problem("", placement, costs.alike, num_microbatches, limits)
     scheduler = ListScheduler(problem, at_hand())
     listed = [*scheduler.list_by_kind(), *scheduler.list_around_the_first()]
     listed = sorted((each for each in listed if each[0] < NEVER), key=itemgetter(0))
-    # Lengths equal the simulation's up to rounding, and spans are close to the period, which takes long to compute.
-    listed = listed[:_MOST_PERIODS] if by_period else [each for each in listed if each[0] <= listed[0][0] * (1 + 1e-6)]
-    orders = [order for _, order in listed] or [problem.list_one_by_one()]
+    # Lengths equal the simulation's up to rounding.
+    orders = [order for length, order in listed if length <= listed[0][0] * (1 + 1e-6)] or [problem.list_one_by_one()]
     found = [problem.schedule(name, order) for order in orders]
     found += [replace(seed, name=name) for seed in seeds if problem.fits(seed)]
     timelines = [simulate(schedule, costs) for schedule in {each.ops: each for each in found}.values()]
-    if by_period:
-        return min(timelines, key=lambda each: (period_of(each), each.makespan)).schedule
     shortest = min(each.makespan for each in timelines) * (1 + ROUNDING)
     ties = [each for each in timelines if each.makespan <= shortest]
     return min(ties, key=lambda each: (each.longest_rank_span, each.makespan)).schedule

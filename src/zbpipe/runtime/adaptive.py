@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -12,12 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from zbpipe.algorithms.zb import find_shortest
 from zbpipe.costs.job import JobCosts, MemoryLimit, MemoryLimitLike, resolve_limits
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import Checkpointing, Work, usual_costs
-from zbpipe.planner.plan import plan
-from zbpipe.planner.request import Objective
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import checkpoints, pipelining
 from zbpipe.runtime._torch.attributes import plain_attribute
@@ -29,16 +25,10 @@ from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule.ir import Placement, Schedule, require_whole
 from zbpipe.schedule.registry import Algorithm, resolve, schedules
 from zbpipe.simulator.offloading import Offload
-from zbpipe.simulator.offloading import offload as offloaded
 from zbpipe.simulator.simulation import simulate
 
-_MANY_OPS = 20_000
-_WORK = 5e8
-"""Largest number of ops for a thorough search, and its budget of about ten seconds, for which all other ranks wait."""
 USUAL_STEPS = 5
 """Timed steps per schedule."""
-_WORTH_IT = 0.995
-"""Largest simulated step time of a plan to try, relative to the start's."""
 
 Records = list[StepRecord]
 
@@ -95,12 +85,13 @@ class AdaptiveSchedule(RegisteredSchedule):
     def settle(self) -> None:
         """Agree on the checkpointing with all ranks, because a rank may have only an embedding."""
         unsure = self._unsure
-        if unsure is None or unsure is not self.for_microbatches(self.sizes.usual) or self.checkpointing is None:
+        if unsure is None or unsure is not self.lists.of(self.sizes.usual) or self.checkpointing is None:
             return
         stage, name = pipelining.stages_of(self)[0], self.algorithm.name
-        question = f"{name} with {pipelining.num_microbatches(self)} microbatches, checkpointing: "
-        words = agreement.gather_answers(question, self.checkpointing, stage.group, stage.device)
-        agreed = max(map(Checkpointing.parse, words), key=list(Checkpointing).index)
+        topic = f"{name} with {pipelining.num_microbatches(self)} microbatches, checkpointing: "
+        texts = agreement.compare(topic, topic + self.checkpointing, stage.group, stage.device)
+        found = [Checkpointing.parse(each.removeprefix(topic)) for each in texts]
+        agreed = max(found, key=list(Checkpointing).index)
         logger.info("%s is made for %s activation checkpointing, as the modules show", name, agreed)
         self._unsure = None  # only now, so that a rank that refuses this step asks again in the next one
         if self.checkpointing is not agreed:
@@ -127,52 +118,22 @@ def checkpointing_of(parts: Sequence[nn.Module]) -> Checkpointing:
     return Checkpointing.SELECTIVE if keeps_some or some_are_not else Checkpointing.FULL
 
 
-@dataclass(frozen=True)
-class AutoOutcome:
-    """Result of `Auto`. Times are seconds per step."""
-
-    start: str
-    """Name of the schedule without a plan: ZB for the measured costs."""
-    chosen: str
-    """Name of the schedule from now on."""
-    expected_before: float
-    """Step time of the start, simulated with the measured costs."""
-    expected_after: float
-    """Step time of the plan, simulated with the measured costs."""
-    measured_before: float
-    """Step time of the start, alternating with the plan. Without a tried plan: of the steps that measured ops."""
-    measured_after: float | None
-    """Step time of the plan; None if it was not tried, because its simulated gain is below half a percent."""
-
-
-@dataclass(frozen=True)
-class _Proposal:
-    table: str
-    """The plan as CSV."""
-    expected: float
-    """Seconds per step; infinite if there is no plan."""
-    words: str
-
-
 class AutoSchedule(RegisteredSchedule):
-    """ZB that measures the job, plans for it, and switches to the better schedule between two steps.
+    """ZB that measures the job, and is made again for the measured costs between two steps.
 
         schedule = zbpipe.build_pipeline_schedule("Auto", stages, n_microbatches=16, loss_fn=loss_fn)
-        ...                     # train; the first rank's log reports each decision
-        schedule.outcome        # the measurements and the choice; None before
+        ...                     # train; the first rank's log has the measured and the expected step
+        schedule.costs          # the measured costs; None before
 
     It measures with the ZB of full checkpointing, which has whole backwards and few I and W, for `profile_steps` + 2
-    steps. Then it makes ZB for the measured costs, and plans. Plan and ZB alternate for `profile_steps` steps each, and
-    the faster one stays. Weights, optimizer, data order and the placement of the stages (that of ZB) never change, so
-    neither do the losses. With `zbpipe.OptimizerStep` it plans for the shortest period. Timed steps do not run ahead.
+    steps. Weights, optimizer, data order and the placement of the stages (that of ZB) never change, so neither do the
+    losses. With `zbpipe.OptimizerStep`, timed steps do not run ahead.
 
     Args:
         stages: as for every zbpipe schedule, like `n_microbatches`, `loss_fn`, `args` and `options`.
-        offload: tensors that the plan and ZB may copy to the host: "pairs", "activations" or "all".
-        memory_limit: as for every schedule. During measurement only activations and deferred gradients count. Default:
-            that of ZB with the measured costs, working memory included.
-        profile_steps: number of timed steps of the start, and later of the plan and of the start again.
-        budget: for the search, see `zbpipe.plan`.
+        offload: tensors that ZB may then copy to the host: "pairs", "activations" or "all".
+        memory_limit: as for every schedule. During measurement only activations and deferred gradients count.
+        profile_steps: number of timed steps.
         group: all ranks that run this schedule, including other replicas. Default: all ranks of the job.
         measured: called on every rank with the measured costs.
 
@@ -193,120 +154,49 @@ class AutoSchedule(RegisteredSchedule):
         memory_limit: MemoryLimitLike | None = None,
         offload: Offload | str | bool | None = None,
         profile_steps: int = USUAL_STEPS,
-        budget: float | None = None,
         group: dist.ProcessGroup | None = None,
         measured: Callable[[JobCosts], None] = lambda costs: None,
         **options: Any,
     ) -> None:
-        checks.require_above_0("budget", budget)
         (profile_steps,) = require_whole(1, profile_steps=profile_steps)
         checks.require_group(group)
         checks.require_callable(measured=measured)
         super().__init__(stages, n_microbatches, loss_fn, *args, memory_limit=memory_limit, **options)
-        self.outcome: AutoOutcome | None = None
+        self.costs: JobCosts | None = None
         self._offload = Offload.read(offload)
         if self._offload:
             checks.require_offload(self._offload, options.get("split_backward", "deferred"))
             make_copier(pipelining.device_of(pipelining.stages_of(self)[0]))  # refuses devices without host copies
         self._group = group
-        self._budget = budget
         self._measured = measured
-        self._num_steps = profile_steps
-        self._known: CostModel | None = None
-        self._profiler = Profiler(self, profile_steps, group=group, done=self._plan)
+        self._profiler = Profiler(self, profile_steps, group=group, done=self._make_for)
 
     @property
     def is_steady(self) -> bool:
-        return self.outcome is not None and super().is_steady
+        return self.costs is not None and super().is_steady
 
-    def make_for_microbatches(self, number: int) -> Schedule:
-        """Before the plan, the schedule for measurements. Afterwards the better one of plan and ZB."""
-        if self._known is None:
-            return super().make_for_microbatches(number)
-        start = self._make_start(number, self._known)
-        if self.outcome is None or self.outcome.chosen == start.name:
-            return start
-        found = self._search(JobCosts(self._known), self._find_limits(start, self._known), number)
-        is_better = found.expected < simulate(start, self._known, transport=self.transport).makespan * _WORTH_IT
-        return Schedule.from_csv(found.table, "plan") if is_better else start
-
-    def _make_start(self, number: int, costs: CostModel) -> Schedule:
-        limit = self.lists.limit and MemoryLimit(resolve_limits(self.lists.limit, self.placement, costs, number), "")
-        found = find_shortest("ZB", self.placement, number, costs, limit, self.transport)
-        return offloaded(found, costs, what=self._offload) if self._offload else found
-
-    def _find_limits(self, start: Schedule, costs: CostModel) -> tuple[float, ...]:
-        """Memory limit of each rank: the given one, or ZB's memory. One microbatch has run, so it always fits."""
-        limits = resolve_limits(self.lists.limit, self.placement, costs, start.num_microbatches)
-        return limits if self.lists.limit else tuple(map(max, limits, simulate(start, costs).peak_memory))
-
-    def _plan(self, costs: JobCosts) -> None:
-        records = self._profiler.records
-        model = costs.costs
+    def _make_for(self, costs: JobCosts) -> None:
+        model, lists, number = costs.costs, self.lists, self.sizes.usual
         assert isinstance(model, CostModel), "the profiler measures stages"
         self._measured(costs)
-        number = self.sizes.usual
-        start = self._make_start(number, model)
-        limits = self._find_limits(start, model)
-        self._known = model
-        self.adopt(start, model)
-        expected = simulate(start, model, transport=self.transport, receives=self.receives).makespan
-        measured = _step_seconds(records, self._group)
-        proposal = self._search(costs, limits, number)
-        outcome = AutoOutcome(start.name, start.name, expected, proposal.expected, measured, None)
-        self._log(
-            f"a step took {measured:.4g} s while it was measured; {start.name} should take {expected:.4g} s;"
-            f" {proposal.words}"
-        )
-        if proposal.expected > expected * _WORTH_IT:
-            self._log(f"stays with {start.name}")
-            self.outcome = outcome
-            return
-
-        if any(max(span.op.microbatch for span in each.spans) + 1 != number for each in records):
-            self._log(f"compares both only in steps of {number} microbatches, the usual number")
-
-        def decide(records: Records) -> None:
-            after, before = (_step_seconds(each, self._group) for each in (records[1::2], records[2::2]))
-            self.adopt(start if after > before else planned)
-            self._log(
-                f"in turn, the plan takes {after:.4g} s per step (simulated {proposal.expected:.4g} s) and {start.name}"
-                f" {before:.4g} s (simulated {expected:.4g} s); continues with {self.schedule.name}"
-            )
-            self.outcome = replace(outcome, chosen=self.schedule.name, measured_before=before, measured_after=after)
-
-        planned = Schedule.from_csv(proposal.table, "plan")
-        watch(self, _InTurn(self, planned, start, self._num_steps, decide))
-
-    def _search(self, job: JobCosts, limits: tuple[float, ...], num_microbatches: int) -> _Proposal:
-        job = replace(job, placement=self.placement, memory_limit=limits, transport=self.transport)
-        objective: Objective = "period" if self.optimizer_steps and not self._offload else "makespan"
-        size = self.placement.num_ranks, num_microbatches, job
-        is_large = 3 * self.placement.num_stages * num_microbatches > _MANY_OPS
-        budget = self._budget or (_WORK if is_large else None)
-        wanted = {"budget": budget, "objective": objective, "offload": self._offload}
-        return agreement.find_once(f"Auto {size} {wanted}", lambda: _make_proposal(*size, **wanted))
-
-    def _log(self, words: str) -> None:
+        if lists.limit:  # one microbatch has run, so it always fits
+            lists.limit = MemoryLimit(resolve_limits(lists.limit, self.placement, model, number), "")
+        lists.algorithm, lists.offload = resolve("ZB"), self._offload
+        self.remake(model)
+        self.costs = costs
+        measured = _step_seconds(self._profiler.records, self._group)
+        expected = simulate(self.schedule, model, transport=self.transport, receives=self.receives).makespan
         if dist.get_rank(self._group) == 0:
-            log_visibly(logger, "Auto: %s", words)
+            words = "Auto: a step took %.4g s while it was measured; %s should take %.4g s"
+            log_visibly(logger, words, measured, self.schedule.name, expected)
 
 
 class _InTurn(Collector):
-    """Alternates two schedules step by step, so that changes of the machine's speed affect both alike."""
+    """Runs a schedule per step, so that changes of the machine's speed affect all alike."""
 
-    def __init__(
-        self,
-        runtime: RegisteredSchedule,
-        first: Schedule,
-        second: Schedule,
-        times: int,
-        done: Callable[[Records], None],
-    ) -> None:
-        # The first step of a schedule allocates memory, so it does not count.
-        self._turns = [first, *[first, second] * times]
-        self._runtime = runtime
-        super().__init__([Wanted.TIMES] * len(self._turns), done)
+    def __init__(self, runtime: RegisteredSchedule, turns: Sequence[Schedule], done: Callable[[Records], None]) -> None:
+        super().__init__([Wanted.TIMES] * len(turns), done)
+        self._runtime, self._turns = runtime, turns
 
     def before(self) -> Wanted | None:
         wanted = super().before()
@@ -315,7 +205,7 @@ class _InTurn(Collector):
         return wanted
 
     def after(self, record: StepRecord) -> None:
-        if self._runtime.sizes.last_has_usual_number:
+        if record.num_microbatches == self._runtime.sizes.usual:
             super().after(record)
         else:  # it ran the schedule for its own number
             self.missed()
@@ -358,7 +248,8 @@ def compare_in_turn(schedule: RegisteredSchedule, other: Algorithm, steps: int) 
             if dist.get_rank() == 0:
                 log_visibly(logger, "in turn, medians of %d steps each, %s", steps, words)
 
-        watch(schedule, _InTurn(schedule, compared, own, steps, tell))
+        # The first step of a schedule allocates memory, so it does not count.
+        watch(schedule, _InTurn(schedule, [compared, *[compared, own] * steps], tell))
 
     collect(schedule, [Wanted.NOTHING, Wanted.TIMES], begin)
 
@@ -376,15 +267,3 @@ def require_comparable(algorithm: Algorithm, other: Algorithm, placement: Placem
             f"{other.name} is made for the job's checkpointing, which {algorithm.name} does not know: run {other.name},"
             f" and compare it with {algorithm.name}"
         )
-
-
-def _make_proposal(*size: Any, **wanted: Any) -> _Proposal:
-    try:
-        found = plan(*size, **wanted)
-    except ValueError as error:
-        return _Proposal("", float("inf"), f"there is no plan: {error}")
-    words = (
-        f"the plan found by {found.found_by} should take {found.reached:.4g} s, at most {found.gap:.1%} more than"
-        f" the best possible, with a peak of {max(found.timeline.peak_activations):.3g} microbatches"
-    )
-    return _Proposal(found.schedule.to_csv(), found.makespan, words)

@@ -9,8 +9,7 @@ Each class is a `RegisteredSchedule` with its arguments. ZB and ZBLoop adapt to 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -19,12 +18,10 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from zbpipe.planner.plan import plan as search
 from zbpipe.planner.result import Plan
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import pipelining
 from zbpipe.runtime.adaptive import AdaptiveSchedule, AutoSchedule
-from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.runtime.split import stage as split
 from zbpipe.schedule.ir import Schedule
@@ -92,7 +89,6 @@ def build_pipeline_schedule(
     """
     algorithm = resolve(schedule)
     if isinstance(schedule, Plan):
-        algorithm = replace(algorithm, generate=partial(_plan_again, schedule))
         options = {"costs": schedule.timeline.costs, **options}
     if algorithm.source == "zbpipe":
         return class_of(algorithm)(stages, n_microbatches, loss_fn, **options)
@@ -107,24 +103,6 @@ def build_pipeline_schedule(
     require_splittable(built, algorithm.name)
     checks.require_scaled_once(built, algorithm.name)
     return built
-
-
-def _plan_again(plan: Plan, ranks: int, microbatches: int) -> Schedule:
-    planned = plan.schedule
-    if microbatches == planned.num_microbatches:
-        return planned
-    if planned.has_copies:
-        raise ValueError(
-            f"{planned.name} is for {planned.num_microbatches} microbatches and copies to the host, and a step has"
-            f" {microbatches}: first let the schedule adopt a plan for this number"
-        )
-    size = ranks, microbatches, plan.timeline.costs
-    wanted: dict[str, Any] = {
-        "memory_limit": plan.limits,
-        "placements": [planned.placement],
-        "objective": plan.objective,
-    }
-    return agreement.find_once(f"plan {size} {wanted}", lambda: search(*size, **wanted).schedule)
 
 
 def from_first_rank(

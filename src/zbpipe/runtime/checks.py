@@ -8,8 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from textwrap import shorten
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind, Placement, Schedule, require_whole
 from zbpipe.simulator.actions import Rows
 from zbpipe.simulator.offloading import Offload
-from zbpipe.simulator.validation import find_blocked_queues, find_mixed_up_messages, require_valid, validate_lowered
+from zbpipe.simulator.validation import find_blocked_queues, require_valid, validate_lowered
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +32,6 @@ Spell = Callable[[str], str]
 
 LISTS = ("arg_mbs", "kwarg_mbs", "target_mbs")
 """Arguments of torch's `step` with a value for each microbatch."""
-_LONGEST_FINDING = 300
-"""Limit in characters: a cycle of messages can be as long as a step."""
 _WAY_OUT = (
     "give every step a batch of the same size, a multiple of n_microbatches (for a DataLoader, drop_last=True), or give"
     " step(microbatches=) on all ranks"
@@ -114,9 +111,11 @@ def require_microbatches(name: str, n_microbatches: int, loss_fn: Callable[..., 
     return n_microbatches
 
 
-def sort_stages(stages: PipelineStage | Sequence[PipelineStage], name: str) -> list[PipelineStage]:
-    """The stages in ascending order, in which torch's first step passes shapes from stage to stage."""
-    given: Any = () if stages is None else stages
+def place_stages(
+    stages: PipelineStage | Sequence[PipelineStage], algorithm: registry.Algorithm
+) -> tuple[list[PipelineStage], Placement]:
+    """A rank's stages in ascending order, and the placement of all stages, if all ranks have as many."""
+    name, given = algorithm.name, cast(Any, () if stages is None else stages)
     listed = list(given) if isinstance(given, Iterable) else [given]
     if not listed:
         raise ValueError(f"{name} got no stages; zbpipe.stage_indices({name!r}, rank=..., num_ranks=...) names them")
@@ -126,14 +125,8 @@ def sort_stages(stages: PipelineStage | Sequence[PipelineStage], name: str) -> l
                 f"{name} runs stages, got {type(stage).__name__}: wrap each part of the model in a"
                 " torch.distributed.pipelining.PipelineStage"
             )
-    return sorted(listed, key=lambda stage: stage.stage_index)
-
-
-def place_stages(
-    stages: PipelineStage | Sequence[PipelineStage], algorithm: registry.Algorithm
-) -> tuple[list[PipelineStage], Placement]:
-    """A rank's stages in ascending order, and the placement of all stages, if all ranks have as many."""
-    name, ordered = algorithm.name, sort_stages(stages, algorithm.name)
+    # torch's first step passes shapes from stage to stage in this order.
+    ordered = sorted(listed, key=lambda stage: stage.stage_index)
     groups = [(stage.group_rank, stage.group_size) for stage in ordered]
     if len(set(groups)) > 1:
         raise ValueError(f"{name}: all stages of a rank have to be in one process group, got (rank, size) {groups}")
@@ -152,25 +145,15 @@ def place_stages(
 
 
 def require_matching_messages(runtime: pipelining.PipelineSchedule, name: str, options: dict[str, Any]) -> None:
-    """Refuse torch's late receives if they do not match the sends."""
+    """Refuse torch's late receives in its multi-stage schedules."""
     # On a V, messages of F and I go in the same direction between two ranks, so a rank can receive one as the other
     # (torch 2.15). In other placements a rank can wait for a message that its peer sends only after it has received
     # one.
-    if not options.get("defer_pp_recv") or not isinstance(runtime, pipelining.ScheduleRuntime):
-        return
-    rows = pipelining.rows_of(runtime)
-    mixed_up = find_mixed_up_messages(rows)
-    if mixed_up:
+    if options.get("defer_pp_recv") and isinstance(runtime, pipelining.ScheduleRuntime):
         raise ValueError(
-            f"defer_pp_recv=True makes torch receive the messages of {name} in another order than they are sent, which"
-            f" gives wrong gradients ({mixed_up[0]}): omit the option"
-        )
-    blocked = find_blocked_queues(rows)
-    if blocked:
-        raise ValueError(
-            f"defer_pp_recv=True makes torch receive the messages of {name} so late that ranks would wait for each"
-            f" other over NCCL and RCCL ({shorten(str(blocked[0]), _LONGEST_FINDING)}): omit the option, or use"
-            " one of zbpipe's schedules, which receive late in an order that cannot block"
+            f"defer_pp_recv=True makes torch receive the messages of {name} in another order than they are sent, or so"
+            " late that ranks wait for each other: omit the option, or use one of zbpipe's schedules with"
+            " receives='late'"
         )
 
 

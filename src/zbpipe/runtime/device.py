@@ -9,26 +9,13 @@ from __future__ import annotations
 import random
 import sys
 import time
+from contextlib import nullcontext
 from ctypes import memmove, string_at
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-
-
-class Stream(Protocol):
-    """zbpipe's part of `torch.Stream`. As a context manager it is the current stream."""
-
-    def wait_stream(self, other: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def record_event(self) -> Any: ...
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *error: object) -> Any: ...
 
 
 class Accelerator:
@@ -38,11 +25,11 @@ class Accelerator:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def new_stream(self) -> Stream:
-        return cast(Stream, torch.Stream(self._device))
+    def new_stream(self) -> torch.Stream:
+        return torch.Stream(self._device)
 
-    def current_stream(self) -> Stream:
-        return cast(Stream, torch.accelerator.current_stream(self._device))
+    def current_stream(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self._device)
 
     def new_event(self, *, timed: bool = False) -> torch.Event:
         return torch.Event(self._device, enable_timing=timed)
@@ -86,22 +73,15 @@ class Accelerator:
         return torch.get_device_module(self._device)
 
 
-class _AtOnce:
+class _AtOnce(nullcontext[None]):
     """A stream whose work ends with its call."""
 
     def wait_stream(self, other: Any) -> None:
         pass
 
-    def wait_event(self, event: Any) -> None:
-        pass
+    wait_event = wait_stream
 
     def record_event(self) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
         pass
 
 
@@ -125,8 +105,8 @@ class Cpu(Accelerator):
 
     smallest_copy = 0
 
-    def new_stream(self) -> Stream:
-        return _AtOnce()
+    def new_stream(self) -> torch.Stream:
+        return cast(torch.Stream, _AtOnce())
 
     current_stream = new_stream
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from zbpipe.costs.job import MemoryLimit
@@ -45,8 +44,6 @@ class Lists:
     """When ranks post receives; None for the shortest simulated step."""
     frees_sends_early: bool
     """Whether sent tensors are freed as soon as they have surely been received."""
-    runs_ahead: bool = False
-    """Whether the next schedules are made to run ahead of `zbpipe.OptimizerStep`."""
     running: Lowered = field(init=False)
     _adopted: dict[int, Schedule] = field(default_factory=dict, init=False)
     _made: dict[int, Schedule] = field(default_factory=dict, init=False)
@@ -58,12 +55,12 @@ class Lists:
         return self.costs or passes.default_costs(self.placement)
 
     @without_collections()
-    def of(self, number: int, make: Callable[[int], Schedule]) -> Schedule:
-        """The schedule for `number` microbatches: the adopted one, an earlier one, or a new one of `make`."""
+    def of(self, number: int) -> Schedule:
+        """The schedule for `number` microbatches: the adopted one, or one made for it. ValueError if there is none."""
         if number in self._adopted:
             return self._adopted[number]
         if number not in self._made:
-            self._made[number] = make(number)
+            self._made[number] = self.make(number)
         return self._made[number]
 
     def adopt(self, schedule: Schedule) -> None:
@@ -82,30 +79,20 @@ class Lists:
         self._made.clear()
         self._lowered.clear()
 
-    def make(self, number: int, *, runs_ahead: bool | None = None) -> Schedule:
-        """A schedule for the known costs. ValueError if there is none."""
+    def make(self, number: int) -> Schedule:
         made = self.algorithm.make(
             self.placement.num_ranks,
             number,
             stages_per_rank=len(self.placement.stages_on(0)) if self.algorithm.any_stages_per_rank else None,
             costs=self.costs,
             memory_limit=self.limit,
-            runs_ahead=self.runs_ahead if runs_ahead is None else runs_ahead,
             transport=self.transport,
         )
         return made if self.offload is None else offloaded(made, self.simulated_costs, what=self.offload)
 
-    def make_to_run_ahead(self) -> Schedule:
-        """The running schedule, remade to run ahead unless it was adopted or cannot be made for that."""
-        running = self.running.schedule
-        number = running.num_microbatches
-        if "runs_ahead" in self.algorithm.keywords and running == self.make(number, runs_ahead=False):
-            return self.make(number, runs_ahead=True)
-        return running
-
     def gain_of_running_ahead(self) -> float:
         """Simulated share of a step saved by running ahead. 0 with copies to the host, which cannot be undone."""
-        schedule = self.make_to_run_ahead()
+        schedule = self.running.schedule
         return 0.0 if schedule.has_copies else gain(schedule, self.simulated_costs)
 
     def cut(self, runtime: pipelining.ScheduleRuntime) -> RunAhead | None:

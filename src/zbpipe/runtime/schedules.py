@@ -34,7 +34,7 @@ from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.runtime.split.waits import FillWaits, WaitFiller
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 from zbpipe.runtime.transport import Probe, find_known_of
-from zbpipe.schedule.ir import OpKind, Schedule, require_whole
+from zbpipe.schedule.ir import OpKind, Schedule
 from zbpipe.schedule.registry import Algorithm
 from zbpipe.schedule.user_code import read_text
 from zbpipe.simulator.offloading import Offload
@@ -166,7 +166,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             checks.read_receives(receives, options),
             frees_sends_early=options.get("max_outstanding_sends") is None,
         )
-        schedule = self.lists.of(n_microbatches, self.lists.make)
+        schedule = self.lists.of(n_microbatches)
         self._is_plain = plain
         gradients = WeightGradients(may_fuse=not plain)
         question = agreement.make_key("waits", [stage.stage_index for stage in stages])
@@ -217,7 +217,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     def is_steady(self) -> bool:
         """Whether a CUDA graph can capture the next step of the usual size: the host does not wait in that step.
 
-        True after two steps, unless a layer first runs in the second; with Auto, after its choice and another step.
+        True after two steps, unless a layer first runs in the second; with Auto, a step after it has measured.
         """
         is_ready = pipelining.is_set_up(self) and self.lists.running.is_agreed and self.waits.is_decided
         splits = filter(None, map(split.find_split, pipelining.stages_of(self)))
@@ -261,52 +261,16 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     def load_table(self, file: str) -> None:
         self.adopt(Schedule.from_csv(read_text(file), name=str(file)))
 
-    def prepare(self, *microbatches: int) -> None:
-        """Make the lists for these numbers of microbatches in advance, so that the first such step does not wait.
-
-            schedule.prepare(8, 12)
-
-        Ranks may call it independently, because it sends no message.
-        Raises:
-            ValueError: a number below 1, or without a schedule (see `adopt`).
-        """
-        before = pipelining.num_microbatches(self)
-        try:
-            for number in microbatches:
-                self._take_microbatches(number)
-        finally:
-            self._take_microbatches(before)
-
-    def remake(self, costs: CostModel) -> None:
+    def remake(self, costs: CostModel | None, transport: Transport | None = None) -> None:
         """Remake all schedules that were not adopted, for these costs. All ranks have to call this."""
-        self.lists.use_costs(costs)
-        self._use(self.for_microbatches(pipelining.num_microbatches(self)))
-
-    def for_microbatches(self, number: int) -> Schedule:
-        """The schedule for steps with this number of microbatches: the adopted one, else one made for it.
-
-        Raises:
-            ValueError: there is no such schedule, for example because the running one is a table.
-        """
-        return self.lists.of(number, self.make_for_microbatches)
-
-    def make_for_microbatches(self, number: int) -> Schedule:
-        """The schedule for another number of microbatches, the same on all ranks."""
-        return self.lists.make(number)
+        self.lists.use_costs(costs, transport)
+        self._use(self.lists.of(pipelining.num_microbatches(self)))
 
     def _take_microbatches(self, number: int) -> None:
-        (number,) = require_whole(1, microbatches=number)
-        before = pipelining.num_microbatches(self)
-        if number == before:
-            return
-        schedule = self.for_microbatches(number)
-        pipelining.use_microbatches(self, number)
-        try:
+        if number != pipelining.num_microbatches(self):
+            schedule = self.lists.of(number)
+            pipelining.use_microbatches(self, number)
             self._use(schedule)
-        except ValueError:
-            pipelining.use_microbatches(self, before)
-            self.lists.use(self, self.lists.running)
-            raise
 
     def _use(self, schedule: Schedule) -> None:
         """Run a schedule, with the next step's number of microbatches, from that step on."""
@@ -386,8 +350,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                     self.sizes.usual if size is None else len(size) if isinstance(size, tuple) else size
                 )
                 checks.require_step(self, args, kwargs, target, is_first=not self._models_are_checked)
-                if self._optimizer_step is not None:
-                    self._optimizer_step.require_unchanged()
+                if self.optimizer_step is not None:
+                    self.optimizer_step.require_unchanged()
                 return super().step(*args, target=target, **kwargs)
             finally:
                 self._take_microbatches(self.sizes.usual)
@@ -404,10 +368,10 @@ class RegisteredSchedule(pipelining.OwnRuntime):
             " --training.disable_cuda_graphs": self.refuses_capture,
             "all replays have one size: omit microbatches=, or give the usual number of them": microbatches is not None,
             "it copies to the host: omit offload, or adopt a schedule without copies": self.schedule.has_copies,
-            "zbpipe.OptimizerStep decides in every step what runs: use the optimizer's own step": self._optimizer_step,
+            "zbpipe.OptimizerStep decides in every step what runs: use the optimizer's own step": self.optimizer_step,
             "scale_grads would multiply the kept gradients by the number of microbatches in each replay: set them to"
             " None before the capture, or build with scale_grads=False and divide the loss": self.scale_grads and kept,
-            "the first steps, and Auto's before its choice, compare lists and contents: first run the same number of"
+            "the first steps, and Auto's while it measures, compare lists and contents: first run the same number of"
             " steps on all ranks, at least two, until schedule.is_steady": not self.is_steady,
         }
         if found := next((reason for reason, applies in refusals.items() if applies), None):
@@ -465,14 +429,13 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     def _use_transport(self, transport: Transport) -> None:
         """Remake all schedules for the measured transport, unless they are made for it."""
         if transport is not self.transport:
-            self.lists.use_costs(self.lists.costs, transport)
-            self._use(self.for_microbatches(pipelining.num_microbatches(self)))
+            self.remake(self.lists.costs, transport)
         how = "computations wait" if transport is Transport.SHARED else "no computation waits"
         logger.info("Messages: %s receives, for the transport %r: %s for messages", self.receives, str(transport), how)
 
     def _run_ahead(self, run: Callable[[], None]) -> None:
         """Run a step ahead of a pending validation of the last optimizer step. Repeat it if the step is void."""
-        stages, last, trains = pipelining.stages_of(self), self._optimizer_step, pipelining.trains(self)
+        stages, last, trains = pipelining.stages_of(self), self.optimizer_step, pipelining.trains(self)
         kept: list[Tensor] = []
         if self.scale_grads and trains:  # then the end of the step also divides earlier steps' gradients
             kept = fsdp2.find_kept_gradients(stage.submod for stage in stages)
@@ -488,13 +451,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                 random.restore()
                 run()
 
-    def run_ahead_of(self, optimizer_step: Any) -> None:
-        """Begin steps from now on while the validation of the last optimizer step is pending."""
-        self._optimizer_step, self.lists.runs_ahead = optimizer_step, True
-        if (schedule := self.lists.make_to_run_ahead()) != self.schedule:
-            self.adopt(schedule)
-
     @property
     def optimizer_steps(self) -> dict[str, int]:
         """Numbers of `zbpipe.OptimizerStep`'s steps of each kind. Empty without it."""
-        return {} if self._optimizer_step is None else asdict(self._optimizer_step.counts)
+        return {} if self.optimizer_step is None else asdict(self.optimizer_step.counts)

@@ -38,7 +38,7 @@ class _Planned(Protocol):
     def schedule(self) -> Schedule: ...
 
 
-_KEYWORDS = ("stages_per_rank", "costs", "memory_limit", "runs_ahead", "transport", "search")
+_KEYWORDS = ("stages_per_rank", "costs", "memory_limit", "transport", "search")
 """Keywords that a schedule's function may take."""
 
 
@@ -131,7 +131,6 @@ class Algorithm:
         stages_per_rank: int | None = None,
         costs: object = None,
         memory_limit: object = None,
-        runs_ahead: bool = False,
         transport: object = None,
         search: bool = True,
     ) -> Schedule:
@@ -142,7 +141,7 @@ class Algorithm:
             require_size(f"{self.name} on {ranks} ranks", placement.num_stages, microbatches)
         if memory_limit is not None:
             self.require_limits("memory_limit")
-        values = (len(placement.stages_on(0)), costs, memory_limit, runs_ahead, transport, search)
+        values = (len(placement.stages_on(0)), costs, memory_limit, transport, search)
         given = dict(zip(_KEYWORDS, values, strict=True))
         schedule = self.generate(ranks, microbatches, **{name: given[name] for name in self.keywords})
         _require_as_asked(schedule, self.name, placement, microbatches)

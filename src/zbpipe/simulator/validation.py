@@ -266,11 +266,6 @@ def validate_lowered(rows: Rows, memory_limit: MemoryLimitLike | None = None) ->
     ]
 
 
-def find_mixed_up_messages(rows: Rows) -> list[Finding]:
-    """Receives that take another receive's message, so that results are wrong without an error."""
-    return list(_find_crossed(rows, Schedule.from_actions(rows, "").placement.rank_of))
-
-
 def _find_ungathered(rows: Rows) -> Iterator[Finding]:
     """Compute on a stage whose FSDP parameters are not gathered, in rows with gathers."""
     for rank, row in enumerate(rows):

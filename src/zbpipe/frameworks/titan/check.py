@@ -83,7 +83,7 @@ def check_stages(config: Any, algorithm: Algorithm, placement: Placement, option
     if options.compare_with is not None:
         require_comparable(algorithm, resolve(options.compare_with), placement)
     if options.optimizer_step == "validated" and algorithm.name != "Auto":
-        schedule = algorithm.make_on(placement, batches.microbatches(config), runs_ahead=True)
+        schedule = algorithm.make_on(placement, batches.microbatches(config))
         assert schedule is not None, "the placement is one of the schedule"
         saved = gain(schedule, default_costs(placement))
         if saved < LEAST_GAIN:

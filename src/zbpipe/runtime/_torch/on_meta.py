@@ -112,6 +112,12 @@ class StorageMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.peak = max(self.peak, self.live)
         return result
 
+    def reset_peak(self) -> None:
+        self.peak = self.live
+
+    def count_bytes(self) -> tuple[int, int]:
+        return self.live, self.peak
+
     def _know(self, storage: torch.UntypedStorage, size: int) -> None:
         # A storage has one Python object for its whole life, so the object's id and its end are the storage's.
         if id(storage) not in self._known:

@@ -66,7 +66,7 @@ _SETS_UP_ANEW = hasattr(_PipelineSchedule, "_initialize_pp_stages")
 class OwnRuntime(_PipelineScheduleRuntime):
     """Base class of zbpipe's schedules: torch's runtime, with public names for the private methods to override."""
 
-    _optimizer_step: Any = None
+    optimizer_step: Any = None
     """The `zbpipe.OptimizerStep` that validates this schedule's gradients."""
 
     def __init__(
@@ -92,8 +92,8 @@ class OwnRuntime(_PipelineScheduleRuntime):
         return [own(stage) for stage in self._stages]
 
     def finish_optimizer_step(self) -> None:
-        if self._optimizer_step is not None:
-            self._optimizer_step.finish()
+        if self.optimizer_step is not None:
+            self.optimizer_step.finish()
 
     def initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """Infer shapes with torch, before the first step and between training and evaluation."""

@@ -127,7 +127,7 @@ def _measure(run: Callable[[Tensor], Any], x: Tensor, gradients: WeightGradients
         output = sum(map(_size, results))
         most_in_f, kept_by_f = meter.peak, meter.live - output
         given = [torch.empty_like(leaf) for leaf in results]
-        meter.peak = meter.live
+        meter.reset_peak()
         recorded: AbstractContextManager[list[PendingGradient]] = gradients.record() if gradients else nullcontext([])
         with recorded as pending:
             torch.autograd.backward(results, given)

@@ -5,30 +5,22 @@
 
 from __future__ import annotations
 
-import os
-from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate
 from typing import Any, NamedTuple, cast
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile, record_function
 
-from zbpipe.runtime._torch import autograd, hooks, pipelining
+from zbpipe.runtime._torch import autograd, hooks, on_meta, pipelining
 from zbpipe.runtime.device import find_device
 from zbpipe.schedule.ir import Op, OpKind
 from zbpipe.simulator.timeline import Span
-
-_SILENT = "99"
-"""Log level that silences torch's profiler, which prints lines for each step on a CPU."""
-_MARK = "zbpipe's op "
 
 
 class Wanted(Enum):
@@ -39,7 +31,7 @@ class Wanted(Enum):
     """Nothing but a run in the watcher's context."""
     TIMES = 2
     MEMORY = 3
-    """Bytes that ops allocate, at the peak and at the end. On the CPU this needs a profiler, which distorts times."""
+    """Bytes that ops allocate, at the peak and at the end. On the CPU this distorts times."""
 
 
 @dataclass(frozen=True)
@@ -57,8 +49,13 @@ class StepRecord:
     """Peak bytes that one op of each kind and stage had allocated and not freed, if requested."""
     message_bytes: int
     """Largest message per microbatch that this rank sends forward; 0 if it has only the last stage."""
+
     is_typical: bool = True
     """False for a step whose microbatches all had one shape that is not the usual one."""
+
+    @property
+    def num_microbatches(self) -> int:
+        return 1 + max(span.op.microbatch for span in self.spans)
 
 
 class Watcher:
@@ -142,8 +139,8 @@ def _step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         if looking and find_device(pipelining.device_of_rank(schedule)).is_capturing():
             raise ValueError(
-                "a CUDA graph cannot capture a step that is measured or checked: capture one after Auto's choice, and"
-                " after profiles, traces and GradientCheck"
+                "a CUDA graph cannot capture a step that is measured or checked: capture one after Auto has measured,"
+                " and after profiles, traces and GradientCheck"
             )
         with ExitStack() as around:
             if recorder is not None:
@@ -174,7 +171,7 @@ class _Recorder:
         self._group, self._last_stage = stage.group, stage.num_stages - 1
         device = pipelining.device_of(stage)
         self._device = find_device(device)
-        self._allocated = make_counter(device) if with_memory else None
+        self._allocated = MemoryCounter(device) if with_memory else None
         self._watched: dict[tuple[int, OpKind], Op] = {}
         """The op whose memory is measured, by stage and kind, because not all microbatches have all kinds."""
         self._marks: dict[Op, tuple[torch.Event, torch.Event]] = {}
@@ -223,7 +220,7 @@ class _Recorder:
 
         end = seconds(self._end)
         spans = tuple(Span(op, seconds(start), seconds(end)) for op, (start, end) in self._marks.items())
-        found = self._allocated.found() if self._allocated else {}
+        found = self._allocated.found if self._allocated else {}
         kept = {op: each.kept for op, each in found.items() if op.kind in (OpKind.F, OpKind.I)}
         most = {op: each.most for op, each in found.items()}
         is_typical = self._own is None or self._own.sizes.last_is_typical
@@ -241,21 +238,16 @@ class Bytes(NamedTuple):
         return Bytes(self.kept + more.kept, max(self.most, self.kept + more.most))
 
 
-def make_counter(device: torch.device) -> DeviceCounter | HostCounter | None:
-    """A counter for the bytes of ops in one step, used `within_step` and there `within_op`. `found` has the result."""
-    # None on the CPU under another profiler: only one can run at a time.
-    if device.type != "cpu":
-        return DeviceCounter(device)
-    return None if autograd.profiler_is_on() else HostCounter()
+class MemoryCounter:
+    """Counts the bytes of ops in one step, used `within_step` and there `within_op`."""
 
-
-class DeviceCounter:
     def __init__(self, device: torch.device) -> None:
-        self._device = find_device(device)
-        self._found: dict[Op, Bytes] = {}
+        self._meter = on_meta.StorageMeter() if device.type == "cpu" else None
+        self._device = self._meter or find_device(device)
+        self.found: dict[Op, Bytes] = {}
 
     def within_step(self) -> AbstractContextManager[object]:
-        return nullcontext()
+        return self._meter or nullcontext()
 
     @contextmanager
     def within_op(self, op: Op) -> Iterator[None]:
@@ -264,49 +256,4 @@ class DeviceCounter:
         before, _ = self._device.count_bytes()
         yield
         kept, most = self._device.count_bytes()
-        self._found[op] = self._found.get(op, Bytes()).then(Bytes(kept - before, most - before))
-
-    def found(self) -> Mapping[Op, Bytes]:
-        return self._found
-
-
-class HostCounter:
-    """Counts with torch's profiler, over the whole step: freed bytes count only if their allocation was seen."""
-
-    def __init__(self) -> None:
-        self._ops: dict[str, Op] = {}
-        self._seen: profile | None = None
-
-    @contextmanager
-    def within_step(self) -> Iterator[None]:
-        os.environ.setdefault("KINETO_LOG_LEVEL", _SILENT)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as self._seen:
-            yield
-
-    def within_op(self, op: Op) -> AbstractContextManager[object]:
-        name = f"{_MARK}{op}"
-        self._ops[name] = op
-        return record_function(name)
-
-    def found(self) -> Mapping[Op, Bytes]:
-        assert self._seen is not None, "there was a step"
-        result: dict[Op, Bytes] = {}
-        for name, changes in list_allocations(self._seen, _MARK):
-            op, held = self._ops[name], list(accumulate(changes, initial=0))
-            result[op] = result.get(op, Bytes()).then(Bytes(held[-1], max(held)))
-        return result
-
-
-def list_allocations(seen: profile, mark: str) -> list[tuple[str, list[int]]]:
-    """Each `record_function` whose name begins with `mark`, in order, with the bytes that it allocated."""
-    # Freed bytes are negative.
-    found = seen.profiler.kineto_results.events() if seen.profiler and seen.profiler.kineto_results else []
-    events: list[Any] = sorted(found, key=lambda event: event.start_ns())
-    memory = [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]
-    times = [time for time, _ in memory]
-    result = []
-    for event in events:
-        if event.name().startswith(mark):
-            within = slice(bisect_left(times, event.start_ns()), bisect_right(times, event.end_ns()))
-            result.append((event.name(), [size for _, size in memory[within]]))
-    return result
+        self.found[op] = self.found.get(op, Bytes()).then(Bytes(kept - before, most - before))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from zbpipe.runtime.device import Stream, find_device
+from zbpipe.runtime.device import find_device
 
 
 def group_by_mesh(parameters: Iterable[Tensor]) -> list[list[Tensor]]:
@@ -73,7 +73,7 @@ class Votes:
         stream = find_device(square.device).current_stream()
         return self._thread.submit(self._run, square, float(crc32(about.encode())), stream)
 
-    def _run(self, square: Tensor, about: float, stream: Stream) -> float:
+    def _run(self, square: Tensor, about: float, stream: torch.Stream) -> float:
         with stream:  # another stream, such as the thread's default, may be ahead of it
             mine = float(square)
         # The maximum of every number, because replicas' numbers are equal or almost equal.

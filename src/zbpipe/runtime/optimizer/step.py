@@ -155,7 +155,7 @@ class OptimizerStep:
             self._votes = Votes(stages[0].group_rank, stages[0].group_size, own)  # type: ignore[arg-type]
             if not schedule.changes_by_itself:
                 _require_gain(schedule)
-        schedule.run_ahead_of(self)
+        schedule.optimizer_step = self
 
     @property
     def _validates(self) -> bool:

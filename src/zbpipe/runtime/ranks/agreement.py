@@ -33,38 +33,37 @@ def make_key(purpose: str, ranks: Sequence[int]) -> str:
 def require_same(
     schedule: pipelining.PipelineSchedule, name: str, group: dist.ProcessGroup | None, device: torch.device | str
 ) -> None:
-    """Compare `schedule` with those of all ranks in `group` (None: of the job), which also have to call this.
-
-    Args:
-        schedule: a torch schedule; zbpipe's are subclasses.
-        name: name for the error. It may differ between ranks, such as paths of the same table.
-        group: with the backend "fake" there are no other ranks.
-        device: device of the tensors that the backend sends.
-
-    Raises:
-        PipelineError: the schedules differ. The message names the ranks with each schedule.
-    """
-    if is_alone(group):
-        return
-    digest = sha256(pipelining.what_it_runs(schedule).encode()).digest()
-    text = f"{name} with {pipelining.num_microbatches(schedule)} microbatches (table {digest.hex()[:8]})"
-    _exchange(digest, text, group, device)
+    """Compare a schedule with those of all ranks in `group` (see `compare`). The `name` is only for the error, because
+    a table's path may differ between ranks."""
+    table = pipelining.what_it_runs(schedule)
+    digest = sha256(table.encode()).hexdigest()[:8]
+    text = f"{name} with {pipelining.num_microbatches(schedule)} microbatches (table {digest})"
+    compare(table, text, group, device)
 
 
-def gather_answers(
-    question: str, answer: str, group: dist.ProcessGroup | None, device: torch.device | str
-) -> list[str]:
-    """Answers of all ranks of `group`, which have to call this before their `require_same`.
+def compare(topic: str, text: str, group: dist.ProcessGroup | None, device: torch.device | str) -> list[str]:
+    """The texts of all ranks in `group` (None: of the job), which also have to call this, on the same topic.
 
-    A rank with another schedule may have no question; it compares at once, and fails as the others do.
+    A rank with another schedule may have no topic before its own `require_same`; it fails there as the others do.
 
     Raises:
-        PipelineError: a rank has another question.
+        PipelineError: the topics differ. The message names the ranks with each text.
     """
     if is_alone(group):
-        return [answer]
-    texts = _exchange(sha256(question.encode()).digest(), question + answer, group, device)
-    return [each.removeprefix(question) for each in texts]
+        return [text]
+    digest = sha256(topic.encode()).digest()
+    message = digest + text.encode()
+    mine = torch.tensor(list(message[:_WIDTH].ljust(_WIDTH, b"\0")), dtype=torch.uint8, device=device)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, mine, group=group)
+    everything = [bytes(each.tolist()) for each in gathered]
+    texts = [each[len(digest) :].rstrip(b"\0").decode(errors="replace") for each in everything]
+    if any(not each.startswith(digest) for each in everything):
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        holders = group_ranks(dict(zip(ranks, texts, strict=True)))
+        found = "; ".join(f"{name_ranks(of)}: {text}" for text, of in holders.items())
+        raise PipelineError(f"the ranks have different schedules: {found}")
+    return texts
 
 
 def find_once(question: str, find: Callable[[], Answer]) -> Answer:
@@ -91,23 +90,8 @@ def find_once(question: str, find: Callable[[], Answer]) -> Answer:
 
 
 def is_alone(group: dist.ProcessGroup | None) -> bool:
+    """Whether the group has no other ranks, as with the backend "fake"."""
     return dist.get_world_size(group) == 1 or dist.get_backend(group) == "fake"
-
-
-def _exchange(digest: bytes, text: str, group: dist.ProcessGroup | None, device: torch.device | str) -> list[str]:
-    """The texts of all ranks. Their digests have to be equal."""
-    message = digest + text.encode()
-    mine = torch.tensor(list(message[:_WIDTH].ljust(_WIDTH, b"\0")), dtype=torch.uint8, device=device)
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(gathered, mine, group=group)
-    everything = [bytes(each.tolist()) for each in gathered]
-    texts = [each[len(digest) :].rstrip(b"\0").decode(errors="replace") for each in everything]
-    if any(each[: len(digest)] != digest for each in everything):
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-        holders = group_ranks(dict(zip(ranks, texts, strict=True)))
-        found = "; ".join(f"{name_ranks(of)}: {text}" for text, of in holders.items())
-        raise PipelineError(f"the ranks have different schedules: {found}")
-    return texts
 
 
 def group_ranks(values: Mapping[int, Value]) -> dict[Value, list[int]]:

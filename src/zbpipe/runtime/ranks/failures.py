@@ -54,10 +54,6 @@ class PipelineError(RuntimeError):
     """
 
 
-class RefusedStepError(ValueError):
-    """A step cannot run as requested, and all ranks know it."""
-
-
 class Failure(NamedTuple):
     """An error as other ranks get it."""
 

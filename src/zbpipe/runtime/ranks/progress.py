@@ -99,15 +99,40 @@ class Launched:
         return "{}{}{}".format(*self._ops[number % MOST])
 
 
-class Progress:
-    """Progress of one schedule's steps on this rank. Another thread looks at it, also between steps: on an accelerator
-    the host is far ahead of the device. At its first look, and while nothing moves on the host, the thread calls
-    `when_idle`."""
+def _launched_on(device: torch.device) -> Launched | None:
+    return None if device.type == "cpu" else Launched(find_device(device).new_event)
 
-    def __init__(
-        self, when_idle: Callable[[pipelining.OwnRuntime], None] = lambda schedule: None, *, has_events: bool = True
-    ) -> None:
-        self._when_idle = when_idle
+
+_is_ending = Event()
+_threads = WeakSet[Thread]()
+
+
+@register
+def _end_threads() -> None:
+    # A thread whose store call returns while the interpreter ends would abort the process.
+    _is_ending.set()
+    for thread in list(_threads):
+        thread.join(PATIENCE)
+
+
+def _watch(progress: ref[StepFailures], schedule: ref[pipelining.OwnRuntime]) -> None:
+    """Check while the schedule and its process group exist. This thread keeps neither alive."""
+    while (watched := progress()) is not None and (of := schedule()) is not None and dist.is_initialized():
+        pause = watched.look(of, time.monotonic())
+        del watched, of
+        if _is_ending.wait(pause):
+            return
+
+
+class StepFailures:
+    """Failures of one schedule's steps. After the first one, on any rank, no step can follow. Another thread looks at
+    the progress of steps, also between them: on an accelerator the host is far ahead of the device."""
+
+    def __init__(self, board: StepBoard, *, has_events: bool = True) -> None:
+        self._board = board
+        self._notice = None if is_alone(None) else Notice()
+        self._is_raised = False
+        """Whether this rank raised the failure that ended the pipeline."""
         self._has_events = has_events
         self._launched: Launched | None = None
         """Launched computations. None without events, as on the CPU."""
@@ -121,6 +146,23 @@ class Progress:
         self._is_logged = False
         """Whether the present standstill was logged."""
 
+    @contextmanager
+    def begin_step(self, schedule: pipelining.OwnRuntime, name: str, *, is_compared: bool) -> Iterator[None]:
+        """Context of one whole step. PipelineError if an earlier one failed, on any rank."""
+        self.start(schedule)
+        try:
+            self._board.begin_step(is_compared=is_compared)
+            yield
+        except PipelineError:
+            raise
+        except Exception as error:
+            if self._board.ended_by:
+                raise PipelineError(self._board.ended_by) from error
+            self._board.refuse(make_failure(error, f", schedule {name}, {position.NOT_BEGUN}"))
+            raise
+        finally:
+            self._is_raised = bool(self._board.ended_by)
+
     def start(self, schedule: pipelining.OwnRuntime) -> None:
         """Start the other thread, before the first step."""
         if not self._is_started:
@@ -131,8 +173,31 @@ class Progress:
             _threads.add(thread)
 
     @contextmanager
-    def follow(self, schedule: pipelining.OwnRuntime) -> Iterator[None]:
-        """Context of a step of `schedule`, after `start`."""
+    def explain_failures(self, schedule: pipelining.OwnRuntime, name: str) -> Iterator[None]:
+        """Context of a step's messages that converts an exception of any rank into a PipelineError that names the op.
+        KeyboardInterrupt and SystemExit pass unchanged."""
+        self._board.begin_messages()
+        try:
+            with self._follow(schedule):
+                yield
+        except PipelineError:
+            raise
+        except SHARED as error:
+            places = name, position.find_failure(error, schedule), self._describe_device()
+            where = f", schedule {', '.join(filter(None, places))}"
+            self._is_raised = True
+            # A rank that refuses the step may have closed its connections before this process read the reason.
+            notice = self._notice
+            refusal = notice and answer_in_time(lambda: self._board.find_other_refusal(notice.connection))
+            self._end(self._post(refusal or make_failure(error, where, position.explain(error))))
+            if self._notice is not None:
+                self._notice.wait_for_readers()
+            if not isinstance(error, Exception):
+                raise
+            raise PipelineError(self._board.ended_by) from error
+
+    @contextmanager
+    def _follow(self, schedule: pipelining.OwnRuntime) -> Iterator[None]:
         # A captured step runs later, many times, and events would become part of the graph.
         if find_device(pipelining.device_of_rank(schedule)).is_capturing():
             yield
@@ -148,19 +213,32 @@ class Progress:
         finally:
             self._runs = False
 
-    def describe_device(self) -> str:
-        """The device's progress as text. Empty on the CPU, and for a device that no longer answers."""
+    def _describe_device(self) -> str:
         with suppress(RuntimeError):
             return self._launched.describe() if self._launched else ""
-        return ""
+        return ""  # the device no longer answers
+
+    def _post(self, failure: Failure) -> Failure:
+        return failure if self._notice is None else self._notice.post(failure)
+
+    def _end(self, failure: Failure) -> None:
+        if self._board.ended_by:  # by the other thread
+            return
+        self._board.ended_by = failure.description
+        pipelining.interrupt()
+        if self._notice is not None:
+            self._notice.sign()
+
+    # Called from the other thread.
 
     def look(self, schedule: pipelining.OwnRuntime, now: float) -> float:
-        """Log once if host or device are stuck for most of the timeout. Returns the seconds to the next check."""
+        """Follow other ranks' failures while nothing moves on the host. Log once if host or device are stuck for most
+        of the timeout. Returns the seconds to the next check."""
         host = self._steps, self._runs, schedule.position.begun
         is_idle = host == self._seen[0]
         if is_idle or self._seen[0] is None:
             with suppress(RuntimeError):  # the store may be gone; the process group notices first
-                self._when_idle(schedule)
+                self._follow_others(schedule)
         timeout = pipelining.timeout_of(pipelining.stages_of(schedule)[0])
         if timeout is None:
             return _LONGEST_PAUSE
@@ -181,108 +259,12 @@ class Progress:
             logger.error(
                 "nothing has moved for %.0f seconds, and the process group gives up after %.0f: rank %d is at %s",
                 *(now - self._since, timeout, dist.get_rank()),
-                ", ".join(filter(None, (place, self.describe_device()))),
+                ", ".join(filter(None, (place, self._describe_device()))),
             )
         return min(timeout / _LOOKS, _LONGEST_PAUSE)
 
-
-def _launched_on(device: torch.device) -> Launched | None:
-    return None if device.type == "cpu" else Launched(find_device(device).new_event)
-
-
-_is_ending = Event()
-_threads = WeakSet[Thread]()
-
-
-@register
-def _end_threads() -> None:
-    # A thread whose store call returns while the interpreter ends would abort the process.
-    _is_ending.set()
-    for thread in list(_threads):
-        thread.join(PATIENCE)
-
-
-def _watch(progress: ref[Progress], schedule: ref[pipelining.OwnRuntime]) -> None:
-    """Check while the schedule and its process group exist. This thread keeps neither alive."""
-    while (watched := progress()) is not None and (of := schedule()) is not None and dist.is_initialized():
-        pause = watched.look(of, time.monotonic())
-        del watched, of
-        if _is_ending.wait(pause):
-            return
-
-
-class StepFailures:
-    """Failures of one schedule's steps. After the first one, on any rank, no step can follow."""
-
-    def __init__(self, board: StepBoard, *, has_events: bool = True) -> None:
-        self._board = board
-        self._notice = None if is_alone(None) else Notice()
-        self._progress = Progress(self._look, has_events=has_events)
-        self._is_raised = False
-        """Whether this rank raised the failure that ended the pipeline."""
-
-    @contextmanager
-    def begin_step(self, schedule: pipelining.OwnRuntime, name: str, *, is_compared: bool) -> Iterator[None]:
-        """Context of one whole step of the `schedule` with this name.
-
-        Raises:
-            PipelineError: an earlier step failed, on any rank.
-        """
-        self._progress.start(schedule)
-        try:
-            self._board.begin_step(is_compared=is_compared)
-            yield
-        except PipelineError:
-            raise
-        except Exception as error:
-            if self._board.ended_by:
-                raise PipelineError(self._board.ended_by) from error
-            self._board.refuse(make_failure(error, f", schedule {name}, {position.NOT_BEGUN}"))
-            raise
-        finally:
-            self._is_raised = bool(self._board.ended_by)
-
-    @contextmanager
-    def explain_failures(self, schedule: pipelining.OwnRuntime, name: str) -> Iterator[None]:
-        """Context of a step of `schedule` that converts an exception into an error that names the op.
-
-        Raises:
-            PipelineError: the step failed on this rank, or earlier on another one. KeyboardInterrupt and SystemExit
-                pass unchanged.
-        """
-        self._board.begin_messages()
-        try:
-            with self._progress.follow(schedule):
-                yield
-        except PipelineError:
-            raise
-        except SHARED as error:
-            places = name, position.find_failure(error, schedule), self._progress.describe_device()
-            where = f", schedule {', '.join(filter(None, places))}"
-            self._is_raised = True
-            # A rank that refuses the step may have closed its connections before this process read the reason.
-            notice = self._notice
-            refusal = notice and answer_in_time(lambda: self._board.find_other_refusal(notice.connection))
-            self._end(self._post(refusal or make_failure(error, where, position.explain(error))))
-            if self._notice is not None:
-                self._notice.wait_for_readers()
-            if not isinstance(error, Exception):
-                raise
-            raise PipelineError(self._board.ended_by) from error
-
-    def _post(self, failure: Failure) -> Failure:
-        return failure if self._notice is None else self._notice.post(failure)
-
-    def _end(self, failure: Failure) -> None:
-        if self._board.ended_by:  # by the other thread
-            return
-        self._board.ended_by = failure.description
-        pipelining.interrupt()
-        if self._notice is not None:
-            self._notice.sign()
-
-    def _look(self, schedule: pipelining.OwnRuntime) -> None:
-        """Called from another thread while nothing moves. Ends the pipeline if another rank has ended it."""
+    def _follow_others(self, schedule: pipelining.OwnRuntime) -> None:
+        """End the pipeline if another rank has ended it."""
         if self._notice is None or self._board.ended_by:
             return
         failure = self._notice.read()

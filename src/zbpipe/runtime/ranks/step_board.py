@@ -14,9 +14,8 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 
@@ -24,7 +23,7 @@ from zbpipe.runtime import checks
 from zbpipe.runtime._torch import pipelining, position
 from zbpipe.runtime._torch.shapes import Shapes, StepShapes, describe_inputs, freeze
 from zbpipe.runtime.ranks.agreement import group_ranks, is_alone, make_key
-from zbpipe.runtime.ranks.failures import Failure, PipelineError, RefusedStepError, name_ranks
+from zbpipe.runtime.ranks.failures import Failure, PipelineError, name_ranks
 
 _LOOK = timedelta(seconds=1)
 """Interval at which a waiting rank checks its timeout."""
@@ -34,8 +33,7 @@ _LINGER = 5.0
 """Longest wait for the other ranks, in seconds, of a refusing rank with the store."""
 
 
-@dataclass(frozen=True)
-class Table:
+class Table(NamedTuple):
     """What stage 0's rank, which sees the input, tells all ranks of a step."""
 
     usual: Shapes
@@ -45,15 +43,6 @@ class Table:
     """Inputs for which torch has set up messages."""
     inputs: tuple[Shapes, ...] = ()
     """By microbatch."""
-
-
-@dataclass(frozen=True)
-class _Answer:
-    microbatches: int | tuple[int, ...] = 0
-    table: Any = None
-    """Of stage 0's rank, the fields of a `Table`."""
-    refused: str = ""
-    """Reason for which the rank refused the step before the comparison."""
 
 
 class StepBoard:
@@ -82,15 +71,17 @@ class StepBoard:
         """Key of this rank's last answer, until all have read it."""
 
     def begin_step(self, *, is_compared: bool) -> None:
-        """Begin a step. If this rank refused the last one, first wait until all ranks have.
-
-        Raises:
-            PipelineError: the pipeline has ended.
-        """
-        self._require_running()
+        """Begin a step. If this rank refused the last one, first wait until all ranks have."""
         if (refused := self._refused) is not None:
             self._refused = None
-            self._wait_for({rank: f"{refused}/{rank}" for rank in self._ranks}, "refused the last step, like this one")
+            with suppress(PipelineError):  # of an earlier step
+                keys = {rank: f"{refused}/{rank}" for rank in self._ranks}
+                self._wait_for(keys, "refused the last step, like this one")
+        if self.ended_by:
+            raise PipelineError(
+                f"this schedule runs no other step, because one failed ({self.ended_by}). Build the process group and"
+                " the schedule anew, or end the job"
+            )
         self._step += 1
         self.is_compared = is_compared and not self.is_alone
 
@@ -103,7 +94,7 @@ class StepBoard:
             return
         with suppress(RuntimeError):  # the store may be gone, and the original error says more
             if self.is_compared and self._answered != self._step:
-                self._answer(_Answer(refused=failure.words))
+                self._answer(refused=failure.words)
                 self._report(failure)
             self._events += 1
             self._refused = key = self._report(failure)
@@ -126,28 +117,30 @@ class StepBoard:
 
     def compare(self, given: int | tuple[int, ...], table: Table | None) -> Table:
         """The step's table, once all ranks of the pipeline have called this. Only stage 0's rank has it before.
-
-        Raises:
-            RefusedStepError: the ranks got different numbers, or another rank refuses the step.
-            PipelineError: another rank does not reach the step, or runs it without `microbatches=`.
-        """
-        self._answer(_Answer(given, table and astuple(table)))
-        answers = self._wait_for_answers(given)
-        for rank, each in answers.items():
-            if each.refused:
-                raise RefusedStepError(f"{Failure(rank, each.refused)}. All ranks skip this step")
-        groups = group_ranks({rank: each.microbatches for rank, each in answers.items()})
+        ValueError if the ranks got different numbers, or another rank refuses the step."""
+        self._answer(given, table)
+        keys = {rank: self._key(rank) for rank in self._ranks}
+        if not _are_there(pipelining.default_store(), [*keys.values()]):
+            words = f"it got microbatches={_write(given)}; give all ranks of the pipeline the same, or none"
+            reported = self._report(Failure(self._me, f", {position.NOT_BEGUN}: {words}"))
+            self._wait_for(keys, "reached this step, but all ranks have to give its microbatches=")
+            pipelining.default_store().delete_key(reported)
+        sizes, tables, refusals = zip(*self._read(keys), strict=True)
+        for rank, refused in zip(keys, refusals, strict=True):
+            if refused:
+                raise ValueError(f"{Failure(rank, refused)}. All ranks skip this step")
+        groups = group_ranks(dict(zip(keys, sizes, strict=True)))
         counts = {each if isinstance(each, int) else len(each) for each in groups}
         if len(counts) > 1 or len([each for each in groups if not isinstance(each, int)]) > 1:
             found = ", ".join(f"{_write(each)} on {name_ranks(of)}" for each, of in groups.items())
-            raise RefusedStepError(
+            raise ValueError(
                 f"the ranks were given different microbatches=: {found}. Give the same to step on all ranks of the"
                 " pipeline, or none"
             )
         if self._old is not None:  # all have answered now, so all have read the previous answers
             pipelining.default_store().delete_key(self._old)
         self._old = self._key(self._me)
-        return Table(*next(each.table for each in answers.values() if each.table is not None))
+        return Table(*next(each for each in tables if each is not None))
 
     def give(self, name: str, value: str) -> None:
         if not self.is_alone:
@@ -156,30 +149,22 @@ class StepBoard:
     def take(self, name: str, group_rank: int) -> str:
         """Wait for the value that a rank of the pipeline gives this one."""
         store, key = pipelining.default_store(), self._key(name)
-        self._wait_in_step({self._ranks[group_rank]: key}, "reached this step")
+        self._wait_for({self._ranks[group_rank]: key}, "reached this step")
         value: str = store.get(key).decode()
         store.delete_key(key)
         return value
 
     def gather(self, name: str, value: bool) -> list[bool]:
         """The values of all ranks of the pipeline, which have to call this in the same step."""
-        store, keys = pipelining.default_store(), {rank: self._key(f"{name}/{rank}") for rank in self._ranks}
-        store.set(keys[self._me], str(int(value)))
-        self._wait_in_step(keys, "reached the end of this step")
-        return [store.get(key) == b"1" for key in keys.values()]
+        keys = {rank: self._key(f"{name}/{rank}") for rank in self._ranks}
+        pipelining.default_store().set(keys[self._me], json.dumps(value))
+        self._wait_for(keys, "reached the end of this step")
+        return self._read(keys)
 
-    def _wait_in_step(self, keys: Mapping[int, str], what: str) -> None:
-        try:
-            self._wait_for(keys, what)
-        except PipelineError:  # this step has failed, not an earlier one
-            raise PipelineError(self.ended_by) from None
-
-    def _require_running(self) -> None:
-        if self.ended_by:
-            raise PipelineError(
-                f"this schedule runs no other step, because one failed ({self.ended_by}). Build the process group and"
-                " the schedule anew, or end the job"
-            )
+    def _read(self, keys: Mapping[int, str]) -> list[Any]:
+        store = pipelining.default_store()
+        found = store.multi_get([*keys.values()]) if store.has_extended_api() else map(store.get, keys.values())
+        return [freeze(json.loads(each)) for each in found]
 
     def _report(self, failure: Failure) -> str:
         """Report the last event, so that ranks that run this step end the pipeline. Returns the report's key."""
@@ -187,27 +172,14 @@ class StepBoard:
         pipelining.default_store().compare_set(key, "", json.dumps((self._step, failure)))
         return key
 
-    def _wait_for_answers(self, given: int | tuple[int, ...]) -> dict[int, _Answer]:
-        store, keys = pipelining.default_store(), {rank: self._key(rank) for rank in self._ranks}
-        if not _are_there(store, [*keys.values()]):
-            words = f"it got microbatches={_write(given)}; give all ranks of the pipeline the same, or none"
-            reported = self._report(Failure(self._me, f", {position.NOT_BEGUN}: {words}"))
-            self._wait_for(keys, "reached this step, but all ranks have to give its microbatches=")
-            store.delete_key(reported)
-        found = store.multi_get([*keys.values()]) if store.has_extended_api() else map(store.get, keys.values())
-        return {rank: _Answer(*freeze(json.loads(each))) for rank, each in zip(keys, found, strict=True)}
-
     def _wait_for(self, keys: Mapping[int, str], what: str) -> None:
-        """Wait until the ranks' keys are in the store.
-
-        Raises:
-            PipelineError: the pipeline has ended, or a rank has not done `what` in time.
-        """
+        """Wait until the ranks' keys are in the store. PipelineError if a rank has not done `what` in time."""
         store = pipelining.default_store()
         timeout = pipelining.timeout_of(self._stage) or _PATIENCE
         deadline = time.monotonic() + timeout
         while not _are_there(store, [*keys.values()]):
-            self._require_running()
+            if self.ended_by:
+                raise PipelineError(self.ended_by)
             if time.monotonic() > deadline:
                 missing = [rank for rank, key in keys.items() if not store.check([key])]
                 self.ended_by = f"{name_ranks(missing)} has not {what}, and {timeout:.0f} seconds are over"
@@ -215,9 +187,10 @@ class StepBoard:
                 self._report(Failure(self._me, f", {position.NOT_BEGUN}: {self.ended_by}"))
                 raise PipelineError(self.ended_by)
 
-    def _answer(self, answer: _Answer) -> None:
+    def _answer(self, given: int | tuple[int, ...] = 0, table: Table | None = None, refused: str = "") -> None:
+        """Tell all ranks this step's `microbatches=`, or the reason for which this rank refuses it."""
         self._events += 1
-        pipelining.default_store().set(self._key(self._me), json.dumps(astuple(answer)))
+        pipelining.default_store().set(self._key(self._me), json.dumps((given, table, refused)))
         self._answered = self._step
 
     def _key(self, of: int | str) -> str:
@@ -265,8 +238,6 @@ class StepSizes:
         """The last table that all ranks know, with torch's present setup; None if they do not know that."""
         self.inputs: Sequence[Shapes] | None = None
         """Shapes of the inputs of the running step, or of the last one; None for those of torch's setup."""
-        self._last = usual
-        """Number of microbatches of that step."""
 
     @property
     def last_is_typical(self) -> bool:
@@ -274,10 +245,6 @@ class StepSizes:
         each other, as in all steps of packed samples. Measurements count such steps."""
         shapes = {*(self.inputs or ())}
         return len(shapes) != 1 or (self._told is not None and shapes == {self._told.usual})
-
-    @property
-    def last_has_usual_number(self) -> bool:
-        return self._last == self.usual
 
     def find_number(self, microbatches: Any, keywords: object) -> Any:
         """The `microbatches=` of a step, or their number if a framework has split them; None for the usual size."""
@@ -290,25 +257,18 @@ class StepSizes:
         return None if is_usual else len(keywords)
 
     def agree(self, runtime: pipelining.OwnRuntime, given: Any, args: Any, kwargs: Any) -> None:
-        """Agree with all ranks on the shapes of the step's inputs before its messages, if it was `given` a size.
-
-        Raises:
-            ValueError: different sizes, shapes that the loss cannot weigh, or another rank refuses the step.
-            PipelineError: another rank does not reach the step.
-        """
+        """Agree with all ranks on the shapes of the step's inputs before its messages, if it was `given` a size."""
         is_set_up, told, seen = pipelining.is_set_up(runtime), self._told, self._seen
-        self._last, table = pipelining.num_microbatches(runtime), None
+        table = None
         for work in runtime.works:
             work.messages.learn_last_step()
         if given is None:
             # A new setup is for this step's inputs, which only one rank knows.
             self._told = told = told if is_set_up else None
             is_usual = told is None or told.usual == told.set_up
-            self.inputs = [told.usual] * self._last if told and not is_usual else None
-            if is_set_up and seen:
-                checks.require_usual_shapes(runtime, args, seen.set_up if is_usual else seen.usual)
-            else:
-                checks.require_usual_shapes(runtime, args, None)
+            self.inputs = [told.usual] * self.usual if told and not is_usual else None
+            expected = (seen.set_up if is_usual else seen.usual) if is_set_up and seen else None
+            checks.require_usual_shapes(runtime, args, expected)
             return
         if pipelining.stages_of(runtime)[0].is_first:
             found = tuple(map(_describe, args, kwargs))
@@ -341,18 +301,15 @@ class StepSizes:
         if self.inputs is not None and any(each != set_up for each in self.inputs):
             if not self._board.is_alone:
                 checks.require_inferred_shapes(runtime)
-            step = StepShapes(self.inputs, self._give_shapes, self._take_shapes)
+            step = StepShapes(
+                self.inputs,
+                give=lambda name, shapes: self._board.give(name, json.dumps(shapes)),
+                take=lambda name, rank: cast(Shapes, freeze(json.loads(self._board.take(name, rank)))),
+            )
         works = runtime.works
         for work, then in zip(works, [*works[1:], None], strict=True):
             is_next = then is not None and then.stage.stage_index == work.stage.stage_index + 1
             work.messages.follow(step, then.messages if then and is_next else None)
-
-    def _give_shapes(self, name: str, shapes: Shapes) -> None:
-        self._board.give(name, json.dumps(shapes))
-
-    def _take_shapes(self, name: str, group_rank: int) -> Shapes:
-        shapes: Shapes = freeze(json.loads(self._board.take(name, group_rank)))
-        return shapes
 
     def pass_on_unfreezing(self, schedule: pipelining.OwnRuntime) -> None:
         """Before a step's messages, request gradients for newly unfrozen parameters."""

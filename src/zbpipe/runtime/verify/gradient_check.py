@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from types import MappingProxyType
 from typing import Any
 
@@ -75,7 +75,6 @@ class GradientCheck(Watcher):
         schedule: a zbpipe schedule. Every rank of the pipeline needs a check.
         steps: number of steps to check, at least 1.
         tolerance: largest relative error. Default: that of the coarsest dtype in a stage's products (`TOLERANCES`).
-        done: called with the report, between two steps.
 
     Raises:
         ValueError: a torch schedule, which lacks zbpipe's split, or an invalid argument.
@@ -92,7 +91,6 @@ class GradientCheck(Watcher):
         steps: int = 1,
         *,
         tolerance: float | None = None,
-        done: Callable[[GradientReport], None] = lambda report: None,
     ) -> None:
         checks.require_schedule("zbpipe.GradientCheck", schedule)
         if not isinstance(schedule, RegisteredSchedule):
@@ -102,11 +100,9 @@ class GradientCheck(Watcher):
             )
         (steps,) = require_whole(1, steps=steps)
         checks.require_above_0("tolerance", tolerance)
-        checks.require_callable(done=done)
         self.report: GradientReport | None = None
         self._left = steps
         self._tolerance = tolerance
-        self._done = done
         self._found = GradientReport("", steps, steps * pipelining.num_microbatches(schedule), {}, {})
         watch(schedule, self)
 
@@ -122,7 +118,6 @@ class GradientCheck(Watcher):
             # Another rank may have found an error in its last op, after its last message to this one.
             with share_with_other_ranks():
                 self.report = self._gather(schedule)
-            self._done(self.report)
 
     def _add(self, found: GradientReport) -> None:
         self._found = self._found.with_(found)
@@ -157,7 +152,12 @@ class _Checked:
             without_overlap(self._schedule.works),
             replaced(self._schedule.waits, is_paused=True),
             hooks.hook(self._schedule, hooks.HookOrder.CHECK, self._around),
-            hooks.route_calls(self._schedule, self._forward, self._loss, self._backward),
+            hooks.route_calls(
+                self._schedule,
+                partial(self._record, Microbatch.forward),
+                partial(self._record, Microbatch.loss),
+                self._backward,
+            ),
         ):
             yield
 
@@ -191,13 +191,9 @@ class _Checked:
 
     # The first step also calls these before any op, while torch infers shapes.
 
-    def _forward(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _record(self, record: Callable[..., Any], call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         again = self._current and self._current.again
-        return again.forward(call, *args, **kwargs) if again else call(*args, **kwargs)
-
-    def _loss(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        again = self._current and self._current.again
-        return again.loss(call, *args, **kwargs) if again else call(*args, **kwargs)
+        return record(again, call, *args, **kwargs) if again else call(*args, **kwargs)
 
     def _backward(self, call: Callable[..., Any], kind: str, tensors: dict[str, Any], **kwargs: Any) -> Any:
         if self._current is None or self._current.knows_backward or "output_grads" not in tensors:
@@ -282,12 +278,12 @@ class _Comparison:
 
     def subtract_reference(self) -> None:
         assert self.again is not None
-        reference = self.again.compute_gradients()
+        by_parameter, of_inputs = self.again.compute_gradients()
         self.again = None
-        for name, gradient in reference.parameters.items():
+        for name, gradient in by_parameter.items():
             self._norms[name] = _norm(gradient)
             self._rest[name] = self._rest.get(name, 0.0) - gradient
-        for n, (found, expected) in enumerate(zip(self._input_grads, reference.inputs, strict=False)):
+        for n, (found, expected) in enumerate(zip(self._input_grads, of_inputs, strict=False)):
             if found is not None and expected is not None and math.isfinite(norm := _norm(expected)):
                 self._input_errors[f"input {n}"] = _relative(_norm(found - widen(expected, expected)), norm)
 

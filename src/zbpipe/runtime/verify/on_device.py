@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
@@ -31,7 +31,7 @@ from zbpipe.runtime._torch import fsdp2, pipelining
 from zbpipe.runtime.build import build_pipeline_schedule
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.measure.profiler import Profiler
-from zbpipe.runtime.measure.recording import make_counter
+from zbpipe.runtime.measure.recording import MemoryCounter
 from zbpipe.runtime.ranks.failures import end_at_once
 from zbpipe.runtime.ranks.progress import MOST, Launched
 from zbpipe.runtime.split.stage import find_weight_work
@@ -109,18 +109,6 @@ def _find_error(said: str) -> str:
     return "".join((errors or lines)[-1:])
 
 
-def _parts(device: torch.device, number: int) -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [
-        nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM)).to(device) for _ in range(number)
-    ]
-
-
-def _batch(device: torch.device) -> Tensor:
-    torch.manual_seed(1)
-    return torch.randn(2, MICROBATCHES * ROWS, DIM).to(device)
-
-
 def _train(
     device: torch.device,
     *,
@@ -131,37 +119,37 @@ def _train(
     steps: int = 2,
     attach: Callable[[Any], object] = lambda runtime: None,
     **options: Any,
-) -> tuple[list[Tensor], Any]:
-    """Gradients of the last step of this rank's part of the pipeline, and the schedule."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    placement = resolve(name).place(ranks)
-    parts = _parts(device, placement.num_stages)
-    own = [index for index in range(placement.num_stages) if placement.rank_of[index] == rank]
-    for index in own:
-        wrap(parts[index])
-    stages = [PipelineStage(parts[index], index, len(parts), device) for index in own]
+) -> tuple[list[Tensor], list[Tensor], Any]:
+    """Gradients of the last step of this rank's part of the pipeline, those of the unsplit model, and the schedule."""
+    placement = resolve(name).place(dist.get_world_size())
+    torch.manual_seed(0)
+    parts = [
+        nn.Sequential(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM)).to(device)
+        for _ in range(placement.num_stages)
+    ]
+    x, target = torch.randn(2, MICROBATCHES * ROWS, DIM).to(device)
+    own = {index: parts[index] for index in placement.stages_on(dist.get_rank())}
+    torch.autograd.backward([nn.functional.mse_loss(nn.Sequential(*parts)(x), target)])
+    expected = _gradients_of(own.values())
+    for part in own.values():
+        wrap(part)
+    stages = [PipelineStage(part, index, len(parts), device) for index, part in own.items()]
     runtime: Any = build_pipeline_schedule(name, stages, MICROBATCHES, nn.functional.mse_loss, **options)
     if schedule is not None:
         runtime.adopt(schedule)
     attach(runtime)
-    x, target = _batch(device)
     with torch.autocast(device.type, torch.bfloat16) if cast else nullcontext():
         for _ in range(steps):  # the first I leaves nothing to W
-            for index in own:
-                parts[index].zero_grad()
+            for part in own.values():
+                part.zero_grad()
             runtime.step(*([x] if 0 in own else []), target=target if len(parts) - 1 in own else None)
     find_device(device).synchronize()
-    found = (weight.grad for index in own for weight in parts[index].parameters())
-    return [each.full_tensor() if isinstance(each, DTensor) else each for each in found if each is not None], runtime
+    return _gradients_of(own.values()), expected, runtime
 
 
-def _expected(device: torch.device, name: str = "ZBV") -> list[Tensor]:
-    placement = resolve(name).place(dist.get_world_size())
-    parts = _parts(device, placement.num_stages)
-    x, target = _batch(device)
-    torch.autograd.backward([nn.functional.mse_loss(nn.Sequential(*parts)(x), target)])
-    own = [part for index, part in enumerate(parts) if placement.rank_of[index] == dist.get_rank()]
-    return [weight.grad for part in own for weight in part.parameters() if weight.grad is not None]
+def _gradients_of(parts: Iterable[nn.Module]) -> list[Tensor]:
+    found = (weight.grad for part in parts for weight in part.parameters())
+    return [each.full_tensor() if isinstance(each, DTensor) else each for each in found if each is not None]
 
 
 def _require_same(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float) -> None:
@@ -182,8 +170,8 @@ _TOLERANCE = 1e-3
 
 def _compare(device: torch.device, **options: Any) -> Any:
     """Train, and require the unsplit model's gradients. Returns the schedule."""
-    gradients, runtime = _train(device, **options)
-    _require_same(gradients, _expected(device, options.get("name", "ZBV")), _TOLERANCE)
+    gradients, expected, runtime = _train(device, **options)
+    _require_same(gradients, expected, _TOLERANCE)
     return runtime
 
 
@@ -199,24 +187,23 @@ def _try_events(device: torch.device) -> None:
 
 
 def _try_fused_w(device: torch.device) -> None:
-    (fused, _), (two_steps, _) = (_train(device, cast=True, plain=plain) for plain in (False, True))
+    (fused, *_), (two_steps, *_) = (_train(device, cast=True, plain=plain) for plain in (False, True))
     _require_same(fused, two_steps, 1e-2)  # a bfloat16 has 8 bits
 
 
 def _try_offload(device: torch.device) -> None:
     plain = schedule_w_last(2, MICROBATCHES)
-    (expected, _), (gradients, _) = (_train(device, schedule=each) for each in (plain, copy_all(plain, Offload.ALL)))
+    (expected, *_), (gradients, *_) = (_train(device, schedule=each) for each in (plain, copy_all(plain, Offload.ALL)))
     _require_same(gradients, expected, 0)
 
 
 def _try_measuring(device: torch.device) -> None:
-    counter = make_counter(device)
-    assert counter is not None, "no profiler is running"
+    counter = MemoryCounter(device)
     op, size = Op(0, OpKind.F, 0), 1 << 20
     with counter.within_step(), counter.within_op(op):
         kept = torch.empty(size, dtype=torch.uint8, device=device)
         torch.empty(size, dtype=torch.uint8, device=device)
-    found = counter.found()[op]
+    found = counter.found[op]
     _require(found.kept == kept.nbytes and found.most == 2 * size, f"{size} and {2 * size} bytes were seen as {found}")
     costs: list[JobCosts] = []
     _compare(device, steps=4, attach=lambda runtime: Profiler(runtime, 1, done=costs.append))

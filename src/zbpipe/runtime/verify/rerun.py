@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +25,6 @@ _HIDDEN_STATE = (
     " the same weights, buffers, attributes and random numbers gives another output. The forward depends on {what},"
     " which it changes itself: keep that in a buffer or directly in an attribute of the module, or omit the check"
 )
-
-
-class Gradients(NamedTuple):
-    """Gradients of one backward, detached. For DTensors, this rank's part."""
-
-    parameters: Mapping[str, Tensor]
-    inputs: Sequence[Tensor | None]
-    """Input gradients, in order of the tensors among the inputs."""
 
 
 class Microbatch:
@@ -78,8 +70,9 @@ class Microbatch:
         self._output_grads = autograd.tree_map_only(Tensor, lambda each: each.detach().clone(), tensors["output_grads"])
         self._inputs = [self._copies.get(id(each), each) for each in tensors["input_values"]]
 
-    def compute_gradients(self) -> Gradients:
-        """Gradients of one ordinary backward. All state is restored afterwards.
+    def compute_gradients(self) -> tuple[dict[str, Tensor], Sequence[Tensor | None]]:
+        """Gradients of one ordinary backward, by parameter (of DTensors, this rank's part) and of the tensors among the
+        inputs. All state is restored afterwards.
 
         Raises:
             ValueError: the forward does not repeat its output, because it depends on state that cannot be restored.
@@ -92,7 +85,7 @@ class Microbatch:
             try:
                 with torch.enable_grad():
                     output, inputs = self._run()
-                    gradients = Gradients(copy_gradients(module), inputs)
+                    gradients = copy_gradients(module), inputs
                     if not self._is_as_in_f(output):
                         self._require_repeatable()
                 return gradients
