@@ -7,7 +7,7 @@ matters. So neither equal products nor equal work give the best cut.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, reduce
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from zbpipe.estimation.workload import Workload
 from zbpipe.schedule.ir import OpKind, Placement, Schedule
 from zbpipe.schedule.registry import Algorithm
 from zbpipe.simulator.simulation import simulate
-from zbpipe.simulator.time_graph import TimeGraph, last_ends
+from zbpipe.simulator.time_graph import TimeGraph, last_end
 
 _GIVERS = 12
 """Number of stages, those with the most work, from which a layer may move."""
@@ -117,7 +117,7 @@ def _move_layers(layers: LayerCosts, sizes: Sizes, schedule: Schedule) -> Sizes:
             stage, kind, _ = graph.nodes[node]
             return 0.0 if kind in SENDS else times[kind][stage]
 
-        return np.asarray(reduce(np.maximum, last_ends(graph, seconds_of, np.maximum)))
+        return np.asarray(last_end(graph, seconds_of, np.maximum))
 
     best, (length,) = sizes, steps([sizes])
     for _ in range(_MOVES):

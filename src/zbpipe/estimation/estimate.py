@@ -335,23 +335,14 @@ class _Job:
         worst = max(memories_by_rank(self.workload, largest, split), key=lambda memory: memory.total)
         torchs = has_torchs_split(schedule, source)
         runs = not torchs or runs_torchs_split(self.workload.checkpointing, self.workload.compiled)
-        about = {"source": source, "timeline": timeline, "has_torchs_split": torchs, "runs": runs}
         others = (self.with_fsdp(job.costs(schedule.placement, split), split) for job in self._extremes)
         how["receives"] = timeline.receives
         ends = tuple(self._seconds(simulate(schedule, each, **how), split) for each in others)
-        return self._row(name, placement, stages, seconds, timeline.bubble, worst, ends, **about)
+        row = self._row((name, placement, stages), seconds, timeline.bubble, worst, ends)
+        return replace(row, source=source, timeline=timeline, has_torchs_split=torchs, runs=runs)
 
-    # A row has as many figures.
     def _row(
-        self,
-        name: str,
-        placement: str,
-        stages: int,
-        seconds: float,
-        bubble: float,
-        memory: Memory,
-        ends: tuple[float, ...],
-        **about: Any,
+        self, what: tuple[str, str, int], seconds: float, bubble: float, memory: Memory, ends: tuple[float, ...]
     ) -> Step:
         if not seconds:
             raise ValueError("its step takes 0 seconds: give times above 0")
@@ -360,8 +351,8 @@ class _Job:
         device = None if self.rates is None else self.rates.device
         mfu = speed * self.workload.operations / device.peak if device else None
         fits = device is None or memory.total <= device.usable_bytes
-        about["range"] = (ends[0], ends[1]) if len(ends) == 2 else None
-        return Step(name, placement, stages, seconds, max(bubble, 0.0), speed, mfu, memory, fits, **about)
+        known = (ends[0], ends[1]) if ends else None
+        return Step(*what, seconds, max(bubble, 0.0), speed, mfu, memory, fits, range=known)
 
     @cached_property
     def _layers(self) -> CostModel:
@@ -437,7 +428,7 @@ class _Job:
         seconds, exposed, memory = step_without_pipeline(self.workload, self.rates)
         others = (job.rates for job in self._extremes)
         ends = tuple(step_without_pipeline(self.workload, each).seconds for each in others if each is not None)
-        return self._row(NO_PIPELINE, "", 1, seconds, exposed / (seconds or 1.0), memory, ends)
+        return self._row((NO_PIPELINE, "", 1), seconds, exposed / (seconds or 1.0), memory, ends)
 
     @cached_property
     def _extremes(self) -> tuple[_Job, ...]:

@@ -7,8 +7,9 @@ backward B frees them layer by layer but makes the previous stage wait, so it is
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from zbpipe.costs.model import ROUNDING, CostModel, highest
 from zbpipe.schedule.ir import Op, OpKind, Schedule
@@ -23,17 +24,7 @@ def make_leanest(schedule: Schedule, costs: CostModel) -> Schedule:
 
     The order of its F, and of its I and B, stays unchanged. Copies to the host and back are omitted.
     """
-    least = [costs.least_backward(stage) for stage in range(costs.num_stages)]
-
-    def row(ops: Sequence[Op]) -> Iterator[Op]:
-        for op in ops:
-            match op.kind:
-                case OpKind.F:
-                    yield op
-                case OpKind.I | OpKind.B:
-                    yield from (op._replace(kind=kind) for kind in least[op.stage])
-
-    return replace(schedule, ops=tuple(tuple(row(ops)) for ops in schedule))
+    return fit_within(schedule, costs, [-inf] * schedule.num_ranks)
 
 
 def fit_within(schedule: Schedule, costs: CostModel, limits: Sequence[float]) -> Schedule:

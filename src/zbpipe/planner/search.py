@@ -123,11 +123,7 @@ class Search:
         length = shortest
         while (spent := begin - self.left) < budget and length > problem.lower_bound * (1 + ROUNDING):
             fresh = spent < budget / 4 or self.random.random() < 0.1
-            shape = (
-                PriorityParams.random(scheduler.legs, self.random, merges=scheduler.merges)
-                if fresh
-                else best.vary(self.random, merges=scheduler.merges)
-            )
+            shape = (best.new if fresh else best.vary)(self.random, merges=scheduler.merges)
             listed, trial = scheduler.run(shape, shortest * _PROMISING)
             self.spend(_LISTING * len(trial))
             if listed > shortest * _PROMISING:
