@@ -106,7 +106,7 @@ def from_data(data: Any) -> JobCosts:
             # One more than allowed raises the error later: `count` can be any number.
             return JobCosts(LayerCosts(tuple(islice(layers, MOST_LAYERS + 1)), **shared), **job)
         stages = table_of(table["stages"], "[stages]", required=COLUMNS, optional=("rank_of", *OF_DATA_PARALLELISM))
-        placement = _placement(stages.pop("rank_of")) if "rank_of" in stages else None
+        placement = Placement(stages.pop("rank_of")) if "rank_of" in stages else None
         return JobCosts(CostModel(**stages, **shared), placement, **job)
     except TypeError as error:
         raise ValueError(str(error)) from None
@@ -156,12 +156,6 @@ def rows_of(rows: Any, name: str) -> Iterator[tuple[str, Any]]:
     if not isinstance(rows, list):
         raise ValueError(f"{name} = {rows!r}: expected a list of tables, in TOML [[{name}]]")
     return ((f"[[{name}]] number {number}", row) for number, row in enumerate(rows, start=1))
-
-
-def _placement(rank_of: Any) -> Placement:
-    if not isinstance(rank_of, (list, tuple)) or not all(type(rank) is int for rank in rank_of):
-        raise ValueError(f"[stages] rank_of = {rank_of!r}: expected a list with the rank of each stage")
-    return Placement(tuple(rank_of))
 
 
 def _links(rows: Iterator[tuple[str, Any]]) -> Mapping[tuple[int, int], Link]:

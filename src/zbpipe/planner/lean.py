@@ -82,13 +82,13 @@ class _Row:
 
     def _run(self, op: Op, then: Op | None = None) -> None:
         """Run W as needed, then `op`, so that `op` fits, and after it any single W that is deferred or is `then`."""
-        while self._waiting and self._held + self._most_needed(op, then) > self._limit:
-            first = self._waiting.popleft()
-            self._held += self._costs.of(*first).adds
-            self._ops.append(first)
+        while self._waiting:
+            coming = {(each.stage, each.kind) for each in ((*self._waiting, then) if then else self._waiting)}
+            if self._held + max(highest(self._costs, (op[:2], each)) for each in coming) <= self._limit:
+                break
+            self._append(self._waiting.popleft())
+        self._append(op)
+
+    def _append(self, op: Op) -> None:
         self._held += self._costs.of(*op).adds
         self._ops.append(op)
-
-    def _most_needed(self, op: Op, then: Op | None) -> float:
-        coming = {(each.stage, each.kind) for each in ((*self._waiting, then) if then else self._waiting)}
-        return max(highest(self._costs, ((op.stage, op.kind), each)) for each in coming)
