@@ -36,8 +36,7 @@ from zbpipe.costs.job import MemoryLimit, resolve_limits
 from zbpipe.costs.model import ROUNDING, SENDS, CostModel, Transport
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.planner.engine import at_hand
-from zbpipe.planner.lean import fit_within, make_leanest
-from zbpipe.planner.problem import Problem
+from zbpipe.planner.problem import Problem, fit_within, make_leanest
 from zbpipe.planner.search import Effort, Search
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
 from zbpipe.schedule.registry import register

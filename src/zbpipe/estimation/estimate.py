@@ -16,8 +16,7 @@ from zbpipe.costs.layers import Split, join_stages, merge_stages
 from zbpipe.costs.model import CommonCosts, CostModel, Transport
 from zbpipe.costs.numbers import Size
 from zbpipe.costs.transformer import has_torchs_split, runs_torchs_split
-from zbpipe.estimation.choice import choose
-from zbpipe.estimation.cut import WorkloadCut
+from zbpipe.estimation.cut import WorkloadCut, choose
 from zbpipe.estimation.devices import DEVICES, Device, find
 from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.rates import HOST, Rates, rates

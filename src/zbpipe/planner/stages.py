@@ -12,8 +12,7 @@ from zbpipe.costs.job import CostsOf, LimitTooSmallError, MemoryLimit, most_room
 from zbpipe.costs.layers import LayerCosts, Sizes, Split, balance, even_sizes, move_layer, require_enough, split_of
 from zbpipe.costs.model import ROUNDING, CostModel, Transport
 from zbpipe.planner.engine import Engine, fastest
-from zbpipe.planner.lean import fit_within
-from zbpipe.planner.problem import Problem
+from zbpipe.planner.problem import Problem, fit_within
 from zbpipe.planner.request import Objective, Request
 from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Found, Progress, Search, report_nothing
