@@ -552,5 +552,5 @@ def memory_by_rank(workload: Workload) -> JobMemory:
         empty = (replace(each, waiting=0.0, buffers=0.0, working=0.0, logits=0.0) for each in memories)
         planned = [replace(each, activations=room) for each, room in zip(empty, needed, strict=True)]
         memories = tuple(max(both, key=lambda each: each.total) for both in zip(memories, planned, strict=True))
-    parameters = workload.parameters_by_rank(placement, split)
-    return JobMemory(parameters, memories, sum(costs.activations) / placement.num_ranks)
+    parameters = [sum(workload.layers[layer].parameters for layer in stage) for stage in split]
+    return JobMemory(placement.sum_by_rank(parameters), memories, sum(costs.activations) / placement.num_ranks)
