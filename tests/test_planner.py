@@ -104,7 +104,7 @@ def test_list_scheduling_never_gets_stuck_where_one_microbatch_fits(data: st.Dat
     tested = Problem("tested", placement, costs, data.draw(st.integers(1, 6)), room)
     scheduler = ListScheduler(tested, PLAIN)
     for seed in range(5):
-        length, order = scheduler.run(replace(PriorityParams.plain(scheduler.legs).new(Random(seed)), spare=0.0))
+        length, order = scheduler.run(replace(PriorityParams.random(scheduler.legs, Random(seed)), spare=0.0))
         assert length < NEVER
         assert tested.fits(tested.schedule("listed", order))
 

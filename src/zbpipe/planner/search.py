@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 from operator import itemgetter
 from random import Random
-from typing import Any
 
 from zbpipe.costs.job import least_room
 from zbpipe.costs.model import ROUNDING, CostModel
@@ -59,7 +58,7 @@ class PriorityParams:
     turn_forward: tuple[float, ...]
     """Offset added at the end of each leg, in times of F, or before its start, in times of I (`turn_backward`)."""
     turn_backward: tuple[float, ...]
-    turn_loss: tuple[float]
+    turn_loss: float
     """Offset from the last F to the first I, in times of that I."""
     weight: tuple[float, ...]
     """Offset of each leg from the end of I to W, in intervals between microbatches."""
@@ -75,52 +74,48 @@ class PriorityParams:
     @classmethod
     def plain(cls, legs: int) -> PriorityParams:
         """A shape without waits, with W one interval after I."""
-        zeros, ones = (0.0,) * legs, (1.0,) * legs
-        return cls(ones, ones, zeros, zeros, (0.0,), ones, lean=zeros)
+        return cls((1.0,) * legs, (1.0,) * legs, (0.0,) * legs, (0.0,) * legs, 0.0, (1.0,) * legs, lean=(0.0,) * legs)
 
-    def new(self, random: Random, *, merges: bool = False) -> PriorityParams:
-        """A random shape with as many legs. It is lean if B `merges` I and W."""
+    @classmethod
+    def random(cls, legs: int, random: Random, *, merges: bool = False) -> PriorityParams:
+        """A random shape, in ranges chosen by hand. It is lean if B `merges` I and W."""
 
-        def draw(low: float, high: float, count: int) -> tuple[float, ...]:
-            return tuple(random.uniform(low, high) for _ in range(count))
+        def draw(low: float, high: float) -> tuple[float, ...]:
+            return tuple(random.uniform(low, high) for _ in range(legs))
 
-        offsets: dict[str, Any] = {
-            name: draw(low, high, len(getattr(self, name))) for name, (low, high, _) in _OFFSETS.items()
-        }
-        extras: dict[str, Any] = {name: _perhaps(random, *ways) for name, (ways, _, _) in _EXTRAS.items()}
-        lean = tuple(_leanness(random) if merges else 0.0 for _ in self.lean)
-        return PriorityParams(**offsets, **extras, lean=lean)
+        return cls(
+            forward=draw(0, 4),
+            backward=draw(0, 4),
+            turn_forward=draw(-1, 4),
+            turn_backward=draw(-1, 4),
+            turn_loss=random.uniform(-1, 6),
+            weight=draw(0, 3),
+            patience=_perhaps(random, 0.5, 0, 1),
+            pace=_perhaps(random, 0.8, 0.4, 0.9),
+            spare=_perhaps(random, 0.3, 0, 2),
+            lean=tuple(_leanness(random) for _ in range(legs)) if merges else (0.0,) * legs,
+        )
 
     def vary(self, random: Random, *, merges: bool = False) -> PriorityParams:
-        """A similar shape: about a quarter of its numbers change."""
+        """A similar shape: about a quarter of its numbers change, by steps chosen by hand."""
 
         def near(numbers: tuple[float, ...], by: float) -> tuple[float, ...]:
             return tuple(each + random.uniform(-by, by) if random.random() < 0.25 else each for each in numbers)
 
-        offsets: dict[str, Any] = {name: near(getattr(self, name), by) for name, (_, _, by) in _OFFSETS.items()}
-        extras: dict[str, Any] = {
-            name: getattr(self, name) if random.random() < stays else _perhaps(random, *ways)
-            for name, (_, stays, ways) in _EXTRAS.items()
-        }
-        lean = tuple(_leanness(random) if merges and random.random() < 0.2 else each for each in self.lean)
-        return PriorityParams(**offsets, **extras, lean=lean)
-
-
-_OFFSETS = {
-    "forward": (0, 4, 0.7),
-    "backward": (0, 4, 0.7),
-    "turn_forward": (-1, 4, 1),
-    "turn_backward": (-1, 4, 1),
-    "turn_loss": (-1, 6, 1),
-    "weight": (0, 3, 1),
-}
-"""Range of the offsets of random shapes, and their largest change in similar ones. Chosen by hand."""
-_EXTRAS = {
-    "patience": ((0.5, 0, 1), 0.8, (0.6, 0, 1)),
-    "pace": ((0.8, 0.4, 0.9), 0.8, (0.9, 0.4, 0.8)),
-    "spare": ((0.3, 0, 2), 0.9, (0.5, 0, 2)),
-}
-"""Chance and range of the other numbers of random shapes; chance to stay in similar ones, else chance and range."""
+        return PriorityParams(
+            forward=near(self.forward, 0.7),
+            backward=near(self.backward, 0.7),
+            turn_forward=near(self.turn_forward, 1),
+            turn_backward=near(self.turn_backward, 1),
+            turn_loss=near((self.turn_loss,), 1)[0],
+            weight=near(self.weight, 1),
+            patience=self.patience if random.random() < 0.8 else _perhaps(random, 0.6, 0, 1),
+            pace=self.pace if random.random() < 0.8 else _perhaps(random, 0.9, 0.4, 0.8),
+            spare=self.spare if random.random() < 0.9 else _perhaps(random, 0.5, 0, 2),
+            lean=tuple(_leanness(random) if random.random() < 0.2 else each for each in self.lean)
+            if merges
+            else self.lean,
+        )
 
 
 def _perhaps(random: Random, chance: float, low: float, high: float) -> float:
@@ -215,7 +210,7 @@ class ListScheduler:
                 now += nodes[3 * stage + 3].lag
                 if leg[stage + 1] != leg[stage]:
                     now += shape.turn_forward[leg[stage]] * nodes[3 * stage].seconds
-        now += shape.turn_loss[0] * nodes[3 * last + 1].seconds
+        now += shape.turn_loss * nodes[3 * last + 1].seconds
         for stage in reversed(range(last + 1)):
             urgency[3 * stage + 1] = now
             urgency[3 * stage + 2] = now + nodes[3 * stage + 1].seconds + shape.weight[leg[stage]] * self.interval
@@ -307,7 +302,11 @@ class Search:
         length = shortest
         while (spent := begin - self.left) < budget and length > problem.lower_bound * (1 + ROUNDING):
             fresh = spent < budget / 4 or self.random.random() < 0.1
-            shape = (best.new if fresh else best.vary)(self.random, merges=scheduler.merges)
+            shape = (
+                PriorityParams.random(scheduler.legs, self.random, merges=scheduler.merges)
+                if fresh
+                else best.vary(self.random, merges=scheduler.merges)
+            )
             listed, trial = scheduler.run(shape, shortest * _PROMISING)
             self.spend(_LISTING * len(trial))
             if listed > shortest * _PROMISING:
