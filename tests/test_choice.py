@@ -14,7 +14,7 @@ from zbpipe.costs import JobCosts, MemoryLimit
 from zbpipe.costs.layers import Layer, LayerCosts, balance, split_of
 from zbpipe.costs.transformer import PAPERS_TIMES, Checkpointing, Work, typical_times, usual_costs
 from zbpipe.estimation import devices
-from zbpipe.estimation.choice import Choice, choose
+from zbpipe.estimation.cut import Choice, choose
 from zbpipe.schedule.registry import resolve, stages_for
 from zbpipe.simulator import simulate
 

@@ -19,8 +19,7 @@ from zbpipe.costs.job import MemoryLimit
 from zbpipe.costs.layers import Layer, LayerCosts, Split, balance, even_sizes, split_of
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import LLAMA_3_8B, Checkpointing, typical_times, usual_costs
-from zbpipe.estimation.choice import Choice
-from zbpipe.estimation.cut import cutting
+from zbpipe.estimation.cut import Choice, cutting
 from zbpipe.estimation.workload import Degrees
 from zbpipe.frameworks import layer_work
 from zbpipe.frameworks.titan import layer_split, start_log

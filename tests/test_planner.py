@@ -22,12 +22,11 @@ from zbpipe.costs.job import least_room, memory_of_1f1b
 from zbpipe.costs.model import Transport
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.planner.engine import PLAIN, Engine, fastest
-from zbpipe.planner.greedy import ListScheduler, PriorityParams
 from zbpipe.planner.kernel import NEVER, starts
-from zbpipe.planner.lean import fit_within, make_leanest
 from zbpipe.planner.plan import plan
-from zbpipe.planner.problem import Problem
+from zbpipe.planner.problem import Problem, fit_within, make_leanest
 from zbpipe.planner.request import PLACEMENTS, Request
+from zbpipe.planner.search import ListScheduler, PriorityParams
 from zbpipe.planner.stages import make_problem
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.lower_bound import lower_bound, period_bound

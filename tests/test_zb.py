@@ -76,14 +76,15 @@ def test_filled_orders_run_and_are_timed_as_simulated(drawn: tuple[Placement, in
     )
     if filled is None:
         return
-    check_schedule(filled.schedule)
+    seconds, schedule = filled
+    check_schedule(schedule)
     kept = [
         [op._replace(kind=OpKind.I) if op.kind is OpKind.B else op for op in row if op.kind is not OpKind.W]
-        for row in filled.schedule
+        for row in schedule
     ]
     assert kept == list(map(list, order))
-    timeline = simulate(filled.schedule, replace(costs, gather=0.0, reduce=0.0))
-    assert timeline.makespan == pytest.approx(filled.seconds)
+    timeline = simulate(schedule, replace(costs, gather=0.0, reduce=0.0))
+    assert timeline.makespan == pytest.approx(seconds)
     assert all(peak <= limit * (1 + 1e-8) for peak, limit in zip(timeline.peak_memory, limits, strict=True))
 
 

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import inf
-from typing import NamedTuple
+from operator import itemgetter
 
 from zbpipe.algorithms.interleaved_1f1b import interleave, interleaved_1f1b, split_into_groups
 from zbpipe.algorithms.one_f_one_b import b_f
@@ -36,8 +36,7 @@ from zbpipe.costs.job import MemoryLimit, resolve_limits
 from zbpipe.costs.model import ROUNDING, SENDS, CostModel, Transport
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.planner.engine import at_hand
-from zbpipe.planner.lean import fit_within, make_leanest
-from zbpipe.planner.problem import Problem
+from zbpipe.planner.problem import Problem, fit_within, make_leanest
 from zbpipe.planner.search import Effort, Search
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
 from zbpipe.schedule.registry import register
@@ -168,7 +167,12 @@ def _find_within(
     found = filled[:1] if is_timed else list(filled)
     if filled and is_searched(placement, microbatches):
         found.append(find_best(name, [*filled[:_SEEDS], *papers], alike, limits, transport))
-    if not found or (papers and is_searched(placement, microbatches, _MOST_TWICE) and _are_far(found, alike, limits)):
+
+    def are_far() -> bool:
+        shortest = min(simulate(each, alike).makespan for each in found)
+        return shortest > _FAR * lower_bound(placement, alike, microbatches, limits)
+
+    if not found or (papers and is_searched(placement, microbatches, _MOST_TWICE) and are_far()):
         found.append(find_best(name, others[:_SEEDS], alike, limits, transport))
     return replace(min(found, key=length) if found[1:] else found[0], name=name)
 
@@ -209,11 +213,6 @@ def is_searched(placement: Placement, microbatches: int, most: int = _MOST_SEARC
     return 3 * placement.num_stages * microbatches <= most
 
 
-def _are_far(found: Sequence[Schedule], costs: CostModel, limits: Sequence[float]) -> bool:
-    shortest = min(simulate(each, costs).makespan for each in found)
-    return shortest > _FAR * lower_bound(found[0].placement, costs, found[0].num_microbatches, limits)
-
-
 @lru_cache(maxsize=16)  # a choice of stages fills all, and searches from some of them
 def _fill_orders(
     placement: Placement, microbatches: int, costs: CostModel, limits: tuple[float, ...], transport: Transport
@@ -240,10 +239,10 @@ def _fill_all(orders: Sequence[Order], filler: Filler) -> list[Schedule]:
     ranks, microbatches = filler.placement.num_ranks, filler.microbatches
     ways = (0, 0.0), (ranks, 0.0), (microbatches, 0.5), (microbatches, 1.0)
     without_w, *others = [filler.fill(order, apart, patience) for order in orders for apart, patience in ways]
-    shortest = sorted(filter(None, (without_w, *others)), key=lambda each: each.seconds)[:_SEEDS]
+    shortest = sorted(filter(None, (without_w, *others)), key=itemgetter(0))[:_SEEDS]
     if without_w and all(each is not without_w for each in shortest):
         shortest.append(without_w)
-    return [each.schedule for each in shortest]
+    return [schedule for _, schedule in shortest]
 
 
 def with_short_warm_up(placement: Placement, microbatches: int) -> Order:
@@ -294,13 +293,6 @@ Order = Sequence[Sequence[Op]]
 F, I, W, B = _KINDS = OpKind.F, OpKind.I, OpKind.W, OpKind.B  # noqa: E741 -- torch's letter for the input gradient
 
 
-class Filled(NamedTuple):
-    """A schedule and its length in seconds, with the ideal transport."""
-
-    seconds: float
-    schedule: Schedule
-
-
 class Filler:
     """Fills W into orders of F and I for one placement, number of microbatches, costs and memory limits."""
 
@@ -326,10 +318,11 @@ class Filler:
             for (kind, row), send in zip(self._next.items(), SENDS, strict=True)
         }
 
-    def fill(self, order: Order, apart: int, patience: float = 0.0) -> Filled | None:
+    def fill(self, order: Order, apart: int, patience: float = 0.0) -> tuple[float, Schedule] | None:
         """Run each op as soon as possible, and W where its rank would wait, or where an F or I finds no room.
 
-        An I without room even then becomes a B. None if there is no room for an F or a B.
+        An I without room even then becomes a B. Returns seconds with the ideal transport, and the schedule; None if
+        there is no room for an F or a B.
 
         Args:
             order: F and I of each rank.
@@ -358,7 +351,7 @@ class Filler:
         for rank in ranks:
             rank.run_all_w()
         ops = tuple(tuple(rank.done) for rank in ranks)
-        return Filled(max(rank.clock for rank in ranks), Schedule("", self.placement, self.microbatches, ops))
+        return max(rank.clock for rank in ranks), Schedule("", self.placement, self.microbatches, ops)
 
 
 class _Rank:

@@ -19,6 +19,7 @@ from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement, require_whole
 from zbpipe.schedule.user_code import read_text
 
 _NUMBERED = re.compile("(.*[^0-9]|)([0-9]+)")
+_OF_LINK = ("latency", "bandwidth")
 _Table = dict[str, Any]
 
 
@@ -81,19 +82,22 @@ def dump_costs(costs: JobCosts | CostModel | LayerCosts, path: str | Path) -> No
     Path(path).write_bytes(text.encode())  # encoded first: a name that UTF-8 has no bytes for keeps the old file
 
 
+_NUMBERS = ("freed_by_i", "message_bytes", "overhead", "attention", "sizes", "of_size")
+"""Keys with the values of the fields of that name."""
+_JOB = ("memory_limit", "transport")
+
+
 def from_data(data: Any) -> JobCosts:
     """Costs from the tables of a file, as dictionaries. The classes that they fill check the numbers."""
-    numbers = ("freed_by_i", "message_bytes", "overhead", "attention", "sizes", "of_size")
-    keys = (*numbers, "memory_limit", "transport", "link", "links", "host", "working")
+    keys = (*_NUMBERS, *_JOB, "link", "links", "host", "working")
     table = table_of(data, "", optional=(*keys, "stages", "layers"))
     if ("stages" in table) == ("layers" in table):
         more = ", not both" if "layers" in table else ""
         raise ValueError(f"it needs either a table [stages] or tables [[layers]]{more}")
-    shared: _Table = {name: table[name] for name in numbers if name in table}
-    job = {"memory_limit": table.get("memory_limit"), "transport": table.get("transport")}
+    job, shared = ({name: table[name] for name in names if name in table} for names in (_JOB, _NUMBERS))
     try:
-        shared["link"] = _link(table.get("link", {}), "[link]")
-        shared["host"] = _link(table["host"], "[host]") if "host" in table else None
+        for name in [name for name in ("link", "host") if name in table]:
+            shared[name] = Link(**table_of(table[name], f"[{name}]", optional=_OF_LINK))
         working = table_of(table.get("working", {}), "[working]", optional=tuple(map(str, COMPUTATIONS)))
         shared["working"] = {OpKind(kind): numbers for kind, numbers in working.items()}
         shared["links"] = _links(rows_of(table.get("links", []), "links"))
@@ -102,7 +106,7 @@ def from_data(data: Any) -> JobCosts:
             # One more than allowed raises the error later: `count` can be any number.
             return JobCosts(LayerCosts(tuple(islice(layers, MOST_LAYERS + 1)), **shared), **job)
         stages = table_of(table["stages"], "[stages]", required=COLUMNS, optional=("rank_of", *OF_DATA_PARALLELISM))
-        placement = _placement(stages.pop("rank_of")) if "rank_of" in stages else None
+        placement = Placement(stages.pop("rank_of")) if "rank_of" in stages else None
         return JobCosts(CostModel(**stages, **shared), placement, **job)
     except TypeError as error:
         raise ValueError(str(error)) from None
@@ -111,22 +115,17 @@ def from_data(data: Any) -> JobCosts:
 def to_data(job: JobCosts) -> _Table:
     """The tables of the file, as dictionaries. Values equal to their default are omitted."""
     costs, limit = job.costs, MemoryLimit.parse(job.memory_limit)
-    values: _Table = {
-        "freed_by_i": costs.freed_by_i,
-        "message_bytes": costs.message_bytes,
-        "overhead": costs.overhead,
-        "attention": costs.attention,
-        "sizes": costs.sizes,
-        "of_size": costs.of_size,
-        "memory_limit": limit and limit.written,
-        "transport": None if job.transport is None else str(job.transport),
-        "link": _link_data(costs.link),
-        "host": None if costs.host is None else _link_data(costs.host),
-        "working": {str(kind): numbers for kind, numbers in costs.working.items()},
-    }
-    # 0 is a valid limit, and a link to the host may take no time, so only None is omitted.
-    there = {key for key in ("memory_limit", "host") if values.get(key) is not None}
-    data = {key: value for key, value in values.items() if value or key in there}
+    data: _Table = {name: value for name in _NUMBERS if (value := getattr(costs, name))}
+    if limit is not None:
+        data["memory_limit"] = limit.written
+    if job.transport is not None:
+        data["transport"] = str(job.transport)
+    if link := _link_data(costs.link):
+        data["link"] = link
+    if costs.host is not None:  # a link that takes no time is valid
+        data["host"] = _link_data(costs.host)
+    if costs.working:
+        data["working"] = {str(kind): numbers for kind, numbers in costs.working.items()}
     if costs.links:
         data["links"] = [{"from": ends[0], "to": ends[1], **_link_data(link)} for ends, link in costs.links.items()]
     if isinstance(costs, LayerCosts):
@@ -159,20 +158,10 @@ def rows_of(rows: Any, name: str) -> Iterator[tuple[str, Any]]:
     return ((f"[[{name}]] number {number}", row) for number, row in enumerate(rows, start=1))
 
 
-def _placement(rank_of: Any) -> Placement:
-    if not isinstance(rank_of, (list, tuple)) or not all(type(rank) is int for rank in rank_of):
-        raise ValueError(f"[stages] rank_of = {rank_of!r}: expected a list with the rank of each stage")
-    return Placement(tuple(rank_of))
-
-
-def _link(data: Any, name: str) -> Link:
-    return Link(**table_of(data, name, optional=("latency", "bandwidth")))
-
-
 def _links(rows: Iterator[tuple[str, Any]]) -> Mapping[tuple[int, int], Link]:
     links: dict[tuple[int, int], Link] = {}
     for name, row in rows:
-        table = table_of(row, name, required=("from", "to"), optional=("latency", "bandwidth"))
+        table = table_of(row, name, required=("from", "to"), optional=_OF_LINK)
         ends = table.pop("from"), table.pop("to")
         for end in ends:
             if type(end) is not int or end < 0:

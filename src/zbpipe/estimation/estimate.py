@@ -16,8 +16,7 @@ from zbpipe.costs.layers import Split, join_stages, merge_stages
 from zbpipe.costs.model import CommonCosts, CostModel, Transport
 from zbpipe.costs.numbers import Size
 from zbpipe.costs.transformer import has_torchs_split, runs_torchs_split
-from zbpipe.estimation.choice import choose
-from zbpipe.estimation.cut import WorkloadCut
+from zbpipe.estimation.cut import WorkloadCut, choose
 from zbpipe.estimation.devices import DEVICES, Device, find
 from zbpipe.estimation.fsdp import memory_without_pipeline, step_without_pipeline
 from zbpipe.estimation.rates import HOST, Rates, rates
@@ -339,23 +338,14 @@ class _Job:
         worst = max(memories_by_rank(self.workload, largest, split), key=lambda memory: memory.total)
         torchs = has_torchs_split(schedule, source)
         runs = not torchs or runs_torchs_split(self.workload.checkpointing, self.workload.compiled)
-        about = {"source": source, "timeline": timeline, "has_torchs_split": torchs, "runs": runs}
         others = (self.with_fsdp(job.costs(schedule.placement, split), split) for job in self._extremes)
         how["receives"] = timeline.receives
         ends = tuple(self._seconds(simulate(schedule, each, **how), split) for each in others)
-        return self._row(name, placement, stages, seconds, timeline.bubble, worst, ends, **about)
+        row = self._row((name, placement, stages), seconds, timeline.bubble, worst, ends)
+        return replace(row, source=source, timeline=timeline, has_torchs_split=torchs, runs=runs)
 
-    # A row has as many figures.
     def _row(
-        self,
-        name: str,
-        placement: str,
-        stages: int,
-        seconds: float,
-        bubble: float,
-        memory: Memory,
-        ends: tuple[float, ...],
-        **about: Any,
+        self, what: tuple[str, str, int], seconds: float, bubble: float, memory: Memory, ends: tuple[float, ...]
     ) -> Step:
         if not seconds:
             raise ValueError("its step takes 0 seconds: give times above 0")
@@ -364,8 +354,8 @@ class _Job:
         device = None if self.rates is None else self.rates.device
         mfu = speed * self.workload.operations / device.peak if device else None
         fits = device is None or memory.total <= device.usable_bytes
-        about["range"] = (ends[0], ends[1]) if len(ends) == 2 else None
-        return Step(name, placement, stages, seconds, max(bubble, 0.0), speed, mfu, memory, fits, **about)
+        known = (ends[0], ends[1]) if ends else None
+        return Step(*what, seconds, max(bubble, 0.0), speed, mfu, memory, fits, range=known)
 
     @cached_property
     def _layers(self) -> CostModel:
@@ -441,7 +431,8 @@ class _Job:
         seconds, exposed, memory, batch = step_without_pipeline(self.workload, self.rates)
         others = (job.rates for job in self._extremes)
         ends = tuple(step_without_pipeline(self.workload, each).seconds for each in others if each is not None)
-        return self._row(NO_PIPELINE, "", 1, seconds, exposed / (seconds or 1.0), memory, ends, batch=batch)
+        row = self._row((NO_PIPELINE, "", 1), seconds, exposed / (seconds or 1.0), memory, ends)
+        return replace(row, batch=batch)
 
     @cached_property
     def _extremes(self) -> tuple[_Job, ...]:
@@ -565,5 +556,5 @@ def memory_by_rank(workload: Workload) -> JobMemory:
         assert made is not None, "Auto has ZB's placements"
         of_zb = memories_by_rank(workload, simulate(made, costs), split)
         memories = tuple(max(both, key=lambda each: each.total) for both in zip(memories, of_zb, strict=True))
-    parameters = workload.parameters_by_rank(placement, split)
-    return JobMemory(parameters, memories, sum(costs.activations) / placement.num_ranks)
+    parameters = [sum(workload.layers[layer].parameters for layer in stage) for stage in split]
+    return JobMemory(placement.sum_by_rank(parameters), memories, sum(costs.activations) / placement.num_ranks)

@@ -39,11 +39,16 @@ def _workload(data: Any, gpus: int, name: str) -> Workload:
     if not layers:
         raise ValueError("a model needs at least one layer: give [[layers]]")
     given = table_of(job.get("parameter_bytes", {}), "[parameter_bytes]", optional=_PARAMETER_BYTES)
+    degrees = table_of(job.get("degrees", {}), "[degrees]", optional=_DEGREES)
+    require_whole(1, **{f"[degrees] {key}": value for key, value in degrees.items()})
+    each = Degrees(**degrees).gpus
+    if gpus % each:
+        raise ValueError(f"{gpus} GPUs are not a multiple of the degrees' product {each}")
     sizes: Any = {key: amount("a parameter", key, value) for key, value in given.items()}
     return Workload(
         name,
         layers,
-        _degrees(job.get("degrees", {}), gpus),
+        Degrees(**degrees, fsdp=gpus // each),
         job["microbatches"],
         job["tokens"],
         amount("a job", "message_bytes", job["message_bytes"]),
@@ -53,15 +58,6 @@ def _workload(data: Any, gpus: int, name: str) -> Workload:
         job.get("schedule", "1F1B"),
         parameter_bytes=ParameterBytes(**sizes),
     )
-
-
-def _degrees(given: Any, gpus: int) -> Degrees:
-    found = table_of(given, "[degrees]", optional=_DEGREES)
-    require_whole(1, **{f"[degrees] {key}": value for key, value in found.items()})
-    each = Degrees(**found).gpus
-    if gpus % each:
-        raise ValueError(f"{gpus} GPUs are not a multiple of the degrees' product {each}")
-    return Degrees(**found, fsdp=gpus // each)
 
 
 def _layer(table: dict[str, Any], name: str) -> LayerWork:

@@ -266,10 +266,6 @@ class Workload:
         layers = ((self.layers[layer] for layer in stage) for stage in split)
         return [sum(_LAUNCHES[each.num_experts > 0] for each in some if each.is_block and each.w) for some in layers]
 
-    def parameters_by_rank(self, placement: Placement, split: Split) -> tuple[float, ...]:
-        """Number of parameters in each rank's stages, over all GPUs that share them."""
-        return placement.sum_by_rank([sum(self.layers[layer].parameters for layer in stage) for stage in split])
-
     def held(self, layers: Iterable[int]) -> tuple[Held, ...]:
         """What a GPU holds of these layers. TP cuts their weights. With EP it does not cut experts: each is whole, on
         one of `experts` GPUs, as in TorchTitan."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import reduce
 from itertools import combinations, permutations
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.costs.numbers import Size
 from zbpipe.costs.transformer import LLAMA_3_8B
 from zbpipe.schedule.ir import Placement, Schedule, count_noun, require_whole
-from zbpipe.simulator.time_graph import TimeGraph, durations, last_ends
+from zbpipe.simulator.time_graph import TimeGraph, durations, last_end
 from zbpipe.simulator.validation import require_schedule
 
 _BALANCED = 1.002
@@ -231,7 +230,7 @@ def _find_order(schedule: Schedule, costs: CostModel, hilly: NDArray[np.int64]) 
         def seconds_of(node: int) -> Any:
             return seconds[orders[:, graph.nodes[node][2]], node]
 
-        return np.asarray(reduce(np.maximum, last_ends(graph, seconds_of, np.maximum)))
+        return np.asarray(last_end(graph, seconds_of, np.maximum))
 
     pairs = np.array([*combinations(range(number), 2)])
     random = np.random.default_rng(0)

@@ -10,12 +10,12 @@ from typing import Any
 from zbpipe.costs.job import CostsOf, JobCosts, MemoryLimit, MemoryLimitLike, as_cost_model
 from zbpipe.costs.layers import LayerCosts
 from zbpipe.costs.model import CostModel, Transport
-from zbpipe.planner.request import DEFAULT_PLACEMENTS, Objective, Request, name_placements, require_job
+from zbpipe.planner.request import DEFAULT_PLACEMENTS, Objective, Request, name_placements
 from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Progress, report_nothing
 from zbpipe.planner.stages import plan_layers, plan_stages
 from zbpipe.schedule import registry
-from zbpipe.schedule.ir import Placement
+from zbpipe.schedule.ir import Placement, require_size, require_whole
 from zbpipe.simulator import lower_bound as bound
 from zbpipe.simulator.offloading import Offload, OverLimitError, require_host
 from zbpipe.simulator.offloading import offload as add_offload
@@ -83,7 +83,8 @@ def plan(
     ValueError if no schedule can have these numbers, a name is unknown, the costs fit none of the placements, there are
     fewer layers than stages, the limit is too small for one microbatch, or a period with offload is requested.
     """
-    ranks, microbatches = require_job(ranks, microbatches)
+    ranks, microbatches = require_whole(1, ranks=ranks, microbatches=microbatches)
+    require_size(f"a plan for {ranks} ranks", ranks, microbatches)
     if isinstance(costs, JobCosts):
         costs.require_ranks(ranks)
         placements = costs.placement if placements is None else placements

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from zbpipe.costs.model import Transport
 from zbpipe.costs.numbers import number
-from zbpipe.schedule.ir import Placement, require_size, require_whole
+from zbpipe.schedule.ir import Placement, require_whole
 
 Objective = Literal["makespan", "period"]
 
@@ -60,34 +60,27 @@ class Request:
             raise ValueError(f"no placement to try: name some of {', '.join(PLACEMENTS)}")
 
 
-def require_job(ranks: int, microbatches: int) -> tuple[int, int]:
-    """Both numbers as ints. ValueError for impossible sizes, before anything of that size is made."""
-    ranks, microbatches = require_whole(1, ranks=ranks, microbatches=microbatches)
-    require_size(f"a plan for {ranks} ranks", ranks, microbatches)
-    return ranks, microbatches
-
-
 def name_placements(ranks: int, wanted: Any) -> dict[str, Placement]:
     """The `wanted` placements by name. A single one needs no list."""
-    if not isinstance(wanted, Iterable) and not isinstance(wanted, Placement):
+    if isinstance(wanted, (str, Placement)):
+        wanted = (wanted,)
+    if not isinstance(wanted, Iterable):
         raise TypeError(f"placements = {wanted!r}: give zbpipe.Placements, or some of {', '.join(PLACEMENTS)}")
-    return dict(_name(ranks, (wanted,) if isinstance(wanted, (str, Placement)) else wanted))
-
-
-def _name(ranks: int, wanted: Iterable[str | Placement]) -> Iterator[tuple[str, Placement]]:
+    found: dict[str, Placement] = {}
     for given in wanted:
         each = given
-        if isinstance(given, str) and "-" in given and all(map(str.isdecimal, given.split("-"))):
-            each = Placement(tuple(map(int, given.split("-"))))
+        if isinstance(each, str) and "-" in each and all(map(str.isdecimal, each.split("-"))):
+            each = Placement(tuple(map(int, each.split("-"))))
         if isinstance(each, Placement):
             if each.num_ranks != ranks:
                 raise ValueError(f"the placement {each.rank_of} is for {each.num_ranks} ranks, but the job has {ranks}")
             known = (name for name, place in PLACEMENTS.items() if place(ranks) == each)
-            yield next(known, "-".join(map(str, each.rank_of))), each
+            found[next(known, "-".join(map(str, each.rank_of)))] = each
         elif isinstance(each, str) and each in PLACEMENTS:
-            yield each, PLACEMENTS[each](ranks)
+            found[each] = PLACEMENTS[each](ranks)
         else:
             raise ValueError(
                 f"unknown placement {each!r}; give one of {', '.join(PLACEMENTS)}, the rank of each stage like 0-1-1-0,"
                 " or a zbpipe.Placement"
             )
+    return found

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from itertools import product, takewhile
 from math import inf
 
 from zbpipe.costs.job import CostsOf, LimitTooSmallError, MemoryLimit, most_room, require_room
 from zbpipe.costs.layers import LayerCosts, Sizes, Split, balance, even_sizes, move_layer, require_enough, split_of
 from zbpipe.costs.model import ROUNDING, CostModel, Transport
 from zbpipe.planner.engine import Engine, fastest
-from zbpipe.planner.lean import fit_within
-from zbpipe.planner.problem import Problem
+from zbpipe.planner.problem import Problem, fit_within
 from zbpipe.planner.request import Objective, Request
 from zbpipe.planner.result import Plan
 from zbpipe.planner.search import Found, Progress, Search, report_nothing
@@ -100,29 +100,22 @@ def _find_shortest(candidates: Sequence[Found], transport: Transport, objective:
 
 def make_named_schedules(problems: Sequence[Problem]) -> Iterator[tuple[Problem, list[int], str]]:
     """Every named schedule on its placement, made lean within the limits: its problem, order, and description."""
-    for problem in problems:
-        for algorithm in registry.schedules().values():
-            if found := _order(problem, algorithm):
-                yield problem, *found
-
-
-def _order(problem: Problem, algorithm: registry.Algorithm) -> tuple[list[int], str] | None:
-    keywords = algorithm.keywords
-    # Searched schedules take as long as this search with less effort.
-    if "costs" in keywords and "search" not in keywords:
-        return None
-    limit = MemoryLimit(problem.limits, "") if "memory_limit" in keywords else None
-    known = {"costs": problem.costs, "memory_limit": limit, "search": False}
-    try:
-        schedule = algorithm.make_on(problem.placement, problem.num_microbatches, **known)
-        if schedule is None:
-            return None
-        if problem.fits(schedule):
-            return problem.order(schedule), algorithm.name
-        lean = fit_within(schedule, problem.costs, problem.limits)
-        return (problem.order(lean), f"{algorithm.name} made lean") if problem.fits(lean) else None
-    except Exception:  # a broken function of an installed package does not end the search
-        return None
+    for problem, algorithm in product(problems, registry.schedules().values()):
+        keywords, name = algorithm.keywords, algorithm.name
+        # Searched schedules take as long as this search with less effort.
+        if "costs" in keywords and "search" not in keywords:
+            continue
+        limit = MemoryLimit(problem.limits, "") if "memory_limit" in keywords else None
+        known = {"costs": problem.costs, "memory_limit": limit, "search": False}
+        # A broken function of an installed package does not end the search.
+        with suppress(Exception):
+            schedule = algorithm.make_on(problem.placement, problem.num_microbatches, **known)
+            if schedule is None:
+                continue
+            if not (fits := problem.fits(schedule)):
+                schedule, name = fit_within(schedule, problem.costs, problem.limits), f"{name} made lean"
+            if fits or problem.fits(schedule):
+                yield problem, problem.order(schedule), name
 
 
 def hide_reductions(schedule: Schedule, costs: CostModel) -> Schedule:

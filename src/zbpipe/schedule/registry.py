@@ -143,9 +143,21 @@ class Algorithm:
             self.require_limits("memory_limit")
         values = (len(placement.stages_on(0)), costs, memory_limit, transport, search)
         given = dict(zip(_KEYWORDS, values, strict=True))
-        schedule = self.generate(ranks, microbatches, **{name: given[name] for name in self.keywords})
-        _require_as_asked(schedule, self.name, placement, microbatches)
-        return schedule
+        made: object = self.generate(ranks, microbatches, **{name: given[name] for name in self.keywords})
+        registered = f"the function registered as {self.name!r}"
+        if not isinstance(made, Schedule):
+            raise ValueError(f"{registered} has to return a zbpipe.Schedule, got {type(made)}")
+        if made.placement != placement:
+            raise ValueError(
+                f"{self.name!r} is registered with a placement that puts its stages on the ranks {placement.rank_of},"
+                f" but its function puts them on {made.placement.rank_of}"
+            )
+        if made.num_microbatches != microbatches:
+            raise ValueError(
+                f"{registered} has to return a schedule for {microbatches} microbatches, got one for"
+                f" {made.num_microbatches}"
+            )
+        return made
 
     def make_on(self, placement: Placement, microbatches: int, **others: Any) -> Schedule | None:
         """The schedule on this placement, with the other arguments of `make`. None if it has another placement."""
@@ -158,21 +170,6 @@ class Algorithm:
         """Whether the schedule can have this placement."""
         stages = len(placement.stages_on(0)) if self.any_stages_per_rank else None
         return self.place(placement.num_ranks, stages) == placement
-
-
-def _require_as_asked(schedule: object, name: str, placement: Placement, microbatches: int) -> None:
-    if not isinstance(schedule, Schedule):
-        raise ValueError(f"the function registered as {name!r} has to return a zbpipe.Schedule, got {type(schedule)}")
-    if schedule.placement != placement:
-        raise ValueError(
-            f"{name!r} is registered with a placement that puts its stages on the ranks {placement.rank_of}, but its"
-            f" function puts them on {schedule.placement.rank_of}"
-        )
-    if schedule.num_microbatches != microbatches:
-        raise ValueError(
-            f"the function registered as {name!r} has to return a schedule for {microbatches} microbatches, got one for"
-            f" {schedule.num_microbatches}"
-        )
 
 
 _registered: dict[str, Algorithm] = {}

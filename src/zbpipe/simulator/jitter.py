@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from math import log1p, sqrt
 from typing import Any
 
@@ -20,7 +19,7 @@ from zbpipe.costs.model import SENDS, CostModel
 from zbpipe.costs.numbers import FrozenDict, amount, set_fields
 from zbpipe.schedule.ir import KINDS, Schedule, require_whole
 from zbpipe.simulator.actions import other_end
-from zbpipe.simulator.time_graph import TimeGraph, durations, last_ends
+from zbpipe.simulator.time_graph import TimeGraph, durations, last_end
 from zbpipe.simulator.validation import require_runnable, require_schedule
 
 Seconds = NDArray[np.floating[Any]]
@@ -158,5 +157,5 @@ def step_times(
         random = np.random.default_rng([seed, 1, taker, SENDS.index(kind), microbatch])
         return known + random.exponential(jitter.delay, samples)
 
-    latest = reduce(np.maximum, last_ends(graph, seconds, np.maximum))
+    latest = last_end(graph, seconds, np.maximum)
     return StepTimes(np.broadcast_to(latest, (samples,)).astype(np.float64))

@@ -21,14 +21,13 @@ a rank's last reduction takes longer than the last backward, which may hide it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from math import floor, inf
 from typing import Any, NamedTuple
 
 from zbpipe.costs.model import GATHER, REDUCE, ROUNDING, SENDS, CostModel, OpCosts
-from zbpipe.costs.numbers import FrozenDict
-from zbpipe.schedule.ir import Op, OpKind, Placement
+from zbpipe.schedule.ir import OpKind, Placement
 
 
 def lower_bound(
@@ -132,8 +131,7 @@ def _window_of(watched: Sequence[int], stages: Sequence[int], path: _Path, least
     behind = list(accumulate(finish, max))
     own = watched == stages
     behind_b = _behind_b(stages, behind, path) if own else behind
-    first = Op(watched[0], OpKind.F, 0)
-    begin = path.forward_start[first.stage] - _earliest(least.costs)[first]
+    begin = path.forward_start[watched[0]] - _earliest(least.costs)[watched[0]]
     hidden = ((least.costs.of(stage, kind).seconds for kind in (REDUCE, OpKind.B)) for stage in range(len(behind)))
     exposed = [max(reduction - backward, 0.0) for reduction, backward in hidden]
     return _Window(begin, behind, behind_b, own, path, exposed)
@@ -179,24 +177,23 @@ def _as_possible(placement: Placement, costs: CostModel, limits: Sequence[float]
     return _Possible(costs, frozenset(forced))
 
 
-def _earliest(costs: CostModel) -> dict[Op, float]:
+def _earliest(costs: CostModel) -> list[float]:
     """Earliest start of each stage's first F, which ends no earlier than the stage's gather."""
-    first = [Op(stage, OpKind.F, 0) for stage in range(costs.num_stages)]
-    return {op: max(costs.of(op.stage, GATHER).seconds - costs.of(*op).seconds, 0.0) for op in first}
+    pairs = ((costs.of(stage, kind).seconds for kind in (GATHER, OpKind.F)) for stage in range(costs.num_stages))
+    return [max(gather - forward, 0.0) for gather, forward in pairs]
 
 
-def _alone(placement: Placement, least: _Possible, earliest: Mapping[Op, float] = FrozenDict({})) -> _Path:
-    """F down all stages and I up again, none before its `earliest` time."""
+def _alone(placement: Placement, least: _Possible, earliest: Sequence[float] = ()) -> _Path:
+    """F down all stages, none before its `earliest` time, and I up again."""
     rank_of, stages = placement.rank_of, range(placement.num_stages)
-    ops = [*(Op(stage, OpKind.F, 0) for stage in stages), *(Op(stage, OpKind.I, 0) for stage in reversed(stages))]
+    ops = [*((stage, OpKind.F) for stage in stages), *((stage, OpKind.I) for stage in reversed(stages))]
+    begins = [*(earliest or [0.0] * len(stages)), *[0.0] * len(stages)]
     times: list[tuple[float, float]] = []
-    for before, op in zip([ops[0], *ops], ops, strict=False):
-        cost = least.of(op.stage, op.kind)
-        size = least.costs.of(before.stage, SENDS[before.kind is not OpKind.F]).message
-        way = least.costs.transfer(rank_of[before.stage], rank_of[op.stage], size)
-        arrival = way + (times[-1][1] if times else 0.0)
-        start = max(arrival, earliest.get(op, 0.0))
-        times.append((start, start + cost.seconds))
+    for (giver, made), (stage, kind), begin in zip([ops[0], *ops[:-1]], ops, begins, strict=True):
+        size = least.costs.of(giver, SENDS[made is not OpKind.F]).message
+        way = least.costs.transfer(rank_of[giver], rank_of[stage], size)
+        start = max(way + (times[-1][1] if times else 0.0), begin)
+        times.append((start, start + least.of(stage, kind).seconds))
     down, up = times[: len(stages)], times[: len(stages) - 1 : -1]
     return _Path(*zip(*down, strict=True), *zip(*up, strict=True))
 

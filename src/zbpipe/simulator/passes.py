@@ -241,33 +241,28 @@ def free_sends_early(rows: Rows, placement: Placement) -> Rows:
     waits for most sends at the end of the step. If the peer posts the receive before a send of its own, the receive is
     posted when that send arrives here. So no wait blocks. For lists without waits see `add_waits`."""
     places = {each: n for row in rows for n, each in enumerate(row) if each.kind in RECEIVES or each.kind in SENDS}
-    return tuple(tuple(_free_row_early(row, places, placement)) for row in rows)
 
-
-def _free_row_early(row: tuple[Action, ...], places: dict[Action, int], placement: Placement) -> Iterator[Action]:
-    waits = {each for each in row if each.kind in WAITS}
-    owed: dict[int, list[tuple[int, Action]]] = defaultdict(list)
-    """The positions of each receiver's receives in its row, with the waits for their sends."""
-    for each in row:
-        if each.kind in WAITS:
-            if each in waits:  # else it was moved forward
-                waits.remove(each)
+    def free_early(row: tuple[Action, ...]) -> Iterator[Action]:
+        waits = {each for each in row if each.kind in WAITS}
+        owed: dict[int, list[tuple[int, Action]]] = defaultdict(list)
+        """The positions of each receiver's receives in its row, with the waits for their sends."""
+        for each in row:
+            received = [each] if each.kind in WAITS else []
+            if not received:
                 yield each
-            continue
-        yield each
-        if each.kind in SENDS:
-            receive = other_end(each)
-            owed[placement.rank_of[receive.stage]].append((places[receive], wait_of(each)))
-            continue
-        needed = message_of(each) if each.kind in COMPUTE else None
-        if needed and needed in places:
-            others = owed[placement.rank_of[needed.stage]]
-            received = [wait for posted, wait in others if posted < places[needed]]
-            others[:] = [other for other in others if other[0] >= places[needed]]
+            if each.kind in SENDS:
+                receive = other_end(each)
+                owed[placement.rank_of[receive.stage]].append((places[receive], wait_of(each)))
+            elif each.kind in COMPUTE and (needed := message_of(each)) and needed in places:
+                others = owed[placement.rank_of[needed.stage]]
+                received = [wait for posted, wait in others if posted < places[needed]]
+                others[:] = [other for other in others if other[0] >= places[needed]]
             for wait in received:
-                if wait in waits:
+                if wait in waits:  # else it was moved forward
                     waits.remove(wait)
                     yield wait
+
+    return tuple(tuple(free_early(row)) for row in rows)
 
 
 def add_waits(rows: Rows) -> Rows:
@@ -286,18 +281,18 @@ def messages_held(rows: Rows) -> tuple[tuple[int, ...], ...]:
     from its receive to the op's start. Its result counts from its end to the wait for its send, or until the next stage
     on the same rank takes it. A send without a wait is held to the end."""
     last = max((each.stage for row in rows for each in row), default=0)
-    return tuple(tuple(_held(row, last)) for row in rows)
 
+    def count(row: tuple[Action, ...]) -> Iterator[int]:
+        held = 0
+        for each in row:
+            is_forward, is_backward = each.kind == "F", each.kind in ("I", "B")
+            comes = (is_forward and each.stage > 0) or (is_backward and each.stage < last)
+            goes = (is_forward and each.stage < last) or (is_backward and each.stage > 0)
+            held += each.kind.startswith("RECV") - comes
+            yield held
+            held += goes - each.kind.startswith("WAIT_SEND")
 
-def _held(row: tuple[Action, ...], last_stage: int) -> Iterator[int]:
-    held = 0
-    for each in row:
-        is_forward, is_backward = each.kind == "F", each.kind in ("I", "B")
-        comes = (is_forward and each.stage > 0) or (is_backward and each.stage < last_stage)
-        goes = (is_forward and each.stage < last_stage) or (is_backward and each.stage > 0)
-        held += each.kind.startswith("RECV") - comes
-        yield held
-        held += goes - each.kind.startswith("WAIT_SEND")
+    return tuple(tuple(count(row)) for row in rows)
 
 
 def sort_by_end(timeline: Timeline) -> list[Op]:

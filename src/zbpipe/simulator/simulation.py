@@ -15,16 +15,16 @@ early only if it was sent early, so on failure a rank knows which messages come.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import inf
 from operator import add
 
 from zbpipe.costs.job import JobCosts, as_cost_model
-from zbpipe.costs.model import GATHER, ROUNDING, CostModel, Receives, Transport
+from zbpipe.costs.model import GATHER, ROUNDING, SENDS, CostModel, Receives, Transport
 from zbpipe.schedule.ir import COMPUTATIONS, Schedule
-from zbpipe.simulator.actions import COMPUTE, Action, Rows, other_end
+from zbpipe.simulator.actions import COMPUTE, RECEIVES, Action, Rows, other_end
 from zbpipe.simulator.passes import add_messages, place_receives, wait_of
 from zbpipe.simulator.time_graph import Overlap, TimeGraph, durations, longest_path
 from zbpipe.simulator.timeline import Collective, Span, Timeline
@@ -291,25 +291,21 @@ class RunAhead:
     @classmethod
     def of(cls, rows: Rows, ahead: Sequence[int]) -> RunAhead:
         """Cut `rows` after `ahead` computations of each rank. Receives of later messages go after the cut."""
-        heads, tails = zip(*map(_cut, rows, ahead), strict=True)
-        sent = {each for head in heads for each in head if each.kind.startswith("SEND")}
+
+        def cut(row: tuple[Action, ...], number: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
+            computations = (n for n, each in enumerate(row) if each.kind in COMPUTE)
+            position = next(islice(computations, number, None), len(row))
+            return row[:position], row[position:]
+
+        heads, tails = zip(*map(cut, rows, ahead), strict=True)
+        sent = {each for head in heads for each in head if each.kind in SENDS}
 
         def is_late(action: Action) -> bool:
-            return action.kind.startswith("RECV") and other_end(action) not in sent
+            return action.kind in RECEIVES and other_end(action) not in sent
 
         before = tuple(tuple(each for each in head if not is_late(each)) for head in heads)
         after = tuple((*filter(is_late, head), *tail) for head, tail in zip(heads, tails, strict=True))
-        drain = tuple(tuple(_drain(mine, rest, sent)) for mine, rest in zip(before, after, strict=True))
-        return cls(before, after, drain)
-
-
-def _cut(row: tuple[Action, ...], number: int) -> tuple[tuple[Action, ...], tuple[Action, ...]]:
-    computations = (n for n, each in enumerate(row) if each.kind in COMPUTE)
-    position = next(islice(computations, number, None), len(row))
-    return row[:position], row[position:]
-
-
-def _drain(before: Sequence[Action], after: Sequence[Action], sent: Set[Action]) -> Iterator[Action]:
-    yield from (each for each in after if each.kind.startswith("RECV") and other_end(each) in sent)
-    waits = [wait_of(each) for each in before if each.kind.startswith("SEND")]
-    yield from (wait for wait in waits if wait not in before)
+        drain = [[each for each in row if each.kind in RECEIVES and other_end(each) in sent] for row in after]
+        for row, mine in zip(drain, before, strict=True):
+            row += [wait for each in mine if each.kind in SENDS and (wait := wait_of(each)) not in mine]
+        return cls(before, after, tuple(map(tuple, drain)))

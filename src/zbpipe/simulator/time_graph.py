@@ -181,8 +181,8 @@ def longest_path(graph: Graph[Any], seconds: Sequence[float]) -> tuple[list[floa
     return starts, ends
 
 
-def last_ends(graph: Graph[Any], seconds: Callable[[int], Any], latest: Callable[[Any, Any], Any]) -> list[Any]:
-    """As `longest_path` for arrays of samples: the ends for which no node waits. `latest` is the later of two times."""
+def last_end(graph: Graph[Any], seconds: Callable[[int], Any], latest: Callable[[Any, Any], Any]) -> Any:
+    """As `longest_path` for arrays of samples: the end of the last node. `latest` is the later of two times."""
     users = Counter(chain.from_iterable(graph.before))
     ends: dict[int, Any] = {}
     for node in graph.order:
@@ -192,7 +192,7 @@ def last_ends(graph: Graph[Any], seconds: Callable[[int], Any], latest: Callable
             users[each] -= 1
             if not users[each]:  # arrays are large
                 del ends[each]
-    return list(ends.values())
+    return reduce(latest, ends.values())
 
 
 def durations(graph: TimeGraph, costs: CostModel) -> list[float]:

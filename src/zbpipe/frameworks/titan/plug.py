@@ -38,7 +38,7 @@ from torchtitan.train import Trainer
 from zbpipe.costs import file as costs_file
 from zbpipe.costs.job import MemoryLimit
 from zbpipe.costs.transformer import Checkpointing
-from zbpipe.estimation.choice import Choice, choose
+from zbpipe.estimation.cut import Choice, choose
 from zbpipe.estimation.workload import ASYNC_TENSOR
 from zbpipe.frameworks import installation
 from zbpipe.frameworks.installation import is_placed_by_frameworks

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from zbpipe.costs.job import memory_of_1f1b, resolve_limits
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import usual_costs
-from zbpipe.estimation.choice import Choice, describe
+from zbpipe.estimation.cut import Choice, describe
 from zbpipe.frameworks.titan.layer_split import LayerSplit
 from zbpipe.runtime.schedules import RegisteredSchedule
 from zbpipe.schedule.ir import Placement, count_noun

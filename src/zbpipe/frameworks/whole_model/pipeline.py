@@ -24,8 +24,7 @@ from zbpipe.costs.job import MemoryLimit
 from zbpipe.costs.layers import Layer, LayerCosts
 from zbpipe.costs.model import Transport
 from zbpipe.costs.transformer import PAPERS_TIMES, Checkpointing, Work, typical_times
-from zbpipe.estimation.choice import choose
-from zbpipe.estimation.cut import cutting
+from zbpipe.estimation.cut import choose, cutting
 from zbpipe.frameworks.layer_work import products
 from zbpipe.frameworks.whole_model.anatomy import Anatomy, Loss, Stage, examine
 from zbpipe.frameworks.whole_model.tied import TiedWeights

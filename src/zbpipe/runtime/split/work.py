@@ -175,9 +175,9 @@ class WeightWork:
         declared = plain_attribute(layer, "weight_products", {} if isinstance(layer, nn.Linear) else None)
         if declared:
             return "weight_products fit no call: declare function(x, weight, ...) without other gradients, as of a bias"
-        if declared is None:
-            return named or "a product of its own: declare it by weight_products"
-        return named or "multiplied outside of its layer, or the layer sets weight_products = {}"
+        own = "a product of its own: declare it by weight_products"
+        elsewhere = "multiplied outside of its layer, or the layer sets weight_products = {}"
+        return named or (own if declared is None else elsewhere)
 
 
 _KINDS = {
