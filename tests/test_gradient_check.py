@@ -17,15 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import (
-    WIDTH,
-    Block,
-    Checkpointing,
-    batch,
-    build_stage,
-    gradients,
-    loss_fn,
-)
+from models import WIDTH, Block, Checkpointing, batch, build_stage, gradients, loss_fn
 from pipelines import as_rank, on_one_rank, shard
 from ranks import endings, run_ranks
 from titan_jobs import STEPS, Titan, pipeline, require_titan

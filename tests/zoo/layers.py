@@ -367,10 +367,7 @@ CASES = (
         scale=parameter(TOKENS, WIDTH),
     ),
     Case("layers of two dtypes", mixed, tolerance=LOW, batch=rows_in(torch.float32)),
-    Case(
-        "complex inside",
-        stage(lambda s, x: s.b(torch.tanh(s.c(torch.complex(x, s.a(x))).abs())), c=complex_linear),
-    ),
+    Case("complex inside", stage(lambda s, x: s.b(torch.tanh(s.c(torch.complex(x, s.a(x))).abs())), c=complex_linear)),
     Case("grouped experts", lambda index: Grouped(), EVERY_MODE),
     *(
         Case(
