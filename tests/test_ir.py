@@ -16,7 +16,7 @@ import zbpipe
 from zbpipe import Op, Placement, Schedule, generate, testing, validate
 from zbpipe.schedule import registry
 from zbpipe.schedule.graph import CycleError, Graph
-from zbpipe.schedule.ir import COMPUTATIONS
+from zbpipe.schedule.ir import COMPUTATIONS, inputs
 from zbpipe.simulator.actions import parse
 from zbpipe.simulator.passes import add_messages, add_waits
 from zbpipe.simulator.validation import validate_lowered
@@ -113,6 +113,17 @@ def test_a_broken_entry_point_leaves_the_other_schedules(tmp_path: Path) -> None
     result = process(sys.executable, "-c", program)
     assert result.stdout == "rank 0: 0F0 0B0\n"
     assert "entry point lost = no_such_module in the group zbpipe.algorithms cannot be loaded" in result.stderr
+
+
+def test_the_rule_in_words() -> None:
+    def said(text: str) -> str:
+        return " and ".join(" or ".join(map(str, group)) for group in inputs(Op.parse(text), num_stages=3))
+
+    assert said("0F1") == ""
+    assert said("2F1") == "1F1"
+    assert said("1I1") == said("1B1") == "1F1 and 2I1 or 2B1"
+    assert said("2I1") == said("2B1") == "2F1"
+    assert said("1W1") == "1I1"
 
 
 @given(st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=8, max_size=8))
