@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ NOW = {"1F1B": None, "Interleaved1F1B": None, "Interleaved1F1B, 4 stages per ran
 HEADS = ["checkpointing", "you run now", *("Llama 3 8B without TP", "GiB"), *("70B with TP 8", "GiB")]
 
 
+@cache  # the row of ZB is the same for all that people run with as many stages
 def row(size: str, how: str, schedule: str, stages: int | None) -> Step:
     """The job's own row with this schedule."""
     like = next(each for each in read_jobs() if each.id == "titan-8b-8")

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Iterator
 from importlib import metadata
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import zbpipe
-from zbpipe import Op, Placement, Schedule, generate, testing, validate
+from zbpipe import Op, OpKind, Placement, Schedule, generate, simulate, testing, validate
 from zbpipe.schedule import registry
 from zbpipe.schedule.graph import CycleError, Graph
 from zbpipe.schedule.ir import COMPUTATIONS, inputs
+from zbpipe.simulator import lower_bound as bound
 from zbpipe.simulator.actions import parse
 from zbpipe.simulator.passes import add_messages, add_waits
 from zbpipe.simulator.validation import validate_lowered
+from zbpipe.testing import cost_models, placements
 
 ops = st.builds(Op, st.integers(0, 200), st.sampled_from(COMPUTATIONS), st.integers(0, 999))
 
@@ -124,6 +126,25 @@ def test_the_rule_in_words() -> None:
     assert said("1I1") == said("1B1") == "1F1 and 2I1 or 2B1"
     assert said("2I1") == said("2B1") == "2F1"
     assert said("1W1") == "1I1"
+
+
+@given(st.data())
+def test_the_bound_repeats_the_rule(data: st.DataObject) -> None:
+    """One microbatch alone, with its W last, is as fast as the simulator lets it be."""
+    placement = data.draw(placements(max_ranks=4))
+    costs = data.draw(cost_models(placement))
+    rows: list[list[Op]] = [[] for _ in range(placement.num_ranks)]
+    for kind in (OpKind.F, OpKind.I, OpKind.W):
+        stages = range(placement.num_stages)
+        for stage in stages if kind is OpKind.F else reversed(stages):
+            rows[placement.rank_of[stage]].append(Op(stage, kind, 0))
+    timeline = simulate(Schedule("alone", placement, 1, tuple(map(tuple, rows))), costs)
+    path = bound._alone(placement, bound._as_possible(placement, costs, None))
+    for span in chain.from_iterable(timeline.spans):
+        if span.op.kind is OpKind.F:
+            assert (span.start, span.end) == (path.forward_start[span.op.stage], path.forward_end[span.op.stage])
+        if span.op.kind is OpKind.I:
+            assert (span.start, span.end) == (path.input_start[span.op.stage], path.input_end[span.op.stage])
 
 
 @given(st.lists(st.lists(st.integers(0, 7), max_size=3), min_size=8, max_size=8))
