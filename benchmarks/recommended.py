@@ -93,17 +93,8 @@ if __name__ == "__main__":
     fastest()
     if "--jobs" in sys.argv:
         found = [answers(*each) for each in TWELVE]
-        heads = [
-            "model",
-            "GPU",
-            "GPUs",
-            "PP",
-            "TP",
-            "checkpointing",
-            "config",
-            "README, estimate, config",
-            "the estimate's sentence",
-        ]
+        heads = ["model", "GPU", "GPUs", "PP", "TP", "checkpointing", "config"]
+        heads += ["README, estimate, config", "the estimate's sentence"]
         rows = [[*map(str, job), ", ".join(names), words] for job, (names, words) in zip(TWELVE, found, strict=True)]
         print(markdown(heads, rows))
         sys.exit(any(len(set(names)) > 1 for names, _ in found))
