@@ -134,8 +134,8 @@ class Case(NamedTuple):
 B_BEFORE_W = zbpipe.Schedule.from_csv(
     "0F0,0I0,0W0,0F1,0F2,0I1,0B2,0W1,0F3,0I3,0W3\n1F0,1I0,1W0,1F1,1I1,1F2,1B2,1W1,1F3,1I3,1W3", name="B before W"
 )
-"""Adds the gradients of microbatch 2 before those of 1, whose I comes first. The sum has a third term, else the order of
-these two would make no difference."""
+"""Adds the gradients of microbatch 2 before those of 1, whose I comes first. With a third term in the sum, the order of
+these two makes a difference."""
 NAMES = [each.name for each in registry.schedules().values() if each.source == "zbpipe" and each.name != "Auto"]
 CASES = {
     **{name: Case(schedule=name) for name in NAMES},
