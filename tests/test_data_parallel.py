@@ -48,9 +48,7 @@ class Training(NamedTuple):
 # Sharding a stage between its actions and waiting late are options of newer versions of torch.
 SHARDED_OFTEN = {"max_active_stages": 1, "defer_reduce_grad_wait": True}
 TRAININGS = {
-    "ZBV": Training("ZBV"),
-    "ZBH1": Training("ZBH1", ways=("hybrid",)),
-    "1F1B": Training("1F1B", ways=("replicate",)),
+    **{name: Training(name) for name in ("ZBV", "ZBH1", "1F1B")},
     "ZBV, sharded often": Training(
         "ZBV",
         reshard_after_forward=True,
