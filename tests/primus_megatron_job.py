@@ -7,8 +7,6 @@ functions of Megatron that they call are always the stand-in's. With a path, Pri
 its runner run first, with zbpipe's schedules under their names.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial, reduce

@@ -3,8 +3,6 @@
 Importing torch takes longer than such a job, so this script forks all ranks. Each goes on to the script's end.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """ZB and ZBLoop on torch: they find the checkpointing, agree on it, and train as without a pipeline."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What `Auto` begins with: as lean as 1F1B, with all that is to be measured."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

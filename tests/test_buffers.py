@@ -1,7 +1,5 @@
 """Messages that a rank holds: how many there are at a time, by its list and in a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

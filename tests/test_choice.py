@@ -1,7 +1,5 @@
 """The number of stages per rank, and loop or wave: by the simulated step of a model's own cut."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import pytest

@@ -1,7 +1,5 @@
 """Where models are cut: for the shortest simulated step by the times of their layers, unless the user said how."""
 
-from __future__ import annotations
-
 import logging
 import re
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Jobs that start and end: each of their processes ends with 0, again and again."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

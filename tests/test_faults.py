@@ -1,7 +1,5 @@
 """What goes wrong in a long run: it ends soon, on every rank, by an error that says where it began."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -3,8 +3,6 @@
 tests/test_interleavings.py trains all schedules on the queues of benchmarks/fifo.py, tests/test_gpu.py real processes.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 from fifo import BACKENDS, spoil

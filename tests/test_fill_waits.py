@@ -39,7 +39,7 @@ from zbpipe.runtime.split.waits import MEASURED_STEP
 from zbpipe.runtime.verify.one_process import schedule_w_last
 from zbpipe.schedule import registry
 
-DIM, SEQUENCE, HEADS, BATCH, MICROBATCHES = 16, 8, 4, 2, 6
+DIM, SEQUENCE, HEADS, BATCH, MICROBATCHES = 16, 8, 4, 2, 4
 OPS = torch.ops._c10d_functional
 LAUNCHES = "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"
 Log = list[tuple[str, tuple[int, ...]]]
@@ -120,7 +120,8 @@ class Typed(nn.Module):
 
 
 class Case(NamedTuple):
-    layer: Callable[..., nn.Module] = Sharded
+    layer: Callable[..., nn.Module] = Context
+    """Of `Sharded`, whose DTensors take five times the work, a stage has one, of others two."""
     schedule: Any = "ZBV"
     checkpointing: Checkpointing = "none"
     how: str = "all"
@@ -131,37 +132,30 @@ class Case(NamedTuple):
 
 
 B_BEFORE_W = zbpipe.Schedule.from_csv(
-    "\n".join(
-        ",".join(f"{rank}{op}" for op in row.split())
-        for rank, row in enumerate(
-            (
-                "F0 F1 F2 I0 B1 I2 W0 W2 F3 F4 F5 I3 B4 I5 W3 W5",
-                "F0 I0 F1 B1 F2 I2 W0 W2 F3 I3 F4 B4 F5 I5 W3 W5",
-            )
-        )
-    ),
-    name="B before W",
+    "0F0,0I0,0W0,0F1,0F2,0I1,0B2,0W1,0F3,0I3,0W3\n1F0,1I0,1W0,1F1,1I1,1F2,1B2,1W1,1F3,1I3,1W3", name="B before W"
 )
-"""Adds the gradients of microbatch 1 before those of microbatch 0, whose I comes first."""
+"""Adds the gradients of microbatch 2 before those of 1, whose I comes first. With a third term in the sum, the order of
+these two makes a difference."""
 NAMES = [each.name for each in registry.schedules().values() if each.source == "zbpipe" and each.name != "Auto"]
 CASES = {
     **{name: Case(schedule=name) for name in NAMES},
-    **{f"own {name}": Case(schedule=name, how="own") for name in ("ZB", "ZBV")},
+    "own ZB": Case(schedule="ZB", how="own"),
+    "own ZBV": Case(Sharded, checkpointing="selective", how="own"),
     **{
         f"{layer.__name__} {each}": Case(layer, checkpointing=each)
         for layer in (Sharded, Experts, Context)
         for each in ("none", "selective", "full")
     },
-    "FSDP2": Case(is_fsdp=True),
-    "FSDP2 full": Case(is_fsdp=True, checkpointing="full"),
-    "FSDP2 bfloat16": Case(Context, schedule_w_last(2, MICROBATCHES, ["F", "I", "W"]), is_fsdp=True, in_bfloat16=True),
-    "ZB bfloat16": Case(Context, "ZB", in_bfloat16=True),
+    "FSDP2": Case(Sharded, is_fsdp=True),
+    "FSDP2 full": Case(Sharded, is_fsdp=True, checkpointing="full"),
+    "FSDP2 bfloat16": Case(schedule=schedule_w_last(2, MICROBATCHES, ["F", "I", "W"]), is_fsdp=True, in_bfloat16=True),
+    "ZB bfloat16": Case(schedule="ZB", in_bfloat16=True),
     "B before W": Case(schedule=B_BEFORE_W),
     "spmd_types": Case(Typed),
 }
 
 
-SHORT = ("B before W", "own ZBV", "Sharded selective", "Experts full", "ZB bfloat16", "FSDP2 bfloat16")
+SHORT = ("B before W", "own ZBV", "Experts full", "ZB bfloat16", "FSDP2 bfloat16")
 WHOLE = zbpipe.Schedule.from_csv("0F0,1F0,1B0,0B0,0F1,1F1,1B1,0B1", name="whole backwards")
 
 
@@ -172,7 +166,7 @@ def compiled(module: nn.Module) -> nn.Module:
 
 def build(case: Case, mesh: DeviceMesh, shards: DeviceMesh | None, index: int, num_stages: int) -> nn.Module:
     torch.manual_seed(index)
-    layers = [case.layer(mesh, case.checkpointing) for _ in range(2)]
+    layers = [case.layer(mesh, case.checkpointing) for _ in range(1 if case.layer is Sharded else 2)]
     module = nn.Sequential(*layers)
     if shards is not None:
         for each in (*layers, module):
@@ -314,7 +308,7 @@ def test_the_same_for_all_schedules_and_checkpoints(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_random_budgets_of_each_rank() -> None:
-    found = run_ranks(4, train, CASES["Experts none"], 200, timeout=800)
+    found = run_ranks(4, train, CASES["Experts none"], 60, timeout=800)
     assert all(each.is_equal for each in found)
 
 

@@ -1,7 +1,5 @@
 """Schedules and plans as they are, without a name or a file: on one rank, and from the first rank to all."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from dataclasses import replace

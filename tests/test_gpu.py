@@ -1,7 +1,5 @@
 """The command for the first hour with a GPU runs without one, says what it could not try, and sees what is wrong."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -17,15 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from models import (
-    WIDTH,
-    Block,
-    Checkpointing,
-    batch,
-    build_stage,
-    gradients,
-    loss_fn,
-)
+from models import WIDTH, Block, Checkpointing, batch, build_stage, gradients, loss_fn
 from pipelines import as_rank, on_one_rank, shard
 from ranks import endings, run_ranks
 from titan_jobs import STEPS, Titan, pipeline, require_titan
@@ -33,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage
 from torch.utils.checkpoint import checkpoint
+from zoo.case import bare, linear
 
 import zbpipe
 from zbpipe.runtime.split import compiled_backward, deferral
@@ -84,16 +77,9 @@ def test_a_right_split_passes(num_stages: int, checkpointing: Checkpointing) -> 
     assert not dist.is_initialized()
 
 
-class Position(nn.Module):
+def two_layers() -> Any:
     """What W multiplies waits while other microbatches run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(WIDTH, WIDTH)
-        self.last = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.first(x)))
+    return bare(lambda s, x: s.last(torch.tanh(s.first(x))), first=linear(WIDTH, WIDTH), last=linear(WIDTH, WIDTH))(0)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +89,7 @@ class Position(nn.Module):
 )
 def test_every_dtype_has_its_tolerance(dtype: torch.dtype, autocast: bool, tolerance: float) -> None:
     with torch.autocast("cpu", torch.bfloat16, autocast):
-        report = zbpipe.check_gradients(Position().to(dtype), torch.randn(4, WIDTH, dtype=dtype), microbatches=4)
+        report = zbpipe.check_gradients(two_layers().to(dtype), torch.randn(4, WIDTH, dtype=dtype), microbatches=4)
     assert report.tolerances == {0: tolerance}
 
 
@@ -180,23 +166,21 @@ def test_the_report_counts_the_products_that_waited(caplog: pytest.LogCaptureFix
     assert "conv (Conv1d) 50 % (weight_products fit no call: declare function(x, weight, ...)" in told[0], told
 
 
-class Compiled(nn.Module):
+def dropping() -> nn.Module:
     """Drops some activations, so that both runs need the same random numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.dropout(torch.relu(self.up(x)), 0.5))
+    return bare(
+        lambda s, x: x + s.down(F.dropout(torch.relu(s.up(x)), 0.5)),
+        up=linear(WIDTH, 2 * WIDTH),
+        down=linear(2 * WIDTH, WIDTH),
+    )(0)
 
 
 def test_compiled_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each microbatch runs again with the compiler, but never with the products of the split."""
     torch.compiler.reset()
-    stage = nn.Sequential(Compiled(), Compiled())
+    stage = nn.Sequential(dropping(), dropping())
     for block in stage:
-        block.compile(fullgraph=True)
+        block.compile(backend="aot_eager", fullgraph=True)
     x = torch.randn(3, WIDTH)
     factor = 1
 
@@ -217,7 +201,7 @@ class Restless(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = Compiled()
+        self.block = dropping()
         self.norm = nn.BatchNorm1d(WIDTH)
         self.running, self.replaced = nn.Buffer(torch.zeros(WIDTH)), nn.Buffer(torch.ones(WIDTH))
         self.calls, self.held, self.numbers = 0, torch.zeros(1), torch.Generator().manual_seed(0)
@@ -295,23 +279,17 @@ REFUSED: dict[str, tuple[Any, Callable[[Any], int], str]] = {
 }
 
 
-class Alternating(nn.Module):
+def alternating(held: Any, count: Callable[[Any], int]) -> nn.Module:
     """Which of two paths it takes depends on what it holds."""
-
-    def __init__(self, held: Any, count: Callable[[Any], int]) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.held, self.count = held, count
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.a(x) if self.count(self.held) % 2 else self.b(torch.tanh(self.a(x)))  # type: ignore[no-any-return]
+    parts: dict[str, Any] = {"a": linear(WIDTH, WIDTH), "b": linear(WIDTH, WIDTH), "held": lambda: held}
+    return bare(lambda s, x: s.a(x) if count(s.held) % 2 else s.b(torch.tanh(s.a(x))), **parts)(0)
 
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_other_state_is_refused_by_name(kind: str) -> None:
     """The split is right, and no report says that it was compared."""
     held, count, name = REFUSED[kind]
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), Alternating(held, count))
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), alternating(held, count))
     with pytest.raises(zbpipe.PipelineError, match=f"0, microbatch 0: its gradients cannot .* depends on {name}"):
         zbpipe.check_gradients(module, torch.randn(6, WIDTH), microbatches=3)
 
@@ -324,21 +302,19 @@ def test_a_forward_that_the_split_changes_is_an_alarm(monkeypatch: pytest.Monkey
     assert mismatch(zbpipe.check_gradients, parts, torch.randn(2, WIDTH)).report.off()
 
 
-class Reentrant(nn.Module):
+def reentrant() -> Any:
     """Its checkpoint refuses `torch.autograd.grad`, by which torch infers what stages hand on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        self.before = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inside, self.before(x), use_reentrant=True)  # type: ignore[no-any-return]
+    inside = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    return bare(
+        lambda s, x: checkpoint(s.inside, s.before(x), use_reentrant=True),
+        inside=lambda: inside,
+        before=linear(WIDTH, WIDTH),
+    )(0)
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["modules", "stages with shapes"])
 def test_reentrant_checkpoints(one_rank: None, given: bool) -> None:
-    parts: list[Any] = [Reentrant(), Reentrant()]
+    parts: list[Any] = [reentrant(), reentrant()]
     x, y = torch.randn(2, 4, WIDTH)
     if given:
         example = torch.zeros(2, WIDTH, requires_grad=True)
@@ -350,7 +326,7 @@ def test_reentrant_checkpoints(one_rank: None, given: bool) -> None:
 
 def test_a_reentrant_checkpoint_of_what_needs_no_gradient() -> None:
     """It gives none, with torch alone as well."""
-    module = Reentrant().inside
+    module = reentrant().inside
     stage = nn.Sequential(module)
     stage.forward = lambda x: checkpoint(module, x, use_reentrant=True)  # type: ignore[method-assign]
     x, y = torch.randn(2, 4, WIDTH)
@@ -414,7 +390,7 @@ def test_hooks_on_gradients(one_rank: None) -> None:
 
 def test_a_gradient_that_is_zero_but_for_roundings(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is measured against those of the other layers."""
-    module = Position()
+    module = two_layers()
     nn.init.zeros_(module.last.weight)
 
     def round_differently(pending: PendingGradient) -> None:
@@ -428,7 +404,7 @@ def test_a_gradient_that_is_zero_but_for_roundings(monkeypatch: pytest.MonkeyPat
 
 def test_gradients_that_are_not_finite() -> None:
     """Both runs overflow alike, as under the first scales of a loss in float16."""
-    module = Position()
+    module = two_layers()
     with torch.no_grad():
         module.last.bias.fill_(float("inf"))
     report = zbpipe.check_gradients(module, torch.randn(2, WIDTH))

@@ -17,12 +17,7 @@ MICROBATCHES = (1, 2, 3, 8)
 FEW = (1, 3)
 
 
-def train(
-    schedule: str,
-    microbatches: tuple[int, ...],
-    checkpointing: Checkpointing,
-    **options: Any,
-) -> list[Result]:
+def train(schedule: str, microbatches: tuple[int, ...], checkpointing: Checkpointing, **options: Any) -> list[Result]:
     """Two steps for each number of microbatches on this rank; the second step's losses and gradients."""
     results = []
     for count in microbatches:

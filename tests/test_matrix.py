@@ -386,11 +386,7 @@ ROWS: dict[str, Cell | tuple[str, str, Callable[[Titan, Path], str]]] = {
         "2 ranks: pp=2",
         has_equal_expert_biases,
     ),
-    "waits": (
-        "ZB, tensor parallelism, weight gradients in waits for collectives",
-        "4 ranks: pp=2 x tp=2",
-        fills_waits,
-    ),
+    "waits": ("ZB, tensor parallelism, weight gradients in waits for collectives", "4 ranks: pp=2 x tp=2", fills_waits),
     "resume": ("1F1B, asynchronous checkpoints, resumed by ZB with 4 stages per rank", "2 ranks: pp=2", resumes),
     "export": ("ZBV, weights exported for Hugging Face", "2 ranks: pp=2", exports),
     "ep": (

@@ -17,7 +17,7 @@ from planner import Cell, cells
 
 from zbpipe import CostModel, Op, OpKind, Placement, Schedule, generate, simulate
 from zbpipe.algorithms.zb import find_best
-from zbpipe.costs import JobCosts, Layer, LayerCosts, Link
+from zbpipe.costs import JobCosts, Layer, LayerCosts
 from zbpipe.costs.job import least_room, memory_of_1f1b
 from zbpipe.costs.model import Transport
 from zbpipe.costs.transformer import typical_costs
@@ -200,18 +200,6 @@ def test_no_peer_is_better(cell: Cell) -> None:
     check_schedule(found.schedule, memory_limit=cell.limit)
     assert found.makespan <= cell.peer + 1e-9
     assert found.lower_bound <= cell.peer
-
-
-def test_per_stage_costs_and_links() -> None:
-    f, i, w, activations = ((first, *(1,) * 6, last) for first, last in ((2, 3), (1, 4), (1, 2), (2, 3)))
-    costs = CostModel(f, i, w, activations, freed_by_i=0.5, links={(0, 1): Link(0.75)})
-    limits = [15, 4, 4, 4]
-    found, on_v = (plan(4, 8, costs, limits, budget=2e6, **on) for on in ({}, {"placements": [Placement.v(4)]}))
-    assert found.placement in ("loop", "v")  # it has as many stages as the costs
-    assert on_v.placement == "v"
-    assert all(peak <= limit + 1e-9 for peak, limit in zip(on_v.timeline.peak_memory, limits, strict=True))
-    assert found.makespan <= on_v.makespan * 1.05
-    assert found.gap < 0.1
 
 
 def test_the_placement_with_the_shortest_step_is_chosen() -> None:

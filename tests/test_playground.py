@@ -1,7 +1,5 @@
 """The playground answers what the simulator and the planner say, refuses the rest, and works in a browser."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import threading

@@ -1,7 +1,5 @@
 """What is known of a job's messages from versions and variables, and the probe of computations that wait for them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from random import Random
 from types import SimpleNamespace

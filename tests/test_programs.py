@@ -211,7 +211,7 @@ def check(made_from: bytes, mode: str) -> None:
     assert outcome.kind in allowed[mode], f"{outcome}: {mode}, --choices {made_from.hex()}\n{program.source}"
 
 
-@pytest.mark.parametrize("number", [60, pytest.param(1000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("number", [60, pytest.param(400, marks=pytest.mark.long)])
 def test_programs(number: int) -> None:
     settings(max_examples=number)(given(choices, st.sampled_from(MODES))(check))()
 

@@ -214,10 +214,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: wrongly_placed("ZBVZeroBubble", 0, num_stages=1), r"rank 0 holds the stages \[0, 1\]"),
     (lambda: build_any(3), "ZBV runs stages, got int: wrap each part"),
     (lambda: build_any(None), "ZBV got no stages"),
-    (
-        lambda: build_any([nn.Linear(2, 2), nn.Linear(2, 2)]),
-        "ZBV runs stages, got Linear: wrap each part of the model",
-    ),
+    (lambda: build_any([nn.Linear(2, 2), nn.Linear(2, 2)]), "ZBV runs stages, got Linear: wrap each part of the model"),
     (lambda: API.ScheduleZBV(None, 2, loss_fn), "ZBV got no stages"),
     (
         lambda: build(on=stages(0, 1, module=DistributedDataParallel(nn.Linear(2, 2)))),
@@ -246,17 +243,11 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: build(split_backward="half"), "split_backward='half' is unknown: use 'deferred'"),
     (lambda: build(split_backward=2), "split_backward=2 is unknown"),
     (lambda: build(defer_loss="yes"), "defer_loss has to be True or False, got 'yes'"),
-    (
-        lambda: build(receives="soon"),
-        "receives='soon' is unknown: use one of 'early', 'late', 'timed', 'nearest'",
-    ),
+    (lambda: build(receives="soon"), "receives='soon' is unknown: use one of 'early', 'late', 'timed', 'nearest'"),
     (lambda: build(transport="wire"), "transport='wire' is unknown: use one of 'ideal', 'one-queue'"),
     (lambda: build(defer_pp_recv=True), r"ZBV .* has no option 'defer_pp_recv'; .* receives"),
     (lambda: build().adopt("ZBV"), "adopt takes a zbpipe.Schedule, .* got 'ZBV'"),
-    (
-        lambda: build().adopt(zbpipe.generate("1F1B", 1, 2)),
-        r"stages on the ranks \(0,\), but they are on \(0, 0\)",
-    ),
+    (lambda: build().adopt(zbpipe.generate("1F1B", 1, 2)), r"stages on the ranks \(0,\), but they are on \(0, 0\)"),
     (lambda: API.Profiler(None), "takes a schedule on its stages, .* got None"),
     (lambda: API.Profiler(build(), "3"), "whole number from 1 on, got '3'"),
     (lambda: API.Profiler(build(), group=2), "group has to be a process group .* got 2"),

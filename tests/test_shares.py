@@ -1,7 +1,5 @@
 """The benchmark of ranks that share a GPU, on the CPU: messages are ordered as NCCL's, and wrong ones are seen."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from functools import partial

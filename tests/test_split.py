@@ -253,10 +253,7 @@ def test_a_loss_with_backwards_of_its_own(one_rank: None, defer_loss: bool) -> N
     last = HeadInLoss()
     modules = [build_stage(0, 2), last]
     schedule = on_one_rank(
-        modules,
-        3,
-        loss=lambda hidden, target: SelfBackwardLoss.apply(hidden, last.head, target),
-        defer_loss=defer_loss,
+        modules, 3, loss=lambda hidden, target: SelfBackwardLoss.apply(hidden, last.head, target), defer_loss=defer_loss
     )
     seen: list[tuple[int, bool]] = []
 

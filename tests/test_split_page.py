@@ -78,10 +78,7 @@ def changed_later() -> None:
 CASES: dict[str, tuple[str, Callable[[], object]]] = {
     "a stage in `DistributedDataParallel`": ("construction", lambda: build(DistributedDataParallel(two_linear()))),
     "`fully_shard` on a part of a stage only": ("first step", lambda: step(sharded_in_part())),
-    "the same with a framework's own backward, which reduces nothing at the end": (
-        "last W",
-        leaves_unreduced,
-    ),
+    "the same with a framework's own backward, which reduces nothing at the end": ("last W", leaves_unreduced),
     "torch's split on a compiled stage": (
         "construction",
         lambda: build(compiled(backend="aot_eager"), split_backward="autograd"),

@@ -322,11 +322,7 @@ IN_TIME = "; 1F1B compiles=1; 1F1B ranks=8 batch=16 compiles=1 seconds=1800; ZBV
         ("ZBV csv=a.csv", "ZBV", "pipeline_parallel_schedule_csv='a.csv' and the schedule ZBV exclude each other"),
         ("ZBV size=3", "ZBV size=2 batch=8", "local_batch_size=4 is not a multiple of .*parallel_microbatch_size=3"),
         ("ZBV ranks=1 optimizer_step=validated", "", "avoids a wait for other pipeline ranks, but this job has none"),
-        (
-            "ZBV mode=fake_backend",
-            "ZBV; ZBV ranks=1 mode=fake_backend",
-            "no other ranks, whose messages a",
-        ),
+        ("ZBV mode=fake_backend", "ZBV; ZBV ranks=1 mode=fake_backend", "no other ranks, whose messages a"),
         # torch's split is not for a loss in chunks.
         (AUTOGRAD, "ZBV chunks=8; ZBV split_backward=autograd", "loses gradients .*: omit"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from queue import SimpleQueue
 from typing import Any, NamedTuple
@@ -15,7 +16,8 @@ from pipelines import check_steps, shard
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.flop_counter import FlopCounterMode
-from zoo.case import function
+from zoo.case import bare, function, parameter
+from zoo.case import linear as linear_layer
 
 import zbpipe
 from zbpipe.runtime.split.products import FROM_BACKWARD, LINEAR
@@ -415,15 +417,9 @@ def run_inner_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 LinearOfOthers, RunsBackward = function(by_gemm_back, by_gemm), function(run_inner_backward, run_inner)
-
-
-class WithInner(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.inner = nn.Parameter(torch.randn(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return RunsBackward.apply(x, self.w, self.inner)  # type: ignore[no-any-return]
+with_inner = bare(
+    lambda s, x: RunsBackward.apply(x, s.w, s.inner), w=parameter(WIDTH, WIDTH), inner=linear_layer(WIDTH, WIDTH)
+)
 
 
 def declare(layer: nn.Module, function: Any) -> nn.Module:
@@ -438,8 +434,8 @@ def declare(layer: nn.Module, function: Any) -> nn.Module:
             lambda: declare(Own(Case(lambda s, x: LinearOfOthers.apply(x.flatten(0, 1), s.w), SQUARE)), LinearOfOthers),
             1,
         ),
-        (WithInner, 1),
-        (lambda: declare(WithInner(), RunsBackward), 2),
+        (lambda: with_inner(0), 1),
+        (lambda: declare(with_inner(0), RunsBackward), 2),
     ],
     ids=["an operator of another library", "a backward within a backward", "declared"],
 )
@@ -589,20 +585,14 @@ def test_a_weight_whose_making_runs_in_i_does_not_wait(is_x: bool) -> None:
     assert report.share == (0.5 if is_x else 0)
 
 
-class Around(nn.Module):
+def with_child(s: Any, x: Tensor) -> Tensor:
     """Multiplies with the weight of a child that it never calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(self.lin(x), self.other.weight, torch.cat([self.other.bias[:2], self.other.bias[2:]]))
+    return F.linear(s.lin(x), s.other.weight, torch.cat([s.other.bias[:2], s.other.bias[2:]]))
 
 
 @pytest.mark.parametrize("declared", [False, True])
 def test_weights_of_children_wait_from_the_second_step_on(declared: bool) -> None:
-    layer = Around()
+    layer = bare(with_child, lin=linear_layer(WIDTH, WIDTH), other=linear_layer(WIDTH, WIDTH))(0)
     if declared:
         layer.other.weight_products = {}  # type: ignore[assignment]
     report = zbpipe.check_gradients(nn.Sequential(nn.Linear(WIDTH, WIDTH), layer), torch.randn(4, 3, WIDTH))
@@ -662,18 +652,10 @@ class DelayingLinear(nn.Linear):
                 self.bias.grad = dy.sum(0)
 
 
-class TwiceDelayed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.other = DelayingLinear(gives_bias_in_i=True), DelayingLinear(gives_bias_in_i=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.other(self.one(self.other(x).tanh()).tanh())  # type: ignore[no-any-return]
-
-
 def test_layers_with_a_store_of_their_own_delay_in_i_and_are_asked_in_w(one_rank: None) -> None:
     """Stand-ins for Transformer Engine's, which need CUDA."""
-    module = TwiceDelayed()
+    parts = {name: partial(DelayingLinear, gives_bias_in_i=name == "one") for name in ("one", "other")}
+    module = bare(lambda s, x: s.other(s.one(s.other(x).tanh()).tanh()), **parts)(0)
     report = zbpipe.check_gradients(module, torch.randn(12, WIDTH), microbatches=3)
     assert report.passed
     assert report.share == 1

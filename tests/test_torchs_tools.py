@@ -1,7 +1,5 @@
 """torch's dumps of lists from zbpipe's schedules, and what each reads of the other."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Schedules of users reach the command lines: by a module to import, and as a function in a file."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -41,10 +41,7 @@ def float64() -> Any:
 
 IN_TURN = [Op(0, kind, m) for m in range(MICROBATCHES) for kind in (OpKind.F, OpKind.I)]
 WEIGHTS_LAST = Schedule(
-    "WeightsLast",
-    Placement.loop(1),
-    MICROBATCHES,
-    ((*IN_TURN, *(Op(0, OpKind.W, m) for m in range(MICROBATCHES))),),
+    "WeightsLast", Placement.loop(1), MICROBATCHES, ((*IN_TURN, *(Op(0, OpKind.W, m) for m in range(MICROBATCHES))),)
 )
 """For one rank with one stage: every W waits for all I."""
 

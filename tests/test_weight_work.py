@@ -145,9 +145,6 @@ def within_checkpoint(s: Any, x: Tensor) -> Tensor:
 
 OF_THE_ZOO = {
     "plain": "",
-    "a part of the weight": "",
-    "merged LoRA": "",
-    "folded weights": "",
     "weight norm": "",
     "convolution": "",
     "transposed convolution": "",

@@ -1,7 +1,5 @@
 """ZB: the closed form of its slots, and what is promised of the schedules made from it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -23,6 +23,7 @@ from zoo.case import (
     TOKENS,
     WIDTH,
     Case,
+    bare,
     buffer,
     function,
     linear,
@@ -260,13 +261,7 @@ def overwritten_in_numpy(s: Any, x: Tensor) -> Tensor:
     return s.b(torch.tanh(s.a(torch.from_numpy(s.kept)))) + s.c(h) + x
 
 
-class OfItsChild(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.child.weight, self.child.bias * 2)
+of_its_child = bare(lambda s, x: F.linear(x, s.child.weight, s.child.bias * 2), child=linear())
 
 
 CASES = (
@@ -327,7 +322,7 @@ CASES = (
     ),
     Case(
         "checkpoint of a block that multiplies with its child's weight, in a stage with a parameter",
-        stage(lambda s, x: again(s.c, x * s.scale), c=OfItsChild, scale=parameter(TOKENS, WIDTH)),
+        stage(lambda s, x: again(s.c, x * s.scale), c=partial(of_its_child, 0), scale=parameter(TOKENS, WIDTH)),
         no_gradient=("a.weight", "a.bias", "b.weight", "b.bias"),
     ),
 )

@@ -269,11 +269,6 @@ def sparse_input(s: Any, x: Tensor) -> Tensor:
 CASES = (
     Case("plain", stage(plain), EVERY_MODE),
     Case("the stage is a linear layer", lambda index: nn.Linear(WIDTH, WIDTH), EVERY_MODE),
-    Case(
-        "a part of the weight",
-        stage(lambda s, x: s.b(torch.cat([F.linear(x, s.a.weight[:3], s.a.bias[:3]), x[..., 3:]], -1))),
-        EVERY_MODE,
-    ),
     Case("bilinear", stage(lambda s, x: s.b(s.c(s.a(x), x)), c=lambda: nn.Bilinear(WIDTH, WIDTH, WIDTH))),
     Case(
         "no output features",
@@ -320,15 +315,6 @@ CASES = (
     between("weight norm", lambda: torch.nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH))),
     between("parametrized", parametrized, EVERY_MODE),
     Case(
-        "merged LoRA",
-        stage(
-            lambda s, x: s.b(torch.tanh(F.linear(x, s.a.weight + s.up @ s.down, s.a.bias))),
-            up=parameter(WIDTH, 2),
-            down=parameter(2, WIDTH),
-        ),
-    ),
-    Case("folded weights", stage(lambda s, x: F.linear(x, s.a.weight @ s.b.weight, s.a.bias)), no_gradient=("b.bias",)),
-    Case(
         "dropout of activations and weights",
         stage(lambda s, x: s.b(F.linear(F.dropout(x, 0.2), F.dropout(s.a.weight, 0.2)))),
         no_gradient=("a.bias",),
@@ -367,10 +353,7 @@ CASES = (
         scale=parameter(TOKENS, WIDTH),
     ),
     Case("layers of two dtypes", mixed, tolerance=LOW, batch=rows_in(torch.float32)),
-    Case(
-        "complex inside",
-        stage(lambda s, x: s.b(torch.tanh(s.c(torch.complex(x, s.a(x))).abs())), c=complex_linear),
-    ),
+    Case("complex inside", stage(lambda s, x: s.b(torch.tanh(s.c(torch.complex(x, s.a(x))).abs())), c=complex_linear)),
     Case("grouped experts", lambda index: Grouped(), EVERY_MODE),
     *(
         Case(

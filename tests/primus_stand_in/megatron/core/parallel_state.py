@@ -1,7 +1,5 @@
 """Megatron's parallel state: the pipeline."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 pipeline = SimpleNamespace(group=None, stages_per_rank=1)

@@ -1,7 +1,5 @@
 """Megatron's arguments, as far as Primus' handlers read them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 args = SimpleNamespace(

@@ -1,7 +1,5 @@
 """What `primus-cli direct` starts in every process: `train pretrain --config FILE`, here on the CPU."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

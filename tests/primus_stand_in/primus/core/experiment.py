@@ -4,8 +4,6 @@ The presets of the module and the model, over these the experiment's overrides, 
 Keys that TorchTitan does not have become attributes; nobody complains of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from copy import deepcopy
 from dataclasses import fields, is_dataclass

@@ -1,7 +1,5 @@
 """What Primus (commit fd1eeab) gives to patches: the same names and signatures, and the same fate of their errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace

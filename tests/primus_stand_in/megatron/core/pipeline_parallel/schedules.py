@@ -1,7 +1,5 @@
 """Megatron's steps of one microbatch, with the arguments that Primus gives them."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

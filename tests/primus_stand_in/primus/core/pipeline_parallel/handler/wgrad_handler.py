@@ -1,7 +1,5 @@
 """Weight gradients in Primus (commit fd1eeab): layers put a function for each into the cache, and W calls them."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, ClassVar

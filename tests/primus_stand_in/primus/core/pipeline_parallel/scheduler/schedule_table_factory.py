@@ -1,7 +1,5 @@
 """Primus' schedules (commit fd1eeab) by their names. None is here: zbpipe's take their places."""
 
-from __future__ import annotations
-
 from typing import Any
 
 pp_algorithm_map: dict[str, Any] = dict.fromkeys(["1f1b", "1f1b-interleaved", "zero-bubble", "zbv-formatted"])

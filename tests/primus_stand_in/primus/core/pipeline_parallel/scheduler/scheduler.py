@@ -1,7 +1,5 @@
 """What runs a rank's list in Primus (commit fd1eeab): one handler per kind of node."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

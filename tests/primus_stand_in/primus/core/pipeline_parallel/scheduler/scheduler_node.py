@@ -1,7 +1,5 @@
 """A node of Primus' tables (commit fd1eeab), with its names."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any

@@ -1,7 +1,5 @@
 """The class that Primus' schedules (commit fd1eeab) have in common."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from typing import Any
 

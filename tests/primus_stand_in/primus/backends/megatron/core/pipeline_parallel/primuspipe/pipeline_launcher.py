@@ -1,7 +1,5 @@
 """What Primus' launcher (commit fd1eeab) asserts of the names of schedules."""
 
-from __future__ import annotations
-
 from megatron.core import parallel_state
 from megatron.training import get_args
 

@@ -1,7 +1,5 @@
 """The handlers of Primus (commit fd1eeab) for its nodes, in short: what they read, start and wait for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from megatron.core.pipeline_parallel.schedules import backward_step, forward_step

@@ -4,8 +4,6 @@ A message starts where both ranks have come to it. Before a rank starts messages
 of messages that follow each other start together, unless their time steps differ.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
