@@ -117,6 +117,18 @@ def test_a_region_leaves_one_object_to_w() -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_layers_keep_their_forward_where_nothing_runs_eagerly(fullgraph: bool) -> None:
+    """All but one, so that the region does not run the graph of the same block in a step without a split."""
+    plain = FeedForward()
+    plain.compile(backend="aot_eager", fullgraph=fullgraph)
+    plain(torch.randn(SHAPE, requires_grad=True)).sum().backward()
+    both = blocks(FeedForward, fullgraph=fullgraph)
+    replaced = ["forward" in vars(each) for each in both.module.modules()]
+    assert sum(replaced) == (1 if fullgraph else 3)
+    assert count(both) == [3] * 3
+
+
 def test_b_runs_as_torch_compiles_it() -> None:
     """Its backward has six products, I's three: the others are W's."""
     ran: list[int] = []
