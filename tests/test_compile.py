@@ -34,7 +34,9 @@ from zoo.case import bare
 
 import zbpipe
 from zbpipe.runtime.split.deferring_layers import defer_in_compiled_regions, defer_weights
+from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.stage import require_memory_that_lasts
+from zbpipe.runtime.split.weight_gradients import find_changed_versions
 
 # The compiler changes the order of sums within a block (float32).
 TOLERANCE: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5}
@@ -91,6 +93,40 @@ def test_x_and_dy_of_every_layer_leave_the_region() -> None:
     assert count(blocks(FeedForward, 3)) == [9] * 3
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
+
+
+def test_a_region_leaves_one_object_to_w() -> None:
+    """A weight with a hook gets its gradient in I, and the others wait one by one."""
+    both = blocks(FeedForward, 2)
+    both.train(torch.randn(SHAPE))
+
+    def run() -> list[PendingGradient]:
+        with both.gradients.record() as pending:
+            both.module(torch.randn(SHAPE)).sum().backward()
+        return pending
+
+    pending = run()
+    assert [len(each.parts) for each in pending] == [3, 3]
+    pending[1].parts[2].dy.add_(1)
+    ((changed, words),) = find_changed_versions(pending)
+    assert changed is pending[1]
+    assert words == "the gradient of the output (dY)"
+    seen: list[Tensor] = []
+    both.module.get_parameter("0.up.weight").register_hook(seen.append)
+    assert [len(each.parts) for each in run()] == [3, 1, 1]
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_layers_keep_their_forward_where_nothing_runs_eagerly(fullgraph: bool) -> None:
+    """All but one, so that the region does not run the graph of the same block in a step without a split."""
+    plain = FeedForward()
+    plain.compile(backend="aot_eager", fullgraph=fullgraph)
+    plain(torch.randn(SHAPE, requires_grad=True)).sum().backward()
+    both = blocks(FeedForward, fullgraph=fullgraph)
+    replaced = ["forward" in vars(each) for each in both.module.modules()]
+    assert sum(replaced) == (1 if fullgraph else 3)
+    assert count(both) == [3] * 3
 
 
 def test_b_runs_as_torch_compiles_it() -> None:

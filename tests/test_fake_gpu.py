@@ -114,8 +114,8 @@ def test_one_product_adds_to_the_gradient(
     monkeypatch.setattr(products, "_sums_in_float32", {("cuda", product): True})
     weight = nn.Parameter(torch.zeros(3, 5, device=CUDA, dtype=gradient))
     one, other = torch.zeros(3, 7, device=CUDA, dtype=product), torch.zeros(7, 5, device=CUDA, dtype=product)
-    assert products._add_product(weight, None, one, other) is (product != gradient)
+    assert products.add_product(weight, None, one, other) is (product != gradient)
     grad = weight.grad if product != gradient else torch.zeros_like(weight)
-    assert products._add_product(weight, grad, one, other)
+    assert products.add_product(weight, grad, one, other)
     assert grad is not None
     assert (grad.dtype, grad.shape, grad.device) == (gradient, weight.shape, CUDA)

@@ -156,7 +156,7 @@ class Copies:
             tensors = self._saved.pop((copy.stage, copy.microbatch)).list_alive()
         else:
             pending = find_pending(self._stages[copy.stage], copy.microbatch)
-            tensors = [tensor for gradient in pending for tensor in (gradient.x, gradient.dy)]
+            tensors = [tensor for gradient in pending for tensor in gradient.tensors]
         storages = find_unshared(tensors, self.copier.smallest)
         del tensors
         self._copies[copy] = self.copier.copy_out(storages)

@@ -155,9 +155,11 @@ class Part(NamedTuple):
 class PlainGradient(WeightProduct):
     """The gradient of a part that `is_plain`."""
 
-    def __init__(self, part: Part) -> None:
-        ((self.place, _, self.like, self.flops),) = part.gradients
-        self.factors, self._compute, as_matrices = part.factors, part.compute, part.as_matrices
+    def __init__(self, part: Part, factors: Sequence[int]) -> None:
+        """`factors`: places of those that W keeps."""
+        ((self.place, _, _, self.flops),) = part.gradients
+        self.factors = tuple(map(factors.index, part.factors))
+        self._compute, as_matrices = part.compute, part.as_matrices
         self.as_matrices = (lambda dy, x: as_matrices(x, dy)) if part.is_one_product else None
 
     def of_weight(self, dy: Tensor, x: Tensor, extra: ExtraArguments = NONE, tensors: Sequence[Tensor] = ()) -> Tensor:
@@ -169,19 +171,11 @@ class Postponed(NamedTuple):
     """Takes the place of a gradient that W computes."""
 
     product: PlainGradient
-    tensors: tuple[Tensor, ...]
-    """The factors: x, dY, and others."""
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.product.like.shape
-
-    @property
-    def flops(self) -> float:
-        return self.product.flops
+    factors: Sequence[Tensor]
+    """Those of all such gradients of the region."""
 
     def now(self) -> Tensor:
-        x, dy, *more = self.tensors
+        x, dy, *more = [self.factors[place] for place in self.product.factors]
         return self.product.of_weight(dy, x, NONE, more)
 
 
@@ -223,7 +217,8 @@ class _Backward:
     ) -> None:
         self._run = run
         self._number = number
-        self._plain = [PlainGradient(each) for each in parts if each.is_plain]
+        self._for_w = sorted({place for each in parts if each.is_plain for place in each.factors})
+        self._plain = [PlainGradient(each, self._for_w) for each in parts if each.is_plain]
         self._others = [each for each in parts if not each.is_plain]
         self._given = given
         """Factors that F has saved, by their places among the results: they may have graphs."""
@@ -240,8 +235,9 @@ class _Backward:
         for place in self._given:
             results[place] = results[place].detach()
         results, factors = results[: self._number], results[self._number :]
+        for_w = [factors[number] for number in self._for_w]
         for product in self._plain:
-            results[product.place] = Postponed(product, tuple([factors[number] for number in product.factors]))
+            results[product.place] = Postponed(product, for_w)
         for part in self._others:
             own = [factors[number] for number in part.factors]
             if not part.is_static:
@@ -480,6 +476,8 @@ def _copy(graph: Graph, node: Node, copies: dict[Node, Node]) -> Node:
         return graph.call_function(_CONVOLUTION, (copies[cast(Node, dy)], copies[cast(Node, x)], like, *rest))
     if node.target in _VIEWS:
         args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
+        if node.args[1:] == ([1, 0],):  # a transpose takes half the time
+            return graph.call_method("t", args[:1])
         return graph.call_method(_VIEWS[node.target], args, kwargs)
     return graph.node_copy(node, copies.__getitem__)
 

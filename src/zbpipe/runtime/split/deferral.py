@@ -211,6 +211,15 @@ class Deferral:
             return True
         return not self.gradients.defer(pending, self.checks)
 
+    def defer_all(self, pending: PendingGradient, targets: Iterable[tuple[Node, Tensor]]) -> bool:
+        """Defer the gradients of several leaves, each with the node that gets it, as one. False unless all can wait."""
+        if self.gradients.on_trial or self.has_node_hooks or self.has_hooks_on_views or self.stays_in_i:
+            return False
+        can_wait = all(
+            autograd.will_run(node) and leaf.requires_grad and not autograd.has_hooks(leaf) for node, leaf in targets
+        )
+        return can_wait and self.gradients.defer(pending, self.checks)
+
     def _find_target(self, factors: Factors, function: Callable[..., Any]) -> Target | None:
         """The target of the weight's gradient in W; None if it cannot be deferred."""
         x, weight = factors.x, factors.weight

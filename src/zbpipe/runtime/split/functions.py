@@ -6,7 +6,7 @@ kernels on the same operands. The backward of any other Function may have side e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,8 +15,8 @@ from torch.autograd.graph import GradientEdge, Node
 
 from zbpipe.runtime._torch import autograd, compiler
 from zbpipe.runtime.split import compiled_backward, lazy_products, sources
-from zbpipe.runtime.split.compiled_backward import Postponed
-from zbpipe.runtime.split.products import NONE, ExtraArguments, PendingGradient, WeightProduct
+from zbpipe.runtime.split.compiled_backward import PlainGradient, Postponed
+from zbpipe.runtime.split.products import NONE, ExtraArguments, PendingGradient, Target, WeightProduct, add_product
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 
@@ -36,6 +36,9 @@ class Deferral(Protocol):
 
     def is_due_now(self, pending: PendingGradient, *nodes: Node) -> bool:
         """Whether the gradient has to be computed now. Otherwise W computes it, or nobody."""
+
+    def defer_all(self, pending: PendingGradient, targets: Iterable[tuple[Node, Tensor]]) -> bool:
+        """Defer the gradients of several leaves as one. Returns whether it did: only if all can wait."""
 
 
 def watch(deferral: Deferral, run: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -85,16 +88,30 @@ class _Backward:
         if torch.is_grad_enabled() or self.deferral.gradients.recording is None:
             return lazy_products.run_own_backward(node, gradients)
         returned = list(self._run(node, gradients))
+        late = [each for each in self._targets if type(returned[each[0].place]) is Postponed]
+        if late:
+            self._defer_region(late, returned)
         for weight, target in self._targets:
             gradient = returned[weight.place]
-            is_late = isinstance(gradient, Postponed) or lazy_products.holds_lazy(gradient)
-            pending = self._find_pending(gradient, target) if is_late else None
+            if gradient is None or type(gradient) is Tensor or not lazy_products.holds_lazy(gradient):
+                continue
+            pending = self._find_pending(gradient, target)
             if pending is not None and not self.deferral.is_due_now(pending, weight.edge.node):
                 returned[weight.place] = None
         # Quickly for those that are there.
         return tuple(
             [each if each is None or type(each) is Tensor else lazy_products.compute(each) for each in returned]
         )
+
+    def _defer_region(self, late: Sequence[tuple[lazy_products.Weight, Target]], returned: list[Any]) -> None:
+        postponed = [returned[weight.place] for weight, _ in late]
+        region = _PendingRegion(self.deferral.layer, [target for _, target in late], postponed)
+        is_deferred = self.deferral.defer_all(region, [(weight.edge.node, weight.leaf) for weight, _ in late])
+        for weight, _ in late:
+            returned[weight.place] = None
+        for (weight, _), part in zip(late, () if is_deferred else region.parts, strict=not is_deferred):
+            if self.deferral.is_due_now(part, weight.edge.node):
+                returned[weight.place] = part.gradient()
 
     def _run(self, node: Node, gradients: Sequence[Any]) -> tuple[Any, ...]:
         if lazy_products.is_compiled(node):
@@ -119,15 +136,49 @@ class _Backward:
         """What W needs to compute the gradient; None if it has to be computed now."""
         if gradient.shape != sources.find_shape(target):  # autograd sums what is larger
             return None
-        recipe = gradient
-        if not (is_postponed := isinstance(gradient, Postponed)):
-            recipe = lazy_products.Recipe(gradient, self._memory)
-            # W cannot if it needs a weight that FSDP may free before.
-            if not recipe.flops or (recipe.weights and self.deferral.is_sharded) or len(recipe.tensors) < 2:
-                return None
+        recipe = lazy_products.Recipe(gradient, self._memory)
+        # W cannot if it needs a weight that FSDP may free before.
+        if not recipe.flops or (recipe.weights and self.deferral.is_sharded) or len(recipe.tensors) < 2:
+            return None
         x, dy, *more = recipe.tensors
-        product, inner = recipe.product if is_postponed else _Replay(recipe), recipe.flops / 2 / max(dy.numel(), 1)
+        product, inner = _Replay(recipe), recipe.flops / 2 / max(dy.numel(), 1)
         return PendingGradient(self.deferral.layer, product, target, x, dy, NONE, tuple(more), inner=inner)
+
+
+class _PendingRegion(PendingGradient):
+    """The postponed gradients of a region: one object in place of many, because autograd waits."""
+
+    def __init__(self, layer: nn.Module, targets: Sequence[Target], postponed: Sequence[Postponed]) -> None:
+        first, dy, *more = postponed[0].factors
+        inner = sum([each.product.flops for each in postponed]) / 2 / max(dy.numel(), 1)
+        super().__init__(layer, postponed[0].product, targets[0], first, dy, NONE, tuple(more), inner=inner)
+        self._own = [(target, each.product) for target, each in zip(targets, postponed, strict=True)]
+
+    @property
+    def parts(self) -> Sequence[PendingGradient]:
+        return [self._part(*each) for each in self._own]
+
+    def _part(self, target: Target, product: PlainGradient) -> PendingGradient:
+        x, dy, *more = [self.tensors[place] for place in product.factors]
+        inner = product.flops / 2 / max(dy.numel(), 1)
+        part = PendingGradient(self.layer, product, target, x, dy, NONE, tuple(more), inner=inner)
+        part.may_fuse, part.fsdp_sums = self.may_fuse, self.fsdp_sums
+        return part
+
+    def name_where(self, marks: Iterable[bool]) -> str:
+        changed = [*marks]
+        own = [[changed[place] for place in product.factors] for _, product in self._own]
+        named = (part.name_where(each) for part, each in zip(self.parts, own, strict=True))
+        return " and ".join(dict.fromkeys(filter(None, named)))
+
+    def accumulate(self) -> None:
+        tensors = self.tensors
+        for target, product in self._own:
+            if self.may_fuse and product.as_matrices is not None and isinstance(target, Tensor):
+                x, dy = product.factors
+                if add_product(target, self.find_sum(target), *product.as_matrices(tensors[dy], tensors[x])):
+                    continue
+            self._part(target, product).accumulate()
 
 
 def _find_target(weight: lazy_products.Weight) -> Tensor | GradientEdge:

@@ -71,7 +71,7 @@ def _sort(pending: list[PendingGradient], units: Sequence[Unit]) -> list[list[Pe
     """The products of parameters outside all units, and those of each unit. Empties `pending`."""
     place_of = {own: place for place, unit in enumerate(units, start=1) for own in unit.parameters}
     found: list[list[PendingGradient]] = [[] for _ in range(len(units) + 1)]
-    for gradient in pending:
+    for gradient in (part for each in pending for part in each.parts):
         found[place_of.get(id(sources.find_leaf(gradient.weight)), 0)].append(gradient)
     pending.clear()
     return found

@@ -33,9 +33,9 @@ def defer_in_loss(loss_fn: Callable[..., Tensor], gradients: WeightGradients) ->
 
 def _defer_or_add(pending: list[PendingGradient], gradients: WeightGradients) -> None:
     while pending:
-        gradient = pending.pop(0)
-        if not gradients.defer(gradient):
-            gradient.accumulate()
+        for gradient in pending.pop(0).parts:
+            if not gradients.defer(gradient):
+                gradient.accumulate()
 
 
 class _HandOn(torch.autograd.Function):

@@ -158,8 +158,8 @@ class PendingGradient:
     """Number of in-place changes of each of `tensors` when the layer deferred the gradient."""
     contents: Tensor | list[int] | None = None
     """Fingerprints of `tensors`, for the first microbatches."""
-    fsdp_sum: Tensor | None = None
-    """FSDP's sum, for a weight without `.grad`."""
+    fsdp_sums: Mapping[int, Tensor] | None = None
+    """FSDP's sums for weights without `.grad`, by the ids of the weights."""
     inner: float = 0
     """Multiplications per element of dY; 0 for the number of elements in a row of x."""
     may_fuse: bool = True
@@ -178,6 +178,11 @@ class PendingGradient:
         """Names of the marked `tensors`, each once. Empty for none."""
         names = ("the input (x)", "the gradient of the output (dY)", *("a tensor argument" for _ in self.more))
         return " and ".join(dict.fromkeys(name for name, mark in zip(names, marks, strict=True) if mark))
+
+    @property
+    def parts(self) -> Sequence[PendingGradient]:
+        """One for each weight."""
+        return [self]
 
     @property
     def flops(self) -> float:
@@ -206,7 +211,7 @@ class PendingGradient:
             torch.autograd.backward([weight.edge], [self.gradient()], retain_graph=True)  # for other uses of it
         elif isinstance(weight, sources.Part):
             self._accumulate_part(weight)
-        elif not self._add_in_one(weight, grad := self.fsdp_sum if weight.grad is None else weight.grad):
+        elif not self._add_in_one(weight, grad := self.find_sum(weight)):
             gradient = self.gradient()
             if grad is None:
                 own = gradient.to(tensor_data.find_grad_dtype(weight, gradient))
@@ -215,6 +220,9 @@ class PendingGradient:
                 weight.grad = gradient + grad
             else:
                 grad.add_(gradient)
+
+    def find_sum(self, weight: Tensor) -> Tensor | None:
+        return self.fsdp_sums.get(id(weight)) if self.fsdp_sums and weight.grad is None else weight.grad
 
     def _may_be_an_operand(self, gradient: Tensor) -> bool:
         """Whether a declared gradient shares memory with dY or x, to which the next use would then add."""
@@ -225,7 +233,7 @@ class PendingGradient:
 
     def _accumulate_part(self, part: sources.Part) -> None:
         leaf = part.leaf
-        grad = self.fsdp_sum if leaf.grad is None else leaf.grad
+        grad = self.find_sum(leaf)
         if grad is None:
             leaf.grad = grad = torch.zeros_like(leaf, dtype=tensor_data.find_grad_dtype(leaf, self.dy))
         if not part.fits(grad):
@@ -237,9 +245,9 @@ class PendingGradient:
 
     def _add_in_one(self, weight: Tensor, grad: Tensor | None) -> bool:
         """Add to `grad`, the `.grad` of `weight`, by one fused product; False if there is none."""
-        if self.product.as_matrices is None or not self.may_fuse or (grad is not None and grad.is_sparse):
+        if self.product.as_matrices is None or not self.may_fuse:
             return False
-        return _add_product(weight, grad, *self.product.as_matrices(self.dy, self.x))
+        return add_product(weight, grad, *self.product.as_matrices(self.dy, self.x))
 
 
 Target = Tensor | GradientEdge | sources.Part | sources.Made
@@ -267,10 +275,12 @@ def name_of(function: Callable[..., Any]) -> str:
     return f"{function.__self__.__name__}.{name}" if is_apply(function) else name  # type: ignore[attr-defined]
 
 
-def _add_product(weight: Tensor, grad: Tensor | None, one: Tensor, other: Tensor) -> bool:
+def add_product(weight: Tensor, grad: Tensor | None, one: Tensor, other: Tensor) -> bool:
     """Add the product of two matrices to `grad`, the `.grad` of `weight` so far. False if no kernel does this."""
     # A product in half precision is added to a float32 gradient without intermediate rounding.
     dtype = one.dtype
+    if grad is not None and grad.is_sparse:
+        return False
     if grad is not None and grad.dtype == dtype:
         grad.addmm_(one, other)
         return True

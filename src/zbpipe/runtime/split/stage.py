@@ -319,7 +319,7 @@ class SplitWork(OwnWork):
         summed = self._find_summed()
         if summed and (sums := fsdp2.find_separate_sums(summed.values())):
             for gradient in pending:
-                gradient.fsdp_sum = sums.get(id(sources.find_leaf(gradient.weight)))
+                gradient.fsdp_sums = sums
         if is_last and self.reduces_early:
             self.is_reducing = True
             yield from accumulate_and_reduce(module, pending)
@@ -346,9 +346,9 @@ class SplitWork(OwnWork):
 
     def add_early(self, microbatch: int, gradient: PendingGradient) -> None:
         self._require_unchanged(microbatch, [gradient], "between I and W")
-        found = self._find_summed().get(leaf := id(sources.find_leaf(gradient.weight)))
+        found = self._find_summed().get(id(sources.find_leaf(gradient.weight)))
         of_fsdp = () if found is None else (found,)
-        gradient.fsdp_sum = fsdp2.find_separate_sums(of_fsdp).get(leaf)
+        gradient.fsdp_sums = fsdp2.find_separate_sums(of_fsdp)
         gradient.accumulate()
         fsdp2.settle(of_fsdp)
 
