@@ -278,9 +278,8 @@ def _choose(
         field = f"pipeline_parallel_layers_per_stage={parallelism.pipeline_parallel_layers_per_stage}"
         cut = f"{field} cuts the model's {_num_layers(job)} layers into"
         stages = algorithm.stages_of_cut(ranks, number, cut)
-    *_, titans = filter(
-        None, (getattr(each, _CUT, None) for each in _modules_of(pipelining_fn))
-    )  # the model's own first
+    # The model's own function comes first.
+    *_, titans = (getattr(each, _CUT) for each in _modules_of(pipelining_fn) if hasattr(each, _CUT))
     whole = layer_split.Model(model, job.model_config, batches.length(job.training))
     degrees, tokens, microbatches = shared_degrees(parallelism), prod(batches.shape(job)), batches.microbatches(job)
     of_layers = layer_split.Job(
