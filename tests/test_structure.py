@@ -21,19 +21,19 @@ FORMALITIES = {"zbpipe", "zbpipe.__main__"}
 
 BUDGETS = {
     "src/zbpipe": 294,
-    "src/zbpipe/algorithms": 729,
-    "src/zbpipe/cli": 1732,
-    "src/zbpipe/costs": 991,
-    "src/zbpipe/estimation": 1426,
-    "src/zbpipe/frameworks": 3586,
-    "src/zbpipe/planner": 1838,
-    "src/zbpipe/runtime": 9019,
-    "src/zbpipe/schedule": 704,
-    "src/zbpipe/simulator": 1523,
-    "src/zbpipe/titan": 121,
+    "src/zbpipe/algorithms": 723,
+    "src/zbpipe/cli": 1541,
+    "src/zbpipe/costs": 982,
+    "src/zbpipe/estimation": 1413,
+    "src/zbpipe/frameworks": 3543,
+    "src/zbpipe/planner": 1803,
+    "src/zbpipe/runtime": 8669,
+    "src/zbpipe/schedule": 702,
+    "src/zbpipe/simulator": 1510,
+    "src/zbpipe/titan": 62,
     "src/zbpipe/views": 1007,
-    "tests": 23636,
-    "benchmarks": 3941,
+    "tests": 23345,
+    "benchmarks": 4036,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""
 NO_CODE = {getattr(tokenize, name) for name in ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")}
