@@ -31,7 +31,7 @@ def add_twice(weight: Any, grad: Any, one: Any, other: Any) -> bool:
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "plain schedules": (PendingGradient, "gradient", lambda self: torch.ones_like(self.weight)),
-    "fused W": (products, "_add_product", add_twice),
+    "fused W": (products, "add_product", add_twice),
     "copies to the host": (Copier, "copy_out", lambda *_: pytest.fail("cannot copy")),
     "times and memory of ops": (MemoryCounter, "within_op", lambda *_: nullcontext()),
     COMPILES: (stage, "defer_in_compiled_regions", lambda module, gradients: None),
@@ -83,7 +83,7 @@ def test_what_the_machine_has_not_is_untried(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.usefixtures("one_rank")
 def test_a_plain_schedule_leaves_it_out(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     fused: list[Any] = []
-    monkeypatch.setattr(products, "_add_product", lambda *args: fused.append(args) or False)
+    monkeypatch.setattr(products, "add_product", lambda *args: fused.append(args) or False)
     modules = [nn.Linear(4, 4) for _ in range(2)]
     modules[1].compile(backend="aot_eager")
     with caplog.at_level(logging.WARNING):

@@ -227,7 +227,8 @@ def test_commands_take_sizes(tmp_path: Path) -> None:
     size = "-p", "2", "--sizes", "4:9,2:3,1:1"
     costs = replace(typical_costs(Placement.wave(2, 2)), sizes=((4, 9), (2, 3), (1, 1)))
     schedule = generate("ZB", 2, 3, costs=costs)
-    assert run("simulate", "ZB", "-m", "3", *size)["makespan"] == simulate(schedule, costs).makespan
+    two = "--stages-per-rank", "2"
+    assert run("simulate", "ZB", "-m", "3", *size, *two)["makespan"] == simulate(schedule, costs).makespan
     dump_costs(JobCosts(costs, Placement.wave(2, 2)), tmp_path / "costs.toml")
     of_file = "-m", "3", "--costs-file", str(tmp_path / "costs.toml")
     one, other = (run("plan", "--budget", "1e4", *each) for each in ((*size, "--placement", "v"), of_file))
