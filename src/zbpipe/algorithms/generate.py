@@ -29,7 +29,7 @@ def generate(
         schedule: a name, in any case, or the path of a CSV file. A Schedule is returned unchanged.
         ranks: pipeline ranks, at least 1.
         microbatches: at least 1.
-        stages_per_rank: for looped schedules. Default: the usual number of the schedule.
+        stages_per_rank: for looped schedules. Default: the least number; commands give ZB and ZBLoop 4.
         costs: costs of the stages, or three numbers (f, i, w), for schedules that adapt to them (ZB, ZB1P, ZB2P). Other
             schedules ignore them.
         memory_limit: for schedules that adapt to a limit (ZB, ZBLoop), see `zbpipe.costs.MemoryLimit`.
