@@ -536,7 +536,7 @@ def test_the_table_of_memory(titan: Titan) -> None:
 
 
 def test_memory_of_auto(titan: Titan) -> None:
-    """What its plan may take, by its limit; where that is tight, what it starts with."""
+    """What ZB takes within its limit; where that is tight, what it starts with."""
     auto = (*LARGE, "--parallelism.pipeline_parallel_schedule", "Auto", "--zbpipe.memory-limit")
 
     def activations(limit: str) -> tuple[list[float], float]:
@@ -545,8 +545,8 @@ def test_memory_of_auto(titan: Titan) -> None:
         return kept, found["unit_of_memory_limit"]
 
     (tight, unit), (ample, _) = activations("2 microbatches"), activations("12 microbatches")
-    assert ample == pytest.approx([12 * unit] * 4, rel=0.01)
-    assert min(tight) > 2 * unit
+    assert 11 * unit < max(ample) < 12 * unit
+    assert 2 * unit < min(tight) < max(tight) < 6 * unit
 
 
 def print_line(line: str) -> tuple[str, str]:

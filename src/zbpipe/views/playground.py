@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
-from zbpipe.costs.job import memory_of_1f1b
+from zbpipe.costs.job import MemoryLimit, memory_of_1f1b
 from zbpipe.costs.model import ROUNDING, CostModel
 from zbpipe.costs.numbers import MOST, is_amount
 from zbpipe.costs.transformer import LLAMA_3_8B, Checkpointing, typical_costs, typical_times
@@ -92,6 +92,10 @@ class Setting:
         return self.f, self.i, self.w
 
     @property
+    def asked_limit(self) -> str:
+        return "" if self.limit is None else f" --memory-limit {self.limit:.6g}x"
+
+    @property
     def options(self) -> str:
         costs = ",".join(f"{time:.6g}" for time in self.times)
         return (
@@ -110,9 +114,12 @@ def answer_simulation(setting: Setting, name: str) -> dict[str, Any]:
         )
     stages = setting.stages if algorithm.any_stages_per_rank else None
     costs = setting.costs(algorithm.place(setting.ranks, stages))
-    schedule = algorithm.make(setting.ranks, setting.microbatches, stages_per_rank=stages, costs=costs)
+    asked = setting.asked_limit if "memory_limit" in algorithm.keywords else ""
+    limit = MemoryLimit.parse(f"{setting.limit!r}x") if asked else None
+    how: dict[str, Any] = {"stages_per_rank": stages, "costs": costs, "memory_limit": limit}
+    schedule = algorithm.make(setting.ranks, setting.microbatches, **how)
     chosen = f" --stages-per-rank {stages}" if stages else ""
-    command = f"zbpipe simulate {algorithm.name} {setting.options}{chosen}"
+    command = f"zbpipe simulate {algorithm.name} {setting.options}{chosen}{asked}"
     return _answer(simulate(schedule, costs), setting, algorithm.name, command)
 
 
@@ -122,8 +129,7 @@ def answer_plan(setting: Setting) -> dict[str, Any]:
     found = plan(
         setting.ranks, setting.microbatches, partial(Setting.costs, setting), memory_limit=limit, budget=PLAN_BUDGET
     )
-    asked = "" if setting.limit is None else f" --memory-limit {setting.limit:.6g}x"
-    command = f"zbpipe plan {setting.options}{asked} --budget {PLAN_BUDGET:.6g} -o plan.csv"
+    command = f"zbpipe plan {setting.options}{setting.asked_limit} --budget {PLAN_BUDGET:.6g} -o plan.csv"
     answer = _answer(found.timeline, setting, f"planned ({found.placement}, by {found.found_by})", command)
     return answer | {"lower_bound": found.lower_bound, "gap": found.gap}
 
@@ -150,8 +156,8 @@ def presets() -> dict[str, Setting]:
     found = {}
     for how in (Checkpointing.SELECTIVE, Checkpointing.NONE, Checkpointing.FULL):
         f, i, w = typical_times(how)
-        found[f"typical transformer, {how} checkpointing"] = Setting(8, 32, 2, f, round(i, 3), w, 0.02, how, 1.1)
-    equal = Setting(4, 8, 2, 1.0, 1.0, 1.0, 0.0, Checkpointing.NONE, None)
+        found[f"typical transformer, {how} checkpointing"] = Setting(8, 32, 4, f, round(i, 3), w, 0.02, how, 1.1)
+    equal = Setting(4, 8, 4, 1.0, 1.0, 1.0, 0.0, Checkpointing.NONE, None)
     return found | {"equal times, as in the papers": equal}
 
 
