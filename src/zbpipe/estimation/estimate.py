@@ -534,16 +534,16 @@ def choose_own(
 
 
 def memory_by_rank(workload: Workload) -> JobMemory:
-    """Memory of each rank with the job's schedule. `USABLE` leaves room
-    for the communication library's buffers, FSDP's copies, and fragmentation."""
-    cut, limit = WorkloadCut(workload), workload.memory_limit
+    """Memory of each rank with the job's schedule. `USABLE` leaves room for the communication library's buffers, FSDP's
+    copies, and fragmentation."""
+    layers = workload.layer_costs(lambda layer: (1.0, 1.0, 1.0))  # only memory matters here
     if workload.degrees.pipeline == 1:
-        known = workload.layer_costs(lambda layer: (1.0, 1.0, 1.0))
-        alone = memory_without_pipeline(workload, known, workload.microbatches)
-        return JobMemory((workload.parameters,), (alone,), sum(known.activations))
+        alone = memory_without_pipeline(workload, layers, workload.microbatches)
+        return JobMemory((workload.parameters,), (alone,), sum(layers.activations))
+    cut, limit = WorkloadCut(workload), workload.memory_limit
     algorithm, placement = choose_own(workload, cut)
     split = cut.split(placement, algorithm)
-    costs = join_stages(workload.layer_costs(lambda layer: (1.0, 1.0, 1.0)), split)  # only memory matters here
+    costs = join_stages(layers, split)
     made_for = cut.usual_costs(algorithm, placement)
     microbatches = workload.microbatches
     schedule = algorithm.make_on(placement, microbatches, costs=made_for, memory_limit=limit)

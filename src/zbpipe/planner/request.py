@@ -24,7 +24,7 @@ PLACEMENTS: Mapping[str, Callable[[int], Placement]] = MappingProxyType(
 """Placements by name: one stage per rank, two in a loop, two on a V, and four on two Vs."""
 
 DEFAULT_PLACEMENTS = ("single", "loop", "v", "wave")
-"""Placements with at most two stages per rank. Not every model can be cut into more."""
+"""Placements to try unless the caller names some. Those for which the costs have too few layers are omitted."""
 
 _MOST_BUDGET = 1e13
 """Largest budget: about 28 hours of one core, at some 1e8 ops per second."""

@@ -92,8 +92,8 @@ class Setting:
         return self.f, self.i, self.w
 
     @property
-    def asked_limit(self) -> str:
-        return "" if self.limit is None else f" --memory-limit {self.limit:.6g}x"
+    def memory_limit(self) -> MemoryLimit | None:
+        return None if self.limit is None else MemoryLimit.parse(f"{self.limit!r}x")
 
     @property
     def options(self) -> str:
@@ -114,24 +114,25 @@ def answer_simulation(setting: Setting, name: str) -> dict[str, Any]:
         )
     stages = setting.stages if algorithm.any_stages_per_rank else None
     costs = setting.costs(algorithm.place(setting.ranks, stages))
-    asked = setting.asked_limit if "memory_limit" in algorithm.keywords else ""
-    limit = MemoryLimit.parse(f"{setting.limit!r}x") if asked else None
+    limit = setting.memory_limit if "memory_limit" in algorithm.keywords else None
     how: dict[str, Any] = {"stages_per_rank": stages, "costs": costs, "memory_limit": limit}
     schedule = algorithm.make(setting.ranks, setting.microbatches, **how)
     chosen = f" --stages-per-rank {stages}" if stages else ""
-    command = f"zbpipe simulate {algorithm.name} {setting.options}{chosen}{asked}"
+    command = f"zbpipe simulate {algorithm.name} {setting.options}{chosen}{_limit_option(limit)}"
     return _answer(simulate(schedule, costs), setting, algorithm.name, command)
 
 
 def answer_plan(setting: Setting) -> dict[str, Any]:
     """The best schedule found within the limit, and a bound for all schedules."""
-    limit = None if setting.limit is None else f"{setting.limit!r}x"
-    found = plan(
-        setting.ranks, setting.microbatches, partial(Setting.costs, setting), memory_limit=limit, budget=PLAN_BUDGET
-    )
-    command = f"zbpipe plan {setting.options}{setting.asked_limit} --budget {PLAN_BUDGET:.6g} -o plan.csv"
+    limit, size = setting.memory_limit, (setting.ranks, setting.microbatches)
+    found = plan(*size, partial(Setting.costs, setting), memory_limit=limit, budget=PLAN_BUDGET)
+    command = f"zbpipe plan {setting.options}{_limit_option(limit)} --budget {PLAN_BUDGET:.6g} -o plan.csv"
     answer = _answer(found.timeline, setting, f"planned ({found.placement}, by {found.found_by})", command)
     return answer | {"lower_bound": found.lower_bound, "gap": found.gap}
+
+
+def _limit_option(limit: MemoryLimit | None) -> str:
+    return "" if limit is None else f" --memory-limit {limit.amount:.6g}x"
 
 
 def _answer(timeline: Timeline, setting: Setting, title: str, command: str) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from zbpipe.costs.job import MemoryLimit
 from zbpipe.estimation.workload import Degrees, Workload
 from zbpipe.frameworks.options import Options, add_arguments, from_arguments
 from zbpipe.frameworks.titan import cpu
+from zbpipe.frameworks.titan.batches import counts_tokens
 from zbpipe.frameworks.titan.versions import find_installed, require_names
 from zbpipe.schedule.ir import require_whole
 from zbpipe.schedule.user_code import import_from_here
@@ -76,7 +77,6 @@ def read_workload(arguments: Sequence[str], gpus: int) -> Workload:
     """
     with cpu.compiling_late():
         config = read_config(arguments, allow_float8=True)
-    from zbpipe.frameworks.titan.batches import counts_tokens
     from zbpipe.frameworks.titan.models import workload_of  # not before: TorchTitan chooses its device at import
 
     name = " ".join(value for flag, value in pairwise(arguments) if flag in _NAMING)

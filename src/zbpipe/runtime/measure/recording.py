@@ -49,7 +49,6 @@ class StepRecord:
     """Peak bytes that one op of each kind and stage had allocated and not freed, if requested."""
     message_bytes: int
     """Largest message per microbatch that this rank sends forward; 0 if it has only the last stage."""
-
     is_typical: bool = True
     """False for a step whose microbatches all had one shape that is not the usual one."""
 

@@ -258,8 +258,7 @@ class StepSizes:
 
     def agree(self, runtime: pipelining.OwnRuntime, given: Any, args: Any, kwargs: Any) -> None:
         """Agree with all ranks on the shapes of the step's inputs before its messages, if it was `given` a size."""
-        is_set_up, told, seen = pipelining.is_set_up(runtime), self._told, self._seen
-        table = None
+        is_set_up, told, seen, table = pipelining.is_set_up(runtime), self._told, self._seen, None
         for work in runtime.works:
             work.messages.learn_last_step()
         if given is None:

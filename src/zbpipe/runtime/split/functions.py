@@ -106,10 +106,11 @@ class _Backward:
     def _defer_region(self, late: Sequence[tuple[lazy_products.Weight, Target]], returned: list[Any]) -> None:
         postponed = [returned[weight.place] for weight, _ in late]
         region = _PendingRegion(self.deferral.layer, [target for _, target in late], postponed)
-        is_deferred = self.deferral.defer_all(region, [(weight.edge.node, weight.leaf) for weight, _ in late])
         for weight, _ in late:
             returned[weight.place] = None
-        for (weight, _), part in zip(late, () if is_deferred else region.parts, strict=not is_deferred):
+        if self.deferral.defer_all(region, [(weight.edge.node, weight.leaf) for weight, _ in late]):
+            return
+        for (weight, _), part in zip(late, region.parts, strict=True):
             if self.deferral.is_due_now(part, weight.edge.node):
                 returned[weight.place] = part.gradient()
 
