@@ -111,6 +111,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     """This rank's copies of tied weights: the norm of all gradients counts only the other copy."""
     refuses_capture: bool = False
     """Whether a step in a CUDA graph is refused: frameworks capture it by default."""
+    run_checked: Callable[..., None] | None = None
+    """Runs the microbatches of a checked step, by a function that it gets with that function's arguments."""
     _size: int | tuple[int, ...] | None = None
     """The running step's number of microbatches, or the number of tokens of each; None for the usual size."""
     _cut: tuple[Any, Any, Any] | None = None
@@ -405,7 +407,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                 self._models_are_checked = True
                 self._replays = torch.zeros((), dtype=torch.int64, device=stages[0].device)  # not in a graph's memory
             self.sizes.pass_on_unfreezing(self)
-            run = partial(super().run_microbatches, args, kwargs, targets, *more, **more_by_name)
+            run = partial(self.run_checked, super().run_microbatches) if self.run_checked else super().run_microbatches
+            run = partial(run, args, kwargs, targets, *more, **more_by_name)
             with (
                 self._copies.issue_during(self) if self._copies and self.schedule.has_copies else nullcontext(),
                 self._follow_waits(),

@@ -22,6 +22,11 @@ tree_map = _pytree.tree_map
 tree_map_only = _pytree.tree_map_only
 
 
+def copy_leaves(values: Any) -> Any:
+    """`values` with copies of all tensors, without their graphs."""
+    return tree_map_only(Tensor, lambda each: each.detach().clone().requires_grad_(each.requires_grad), values)
+
+
 def copy_type(function: type[torch.autograd.Function], plain: Callable[..., Any]) -> None:
     """Let strict SPMD type checking (spmd_types) give `function` the types of `plain`."""
     # `plain` takes the same arguments, and computes the same with torch's own functions.

@@ -327,15 +327,6 @@ def resharding(module: nn.Module) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def without_overlap(works: Sequence[Any]) -> Iterator[None]:
-    """Context in which FSDP2 gathers and reduces as in torch, so that W leaves gradients in gathered parameters."""
-    with ExitStack() as around:
-        for work in works:
-            around.enter_context(replaced(work, fsdp_mode="torch"))
-        yield
-
-
 def is_shared(module: nn.Module) -> bool:
     return is_fsdp(module) and any(group.mesh_info.mesh.size() > 1 for group in list_groups(module))
 

@@ -176,6 +176,27 @@ def _open_nothing(what: object) -> AbstractContextManager[None]:
 _NOTHING = nullcontext()
 
 
+def set_up(
+    runtime: OwnRuntime, args: Any, kwargs: Any, targets: Any, losses: Any = None, *more: Any, loss_kwargs: Any = None
+) -> None:
+    """What the first step of `runtime` does before its first action, if it has not been done."""
+    args, kwargs = runtime._check_inputs(args, kwargs, targets, losses)
+    runtime.initialize_stages(args[0], kwargs[0], targets and targets[0], loss_kwargs)
+
+
+def with_whole_backwards(runtime: OwnRuntime) -> AbstractContextManager[None]:
+    """Context of runs in which this rank runs a B for each I, and no W. All ranks then send the same messages."""
+    kinds = _ComputationType
+
+    def change(row: list[Any]) -> list[Any]:
+        left = [each for each in row if each is None or each[1] is not kinds.BACKWARD_WEIGHT]
+        i, b = kinds.BACKWARD_INPUT, kinds.FULL_BACKWARD
+        return [each._replace(computation_type=b) if each and each[1] is i else each for each in left]
+
+    lists = {name: getattr(runtime, name) for name in ("pipeline_order", "pipeline_order_with_comms")}
+    return replaced(runtime, **{name: {**of, runtime.rank: change(of[runtime.rank])} for name, of in lists.items()})
+
+
 class _StepIsVoidError(Exception):
     """The actions that ran ahead do not count."""
 

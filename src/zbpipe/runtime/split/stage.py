@@ -225,7 +225,7 @@ class SplitWork(OwnWork):
         self._has_looked_around = False
         """Whether the modules around the layers were also searched for products."""
         self._has_reported = False
-        self._leaves_whole = False
+        self.leaves_whole = False
         """Whether F and B of this step's microbatches without I run as without zbpipe."""
         self._is_scaled = False
         """Whether this step's gradients were divided by the number of microbatches."""
@@ -270,8 +270,8 @@ class SplitWork(OwnWork):
             self.left.pop(microbatch, None)
 
     def _run(self, kind: str, microbatch: int, compute: Callable[[], Any]) -> Any:
-        leaves_whole = self._leaves_whole and not self.waits.fills("B", self)
-        self.gradients.are_whole = leaves_whole and microbatch in self.whole
+        is_left = self.leaves_whole and not self.waits.fills("B", self)
+        self.gradients.are_whole = is_left and microbatch in self.whole
         try:
             return super()._run(kind, microbatch, compute)
         finally:
@@ -364,12 +364,15 @@ class SplitWork(OwnWork):
             if parameter.grad is not None and id(parameter) not in later:
                 parameter.grad.div_(grad_scale_factor)
 
-    def clear_runtime_states(self) -> None:
+    def forget_run(self) -> None:
         self.deferred.clear()
         forget(self._delaying)
         self._is_scaled = False
         self._summed = None
-        self._leaves_whole = self._is_settled  # layers learn from the first I
+        super().forget_run()
+
+    def clear_runtime_states(self) -> None:
+        self.leaves_whole = self._is_settled  # layers learn from the first I
         if self.stage.has_backward:
             self.gradients.step += 1
             autograd.register_types()  # the job may have imported spmd_types since

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from zbpipe.runtime._torch import autograd, collectives, fsdp2
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.delaying import delays
@@ -62,8 +63,6 @@ class WaitFiller:
         self.how, self._agree = how, agree
         self.budgets: Budgets | None = None
         """FLOPs for each wait of an op, by kind and stage, such as "I3". None before they are agreed."""
-        self.is_paused = False
-        """Whether the running step is checked, so that each W computes its own microbatch."""
         self.filled = 0
         """Number of products that ran in waits."""
         self._works: Sequence[Work] = ()
@@ -85,6 +84,10 @@ class WaitFiller:
     def is_decided(self) -> bool:
         return self.how == "off" or self.budgets is not None
 
+    def paused(self) -> AbstractContextManager[None]:
+        """Context of a run, within a step, that fills and measures nothing."""
+        return replaced(self, budgets={}, _is_measuring=False)
+
     def turn_off(self, reason: str) -> None:
         logger.warning("fill_waits=%r changes nothing: %s", self.how, reason)
         self.how, self.budgets = "off", None
@@ -94,7 +97,7 @@ class WaitFiller:
         """Context of a training step."""
         self._works = works
         self._steps += 1
-        self._is_measuring = self._steps >= MEASURED_STEP and not (self.is_decided or self.is_paused)
+        self._is_measuring = self._steps >= MEASURED_STEP and not self.is_decided
         if not self._is_measuring:
             yield
             return
@@ -115,8 +118,7 @@ class WaitFiller:
         return made
 
     def fills(self, kind: str, work: Work) -> bool:
-        budgets = {} if self.is_paused else self.budgets
-        return bool(budgets and budgets.get(f"{kind}{work.stage.stage_index}"))
+        return bool(self.budgets and self.budgets.get(f"{kind}{work.stage.stage_index}"))
 
     def during(self, kind: str, work: Work, pending: Sequence[PendingGradient] = ()) -> AbstractContextManager[None]:
         """Context of an op, which defers `pending`."""

@@ -136,6 +136,11 @@ class WeightWork:
         ]
         return sorted(products, key=lambda product: -product.share)
 
+    @property
+    def mostly_in_w(self) -> frozenset[str]:
+        return frozenset(self._waiting) - self.mostly_in_i
+
+    @property
     def mostly_in_i(self) -> frozenset[str]:
         """Parameters with more FLOPs in I than in W."""
         total: defaultdict[str, float] = defaultdict(float)

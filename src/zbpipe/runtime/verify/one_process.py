@@ -61,8 +61,7 @@ def check_gradients(
         The report, if all gradients pass.
 
     Raises:
-        PipelineError: the gradients differ, or a second run of a forward gives another output. The cause has the report
-            (`GradientMismatchError`), or names the state on which the forward depends.
+        PipelineError: the gradients differ. The cause (`GradientMismatchError`) has the report.
         ValueError: the batch cannot be cut into equal parts, only one of target and loss function is given, no
             parameter gets a gradient, or this process belongs to a job of several ranks.
     """
