@@ -29,10 +29,9 @@ from zbpipe.runtime.ranks.progress import StepFailures
 from zbpipe.runtime.ranks.step_board import StepBoard, StepSizes
 from zbpipe.runtime.ranks.warm_up import warm_up
 from zbpipe.runtime.split import stage as split
-from zbpipe.runtime.split.loss import defer_in_loss
 from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.runtime.split.waits import FillWaits, WaitFiller
-from zbpipe.runtime.split.weight_gradients import WeightGradients
+from zbpipe.runtime.split.weight_gradients import WeightGradients, defer_in_loss
 from zbpipe.runtime.transport import Probe, find_known_of
 from zbpipe.schedule.ir import OpKind, Schedule
 from zbpipe.schedule.registry import Algorithm

@@ -14,9 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from zbpipe.runtime._torch import autograd, on_meta
 from zbpipe.runtime.split import graph_products
 from zbpipe.runtime.split.deferring_layers import defer_weights
-from zbpipe.runtime.split.last_w import accumulate
 from zbpipe.runtime.split.products import PendingGradient
-from zbpipe.runtime.split.weight_gradients import WeightGradients
+from zbpipe.runtime.split.weight_gradients import WeightGradients, accumulate
 from zbpipe.runtime.split.work import WeightWork
 from zbpipe.schedule.ir import OpKind
 

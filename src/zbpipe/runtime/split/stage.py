@@ -24,11 +24,16 @@ from zbpipe.runtime.split.deferring_layers import (
     deferrals,
 )
 from zbpipe.runtime.split.delaying import delay_in_i_alone, delaying, forget
-from zbpipe.runtime.split.last_w import accumulate, accumulate_and_reduce
-from zbpipe.runtime.split.ownership import copy_if_shared
 from zbpipe.runtime.split.products import PendingGradient, title
 from zbpipe.runtime.split.waits import WaitFiller
-from zbpipe.runtime.split.weight_gradients import WeightGradients, find_changed_contents, find_changed_versions
+from zbpipe.runtime.split.weight_gradients import (
+    WeightGradients,
+    accumulate,
+    accumulate_and_reduce,
+    copy_if_shared,
+    find_changed_contents,
+    find_changed_versions,
+)
 from zbpipe.runtime.split.work import StaysInI, WeightWork, describe, look_at_graphs, percent
 
 SplitBackward = Literal["deferred", "strict", "autograd"]
@@ -322,7 +327,8 @@ class SplitWork(OwnWork):
                 gradient.fsdp_sums = sums
         if is_last and self.reduces_early:
             self.is_reducing = True
-            yield from accumulate_and_reduce(module, pending)
+            layers = [each.layer for each in deferrals(module).values()]
+            yield from accumulate_and_reduce(module, pending, layers)
             return
         with self.waits.timing_w(pending):
             yield from accumulate(pending)

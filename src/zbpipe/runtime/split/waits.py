@@ -22,7 +22,6 @@ from zbpipe.runtime._torch import autograd, collectives, fsdp2
 from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.split import sources
-from zbpipe.runtime.split.delaying import delays
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 
@@ -161,7 +160,7 @@ class WaitFiller:
         leaves = [(id(sources.find_leaf(each.weight)), each) for each in pending]
         uses = Counter(leaf for leaf, _ in leaves)
         for leaf, gradient in leaves:
-            if uses[leaf] > 1 or isinstance(gradient.weight, sources.Made) or delays(gradient.layer):
+            if uses[leaf] > 1 or isinstance(gradient.weight, sources.Made):
                 self._barred.add(leaf)
             elif flops := gradient.flops:
                 self._may_fill[leaf] = min(flops, self._may_fill.get(leaf, flops))
