@@ -36,7 +36,7 @@ import zbpipe
 from zbpipe.frameworks.options import Options
 from zbpipe.runtime.split.stage import find_split
 from zbpipe.runtime.split.waits import MEASURED_STEP
-from zbpipe.runtime.verify.one_process import schedule_w_last
+from zbpipe.runtime.verify.gradient_check import schedule_w_last
 from zbpipe.schedule import registry
 
 DIM, SEQUENCE, HEADS, BATCH, MICROBATCHES = 16, 8, 4, 2, 4

@@ -32,8 +32,8 @@ from zbpipe.runtime.split import compiled_backward, deferral
 from zbpipe.runtime.split.products import LINEAR, PendingGradient
 from zbpipe.runtime.split.stage import find_pending
 from zbpipe.runtime.verify import GradientReport
+from zbpipe.runtime.verify.gradient_check import schedule_w_last
 from zbpipe.runtime.verify.gradient_report import GradientMismatchError
-from zbpipe.runtime.verify.one_process import schedule_w_last
 
 pytestmark = pytest.mark.long  # it takes minutes, too
 

@@ -198,7 +198,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         self._use(schedule)
         is_unsure = transport is None and known.transport.has_queues and not known.is_measured and not plain
         if is_unsure and not board.is_alone and (self.lists.receives is None or "transport" in algorithm.keywords):
-            self._probe = Probe(self.works, board, known.queues)
+            self._probe = Probe(stages[0], [work.messages for work in self.works], board, known.queues)
         checks.require_scaled_once(self, algorithm.name)
 
     @property

@@ -441,7 +441,7 @@ class _DeferredProduct(torch.autograd.Function):
 autograd.copy_type(_DeferredProduct, lambda x, weight, y, *_: y)
 autograd.copy_type(_DeferredWhole, lambda x, weight, bias, rule, function, args: function(*args))
 for _function in (_DeferredWhole, _DeferredProduct):
-    # For `graph_products` and `lazy_products`, cheaper than attributes that each call would set.
+    # For `work` and `lazy_products`, cheaper than attributes that each call would set.
     autograd.add_properties(
         _function,
         deferral=lambda node: node.rule.deferral,

@@ -412,7 +412,7 @@ def replace_backward(node: Any, run: Any) -> None:
 
     if _takes_a_list(node):
         node.apply_boxed = lambda gradients: run(here(), gradients)
-    node.deferral, node.weight_places = run.deferral, tuple(each.number for each in run.weights)  # for `graph_products`
+    node.deferral, node.weight_places = run.deferral, tuple(each.number for each in run.weights)  # for `work`
     node.apply = apply
 
 

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 
 from zbpipe.runtime._torch import autograd, collectives, fsdp2
-from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.products import PendingGradient
@@ -66,7 +65,7 @@ class WaitFiller:
         """Number of products that ran in waits."""
         self._works: Sequence[Work] = ()
         self._steps = 0
-        self._is_measuring = False
+        self.is_measuring = False
         self._budget: Sequence[float] = ()
         """Of the running op's waits."""
         self._number = 0
@@ -83,10 +82,6 @@ class WaitFiller:
     def is_decided(self) -> bool:
         return self.how == "off" or self.budgets is not None
 
-    def paused(self) -> AbstractContextManager[None]:
-        """Context of a run, within a step, that fills and measures nothing."""
-        return replaced(self, budgets={}, _is_measuring=False)
-
     def turn_off(self, reason: str) -> None:
         logger.warning("fill_waits=%r changes nothing: %s", self.how, reason)
         self.how, self.budgets = "off", None
@@ -96,8 +91,8 @@ class WaitFiller:
         """Context of a training step."""
         self._works = works
         self._steps += 1
-        self._is_measuring = self._steps >= MEASURED_STEP and not self.is_decided
-        if not self._is_measuring:
+        self.is_measuring = self._steps >= MEASURED_STEP and not self.is_decided
+        if not self.is_measuring:
             yield
             return
         try:
@@ -107,7 +102,7 @@ class WaitFiller:
             self.budgets = self._agree(self._find_budgets)
             self._log()
         finally:
-            self._is_measuring = False
+            self.is_measuring = False
             self._measured.clear()
             self._of_w.clear()
 
@@ -121,13 +116,13 @@ class WaitFiller:
 
     def during(self, kind: str, work: Work, pending: Sequence[PendingGradient] = ()) -> AbstractContextManager[None]:
         """Context of an op, which defers `pending`."""
-        if self._is_measuring:
+        if self.is_measuring:
             return self._measure(kind, work, pending)
         return self._fill_during(kind, work, pending) if self.fills(kind, work) else nullcontext()
 
     @contextmanager
     def timing_w(self, pending: Sequence[PendingGradient]) -> Iterator[None]:
-        if not self._is_measuring:
+        if not self.is_measuring:
             yield
             return
         flops, start = sum(each.flops for each in pending), self._mark()
