@@ -175,14 +175,6 @@ def _open_nothing(what: object) -> AbstractContextManager[None]:
 _NOTHING = nullcontext()
 
 
-def set_up(
-    runtime: OwnRuntime, args: Any, kwargs: Any, targets: Any, losses: Any = None, *more: Any, loss_kwargs: Any = None
-) -> None:
-    """What the first step of `runtime` does before its first action, if it has not been done."""
-    args, kwargs = runtime._check_inputs(args, kwargs, targets, losses)
-    runtime.initialize_stages(args[0], kwargs[0], targets and targets[0], loss_kwargs)
-
-
 def with_whole_backwards(runtime: OwnRuntime) -> AbstractContextManager[None]:
     """Context of runs in which this rank runs a B for each I, and no W. All ranks then send the same messages."""
     kinds = _ComputationType

@@ -126,14 +126,20 @@ class GradientCheck(Watcher):
         self, schedule: RegisteredSchedule, run: Callable[..., None], args: Any, kwargs: Any, *more: Any, **options: Any
     ) -> None:
         """Run the microbatches twice, by `run(args, kwargs, ...)`, and compare."""
-        pipelining.set_up(schedule, args, kwargs, *more, **options)
         stages = [_CheckedStage(stage) for stage in pipelining.stages_of(schedule)]
-        with _as_without_split(schedule):
+        initialize = schedule.initialize_stages
+
+        def begin(*given: Any, **named: Any) -> None:
+            initialize(*given, **named)  # before the first step it makes lazy parameters
+            for stage in stages:
+                stage.note_state()
+
+        with _as_without_split(schedule), replaced(schedule, initialize_stages=begin):
             # Inputs may have graphs, and a stage may write into them.
             run(autograd.copy_leaves(args), autograd.copy_leaves(kwargs), *more, **options)
             for stage in stages:
                 stage.take_reference()
-        for stage in reversed(stages):  # the first one has the random numbers of the beginning
+        for stage in stages:
             stage.restore()
         for work in schedule.works:
             work.forget_run()
@@ -170,10 +176,12 @@ class _CheckedStage:
     def __init__(self, stage: pipelining.Stage) -> None:
         self._stage = stage
         self._module = stage.submod
-        self._state = ModuleState(self._module, pipelining.device_of(stage))
-        self._objects = _describe_objects(self._module)
         self._before = copy_gradients(self._module)
         self._expected: dict[str, Tensor] = {}
+
+    def note_state(self) -> None:
+        self._state = ModuleState(self._module, pipelining.device_of(self._stage))
+        self._objects = _describe_objects(self._module)
 
     def take_reference(self) -> None:
         self._expected = copy_gradients(self._module)
