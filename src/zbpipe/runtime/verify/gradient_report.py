@@ -33,7 +33,7 @@ class GradientReport:
     not_compared: frozenset[tuple[int, str]] = frozenset()
     """Stage and parameter of a gradient that hooks change after its accumulation, or that was not finite."""
     deferred: frozenset[tuple[int, str]] = frozenset()
-    """Stage and parameter of gradients that some microbatch deferred to W, mostly or entirely."""
+    """Stage and parameter of gradients of products that are mostly deferred to W."""
     not_deferred: frozenset[tuple[int, str]] = frozenset()
     """Stage and parameter of other gradients of products, mostly computed in I."""
     flops: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
