@@ -43,7 +43,7 @@ import zbpipe
 from zbpipe.runtime._torch import hooks
 from zbpipe.runtime.split.deferring_layers import defer_weights
 from zbpipe.runtime.split.weight_gradients import WeightGradients
-from zbpipe.runtime.verify.one_process import schedule_w_last
+from zbpipe.runtime.verify.gradient_check import schedule_w_last
 from zbpipe.schedule import registry
 from zbpipe.simulator.offloading import Offload, copy_all
 

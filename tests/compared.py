@@ -11,9 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from zbpipe.runtime.split.deferring_layers import defer_in_compiled_regions, defer_weights
-from zbpipe.runtime.split.last_w import accumulate
 from zbpipe.runtime.split.products import PendingGradient
-from zbpipe.runtime.split.weight_gradients import WeightGradients
+from zbpipe.runtime.split.weight_gradients import WeightGradients, accumulate
 
 Call = Callable[..., Tensor]
 

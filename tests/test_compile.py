@@ -118,14 +118,11 @@ def test_a_region_leaves_one_object_to_w() -> None:
 
 
 @pytest.mark.parametrize("fullgraph", [True, False])
-def test_layers_keep_their_forward_where_nothing_runs_eagerly(fullgraph: bool) -> None:
-    """All but one, so that the region does not run the graph of the same block in a step without a split."""
+def test_a_region_does_not_run_the_graph_of_the_same_block_without_a_split(fullgraph: bool) -> None:
     plain = FeedForward()
     plain.compile(backend="aot_eager", fullgraph=fullgraph)
     plain(torch.randn(SHAPE, requires_grad=True)).sum().backward()
     both = blocks(FeedForward, fullgraph=fullgraph)
-    replaced = ["forward" in vars(each) for each in both.module.modules()]
-    assert sum(replaced) == (1 if fullgraph else 3)
     assert count(both) == [3] * 3
 
 

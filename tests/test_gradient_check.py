@@ -32,8 +32,8 @@ from zbpipe.runtime.split import compiled_backward, deferral
 from zbpipe.runtime.split.products import LINEAR, PendingGradient
 from zbpipe.runtime.split.stage import find_pending
 from zbpipe.runtime.verify import GradientReport
+from zbpipe.runtime.verify.gradient_check import schedule_w_last
 from zbpipe.runtime.verify.gradient_report import GradientMismatchError
-from zbpipe.runtime.verify.one_process import schedule_w_last
 
 pytestmark = pytest.mark.long  # it takes minutes, too
 
@@ -71,7 +71,7 @@ def test_a_right_split_passes(num_stages: int, checkpointing: Checkpointing) -> 
     assert report.passed
     assert (report.microbatches, set(report.tolerances)) == (2 * 3, set(range(num_stages)))
     parameters = [p for stage in model(num_stages) for p in stage.parameters() if p.requires_grad]
-    assert len(report.errors) == len(parameters) + num_stages - 1  # and the gradient between two stages
+    assert len(report.errors) == len(parameters)
     assert max(report.errors.values()) < 1e-5
     assert report.errors[num_stages - 1, "0.up.weight" if num_stages > 1 else "1.up.weight"] >= 0
     assert not dist.is_initialized()
@@ -113,17 +113,19 @@ def test_a_gradient_changed_while_it_waits_is_named(monkeypatch: pytest.MonkeyPa
     modules = model()
     wrong = modules[0][1].gate.weight  # type: ignore[index, union-attr]
     breaking(monkeypatch, turn_round(lambda pending: pending.weight is wrong))
-    words = r"0W0: .*: 1\.gate\.weight 2\. If this layer declares"
+    words = r"stage 0: .*: 1\.gate\.weight [\d.]+ If this layer declares"
     assert mismatch(zbpipe.check_gradients, modules, *batch(2), loss_fn, match=words).report.off() == [
         (0, "1.gate.weight")
     ]
 
 
 def test_a_wrong_gradient_of_the_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It belongs to no parameter of the stage, but to all of the stage before."""
+    """It belongs to no parameter of the stage, but to all of the stages before."""
     monkeypatch.setattr(LINEAR, "of_input", lambda dy, x, weight: 1.01 * dy @ weight)
-    parts = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
-    assert mismatch(zbpipe.check_gradients, parts, torch.randn(2, WIDTH)).report.off() == [(1, "input 0")]
+    parts = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+    words = r"stage 1: .* and gradients of the stages 0 before it\. .* look at the gradient that the next stage sends"
+    found = mismatch(zbpipe.check_gradients, parts, torch.randn(2, WIDTH), match=words).report
+    assert {*found.off()} == {(stage, name) for stage in (0, 1) for name in ("weight", "bias")}
 
 
 def test_at_most_ten_names_the_worst_first(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +195,7 @@ def test_compiled_regions(monkeypatch: pytest.MonkeyPatch) -> None:
     factor = 2
     report = mismatch(zbpipe.check_gradients, stage, x, microbatches=3).report
     assert {*report.off()} == {(0, f"{n}.{layer}.weight") for n in (0, 1) for layer in ("up", "down")}
-    assert [report.errors[key] for key in report.off()] == pytest.approx([1.0] * 4)
+    assert min(report.errors[key] for key in report.off()) > 0.3  # the first I of the first step leaves nothing to W
 
 
 class Restless(nn.Module):
@@ -270,12 +272,13 @@ def in_place(held: Any) -> int:
 
 
 NUMBERS = itertools.count()
+HELD = r" \(1.held of stage 0 changed\)"
 REFUSED: dict[str, tuple[Any, Callable[[Any], int], str]] = {
-    "dict": ({"n": 0}, in_dict, "'1.held'"),
-    "object in a dict": ({"one": SimpleNamespace(n=0)}, lambda held: in_dict(vars(held["one"])), "'1.held'"),
-    "numpy array": (np.zeros(2), in_place, "'1.held'"),
-    "iterator": (itertools.count(), next, "'1.held'"),
-    "global": (None, lambda held: next(NUMBERS), "something outside of its modules"),
+    "dict": ({"n": 0}, in_dict, HELD),
+    "object in a dict": ({"one": SimpleNamespace(n=0)}, lambda held: in_dict(vars(held["one"])), HELD),
+    "numpy array": (np.zeros(2), in_place, HELD),
+    "iterator": (itertools.count(), next, HELD),
+    "global": (None, lambda held: next(NUMBERS), ""),
 }
 
 
@@ -286,12 +289,12 @@ def alternating(held: Any, count: Callable[[Any], int]) -> nn.Module:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_other_state_is_refused_by_name(kind: str) -> None:
-    """The split is right, and no report says that it was compared."""
+def test_other_state_is_named(kind: str) -> None:
+    """The split is right, and the error says what else it may be."""
     held, count, name = REFUSED[kind]
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), alternating(held, count))
-    with pytest.raises(zbpipe.PipelineError, match=f"0, microbatch 0: its gradients cannot .* depends on {name}"):
-        zbpipe.check_gradients(module, torch.randn(6, WIDTH), microbatches=3)
+    words = rf"random numbers{name}, the second run differs without a fault: keep that in a buffer"
+    mismatch(zbpipe.check_gradients, module, torch.randn(6, WIDTH), microbatches=3, match=words)
 
 
 def test_a_forward_that_the_split_changes_is_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +324,7 @@ def test_reentrant_checkpoints(one_rank: None, given: bool) -> None:
         parts = [PipelineStage(each, n, 2, CPU, (example,), (example,)) for n, each in enumerate(parts)]
     report = zbpipe.check_gradients(parts, x, y, nn.functional.mse_loss)
     assert {name for stage, name in report.deferred} == {"before.weight", "inside.0.weight", "inside.2.weight"}
-    assert len(report.errors) == 13
+    assert len(report.errors) == 12
 
 
 def test_a_reentrant_checkpoint_of_what_needs_no_gradient() -> None:
@@ -334,34 +337,6 @@ def test_a_reentrant_checkpoint_of_what_needs_no_gradient() -> None:
         with pytest.raises((ValueError, zbpipe.PipelineError), match=r"call batch.requires_grad_\(\), or set"):
             zbpipe.check_gradients(stage, x, *more)
         assert zbpipe.check_gradients(stage, x.clone().requires_grad_(), *more).passed
-
-
-class Warming(nn.Module):
-    """Sets a buffer in its first call; backwards of later ones hold on to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Buffer(torch.zeros(WIDTH))
-        self.is_warm = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.is_warm:
-            self.scale.fill_(2)
-        self.is_warm = True
-        return self.linear(x) * self.scale
-
-
-def test_another_microbatch_may_need_what_is_put_back(one_rank: None) -> None:
-    """Its own forward comes before the second run of the one that changed the buffer."""
-    module = Warming()
-    schedule = w_last(module, 3)
-    x, y = torch.randn(2, 3, WIDTH)
-    schedule.step(x, target=y)  # learns shapes
-    module.is_warm = False
-    module.scale.zero_()
-    zbpipe.GradientCheck(schedule)
-    schedule.step(x, target=y)
-    assert module.scale[0] == 2
 
 
 def test_hooks_on_gradients(one_rank: None) -> None:
@@ -447,7 +422,7 @@ def test_fully_shard(one_rank: None, monkeypatch: pytest.MonkeyPatch, precision:
     breaking(monkeypatch, turn_round(lambda pending: pending.x.shape[-1] == 2 * WIDTH))
     zbpipe.GradientCheck(schedule)
     report = mismatch(train, schedule, 4).report
-    assert {name for _, name in report.off()} == {f"{n}.down.weight" for n in (0, 1)}
+    assert {name for _, name in report.off()} == {f"{n}.down.weight" for n in (0, 1, 2)}
 
 
 def checked_on_two_ranks(broken: bool) -> tuple[GradientReport | None, list[str]]:
@@ -474,18 +449,16 @@ def test_two_ranks_end_with_the_same_report_or_error() -> None:
     assert first == second
     assert first.passed
     assert (first.schedule, first.steps, first.microbatches) == ("ZBH1", 2, 8)
-    assert {(0, "0.weight"), (1, "2.weight"), (1, "input 0")} <= set(first.errors)
+    assert {(0, "0.weight"), (1, "2.weight")} <= set(first.errors)
     assert len(told) == 1
     assert told[0].startswith("the split gives the gradients of an ordinary backward. ZBH1: 8 microbatches of 2 steps")
     assert silent == []
     wrong = (
-        r"rank 1, schedule ZBH1, action \d+ of \d+ in step \d+, 1W0: GradientMismatchError: stage 1, microbatch 0: .*"
-        r" above 1e-04: 2\.weight 2\. If this layer declares weight_products itself"
+        r"rank \d, schedule ZBH1, after its last action: GradientMismatchError: stage 1: .*"
+        r" above 1e-04: 2\.weight [\d.]+\. If this layer declares weight_products itself"
     )
-    for ending, words in zip(
-        endings(2, checked_on_two_ranks, True, group_timeout=60), ("another rank failed first: ", ""), strict=True
-    ):
-        assert re.search(f"PipelineError: {words}{wrong}", ending.error or ""), ending
+    for ending in endings(2, checked_on_two_ranks, True, group_timeout=60):
+        assert re.search(f"PipelineError: (another rank failed first: )?{wrong}", ending.error or ""), ending
 
 
 def test_what_cannot_be_checked_is_refused(one_rank: None) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 
 import zbpipe
 from zbpipe.runtime.verify import GradientReport
-from zbpipe.runtime.verify.one_process import schedule_w_last
+from zbpipe.runtime.verify.gradient_check import schedule_w_last
 
 for library in ("transformers", "timm", "diffusers", "peft", "torchao", "torchvision"):
     pytest.importorskip(library)

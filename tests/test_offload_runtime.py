@@ -22,7 +22,7 @@ from zbpipe.costs import Link
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
 from zbpipe.runtime.offload import Copier, Copies, HostCopy, Saved, Storages, find_unshared, make_copier
-from zbpipe.runtime.verify.one_process import schedule_w_last
+from zbpipe.runtime.verify.gradient_check import schedule_w_last
 from zbpipe.simulator import offload
 from zbpipe.simulator.offloading import Offload, copy_all
 

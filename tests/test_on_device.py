@@ -16,7 +16,7 @@ from zbpipe.runtime.split import products, stage
 from zbpipe.runtime.split.deferring_layers import deferral_of
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.verify import on_device
-from zbpipe.runtime.verify.one_process import schedule_w_last
+from zbpipe.runtime.verify.gradient_check import schedule_w_last
 from zbpipe.simulator.offloading import Offload, copy_all
 
 CPU = torch.device("cpu")

@@ -14,11 +14,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils.flop_counter import FlopCounterMode
 
-from zbpipe.runtime.split.last_w import accumulate
+from zbpipe.runtime.split.weight_gradients import accumulate
 
 pytest.importorskip("torchao")
 
 WIDTH = 64
+
 ROWS = 64
 BLOCK = 128
 """What NVFP4 divides sizes into."""

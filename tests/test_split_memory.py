@@ -18,10 +18,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from zbpipe.costs.transformer import Block, Checkpointing
 from zbpipe.runtime.split.deferring_layers import defer_weights
-from zbpipe.runtime.split.ownership import copy_if_shared
 from zbpipe.runtime.split.products import LINEAR, PendingGradient
 from zbpipe.runtime.split.stage import find_pending, split_backward
-from zbpipe.runtime.split.weight_gradients import WeightGradients
+from zbpipe.runtime.split.weight_gradients import WeightGradients, copy_if_shared
 
 WIDTH, TOKENS = 8, 4
 SIZE = Size(dim=64, seq=32, batch=2, head_dim=16)

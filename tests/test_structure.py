@@ -27,12 +27,12 @@ BUDGETS = {
     "src/zbpipe/estimation": 1413,
     "src/zbpipe/frameworks": 3543,
     "src/zbpipe/planner": 1803,
-    "src/zbpipe/runtime": 8669,
+    "src/zbpipe/runtime": 8432,
     "src/zbpipe/schedule": 702,
     "src/zbpipe/simulator": 1510,
     "src/zbpipe/titan": 62,
-    "src/zbpipe/views": 1012,
-    "tests": 23346,
+    "src/zbpipe/views": 1011,
+    "tests": 23322,
     "benchmarks": 4036,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""

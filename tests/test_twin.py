@@ -17,7 +17,7 @@ from zbpipe.runtime._torch import hooks
 from zbpipe.runtime.measure import recording
 from zbpipe.runtime.offload import Copier
 from zbpipe.runtime.ranks import progress
-from zbpipe.runtime.verify.one_process import schedule_w_last
+from zbpipe.runtime.verify.gradient_check import schedule_w_last
 from zbpipe.simulator.offloading import Offload, copy_all
 
 CPU = torch.device("cpu")

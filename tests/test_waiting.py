@@ -20,7 +20,7 @@ from zoo.runner import Setting, compare
 import zbpipe
 from zbpipe import Op, OpKind, Placement, Schedule
 from zbpipe.runtime._torch import tensor_data
-from zbpipe.runtime.split import ownership, stage
+from zbpipe.runtime.split import stage, weight_gradients
 from zbpipe.runtime.split.deferring_layers import defer_weights, deferral_of
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.stage import find_pending
@@ -113,7 +113,7 @@ class Learned(nn.Module):
 
 
 def test_nothing_is_copied_that_nobody_else_holds(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_if_shared, copied = ownership.copy_if_shared, []
+    copy_if_shared, copied = weight_gradients.copy_if_shared, []
 
     def count(pending: list[PendingGradient]) -> None:
         before = [tensor.data_ptr() for gradient in pending for tensor in (gradient.x, gradient.dy)]

@@ -15,8 +15,8 @@ from zbpipe.costs.job import JobCosts, MemoryLimit, MemoryLimitLike, resolve_lim
 from zbpipe.costs.model import CostModel
 from zbpipe.costs.transformer import Checkpointing, Work, usual_costs
 from zbpipe.runtime import checks
-from zbpipe.runtime._torch import checkpoints, pipelining
-from zbpipe.runtime._torch.attributes import plain_attribute
+from zbpipe.runtime._torch import pipelining
+from zbpipe.runtime._torch.attributes import find_checkpointed, plain_attribute
 from zbpipe.runtime.measure.profiler import Profiler, log_visibly
 from zbpipe.runtime.measure.recording import Collector, StepRecord, Wanted, collect, watch
 from zbpipe.runtime.offload import make_copier
@@ -107,7 +107,7 @@ def checkpointing_of(parts: Sequence[nn.Module]) -> Checkpointing:
     are not detected: pass `checkpointing=`.
     """
     modules = [module for part in parts for module in part.modules()]
-    found = [each for part in parts for each in checkpoints.find_checkpointed(part)]
+    found = [each for part in parts for each in find_checkpointed(part)]
     if not found:
         says_so = any(plain_attribute(module, "gradient_checkpointing") is True for module in modules)
         return Checkpointing.FULL if says_so else Checkpointing.NONE

@@ -14,43 +14,33 @@ class ModuleState:
     """Snapshot of the state that a module's forward depends on besides its inputs.
 
     Keeps parameters, buffers and other tensors in attributes by value, other attributes by assignment, and random
-    states, including those of generators in attributes. Contents of containers and objects are not kept. Values equal
-    to those of `like` are shared. Without `weights`, parameters are not copied, for callers that do not write to them.
+    states, including those of generators in attributes. Contents of containers and objects are not kept. Without
+    `weights`, parameters are not copied, for callers that do not write to them.
     """
 
-    def __init__(
-        self, module: nn.Module, device: torch.device, like: ModuleState | None = None, *, weights: bool = True
-    ) -> None:
-        known = {} if like is None else {id(tensor): copy for tensor, _, copy in like._values}
+    def __init__(self, module: nn.Module, device: torch.device, *, weights: bool = True) -> None:
         held = [value for part in module.modules() for value in vars(part).values()]
-        self._values: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._values: list[tuple[Tensor, Tensor]] = []
         tensors = [each for each in held if isinstance(each, Tensor)]
         for tensor in (*(module.parameters() if weights else ()), *module.buffers(), *tensors):
             local = tensor.detach()
             if isinstance(local, DTensor):
                 local = local.to_local()
             if type(local) is Tensor and local.layout is torch.strided and not local.is_nested:
-                copy = known.get(id(tensor))
-                if copy is None or not torch.equal(local, copy):
-                    copy = local.clone()
-                self._values.append((tensor, local, copy))
+                self._values.append((local, local.clone()))
         attributes = (own for part in module.modules() for own in (vars(part), own_buffers(part)))
         self._attributes = [(own, dict(own)) for own in attributes]
         self._random = RandomState(device)
         self._generators = [(each, each.get_state()) for each in held if isinstance(each, torch.Generator)]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [local for _, local, _ in self._values]
 
     def restore(self) -> None:
         for own, before in self._attributes:
             for name in own.keys() - before.keys():
                 del own[name]
             own.update({name: value for name, value in before.items() if own.get(name, self) is not value})
-        for _, local, copy in self._values:
-            # Write only differences, because another microbatch's graph may need the tensor unchanged. A parameter that
-            # FSDP2 has resharded since has no memory.
+        for local, copy in self._values:
+            # Write only differences: tensors from inference take no writes outside of it. A parameter that FSDP2 has
+            # resharded since has no memory.
             if local.untyped_storage().size() and not torch.equal(local, copy):
                 local.copy_(copy)
         self._random.restore()

@@ -29,10 +29,9 @@ from zbpipe.runtime.ranks.progress import StepFailures
 from zbpipe.runtime.ranks.step_board import StepBoard, StepSizes
 from zbpipe.runtime.ranks.warm_up import warm_up
 from zbpipe.runtime.split import stage as split
-from zbpipe.runtime.split.loss import defer_in_loss
 from zbpipe.runtime.split.stage import SplitBackward
 from zbpipe.runtime.split.waits import FillWaits, WaitFiller
-from zbpipe.runtime.split.weight_gradients import WeightGradients
+from zbpipe.runtime.split.weight_gradients import WeightGradients, defer_in_loss
 from zbpipe.runtime.transport import Probe, find_known_of
 from zbpipe.schedule.ir import OpKind, Schedule
 from zbpipe.schedule.registry import Algorithm
@@ -111,6 +110,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
     """This rank's copies of tied weights: the norm of all gradients counts only the other copy."""
     refuses_capture: bool = False
     """Whether a step in a CUDA graph is refused: frameworks capture it by default."""
+    run_checked: Callable[..., None] | None = None
+    """Runs the microbatches of a checked step, by a function that it gets with that function's arguments."""
     _size: int | tuple[int, ...] | None = None
     """The running step's number of microbatches, or the number of tokens of each; None for the usual size."""
     _cut: tuple[Any, Any, Any] | None = None
@@ -197,7 +198,7 @@ class RegisteredSchedule(pipelining.OwnRuntime):
         self._use(schedule)
         is_unsure = transport is None and known.transport.has_queues and not known.is_measured and not plain
         if is_unsure and not board.is_alone and (self.lists.receives is None or "transport" in algorithm.keywords):
-            self._probe = Probe(self.works, board, known.queues)
+            self._probe = Probe(stages[0], [work.messages for work in self.works], board, known.queues)
         checks.require_scaled_once(self, algorithm.name)
 
     @property
@@ -405,7 +406,8 @@ class RegisteredSchedule(pipelining.OwnRuntime):
                 self._models_are_checked = True
                 self._replays = torch.zeros((), dtype=torch.int64, device=stages[0].device)  # not in a graph's memory
             self.sizes.pass_on_unfreezing(self)
-            run = partial(super().run_microbatches, args, kwargs, targets, *more, **more_by_name)
+            run = partial(self.run_checked, super().run_microbatches) if self.run_checked else super().run_microbatches
+            run = partial(run, args, kwargs, targets, *more, **more_by_name)
             with (
                 self._copies.issue_during(self) if self._copies and self.schedule.has_copies else nullcontext(),
                 self._follow_waits(),

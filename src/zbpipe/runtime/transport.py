@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from zbpipe.costs.model import Receives, Transport
 from zbpipe.runtime._torch import messages, pipelining
-from zbpipe.runtime._torch.stage_work import OwnWork
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.ranks import agreement
 from zbpipe.runtime.ranks.step_board import StepBoard
@@ -111,8 +110,11 @@ def find_messages(schedule: pipelining.PipelineSchedule) -> tuple[Transport, Rec
 class Probe:
     """Measures once, after a step and on the routes of its messages, whether computations wait for messages."""
 
-    def __init__(self, works: Sequence[OwnWork], board: StepBoard, queues: Transport) -> None:
-        self._stage, self._messages = works[0].stage, [work.messages for work in works]
+    def __init__(
+        self, stage: pipelining.Stage, of_stages: Sequence[messages.StageMessages], board: StepBoard, queues: Transport
+    ) -> None:
+        """`of_stages`: messages of all the rank's stages, one of which is `stage`."""
+        self._stage, self._messages = stage, of_stages
         self._board, self._queues = board, queues
         self._question = agreement.make_key("transport", ())
         for each in self._messages:

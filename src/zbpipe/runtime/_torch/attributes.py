@@ -11,6 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+
 
 def plain_attribute(owner: object, name: str, default: Any = None) -> Any:
     """The plain attribute `name` of `owner` or of its class; `default` if there is none, or if reading it runs code.
@@ -48,3 +51,12 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
         for name in attributes.keys() - before.keys():
             del vars(owner)[name]
         vars(owner).update(before)
+
+
+def find_checkpointed(module: nn.Module) -> list[tuple[nn.Module, bool]]:
+    """Modules under `checkpoint_wrapper`, at any depth, each with whether a policy (`context_fn`) keeps activations."""
+    wrappers = [each for each in module.modules() if isinstance(each, CheckpointWrapper)]
+    return [
+        (each._checkpoint_wrapped_module, "context_fn" in getattr(each.checkpoint_fn, "keywords", {}))
+        for each in wrappers
+    ]

@@ -22,6 +22,21 @@ tree_map = _pytree.tree_map
 tree_map_only = _pytree.tree_map_only
 
 
+def copy_leaves(values: Any) -> Any:
+    """`values` with copies of all tensors, without their graphs."""
+    return tree_map_only(Tensor, lambda each: each.detach().clone().requires_grad_(each.requires_grad), values)
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with `change` applied to each part that is no plain list, tuple or dictionary. pytree is slower."""
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind([map_leaves(each, change) for each in value])
+    if kind is dict:
+        return {key: map_leaves(each, change) for key, each in value.items()}
+    return change(value)
+
+
 def copy_type(function: type[torch.autograd.Function], plain: Callable[..., Any]) -> None:
     """Let strict SPMD type checking (spmd_types) give `function` the types of `plain`."""
     # `plain` takes the same arguments, and computes the same with torch's own functions.

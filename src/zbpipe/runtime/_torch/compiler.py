@@ -70,22 +70,15 @@ def runs_in_cuda_graphs(module: nn.Module) -> bool:
     return bool(options.get("triton.cudagraphs", inductor_config.triton.cudagraphs))
 
 
-def never_breaks(module: nn.Module) -> bool:
-    """Whether nothing in a compiled module runs eagerly, because it was compiled with `fullgraph=True`."""
-    return bool(getattr(_find_context(module), "fullgraph", False))
-
-
-def _find_context(module: nn.Module) -> Any:
-    if isinstance(module, OptimizedModule):
-        return module.dynamo_ctx
-    call: Any = module._compiled_call_impl
-    compiled = call.args[0] if isinstance(call, partial) else call  # diverted
-    return inspect.getclosurevars(compiled).nonlocals.get("self")
-
-
 def find_backend(module: nn.Module) -> Any:
     """The backend of a compiled module; None if unknown."""
-    backend = getattr(_find_context(module), "callback", None)
+    if isinstance(module, OptimizedModule):
+        context: Any = module.dynamo_ctx
+    else:
+        call: Any = module._compiled_call_impl
+        compiled = call.args[0] if isinstance(call, partial) else call  # diverted
+        context = inspect.getclosurevars(compiled).nonlocals.get("self")
+    backend = getattr(context, "callback", None)
     while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
         backend = inner
     return backend

@@ -23,7 +23,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.nn.parallel import DistributedDataParallel
 
 from zbpipe.runtime._torch.attributes import replaced
-from zbpipe.runtime._torch.autograd import has_hooks_after_accumulation
 
 FsdpMode = Literal["overlap", "reshard", "torch"]
 """When FSDP2's collectives run, see `zbpipe.runtime.schedules.RegisteredSchedule`."""
@@ -185,7 +184,7 @@ def without_gradients(module: nn.Module) -> Iterator[None]:
     separate = [(each, each.unsharded_accumulated_grad) for each in list_with_separate_sums(module)]
     for parameter in parameters:
         parameter.grad = None
-        if has_hooks_after_accumulation(parameter):  # autograd keeps a reference to this dictionary
+        if parameter._post_accumulate_grad_hooks:  # autograd keeps a reference to this dictionary
             parameter._post_accumulate_grad_hooks.clear()
     for fsdp, _ in separate:
         fsdp.unsharded_accumulated_grad = None
@@ -324,15 +323,6 @@ def resharding(module: nn.Module) -> Iterator[None]:
                 around.enter_context(replaced(part, unshard=lambda **_: gathered_later))
         # torch calls this before each backward, to keep the parameters.
         around.enter_context(replaced(module, set_reshard_after_backward=lambda _: forget_prefetch(module)))
-        yield
-
-
-@contextmanager
-def without_overlap(works: Sequence[Any]) -> Iterator[None]:
-    """Context in which FSDP2 gathers and reduces as in torch, so that W leaves gradients in gathered parameters."""
-    with ExitStack() as around:
-        for work in works:
-            around.enter_context(replaced(work, fsdp_mode="torch"))
         yield
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from enum import IntEnum
 from functools import partial
 from operator import itemgetter
@@ -12,9 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.pipelining import PipelineSchedule, ScheduleRuntime, stages_of
-from zbpipe.runtime._torch.stage_work import Around, Routed, StageWork, find_work
+from zbpipe.runtime._torch.stage_work import Around, StageWork, find_work
 
 Call = Callable[..., Any]
 
@@ -26,10 +25,8 @@ class HookOrder(IntEnum):
     """Scales earlier steps' gradients before the first computation that adds to them."""
     FOLLOW = 1
     """Records the computations that the host has launched."""
-    CHECK = 2
-    """Runs a microbatch once more, excluded from the recorded times."""
-    RECORD = 3
-    COPY = 4
+    RECORD = 2
+    COPY = 3
 
 
 @contextmanager
@@ -58,29 +55,6 @@ def _compute_loss(compute: Call, stage: Any, output: Any, targets: Any, microbat
     run = partial(compute, stage, output, targets, microbatch, *more)
     work = find_work(stage)
     return work.loss(microbatch, run) if work is not None and stage.is_last else run()
-
-
-@contextmanager
-def route_calls(schedule: PipelineSchedule, forward: Call, loss: Call, backward: Call) -> Iterator[None]:
-    """Context in which this rank's forwards, losses and backwards run through these functions.
-
-    Args:
-        schedule: a schedule of torch or zbpipe.
-        forward: `(call, *args, **kwargs)`, around the forward of a stage's module.
-        loss: `(call, output, target, **kwargs)`, around the loss.
-        backward: `(call, kind, tensors, last_backward=...)`, around a backward. `tensors` has "output_grads" (None on
-            the last stage) and "input_values", whose gradients are the first part of the result.
-    """
-    with ExitStack() as patches:
-        for stage in stages_of(schedule):
-            calls = {
-                "forward_maybe_with_nosync": partial(forward, stage.forward_maybe_with_nosync),
-                "backward_maybe_with_nosync": Routed(backward, stage.backward_maybe_with_nosync),
-            }
-            patches.enter_context(replaced(stage, **calls))
-        if schedule._loss_fn is not None:
-            patches.enter_context(replaced(schedule, _loss_fn=partial(loss, schedule._loss_fn)))
-        yield
 
 
 @contextmanager

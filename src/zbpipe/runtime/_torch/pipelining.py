@@ -7,12 +7,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.distributed_c10d import _get_default_store, _world
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import schedules as pipelining_schedules
@@ -30,9 +30,8 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
-from zbpipe.runtime._torch import fsdp2
+from zbpipe.runtime._torch import autograd, fsdp2
 from zbpipe.runtime._torch.attributes import replaced
-from zbpipe.runtime._torch.autograd import profiler_is_on
 from zbpipe.runtime._torch.fsdp2 import is_fsdp
 from zbpipe.runtime._torch.messages import WAIT_KINDS, WAITS_FOR_SENDS, keep_sends
 from zbpipe.runtime._torch.position import Position, Receives, Row
@@ -109,7 +108,7 @@ class OwnRuntime(_PipelineScheduleRuntime):
         row = self.pipeline_order[self.rank]
         with ExitStack() as around:
             around.enter_context(self.position.follow(self))
-            if not profiler_is_on():
+            if not autograd.profiler_is_on():
                 around.enter_context(_without_ranges())
             for work in works:
                 index, b, w = work.stage.stage_index, _ComputationType.FULL_BACKWARD, _ComputationType.BACKWARD_WEIGHT
@@ -174,6 +173,19 @@ def _open_nothing(what: object) -> AbstractContextManager[None]:
 
 
 _NOTHING = nullcontext()
+
+
+def with_whole_backwards(runtime: OwnRuntime) -> AbstractContextManager[None]:
+    """Context of runs in which this rank runs a B for each I, and no W. All ranks then send the same messages."""
+    kinds = _ComputationType
+
+    def change(row: list[Any]) -> list[Any]:
+        left = [each for each in row if each is None or each[1] is not kinds.BACKWARD_WEIGHT]
+        i, b = kinds.BACKWARD_INPUT, kinds.FULL_BACKWARD
+        return [each._replace(computation_type=b) if each and each[1] is i else each for each in left]
+
+    lists = {name: getattr(runtime, name) for name in ("pipeline_order", "pipeline_order_with_comms")}
+    return replaced(runtime, **{name: {**of, runtime.rank: change(of[runtime.rank])} for name, of in lists.items()})
 
 
 class _StepIsVoidError(Exception):
@@ -409,6 +421,30 @@ def keeping_buffers(stage: _PipelineStageBase) -> Iterator[None]:
         with torch.no_grad():
             for buffer, before in kept:
                 buffer.copy_(before)
+
+
+def infer_through_checkpoints(stage: _PipelineStageBase) -> AbstractContextManager[None]:
+    """Context in which torch can infer outputs of a `stage` with `use_reentrant=True` checkpoints."""
+    # torch (from 2.13 on) infers by `torch.autograd.grad`, which these checkpoints refuse.
+    infer = getattr(stage, "_compute_input_grads", None)
+    if infer is None:
+        return nullcontext()
+    return replaced(stage, _compute_input_grads=partial(_infer_input_gradients, stage.submod, infer))
+
+
+def _infer_input_gradients(
+    module: nn.Module,
+    infer: Callable[..., tuple[Tensor | None, ...]],
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Any],
+    *output_gradients: Any,
+) -> tuple[Tensor | None, ...]:
+    if all(node.name() != "CheckpointFunctionBackward" for node in autograd.sort_nodes(autograd.find_nodes(outputs))):
+        return infer(outputs, inputs, *output_gradients)
+    with fsdp2.without_gradients(module):
+        torch.autograd.backward(outputs, *output_gradients)
+    tensors = [each if isinstance(each, Tensor) and each.is_leaf else None for each in inputs]
+    return tuple(None if each is None else each.grad for each in tensors)
 
 
 def can_infer_shapes(schedule: OwnRuntime) -> bool:

@@ -98,10 +98,10 @@ class Row(list[_Action]):
 
 
 def find_failure(error: BaseException, runtime: _PipelineScheduleRuntime) -> str:
-    """The action that raised `error`, its number, the step, and the message."""
+    """The action that raised `error`, its number, the step, and the message; or `error.place`."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     if not any(frame.f_code is _EXECUTOR and "time_step" in frame.f_locals for frame in frames):
-        return NOT_BEGUN
+        return getattr(error, "place", NOT_BEGUN)
     return describe_position(runtime, any(frame.f_code is _wait_batch_p2p.__code__ for frame in frames))
 
 

@@ -125,6 +125,11 @@ class OwnWork(StageWork):
             loss.detach_()
 
     def clear_runtime_states(self) -> None:
+        """At the beginning of a step."""
+        self.forget_run()
+
+    def forget_run(self) -> None:
+        """Forget the results of the microbatches, also between two runs of a step."""
         self.is_reducing = False
         self.torchs.clear_runtime_states()
 
@@ -160,8 +165,6 @@ class OwnWork(StageWork):
 
     def _find_method(self, name: str) -> Any:
         found = getattr(self.stage, name)
-        if isinstance(found, Routed):
-            (found,) = found.args
         return getattr(self.torchs, name) if found == getattr(self, name) else found
 
     def backward_maybe_with_nosync(
@@ -206,10 +209,6 @@ class OwnWork(StageWork):
     def scale_grads(self, grad_scale_factor: int) -> None:
         if self.stage.has_backward:
             self.torchs.scale_grads(grad_scale_factor)
-
-
-class Routed(partial[Any]):
-    """A call, and the function that it is routed through."""
 
 
 def find_work(stage: _PipelineStageBase) -> StageWork | None:

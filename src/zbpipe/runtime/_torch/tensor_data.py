@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 from typing import cast
 
 import torch
@@ -18,12 +17,6 @@ def version_of(tensor: Tensor) -> int:
 
 def versions_of(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     return tuple([each._version for each in tensors])
-
-
-def keep_versions(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Context in which autograd ignores writes to `tensors`. The caller restores the values."""
-    counted = tuple(each for each in tensors if not each.is_inference())
-    return torch.autograd.grad_mode._unsafe_preserve_version_counter(counted)
 
 
 def without_base(output: Tensor) -> Tensor:

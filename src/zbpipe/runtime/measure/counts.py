@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from zbpipe.runtime._torch import autograd, on_meta
-from zbpipe.runtime.split import graph_products
 from zbpipe.runtime.split.deferring_layers import defer_weights
-from zbpipe.runtime.split.last_w import accumulate
 from zbpipe.runtime.split.products import PendingGradient
-from zbpipe.runtime.split.weight_gradients import WeightGradients
-from zbpipe.runtime.split.work import WeightWork
+from zbpipe.runtime.split.weight_gradients import WeightGradients, accumulate
+from zbpipe.runtime.split.work import WeightWork, find_products
 from zbpipe.schedule.ir import OpKind
 
 _Result = TypeVar("_Result")
@@ -61,7 +59,7 @@ def count_operations(module: nn.Module, *args: Any, **kwargs: Any) -> Operations
     with on_meta.fuse_on_meta():
         output, forward, in_f = _count(lambda: module(*args, **kwargs))
         results = _results(output)
-        products = graph_products.find_products(results)
+        products = find_products(results)
         with gradients.record() as pending:
             given = [torch.empty_like(leaf) for leaf in results]
             _, backward, in_i = _count(lambda: torch.autograd.backward(results, given))

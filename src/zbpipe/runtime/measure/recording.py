@@ -65,8 +65,7 @@ class Watcher:
         raise NotImplementedError
 
     def around(self, schedule: Any) -> AbstractContextManager[None]:
-        """The context of a watched step. It may hook into computations, with `_torch.hooks.HookOrder.CHECK`. Recorded
-        times exclude these hooks."""
+        """The context of a watched step."""
         return nullcontext()
 
     def after(self, record: StepRecord) -> None:

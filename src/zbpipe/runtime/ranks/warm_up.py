@@ -34,21 +34,17 @@ def warm_up(
     for stage in pipelining.stages_of(schedule):
         if not any(map(compiler.is_compiled, stage.submod.modules())):
             continue
-        inputs = _copy(args) if stage.is_first else pipelining.zeros_for(stage)
+        inputs = autograd.copy_leaves(args) if stage.is_first else pipelining.zeros_for(stage)
         if inputs is None or (stage.is_last and target is None):
             continue
         state = ModuleState(stage.submod, pipelining.device_of(stage), weights=False)
         try:
             with fsdp2.unshard(stage.submod), fsdp2.without_gradients(stage.submod):
-                _run(schedule, stage, inputs, _copy(kwargs or {}), target, loss_kwargs)
+                _run(schedule, stage, inputs, autograd.copy_leaves(kwargs or {}), target, loss_kwargs)
         finally:
             with torch.no_grad():
                 state.restore()
         logger.info("Stage %d is compiled", stage.stage_index)
-
-
-def _copy(values: Any) -> Any:
-    return autograd.tree_map_only(Tensor, lambda each: each.detach().clone().requires_grad_(each.requires_grad), values)
 
 
 def _run(

@@ -15,16 +15,15 @@ from torch.distributed.tensor import DTensor
 
 from zbpipe.runtime._torch import autograd, fsdp2, tensor_data
 from zbpipe.runtime._torch.attributes import declares
+from zbpipe.runtime._torch.autograd import map_leaves
 from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.functions import watch
-from zbpipe.runtime.split.lazy_products import map_leaves
 from zbpipe.runtime.split.products import (
     FROM_BACKWARD,
     ExtraArguments,
     PendingGradient,
     Target,
     WeightProduct,
-    count_inner,
     is_apply,
 )
 from zbpipe.runtime.split.torchs_products import PRODUCTS, Factors, Reader
@@ -105,7 +104,7 @@ class Deferral:
     ) -> Any:
         bias = factors.bias if factors.bias is not None and factors.bias.requires_grad else None
         is_whole = factors.is_whole and not isinstance(target, sources.Made)
-        inner = factors.inner or count_inner(factors.x)
+        inner = factors.inner or (factors.x.shape[-1] if factors.x.dim() else 1)
         bias_dtype = None if bias is None else bias.dtype
         rule = _Rule(self, target, factors.product, factors.extra, inner, factors.is_cast, is_whole, bias_dtype)
         y = rule.multiply(function, args, kwargs, factors.x, factors.weight, bias, factors.more)
@@ -297,6 +296,10 @@ class _Rule(NamedTuple):
     """Whether `product` gives all gradients. Otherwise autograd computes all but the weight's."""
     bias_dtype: torch.dtype | None
 
+    def flops_of(self, dy: Tensor) -> float:
+        """FLOPs of the weight gradient."""
+        return 2.0 * dy.numel() * self.inner
+
     def multiply(
         self,
         function: Callable[..., Any],
@@ -401,7 +404,9 @@ class _DeferredWhole(torch.autograd.Function):
         if dx is not None and dx.dtype != x.dtype:
             dx = dx.to(x.dtype)
         x, kept_dy = _detach(x, dy)
-        pending = PendingGradient(rule.deferral.layer, product, rule.target, x, kept_dy, rule.extra, inner=rule.inner)
+        pending = PendingGradient(
+            rule.deferral.layer, product, rule.target, x, kept_dy, rule.extra, flops=rule.flops_of(dy)
+        )
         dw = pending.gradient() if rule.deferral.is_due_now(pending, ctx.next_functions[1][0]) else None
         db = product.of_bias(dy, rule.bias_dtype, *extra) if of_bias else None
         return dx, dw, db, None, None, None
@@ -423,7 +428,7 @@ class _DeferredProduct(torch.autograd.Function):
         rule: _Rule = ctx.rule
         kept_dy, x, *more = _detach(dy, *ctx.saved_tensors)
         pending = PendingGradient(
-            rule.deferral.layer, rule.product, rule.target, x, kept_dy, rule.extra, tuple(more), inner=rule.inner
+            rule.deferral.layer, rule.product, rule.target, x, kept_dy, rule.extra, tuple(more), flops=rule.flops_of(dy)
         )
         _, of_weight, _, *after = [node for node, _ in ctx.next_functions]
         gradients: Sequence[Tensor | None] = [None] * (1 + ctx.others)
@@ -436,7 +441,7 @@ class _DeferredProduct(torch.autograd.Function):
 autograd.copy_type(_DeferredProduct, lambda x, weight, y, *_: y)
 autograd.copy_type(_DeferredWhole, lambda x, weight, bias, rule, function, args: function(*args))
 for _function in (_DeferredWhole, _DeferredProduct):
-    # For `graph_products` and `lazy_products`, cheaper than attributes that each call would set.
+    # For `work` and `lazy_products`, cheaper than attributes that each call would set.
     autograd.add_properties(
         _function,
         deferral=lambda node: node.rule.deferral,

@@ -66,10 +66,6 @@ def defer_in_compiled_regions(module: nn.Module, gradients: WeightGradients) -> 
             deferral = deferral_of(region)
             deferral.gradients = gradients
             deferral.is_region = True
-            if compiler.never_breaks(region):
-                # One stays: otherwise the region could get a graph that torch compiled without the split.
-                for layer in [each for each in region.modules() if _is_replaced(each)][1:]:
-                    _restore_forward(layer)
             compiler.divert_compiled_call(region, deferral.run_region)
 
 
@@ -156,17 +152,6 @@ def _replace_forward(layer: nn.Module, deferral: Deferral) -> None:
     elif not _rebind(layer.forward, layer, plain):
         deferral.is_caught = True
         own["forward"] = MethodType(_catching_forward, layer)
-
-
-def _is_replaced(layer: nn.Module) -> bool:
-    return getattr(vars(layer).get("forward"), "__func__", None) in (_linear_forward, _catching_forward)
-
-
-def _restore_forward(layer: nn.Module) -> None:
-    """Undo `_replace_forward`: before each call of a compiled region, torch checks each replaced forward in it."""
-    del vars(layer)["forward"]
-    if layer.forward != (original := deferral_of(layer).original):
-        vars(layer)["forward"] = original
 
 
 def _is_linears(function: object, layer: nn.Module) -> bool:

@@ -76,7 +76,7 @@ class _Delayed(PendingGradient):
     def __init__(self, layer: Any, number: int, in_i: list[Tensor]) -> None:
         weight = max(_own(layer), key=Tensor.numel)
         nothing = torch.empty(0, device=weight.device)
-        super().__init__(layer, LINEAR, weight, nothing, nothing, versions=(0, 0), inner=1)
+        super().__init__(layer, LINEAR, weight, nothing, nothing, versions=(0, 0))
         self._number, self._in_i = number, {id(each) for each in in_i}
 
     def accumulate(self) -> None:

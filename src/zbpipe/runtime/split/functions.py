@@ -142,8 +142,8 @@ class _Backward:
         if not recipe.flops or (recipe.weights and self.deferral.is_sharded) or len(recipe.tensors) < 2:
             return None
         x, dy, *more = recipe.tensors
-        product, inner = _Replay(recipe), recipe.flops / 2 / max(dy.numel(), 1)
-        return PendingGradient(self.deferral.layer, product, target, x, dy, NONE, tuple(more), inner=inner)
+        layer, product = self.deferral.layer, _Replay(recipe)
+        return PendingGradient(layer, product, target, x, dy, NONE, tuple(more), flops=recipe.flops)
 
 
 class _PendingRegion(PendingGradient):
@@ -151,8 +151,8 @@ class _PendingRegion(PendingGradient):
 
     def __init__(self, layer: nn.Module, targets: Sequence[Target], postponed: Sequence[Postponed]) -> None:
         first, dy, *more = postponed[0].factors
-        inner = sum([each.product.flops for each in postponed]) / 2 / max(dy.numel(), 1)
-        super().__init__(layer, postponed[0].product, targets[0], first, dy, NONE, tuple(more), inner=inner)
+        flops = sum([each.product.flops for each in postponed])
+        super().__init__(layer, postponed[0].product, targets[0], first, dy, NONE, tuple(more), flops=flops)
         self._own = [(target, each.product) for target, each in zip(targets, postponed, strict=True)]
 
     @property
@@ -161,8 +161,7 @@ class _PendingRegion(PendingGradient):
 
     def _part(self, target: Target, product: PlainGradient) -> PendingGradient:
         x, dy, *more = [self.tensors[place] for place in product.factors]
-        inner = product.flops / 2 / max(dy.numel(), 1)
-        part = PendingGradient(self.layer, product, target, x, dy, NONE, tuple(more), inner=inner)
+        part = PendingGradient(self.layer, product, target, x, dy, NONE, tuple(more), flops=product.flops)
         part.may_fuse, part.fsdp_sums = self.may_fuse, self.fsdp_sums
         return part
 

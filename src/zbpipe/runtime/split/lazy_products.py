@@ -22,23 +22,13 @@ from torch.overrides import TorchFunctionMode
 
 from zbpipe.runtime._torch import autograd
 from zbpipe.runtime._torch.attributes import replaced
-from zbpipe.runtime._torch.autograd import function_of, is_wrapper, schema_of
+from zbpipe.runtime._torch.autograd import function_of, is_wrapper, map_leaves, schema_of
 from zbpipe.runtime._torch.tensor_data import storage_of, version_of
 from zbpipe.runtime.split.sources import PLAIN, find_leaf_behind, find_shape, number_edges, passes_on
 
 _MOST_NODES = 1000
 """Limit of a layer's nodes in the search for Functions."""
 _META = torch.device("meta")
-
-
-def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with `change` applied to each part that is no plain list, tuple or dictionary. pytree is slower."""
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return kind([map_leaves(each, change) for each in value])
-    if kind is dict:
-        return {key: map_leaves(each, change) for key, each in value.items()}
-    return change(value)
 
 
 class _Call(NamedTuple):
@@ -422,7 +412,7 @@ def replace_backward(node: Any, run: Any) -> None:
 
     if _takes_a_list(node):
         node.apply_boxed = lambda gradients: run(here(), gradients)
-    node.deferral, node.weight_places = run.deferral, tuple(each.number for each in run.weights)  # for `graph_products`
+    node.deferral, node.weight_places = run.deferral, tuple(each.number for each in run.weights)  # for `work`
     node.apply = apply
 
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from zbpipe.runtime._torch import autograd, tensor_data
+from zbpipe.runtime._torch.autograd import map_leaves
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.split import sources
-from zbpipe.runtime.split.lazy_products import map_leaves
 
 
 class ExtraArguments(NamedTuple):
@@ -160,8 +160,7 @@ class PendingGradient:
     """Fingerprints of `tensors`, for the first microbatches."""
     fsdp_sums: Mapping[int, Tensor] | None = None
     """FSDP's sums for weights without `.grad`, by the ids of the weights."""
-    inner: float = 0
-    """Multiplications per element of dY; 0 for the number of elements in a row of x."""
+    flops: float = 0.0
     may_fuse: bool = True
 
     @property
@@ -183,10 +182,6 @@ class PendingGradient:
     def parts(self) -> Sequence[PendingGradient]:
         """One for each weight."""
         return [self]
-
-    @property
-    def flops(self) -> float:
-        return 2.0 * self.dy.numel() * (self.inner or count_inner(self.x))
 
     def gradient(self) -> Tensor:
         gradient = self.product.of_weight(self.dy, self.x, self.extra, self.more)
@@ -253,11 +248,6 @@ class PendingGradient:
 Target = Tensor | GradientEdge | sources.Part | sources.Made
 """Target of a weight gradient: a leaf, a part of a leaf, or the edge at which autograd takes the gradient of a tensor
 made from leaves."""
-
-
-def count_inner(x: Tensor) -> int:
-    """Multiplications per element of the result: the number of elements in a row of x."""
-    return x.shape[-1] if x.dim() else 1
 
 
 def title(name: str, kind: str) -> str:

@@ -195,7 +195,7 @@ def find_making(
     made = Made(get_gradient_edge(tensor), tuple(ordered), tuple(seen))
     if can_last:
         return made
-    cast(Any, tensor.grad_fn).metadata[MADE] = made.leaves  # for `graph_products`
+    cast(Any, tensor.grad_fn).metadata[MADE] = made.leaves  # for `work`
     return None
 
 

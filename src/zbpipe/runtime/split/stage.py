@@ -24,11 +24,16 @@ from zbpipe.runtime.split.deferring_layers import (
     deferrals,
 )
 from zbpipe.runtime.split.delaying import delay_in_i_alone, delaying, forget
-from zbpipe.runtime.split.last_w import accumulate, accumulate_and_reduce
-from zbpipe.runtime.split.ownership import copy_if_shared
 from zbpipe.runtime.split.products import PendingGradient, title
 from zbpipe.runtime.split.waits import WaitFiller
-from zbpipe.runtime.split.weight_gradients import WeightGradients, find_changed_contents, find_changed_versions
+from zbpipe.runtime.split.weight_gradients import (
+    WeightGradients,
+    accumulate,
+    accumulate_and_reduce,
+    copy_if_shared,
+    find_changed_contents,
+    find_changed_versions,
+)
 from zbpipe.runtime.split.work import StaysInI, WeightWork, describe, look_at_graphs, percent
 
 SplitBackward = Literal["deferred", "strict", "autograd"]
@@ -225,7 +230,7 @@ class SplitWork(OwnWork):
         self._has_looked_around = False
         """Whether the modules around the layers were also searched for products."""
         self._has_reported = False
-        self._leaves_whole = False
+        self.leaves_whole = False
         """Whether F and B of this step's microbatches without I run as without zbpipe."""
         self._is_scaled = False
         """Whether this step's gradients were divided by the number of microbatches."""
@@ -270,8 +275,8 @@ class SplitWork(OwnWork):
             self.left.pop(microbatch, None)
 
     def _run(self, kind: str, microbatch: int, compute: Callable[[], Any]) -> Any:
-        leaves_whole = self._leaves_whole and not self.waits.fills("B", self)
-        self.gradients.are_whole = leaves_whole and microbatch in self.whole
+        is_left = self.leaves_whole and not self.waits.fills("B", self)
+        self.gradients.are_whole = is_left and microbatch in self.whole
         try:
             return super()._run(kind, microbatch, compute)
         finally:
@@ -322,7 +327,8 @@ class SplitWork(OwnWork):
                 gradient.fsdp_sums = sums
         if is_last and self.reduces_early:
             self.is_reducing = True
-            yield from accumulate_and_reduce(module, pending)
+            layers = [each.layer for each in deferrals(module).values()]
+            yield from accumulate_and_reduce(module, pending, layers)
             return
         with self.waits.timing_w(pending):
             yield from accumulate(pending)
@@ -364,12 +370,15 @@ class SplitWork(OwnWork):
             if parameter.grad is not None and id(parameter) not in later:
                 parameter.grad.div_(grad_scale_factor)
 
-    def clear_runtime_states(self) -> None:
+    def forget_run(self) -> None:
         self.deferred.clear()
         forget(self._delaying)
         self._is_scaled = False
         self._summed = None
-        self._leaves_whole = self._is_settled  # layers learn from the first I
+        super().forget_run()
+
+    def clear_runtime_states(self) -> None:
+        self.leaves_whole = self._is_settled  # layers learn from the first I
         if self.stage.has_backward:
             self.gradients.step += 1
             autograd.register_types()  # the job may have imported spmd_types since

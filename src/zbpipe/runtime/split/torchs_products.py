@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from zbpipe.runtime._torch import autograd
-from zbpipe.runtime.split.lazy_products import map_leaves
+from zbpipe.runtime._torch.autograd import map_leaves
 from zbpipe.runtime.split.products import (
     GROUPED_MM,
     LINEAR,

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from zbpipe.runtime._torch import autograd, collectives, fsdp2
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.split import sources
-from zbpipe.runtime.split.delaying import delays
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 
@@ -62,13 +61,11 @@ class WaitFiller:
         self.how, self._agree = how, agree
         self.budgets: Budgets | None = None
         """FLOPs for each wait of an op, by kind and stage, such as "I3". None before they are agreed."""
-        self.is_paused = False
-        """Whether the running step is checked, so that each W computes its own microbatch."""
         self.filled = 0
         """Number of products that ran in waits."""
         self._works: Sequence[Work] = ()
         self._steps = 0
-        self._is_measuring = False
+        self.is_measuring = False
         self._budget: Sequence[float] = ()
         """Of the running op's waits."""
         self._number = 0
@@ -94,8 +91,8 @@ class WaitFiller:
         """Context of a training step."""
         self._works = works
         self._steps += 1
-        self._is_measuring = self._steps >= MEASURED_STEP and not (self.is_decided or self.is_paused)
-        if not self._is_measuring:
+        self.is_measuring = self._steps >= MEASURED_STEP and not self.is_decided
+        if not self.is_measuring:
             yield
             return
         try:
@@ -105,7 +102,7 @@ class WaitFiller:
             self.budgets = self._agree(self._find_budgets)
             self._log()
         finally:
-            self._is_measuring = False
+            self.is_measuring = False
             self._measured.clear()
             self._of_w.clear()
 
@@ -115,18 +112,17 @@ class WaitFiller:
         return made
 
     def fills(self, kind: str, work: Work) -> bool:
-        budgets = {} if self.is_paused else self.budgets
-        return bool(budgets and budgets.get(f"{kind}{work.stage.stage_index}"))
+        return bool(self.budgets and self.budgets.get(f"{kind}{work.stage.stage_index}"))
 
     def during(self, kind: str, work: Work, pending: Sequence[PendingGradient] = ()) -> AbstractContextManager[None]:
         """Context of an op, which defers `pending`."""
-        if self._is_measuring:
+        if self.is_measuring:
             return self._measure(kind, work, pending)
         return self._fill_during(kind, work, pending) if self.fills(kind, work) else nullcontext()
 
     @contextmanager
     def timing_w(self, pending: Sequence[PendingGradient]) -> Iterator[None]:
-        if not self._is_measuring:
+        if not self.is_measuring:
             yield
             return
         flops, start = sum(each.flops for each in pending), self._mark()
@@ -159,7 +155,7 @@ class WaitFiller:
         leaves = [(id(sources.find_leaf(each.weight)), each) for each in pending]
         uses = Counter(leaf for leaf, _ in leaves)
         for leaf, gradient in leaves:
-            if uses[leaf] > 1 or isinstance(gradient.weight, sources.Made) or delays(gradient.layer):
+            if uses[leaf] > 1 or isinstance(gradient.weight, sources.Made):
                 self._barred.add(leaf)
             elif flops := gradient.flops:
                 self._may_fill[leaf] = min(flops, self._may_fill.get(leaf, flops))

@@ -1,4 +1,10 @@
-"""The weight gradients that backwards defer to W, and checks that nothing changes what W reads.
+"""The weight gradients that backwards defer to W: collected in I, kept from changes, and added to `.grad`.
+
+Between I and W, nothing else may change the tensors that W reads: x, dY, and a product's extra tensors. But autograd
+passes gradients on without copies, so dY may share its memory with a `.grad`, to which later microbatches add in place;
+x may be a buffer that a module reuses; and a backward may keep its incoming gradient. So I ends by copying all memory
+with another holder: other tensors, NumPy, or a lender of memory to torch. It also copies small parts of large tensors,
+such as the last token's hidden states, to free the rest.
 
 autograd's versions miss writes through `.data` or by a kernel. So the content is also compared, but only in the first
 microbatches of a layer: a correct job pays nothing after its second step. Each checking I and W waits for the device
@@ -8,14 +14,19 @@ once, and from the third step on a CUDA graph can capture steps.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
 
-from zbpipe.runtime._torch import collectives, tensor_data
+from zbpipe.runtime._torch import autograd, collectives, fsdp2, tensor_data
+from zbpipe.runtime._torch.fsdp2 import Unit
 from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.products import PendingGradient
 
@@ -141,3 +152,184 @@ class WeightGradients:
                     self.has_collectives.add(id(sources.find_leaf(gradient.weight)))
             self.recording = recording
         return True
+
+
+_WASTE = 2
+"""Ratio of a storage to its deferred bytes from which these are copied. The copy takes no more than it frees."""
+
+
+def copy_if_shared(pending: Sequence[PendingGradient]) -> None:
+    """Copy tensors for W whose memory has other holders, or is mostly unused."""
+    memory: dict[int | None, _Memory] = {}
+    storages: dict[int, int | None] = {}
+    for gradient in pending:
+        for tensor in gradient.tensors:  # several layers may share one x
+            if not (tensor_data.is_alone(tensor) or id(tensor) in storages):
+                storages[id(tensor)] = _count(tensor, memory)
+    to_copy = {
+        storage
+        for storage, found in memory.items()
+        if storage is None
+        or found.is_foreign
+        or tensor_data.count_holders(storage) > found.accounted
+        or (found.size and _WASTE * sum(found.parts.values()) <= found.size)
+    }
+    if to_copy:
+        _copy(pending, storages, to_copy)
+
+
+@dataclass(slots=True)
+class _Memory:
+    size: int
+    """Size in bytes, or 0 if one of the tensors needs all of it."""
+    is_foreign: bool
+    """Whether it has a holder outside torch, which torch does not count."""
+    accounted: int = 0
+    parts: dict[tuple[object, ...], int] = field(default_factory=dict)
+    """Bytes of each tensor that needs only a part of it."""
+
+
+def _count(tensor: Tensor, memory: dict[int | None, _Memory]) -> int | None:
+    """Count `tensor` and its base as holders of its memory. Returns the storage."""
+    storage, number, size, is_torchs_own = tensor_data.find_memory(tensor)
+    found = memory.get(storage)
+    if found is None:
+        found = memory[storage] = _Memory(size, not is_torchs_own)
+    found.accounted += number
+    if size and tensor.nbytes < size:
+        found.parts[_identify_part(tensor)] = tensor.nbytes
+    else:
+        found.size = 0
+    return storage
+
+
+def _identify_part(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _copy(pending: Sequence[PendingGradient], storages: Mapping[int, int | None], to_copy: set[int | None]) -> None:
+    copies: dict[tuple[object, ...], Tensor] = {}
+
+    def own(tensor: Tensor) -> Tensor:
+        if id(tensor) not in storages or (storage := storages[id(tensor)]) not in to_copy:
+            return tensor
+        # Several layers may share one x, also as a copy.
+        place = storage or id(tensor), *_identify_part(tensor)
+        if place not in copies:
+            copies[place] = tensor.clone()
+        return copies[place]
+
+    for gradient in pending:
+        if any(id(each) in storages for each in gradient.tensors):
+            gradient.tensors = tuple(map(own, gradient.tensors))
+
+
+def accumulate(pending: list[PendingGradient]) -> Iterator[None]:
+    """Compute the deferred gradients, and add one to `.grad` at each step of the iterator."""
+    # From the last pair to the first, freeing each, because the latest pairs of I are still in the cache. Weights made
+    # from the same parameters, such as those of experts, share a graph that runs once.
+    left = Counter(_makers_of(each.weight) for each in pending if isinstance(each.weight, sources.Made))
+    made: defaultdict[Sequence[int], list[tuple[GradientEdge, Tensor]]] = defaultdict(list)
+    while pending:
+        gradient = pending.pop()
+        weight = gradient.weight
+        if not isinstance(weight, sources.Made):
+            gradient.accumulate()
+            yield
+            continue
+        makers = _makers_of(weight)
+        made[makers].append((weight.edge, gradient.gradient()))
+        left[makers] -= 1
+        if not left[makers]:
+            edges, gradients = zip(*made.pop(makers), strict=True)
+            torch.autograd.backward(edges, gradients, retain_graph=True)
+        yield
+
+
+def _makers_of(weight: sources.Made) -> tuple[int, ...]:
+    return tuple(map(id, weight.leaves))
+
+
+def accumulate_and_reduce(
+    module: nn.Module, pending: list[PendingGradient], layers: Iterable[nn.Module]
+) -> Iterator[None]:
+    """Compute a stage's last deferred gradients, of these layers. FSDP2 reduces each unit as soon as its gradients are
+    complete."""
+    units = _order(layers, fsdp2.list_units(module))
+    fsdp2.begin(module)
+    of_others, *of_units = _sort(pending, units)
+    yield from accumulate(of_others)
+    for unit, own in zip(units, of_units, strict=True):
+        yield from accumulate(own)
+        fsdp2.reduce(unit)
+
+
+def _order(layers: Iterable[nn.Module], units: Sequence[Unit]) -> list[Unit]:
+    """The units in the order of their reductions: without products first, then from the largest on."""
+    # A reduction overlaps the next unit's products, so the last one, which nothing hides, has to be small. All
+    # data-parallel ranks need the same order, so it must not depend on this microbatch's products, which may leave out
+    # experts.
+    multiplied = {
+        id(parameter)
+        for layer in layers
+        for parameter in autograd.own_parameters(layer).values()
+        if parameter is not None and parameter.dim() > 1
+    }
+    return sorted(units, key=lambda unit: (not unit.parameters.isdisjoint(multiplied), -unit.elements))
+
+
+def _sort(pending: list[PendingGradient], units: Sequence[Unit]) -> list[list[PendingGradient]]:
+    """The products of parameters outside all units, and those of each unit. Empties `pending`."""
+    place_of = {own: place for place, unit in enumerate(units, start=1) for own in unit.parameters}
+    found: list[list[PendingGradient]] = [[] for _ in range(len(units) + 1)]
+    for gradient in (part for each in pending for part in each.parts):
+        found[place_of.get(id(sources.find_leaf(gradient.weight)), 0)].append(gradient)
+    pending.clear()
+    return found
+
+
+def defer_in_loss(loss_fn: Callable[..., Tensor], gradients: WeightGradients) -> Callable[..., Tensor]:
+    """`loss_fn` with the weight gradients of its own backwards deferred to the last stage's W."""
+    # Losses such as TorchTitan's chunked one run their own backwards during F. The loss's backward in I passes the
+    # gradients deferred in F on to W. Until then the gradients of all logits stay in memory, which a chunked loss
+    # otherwise avoids.
+
+    @wraps(loss_fn)
+    def compute(*args: Any, **kwargs: Any) -> Tensor:
+        with gradients.record() as pending:
+            loss = loss_fn(*args, **kwargs)
+        if loss.requires_grad:
+            return _HandOn.apply(loss, pending, gradients)  # type: ignore[no-any-return]
+        _defer_or_add(pending, gradients)
+        return loss
+
+    return compute
+
+
+def _defer_or_add(pending: list[PendingGradient], gradients: WeightGradients) -> None:
+    while pending:
+        for gradient in pending.pop(0).parts:
+            if not gradients.defer(gradient):
+                gradient.accumulate()
+
+
+class _HandOn(torch.autograd.Function):
+    """The identity. Its backward passes on the loss's deferred gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, pending: list[PendingGradient], gradients: WeightGradients) -> Tensor:
+        ctx.pending, ctx.gradients = pending, gradients
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor, None, None]:
+        for gradient, words in find_changed_versions(ctx.pending) or find_changed_contents(ctx.pending):
+            raise RuntimeError(
+                f"{words} of a {type(gradient.layer).__name__} in the loss was changed in place between F and I, so its"
+                " weight gradient in W would be wrong: keep it in I by layer.weight_products = {}"
+            )
+        _defer_or_add(ctx.pending, ctx.gradients)
+        return dloss, None, None
+
+
+autograd.copy_type(_HandOn, lambda loss, *_: loss.view_as(loss))

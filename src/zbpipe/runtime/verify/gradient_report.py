@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -26,14 +26,14 @@ class GradientReport:
     steps: int
     microbatches: int
     """Number of compared microbatches per stage."""
-    errors: Mapping[tuple[int, str], float]
-    """Largest relative error of any microbatch, by stage and parameter. "input n": gradient for the previous stage."""
-    tolerances: Mapping[int, float]
+    errors: Mapping[tuple[int, str], float] = field(default_factory=lambda: MappingProxyType({}))
+    """Largest relative error of any step, by stage and parameter."""
+    tolerances: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     """Largest passing error by stage."""
     not_compared: frozenset[tuple[int, str]] = frozenset()
     """Stage and parameter of a gradient that hooks change after its accumulation, or that was not finite."""
     deferred: frozenset[tuple[int, str]] = frozenset()
-    """Stage and parameter of gradients that some microbatch deferred to W, mostly or entirely."""
+    """Stage and parameter of gradients of products that are mostly deferred to W."""
     not_deferred: frozenset[tuple[int, str]] = frozenset()
     """Stage and parameter of other gradients of products, mostly computed in I."""
     flops: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
@@ -101,21 +101,33 @@ class GradientReport:
 class GradientMismatchError(RuntimeError):
     """The split's gradients differ from an ordinary backward's. It is the cause of the step's `PipelineError`."""
 
-    def __init__(self, report: GradientReport, stage: int, microbatch: int) -> None:
-        super().__init__(report, stage, microbatch)  # for pickle
+    place = "after its last action"
+
+    def __init__(self, report: GradientReport, changed: Sequence[str] = ()) -> None:
+        """`changed`: names of attributes with changed containers or objects."""
+        super().__init__(report, changed)  # for pickle
         self.report = report
 
     def __str__(self) -> str:
-        report, stage, microbatch = self.args
+        report, changed = self.args
         off = report.off()
-        named = ", ".join(f"{name} {report.errors[stage, name]:.2g}" for _, name in off[:_MOST_NAMES])
-        more = f" and {len(off) - _MOST_NAMES} more" if len(off) > _MOST_NAMES else ""
+        # Wrong gradients of its inputs make those of all earlier stages wrong.
+        last = max(stage for stage, _ in off)
+        own = [name for stage, name in off if stage == last]
+        named = ", ".join(f"{name} {report.errors[last, name]:.2g}" for name in own[:_MOST_NAMES])
+        more = f" and {len(own) - _MOST_NAMES} more" if len(own) > _MOST_NAMES else ""
+        stages = sorted({stage for stage, _ in off} - {last})
+        more += f", and gradients of the stages {', '.join(map(str, stages))} before it" if stages else ""
+        known = f" ({', '.join(changed[:_MOST_NAMES])} changed)" if changed else ""
         return (
-            f"stage {stage}, microbatch {microbatch}: the split's gradients differ from those of an ordinary backward,"
-            f" with relative errors above {report.tolerances[stage]:.0e}: {named}{more}. If this layer declares"
-            " weight_products itself, look at the function there; else report this. Until it is fixed, set"
-            " weight_products = {} on each of these layers, so that it computes its weight gradient in I, or use a"
-            " schedule without I and W, for example 1F1B"
+            f"stage {last}: the split's gradients differ from those of an ordinary backward, with relative errors above"
+            f" {report.tolerances[last]:.0e}: {named}{more}. If this layer declares weight_products itself, look at the"
+            " function there. If a forward depends on something that it changes itself outside of tensors, plain"
+            f" attributes and random numbers{known}, the second run differs without a fault: keep that in a buffer or"
+            " directly in an attribute, or omit the check. If all parameters of a stage are off, also look at the"
+            " gradient that the next stage sends. Else report this. Until it is fixed, set weight_products = {} on each"
+            " of these layers, so that it computes its weight gradient in I, or use a schedule without I and W, for"
+            " example 1F1B"
         )
 
 

@@ -35,7 +35,7 @@ from zbpipe.runtime.measure.recording import MemoryCounter
 from zbpipe.runtime.ranks.failures import end_at_once
 from zbpipe.runtime.ranks.progress import MOST, Launched
 from zbpipe.runtime.split.stage import find_weight_work
-from zbpipe.runtime.verify.one_process import schedule_w_last
+from zbpipe.runtime.verify.gradient_check import schedule_w_last
 from zbpipe.schedule.ir import Op, OpKind, Schedule
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.offloading import Offload, copy_all
