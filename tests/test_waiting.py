@@ -18,13 +18,14 @@ from zoo.case import Case, function
 from zoo.runner import Setting, compare
 
 import zbpipe
-from zbpipe import Op, OpKind, Placement, Schedule
+from zbpipe import Schedule
 from zbpipe.runtime._torch import tensor_data
 from zbpipe.runtime.split import ownership, stage
 from zbpipe.runtime.split.deferring_layers import defer_weights, deferral_of
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.stage import find_pending
 from zbpipe.runtime.split.weight_gradients import WeightGradients
+from zbpipe.runtime.verify.one_process import schedule_w_last
 
 WIDTH, TOKENS, MICROBATCHES = 8, 3, 3
 # Two orders of the same float64 sums.
@@ -39,10 +40,7 @@ def float64() -> Any:
     torch.set_default_dtype(torch.float32)
 
 
-IN_TURN = [Op(0, kind, m) for m in range(MICROBATCHES) for kind in (OpKind.F, OpKind.I)]
-WEIGHTS_LAST = Schedule(
-    "WeightsLast", Placement.loop(1), MICROBATCHES, ((*IN_TURN, *(Op(0, OpKind.W, m) for m in range(MICROBATCHES))),)
-)
+WEIGHTS_LAST = schedule_w_last(1, MICROBATCHES, ["FI", "W"])
 """For one rank with one stage: every W waits for all I."""
 
 QUICK = (
