@@ -10,6 +10,7 @@ from typing import Any
 import commands
 import pytest
 import torch
+from data import assert_refused, refusals
 from determinism import draw_fewer
 from documents import blocks
 from hypothesis import given
@@ -342,21 +343,10 @@ def test_plans_leave_room_for_the_weights() -> None:
     assert ("plan, single", "weights and optimizer of a rank take more than the usable 17 GiB") in full.left_out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"device": 5}, "a device is named by a string, for example 'H100', or is a Device, got 5"),
-        ({"costs": (1, 1, 1)}, "costs = (1, 1, 1): give zbpipe.costs.JobCosts"),
-        ({"costs": replace(measured(Placement.loop(4)), placement=Placement.loop(4))}, "for 4 ranks, got 2: use 4"),
-        ({"costs": measured(Placement.loop(3))}, "3 stages, which 2 ranks cannot share equally: measure them on 2"),
-        ({"only": "ZBV"}, "only = 'ZBV': give a list"),
-        ({"stages_per_rank": 2}, "stages_per_rank = 2: give a list"),
-        ({"stages_per_rank": [0]}, "stages_per_rank has to be a whole number from 1 on, got 0"),
-    ],
-)
-def test_what_an_estimate_refuses(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
-        estimate(workload(), **{"device": ONE_A_SECOND} | arguments)
+@pytest.mark.parametrize(("given", "words"), refusals("estimate"))
+def test_what_an_estimate_refuses(given: str, words: str) -> None:
+    names = {"measured": measured, "replace": replace, "loop": Placement.loop}
+    assert_refused(lambda: estimate(workload(), **{"device": ONE_A_SECOND} | eval(f"dict({given})", names)), words)
 
 
 def test_what_cannot_be_is_left_out_with_the_reason() -> None:

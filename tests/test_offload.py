@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from browser import page_data, page_ops
 from commands import answer, run
+from data import refusals
 from determinism import draw_fewer
 from hypothesis import given
 from hypothesis import strategies as st
@@ -63,19 +64,7 @@ def test_what_is_no_copy_is_refused(text: str) -> None:
         Op.parse(text)
 
 
-@pytest.mark.parametrize(
-    ("table", "finding"),
-    [
-        ("0F0,0OF0,0B0", "missing: rank 0, 0RF0: no rank runs it, but 0OF0 is there"),
-        ("0F0,0RF0,0B0", "missing: rank 0, 0OF0: no rank runs it, but 0RF0 is there"),
-        ("0OF0,0F0,0RF0,0B0", "order: rank 0, position 0, 0OF0: it needs 0F0, which comes later, at position 1"),
-        ("0F0,0RF0,0OF0,0B0", "order: rank 0, position 1, 0RF0: it needs 0OF0, which comes later, at position 2"),
-        ("0F0,0OF0,0B0,0RF0", "order: rank 0, position 2, 0B0: it needs 0RF0, which comes later, at position 3"),
-        ("0F0,0I0,0OI0,0W0,0RI0", "order: rank 0, position 3, 0W0: it needs 0RI0, which comes later, at position 4"),
-        ("0F0,0B0,0OI0,0RI0", "foreign: rank 0, position 2, 0OI0: 0B0 leaves nothing for a W"),
-        ("0F0,0OF0,0OF0,0RF0,0B0", "doubled: rank 0, position 2, 0OF0: it is already on rank 0, position 1"),
-    ],
-)
+@pytest.mark.parametrize(("table", "finding"), refusals("copies"))
 def test_copies_at_the_wrong_place_are_found(table: str, finding: str) -> None:
     assert finding in map(str, validate(lone(table)))
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import process
+from data import refusals
 from titan_jobs import require_titan
 
 from titan_integration import first_run
@@ -117,30 +118,13 @@ def test_under_slurm(tmp_path: Path) -> None:
     assert " --master-addr other --master-port 9 " in command
 
 
-@pytest.mark.parametrize(
-    ("variables", "complaint"),
-    [
-        ({"MASTER_ADDR": "n0", "NODE_RANK": "3"}, "NODE_RANK='3' and MASTER_ADDR='n0' are of several nodes"),
-        ({"PLATFORM": "tpu"}, "PLATFORM='tpu' is unknown: use cuda, rocm or cpu"),
-        ({"COMM_MODE": "fake"}, "COMM_MODE='fake' is unknown: use fake_backend or local_tensor"),
-        ({"NGPU": "08"}, "NGPU='08' has to be a whole number from 1 to"),
-        ({"NGPU": "0"}, "NGPU='0' has to be a whole number from 1 to"),
-        ({"LOG_RANK": "all"}, "LOG_RANK='all' has to be numbers separated by commas"),
-        ({"NNODES": "two"}, "NNODES='two' has to be a whole number"),
-        ({"NNODES": "2", "NODE_RANK": "0"}, "NNODES='2' needs MASTER_ADDR: set it to the name or address of node 0"),
-        ({"NNODES": "2", "MASTER_ADDR": "a"}, "NNODES='2' needs NODE_RANK: set it to 0 on the node MASTER_ADDR"),
-        ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK='2' has to be a whole number from 0 to 1"),
-        ({**NODES, "MASTER_PORT": "99999"}, "MASTER_PORT='99999' has to be a whole number from 1 to 65535"),
-        ({"SLURM_JOB_NUM_NODES": "16"}, "SLURM_JOB_NUM_NODES='16', but without srun this trains on one node"),
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "128"}, "started SLURM_STEP_NUM_TASKS='128' tasks on 16 nodes: use"),
-        ({"MODULE": "titan_integration.llama4"}, "MODULE='titan_integration.llama4' is no Python module"),
-        ({"TRAIN_FILE": "zbpipe.titan.tain"}, "TRAIN_FILE='zbpipe.titan.tain' is no Python module"),
-        ({"PYTHON": "no-python"}, "PYTHON='no-python' is not there: activate your environment"),
-        ({"PLATFORM": "cuda", "DRY_RUN": "0"}, "build that sees 0 GPUs: install the build for cuda"),
-    ],
-)
-def test_what_the_script_refuses(tmp_path: Path, variables: dict[str, str], complaint: str) -> None:
-    assert_refused(tmp_path, complaint, **{"PLATFORM": "cpu", **variables})
+@pytest.mark.parametrize(("given", "complaint"), refusals("run_train.sh"))
+def test_what_the_script_refuses(tmp_path: Path, given: str, complaint: str) -> None:
+    variables = {"PLATFORM": "cpu"}
+    for word in given.split():
+        name, has_value, value = word.partition("=")
+        variables |= {name: value} if has_value else {"NODES": NODES, "SLURM": SLURM}[name]
+    assert_refused(tmp_path, complaint, **variables)
 
 
 def assert_refused(folder: Path, complaint: str, **variables: Any) -> None:
