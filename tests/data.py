@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 
 
+def text_of(file: str, heading: str) -> str:
+    return Path(__file__).with_name(file).read_text().partition(f"== {heading}\n")[2].partition("\n== ")[0].strip()
+
+
 def lines_of(file: str, heading: str) -> list[str]:
-    text = Path(__file__).with_name(file).read_text().partition(f"== {heading}\n")[2]
-    return [line for line in text.partition("\n== ")[0].splitlines() if line]
+    return [line for line in text_of(file, heading).splitlines() if line]
 
 
 def refusals(heading: str) -> list[tuple[str, str]]:
