@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,11 +16,13 @@ def lines_of(file: str, heading: str) -> list[str]:
     return [line for line in text_of(file, heading).splitlines() if line]
 
 
-def refusals(heading: str) -> list[tuple[str, str]]:
-    """Lines of wrong_input.txt: what is wrong, and parts of the error, with " ... " between them."""
-    return [
-        (given, words) for given, _, words in (line.partition(" => ") for line in lines_of("wrong_input.txt", heading))
-    ]
+def pairs(file: str, heading: str) -> list[tuple[str, str]]:
+    return [(given, found) for given, _, found in (line.partition(" => ") for line in lines_of(file, heading))]
+
+
+refusals = partial(pairs, "wrong_input.txt")
+"""What is wrong, and parts of the error, with " ... " between them."""
+expectations = partial(pairs, "expected.txt")
 
 
 def assert_refused(call: Callable[[], object], words: str) -> None:
