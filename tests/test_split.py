@@ -31,7 +31,7 @@ from zbpipe.runtime.split import products
 from zbpipe.runtime.split.deferral import Deferral
 from zbpipe.runtime.split.deferring_layers import defer_weights
 from zbpipe.runtime.split.products import LINEAR, PendingGradient
-from zbpipe.runtime.split.stage import find_pending, find_split
+from zbpipe.runtime.split.stage import find_pending
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 SHAPE = (3, SEQUENCE, WIDTH)
@@ -189,14 +189,6 @@ def test_each_product_runs_once(checkpointing: Checkpointing) -> None:
         calls = (1 if checkpointing == "none" else 2) * (microbatch + 1)
         assert [block.calls for block in blocks] == [calls] * len(blocks)
         assert all(left.shape[1] == right.shape[0] == 2 * SEQUENCE for left, right in factors)
-
-
-@pytest.mark.parametrize("split", ["deferred", "autograd"])
-def test_one_rank_alone(one_rank: None, split: str) -> None:
-    pipe = Pipeline("ZBV", 3, split_backward=split)
-    assert all(bool(find_split(stage)) == (split == "deferred") for stage in pipe.stages)
-    tokens, targets = batch(3)
-    assert_like([(pipe.run(tokens, target=targets), pipe.gradients())], reference(2, 3))
 
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
