@@ -336,24 +336,18 @@ def test_a_reentrant_checkpoint_of_what_needs_no_gradient() -> None:
         assert zbpipe.check_gradients(stage, x.clone().requires_grad_(), *more).passed
 
 
-class Warming(nn.Module):
+def warm_up(s: Any, x: Tensor) -> Tensor:
     """Sets a buffer in its first call; backwards of later ones hold on to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Buffer(torch.zeros(WIDTH))
-        self.is_warm = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.is_warm:
-            self.scale.fill_(2)
-        self.is_warm = True
-        return self.linear(x) * self.scale
+    if not s.is_warm:
+        s.scale.fill_(2)
+    s.is_warm = True
+    return s.linear(x) * s.scale  # type: ignore[no-any-return]
 
 
 def test_another_microbatch_may_need_what_is_put_back(one_rank: None) -> None:
     """Its own forward comes before the second run of the one that changed the buffer."""
-    module = Warming()
+    scale = lambda: nn.Buffer(torch.zeros(WIDTH))  # noqa: E731
+    module: Any = bare(warm_up, linear=linear(WIDTH, WIDTH), scale=scale, is_warm=bool)(0)
     schedule = w_last(module, 3)
     x, y = torch.randn(2, 3, WIDTH)
     schedule.step(x, target=y)  # learns shapes

@@ -347,29 +347,21 @@ def test_a_declared_gradient_may_be_dy_itself() -> None:
         both.train(torch.randn(WIDTH, WIDTH))
 
 
-class OneWeight(nn.Module):
-    """Multiplies one weight in many ways by the same functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.row, self.rows = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(4, WIDTH))
-        self.kernel, self.channels = nn.Parameter(torch.randn(4, 4, 1)), nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        w, linear = self.w, nn.functional.linear
-        y = linear(x, w, self.row) + linear(x, w, self.rows) + linear(x, w) + linear(x[0], w, self.row.detach())
-        y = y + x @ w + x[0] @ w + torch.matmul(x[0, 0], w)
-        y = y + torch.matmul(w, w).sum() + torch.matmul(w.view(-1, WIDTH), w).sum()
-        y = y + nn.functional.conv1d(x, self.kernel, self.channels)
-        y = y + nn.functional.conv1d(x[0], self.kernel, self.channels)
-        with torch.no_grad():
-            y += x @ w
-        return y + (x.detach() @ w) * (x.float() @ w.float())
+def in_many_ways(s: Any, x: Tensor) -> Tensor:
+    """Multiplies one weight by the same functions."""
+    w, linear = s.w, F.linear
+    y = linear(x, w, s.row) + linear(x, w, s.rows) + linear(x, w) + linear(x[0], w, s.row.detach())
+    y = y + x @ w + x[0] @ w + torch.matmul(x[0, 0], w)
+    y = y + torch.matmul(w, w).sum() + torch.matmul(w.view(-1, WIDTH), w).sum()
+    y = y + F.conv1d(x, s.kernel, s.channels) + F.conv1d(x[0], s.kernel, s.channels)
+    with torch.no_grad():
+        y += x @ w
+    return y + (x.detach() @ w) * (x.float() @ w.float())
 
 
 def test_a_product_seen_before_is_known_by_all_its_arguments() -> None:
-    both = Compared(OneWeight().double())
+    sizes = {"w": (WIDTH, WIDTH), "row": (WIDTH,), "rows": (4, WIDTH), "kernel": (4, 4, 1), "channels": (4,)}
+    both = Compared(bare(in_many_ways, **{name: parameter(*size) for name, size in sizes.items()})(0).double())
     for frozen in (False, False, True, False):
         for each in (both.module, both.plain):
             each.row.requires_grad_(not frozen)  # type: ignore[operator, union-attr]
