@@ -478,16 +478,7 @@ def test_arguments_by_name_and_several_results() -> None:
     assert found.waits == count_bytes(*on_meta()).waits
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("", "transformers is not installed, which reads a config.json: pip install transformers"),
-        ("--layers {file}", "--layers and --hf exclude each other: omit one."),
-        ("--pp 3", "16 GPUs are not a multiple of PP x TP x CP = 3: change one of them"),
-        ("--tp many", "--hf: Invalid value for '--tp': 'many' is not a valid whole number."),
-        ("--hf nowhere.json", "Invalid value for '--hf': File 'nowhere.json' does not exist."),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), refusals("estimate --hf"))
 def test_a_config_of_transformers_is_refused(
     options: str, words: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -533,20 +524,11 @@ def test_a_file_of_layers(file: Path) -> None:
     assert work.layers[5].waits > work.layers[5].activations
 
 
-@pytest.mark.parametrize(
-    ("changes", "gpus", "words"),
-    [
-        ({}, 6, "6 GPUs are not a multiple"),
-        ({}, -4, "gpus has to be a whole number from 1 on, got -4"),
-        ({"tokens": "0"}, 16, r"model\.toml.*tokens has to be a whole number from 1 on, got 0"),
-        ({"microbatch": "8"}, 16, r"model\.toml.*microbatch = 8: unknown key; did you mean microbatches\?"),
-        ({"message_bytes": "-1"}, 16, r"model\.toml.*cannot have message_bytes = -1"),
-    ],
-)
-def test_a_wrong_file_is_refused(file: Path, changes: dict[str, str], gpus: int, words: str) -> None:
-    file.write_text(toml(**changes))
-    with pytest.raises(ValueError, match=words):
-        load_layers(file, gpus)
+@pytest.mark.parametrize(("given", "words"), refusals("model.toml"))
+def test_a_wrong_file_is_refused(file: Path, given: str, words: str) -> None:
+    gpus, *changes = given.split()
+    file.write_text(toml(**dict(each.split("=") for each in changes)))
+    assert_refused(lambda: load_layers(file, int(gpus)), words)
 
 
 def test_the_command(file: Path) -> None:
