@@ -33,7 +33,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zbpipe
-from zbpipe.frameworks.options import Options
 from zbpipe.runtime.split.stage import find_split
 from zbpipe.runtime.split.waits import MEASURED_STEP
 from zbpipe.runtime.verify.one_process import schedule_w_last
@@ -372,10 +371,3 @@ def test_checked_steps_run_without_fills(one_rank: None) -> None:
         filled.append(schedule.waits.filled)
     assert check.report is not None
     assert filled[0] == 0 < filled[1]
-
-
-def test_an_unknown_choice_is_refused(one_rank: None) -> None:
-    with pytest.raises(ValueError, match="fill_waits='some' is unknown"):
-        on_one_rank([nn.Linear(4, 4), nn.Linear(4, 4)], 2, fill_waits="some")
-    with pytest.raises(ValueError, match="fill_waits='some' is unknown"):
-        Options(fill_waits="some")  # type: ignore[arg-type]

@@ -23,6 +23,7 @@ from zbpipe.costs.job import MemoryLimit
 from zbpipe.costs.model import Receives, Transport
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.schedule import registry
+from zbpipe.simulator import offload
 from zbpipe.simulator.actions import Action, parse
 from zbpipe.simulator.jitter import Jitter, step_times
 from zbpipe.testing import check_schedule, schedules
@@ -35,6 +36,11 @@ def odd(make: Callable[..., Any], **placed: Any) -> object:
         patch.setattr(registry, "_registered", dict(registry._registered))
         zbpipe.register("Odd", **placed)(make)
         return generate("Odd", 2, 3)
+
+
+def copied(costs: Any = None, table: str = "", **how: Any) -> object:
+    schedule = Schedule.from_csv(table) if table else generate("1F1B", 4, 8)
+    return offload(schedule, costs or CostModel.uniform(schedule.placement, host=Link(bandwidth=2)), **how)
 
 
 NAMES: dict[str, Any] = {
@@ -59,6 +65,7 @@ NAMES: dict[str, Any] = {
     "odd": odd,
     "costs": lambda **changes: CostModel(**COLUMNS | changes),
     "layers": lambda **changes: LayerCosts((Layer(("norm",), 1, 1, 1, 1),), **changes),
+    "copied": copied,
     "planned": lambda **changes: plan(**{"ranks": 2, "microbatches": 4, "costs": (1, 1, 1)} | changes),
 }
 
