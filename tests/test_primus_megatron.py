@@ -15,7 +15,7 @@ import primus_megatron as benchmark
 import primus_megatron_job as job
 import pytest
 from commands import process
-from data import assert_refused, refusals
+from data import assert_refused, expectations, refusals
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -152,19 +152,10 @@ def test_the_settings_of_the_page(factory: ModuleType) -> None:
     assert params.pp_algorithm == "zbv-formatted"
 
 
-@pytest.mark.parametrize(
-    ("fields", "stages"),
-    [
-        ({}, 1),
-        ({"num_virtual_stages_per_pipeline_rank": 3}, 3),
-        ({"num_layers_per_virtual_pipeline_stage": 2, "num_layers": 32}, 4),
-        ({"pipeline_model_parallel_layout": "Et*3|(tt|)*6L"}, 2),
-        ({"pipeline_model_parallel_layout": "Et*3|(t*4|)*10,t*3,L"}, 3),
-        ({"pipeline_model_parallel_layout": [["embedding"], *[["decoder"]] * 7]}, 2),
-    ],
-)
-def test_stages_per_rank_as_megatron_takes_them(fields: dict[str, Any], stages: int) -> None:
-    assert primus_megatron.count_stages(SimpleNamespace(pipeline_model_parallel_size=4, **fields)) == stages
+@pytest.mark.parametrize(("given", "stages"), expectations("stages per rank of Megatron"))
+def test_stages_per_rank_as_megatron_takes_them(given: str, stages: str) -> None:
+    fields = eval(f"dict({given})")
+    assert primus_megatron.count_stages(SimpleNamespace(**fields)) == int(stages)
 
 
 @pytest.mark.parametrize(
