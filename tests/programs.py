@@ -7,15 +7,47 @@ import re
 from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
-from data import lines_of
+
+PRELUDE = """\
+import numpy
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+ROWS, WIDTH = 3, 4
+counts, workspaces = {}, {}
 
 
-def templates(heading: str) -> tuple[str, ...]:
-    """The simplest comes first in each list, and failures shrink to it."""
-    return tuple(lines_of("programs.txt", heading))
+def count(name):
+    counts[name] = counts.get(name, -1) + 1
+    return counts[name]
 
 
-PRELUDE = "\n".join([*templates("prelude"), ""])
+def workspace(name, like):
+    return workspaces.setdefault((name, like.shape), torch.zeros(like.shape, dtype=like.dtype))
+
+
+def keep_products(ctx, function, *args, **kwargs):
+    is_product = function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def run_again(function, *args):
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def run_some_again(function, *args):
+    contexts = lambda: create_selective_checkpoint_contexts(keep_products)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+def double_in_place(gradient):
+    gradient.mul_(2)
+
+
+def halve(parameter):
+    parameter.grad.mul_(0.5)
+"""
 """What all programs begin with."""
 
 DECLARATION = "    weight_products = "
@@ -45,14 +77,175 @@ class Program(NamedTuple):
         return f"{self.dtype}, hidden: {self.is_hidden}, plain: {self.is_plain}\n{self.source}"
 
 
-PRODUCTS = {shape: templates(f"products of {shape}") for shape in "am"}
-OTHERS, ALIASES = templates("others"), templates("aliases")
-WRITES, HIDDEN_WRITES, READS = templates("writes"), templates("hidden writes"), templates("reads")
-GUARDS, HOOKS, AROUND = templates("guards"), templates("hooks"), templates("around")
-FORWARDS, FORWARDS_OF_VIEWS = templates("forwards"), templates("forwards of views")
-NAMES_OF_VIEWS = templates("names of views")
-WEIGHTS, LEAVES, MADE = templates("weights"), templates("leaves"), templates("made")
-PLAIN, NEXT_TO_THEM = templates("plain"), templates("next to them")
+# Shapes of variables in a backward: (ROWS, WIDTH) as x and dy, and (WIDTH, WIDTH) as w. In templates, {a}, {b} and {c}
+# are variables of the first kind, {m} and {n} of the second, {v} and {u} two of either.
+PRODUCTS = {
+    "a": (
+        "{a}.mm({m})",
+        "{a} @ {m}",
+        "torch.matmul({a}, {m}.t())",
+        "F.linear({a}, {m})",
+        "torch.addmm({b}, {a}, {m})",
+        'torch.einsum("ri,io->ro", {a}, {m})',
+        "torch.bmm({a}[None], {m}[None])[0]",
+        "torch.zeros_like({a}).addmm_({b}, {m})",
+        "torch.zeros_like({a})[None].baddbmm_({b}[None], {m}[None])[0]",
+        "torch.mm({a}, {m}, out=torch.empty({a}.shape, dtype={a}.dtype))",
+        'torch.mm({a}, {m}, out=workspace((ctx.site, "a"), {a}))',
+        "torch.addbmm({b}, {a}[None], {m}[None])",
+        "torch.from_numpy({a}.detach().numpy() @ {m}.detach().numpy())",
+    ),
+    "m": (
+        "{a}.t().mm({b})",
+        "{a}.t() @ {b}",
+        "torch.matmul({a}.mT, {b})",
+        "F.linear({a}.t(), {b}.t())",
+        "torch.addmm({m}, {a}.t(), {b})",
+        'torch.einsum("ro,ri->oi", {a}, {b})',
+        "torch.bmm({a}.t()[None], {b}[None])[0]",
+        "{m}.mm({n})",
+        "torch.zeros_like({m}).addmm_({a}.t(), {b})",
+        "torch.zeros_like({m})[None].baddbmm_({a}.t()[None], {b}[None])[0]",
+        "torch.mm({a}.t(), {b}, out=torch.empty({m}.shape, dtype={m}.dtype))",
+        'torch.mm({a}.t(), {b}, out=workspace((ctx.site, "m"), {m}))',
+        "torch.stack([{a}.t() @ {b}, {m}]).sum(0)",
+        "torch.outer({a}[0], {b}[1])",
+    ),
+}
+OTHERS = (
+    "{v} * 0.5",
+    "{v} + {u}",
+    "{v} * {u}",
+    "{v}.tanh()",
+    "{v}.clone()",
+    "{v}.detach()",
+    "{v}.view_as({v})",
+    "{v}.flip(0)",
+    "{v}.t().contiguous().t()",
+    "torch.where({v} > 0, {v}, {u})",
+    "{v}.masked_fill({v} > 1, 0)",
+    "torch.empty_like({v}).copy_({u})",
+    'workspace((ctx.site, "{v}"), {v}).copy_({u})',
+    "{v}.sum() * {u}",
+    "{v} / (1 + {v}.norm())",
+    "torch.mul({v}, {u}, out=torch.empty({v}.shape, dtype={v}.dtype))",
+    "torch.from_dlpack({v}.detach())",
+    "torch.from_numpy(numpy.from_dlpack({v}.detach()) * 0.5)",
+    "torch.from_numpy({v}.detach().numpy().copy())",
+)
+ALIASES = ("{v}.detach()", "{v}.view_as({v})", "torch.from_dlpack({v}.detach())")
+"""Those of OTHERS that share memory."""
+WRITES = (
+    "{v}.mul_(0.5)",
+    "{v}.clamp_(-0.5, 0.5)",
+    "{v}.zero_()",
+    "{v}.copy_({u})",
+    "{v} += {u}",
+    "{v}[0] = 0.3",
+    "{v}[{v} > 0.5] = 0",
+    "{v}[:, 1] = {u}[:, 0]",
+    "{v}.t()[0].mul_(-1)",
+    "{v}.view(-1)[0] = 1",
+    "{v}.detach().mul_(0.5)",
+    "{v}.unbind(0)[0].zero_()",
+    "torch.mul({v}, 0.5, out={v})",
+    "torch.add({u}, {u}, out={v})",
+    "torch._foreach_mul_([{v}], 0.5)",
+    "{v}.addmm_({v}, {m})",
+    "{v}.index_fill_(0, torch.tensor([1]), 0.2)",
+)
+HIDDEN_WRITES = (
+    "{v}.data.mul_(0.5)",
+    "{v}.data[0] = 0.3",
+    "{v}.data = {u} * 2",
+    "{v}.detach().numpy()[0] = 0.3",
+    "torch.from_numpy({v}.detach().numpy()).mul_(0.5)",
+    "torch.from_dlpack({v}.detach()).mul_(0.5)",
+    "{v}.untyped_storage().fill_(0)",
+)
+READS = (
+    "float({v}.sum())",
+    "{v}.tolist()",
+    "{v}.detach().numpy()",
+    "{v}.data_ptr()",
+    "repr({v})",
+    "numpy.from_dlpack({v}.detach())",
+    "{v}.isfinite().all().item()",
+    "{v}.untyped_storage().nbytes()",
+)
+GUARDS = (
+    "x[0, 0] > 1.5",
+    "{a}.sum() > 0",
+    'count("{function}") % 2',
+    'count("{function}") > 4',
+    "ctx.site % 2",
+    "ctx.training",
+    "{a}.is_contiguous()",
+    "ctx.needs_input_grad[0]",
+)
+FORWARDS = ("x.mm(w.t())", "F.linear(x, w)", "x @ w", "torch.tanh(x @ w)", "torch.addmm(x, x, w)")
+FORWARDS_OF_VIEWS = ("w.view_as(w)", "w.t()", "w * 1", "w.clone()", "w.view(-1).view(WIDTH, WIDTH)", "w * w")
+NAMES_OF_VIEWS = (
+    "Scale",
+    "T",
+    "View",
+    "Alias",
+    "Transpose",
+    "Expand",
+    "Select",
+    "ViewBackward0",
+    "TBackward0",
+    "Clone",
+)
+
+WEIGHTS = (
+    "self.w",
+    "self.v",
+    "self.w.t()",
+    "self.stack[0]",
+    "self.stack.select(0, 1)",
+    "self.tall[:WIDTH]",
+    "self.tall.chunk(2)[1]",
+    "self.flat.view(WIDTH, WIDTH)",
+    "self.linear.weight",
+)
+LEAVES = ("self.w", "self.v", "self.linear.weight")
+MADE = (
+    "self.w * self.g",
+    "self.w / self.w.norm()",
+    "self.w + self.v",
+    "torch.cat([self.w[:1], self.v[1:]])",
+    "self.w.clone()",
+)
+# Those without a Function, whose weight gradients can wait.
+PLAIN = (
+    "self.linear({x})",
+    "F.linear({x}, {w})",
+    "{x} @ {w}",
+    "{x}.mm({w}.t())",
+    'torch.einsum("ri,oi->ro", {x}, {w})',
+    "torch.addmm(self.b, {x}, {w})",
+    "F.linear({x}, {w}, self.b)",
+    "self.linear({x}).mul_(0.5).relu_()",
+    "F.linear({x}, {w}).add_({x})",
+)
+NEXT_TO_THEM = (
+    "torch.tanh({x})",
+    "{x} * (1 + self.g)",
+    "F.layer_norm({x}, (WIDTH,), 1 + self.g, self.b)",
+    "{x} + x",
+    "{x}.t().tanh().t()",
+    "{x} + {x}.sum(0, keepdim=True)",
+    "{x} + {x}.mean()",
+    "{x} + torch.tanh({x} * 2)",
+    "({x} + 0).mul_(0.5).relu_()",
+    "torch.cat([{x}[:1], self.linear({x}[1:])])",
+    "torch.cat([{x}[:1], self.pos[1:]])",
+    # The gradient of a parameter that is added through a view is a view of another one.
+    "{x} + self.pos",
+    "{x} + self.pos.flatten().view(1, ROWS, WIDTH)[0]",
+    "({x} + 0).add_(self.pos.unsqueeze(0).expand(1, -1, -1)[0])",
+)
 PARAMETERS = {
     "w": "WIDTH, WIDTH",
     "v": "WIDTH, WIDTH",
@@ -63,10 +256,16 @@ PARAMETERS = {
     "b": "WIDTH",
     "pos": "ROWS, WIDTH",
 }
+HOOKS = (
+    "{t}.register_hook(lambda g: 2 * g)",
+    "{t}.register_hook(double_in_place)",
+    "{t}.register_hook(lambda g: None)",
+)
+AROUND = ("{call}", "run_again({run}, {x})", "run_some_again({run}, {x})")
 
 
 class _Writer:
-    """Writes a program, line by line."""
+    """Writes a program, line by line. The simplest comes first in each list, and failures shrink to it."""
 
     def __init__(self, choices: bytes, is_plain: bool) -> None:
         self._choices = choices

@@ -12,7 +12,7 @@ import pytest
 import torch
 from commands import process
 from forks import run_script
-from titan_jobs import SHORT, Titan, assert_trains_alike, pipeline, require_titan, start_from, words
+from titan_jobs import Titan, assert_trains_alike, pipeline, require_titan, short, start_from, words
 from torch import nn
 
 import zbpipe
@@ -90,7 +90,7 @@ def assert_left_a_plan(folder: Path, output: str) -> None:
 def test_torchtitan(titan: Titan, tmp_path: Path) -> None:
     require_titan("0.3.0")
     metrics = tmp_path / "metrics.jsonl"
-    arguments = (*SHORT, *start_from(titan.seed()), "--metrics.json_lines", str(metrics), "--dump_folder", "out")
+    arguments = (*short(), *start_from(titan.seed()), "--metrics.json_lines", str(metrics), "--dump_folder", "out")
     output = run(tmp_path, EXAMPLES / "torchtitan" / "train.sh", *arguments)
     assert "pipeline: ZB" in output
     steps = tuple(json.loads(line) for line in metrics.read_text().splitlines())

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from programs import LENGTH, PRELUDE, Program, choices, templates, write
+from programs import DECLARATION, LENGTH, PRELUDE, Program, choices, write
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
@@ -206,19 +206,99 @@ def test_programs(number: int) -> None:
     settings(max_examples=number)(given(choices, st.sampled_from(MODES))(check))()
 
 
-def source(heading: str) -> str:
-    return "\n".join([*templates(heading), *templates("between"), ""])
+def linear(backward: str) -> str:
+    """A layer with a Function of its own between others, whose backward this is."""
+    return f"""
+class F0(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x.mm(w.t())
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensors
+        {backward}
+class Layer(nn.Module):
+{DECLARATION}{{F0.apply: FROM_BACKWARD}}
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)
+    def forward(self, x):
+        return F0.apply(x, self.w)
+class Stage(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, WIDTH), Layer(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), Layer())
+{BETWEEN}"""
 
 
+BETWEEN = """
+def between(stage, step):
+    stage.zero_grad()
+"""
+VIEW = """
+class {name}(torch.autograd.Function):
+    __module__ = "somebody.views"
+    @staticmethod
+    def forward(ctx, w):
+        return w.view_as(w)
+    @staticmethod
+    def backward(ctx, g):
+        return g * 0.1
+class Stage(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)
+    def forward(self, x):
+        return F.linear(x, {name}.apply(self.w))
+"""
 WRITTEN = {
-    **{
-        name: source(name) for name in ("a hook in what the first stage makes", "a weight that is frozen after its use")
-    },
-    **{name: source("a view of others").replace("NAME", name) for name in ("Scale", "_UnwrapWeight")},
-    **{
-        name: source("a Function").replace("BODY", backward.replace("\\n", "\n        "))
-        for name, _, backward in (line.partition(" => ") for line in templates("backwards"))
-    },
+    "a view of others": VIEW.format(name="Scale") + BETWEEN,
+    "a view of others, named as torchao's": VIEW.format(name="_UnwrapWeight") + BETWEEN,
+    "a hook within what the first stage makes from weights alone": f"""
+class First(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.flat = nn.Parameter(torch.randn(WIDTH * WIDTH) / 2)
+    def forward(self, x):
+        y = x.mm(self.flat.view(WIDTH, WIDTH))
+        y.register_hook(lambda g: 2 * g)
+        return y
+class Second(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(WIDTH, WIDTH) / 2), nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)
+    def forward(self, x):
+        return x.mm(self.a + self.b)
+class Stage(nn.Sequential):
+    def __init__(self):
+        super().__init__(First(), Second())
+{BETWEEN}""",
+    "a weight that is frozen between its use and the backward": f"""
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) / 2)
+    def forward(self, x):
+        self.w.requires_grad_()
+        y = F.linear(x, self.w)
+        self.w.requires_grad_(False)
+        return y
+class Stage(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(WIDTH, WIDTH), Layer())
+{BETWEEN}""",
+    "addmm_": linear("return dy.mm(w), torch.zeros_like(w).addmm_(dy.t(), x)"),
+    "adds to .grad": linear("""if w.grad is None: return dy.mm(w), dy.t().mm(x)
+        dx = dy.mm(w); w.grad.addmm_(dy.t(), x); return dx, None"""),
+    "dX in place, for some microbatches": linear("""if x[0, 0] > 0.2:
+            dw, dx = dy.t().mm(x), torch.zeros_like(x); dx.addmm_(dy, w); return dx, dw
+        dx = dy.mm(w); return dx, dy.t().mm(x)"""),
+    "masks dY, for some microbatches": linear("dw = dy.t().mm(x); dy[x[:, 0] > 0.5] = 0; return dy.mm(w), dw"),
+    "clears a temporary, for some microbatches": linear("""t = x * 2; dw = dy.t().mm(t)
+        if x[0, 0] > 0.2: t.zero_()
+        return dy.mm(w), dw"""),
+    "NumPy": linear("dy.mul_(0.5); dw = dy.t().mm(x); dw.numpy(); return dy.mm(w), dw"),
+    "DLPack": linear("dx = dy.mm(w); return torch.from_numpy(numpy.from_dlpack(dx) * 0.5), dy.t().mm(x)"),
 }
 
 
