@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence, Set
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import fill
 from typing import Any, NamedTuple
 
 import pytest
+from data import text_of
 
 PAGE = Path(__file__).parent.parent / "docs" / "compatibility.md"
 
@@ -31,6 +33,10 @@ class Section(NamedTuple):
     own: str
     about: str
     tables: Sequence[Table]
+
+
+words = partial(text_of, "compatibility.txt")
+"""Those under a heading."""
 
 
 def target(framework: str) -> str:
@@ -88,7 +94,7 @@ def put(section: Section, page: str) -> str:
     frameworks, name = read(page), section.title.split()[0]
     _, sections = frameworks.get(name, ("", {}))
     frameworks[name] = _filled(section.about), sections | {section.title: _drawn(section)}
-    blocks = [_HEAD.strip()]
+    blocks = [words("head")]
     for framework, (about, of_framework) in frameworks.items():
         blocks += [f"## {framework}", about]
         for title in sorted(of_framework, key=lambda each: [*map(int, re.findall(r"\d+", each))], reverse=True):
@@ -131,17 +137,3 @@ def _minor(package: str) -> str:
 
 _UNTRIED = " | not tried |"
 _WAY_OUT = "the same tests with --write-compatibility write it anew"
-_HEAD = """\
-# What works together
-
-Tests write this page, except its end. A test of CI fails if it sees another outcome. Everything ran on the CPU over
-gloo, nothing on a GPU.
-"""
-
-TITAN = """\
-"Works" means: in each of two optimizer steps the loss (within 1e-5) and the norm of the gradients (within 1e-4) are
-those of the same job without a pipeline and without a compiler. The job is TorchTitan's debug model, started by
-`zbpipe.titan.train` from a seed checkpoint, on two pipeline ranks with four microbatches in float32. Nothing is
-compiled a second time for a later microbatch, no graph breaks, and no weight gradient is computed in I instead of W.
-Where a job differs, its row says so.
-"""

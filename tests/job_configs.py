@@ -6,13 +6,11 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torchtitan.components.validate import Validator
-from torchtitan.distributed import utils as dist_utils
 from torchtitan.trainer import Trainer
 
 from zbpipe.cli.demo.models03 import llama3_python_stdlib
@@ -26,12 +24,6 @@ def other_schedule() -> Trainer.Config:
 
 def killed_in_step_3() -> Trainer.Config:
     return _rank_1_in_step(3, lambda trainer: _in_forward(lambda: os.kill(os.getpid(), signal.SIGKILL)))
-
-
-def killed_after_step_2() -> Trainer.Config:
-    """Before the optimizer step, where the other rank waits for the norm of the gradients."""
-    killed = partial(os.kill, os.getpid(), signal.SIGKILL)
-    return _rank_1_in_step(2, lambda trainer: setattr(dist_utils, "clip_grad_norm_", lambda *_, **__: killed()))
 
 
 def raises_in_step_2() -> Trainer.Config:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from commands import process
-from compatibility import Section, Table, compare, seen_with, target
+from compatibility import Section, Table, compare, seen_with, target, words
 from ranks import fork_from, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -325,17 +325,6 @@ SCHEDULES = ("ZBV", "VHalf", "VMin", "ZBH1", "Auto", "plan.csv", "wave.csv", "1F
 OWN = """\
 Tested with {versions}. Not tried: context parallelism. With torch 2.15 AutoModel 0.7.0 fails also without zbpipe.
 """
-ABOUT = """\
-"Works" means: AutoModel's own pipeline of a model with 4, 8 or 16 layers, eight microbatches,
-float32, has the gradients (within 1e-4) and the losses (within 1e-5) of the model without a pipeline. FSDP2 and
-experts: 2 pipeline ranks times 2 data-parallel ones. Experts: AutoModel's Qwen3 mixture of experts with its
-`MoEFSDPSyncMixin`, `wrap_outer_model` on, or off with gradients added up over two batches. plan.csv is a plan in a V,
-wave.csv one with four stages per rank, and 1F1B is torch's.
-
-The example in examples/automodel, cut down to a small Llama, reports the losses and the norms of the same job without a
-pipeline over three optimizer steps, and the loss of validation. So it does with LoRA and torch.compile together, if
-LoRA's first weights, which each rank draws for its own layers, are made alike.
-"""
 
 
 def test_the_page_says_what_works(runs: dict[str, list[Run]], request: pytest.FixtureRequest) -> None:
@@ -350,7 +339,7 @@ def test_the_page_says_what_works(runs: dict[str, list[Run]], request: pytest.Fi
     lines = [[schedule, *(outcome(schedule + suffix) for suffix in COLUMNS.values())] for schedule in SCHEDULES]
     table = Table("Schedule and sharding", "", ["schedule", *COLUMNS], lines)
     own = OWN.format(versions=seen_with("torch", "nemo-automodel"))
-    section = Section(target("nemo-automodel"), own, ABOUT, [table])
+    section = Section(target("nemo-automodel"), own, words("nemo-automodel"), [table])
     compare(section, request.config.getoption("--write-compatibility"))
 
 

@@ -16,6 +16,7 @@ from pipelines import on_one_rank
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from zoo.case import stage
 
 import zbpipe
 from zbpipe import Op, OpKind
@@ -96,15 +97,6 @@ def test_a_steady_step(one_rank: None, checkpointing: Checkpointing, set_to_none
         assert places[0] == places[1] == places[2]
 
 
-class Model(nn.Module):
-    def __init__(self, run: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.a, self.b, self.run, self.number = nn.Linear(8, 8), nn.Linear(8, 8), run, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.run(self, x)
-
-
 MODELS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "the weight of a child that is never called": lambda own, x: F.linear(x.relu(), own.b.weight),
     "the same behind a layer": lambda own, x: F.linear(own.a(x).relu(), own.b.weight),
@@ -127,7 +119,7 @@ def test_a_captured_step(one_rank: None, model: str, name: str, microbatches: in
     """From the third step on, unless a layer runs later; with the gradients of a step that is not captured."""
     # One rank has no bubble, so ZB has no I there.
     steady_from = 1 if name == "ZB" else 3 if "from the second" in model else 2
-    modules = [Model(MODELS[model]) for _ in range(1 if name == "ZBH1" else 2)]
+    modules: Any = [stage(MODELS[model], number=lambda: 0)(0) for _ in range(1 if name == "ZBH1" else 2)]
     made = half_whole(microbatches) if name == "HalfWhole" else name
     schedule = on_one_rank(modules, microbatches, made, F.mse_loss)
     x, target = torch.randn(2, 2 * microbatches, 8)
@@ -150,7 +142,7 @@ def test_a_captured_step(one_rank: None, model: str, name: str, microbatches: in
 @pytest.mark.parametrize("name", ["ZBV", "Auto"])
 def test_what_a_graph_cannot_replay(one_rank: None, name: str) -> None:
     """The next step can follow."""
-    modules, x = nn.ModuleList(Model(MODELS["a shared cast of x"]) for _ in range(2)), torch.randn(8, 8)
+    modules, x = nn.ModuleList(map(stage(MODELS["a shared cast of x"]), range(2))), torch.randn(8, 8)
     schedule = on_one_rank([*modules], 4, name, F.mse_loss, **({"profile_steps": 1} if name == "Auto" else {}))
 
     def refuse(words: str, **given: int) -> None:

@@ -13,12 +13,9 @@ from typing import Any
 import commands
 import pytest
 from click.testing import Result
-from ranks import run_ranks
 from test_cli import SIMULATE_KEYS
-from test_gradients import assert_like_reference, train_from_file
 
 import zbpipe
-from zbpipe import CostModel, Placement
 from zbpipe.costs import JobCosts, Layer, LayerCosts, dump_costs
 from zbpipe.costs.transformer import typical_costs
 
@@ -126,15 +123,6 @@ def test_progress_on_a_terminal_only() -> None:
     assert "searching" in os.read(ours, 100_000).decode()
     os.close(ours)
     assert on_terminal.stdout == quiet.stdout
-
-
-def test_torch_gets_the_right_gradients_from_an_exported_plan(tmp_path: Path) -> None:
-    """For uneven stages and little memory, so that it is none of the schedules with a name."""
-    placement, uneven = Placement.v(2), (1, 1.5, 2, 1)
-    dump_costs(JobCosts(CostModel(uneven, uneven[::-1], uneven, uneven), placement), tmp_path / "costs.json")
-    table = tmp_path / "plan.csv"
-    answer(f"-m 6 --costs-file {tmp_path / 'costs.json'} --memory-limit 5 -o {table} {QUICK}")
-    assert_like_reference(run_ranks(2, train_from_file, str(table), 6), 4, (6,))
 
 
 @pytest.mark.long

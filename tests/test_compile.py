@@ -259,24 +259,24 @@ def test_what_is_around_a_region(name: str) -> None:
         both.train(torch.randn(SHAPE), call=lambda module, x, step=step: run(module, x, step), on_trial=not step)
 
 
-class Mixture(nn.Module):
-    """Every row goes to one expert; how many go to each comes out of the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(WIDTH, EXPERTS)
-        self.experts = Experts(EXPERTS, WIDTH, 2 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(0, -2)
-        scores, chosen = self.router(flat).softmax(-1).max(-1)
-        order = torch.argsort(chosen, stable=True)
-        count = (chosen.unsqueeze(-1) == torch.arange(EXPERTS)).sum(0)
-        y = self.experts(flat[order], torch.cumsum(count, dim=0, dtype=torch.int32))
-        return x + torch.zeros_like(flat).index_add(0, order, y * scores[order].unsqueeze(-1)).view_as(x)
-
-
 EXPERTS = 4
+
+
+def experts() -> nn.Module:
+    return Experts(EXPERTS, WIDTH, 2 * WIDTH)
+
+
+def mix(s: Any, x: Tensor) -> Tensor:
+    """Every row goes to one expert; how many go to each comes out of the data."""
+    flat = x.flatten(0, -2)
+    scores, chosen = s.router(flat).softmax(-1).max(-1)
+    order = torch.argsort(chosen, stable=True)
+    count = (chosen.unsqueeze(-1) == torch.arange(EXPERTS)).sum(0)
+    y = s.experts(flat[order], torch.cumsum(count, dim=0, dtype=torch.int32))
+    return x + torch.zeros_like(flat).index_add(0, order, y * scores[order].unsqueeze(-1)).view_as(x)
+
+
+mixture = bare(mix, router=lambda: nn.Linear(WIDTH, EXPERTS), experts=experts)
 
 
 def run_two_blocks(build: Callable[[], nn.Module], checkpointing: Checkpointing = "none") -> list[int]:
@@ -291,7 +291,7 @@ class Sharded(Compared):
 
 
 @pytest.mark.parametrize(
-    ("build", "products"), [(lambda: compiled(Mixture()), 4), (lambda: optimized(FeedForward()), 3)]
+    ("build", "products"), [(lambda: compiled(mixture(0)), 4), (lambda: optimized(FeedForward()), 3)]
 )
 def test_fsdp_around_a_region(one_rank: None, build: Callable[[], Any], products: int) -> None:
     """The weights are there only when FSDP has gathered them, and are others than those that were learned from."""
@@ -370,7 +370,7 @@ LAYERS: dict[str, tuple[Callable[..., nn.Module], int]] = {
     "concatenated": (bare(concatenated, **dict.fromkeys("abc", weight(WIDTH, WIDTH))), 3),
     "gated": (bare(gated, lin=linear(bias=False), gate=weight(WIDTH, WIDTH)), 1),
     "an empty declaration": (lambda _: nn.Sequential(Kept(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)), 1),
-    "experts": (lambda _: Mixture(), 4),
+    "experts": (mixture, 4),
     # Its gradient depends on the weight.
     "a made weight": (bare(lambda s, x: F.linear(x, torch.tanh(s.a.weight), s.a.bias), a=linear()), 1),
 }
@@ -392,26 +392,20 @@ def test_every_kind_of_layer_leaves_its_products_to_w(kind: str, checkpointing: 
     assert not counters["graph_break"]
 
 
-class RowsOfData(nn.Module):
+def rows_of_data(s: Any, x: Tensor) -> Tensor:
     """How many rows go through the product comes out of the data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = Experts(EXPERTS, WIDTH, 2 * WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(0, -2)
-        (chosen,) = torch.where(flat[:, 0] > 0)
-        rows = flat[chosen]
-        count = (torch.arange(rows.shape[0]).unsqueeze(-1) % EXPERTS == torch.arange(EXPERTS)).sum(0)
-        y = self.experts(rows, torch.cumsum(count, dim=0, dtype=torch.int32))
-        return x + torch.zeros_like(flat).index_add(0, chosen, y).view_as(x)
+    flat = x.flatten(0, -2)
+    (chosen,) = torch.where(flat[:, 0] > 0)
+    rows = flat[chosen]
+    count = (torch.arange(rows.shape[0]).unsqueeze(-1) % EXPERTS == torch.arange(EXPERTS)).sum(0)
+    y = s.experts(rows, torch.cumsum(count, dim=0, dtype=torch.int32))
+    return x + torch.zeros_like(flat).index_add(0, chosen, y).view_as(x)
 
 
 def test_a_number_of_rows_that_comes_out_of_the_data() -> None:
     """As with expert parallelism."""
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        assert run_two_blocks(RowsOfData) == [6, 6, 6]
+        assert run_two_blocks(lambda: bare(rows_of_data, experts=experts)(0)) == [6, 6, 6]
 
 
 def test_weights_that_are_frozen_or_have_hooks_stay_in_the_region() -> None:

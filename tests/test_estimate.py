@@ -10,14 +10,12 @@ from typing import Any
 import commands
 import pytest
 import torch
-from determinism import draw_fewer
+from data import assert_refused, refusals
 from documents import blocks
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from zbpipe import CostModel, Schedule, estimate, generate, simulate, testing
+from zbpipe import CostModel, Schedule, estimate, generate, simulate
 from zbpipe.cli.estimates import compare, lines, list_searched, record
 from zbpipe.costs import JobCosts, MemoryLimit
 from zbpipe.costs.layers import split_of
@@ -35,7 +33,7 @@ from zbpipe.frameworks.titan import cpu
 from zbpipe.runtime.measure.counts import count_bytes, count_operations
 from zbpipe.schedule.ir import OpKind, Placement
 from zbpipe.schedule.registry import resolve
-from zbpipe.simulator.memory import peak_bytes, peak_parts
+from zbpipe.simulator.memory import peak_bytes
 
 GIB = 2**30
 _FREE = Device("toy", 2.0, 0.5, 0.5, hbm=1e30, inside=1e30, gib=100, source="", share_from="", between=1e30)
@@ -147,14 +145,6 @@ def test_torchs_split_is_last_where_it_fails(checkpointing: Checkpointing | None
     assert "DualPipeV* " in text
     assert "* torch's own split: it fails under selective checkpointing and torch.compile" in text
     assert (named(work, "DualPipeV").on_these_degrees is not None) == runs
-
-
-@draw_fewer(2)
-@given(testing.runnable_schedules(), st.data())
-def test_parts_add_up_to_the_peak(schedule: Schedule, data: st.DataObject) -> None:
-    costs = data.draw(testing.cost_models(schedule.placement))
-    timeline = simulate(schedule, replace(costs, message_bytes=0))
-    assert [held.total for held in peak_parts(timeline)] == pytest.approx(list(timeline.peak_memory))
 
 
 def layer_seconds(layer: LayerWork, device: Device = ONE_A_SECOND, **changes: Any) -> list[float]:
@@ -342,21 +332,10 @@ def test_plans_leave_room_for_the_weights() -> None:
     assert ("plan, single", "weights and optimizer of a rank take more than the usable 17 GiB") in full.left_out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"device": 5}, "a device is named by a string, for example 'H100', or is a Device, got 5"),
-        ({"costs": (1, 1, 1)}, "costs = (1, 1, 1): give zbpipe.costs.JobCosts"),
-        ({"costs": replace(measured(Placement.loop(4)), placement=Placement.loop(4))}, "for 4 ranks, got 2: use 4"),
-        ({"costs": measured(Placement.loop(3))}, "3 stages, which 2 ranks cannot share equally: measure them on 2"),
-        ({"only": "ZBV"}, "only = 'ZBV': give a list"),
-        ({"stages_per_rank": 2}, "stages_per_rank = 2: give a list"),
-        ({"stages_per_rank": [0]}, "stages_per_rank has to be a whole number from 1 on, got 0"),
-    ],
-)
-def test_what_an_estimate_refuses(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=re.escape(words)):
-        estimate(workload(), **{"device": ONE_A_SECOND} | arguments)
+@pytest.mark.parametrize(("given", "words"), refusals("estimate"))
+def test_what_an_estimate_refuses(given: str, words: str) -> None:
+    names = {"measured": measured, "replace": replace, "loop": Placement.loop}
+    assert_refused(lambda: estimate(workload(), **{"device": ONE_A_SECOND} | eval(f"dict({given})", names)), words)
 
 
 def test_what_cannot_be_is_left_out_with_the_reason() -> None:
@@ -499,16 +478,7 @@ def test_arguments_by_name_and_several_results() -> None:
     assert found.waits == count_bytes(*on_meta()).waits
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ("", "transformers is not installed, which reads a config.json: pip install transformers"),
-        ("--layers {file}", "--layers and --hf exclude each other: omit one."),
-        ("--pp 3", "16 GPUs are not a multiple of PP x TP x CP = 3: change one of them"),
-        ("--tp many", "--hf: Invalid value for '--tp': 'many' is not a valid whole number."),
-        ("--hf nowhere.json", "Invalid value for '--hf': File 'nowhere.json' does not exist."),
-    ],
-)
+@pytest.mark.parametrize(("options", "words"), refusals("estimate --hf"))
 def test_a_config_of_transformers_is_refused(
     options: str, words: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -554,20 +524,11 @@ def test_a_file_of_layers(file: Path) -> None:
     assert work.layers[5].waits > work.layers[5].activations
 
 
-@pytest.mark.parametrize(
-    ("changes", "gpus", "words"),
-    [
-        ({}, 6, "6 GPUs are not a multiple"),
-        ({}, -4, "gpus has to be a whole number from 1 on, got -4"),
-        ({"tokens": "0"}, 16, r"model\.toml.*tokens has to be a whole number from 1 on, got 0"),
-        ({"microbatch": "8"}, 16, r"model\.toml.*microbatch = 8: unknown key; did you mean microbatches\?"),
-        ({"message_bytes": "-1"}, 16, r"model\.toml.*cannot have message_bytes = -1"),
-    ],
-)
-def test_a_wrong_file_is_refused(file: Path, changes: dict[str, str], gpus: int, words: str) -> None:
-    file.write_text(toml(**changes))
-    with pytest.raises(ValueError, match=words):
-        load_layers(file, gpus)
+@pytest.mark.parametrize(("given", "words"), refusals("model.toml"))
+def test_a_wrong_file_is_refused(file: Path, given: str, words: str) -> None:
+    gpus, *changes = given.split()
+    file.write_text(toml(**dict(each.split("=") for each in changes)))
+    assert_refused(lambda: load_layers(file, int(gpus)), words)
 
 
 def test_the_command(file: Path) -> None:

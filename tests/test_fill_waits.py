@@ -33,7 +33,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zbpipe
-from zbpipe.frameworks.options import Options
 from zbpipe.runtime.split.stage import find_split
 from zbpipe.runtime.split.waits import MEASURED_STEP
 from zbpipe.runtime.verify.gradient_check import schedule_w_last
@@ -373,10 +372,3 @@ def test_checked_steps_are_filled(one_rank: None) -> None:
     assert check.report is not None
     assert check.report.deferred
     assert 0 < filled[0] == filled[1] - filled[0]
-
-
-def test_an_unknown_choice_is_refused(one_rank: None) -> None:
-    with pytest.raises(ValueError, match="fill_waits='some' is unknown"):
-        on_one_rank([nn.Linear(4, 4), nn.Linear(4, 4)], 2, fill_waits="some")
-    with pytest.raises(ValueError, match="fill_waits='some' is unknown"):
-        Options(fill_waits="some")  # type: ignore[arg-type]

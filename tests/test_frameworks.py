@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from data import assert_refused, refusals
 from forks import run_script
 from models import batch, build_stage, loss_fn, without_pipeline
 from pipelines import assert_like, on_one_rank
@@ -132,22 +133,9 @@ def test_torchs_names_mean_torchs_classes_and_the_log_says_so(caplog: pytest.Log
     assert len(caplog.records) == told
 
 
-@pytest.mark.parametrize(
-    ("schedule", "options", "words"),
-    [
-        ("ZBX", {}, r"unknown schedule 'ZBX'"),
-        ("ZBV", {"split_backwards": "strict"}, r"no option 'split_backwards'; did you mean 'split_backward'\?"),
-        ("ZBV", {"split_backward": "half"}, "split_backward='half' is unknown: use one of 'deferred', 'strict', 'auto"),
-        ("ZBV", {"memory_limit": "2x"}, "^memory_limit is for the schedules that adapt to one, .*ZBLoop, not for ZBV"),
-        ("1F1B", {"check_gradients": 1}, r"torch's 1F1B takes only .*: omit the others, such as split_backward"),
-        ("ZBV", {"costs_out": "costs.json"}, r"^costs_out costs.json needs measured costs: set profile_steps"),
-        ("nowhere.csv", {}, r"'nowhere.csv' cannot be read"),
-        (None, {"everywhere": True}, r"everywhere=True needs a schedule"),
-    ],
-)
-def test_what_cannot_be_is_refused_and_nothing_is_replaced(schedule: str, options: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        zbpipe.install(schedule, **options)
+@pytest.mark.parametrize(("call", "words"), refusals("install"))
+def test_what_cannot_be_is_refused_and_nothing_is_replaced(call: str, words: str) -> None:
+    assert_refused(lambda: eval(call, {"install": zbpipe.install}), words)
     assert schedules.get_schedule_class is TORCHS
 
 
@@ -258,22 +246,17 @@ def test_two_schedules_in_turn() -> None:
         assert rank or re.fullmatch(words, *said)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "options", "words"),
-    [
-        ("ZBV", {"compare_with": "1F1B"}, r"on the ranks \[0, 0\], 1F1B on others, so one job .*name one of .*VHalf, "),
-        ("ZBV", {"compare_with": "ZB"}, "ZB is made for the job's checkpointing, which ZBV does not know: run ZB"),
-        ("ZBV", {"compare_with": "ZVB"}, "unknown schedule 'ZVB'; did you mean 'ZB'"),
-        ("ZBV", {"compare_with": "Auto"}, "compare_with Auto times whole steps: .* another schedule than Auto"),
-        ("ZBV", {"compare_with": "VHalf", "profile_steps": 1}, "times whole steps: omit profile_steps"),
-        ("ZBVZeroBubble", {"compare_with": "ZBV"}, "torch's ZBVZeroBubble takes only the options"),
-    ],
-)
-def test_schedules_that_cannot_be_compared(one_rank: None, schedule: str, options: Any, words: str) -> None:
+@pytest.mark.parametrize(("given", "words"), refusals("compare_with"))
+def test_schedules_that_cannot_be_compared(one_rank: None, given: str, words: str) -> None:
     stages = [PipelineStage(build_stage(n, 2), n, 2, torch.device("cpu")) for n in range(2)]
-    with pytest.raises(ValueError, match=words):  # noqa: PT012 -- where the option is read, or the schedule built
+    (schedule,), options = eval(f"(lambda *names, **options: (names, options))({given})")
+
+    def build() -> None:
+        """It is refused where the option is read, or the schedule built."""
         zbpipe.install(schedule, **options)
         schedules.get_schedule_class(schedule)(stages, 2, loss_fn=loss_fn)
+
+    assert_refused(build, words)
 
 
 def test_a_script_that_cannot_be_changed() -> None:
@@ -283,18 +266,7 @@ def test_a_script_that_cannot_be_changed() -> None:
         assert f"{rank} ('ScheduleZBV', {stages}) ['--its', 'own'] __main__" in printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("--schedule ZBX -- FILE", "unknown schedule 'ZBX'; did you mean 'ZB'?"),
-        ("--schedule ZBV -- other.py", "there is no script 'other.py'; for a module, put -m before"),
-        ("--schedule ZBV", "name the script to run, or -m and a module"),
-        ("--schedule ZBV -m", "name the script to run, or -m and a module"),
-        ("--schedule ZBV --memory-limit 2x FILE", "memory_limit is for the schedules that adapt to one, "),
-        ("--profile-steps 0 FILE", "'0' is not a whole number from 1 on"),
-        ("--its -- FILE", "unrecognized arguments: --its"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "words"), refusals("run"))
 def test_run_refuses_before_the_script_starts(arguments: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run.main(arguments.replace("FILE", __file__).split())

@@ -1,6 +1,5 @@
 """Schedules and plans as they are, without a name or a file: on one rank, and from the first rank to all."""
 
-import copy
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -52,21 +51,6 @@ def test_a_schedule_or_a_plan_runs_as_it_is() -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_gradients_are_divided_once() -> None:
-    """Those of two stages with one weight, and those that a step without a backward finds."""
-    weight = nn.Linear(4, 4)
-    built = on_one_rank([nn.Sequential(weight), nn.Sequential(weight)], 4, loss=nn.functional.mse_loss)
-    x, target = torch.randn(2, 8, 4)
-    built.step(x, target=target)
-    plain = copy.deepcopy(weight)
-    plain.zero_grad()
-    nn.functional.mse_loss(plain(plain(x)), target).backward()
-    torch.testing.assert_close(weight.weight.grad, plain.weight.grad)
-    built.eval(x, target=target)
-    torch.testing.assert_close(weight.weight.grad, plain.weight.grad)
-
-
-@pytest.mark.usefixtures("one_rank")
 def test_an_optimizer_step_of_a_plan_and_of_a_schedule() -> None:
     """Neither is registered under its name."""
     costs = zbpipe.CostModel.uniform(zbpipe.Placement.v(1), 1.0, 1.2, 0.8)
@@ -108,16 +92,6 @@ def test_a_framework_reads_a_file_once_a_job(tmp_path: Path) -> None:
         assert find_algorithm(str(file)) is algorithm
     finally:
         uninstall()
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="ZBV is a table for 8 microbatches, but the job has 4"):
-        trained(zbpipe.generate("ZBV", 1, 8))
-    with pytest.raises(ValueError, match="ZBV is a table for 2 ranks, but the job has 1"):
-        trained(zbpipe.generate("ZBV", 2, 4))
-    with pytest.raises(ValueError, match=r"or is a zbpipe.Schedule or zbpipe.Plan, got 3"):
-        trained(3)  # type: ignore[arg-type]
 
 
 def test_what_a_job_finds_is_seen_where_nobody_asked_for_information(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,12 +2,11 @@
 
 from itertools import chain, islice
 from random import Random
-from typing import Any
 
 import pytest
 from fifo import BACKENDS
-from interleavings import FAULTS, Case, FoundError, Search, count_sound, explore, fail, try_faults, try_out
-from turns import Choices, Store
+from interleavings import FAULTS, Case, Search, count_sound, explore, try_faults
+from turns import Choices
 
 from zbpipe.costs.model import Receives
 from zbpipe.schedule import registry
@@ -35,23 +34,3 @@ def test_every_schedule_on_all_queues(queues: str) -> None:
 @pytest.mark.parametrize("what", FAULTS)
 def test_a_fault_ends_all_ranks_with_its_cause(what: str) -> None:
     assert try_faults(what, range(16)) == 16
-
-
-@pytest.mark.long  # of the tool
-def test_an_order_that_fails_is_told_with_its_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks could both find that nobody has failed before, if the store let others come in between."""
-
-    def compare_set(self: Any, key: str, expected: str, desired: str) -> bytes:
-        found = self.check([key])
-        if not found:
-            self.set(key, desired)
-        return self.get(key)
-
-    monkeypatch.setattr(Store, "compare_set", compare_set)
-
-    def try_many() -> None:
-        for seed in range(200):
-            try_out(Case("ZBV", 2, 2), Choices(random=Random(seed)), fail((0, "W", 1), (1, "W", 1)))
-
-    with pytest.raises(FoundError, match=r"fails with Choices\(\{.*\}\): .*rank \d ends with"):
-        try_many()

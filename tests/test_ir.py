@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 import zbpipe
 from zbpipe import Op, OpKind, Placement, Schedule, generate, simulate, testing, validate
-from zbpipe.schedule import registry
 from zbpipe.schedule.graph import CycleError, Graph
 from zbpipe.schedule.ir import COMPUTATIONS, inputs
 from zbpipe.simulator import lower_bound as bound
@@ -59,42 +58,6 @@ def test_what_excel_adds_is_taken() -> None:
     table = generate("1F1B", 2, 2).to_csv()
     for ends in ("\r\n", "\r"):
         assert Schedule.from_csv("\ufeff" + table.replace("\n", ends), "1F1B") == generate("1F1B", 2, 2)
-
-
-def test_an_unknown_name_gets_the_list_and_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"unknown schedule 'ZBW'; did you mean 'ZB'\?") as error:
-        registry.resolve("ZBW")
-    for name in ("ZBV", "1F1B", "GPipe", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"):
-        assert name in str(error.value)
-    with pytest.raises(ValueError, match=r"unknown schedule 'Hanayo': the schedules are 1F1B, Auto"):
-        registry.resolve("Hanayo")
-
-
-@pytest.mark.parametrize(
-    ("name", "rank", "more", "stages"),
-    [
-        ("ZBV", 0, {}, (0, 7)),
-        ("zbv", 3, {}, (3, 4)),
-        ("1F1B", 2, {}, (2,)),
-        ("LoopedBFS", 1, {}, (1, 5)),
-        ("Interleaved1F1B", 1, {"stages_per_rank": 3}, (1, 5, 9)),
-    ],
-)
-def test_stages_to_build(name: str, rank: int, more: dict[str, int], stages: tuple[int, ...]) -> None:
-    assert zbpipe.stage_indices(name, rank=rank, num_ranks=4, **more) == stages
-
-
-def test_a_schedule_can_be_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-
-    @zbpipe.register("Mine", placement="v", stages_per_rank=2, summary="a test")
-    def mine(ranks: int, microbatches: int) -> zbpipe.Schedule:
-        return zbpipe.generate("ZBV", ranks, microbatches)
-
-    assert zbpipe.generate("MINE", 2, 3).num_microbatches == 3
-    assert zbpipe.stage_indices("mine", rank=0, num_ranks=2) == (0, 3)
-    with pytest.raises(ValueError, match="'Mine' is already registered"):
-        zbpipe.register("mine")(registry.resolve("1F1B").generate)
 
 
 def test_a_checkout_that_is_not_installed_can_be_imported(tmp_path: Path) -> None:

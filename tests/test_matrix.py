@@ -211,13 +211,6 @@ def test_does_not_train(titan: Titan, name: str) -> None:
 
 # Models and features of TorchTitan 0.3 that the demo lacks: the CPU runs some, others fail in TorchTitan.
 
-ABOUT = """\
-Qwen, GPT-OSS, Kimi and Muse Glimmer are debug models. Qwen and Muse Glimmer have half of their blocks, Qwen and GPT-OSS
-have smaller experts. Attention with sinks and the attention of images and of packed conversations have dense masks in
-place of FlexAttention. LoRA has `--parallelism.spmd_backend partial_dtensor`: with its default, TorchTitan 0.3.0 also
-trains the frozen weights. With tensor parallelism the loss is parallel as well.
-"""
-
 
 def _layers_per_stage(number: int) -> tuple[str, ...]:
     ends = (f"parallelism.pipeline_parallel_{end}_stage_less_layers 0" for end in ("first", "last"))
@@ -428,17 +421,6 @@ def test_the_page_says_what_was_seen(request: pytest.FixtureRequest) -> None:
     compatibility.compare_when_all_ran(request, "name", everything, seen.keys() | rows.keys(), section)
 
 
-OWN_02 = """\
-by tests/test_matrix.py. CI runs it with torch 2.13 by `make test-titan02`;
-`make test-titan02 WRITE=--write-compatibility` writes this section. In torchtitan 0.2.2 every pipeline, torch's 1F1B
-as well, has the gradients of the sum of the loss over all tokens of a step, not of its mean. So the tests divide the
-norms by the number of tokens before they compare them, and all jobs clip to the same norm. Selective checkpointing is
-by op. Rows with nothing but a schedule on 2 ranks have full checkpointing, all others selective checkpointing, unless
-they say so. Not tried: context parallelism, expert parallelism, float8. Tensor parallelism with torch.compile also
-fails in TorchTitan without a pipeline (torch 2.13, CPU)."""
-OWN_03 = """\
-by `make everything`, which CI runs; `make compatibility` writes this section. Not tried: CUDA graphs, which need a
-GPU."""
 SHORT = {
     True: '"Ranks" are processes.',
     False: 'All rows have selective checkpointing, TorchTitan\'s default. "Ranks" are processes.',
@@ -463,16 +445,17 @@ def table_of_matrix() -> compatibility.Table:
 
 
 def section() -> Section:
-    own = " ".join((OWN_02 if IS_02 else OWN_03).split())
+    own = compatibility.words("torchtitan 0.2" if IS_02 else "torchtitan 0.3")
     combinations = [row(cell, seen[name]) for name, cell in COMBINATIONS.items()]
+    about = compatibility.words("other models")
     others = (
-        [] if IS_02 else [compatibility.features("Other models and features", ABOUT, [rows[name] for name in ROWS])]
+        [] if IS_02 else [compatibility.features("Other models and features", about, [rows[name] for name in ROWS])]
     )
     refused = [Row(feature, how, seen[name]) for name, (feature, how, _) in REFUSALS.items()]
     return Section(
         compatibility.target("torchtitan"),
         f"Tested with {compatibility.seen_with('torch', 'torchtitan')} {own}",
-        compatibility.TITAN,
+        compatibility.words("torchtitan"),
         [
             table_of_matrix(),
             compatibility.features("More features", SHORT[IS_02], combinations),

@@ -2,7 +2,6 @@
 
 import math
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,10 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe import CostModel, Placement
-from zbpipe.costs import JobCosts, Link
+from zbpipe.costs import Link
 from zbpipe.costs.job import SPELLINGS, MemoryLimit, memory_of_1f1b
 from zbpipe.frameworks.options import Options
 from zbpipe.schedule.ir import OpKind
-from zbpipe.simulator import offload
 from zbpipe.testing import cost_models
 
 GB = 1e9
@@ -105,25 +103,6 @@ def test_what_is_too_small_is_refused_with_the_least_limit(costs: CostModel, lim
         zbpipe.plan(2, 4, costs, limit, placements="v", offload=offload, budget=1e4)
     copy = pickle.loads(pickle.dumps(error.value))
     assert (type(copy), str(copy)) == (type(error.value), str(error.value))
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize(
-    "take",
-    [
-        lambda limit: zbpipe.plan(2, 4, (1, 1, 1), limit),
-        lambda limit: zbpipe.generate("Auto", 2, 4, memory_limit=limit),
-        lambda limit: zbpipe.validate(zbpipe.generate("ZBV", 2, 4), limit),
-        lambda limit: offload(zbpipe.generate("ZBV", 2, 4), HOST, limit),
-        lambda limit: JobCosts(IN_BYTES, memory_limit=limit),
-        lambda limit: built("Auto", memory_limit=limit),
-        lambda limit: built("ZBLoop", memory_limit=limit),
-        lambda limit: zbpipe.install("Auto", memory_limit=limit),
-    ],
-)
-def test_all_that_take_a_limit_refuse_it(take: Callable[[Any], object]) -> None:
-    with pytest.raises(ValueError, match="memory_limit = '1y' is not an amount"):
-        take("1y")
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 8))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
+from zoo.case import bare
 
 import zbpipe
 from zbpipe.runtime._torch import pipelining
@@ -383,21 +384,13 @@ def test_refused_steps_beside_checks_and_copies() -> None:
     run_ranks(2, refused_in_company)
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
-        self.inner.compile(backend="aot_eager")
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize("first", ["eval", "step"])
 def test_a_checkpoint_around_a_compiled_module_takes_the_batch(one_rank: None, first: str) -> None:
     """torch infers shapes by a forward without the compiler, on the memory of the batch, and runs no backward."""
     torch.compiler.reset()
-    module = Checkpointed()
+    inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    inner.compile(backend="aot_eager")
+    module: Any = bare(lambda s, x: checkpoint(s.inner, x, use_reentrant=False), inner=lambda: inner)(0)
     schedule = pipelines.on_one_rank([module], 2, "ZBH1", mse_loss)
     x = torch.randn(4, WIDTH)
     getattr(schedule, first)(x, target=x)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from browser import Browser, running_browser
+from data import text_of
 
 from zbpipe import generate, simulate
 from zbpipe.costs.model import CostModel, Link
@@ -16,21 +17,7 @@ from zbpipe.views.html import html
 from zbpipe.views.svg import svg
 
 PHONE, DESKTOP = (390, 844), (1280, 800)
-MIDDLE = """
-const [rank, n] = arguments, {start, end} = picture.timeline.ranks[rank].ops;
-const {left, top} = picture.canvas.getBoundingClientRect();
-return [left + picture.toX((start[n] + end[n]) / 2), top + picture.rowTop(rank) + picture.box / 2];
-"""
-# One look at all of the canvas: the browser warns of more.
-COLOURS = """
-const {left, top} = picture.canvas.getBoundingClientRect(), ratio = devicePixelRatio;
-const {data, width} = picture.pen.getImageData(0, 0, picture.canvas.width, picture.canvas.height);
-const hex = (part) => part.toString(16).padStart(2, "0");
-return arguments[0].map(([x, y]) => {
-  const at = 4 * (Math.floor((y - top) * ratio) * width + Math.floor((x - left) * ratio));
-  return "#" + [...data.slice(at, at + 3)].map(hex).join("");
-});
-"""
+MIDDLE, COLOURS = text_of("pages.txt", "middle"), text_of("pages.txt", "colours")
 
 
 @pytest.fixture(scope="module")

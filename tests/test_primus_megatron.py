@@ -15,6 +15,7 @@ import primus_megatron as benchmark
 import primus_megatron_job as job
 import pytest
 from commands import process
+from data import assert_refused, expectations, refusals
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -123,26 +124,11 @@ def test_what_primus_then_runs(factory: ModuleType, more: dict[str, Any], name: 
     assert params.pp_algorithm == (name or "zero-bubble")
 
 
-@pytest.mark.parametrize(
-    ("more", "words"),
-    [
-        ({"zbpipe_schedule": "ZBW"}, "unknown schedule 'ZBW'"),
-        ({"zbpipe_schedule": "Auto"}, "take ZB"),
-        ({"zbpipe_schedule": "ZBH1"}, "ZBH1 runs 1 stage.*has 2: set num_virtual_stages_per_pipeline_rank: null"),
-        ({"zbpipe_schedule": "ZB", "num_virtual_stages_per_pipeline_rank": 4}, "per_pipeline_rank: 2, or take ZBLoop"),
-        ({"num_virtual_stages_per_pipeline_rank": None}, "ZBV runs 2 stage.*has 1: set .*: 2"),
-        ({"zbpipe_memory_limit": "2x"}, "zbpipe_memory_limit is for the schedules that adapt to one"),
-        ({"zbpipe_schedule": "ZB", "zbpipe_memory_limit": "0.01x"}, "memory_limit"),
-        ({"zbpipe_costs_file": "none.toml"}, "none.toml"),
-        ({"patch_primus_pipeline": False}, "set patch_primus_pipeline: true"),
-        ({"offload": True}, "offload: true"),
-        ({"overlap_moe_expert_parallel_comm": True}, "overlap_moe_expert_parallel_comm: true"),
-    ],
-)
-def test_refused_before_the_model_is_built(factory: ModuleType, more: dict[str, Any], words: str) -> None:
-    before, params = dict(factory.pp_algorithm_map), settings(**more)
-    with pytest.raises(ValueError, match=words):
-        primus_megatron.plug_in(params)
+@pytest.mark.parametrize(("given", "words"), refusals("primus"))
+def test_refused_before_the_model_is_built(factory: ModuleType, given: str, words: str) -> None:
+    before, more = dict(factory.pp_algorithm_map), eval(f"dict({given})")
+    params = settings(**more)
+    assert_refused(lambda: primus_megatron.plug_in(params), words)
     assert factory.pp_algorithm_map == before
     assert params.pp_algorithm == settings(**more).pp_algorithm
 
@@ -166,19 +152,10 @@ def test_the_settings_of_the_page(factory: ModuleType) -> None:
     assert params.pp_algorithm == "zbv-formatted"
 
 
-@pytest.mark.parametrize(
-    ("fields", "stages"),
-    [
-        ({}, 1),
-        ({"num_virtual_stages_per_pipeline_rank": 3}, 3),
-        ({"num_layers_per_virtual_pipeline_stage": 2, "num_layers": 32}, 4),
-        ({"pipeline_model_parallel_layout": "Et*3|(tt|)*6L"}, 2),
-        ({"pipeline_model_parallel_layout": "Et*3|(t*4|)*10,t*3,L"}, 3),
-        ({"pipeline_model_parallel_layout": [["embedding"], *[["decoder"]] * 7]}, 2),
-    ],
-)
-def test_stages_per_rank_as_megatron_takes_them(fields: dict[str, Any], stages: int) -> None:
-    assert primus_megatron.count_stages(SimpleNamespace(pipeline_model_parallel_size=4, **fields)) == stages
+@pytest.mark.parametrize(("given", "stages"), expectations("stages per rank of Megatron"))
+def test_stages_per_rank_as_megatron_takes_them(given: str, stages: str) -> None:
+    fields = eval(f"dict({given})")
+    assert primus_megatron.count_stages(SimpleNamespace(**fields)) == int(stages)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from data import expectations
 from fifo import BACKENDS
 from interleavings import Case, Pipelines, fail
 from interleavings import _require_ends as require_ends
@@ -26,39 +27,15 @@ from zbpipe.simulator.actions import Rows
 
 ONE, PER_PEER, SHARED = Transport.ONE_QUEUE, Transport.QUEUE_PER_PEER, Transport.SHARED
 ASSUMED = Known(ONE, False, "")
-PER_EDGE = {"TORCH_DISTRIBUTED_PIPELINE_PER_EDGE_P2P": "1"}
 ONE_CONNECTION = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
-@pytest.mark.parametrize(
-    ("version", "environment", "settings", "expected"),
-    [
-        ("2.11.0", {}, {}, ONE),
-        ("2.12.0+rocm7.15", {}, {"rocm": True}, ONE),
-        ("2.13.0", {}, {}, PER_PEER),
-        ("2.13.0", {}, {"is_bound": True}, ONE),
-        ("2.14.1+cu130", {}, {}, PER_PEER),
-        ("2.14.1", {}, {"is_bound": True}, ONE),
-        ("2.13.0", {"TORCH_DISTRIBUTED_PIPELINE_PER_DIRECTION_P2P": "1"}, {}, PER_PEER),
-        ("2.14.1", {"TORCH_DISTRIBUTED_PIPELINE_PER_DIRECTION_P2P": "1"}, {}, ONE),
-        ("2.14.1", {"TORCH_DISTRIBUTED_PIPELINE_PER_DIRECTION_P2P": "0"}, {}, PER_PEER),
-        ("2.14.1", {"TORCH_DIST_USE_NCCL2": "1"}, {}, ONE),
-        ("2.11.0", PER_EDGE, {}, ONE),
-        ("2.14.1+rocm7.2", ONE_CONNECTION, {"rocm": True}, PER_PEER),
-        ("2.15.0a0+git12", {}, {}, ONE),
-        ("2.15.0", {}, {"per_edge": True}, PER_PEER),
-        ("2.15.0", PER_EDGE, {}, PER_PEER),
-        ("2.15.0", PER_EDGE | {"TORCH_DIST_USE_NCCL2": "0"}, {"is_bound": True}, PER_PEER),
-        ("2.15.0", {"TORCH_DIST_USE_NCCL2": "0"}, {}, PER_PEER),
-        ("3.0", {}, {}, ONE),
-        *((version, ONE_CONNECTION, {}, SHARED) for version in ("2.11.0", "2.13.0", "2.14.1", "2.15.0")),
-        ("2.14.1", {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, {}, PER_PEER),
-    ],
-)
-def test_what_versions_and_settings_tell(
-    version: str, environment: dict[str, str], settings: dict[str, bool], expected: Transport
-) -> None:
-    assert find_known(version, environment, **settings).transport is expected
+@pytest.mark.parametrize(("given", "expected"), expectations("transports by version and settings"))
+def test_what_versions_and_settings_tell(given: str, expected: str) -> None:
+    version, *words = given.split()
+    environment = dict(each.split("=") for each in words if "=" in each)
+    settings: Any = {each: True for each in words if "=" not in each}
+    assert find_known(version, environment, **settings).transport is Transport(expected)
 
 
 def test_a_stage_tells_what_holds_for_it(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

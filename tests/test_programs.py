@@ -27,7 +27,7 @@ from torch.distributed.pipelining import PipelineStage
 import zbpipe
 from zbpipe.runtime.split import FROM_BACKWARD
 from zbpipe.runtime.split import stage as split_stage
-from zbpipe.schedule import registry
+from zbpipe.runtime.verify.gradient_check import schedule_w_last
 
 MICROBATCHES, STEPS, ROWS, WIDTH = 4, 3, 3, 4
 TOLERANCE = {"float64": 1e-9, "float32": 4e-2}
@@ -103,23 +103,15 @@ def run_split(code: Any, dtype: torch.dtype, schedule: str) -> Iterator[tuple[di
     module = names["stage"]
     like = torch.zeros(ROWS, WIDTH, dtype=dtype)
     stage = PipelineStage(module, 0, 1, torch.device("cpu"), input_args=(like,), output_args=(like,))
-    pipeline = zbpipe.build_pipeline_schedule(schedule, [stage], MICROBATCHES, F.mse_loss, scale_grads=False)
+    # The W of all microbatches after all I, when much can have changed.
+    table = schedule_w_last(1, MICROBATCHES, ["FI", "W"]) if schedule == "WeightsLast" else schedule
+    pipeline = zbpipe.build_pipeline_schedule(table, [stage], MICROBATCHES, F.mse_loss, scale_grads=False)
     for step in range(STEPS):
         x, target = batch(step, dtype)
         pipeline.step(x, target=target)
         work = split_stage.find_weight_work(stage)
         yield note(module), work.share if work is not None and work.flops else 0.0
         names["between"](module, step)
-
-
-def register_weights_last() -> None:
-    """Make ZBH1 known with the W of all microbatches after all I, when much can have changed."""
-
-    @zbpipe.register("WeightsLast", placement="loop", stages_per_rank=1, listed=False)
-    def weights_last(ranks: int, microbatches: int) -> zbpipe.Schedule:
-        whole = zbpipe.generate("ZBH1", ranks, microbatches)
-        rows = tuple(tuple(sorted(ops, key=lambda op: op.kind is zbpipe.OpKind.W)) for ops in whole.ops)
-        return zbpipe.Schedule("WeightsLast", whole.placement, microbatches, rows)
 
 
 def compare(program: Program, *, is_declared: bool) -> Outcome:
@@ -189,8 +181,6 @@ def is_named(error: BaseException | None) -> bool:
 @pytest.fixture(autouse=True)
 def _quiet(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("zbpipe.runtime.split.stage"), "disabled", True)
-    monkeypatch.setattr(registry, "_registered", dict(registry._registered))
-    register_weights_last()
     warnings.simplefilter("ignore")
 
 
@@ -329,7 +319,6 @@ def main() -> None:
     parser.add_argument("--choices", help="those of one program, in hexadecimal")
     args = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    register_weights_last()
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")

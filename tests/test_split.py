@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from zoo.case import bare, parameter
 
 import zbpipe
 from zbpipe.runtime._torch import hooks, pipelining
@@ -31,7 +32,7 @@ from zbpipe.runtime.split import products
 from zbpipe.runtime.split.deferral import Deferral
 from zbpipe.runtime.split.deferring_layers import defer_weights
 from zbpipe.runtime.split.products import LINEAR, PendingGradient
-from zbpipe.runtime.split.stage import find_pending, find_split
+from zbpipe.runtime.split.stage import find_pending
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 
 SHAPE = (3, SEQUENCE, WIDTH)
@@ -108,17 +109,10 @@ def test_so_many_products_are_left_to_w(name: str) -> None:
         assert len(both.train(x if torch.is_tensor(x) else torch.randn(x))) == deferred
 
 
-class Scaled(nn.Module):
-    """Its weight is a leaf, or a transpose of one; `products` may be wrong."""
-
-    def __init__(self, product: Callable[..., Any], is_leaf: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, WIDTH, WIDTH))
-        self.is_leaf = is_leaf
-        self.weight_products = {torch.bmm: product}
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.bmm(x, self.weight if self.is_leaf else self.weight.mT)
+def scaled(product: Callable[..., Any], is_leaf: bool) -> nn.Module:
+    """Its weight is a leaf, or a transpose of one; `product` may be wrong."""
+    parts = {"weight": parameter(3, WIDTH, WIDTH), "weight_products": lambda: {torch.bmm: product}}
+    return bare(lambda s, x: torch.bmm(x, s.weight if is_leaf else s.weight.mT), **parts)(0)
 
 
 @pytest.mark.parametrize(("is_leaf", "records"), [(True, True), (False, True), (True, False)])
@@ -131,8 +125,8 @@ class Scaled(nn.Module):
     ],
 )
 def test_a_product_that_gives_another_shape_is_named(result: Any, got: str, is_leaf: bool, records: bool) -> None:
-    both = Compared(Scaled(lambda dy, x: result, is_leaf))
-    of_weight = rf"of Scaled: .* has to .* shape of the weight, \(3, {WIDTH}, {WIDTH}\), got {got}"
+    both = Compared(scaled(lambda dy, x: result, is_leaf))
+    of_weight = rf"of Stage: .* has to .* shape of the weight, \(3, {WIDTH}, {WIDTH}\), got {got}"
     run = both.train if records else partial(train, both.module)
     with pytest.raises(ValueError, match=of_weight):
         run(torch.randn(3, 4, WIDTH))
@@ -191,14 +185,6 @@ def test_each_product_runs_once(checkpointing: Checkpointing) -> None:
         assert all(left.shape[1] == right.shape[0] == 2 * SEQUENCE for left, right in factors)
 
 
-@pytest.mark.parametrize("split", ["deferred", "autograd"])
-def test_one_rank_alone(one_rank: None, split: str) -> None:
-    pipe = Pipeline("ZBV", 3, split_backward=split)
-    assert all(bool(find_split(stage)) == (split == "deferred") for stage in pipe.stages)
-    tokens, targets = batch(3)
-    assert_like([(pipe.run(tokens, target=targets), pipe.gradients())], reference(2, 3))
-
-
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 def test_a_b_defers_nothing(one_rank: None, checkpointing: Checkpointing, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does its F, once layers have learned what they can defer."""
@@ -235,22 +221,12 @@ class SelfBackwardLoss(torch.autograd.Function):
         return dloss * ctx.gradient, None, None
 
 
-class HeadInLoss(nn.Module):
-    """The last stage, whose head only the loss calls."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        *blocks, self.head = build_stage(1, 2)  # type: ignore[misc]
-        self.blocks = nn.Sequential(*blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
-
-
 @pytest.mark.parametrize("defer_loss", [False, True])
 def test_a_loss_with_backwards_of_its_own(one_rank: None, defer_loss: bool) -> None:
     """The head's weight gradient is added in F, or with `defer_loss` in W."""
-    last = HeadInLoss()
+    *blocks, head = build_stage(1, 2)  # type: ignore[misc]
+    # Only the loss calls its head.
+    last: Any = bare(lambda s, x: s.blocks(x), blocks=lambda: nn.Sequential(*blocks), head=lambda: head)(0)
     modules = [build_stage(0, 2), last]
     schedule = on_one_rank(
         modules, 3, loss=lambda hidden, target: SelfBackwardLoss.apply(hidden, last.head, target), defer_loss=defer_loss

@@ -15,6 +15,7 @@ from split_backward import MiddleStage, Mode, Size
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from zoo.case import linear, stage
 
 from zbpipe.costs.transformer import Block, Checkpointing
 from zbpipe.runtime.split.deferring_layers import defer_weights
@@ -109,15 +110,8 @@ def test_a_block_leaves_what_the_arithmetic_says(checkpointing: Checkpointing, d
         assert bytes_left(lambda: stage.run("W")) == -expected
 
 
-class Layers(nn.Module):
-    def __init__(self, use: Callable[[Any, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
-        self.of_tokens = nn.Linear(TOKENS, TOKENS)
-        self.use = use
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.use(self, x)
+def layers(use: Callable[[Any, Tensor], Tensor]) -> Any:
+    return stage(use, a=linear(WIDTH, WIDTH, bias=False), of_tokens=linear(TOKENS, TOKENS))(0)
 
 
 def waiting(module: nn.Module, x: Tensor, dtype: torch.dtype | None = None) -> list[PendingGradient]:
@@ -168,7 +162,7 @@ X = 4 * TOKENS * WIDTH
 )
 def test_a_small_part_of_a_large_tensor_waits_alone(use: Any, expected: int) -> None:
     """Where the rest is as large at least; chunks are a whole together."""
-    assert bytes_of(waiting(Layers(use), torch.randn(1, TOKENS, WIDTH))) == expected
+    assert bytes_of(waiting(layers(use), torch.randn(1, TOKENS, WIDTH))) == expected
 
 
 def test_a_transposed_tensor_waits_once() -> None:
@@ -178,7 +172,7 @@ def test_a_transposed_tensor_waits_once() -> None:
         h = torch.tanh(x)
         return s.b(h) + s.of_tokens(h.mT).mT  # type: ignore[no-any-return]
 
-    assert bytes_of(waiting(Layers(use), torch.randn(2, TOKENS, WIDTH))) == 2 * 2 * X
+    assert bytes_of(waiting(layers(use), torch.randn(2, TOKENS, WIDTH))) == 2 * 2 * X
 
 
 def test_autocast_to_a_wider_dtype_keeps_x_as_it_is() -> None:
@@ -196,7 +190,7 @@ def test_autocast_to_a_wider_dtype_keeps_x_as_it_is() -> None:
             torch.set_autocast_dtype("cpu", torch.bfloat16)
             torch.clear_autocast_cache()
 
-    pending = waiting(Layers(use).bfloat16(), torch.randn(1, TOKENS, WIDTH).bfloat16(), torch.bfloat16)
+    pending = waiting(layers(use).bfloat16(), torch.randn(1, TOKENS, WIDTH).bfloat16(), torch.bfloat16)
     assert bytes_of(pending) == X // 2 + X // 2 + X
     assert {gradient.x.dtype for gradient in pending} == {torch.bfloat16}
 
@@ -211,11 +205,11 @@ def test_a_checkpoint_that_saves_casts_finds_its_own() -> None:
         h = torch.tanh(x)
         return torch.tanh(s.a(h)) + checkpoint(s.b, h, use_reentrant=False, context_fn=contexts)  # type: ignore[no-any-return]
 
-    assert len(waiting(Layers(use), torch.randn(1, TOKENS, WIDTH), torch.bfloat16)) == 2
+    assert len(waiting(layers(use), torch.randn(1, TOKENS, WIDTH), torch.bfloat16)) == 2
 
 
 def test_a_gradient_of_a_gradient_under_autocast() -> None:
-    module = Layers(lambda s, x: torch.tanh(s.a(x)) * s.b(x))
+    module = layers(lambda s, x: torch.tanh(s.a(x)) * s.b(x))
     plain = copy.deepcopy(module)
     defer_weights(module, WeightGradients())
     x = torch.randn(1, TOKENS, WIDTH, requires_grad=True)

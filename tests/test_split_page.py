@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_waiting import TOKENS, WIDTH, Fork, overwrite
-from torch import Tensor, nn
+from test_waiting import TOKENS, WIDTH, fork, overwrite
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from zoo.case import bare
 
 import zbpipe
 
@@ -58,17 +59,11 @@ def compiled(**how: Any) -> nn.Module:
     return module
 
 
-class Checkpointed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = two_linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inside, x, use_reentrant=True)  # type: ignore[no-any-return]
+reentrant = bare(lambda s, x: checkpoint(s.inside, x, use_reentrant=True), inside=two_linear)
 
 
 def changed_later() -> None:
-    module = Fork(lambda dy: 2 * dy)
+    module = fork(lambda dy: 2 * dy)
     schedule = build(module)
     step(schedule)
     module.back = overwrite
@@ -97,7 +92,7 @@ CASES: dict[str, tuple[str, Callable[[], object]]] = {
     ),
     "a checkpoint with `use_reentrant=True`, shapes inferred": (
         "first step",
-        lambda: step(build(Checkpointed(), Checkpointed())),
+        lambda: step(build(reentrant(0), reentrant(1))),
     ),
     "something that writes into x or dY during I, and did not in the first I": ("that I", changed_later),
 }

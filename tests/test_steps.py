@@ -22,6 +22,7 @@ from test_faults import MICROBATCHES, Job, explode, fail, raised_by, renew_group
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.profiler import ProfilerActivity, profile
+from zoo.case import bare
 
 import zbpipe
 from zbpipe.runtime._torch import pipelining
@@ -306,21 +307,14 @@ def test_a_target_that_torch_cannot_split(one_rank: None, target: Any, run: str)
     schedule.step(x, target=x)
 
 
-class Embedding(nn.Module):
+def embed(s: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
     """A stage that embeds the tokens again, and passes them on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(5, 3)
-        self.norm = nn.BatchNorm1d(3)
-
-    def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        *hidden, tokens = inputs
-        return self.norm(sum(hidden, self.table(tokens))), tokens
+    *hidden, tokens = inputs
+    return s.norm(sum(hidden, s.table(tokens))), tokens
 
 
 def test_inference_of_shapes_takes_zeros_and_keeps_buffers(one_rank: None) -> None:
-    parts = nn.ModuleList([Embedding(), Embedding()])
+    parts = nn.ModuleList(map(bare(embed, table=lambda: nn.Embedding(5, 3), norm=lambda: nn.BatchNorm1d(3)), range(2)))
     whole = deepcopy(parts)
     schedule = on_one_rank([*parts], 2, loss=lambda outputs, target: nn.functional.mse_loss(outputs[0], target))
     tokens, target = torch.arange(4), torch.ones(4, 3)

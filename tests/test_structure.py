@@ -32,7 +32,7 @@ BUDGETS = {
     "src/zbpipe/simulator": 1510,
     "src/zbpipe/titan": 62,
     "src/zbpipe/views": 1011,
-    "tests": 23322,
+    "tests": 22500,
     "benchmarks": 4036,
 }
 """Lines of code by folder, without docstrings, comments and blank lines. Who needs more in one lowers another."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from commands import process
+from data import refusals
 from titan_jobs import require_titan
 
 from titan_integration import first_run
@@ -117,30 +118,13 @@ def test_under_slurm(tmp_path: Path) -> None:
     assert " --master-addr other --master-port 9 " in command
 
 
-@pytest.mark.parametrize(
-    ("variables", "complaint"),
-    [
-        ({"MASTER_ADDR": "n0", "NODE_RANK": "3"}, "NODE_RANK='3' and MASTER_ADDR='n0' are of several nodes"),
-        ({"PLATFORM": "tpu"}, "PLATFORM='tpu' is unknown: use cuda, rocm or cpu"),
-        ({"COMM_MODE": "fake"}, "COMM_MODE='fake' is unknown: use fake_backend or local_tensor"),
-        ({"NGPU": "08"}, "NGPU='08' has to be a whole number from 1 to"),
-        ({"NGPU": "0"}, "NGPU='0' has to be a whole number from 1 to"),
-        ({"LOG_RANK": "all"}, "LOG_RANK='all' has to be numbers separated by commas"),
-        ({"NNODES": "two"}, "NNODES='two' has to be a whole number"),
-        ({"NNODES": "2", "NODE_RANK": "0"}, "NNODES='2' needs MASTER_ADDR: set it to the name or address of node 0"),
-        ({"NNODES": "2", "MASTER_ADDR": "a"}, "NNODES='2' needs NODE_RANK: set it to 0 on the node MASTER_ADDR"),
-        ({"NNODES": "2", "MASTER_ADDR": "a", "NODE_RANK": "2"}, "NODE_RANK='2' has to be a whole number from 0 to 1"),
-        ({**NODES, "MASTER_PORT": "99999"}, "MASTER_PORT='99999' has to be a whole number from 1 to 65535"),
-        ({"SLURM_JOB_NUM_NODES": "16"}, "SLURM_JOB_NUM_NODES='16', but without srun this trains on one node"),
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "128"}, "started SLURM_STEP_NUM_TASKS='128' tasks on 16 nodes: use"),
-        ({"MODULE": "titan_integration.llama4"}, "MODULE='titan_integration.llama4' is no Python module"),
-        ({"TRAIN_FILE": "zbpipe.titan.tain"}, "TRAIN_FILE='zbpipe.titan.tain' is no Python module"),
-        ({"PYTHON": "no-python"}, "PYTHON='no-python' is not there: activate your environment"),
-        ({"PLATFORM": "cuda", "DRY_RUN": "0"}, "build that sees 0 GPUs: install the build for cuda"),
-    ],
-)
-def test_what_the_script_refuses(tmp_path: Path, variables: dict[str, str], complaint: str) -> None:
-    assert_refused(tmp_path, complaint, **{"PLATFORM": "cpu", **variables})
+@pytest.mark.parametrize(("given", "complaint"), refusals("run_train.sh"))
+def test_what_the_script_refuses(tmp_path: Path, given: str, complaint: str) -> None:
+    variables = {"PLATFORM": "cpu"}
+    for word in given.split():
+        name, has_value, value = word.partition("=")
+        variables |= {name: value} if has_value else {"NODES": NODES, "SLURM": SLURM}[name]
+    assert_refused(tmp_path, complaint, **variables)
 
 
 def assert_refused(folder: Path, complaint: str, **variables: Any) -> None:
@@ -207,34 +191,6 @@ def test_torchtitan_02(tmp_path: Path) -> None:
     assert_refused(tmp_path, complaint, **variables)
 
 
-STUB = """#!/bin/sh
-# Stands for run_train.sh: two ranks, of which the second has the loss. Nobody interrupts a job as it is started.
-if [ "$DRY_RUN" = 1 ]; then
-    echo PLATFORM=${PLATFORM:-cpu}
-    echo "python -m torch.distributed.run --nproc-per-node 2 -m zbpipe.titan.train --config x"
-    exit
-fi
-log=$LOG_DIR/run/attempt_0
-mkdir -p $log/0 $log/1
-echo "$*" >> "$LOG_DIR/../commands"
-case "$*" in
-*create_seed*) exit 0 ;;
-*ZBV*late*) loss=7.5 ;;
-*ZBV*timed*) sleep $NAP ;;
-*VHalf*early*) echo "ValueError: too many" && exit 3 ;;
-*VHalf*timed*) sleep 0.5 && kill -INT $PPID && sleep $NAP ;;
-esac
-for step in 1 2 3; do
-    begin="root - INFO - step:  $step" end="grad_norm:  2.0  memory:"
-    echo "$begin  loss: -1.00000  $end 10.00GiB(9.1%)  tps: 900  tflops: 1" >> $log/0/stdout.log
-    echo "$begin  loss:  ${loss:-8.0}  $end 30.00GiB(9.1%)  tps: 1,${step}00  tflops: 1" >> $log/1/stdout.log
-    echo "pipeline: 1F1B  step: 1.5s (simulated 1.25s)  bubble: 12.5%  peak activations: 2" >> $log/1/stdout.log
-done
-echo "zbpipe - Messages: early receives, for the transport 'one queue'" >> $log/1/stdout.log
-case "$*" in *zbpipe.trace*) echo '{"traceEvents": [1, 2]}' > "$TRACE" ;; esac
-"""
-
-
 def test_what_torchtitan_says_of_its_steps() -> None:
     line = "- INFO - step: {:2}  loss: {:8.5f}  grad_norm:  3.2116  memory: {:5.2f}GiB(10%)  tps: 1,{}  tflops: 0.02\n"
     log = "step on\n" + line.format(1, 8.09475, 0.0, 195) + line.format(12, -1, 31.25, 419) + "pipeline: ZBV  step: 1s"
@@ -260,10 +216,7 @@ def test_a_report_is_there_after_every_line(tmp_path: Path) -> None:
 
 @pytest.fixture
 def stub(tmp_path: Path) -> Path:
-    file = tmp_path / "run_train.sh"
-    file.write_text(STUB)
-    file.chmod(0o755)
-    return file
+    return Path(shutil.copy(Path(__file__).with_name("run_train_stub.sh"), tmp_path / "run_train.sh"))
 
 
 FAILED = on_device.Result("fused W", "RuntimeError: gradients are off by 1.0e+00 of their norm", failed=True)

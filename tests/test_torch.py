@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from compatibility import Section, Table, compare_when_all_ran, seen_with
+from compatibility import Section, Table, compare_when_all_ran, seen_with, words
 from models import batch, build_stage, reference
 from pipelines import Pipeline, shard
 from ranks import run_ranks
@@ -140,15 +140,8 @@ def section() -> Section:
     release = ".".join(torch.__version__.split(".")[:2])
     own = _OWN.format(torch=seen_with("torch"), by=_BY.get(release, "`make test-torch`"))
     table = Table("Schedule, activation checkpointing, torch.compile, FSDP2", "", names, lines)
-    return Section(f"torch {release} alone", own, _ABOUT, [table])
+    return Section(f"torch {release} alone", own, words("torch"), [table])
 
 
 _BY = {"2.13": "`make test-oldest`, which CI runs"}
 _OWN = "Tested with {torch} by {by}."
-_ABOUT = """\
-A training loop without a framework, `zbpipe.build_pipeline_schedule`, four ranks.
-
-"Works" means: in the second of two steps all gradients (within 1e-4) and losses (within 1e-5) are those of the same
-model in one piece, without compiler and checkpointing. Four microbatches, float32. "Compiled" means every block, by
-Inductor; sharded are every block and the stage.
-"""

@@ -347,29 +347,21 @@ def test_a_declared_gradient_may_be_dy_itself() -> None:
         both.train(torch.randn(WIDTH, WIDTH))
 
 
-class OneWeight(nn.Module):
-    """Multiplies one weight in many ways by the same functions."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.row, self.rows = nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(4, WIDTH))
-        self.kernel, self.channels = nn.Parameter(torch.randn(4, 4, 1)), nn.Parameter(torch.randn(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        w, linear = self.w, nn.functional.linear
-        y = linear(x, w, self.row) + linear(x, w, self.rows) + linear(x, w) + linear(x[0], w, self.row.detach())
-        y = y + x @ w + x[0] @ w + torch.matmul(x[0, 0], w)
-        y = y + torch.matmul(w, w).sum() + torch.matmul(w.view(-1, WIDTH), w).sum()
-        y = y + nn.functional.conv1d(x, self.kernel, self.channels)
-        y = y + nn.functional.conv1d(x[0], self.kernel, self.channels)
-        with torch.no_grad():
-            y += x @ w
-        return y + (x.detach() @ w) * (x.float() @ w.float())
+def in_many_ways(s: Any, x: Tensor) -> Tensor:
+    """Multiplies one weight by the same functions."""
+    w, linear = s.w, F.linear
+    y = linear(x, w, s.row) + linear(x, w, s.rows) + linear(x, w) + linear(x[0], w, s.row.detach())
+    y = y + x @ w + x[0] @ w + torch.matmul(x[0, 0], w)
+    y = y + torch.matmul(w, w).sum() + torch.matmul(w.view(-1, WIDTH), w).sum()
+    y = y + F.conv1d(x, s.kernel, s.channels) + F.conv1d(x[0], s.kernel, s.channels)
+    with torch.no_grad():
+        y += x @ w
+    return y + (x.detach() @ w) * (x.float() @ w.float())
 
 
 def test_a_product_seen_before_is_known_by_all_its_arguments() -> None:
-    both = Compared(OneWeight().double())
+    sizes = {"w": (WIDTH, WIDTH), "row": (WIDTH,), "rows": (4, WIDTH), "kernel": (4, 4, 1), "channels": (4,)}
+    both = Compared(bare(in_many_ways, **{name: parameter(*size) for name, size in sizes.items()})(0).double())
     for frozen in (False, False, True, False):
         for each in (both.module, both.plain):
             each.row.requires_grad_(not frozen)  # type: ignore[operator, union-attr]
@@ -563,26 +555,22 @@ def test_a_backward_that_fails_with_a_result_that_waits_is_named() -> None:
         both.train(torch.randn(3, 4, WIDTH))
 
 
-class Gate(nn.Module):
-    """A weight made from what it multiplies (the first stage needs no dX), or from what also goes elsewhere."""
-
-    def __init__(self, is_x: bool) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH, bias=False), nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.is_x = is_x
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.is_x:
-            h = self.a(x)
-            return h @ (torch.tanh(h).mean(0).unsqueeze(-1) * self.b)
-        square = self.b * self.b
-        return x @ torch.tanh(square) + square.sum()
+def of_x(s: Any, x: Tensor) -> Tensor:
+    """A weight made from what it multiplies: the first stage needs no dX."""
+    h = s.a(x)
+    return h @ (torch.tanh(h).mean(0).unsqueeze(-1) * s.b)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("is_x", [False, True])
-def test_a_weight_whose_making_runs_in_i_does_not_wait(is_x: bool) -> None:
-    report = zbpipe.check_gradients(Gate(is_x), torch.randn(4, WIDTH))
-    assert report.share == (0.5 if is_x else 0)
+def of_a_square(s: Any, x: Tensor) -> Tensor:
+    """A weight made from what also goes elsewhere."""
+    square = s.b * s.b
+    return x @ torch.tanh(square) + square.sum()
+
+
+@pytest.mark.parametrize(("forward", "share"), [(of_x, 0.5), (of_a_square, 0)])
+def test_a_weight_whose_making_runs_in_i_does_not_wait(forward: Forward, share: float) -> None:
+    module = bare(forward, a=linear_layer(WIDTH, WIDTH, bias=False), b=parameter(WIDTH, WIDTH))(0)
+    assert zbpipe.check_gradients(module, torch.randn(4, WIDTH)).share == share
 
 
 def with_child(s: Any, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from zbpipe import CostModel, Schedule, generate, simulate, testing
 from zbpipe.costs.model import Link, Receives, Transport
 from zbpipe.schedule.ir import Op, OpKind, Placement
 from zbpipe.simulator.actions import Action, Rows, parse
-from zbpipe.simulator.passes import add_messages, receive_by_rendezvous, sort_by_end
+from zbpipe.simulator.passes import receive_by_rendezvous, sort_by_end
 from zbpipe.simulator.time_graph import TimeGraph, durations, longest_path
 from zbpipe.simulator.timeline import Timeline
 
@@ -142,19 +142,6 @@ def test_a_rendezvous_by_hand() -> None:
     assert [str(each) for each in placed[1][:5]] == ["1RECV_F0", "1F0", "1RECV_F1", "1B0", "1SEND_B0"]
     found = ends(placed, costs, Transport.SHARED)
     assert (found["0SEND_F0"], found["0F1"], found["1F0"], found["0SEND_F1"], found["1B0"]) == (3.0, 5.0, 6.0, 7.0, 9.0)
-
-
-def test_words() -> None:
-    assert Transport.parse("Shared-with_compute") is Transport.SHARED
-    assert Receives.parse("TIMED") is Receives.TIMED
-    schedule = generate("ZBV", 2, 4)
-    costs = CostModel.uniform(schedule.placement)
-    with pytest.raises(ValueError, match="transport='wire' is unknown: use one of 'ideal', 'one-queue'"):
-        simulate(schedule, costs, transport="wire")
-    with pytest.raises(ValueError, match="receives='soon' is unknown"):
-        simulate(schedule, costs, receives="soon")
-    assert simulate(schedule, costs).receives is None
-    assert sum(map(len, add_messages(schedule))) == 2 * 2 * 4 * 3 + 2 * 2 * 2 * 4
 
 
 def test_a_blocking_message_keeps_its_sender_from_computing() -> None:

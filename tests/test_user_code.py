@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from commands import run
+from data import refusals
 
 from zbpipe import cli, generate, stage_indices
 from zbpipe.schedule import registry
@@ -51,15 +52,7 @@ def test_a_module_is_imported_first(name: str) -> None:
     assert result.output.startswith("MineOfTest, 2 ranks, 4 microbatches")
 
 
-@pytest.mark.parametrize(
-    ("source", "complaint"),
-    [
-        ("own_for_test.py:plain", "own_for_test.py:plain is not registered: write @zbpipe.register('plain', placement"),
-        ("own_for_test.py:other", "own_for_test.py has no function 'other'"),
-        ("broken_for_test.py:mine", "cannot be run: ZeroDivisionError: division by zero"),
-        ("none_for_test.py:mine", "cannot be run: FileNotFoundError"),
-    ],
-)
+@pytest.mark.parametrize(("source", "complaint"), refusals("own schedules"))
 def test_what_is_no_schedule_is_refused_with_the_way_out(source: str, complaint: str) -> None:
     result = run(f"simulate {source} -p 2 -m 4")
     assert result.exit_code == 2

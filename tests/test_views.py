@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
-from zbpipe import generate, plan
+from zbpipe import generate
 from zbpipe.costs.model import CostModel
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OFFLOADS, RELOADS, Op, OpKind, Schedule, count_noun
@@ -414,10 +414,3 @@ def test_a_timeline_writes_files_and_shows_itself(tmp_path: Path, capsys: pytest
     assert (tmp_path / "a.html").read_text() == html(shown)
     shown.show()
     assert capsys.readouterr().out.startswith("rank 0 F0F1")
-
-
-def test_a_plan_has_a_short_repr() -> None:
-    planned = plan(2, 4, (1, 1, 1), placements=["v"], budget=1e3)
-    assert repr(planned).startswith("Plan('")
-    assert repr(planned).count("\n") == 0
-    assert len(repr(planned)) < 200

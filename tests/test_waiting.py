@@ -14,17 +14,19 @@ from compared import Compared
 from pipelines import on_one_rank
 from torch import Tensor, nn
 from zoo import BY_NAME
-from zoo.case import Case, function
+from zoo.case import Case, bare, function, linear, parameter, stage
 from zoo.runner import Setting, compare
 
 import zbpipe
-from zbpipe import Op, OpKind, Placement, Schedule
+from zbpipe import Schedule
 from zbpipe.runtime._torch import tensor_data
-from zbpipe.runtime.split import stage, weight_gradients
+from zbpipe.runtime.split import stage as split_stage
+from zbpipe.runtime.split import weight_gradients
 from zbpipe.runtime.split.deferring_layers import defer_weights, deferral_of
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.stage import find_pending
 from zbpipe.runtime.split.weight_gradients import WeightGradients
+from zbpipe.runtime.verify.gradient_check import schedule_w_last
 
 WIDTH, TOKENS, MICROBATCHES = 8, 3, 3
 # Two orders of the same float64 sums.
@@ -39,10 +41,7 @@ def float64() -> Any:
     torch.set_default_dtype(torch.float32)
 
 
-IN_TURN = [Op(0, kind, m) for m in range(MICROBATCHES) for kind in (OpKind.F, OpKind.I)]
-WEIGHTS_LAST = Schedule(
-    "WeightsLast", Placement.loop(1), MICROBATCHES, ((*IN_TURN, *(Op(0, OpKind.W, m) for m in range(MICROBATCHES))),)
-)
+WEIGHTS_LAST = schedule_w_last(1, MICROBATCHES, ["FI", "W"])
 """For one rank with one stage: every W waits for all I."""
 
 QUICK = (
@@ -99,17 +98,9 @@ def assert_like_plain(module: nn.Module, name: str | Schedule = WEIGHTS_LAST) ->
     return schedule
 
 
-class Learned(nn.Module):
+def learned(view: Callable[[Tensor], Tensor] = torch.zeros_like) -> nn.Module:
     """Positions are added through a view, so their gradient is a view of dY of the layer before."""
-
-    def __init__(self, view: Callable[[Tensor], Tensor] = torch.zeros_like) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.pos = nn.Parameter(torch.randn(TOKENS, WIDTH))
-        self.view = view
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(x) + self.view(self.pos)))
+    return stage(lambda s, x: s.b(torch.tanh(s.a(x) + view(s.pos))), pos=parameter(TOKENS, WIDTH))(0)
 
 
 def test_nothing_is_copied_that_nobody_else_holds(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,15 +112,15 @@ def test_nothing_is_copied_that_nobody_else_holds(one_rank: None, monkeypatch: p
         after = [tensor.data_ptr() for gradient in pending for tensor in (gradient.x, gradient.dy)]
         copied.append(sum(one != other for one, other in zip(before, after, strict=True)))
 
-    monkeypatch.setattr(stage, "copy_if_shared", count)
-    positions = pipeline(Learned(lambda pos: pos.unsqueeze(0)))
+    monkeypatch.setattr(split_stage, "copy_if_shared", count)
+    positions = pipeline(learned(lambda pos: pos.unsqueeze(0)))
     for _ in range(2):
         step(positions, positions._stages[0].submod)
     # The input of the whole stage is the caller's, too. The gradient of the positions is dY of one microbatch: the
     # first of a step, which in the very first step leaves nothing for W.
     assert copied == [0, 1, 1, 2, 1, 1]
     copied.clear()
-    without = pipeline(Learned())
+    without = pipeline(learned())
     for _ in range(2):
         step(without, without._stages[0].submod)
     assert copied == [0, 1, 1, 1, 1, 1]
@@ -150,16 +141,10 @@ def escape(dy: Tensor) -> Tensor:
     return result
 
 
-class Fork(nn.Module):
+def fork(back: Back) -> Any:
     """`early` gets dY first, then the backward of a branch, `back`, does something with it."""
-
-    def __init__(self, back: Back = overwrite) -> None:
-        super().__init__()
-        self.early, self.late = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.back = back
-
-    def forward(self, x: Tensor) -> Tensor:
-        return Branch.apply(self.late(x), self) + self.early(x)  # type: ignore[no-any-return]
+    layers = dict.fromkeys(("early", "late"), linear(WIDTH, WIDTH))
+    return bare(lambda s, x: Branch.apply(s.late(x), s) + s.early(x), back=lambda: back, **layers)(0)
 
 
 @pytest.mark.parametrize("back", [overwrite, escape])
@@ -168,7 +153,7 @@ def test_a_backward_that_overwrites_dy_during_i(
     one_rank: None, caplog: pytest.LogCaptureFixture, back: Back, schedule: Any
 ) -> None:
     """The first I sees it, and from then on that layer computes in I."""
-    module = Fork(back)
+    module = fork(back)
     with caplog.at_level(logging.WARNING, "zbpipe"):
         runtime = assert_like_plain(module, schedule)
     assert deferral_of(module.early).stays_in_i
@@ -181,7 +166,7 @@ def test_a_backward_that_overwrites_dy_during_i(
 @pytest.mark.parametrize("first", [1, MICROBATCHES], ids=["second microbatch", "second step"])
 def test_what_versions_do_not_show_later_is_an_error(one_rank: None, first: int) -> None:
     """As a scaling that waits for the gradients of earlier microbatches, or steps."""
-    module = Fork(lambda dy: escape(dy) if schedule.works[0].num_split >= first else 2 * dy)
+    module = fork(lambda dy: escape(dy) if schedule.works[0].num_split >= first else 2 * dy)
     schedule = pipeline(module)
     message = rf"microbatch {first % MICROBATCHES}: the gradient of the output \(dY\) of layer early .*weight_products"
     for _ in range(first // MICROBATCHES):
@@ -192,7 +177,7 @@ def test_what_versions_do_not_show_later_is_an_error(one_rank: None, first: int)
 
 def test_what_versions_show_is_an_error_in_any_step(one_rank: None) -> None:
     """Contents are compared in the first two steps alone."""
-    module = Fork(lambda dy: 2 * dy)
+    module = fork(lambda dy: 2 * dy)
     schedule = pipeline(module)
     for _ in range(3):
         step(schedule, module)
@@ -212,7 +197,7 @@ def test_memory_that_is_written_by_its_address_between_i_and_w(one_rank: None) -
             places.append(dy.data_ptr())
         return 2 * dy
 
-    module = Fork(back)
+    module = fork(back)
     schedule = pipeline(module)
     words = r"dY\) of layer early \(Linear\) was changed in place between I and W"
     with pytest.raises(zbpipe.PipelineError, match=words):
@@ -223,7 +208,7 @@ def test_a_layer_can_be_kept_in_i(one_rank: None) -> None:
     """Also one that a schedule has deferred before."""
     module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
     for share in (1, 0.5):
-        work = stage.find_weight_work(assert_like_plain(module)._stages[0])
+        work = split_stage.find_weight_work(assert_like_plain(module)._stages[0])
         assert work is not None
         assert work.share == share
         module[0].weight_products = {}  # type: ignore[assignment]

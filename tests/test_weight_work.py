@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 from zoo import BY_NAME
-from zoo.case import function
+from zoo.case import bare, function, linear
 
 import zbpipe
 from zbpipe.runtime._torch.attributes import replaced
@@ -264,26 +264,19 @@ def test_the_log_of_a_good_job_does_not_warn(caplog: pytest.LogCaptureFixture) -
     assert "97.1 % of its weight gradients' FLOPs to W; in I: 1.1 (Own) v 2.86 % (the autograd Function" in words
 
 
-class Tied(nn.Module):
+def tied(s: Any, ids: Tensor) -> Tensor:
     """An embedding whose gradient waits as that of the head, or a head that never runs."""
-
-    def __init__(self, runs: bool) -> None:
-        super().__init__()
-        self.embed, self.body = nn.Embedding(11, 8), nn.Linear(8, 8)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embed.weight
-        self.runs = runs
-
-    def forward(self, ids: Tensor) -> Tensor:
-        weight, bias = self.body.weight, self.body.bias
-        h = torch.baddbmm(bias, self.embed(ids), weight.expand(len(ids), -1, -1))
-        return self.head(h) if self.runs else h  # type: ignore[no-any-return]
+    h = torch.baddbmm(s.body.bias, s.embed(ids), s.body.weight.expand(len(ids), -1, -1))
+    return s.head(h) if s.runs else h  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("runs", [True, False])
 def test_lookups_and_what_does_not_run_are_not_named(runs: bool, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "zbpipe.runtime.split")
-    report = zbpipe.check_gradients(Tied(runs), torch.randint(0, 11, (4, 5)))
+    head, embed = nn.Linear(8, 11, bias=False), nn.Embedding(11, 8)
+    head.weight = embed.weight
+    model = bare(tied, embed=lambda: embed, body=linear(8, 8), head=lambda: head, runs=lambda: runs)(0)
+    report = zbpipe.check_gradients(model, torch.randint(0, 11, (4, 5)))
     assert report.share == 1
     assert report.not_deferred == frozenset()
     assert {name for _, name in report.deferred} == ({"body.weight", "embed.weight"} if runs else {"body.weight"})

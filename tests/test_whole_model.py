@@ -1,6 +1,5 @@
 """`zbpipe.pipeline` on small modules: which it refuses, and buffers, tied weights and files of those that it trains."""
 
-import re
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from data import assert_refused, refusals
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.optim import AdamW
@@ -70,32 +70,11 @@ def skipped_at_random(blocks: nn.ModuleList, x: Tensor) -> list[Tensor]:
     return [x]
 
 
-REFUSED: dict[str, tuple[Callable[[Any, Tensor], list[Tensor]], str]] = {
-    "a skip connection": (
-        lambda b, x: [b[3](b[2](b[1](h := b[0](x)) + h))],
-        "uses the output of blocks.1 in aten.add.",
-    ),
-    "a loop": (lambda b, x: in_order(b, outputs(b, x)[-1]), "runs blocks.0 where what follows blocks is next"),
-    "read by the head": (
-        lambda b, x: [(found := outputs(b, x))[-1] + 3 * found[1].detach()],
-        "uses the output of blocks.0 in aten.detach.",
-    ),
-    "returned": (lambda b, x: [(found := outputs(b, x))[-1], found[2]], "uses the output of blocks.1 in its results"),
-    "flipped": (lambda b, x: [b[3](b[2](b[1](b[0](x)).flip(1)))], "uses the output of blocks.1 in aten.flip."),
-    "parallel": (
-        lambda b, x: [b[3](b[2]((h := b[0](x), b[1](h))[0]))],
-        "gives blocks.2 a first argument that is not the output of blocks.1",
-    ),
-    "without the last": (lambda b, x: [b[2](b[1](b[0](x)))], "uses the output of blocks.2 in aten.native_batch_norm."),
-    "ending early": (lambda b, x: [(b[2](b[1](b[0](x))), x)[1]], "runs what follows blocks where blocks.3 is next"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_model_whose_stages_would_compute_something_else(name: str) -> None:
-    run, words = REFUSED[name]
-    with pytest.raises(ValueError, match=rf"^Model {re.escape(words)}.*: .* To cut it by hand"):
-        pipelined(Model(run))
+@pytest.mark.parametrize(("given", "words"), refusals("models"))
+def test_a_model_whose_stages_would_compute_something_else(given: str, words: str) -> None:
+    """`given` is the forward `x` of the blocks `b`."""
+    run = eval(f"lambda b, x: {given}", {"in_order": in_order, "outputs": outputs})
+    assert_refused(lambda: pipelined(Model(run)), f"Model {words} ... : ... To cut it by hand")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Each refusal names the wrong value and the way out: the rows of wrong_input.txt, as `input => part of the error`."""
+"""Each refusal names the wrong value and the way out: the lines of wrong_input.txt."""
 
 import copy
 import reprlib
@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from data import assert_refused, refusals
 from hypothesis import find, given
 from hypothesis import strategies as st
 
@@ -22,6 +23,7 @@ from zbpipe.costs.job import MemoryLimit
 from zbpipe.costs.model import Receives, Transport
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.schedule import registry
+from zbpipe.simulator import offload
 from zbpipe.simulator.actions import Action, parse
 from zbpipe.simulator.jitter import Jitter, step_times
 from zbpipe.testing import check_schedule, schedules
@@ -34,6 +36,11 @@ def odd(make: Callable[..., Any], **placed: Any) -> object:
         patch.setattr(registry, "_registered", dict(registry._registered))
         zbpipe.register("Odd", **placed)(make)
         return generate("Odd", 2, 3)
+
+
+def copied(costs: Any = None, table: str = "", **how: Any) -> object:
+    schedule = Schedule.from_csv(table) if table else generate("1F1B", 4, 8)
+    return offload(schedule, costs or CostModel.uniform(schedule.placement, host=Link(bandwidth=2)), **how)
 
 
 NAMES: dict[str, Any] = {
@@ -58,31 +65,19 @@ NAMES: dict[str, Any] = {
     "odd": odd,
     "costs": lambda **changes: CostModel(**COLUMNS | changes),
     "layers": lambda **changes: LayerCosts((Layer(("norm",), 1, 1, 1, 1),), **changes),
+    "copied": copied,
     "planned": lambda **changes: plan(**{"ranks": 2, "microbatches": 4, "costs": (1, 1, 1)} | changes),
 }
 
 
-def rows(section: str) -> list[tuple[str, str]]:
-    """Those of `commands` are tried in test_cli."""
-    text = Path(__file__).with_name("wrong_input.txt").read_text().partition(f"== {section}\n")[2]
-    lines = text.partition("\n== ")[0].splitlines()
-    return [(given, words) for given, _, words in (line.partition(" => ") for line in lines)]
-
-
-@pytest.mark.parametrize(("call", "words"), rows("python"))
+@pytest.mark.parametrize(("call", "words"), refusals("python"))
 def test_a_call(call: str, words: str) -> None:
     assert_refused(lambda: eval(call, NAMES), words)
 
 
-@pytest.mark.parametrize(("table", "words"), rows("tables"))
+@pytest.mark.parametrize(("table", "words"), refusals("tables"))
 def test_a_table(table: str, words: str) -> None:
     assert_refused(lambda: Schedule.from_csv(table.replace("\\n", "\n").replace("\\t", "\t")), words)
-
-
-def assert_refused(call: Callable[[], object], words: str) -> None:
-    with pytest.raises((TypeError, ValueError)) as error:
-        call()
-    assert words in str(error.value)
 
 
 ZBV = generate("ZBV", 2, 2)

@@ -1,6 +1,7 @@
 """What stages share and hand on, and what is done with them around a step. Sequences of steps: test_modes."""
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -61,15 +62,8 @@ def share_layer(stages: Mapping[int, nn.Module]) -> None:
 V_SHAPED = ("ZBV", "WeightsLast")
 
 
-class Plain(nn.Module):
-    """Two linear layers."""
-
-    def __init__(self, index: int) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(torch.tanh(self.a(x)))
+def layers(index: int) -> nn.Module:
+    return nn.Sequential(OrderedDict(a=linear()(), tanh=nn.Tanh(), b=linear()()))
 
 
 def of_first(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
@@ -171,21 +165,21 @@ _ALL = (
         no_gradient=("b.weight", "b.bias"),
     ),
     Case("a gradient that is not contiguous", bare(gives_transposed, a=linear()), samples=2),
-    Case("gradients over two steps, shared weights", Plain, accumulates=True, schedules=V_SHAPED, share=share_layer),
-    Case("a copy for an average", Plain, prepared=is_averaged),
-    Case("torch.jit.trace", Plain, ONLY_EAGER, prepared=is_traced),
-    Case("a backward outside", Plain, EVERY_MODE, prepared=trains_alone),
-    Case("weights replaced", Plain, EVERY_MODE, between=has_fresh_weights),
-    Case("another layer later", Plain, between=has_another_layer),
+    Case("gradients over two steps, shared weights", layers, accumulates=True, schedules=V_SHAPED, share=share_layer),
+    Case("a copy for an average", layers, prepared=is_averaged),
+    Case("torch.jit.trace", layers, ONLY_EAGER, prepared=is_traced),
+    Case("a backward outside", layers, EVERY_MODE, prepared=trains_alone),
+    Case("weights replaced", layers, EVERY_MODE, between=has_fresh_weights),
+    Case("another layer later", layers, between=has_another_layer),
     Case(
         "a hook later",
-        Plain,
+        layers,
         EVERY_MODE,
         between=lambda stage: stage.a.weight.register_hook(lambda gradient: 2 * gradient),
     ),
     Case(
         "gradients over two steps, two schedules",
-        Plain,
+        layers,
         EVERY_MODE,
         scale_grads=False,
         schedules=V_SHAPED,
