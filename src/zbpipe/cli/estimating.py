@@ -96,7 +96,8 @@ def estimate(
         if as_json:
             print_json(rank_record(memory))
         else:
-            click.echo("\n".join((*workload.warnings, *rank_lines(memory))))
+            limit = workload.options.memory_limit.rstrip(' ="{}')
+            click.echo("\n".join((*workload.warnings, *rank_lines(memory, limit))))
         return
     how = job.rates | {"transport": transport}
     if search and device is not None:
