@@ -640,12 +640,13 @@ def test_the_line_of_a_search_has_all_that_differs() -> None:
     options = Spelling("--schedule {}", "--limit {}", "--ac {}", "--batch {0} --global {1}", names)
     job = replace(workload(degrees=Degrees(4, 2)), options=options, checkpointing=Checkpointing.FULL)
     work = replace(job, degrees=Degrees(2, 2, 2), microbatches=4, checkpointing=Checkpointing.NONE)
-    zb = replace(row(named(workload(), "ZB"), "ZB", 2), memory_limit="0.7x")
+    zb = replace(row(named(workload(), "ZB"), "ZB", 2), memory_limit="0.7x", is_typed=True)
     fsdp = replace(zb, timeline=None, degrees=Degrees(fsdp=8), checkpointing=Checkpointing.FULL, batch=(1, 8, 1))
     found = Estimate(work, None, (zb,), (), (), job=job, fsdp_found=fsdp)
     assert found.spell(zb) == "--schedule ZB --pp 2 --fsdp 2 --batch 4 --global 8 --limit 0.7x --ac none"
     assert found.spell(fsdp) == "--pp 1 --tp 1 --fsdp 8 --batch 1 --global 8 --limit 0.7x"
     assert found.without_pipeline is fsdp
+    assert found.spell(replace(zb, is_typed=False)).startswith("--schedule ZB.csv ")  # a job would have other stages
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 from zbpipe.costs.transformer import NOTE
 from zbpipe.estimation.devices import GIB, USABLE
 from zbpipe.estimation.estimate import JobMemory
-from zbpipe.estimation.rows import DECIDED, HARDLY, NO_PIPELINE, PLAN, Answer, Estimate, Memory, Step, answer
+from zbpipe.estimation.rows import DECIDED, HARDLY, NO_PIPELINE, Answer, Estimate, Memory, Step, answer
 from zbpipe.schedule.ir import count_noun
 from zbpipe.views.report import longer, table
 from zbpipe.views.style import percent
@@ -83,13 +83,14 @@ def _answer(found: Estimate) -> Iterator[str]:
         return
     yield advice.sentence
     if advice.option:
-        yield _typed(advice.option, advice.step, "-o plan.csv")
+        yield _typed(advice.option, advice.step)
     if advice.checkpointing:
         yield advice.checkpointing
 
 
-def _typed(option: str, step: Step, how: str) -> str:
-    return f"  {option}" + (f"  (written by {how})" if step.schedule == PLAN else "")
+def _typed(option: str, step: Step) -> str:
+    is_written = step.timeline and step.is_written
+    return f"  {option}" + (f"  (written by -o {step.schedule}.csv)" if is_written else "")
 
 
 def compare(best: Step, fsdp: Step, name: str) -> str:
@@ -139,10 +140,15 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.1f}" if size >= GIB else f"{size / GIB:.2g}"
 
 
+def best_pipeline(searched: Sequence[Estimate]) -> Estimate:
+    """The best layout with a pipeline that fits, else the first one."""
+    fitting = (each for each in searched if each.workload.degrees.pipeline > 1 and each.on_these_degrees)
+    return next(fitting, searched[0])
+
+
 def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]:
     """The verdict, one line per choice of degrees with its best schedule, then the table of the best choice."""
-    fitting = (each for each in searched if each.workload.degrees.pipeline > 1 and each.on_these_degrees)
-    layout, fsdp = next(fitting, best), best.fsdp_found
+    layout, fsdp = best_pipeline(searched), best.fsdp_found
     pipeline = layout.on_these_degrees if layout.workload.degrees.pipeline > 1 else None
     if pipeline and fsdp:
         yield compare(pipeline, fsdp, f"{pipeline.name} on {layout.workload.degrees}")
@@ -150,7 +156,7 @@ def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]
         yield "No pipeline fits." if fsdp else "Without a pipeline it does not fit."
     is_better = pipeline and not (fsdp and answer(pipeline, fsdp) is Answer.NO)
     if winner := pipeline if is_better else fsdp:
-        yield _typed(layout.spell(winner), winner, "-o plan.csv, with these degrees and no --search")
+        yield _typed(layout.spell(winner), winner)
     yield (
         f"The search changes the degrees and the checkpointing of {best.workload.name}. The best schedule for each"
         f" layout, {best.workload.global_tokens} tokens per step, without layouts whose computation alone takes longer:"

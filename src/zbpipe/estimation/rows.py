@@ -97,6 +97,11 @@ class Step:
         return f"{self.schedule} in {self.memory_limit}" if self.memory_limit else self.schedule
 
     @property
+    def is_written(self) -> bool:
+        """Whether a job needs a file for it: it is a plan, or has another number of stages than the job would have."""
+        return not self.algorithm or (self.algorithm.any_stages_per_rank and not self.is_typed)
+
+    @property
     def order(self) -> tuple[bool, bool, float, bool]:
         """The fastest first, then those that do not fit, then those that cannot run."""
         return not self.runs, not self.fits, self.seconds, self.has_torchs_split
@@ -225,7 +230,7 @@ class Estimate:
         work, has_pipeline = self.workload, step.timeline is not None
         job = self.job or work
         limit = step.memory_limit if work.memory_limit is None else None
-        name = step.schedule if step.algorithm else f"{step.schedule}.csv"
+        name = f"{step.schedule}.csv" if step.is_written else step.schedule
         degrees = step.degrees or (work.degrees if has_pipeline else work.degrees.without_pipeline)
         batch = step.batch or (None if degrees.data == job.degrees.data else work.batch)  # for as many tokens per step
         how = step.checkpointing or work.checkpointing
@@ -247,7 +252,10 @@ class Estimate:
         if self.workload.degrees.pipeline == 1:
             fsdp = self._named(NO_PIPELINE)
             return fsdp if fsdp and fsdp.fits else None
-        return self.best if any(step.is_typed for step in self._fitting) else next(iter(self._fitting), None)
+        fitting, best = [step for step in self.steps if step.timeline and step.fits and step.runs], self.best
+        if best and best.is_typed and (1 - WORTH) * best.seconds <= fitting[0].seconds:
+            return best
+        return next(iter(fitting), None)
 
     def _named(self, name: str) -> Step | None:
         return next((step for step in self.steps if step.schedule == name), None)
