@@ -674,7 +674,7 @@ def advised(rows: dict[str, dict[str, Any]], fsdp: float = 2.0, lighter: float |
     """The answer to these rows: its sentence, what to type, and what other checkpointing gains."""
     timeline, each = simulate(generate("1F1B", 2, 2)), Memory(*[GIB] * 7)
     step = Step("", "", 1, 1.0, 0, 1, None, each, True, timeline=timeline, algorithm=resolve("1F1B"), is_typed=True)
-    steps = [replace(step, schedule=name.split()[0], **changes) for name, changes in rows.items()]
+    steps = [replace(step, **({"schedule": name.split()[0]} | changes)) for name, changes in rows.items()]
     steps.append(replace(step, schedule=NO_PIPELINE, timeline=None, seconds=fsdp, batch=(2, 64, 8)))
     work = replace(
         workload(),
@@ -725,6 +725,12 @@ def test_the_answer_names_a_checkpointing_that_gains_more() -> None:
     assert advised(NOW, lighter=0.88)[2] == (
         "With selective checkpointing the job gains more: 0.88 s with ZB, 20.0% shorter than 1F1B now (9.1% shorter"
         " by the checkpointing alone), 7.0 of 85.0 GiB. Add at the end: --ac selective"
+    )
+
+
+def test_a_lighter_checkpointing_with_another_row_comes_with_all_to_type() -> None:
+    assert advised({"ZB": {"is_own": True, "schedule": "ZBLoop"}}, lighter=0.88)[2].endswith(
+        " 7.0 of 85.0 GiB. Type instead: --pp.schedule ZB --ac selective"
     )
 
 

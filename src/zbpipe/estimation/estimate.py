@@ -295,33 +295,26 @@ class _Job:
         yield within(tried[place]) or best
 
     def in_lighter_checkpointing(self, *steps: Step) -> list[Step]:
-        """These rows and FSDP's with the lightest checkpointing with which one of these fits."""
-        workload, now = self.workload, self.workload.checkpointing
+        """These rows and FSDP's that fit with lighter checkpointing: from the lightest on, until one of these fits."""
+        workload, now, found = self.workload, self.workload.checkpointing, list[Step]()
         if self.measured or self.rates is None or now is None:
             return []
         room, kinds = self.rates.device.usable_bytes, list(Checkpointing)
-
-        def activations(job: Workload) -> float:
-            return sum(layer.activations for layer in job.layers) or 1.0
-
         for how in kinds[: kinds.index(now)]:
             with suppress(ValueError):  # counted for the job's checkpointing only
-                found = workload.on(workload.degrees, how)
-                more = activations(found) / activations(workload) - 1
-                if all(step.memory.total + more * step.memory.activations > room for step in steps):
-                    continue
-                other = replace(self, workload=found, cut=WorkloadCut(found))
-                rows = [
-                    other.named(step.algorithm, step.stages_per_rank, step.schedule)
-                    for step in dict.fromkeys(steps)
-                    if step.algorithm is not None
-                ]
-                rows = [replace(each, checkpointing=how) for each in rows if each.fits and each.runs]
-                if rows and (fsdp := other.without_pipeline()).fits:
-                    rows.append(replace(fsdp, checkpointing=how))
-                if rows:
-                    return rows
-        return []
+                lighter = workload.on(workload.degrees, how)
+                other = replace(self, workload=lighter, cut=WorkloadCut(lighter))
+                kept = [sum(layer.activations for layer in job.layers) for job in (workload, lighter)]
+                rows = [other.without_pipeline()]
+                for step in dict.fromkeys(steps):
+                    more = (kept[1] / (kept[0] or 1.0) - 1) * step.memory.activations
+                    if step.algorithm and step.memory.total + more <= room:
+                        rows.append(other.named(step.algorithm, step.stages_per_rank, step.schedule))
+                rows = [replace(each, checkpointing=how, is_typed=True) for each in rows if each.fits and each.runs]
+                found += rows
+                if any(each.timeline for each in rows):
+                    break
+        return found
 
     def planned(self, name: str, placement: Placement, budget: float) -> Step:
         """The best plan on this placement within the room beside the weights, and within the job's limit."""

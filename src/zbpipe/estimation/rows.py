@@ -217,11 +217,13 @@ class Estimate:
         words += f", {step.memory.total / GIB:.1f}{room} GiB on the worst rank"
         tip, (lighter, *_) = "", (*self.lighter, step)
         if (how := lighter.checkpointing) and lighter.seconds < (1 - WORTH) * step.seconds:
-            now = own or step
+            now, is_same = own or step, (lighter.name, lighter.batch) == (step.name, step.batch)
+            line = work.options.checkpointing.format(how) if is_same else self.spell(lighter)
+            line = f"{'Add at the end' if is_same else 'Type instead'}: {line}"
             tip = (
                 f"{how.words.capitalize()} the job gains more: {lighter.seconds:.4g} s with {lighter.name},"
                 f" {lighter.compare(now)} than {now.name} now{self._alone(now, how)},"
-                f" {lighter.memory.total / GIB:.1f}{room} GiB. Add at the end: {work.options.checkpointing.format(how)}"
+                f" {lighter.memory.total / GIB:.1f}{room} GiB. {line}"
             )
         return Advice(verb, step, f"{words}{more}.", "" if step is own and not self.job else self.spell(step), tip)
 
