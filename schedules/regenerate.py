@@ -9,7 +9,7 @@ from pathlib import Path
 from zbpipe import generate
 from zbpipe.costs.transformer import Checkpointing, has_torchs_split, typical_costs
 from zbpipe.schedule.ir import Placement
-from zbpipe.schedule.registry import Algorithm, resolve, schedules
+from zbpipe.schedule.registry import Algorithm, schedules
 from zbpipe.simulator.jitter import Jitter, step_times
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
@@ -76,8 +76,7 @@ def _drawn(name: str, stages: int | None = None) -> Timeline:
 
 
 def _place(name: str) -> Placement:
-    algorithm = resolve(name)
-    return algorithm.place(PICTURED[0], algorithm.usual_stages)
+    return generate(name, *PICTURED).placement
 
 
 def _beside_1f1b(name: str, checkpointing: Checkpointing) -> tuple[str, str]:
@@ -111,7 +110,14 @@ def _readme(known: list[Algorithm]) -> str:
         source = each.source + "\\*" * has_torchs_split(drawn.schedule, each.source)
         link = f"[{each.name}](#{each.name.lower()})"
         compared = (cell for pair in beside.values() for cell in pair)
-        cells = (link, source, str(each.usual_stages), bubble, *compared, _under_jitter(each.name))
+        cells = (
+            link,
+            source,
+            str(_place(each.name).num_stages // PICTURED[0]),
+            bubble,
+            *compared,
+            _under_jitter(each.name),
+        )
         rows.append(f"| {' | '.join(cells)} |\n")
         told = ", ".join(f"{how} {memory} ({step})" for how, (step, memory) in beside.items())
         figures = f"Bubble {bubble} with equal times. Memory relative to 1F1B (and the step): {told}."

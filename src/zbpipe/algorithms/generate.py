@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from zbpipe.costs.job import MemoryLimit, MemoryLimitLike, as_cost_model
 from zbpipe.costs.model import CostModel
 from zbpipe.schedule.ir import Schedule, require_whole
-from zbpipe.schedule.registry import resolve
+from zbpipe.schedule.registry import USUAL_STAGES, resolve
 
 
 def generate(
@@ -44,7 +44,7 @@ def generate(
     algorithm = resolve(schedule)
     if stages_per_rank is None and algorithm.chooses_stages:
         (ranks,) = require_whole(1, ranks=ranks)
-        stages_per_rank = max(costs.num_stages // ranks, 1) if isinstance(costs, CostModel) else algorithm.usual_stages
+        stages_per_rank = max(costs.num_stages // ranks, 1) if isinstance(costs, CostModel) else USUAL_STAGES
     if costs is not None and ("costs" in algorithm.keywords or not isinstance(costs, CostModel)):
         costs = as_cost_model(costs, algorithm.place(ranks, stages_per_rank), microbatches)
     return algorithm.make(

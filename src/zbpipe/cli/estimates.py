@@ -162,12 +162,7 @@ def list_searched(searched: Sequence[Estimate], best: Estimate) -> Iterator[str]
         f" layout, {best.workload.global_tokens} tokens per step, without layouts whose computation alone takes longer:"
     )
     rows = [
-        (
-            str(work.degrees),
-            str(work.checkpointing or ""),
-            str(work.microbatches),
-            *_cells(each, step, parts=False),
-        )
+        (*map(str, (work.degrees, work.checkpointing or "", work.microbatches)), *_cells(each, step, parts=False))
         for each in searched
         if (step := each.on_these_degrees) and (work := each.workload)
     ]

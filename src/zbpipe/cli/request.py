@@ -21,7 +21,7 @@ from zbpipe.costs.model import CostModel, Link, Transport
 from zbpipe.costs.numbers import MOST, amount, is_amount
 from zbpipe.costs.transformer import Checkpointing, typical_costs, typical_times
 from zbpipe.schedule.ir import Placement, Schedule
-from zbpipe.schedule.registry import Algorithm, resolve, schedules, stages_for
+from zbpipe.schedule.registry import USUAL_STAGES, Algorithm, resolve, schedules, stages_for
 from zbpipe.simulator.simulation import overlap_of, simulate
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.simulator.validation import validate
@@ -70,13 +70,10 @@ class Costs:
         if not algorithm.chooses_stages:
             return None
         if self.job is None:
-            return self.stages or algorithm.usual_stages
+            return self.stages or USUAL_STAGES
         costs = self.job.costs
-        return (
-            max(costs.num_stages // ranks, 1)
-            if isinstance(costs, CostModel)
-            else stages_for(len(costs.layers), ranks)[0]
-        )
+        each = stages_for(len(costs.layers), ranks)[0] if isinstance(costs, LayerCosts) else costs.num_stages // ranks
+        return max(each, 1)
 
     def ranks(self, given: int | None) -> int | None:
         """The given number of ranks, which has to fit the cost file; else the file's, or the job's."""

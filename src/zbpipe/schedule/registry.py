@@ -78,11 +78,6 @@ class Algorithm:
         return self.any_stages_per_rank and "memory_limit" in self.keywords
 
     @property
-    def usual_stages(self) -> int:
-        """Number of stages per rank, if neither the user gives one nor a model is known."""
-        return USUAL_STAGES if self.chooses_stages else self.stages_per_rank
-
-    @property
     def class_name(self) -> str:
         """Name of its class on torch's executor, for logs."""
         if self.table is None:
@@ -374,10 +369,10 @@ def stage_indices(
     ValueError for an unknown name, a rank outside the group, and numbers of stages that the schedule does not support.
     """
     algorithm = resolve(schedule)
-    if layers is not None and stages_per_rank is None and algorithm.chooses_stages:
-        stages_per_rank, *_ = stages_for(*require_whole(1, layers=layers, num_ranks=num_ranks))
-    number = algorithm.usual_stages if stages_per_rank is None else stages_per_rank
-    return algorithm.place(num_ranks, number).stages_on(rank)
+    if stages_per_rank is None and algorithm.chooses_stages:
+        known = () if layers is None else stages_for(*require_whole(1, layers=layers, num_ranks=num_ranks))
+        stages_per_rank, *_ = (*known, USUAL_STAGES)
+    return algorithm.place(num_ranks, stages_per_rank).stages_on(rank)
 
 
 @cache

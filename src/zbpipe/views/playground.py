@@ -157,9 +157,8 @@ def presets() -> dict[str, Setting]:
     found = {}
     for how in (Checkpointing.SELECTIVE, Checkpointing.NONE, Checkpointing.FULL):
         f, i, w = typical_times(how)
-        found[f"typical transformer, {how} checkpointing"] = Setting(
-            8, 32, USUAL_STAGES, f, round(i, 3), w, 0.02, how, 1.1
-        )
+        sizes = 8, 32, USUAL_STAGES
+        found[f"typical transformer, {how} checkpointing"] = Setting(*sizes, f, round(i, 3), w, 0.02, how, 1.1)
     equal = Setting(4, 8, USUAL_STAGES, 1.0, 1.0, 1.0, 0.0, Checkpointing.NONE, None)
     return found | {"equal times, as in the papers": equal}
 
