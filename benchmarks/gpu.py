@@ -44,7 +44,6 @@ from zbpipe.runtime._torch import hooks
 from zbpipe.runtime.split.deferring_layers import defer_weights
 from zbpipe.runtime.split.weight_gradients import WeightGradients
 from zbpipe.runtime.verify.gradient_check import schedule_w_last
-from zbpipe.schedule import registry
 from zbpipe.simulator.offloading import Offload, copy_all
 
 Verdict = Literal["PASS", "FAIL", "untried: needs a GPU"]
@@ -516,7 +515,7 @@ def _train(cell: Cell, rank: int, device: torch.device, microbatches: int = 8) -
     """Two steps; how far the gradients of the second are from those of the model in one piece."""
     group, shards = _groups(cell)
     rank = dist.get_rank(group)
-    num_stages = registry.resolve(cell.schedule).place(cell.ranks).num_stages
+    num_stages = cell.ranks * len(zbpipe.stage_indices(cell.schedule, rank=rank, num_ranks=cell.ranks))
     dim, tokens = (512, 128) if device.type == "cuda" else (32, 8)
     model = [_stage(index, dim, tokens).to(device) for index in range(num_stages)]
     parts = {

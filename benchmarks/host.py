@@ -107,7 +107,7 @@ def _make(name: str, case: Case, device: torch.device) -> Callable[[], Any]:
     torch.manual_seed(0)
     x = torch.zeros(_ROWS, _WIDTH, device=device, requires_grad=True)
     stages = []
-    for index in zbpipe.stage_indices(name, rank=RANK, num_ranks=RANKS):
+    for index in zbpipe.stage_indices(name, rank=RANK, num_ranks=RANKS, stages_per_rank=2):
         blocks = nn.Sequential(*(_Block() for _ in range(case.blocks))).to(device)
         if case.compiled:
             for block in blocks:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from zbpipe import generate
 from zbpipe.costs.transformer import Checkpointing, has_torchs_split, typical_costs
-from zbpipe.schedule.registry import Algorithm, resolve, schedules
+from zbpipe.schedule.ir import Placement
+from zbpipe.schedule.registry import Algorithm, schedules
 from zbpipe.simulator.jitter import Jitter, step_times
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
@@ -16,6 +17,8 @@ from zbpipe.views.svg import svg
 
 SIZES = ((2, 4), (4, 8), (8, 16))
 PICTURED = (4, 8)
+TOGETHER = (("1F1B", 1), ("Interleaved1F1B", 2), ("ZB", 2))
+"""Schedules in one picture, with their stages per rank: more would be too narrow for it."""
 
 INTRODUCTION = """# The schedules
 
@@ -45,7 +48,7 @@ The CSV files hold each schedule for (ranks, microbatches) = (2, 4), (4, 8) and 
 torch's `_load_csv`, TorchTitan and zbpipe read them. Those of schedules that fit themselves to costs are for selective
 checkpointing (ZB, ZBLoop) or equal times (ZB1P, ZB2P). `make gallery` writes this folder.
 
-![1F1B and ZBV on one time scale](1F1B-and-ZBV.svg)
+![1F1B, Interleaved1F1B and ZB on one time scale](together.svg)
 
 | schedule | from | stages | bubble | none: step | memory | selective: step | memory | full: step | memory | jitter |
 |---|---|---|---:|---:|---:|---:|---:|---:|---:|---:|
@@ -62,20 +65,25 @@ def files() -> dict[str, str]:
         for size in SIZES:
             result[f"{each.name}-p{size[0]}-m{size[1]}.csv"] = generate(each.name, *size).to_csv()
         result[f"{each.name}.svg"] = svg(_drawn(each.name), drawn_with=DRAWN_WITH)
-    result["1F1B-and-ZBV.svg"] = svg(_drawn("1F1B"), _drawn("ZBV"), drawn_with=DRAWN_WITH)
+    together = [_drawn(name, stages) for name, stages in TOGETHER]
+    result["together.svg"] = svg(*together, drawn_with=DRAWN_WITH)
     return result
 
 
-def _drawn(name: str) -> Timeline:
-    schedule = generate(name, *PICTURED)
+def _drawn(name: str, stages: int | None = None) -> Timeline:
+    schedule = generate(name, *PICTURED, stages_per_rank=stages)
     return simulate(schedule, typical_costs(schedule.placement, times=(1, 1, 1)))
+
+
+def _place(name: str) -> Placement:
+    return generate(name, *PICTURED).placement
 
 
 def _beside_1f1b(name: str, checkpointing: Checkpointing) -> tuple[str, str]:
     """Step and memory."""
 
     def run(name: str) -> Timeline:
-        costs = typical_costs(resolve(name).place(PICTURED[0]), checkpointing)
+        costs = typical_costs(_place(name), checkpointing)
         return simulate(generate(name, *PICTURED, costs=costs), costs)
 
     found, usual = run(name), run("1F1B")
@@ -87,7 +95,7 @@ def _under_jitter(name: str) -> str:
     """The 95th percentile of the step, relative to 1F1B."""
 
     def p95(name: str) -> float:
-        costs = typical_costs(resolve(name).place(PICTURED[0]))
+        costs = typical_costs(_place(name))
         return step_times(generate(name, *PICTURED, costs=costs), costs, JITTER).p95
 
     return f"{p95(name) / p95('1F1B') - 1:+.0%}"
@@ -102,7 +110,14 @@ def _readme(known: list[Algorithm]) -> str:
         source = each.source + "\\*" * has_torchs_split(drawn.schedule, each.source)
         link = f"[{each.name}](#{each.name.lower()})"
         compared = (cell for pair in beside.values() for cell in pair)
-        cells = (link, source, str(each.stages_per_rank), bubble, *compared, _under_jitter(each.name))
+        cells = (
+            link,
+            source,
+            str(_place(each.name).num_stages // PICTURED[0]),
+            bubble,
+            *compared,
+            _under_jitter(each.name),
+        )
         rows.append(f"| {' | '.join(cells)} |\n")
         told = ", ".join(f"{how} {memory} ({step})" for how, (step, memory) in beside.items())
         figures = f"Bubble {bubble} with equal times. Memory relative to 1F1B (and the step): {told}."

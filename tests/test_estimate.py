@@ -28,7 +28,7 @@ from zbpipe.estimation.fsdp import step_without_pipeline
 from zbpipe.estimation.layouts import degrees_to_try, search
 from zbpipe.estimation.rates import HOST, rates
 from zbpipe.estimation.rows import NO_PIPELINE, PLAN, Memory, Step
-from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes
+from zbpipe.estimation.workload import Degrees, LayerWork, ParameterBytes, Spelling
 from zbpipe.frameworks.titan import cpu
 from zbpipe.runtime.measure.counts import count_bytes, count_operations
 from zbpipe.schedule.ir import OpKind, Placement
@@ -390,6 +390,14 @@ def test_the_search_keeps_the_tokens_of_a_step() -> None:
     for each in found:
         step = each.on_these_degrees
         assert step is None or (step.schedule == NO_PIPELINE) == (each.workload.degrees.pipeline == 1)
+    # One FSDP is the reference of all, and a line says what to type.
+    fsdp = alone.steps[0]
+    relative = {
+        (each["seconds"] / fsdp.seconds, each["step_to_fsdp"]) for one in found for each in record(one)["schedules"]
+    }
+    assert all(own == told for own, told in relative)
+    assert shown[0].endswith("% longer than without one on FSDP 4.")
+    assert shown[1] == "  degree 1"
     # The costs are those of TP 1 alone.
     assert {each.workload.degrees.pipeline for each in found} == {1, 2, 4}
     assert any(step.schedule == "plan" for step in found[0].steps) or found[0].workload.degrees.pipeline == 1
@@ -588,6 +596,20 @@ def test_an_estimate_is_a_range_over_the_plausible_speeds(file: Path) -> None:
         assert all(step.range is None for step in given.steps)
 
 
+def test_the_line_of_a_search_has_all_that_differs() -> None:
+    names = ("pipeline", "--pp {}"), ("tensor", "--tp {}"), ("fsdp", "--fsdp {}")
+    options = Spelling("--schedule {}", "--limit {}", "--ac {}", "--batch {0} --global {1}", names)
+    job = replace(workload(degrees=Degrees(4, 2)), options=options, checkpointing=Checkpointing.FULL)
+    work = replace(job, degrees=Degrees(2, 2, 2), microbatches=4, checkpointing=Checkpointing.NONE)
+    zb = replace(row(named(workload(), "ZB"), "ZB", 2), memory_limit="0.7x", is_typed=True)
+    fsdp = replace(zb, timeline=None, degrees=Degrees(fsdp=8), checkpointing=Checkpointing.FULL, batch=(1, 8, 1))
+    found = Estimate(work, None, (zb,), (), (), job=job, fsdp_found=fsdp)
+    assert found.spell(zb) == "--schedule ZB --pp 2 --fsdp 2 --batch 4 --global 8 --limit 0.7x --ac none"
+    assert found.spell(fsdp) == "--pp 1 --tp 1 --fsdp 8 --batch 1 --global 8 --limit 0.7x"
+    assert found.without_pipeline is fsdp
+    assert found.spell(replace(zb, is_typed=False)).startswith("--schedule ZB.csv ")  # a job would have other stages
+
+
 @pytest.mark.parametrize(
     ("seconds", "ends", "words"),
     [
@@ -613,18 +635,24 @@ def advised(rows: dict[str, dict[str, Any]], fsdp: float = 2.0, lighter: float |
     """The answer to these rows: its sentence, what to type, and what other checkpointing gains."""
     timeline, each = simulate(generate("1F1B", 2, 2)), Memory(*[GIB] * 7)
     step = Step("", "", 1, 1.0, 0, 1, None, each, True, timeline=timeline, algorithm=resolve("1F1B"), is_typed=True)
-    steps = [replace(step, schedule=name.split()[0], **changes) for name, changes in rows.items()]
+    steps = [replace(step, **({"schedule": name.split()[0]} | changes)) for name, changes in rows.items()]
     steps.append(replace(step, schedule=NO_PIPELINE, timeline=None, seconds=fsdp, batch=(2, 64, 8)))
     work = replace(
         workload(),
         batch_option="--batch",
-        options=("--pp.schedule {}", "--pp.degree {}", "--zb.memory-limit {}", "--ac {}", "--batch {0} --global {1}"),
+        options=Spelling(
+            "--pp.schedule {}",
+            "--zb.limit {}",
+            "--ac {}",
+            "--batch {0} --global {1}",
+            (("pipeline", "--pp.degree {}"),),
+        ),
         checkpointing=Checkpointing.FULL,
     )
-    less = None if lighter is None else replace(step, schedule="ZB", seconds=lighter)
-    own = less and replace(step, schedule="1F1B", seconds=1.0)
+    less = replace(step, schedule="ZB", seconds=lighter or 0.0, checkpointing=Checkpointing.SELECTIVE)
+    others = () if lighter is None else (less, replace(less, schedule="1F1B", seconds=1.0))
     ordered = sorted(steps, key=lambda each: (not each.runs, not each.fits, each.seconds))
-    found = Estimate(work, ONE_A_SECOND, tuple(ordered), (), (), less, own).advice
+    found = Estimate(work, ONE_A_SECOND, tuple(ordered), (), (), others).advice
     assert found is not None
     return found.sentence, found.option, found.checkpointing
 
@@ -637,7 +665,7 @@ def advised(rows: dict[str, dict[str, Any]], fsdp: float = 2.0, lighter: float |
         ({"ZB": {"is_own": True}}, 2.0, "Keep ZB: 1 s per step, 7.0 of 85.0 GiB on the worst rank; nothing that", None),
         ({"1F1B": {"is_own": True, "seconds": 1.019}, "ZB": {}, PLAN: {"seconds": 0.985}}, 2.0, "Keep 1F1B: ", None),
         (NOW | {PLAN: NOW[PLAN] | {"seconds": 0.9}}, 2.0, "Change to plan: 0.9 s per step, 18.2% ", "plan.csv"),
-        (NOW | {"ZB": SLOW, "ZB in 2x": LIMITED}, 2.0, "Change to ZB in 2x: 1 s", "ZB --zb.memory-limit 2x"),
+        (NOW | {"ZB": SLOW, "ZB in 2x": LIMITED}, 2.0, "Change to ZB in 2x: 1 s", "ZB --zb.limit 2x"),
         (NOW | {"ZB": {"fits": False}}, 2.0, "Change to plan: 0.99 s", "plan.csv"),
         (NOW | {"1F1B": NOW["1F1B"] | {"fits": False}}, 2.0, "Change to ZB: .* than 1F1B, which does not fit,", "ZB"),
         (NOW | {"1F1B": NOW["1F1B"] | {"runs": False}}, 2.0, "Change to ZB: .* than 1F1B, which cannot run,", "ZB"),
@@ -658,6 +686,12 @@ def test_the_answer_names_a_checkpointing_that_gains_more() -> None:
     assert advised(NOW, lighter=0.88)[2] == (
         "With selective checkpointing the job gains more: 0.88 s with ZB, 20.0% shorter than 1F1B now (9.1% shorter"
         " by the checkpointing alone), 7.0 of 85.0 GiB. Add at the end: --ac selective"
+    )
+
+
+def test_a_lighter_checkpointing_with_another_row_comes_with_all_to_type() -> None:
+    assert advised({"ZB": {"is_own": True, "schedule": "ZBLoop"}}, lighter=0.88)[2].endswith(
+        " 7.0 of 85.0 GiB. Type instead: --pp.schedule ZB --ac selective"
     )
 
 

@@ -37,7 +37,8 @@ def test_the_gallery_is_up_to_date() -> None:
 def test_a_new_schedule_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     docstrings = {"Mine": "Mine (arXiv 1234.56789).\n\nTo learn from.", "Bare": ""}
     monkeypatch.syspath_prepend(tmp_path)
-    drawn_together = {key: each for key, each in registry._registered.items() if each.name in ("1F1B", "GPipe", "ZBV")}
+    needed = ("1F1B", "GPipe", "Interleaved1F1B", "ZB")
+    drawn_together = {key: each for key, each in registry._registered.items() if each.name in needed}
     monkeypatch.setattr(registry, "_registered", drawn_together)
     for name, docstring in docstrings.items():
         module = f"my_{name.lower()}"

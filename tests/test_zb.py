@@ -183,7 +183,7 @@ def test_below_1f1bs_memory(checkpointing: str) -> None:
     usual = simulate(generate("1F1B", 4, 16), typical_costs(Placement.loop(4), checkpointing))
     assert found.makespan / usual.makespan <= length
     assert max(found.peak_memory) / max(usual.peak_memory) <= share * (1 + 1e-9)
-    assert generate("ZB", 4, 16, costs=typical_costs(Placement.v(4), "selective")) == generate("ZB", 4, 16)
+    assert generate("ZB", 4, 16, costs=typical_costs(Placement.wave(4, 4), "selective")) == generate("ZB", 4, 16)
 
 
 def test_more_memory_makes_steps_shorter() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from zbpipe.costs.job import MemoryLimit, MemoryLimitLike, as_cost_model
 from zbpipe.costs.model import CostModel
-from zbpipe.schedule.ir import Schedule
-from zbpipe.schedule.registry import resolve
+from zbpipe.schedule.ir import Schedule, require_whole
+from zbpipe.schedule.registry import USUAL_STAGES, resolve
 
 
 def generate(
@@ -29,7 +29,8 @@ def generate(
         schedule: a name, in any case, or the path of a CSV file. A Schedule is returned unchanged.
         ranks: pipeline ranks, at least 1.
         microbatches: at least 1.
-        stages_per_rank: for looped schedules. Default: the least number; commands give ZB and ZBLoop 4.
+        stages_per_rank: for looped schedules. Default: that of `costs`; else 4 for ZB and ZBLoop, as in the commands
+            and in jobs with 4 layers per rank, and the least number for others.
         costs: costs of the stages, or three numbers (f, i, w), for schedules that adapt to them (ZB, ZB1P, ZB2P). Other
             schedules ignore them.
         memory_limit: for schedules that adapt to a limit (ZB, ZBLoop), see `zbpipe.costs.MemoryLimit`.
@@ -41,6 +42,9 @@ def generate(
             no limit, or if a registered function returns a schedule other than requested.
     """
     algorithm = resolve(schedule)
+    if stages_per_rank is None and algorithm.chooses_stages:
+        (ranks,) = require_whole(1, ranks=ranks)
+        stages_per_rank = max(costs.num_stages // ranks, 1) if isinstance(costs, CostModel) else USUAL_STAGES
     if costs is not None and ("costs" in algorithm.keywords or not isinstance(costs, CostModel)):
         costs = as_cost_model(costs, algorithm.place(ranks, stages_per_rank), microbatches)
     return algorithm.make(

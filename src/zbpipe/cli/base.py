@@ -14,7 +14,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from zbpipe.costs.model import Transport
-from zbpipe.schedule.registry import schedules
+from zbpipe.schedule.registry import USUAL_STAGES, schedules
 from zbpipe.schedule.user_code import NEEDS_TORCH
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -152,8 +152,8 @@ stages_option = click.option(
     "stages_per_rank",
     type=COUNT,
     metavar="V",
-    help="Stages on each rank, for schedules that take any number. Default: 4 for ZB and ZBLoop, the"
-    " least number for others.",
+    help=f"Stages on each rank, for schedules that take any number. Default: {USUAL_STAGES} for ZB and ZBLoop, or those"
+    " of the cost file; the least number for others.",
 )
 transport_option = click.option(
     "--transport",

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     "--output",
     type=OutputFile(ending=".csv"),
     metavar="FILE.csv",
-    help="Write the recommended schedule, or the last one of --schedule, as a file that a job loads.",
+    help="Write the recommended schedule (in a search, of the best pipeline), or the last of --schedule, for a job.",
 )
 @click.option("--ranks", is_flag=True, help="Print only the memory of each rank with the job's schedule; no --device.")
 @click.option(
@@ -73,7 +73,7 @@ def estimate(
       zbpipe estimate --layers model.toml --gpus 64 --device H100 --schedule plan -o plan.csv
       zbpipe estimate --ranks --gpus 64 --module titan_integration.llama3 --config llama3_70b
     """
-    from zbpipe.cli.estimates import lines, list_searched, rank_lines, rank_record, record
+    from zbpipe.cli.estimates import best_pipeline, lines, list_searched, rank_lines, rank_record, record
     from zbpipe.estimation.estimate import estimate as estimated
     from zbpipe.estimation.estimate import memory_by_rank
     from zbpipe.estimation.layouts import search as searched
@@ -83,10 +83,8 @@ def estimate(
     device = job.device
     if not (ranks or device or costs_file):
         raise click.UsageError("name a --device, or give measured costs: --costs-file", click.get_current_context())
-    if search and (only or output or costs_file or sizes or device is None):
-        words = (
-            "--search needs a --device and has its own schedules: omit --schedule, --output, --costs-file and --sizes"
-        )
+    if search and (only or costs_file or sizes or device is None):
+        words = "--search needs a --device and has its own schedules: omit --schedule, --costs-file and --sizes"
         raise click.UsageError(words, click.get_current_context())
     workload = job.workload()
     hidden = ASYNC_TENSOR if async_tp else workload.hidden_tensor
@@ -96,7 +94,8 @@ def estimate(
         if as_json:
             print_json(rank_record(memory))
         else:
-            click.echo("\n".join((*workload.warnings, *rank_lines(memory))))
+            limit = workload.options.memory_limit.rstrip(' ="{}')
+            click.echo("\n".join((*workload.warnings, *rank_lines(memory, limit))))
         return
     how = job.rates | {"transport": transport}
     if search and device is not None:
@@ -105,7 +104,7 @@ def estimate(
         costs, names = load_costs(costs_file) if costs_file else None, [each for each in only if each.lower() != PLAN]
         found = [estimated(workload, device, costs=costs, only=None if everything else names, sizes=sizes or (), **how)]
     if output is not None:
-        _write(found[0], only[-1] if only else None, output)
+        _write(best_pipeline(found) if search else found[0], only[-1] if only else None, output)
     if as_json:
         print_json([record(each) for each in found] if search else record(found[0]))
     else:
@@ -117,7 +116,8 @@ def estimate(
 
 def _write(found: Estimate, name: str | None, output: Path) -> None:
     named = (step for step in found.steps if name and step.schedule.lower() == name.lower())
-    step = found.best if name is None else next(named, None)
+    usual = found.on_these_degrees if found.job else found.best
+    step = usual if name is None else next(named, None)
     if step is None or step.timeline is None:
         raise ValueError(f"--output {output} has nothing to write: {name or 'no schedule that fits'} has no row above")
     output.write_text(step.timeline.schedule.to_csv(), encoding="utf-8")

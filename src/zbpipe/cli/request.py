@@ -21,7 +21,7 @@ from zbpipe.costs.model import CostModel, Link, Transport
 from zbpipe.costs.numbers import MOST, amount, is_amount
 from zbpipe.costs.transformer import Checkpointing, typical_costs, typical_times
 from zbpipe.schedule.ir import Placement, Schedule
-from zbpipe.schedule.registry import resolve, schedules
+from zbpipe.schedule.registry import USUAL_STAGES, Algorithm, resolve, schedules, stages_for
 from zbpipe.simulator.simulation import overlap_of, simulate
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.simulator.validation import validate
@@ -49,7 +49,7 @@ class Costs:
     placement: Placement | None = None
     """ZB's in that job."""
     stages: int | None = None
-    """Stages per rank of ZB and ZBLoop, where no option names them: as in a job. None is the cost file's."""
+    """Stages per rank of ZB and ZBLoop in that job."""
     sizes: tuple[Any, ...] = ()
     """Of the microbatches, from `--sizes`."""
 
@@ -64,6 +64,16 @@ class Costs:
         except ValueError:
             return False
         return True
+
+    def stages_of(self, algorithm: Algorithm, ranks: int) -> int | None:
+        """Stages per rank, where no option names them: those of the job or of the cost file, else the usual number."""
+        if not algorithm.chooses_stages:
+            return None
+        if self.job is None:
+            return self.stages or USUAL_STAGES
+        costs = self.job.costs
+        each = stages_for(len(costs.layers), ranks)[0] if isinstance(costs, LayerCosts) else costs.num_stages // ranks
+        return max(each, 1)
 
     def ranks(self, given: int | None) -> int | None:
         """The given number of ranks, which has to fit the cost file; else the file's, or the job's."""
@@ -122,7 +132,6 @@ def typical(times: Times | None, comm: float, checkpointing: str, host: Link | N
         partial(typical_costs, checkpointing=checkpointing, times=times, comm=comm, host=host),
         f"F {f:.6g}, I {i:.6g}, W {w:.6g}, transfer {comm:.6g}; {what} typical of a transformer {how.words}{copies}",
         checkpointing=how,
-        stages=4,  # as in jobs with four layers per rank or more
     )
 
 
@@ -288,7 +297,7 @@ class Request:
         ranks = self.ranks or (table.placement.num_ranks if table else None)
         microbatches = self.microbatches or (table.num_microbatches if table else None)
         ranks, microbatches = self.costs.require_size(ranks, microbatches)
-        stages = self.stages_per_rank or (self.costs.stages if algorithm.chooses_stages else None)
+        stages = self.stages_per_rank or self.costs.stages_of(algorithm, ranks)
         costs = self.costs.of(algorithm.place(ranks, stages))
         limit, limits = self.memory_limit, None
         size = (self.costs.for_limits, ranks, microbatches)
@@ -358,7 +367,8 @@ def compare_all(
         known = schedules().values()
         for number, algorithm in enumerate(known):
             show(f"{number + 1} of {len(known)}: {algorithm.name}")
-            stages = stages_per_rank if algorithm.any_stages_per_rank else None
+            given = stages_per_rank if algorithm.any_stages_per_rank else None
+            stages = given or costs.stages_of(algorithm, ranks)
             try:
                 if costs.job is None or costs.has(algorithm.place(ranks, stages)):
                     limit = memory_limit if "memory_limit" in algorithm.keywords else None

@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from zbpipe.cli import base
 from zbpipe.cli.base import Command, OutputFile, one_line, print_json
@@ -103,7 +104,10 @@ def show(
     written = list(filter(None, (svg_file, html_file, perfetto_file)))
     if not written:
         timeline.show()
-    click.echo("\n".join([summary(timeline), f"drawn with {costs.words}", *(f"wrote {file}" for file in written)]))
+    words = f"drawn with {costs.words}"
+    if click.get_current_context().get_parameter_source("costs") is ParameterSource.DEFAULT and costs.file is None:
+        words += ". Equal times are those of the papers; `zbpipe compare` has --costs typical"
+    click.echo("\n".join([summary(timeline), words, *(f"wrote {file}" for file in written)]))
 
 
 @click.command(cls=Command)

@@ -58,6 +58,8 @@ class Device:
     latency: float = 2e-5
     transport: Transport = Transport.ONE_QUEUE
     """Which messages wait for each other: those of a rank, by the process groups of NCCL and RCCL."""
+    worst_transport: Transport | None = None
+    """A transport that some jobs of this device have, and that takes longer."""
     overhead: float = 3e-4
     """Seconds between two ops of a schedule: Python and launches. An H200 takes 0.33 ms (benchmarks/README.md)."""
 
@@ -169,6 +171,7 @@ _SHARES = {
 def _device(name: str) -> Device:
     figures: dict[str, Any] = dict(zip(_COLUMNS, _FIGURES[name], strict=True))
     figures["gpus_per_node"] = 72 if name == "GB200" else 8
+    figures["worst_transport"] = Transport.SHARED if name.startswith("MI") else None
     figures["experts"] = 0.43 if name in ("B200", "GB200") else 0.6
     return Device(name, source=_SOURCES[name], share_from=_SHARES[name], **figures)
 

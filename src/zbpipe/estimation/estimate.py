@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from math import inf
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
@@ -15,12 +16,12 @@ from zbpipe.costs.job import JobCosts, MemoryLimit, memory_of_1f1b
 from zbpipe.costs.layers import Split, join_stages, merge_stages
 from zbpipe.costs.model import CommonCosts, CostModel, Transport
 from zbpipe.costs.numbers import Size
-from zbpipe.costs.transformer import has_torchs_split, runs_torchs_split
+from zbpipe.costs.transformer import Checkpointing, has_torchs_split, runs_torchs_split
 from zbpipe.estimation.cut import WorkloadCut, choose
 from zbpipe.estimation.devices import DEVICES, Device, find
 from zbpipe.estimation.fsdp import memory_without_pipeline, step_without_pipeline
 from zbpipe.estimation.rates import HOST, Rates, rates
-from zbpipe.estimation.rows import LIGHTER, NO_PIPELINE, PLAN, WORTH, Estimate, Memory, Step
+from zbpipe.estimation.rows import NO_PIPELINE, PLAN, WORTH, Estimate, Memory, Step
 from zbpipe.estimation.workload import Held, Workload
 from zbpipe.planner.engine import fastest
 from zbpipe.planner.plan import plan
@@ -47,8 +48,6 @@ _ROUGHLY = 1.1
 """Largest limit to try, as a share of the room. A job's schedule uses default costs, and may take less."""
 _AS_SHORT = 1.005
 """A step within this factor of the shortest is not worth more memory."""
-_LIGHTER = 1.5
-"""Least growth of the activations for a lighter checkpointing to be tried."""
 _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")
 _AT_LEAST_STAGES = ("1F1B", "DualPipeV")
 
@@ -130,12 +129,11 @@ def estimate(
                 rows.add(f"plan, {name}", job.planned, name, PLACEMENTS[name](ranks), budget)
     if job.rates is not None:
         rows.add(NO_PIPELINE, job.without_pipeline, is_typed=True)
-    steps = sorted(rows.steps, key=lambda step: (not step.runs, not step.fits, step.seconds, step.has_torchs_split))
-    device = None if job.rates is None else job.rates.device
+    steps = sorted(rows.steps, key=attrgetter("order"))
+    device = None if job.rates is None else replace(job.rates.device, transport=job.transport)
     told = replace(workload, tokens=round(fmean(each.tokens for each in read))) if read else workload
-    return Estimate(
-        told, device, tuple(steps), tuple(rows.left_out), tuple(job.words(tflops, link)), rows.lighter, rows.own_lighter
-    )
+    words = tuple(job.words(tflops, link))
+    return Estimate(told, device, tuple(steps), tuple(rows.left_out), words, tuple(rows.lighter))
 
 
 def job_costs(
@@ -169,8 +167,7 @@ class _Rows:
     job: _Job
     steps: list[Step] = field(default_factory=list)
     left_out: list[tuple[str, str]] = field(default_factory=list)
-    lighter: Step | None = None
-    own_lighter: Step | None = None
+    lighter: list[Step] = field(default_factory=list)
 
     def add(self, name: str, make: Callable[..., Step], *args: Any, **about: Any) -> Step | None:
         try:
@@ -202,9 +199,7 @@ class _Rows:
         best = self.add(f"plan, {zb.placement}", job.planned, zb.placement, placement, budget, is_typed=True)
         if best is None or not zb.fits or best.seconds < (1 - WORTH) * zb.seconds:  # else no other memory is worth it
             self.steps += job.in_other_memory(zb)
-        found = [each for each in job.in_lighter_checkpointing(own or zb, zb) if each.fits and each.runs]
-        self.lighter = min(found, key=lambda each: each.seconds, default=None)
-        self.own_lighter = next((each for each in found if own and each.name == own.name), None)
+        self.lighter = sorted(job.in_lighter_checkpointing(own or zb, zb), key=lambda each: each.seconds)
 
     def add_all(self, wanted: Sequence[Algorithm], numbers: Sequence[int]) -> None:
         for algorithm in wanted:
@@ -299,22 +294,27 @@ class _Job:
         place = bisect_left(tried, True, key=lambda each: bool((step := within(each)) and step.seconds <= enough))
         yield within(tried[place]) or best
 
-    def in_lighter_checkpointing(self, *steps: Step) -> Iterator[Step]:
-        """These rows and FSDP's with the next lighter checkpointing, if that may fit."""
-        workload, how = self.workload, self.workload.checkpointing
-        if self.measured or self.rates is None or how not in LIGHTER:
-            return
-        lighter = LIGHTER[how]
-        room = self.rates.device.usable_bytes
-        if all(step.memory.total + (_LIGHTER - 1) * step.memory.activations > room for step in steps):
-            return
-        with suppress(ValueError):  # counted for this checkpointing only
-            found = workload.on(workload.degrees, lighter)
-            other = replace(self, workload=found, cut=WorkloadCut(found))
-            for step in dict.fromkeys(steps):
-                if step.algorithm is not None:
-                    yield other.named(step.algorithm, step.stages_per_rank, step.schedule)
-            yield other.without_pipeline()
+    def in_lighter_checkpointing(self, *steps: Step) -> list[Step]:
+        """These rows and FSDP's that fit with lighter checkpointing: from the lightest on, until one of these fits."""
+        workload, now, found = self.workload, self.workload.checkpointing, list[Step]()
+        if self.measured or self.rates is None or now is None:
+            return []
+        room, kinds = self.rates.device.usable_bytes, list(Checkpointing)
+        for how in kinds[: kinds.index(now)]:
+            with suppress(ValueError):  # counted for the job's checkpointing only
+                lighter = workload.on(workload.degrees, how)
+                other = replace(self, workload=lighter, cut=WorkloadCut(lighter))
+                kept = [sum(layer.activations for layer in job.layers) for job in (workload, lighter)]
+                rows = [other.without_pipeline()]
+                for step in dict.fromkeys(steps):
+                    more = (kept[1] / (kept[0] or 1.0) - 1) * step.memory.activations
+                    if step.algorithm and step.memory.total + more <= room:
+                        rows.append(other.named(step.algorithm, step.stages_per_rank, step.schedule))
+                rows = [replace(each, checkpointing=how, is_typed=True) for each in rows if each.fits and each.runs]
+                found += rows
+                if any(each.timeline for each in rows):
+                    break
+        return found
 
     def planned(self, name: str, placement: Placement, budget: float) -> Step:
         """The best plan on this placement within the room beside the weights, and within the job's limit."""

@@ -9,7 +9,7 @@ from zbpipe.costs.layers import join_stages, split_of
 from zbpipe.costs.model import CostModel
 from zbpipe.estimation.rates import HOST, Rates
 from zbpipe.estimation.rows import Memory
-from zbpipe.estimation.workload import Degrees, Workload
+from zbpipe.estimation.workload import Workload
 from zbpipe.schedule.ir import OpKind
 
 _AHEAD = 2
@@ -34,8 +34,7 @@ class Sharded(NamedTuple):
 def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
     """A step with the same tokens and GPUs, with as many sequences at a time as fit, so that FSDP gathers least."""
     degrees = workload.degrees
-    data = degrees.gpus // degrees.sharing
-    job = workload.on(Degrees(1, degrees.tensor, data, 1, degrees.context, degrees.experts))
+    job = workload.on(degrees.without_pipeline)
     costs = rates.layer_costs(job)
     sizes = [size for size in range(job.microbatches, 0, -1) if job.microbatches % size == 0]
     memories = {size: memory_without_pipeline(job, costs, size) for size in sizes}
@@ -47,7 +46,7 @@ def step_without_pipeline(workload: Workload, rates: Rates) -> Sharded:
     seconds = rounds * max(launches, sum(_round(job, rates, costs, size)))
     own = job.parameters / job.degrees.gpus
     of_gpu = job.microbatches * job.microbatch_size * job.rounds
-    batch = (size * job.microbatch_size, of_gpu * data, of_gpu)
+    batch = (size * job.microbatch_size, of_gpu * job.degrees.data, of_gpu)
     return Sharded(rates.with_overheads(seconds, job, own), seconds - computing, memories[size], batch)
 
 

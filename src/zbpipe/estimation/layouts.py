@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import gcd, inf
+from operator import attrgetter
 from typing import Any
 
 from zbpipe.costs.transformer import Checkpointing
@@ -93,7 +94,21 @@ def search(workload: Workload, device: str | Device, **how: Any) -> list[Estimat
     sides = ([each for each in usable if (each.degrees.pipeline > 1) is side] for side in (False, True))
     best = [side[0] for side in sides if side] or [ordered[0].workload]
     full = [estimate(each, device, stages_per_rank=(*_stages(each), 2, 4), **how) for each in best]
-    return [*sorted(full, key=_order), *(each for each in ordered if each.workload not in best)]
+    every = [*sorted(full, key=_order), *(each for each in ordered if each.workload not in best)]
+    return list(_compared_with_fsdp(workload, every))
+
+
+def _compared_with_fsdp(job: Workload, every: Sequence[Estimate]) -> Iterator[Estimate]:
+    """The layouts, with the best FSDP of all in place of that on the degrees of each."""
+    best = next((each for each in every if each.workload.degrees.pipeline == 1 and each.on_these_degrees), None)
+    fsdp = best.on_these_degrees if best else None
+    if best and fsdp:
+        fsdp = replace(fsdp, degrees=best.workload.degrees, checkpointing=best.workload.checkpointing)
+    for each in every:
+        steps = each.steps
+        if fsdp and each.workload.degrees.pipeline > 1:
+            steps = tuple(sorted((*(step for step in steps if step.timeline), fsdp), key=attrgetter("order")))
+        yield replace(each, steps=steps, fsdp_found=fsdp, job=job)
 
 
 def _least_bytes(workload: Workload) -> float:

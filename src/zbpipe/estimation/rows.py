@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation.devices import GIB, Device
-from zbpipe.estimation.workload import Workload
+from zbpipe.estimation.workload import Degrees, Workload
 from zbpipe.schedule.registry import Algorithm
 from zbpipe.simulator.timeline import Timeline
 
@@ -18,7 +18,6 @@ HARDLY = 0.05
 """Least gain of a pipeline over FSDP, which is simpler: the estimate's mean error."""
 WORTH = 0.02
 """Least gain, as a share of a step, for a change, and for a plan instead of ZB, which runs in any job."""
-LIGHTER = {Checkpointing.FULL: Checkpointing.SELECTIVE, Checkpointing.SELECTIVE: Checkpointing.NONE}
 NO_PIPELINE = "no pipeline (FSDP)"
 PLAN = "plan"
 
@@ -86,6 +85,9 @@ class Step:
     """Whether the answer compares it: a job can name it without a file."""
     batch: tuple[int, int, int] | None = None
     """Without a pipeline: sequences of a GPU at a time, of the whole job, and of a GPU in the step."""
+    degrees: Degrees | None = None
+    checkpointing: Checkpointing | None = None
+    """Layout and checkpointing of the row, where these are not the workload's."""
     runs: bool = True
     """Whether it runs with the job's checkpointing and torch.compile, as fast as simulated."""
 
@@ -93,6 +95,16 @@ class Step:
     def name(self) -> str:
         """The schedule, with its memory limit if it needs one."""
         return f"{self.schedule} in {self.memory_limit}" if self.memory_limit else self.schedule
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a job needs a file for it: it is a plan, or has another number of stages than the job would have."""
+        return not self.algorithm or (self.algorithm.any_stages_per_rank and not self.is_typed)
+
+    @property
+    def order(self) -> tuple[bool, bool, float, bool]:
+        """The fastest first, then those that do not fit, then those that cannot run."""
+        return not self.runs, not self.fits, self.seconds, self.has_torchs_split
 
     def compare(self, other: Step) -> str:
         """Its step relative to another one, for example "2.0% shorter"."""
@@ -132,17 +144,19 @@ class Estimate:
 
     workload: Workload
     device: Device | None
-    """The device, with the user's rates."""
+    """The device, with the user's rates and transport."""
     steps: tuple[Step, ...]
     """Rows: the fastest first, then those that do not fit, then those that cannot run."""
     left_out: tuple[tuple[str, str], ...]
     """Schedules that cannot run here, each with the reason."""
     words: tuple[str, ...]
     """Sources of times and memory, and assumptions."""
-    lighter: Step | None = None
-    """The shortest row that fits with the next lighter checkpointing, if any."""
-    own_lighter: Step | None = None
-    """The job's own schedule with that checkpointing, if it fits."""
+    lighter: tuple[Step, ...] = ()
+    """Rows that fit with lighter checkpointing, the shortest first."""
+    job: Workload | None = None
+    """In a search: the user's job, of which the workload is a layout."""
+    fsdp_found: Step | None = None
+    """In a search: the best layout without a pipeline."""
 
     @property
     def usual(self) -> Step | None:
@@ -173,10 +187,11 @@ class Estimate:
         own, best, fsdp = self.own, self.best, self.without_pipeline
         fsdp = fsdp if fsdp and fsdp.fits and self.workload.degrees.pipeline > 1 else None
         if fsdp and (best is None or answer(best, fsdp) is Answer.NO):
-            if self.lighter and self.lighter.timeline and self.lighter.seconds < (1 - WORTH) * fsdp.seconds:
+            lighter = self.lighter[0] if self.lighter else fsdp
+            if lighter.timeline and lighter.seconds < (1 - WORTH) * fsdp.seconds:
                 now = self.workload.checkpointing or Checkpointing.FULL
                 words = f"; {now.words}, drop the pipeline: {fsdp.seconds:.4g} s"
-                return self._advise("change to", self.lighter, words)
+                return self._advise("change to", lighter, words)
             words = f"; {best.name}, the best schedule that fits, is {best.compare(fsdp)}" if best else ""
             words += f", less than the estimates' error ({HARDLY:.0%})" if best and best.seconds < fsdp.seconds else ""
             return self._advise("drop the pipeline", fsdp, words)
@@ -191,48 +206,58 @@ class Estimate:
         return self._advise("keep" if best is own else "change to", best, words)
 
     def _advise(self, verb: str, step: Step, more: str) -> Advice:
-        own, work, lighter = self.own, self.workload, self.lighter
-        limit = step.memory_limit if work.memory_limit is None else None
-        how = LIGHTER.get(work.checkpointing or Checkpointing.FULL, Checkpointing.NONE)
+        own, work, how = self.own, self.workload, step.checkpointing
         words = f"{verb} {step.name}" if step.timeline else verb
-        words += f" {how.words}" if step is lighter else ""
+        words += f" {how.words}" if how else ""
         words = f"{words[0].upper()}{words[1:]}: {step.seconds:.4g} s per step"
         if own and own is not step:
-            words += f", {step.compare(own)} than {own.name}{self._alone(own) if step is lighter else ''}"
+            words += f", {step.compare(own)} than {own.name}{self._alone(own, how)}"
             words += ", which cannot run" if not own.runs else "" if own.fits else ", which does not fit"
         room = f" of {self.device.usable_bytes / GIB:.1f}" if self.device else ""
         words += f", {step.memory.total / GIB:.1f}{room} GiB on the worst rank"
-        schedule, degree, memory_limit, checkpointing, batch = work.options
-        name = step.schedule if step.algorithm else f"{step.schedule}.csv"
-        option = schedule.format(name) if step.timeline else degree.format(1)
-        option += f" {batch.format(*step.batch)}" if batch and step.batch else ""  # for as many tokens per step
-        option += f" {memory_limit.format(limit)}" if limit else ""
-        option += f" {checkpointing.format(how)}" if step is lighter else ""
-        tip = ""
-        if lighter and lighter.seconds < (1 - WORTH) * step.seconds:
-            now = own or step
+        tip, (lighter, *_) = "", (*self.lighter, step)
+        if (how := lighter.checkpointing) and lighter.seconds < (1 - WORTH) * step.seconds:
+            now, is_same = own or step, (lighter.name, lighter.batch) == (step.name, step.batch)
+            line = work.options.checkpointing.format(how) if is_same else self.spell(lighter)
+            line = f"{'Add at the end' if is_same else 'Type instead'}: {line}"
             tip = (
                 f"{how.words.capitalize()} the job gains more: {lighter.seconds:.4g} s with {lighter.name},"
-                f" {lighter.compare(now)} than {now.name} now{self._alone(now)}, {lighter.memory.total / GIB:.1f}{room}"
-                f" GiB. Add at the end: {checkpointing.format(how)}"
+                f" {lighter.compare(now)} than {now.name} now{self._alone(now, how)},"
+                f" {lighter.memory.total / GIB:.1f}{room} GiB. {line}"
             )
-        return Advice(verb, step, f"{words}{more}.", "" if step is own else option, tip)
+        return Advice(verb, step, f"{words}{more}.", "" if step is own and not self.job else self.spell(step), tip)
 
-    def _alone(self, own: Step) -> str:
+    def spell(self, step: Step) -> str:
+        """Options to add to the job's command for this row."""
+        work, has_pipeline = self.workload, step.timeline is not None
+        job = self.job or work
+        limit = step.memory_limit if work.memory_limit is None else None
+        name = f"{step.schedule}.csv" if step.is_written else step.schedule
+        degrees = step.degrees or (work.degrees if has_pipeline else work.degrees.without_pipeline)
+        batch = step.batch or (None if degrees.data == job.degrees.data else work.batch)  # for as many tokens per step
+        how = step.checkpointing or work.checkpointing
+        return job.spell(name if has_pipeline else "", degrees, batch, limit, how)
+
+    def _alone(self, own: Step, how: Checkpointing | None) -> str:
         """The share of the gain that needs no other schedule."""
-        alone = self.own_lighter
-        return f" ({alone.compare(own)} by the checkpointing alone)" if alone and alone is not self.lighter else ""
+        found = (each for each in self.lighter[1:] if (each.name, each.checkpointing) == (own.name, how))
+        return next((f" ({each.compare(own)} by the checkpointing alone)" for each in found), "")
 
     @property
     def without_pipeline(self) -> Step | None:
-        return self._named(NO_PIPELINE)
+        """FSDP, to which rows are compared: in a search, on its best layout."""
+        return self.fsdp_found or self._named(NO_PIPELINE)
 
     @property
     def on_these_degrees(self) -> Step | None:
-        """The fastest schedule that fits and uses the job's pipeline ranks. None if nothing does."""
-        has_none = self.workload.degrees.pipeline == 1
-        wanted = (step for step in self.steps if has_none == (step.timeline is None))
-        return next((step for step in wanted if step.fits and step.runs), None)
+        """The row to take on the job's pipeline ranks. None if none fits."""
+        if self.workload.degrees.pipeline == 1:
+            fsdp = self._named(NO_PIPELINE)
+            return fsdp if fsdp and fsdp.fits else None
+        fitting, best = [step for step in self.steps if step.timeline and step.fits and step.runs], self.best
+        if best and best.is_typed and (1 - WORTH) * best.seconds <= fitting[0].seconds:
+            return best
+        return next(iter(fitting), None)
 
     def _named(self, name: str) -> Step | None:
         return next((step for step in self.steps if step.schedule == name), None)

@@ -53,6 +53,11 @@ class Degrees:
         """Number of GPUs that share a layer's operations on a microbatch."""
         return self.tensor * self.context
 
+    @property
+    def without_pipeline(self) -> Degrees:
+        """FSDP on all GPUs that do not share sequences."""
+        return Degrees(1, self.tensor, self.gpus // self.sharing, 1, self.context, self.experts)
+
     def __str__(self) -> str:
         names = ("PP", self.pipeline), ("TP", self.tensor), ("CP", self.context), ("FSDP", self.fsdp)
         shown = (*names, ("replicas", self.replicas), ("EP", self.experts))
@@ -72,6 +77,17 @@ class Held(NamedTuple):
     def own(self) -> float:
         """Number of parameters whose optimizer runs on one GPU."""
         return self.number / self.shards
+
+
+class Spelling(NamedTuple):
+    """How a job's options are written."""
+
+    schedule: str = "schedule {}"
+    memory_limit: str = "memory-limit {}"
+    checkpointing: str = "checkpointing {}"
+    batch: str = ""
+    """From the three numbers of `Workload.batch`."""
+    degrees: tuple[tuple[str, str], ...] = (("pipeline", "degree {}"),)
 
 
 @dataclass(frozen=True)
@@ -196,9 +212,7 @@ class Workload:
     """Option for a larger batch, in sequences of one pipeline's step."""
     memory_limit: MemoryLimit | None = None
     """Memory limit of the job, for schedules that adapt to one."""
-    options: tuple[str, str, str, str, str] = ("schedule {}", "degree {}", "memory-limit {}", "checkpointing {}", "")
-    """The job's options for its pipeline's schedule and degree, a memory limit, activation checkpointing, and the batch
-    without a pipeline, from `Step.batch`."""
+    options: Spelling = field(default_factory=Spelling)
 
     @property
     def warnings(self) -> list[str]:
@@ -215,6 +229,12 @@ class Workload:
     @property
     def global_tokens(self) -> int:
         return self.tokens * self.microbatches * self.rounds * self.degrees.data
+
+    @property
+    def batch(self) -> tuple[int, int, int]:
+        """Sequences of a pipeline at a time, of the whole job, and of a pipeline in the step."""
+        at_once = self.microbatches * self.microbatch_size
+        return at_once, at_once * self.rounds * self.degrees.data, at_once * self.rounds
 
     @property
     def parameters(self) -> float:
@@ -247,6 +267,25 @@ class Workload:
         if (degrees.tensor, degrees.context, checkpointing) != mine:
             raise ValueError(f"these layers have costs for {self.degrees}: give others for {degrees}")
         return replace(self, degrees=degrees, microbatches=microbatches, cut=None, num_stages=None)
+
+    def spell(
+        self,
+        schedule: str,
+        degrees: Degrees,
+        batch: tuple[int, int, int] | None,
+        limit: str | None = None,
+        checkpointing: Checkpointing | None = None,
+    ) -> str:
+        """Options to add to this job's command for these values. Those that it has are omitted."""
+        options = self.options
+        words = [options.schedule.format(schedule)] if schedule else []
+        pairs = ((text, getattr(self.degrees, name), getattr(degrees, name)) for name, text in options.degrees)
+        words += [text.format(then) for text, now, then in pairs if now != then]
+        words += [options.batch.format(*batch)] if batch and options.batch else []
+        words += [options.memory_limit.format(limit)] if limit else []
+        if checkpointing not in (None, self.checkpointing):
+            words.append(options.checkpointing.format(checkpointing))
+        return " ".join(words)
 
     def layer_costs(self, times: Callable[[LayerWork], tuple[float, float, float]]) -> CostModel:
         """Costs of the layers, each as a stage, in bytes. `times` returns the times of F, I and W."""

@@ -172,6 +172,8 @@ class Algorithm:
         return self.place(placement.num_ranks, stages) == placement
 
 
+USUAL_STAGES = 4
+"""Stages per rank of ZB and ZBLoop in models with as many layers per rank, and without a model."""
 _registered: dict[str, Algorithm] = {}
 
 
@@ -337,7 +339,7 @@ def stages_for(num_layers: int, num_ranks: int) -> tuple[int, ...]:
     >>> stages_for(32, 8), stages_for(24, 8), stages_for(4, 8)
     ((4, 2, 1), (2, 1), (1,))
     """
-    return (*(each for each in (4, 2) if each * num_ranks <= num_layers), 1)
+    return (*(each for each in (USUAL_STAGES, 2) if each * num_ranks <= num_layers), 1)
 
 
 def stage_indices(
@@ -360,15 +362,16 @@ def stage_indices(
         rank: pipeline rank, from 0.
         num_ranks: size of the pipeline group.
         stages_per_rank: for schedules that support any number. ZB runs even numbers in a wave, and ZBLoop in a loop.
-            Default: by `layers`, or without these the usual number of the schedule.
-        layers: the model's layers. ZB and ZBLoop then have 4 stages per rank, 2 if there are fewer than 4 layers per
-            rank, and 1 if there are fewer than 2.
+            Default: by `layers`, or without these as many as `zbpipe.generate` gives them.
+        layers: the model's layers. ZB and ZBLoop have 4 stages per rank, 2 if there are fewer than 4 layers per rank,
+            and 1 if there are fewer than 2.
 
     ValueError for an unknown name, a rank outside the group, and numbers of stages that the schedule does not support.
     """
     algorithm = resolve(schedule)
-    if layers is not None and stages_per_rank is None and algorithm.chooses_stages:
-        stages_per_rank, *_ = stages_for(*require_whole(1, layers=layers, num_ranks=num_ranks))
+    if stages_per_rank is None and algorithm.chooses_stages:
+        known = () if layers is None else stages_for(*require_whole(1, layers=layers, num_ranks=num_ranks))
+        stages_per_rank, *_ = (*known, USUAL_STAGES)
     return algorithm.place(num_ranks, stages_per_rank).stages_on(rank)
 
 

@@ -16,7 +16,7 @@ from zbpipe.costs.numbers import MOST, is_amount
 from zbpipe.costs.transformer import LLAMA_3_8B, Checkpointing, typical_costs, typical_times
 from zbpipe.planner.plan import plan
 from zbpipe.schedule.ir import Placement
-from zbpipe.schedule.registry import schedules
+from zbpipe.schedule.registry import USUAL_STAGES, schedules
 from zbpipe.simulator.simulation import simulate
 from zbpipe.simulator.timeline import Timeline
 from zbpipe.views.html import drawing, fill, pack
@@ -157,8 +157,9 @@ def presets() -> dict[str, Setting]:
     found = {}
     for how in (Checkpointing.SELECTIVE, Checkpointing.NONE, Checkpointing.FULL):
         f, i, w = typical_times(how)
-        found[f"typical transformer, {how} checkpointing"] = Setting(8, 32, 4, f, round(i, 3), w, 0.02, how, 1.1)
-    equal = Setting(4, 8, 4, 1.0, 1.0, 1.0, 0.0, Checkpointing.NONE, None)
+        sizes = 8, 32, USUAL_STAGES
+        found[f"typical transformer, {how} checkpointing"] = Setting(*sizes, f, round(i, 3), w, 0.02, how, 1.1)
+    equal = Setting(4, 8, USUAL_STAGES, 1.0, 1.0, 1.0, 0.0, Checkpointing.NONE, None)
     return found | {"equal times, as in the papers": equal}
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from zbpipe.costs.job import MemoryLimit
-from zbpipe.estimation.workload import Degrees, Workload
+from zbpipe.estimation.workload import Degrees, Spelling, Workload
 from zbpipe.frameworks.options import Options, add_arguments, from_arguments
 from zbpipe.frameworks.titan import cpu
 from zbpipe.frameworks.titan.batches import counts_tokens
@@ -80,20 +80,28 @@ def read_workload(arguments: Sequence[str], gpus: int) -> Workload:
     from zbpipe.frameworks.titan.models import workload_of  # not before: TorchTitan chooses its device at import
 
     name = " ".join(value for flag, value in pairwise(arguments) if flag in _NAMING)
+    degrees = dict(_DEGREES)
+    if config.parallelism.data_parallel_shard_degree == -1:  # it is what is left
+        del degrees["fsdp"]
     checkpointing = " ".join(find_installed().checkpointing).removesuffix("{}")
     return replace(
         workload_of(config, degrees_of(config, gpus), name),
         memory_limit=MemoryLimit.parse(parse(arguments)[0].memory_limit),
-        options=(
+        options=Spelling(
             "--parallelism.pipeline_parallel_schedule {}",
-            "--parallelism.pipeline_parallel_degree {}",
             f"{_PREFIX}memory-limit {{}}",
             f"{checkpointing}{{}}",
             "" if counts_tokens(config) else "--training.local_batch_size {0} --training.global_batch_size {1}",
+            tuple((name, f"--parallelism.{each}_degree {{}}") for name, each in degrees.items()),
         ),
     )
 
 
+_DEGREES = {
+    **{"pipeline": "pipeline_parallel", "tensor": "tensor_parallel", "context": "context_parallel"},
+    **{"experts": "expert_parallel", "replicas": "data_parallel_replicate", "fsdp": "data_parallel_shard"},
+}
+"""Fields of TorchTitan's config without `_degree`, by parallel dimension."""
 _NAMING = ("--module", "--config", "--job.config_file", "--model.name", "--model.flavor")
 """TorchTitan's arguments that name a job."""
 
@@ -130,9 +138,5 @@ def degrees_of(config: Any, num_gpus: int) -> Degrees:
 
 
 def shared_degrees(parallelism: Any) -> Degrees:
-    return Degrees(
-        parallelism.pipeline_parallel_degree,
-        parallelism.tensor_parallel_degree,
-        context=parallelism.context_parallel_degree,
-        experts=parallelism.expert_parallel_degree,
-    )
+    shared = {name: getattr(parallelism, f"{each}_degree") for name, each in [*_DEGREES.items()][:4]}
+    return Degrees(**shared)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from zbpipe.costs.transformer import Checkpointing
-from zbpipe.estimation.workload import Degrees, ParameterBytes, Workload
+from zbpipe.estimation.workload import Degrees, ParameterBytes, Spelling, Workload
 from zbpipe.frameworks import layer_work
 from zbpipe.frameworks.layer_work import CountedModel
 from zbpipe.frameworks.whole_model.anatomy import find_blocks, first_argument, refuse_by_config
@@ -100,7 +100,8 @@ def _workload(counted: CountedModel, job: Job, degrees: Degrees, name: str) -> W
     operations = 3 * sum(layer.f + layer.attention[0] for layer in layers) / tokens
     size, words = (job.batch or 4 * degrees.pipeline, tokens, message, operations), counted.words(degrees)
     known = Workload(name, layers, degrees, *size, words, job.schedule, counted.checkpointing, job.compiled)
-    options = ('schedule="{}"', "--pp {}", 'memory_limit="{}"', "--gradient-checkpointing {}", "--batch {2}")
+    names = (("pipeline", "--pp {}"), ("tensor", "--tp {}"), ("context", "--cp {}"), ("experts", "--ep {}"))
+    options = Spelling('schedule="{}"', 'memory_limit="{}"', "--gradient-checkpointing {}", "--batch {2}", names)
     return replace(known, deferred=counted.deferred, parameter_bytes=each, batch_option="--batch", options=options)
 
 
