@@ -26,8 +26,9 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
+from zbpipe.costs.model import FillWaits
 from zbpipe.runtime import device as devices
-from zbpipe.runtime.split.waits import MEASURED_STEP, FillWaits
+from zbpipe.runtime.split.waits import MEASURED_STEP
 
 Kind = Literal["sleep", "copy"]
 MICROBATCHES, THREAD_BLOCKS, WAITS_AFTER_A_PRODUCT = 8, 24, 3

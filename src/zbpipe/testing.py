@@ -185,7 +185,7 @@ def cost_models(draw: st.DrawFn, placement: Placement) -> CostModel:
             assert timeline.makespan >= timeline.lower_bound
 
     Forwards take 1/8 to 4 seconds. I and W may take no time. I may free all activations, or leave up to twice their
-    bytes. Some kinds of ops need working memory.
+    bytes. Some kinds of ops need working memory, or wait for collectives.
     """
 
     def by_stage(numbers: st.SearchStrategy[float]) -> tuple[float, ...]:
@@ -204,4 +204,9 @@ def cost_models(draw: st.DrawFn, placement: Placement) -> CostModel:
         message_bytes=draw(st.integers(0, 16)),
         working=draw(st.dictionaries(_working_kinds, _times | st.tuples(*(_times_or_none for _ in f)))),
         overhead=draw(st.sampled_from([0.0, 0.125])),
+        waits={
+            kind: tuple(each * draw(st.sampled_from([0.0, 0.5, 1.0])) for each in seconds)
+            for kind, seconds in ((OpKind.F, f), (OpKind.I, i))
+            if draw(st.booleans())
+        },
     )

@@ -13,21 +13,18 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from zbpipe.costs.model import FillWaits
 from zbpipe.runtime._torch import autograd, collectives, fsdp2
 from zbpipe.runtime.device import find_device
 from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.delaying import delays
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.weight_gradients import WeightGradients
-
-FillWaits = Literal["off", "own", "all"]
-"""Waits with products of W: none; those of I and B, with products of the op's stage; also those of F, with products of
-all the rank's stages."""
 
 MEASURED_STEP = 4
 """The first steps try out which gradients can wait, and compare contents."""
