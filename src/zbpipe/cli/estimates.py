@@ -82,8 +82,7 @@ def _answer(found: Estimate) -> Iterator[str]:
     yield advice.sentence
     if advice.option:
         yield f"  {advice.option}" + ("" if advice.step.schedule != PLAN else "  (written by -o plan.csv)")
-    if advice.checkpointing:
-        yield advice.checkpointing
+    yield from filter(None, (advice.waits, advice.checkpointing))
 
 
 def compare(best: Step, fsdp: Step, name: str) -> str:

@@ -340,7 +340,7 @@ class Request:
         schedule, costs = self.make(transport)
         source = resolve(self.name).source
         overlaps = overlap_of(source, len(schedule.placement.stages_on(0)))
-        fills = "off" if source == "torch" else None
+        fills: FillWaits | None = "off" if source == "torch" else None
         return simulate(schedule, costs, transport=transport, overlaps_fsdp=overlaps, fill_waits=fills)
 
 

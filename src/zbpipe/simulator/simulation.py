@@ -142,6 +142,11 @@ def price_of_resharding(timeline: Timeline) -> float:
     return _step(timeline, gather_in_each_op(timeline.costs)) / _step(timeline, timeline.costs) - 1
 
 
+def gain_of_fills(timeline: Timeline) -> float:
+    """Share of a step that `fill_waits="own"` saves."""
+    return 1 - _step(timeline, replace(timeline.costs, fill_waits="own")) / (timeline.makespan or 1.0)
+
+
 def gather_in_each_op(costs: CostModel) -> CostModel:
     """The costs with `fsdp_mode="reshard"`: each F and each backward gathers the parameters, takes no less time than
     that, and no gather precedes the step."""

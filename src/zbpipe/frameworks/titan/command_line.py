@@ -80,10 +80,11 @@ def read_workload(arguments: Sequence[str], gpus: int) -> Workload:
     from zbpipe.frameworks.titan.models import workload_of  # not before: TorchTitan chooses its device at import
 
     name = " ".join(value for flag, value in pairwise(arguments) if flag in _NAMING)
-    checkpointing = " ".join(find_installed().checkpointing).removesuffix("{}")
+    checkpointing, own = " ".join(find_installed().checkpointing).removesuffix("{}"), parse(arguments)[0]
     return replace(
         workload_of(config, degrees_of(config, gpus), name),
-        memory_limit=MemoryLimit.parse(parse(arguments)[0].memory_limit),
+        memory_limit=MemoryLimit.parse(own.memory_limit),
+        fill_waits=own.fill_waits,
         options=(
             "--parallelism.pipeline_parallel_schedule {}",
             "--parallelism.pipeline_parallel_degree {}",
