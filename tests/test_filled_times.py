@@ -170,5 +170,5 @@ def test_waits_grow_with_the_size_of_a_microbatch() -> None:
 
 def test_copies_to_the_host_leave_nothing_to_fill() -> None:
     schedule = Schedule.from_csv("0F0,0OF0,0RF0,0I0,0W0", name="copies")
-    with pytest.raises(ValueError, match="fill_waits='own' changes nothing for a schedule that copies to the host"):
-        simulate(schedule, COSTS().__class__((1,), (1,), (1,), activations=(1,)), fill_waits="own")
+    costs = CostModel((1,), (1,), (1,), activations=(1,), waits={I: 1})
+    assert simulate(schedule, costs, fill_waits="own").makespan == simulate(schedule, costs).makespan == 3

@@ -63,7 +63,7 @@ def simulate(
             "gathers" only these overlap, see `overlap_of`.
         fill_waits: which waits for collectives (`CostModel.waits`) run products of W: "off", "own", "all". Default:
             that of the costs. W and B are shorter by what ran before, and memory counts as without. zbpipe's runtime
-            fills them in schedules with I and W.
+            fills them in schedules with I and W, and where nothing is copied to the host.
 
     TypeError for another type of `schedule` or `costs`. ValueError if the costs are for another number of stages, the
     schedule cannot run, or a name is unknown.
@@ -72,11 +72,6 @@ def simulate(
     costs = as_cost_model(costs, schedule.placement, schedule.num_microbatches)
     if fill_waits is not None:
         costs = replace(costs, fill_waits=fill_waits)
-    if costs.fill_waits != "off" and schedule.has_copies:
-        raise ValueError(
-            f"fill_waits={costs.fill_waits!r} changes nothing for a schedule that copies to the host, which takes the"
-            " tensors of W's products away: use 'off'"
-        )
     if sum(map(len, schedule)) < schedule.placement.num_stages * schedule.num_microbatches:  # too few for the forwards
         require_valid(schedule)
     transport = Transport.parse(transport)

@@ -215,7 +215,7 @@ def durations(graph: TimeGraph, costs: CostModel) -> list[float]:
             found.append(max(gather - op, 0.0))
         else:
             found.append(0.0)
-    if costs.fill_waits != "off":
+    if costs.fill_waits != "off" and not graph.schedule.has_copies:  # which take the products' tensors away
         for ops in graph.ops:
             _fill(ops, graph.nodes, costs, found)
     return found

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from zbpipe.costs.model import FillWaits
 from zbpipe.runtime._torch import autograd, collectives, fsdp2
-from zbpipe.runtime.device import find_device
+from zbpipe.runtime.device import Accelerator, find_device, seconds_between
 from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.delaying import delays
 from zbpipe.runtime.split.products import PendingGradient
@@ -106,10 +106,9 @@ class WaitFiller:
             self._measured.clear()
             self._of_w.clear()
 
-    def _mark(self) -> torch.Event:
-        made = find_device(self._works[0].stage.device).new_event(timed=True)
-        made.record()
-        return made
+    @property
+    def _device(self) -> Accelerator:
+        return find_device(self._works[0].stage.device)
 
     def fills(self, kind: str, work: Work) -> bool:
         budgets = {} if self.is_paused else self.budgets
@@ -126,22 +125,14 @@ class WaitFiller:
         if not self._is_measuring:
             yield
             return
-        flops, start = sum(each.flops for each in pending), self._mark()
+        flops, start = sum(each.flops for each in pending), self._device.mark()
         yield
-        self._of_w.append((flops, (start, self._mark())))
+        self._of_w.append((flops, (start, self._device.mark())))
 
     @contextmanager
     def _measure(self, kind: str, work: Work, pending: Sequence[PendingGradient]) -> Iterator[None]:
-        spans: list[_Span] = []
-
-        def around(wait: Callable[[], Any]) -> Any:
-            start = self._mark()
-            result = wait()
-            spans.append((start, self._mark()))
-            return result
-
         before = fsdp2.mark_gradients(work.stage.submod)
-        with collectives.route_waits(around):
+        with collectives.marking_waits(self._device.mark) as spans:
             yield
         self._measured[f"{kind}{work.stage.stage_index}"].append(spans)
         if kind == "I":
@@ -163,14 +154,14 @@ class WaitFiller:
 
     def seconds_of_w(self) -> list[float]:
         """Of each W in the measured step, until its end."""
-        return [_seconds(span) for _, span in self._of_w]
+        return [seconds_between(*span) for _, span in self._of_w]
 
     def _find_budgets(self) -> Budgets:
         in_w, flops = sum(self.seconds_of_w()), sum(flops for flops, _ in self._of_w)
         least = min(self._may_fill.values(), default=0.0)
         budgets = {}
         for op, runs in self._measured.items():
-            waits = [list(map(_seconds, run)) for run in runs]
+            waits = [[seconds_between(*span) for span in run] for run in runs]
             numbers = range(max(map(len, waits)))
             usual = [statistics.median_low(each[n] for each in waits if n < len(each)) for n in numbers]
             found = [each * flops / in_w if in_w else 0.0 for each in usual]
@@ -244,9 +235,3 @@ class WaitFiller:
                     yield work, microbatch, gradient
                 if pending is running:  # its later products come before those of the next microbatch
                     break
-
-
-def _seconds(span: _Span) -> float:
-    start, end = span
-    end.synchronize()
-    return start.elapsed_time(end) / 1000
