@@ -6,6 +6,7 @@ budgets of the waits are random, and other ones on each rank: whatever ranks cho
 
 import random
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -38,6 +39,7 @@ from zbpipe.runtime.split.stage import find_split
 from zbpipe.runtime.split.waits import MEASURED_STEP
 from zbpipe.runtime.verify.one_process import schedule_w_last
 from zbpipe.schedule import registry
+from zbpipe.schedule.ir import OpKind
 
 DIM, SEQUENCE, HEADS, BATCH, MICROBATCHES = 16, 8, 4, 2, 4
 OPS = torch.ops._c10d_functional
@@ -372,6 +374,49 @@ def test_checked_steps_run_without_fills(one_rank: None) -> None:
         filled.append(schedule.waits.filled)
     assert check.report is not None
     assert filled[0] == 0 < filled[1]
+
+
+NAP = 0.02
+
+
+def test_the_profiler_measures_waits_and_the_log_tells_how_much_of_them_is_filled(
+    one_rank: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each collective takes a nap. The profiled steps fill no waits, unlike those before and after."""
+    caplog.set_level("INFO")
+    wait = funcol.wait_tensor
+
+    def nap(tensor: Tensor) -> Tensor:
+        time.sleep(NAP)
+        return wait(tensor)
+
+    monkeypatch.setattr(funcol, "wait_tensor", nap)
+    schedule = on_this_rank(
+        lambda: nn.Sequential(Scattered(), Scattered()), name=schedule_w_last(2, 2, ["F", "I", "W"])
+    )
+    run_steps(schedule, MEASURED_STEP + 1)
+    assert schedule.waits.filled
+    said = [each for each in caplog.messages if "fill_waits" in each]
+    assert re.fullmatch(
+        "fill_waits='own': the collectives in .* take as long as .* of W, and W's products fill them", said[0]
+    )
+    assert re.fullmatch(
+        r"fill_waits='own': W's products filled \d+% of these waits, .* s of this step on this rank", said[1]
+    )
+    assert len(said) == 2
+    profiler = zbpipe.Profiler(schedule, steps=1)
+    filled = []
+    for _ in range(4):  # to warm up, for memory, for times, and one more
+        before = schedule.waits.filled
+        run_steps(schedule, 1)
+        filled.append(schedule.waits.filled - before)
+    assert [bool(each) for each in filled] == [True, False, False, True]
+    assert profiler.costs is not None
+    costs: Any = profiler.costs.costs
+    # The first layer computes no gradient of its input, and no collective.
+    for kind, seconds, naps in ((OpKind.F, costs.f, (2, 2)), (OpKind.I, costs.i, (1, 2))):
+        for waits, whole, number in zip(costs.waits[kind], seconds, naps, strict=True):
+            assert number * NAP <= waits <= whole
 
 
 def test_an_unknown_choice_is_refused(one_rank: None) -> None:

@@ -63,6 +63,10 @@ class WaitFiller:
         """Whether the running step is checked, so that each W computes its own microbatch."""
         self.filled = 0
         """Number of products that ran in waits."""
+        self._flops = 0.0
+        """Of these products."""
+        self._untold: tuple[float, float] | None = None
+        """FLOPs that the waits of a step have room for, and W's FLOPs per second, until the log says how many ran."""
         self._works: Sequence[Work] = ()
         self._steps = 0
         self._is_measuring = False
@@ -93,7 +97,12 @@ class WaitFiller:
         self._steps += 1
         self._is_measuring = self._steps >= MEASURED_STEP and not (self.is_decided or self.is_paused)
         if not self._is_measuring:
+            before = self._flops
             yield
+            if self._untold and not self.is_paused:
+                (room, rate), ran, self._untold = self._untold, self._flops - before, None
+                words = "fill_waits=%r: W's products filled %.0f%% of these waits, %.3g s of this step on this rank"
+                logger.info(words, self.how, 100 * ran / room, ran / rate)
             return
         try:
             yield
@@ -176,6 +185,8 @@ class WaitFiller:
         flops = sum(flops for flops, _ in self._of_w)
         room = sum(sum(self.budgets.get(op, ())) * len(runs) for op, runs in self._measured.items())
         used = [op for op, budget in self.budgets.items() if budget]
+        if used:
+            self._untold = room, flops / sum(self.seconds_of_w())
         logger.info(
             "fill_waits=%r: %s",
             self.how,
@@ -205,6 +216,7 @@ class WaitFiller:
         if not chosen:
             return
         self.filled += len(chosen)
+        self._flops += sum(gradient.flops for _, _, gradient in chosen)
         with autograd.outside_of_modes(with_autocast=self._has_autocast):
             for work, microbatch, gradient in chosen:
                 work.add_early(microbatch, gradient)
