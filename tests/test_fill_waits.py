@@ -368,6 +368,52 @@ class Scattered(nn.Linear):
         return super().forward(funcol.all_to_all_single_autograd(input * 2, None, None, group) + 0)
 
 
+class Barred(nn.Module):
+    """Only the gradients of `once` may be added early. Those of the others would be added in another order."""
+
+    def __init__(self, shared: nn.Linear) -> None:
+        super().__init__()
+        self.once, self.twice, self.mixed, self.shared = (*(Scattered() for _ in range(3)), shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.shared(self.twice(self.twice(self.once(x))))
+        return self.mixed(x) + (self.mixed.weight**2).sum()  # I adds to its gradient
+
+
+def test_weights_whose_gradients_would_be_added_in_another_order_fill_nothing(one_rank: None) -> None:
+    torch.manual_seed(0)
+    shared = nn.Linear(4, 4)
+    order = zbpipe.Schedule.from_csv(
+        "0F0,1F0,1I0,0I0,0F1,1F1,1I1,0I1,0F2,1F2,1I2,0I2,1W0,0W0,1W1,0W1,1W2,0W2", name="W last"
+    )
+    parts = [Barred(shared), Barred(shared)]
+    schedule: Any = on_one_rank(parts, 3, order, loss=squared_error, fill_waits="all")
+    x = torch.randn(3, 4)
+
+    def gradients() -> dict[str, Tensor]:
+        for part in parts:
+            part.zero_grad()
+        schedule.step(x, target=x)
+        return {f"{n}.{name}": each.grad for n, part in enumerate(parts) for name, each in part.named_parameters()}
+
+    for _ in range(MEASURED_STEP):
+        gradients()
+    waits = schedule.waits
+    names = {
+        f"{n}.{name}"
+        for n, part in enumerate(parts)
+        for name, each in part.named_parameters()
+        if id(each) in waits._may_fill
+    }
+    assert names == {"0.once.weight", "1.once.weight"}
+    waits.budgets = {}
+    known = gradients()
+    waits.budgets = {f"{kind}{stage}": [1e9] * 9 for kind in "FI" for stage in (0, 1)}
+    found = gradients()
+    assert waits.filled
+    assert all(torch.equal(each, found[name]) for name, each in known.items())
+
+
 def test_checked_steps_run_without_fills(one_rank: None) -> None:
     """A check compares each W with its own microbatch, but I fills its waits with products of the ones before."""
     schedule = on_this_rank(lambda: nn.Sequential(Scattered(), Scattered()))
