@@ -1,8 +1,10 @@
 """Simulated times with W's products in waits for collectives, compared with a simulation of events."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,12 +16,15 @@ from zbpipe.costs.file import dump_costs, load_costs
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.layers import Layer, LayerCosts
 from zbpipe.costs.model import CostModel
+from zbpipe.costs.transformer import typical_costs
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
+from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.lower_bound import period_bound
 from zbpipe.simulator.simulation import period, simulate
 from zbpipe.testing import cost_models, schedules
 
 F, I, W, B = OpKind.F, OpKind.I, OpKind.W, OpKind.B  # noqa: E741
+PAGE = Path(__file__).parent.parent / "docs" / "the-split.md"
 SLICES = 8
 """Of an op: in each it computes, makes a part of its W, and waits."""
 TIMES = 1.0, 1.2, 0.8
@@ -172,3 +177,20 @@ def test_copies_to_the_host_leave_nothing_to_fill() -> None:
     schedule = Schedule.from_csv("0F0,0OF0,0RF0,0I0,0W0", name="copies")
     costs = CostModel((1,), (1,), (1,), activations=(1,), waits={I: 1})
     assert simulate(schedule, costs, fill_waits="own").makespan == simulate(schedule, costs).makespan == 3
+
+
+def test_the_table_of_the_docs() -> None:
+    rows = re.findall(r"^\| (ZB\w*) \| (\d) \|(( -[\d.]+ % \|){5})$", PAGE.read_text(), re.MULTILINE)
+    assert len(rows) == 6
+    for name, text, cells, _ in rows:
+        ranks = int(text)
+        stages = {"stages_per_rank": 4} if name == "ZB" else {}
+        placement = resolve(name).place(ranks, **stages)
+        costs = [typical_costs(placement, times=TIMES, waits=(tenths / 10, tenths / 10)) for tenths in range(1, 6)]
+        schedule = zbpipe.generate(name, ranks, 4 * ranks, costs=costs[0], **stages)
+        plain, *filled = (
+            simulate(schedule, each, fill_waits="own").makespan for each in (replace(costs[0], waits={}), *costs)
+        )
+        assert [f"{100 * (each / plain - 1):.1f} %" for each in filled] == [
+            each.strip() for each in cells.split("|")[:-1]
+        ]

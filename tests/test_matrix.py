@@ -284,12 +284,12 @@ def _expert_biases(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def fills_waits(titan: Titan, folder: Path) -> str:
-    settings = (*_TENSOR_PARALLEL, "--training.steps", "6")
+    settings = (*_TENSOR_PARALLEL, *_SHARDED, "--training.steps", "6")
     plain, filled = (
-        titan.train(*pipeline("ZB"), *settings, *options, num_ranks=4)
+        titan.train(*pipeline("ZB"), *settings, *options, num_ranks=8)
         for options in ((), ("--zbpipe.fill-waits", "all"))
     )
-    assert_trains_alike(filled, titan.without_pipeline(*settings, num_ranks=2), steps=6)
+    assert_trains_alike(filled, titan.without_pipeline(*settings, num_ranks=4), steps=6)
     assert re.search("fill_waits='all': the collectives in .*, and W's products fill them", filled.log), filled.log
     assert_values(filled.steps, plain.steps, losses=0, norms=0)
     return "works; losses and norms are bit-identical"
@@ -386,7 +386,11 @@ ROWS: dict[str, Cell | tuple[str, str, Callable[[Titan, Path], str]]] = {
         "2 ranks: pp=2",
         has_equal_expert_biases,
     ),
-    "waits": ("ZB, tensor parallelism, weight gradients in waits for collectives", "4 ranks: pp=2 x tp=2", fills_waits),
+    "waits": (
+        "ZB, FSDP2, tensor parallelism, weight gradients in waits for collectives",
+        "8 ranks: pp=2 x dp_shard=2 x tp=2",
+        fills_waits,
+    ),
     "resume": ("1F1B, asynchronous checkpoints, resumed by ZB with 4 stages per rank", "2 ranks: pp=2", resumes),
     "export": ("ZBV, weights exported for Hugging Face", "2 ranks: pp=2", exports),
     "ep": (
