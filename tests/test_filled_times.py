@@ -1,6 +1,8 @@
 """Simulated times with W's products in waits for collectives, compared with a simulation of events."""
 
+import json
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import answer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -194,3 +197,27 @@ def test_the_table_of_the_docs() -> None:
         assert [f"{100 * (each / plain - 1):.1f} %" for each in filled] == [
             each.strip() for each in cells.split("|")[:-1]
         ]
+
+
+def test_commands_take_shares_that_wait_and_what_fills_them(tmp_path: Path) -> None:
+    def makespan(*arguments: str) -> float:
+        found = json.loads(answer(shlex.join(["simulate", *arguments, "-m", "16", "--json"])))
+        return float(found["makespan"])
+
+    typed = "-p", "4", "--costs", "1,1.2,0.8"
+    plain, waiting = makespan("ZBV", *typed), makespan("ZBV", *typed, "--waits", "0.3,0.3")
+    assert plain == waiting
+    filled = *typed, "--waits", "0.3,0.3", "--fill-waits", "own"
+    assert makespan("ZBV", *filled) == pytest.approx(0.894 * plain, rel=1e-3)
+    assert makespan("1F1B", *filled) == makespan("1F1B", *typed)
+    schedule = zbpipe.generate("ZBV", 4, 16)
+    file = tmp_path / "costs.toml"
+    dump_costs(JobCosts(replace(typical_costs(schedule.placement, waits=(0, 0.5)), fill_waits="own")), file)
+    of_file = "ZBV", "-p", "4", "--costs-file", str(file)
+    of_it, off = makespan(*of_file), makespan(*of_file, "--fill-waits", "off")
+    assert of_it < 0.95 * off
+
+
+@pytest.mark.parametrize("text", ["0.3", "0.3,1.5", "-0.1,0", "a,b", "nan,0"])
+def test_shares_that_are_none_are_refused(text: str) -> None:
+    assert f"'{text}'" in answer(f"simulate ZBV -p 2 -m 2 --waits={text}", code=2)

@@ -219,14 +219,23 @@ class Estimate:
                 f" {lighter.compare(now)} than {now.name} now{self._alone(now)}, {lighter.memory.total / GIB:.1f}{room}"
                 f" GiB. Add at the end: {checkpointing.format(how)}"
             )
-        return Advice(verb, step, f"{words}{more}.", "" if step is own else option, self._fill_waits(step), tip)
+        return Advice(
+            verb,
+            step,
+            f"{words}{more}.",
+            "" if step is own else option,
+            self._fill_waits(step if step.timeline else self.best),
+            tip,
+        )
 
-    def _fill_waits(self, step: Step) -> str:
-        if step.timeline is None or step.source == "torch" or self.workload.compiled:
+    def _fill_waits(self, step: Step | None) -> str:
+        if step is None or step.timeline is None or step.source == "torch" or self.workload.compiled:
             return ""
         gain = gain_of_fills(step.timeline)
-        words = f"Add --zbpipe.fill-waits own: waits for collectives then run products of W, {gain:.1%} shorter in the"
-        words += " simulator. No GPU has run that, so halve it as a first guess (docs/the-split.md)."
+        words = (
+            f"{step.name} with --zbpipe.fill-waits own is {gain:.1%} shorter in the simulator: waits for collectives"
+        )
+        words += " run products of W. No GPU has run that, so halve it as a first guess (docs/the-split.md)."
         return words if gain >= WORTH else ""
 
     def _alone(self, own: Step) -> str:
