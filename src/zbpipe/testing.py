@@ -170,6 +170,7 @@ def _any_order(draw: st.DrawFn, ops: list[Op], num_stages: int) -> Iterator[Op]:
 
 _times = st.integers(1, 32).map(lambda eighths: eighths / 8)
 _times_or_none = st.integers(1, 33).map(lambda eighths: eighths % 33 / 8)  # zero is no simpler than 1/8
+_parts = st.sampled_from([0.0, 0.5, 1.0])
 _working_kinds = st.sampled_from([OpKind.F, OpKind.I, OpKind.W, OpKind.B])
 _links = st.builds(Link, latency=st.integers(0, 16).map(lambda eighths: eighths / 8), bandwidth=st.sampled_from([8, 1]))
 
@@ -204,9 +205,5 @@ def cost_models(draw: st.DrawFn, placement: Placement) -> CostModel:
         message_bytes=draw(st.integers(0, 16)),
         working=draw(st.dictionaries(_working_kinds, _times | st.tuples(*(_times_or_none for _ in f)))),
         overhead=draw(st.sampled_from([0.0, 0.125])),
-        waits={
-            kind: tuple(each * draw(st.sampled_from([0.0, 0.5, 1.0])) for each in seconds)
-            for kind, seconds in ((OpKind.F, f), (OpKind.I, i))
-            if draw(st.booleans())
-        },
+        waits={kind: tuple(draw(_parts) * each for each in own) for kind, own in ((OpKind.F, f), (OpKind.I, i))},
     )
