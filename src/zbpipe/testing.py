@@ -170,7 +170,6 @@ def _any_order(draw: st.DrawFn, ops: list[Op], num_stages: int) -> Iterator[Op]:
 
 _times = st.integers(1, 32).map(lambda eighths: eighths / 8)
 _times_or_none = st.integers(1, 33).map(lambda eighths: eighths % 33 / 8)  # zero is no simpler than 1/8
-_parts = st.sampled_from([0.0, 0.5, 1.0])
 _working_kinds = st.sampled_from([OpKind.F, OpKind.I, OpKind.W, OpKind.B])
 _links = st.builds(Link, latency=st.integers(0, 16).map(lambda eighths: eighths / 8), bandwidth=st.sampled_from([8, 1]))
 
@@ -186,7 +185,7 @@ def cost_models(draw: st.DrawFn, placement: Placement) -> CostModel:
             assert timeline.makespan >= timeline.lower_bound
 
     Forwards take 1/8 to 4 seconds. I and W may take no time. I may free all activations, or leave up to twice their
-    bytes. Some kinds of ops need working memory, or wait for collectives.
+    bytes. Some kinds of ops need working memory.
     """
 
     def by_stage(numbers: st.SearchStrategy[float]) -> tuple[float, ...]:
@@ -205,5 +204,4 @@ def cost_models(draw: st.DrawFn, placement: Placement) -> CostModel:
         message_bytes=draw(st.integers(0, 16)),
         working=draw(st.dictionaries(_working_kinds, _times | st.tuples(*(_times_or_none for _ in f)))),
         overhead=draw(st.sampled_from([0.0, 0.125])),
-        waits={kind: tuple(draw(_parts) * each for each in own) for kind, own in ((OpKind.F, f), (OpKind.I, i))},
     )
