@@ -27,7 +27,7 @@ from torch.distributed.pipelining import PipelineStage
 
 import zbpipe
 from zbpipe.runtime import device as devices
-from zbpipe.runtime.split.waits import MEASURED_STEP, FillWaits
+from zbpipe.runtime.split.waits import MEASURED_STEP
 
 Kind = Literal["sleep", "copy"]
 MICROBATCHES, THREAD_BLOCKS, WAITS_AFTER_A_PRODUCT = 8, 24, 3
@@ -175,7 +175,7 @@ class Result(NamedTuple):
         return f"{1e3 * self.plain:.0f} to {1e3 * self.filled:.0f} ms, {self.gain:.1%} shorter{share}"
 
 
-def measure(device: torch.device, link: Link, how: FillWaits, parts: int, rounds: int) -> Result:
+def measure(device: torch.device, link: Link, how: Literal["own", "all"], parts: int, rounds: int) -> Result:
     """Steps of ZBV with both of its stages on this rank, filled and not in turns."""
     torch.manual_seed(0)
     shapes = SHAPES[device.type]
@@ -221,7 +221,7 @@ def measure(device: torch.device, link: Link, how: FillWaits, parts: int, rounds
         return Result(plain, filled, model, in_waits, is_equal)
 
 
-def worker(milliseconds: list[float], how: FillWaits, parts: int, rounds: int) -> list[Result]:
+def worker(milliseconds: list[float], how: Literal["own", "all"], parts: int, rounds: int) -> list[Result]:
     cpu = torch.device("cpu")
     return [measure(cpu, Link(cpu, each), how, parts, rounds) for each in milliseconds]
 

@@ -168,6 +168,32 @@ def test_tensor_parallelism_shares_operations_and_takes_time_for_collectives() -
         assert found == pytest.approx([each + (1 - hidden) * together, 2 * each, 3 * each])
 
 
+def test_filled_waits_are_rows_or_one_line() -> None:
+    """A block's F and I each have two collectives of TP. ZBV's W fills those of I."""
+    plain = replace(workload(degrees=Degrees(pipeline=2, tensor=4)), message_bytes=2000.0, schedule="ZBV")
+    plain = replace(plain, layers=tuple(replace(each, transfers=(2, 2)) for each in plain.layers))
+    own = replace(plain, fill_waits="own")
+    links = replace(SLOW_LINKS, inside=1e4)
+    rows = {work.fill_waits: named(work, "ZBV", "1F1B", device=links) for work in (plain, own)}
+    off, on = ({step.schedule: step for step in each.steps} for each in rows.values())
+    waits: Any = off["ZBV"].timeline.costs.waits  # type: ignore[union-attr]
+    assert all(waits[OpKind.I])
+    assert waits == on["ZBV"].timeline.costs.waits  # type: ignore[union-attr]
+    gain = 1 - on["ZBV"].seconds / off["ZBV"].seconds
+    assert gain > 0.02
+    assert on["1F1B"].seconds == off["1F1B"].seconds  # torch's, whose backwards are whole
+    told, silent = (each.advice for each in rows.values())
+    assert told is not None
+    assert f"ZBV with --zbpipe.fill-waits own is {gain:.1%} shorter in the simulator" in told.waits
+    assert silent is not None
+    assert not silent.waits
+    assert "--zbpipe.fill-waits own is untried on GPUs: halve its gain" in own.warnings
+    compiled = replace(own, compiled=True)
+    assert "--zbpipe.fill-waits own changes nothing: its blocks are compiled" in compiled.warnings
+    (timeline,) = (each.timeline for each in named(compiled, "ZBV", device=links).steps if each.timeline)
+    assert timeline.costs.fill_waits == "off"
+
+
 def test_three_rates() -> None:
     """10 operations of F, of which attention takes 4 at a tenth of the products' rate, and 6 bytes at 3 a second."""
     device = replace(ONE_A_SECOND, attention=0.05, hbm=3 / 0.8)

@@ -6,6 +6,7 @@ budgets of the waits are random, and other ones on each rank: whatever ranks cho
 
 import random
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
@@ -37,6 +38,7 @@ from zbpipe.runtime.split.stage import find_split
 from zbpipe.runtime.split.waits import MEASURED_STEP
 from zbpipe.runtime.verify.gradient_check import schedule_w_last
 from zbpipe.schedule import registry
+from zbpipe.schedule.ir import OpKind
 
 DIM, SEQUENCE, HEADS, BATCH, MICROBATCHES = 16, 8, 4, 2, 4
 OPS = torch.ops._c10d_functional
@@ -135,6 +137,10 @@ B_BEFORE_W = zbpipe.Schedule.from_csv(
 )
 """Adds the gradients of microbatch 2 before those of 1, whose I comes first. With a third term in the sum, the order of
 these two makes a difference."""
+W_LAST = zbpipe.Schedule.from_csv(
+    "0F0,1F0,0F1,1F1,1I0,0I0,1I1,0I1,0F2,1F2,0F3,1F3,1I2,0I2,1I3,0I3,1W0,0W0,1W1,0W1,1W2,0W2,1W3,0W3", name="W last"
+)
+"""On one rank: the products of two microbatches wait when 0F2 runs."""
 NAMES = [each.name for each in registry.schedules().values() if each.source == "zbpipe" and each.name != "Auto"]
 CASES = {
     **{name: Case(schedule=name) for name in NAMES},
@@ -147,7 +153,7 @@ CASES = {
     },
     "FSDP2": Case(Sharded, is_fsdp=True),
     "FSDP2 full": Case(Sharded, is_fsdp=True, checkpointing="full"),
-    "FSDP2 bfloat16": Case(schedule=schedule_w_last(2, MICROBATCHES, ["F", "I", "W"]), is_fsdp=True, in_bfloat16=True),
+    "FSDP2 bfloat16": Case(schedule=W_LAST, is_fsdp=True, in_bfloat16=True),
     "ZB bfloat16": Case(schedule="ZB", in_bfloat16=True),
     "B before W": Case(schedule=B_BEFORE_W),
     "spmd_types": Case(Typed),
@@ -209,7 +215,10 @@ def logging_launches(log: Log) -> Iterator[None]:
 
 
 def choose_budgets(waits: Any, ops: Iterable[str], seed: object) -> dict[str, list[float]]:
-    """Random ones for each wait, from none to more than everything, other ones on each rank."""
+    """Random ones for each wait, from none to more than everything, other ones on each rank. Of seed 0: everything
+    in F, which then adds the products of several microbatches to a weight, one right after the other."""
+    if seed == 0:
+        return {op: [1e12 * (op[0] == "F")] * 40 for op in ops}
     draw = random.Random(f"{seed} {dist.get_rank()}")
     sizes = sorted(waits._may_fill.values())
     choices = [0.0, sizes[0] / 2, *sizes, 1e12]
@@ -358,6 +367,52 @@ class Scattered(nn.Linear):
         return super().forward(funcol.all_to_all_single_autograd(input * 2, None, None, group) + 0)
 
 
+class Barred(nn.Module):
+    """Only the gradients of `once` may be added early. Those of the others would be added in another order."""
+
+    def __init__(self, shared: nn.Linear) -> None:
+        super().__init__()
+        self.once, self.twice, self.mixed, self.shared = (*(Scattered() for _ in range(3)), shared)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.shared(self.twice(self.twice(self.once(x))))
+        return self.mixed(x) + (self.mixed.weight**2).sum()  # I adds to its gradient
+
+
+def test_weights_whose_gradients_would_be_added_in_another_order_fill_nothing(one_rank: None) -> None:
+    torch.manual_seed(0)
+    shared = nn.Linear(4, 4)
+    order = zbpipe.Schedule.from_csv(
+        "0F0,1F0,1I0,0I0,0F1,1F1,1I1,0I1,0F2,1F2,1I2,0I2,1W0,0W0,1W1,0W1,1W2,0W2", name="W last"
+    )
+    parts = [Barred(shared), Barred(shared)]
+    schedule: Any = on_one_rank(parts, 3, order, loss=squared_error, fill_waits="all")
+    x = torch.randn(3, 4)
+
+    def gradients() -> dict[str, Any]:
+        for part in parts:
+            part.zero_grad()
+        schedule.step(x, target=x)
+        return {f"{n}.{name}": each.grad for n, part in enumerate(parts) for name, each in part.named_parameters()}
+
+    for _ in range(MEASURED_STEP):
+        gradients()
+    waits = schedule.waits
+    names = {
+        f"{n}.{name}"
+        for n, part in enumerate(parts)
+        for name, each in part.named_parameters()
+        if id(each) in waits._may_fill
+    }
+    assert names == {"0.once.weight", "1.once.weight"}
+    waits.budgets = {}
+    known = gradients()
+    waits.budgets = {f"{kind}{stage}": [1e9] * 9 for kind in "FI" for stage in (0, 1)}
+    found = gradients()
+    assert waits.filled
+    assert all(torch.equal(each, found[name]) for name, each in known.items())
+
+
 def test_checked_steps_are_filled(one_rank: None) -> None:
     """A check compares sums of all microbatches, and only its reference fills nothing."""
     schedule = on_this_rank(lambda: nn.Sequential(Scattered(), Scattered()))
@@ -372,3 +427,46 @@ def test_checked_steps_are_filled(one_rank: None) -> None:
     assert check.report is not None
     assert check.report.deferred
     assert 0 < filled[0] == filled[1] - filled[0]
+
+
+NAP = 0.02
+
+
+def test_the_profiler_measures_waits_and_the_log_tells_how_much_of_them_is_filled(
+    one_rank: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each collective takes a nap. The profiled steps fill no waits, unlike those before and after."""
+    caplog.set_level("INFO")
+    wait = funcol.wait_tensor
+
+    def nap(tensor: Tensor) -> Tensor:
+        time.sleep(NAP)
+        return wait(tensor)
+
+    monkeypatch.setattr(funcol, "wait_tensor", nap)
+    schedule = on_this_rank(
+        lambda: nn.Sequential(Scattered(), Scattered()), name=schedule_w_last(2, 2, ["F", "I", "W"])
+    )
+    run_steps(schedule, MEASURED_STEP + 1)
+    assert schedule.waits.filled
+    said = [each for each in caplog.messages if "fill_waits" in each]
+    assert re.fullmatch(
+        "fill_waits='own': the collectives in .* take as long as .* of W, and W's products fill them", said[0]
+    )
+    assert re.fullmatch(
+        r"fill_waits='own': W's products filled \d+% of these waits, .* s of this step on this rank", said[1]
+    )
+    assert len(said) == 2
+    profiler = zbpipe.Profiler(schedule, steps=1)
+    filled = []
+    for _ in range(4):  # to warm up, for memory, for times, and one more
+        before = schedule.waits.filled
+        run_steps(schedule, 1)
+        filled.append(schedule.waits.filled - before)
+    assert [bool(each) for each in filled] == [True, False, False, True]
+    assert profiler.costs is not None
+    costs: Any = profiler.costs.costs
+    # The first layer computes no gradient of its input, and no collective.
+    for kind, seconds, naps in ((OpKind.F, costs.f, (2, 2)), (OpKind.I, costs.i, (1, 2))):
+        for waits, whole, number in zip(costs.waits[kind], seconds, naps, strict=True):
+            assert number * NAP <= waits <= whole

@@ -43,6 +43,7 @@ _BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
 _LONGER = ("--training.steps", "4")
 # By default TorchTitan 0.3.0 makes new parameters of those that LoRA has frozen, and trains them.
 _FROZEN = ("--parallelism.spmd_backend", "partial_dtensor")
+_EXPERTS_APART = (*_SHARDED, *_FROZEN, "--parallelism.expert_parallel_degree", "2")
 _BF16_EXPERTS = {"losses": 1e-4, "norms": 1e-3}
 
 
@@ -276,13 +277,16 @@ def _expert_biases(checkpoint: Path) -> dict[str, Tensor]:
     return biases
 
 
-def fills_waits(titan: Titan, folder: Path) -> str:
-    settings = (*_TENSOR_PARALLEL, "--training.steps", "6")
+def fills_waits(titan: Titan, folder: Path, *more: str, num_ranks: int = 4, model: str = LLAMA) -> str:
+    settings = (*_TENSOR_PARALLEL, *more, "--training.steps", "6")
     plain, filled = (
-        titan.train(*pipeline("ZB"), *settings, *options, num_ranks=4)
+        titan.train(*pipeline("ZB"), *settings, *options, num_ranks=num_ranks, model=model)
         for options in ((), ("--zbpipe.fill-waits", "all"))
     )
-    assert_trains_alike(filled, titan.without_pipeline(*settings, num_ranks=2), steps=6)
+    if model is LLAMA:
+        assert_trains_alike(filled, titan.without_pipeline(*settings, num_ranks=num_ranks // 2), steps=6)
+    assert plain.error is filled.error is None, filled.log
+    assert len(plain.steps) == len(filled.steps) == 6
     assert re.search("fill_waits='all': the collectives in .*, and W's products fill them", filled.log), filled.log
     assert_values(filled.steps, plain.steps, losses=0, norms=0)
     return "works; losses and norms are bit-identical"
@@ -380,10 +384,16 @@ ROWS: dict[str, Cell | tuple[str, str, Callable[[Titan, Path], str]]] = {
         has_equal_expert_biases,
     ),
     "waits": ("ZB, tensor parallelism, weight gradients in waits for collectives", "4 ranks: pp=2 x tp=2", fills_waits),
+    "waits, experts": (
+        "ZB, mixture of experts (DeepSeek V3), FSDP2, tensor and expert parallelism, spmd_backend partial_dtensor,"
+        " weight gradients in waits for collectives",
+        "8 ranks: pp=2 x dp_shard=2 x tp=2, ep=2",
+        lambda titan, folder: fills_waits(titan, folder, *_EXPERTS_APART, num_ranks=8, model=DEEPSEEK),
+    ),
     "resume": ("1F1B, asynchronous checkpoints, resumed by ZB with 4 stages per rank", "2 ranks: pp=2", resumes),
     "export": ("ZBV, weights exported for Hugging Face", "2 ranks: pp=2", exports),
     "ep": (
-        "expert parallelism over gloo (DeepSeek V3)",
+        "expert parallelism over gloo (DeepSeek V3), spmd_types",
         "2 ranks: dp_shard=2 x ep=2, no pipeline",
         titans(
             DEEPSEEK,

@@ -124,8 +124,8 @@ def test_what_a_microbatch_takes_grows_with_its_tokens() -> None:
     costs = replace(one, attention=0.5, sizes=((3, 9), (1, 7)), of_size=(1, 1))
     assert [costs.of(0, kind, 0).seconds for kind in "FIWB"] == [6.5, 12.5, 9.5, 21.5]
     assert [costs.of(0, kind).seconds for kind in "FIW"] == [5.5, 10.5, 6.5]
-    assert costs.of(0, "F", 1) == (4.5, 8, 4, 0)
-    assert costs.of(0, "F") == (5.5, 24, 12, 0)
+    assert costs.of(0, "F", 1) == (4.5, 8, 4, 0, 0.0)
+    assert costs.of(0, "F") == (5.5, 24, 12, 0, 0.0)
     assert costs.of(0, "SEND_F").message == 18
     schedule = generate("GPipe", 1, 2)
     assert peak_bytes(simulate(schedule, costs)) == (36.0,)

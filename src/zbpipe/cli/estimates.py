@@ -84,8 +84,7 @@ def _answer(found: Estimate) -> Iterator[str]:
     yield advice.sentence
     if advice.option:
         yield _typed(advice.option, advice.step)
-    if advice.checkpointing:
-        yield advice.checkpointing
+    yield from filter(None, (advice.waits, advice.checkpointing))
 
 
 def _typed(option: str, step: Step) -> str:

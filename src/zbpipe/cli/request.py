@@ -7,7 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import click
 from click.core import ParameterSource
@@ -17,7 +17,7 @@ from zbpipe.cli.jobs import JobOptions, job_options
 from zbpipe.costs.file import load_costs
 from zbpipe.costs.job import SPELLINGS, CostsOf, JobCosts, MemoryLimit, memory_of_1f1b
 from zbpipe.costs.layers import LayerCosts
-from zbpipe.costs.model import CostModel, Link, Transport
+from zbpipe.costs.model import CostModel, FillWaits, Link, Transport
 from zbpipe.costs.numbers import MOST, amount, is_amount
 from zbpipe.costs.transformer import Checkpointing, typical_costs, typical_times
 from zbpipe.schedule.ir import Placement, Schedule
@@ -53,10 +53,11 @@ class Costs:
     sizes: tuple[Any, ...] = ()
     """Of the microbatches, from `--sizes`."""
 
-    def with_sizes(self, sizes: tuple[Any, ...]) -> Costs:
-        job = self.job and replace(self.job, costs=replace(self.job.costs, sizes=sizes))
-        of = job.on if job else lambda placement: replace(self.of(placement), sizes=sizes)
-        return replace(self, of=of, job=job, sizes=sizes)
+    def having(self, **given: Any) -> Costs:
+        """These costs with other `sizes` or `fill_waits`."""
+        job = self.job and replace(self.job, costs=replace(self.job.costs, **given))
+        of = job.on if job else lambda placement: replace(self.of(placement), **given)
+        return replace(self, of=of, job=job, sizes=given.get("sizes", ()))
 
     def has(self, placement: Placement) -> bool:
         try:
@@ -120,16 +121,18 @@ class Costs:
         return memory_of_1f1b(costs, ranks, microbatches)
 
 
-_OF_COSTS = ("costs", "comm", "checkpointing", "host")
+_OF_COSTS = ("costs", "comm", "checkpointing", "host", "waits")
 
 
-def typical(times: Times | None, comm: float, checkpointing: str, host: Link | None) -> Costs:
+def typical(
+    times: Times | None, comm: float, checkpointing: str, host: Link | None, waits: tuple[float, float]
+) -> Costs:
     f, i, w = typical_times(checkpointing) if times is None else times
     copies = "" if host is None else f"; {host.bandwidth:.6g} to the host"
     what = "times and memory" if times is None else "memory"
     how = Checkpointing(checkpointing)
     return Costs(
-        partial(typical_costs, checkpointing=checkpointing, times=times, comm=comm, host=host),
+        partial(typical_costs, checkpointing=checkpointing, times=times, comm=comm, host=host, waits=waits),
         f"F {f:.6g}, I {i:.6g}, W {w:.6g}, transfer {comm:.6g}; {what} typical of a transformer {how.words}{copies}",
         checkpointing=how,
     )
@@ -183,6 +186,16 @@ def _times(context: click.Context, option: click.Parameter, text: str) -> Times 
             f"{text!r} must be three times between 0 and {MOST:g}, at least one above 0; write for example 1,1,0.8"
         )
     return f, i, w
+
+
+def _shares(text: str) -> tuple[float, float]:
+    try:
+        f, i = map(float, text.split(","))
+    except ValueError:
+        raise ValueError(f"{text!r} is not two shares: write for example 0.26,0.25") from None
+    if not (0 <= f <= 1 and 0 <= i <= 1):
+        raise ValueError(f"{text!r} are no shares of F and I: give two numbers from 0 to 1")
+    return f, i
 
 
 def _sizes(text: str) -> tuple[Any, ...]:
@@ -248,14 +261,26 @@ def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_
             metavar="FILE",
             help="Measured times, bytes and links of stages or layers (docs/costs-file.md), in place of those options.",
         ),
+        click.option(
+            "--waits",
+            callback=parse_with(_shares),
+            default="0,0",
+            metavar="F,I",
+            help="Shares of F and I in which they wait for collectives of tensor, expert or context parallelism.",
+        ),
+        click.option(
+            "--fill-waits",
+            type=click.Choice(get_args(FillWaits)),
+            help="Run products of W in these waits, in schedules of zbpipe: own in those of I and B, all also in those"
+            " of F (docs/the-split.md). Default: that of the cost file or job, else off.",
+        ),
         sizes_option,
     )
 
     def add(command: _Function) -> _Function:
         @wraps(command)
-        def with_costs(
-            *, costs_file: Path | None, sizes: tuple[Any, ...] | None, job: JobOptions | None = None, **given: Any
-        ) -> Any:
+        def with_costs(*, costs_file: Path | None, job: JobOptions | None = None, **given: Any) -> Any:
+            others = {name: each for name in ("sizes", "fill_waits") if (each := given.pop(name)) is not None}
             chosen = typical(*map(given.pop, _OF_COSTS))
             if costs_file:
                 chosen = _from_file(costs_file, click.get_current_context())
@@ -263,7 +288,7 @@ def cost_options(times: str = "typical", *, of_job: bool = False) -> Callable[[_
                 chosen = _of_job(job, click.get_current_context())
             elif job:
                 job.require_no_arguments("; name the --gpus of a job of TorchTitan")
-            return command(costs=chosen if sizes is None else chosen.with_sizes(sizes), **given)
+            return command(costs=chosen.having(**others) if others else chosen, **given)
 
         return add_options(job_options(with_costs) if of_job else with_costs)  # type: ignore[return-value]
 
@@ -322,8 +347,10 @@ class Request:
     def simulate(self, transport: Transport) -> Timeline:
         """Timeline of a schedule made for this transport."""
         schedule, costs = self.make(transport)
-        overlaps = overlap_of(resolve(self.name).source, len(schedule.placement.stages_on(0)))
-        return simulate(schedule, costs, transport=transport, overlaps_fsdp=overlaps)
+        source = resolve(self.name).source
+        overlaps = overlap_of(source, len(schedule.placement.stages_on(0)))
+        fills: FillWaits | None = "off" if source == "torch" else None
+        return simulate(schedule, costs, transport=transport, overlaps_fsdp=overlaps, fill_waits=fills)
 
 
 def request_options(times: str = "typical") -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -82,24 +82,27 @@ def dump_costs(costs: JobCosts | CostModel | LayerCosts, path: str | Path) -> No
     Path(path).write_bytes(text.encode())  # encoded first: a name that UTF-8 has no bytes for keeps the old file
 
 
-_NUMBERS = ("freed_by_i", "message_bytes", "overhead", "attention", "sizes", "of_size")
+_NUMBERS = ("freed_by_i", "message_bytes", "overhead", "attention", "sizes", "of_size", "fill_waits")
 """Keys with the values of the fields of that name."""
+_BY_KIND = {"working": COMPUTATIONS, "waits": (OpKind.F, OpKind.I)}
+"""Tables with a key for each of these kinds of ops."""
 _JOB = ("memory_limit", "transport")
 
 
 def from_data(data: Any) -> JobCosts:
     """Costs from the tables of a file, as dictionaries. The classes that they fill check the numbers."""
-    keys = (*_NUMBERS, *_JOB, "link", "links", "host", "working")
+    keys = (*_NUMBERS, *_JOB, *_BY_KIND, "link", "links", "host")
     table = table_of(data, "", optional=(*keys, "stages", "layers"))
     if ("stages" in table) == ("layers" in table):
         more = ", not both" if "layers" in table else ""
         raise ValueError(f"it needs either a table [stages] or tables [[layers]]{more}")
     job, shared = ({name: table[name] for name in names if name in table} for names in (_JOB, _NUMBERS))
     try:
-        for name in [name for name in ("link", "host") if name in table]:
-            shared[name] = Link(**table_of(table[name], f"[{name}]", optional=_OF_LINK))
-        working = table_of(table.get("working", {}), "[working]", optional=tuple(map(str, COMPUTATIONS)))
-        shared["working"] = {OpKind(kind): numbers for kind, numbers in working.items()}
+        for way in [way for way in ("link", "host") if way in table]:
+            shared[way] = Link(**table_of(table[way], f"[{way}]", optional=_OF_LINK))
+        for name, kinds in _BY_KIND.items():
+            numbers = table_of(table.get(name, {}), f"[{name}]", optional=tuple(map(str, kinds)))
+            shared[name] = {OpKind(kind): each for kind, each in numbers.items()}
         shared["links"] = _links(rows_of(table.get("links", []), "links"))
         if "layers" in table:
             layers = (Layer(**each) for _, each in layer_tables(table["layers"], COLUMNS, OF_DATA_PARALLELISM))
@@ -115,7 +118,7 @@ def from_data(data: Any) -> JobCosts:
 def to_data(job: JobCosts) -> _Table:
     """The tables of the file, as dictionaries. Values equal to their default are omitted."""
     costs, limit = job.costs, MemoryLimit.parse(job.memory_limit)
-    data: _Table = {name: value for name in _NUMBERS if (value := getattr(costs, name))}
+    data: _Table = {name: value for name in _NUMBERS if (value := getattr(costs, name)) and value != "off"}
     if limit is not None:
         data["memory_limit"] = limit.written
     if job.transport is not None:
@@ -124,8 +127,9 @@ def to_data(job: JobCosts) -> _Table:
         data["link"] = link
     if costs.host is not None:  # a link that takes no time is valid
         data["host"] = _link_data(costs.host)
-    if costs.working:
-        data["working"] = {str(kind): numbers for kind, numbers in costs.working.items()}
+    for name in _BY_KIND:
+        if by_kind := getattr(costs, name):
+            data[name] = {str(kind): numbers for kind, numbers in by_kind.items()}
     if costs.links:
         data["links"] = [{"from": ends[0], "to": ends[1], **_link_data(link)} for ends, link in costs.links.items()]
     if isinstance(costs, LayerCosts):

@@ -86,7 +86,8 @@ class LayerCosts(CommonCosts):
         if len(self.layers) > MOST_LAYERS:
             raise ValueError(f"a model of more than {MOST_LAYERS} layers cannot be cut: describe several as one layer")
         set_fields(self, layers=tuple(self.layers))
-        self.check_common(what, len(self.layers), "layer")
+        seconds = {OpKind.F: [each.f for each in self.layers], OpKind.I: [each.i for each in self.layers]}
+        self.check_common(what, seconds, "layer")
 
     def stages(self, split: Split) -> CostModel:
         columns: dict[str, Any] = {name: tuple(getattr(layer, name) for layer in self.layers) for name in _NUMBERS}
@@ -125,6 +126,7 @@ def join_stages(costs: CostModel, split: Split) -> CostModel:
         return highest(costs, ops) - max(sum(costs.of(*op).adds for op in ops), 0.0)
 
     whole, costs = costs, replace(costs, sizes=())
+    waits = {kind: add_up(costs.by_stage(each)) for kind, each in costs.waits.items()}
     working = {kind: tuple(max(beyond(kind, stage), 0.0) for stage in split) for kind in COMPUTATIONS}
     columns: dict[str, Any] = {name: add_up(getattr(costs, name)) for name in COLUMNS}
     for name in OF_DATA_PARALLELISM:
@@ -140,7 +142,7 @@ def join_stages(costs: CostModel, split: Split) -> CostModel:
         both = [f + i for f, i in zip(costs.f, costs.i, strict=True)]
         of_stages = add_up([each * share for each, share in zip(both, attention, strict=True)])
         attention = tuple(min(part / (each or 1.0), 1.0) for part, each in zip(of_stages, add_up(both), strict=True))
-    return replace(whole, **columns, freed_by_i=freed, working=used, attention=attention)
+    return replace(whole, **columns, freed_by_i=freed, working=used, waits=waits, attention=attention)
 
 
 def merge_stages(costs: CostModel, num_stages: int) -> CostModel:

@@ -13,7 +13,7 @@ from functools import cached_property, partial
 from math import inf
 from operator import mul
 from statistics import fmean
-from typing import Any, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 from zbpipe.costs.numbers import MOST, FrozenDict, Size, amount, number, one_or_each, read_column, set_fields, share
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement
@@ -55,6 +55,9 @@ SENDS = ("SEND_F", "SEND_B")
 """Messages with the result of a forward, and of a backward, named like torch's actions."""
 GATHER, REDUCE = "UNSHARD", "REDUCE_GRAD"
 """Collectives of a stage, named like torch's actions."""
+FillWaits = Literal["off", "own", "all"]
+"""Waits with products of W: none; those of I and B, with products of the op's stage; also those of F, with products of
+all the rank's stages."""
 OF_DATA_PARALLELISM = ("gather", "reduce")
 """Fields with one number for all stages or layers, or one for each."""
 
@@ -127,6 +130,8 @@ class OpCosts(NamedTuple):
     """Working memory while it runs."""
     message: float = 0.0
     """Bytes of a message."""
+    waits: float = 0.0
+    """Seconds of it in which it waits for collectives."""
 
     @property
     def needs(self) -> float:
@@ -158,6 +163,11 @@ class CommonCosts:
     """Working memory of ops, by kind: one number for all stages or layers, or one for each. Missing kinds need none.
 
     It adds to the memory held and added. With checkpointing, I and B recompute one block at a time."""
+    waits: Mapping[OpKind, float | tuple[float, ...]] = field(default_factory=lambda: FrozenDict({}))
+    """Seconds of F and of I in which they wait for collectives (of tensor, expert or context parallelism), by kind: one
+    number for all stages or layers, or one for each. Missing kinds do not wait. F and I include them."""
+    fill_waits: FillWaits = "off"
+    """Which of these waits run products of W, as the job's option says. W and B then take less time."""
     host: Link | None = None
     """Link from a rank to its host's memory, and back, in the unit of the activations per second. None if unknown."""
     overhead: float = 0.0
@@ -173,8 +183,9 @@ class CommonCosts:
     of_size: Any = None
     """Size of the microbatch that all other fields are for: a pair, or the tokens of one sample. Default: the mean."""
 
-    def check_common(self, what: str, count: int, each: str) -> None:
-        """Check these fields for `count` stages or layers, and set them in their usual form."""
+    def check_common(self, what: str, seconds: Mapping[OpKind, Sequence[float]], each: str) -> None:
+        """Check these fields for stages or layers with these times, and set them in their usual form."""
+        count = len(seconds[OpKind.F])
         ways: dict[str, Any] = {"link": self.link, "host": self.host or self.link}
         for name, given in ways.items():
             if not isinstance(given, Link):
@@ -194,7 +205,8 @@ class CommonCosts:
             self,
             links=FrozenDict(self.links),
             message_bytes=amount(what, "message_bytes", self.message_bytes),
-            working=_check_working(what, self.working, count, each),
+            working=_check_by_kind(what, "working", self.working, count, each),
+            waits=_check_by_kind(what, "waits", self.waits, count, each, tuple(seconds)),
             freed_by_i=one_or_each("freed_by_i", self.freed_by_i, count, each, partial(share, what, "freed_by_i")),
             overhead=amount(what, "overhead", self.overhead),
             attention=one_or_each(
@@ -203,6 +215,15 @@ class CommonCosts:
             of_size=None if self.of_size is None else Size.parse(what, self.of_size),
         )
         set_fields(self, sizes=self._check_sizes(what))
+        if self.fill_waits not in get_args(FillWaits):
+            raise ValueError(f"{what} cannot have fill_waits = {self.fill_waits!r}: use 'off', 'own' or 'all'")
+        for kind, waits in self.waits.items():
+            for place, (wait, whole) in enumerate(zip(_each(waits, count), seconds[kind], strict=True)):
+                if wait > whole * (1 + ROUNDING):
+                    raise ValueError(
+                        f"{what} cannot have waits[{kind}] = {wait!r} for {each} {place}: its {kind} takes {whole!r},"
+                        " waits included"
+                    )
 
     def _check_sizes(self, what: str) -> tuple[Size, ...]:
         given = self.sizes.tolist() if hasattr(self.sizes, "tolist") else self.sizes
@@ -236,7 +257,7 @@ class CostModel(CommonCosts):
 
         >>> costs = CostModel(f=(1, 1), i=(1, 1), w=(1, 2), activations=(3e9, 1e9), freed_by_i=0.25)
         >>> costs.num_stages, costs.of(0, OpKind.I)
-        (2, OpCosts(seconds=1.0, adds=-750000000.0, working=0.0, message=0.0))
+        (2, OpCosts(seconds=1.0, adds=-750000000.0, working=0.0, message=0.0, waits=0.0))
 
     Raises TypeError or ValueError for invalid numbers, and for lists of different lengths.
     """
@@ -272,7 +293,7 @@ class CostModel(CommonCosts):
             for name in OF_DATA_PARALLELISM
         }
         set_fields(self, **columns, **collectives)
-        self.check_common(what, stages, "stage")
+        self.check_common(what, {OpKind.F: columns["f"], OpKind.I: columns["i"]}, "stage")
 
     @classmethod
     def uniform(
@@ -328,7 +349,7 @@ class CostModel(CommonCosts):
         if not self.varies:
             return self.by_microbatch[0] if self.sizes else self
         mean, largest = self._scaled(*map(fmean, self._ratios)), self._scaled(*map(max, self._ratios))
-        return replace(largest, f=mean.f, i=mean.i, w=mean.w)
+        return replace(largest, f=mean.f, i=mean.i, w=mean.w, waits=mean.waits)
 
     @property
     def least(self) -> CostModel:
@@ -357,6 +378,7 @@ class CostModel(CommonCosts):
             self,
             f=scale(self.f, factors),
             i=scale(self.i, factors),
+            waits={kind: scale(self.by_stage(each), factors) for kind, each in self.waits.items()},
             w=scale(self.w),
             activations=scale(self.activations),
             working={kind: scale(self.by_stage(each)) for kind, each in self.working.items()},
@@ -377,8 +399,9 @@ class CostModel(CommonCosts):
 
         def op(kind: OpKind, seconds: Sequence[float], frees: Sequence[float]) -> list[OpCosts]:
             working = self.by_stage(self.working.get(kind, 0.0))
-            columns = zip(seconds, frees, working, strict=True)
-            return [OpCosts(time + self.overhead, -freed, used) for time, freed, used in columns]
+            waits = self.by_stage(self.waits.get(OpKind.I if kind is OpKind.B else kind, 0.0))
+            columns = zip(seconds, frees, working, waits, strict=True)
+            return [OpCosts(time + self.overhead, -freed, used, 0.0, wait) for time, freed, used, wait in columns]
 
         def copy(adds: Sequence[float]) -> list[OpCosts]:
             return [OpCosts(host.seconds(abs(each)) if self.host else 0.0, each) for each in adds]
@@ -400,7 +423,7 @@ class CostModel(CommonCosts):
         }
 
     def by_stage(self, given: float | tuple[float, ...]) -> tuple[float, ...]:
-        return given if isinstance(given, tuple) else (given,) * self.num_stages
+        return _each(given, self.num_stages)
 
     def transfer(self, sender: int, receiver: int, message: float | None = None) -> float:
         """Seconds of a message (its bytes, default `message_bytes`) from one rank to another. 0 on the same rank."""
@@ -419,21 +442,25 @@ class CostModel(CommonCosts):
         return (OpKind.B,) if self.saved_by_b(stage) > 0 else (OpKind.I, OpKind.W)
 
 
-def _check_working(what: str, working: Any, count: int, each: str) -> FrozenDict[OpKind, tuple[float, ...]]:
-    """Working memory by op kind, one number for `each` of `count` stages or layers."""
-    if not isinstance(working, Mapping) or not all(
-        isinstance(kind, OpKind) and kind in COMPUTATIONS for kind in working
-    ):
+def _check_by_kind(
+    what: str, field: str, given: Any, count: int, each: str, kinds: Sequence[OpKind] = COMPUTATIONS
+) -> FrozenDict[OpKind, tuple[float, ...]]:
+    """Numbers by op kind, one for `each` of `count` stages or layers."""
+    if not isinstance(given, Mapping) or not all(isinstance(kind, OpKind) and kind in kinds for kind in given):
         raise TypeError(
-            f"{what} cannot have working = {working!r}: give numbers by zbpipe.OpKind F, I, W or B, for example"
-            " {OpKind.I: 2e9}"
+            f"{what} cannot have {field} = {given!r}: give numbers by zbpipe.OpKind"
+            f" {', '.join(kinds[:-1])} or {kinds[-1]}, for example {{OpKind.I: 2}}"
         )
     found = {}
-    for kind in working:
-        name = f"working[{kind}]"
-        read = one_or_each(name, working[kind], count, each, partial(amount, what, name))
-        found[kind] = read if isinstance(read, tuple) else (read,) * count
+    for kind in given:
+        name = f"{field}[{kind}]"
+        read = one_or_each(name, given[kind], count, each, partial(amount, what, name))
+        found[kind] = _each(read, count)
     return FrozenDict(found)
+
+
+def _each(given: float | tuple[float, ...], count: int) -> tuple[float, ...]:
+    return given if isinstance(given, tuple) else (given,) * count
 
 
 def highest(costs: CostModel, ops: Iterable[Op | tuple[int, OpKind]]) -> float:

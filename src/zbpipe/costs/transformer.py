@@ -175,6 +175,7 @@ def typical_costs(
     comm: float = 0.0,
     host: Link | None = None,
     tensor: int = 1,
+    waits: Sequence[float] = (0.0, 0.0),
 ) -> CostModel:
     """Costs of a model of eight Llama 3 8B blocks per rank, without embedding and head, on this placement.
 
@@ -185,7 +186,8 @@ def typical_costs(
         17.0
 
     `times`: seconds of F, I and W of one microbatch on a rank (default: `typical_times`). `comm`: seconds of a
-    message. `tensor`: degree of TP. `host`: a link with bandwidth in this unit of memory per second.
+    message. `tensor`: degree of TP. `waits`: shares of F and of I that wait for collectives. `host`: a link with
+    bandwidth in this unit of memory per second.
     """
     checkpointing = Checkpointing.parse(checkpointing)
     block, kept = LLAMA_3_8B, LLAMA_3_8B.kept_by_f(checkpointing, tensor)
@@ -194,7 +196,9 @@ def typical_costs(
         raise ValueError(f"times = {times} are not three numbers: give those of F, I and W, for example (1, 1.2, 0.8)")
     working = {kind: block.working(checkpointing, kind, tensor) / (_BLOCKS_PER_RANK * kept) for kind in COMPUTATIONS}
     freed = 1 - block.kept_by_i(tensor) / kept
-    return CostModel.uniform(placement, *times, comm=comm, freed_by_i=freed, working=working, host=host)
+    costs = CostModel.uniform(placement, *times, comm=comm, freed_by_i=freed, working=working, host=host)
+    of_f, of_i = (tuple(part * each for each in own) for own, part in zip((costs.f, costs.i), waits, strict=True))
+    return replace(costs, waits={OpKind.F: of_f, OpKind.I: of_i}) if any(waits) else costs
 
 
 def usual_costs(

@@ -332,6 +332,7 @@ class _Job:
         stages = len(schedule.placement.stages_on(0))
         overlaps = self.workload.overlaps_fsdp or overlap_of(source, stages)
         how: dict[str, Any] = {"transport": self.transport, "overlaps_fsdp": overlaps}
+        how["fill_waits"] = "off" if source == "torch" else None
         timeline = simulate(schedule, self.with_fsdp(costs, split), **how)
         seconds = self._seconds(timeline, split)
         largest = replace(timeline, costs=timeline.costs.alike)
@@ -363,8 +364,9 @@ class _Job:
         return self.rates.layer_costs(self.workload)
 
     def costs(self, placement: Placement, split: Split) -> CostModel:
-        costs = self._alike(placement, split)
-        return replace(costs, sizes=self.sizes) if self.sizes else costs
+        costs, work = self._alike(placement, split), self.workload
+        fills = "off" if work.compiled else work.fill_waits if work.fill_waits != "off" else costs.fill_waits
+        return replace(costs, sizes=self.sizes or costs.sizes, fill_waits=fills)
 
     def _alike(self, placement: Placement, split: Split) -> CostModel:
         if self.measured is None:

@@ -15,7 +15,7 @@ from zbpipe.costs.layers import Split, join_stages
 from zbpipe.costs.model import CostModel, Link
 from zbpipe.estimation.devices import Device, find
 from zbpipe.estimation.workload import LayerWork, Workload
-from zbpipe.schedule.ir import Placement
+from zbpipe.schedule.ir import OpKind, Placement
 
 FLOAT8 = 1.6
 """Speed of float8 products relative to bfloat16, casts included. TorchTitan, December 2024 and June 2025: with float8
@@ -99,8 +99,12 @@ class Rates:
         both = zip(workload.layers, costs.f, costs.i, strict=True)
         shares = (attending(sum(layer.attention)) / ((f + i) or 1.0) for layer, f, i in both)
         tokens, sequences = workload.tokens, workload.microbatch_size
+        of_f, of_i = zip(*map(communication, workload.layers), strict=True)
         return replace(
-            costs, attention=tuple(min(each, 1.0) for each in shares), of_size=(tokens, tokens**2 / sequences)
+            costs,
+            attention=tuple(min(each, 1.0) for each in shares),
+            of_size=(tokens, tokens**2 / sequences),
+            waits={OpKind.F: of_f, OpKind.I: of_i} if any((*of_f, *of_i)) else {},
         )
 
     def costs(self, workload: Workload, layers: CostModel, placement: Placement, split: Split) -> CostModel:

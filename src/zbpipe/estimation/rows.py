@@ -9,6 +9,7 @@ from zbpipe.costs.transformer import Checkpointing
 from zbpipe.estimation.devices import GIB, Device
 from zbpipe.estimation.workload import Degrees, Workload
 from zbpipe.schedule.registry import Algorithm
+from zbpipe.simulator.simulation import gain_of_fills
 from zbpipe.simulator.timeline import Timeline
 
 DECIDED = 0.1
@@ -126,6 +127,8 @@ class Advice:
     sentence: str
     option: str
     """Options to add to the job's command. Empty if nothing changes."""
+    waits: str
+    """A sentence on what W's products in waits for collectives gain. Empty if little, or if they already run there."""
     checkpointing: str
     """A sentence on a lighter checkpointing that gains more than the schedule. Empty if none does."""
 
@@ -225,7 +228,19 @@ class Estimate:
                 f" {lighter.compare(now)} than {now.name} now{self._alone(now, how)},"
                 f" {lighter.memory.total / GIB:.1f}{room} GiB. {line}"
             )
-        return Advice(verb, step, f"{words}{more}.", "" if step is own and not self.job else self.spell(step), tip)
+        option = "" if step is own and not self.job else self.spell(step)
+        waits = self._fill_waits(step if step.timeline else self.best)
+        return Advice(verb, step, f"{words}{more}.", option, waits, tip)
+
+    def _fill_waits(self, step: Step | None) -> str:
+        if step is None or step.timeline is None or step.source == "torch" or self.workload.compiled:
+            return ""
+        gain = gain_of_fills(step.timeline)
+        words = (
+            f"{step.name} with --zbpipe.fill-waits own is {gain:.1%} shorter in the simulator: waits for collectives"
+        )
+        words += " run products of W. No GPU has run that, so halve it as a first guess (docs/the-split.md)."
+        return words if gain >= WORTH else ""
 
     def spell(self, step: Step) -> str:
         """Options to add to the job's command for this row."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from zbpipe.costs.job import ENOUGH, MemoryLimit
 from zbpipe.costs.layers import Split
-from zbpipe.costs.model import CostModel
+from zbpipe.costs.model import CostModel, FillWaits
 from zbpipe.costs.transformer import Checkpointing
 from zbpipe.schedule.ir import COMPUTATIONS, OpKind, Placement, count_noun
 
@@ -188,6 +188,8 @@ class Workload:
     """Whether the products of blocks are in float8."""
     hidden_tensor: float = 0.0
     """Share of TP's communication that overlaps products. See `ASYNC_TENSOR`."""
+    fill_waits: FillWaits = "off"
+    """Which waits for collectives run W's products. Not those of compiled blocks."""
     sends_once: bool = False
     """Whether expert parallelism sends a token only once to each node, as DeepEP does."""
     overlaps_fsdp: bool = False
@@ -216,7 +218,7 @@ class Workload:
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences for jobs with few microbatches, and with less than 80 % of the weight gradients in W."""
+        """Sentences for jobs with few microbatches, less than 80 % of the weight gradients in W, or filled waits."""
         found = few_microbatches(self.degrees.pipeline, self.microbatches, self.microbatch_size, self.batch_option)
         in_i = (
             f"W computes only {self.deferred:.0%} of the weight gradients, so schedules with I and W gain less: the"
@@ -224,7 +226,9 @@ class Workload:
             if self.deferred is not None and self.deferred < ENOUGH
             else None
         )
-        return [each for each in (found, in_i) if each]
+        how = "changes nothing: its blocks are compiled" if self.compiled else "is untried on GPUs: halve its gain"
+        fills = None if self.fill_waits == "off" else f"--zbpipe.fill-waits {self.fill_waits} {how}"
+        return [each for each in (found, in_i, fills) if each]
 
     @property
     def global_tokens(self) -> int:
@@ -260,7 +264,8 @@ class Workload:
         if self.remade is not None:
             made = self.remade(degrees, checkpointing)
             kept = {
-                name: getattr(self, name) for name in ("float8", "hidden_tensor", "memory_limit", "options", "rounds")
+                name: getattr(self, name)
+                for name in ("float8", "hidden_tensor", "fill_waits", "memory_limit", "options", "rounds")
             }
             return replace(made, microbatches=microbatches, **kept)
         mine = self.degrees.tensor, self.degrees.context, self.checkpointing

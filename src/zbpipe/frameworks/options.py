@@ -12,12 +12,11 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from zbpipe.costs.job import AS_1F1B, SPELLINGS, MemoryLimit, MemoryLimitLike
-from zbpipe.costs.model import Receives, Transport
+from zbpipe.costs.model import FillWaits, Receives, Transport
 from zbpipe.costs.numbers import set_fields
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch.fsdp2 import FsdpMode
 from zbpipe.runtime.split.stage import SplitBackward
-from zbpipe.runtime.split.waits import FillWaits
 from zbpipe.schedule.ir import require_whole
 from zbpipe.schedule.registry import resolve
 from zbpipe.schedule.user_code import import_modules

@@ -34,6 +34,12 @@ class Accelerator:
     def new_event(self, *, timed: bool = False) -> torch.Event:
         return torch.Event(self._device, enable_timing=timed)
 
+    def mark(self) -> torch.Event:
+        """A timed event now, in the compute stream, without a wait of the host."""
+        event = self.new_event(timed=True)
+        event.record()
+        return event
+
     def copy_to_host(self, storage: torch.UntypedStorage) -> Any:
         """Begin to copy to new memory of the host. Returns that memory."""
         content = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
@@ -140,6 +146,12 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 @cache
 def find_device(device: torch.device) -> Accelerator:
     return Cpu(device) if device.type == "cpu" else Accelerator(device)
+
+
+def seconds_between(start: torch.Event, end: torch.Event) -> float:
+    """Waits for both."""
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
 
 
 class RandomState:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
 from zbpipe.costs.job import MemoryLimit, MemoryLimitLike, as_cost_model
-from zbpipe.costs.model import CostModel, Receives, Transport
+from zbpipe.costs.model import CostModel, FillWaits, Receives, Transport
 from zbpipe.planner.result import Plan
 from zbpipe.runtime import checks
 from zbpipe.runtime._torch import fsdp2, hooks, pipelining
@@ -30,7 +30,7 @@ from zbpipe.runtime.ranks.step_board import StepBoard, StepSizes
 from zbpipe.runtime.ranks.warm_up import warm_up
 from zbpipe.runtime.split import stage as split
 from zbpipe.runtime.split.stage import SplitBackward
-from zbpipe.runtime.split.waits import FillWaits, WaitFiller
+from zbpipe.runtime.split.waits import WaitFiller
 from zbpipe.runtime.split.weight_gradients import WeightGradients, defer_in_loss
 from zbpipe.runtime.transport import Probe, find_known_of
 from zbpipe.schedule.ir import OpKind, Schedule

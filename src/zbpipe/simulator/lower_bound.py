@@ -17,6 +17,9 @@ fit, every backward is a B.
 
 FSDP's collectives add time at both ends: the first F of a stage ends no earlier than the gather of its parameters, and
 a rank's last reduction takes longer than the last backward, which may hide it.
+
+If W's products run in waits for collectives, a rank's work is F + I + max(W - waits, 0). A backward's own waits can
+shorten its W. Waits of later ops shorten it by no more than these ops take themselves.
 """
 
 from __future__ import annotations
@@ -90,14 +93,27 @@ def _bound_of_sizes(
     bound: Callable[..., float], placement: Placement, costs: CostModel, num_microbatches: int, *limits: Any
 ) -> float:
     """The bound for microbatches of the smallest size, or a rank's actual work after its first input."""
-    of, least = costs.alike.of, costs.least
-    work = [of(stage, OpKind.F).seconds + of(stage, OpKind.B).seconds for stage in range(costs.num_stages)]
+    least = costs.least
     begins = _alone(placement, _as_possible(placement, least, None)).forward_start
     ranks = (placement.stages_on(rank) for rank in range(placement.num_ranks))
-    lengths = (
-        begins[own[0]] * (bound is lower_bound) + num_microbatches * sum(work[stage] for stage in own) for own in ranks
-    )
+    lengths = (begins[own[0]] * (bound is lower_bound) + num_microbatches * _work(costs.alike, own) for own in ranks)
     return max(bound(placement, least, num_microbatches, *limits), *lengths)
+
+
+def _work(costs: CostModel, stages: Sequence[int]) -> float:
+    """Least seconds of a rank for one microbatch."""
+    f, i, b = ([costs.of(stage, kind) for stage in stages] for kind in (OpKind.F, OpKind.I, OpKind.B))
+    work = sum(each.seconds for each in (*f, *b))
+    if costs.fill_waits == "all":
+        w = sum(each.seconds for each in b) - sum(each.seconds for each in i)
+        return work - min(w, sum(each.waits for each in (*f, *i)))
+    return work - sum(_hidden(costs, stage) for stage in stages)
+
+
+def _hidden(costs: CostModel, stage: int) -> float:
+    """Most seconds of W's products in the waits of their own I or B."""
+    i, b = costs.of(stage, OpKind.I), costs.of(stage, OpKind.B)
+    return 0.0 if costs.fill_waits == "off" else min(b.seconds - i.seconds, i.waits)
 
 
 class _Path(NamedTuple):
@@ -154,12 +170,13 @@ class _Possible(NamedTuple):
     def of(self, stage: int, kind: OpKind) -> OpCosts:
         """As `CostModel.of`. A W has no overhead, so that I and W take no longer than B."""
         if stage in self.forced and kind in (OpKind.I, OpKind.W):
-            return self.costs.of(stage, OpKind.B) if kind is OpKind.I else OpCosts(0.0)
+            return self.of(stage, OpKind.B) if kind is OpKind.I else OpCosts(0.0)
         cost = self.costs.of(stage, kind)
-        if kind is not OpKind.W:
+        if kind not in (OpKind.W, OpKind.B):
             return cost
         i, b = (self.costs.of(stage, each).seconds for each in (OpKind.I, OpKind.B))
-        return cost._replace(seconds=cost.seconds - (i + cost.seconds - b))
+        seconds = cost.seconds - (i + cost.seconds - b) if kind is OpKind.W else b
+        return cost._replace(seconds=seconds - _hidden(self.costs, stage))
 
     def saves_by_b(self, stage: int) -> bool:
         return stage not in self.forced and self.costs.saved_by_b(stage) > 0
@@ -209,7 +226,12 @@ def _rank_bound(
     sizes = [least.of(stage, OpKind.F).adds for stage in stages]
     waiting = [least.of(stage, OpKind.W).frees for stage in stages]
     room = _room(stages, least, limit)
-    f, w, backward = ([least.of(stage, kind).seconds for stage in stages] for kind in (OpKind.F, OpKind.W, OpKind.B))
+    hidden = [_hidden(least.costs, stage) for stage in stages]
+    f = [least.of(stage, OpKind.F).seconds for stage in stages]
+    w, backward = (
+        [least.of(stage, kind).seconds + each for stage, each in zip(stages, hidden, strict=True)]
+        for kind in (OpKind.W, OpKind.B)
+    )
     forwards = _knapsack(f, sizes, num_microbatches, room.before_backward)
     weights = _knapsack(w, waiting, num_microbatches, room.before_weight)
     # After the last F, the held memory needs I and W, or only W, whichever takes more time for its room.
@@ -228,7 +250,7 @@ def _rank_bound(
     tail, long_tail = after_input - weights, after_forward - backwards
     if window.has_all:
         tail, long_tail = max(0.0, tail, min(window.exposed[stage] for stage in stages)), max(0.0, long_tail)
-    work = num_microbatches * sum(f + backward)
+    work = num_microbatches * _work(least.costs, stages)
     room_for_all = num_microbatches * sum(sizes) <= room.before_backward * (1 + ROUNDING)
     idle = max(lead + tail, long_tail) if room_for_all else lead + max(tail, long_tail)
     if not (room.limited and window.has_all):

@@ -22,7 +22,7 @@ from math import inf
 from operator import add
 
 from zbpipe.costs.job import JobCosts, as_cost_model
-from zbpipe.costs.model import GATHER, ROUNDING, SENDS, CostModel, Receives, Transport
+from zbpipe.costs.model import GATHER, ROUNDING, SENDS, CostModel, FillWaits, Receives, Transport
 from zbpipe.schedule.ir import COMPUTATIONS, Schedule
 from zbpipe.simulator.actions import COMPUTE, RECEIVES, Action, Rows, other_end
 from zbpipe.simulator.passes import add_messages, place_receives, wait_of
@@ -43,6 +43,7 @@ def simulate(
     transport: Transport | str = Transport.IDEAL,
     receives: Receives | str | None = None,
     overlaps_fsdp: Overlap = True,
+    fill_waits: FillWaits | None = None,
 ) -> Timeline:
     """Run `schedule` in the simulator.
 
@@ -60,12 +61,17 @@ def simulate(
         overlaps_fsdp: whether FSDP gathers beside the first F of a stage and reduces beside its last W or B, as
             zbpipe's schedules do, or before the one and after the other, as always with "shared with compute". With
             "gathers" only these overlap, see `overlap_of`.
+        fill_waits: which waits for collectives (`CostModel.waits`) run products of W: "off", "own", "all". Default:
+            that of the costs. W and B are shorter by what ran before, and memory counts as without. zbpipe's runtime
+            fills them in schedules with I and W, and where nothing is copied to the host.
 
     TypeError for another type of `schedule` or `costs`. ValueError if the costs are for another number of stages, the
     schedule cannot run, or a name is unknown.
     """
     require_schedule(schedule)
     costs = as_cost_model(costs, schedule.placement, schedule.num_microbatches)
+    if fill_waits is not None:
+        costs = replace(costs, fill_waits=fill_waits)
     if sum(map(len, schedule)) < schedule.placement.num_stages * schedule.num_microbatches:  # too few for the forwards
         require_valid(schedule)
     transport = Transport.parse(transport)
@@ -129,6 +135,11 @@ def exposed_fsdp(timeline: Timeline) -> float:
 def price_of_resharding(timeline: Timeline) -> float:
     """Share of a step that `fsdp_mode="reshard"` adds: each F and each backward gathers its parameters."""
     return _step(timeline, gather_in_each_op(timeline.costs)) / _step(timeline, timeline.costs) - 1
+
+
+def gain_of_fills(timeline: Timeline) -> float:
+    """Share of a step that `fill_waits="own"` saves."""
+    return 1 - _step(timeline, replace(timeline.costs, fill_waits="own")) / (timeline.makespan or 1.0)
 
 
 def gather_in_each_op(costs: CostModel) -> CostModel:

@@ -169,7 +169,9 @@ class Timeline:
     @cached_property
     def lower_bound(self) -> float:
         """Lower bound for any schedule with this placement, these costs and this number of microbatches, in seconds."""
-        return max(lower_bound(self.schedule.placement, self.costs, self.schedule.num_microbatches), *self.busy)
+        bound = lower_bound(self.schedule.placement, self.costs, self.schedule.num_microbatches)
+        # The time that W takes besides the waits depends on the order.
+        return max(bound, *self.busy) if self.costs.fill_waits == "off" else bound
 
 
 def _idle(spans: tuple[Span, ...], makespan: float) -> Idle:

@@ -83,10 +83,11 @@ def read_workload(arguments: Sequence[str], gpus: int) -> Workload:
     degrees = dict(_DEGREES)
     if config.parallelism.data_parallel_shard_degree == -1:  # it is what is left
         del degrees["fsdp"]
-    checkpointing = " ".join(find_installed().checkpointing).removesuffix("{}")
+    checkpointing, own = " ".join(find_installed().checkpointing).removesuffix("{}"), parse(arguments)[0]
     return replace(
         workload_of(config, degrees_of(config, gpus), name),
-        memory_limit=MemoryLimit.parse(parse(arguments)[0].memory_limit),
+        memory_limit=MemoryLimit.parse(own.memory_limit),
+        fill_waits=own.fill_waits,
         options=Spelling(
             "--parallelism.pipeline_parallel_schedule {}",
             f"{_PREFIX}memory-limit {{}}",

@@ -172,7 +172,8 @@ def outside_of_modes(*, with_autocast: bool) -> Iterator[None]:
     with ExitStack() as left:
         while torch._C._len_torch_function_stack():
             left.enter_context(_pop_mode_temporarily())
-        left.enter_context(_disable_current_modes())
+        if torch._C._len_torch_dispatch_stack():
+            left.enter_context(_disable_current_modes())
         left.enter_context(torch.no_grad())
         if not with_autocast:
             left.enter_context(without_autocast())

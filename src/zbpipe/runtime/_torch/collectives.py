@@ -37,6 +37,21 @@ def route_waits(around: Around) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def marking_waits(mark: Callable[[], Any]) -> Iterator[list[tuple[Any, Any]]]:
+    """Context that yields the marks before and after each of these waits."""
+    spans: list[tuple[Any, Any]] = []
+
+    def around(wait: Callable[[], Any]) -> Any:
+        start = mark()
+        result = wait()
+        spans.append((start, mark()))
+        return result
+
+    with route_waits(around):
+        yield spans
+
+
 class _Asynchronous:
     """torch.distributed for spmd_types, whose synchronous collectives are launched, and then waited for."""
 

@@ -9,10 +9,10 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, starmap
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
@@ -24,10 +24,11 @@ from zbpipe.costs.file import dump_costs
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.model import CostModel, Link, Links
 from zbpipe.runtime import checks
-from zbpipe.runtime._torch import fsdp2, pipelining
+from zbpipe.runtime._torch import collectives, compiler, fsdp2, hooks, pipelining
+from zbpipe.runtime._torch.attributes import replaced
 from zbpipe.runtime._torch.stage_work import OwnWork, find_work
-from zbpipe.runtime.device import find_device
-from zbpipe.runtime.measure.recording import StepRecord, Wanted, collect
+from zbpipe.runtime.device import find_device, seconds_between
+from zbpipe.runtime.measure.recording import Collector, StepRecord, Wanted, collect, watch
 from zbpipe.runtime.offload import Copier, make_copier
 from zbpipe.runtime.transport import find_messages
 from zbpipe.schedule.ir import COMPUTATIONS, Op, OpKind, Placement, Schedule, require_whole
@@ -56,6 +57,8 @@ class RankTable:
     """The link to the host's memory; None if nothing offloads."""
     overhead: float = 0.0
     """Median seconds between ops that wait for no message."""
+    waits: Mapping[tuple[int, str], float] = field(default_factory=dict)
+    """Median seconds of an op's waits for collectives, by stage and kind."""
 
 
 class Profiler:
@@ -66,8 +69,10 @@ class Profiler:
         profiler.costs          # the same on all ranks; None before
         zbpipe.plan(4, 16, profiler.costs)
 
-    Times come from events in a GPU's stream, or from the CPU's clock. Between two steps it measures the links between
-    ranks and to the host's memory, by copies, and FSDP2's gathers and reductions. It does not affect later steps.
+    Times come from events in a GPU's stream, or from the CPU's clock, also those of waits for collectives in F and I of
+    eager blocks. Meanwhile no products run in these waits (`fill_waits`). Between two steps it measures the links
+    between ranks and to the host's memory, by copies, and FSDP2's gathers and reductions. It does not affect later
+    steps.
 
     Args:
         schedule: a schedule of zbpipe or torch that runs I and W.
@@ -103,7 +108,9 @@ class Profiler:
         self._schedule = schedule
         self._group = group
         self._done = done
-        collect(schedule, [*[Wanted.NOTHING] * WARM_UP, Wanted.MEMORY, *[Wanted.TIMES] * steps], self._finish)
+        wanted = [*[Wanted.NOTHING] * WARM_UP, Wanted.MEMORY, *[Wanted.TIMES] * steps]
+        self._collector = _WithWaits(wanted, self._finish)
+        watch(schedule, self._collector)
 
     def _finish(self, records: list[StepRecord]) -> None:
         memory, *self.records = records
@@ -118,12 +125,46 @@ class Profiler:
             message_bytes=memory.message_bytes,
             host=measure_host(pipelining.device_of(stages[0])),
             overhead=find_overhead(self.records, stages[0].num_stages),
+            waits=self._collector.find_waits(),
         )
         tables: list[RankTable] = [table] * dist.get_world_size(self._group)
         dist.all_gather_object(tables, table, group=self._group)
         transport, _ = find_messages(self._schedule)
         self.costs = replace(combine(tables, find_placement(stages[0])), transport=transport)
         self._done(self.costs)
+
+
+class _WithWaits(Collector):
+    """Also times waits for collectives, in steps in which nothing fills them."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._waits: dict[int, dict[tuple[int, str, int], list[Any]]] = {}
+        """By step, and by op."""
+
+    @contextmanager
+    def around(self, schedule: Any) -> Iterator[None]:
+        stages, step = pipelining.stages_of(schedule), defaultdict[tuple[int, str, int], list[Any]](list)
+        if any(compiler.is_compiled(each) for stage in stages for each in stage.submod.modules()):
+            yield
+            return
+        self._waits[len(self.records)] = step
+        mark = find_device(pipelining.device_of(stages[0])).mark
+
+        def run(kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
+            with collectives.marking_waits(mark) as spans:
+                result = compute()
+            step[stage, kind, microbatch] += spans
+            return result
+
+        unfilled = replaced(schedule.waits, budgets={}) if hasattr(schedule, "waits") else nullcontext()
+        with unfilled, hooks.hook(schedule, hooks.HookOrder.RECORD, run):
+            yield
+
+    def find_waits(self) -> dict[tuple[int, str], float]:
+        timed = (op for step, each in self._waits.items() if step for op in each.items())  # the first counts memory
+        sums = ((op[:2], sum(starmap(seconds_between, spans))) for op, spans in timed)
+        return _average_by_key(sums, median)
 
 
 def log_costs(costs: JobCosts, file: str | None = None, group: dist.ProcessGroup | None = None) -> None:
@@ -179,9 +220,9 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
     """Costs from the tables of all ranks. For a stage on several ranks, the mean."""
     # On stages without I, a whole backward B counts as I. Without measured memory, a rank's stages have equal shares of
     # a microbatch.
-    seconds, kept, most = (
+    seconds, kept, most, waits = (
         _average_by_key((pair for table in tables for pair in getattr(table, name).items()), fmean)
-        for name in ("seconds", "kept", "most")
+        for name in ("seconds", "kept", "most", "waits")
     )
     links = {key: link for table in tables for key, link in table.links.items()}
     stages = range(placement.num_stages)
@@ -192,6 +233,13 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
     if not kept:
         activations = tuple(1 / len(placement.stages_on(rank)) for rank in placement.rank_of)
     beyond = {key: max(each - max(kept.get(key, 0.0), 0.0), 0.0) for key, each in most.items()}
+    # Medians of an op and of its waits can be of different microbatches.
+    waiting = {
+        OpKind.F: tuple(min(waits.get((stage, "F"), 0.0), f[stage]) for stage in stages),
+        OpKind.I: tuple(
+            min(waits.get((stage, "I"), waits.get((stage, "B"), 0.0)), i[stage] or b[stage]) for stage in stages
+        ),
+    }
     freed = (-kept.get((stage, "I"), 0.0) for stage in stages)
     return JobCosts(
         CostModel(
@@ -213,6 +261,7 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
                 for kind in COMPUTATIONS
                 if any(key[1] == kind for key in beyond)
             },
+            waits={kind: each for kind, each in waiting.items() if any(each)},
         ),
         placement,
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple, cast
 from weakref import ref
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpipe.runtime._torch import autograd, hooks, on_meta, pipelining
-from zbpipe.runtime.device import find_device
+from zbpipe.runtime.device import find_device, seconds_between
 from zbpipe.schedule.ir import Op, OpKind
 from zbpipe.simulator.timeline import Span
 
@@ -179,17 +180,17 @@ class _Recorder:
     def attach(self) -> Iterator[None]:
         if dist.get_world_size(self._group) > 1:
             dist.barrier(self._group)
-        self._origin = self._mark()
+        self._origin = self._device.mark()
         with (
             hooks.hook(self._schedule, hooks.HookOrder.RECORD, self._around),
             self._allocated.within_step() if self._allocated else nullcontext(),
         ):
             yield
-        self._end = self._mark()
+        self._end = self._device.mark()
 
     def _around(self, kind: str, stage: int, microbatch: int, compute: Callable[[], Any]) -> Any:
         op = Op(stage, OpKind(kind), microbatch)
-        start = self._mark()
+        start = self._device.mark()
         # The very first microbatch allocates `.grad`.
         is_late = microbatch >= min(1, pipelining.num_microbatches(self._schedule) - 1)
         is_watched = self._allocated and is_late and self._watched.setdefault((stage, op.kind), op) == op
@@ -202,20 +203,11 @@ class _Recorder:
             tensors = [each for each in autograd.tree_leaves(result) if isinstance(each, Tensor)]
             num_bytes = sum(each.numel() * each.element_size() for each in tensors)
             self._message_bytes = max(self._message_bytes, num_bytes)
-        self._marks[op] = first, self._mark()
+        self._marks[op] = first, self._device.mark()
         return result
 
-    def _mark(self) -> torch.Event:
-        """An event now, in the compute stream, without a wait of the host."""
-        event = self._device.new_event(timed=True)
-        event.record()
-        return event
-
     def record(self) -> StepRecord:
-        def seconds(mark: torch.Event) -> float:
-            mark.synchronize()
-            return self._origin.elapsed_time(mark) / 1000
-
+        seconds = partial(seconds_between, self._origin)
         end = seconds(self._end)
         spans = tuple(Span(op, seconds(start), seconds(end)) for op, (start, end) in self._marks.items())
         found = self._allocated.found if self._allocated else {}

@@ -13,20 +13,17 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from zbpipe.costs.model import FillWaits
 from zbpipe.runtime._torch import autograd, collectives, fsdp2
-from zbpipe.runtime.device import find_device
+from zbpipe.runtime.device import Accelerator, find_device, seconds_between
 from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.weight_gradients import WeightGradients
-
-FillWaits = Literal["off", "own", "all"]
-"""Waits with products of W: none; those of I and B, with products of the op's stage; also those of F, with products of
-all the rank's stages."""
 
 MEASURED_STEP = 4
 """The first steps try out which gradients can wait, and compare contents."""
@@ -63,6 +60,10 @@ class WaitFiller:
         """FLOPs for each wait of an op, by kind and stage, such as "I3". None before they are agreed."""
         self.filled = 0
         """Number of products that ran in waits."""
+        self._flops = 0.0
+        """Of these products."""
+        self._untold: tuple[float, float] | None = None
+        """FLOPs that the waits of a step have room for, and W's FLOPs per second, until the log says how many ran."""
         self._works: Sequence[Work] = ()
         self._steps = 0
         self.is_measuring = False
@@ -93,7 +94,12 @@ class WaitFiller:
         self._steps += 1
         self.is_measuring = self._steps >= MEASURED_STEP and not self.is_decided
         if not self.is_measuring:
+            before = self._flops
             yield
+            if self._untold and self.budgets:
+                (room, rate), ran, self._untold = self._untold, self._flops - before, None
+                words = "fill_waits=%r: W's products filled %.0f%% of these waits, %.3g s of this step on this rank"
+                logger.info(words, self.how, 100 * ran / room, ran / rate)
             return
         try:
             yield
@@ -106,10 +112,9 @@ class WaitFiller:
             self._measured.clear()
             self._of_w.clear()
 
-    def _mark(self) -> torch.Event:
-        made = find_device(self._works[0].stage.device).new_event(timed=True)
-        made.record()
-        return made
+    @property
+    def _device(self) -> Accelerator:
+        return find_device(self._works[0].stage.device)
 
     def fills(self, kind: str, work: Work) -> bool:
         return bool(self.budgets and self.budgets.get(f"{kind}{work.stage.stage_index}"))
@@ -125,22 +130,14 @@ class WaitFiller:
         if not self.is_measuring:
             yield
             return
-        flops, start = sum(each.flops for each in pending), self._mark()
+        flops, start = sum(each.flops for each in pending), self._device.mark()
         yield
-        self._of_w.append((flops, (start, self._mark())))
+        self._of_w.append((flops, (start, self._device.mark())))
 
     @contextmanager
     def _measure(self, kind: str, work: Work, pending: Sequence[PendingGradient]) -> Iterator[None]:
-        spans: list[_Span] = []
-
-        def around(wait: Callable[[], Any]) -> Any:
-            start = self._mark()
-            result = wait()
-            spans.append((start, self._mark()))
-            return result
-
         before = fsdp2.mark_gradients(work.stage.submod)
-        with collectives.route_waits(around):
+        with collectives.marking_waits(self._device.mark) as spans:
             yield
         self._measured[f"{kind}{work.stage.stage_index}"].append(spans)
         if kind == "I":
@@ -162,14 +159,14 @@ class WaitFiller:
 
     def seconds_of_w(self) -> list[float]:
         """Of each W in the measured step, until its end."""
-        return [_seconds(span) for _, span in self._of_w]
+        return [seconds_between(*span) for _, span in self._of_w]
 
     def _find_budgets(self) -> Budgets:
         in_w, flops = sum(self.seconds_of_w()), sum(flops for flops, _ in self._of_w)
         least = min(self._may_fill.values(), default=0.0)
         budgets = {}
         for op, runs in self._measured.items():
-            waits = [list(map(_seconds, run)) for run in runs]
+            waits = [[seconds_between(*span) for span in run] for run in runs]
             numbers = range(max(map(len, waits)))
             usual = [statistics.median_low(each[n] for each in waits if n < len(each)) for n in numbers]
             found = [each * flops / in_w if in_w else 0.0 for each in usual]
@@ -184,6 +181,8 @@ class WaitFiller:
         flops = sum(flops for flops, _ in self._of_w)
         room = sum(sum(self.budgets.get(op, ())) * len(runs) for op, runs in self._measured.items())
         used = [op for op, budget in self.budgets.items() if budget]
+        if used:
+            self._untold = room, flops / sum(self.seconds_of_w())
         logger.info(
             "fill_waits=%r: %s",
             self.how,
@@ -213,6 +212,7 @@ class WaitFiller:
         if not chosen:
             return
         self.filled += len(chosen)
+        self._flops += sum(gradient.flops for _, _, gradient in chosen)
         with autograd.outside_of_modes(with_autocast=self._has_autocast):
             for work, microbatch, gradient in chosen:
                 work.add_early(microbatch, gradient)
@@ -243,9 +243,3 @@ class WaitFiller:
                     yield work, microbatch, gradient
                 if pending is running:  # its later products come before those of the next microbatch
                     break
-
-
-def _seconds(span: _Span) -> float:
-    start, end = span
-    end.synchronize()
-    return start.elapsed_time(end) / 1000
