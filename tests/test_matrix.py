@@ -63,19 +63,14 @@ _OF_BOTH = {
     ),
 }
 _VALIDATION = {"validation": Cell("ZBV, TorchTitan's validation after each step", settings=flavor().validation)}
-_MOE = "ZBV, mixture of experts (DeepSeek V3), torch.compile"
+# Further ones are in ROWS, each with four stages per rank.
 COMBINATIONS_03 = {
     **{name: Cell(name, name) for name in ("ZBH1", "ZBH2", "ZB1P", "ZB2P", "VMin")},
     **{name: _OF_BOTH[name] for name in ("ZBV p=4", "VHalf p=4")},
-    **_OF_BOTH,
+    "bfloat16": _OF_BOTH["bfloat16"],
     "dp_replicate": Cell(
         "ZBV, replicated data parallelism by FSDP2", settings=(REPLICATE, "2", SHARD, "1"), ranks_per_stage=2
     ),
-    "tp compiled": Cell(
-        "ZBV, tensor parallelism, torch.compile", settings=_TENSOR_PARALLEL, ranks_per_stage=2, compiled=True
-    ),
-    # The first of six blocks has no experts, so its rank compiles for both kinds. The other three stages have some.
-    "moe compiled": Cell(_MOE, model=DEEPSEEK, compiled=True, recompilations=1),
     **_VALIDATION,
 }
 COMBINATIONS_02 = {
@@ -91,7 +86,9 @@ COMBINATIONS_02 = {
     ),
     **_OF_BOTH,
     "tp": Cell("ZBV, tensor parallelism", settings=_TENSOR_PARALLEL, ranks_per_stage=2),
-    "moe compiled": Cell(_MOE, model=DEEPSEEK, compiled=True, tolerances=_BF16_EXPERTS),
+    "moe compiled": Cell(
+        "ZBV, mixture of experts (DeepSeek V3), torch.compile", model=DEEPSEEK, compiled=True, tolerances=_BF16_EXPERTS
+    ),
     "llama4": Cell(
         "ZB, mixture of experts (Llama 4), sharded and replicated (HSDP)",
         "ZB",
@@ -327,7 +324,15 @@ ROWS: dict[str, Cell | tuple[str, str, Callable[[Titan, Path], str]]] = {
     "dp_shard": with_four_stages(
         "FSDP2 (`fully_shard`), torch.compile", "llama3_deep", 2, settings=_SHARDED, ranks_per_stage=2, compiled=True
     ),
-    "tp": with_four_stages("tensor parallelism", "llama3_deep", 2, settings=_TENSOR_PARALLEL, ranks_per_stage=2),
+    "tp": with_four_stages(
+        "tensor parallelism, torch.compile",
+        "llama3_deep",
+        2,
+        settings=_TENSOR_PARALLEL,
+        ranks_per_stage=2,
+        compiled=True,
+    ),
+    # The first of the blocks has no experts, so its rank compiles for both kinds.
     "moe": with_four_stages(
         "mixture of experts (DeepSeek V3), torch.compile", "deepseek_v3_deep", 1, compiled=True, recompilations=1
     ),
