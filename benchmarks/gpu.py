@@ -144,11 +144,8 @@ def late(machine: Machine) -> Iterator[Line]:
 
 def _shared(part: str, machine: Machine, asked: Sequence[str], **variables: str) -> Iterator[Line]:
     """Run `shares.py`, on a CPU in small."""
-    small = (
-        []
-        if machine.has_gpu
-        else ["--ranks", "2", "--microbatches", "4", "--rounds", "1", "--dim", "64", "--tokens", "16"]
-    )
+    sizes = ["--ranks", "2", "--microbatches", "4", "--rounds", "1", "--dim", "64", "--tokens", "16"]
+    small = [] if machine.has_gpu else sizes
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "shares.json")
         command = [sys.executable, str(Path(__file__).with_name("shares.py")), *asked, *small]
