@@ -100,7 +100,8 @@ class Machine(NamedTuple):
 
 def host(machine: Machine) -> Iterator[Line]:
     """Seconds that the host needs: below that, launches decide how long a microbatch takes."""
-    for case in CASES:
+    few = min(case.blocks for case in CASES)
+    for case in (each for each in CASES if machine.has_gpu or each.blocks == few):
         steps = step_seconds(case, machine.device, machine.rounds)
         text = ", ".join(
             f"{name} {1e6 * each.seconds:.0f} ({each.ratio:.2f}, {each.low:.2f} to {each.high:.2f})"
@@ -116,12 +117,14 @@ def host(machine: Machine) -> Iterator[Line]:
 
 def pipeline(machine: Machine) -> Iterator[Line]:
     """Step times of schedules, in turns, each against the simulator with the times of ops measured there."""
-    yield from _shared("pipeline", machine, ["--seconds", "300"])
+    few = [] if machine.has_gpu else ["--schedules", "Interleaved1F1B:2", "ZBVZeroBubble", "ZB:4"]
+    yield from _shared("pipeline", machine, ["--seconds", "300", *few])
 
 
 def connections(machine: Machine) -> Iterator[Line]:
     """The same where all streams of a rank share a queue of the GPU, with lists made without and with knowing it."""
-    asked = ["--schedules", "1F1B", "Interleaved1F1B:2", "ZBV", "--queues", "queue per peer"]
+    asked = ["--schedules", *(["1F1B"] if machine.has_gpu else []), "Interleaved1F1B:2", "ZBV"]
+    asked += ["--queues", "queue per peer"]
     asked += ["--checkpointing", "selective", "--rounds", "5", "--seconds", "60"]
     for transport in ("queue per peer", "shared with compute"):
         for line in _shared(
@@ -140,11 +143,8 @@ def late(machine: Machine) -> Iterator[Line]:
 
 def _shared(part: str, machine: Machine, asked: Sequence[str], **variables: str) -> Iterator[Line]:
     """Run `shares.py`, on a CPU in small."""
-    small = (
-        []
-        if machine.has_gpu
-        else ["--ranks", "2", "--microbatches", "4", "--rounds", "1", "--dim", "64", "--tokens", "16"]
-    )
+    sizes = ["--ranks", "2", "--microbatches", "4", "--rounds", "1", "--dim", "64", "--tokens", "16"]
+    small = [] if machine.has_gpu else sizes
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "shares.json")
         command = [sys.executable, str(Path(__file__).with_name("shares.py")), *asked, *small]

@@ -89,9 +89,10 @@ def commands(block: Block) -> list[list[str]]:
 
 def run_zbpipe(words: list[str], folder: Path) -> None:
     # The playground serves until somebody ends it, and plans for minutes before it writes a file. TorchTitan takes
-    # seconds to import: test_titan_integration.py runs what reads its configs, test_pipelined_models.py those
-    # of transformers, test_cli.py `doctor`.
-    elsewhere = words[1:2] in (["playground"], ["doctor"]) or not {"--module", "--hf"}.isdisjoint(words)
+    # seconds to import, and the demo trains seven jobs with it: test_titan.py trains one of them and the others'
+    # features, test_titan_integration.py runs what reads configs, test_pipelined_models.py those of transformers,
+    # test_cli.py `doctor`.
+    elsewhere = words[1:2] in (["playground"], ["doctor"], ["demo"]) or not {"--module", "--hf"}.isdisjoint(words)
     options = ["--help"] if elsewhere else []
     result = CliRunner().invoke(cli.main, [*at_small_size(words[1:]), *options])
     assert result.exit_code == 0, result.output

@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.long, pytest.mark.versions, pytest.mark.timeout(900)]
 
 SHARD, REPLICATE = "--parallelism.data_parallel_shard_degree", "--parallelism.data_parallel_replicate_degree"
 _SHARDED, _HYBRID, _REPLICATED = (SHARD, "2"), (REPLICATE, "2", SHARD, "2"), (REPLICATE, "2", SHARD, "1")
-_TENSOR_PARALLEL = ("--parallelism.tensor_parallel_degree", "2")
+_TENSOR = ("--parallelism.tensor_parallel_degree", "2")
 _BFLOAT16 = ("--training.mixed_precision_param", "bfloat16")
 _LONGER = ("--training.steps", "4")
 # By default TorchTitan 0.3.0 makes new parameters of those that LoRA has frozen, and trains them.
@@ -65,18 +65,11 @@ _OF_BOTH = {
 }
 _VALIDATION = {"validation": Cell("ZBV, TorchTitan's validation after each step", settings=flavor().validation)}
 _MOE = "ZBV, mixture of experts (DeepSeek V3), torch.compile"
+# Further ones are in ROWS, each with four stages per rank.
 COMBINATIONS_03 = {
     **{name: Cell(name, name) for name in ("ZBH1", "ZBH2", "ZB1P", "ZB2P", "VMin")},
-    **{name: _OF_BOTH[name] for name in ("ZBV p=4", "VHalf p=4")},
-    **_OF_BOTH,
-    "dp_replicate": Cell(
-        "ZBV, replicated data parallelism by FSDP2", settings=(REPLICATE, "2", SHARD, "1"), ranks_per_stage=2
-    ),
-    "tp compiled": Cell(
-        "ZBV, tensor parallelism, torch.compile", settings=_TENSOR_PARALLEL, ranks_per_stage=2, compiled=True
-    ),
-    # The first of six blocks has no experts, so its rank compiles for both kinds. The other three stages have some.
-    "moe compiled": Cell(_MOE, model=DEEPSEEK, compiled=True, recompilations=1),
+    **{name: _OF_BOTH[name] for name in ("ZBV p=4", "VHalf p=4", "bfloat16")},
+    "dp_replicate": Cell("ZBV, replicated data parallelism by FSDP2", settings=_REPLICATED, ranks_per_stage=2),
     **_VALIDATION,
 }
 COMBINATIONS_02 = {
@@ -91,7 +84,7 @@ COMBINATIONS_02 = {
         settings=("--activation_checkpoint.selective_ac_option", "2"),
     ),
     **_OF_BOTH,
-    "tp": Cell("ZBV, tensor parallelism", settings=_TENSOR_PARALLEL, ranks_per_stage=2),
+    "tp": Cell("ZBV, tensor parallelism", settings=_TENSOR, ranks_per_stage=2),
     "moe compiled": Cell(_MOE, model=DEEPSEEK, compiled=True, tolerances=_BF16_EXPERTS),
     "llama4": Cell(
         "ZB, mixture of experts (Llama 4), sharded and replicated (HSDP)",
@@ -278,7 +271,7 @@ def _expert_biases(checkpoint: Path) -> dict[str, Tensor]:
 
 
 def fills_waits(titan: Titan, folder: Path, *more: str, num_ranks: int = 4, model: str = LLAMA) -> str:
-    settings = (*_TENSOR_PARALLEL, *more, "--training.steps", "6")
+    settings = (*_TENSOR, *more, "--training.steps", "6")
     plain, filled = (
         titan.train(*pipeline("ZB"), *settings, *options, num_ranks=num_ranks, model=model)
         for options in ((), ("--zbpipe.fill-waits", "all"))
@@ -324,7 +317,10 @@ ROWS: dict[str, Cell | tuple[str, str, Callable[[Titan, Path], str]]] = {
     "dp_shard": with_four_stages(
         "FSDP2 (`fully_shard`), torch.compile", "llama3_deep", 2, settings=_SHARDED, ranks_per_stage=2, compiled=True
     ),
-    "tp": with_four_stages("tensor parallelism", "llama3_deep", 2, settings=_TENSOR_PARALLEL, ranks_per_stage=2),
+    "tp": with_four_stages(
+        "tensor parallelism, torch.compile", "llama3_deep", 2, settings=_TENSOR, ranks_per_stage=2, compiled=True
+    ),
+    # The first of the blocks has no experts, so its rank compiles for both kinds.
     "moe": with_four_stages(
         "mixture of experts (DeepSeek V3), torch.compile", "deepseek_v3_deep", 1, compiled=True, recompilations=1
     ),
@@ -440,7 +436,7 @@ REFUSED = '"Refused" means at construction, before any message is sent, and in T
 
 def row(cell: Cell, outcome: str) -> Row:
     """A line of the page for a cell outside of the matrix: its ranks, and the other degrees of parallelism."""
-    short = {SHARD: "dp_shard=", REPLICATE: "dp_replicate=", _TENSOR_PARALLEL[0]: "tp="}
+    short = {SHARD: "dp_shard=", REPLICATE: "dp_replicate=", _TENSOR[0]: "tp="}
     degrees = [short[name] + degree for name, degree in pairwise(cell.settings) if name in short]
     num_ranks = cell.pipeline_ranks * cell.ranks_per_stage
     how = f"{num_ranks} ranks: {' x '.join([f'pp={cell.pipeline_ranks}', *degrees])}"

@@ -8,8 +8,8 @@ import pytest
 from published import Row, error, predict, read_rows
 
 from zbpipe import estimate
+from zbpipe.estimation import layouts
 from zbpipe.estimation.devices import find
-from zbpipe.estimation.layouts import search
 from zbpipe.estimation.rows import Answer, answer
 
 BOUNDS = {"bubble": 0.004, "ratio": 0.06, "memory": 0.09, "activations": 0.09}
@@ -84,17 +84,19 @@ def test_a_faster_device_or_link_is_never_slower() -> None:
     [
         ("Llama 3 8B", "H100", 64, 128, "compiled", Answer.NO),
         ("Llama 3 70B", "H100", 64, 128, "compiled", Answer.UNDECIDED),
-        ("Llama 3 405B", "H100", 512, 256, "compiled async", Answer.YES),
+        ("Llama 3 405B", "H100", 512, 128, "compiled async", Answer.YES),
         ("Llama 3 70B", "MI300X", 64, 128, "compiled", Answer.NO),
     ],
 )
 def test_the_answers_of_practice(
-    model: str, device: str, gpus: int, sequences: int, options: str, expected: Answer
+    monkeypatch: pytest.MonkeyPatch, model: str, device: str, gpus: int, sequences: int, options: str, expected: Answer
 ) -> None:
     """On 64 H100, 70B is trained with a pipeline (NeMo) and without (MaxText, AutoModel), about equally fast."""
+    # Longer pipelines, and all other schedules, take most of the time. VHalf and the plans are the shortest that fit.
+    monkeypatch.setattr(layouts, "_MOST_RANKS", min(layouts._MOST_RANKS, gpus // 8))
     like = next(each for each in published_jobs.read_jobs() if each.id == "titan-8b-8")
     changed = replace(like, model=model, device=device, gpus=gpus, microbatch=1, options=frozenset(options.split()))
     work = published_jobs.workload(replace(changed, tp=8, m=sequences * 8 // gpus))
-    found = search(work, device)
+    found = layouts.search(work, device, only=["VHalf"])
     best = {each.workload.degrees.pipeline > 1: each.on_these_degrees for each in reversed(found)}
     assert answer(best[True], best[False]) is expected  # type: ignore[arg-type]
