@@ -172,10 +172,10 @@ class Loop:
         if event.wrong == "no tokens":
             return [*tokens, 0]
         if dist.get_world_size() == 1:
-            return [*tokens, 1]
+            return [*tokens, WIDTH + 1]  # not as many in all as any dimension has
         if dist.get_rank() == dist.get_world_size() - 1:
             others = event.wrong == "other tokens" and event.rows > 1
-            return [event.rows + 1, event.rows - 1, *tokens[2:]] if others else [*tokens, 1]
+            return [event.rows + 1, event.rows - 1, *tokens[2:]] if others else [*tokens, WIDTH + 1]
         return tokens
 
     def parameters(self) -> list[nn.Parameter]:
