@@ -112,7 +112,7 @@ class Loop:
         if event.kind in ("train", "eval"):
             self._compare(event)
         elif event.kind == "adopt" and self.name != "Auto":
-            table = "1F1B" if len(self.indices) == 1 else "VMin"
+            table = {1: "1F1B", 2: "VMin", 4: "ZB"}[len(self.indices)]
             self.schedule.adopt(zbpipe.generate(table, dist.get_world_size(), event.microbatches))
         elif event.kind == "zero":
             for part in (*self.parts.values(), *self.whole):
