@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, partial
+from itertools import repeat
 from math import inf
 from operator import mul
 from statistics import fmean
@@ -130,8 +131,8 @@ class OpCosts(NamedTuple):
     """Working memory while it runs."""
     message: float = 0.0
     """Bytes of a message."""
-    waits: float = 0.0
-    """Seconds of it in which it waits for collectives."""
+    hides: float = 0.0
+    """Most seconds of W's products that run in its waits for collectives."""
 
     @property
     def needs(self) -> float:
@@ -257,7 +258,7 @@ class CostModel(CommonCosts):
 
         >>> costs = CostModel(f=(1, 1), i=(1, 1), w=(1, 2), activations=(3e9, 1e9), freed_by_i=0.25)
         >>> costs.num_stages, costs.of(0, OpKind.I)
-        (2, OpCosts(seconds=1.0, adds=-750000000.0, working=0.0, message=0.0, waits=0.0))
+        (2, OpCosts(seconds=1.0, adds=-750000000.0, working=0.0, message=0.0, hides=0.0))
 
     Raises TypeError or ValueError for invalid numbers, and for lists of different lengths.
     """
@@ -367,24 +368,16 @@ class CostModel(CommonCosts):
         ]
 
     def _scaled(self, tokens: float, squares: float) -> CostModel:
-        factors = [tokens + share * (squares - tokens) for share in self.by_stage(self.attention)]
+        by_squares = [tokens + share * (squares - tokens) for share in self.by_stage(self.attention)]
 
-        def scale(
-            values: tuple[float, ...], factors: Sequence[float] = (tokens,) * self.num_stages
-        ) -> tuple[float, ...]:
-            return tuple(map(mul, values, factors))
+        def scale(given: Any, factors: Iterable[float]) -> Any:
+            if isinstance(given, Mapping):
+                return {kind: scale(each, factors) for kind, each in given.items()}
+            return tuple(map(mul, given, factors))
 
-        return replace(
-            self,
-            f=scale(self.f, factors),
-            i=scale(self.i, factors),
-            waits={kind: scale(self.by_stage(each), factors) for kind, each in self.waits.items()},
-            w=scale(self.w),
-            activations=scale(self.activations),
-            working={kind: scale(self.by_stage(each)) for kind, each in self.working.items()},
-            message_bytes=self.message_bytes * tokens,
-            sizes=(),
-        )
+        scaled = {name: scale(getattr(self, name), by_squares) for name in ("f", "i", "waits")}
+        scaled |= {name: scale(getattr(self, name), repeat(tokens)) for name in ("w", "activations", "working")}
+        return replace(self, **scaled, message_bytes=self.message_bytes * tokens, sizes=())
 
     @cached_property
     def _of(self) -> list[dict[str, list[OpCosts]]]:
@@ -399,7 +392,8 @@ class CostModel(CommonCosts):
 
         def op(kind: OpKind, seconds: Sequence[float], frees: Sequence[float]) -> list[OpCosts]:
             working = self.by_stage(self.working.get(kind, 0.0))
-            waits = self.by_stage(self.waits.get(OpKind.I if kind is OpKind.B else kind, 0.0))
+            fills = self.fill_waits == "all" or (self.fill_waits == "own" and kind is not OpKind.F)
+            waits = self.by_stage(self.waits.get(OpKind.I if kind is OpKind.B else kind, 0.0) if fills else 0.0)
             columns = zip(seconds, frees, working, waits, strict=True)
             return [OpCosts(time + self.overhead, -freed, used, 0.0, wait) for time, freed, used, wait in columns]
 
