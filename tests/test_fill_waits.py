@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -427,6 +428,22 @@ def test_checked_steps_are_filled(one_rank: None) -> None:
     assert check.report is not None
     assert check.report.deferred
     assert 0 < filled[0] == filled[1] - filled[0]
+
+
+def test_the_log_is_of_the_first_filled_step(one_rank: None, caplog: pytest.LogCaptureFixture) -> None:
+    """Also if that has another number of microbatches, and follows an evaluation."""
+    caplog.set_level("INFO")
+    schedule = on_this_rank(lambda: nn.Sequential(Scattered(), Scattered()))
+    run_steps(schedule, MEASURED_STEP - 1)
+    with patch.object(schedule.waits, "_find_budgets", lambda: {"I1": [0, 2 * 2 * 4 * 4]}):
+        run_steps(schedule, 1)
+    caplog.clear()
+    schedule.eval(torch.ones(4, 4), target=torch.ones(4, 4))
+    assert not caplog.messages
+    for _ in range(2):
+        schedule.step(torch.ones(6, 4), target=torch.ones(6, 4), microbatches=3)
+    (said,) = [each for each in caplog.messages if "fill_waits" in each]
+    assert said.startswith("fill_waits='own': W's products filled 100% of these waits, ")
 
 
 NAP = 0.02

@@ -60,10 +60,10 @@ class WaitFiller:
         """FLOPs for each wait of an op, by kind and stage, such as "I3". None before they are agreed."""
         self.filled = 0
         """Number of products that ran in waits."""
-        self._flops = 0.0
-        """Of these products."""
-        self._untold: tuple[float, float] | None = None
-        """FLOPs that the waits of a step have room for, and W's FLOPs per second, until the log says how many ran."""
+        self._ran = self._room = 0.0
+        """FLOPs that ran in the waits of a step, and those that have room in them."""
+        self._rate = 0.0
+        """W's FLOPs per second, on the rank that logs. 0 once the log says how many ran."""
         self._works: Sequence[Work] = ()
         self._steps = 0
         self.is_measuring = False
@@ -94,12 +94,12 @@ class WaitFiller:
         self._steps += 1
         self.is_measuring = self._steps >= MEASURED_STEP and not self.is_decided
         if not self.is_measuring:
-            before = self._flops
+            self._ran = self._room = 0.0
             yield
-            if self._untold and self.budgets:
-                (room, rate), ran, self._untold = self._untold, self._flops - before, None
+            if self._rate and self._room:
                 words = "fill_waits=%r: W's products filled %.0f%% of these waits, %.3g s of this step on this rank"
-                logger.info(words, self.how, 100 * ran / room, ran / rate)
+                logger.info(words, self.how, 100 * self._ran / self._room, self._ran / self._rate)
+                self._rate = 0.0
             return
         try:
             yield
@@ -182,7 +182,7 @@ class WaitFiller:
         room = sum(sum(self.budgets.get(op, ())) * len(runs) for op, runs in self._measured.items())
         used = [op for op, budget in self.budgets.items() if budget]
         if used:
-            self._untold = room, flops / sum(self.seconds_of_w())
+            self._rate = flops / sum(self.seconds_of_w())
         logger.info(
             "fill_waits=%r: %s",
             self.how,
@@ -196,6 +196,7 @@ class WaitFiller:
         assert self.budgets is not None
         self._budget, self._number = self.budgets[f"{kind}{work.stage.stage_index}"], 0
         self._has_autocast = autograd.any_autocast()
+        self._room += sum(self._budget)
         works = self._works if self.how == "all" else (work,)
 
         def around(wait: Callable[[], Any]) -> Any:
@@ -212,7 +213,7 @@ class WaitFiller:
         if not chosen:
             return
         self.filled += len(chosen)
-        self._flops += sum(gradient.flops for _, _, gradient in chosen)
+        self._ran += sum(gradient.flops for _, _, gradient in chosen)
         with autograd.outside_of_modes(with_autocast=self._has_autocast):
             for work, microbatch, gradient in chosen:
                 work.add_early(microbatch, gradient)
