@@ -18,11 +18,12 @@ import zbpipe
 from zbpipe.costs.file import dump_costs, load_costs
 from zbpipe.costs.job import JobCosts
 from zbpipe.costs.layers import Layer, LayerCosts
-from zbpipe.costs.model import CostModel
+from zbpipe.costs.model import CostModel, Link
 from zbpipe.costs.transformer import typical_costs
 from zbpipe.schedule.ir import Op, OpKind, Placement, Schedule
 from zbpipe.schedule.registry import resolve
 from zbpipe.simulator.lower_bound import period_bound
+from zbpipe.simulator.offloading import offload
 from zbpipe.simulator.simulation import period, simulate
 from zbpipe.testing import cost_models, schedules
 
@@ -183,6 +184,20 @@ def test_copies_to_the_host_leave_nothing_to_fill() -> None:
     schedule = Schedule.from_csv("0F0,0OF0,0RF0,0I0,0W0", name="copies")
     costs = CostModel((1,), (1,), (1,), activations=(1,), waits={I: 1})
     assert simulate(schedule, costs, fill_waits="own").makespan == simulate(schedule, costs).makespan == 3
+
+
+@pytest.mark.parametrize("transport", ["ideal", "one queue", "queue per peer", "shared with compute"])
+def test_copies_are_planned_for_times_without_fills(transport: str) -> None:
+    """They delay no op, and ranks receive as if nothing could be filled."""
+    for name, ranks, share, speed in (("ZBH1", 4, 0.9, 2), ("ZBV", 3, 0.9, 2), ("ZBV", 2, 0.9, 2), ("ZBV", 3, 0.2, 2)):
+        schedule = zbpipe.generate(name, ranks, 2 * ranks)
+        filled = replace(waiting(schedule, share), host=Link(bandwidth=speed), link=Link(0.2), fill_waits="all")
+        off = replace(filled, fill_waits="off")
+        copied = offload(schedule, filled)
+        assert copied == offload(schedule, off)
+        assert copied.has_copies
+        one, other = (simulate(copied, costs, transport=transport) for costs in (filled, off))
+        assert one.spans == other.spans
 
 
 def test_the_table_of_the_docs() -> None:

@@ -208,11 +208,9 @@ class CommonCosts:
             message_bytes=amount(what, "message_bytes", self.message_bytes),
             working=_check_by_kind(what, "working", self.working, count, each),
             waits=_check_by_kind(what, "waits", self.waits, count, each, tuple(seconds)),
-            freed_by_i=one_or_each("freed_by_i", self.freed_by_i, count, each, partial(share, what, "freed_by_i")),
+            freed_by_i=one_or_each(what, "freed_by_i", self.freed_by_i, count, each, share),
             overhead=amount(what, "overhead", self.overhead),
-            attention=one_or_each(
-                "attention", self.attention, count, each, partial(share, what, "attention", least=0.0)
-            ),
+            attention=one_or_each(what, "attention", self.attention, count, each, partial(share, least=0.0)),
             of_size=None if self.of_size is None else Size.parse(what, self.of_size),
         )
         set_fields(self, sizes=self._check_sizes(what))
@@ -282,18 +280,16 @@ class CostModel(CommonCosts):
 
     def __post_init__(self) -> None:
         what = "the costs of stages"
-        columns = {name: read_column(what, name, getattr(self, name)) for name in COLUMNS}
+        columns: dict[str, Any] = {name: read_column(what, name, getattr(self, name)) for name in COLUMNS}
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) != 1:
             raise ValueError(f"f, i, w and activations need one number for each stage, got {lengths}")
         if not columns["f"]:
             raise ValueError("the costs of stages need at least one stage: f, i, w and activations are empty")
         stages = lengths["f"]
-        collectives = {
-            name: one_or_each(name, getattr(self, name), stages, "stage", partial(amount, what, name))
-            for name in OF_DATA_PARALLELISM
-        }
-        set_fields(self, **columns, **collectives)
+        for name in OF_DATA_PARALLELISM:
+            columns[name] = one_or_each(what, name, getattr(self, name), stages, "stage")
+        set_fields(self, **columns)
         self.check_common(what, {OpKind.F: columns["f"], OpKind.I: columns["i"]}, "stage")
 
     @classmethod
@@ -445,12 +441,8 @@ def _check_by_kind(
             f"{what} cannot have {field} = {given!r}: give numbers by zbpipe.OpKind"
             f" {', '.join(kinds[:-1])} or {kinds[-1]}, for example {{OpKind.I: 2}}"
         )
-    found = {}
-    for kind in given:
-        name = f"{field}[{kind}]"
-        read = one_or_each(name, given[kind], count, each, partial(amount, what, name))
-        found[kind] = _each(read, count)
-    return FrozenDict(found)
+    found = {kind: one_or_each(what, f"{field}[{kind}]", given[kind], count, each) for kind in given}
+    return FrozenDict({kind: _each(read, count) for kind, read in found.items()})
 
 
 def _each(given: float | tuple[float, ...], count: int) -> tuple[float, ...]:

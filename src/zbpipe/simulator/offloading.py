@@ -107,7 +107,7 @@ def offload(
     limits = limit.resolve(costs, schedule.num_ranks, schedule.num_microbatches)
     require_valid(schedule)
     schedule = schedule.computations
-    timeline = simulate(schedule, costs, transport=transport)
+    timeline = simulate(schedule, costs, transport=transport, fill_waits="off")  # as with copies
     ranks = [_Rank(timeline, rank, wanted, margin) for rank in range(schedule.num_ranks)]
     least = [rank.offload(limit) for rank, limit in zip(ranks, limits, strict=True)]
     over = [rank for rank, limit in enumerate(limits) if least[rank] > limit * (1 + ROUNDING)]

@@ -175,7 +175,8 @@ def _find_receives(
     overlaps_fsdp: Overlap = True,
 ) -> tuple[Receives, Rows]:
     """The best way to receive, or the given one, and the lists with messages."""
-    ideal = simulate(schedule.computations, costs, overlaps_fsdp=overlaps_fsdp)  # torch knows no copies
+    fills: FillWaits | None = "off" if schedule.has_copies else None
+    ideal = simulate(schedule.computations, costs, overlaps_fsdp=overlaps_fsdp, fill_waits=fills)
     messages = add_messages(schedule)
     if receives:
         return receives, place_receives(messages, receives, ideal)
