@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -19,12 +20,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from llama import Block, FeedForward
 from models import Checkpointing, checkpointed
-from pipelines import Pipeline, on_one_rank, squared_error
+from pipelines import Pipeline, as_rank, on_one_rank, squared_error
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed import _functional_collectives as funcol
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -35,11 +37,13 @@ from torch.distributed.tensor.parallel import (
 )
 
 import zbpipe
+from zbpipe.costs.model import CostModel, Link
 from zbpipe.runtime.split.stage import find_split
 from zbpipe.runtime.split.waits import MEASURED_STEP
 from zbpipe.runtime.verify.gradient_check import schedule_w_last
 from zbpipe.schedule import registry
 from zbpipe.schedule.ir import OpKind
+from zbpipe.simulator.offloading import offload
 
 DIM, SEQUENCE, HEADS, BATCH, MICROBATCHES = 16, 8, 4, 2, 4
 OPS = torch.ops._c10d_functional
@@ -444,6 +448,24 @@ def test_the_log_is_of_the_first_filled_step(one_rank: None, caplog: pytest.LogC
         schedule.step(torch.ones(6, 4), target=torch.ones(6, 4), microbatches=3)
     (said,) = [each for each in caplog.messages if "fill_waits" in each]
     assert said.startswith("fill_waits='own': W's products filled 100% of these waits, ")
+
+
+def test_copies_and_receives_are_placed_for_times_without_fills() -> None:
+    """With copies to the host nothing fills waits."""
+    schedule = zbpipe.generate("ZBV", 2, 4)
+    waits = {OpKind.F: (0.45,) * 4, OpKind.I: (0.45,) * 4}
+    plain = replace(CostModel.uniform(schedule.placement, host=Link(bandwidth=2), waits=waits), link=Link(0.2))
+    copied = offload(schedule, plain)
+    assert copied.has_copies
+    found = []
+    with as_rank(0, 2):
+        for each in (plain, replace(plain, fill_waits="all")):
+            stages = [PipelineStage(nn.Linear(4, 4), n, 4, torch.device("cpu")) for n in (0, 3)]
+            runtime: Any = zbpipe.build_pipeline_schedule(
+                copied, stages, 4, squared_error, costs=each, transport="one queue"
+            )
+            found.append([str(action) for action in runtime.pipeline_order_with_comms[0]])
+    assert found[0] == found[1]
 
 
 NAP = 0.02

@@ -309,12 +309,7 @@ class CostModel(CommonCosts):
         parts = [1 / len(placement.stages_on(rank)) for rank in placement.rank_of]
         seconds = (amount("uniform costs", name, each) for name, each in (("f", f), ("i", i), ("w", w)))
         columns = (tuple(each * part for part in parts) for each in (*seconds, 1.0))
-        return cls(
-            *columns,
-            link=Link(amount("uniform costs", "comm", comm)),
-            in_bytes=False,
-            **others,
-        )
+        return cls(*columns, link=Link(amount("uniform costs", "comm", comm)), in_bytes=False, **others)
 
     @property
     def num_stages(self) -> int:

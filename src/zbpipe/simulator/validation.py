@@ -17,15 +17,7 @@ from zbpipe.costs.model import ROUNDING, SENDS, CostModel, Transport
 from zbpipe.schedule import tables
 from zbpipe.schedule.graph import CycleError, Graph
 from zbpipe.schedule.ir import OFFLOADS, RELOADS, Op, OpKind, Schedule, inputs, reload_before
-from zbpipe.simulator.actions import (
-    COMPUTE,
-    RECEIVES,
-    Action,
-    Rows,
-    dependencies,
-    other_end,
-    sends_by_action,
-)
+from zbpipe.simulator.actions import COMPUTE, RECEIVES, Action, Rows, dependencies, other_end, sends_by_action
 from zbpipe.simulator.time_graph import TimeGraph
 
 N = TypeVar("N", bound=NamedTuple)
@@ -58,9 +50,7 @@ class Finding:
 
 
 def validate(
-    schedule: Schedule,
-    memory_limit: MemoryLimitLike | None = None,
-    costs: CostModel | None = None,
+    schedule: Schedule, memory_limit: MemoryLimitLike | None = None, costs: CostModel | None = None
 ) -> list[Finding]:
     """All faults of `schedule`. An empty list if it is valid.
 

@@ -285,9 +285,7 @@ def write_trace(
 
 
 def make_timelines(
-    schedule: pipelining.PipelineSchedule,
-    record: StepRecord,
-    communication: Communication | None = None,
+    schedule: pipelining.PipelineSchedule, record: StepRecord, communication: Communication | None = None
 ) -> Recorded:
     """A step of this rank, simulated and measured. All ranks of the job have to call this."""
     stages = pipelining.stages_of(schedule)

@@ -67,11 +67,6 @@ class WaitFiller:
         self._works: Sequence[Work] = ()
         self._steps = 0
         self.is_measuring = False
-        self._budget: Sequence[float] = ()
-        """Of the running op's waits."""
-        self._number = 0
-        """Number of waits in the running op so far."""
-        self._has_autocast = False
         self._measured: defaultdict[str, list[list[_Span]]] = defaultdict(list)
         self._of_w: list[tuple[float, _Span]] = []
         """FLOPs and times of each W."""
@@ -194,29 +189,22 @@ class WaitFiller:
     @contextmanager
     def _fill_during(self, kind: str, work: Work, running: Sequence[PendingGradient]) -> Iterator[None]:
         assert self.budgets is not None
-        self._budget, self._number = self.budgets[f"{kind}{work.stage.stage_index}"], 0
-        self._has_autocast = autograd.any_autocast()
-        self._room += sum(self._budget)
-        works = self._works if self.how == "all" else (work,)
+        budgets = self.budgets[f"{kind}{work.stage.stage_index}"]
+        self._room += sum(budgets)
+        left, works = iter(budgets), self._works if self.how == "all" else (work,)
+        has_autocast = autograd.any_autocast()
 
         def around(wait: Callable[[], Any]) -> Any:
-            number, self._number = self._number, self._number + 1
-            if number < len(self._budget):
-                self._fill(works, running, self._budget[number])
+            if chosen := list(self._choose(works, running, next(left, 0.0))):
+                self.filled += len(chosen)
+                self._ran += sum(gradient.flops for _, _, gradient in chosen)
+                with autograd.outside_of_modes(with_autocast=has_autocast):
+                    for giver, microbatch, gradient in chosen:
+                        giver.add_early(microbatch, gradient)
             return wait()
 
         with collectives.route_waits(around):
             yield
-
-    def _fill(self, works: Sequence[Work], running: Sequence[PendingGradient], budget: float) -> None:
-        chosen = list(self._choose(works, running, budget))
-        if not chosen:
-            return
-        self.filled += len(chosen)
-        self._ran += sum(gradient.flops for _, _, gradient in chosen)
-        with autograd.outside_of_modes(with_autocast=self._has_autocast):
-            for work, microbatch, gradient in chosen:
-                work.add_early(microbatch, gradient)
 
     def _choose(
         self, works: Sequence[Work], running: Sequence[PendingGradient], budget: float
