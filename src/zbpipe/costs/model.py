@@ -190,18 +190,13 @@ class CommonCosts:
         ways: dict[str, Any] = {"link": self.link, "host": self.host or self.link}
         for name, given in ways.items():
             if not isinstance(given, Link):
-                way_out = "give a zbpipe.costs.Link, for example Link(bandwidth=25e9)"
-                raise TypeError(f"{what} cannot have {name} = {given!r}: {way_out}")
+                raise TypeError(_cannot(what, name, given, "a zbpipe.costs.Link, for example Link(bandwidth=25e9)"))
         if not isinstance(self.links, Mapping):
-            raise TypeError(
-                f"{what} cannot have links = {self.links!r}: give zbpipe.costs.Links by (from rank, to rank)"
-            )
+            raise TypeError(_cannot(what, "links", self.links, "zbpipe.costs.Links by (from rank, to rank)"))
         for key, link in self.links.items():
             is_pair = isinstance(key, tuple) and len(key) == 2 and all(type(rank) is int and rank >= 0 for rank in key)
             if not is_pair or not isinstance(link, Link):
-                raise TypeError(
-                    f"{what} cannot have links = {{{key!r}: {link!r}}}: give a zbpipe.costs.Link for each pair of ranks"
-                )
+                raise TypeError(_cannot(what, "links", {key: link}, "a zbpipe.costs.Link for each pair of ranks"))
         set_fields(
             self,
             links=FrozenDict(self.links),
@@ -219,17 +214,13 @@ class CommonCosts:
         for kind, waits in self.waits.items():
             for place, (wait, whole) in enumerate(zip(_each(waits, count), seconds[kind], strict=True)):
                 if wait > whole * (1 + ROUNDING):
-                    raise ValueError(
-                        f"{what} cannot have waits[{kind}] = {wait!r} for {each} {place}: its {kind} takes {whole!r},"
-                        " waits included"
-                    )
+                    reason = f"its {kind} takes {whole!r}, waits included"
+                    raise ValueError(f"{what} cannot have waits[{kind}] = {wait!r} for {each} {place}: {reason}")
 
     def _check_sizes(self, what: str) -> tuple[Size, ...]:
         given = self.sizes.tolist() if hasattr(self.sizes, "tolist") else self.sizes
         if not isinstance(given, (tuple, list)):
-            raise TypeError(
-                f"{what} cannot have sizes = {given!r}: give the tokens of each microbatch, like (4096, 2048)"
-            )
+            raise TypeError(_cannot(what, "sizes", given, "the tokens of each microbatch, like (4096, 2048)"))
         if self.of_size is None and len({isinstance(each, (tuple, list)) for each in given}) > 1:
             raise ValueError(
                 f"{what} cannot have sizes = {given!r}, of numbers and pairs: give pairs for all microbatches"
@@ -286,9 +277,8 @@ class CostModel(CommonCosts):
             raise ValueError(f"f, i, w and activations need one number for each stage, got {lengths}")
         if not columns["f"]:
             raise ValueError("the costs of stages need at least one stage: f, i, w and activations are empty")
-        stages = lengths["f"]
         for name in OF_DATA_PARALLELISM:
-            columns[name] = one_or_each(what, name, getattr(self, name), stages, "stage")
+            columns[name] = one_or_each(what, name, getattr(self, name), lengths["f"], "stage")
         set_fields(self, **columns)
         self.check_common(what, {OpKind.F: columns["f"], OpKind.I: columns["i"]}, "stage")
 
@@ -425,6 +415,10 @@ class CostModel(CommonCosts):
     def least_backward(self, stage: int) -> tuple[OpKind, ...]:
         """Op kinds of the backward with the least peak memory, without deferral."""
         return (OpKind.B,) if self.saved_by_b(stage) > 0 else (OpKind.I, OpKind.W)
+
+
+def _cannot(what: str, name: str, given: object, way_out: str) -> str:
+    return f"{what} cannot have {name} = {given!r}: give {way_out}"
 
 
 def _check_by_kind(

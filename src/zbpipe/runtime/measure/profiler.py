@@ -116,13 +116,13 @@ class Profiler:
         dist.barrier(self._group)  # so that all ranks use the host link at the same time
         table = RankTable(
             seconds={**average_by_kind(self.records), **communication.collectives},
-            kept={(op.stage, str(op.kind)): taken for op, taken in memory.kept.items()},
-            most={(op.stage, str(op.kind)): taken for op, taken in memory.most.items()},
+            kept={op[:2]: taken for op, taken in memory.kept.items()},
+            most={op[:2]: taken for op, taken in memory.most.items()},
             links=communication.links,
             message_bytes=memory.message_bytes,
             host=measure_host(pipelining.device_of(stages[0])),
             overhead=find_overhead(self.records, stages[0].num_stages),
-            waits=_average_by_kind((pair for record in self.records for pair in record.waits.items()), median),
+            waits=_average_by_key(((op[:2], each) for step in self.records for op, each in step.waits.items()), median),
         )
         tables: list[RankTable] = [table] * dist.get_world_size(self._group)
         dist.all_gather_object(tables, table, group=self._group)
@@ -155,13 +155,7 @@ def average_by_kind(
     records: Iterable[StepRecord], average: Callable[[Sequence[float]], float] = median
 ) -> dict[tuple[int, str], float]:
     """Median seconds over all microbatches, by stage and kind of op. Single slow ops do not count."""
-    return _average_by_kind(((span.op, _seconds(span)) for record in records for span in record.spans), average)
-
-
-def _average_by_kind(
-    values: Iterable[tuple[Op, float]], average: Callable[[Sequence[float]], float]
-) -> dict[tuple[int, str], float]:
-    return _average_by_key((((op.stage, str(op.kind)), value) for op, value in values), average)
+    return _average_by_key(((span.op[:2], _seconds(span)) for record in records for span in record.spans), average)
 
 
 def find_overhead(records: Iterable[StepRecord], num_stages: int) -> float:
@@ -205,7 +199,7 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
     beyond = {key: max(each - max(kept.get(key, 0.0), 0.0), 0.0) for key, each in most.items()}
     # Medians of an op and of its waits can be of different microbatches.
     waiting = {
-        kind: tuple(min(waits.get((n, str(kind)), waits.get((n, other), 0.0)), each) for n, each in enumerate(own))
+        kind: tuple(min(waits.get((n, kind), waits.get((n, other), 0.0)), each) for n, each in enumerate(own))
         for kind, other, own in ((OpKind.F, "", f), (OpKind.I, "B", i))
     }
     freed = (-kept.get((stage, "I"), 0.0) for stage in stages)
@@ -225,7 +219,7 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
             gather=gather if any(gather) else 0.0,
             reduce=reduce if any(reduce) else 0.0,
             working={
-                kind: tuple(beyond.get((stage, str(kind)), 0.0) for stage in stages)
+                kind: tuple(beyond.get((stage, kind), 0.0) for stage in stages)
                 for kind in COMPUTATIONS
                 if any(key[1] == kind for key in beyond)
             },

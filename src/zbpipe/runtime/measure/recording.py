@@ -169,9 +169,7 @@ class _Recorder:
     def __init__(self, schedule: pipelining.PipelineSchedule, wanted: Set[Wanted]) -> None:
         self._schedule = schedule
         self._own = cast(Any, schedule) if isinstance(schedule, pipelining.OwnRuntime) else None
-        self._name = type(schedule).__name__.removeprefix("Schedule")
-        if self._own:
-            self._name = self._own.schedule.name
+        self._name = self._own.schedule.name if self._own else type(schedule).__name__.removeprefix("Schedule")
         stages = pipelining.stages_of(schedule)
         stage, modules = stages[0], (each for own in stages for each in own.submod.modules())
         self._group, self._last_stage = stage.group, stage.num_stages - 1
