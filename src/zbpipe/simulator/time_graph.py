@@ -211,8 +211,7 @@ def durations(graph: TimeGraph, costs: CostModel) -> list[float]:
                 messages[key] = costs.transfer(rank_of[stage], rank_of[other_end(node).stage], size)
             found.append(messages[key])
         elif kind == HEAD:
-            gather, op = (of(stage, each, microbatch).seconds for each in (GATHER, OpKind.F))
-            found.append(max(gather - op, 0.0))
+            found.append(max(of(stage, GATHER).seconds - of(stage, OpKind.F, microbatch).seconds, 0.0))
         else:
             found.append(0.0)
     if costs.fill_waits != "off" and not graph.schedule.has_copies:  # which take the products' tensors away

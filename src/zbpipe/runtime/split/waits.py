@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from zbpipe.costs.model import FillWaits
 from zbpipe.runtime._torch import autograd, collectives, fsdp2
-from zbpipe.runtime.device import Accelerator, find_device, seconds_between
+from zbpipe.runtime.device import find_device, seconds_between
 from zbpipe.runtime.split import sources
 from zbpipe.runtime.split.products import PendingGradient
 from zbpipe.runtime.split.weight_gradients import WeightGradients
@@ -65,6 +65,8 @@ class WaitFiller:
         self._rate = 0.0
         """W's FLOPs per second, on the rank that logs. 0 once the log says how many ran."""
         self._works: Sequence[Work] = ()
+        self._mark: Callable[[], torch.Event]
+        """A timed event now, on the stages' device."""
         self._steps = 0
         self.is_measuring = False
         self._measured: defaultdict[str, list[list[_Span]]] = defaultdict(list)
@@ -85,7 +87,7 @@ class WaitFiller:
     @contextmanager
     def follow_step(self, works: Sequence[Work]) -> Iterator[None]:
         """Context of a training step."""
-        self._works = works
+        self._works, self._mark = works, find_device(works[0].stage.device).mark
         self._steps += 1
         self.is_measuring = self._steps >= MEASURED_STEP and not self.is_decided
         if not self.is_measuring:
@@ -107,10 +109,6 @@ class WaitFiller:
             self._measured.clear()
             self._of_w.clear()
 
-    @property
-    def _device(self) -> Accelerator:
-        return find_device(self._works[0].stage.device)
-
     def fills(self, kind: str, work: Work) -> bool:
         return bool(self.budgets and self.budgets.get(f"{kind}{work.stage.stage_index}"))
 
@@ -125,14 +123,14 @@ class WaitFiller:
         if not self.is_measuring:
             yield
             return
-        flops, start = sum(each.flops for each in pending), self._device.mark()
+        flops, start = sum(each.flops for each in pending), self._mark()
         yield
-        self._of_w.append((flops, (start, self._device.mark())))
+        self._of_w.append((flops, (start, self._mark())))
 
     @contextmanager
     def _measure(self, kind: str, work: Work, pending: Sequence[PendingGradient]) -> Iterator[None]:
         before = fsdp2.mark_gradients(work.stage.submod)
-        with collectives.marking_waits(self._device.mark) as spans:
+        with collectives.marking_waits(self._mark) as spans:
             yield
         self._measured[f"{kind}{work.stage.stage_index}"].append(spans)
         if kind == "I":
@@ -176,15 +174,11 @@ class WaitFiller:
         flops = sum(flops for flops, _ in self._of_w)
         room = sum(sum(self.budgets.get(op, ())) * len(runs) for op, runs in self._measured.items())
         used = [op for op, budget in self.budgets.items() if budget]
+        said = f"no op waits for a collective for as long as a product of W takes (backend {dist.get_backend()})"
         if used:
-            self._rate = flops / sum(self.seconds_of_w())
-        logger.info(
-            "fill_waits=%r: %s",
-            self.how,
-            f"the collectives in {', '.join(used)} take as long as {room / flops:.0%} of W, and W's products fill them"
-            if used
-            else f"no op waits for a collective for as long as a product of W takes (backend {dist.get_backend()})",
-        )
+            self._rate, ops = flops / sum(self.seconds_of_w()), ", ".join(used)
+            said = f"the collectives in {ops} take as long as {room / flops:.0%} of W, and W's products fill them"
+        logger.info("fill_waits=%r: %s", self.how, said)
 
     @contextmanager
     def _fill_during(self, kind: str, work: Work, running: Sequence[PendingGradient]) -> Iterator[None]:
