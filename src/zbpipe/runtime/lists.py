@@ -118,8 +118,7 @@ class Lists:
             return self._lowered[schedule]
         checks.require_runnable(schedule)
         computations, costs = schedule.computations, self.simulated_costs
-        if schedule.has_copies:  # with which nothing fills waits
-            costs = replace(costs, fill_waits="off")
+        costs = replace(costs, fill_waits="off") if schedule.has_copies else costs  # copies leave nothing to fill
         pipelining.lower(runtime, computations)
         receives = self.receives or best_receives(computations, costs, self.transport)
         rows = passes.place_receives(pipelining.rows_of(runtime), receives, simulate(computations, costs))

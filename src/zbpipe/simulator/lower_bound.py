@@ -95,8 +95,8 @@ def _bound_of_sizes(
     """The bound for microbatches of the smallest size, or a rank's actual work after its first input."""
     least = costs.least
     begins = _alone(placement, _as_possible(placement, least, None)).forward_start
-    ranks = (placement.stages_on(rank) for rank in range(placement.num_ranks))
-    lengths = (begins[own[0]] * (bound is lower_bound) + num_microbatches * _work(costs.alike, own) for own in ranks)
+    begins = begins if bound is lower_bound else (0.0,) * len(begins)
+    lengths = (begins[own[0]] + num_microbatches * _work(costs.alike, own) for own, _ in _ranks(placement, None))
     return max(bound(placement, least, num_microbatches, *limits), *lengths)
 
 

@@ -202,16 +202,14 @@ def combine(tables: Sequence[RankTable], placement: Placement) -> JobCosts:
         kind: tuple(min(waits.get((n, kind), waits.get((n, other), 0.0)), each) for n, each in enumerate(own))
         for kind, other, own in ((OpKind.F, "", f), (OpKind.I, "B", i))
     }
-    freed = (-kept.get((stage, "I"), 0.0) for stage in stages)
+    freed = (min(-kept.get((n, "I"), 0.0) / held, 1.0) if held else 0.0 for n, held in enumerate(activations))
     return JobCosts(
         CostModel(
             f,
             i,
             w,
             activations,
-            freed_by_i=tuple(
-                min(each / held, 1.0) if held else 0.0 for each, held in zip(freed, activations, strict=True)
-            ),
+            freed_by_i=tuple(freed),
             links=links,
             message_bytes=float(max(table.message_bytes for table in tables)),
             host=_find_slowest([table.host for table in tables]),
